@@ -10,7 +10,6 @@ use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::{PKey, Provider};
 
 use super::driver::{Driver, DriverConfig, Message};
-use super::no_device::NoDevice;
 use super::park::Mailbox;
 use super::pool::BufferPool;
 use super::{Client, EngineError};
@@ -131,7 +130,7 @@ impl ClientBuilder {
     /// # Errors
     /// As [`Self::build`].
     pub fn without_device(self) -> Result<Client, EngineError> {
-        self.build(|| Ok(NoDevice::new()))
+        self.start::<Roce, _>(|| Ok(None))
     }
 
     /// Starts the engine on a device that `open` makes on the engine's thread.
@@ -142,6 +141,15 @@ impl ClientBuilder {
     where
         P: Provider,
         F: FnOnce() -> stdio::Result<P> + Send + 'static,
+    {
+        self.start(move || open().map(Some))
+    }
+
+    /// Starts the engine's thread, with the device that `open` makes there, or without one.
+    fn start<P, F>(self, open: F) -> Result<Client, EngineError>
+    where
+        P: Provider,
+        F: FnOnce() -> stdio::Result<Option<P>> + Send + 'static,
     {
         let pool = BufferPool::new(self.pool)?;
         let mailbox = Arc::new(Mailbox::new()?);
@@ -156,7 +164,9 @@ impl ClientBuilder {
                         Ok(provider) => provider,
                         Err(e) => return drop(ready.send(Err(e))),
                     };
-                    let device = Device::of(&provider);
+                    let device = provider
+                        .as_ref()
+                        .map_or_else(DeviceInfo::none, DeviceInfo::of);
                     let _ = ready.send(Ok(device));
                     let _close = CloseOnExit(&mailbox);
                     Driver::new(provider, mailbox.clone(), pool, config).run();
@@ -190,18 +200,29 @@ impl Drop for CloseOnExit<'_> {
     }
 }
 
-/// What the engine's device is.
+/// Attributes of the engine's device.
 #[derive(Clone, Debug)]
-pub(super) struct Device {
+pub(super) struct DeviceInfo {
     pub(super) name: String,
     pub(super) guid: u64,
     pub(super) region_segments: u32,
-    /// Whether a receive tells which key the peer has invalidated.
+    /// Whether a receive reports which key the peer has invalidated.
     pub(super) tells_invalidation: bool,
     pub(super) pkeys: Vec<PKey>,
 }
 
-impl Device {
+impl DeviceInfo {
+    /// Those of an engine without a device.
+    fn none() -> Self {
+        Self {
+            name: "none".to_owned(),
+            guid: 0,
+            region_segments: 1,
+            tells_invalidation: false,
+            pkeys: Vec::new(),
+        }
+    }
+
     fn of<P: Provider>(provider: &P) -> Self {
         let attr = provider.device_attr();
         let entries = provider.query_port(1).map_or(0, |p| p.pkey_table_len);
@@ -229,7 +250,7 @@ impl Device {
 pub(super) struct Shared {
     pub(super) mailbox: Arc<Mailbox<Message>>,
     pub(super) pool: BufferPool,
-    pub(super) device: Device,
+    pub(super) device: DeviceInfo,
     /// Extension of this client's initiator port identifier where an address gives none.
     pub(super) extension: u64,
     pub(super) config: ClientBuilder,

@@ -10,14 +10,15 @@ use riser_scsi::iscsi::name::Found;
 use riser_scsi::srp::{MultiChannelAction, PortIdParts};
 
 use super::builder::{ClientBuilder, Shared};
-use super::conn::ConnConfig;
 use super::driver::{
-    IserOpen, Message, Open, Protocol, SessionGuard, SrpOpen, Target, TcpOpen, User,
+    IscsiOpen, Message, Open, Plan, Protocol, SessionGuard, SrpOpen, Transport, User,
 };
+use super::io::Target;
 use super::iser::IserConfig;
 use super::oneshot::{Sender, oneshot};
 use super::pool::BufferPool;
 use super::session::{Session, SessionHandle};
+use super::srp::SrpConfig;
 use super::status::SessionStatus;
 use super::timer::Timeout;
 use super::{DEFAULT_TIMEOUT, EngineError};
@@ -157,7 +158,8 @@ impl Client {
             TargetUrl::Iscsi(url) if url.target.is_none() => return Err(EngineError::NoTarget),
             TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, 0, None)?,
         };
-        self.open_session(url, protocol, Arc::default()).await
+        let plan = Plan::One(protocol);
+        self.open_session(url, plan, Arc::default()).await
     }
 
     /// Asks an iSCSI portal which targets it offers (SendTargets). A target in the address does not
@@ -173,7 +175,7 @@ impl Client {
         let protocol = self.plan_iscsi(&url, self.0.config.timing.login, 0, Some(sender))?;
         let url = TargetUrl::Iscsi(url);
         let status = Arc::new(SessionStatus::default());
-        let _guard = self.open(&url, protocol, status.clone()).await?;
+        let _guard = self.open(&url, Plan::One(protocol), status.clone()).await?;
         match found.await {
             Some(found) => Ok(found),
             // It was live, and ended without an answer.
@@ -185,10 +187,10 @@ impl Client {
     pub(super) async fn open_session(
         &self,
         url: TargetUrl,
-        protocol: Protocol,
+        plan: Plan,
         status: Arc<SessionStatus>,
     ) -> Result<Session, EngineError> {
-        let guard = self.open(&url, protocol, status.clone()).await?;
+        let guard = self.open(&url, plan, status.clone()).await?;
         Ok(Session {
             handle: Arc::new(SessionHandle {
                 guard,
@@ -203,14 +205,14 @@ impl Client {
     async fn open(
         &self,
         url: &TargetUrl,
-        protocol: Protocol,
+        plan: Plan,
         status: Arc<SessionStatus>,
     ) -> Result<SessionGuard, EngineError> {
         let target = resolve(url)?;
         let (reply, answer) = oneshot();
         let open = Open {
             target,
-            protocol,
+            plan,
             status,
             user: User::Caller(reply),
         };
@@ -280,7 +282,7 @@ impl Client {
                 max_attempts: 32,
                 reconnect: true,
             },
-            conn: ConnConfig {
+            conn: SrpConfig {
                 queue_size,
                 inline_descriptors,
                 external_descriptors,
@@ -319,18 +321,18 @@ impl Client {
         let isid = iscsi::isid(self.session_port(path));
         let segments = config.region_segments.min(self.0.device.region_segments);
         let config = iscsi::plan_session(url, isid, limits)?;
-        if !url.is_iser() {
-            return Ok(Protocol::Tcp(Box::new(TcpOpen { config, found })));
-        }
-        let conn = IserConfig {
-            queue_size: config.queue_size,
-            region_segments: segments.max(1),
-            discovery: url.target.is_none(),
-            remote_invalidate: self.0.device.tells_invalidation,
+        let transport = match url.is_iser() {
+            false => Transport::Tcp,
+            true => Transport::Iser(IserConfig {
+                queue_size: config.queue_size,
+                region_segments: segments.max(1),
+                discovery: url.target.is_none(),
+                remote_invalidate: self.0.device.tells_invalidation,
+            }),
         };
-        Ok(Protocol::Iser(Box::new(IserOpen {
+        Ok(Protocol::Iscsi(Box::new(IscsiOpen {
             config,
-            conn,
+            transport,
             found,
         })))
     }

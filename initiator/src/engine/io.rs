@@ -1,18 +1,35 @@
-//! What goes to the engine and comes back: commands with their buffers.
+//! Commands with their buffers, on their way to the engine and back; and the names of sessions and
+//! targets.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_scsi::lun::LunId;
 use riser_scsi::srp::TaskAttr;
 
-use super::driver::SessionKey;
 use super::oneshot::Sender;
 use crate::block::Buffer;
 use crate::paths::PathIndex;
 use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::unit::FlushMark;
+
+/// Names a session of the engine; never used again for another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct SessionKey {
+    pub(super) index: usize,
+    pub(super) serial: u64,
+}
+
+/// The address of a session's target.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    pub(super) dst: SocketAddr,
+    pub(super) src: Option<SocketAddr>,
+    /// InfiniBand service id, instead of the port's.
+    pub(super) service_id: Option<u64>,
+}
 
 /// The memory of a command's data. Its length must be that of the command's data.
 #[derive(Debug, Default)]
@@ -107,9 +124,9 @@ pub struct IoEnd {
     pub data: IoData,
 }
 
-/// Who is told of a command's end.
+/// The receiver of a command's end.
 pub(super) enum Done {
-    /// A future, perhaps one that nobody polls any more.
+    /// A future, perhaps one that is no longer polled.
     Future(Sender<IoEnd>),
     /// A workload on the engine's thread, with its own token.
     Workload { workload: usize, token: u64 },
@@ -122,7 +139,7 @@ pub(super) enum Done {
     Check { paths: SessionKey, path: PathIndex },
     /// A session that identifies a watched unit, which has this number.
     Unit { session: SessionKey, unit: u64 },
-    /// Nobody: that it was answered is all there is to know.
+    /// None: the answer itself shows that the target is there.
     Ping,
 }
 
@@ -131,9 +148,21 @@ pub(super) struct Io {
     pub(super) io: ScsiIo,
     pub(super) deadline: Instant,
     pub(super) done: Done,
-    /// Of a flush: what was acknowledged when it was submitted, as
-    /// [`WriteCache::begin_flush`](crate::unit::WriteCache::begin_flush) says.
+    /// Of a flush: the writes that were acknowledged when it was submitted, from
+    /// [`WriteCache::begin_flush`](crate::unit::WriteCache::begin_flush).
     pub(super) mark: FlushMark,
+}
+
+impl Io {
+    /// A command that is submitted now.
+    pub(super) fn new(io: ScsiIo, done: Done, now: Instant) -> Self {
+        Self {
+            deadline: now + io.timeout,
+            io,
+            done,
+            mark: FlushMark::default(),
+        }
+    }
 }
 
 /// Work that runs on the engine's own thread: no wake-up and no queue between a completion and the

@@ -24,16 +24,16 @@
 //! - Wakers are called on the engine's thread with no lock held. What they run must not block.
 mod builder;
 mod client;
-mod conn;
 mod driver;
 mod io;
 mod iser;
-mod no_device;
 mod oneshot;
 mod park;
-mod paths;
 mod pool;
+mod portals;
+mod rdma;
 mod session;
+mod srp;
 mod status;
 mod tcp;
 mod timer;

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::lun::LunId;
 
-use super::driver::{CHECK_LEN, Message, SessionGuard, Watch, new_io};
-use super::io::{Done, IoData, IoEnd, ScsiIo, Workload};
+use super::driver::{CHECK_LEN, Message, SessionGuard, Watch};
+use super::io::{Done, Io, IoData, IoEnd, ScsiIo, Workload};
 use super::oneshot::{Receiver, oneshot};
 use super::status::SessionStatus;
 use super::timer::Elapsed;
@@ -96,7 +96,7 @@ impl Session {
     /// is still there.
     pub fn submit(&self, io: ScsiIo) -> IoFuture {
         let (sender, receiver) = oneshot();
-        let io = new_io(io, Done::Future(sender), Instant::now());
+        let io = Io::new(io, Done::Future(sender), Instant::now());
         let message = Message::Submit(self.handle.guard.key, Box::new(io));
         // A closed mailbox drops the message, and with it the sender.
         drop(self.handle.client.0.mailbox.send(message));

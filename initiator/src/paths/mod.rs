@@ -87,7 +87,7 @@ use self::types::{Path, Place, Request};
 use crate::request::{
     Answer, CHECK_CONDITION, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
-use crate::session::{Down, SubmitError};
+use crate::session::{Down, Machine, SubmitError};
 use crate::unit::Snapshot;
 
 /// The paths to a logical unit. See the module's documentation.
@@ -146,12 +146,6 @@ impl Paths {
         self.outputs.pop_front()
     }
 
-    /// When [`Self::handle_timeout`] should be called, at the latest.
-    #[must_use]
-    pub fn next_deadline(&self) -> Option<Instant> {
-        self.timer
-    }
-
     /// How each path is.
     pub fn views(&self) -> impl Iterator<Item = PathView> + '_ {
         self.paths.iter().map(Path::view)
@@ -159,33 +153,6 @@ impl Paths {
 
     fn arm(&mut self, at: Instant) {
         self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
-    }
-
-    /// Takes a request.
-    ///
-    /// # Errors
-    /// [`SubmitError`]; nothing was taken.
-    pub fn submit(&mut self, spec: RequestSpec) -> Result<RequestId, SubmitError> {
-        if self.ending.is_some() || self.is_over {
-            return Err(SubmitError::Closed);
-        }
-        if self.requests.len() >= self.config.max_requests {
-            return Err(SubmitError::Full);
-        }
-        let seq = self.next_seq;
-        self.next_seq += 1;
-        let index = self.requests.insert(Request {
-            spec,
-            seq,
-            place: Place::Waiting,
-            behind: None,
-        }) as u32;
-        self.waiting.push_back(index);
-        self.pump();
-        if self.requests[index as usize].place == Place::Waiting {
-            self.arm(spec.deadline);
-        }
-        Ok(RequestId(index))
     }
 
     /// Starts what can be started.
@@ -344,9 +311,41 @@ impl Paths {
         self.outputs
             .push_back(Output::Complete(RequestId(index), result));
     }
+}
 
-    /// Does what is due.
-    pub fn handle_timeout(&mut self, now: Instant) {
+impl Machine for Paths {
+    fn submit(&mut self, spec: RequestSpec, _now: Instant) -> Result<RequestId, SubmitError> {
+        if self.ending.is_some() || self.is_over {
+            return Err(SubmitError::Closed);
+        }
+        if self.requests.len() >= self.config.max_requests {
+            return Err(SubmitError::Full);
+        }
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let index = self.requests.insert(Request {
+            spec,
+            seq,
+            place: Place::Waiting,
+            behind: None,
+        }) as u32;
+        self.waiting.push_back(index);
+        self.pump();
+        if self.requests[index as usize].place == Place::Waiting {
+            self.arm(spec.deadline);
+        }
+        Ok(RequestId(index))
+    }
+
+    fn close(&mut self, _now: Instant) {
+        self.end(Down::Closed);
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        self.timer
+    }
+
+    fn handle_timeout(&mut self, now: Instant) {
         if self.timer.is_none_or(|t| t > now) {
             return;
         }

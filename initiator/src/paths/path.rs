@@ -335,13 +335,7 @@ impl Paths {
         self.outputs.push_back(Output::Event(event));
     }
 
-    /// Ends everything: closes the sessions, then completes every request with
-    /// [`RequestError::Closed`].
-    pub fn close(&mut self) {
-        self.end(Down::Closed);
-    }
-
-    fn end(&mut self, why: Down) {
+    pub(super) fn end(&mut self, why: Down) {
         if self.ending.is_some() {
             return;
         }

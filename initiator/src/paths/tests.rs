@@ -134,7 +134,7 @@ impl Rig {
             retry: Retry::Standard,
             effect,
         };
-        let request = self.paths.submit(spec).unwrap();
+        let request = self.paths.submit(spec, self.now).unwrap();
         self.take();
         request
     }
@@ -516,7 +516,7 @@ fn closing_ends_sessions_first_and_every_request_once() {
     let mut rig = Rig::live();
     let on_b = rig.submit(write(0, 8));
     let waits = rig.submit(write(0, 8));
-    rig.paths.close();
+    rig.paths.close(rig.now);
     rig.take();
     assert!(rig.saw(&Output::Close(A)) && rig.saw(&Output::Close(B)));
     rig.close(A, Down::Closed);

@@ -4,6 +4,7 @@
 
 mod fault;
 mod lifecycle;
+mod machine;
 
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use riser_scsi::srp::WireLun;
 pub use self::fault::{ConnectError, Down, IscsiFault, SrpFault, SrpLoginError};
 pub(crate) use self::lifecycle::Lifecycle;
 pub use self::lifecycle::SessionState;
+pub use self::machine::Machine;
 
 /// Silence of a target after which it is asked whether it is there.
 pub(crate) const PING: Duration = Duration::from_secs(5);

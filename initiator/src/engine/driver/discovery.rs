@@ -230,7 +230,10 @@ impl<P: Provider> Driver<P> {
     pub(super) fn discover(&mut self, ip: IpAddr, transaction: u64, reply: Sender<Found>) {
         let agent = match self.agent.take() {
             Some(agent) => Ok(agent),
-            None => Agent::new(&mut self.provider),
+            None => match &mut self.device {
+                Some(device) => Agent::new(&mut device.provider),
+                None => Err(VerbsError::InvalidState("this engine has no RDMA device")),
+            },
         };
         let Ok(mut agent) = agent else {
             reply.send(Err(DiscoveryError::Unsupported));
@@ -246,14 +249,14 @@ impl<P: Provider> Driver<P> {
 
     /// One turn of the searches under way; whether there was anything to do.
     pub(super) fn run_discovery(&mut self, now: Instant) -> bool {
-        let Some(agent) = &mut self.agent else {
+        let (Some(agent), Some(device)) = (&mut self.agent, &mut self.device) else {
             return false;
         };
-        let worked = agent.turn(&mut self.provider, now);
+        let worked = agent.turn(&mut device.provider, now);
         if agent.searches.is_empty()
             && let Some(agent) = self.agent.take()
         {
-            agent.release(&mut self.provider);
+            agent.release(&mut device.provider);
         }
         worked
     }
@@ -266,10 +269,11 @@ impl<P: Provider> Driver<P> {
 
     /// Arms queue pair 1; whether completions wait already.
     pub(super) fn arm_discovery(&mut self) -> bool {
-        let Some(agent) = &self.agent else {
+        let (Some(agent), Some(device)) = (&self.agent, &mut self.device) else {
             return false;
         };
-        self.provider
+        device
+            .provider
             .req_notify_cq(agent.cq, riser_transport::verbs::Notify::Next)
             .unwrap_or(false)
     }

@@ -1,359 +1,275 @@
-//! Sessions of iSCSI on RDMA.
+//! iSER (RFC 7145) as the datamover of a session.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use riser_memory::MemSlice;
-use riser_scsi::iscsi::chap::CHALLENGE_LEN;
-use riser_scsi::iscsi::name::{Found, TargetAddress};
-use riser_scsi::iser::{CmHeader, Message};
-use riser_transport::verbs::{
-    CmEvent, CmEventKind, Completion, ConnParam, PortSpace, Provider, VerbsError,
-};
+use riser_scsi::iser::Message;
+use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError};
 
-use super::link::{IserOpen, Link, Rdma, iser};
-use super::tcp::literal;
-use super::{CLOSING_PATIENCE, DISCONNECT_PATIENCE, Driver, Target};
-use crate::engine::iser::{IserConfig, IserConn, Work};
-use crate::engine::oneshot::Sender;
-use crate::iscsi::session::{Output, Session};
+use super::iscsi::{MoverError, log_in};
+use super::link::Context;
+use crate::engine::io::Target;
+use crate::engine::iser::{IserConfig, IserConn};
+use crate::engine::rdma::{CmStep, Completed, Device, Resources, Retire, WorkRequest};
+use crate::iscsi::session::{ControlPdu, Session};
 use crate::request::RequestId;
 use crate::session::{ConnectError, IscsiFault, SrpLoginError};
 
-/// How long finding an address or a route may take.
-const RESOLVE: Duration = Duration::from_secs(2);
-
-/// A session and its connection.
-pub(super) struct IserLink {
-    pub(super) machine: Session,
-    pub(super) target: Target,
-    pub(super) rdma: Rdma,
-    pub(super) config: IserConfig,
-    pub(super) conn: Option<IserConn>,
-    found: Option<Sender<Vec<Found>>>,
+/// The connection of a session.
+pub(super) struct IserMover {
+    config: IserConfig,
+    resources: Resources,
+    conn: Option<IserConn>,
+    /// The receive whose message is being handled, to be posted again after the machine's outputs.
+    receiving: Option<u16>,
+    /// The message that is being handled.
+    message: Vec<u8>,
+    /// Pieces of the memory of the command that is being started.
+    slices: Vec<MemSlice>,
 }
 
-impl IserLink {
+impl IserMover {
     pub(super) fn new<P: Provider>(
-        provider: &mut P,
+        device: &mut Device<P>,
         pool: &MemSlice,
-        target: Target,
-        open: IserOpen,
-        now: Instant,
+        config: IserConfig,
     ) -> Result<Self, VerbsError> {
-        let rdma = Rdma::new(provider, pool, open.conn.completions(), false)?;
+        let completions = config.limits().completions();
         Ok(Self {
-            machine: Session::new(open.config, now),
-            target,
-            rdma,
-            config: open.conn,
+            config,
+            resources: Resources::new(device, pool, completions, false)?,
             conn: None,
-            found: open.found,
+            receiving: None,
+            message: Vec::new(),
+            slices: Vec::new(),
         })
     }
-}
 
-impl<P: Provider> Driver<P> {
-    /// Carries out a session's outputs until there are none.
-    pub(super) fn drain_iser(&mut self, index: usize, now: Instant) {
-        while let Some(output) = iser(&mut self.sessions, index).machine.poll_output() {
-            match output {
-                Output::Connect(moved) => self.resolve_iser(index, moved.as_ref(), now),
-                Output::Send(pdu) => {
-                    let link = iser(&mut self.sessions, index);
-                    let conn = link.conn.as_mut();
-                    if !conn.is_some_and(|c| c.send_control(&mut self.provider, pdu)) {
-                        link.machine.handle_broken(now);
-                    }
-                }
-                Output::FullFeature(_) => {
-                    let link = iser(&mut self.sessions, index);
-                    let conn = link.conn.as_mut();
-                    if conn.is_none_or(|c| c.enter_full_feature(&mut self.provider).is_err()) {
-                        link.machine.handle_broken(now);
-                    }
-                }
-                Output::Start(request) => self.start_iser(index, request, now),
-                // The target reads data by itself, and asks for none.
-                Output::SendData(_) => iser(&mut self.sessions, index)
-                    .machine
-                    .handle_fault(IscsiFault::R2t),
-                Output::Retire(request) => self.retire_iser(index, request, now),
-                Output::Disconnect => self.begin_tear_down_iser(index, now),
-                Output::Found(found) => {
-                    if let Some(reply) = iser(&mut self.sessions, index).found.take() {
-                        reply.send(found);
-                    }
-                }
-                Output::Complete(request, result) => self.complete(index, request, result, now),
-                Output::Event(event) => self.handle_event(index, event, now),
-            }
-        }
+    pub(super) fn cq(&self) -> CqId {
+        self.resources.cq
     }
 
-    fn start_iser(&mut self, index: usize, request: RequestId, now: Instant) {
-        if iser(&mut self.sessions, index).conn.is_some() && !self.try_start_iser(index, request) {
-            let link = iser(&mut self.sessions, index);
-            link.machine.handle_broken(now);
-        }
+    pub(super) fn region_segments(&self) -> usize {
+        self.config.region_segments as usize
     }
 
-    /// Sends a command; false if the connection is broken.
-    fn try_start_iser(&mut self, index: usize, request: RequestId) -> bool {
-        let running = &mut self.sessions[index];
-        let Link::Iser(link) = &mut running.link else {
-            return false;
-        };
-        let io = running.ios.get(request.0 as usize).and_then(Option::as_ref);
-        let (Some(io), Some(conn)) = (io, &mut link.conn) else {
-            return false;
-        };
-        // A request that was given up meanwhile has used up a number that is never sent.
-        let Some(command) = link.machine.emit_command(request) else {
-            return false;
-        };
-        io.io.data.slices(&mut self.scratch.slices);
-        conn.start(
-            &mut self.provider,
-            request,
-            &command,
-            io.io.command.len,
-            &self.scratch.slices,
-            &link.rdma.pool,
-        )
+    pub(super) fn release_device<P: Provider>(&self, device: &mut Device<P>) {
+        debug_assert!(self.conn.is_none());
+        self.resources.release(device);
     }
 
-    fn retire_iser(&mut self, index: usize, request: RequestId, now: Instant) {
-        let link = iser(&mut self.sessions, index);
-        // Without a connection, its end tells the session.
-        let Some(conn) = &mut link.conn else {
-            return;
-        };
-        match conn.retire(&mut self.provider, request) {
-            Some(true) => self.on_retired_iser(index, request, now),
-            Some(false) => {}
-            None => link.machine.handle_broken(now),
-        }
-    }
-
-    fn on_retired_iser(&mut self, index: usize, request: RequestId, now: Instant) {
-        iser(&mut self.sessions, index)
-            .machine
-            .handle_retired(request, now);
-    }
-
-    pub(super) fn handle_iser_completion(
-        &mut self,
-        index: usize,
-        completion: &Completion,
-        now: Instant,
-    ) {
-        let Some(work) = Work::of(completion.wr_id) else {
-            return;
-        };
-        if !completion.status.is_ok() {
-            tracing::debug!(?work, status = ?completion.status, "work request failed");
-            iser(&mut self.sessions, index).machine.handle_broken(now);
-            self.drain(index, now);
-            return;
-        }
-        let Some(conn) = &mut iser(&mut self.sessions, index).conn else {
-            return;
-        };
-        let provider = &mut self.provider;
-        match work {
-            Work::Recv(slot) => {
-                if let Some(key) = completion.invalidated
-                    && !conn.on_remote_invalidated(key)
-                {
-                    tracing::debug!(?key, "the target invalidated a key that is none of ours");
-                }
-                self.receive_iser(index, slot, completion.byte_len, now);
-            }
-            Work::Command(slot) | Work::Invalidate(slot, _) => {
-                let back = match work {
-                    Work::Invalidate(_, key) => conn.on_invalidated(provider, slot, key),
-                    _ => conn.on_command_sent(provider, slot),
-                };
-                if let Some(request) = back {
-                    self.on_retired_iser(index, request, now);
-                }
-            }
-            Work::Register(_) => {}
-            Work::Control(slot) => {
-                if !conn.on_control_sent(provider, slot) {
-                    iser(&mut self.sessions, index).machine.handle_broken(now);
-                }
-            }
-        }
-        self.drain(index, now);
-    }
-
-    fn receive_iser(&mut self, index: usize, slot: u16, len: u32, now: Instant) {
-        let link = iser(&mut self.sessions, index);
-        let Some(conn) = &mut link.conn else {
-            return;
-        };
-        let mut message = std::mem::take(&mut self.message);
-        conn.received(slot, len, &mut message);
-        match Message::parse(&message) {
-            Ok(Message::Control { frame, .. }) => link.machine.handle_pdu(&frame, now),
-            Ok(Message::Hello(_) | Message::HelloReply(_)) => {
-                link.machine.handle_fault(IscsiFault::Unexpected("a Hello"));
-            }
-            Err(error) => link.machine.handle_fault(IscsiFault::Iser(error)),
-        }
-        self.message = message;
-        self.drain(index, now);
-        let link = iser(&mut self.sessions, index);
-        let is_full_feature = link.machine.params().is_some();
-        if let Some(conn) = &mut link.conn
-            && !conn.repost(&mut self.provider, slot, is_full_feature)
-        {
-            link.machine.handle_broken(now);
-        }
-    }
-
-    pub(super) fn handle_iser_cm_event(&mut self, index: usize, event: CmEvent, now: Instant) {
-        let conn = iser(&mut self.sessions, index).conn.as_ref();
-        if conn.is_some_and(|c| c.closing_until.is_some()) {
-            // The connection request has been answered, accepted or not.
-            self.tear_down_iser(index, now);
-            return;
-        }
-        match event.kind {
-            CmEventKind::AddrResolved => {
-                if let Err(e) = self.provider.resolve_route(event.id, RESOLVE) {
-                    self.fail_iser(index, ConnectError::Cm(e), now);
-                }
-            }
-            CmEventKind::RouteResolved => self.connect_iser(index, now),
-            CmEventKind::AddrError(e) | CmEventKind::RouteError(e) => {
-                self.fail_iser(index, ConnectError::Address(e), now);
-            }
-            CmEventKind::ConnectError(e) => self.fail_iser(index, ConnectError::Cm(e), now),
-            CmEventKind::Unreachable => self.fail_iser(index, ConnectError::Unreachable, now),
-            CmEventKind::Rejected { reason, .. } => {
-                let error = ConnectError::Login(SrpLoginError::Refused(reason));
-                self.fail_iser(index, error, now);
-            }
-            CmEventKind::Established { param } => {
-                let link = iser(&mut self.sessions, index);
-                if let Some(conn) = &mut link.conn {
-                    conn.is_connecting = false;
-                    let theirs = CmHeader::parse(&param.private_data);
-                    conn.agreed = link.config.offer().and(theirs);
-                }
-                let mut random = [0; CHALLENGE_LEN + 1];
-                match getrandom::fill(&mut random) {
-                    Ok(()) => link.machine.handle_connected(random, now),
-                    // Without it a login could be foreseen.
-                    Err(_) => link.machine.handle_broken(now),
-                }
-            }
-            CmEventKind::Disconnected | CmEventKind::DeviceRemoval => {
-                iser(&mut self.sessions, index).machine.handle_broken(now);
-            }
-            CmEventKind::TimewaitExit | CmEventKind::ConnectRequest { .. } => {}
-        }
-        self.drain(index, now);
+    /// The time at which a connection that is being closed is closed at the latest.
+    pub(super) fn closing_until(&self) -> Option<Instant> {
+        self.conn.as_ref()?.rdma.closing_until()
     }
 
     /// Begins to find the path.
-    fn resolve_iser(&mut self, index: usize, moved: Option<&TargetAddress>, now: Instant) {
-        let link = iser(&mut self.sessions, index);
-        let dst = match moved.map(literal) {
-            None => link.target.dst,
-            Some(Some(dst)) => dst,
-            Some(None) => {
-                link.machine
-                    .handle_connect_failed(ConnectError::Redirected, now);
-                return;
-            }
+    pub(super) fn resolve<P: Provider>(
+        &mut self,
+        target: &Target,
+        cx: &mut Context<'_, P>,
+    ) -> Result<(), ConnectError> {
+        let owner = cx.owner(0);
+        self.conn = Some(IserConn::resolve(cx.device(), owner, target, self.config)?);
+        Ok(())
+    }
+
+    pub(super) fn handle_cm_event<P: Provider>(
+        &mut self,
+        event: CmEventKind,
+        machine: &mut Session,
+        cx: &mut Context<'_, P>,
+    ) {
+        let Some(conn) = &mut self.conn else {
+            return;
         };
-        let id = match self.provider.create_id(PortSpace::Tcp) {
-            Ok(id) => id,
-            Err(e) => {
-                link.machine.handle_connect_failed(ConnectError::Cm(e), now);
-                return;
+        match conn.rdma.handle_event(cx.device(), event) {
+            CmStep::Pending => {}
+            CmStep::Connect => {
+                if let Err(error) = self.connect(cx) {
+                    self.fail(error, machine, cx);
+                }
             }
-        };
-        self.ids.insert(id, (index, 0));
-        link.conn = Some(IserConn::new(id, link.config));
-        let src = link.target.src;
-        if let Err(e) = self.provider.resolve_addr(id, src, dst, RESOLVE) {
-            self.release_iser(index, false, now);
-            let machine = &mut iser(&mut self.sessions, index).machine;
-            machine.handle_connect_failed(ConnectError::Address(e), now);
+            CmStep::Established(_) => log_in(machine, cx.now),
+            CmStep::Rejected { reason, .. } => {
+                let error = ConnectError::Login(SrpLoginError::Refused(reason));
+                self.fail(error, machine, cx);
+            }
+            CmStep::Failed(error) => self.fail(error, machine, cx),
+            CmStep::Lost => machine.handle_broken(cx.now),
+            CmStep::Closed => self.close_now(machine, cx),
         }
     }
 
     /// The path is found: makes the queue pair and sends the request.
-    fn connect_iser(&mut self, index: usize, now: Instant) {
-        let link = iser(&mut self.sessions, index);
-        let Some(conn) = &mut link.conn else {
-            return;
+    fn connect<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> Result<(), ConnectError> {
+        let Some(conn) = &mut self.conn else {
+            return Ok(());
         };
-        let made = conn.set_up(&mut self.provider, link.rdma.pd, link.rdma.cq);
-        if let Some(qp) = conn.qp() {
-            self.qps.insert(qp, (index, 0));
+        let made = conn.set_up(cx.device(), &self.resources);
+        made.map_err(ConnectError::Local)?;
+        let private_data = self.config.offer().bytes().to_vec();
+        conn.rdma.connect(cx.device(), private_data)
+    }
+
+    fn fail<P: Provider>(
+        &mut self,
+        error: ConnectError,
+        machine: &mut Session,
+        cx: &mut Context<'_, P>,
+    ) {
+        self.release(false, cx);
+        machine.handle_connect_failed(error, cx.now);
+    }
+
+    /// Begins to close the connection; returns whether it is closed.
+    pub(super) fn begin_close<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> bool {
+        let conn = self.conn.as_mut();
+        if conn.is_some_and(|conn| conn.rdma.begin_close(false, cx.now)) {
+            return false;
         }
-        if let Err(e) = made {
-            self.fail_iser(index, ConnectError::Local(e), now);
-            return;
-        }
-        let param = ConnParam {
-            private_data: link.config.offer().bytes().to_vec(),
-            ..ConnParam::default()
-        };
-        conn.is_connecting = true;
-        if let Err(e) = self.provider.connect(conn.id, &param) {
-            self.fail_iser(index, ConnectError::Cm(e), now);
+        self.release(true, cx);
+        true
+    }
+
+    /// Closes the connection now.
+    pub(super) fn close_now<P: Provider>(
+        &mut self,
+        machine: &mut Session,
+        cx: &mut Context<'_, P>,
+    ) {
+        self.release(true, cx);
+        machine.handle_gone(cx.now);
+    }
+
+    fn release<P: Provider>(&mut self, linger: bool, cx: &mut Context<'_, P>) {
+        self.receiving = None;
+        if let Some(conn) = self.conn.take() {
+            let now = cx.now;
+            conn.rdma.release(cx.device(), linger, now);
         }
     }
 
-    fn fail_iser(&mut self, index: usize, error: ConnectError, now: Instant) {
-        self.release_iser(index, false, now);
-        iser(&mut self.sessions, index)
-            .machine
-            .handle_connect_failed(error, now);
+    pub(super) fn send<P: Provider>(
+        &mut self,
+        pdu: ControlPdu,
+        cx: &mut Context<'_, P>,
+    ) -> Result<(), MoverError> {
+        let conn = self.conn.as_mut();
+        let is_sent = conn.is_some_and(|conn| conn.send_control(cx.device(), pdu));
+        is_sent.then_some(()).ok_or(MoverError::Broken)
     }
 
-    /// Closes the connection, once the answer to its request is here: a peer that has answered a
-    /// request and learns that it is withdrawn may keep what it has made for it.
-    fn begin_tear_down_iser(&mut self, index: usize, now: Instant) {
-        let conn = iser(&mut self.sessions, index).conn.as_mut();
-        match conn.filter(|conn| conn.is_connecting) {
-            Some(conn) => conn.closing_until = Some(now + CLOSING_PATIENCE),
-            None => {
-                self.release_iser(index, true, now);
-                iser(&mut self.sessions, index).machine.handle_gone(now);
+    pub(super) fn enter_full_feature<P: Provider>(
+        &mut self,
+        cx: &mut Context<'_, P>,
+    ) -> Result<(), MoverError> {
+        let conn = self.conn.as_mut();
+        let is_entered = conn.is_some_and(|conn| conn.enter_full_feature(cx.device()));
+        is_entered.then_some(()).ok_or(MoverError::Broken)
+    }
+
+    /// Sends a command. One that was given up meanwhile has used up a number that is never sent, which
+    /// only a new connection makes up for.
+    pub(super) fn start<P: Provider>(
+        &mut self,
+        request: RequestId,
+        machine: &Session,
+        cx: &mut Context<'_, P>,
+    ) -> Result<(), MoverError> {
+        // Without a connection, its end reports all of its requests.
+        let Some(conn) = &mut self.conn else {
+            return Ok(());
+        };
+        let io = cx.ios.get(request.0 as usize).and_then(Option::as_ref);
+        let (Some(io), Some(command)) = (io, machine.emit_command(request)) else {
+            return Err(MoverError::Broken);
+        };
+        io.io.data.slices(&mut self.slices);
+        let (len, pool) = (io.io.command.len, &self.resources.pool);
+        let is_sent = conn.start(cx.device(), request, &command, len, &self.slices, pool);
+        is_sent.then_some(()).ok_or(MoverError::Broken)
+    }
+
+    /// Begins to take a request's memory back; returns whether it is back.
+    pub(super) fn retire<P: Provider>(
+        &mut self,
+        request: RequestId,
+        cx: &mut Context<'_, P>,
+    ) -> Result<bool, MoverError> {
+        let Some(conn) = &mut self.conn else {
+            return Ok(false);
+        };
+        match conn.rdma.retire(cx.device(), request) {
+            Retire::Done => Ok(true),
+            Retire::Pending => Ok(false),
+            Retire::Broken => Err(MoverError::Broken),
+        }
+    }
+
+    pub(super) fn handle_completion<P: Provider>(
+        &mut self,
+        completion: &Completion,
+        machine: &mut Session,
+        cx: &mut Context<'_, P>,
+    ) -> Result<(), MoverError> {
+        let work = WorkRequest::of(completion.wr_id);
+        let (Some(work), Some(conn)) = (work, &mut self.conn) else {
+            return Ok(());
+        };
+        if !completion.status.is_ok() {
+            tracing::debug!(?work, status = ?completion.status, "work request failed");
+            return Err(MoverError::Broken);
+        }
+        match conn.rdma.handle_completion(cx.device(), work, completion) {
+            Completed::Nothing => Ok(()),
+            Completed::Message(slot) => self.receive(slot, completion.byte_len, machine, cx.now),
+            Completed::Retired(request) => {
+                machine.handle_retired(request, cx.now);
+                Ok(())
+            }
+            Completed::Sent(slot) => {
+                let is_fed = conn.on_control_sent(cx.device(), slot);
+                is_fed.then_some(()).ok_or(MoverError::Broken)
             }
         }
     }
 
-    /// Closes the connection now and notifies the session.
-    pub(super) fn tear_down_iser(&mut self, index: usize, now: Instant) {
-        self.release_iser(index, true, now);
-        iser(&mut self.sessions, index).machine.handle_gone(now);
-        self.drain(index, now);
+    fn receive(
+        &mut self,
+        slot: u16,
+        len: u32,
+        machine: &mut Session,
+        now: Instant,
+    ) -> Result<(), MoverError> {
+        let Some(conn) = &self.conn else {
+            return Ok(());
+        };
+        self.receiving = Some(slot);
+        conn.received(slot, len, &mut self.message);
+        match Message::parse(&self.message) {
+            Ok(Message::Control { frame, .. }) => {
+                machine.handle_pdu(&frame, now);
+                Ok(())
+            }
+            Ok(Message::Hello(_) | Message::HelloReply(_)) => {
+                Err(MoverError::Fault(IscsiFault::Unexpected("a Hello")))
+            }
+            Err(error) => Err(MoverError::Fault(IscsiFault::Iser(error))),
+        }
     }
 
-    /// Lets go of the connection. With `linger` the peer is told, and the identifier lives until the
-    /// peer has heard of it.
-    fn release_iser(&mut self, index: usize, linger: bool, now: Instant) {
-        let Some(mut conn) = iser(&mut self.sessions, index).conn.take() else {
-            return;
+    /// Posts the receive again whose message has been handled; `None` if there is none.
+    pub(super) fn repost<P: Provider>(
+        &mut self,
+        is_full_feature: bool,
+        cx: &mut Context<'_, P>,
+    ) -> Option<Result<(), MoverError>> {
+        let slot = self.receiving.take()?;
+        let Some(conn) = &mut self.conn else {
+            return Some(Ok(()));
         };
-        self.ids.remove(&conn.id);
-        let told = linger && self.provider.disconnect(conn.id).is_ok();
-        if let Some(qp) = conn.qp() {
-            self.qps.remove(&qp);
-        }
-        conn.release(&mut self.provider);
-        if told {
-            self.leaving.push((conn.id, now + DISCONNECT_PATIENCE));
-        } else {
-            let _ = self.provider.destroy_id(conn.id);
-        }
+        let is_posted = conn.repost(cx.device(), slot, is_full_feature);
+        Some(is_posted.then_some(()).ok_or(MoverError::Broken))
     }
 }

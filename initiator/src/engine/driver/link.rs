@@ -1,382 +1,245 @@
-//! What a session runs on: its protocol's machine, and what that machine drives.
+//! The machine of a session and what it drives: connections, or other sessions.
 //!
-//! The engine knows little of a protocol: it submits requests, asks for deadlines, carries out
-//! outputs (`drain`) and closes. What the outputs are is between a machine and the file that drives
-//! it: `outputs`, `links` and `completions` for SRP, `tcp` and `iser` for iSCSI, `paths` for several
-//! sessions that lead to one unit.
+//! The engine knows little of a protocol. It gives a link its inputs, and carries out the
+//! [`Report`]s that come of them ([`Link::poll`]); what else a machine asks for is between it and the
+//! link's own file: `srp`, `iscsi` (with `tcp` and `iser` as datamovers), `multipath`.
 
 use std::time::{Duration, Instant};
 
-use riser_memory::MemSlice;
-use riser_transport::verbs::{Access, CqId, Mr, PdId, Provider, VerbsError};
-use slab::Slab;
+use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider};
 
-use super::iser::IserLink;
-use super::paths::{PathsLink, PathsOpen};
-use super::tcp::TcpLink;
-use super::{Running, Target};
-use crate::engine::conn::{Conn, ConnConfig, DataKeys};
-use crate::engine::iser::{IserConfig, MAX_PIECES};
-use crate::engine::oneshot::Sender;
+use super::iscsi::{IscsiLink, IscsiOpen};
+use super::multipath::{PathsLink, PathsOpen};
+use super::srp::{SrpLink, SrpOpen};
+use crate::engine::io::{Io, Target};
 use crate::engine::park::Waited;
-use crate::iscsi;
-use crate::paths::PortTag;
-use crate::request::{RequestId, RequestSpec};
-use crate::session::{Down, SubmitError};
-use crate::srp::session::{ChannelIndex, Session, SessionConfig};
+use crate::engine::rdma::{Device, Owner};
+use crate::paths::{self, PortTag};
+use crate::request::{RequestId, RequestResult, RequestSpec};
+use crate::session::{Machine, SessionEvent, SubmitError};
 
-/// The protocol of a session to make.
-pub(in crate::engine) enum Protocol {
-    Srp(Box<SrpOpen>),
-    Tcp(Box<TcpOpen>),
-    Iser(Box<IserOpen>),
-    /// Several sessions of the others.
+/// A session to make.
+pub(in crate::engine) enum Plan {
+    /// With one target.
+    One(Protocol),
+    /// Over several paths, which are sessions of their own.
     Paths(Box<PathsOpen>),
 }
 
+/// The protocol of a session with one target.
+pub(in crate::engine) enum Protocol {
+    Srp(Box<SrpOpen>),
+    Iscsi(Box<IscsiOpen>),
+}
+
 impl Protocol {
-    /// The same again, for a session that does not reconnect, with that time for its login.
+    /// The same for a session that does not reconnect, with that time for its login: paths make
+    /// another one instead.
     pub(super) fn once(&self, patience: Duration) -> Self {
         match self {
-            Self::Srp(open) => {
-                let SrpOpen {
-                    mut config,
-                    conn,
-                    pool_wide,
-                } = **open;
-                config.reconnect = false;
-                config.timing.login = patience;
-                Self::Srp(Box::new(SrpOpen {
-                    config,
-                    conn,
-                    pool_wide,
-                }))
-            }
-            Self::Tcp(open) => Self::Tcp(Box::new(TcpOpen {
-                config: iscsi_once(&open.config, patience),
-                found: None,
-            })),
-            Self::Iser(open) => Self::Iser(Box::new(IserOpen {
-                config: iscsi_once(&open.config, patience),
-                conn: open.conn,
-                found: None,
-            })),
-            Self::Paths(_) => unreachable!("paths are sessions of their own"),
+            Self::Srp(open) => Self::Srp(Box::new(open.once(patience))),
+            Self::Iscsi(open) => Self::Iscsi(Box::new(open.once(patience))),
         }
     }
 }
 
-fn iscsi_once(
-    config: &iscsi::session::SessionConfig,
-    patience: Duration,
-) -> iscsi::session::SessionConfig {
-    let mut config = config.clone();
-    config.reconnect = false;
-    config.timing.login = patience;
-    config
+/// An output of a session for the engine.
+pub(super) enum Report {
+    /// The request is over.
+    Complete(RequestId, RequestResult),
+    /// An event for the session's user.
+    Event(SessionEvent),
+    /// The target is to be asked whether it is there, with a command.
+    Ping,
+    /// Paths ask for something of the sessions that they consist of.
+    Path(paths::Output),
 }
 
-pub(in crate::engine) struct SrpOpen {
-    pub(in crate::engine) config: SessionConfig,
-    pub(in crate::engine) conn: ConnConfig,
-    /// Whether commands use the pool's own remote key.
-    pub(in crate::engine) pool_wide: bool,
+/// The surroundings of a link while it works.
+pub(super) struct Context<'a, P> {
+    /// `None` in an engine without an RDMA device.
+    pub(super) device: Option<&'a mut Device<P>>,
+    /// The session's commands, by request.
+    pub(super) ios: &'a [Option<Io>],
+    /// The session's index.
+    pub(super) index: usize,
+    pub(super) now: Instant,
 }
 
-pub(in crate::engine) struct TcpOpen {
-    pub(in crate::engine) config: iscsi::session::SessionConfig,
-    /// Told of the targets that a discovery session finds.
-    pub(in crate::engine) found: Option<Sender<Vec<riser_scsi::iscsi::name::Found>>>,
-}
+impl<P: Provider> Context<'_, P> {
+    /// The device of a session on RDMA.
+    pub(super) fn device(&mut self) -> &mut Device<P> {
+        let device = self.device.as_deref_mut();
+        device.expect("an engine without a device makes no session on RDMA")
+    }
 
-pub(in crate::engine) struct IserOpen {
-    pub(in crate::engine) config: iscsi::session::SessionConfig,
-    pub(in crate::engine) conn: IserConfig,
-    /// As of [`TcpOpen`].
-    pub(in crate::engine) found: Option<Sender<Vec<riser_scsi::iscsi::name::Found>>>,
-}
-
-/// What a session on RDMA has of the device.
-pub(super) struct Rdma {
-    pub(super) pd: PdId,
-    pub(super) cq: CqId,
-    /// The registration of the pool of data buffers.
-    pub(super) pool: Mr,
-}
-
-impl Rdma {
-    /// Makes a protection domain, a completion queue and the pool's registration.
-    pub(super) fn new<P: Provider>(
-        provider: &mut P,
-        pool: &MemSlice,
-        completions: u32,
-        is_remote: bool,
-    ) -> Result<Self, VerbsError> {
-        let pd = provider.alloc_pd()?;
-        // One spare, so that a correct device cannot fill the queue.
-        let cq = match provider.create_cq(completions + 1) {
-            Ok(cq) => cq,
-            Err(e) => {
-                let _ = provider.dealloc_pd(pd);
-                return Err(e);
-            }
-        };
-        let access = match is_remote {
-            true => Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE,
-            false => Access::LOCAL_WRITE,
-        };
-        match provider.reg_mr(pd, pool, access) {
-            Ok(pool) => Ok(Self { pd, cq, pool }),
-            Err(e) => {
-                let _ = provider.destroy_cq(cq);
-                let _ = provider.dealloc_pd(pd);
-                Err(e)
-            }
+    /// The owner of the session's connection for a channel.
+    pub(super) fn owner(&self, channel: u8) -> Owner {
+        Owner {
+            session: self.index,
+            channel,
         }
-    }
-
-    fn release<P: Provider>(&self, provider: &mut P) {
-        let _ = provider.dereg_mr(self.pool.id);
-        let _ = provider.destroy_cq(self.cq);
-        let _ = provider.dealloc_pd(self.pd);
-    }
-}
-
-/// A session of SRP.
-pub(super) struct SrpLink {
-    pub(super) machine: Session,
-    pub(super) target: Target,
-    pub(super) conn_config: ConnConfig,
-    pub(super) rdma: Rdma,
-    pub(super) keys: DataKeys,
-    pub(super) conns: Vec<Option<Conn>>,
-    /// The receive whose information unit is being handled and whether it may be posted again.
-    pub(super) receiving: Option<(ChannelIndex, u16)>,
-}
-
-impl SrpLink {
-    pub(super) fn new<P: Provider>(
-        provider: &mut P,
-        pool: &MemSlice,
-        target: Target,
-        open: &SrpOpen,
-        now: Instant,
-    ) -> Result<Self, VerbsError> {
-        let completions = open.conn.completions() * u32::from(open.config.channels);
-        let rdma = Rdma::new(provider, pool, completions, open.pool_wide)?;
-        let pool = rdma.pool;
-        let pool_wide = open.pool_wide;
-        Ok(Self {
-            machine: Session::new(open.config, now),
-            target,
-            conn_config: open.conn,
-            rdma,
-            keys: DataKeys { pool, pool_wide },
-            conns: (0..open.config.channels).map(|_| None).collect(),
-            receiving: None,
-        })
     }
 }
 
 /// See the module's documentation.
 pub(super) enum Link {
     Srp(Box<SrpLink>),
-    Tcp(Box<TcpLink>),
-    Iser(Box<IserLink>),
+    Iscsi(Box<IscsiLink>),
     Paths(Box<PathsLink>),
 }
 
+/// Calls the same method of each kind of link.
+macro_rules! each {
+    ($link:expr, $it:ident => $call:expr) => {
+        match $link {
+            Link::Srp($it) => $call,
+            Link::Iscsi($it) => $call,
+            Link::Paths($it) => $call,
+        }
+    };
+}
+
 impl Link {
-    pub(super) fn submit(
+    /// Carries out the machine's outputs up to the next one that is for the engine.
+    pub(super) fn poll<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> Option<Report> {
+        each!(self, link => link.poll(cx))
+    }
+
+    /// Handles an event of the connection manager for a channel.
+    pub(super) fn handle_cm_event<P: Provider>(
         &mut self,
-        spec: RequestSpec,
-        now: Instant,
-    ) -> Result<RequestId, SubmitError> {
+        channel: u8,
+        event: CmEventKind,
+        cx: &mut Context<'_, P>,
+    ) {
         match self {
-            Self::Srp(link) => link.machine.submit(spec, now),
-            Self::Tcp(link) => link.machine.submit(spec, now),
-            Self::Iser(link) => link.machine.submit(spec, now),
-            Self::Paths(link) => link.machine.submit(spec),
-        }
-    }
-
-    pub(super) fn close(&mut self, now: Instant) {
-        match self {
-            Self::Srp(link) => link.machine.close(now),
-            Self::Tcp(link) => link.machine.close(now),
-            Self::Iser(link) => link.machine.close(now),
-            Self::Paths(link) => link.machine.close(),
-        }
-    }
-
-    /// See [`Session::set_guarded`]. Paths see to it themselves.
-    pub(super) fn set_guarded(&mut self, is_guarded: bool) {
-        match self {
-            Self::Srp(link) => link.machine.set_guarded(is_guarded),
-            Self::Tcp(link) => link.machine.set_guarded(is_guarded),
-            Self::Iser(link) => link.machine.set_guarded(is_guarded),
+            Self::Srp(link) => link.handle_cm_event(channel, event, cx),
+            Self::Iscsi(link) => link.handle_cm_event(event, cx),
             Self::Paths(_) => {}
         }
     }
 
-    /// A unit may be another one: nothing but probes is started before [`Self::release`].
-    pub(super) fn hold(&mut self) {
+    /// Handles a completion on a channel.
+    pub(super) fn handle_completion<P: Provider>(
+        &mut self,
+        channel: u8,
+        completion: &Completion,
+        cx: &mut Context<'_, P>,
+    ) {
         match self {
-            Self::Srp(link) => link.machine.hold(),
-            Self::Tcp(link) => link.machine.hold(),
-            Self::Iser(link) => link.machine.hold(),
+            Self::Srp(link) => link.handle_completion(channel, completion, cx),
+            Self::Iscsi(link) => link.handle_completion(completion, cx),
             Self::Paths(_) => {}
         }
     }
 
-    /// The units are the same as before. `ends_old` is for SRP; see
-    /// [`Session::release`](crate::srp::session::Session::release). iSCSI's targets have to (RFC 7143
-    /// clause 6.3.5).
-    pub(super) fn release(&mut self, ends_old: bool, now: Instant) {
+    /// A channel's connection is broken.
+    pub(super) fn handle_broken(&mut self, channel: u8, now: Instant) {
         match self {
-            Self::Srp(link) => link.machine.release(ends_old, now),
-            Self::Tcp(link) => link.machine.release(now),
-            Self::Iser(link) => link.machine.release(now),
+            Self::Srp(link) => link.handle_broken(channel, now),
+            Self::Iscsi(link) => link.machine.handle_broken(now),
             Self::Paths(_) => {}
         }
     }
 
-    /// See [`Session::recover`](crate::srp::session::Session::recover). Targets of iSCSI end the session of
-    /// before, and paths have rules of their own.
-    pub(super) fn recover(&mut self, now: Instant) {
-        if let Self::Srp(link) = self {
-            link.machine.recover(now);
-        }
-    }
-
-    /// The units are not the same as before: ends the session, or its connection.
-    pub(super) fn leave(&mut self, why: Down, last: bool, now: Instant) {
-        match self {
-            Self::Srp(link) => link.machine.leave(why, last, now),
-            Self::Tcp(link) => link.machine.leave(why, last, now),
-            Self::Iser(link) => link.machine.leave(why, last, now),
-            Self::Paths(_) => {}
-        }
-    }
-
-    /// When the target was last heard of.
-    pub(super) fn last_heard(&self) -> Option<Instant> {
-        match self {
-            Self::Srp(link) => Some(link.machine.last_heard()),
-            Self::Tcp(link) => Some(link.machine.last_heard()),
-            Self::Iser(link) => Some(link.machine.last_heard()),
-            Self::Paths(_) => None,
-        }
-    }
-
+    /// The time of the next timeout.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        match self {
-            Self::Srp(link) => link.machine.next_deadline(),
-            Self::Tcp(link) => link.machine.next_deadline(),
-            Self::Iser(link) => link.machine.next_deadline(),
-            Self::Paths(link) => link.machine.next_deadline(),
-        }
+        each!(self, link => link.next_deadline())
     }
 
-    pub(super) fn handle_timeout(&mut self, now: Instant) {
-        match self {
-            Self::Srp(link) => link.machine.handle_timeout(now),
-            Self::Tcp(link) => link.machine.handle_timeout(now),
-            Self::Iser(link) => link.machine.handle_timeout(now),
-            Self::Paths(link) => link.machine.handle_timeout(now),
-        }
+    /// Does what is due.
+    pub(super) fn handle_timeout<P: Provider>(&mut self, cx: &mut Context<'_, P>) {
+        each!(self, link => link.handle_timeout(cx));
     }
 
-    /// Whether a command's memory may have that many pieces. A command of iSER has one key for all
-    /// of it, and a number that is lost if it cannot be sent.
+    /// Returns whether a command's memory may have that many pieces.
     pub(super) fn takes(&self, pieces: usize) -> bool {
         match self {
-            // Whichever path it takes will see.
-            Self::Srp(_) | Self::Tcp(_) | Self::Paths(_) => true,
-            Self::Iser(link) => pieces <= MAX_PIECES.min(link.config.region_segments as usize),
+            Self::Iscsi(link) => link.takes(pieces),
+            // With paths, the session of the one that it takes decides.
+            Self::Srp(_) | Self::Paths(_) => true,
         }
     }
 
-    /// Where the session's target is.
+    /// The address of the session's target.
     pub(super) fn target(&self) -> &Target {
-        match self {
-            Self::Srp(link) => &link.target,
-            Self::Tcp(link) => &link.target,
-            Self::Iser(link) => &link.target,
-            Self::Paths(link) => link.target(),
-        }
+        each!(self, link => link.target())
     }
 
-    /// What a session that is logged in is with.
+    /// The target port that a logged-in session is with.
     pub(super) fn port(&self) -> Option<PortTag> {
         match self {
             Self::Srp(link) => link.machine.target_port().map(PortTag::Port),
-            Self::Tcp(link) => link.machine.portal_group().map(PortTag::Group),
-            Self::Iser(link) => link.machine.portal_group().map(PortTag::Group),
+            Self::Iscsi(link) => link.machine.portal_group().map(PortTag::Group),
             Self::Paths(_) => None,
         }
-    }
-
-    /// Channels that are closed when what is on its way has ended, and how long that may take.
-    pub(super) fn closings(&self) -> impl Iterator<Item = (u8, Instant)> {
-        let (conns, iser) = match self {
-            Self::Srp(link) => (&link.conns[..], None),
-            Self::Iser(link) => (&[][..], link.conn.as_ref()),
-            Self::Tcp(_) | Self::Paths(_) => (&[][..], None),
-        };
-        let channels = conns.iter().enumerate().filter_map(|(channel, conn)| {
-            let until = conn.as_ref()?.closing_until?;
-            Some((channel as u8, until))
-        });
-        let connection = iser.and_then(|conn| Some((0, conn.closing_until?)));
-        channels.chain(connection)
     }
 
     /// The completion queue, of sessions on RDMA.
     pub(super) fn cq(&self) -> Option<CqId> {
         match self {
-            Self::Srp(link) => Some(link.rdma.cq),
-            Self::Iser(link) => Some(link.rdma.cq),
-            Self::Tcp(_) | Self::Paths(_) => None,
+            Self::Srp(link) => Some(link.cq()),
+            Self::Iscsi(link) => link.cq(),
+            Self::Paths(_) => None,
         }
     }
 
     /// The descriptor to wait for, of sessions on TCP.
     pub(super) fn waited(&self) -> Option<Waited> {
         match self {
-            Self::Srp(_) | Self::Iser(_) | Self::Paths(_) => None,
-            Self::Tcp(link) => link.waited(),
+            Self::Iscsi(link) => link.waited(),
+            Self::Srp(_) | Self::Paths(_) => None,
         }
     }
 
-    /// Gives back what the device holds for a session that is over.
-    pub(super) fn give_back<P: Provider>(self, provider: &mut P) {
+    /// The connection and machine of a session on TCP.
+    pub(super) fn iscsi(&mut self) -> Option<&mut IscsiLink> {
         match self {
-            Self::Srp(link) => {
-                debug_assert!(link.conns.iter().all(Option::is_none));
-                link.rdma.release(provider);
-            }
-            Self::Iser(link) => {
-                debug_assert!(link.conn.is_none());
-                link.rdma.release(provider);
-            }
-            Self::Tcp(_) | Self::Paths(_) => {}
+            Self::Iscsi(link) => Some(link),
+            Self::Srp(_) | Self::Paths(_) => None,
         }
     }
-}
 
-/// The session of that index, which is one of SRP: its queue pairs and identifiers said so.
-pub(super) fn srp(sessions: &mut Slab<Running>, index: usize) -> &mut SrpLink {
-    match &mut sessions[index].link {
-        Link::Srp(link) => link,
-        Link::Tcp(_) | Link::Iser(_) | Link::Paths(_) => unreachable!("a session of SRP"),
+    /// The paths that the session consists of.
+    pub(super) fn paths(&self) -> Option<&PathsLink> {
+        match self {
+            Self::Paths(link) => Some(link),
+            Self::Srp(_) | Self::Iscsi(_) => None,
+        }
     }
-}
 
-/// The session of that index, which is one of iSER, as [`srp`].
-pub(super) fn iser(sessions: &mut Slab<Running>, index: usize) -> &mut IserLink {
-    match &mut sessions[index].link {
-        Link::Iser(link) => link,
-        Link::Srp(_) | Link::Tcp(_) | Link::Paths(_) => unreachable!("a session of iSER"),
+    /// As [`Self::paths`], to change them.
+    pub(super) fn paths_mut(&mut self) -> Option<&mut PathsLink> {
+        match self {
+            Self::Paths(link) => Some(link),
+            Self::Srp(_) | Self::Iscsi(_) => None,
+        }
+    }
+
+    /// Releases what a session that is over has of the device.
+    pub(super) fn release_device<P: Provider>(self, device: Option<&mut Device<P>>) {
+        let Some(device) = device else {
+            return;
+        };
+        match self {
+            Self::Srp(link) => link.release_device(device),
+            Self::Iscsi(link) => link.release_device(device),
+            Self::Paths(_) => {}
+        }
+    }
+
+    /// Takes a request.
+    pub(super) fn submit(
+        &mut self,
+        spec: RequestSpec,
+        now: Instant,
+    ) -> Result<RequestId, SubmitError> {
+        each!(self, link => link.machine.submit(spec, now))
+    }
+
+    /// The machine, for what is not done with each command.
+    pub(super) fn machine(&mut self) -> &mut dyn Machine {
+        each!(self, link => &mut link.machine)
     }
 }

@@ -5,118 +5,55 @@
 //! messages of other threads, timeouts. After each input the session's outputs are carried out until
 //! there are none, so that a session never sees an input with its outputs pending.
 
-mod completions;
 mod discovery;
+mod events;
+mod iscsi;
 mod iser;
 mod link;
-mod links;
-mod outputs;
-mod paths;
+mod message;
+mod multipath;
+mod srp;
 mod tcp;
 mod units;
 mod workloads;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_reactor::{Next, Spinner};
-use riser_transport::verbs::{CmId, Completion, Notify, Provider, QpId, VerbsError};
+use riser_transport::verbs::{Completion, Notify, Provider, VerbsError};
 use slab::Slab;
 
 use self::discovery::Agent;
-pub(super) use self::discovery::Found;
-pub(super) use self::link::{IserOpen, Protocol, SrpOpen, TcpOpen};
-use self::link::{Link, SrpLink};
-pub(super) use self::paths::{CHECK_LEN, PathPlan, PathsOpen};
-use self::paths::{Input, PathsLink};
+use self::iscsi::IscsiLink;
+pub(super) use self::iscsi::{IscsiOpen, Transport};
+use self::link::{Context, Link, Report};
+pub(super) use self::link::{Plan, Protocol};
+use self::message::Reply;
+pub(super) use self::message::{Message, Open, SessionGuard, User};
+pub(super) use self::multipath::{CHECK_LEN, PathPlan, PathsOpen};
+use self::multipath::{Input, PathsLink};
+use self::srp::SrpLink;
+pub(super) use self::srp::SrpOpen;
 pub(super) use self::units::Watch;
 use self::units::Watched;
-use crate::engine::conn::Scratch;
-use crate::engine::io::{Done, Io, IoEnd, ScsiIo, Workload};
+use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, Workload};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::{Mailbox, Waited};
+use crate::engine::rdma::Device;
 use crate::engine::status::SessionStatus;
 use crate::engine::timer::Timers;
 use crate::paths::PathIndex;
 use crate::request::{RequestError, RequestId, RequestResult, RequestSpec};
-use crate::session::{ConnectError, Down, SubmitError};
-use crate::srp::session::ChannelIndex;
-use crate::unit::{Evidence, FlushMark};
+use crate::session::{ConnectError, SubmitError};
+use crate::unit::Evidence;
 
-/// How long a logout, or a connection that is still being made, may take before the end of both.
-const CLOSING_PATIENCE: Duration = Duration::from_millis(500);
-/// How long a disconnect may take before its identifier is destroyed anyway.
-const DISCONNECT_PATIENCE: Duration = Duration::from_secs(1);
 /// Completions taken from a queue at once.
 const BATCH: usize = 64;
 /// Sessions on RDMA at most.
 const MAX_RDMA: usize = 64;
-
-/// Names a session of the engine; never used again for another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct SessionKey {
-    index: usize,
-    serial: u64,
-}
-
-/// Where a session's target is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Target {
-    pub(super) dst: std::net::SocketAddr,
-    pub(super) src: Option<std::net::SocketAddr>,
-    /// InfiniBand service id, instead of the port's.
-    pub(super) service_id: Option<u64>,
-}
-
-/// A session to make.
-pub(super) struct Open {
-    pub(super) target: Target,
-    pub(super) protocol: Protocol,
-    pub(super) status: Arc<SessionStatus>,
-    pub(super) user: User,
-}
-
-/// Whom a session is for.
-pub(super) enum User {
-    /// Told when it is live, or why it never will be.
-    Caller(Reply),
-    /// Other sessions, which it is a path of.
-    Paths(SessionKey, PathIndex),
-}
-
-/// Closes its session when it is dropped, even if nobody received it.
-pub(super) struct SessionGuard {
-    pub(super) key: SessionKey,
-    mailbox: Arc<Mailbox<Message>>,
-}
-
-impl Drop for SessionGuard {
-    fn drop(&mut self) {
-        // A closed mailbox has no sessions.
-        let _ = self.mailbox.send(Message::Close(self.key, None));
-    }
-}
-
-type Reply = Sender<Result<SessionGuard, Down>>;
-
-/// What other threads tell the engine.
-pub(super) enum Message {
-    Open(Box<Open>),
-    Submit(SessionKey, Box<Io>),
-    Work(SessionKey, Box<dyn Workload>),
-    Watch(SessionKey, Box<Watch>),
-    Close(SessionKey, Option<Sender<()>>),
-    Timer(Instant, Sender<()>),
-    Discover {
-        ip: std::net::IpAddr,
-        /// Number of the first question.
-        transaction: u64,
-        reply: Sender<Found>,
-    },
-    Shutdown,
-}
 
 /// Configuration of the thread.
 #[derive(Clone, Debug)]
@@ -125,7 +62,8 @@ pub(super) struct DriverConfig {
     pub(super) spin: Duration,
 }
 
-struct Running {
+/// A session in the engine.
+struct EngineSession {
     serial: u64,
     link: Link,
     /// By request.
@@ -141,9 +79,9 @@ struct Running {
     closed: bool,
     /// Units whose users want them to stay the same.
     units: Vec<Watched>,
-    /// What was seen since they were last known to be the same.
+    /// Signs, since they were last known to be the same, that their caches were lost.
     evidence: Evidence,
-    /// When the target was last heard of, while they are not known to be the same.
+    /// Time of the target's last message, while they are not known to be the same.
     heard: Option<Instant>,
     /// It has logged in, and is not reported to be live before the units are known to be the same.
     is_unchecked: bool,
@@ -151,51 +89,39 @@ struct Running {
 
 /// The thread's state.
 pub(super) struct Driver<P: Provider> {
-    provider: P,
+    /// `None` for an engine whose sessions all run on TCP.
+    device: Option<Device<P>>,
     mailbox: Arc<Mailbox<Message>>,
     pool: MemSlice,
     config: DriverConfig,
-    sessions: Slab<Running>,
+    sessions: Slab<EngineSession>,
     next_serial: u64,
-    /// Identifiers of the connection manager, by owner.
-    ids: HashMap<CmId, (usize, u8)>,
-    qps: HashMap<QpId, (usize, u8)>,
-    /// Identifiers whose disconnect is under way, and until when it is waited for.
-    leaving: Vec<(CmId, Instant)>,
     timers: Timers,
     agent: Option<Agent>,
-    scratch: Scratch,
-    /// The iSER message that is being looked at.
-    message: Vec<u8>,
     completions: Vec<Completion>,
     /// Ends of workload commands: session, workload, token, end.
     finished: Vec<(usize, usize, u64, IoEnd)>,
-    /// What happened to sessions that are paths.
+    /// Inputs of sessions that are paths, or whose units are watched.
     inputs: VecDeque<Input>,
     shutdown: bool,
 }
 
 impl<P: Provider> Driver<P> {
     pub(super) fn new(
-        provider: P,
+        provider: Option<P>,
         mailbox: Arc<Mailbox<Message>>,
         pool: MemSlice,
         config: DriverConfig,
     ) -> Self {
         Self {
-            provider,
+            device: provider.map(Device::new),
             mailbox,
             pool,
             config,
             sessions: Slab::new(),
             next_serial: 0,
-            ids: HashMap::new(),
-            qps: HashMap::new(),
-            leaving: Vec::new(),
             timers: Timers::default(),
             agent: None,
-            scratch: Scratch::default(),
-            message: Vec::new(),
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
             inputs: VecDeque::new(),
@@ -210,7 +136,7 @@ impl<P: Provider> Driver<P> {
         loop {
             let now = Instant::now();
             let worked = self.round(now, &mut inbox);
-            if self.shutdown && self.sessions.is_empty() && self.leaving.is_empty() {
+            if self.shutdown && self.is_idle() {
                 return;
             }
             let now = Instant::now();
@@ -218,7 +144,8 @@ impl<P: Provider> Driver<P> {
                 Next::Poll => std::hint::spin_loop(),
                 Next::Park(timeout) => {
                     if !self.arm() {
-                        let fds = self.provider.event_fds();
+                        let device = self.device.as_ref();
+                        let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
                         let mut fds: Vec<Waited> = fds.into_iter().map(Waited::reading).collect();
                         fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
                         self.mailbox.park(&fds, timeout);
@@ -228,17 +155,18 @@ impl<P: Provider> Driver<P> {
         }
     }
 
+    /// Returns whether every session has ended, and every peer knows.
+    fn is_idle(&self) -> bool {
+        let device = self.device.as_ref();
+        self.sessions.is_empty() && device.is_none_or(|d| !d.is_disconnecting())
+    }
+
     /// One round; whether there was anything to do.
+    ///
+    /// Paths come last, and in no other place: their machine may close the session whose event it
+    /// handles. So do sessions that are over, which everything before may still name by index.
     fn round(&mut self, now: Instant, inbox: &mut Vec<Message>) -> bool {
-        let mut worked = self.provider.progress(now) > 0;
-        while let Some(event) = self.provider.poll_cm_event() {
-            worked = true;
-            self.handle_cm_event(event, now);
-        }
-        while let Some(event) = self.provider.poll_async_event() {
-            worked = true;
-            self.handle_async_event(event, now);
-        }
+        let mut worked = self.run_device(now);
         worked |= self.poll_completions(now);
         self.mailbox.receive(inbox);
         worked |= !inbox.is_empty();
@@ -248,39 +176,83 @@ impl<P: Provider> Driver<P> {
         worked |= self.run_tcp(now);
         worked |= self.run_workloads(now);
         worked |= self.run_discovery(now);
-        // What a timeout starts may have results already, of which no descriptor will tell.
+        // The outputs of a timeout may have results already, which no descriptor reports.
         worked |= self.handle_timeouts(now);
         worked |= self.run_paths(now);
         self.reap();
         worked
     }
 
-    /// When a round is due at the latest.
+    /// The time of the next round at the latest.
     fn deadline(&self) -> Option<Instant> {
-        let machines = self.sessions.iter().flat_map(|(_, s)| {
-            let closings = s.link.closings().map(|(_, until)| until);
-            s.link.next_deadline().into_iter().chain(closings)
-        });
-        let leaving = self.leaving.iter().map(|(_, until)| *until);
-        machines
-            .chain(leaving)
+        let sessions = self.sessions.iter();
+        let links = sessions.filter_map(|(_, s)| s.link.next_deadline());
+        links
+            .chain(self.device.as_ref().and_then(Device::next_deadline))
             .chain(self.timers.deadline())
             .chain(self.discovery_deadline())
-            .chain(self.provider.deadline())
             .min()
     }
 
     /// Arms every completion queue; whether completions wait already.
     fn arm(&mut self) -> bool {
         let mut waiting = self.arm_discovery();
+        let Some(device) = &mut self.device else {
+            return waiting;
+        };
         for (_, session) in &self.sessions {
             if let Some(cq) = session.link.cq() {
-                let armed = self.provider.req_notify_cq(cq, Notify::Next);
+                let armed = device.provider.req_notify_cq(cq, Notify::Next);
                 waiting |= armed.unwrap_or(false);
             }
         }
-        while self.provider.poll_cq_event().is_some() {}
+        while device.provider.poll_cq_event().is_some() {}
         waiting
+    }
+
+    /// Gives a session's link an input, and carries out what follows from it: a machine never sees an
+    /// input with its outputs pending.
+    fn with_link<T>(
+        &mut self,
+        index: usize,
+        now: Instant,
+        input: impl FnOnce(&mut Link, &mut Context<'_, P>) -> T,
+    ) -> T {
+        let (link, mut cx) = self.context(index, now);
+        let result = input(link, &mut cx);
+        self.drain(index, now);
+        result
+    }
+
+    fn context(&mut self, index: usize, now: Instant) -> (&mut Link, Context<'_, P>) {
+        let session = &mut self.sessions[index];
+        let cx = Context {
+            device: self.device.as_mut(),
+            ios: &session.ios,
+            index,
+            now,
+        };
+        (&mut session.link, cx)
+    }
+
+    /// Carries out a session's outputs until there are none.
+    fn drain(&mut self, index: usize, now: Instant) {
+        loop {
+            let (link, mut cx) = self.context(index, now);
+            let Some(report) = link.poll(&mut cx) else {
+                return;
+            };
+            match report {
+                Report::Complete(request, result) => self.complete(index, request, result, now),
+                Report::Event(event) => self.handle_event(index, event, now),
+                Report::Ping => self.ping(index, now),
+                Report::Path(output) => self.carry_out_path(index, output, now),
+            }
+        }
+    }
+
+    fn close(&mut self, index: usize, now: Instant) {
+        self.with_link(index, now, |link, _| link.machine().close(now));
     }
 
     fn handle_message(&mut self, message: Message, now: Instant) {
@@ -305,8 +277,7 @@ impl<P: Provider> Driver<P> {
             Message::Close(key, reply) => {
                 if let Some(index) = self.find(key) {
                     self.sessions[index].closers.extend(reply);
-                    self.sessions[index].link.close(now);
-                    self.drain(index, now);
+                    self.close(index, now);
                 }
             }
             Message::Timer(at, sender) => self.timers.insert(at, sender),
@@ -319,8 +290,7 @@ impl<P: Provider> Driver<P> {
                 self.shutdown = true;
                 let all: Vec<usize> = self.sessions.iter().map(|(index, _)| index).collect();
                 for index in all {
-                    self.sessions[index].link.close(now);
-                    self.drain(index, now);
+                    self.close(index, now);
                 }
             }
         }
@@ -329,6 +299,11 @@ impl<P: Provider> Driver<P> {
     fn find(&self, key: SessionKey) -> Option<usize> {
         let session = self.sessions.get(key.index)?;
         (session.serial == key.serial).then_some(key.index)
+    }
+
+    fn key(&self, index: usize) -> SessionKey {
+        let serial = self.sessions[index].serial;
+        SessionKey { index, serial }
     }
 
     fn refuse(&mut self, io: Io) {
@@ -341,9 +316,9 @@ impl<P: Provider> Driver<P> {
         }
     }
 
-    /// Makes a session; `None` where there is no room, which its user has been told.
+    /// Makes a session; `None` where it cannot be made, after its user has been notified.
     fn open(&mut self, open: Open, now: Instant) -> Option<SessionKey> {
-        let link = match self.make_link(open.target, open.protocol, now) {
+        let link = match self.make_link(open.target, open.plan, now) {
             Ok(link) => link,
             Err(e) => {
                 let why = ConnectError::Local(e).into();
@@ -363,7 +338,7 @@ impl<P: Provider> Driver<P> {
         };
         let serial = self.next_serial;
         self.next_serial += 1;
-        let index = self.sessions.insert(Running {
+        let index = self.sessions.insert(EngineSession {
             serial,
             link,
             ios: Vec::new(),
@@ -379,37 +354,42 @@ impl<P: Provider> Driver<P> {
             heard: None,
             is_unchecked: false,
         });
-        if self.shutdown {
-            self.sessions[index].link.close(now);
+        match self.shutdown {
+            true => self.close(index, now),
+            false => self.drain(index, now),
         }
-        self.drain(index, now);
         Some(SessionKey { index, serial })
     }
 
-    fn make_link(
-        &mut self,
-        target: Target,
-        protocol: Protocol,
-        now: Instant,
-    ) -> Result<Link, VerbsError> {
-        let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
-        let needs_device = matches!(protocol, Protocol::Srp(_) | Protocol::Iser(_));
-        if rdma.count() >= MAX_RDMA && needs_device {
-            return Err(VerbsError::InsufficientResources("sessions of one engine"));
-        }
+    fn make_link(&mut self, target: Target, plan: Plan, now: Instant) -> Result<Link, VerbsError> {
+        let protocol = match plan {
+            Plan::Paths(open) => return Ok(Link::Paths(Box::new(PathsLink::new(*open, now)))),
+            Plan::One(protocol) => protocol,
+        };
         Ok(match protocol {
             Protocol::Srp(open) => {
-                let link = SrpLink::new(&mut self.provider, &self.pool, target, &open, now)?;
-                Link::Srp(Box::new(link))
+                let (device, pool) = self.claim_device()?;
+                Link::Srp(Box::new(SrpLink::new(device, pool, target, &open, now)?))
             }
-            Protocol::Iser(open) => {
-                let provider = &mut self.provider;
-                let link = iser::IserLink::new(provider, &self.pool, target, *open, now)?;
-                Link::Iser(Box::new(link))
-            }
-            Protocol::Tcp(open) => Link::Tcp(Box::new(tcp::TcpLink::new(target, *open, now))),
-            Protocol::Paths(open) => Link::Paths(Box::new(PathsLink::new(*open, now))),
+            Protocol::Iscsi(open) => Link::Iscsi(Box::new(match open.transport {
+                Transport::Tcp => IscsiLink::tcp(target, *open, now),
+                Transport::Iser(config) => {
+                    let (device, pool) = self.claim_device()?;
+                    IscsiLink::iser(device, pool, target, *open, config, now)?
+                }
+            })),
         })
+    }
+
+    /// The device for one more session, and the memory to register on it.
+    fn claim_device(&mut self) -> Result<(&mut Device<P>, &MemSlice), VerbsError> {
+        let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
+        if rdma.count() >= MAX_RDMA {
+            return Err(VerbsError::InsufficientResources("sessions of one engine"));
+        }
+        let device = self.device.as_mut();
+        let device = device.ok_or(VerbsError::InvalidState("this engine has no RDMA device"))?;
+        Ok((device, &self.pool))
     }
 
     fn submit(&mut self, index: usize, mut io: Io, now: Instant) {
@@ -449,62 +429,54 @@ impl<P: Provider> Driver<P> {
         self.sessions[index].report_pending();
     }
 
-    /// Tells whoever waits for a command how it ended.
+    /// Delivers a command's end to its receiver.
     fn deliver(&mut self, index: usize, io: Io, result: RequestResult) {
-        if let Done::Path { paths, request } = io.done {
-            self.inputs
-                .push_back(Input::Ended(paths, request, Box::new(io), result));
-            return;
-        }
-        let end = IoEnd {
+        let end = |io: Io, result| IoEnd {
             result,
             data: io.io.data,
         };
         match io.done {
-            Done::Future(sender) => sender.send(end),
+            Done::Future(sender) => sender.send(IoEnd {
+                result,
+                data: io.io.data,
+            }),
             Done::Workload { workload, token } => {
-                self.finished.push((index, workload, token, end));
+                self.finished
+                    .push((index, workload, token, end(io, result)));
             }
-            Done::Check { paths, path } => self.inputs.push_back(Input::Told(paths, path, end)),
+            // Paths may send the command once more, by another path.
+            Done::Path { paths, request } => {
+                let ended = Input::Ended(paths, request, Box::new(io), result);
+                self.inputs.push_back(ended);
+            }
+            Done::Check { paths, path } => {
+                let answered = Input::PathAnswered(paths, path, end(io, result));
+                self.inputs.push_back(answered);
+            }
             Done::Unit { session, unit } => {
-                self.inputs.push_back(Input::UnitTold(session, unit, end));
+                let answered = Input::UnitAnswered(session, unit, end(io, result));
+                self.inputs.push_back(answered);
             }
             Done::Ping => {}
-            Done::Path { .. } => unreachable!("given back as it is"),
         }
     }
 
     /// Does what is due; whether there was anything.
     fn handle_timeouts(&mut self, now: Instant) -> bool {
         self.timers.fire(now);
-        let mut due: Vec<(usize, Option<u8>)> = Vec::new();
-        for (index, session) in &self.sessions {
-            if session.link.next_deadline().is_some_and(|t| t <= now) {
-                due.push((index, None));
-            }
-            let closings = session.link.closings().filter(|(_, until)| *until <= now);
-            due.extend(closings.map(|(channel, _)| (index, Some(channel))));
+        if let Some(device) = &mut self.device {
+            device.handle_timeout(now);
         }
-        let worked = !due.is_empty();
-        for (index, channel) in due {
-            match channel {
-                Some(_) if matches!(self.sessions[index].link, Link::Iser(_)) => {
-                    self.tear_down_iser(index, now);
-                }
-                Some(channel) => self.tear_down(index, ChannelIndex(channel), now),
-                None => {
-                    self.sessions[index].link.handle_timeout(now);
-                    self.drain(index, now);
-                }
-            }
-        }
-        let mut at = 0;
-        while at < self.leaving.len() {
-            if self.leaving[at].1 <= now {
-                let (id, _) = self.leaving.swap_remove(at);
-                let _ = self.provider.destroy_id(id);
-            } else {
-                at += 1;
+        let mut worked = false;
+        // A timeout may make sessions, in places that come later or have been passed.
+        for index in 0..self.sessions.capacity() {
+            let deadline = self
+                .sessions
+                .get(index)
+                .and_then(|s| s.link.next_deadline());
+            if deadline.is_some_and(|at| at <= now) {
+                worked = true;
+                self.with_link(index, now, Link::handle_timeout);
             }
         }
         worked
@@ -522,20 +494,10 @@ impl<P: Provider> Driver<P> {
             let session = self.sessions.remove(index);
             // All buffers are back in the pool before the closers are notified.
             drop(session.units);
-            session.link.give_back(&mut self.provider);
+            session.link.release_device(self.device.as_mut());
             for closer in session.closers {
                 closer.send(());
             }
         }
-    }
-}
-
-/// A command with its deadline.
-pub(super) fn new_io(io: ScsiIo, done: Done, now: Instant) -> Io {
-    Io {
-        deadline: now + io.timeout,
-        io,
-        done,
-        mark: FlushMark::default(),
     }
 }

@@ -1,48 +1,33 @@
-//! Sessions of iSCSI on TCP.
+//! TCP as the datamover of a session.
 
-use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
-use riser_scsi::iscsi::chap::CHALLENGE_LEN;
-use riser_scsi::iscsi::name::{Found, TargetAddress};
+use riser_scsi::iscsi::login::ConnectionParams;
 use riser_transport::verbs::Provider;
 
-use super::link::{Link, TcpOpen};
-use super::{Driver, Target};
+use super::Driver;
+use super::iscsi::{MoverError, log_in};
+use super::link::Context;
 use crate::block::Buffer;
-use crate::engine::io::Io;
-use crate::engine::oneshot::Sender;
+use crate::engine::io::{Io, Target};
 use crate::engine::park::Waited;
 use crate::engine::tcp::{Item, Received, Source, TcpConn};
-use crate::iscsi::session::{Output, Session};
+use crate::iscsi::session::{ControlPdu, DataOrder, Session};
 use crate::request::RequestId;
 use crate::session::{ConnectError, IscsiFault};
 
 /// Receives of one connection in one round at most, so that no session starves another.
 const ROUND: usize = 8;
 
-/// A session and its connection.
-pub(super) struct TcpLink {
-    pub(super) machine: Session,
-    pub(super) target: Target,
+/// The connection of a session.
+#[derive(Default)]
+pub(super) struct TcpMover {
     conn: Option<TcpConn>,
     /// Requests whose memory still waits to be sent. Bound: the queue size.
     retiring: Vec<RequestId>,
-    found: Option<Sender<Vec<Found>>>,
 }
 
-impl TcpLink {
-    pub(super) fn new(target: Target, open: TcpOpen, now: Instant) -> Self {
-        Self {
-            machine: Session::new(open.config, now),
-            target,
-            conn: None,
-            retiring: Vec::new(),
-            found: open.found,
-        }
-    }
-
-    /// What to wait for.
+impl TcpMover {
     pub(super) fn waited(&self) -> Option<Waited> {
         let conn = self.conn.as_ref()?;
         Some(Waited {
@@ -51,107 +36,117 @@ impl TcpLink {
         })
     }
 
-    fn connect(&mut self, moved: Option<TargetAddress>, now: Instant) {
-        let dst = match moved.as_ref().map(literal) {
-            None => self.target.dst,
-            Some(Some(dst)) => dst,
-            Some(None) => {
-                self.machine
-                    .handle_connect_failed(ConnectError::Redirected, now);
-                return;
-            }
-        };
-        match TcpConn::new(self.target.src, dst) {
-            Ok(conn) => self.conn = Some(conn),
-            Err(error) => self.fail_connect(&error, now),
+    pub(super) fn connect(&mut self, target: &Target) -> Result<(), ConnectError> {
+        self.conn = Some(TcpConn::new(target.src, target.dst).map_err(|e| tcp_error(&e))?);
+        Ok(())
+    }
+
+    fn push(&mut self, item: Item) -> Result<(), MoverError> {
+        let conn = self.conn.as_mut();
+        let is_taken = conn.is_none_or(|conn| conn.outgoing.push(item));
+        let flood = MoverError::Fault(IscsiFault::Flood);
+        is_taken.then_some(()).ok_or(flood)
+    }
+
+    pub(super) fn send(&mut self, pdu: ControlPdu) -> Result<(), MoverError> {
+        self.push(Item::Control(pdu))
+    }
+
+    /// The sizes and digests of what leaves change behind what waits; those of what arrives, now.
+    pub(super) fn enter_full_feature(
+        &mut self,
+        params: ConnectionParams,
+    ) -> Result<(), MoverError> {
+        if let Some(conn) = &mut self.conn {
+            conn.incoming.set(params.max_recv_segment, params.digests);
         }
+        self.push(Item::Params(params.digests, params.max_send_segment))
     }
 
-    fn fail_connect(&mut self, error: &std::io::Error, now: Instant) {
-        self.conn = None;
-        let error = ConnectError::Tcp(error.raw_os_error().unwrap_or(0));
-        self.machine.handle_connect_failed(error, now);
+    pub(super) fn start(&mut self, request: RequestId) -> Result<(), MoverError> {
+        self.push(Item::Command(request))
     }
 
-    fn push(&mut self, item: Item) {
-        if let Some(conn) = &mut self.conn
-            && !conn.outgoing.push(item)
-        {
-            self.machine.handle_fault(IscsiFault::Flood);
-        }
+    pub(super) fn send_data(&mut self, order: DataOrder) -> Result<(), MoverError> {
+        self.push(Item::Data(order))
     }
 
-    fn retire(&mut self, request: RequestId, now: Instant) {
+    /// Takes a request's memory back; false if some of it still waits to be sent.
+    pub(super) fn retire(&mut self, request: RequestId) -> bool {
         let is_pending = |c: &TcpConn| c.outgoing.is_pending(request);
-        if self.conn.as_ref().is_some_and(is_pending) {
+        let is_pending = self.conn.as_ref().is_some_and(is_pending);
+        if is_pending {
             self.retiring.push(request);
-        } else {
-            self.machine.handle_retired(request, now);
         }
+        !is_pending
     }
 
-    /// The connection has been made, or not.
-    fn poll_connected(&mut self, now: Instant) -> bool {
-        let Some(conn) = &mut self.conn else {
-            return false;
-        };
-        match conn.poll_connected() {
-            Ok(false) => false,
-            Ok(true) => {
-                let mut random = [0; CHALLENGE_LEN + 1];
-                match getrandom::fill(&mut random) {
-                    Ok(()) => self.machine.handle_connected(random, now),
-                    // Without it a login could be foreseen.
-                    Err(_) => self.fail_connect(&std::io::ErrorKind::Other.into(), now),
-                }
-                true
-            }
-            Err(error) => {
-                self.fail_connect(&error, now);
-                true
-            }
-        }
+    /// Closes the connection at once.
+    pub(super) fn disconnect(&mut self) -> bool {
+        self.conn = None;
+        self.retiring.clear();
+        true
     }
 
-    /// Sends what there is; whether anything was sent.
-    fn flush(&mut self, ios: &[Option<Io>], now: Instant) -> bool {
-        let Some(conn) = &mut self.conn else {
-            return false;
-        };
-        let source = Source {
-            session: &self.machine,
-            ios,
-        };
-        match conn.flush(&source) {
-            Ok(sent) => {
-                while let Some(order) = conn.outgoing.poll_done() {
-                    self.machine.handle_data_sent(&order);
-                }
-                if sent && !self.retiring.is_empty() {
-                    let outgoing = &conn.outgoing;
-                    self.retiring.retain(|request| {
-                        let keep = outgoing.is_pending(*request);
-                        if !keep {
-                            self.machine.handle_retired(*request, now);
-                        }
-                        keep
-                    });
-                }
-                sent
+    /// Looks whether the connection has been made, or failed; returns whether it has.
+    fn poll_connected(&mut self, machine: &mut Session, now: Instant) -> bool {
+        match self.conn.as_mut().map(TcpConn::poll_connected) {
+            None | Some(Ok(false)) => false,
+            Some(Ok(true)) => {
+                log_in(machine, now);
+                true
             }
-            Err(_) => {
-                self.machine.handle_broken(now);
+            Some(Err(error)) => {
+                self.conn = None;
+                machine.handle_connect_failed(tcp_error(&error), now);
                 true
             }
         }
     }
 
-    /// Takes the next thing that has arrived; whether there was any.
-    fn take(&mut self, ios: &[Option<Io>], now: Instant) -> bool {
+    /// Sends as much as the socket takes; returns whether there was anything.
+    fn flush(&mut self, machine: &mut Session, ios: &[Option<Io>], now: Instant) -> bool {
         let Some(conn) = &mut self.conn else {
             return false;
         };
-        let machine = &mut self.machine;
+        let session = &*machine;
+        let Ok(sent) = conn.flush(&Source { session, ios }) else {
+            machine.handle_broken(now);
+            return true;
+        };
+        while let Some(order) = conn.outgoing.poll_done() {
+            machine.handle_data_sent(&order);
+        }
+        if sent {
+            let outgoing = &conn.outgoing;
+            self.retiring.retain(|request| {
+                let keep = outgoing.is_pending(*request);
+                if !keep {
+                    machine.handle_retired(*request, now);
+                }
+                keep
+            });
+        }
+        sent
+    }
+
+    /// Receives once; returns whether anything came.
+    fn receive(&mut self, machine: &mut Session, now: Instant) -> bool {
+        match self.conn.as_mut().map(TcpConn::receive) {
+            None | Some(Ok(None)) => false,
+            Some(Ok(Some(_))) => true,
+            Some(Err(_)) => {
+                machine.handle_broken(now);
+                false
+            }
+        }
+    }
+
+    /// Takes the next PDU of what has arrived; returns whether there was one.
+    fn take(&mut self, machine: &mut Session, ios: &[Option<Io>], now: Instant) -> bool {
+        let Some(conn) = &mut self.conn else {
+            return false;
+        };
         let place = |bhs: &_, len| machine.place_data(bhs, len);
         let buffers = |request: RequestId| -> &[Buffer] {
             let io = ios.get(request.0 as usize).and_then(Option::as_ref);
@@ -171,104 +166,61 @@ impl TcpLink {
     }
 }
 
-/// The address of a portal that the target has moved to. A name would have to be looked up, for
-/// which this thread has no time.
-pub(super) fn literal(address: &TargetAddress) -> Option<SocketAddr> {
-    let host = address.host.trim_start_matches('[').trim_end_matches(']');
-    let ip: IpAddr = host.parse().ok()?;
-    Some(SocketAddr::new(ip, address.port))
+fn tcp_error(error: &std::io::Error) -> ConnectError {
+    ConnectError::Tcp(error.raw_os_error().unwrap_or(0))
 }
 
 impl<P: Provider> Driver<P> {
-    /// Carries out a session's outputs until there are none.
-    pub(super) fn drain_tcp(&mut self, index: usize, now: Instant) {
-        loop {
-            let running = &mut self.sessions[index];
-            let Link::Tcp(link) = &mut running.link else {
-                return;
-            };
-            let Some(output) = link.machine.poll_output() else {
-                return;
-            };
-            match output {
-                Output::Connect(moved) => link.connect(moved, now),
-                Output::Send(pdu) => link.push(Item::Control(pdu)),
-                Output::FullFeature(params) => {
-                    link.push(Item::Params(params.digests, params.max_send_segment));
-                    if let Some(conn) = &mut link.conn {
-                        conn.incoming.set(params.max_recv_segment, params.digests);
-                    }
-                }
-                Output::Start(request) => link.push(Item::Command(request)),
-                Output::SendData(order) => link.push(Item::Data(order)),
-                Output::Retire(request) => link.retire(request, now),
-                Output::Disconnect => {
-                    link.conn = None;
-                    link.retiring.clear();
-                    link.machine.handle_gone(now);
-                }
-                Output::Found(found) => {
-                    if let Some(reply) = link.found.take() {
-                        reply.send(found);
-                    }
-                }
-                Output::Complete(request, result) => self.complete(index, request, result, now),
-                Output::Event(event) => self.handle_event(index, event, now),
-            }
-        }
-    }
-
     /// Sends and receives on every TCP connection; whether there was anything to do.
     pub(super) fn run_tcp(&mut self, now: Instant) -> bool {
         let mut worked = false;
         for index in 0..self.sessions.capacity() {
-            let session = self.sessions.get(index);
-            if session.is_some_and(|s| matches!(s.link, Link::Tcp(_))) {
+            let session = self.sessions.get_mut(index);
+            let link = session.and_then(|s| s.link.iscsi());
+            if link.is_some_and(|link| link.on_tcp().is_some()) {
                 worked |= self.run_connection(index, now);
             }
         }
         worked
     }
 
+    /// Each step's outputs are carried out before the next one, which may be by another connection:
+    /// what has arrived is taken PDU by PDU, and what the answers and their users have submitted
+    /// meanwhile leaves at the end in one go.
     fn run_connection(&mut self, index: usize, now: Instant) -> bool {
-        let mut worked = self.on_tcp(index, now, |link, _| link.poll_connected(now));
-        worked |= self.on_tcp(index, now, |link, ios| link.flush(ios, now));
+        let mut worked = self.on_tcp(index, now, |mover, machine, _| {
+            mover.poll_connected(machine, now)
+        });
+        let flush = |mover: &mut TcpMover, machine: &mut Session, ios: &[Option<Io>]| {
+            mover.flush(machine, ios, now)
+        };
+        worked |= self.on_tcp(index, now, flush);
         for _ in 0..ROUND {
-            let received = self.on_tcp(index, now, |link, _| {
-                match link.conn.as_mut().map(TcpConn::receive) {
-                    None | Some(Ok(None)) => false,
-                    Some(Ok(Some(_))) => true,
-                    Some(Err(_)) => {
-                        link.machine.handle_broken(now);
-                        false
-                    }
-                }
-            });
-            if !received {
+            if !self.on_tcp(index, now, |mover, machine, _| mover.receive(machine, now)) {
                 break;
             }
             worked = true;
-            while self.on_tcp(index, now, |link, ios| link.take(ios, now)) {}
+            while self.on_tcp(index, now, |mover, machine, ios| {
+                mover.take(machine, ios, now)
+            }) {}
         }
         if worked {
-            self.on_tcp(index, now, |link, ios| link.flush(ios, now));
+            self.on_tcp(index, now, flush);
         }
         worked
     }
 
-    /// Lets a session do something, and carries out what comes of it.
+    /// Gives a connection something to do, and carries out what comes of it.
     fn on_tcp(
         &mut self,
         index: usize,
         now: Instant,
-        act: impl FnOnce(&mut TcpLink, &[Option<Io>]) -> bool,
+        act: impl FnOnce(&mut TcpMover, &mut Session, &[Option<Io>]) -> bool,
     ) -> bool {
-        let running = &mut self.sessions[index];
-        let Link::Tcp(link) = &mut running.link else {
-            return false;
-        };
-        let acted = act(link, &running.ios);
-        self.drain_tcp(index, now);
-        acted
+        self.with_link(index, now, |link, cx: &mut Context<'_, P>| {
+            let (machine, mover) = link.iscsi().and_then(|link| link.on_tcp())?;
+            Some(act(mover, machine, cx.ios))
+        })
+        .unwrap_or(false)
     }
 }

@@ -9,11 +9,10 @@ use riser_scsi::lun::LunId;
 use riser_scsi::sense::Sense;
 use riser_transport::verbs::Provider;
 
-use super::link::Link;
-use super::paths::{Input, answer_to_probe, probe};
-use super::{Driver, Running, SessionKey};
+use super::multipath::{Input, answer_to_probe, probe};
+use super::{Driver, EngineSession};
 use crate::block::Buffer;
-use crate::engine::io::{Done, Io};
+use crate::engine::io::{Done, Io, IoEnd, SessionKey};
 use crate::engine::status::{LinkState, Pending};
 use crate::request::{GOOD, RequestError, RequestResult, may_change_unit};
 use crate::session::{Down, SessionEvent};
@@ -34,7 +33,7 @@ pub(in crate::engine) struct Watch {
     pub(in crate::engine) reconnects: u64,
     /// Watched as long as this lives.
     pub(in crate::engine) owner: Weak<()>,
-    /// For what the unit says of itself: [`CHECK_LEN`](super::CHECK_LEN) bytes.
+    /// For the unit's answers to its check: [`CHECK_LEN`](super::CHECK_LEN) bytes.
     pub(in crate::engine) buffer: Buffer,
 }
 
@@ -61,7 +60,7 @@ impl Watched {
     }
 }
 
-impl Running {
+impl EngineSession {
     /// Notes what was acknowledged before a flush that is submitted now.
     pub(super) fn mark_flush(&self, io: &mut Io) {
         if !self.units.is_empty() && is_flush(&io.io.command) {
@@ -119,9 +118,9 @@ impl Running {
         let Some(unit) = self.units.first() else {
             return;
         };
-        let generation = match &self.link {
-            Link::Paths(link) => link.generation(),
-            _ => unit.unit.cache,
+        let generation = match self.link.paths() {
+            Some(paths) => paths.generation(),
+            None => unit.unit.cache,
         };
         // Without a volatile cache, nothing is lost with it.
         let generation = generation.filter(|_| unit.cache.is_some());
@@ -184,15 +183,14 @@ impl<P: Provider> Driver<P> {
             cache,
         });
         session.report_cache();
-        session.link.set_guarded(true);
+        session.link.machine().set_guarded(true);
         // The first to be watched; `riserd` has ended what was before the login was answered.
         if watch.recovers && session.units.len() == 1 && session.units[0].unit.cache.is_none() {
-            session.link.recover(now);
+            session.link.machine().recover(now);
         }
         // It may have become another one while it was being found out about.
-        let is_path = matches!(session.link, Link::Paths(_));
-        if !is_path && session.status.reconnects() != watch.reconnects {
-            session.link.hold();
+        if session.link.paths().is_none() && session.status.reconnects() != watch.reconnects {
+            session.link.machine().hold();
             self.inputs.push_back(Input::Check(key));
         }
     }
@@ -202,7 +200,7 @@ impl<P: Provider> Driver<P> {
     pub(super) fn observe(&mut self, index: usize, event: &SessionEvent, now: Instant) {
         let key = self.key(index);
         let session = &mut self.sessions[index];
-        let has_units = !session.units.is_empty() && !matches!(session.link, Link::Paths(_));
+        let has_units = !session.units.is_empty() && session.link.paths().is_none();
         match event {
             SessionEvent::UnitEvent { .. } => {}
             SessionEvent::Live => session.is_unchecked = has_units,
@@ -217,7 +215,7 @@ impl<P: Provider> Driver<P> {
                 self.inputs.push_back(Input::Check(key));
             }
             SessionEvent::Reconnecting(why) => {
-                session.heard = session.heard.or(session.link.last_heard());
+                session.heard = session.heard.or(session.link.machine().last_heard());
                 session.evidence.on_down(*why);
             }
             SessionEvent::UnitEvent { sense, .. } => {
@@ -240,7 +238,7 @@ impl<P: Provider> Driver<P> {
         let session = &mut self.sessions[index];
         session.units.retain(|u| u.owner.strong_count() > 0);
         if session.units.is_empty() {
-            session.link.set_guarded(false);
+            session.link.machine().set_guarded(false);
         }
         let mut begun = Vec::new();
         for unit in &mut session.units {
@@ -278,11 +276,11 @@ impl<P: Provider> Driver<P> {
     }
 
     /// A watched unit has answered a question, or not.
-    pub(super) fn handle_unit_told(
+    pub(super) fn handle_unit_answer(
         &mut self,
         key: SessionKey,
         serial: u64,
-        end: crate::engine::IoEnd,
+        end: IoEnd,
         now: Instant,
     ) {
         let Some(index) = self.find(key) else {
@@ -292,20 +290,20 @@ impl<P: Provider> Driver<P> {
             self.release_checked(index, now);
             return;
         };
-        let is_told = matches!(&end.result, Ok(answer) if unit.check.is_conclusive(answer));
+        let is_answered = matches!(&end.result, Ok(answer) if unit.check.is_conclusive(answer));
         let (buffer, data) = answer_to_probe(end);
         unit.buffer = buffer;
-        if is_told && std::mem::take(&mut unit.is_stale) {
+        if is_answered && std::mem::take(&mut unit.is_stale) {
             unit.check = Check::default();
             self.ask_unit(index, serial, now);
             return;
         }
-        if is_told && unit.check.take(&data) {
+        if is_answered && unit.check.take(&data) {
             self.ask_unit(index, serial, now);
             return;
         }
         unit.is_checking = false;
-        let found = match is_told {
+        let found = match is_answered {
             true => unit.unit.compare(unit.check.found()),
             false => Err(Down::UnitSilent),
         };
@@ -356,8 +354,7 @@ impl<P: Provider> Driver<P> {
             tracing::error!(target = %portal, lun = unit.lun.number(), "{what}");
             session.status.set_other_unit(portal.to_string(), why, what);
         }
-        session.link.leave(why, last, now);
-        self.drain(index, now);
+        self.with_link(index, now, |link, _| link.machine().leave(why, last, now));
     }
 
     /// Lets a session go on once every unit is known to be the same, and nothing has happened since that
@@ -378,8 +375,7 @@ impl<P: Provider> Driver<P> {
         }
         // Only `riserd` offers the page, and it keeps SRP's promise.
         let ends_old = session.units.iter().any(|u| u.unit.cache.is_some());
-        session.link.release(ends_old, now);
-        self.drain(index, now);
+        self.with_link(index, now, |link, _| link.machine().release(ends_old, now));
     }
 }
 
@@ -389,24 +385,26 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::engine::driver::{DriverConfig, Open, Protocol, Target, TcpOpen, User, new_io};
-    use crate::engine::io::{IoData, ScsiIo};
-    use crate::engine::no_device::NoDevice;
+    use riser_transport::roce::Roce;
+
+    use crate::engine::driver::{DriverConfig, IscsiOpen, Open, Plan, Protocol, Transport, User};
+    use crate::engine::io::{IoData, ScsiIo, Target};
     use crate::engine::oneshot::oneshot;
     use crate::engine::park::Mailbox;
     use crate::engine::pool::BufferPool;
     use crate::iscsi::session::fixture::config;
 
     /// An engine without a thread, with a session whose target was heard of before.
-    fn driver(now: Instant) -> (Driver<NoDevice>, SessionKey) {
+    fn driver(now: Instant) -> (Driver<Roce>, SessionKey) {
         let pool = BufferPool::new(1 << 16).unwrap();
         let mailbox = Arc::new(Mailbox::new().unwrap());
         let config_of = DriverConfig {
             spin: Duration::ZERO,
         };
-        let mut driver = Driver::new(NoDevice::new(), mailbox, pool.memory().whole(), config_of);
-        let open = TcpOpen {
+        let mut driver = Driver::new(None, mailbox, pool.memory().whole(), config_of);
+        let open = IscsiOpen {
             config: config(),
+            transport: Transport::Tcp,
             found: None,
         };
         let (reply, _) = oneshot();
@@ -417,7 +415,7 @@ mod tests {
                     src: None,
                     service_id: None,
                 },
-                protocol: Protocol::Tcp(Box::new(open)),
+                plan: Plan::One(Protocol::Iscsi(Box::new(open))),
                 status: Arc::default(),
                 user: User::Caller(reply),
             },
@@ -440,11 +438,11 @@ mod tests {
     }
 
     /// Flushes a watched unit, which answers GOOD.
-    fn flush(driver: &mut Driver<NoDevice>, key: SessionKey, now: Instant) -> RequestResult {
+    fn flush(driver: &mut Driver<Roce>, key: SessionKey, now: Instant) -> RequestResult {
         let command = crate::scsi::Command::synchronize_cache();
         let lun = LunId::new(0).unwrap();
         let io = ScsiIo::new(lun, command, IoData::None, Duration::from_secs(1));
-        let mut io = new_io(io, Done::Ping, now);
+        let mut io = Io::new(io, Done::Ping, now);
         let session = &mut driver.sessions[key.index];
         session.mark_flush(&mut io);
         let good = crate::request::Answer {
@@ -520,7 +518,7 @@ mod tests {
     }
 
     /// Whether the session would go on now.
-    fn goes_on(driver: &mut Driver<NoDevice>, key: SessionKey, now: Instant) -> bool {
+    fn goes_on(driver: &mut Driver<Roce>, key: SessionKey, now: Instant) -> bool {
         driver.sessions[key.index].heard = Some(now);
         driver.release_checked(key.index, now);
         driver.sessions[key.index].heard.is_none()
@@ -530,7 +528,7 @@ mod tests {
     fn a_session_is_reported_live_when_its_units_are_checked() {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
-        let state = |driver: &Driver<NoDevice>| driver.sessions[key.index].status.link();
+        let state = |driver: &Driver<Roce>| driver.sessions[key.index].status.link();
         driver.handle_event(
             key.index,
             SessionEvent::Reconnecting(Down::Unresponsive),

@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use riser_transport::verbs::Provider;
 
-use super::{Driver, new_io};
-use crate::engine::io::{Done, WorkQueue, Workload};
+use super::Driver;
+use crate::engine::io::{Done, Io, WorkQueue, Workload};
 
 impl<P: Provider> Driver<P> {
     pub(super) fn start_workload(
@@ -30,7 +30,7 @@ impl<P: Provider> Driver<P> {
         self.sessions[index].workloads[workload].1 += queue.submitted.len();
         for (token, io) in queue.submitted.drain(..) {
             let done = Done::Workload { workload, token };
-            self.submit(index, new_io(io, done, now), now);
+            self.submit(index, Io::new(io, done, now), now);
         }
         if self.sessions[index].workloads[workload].1 == 0 {
             self.sessions[index].workloads.remove(workload);

@@ -15,7 +15,7 @@ use riser_state::become_state;
 
 use super::types::{ConnState, Slot};
 use super::{ControlPdu, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, Session, TEXT_TAG};
-use crate::session::{ConnectError, Down, IscsiFault, SessionEvent, SessionState};
+use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionEvent, SessionState};
 
 impl Session {
     pub(super) fn connect(&mut self, now: Instant) {
@@ -254,7 +254,7 @@ impl Session {
 
     /// Goes on with a tear-down once the connection is gone: ends the session, or waits for the next
     /// login.
-    fn on_down(&mut self, now: Instant) {
+    pub(super) fn on_down(&mut self, now: Instant) {
         if self.conn != ConnState::Free {
             return;
         }
@@ -313,25 +313,5 @@ impl Session {
         if matches!(self.conn, ConnState::InLogout(_)) {
             self.disconnect();
         }
-    }
-
-    /// The watched unit is of no use here: logs out. Then it is the end, or another login is tried.
-    pub fn leave(&mut self, why: Down, last: bool, now: Instant) {
-        if self.conn == ConnState::LoggedIn {
-            self.log_out(why, last, now);
-        }
-    }
-
-    /// Ends the session: logs out, disconnects, and completes every request with
-    /// [`RequestError::Closed`](crate::request::RequestError::Closed).
-    pub fn close(&mut self, now: Instant) {
-        match self.conn {
-            ConnState::LoggedIn => self.log_out(Down::Closed, true, now),
-            ConnState::InLogout(_) => {
-                self.life.tear_down(Down::Closed, true);
-            }
-            _ => self.tear_down(Down::Closed, true),
-        }
-        self.on_down(now);
     }
 }

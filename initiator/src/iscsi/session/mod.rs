@@ -31,6 +31,7 @@
 //! Several connections in a session; error recovery levels 1 and 2; bidirectional commands.
 
 mod connection;
+mod machine;
 mod receive;
 mod recovery;
 mod tasks;
@@ -46,10 +47,8 @@ use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
 
 pub use self::types::{CommandPdu, ControlPdu, DataOrder, Output, Placement, SessionConfig};
 use self::types::{ConnState, Slot, TmfKind};
-use crate::request::RequestId;
-use crate::request::RequestSpec;
 use crate::request::table::{Late, Limits, Requests};
-use crate::session::{Lifecycle, SessionState, SubmitError};
+use crate::session::{Lifecycle, SessionState};
 
 /// Longest wait for the answer to a logout.
 const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
@@ -171,21 +170,9 @@ impl Session {
         self.exp_stat_sn
     }
 
-    /// When the target last said something on the connection that there is, or was last.
-    #[must_use]
-    pub fn last_heard(&self) -> Instant {
-        self.last_heard
-    }
-
     /// The next thing to do.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.outputs.pop_front()
-    }
-
-    /// When [`Self::handle_timeout`] should be called, at the latest.
-    #[must_use]
-    pub fn next_deadline(&self) -> Option<Instant> {
-        self.timer
     }
 
     fn arm(&mut self, at: Instant) {
@@ -194,20 +181,6 @@ impl Session {
 
     fn is_discovery(&self) -> bool {
         self.config.target.is_none()
-    }
-
-    /// Takes a request.
-    ///
-    /// # Errors
-    /// [`SubmitError`]; nothing was taken.
-    pub fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
-        if self.life.is_ending() || self.is_discovery() {
-            return Err(SubmitError::Closed);
-        }
-        let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
-        self.arm(spec.deadline);
-        self.pump(now);
-        Ok(id)
     }
 }
 

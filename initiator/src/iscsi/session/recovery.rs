@@ -12,28 +12,7 @@ use crate::request::table::{AttemptEnd, Late, RequestState};
 use crate::session::{ConnectError, Down};
 
 impl Session {
-    /// Does what is due.
-    pub fn handle_timeout(&mut self, now: Instant) {
-        if self.timer.is_none_or(|t| t > now) {
-            return;
-        }
-        self.timer = None;
-        if let Some(until) = self.life.next_login() {
-            if until <= now {
-                self.life.log_in_again();
-                self.connect(now);
-            } else {
-                self.arm(until);
-            }
-        }
-        self.expire_link(now);
-        self.expire_ping(now);
-        self.expire_tmf(now);
-        self.expire_requests(now);
-        self.pump(now);
-    }
-
-    fn expire_link(&mut self, now: Instant) {
+    pub(super) fn expire_link(&mut self, now: Instant) {
         match self.conn {
             ConnState::XptWait(until) | ConnState::InLogin(until) if until <= now => {
                 self.forget_move();
@@ -48,7 +27,7 @@ impl Session {
         }
     }
 
-    fn expire_ping(&mut self, now: Instant) {
+    pub(super) fn expire_ping(&mut self, now: Instant) {
         if self.conn != ConnState::LoggedIn {
             return;
         }
@@ -80,7 +59,7 @@ impl Session {
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 
-    fn expire_tmf(&mut self, now: Instant) {
+    pub(super) fn expire_tmf(&mut self, now: Instant) {
         match self.tmf {
             Some((.., until)) if until <= now => self.on_tmf_end(None, now),
             Some((.., until)) => self.arm(until),
@@ -88,7 +67,7 @@ impl Session {
         }
     }
 
-    fn expire_requests(&mut self, now: Instant) {
+    pub(super) fn expire_requests(&mut self, now: Instant) {
         let (late, next) = self.requests.plan_late(now);
         if let Some(next) = next {
             self.arm(next);

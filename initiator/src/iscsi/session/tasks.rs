@@ -13,7 +13,7 @@ use crate::request::table::{AttemptEnd, Settled};
 use crate::request::{
     Answer, DataLen, RequestId, RequestResult, attention_of, may_change_unit, may_end_commands,
 };
-use crate::session::SessionEvent;
+use crate::session::{Machine, SessionEvent};
 
 impl Session {
     /// Starts what can be started: nothing while a reset is under way, so that every command which is
@@ -175,20 +175,6 @@ impl Session {
         }
     }
 
-    /// Whether a unit is watched: after each login, and after a unit attention that can mean another
-    /// unit, nothing is started but [`Retry::Probe`](crate::request::Retry::Probe) until
-    /// [`Self::release`].
-    pub fn set_guarded(&mut self, is_guarded: bool) {
-        self.is_guarded = is_guarded;
-    }
-
-    /// The unit is the one that it was.
-    pub fn release(&mut self, now: Instant) {
-        self.life.on_usable();
-        self.requests.release();
-        self.pump(now);
-    }
-
     /// Holds requests back where a unit attention says that the unit may be another one.
     pub(super) fn hold_if(&mut self, sense: Option<Sense>) {
         let may_change =
@@ -196,11 +182,6 @@ impl Session {
         if self.is_guarded && sense.is_some_and(may_change) {
             self.hold();
         }
-    }
-
-    /// The unit may be another one: nothing but probes is started before [`Self::release`].
-    pub fn hold(&mut self) {
-        self.requests.hold();
     }
 
     /// Handles what a unit attention means for the unit and for other commands. A reset may have

@@ -10,8 +10,10 @@ use riser_scsi::srp::TaskAttr;
 
 use super::fixture::config;
 use super::*;
-use crate::request::{Answer, Cdb, DataLen, Effect, RequestError, RequestResult, Retry};
-use crate::session::{ConnectError, Down, IscsiFault, SessionEvent};
+use crate::request::{
+    Answer, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+};
+use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionEvent, SubmitError};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
@@ -518,7 +520,7 @@ fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
         rig.retired(probe);
         assert!(rig.completed(probe).is_ok());
         rig.idle();
-        rig.session.release(rig.now);
+        rig.session.release(true, rig.now);
         assert_eq!(rig.started().0, write);
         assert_eq!(rig.started().0, later);
     }
@@ -535,7 +537,7 @@ fn nothing_is_sent_after_a_login_before_the_unit_is_known() {
     rig.reconnecting(Down::ConnectionLost);
     rig.log_in();
     rig.idle();
-    rig.session.release(rig.now);
+    rig.session.release(true, rig.now);
     assert_eq!(rig.started().0, write);
 }
 
@@ -553,7 +555,7 @@ fn a_session_whose_unit_is_missing_waits_longer_each_time() {
         rig.reconnecting(Down::NoIdentity);
         rig.log_in();
     }
-    rig.session.release(rig.now);
+    rig.session.release(true, rig.now);
     rig.session.handle_broken(rig.now);
     rig.gone();
     let until = rig.now + 100 * MS;

@@ -178,19 +178,4 @@ impl Session {
         become_state(&mut member.conn, ConnState::Disconnecting);
         self.outputs.push_back(Output::Disconnect(channel, logout));
     }
-
-    /// The watched unit is of no use here: disconnects. Then it is the end, or another login is tried.
-    pub fn leave(&mut self, why: Down, last: bool, now: Instant) {
-        if self.state() == SessionState::Live {
-            self.tear_down(why, last);
-            self.on_member_down(now);
-        }
-    }
-
-    /// Ends the session: logs out, disconnects, and completes every request with
-    /// [`RequestError::Closed`].
-    pub fn close(&mut self, now: Instant) {
-        self.tear_down(Down::Closed, true);
-        self.on_member_down(now);
-    }
 }

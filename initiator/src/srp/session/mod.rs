@@ -52,6 +52,7 @@
 //! Channels beyond the first that break take the whole session through a reconnection.
 
 mod connection;
+mod machine;
 mod recovery;
 mod requests;
 mod types;
@@ -69,7 +70,7 @@ use super::channel::{Agreed, Received};
 use crate::request::Effect;
 use crate::request::table::{AttemptEnd, Limits, Requests};
 use crate::request::{Answer, DataLen, RequestError};
-use crate::session::{ConnectError, Down, Lifecycle, SessionEvent, SessionState, SubmitError};
+use crate::session::{ConnectError, Down, Lifecycle, SessionEvent, SessionState};
 
 /// One session. See the module's documentation.
 #[derive(Debug)]
@@ -156,21 +157,9 @@ impl Session {
         Some(self.config.channel.target_port).filter(|port| port.0 != [0; 16])
     }
 
-    /// When the target last said something on a connection that there is, or was last.
-    #[must_use]
-    pub fn last_heard(&self) -> Instant {
-        self.last_heard
-    }
-
     /// The next thing to do.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.outputs.pop_front()
-    }
-
-    /// When [`Self::handle_timeout`] should be called, at the latest.
-    #[must_use]
-    pub fn next_deadline(&self) -> Option<Instant> {
-        self.timer
     }
 
     fn arm(&mut self, at: Instant) {

@@ -10,30 +10,6 @@ use crate::request::table::{AttemptEnd, Late, RequestState};
 use crate::request::{RequestError, Retry};
 
 impl Session {
-    /// Does what is due.
-    pub fn handle_timeout(&mut self, now: Instant) {
-        if self.timer.is_none_or(|t| t > now) {
-            return;
-        }
-        self.timer = None;
-        if let Some(until) = self.life.next_login() {
-            if until <= now {
-                self.life.log_in_again();
-                self.connect(0, now);
-            } else {
-                self.arm(until);
-            }
-        }
-        if self.settle_at.is_some() {
-            self.release_settled(now);
-        }
-        self.expire_links(now);
-        self.expire_ping(now);
-        self.expire_tsk_mgmt(now);
-        self.expire_requests(now);
-        self.pump(now);
-    }
-
     pub(super) fn expire_links(&mut self, now: Instant) {
         for index in 0..self.members.len() {
             let ConnState::Connecting(until) = self.members[index].conn else {
@@ -53,7 +29,7 @@ impl Session {
 
     /// Asks a target that is silent whether it is there. The question is a request; requests that
     /// are outstanding have times of their own.
-    fn expire_ping(&mut self, now: Instant) {
+    pub(super) fn expire_ping(&mut self, now: Instant) {
         if self.state() != SessionState::Live {
             return;
         }

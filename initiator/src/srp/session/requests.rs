@@ -5,32 +5,18 @@ use std::time::Instant;
 use riser_scsi::sense::{Sense, SenseKey};
 
 use super::types::ConnState;
-use super::{ChannelIndex, Output, Session, SubmitError};
+use super::{ChannelIndex, Output, Session};
 use crate::request::table::{AttemptEnd, Request, Settled};
 use crate::request::{
     Answer, DataLen, RequestError, RequestId, RequestResult, RequestSpec, attention_of,
     may_change_unit, may_end_commands,
 };
-use crate::session::SessionEvent;
+use crate::session::{Machine, SessionEvent};
 #[cfg(doc)]
 use crate::srp::channel::InitiatorChannel;
 use crate::srp::channel::{CommandData, CommandIu};
 
 impl Session {
-    /// Takes a request.
-    ///
-    /// # Errors
-    /// [`SubmitError`]; nothing was taken.
-    pub fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
-        if self.life.is_ending() {
-            return Err(SubmitError::Closed);
-        }
-        let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
-        self.arm(spec.deadline);
-        self.pump(now);
-        Ok(id)
-    }
-
     /// The request that has been submitted.
     ///
     /// # Panics
@@ -153,34 +139,6 @@ impl Session {
         }
     }
 
-    /// Whether a unit is watched: after each login, and after a unit attention that can mean another
-    /// unit, nothing is started but [`Retry::Probe`](crate::request::Retry::Probe) until
-    /// [`Self::release`].
-    pub fn set_guarded(&mut self, is_guarded: bool) {
-        self.is_guarded = is_guarded;
-    }
-
-    /// The unit is the one that it was. `ends_old` says that its target ends the commands of an old
-    /// connection before it answers the login that takes its place; those of another target are given
-    /// time to end.
-    pub fn release(&mut self, ends_old: bool, now: Instant) {
-        if ends_old {
-            self.settle_at = None;
-        }
-        self.is_checked = true;
-        self.life.on_usable();
-        self.release_settled(now);
-    }
-
-    /// Commands of an earlier process with the same initiator port may still be on their way at the target:
-    /// nothing that waits is started before they have had time to end.
-    pub fn recover(&mut self, now: Instant) {
-        self.settle_at = Some(now + self.config.timing.settle);
-        self.is_checked = true;
-        self.requests.hold();
-        self.release_settled(now);
-    }
-
     /// Starts everything again, once the unit is known and the commands of old connections are over.
     pub(super) fn release_settled(&mut self, now: Instant) {
         match self.settle_at {
@@ -201,12 +159,6 @@ impl Session {
         if self.is_guarded && sense.is_some_and(may_change) {
             self.hold();
         }
-    }
-
-    /// The unit may be another one: nothing but probes is started before [`Self::release`].
-    pub fn hold(&mut self) {
-        self.is_checked = false;
-        self.requests.hold();
     }
 
     /// Handles what a unit attention means for the unit and for other commands. A reset may have

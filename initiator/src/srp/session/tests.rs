@@ -9,7 +9,7 @@ use crate::request::{
     BUSY, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
     TASK_ABORTED,
 };
-use crate::session::{SrpLoginError, Timing};
+use crate::session::{Machine, SrpLoginError, SubmitError, Timing};
 use crate::srp::channel::{ChannelConfig, CommandData};
 
 const MS: Duration = Duration::from_millis(1);

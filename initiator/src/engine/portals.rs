@@ -6,7 +6,7 @@ use std::time::Duration;
 use riser_scsi::lun::LunId;
 
 use super::client::resolve;
-use super::driver::{CHECK_LEN, PathPlan, PathsOpen, Protocol};
+use super::driver::{CHECK_LEN, PathPlan, PathsOpen, Plan};
 use super::session::Session;
 use super::status::SessionStatus;
 use super::{Client, EngineError};
@@ -70,8 +70,8 @@ impl Client {
         let status = Arc::new(SessionStatus::default());
         let names = open.paths.iter().map(|p| p.target.dst.to_string());
         status.set_portals(names);
-        let protocol = Protocol::Paths(Box::new(open));
-        self.open_session(url, protocol, status).await
+        let plan = Plan::Paths(Box::new(open));
+        self.open_session(url, plan, status).await
     }
 
     /// The address once for each portal: those that it names, or all that there are.

@@ -1,8 +1,8 @@
 //! Several sessions that are paths to one unit.
 //!
-//! What happens to such a session and to the commands on it is put into a queue, and told to the paths'
-//! machine when nothing else is being carried out ([`Driver::run_paths`]): the machine may close the
-//! session that it hears of.
+//! Events of such a session and ends of the commands on it are put into a queue, and given to the
+//! paths' machine when nothing else is being carried out ([`Driver::run_paths`]): the machine may
+//! close the session that an input is about.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -11,10 +11,10 @@ use riser_scsi::lun::LunId;
 use riser_scsi::sense::AdditionalSense;
 use riser_transport::verbs::Provider;
 
-use super::link::{Link, Protocol};
-use super::{Driver, Open, SessionKey, Target, User, new_io};
+use super::link::{Context, Plan, Protocol, Report};
+use super::{Driver, Open, User};
 use crate::block::Buffer;
-use crate::engine::io::{Done, Io, IoData, IoEnd, ScsiIo};
+use crate::engine::io::{Done, Io, IoData, IoEnd, ScsiIo, SessionKey, Target};
 use crate::engine::status::SessionStatus;
 use crate::paths::{
     Access, Found, Output, PathIndex, PathState, Paths, PathsConfig, PortTag, access,
@@ -23,10 +23,10 @@ use crate::request::{
     Cdb, DataLen, GOOD, RequestError, RequestId, RequestResult, Retry, may_change_unit,
 };
 use crate::scsi::{Command, VPD_LEN};
-use crate::session::Down;
+use crate::session::{Down, Machine};
 use crate::unit::{Check, Evidence};
 
-/// How long the check of a unit's identity may take.
+/// Longest duration of one question of a unit's check.
 const CHECK: Duration = Duration::from_secs(10);
 
 /// Length of every answer that is asked for, in bytes.
@@ -49,22 +49,24 @@ pub(in crate::engine) struct PathPlan {
     pub(in crate::engine) target: Target,
     /// Of its initiator port.
     pub(in crate::engine) protocol: Protocol,
-    /// For what the unit says of itself: [`CHECK_LEN`] bytes.
+    /// For the unit's answers to its check: [`CHECK_LEN`] bytes.
     pub(in crate::engine) buffer: Buffer,
 }
 
-/// What happened to a session that is a path or whose unit is watched, or to a command on it.
+/// An event of a session that is a path or whose unit is watched, or the end of a command on it. The
+/// key is that of the paths, or of the session with the watched unit.
 pub(super) enum Input {
     Live(SessionKey, PathIndex, Option<PortTag>),
-    /// With the time when the target was last heard of, if it ever was.
+    /// With the time of the target's last message, if there was one.
     Closed(SessionKey, PathIndex, Down, Option<Instant>),
     Ended(SessionKey, RequestId, Box<Io>, RequestResult),
-    Told(SessionKey, PathIndex, IoEnd),
+    /// The unit has answered a question of a path's check, or not.
+    PathAnswered(SessionKey, PathIndex, IoEnd),
     Attention(SessionKey, PathIndex, AdditionalSense),
     /// The watched units of a session are to be checked.
     Check(SessionKey),
-    /// A watched unit, named by its serial number, has answered.
-    UnitTold(SessionKey, u64, IoEnd),
+    /// A watched unit, named by its serial number, has answered, or not.
+    UnitAnswered(SessionKey, u64, IoEnd),
 }
 
 struct Member {
@@ -104,7 +106,8 @@ impl Member {
         self.is_stale = false;
     }
 
-    /// Takes what the unit said, or nothing where it refused; whether there is another question.
+    /// Takes the unit's answer, which is empty where it refused; returns whether there is another
+    /// question.
     fn take(&mut self, data: &[u8]) -> bool {
         if self.is_grouping {
             return false;
@@ -118,17 +121,19 @@ impl Member {
 
     fn found(&self, data: &[u8]) -> Found {
         let group = self.check.designators().and_then(access::own_group);
-        let told = group.and_then(|group| access::of_group(data, group));
+        let reported = group.and_then(|group| access::of_group(data, group));
         Found {
             unit: self.check.found().clone(),
-            // A unit that offers it and then does not tell is used as if it did not.
-            access: self.is_grouping.then(|| told.unwrap_or(Access::Optimized)),
+            // A unit that offers it and then does not report it is used as if it did not.
+            access: self
+                .is_grouping
+                .then(|| reported.unwrap_or(Access::Optimized)),
         }
     }
 
-    /// The path is in use with what its check found; the generation of the cache that may be lost, if
-    /// one may be. `known` is what the unit was found with last, on whichever path: what this one found may be
-    /// older, and its loss be counted already.
+    /// The path is in use with what its check found; returns the generation of the cache that may be
+    /// lost, if one may be. `known` is the generation that was found last, on any path: this one may
+    /// have found an older one, whose loss is counted already.
     fn settle(&mut self, known: Option<[u8; 16]>) -> Option<Option<[u8; 16]>> {
         let is = self.check.found().cache;
         let own = self.cache.replace(is);
@@ -191,9 +196,25 @@ impl PathsLink {
         }
     }
 
-    /// Where the first path leads.
+    /// The first path's target.
     pub(super) fn target(&self) -> &Target {
         &self.members[0].target
+    }
+
+    pub(super) fn poll<P>(&mut self, _: &mut Context<'_, P>) -> Option<Report> {
+        Some(match self.machine.poll_output()? {
+            Output::Complete(request, result) => Report::Complete(request, result),
+            Output::Event(event) => Report::Event(event),
+            output => Report::Path(output),
+        })
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.machine.next_deadline()
+    }
+
+    pub(super) fn handle_timeout<P>(&mut self, cx: &mut Context<'_, P>) {
+        self.machine.handle_timeout(cx.now);
     }
 
     fn member(&mut self, path: PathIndex) -> &mut Member {
@@ -204,45 +225,28 @@ impl PathsLink {
 impl<P: Provider> Driver<P> {
     fn paths(&mut self, key: SessionKey) -> Option<(usize, &mut PathsLink)> {
         let index = self.find(key)?;
-        match &mut self.sessions[index].link {
-            Link::Paths(link) => Some((index, link)),
-            _ => None,
-        }
+        Some((index, self.sessions[index].link.paths_mut()?))
     }
 
-    /// Tells machines of paths what happened to their sessions; whether anything did.
+    /// Gives machines of paths the events of their sessions, and checks watched units; whether there
+    /// was anything to do.
     pub(super) fn run_paths(&mut self, now: Instant) -> bool {
-        let mut worked = false;
+        let worked = !self.inputs.is_empty();
         while let Some(input) = self.inputs.pop_front() {
-            worked = true;
-            let (Input::Live(key, ..)
-            | Input::Closed(key, ..)
-            | Input::Ended(key, ..)
-            | Input::Told(key, ..)
-            | Input::Attention(key, ..)
-            | Input::Check(key)
-            | Input::UnitTold(key, ..)) = input;
             match input {
-                Input::Check(_) => {
-                    self.check_units(key, now);
-                    continue;
+                Input::Check(session) => self.check_units(session, now),
+                Input::UnitAnswered(session, unit, end) => {
+                    self.handle_unit_answer(session, unit, end, now);
                 }
-                Input::UnitTold(_, unit, end) => {
-                    self.handle_unit_told(key, unit, end, now);
-                    continue;
+                Input::PathAnswered(paths, path, end) => {
+                    self.handle_path_answer(paths, path, end, now);
                 }
-                _ => {}
-            }
-            let Some((index, link)) = self.paths(key) else {
-                continue;
-            };
-            match input {
-                Input::Live(_, path, port) => {
+                Input::Live(paths, path, port) => self.on_paths(paths, now, |link, _| {
                     let member = link.member(path);
                     member.evidence.outage = member.heard.map(|heard| now - heard);
                     link.machine.handle_live(path, port);
-                }
-                Input::Closed(_, path, why, heard) => {
+                }),
+                Input::Closed(paths, path, why, heard) => self.on_paths(paths, now, |link, _| {
                     let member = link.member(path);
                     member.session = None;
                     member.evidence.on_down(why);
@@ -250,76 +254,81 @@ impl<P: Provider> Driver<P> {
                         member.heard = member.heard.or(heard);
                     }
                     link.machine.handle_closed(path, why, now);
-                }
-                Input::Attention(_, path, attention) => {
+                }),
+                Input::Attention(paths, path, attention) => self.on_paths(paths, now, |link, _| {
                     link.member(path).evidence.on_attention(attention);
                     if may_change_unit(attention) {
                         link.machine.handle_attention(path);
                     }
+                }),
+                Input::Ended(paths, request, io, result) => {
+                    self.on_paths(paths, now, |link, ios| {
+                        let at = request.0 as usize;
+                        let done = link.dones[at].take().expect("a receiver for each command");
+                        link.machine.handle_ended(request, result, now);
+                        ios[at] = Some(Io { done, ..*io });
+                    });
                 }
-                Input::Check(_) | Input::UnitTold(..) => unreachable!("carried out above"),
-                Input::Ended(_, request, mut io, result) => {
-                    let at = request.0 as usize;
-                    io.done = link.dones[at].take().expect("somebody waits for it");
-                    link.machine.handle_ended(request, result, now);
-                    self.sessions[index].ios[at] = Some(*io);
-                }
-                Input::Told(_, path, end) => self.handle_told(index, path, end, now),
             }
-            self.drain_paths(index, now);
-            // A path that is lost gives back its commands one by one.
-            self.sessions[index].report_pending();
         }
         worked
     }
 
-    /// Carries out what the paths ask for.
-    pub(super) fn drain_paths(&mut self, index: usize, now: Instant) {
-        loop {
-            let running = &mut self.sessions[index];
-            let Link::Paths(link) = &mut running.link else {
-                return;
-            };
-            let Some(output) = link.machine.poll_output() else {
-                return;
-            };
-            match output {
-                Output::Open {
-                    path,
-                    through,
-                    patience,
-                } => {
-                    let target = link.member(through).target;
-                    let protocol = link.member(path).protocol.once(patience);
-                    self.open_path(index, path, target, protocol, now);
-                }
-                Output::Check(path) => {
-                    let member = link.member(path);
-                    // One that is still being asked is asked again from the beginning.
-                    member.is_stale = true;
-                    if member.buffer.is_some() {
-                        member.begin_check();
-                        self.ask(index, path, now);
-                    }
-                }
-                Output::Close(path) => {
-                    let session = link.member(path).session;
-                    if let Some(member) = session.and_then(|key| self.find(key)) {
-                        self.sessions[member].link.close(now);
-                        self.drain(member, now);
-                    }
-                }
-                Output::Start { request, path } => self.start_on_path(index, request, path, now),
-                Output::Complete(request, result) => self.complete(index, request, result, now),
-                Output::Changed => running.status.set_paths(link.machine.views()),
-                Output::Event(event) => self.handle_event(index, event, now),
-            }
+    /// Gives paths an input, if they are still there, and carries out what follows.
+    fn on_paths(
+        &mut self,
+        key: SessionKey,
+        now: Instant,
+        input: impl FnOnce(&mut PathsLink, &mut [Option<Io>]),
+    ) {
+        let Some(index) = self.find(key) else {
+            return;
+        };
+        let session = &mut self.sessions[index];
+        if let Some(link) = session.link.paths_mut() {
+            input(link, &mut session.ios);
         }
+        self.drain(index, now);
+        // A path that is lost gives back its commands one by one.
+        self.sessions[index].report_pending();
     }
 
-    pub(super) fn key(&self, index: usize) -> SessionKey {
-        let serial = self.sessions[index].serial;
-        SessionKey { index, serial }
+    /// Carries out what paths ask for.
+    pub(super) fn carry_out_path(&mut self, index: usize, output: Output, now: Instant) {
+        let session = &mut self.sessions[index];
+        let Some(link) = session.link.paths_mut() else {
+            return;
+        };
+        match output {
+            Output::Open {
+                path,
+                through,
+                patience,
+            } => {
+                let target = link.member(through).target;
+                let protocol = link.member(path).protocol.once(patience);
+                self.open_path(index, path, target, protocol, now);
+            }
+            Output::Check(path) => {
+                let member = link.member(path);
+                // One that is still being asked is asked again from the beginning.
+                member.is_stale = true;
+                if member.buffer.is_some() {
+                    member.begin_check();
+                    self.ask(index, path, now);
+                }
+            }
+            Output::Close(path) => {
+                let session = link.member(path).session;
+                if let Some(member) = session.and_then(|key| self.find(key)) {
+                    self.close(member, now);
+                }
+            }
+            Output::Start { request, path } => self.start_on_path(index, request, path, now),
+            Output::Changed => session.status.set_paths(link.machine.views()),
+            Output::Complete(request, result) => self.complete(index, request, result, now),
+            Output::Event(event) => self.handle_event(index, event, now),
+        }
     }
 
     fn open_path(
@@ -332,30 +341,28 @@ impl<P: Provider> Driver<P> {
     ) {
         let open = Open {
             target,
-            protocol,
+            plan: Plan::One(protocol),
             status: std::sync::Arc::new(SessionStatus::default()),
             user: User::Paths(self.key(index), path),
         };
         let session = self.open(open, now);
         // It starts nothing before the unit is checked.
         if let Some(member) = session.and_then(|key| self.find(key)) {
-            self.sessions[member].link.set_guarded(true);
+            self.sessions[member].link.machine().set_guarded(true);
         }
-        if let Link::Paths(link) = &mut self.sessions[index].link {
+        if let Some(link) = self.sessions[index].link.paths_mut() {
             link.member(path).session = session;
         }
     }
 
     fn start_on_path(&mut self, index: usize, request: RequestId, path: PathIndex, now: Instant) {
         let paths = self.key(index);
-        let running = &mut self.sessions[index];
-        let Link::Paths(link) = &mut running.link else {
+        let own = &mut self.sessions[index];
+        let Some(link) = own.link.paths_mut() else {
             return;
         };
         let at = request.0 as usize;
-        let mut io = running.ios[at]
-            .take()
-            .expect("every request has its command");
+        let mut io = own.ios[at].take().expect("every request has its command");
         if at >= link.dones.len() {
             link.dones.resize_with(at + 1, || None);
         }
@@ -368,34 +375,30 @@ impl<P: Provider> Driver<P> {
         }
     }
 
-    /// Asks the unit for the next thing about it.
+    /// Asks the unit the next question of a path's check.
     fn ask(&mut self, index: usize, path: PathIndex, now: Instant) {
         let paths = self.key(index);
-        let Link::Paths(link) = &mut self.sessions[index].link else {
+        let Some(link) = self.sessions[index].link.paths_mut() else {
             return;
         };
         let lun = link.lun;
         let member = link.member(path);
         let (Some(session), Some(buffer)) = (member.session, member.buffer.take()) else {
-            // The session is over; the machine hears of it next.
+            // The session is over, which is the machine's next input.
             return;
         };
-        let io = probe(
-            lun,
-            member.command(),
-            buffer,
-            Done::Check { paths, path },
-            now,
-        );
+        let done = Done::Check { paths, path };
+        let io = probe(lun, member.command(), buffer, done, now);
         match self.find(session) {
             Some(member) => self.submit(member, io, now),
             None => self.deliver(index, io, Err(RequestError::Closed)),
         }
     }
 
-    fn handle_told(&mut self, index: usize, path: PathIndex, end: IoEnd, now: Instant) {
-        // What has happened since and is still to be handled makes the check void already.
-        let key = self.key(index);
+    /// The unit has answered a question of a path's check, or not: asks the next one, begins again
+    /// where something has happened since, or gives the outcome to the machine.
+    fn handle_path_answer(&mut self, key: SessionKey, path: PathIndex, end: IoEnd, now: Instant) {
+        // An attention that waits behind this input makes the check void already.
         let is_again = |input: &Input| match input {
             Input::Attention(own, on, attention) => {
                 (*own, *on) == (key, path) && may_change_unit(*attention)
@@ -403,52 +406,53 @@ impl<P: Provider> Driver<P> {
             _ => false,
         };
         let is_again = self.inputs.iter().any(is_again);
-        let Link::Paths(link) = &mut self.sessions[index].link else {
+        let Some((index, link)) = self.paths(key) else {
             return;
         };
         let member = &mut link.members[usize::from(path.0)];
         let session = member.session;
-        let is_told = match &end.result {
+        let is_answered = match &end.result {
             Ok(answer) => member.is_grouping || member.check.is_conclusive(answer),
             Err(_) => false,
         };
         let (buffer, data) = answer_to_probe(end);
         member.buffer = buffer;
         member.is_stale |= is_again;
-        if is_told && !member.is_stale && member.take(&data) {
-            self.ask(index, path, now);
-            return;
-        }
-        if is_told && member.is_stale {
+        if is_answered && member.is_stale {
             member.begin_check();
             self.ask(index, path, now);
             return;
         }
-        let found = match is_told {
+        if is_answered && member.take(&data) {
+            self.ask(index, path, now);
+            return;
+        }
+        let found = match is_answered {
             true => Ok(member.found(&data)),
             false => Err(Down::UnitSilent),
         };
         link.machine.handle_checked(path, found, now);
         let view = link.machine.views().nth(path.0.into());
         let is_good = view.is_some_and(|v| matches!(v.state, PathState::Live | PathState::Standby));
-        if is_told && is_good {
+        if is_answered && is_good {
             self.settle_path(index, path);
         }
         // A session whose unit was not identified holds its requests back, so it ends instead.
         if let Some(member) = session.and_then(|key| self.find(key)) {
-            match is_told {
+            self.with_link(member, now, |link, _| match is_answered {
                 // It has had no connection before.
-                true if is_good => self.sessions[member].link.release(true, now),
+                true if is_good => link.machine().release(true, now),
                 true => {}
-                false => self.sessions[member].link.close(now),
-            }
-            self.drain(member, now);
+                false => link.machine().close(now),
+            });
         }
+        self.drain(index, now);
+        self.sessions[index].report_pending();
     }
 
     /// A path is in use again: counts what its target may have lost meanwhile.
     fn settle_path(&mut self, index: usize, path: PathIndex) {
-        let Link::Paths(link) = &mut self.sessions[index].link else {
+        let Some(link) = self.sessions[index].link.paths_mut() else {
             return;
         };
         let (lun, known) = (link.lun, link.generation);
@@ -464,7 +468,7 @@ impl<P: Provider> Driver<P> {
 
     /// Counts the cache of a unit that may be lost, once for each generation.
     fn count_lost(&mut self, index: usize, lost: Option<Option<[u8; 16]>>) {
-        let (Link::Paths(link), Some(lost)) = (&mut self.sessions[index].link, lost) else {
+        let (Some(link), Some(lost)) = (self.sessions[index].link.paths_mut(), lost) else {
             return;
         };
         if let Some(generation) = lost {
@@ -482,10 +486,10 @@ impl<P: Provider> Driver<P> {
 pub(super) fn probe(lun: LunId, command: Command, buffer: Buffer, done: Done, now: Instant) -> Io {
     let mut io = ScsiIo::new(lun, command, IoData::One(buffer), CHECK);
     io.retry = Retry::Probe;
-    new_io(io, done, now)
+    Io::new(io, done, now)
 }
 
-/// The memory of a probe, and what the unit said: nothing where it refused.
+/// The memory of a probe, and the unit's answer, which is empty where it refused.
 pub(super) fn answer_to_probe(end: IoEnd) -> (Option<Buffer>, Vec<u8>) {
     let mut data = Vec::new();
     let buffer = end.data.into_one();

@@ -1,0 +1,215 @@
+//! Events of the device, and of sessions.
+
+use std::time::{Duration, Instant};
+
+use riser_scsi::lun::LunId;
+use riser_scsi::sense::Sense;
+use riser_transport::verbs::{AsyncEvent, Completion, CqId, Provider};
+
+use super::multipath::{Input, PathsLink};
+use super::units::Watched;
+use super::{BATCH, Driver, MAX_RDMA, SessionGuard};
+use crate::engine::io::{Done, Io, IoData, ScsiIo};
+use crate::request::{RequestId, RequestResult, Retry};
+use crate::scsi::Command;
+use crate::session::SessionEvent;
+
+/// Longest duration of a ping, repetitions and reconnections included. A session that gets no answer
+/// at all ends the connection before.
+const PING: Duration = Duration::from_secs(60);
+
+impl<P: Provider> Driver<P> {
+    /// Drives the device, and handles its events; whether there were any.
+    pub(super) fn run_device(&mut self, now: Instant) -> bool {
+        let Some(device) = &mut self.device else {
+            return false;
+        };
+        let mut worked = device.provider.progress(now) > 0;
+        while let Some(device) = &mut self.device
+            && let Some(event) = device.provider.poll_cm_event()
+        {
+            worked = true;
+            if let Some(owner) = device.route(&event) {
+                self.with_link(owner.session, now, |link, cx| {
+                    link.handle_cm_event(owner.channel, event.kind, cx);
+                });
+            }
+        }
+        while let Some(device) = &mut self.device
+            && let Some(event) = device.provider.poll_async_event()
+        {
+            worked = true;
+            self.handle_async_event(event, now);
+        }
+        worked
+    }
+
+    /// Handles the completions of every session; whether there were any.
+    pub(super) fn poll_completions(&mut self, now: Instant) -> bool {
+        let mut worked = false;
+        let all = self.sessions.iter();
+        let queues = all.filter_map(|(index, s)| s.link.cq().map(|cq| (index, cq)));
+        let queues = queues.collect::<arrayvec::ArrayVec<(usize, CqId), MAX_RDMA>>();
+        for (index, cq) in queues {
+            worked |= self.poll_cq(index, cq, now);
+        }
+        worked
+    }
+
+    fn poll_cq(&mut self, index: usize, cq: CqId, now: Instant) -> bool {
+        let Some(device) = &mut self.device else {
+            return false;
+        };
+        let mut completions = std::mem::take(&mut self.completions);
+        completions.clear();
+        let polled = device.provider.poll_cq(cq, BATCH, &mut completions);
+        for completion in completions.drain(..) {
+            self.handle_completion(&completion, now);
+        }
+        self.completions = completions;
+        match polled {
+            Ok(n) => n > 0,
+            Err(_) => {
+                self.break_channel(index, 0, now);
+                true
+            }
+        }
+    }
+
+    fn handle_completion(&mut self, completion: &Completion, now: Instant) {
+        let owner = self.device.as_ref().and_then(|d| d.owner(completion.qp));
+        // A queue pair that has been released may have left completions behind.
+        if let Some(owner) = owner {
+            self.with_link(owner.session, now, |link, cx| {
+                link.handle_completion(owner.channel, completion, cx);
+            });
+        }
+    }
+
+    /// A channel's connection is broken; of iSER, the session's.
+    fn break_channel(&mut self, index: usize, channel: u8, now: Instant) {
+        self.with_link(index, now, |link, _| link.handle_broken(channel, now));
+    }
+
+    fn handle_async_event(&mut self, event: AsyncEvent, now: Instant) {
+        match event {
+            AsyncEvent::QpFatal(qp)
+            | AsyncEvent::QpReqError(qp)
+            | AsyncEvent::QpAccessError(qp) => {
+                if let Some(owner) = self.device.as_ref().and_then(|d| d.owner(qp)) {
+                    self.break_channel(owner.session, owner.channel, now);
+                }
+            }
+            AsyncEvent::CqError(cq) => {
+                let found = self.sessions.iter().find(|(_, s)| s.link.cq() == Some(cq));
+                if let Some((index, _)) = found {
+                    self.break_channel(index, 0, now);
+                }
+            }
+            AsyncEvent::DeviceFatal => {
+                let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
+                let all: Vec<usize> = rdma.map(|(i, _)| i).collect();
+                for index in all {
+                    self.break_channel(index, 0, now);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Asks a target whether it is there, by way of the unit that is used.
+    pub(super) fn ping(&mut self, index: usize, now: Instant) {
+        let session = &self.sessions[index];
+        let watched = session.units.first().map(Watched::lun);
+        let paths = session.paths.and_then(|(paths, _)| self.find(paths));
+        let of_paths = paths.and_then(|paths| self.sessions[paths].link.paths());
+        let lun = watched.or(of_paths.map(PathsLink::lun));
+        let lun = lun.unwrap_or(LunId::new(0).expect("a number"));
+        let io = ScsiIo::new(lun, Command::test_unit_ready(), IoData::None, PING);
+        let io = ScsiIo {
+            retry: Retry::Probe,
+            ..io
+        };
+        self.submit(index, Io::new(io, Done::Ping, now), now);
+    }
+
+    /// A request is over.
+    pub(super) fn complete(
+        &mut self,
+        index: usize,
+        request: RequestId,
+        result: RequestResult,
+        now: Instant,
+    ) {
+        let io = self.sessions[index].ios[request.0 as usize].take();
+        let io = io.expect("every request has its command");
+        let result = self.sessions[index].account(&io, result);
+        self.deliver(index, io, result);
+        self.refill(index, now);
+        self.sessions[index].report_pending();
+    }
+
+    /// Submits a command that had no room before.
+    fn refill(&mut self, index: usize, now: Instant) {
+        let session = &mut self.sessions[index];
+        if let Some(io) = session.overflow.pop_front() {
+            let rest = std::mem::take(&mut session.overflow);
+            self.submit(index, io, now);
+            // If it was put back, it goes before the rest.
+            let session = &mut self.sessions[index];
+            session.overflow.extend(rest);
+        }
+    }
+
+    /// Handles an event of a session: for its units first, then for its status, for the paths that it
+    /// is one of, and for its user.
+    pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
+        self.observe(index, &event, now);
+        let session = &mut self.sessions[index];
+        if let SessionEvent::Reconnecting(_) = event {
+            session.status.set_pending(session.pending());
+        }
+        // A session with watched units is reported live when they are known to be the same.
+        if !session.is_unchecked || !matches!(event, SessionEvent::Live) {
+            session.status.on_event(&event);
+        }
+        if let Some((paths, path)) = session.paths {
+            let input = match &event {
+                SessionEvent::Live => Some(Input::Live(paths, path, session.link.port())),
+                SessionEvent::Closed(why) => {
+                    let heard = session.link.machine().last_heard();
+                    Some(Input::Closed(paths, path, *why, heard))
+                }
+                SessionEvent::UnitEvent { sense, .. } => {
+                    let sense = Sense::parse(sense);
+                    sense.map(|sense| Input::Attention(paths, path, sense.additional))
+                }
+                SessionEvent::Reconnecting(_) => None,
+            };
+            self.inputs.extend(input);
+        }
+        match event {
+            SessionEvent::Live => {
+                if let Some(reply) = session.reply.take() {
+                    let key = self.key(index);
+                    let mailbox = self.mailbox.clone();
+                    reply.send(Ok(SessionGuard { key, mailbox }));
+                }
+            }
+            SessionEvent::Closed(why) => {
+                session.closed = true;
+                if let Some(reply) = session.reply.take() {
+                    reply.send(Err(why));
+                }
+                // The machine refuses them now.
+                for io in std::mem::take(&mut session.overflow) {
+                    self.submit(index, io, now);
+                }
+            }
+            SessionEvent::Reconnecting(why) => {
+                tracing::warn!(target = %session.link.target().dst, "reconnecting: {why}");
+            }
+            SessionEvent::UnitEvent { .. } => {}
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! Sessions of iSCSI: carries out what the machine asks for, by a datamover (RFC 5047) that is a TCP
+//! connection or an RDMA one.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use riser_memory::MemSlice;
+use riser_scsi::iscsi::chap::CHALLENGE_LEN;
+use riser_scsi::iscsi::name::{Found, TargetAddress};
+use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError};
+
+use super::iser::IserMover;
+use super::link::{Context, Report};
+use super::tcp::TcpMover;
+use crate::engine::io::Target;
+use crate::engine::iser::{IserConfig, MAX_PIECES};
+use crate::engine::oneshot::Sender;
+use crate::engine::park::Waited;
+use crate::engine::rdma::Device;
+use crate::iscsi::session::{Output, Session, SessionConfig};
+use crate::session::{ConnectError, IscsiFault, Machine};
+
+/// A session to make.
+pub(in crate::engine) struct IscsiOpen {
+    pub(in crate::engine) config: SessionConfig,
+    pub(in crate::engine) transport: Transport,
+    /// Receives the targets that a discovery session finds.
+    pub(in crate::engine) found: Option<Sender<Vec<Found>>>,
+}
+
+/// The transport of a session.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) enum Transport {
+    Tcp,
+    Iser(IserConfig),
+}
+
+impl IscsiOpen {
+    /// See [`Protocol::once`](super::link::Protocol::once).
+    pub(super) fn once(&self, patience: Duration) -> Self {
+        let mut config = self.config.clone();
+        config.reconnect = false;
+        config.timing.login = patience;
+        Self {
+            config,
+            transport: self.transport,
+            found: None,
+        }
+    }
+}
+
+/// Failure of a datamover.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum MoverError {
+    /// The target broke the protocol.
+    Fault(IscsiFault),
+    /// The connection is broken.
+    Broken,
+}
+
+/// The datamover of a session. A connection is at most one, and made and lost many times.
+enum Datamover {
+    Tcp(TcpMover),
+    Iser(IserMover),
+}
+
+/// A session and its datamover.
+pub(super) struct IscsiLink {
+    pub(super) machine: Session,
+    target: Target,
+    mover: Datamover,
+    found: Option<Sender<Vec<Found>>>,
+}
+
+impl IscsiLink {
+    fn new(target: Target, open: IscsiOpen, mover: Datamover, now: Instant) -> Self {
+        Self {
+            machine: Session::new(open.config, now),
+            target,
+            mover,
+            found: open.found,
+        }
+    }
+
+    pub(super) fn tcp(target: Target, open: IscsiOpen, now: Instant) -> Self {
+        Self::new(target, open, Datamover::Tcp(TcpMover::default()), now)
+    }
+
+    pub(super) fn iser<P: Provider>(
+        device: &mut Device<P>,
+        pool: &MemSlice,
+        target: Target,
+        open: IscsiOpen,
+        config: IserConfig,
+        now: Instant,
+    ) -> Result<Self, VerbsError> {
+        let mover = IserMover::new(device, pool, config)?;
+        Ok(Self::new(target, open, Datamover::Iser(mover), now))
+    }
+
+    pub(super) fn target(&self) -> &Target {
+        &self.target
+    }
+
+    pub(super) fn cq(&self) -> Option<CqId> {
+        match &self.mover {
+            Datamover::Tcp(_) => None,
+            Datamover::Iser(mover) => Some(mover.cq()),
+        }
+    }
+
+    pub(super) fn waited(&self) -> Option<Waited> {
+        match &self.mover {
+            Datamover::Tcp(mover) => mover.waited(),
+            Datamover::Iser(_) => None,
+        }
+    }
+
+    /// As [`Link::takes`](super::link::Link::takes). A command of iSER has one key for all of its
+    /// memory, and a number that is lost if it cannot be sent.
+    pub(super) fn takes(&self, pieces: usize) -> bool {
+        match &self.mover {
+            Datamover::Tcp(_) => true,
+            Datamover::Iser(mover) => pieces <= MAX_PIECES.min(mover.region_segments()),
+        }
+    }
+
+    pub(super) fn release_device<P: Provider>(&self, device: &mut Device<P>) {
+        match &self.mover {
+            Datamover::Tcp(_) => {}
+            Datamover::Iser(mover) => mover.release_device(device),
+        }
+    }
+
+    /// The session and its TCP connection.
+    pub(super) fn on_tcp(&mut self) -> Option<(&mut Session, &mut TcpMover)> {
+        match &mut self.mover {
+            Datamover::Tcp(mover) => Some((&mut self.machine, mover)),
+            Datamover::Iser(_) => None,
+        }
+    }
+
+    fn on_iser(&mut self) -> Option<(&mut Session, &mut IserMover)> {
+        match &mut self.mover {
+            Datamover::Tcp(_) => None,
+            Datamover::Iser(mover) => Some((&mut self.machine, mover)),
+        }
+    }
+
+    pub(super) fn poll<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> Option<Report> {
+        loop {
+            while let Some(output) = self.machine.poll_output() {
+                let report = self.carry_out(output, cx);
+                if report.is_some() {
+                    return report;
+                }
+            }
+            let (machine, mover) = self.on_iser()?;
+            let is_full_feature = machine.params().is_some();
+            let reposted = mover.repost(is_full_feature, cx)?;
+            self.take_error(reposted, cx.now);
+        }
+    }
+
+    fn take_error(&mut self, moved: Result<(), MoverError>, now: Instant) {
+        match moved {
+            Ok(()) => {}
+            Err(MoverError::Fault(fault)) => self.machine.handle_fault(fault),
+            Err(MoverError::Broken) => self.machine.handle_broken(now),
+        }
+    }
+
+    fn carry_out<P: Provider>(
+        &mut self,
+        output: Output,
+        cx: &mut Context<'_, P>,
+    ) -> Option<Report> {
+        let machine = &mut self.machine;
+        let moved = match (output, &mut self.mover) {
+            (Output::Connect(moved), _) => {
+                self.connect(moved.as_ref(), cx);
+                Ok(())
+            }
+            (Output::Send(pdu), Datamover::Tcp(mover)) => mover.send(pdu),
+            (Output::Send(pdu), Datamover::Iser(mover)) => mover.send(pdu, cx),
+            (Output::FullFeature(params), Datamover::Tcp(mover)) => {
+                mover.enter_full_feature(params)
+            }
+            (Output::FullFeature(_), Datamover::Iser(mover)) => mover.enter_full_feature(cx),
+            (Output::Start(request), Datamover::Tcp(mover)) => mover.start(request),
+            (Output::Start(request), Datamover::Iser(mover)) => mover.start(request, machine, cx),
+            (Output::SendData(order), Datamover::Tcp(mover)) => mover.send_data(order),
+            // The target reads data by itself, and asks for none.
+            (Output::SendData(_), Datamover::Iser(_)) => Err(MoverError::Fault(IscsiFault::R2t)),
+            (Output::Retire(request), mover) => {
+                let retired = match mover {
+                    Datamover::Tcp(mover) => Ok(mover.retire(request)),
+                    Datamover::Iser(mover) => mover.retire(request, cx),
+                };
+                if let Ok(true) = retired {
+                    machine.handle_retired(request, cx.now);
+                }
+                retired.map(|_| ())
+            }
+            (Output::Disconnect, mover) => {
+                let is_gone = match mover {
+                    Datamover::Tcp(mover) => mover.disconnect(),
+                    Datamover::Iser(mover) => mover.begin_close(cx),
+                };
+                if is_gone {
+                    machine.handle_gone(cx.now);
+                }
+                Ok(())
+            }
+            (Output::Found(found), _) => {
+                if let Some(reply) = self.found.take() {
+                    reply.send(found);
+                }
+                Ok(())
+            }
+            (Output::Complete(request, result), _) => {
+                return Some(Report::Complete(request, result));
+            }
+            (Output::Event(event), _) => return Some(Report::Event(event)),
+        };
+        self.take_error(moved, cx.now);
+        None
+    }
+
+    /// Begins to connect to the target, or to the portal that it has moved to.
+    fn connect<P: Provider>(&mut self, moved: Option<&TargetAddress>, cx: &mut Context<'_, P>) {
+        let dst = match moved {
+            None => Ok(self.target.dst),
+            Some(moved) => literal(moved).ok_or(ConnectError::Redirected),
+        };
+        let begun = dst.and_then(|dst| {
+            let target = Target { dst, ..self.target };
+            match &mut self.mover {
+                Datamover::Tcp(mover) => mover.connect(&target),
+                Datamover::Iser(mover) => mover.resolve(&target, cx),
+            }
+        });
+        if let Err(error) = begun {
+            self.machine.handle_connect_failed(error, cx.now);
+        }
+    }
+
+    pub(super) fn handle_cm_event<P: Provider>(
+        &mut self,
+        event: CmEventKind,
+        cx: &mut Context<'_, P>,
+    ) {
+        if let Some((machine, mover)) = self.on_iser() {
+            mover.handle_cm_event(event, machine, cx);
+        }
+    }
+
+    pub(super) fn handle_completion<P: Provider>(
+        &mut self,
+        completion: &Completion,
+        cx: &mut Context<'_, P>,
+    ) {
+        if let Some((machine, mover)) = self.on_iser() {
+            let moved = mover.handle_completion(completion, machine, cx);
+            self.take_error(moved, cx.now);
+        }
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let closing = match &self.mover {
+            Datamover::Tcp(_) => None,
+            Datamover::Iser(mover) => mover.closing_until(),
+        };
+        self.machine
+            .next_deadline()
+            .into_iter()
+            .chain(closing)
+            .min()
+    }
+
+    pub(super) fn handle_timeout<P: Provider>(&mut self, cx: &mut Context<'_, P>) {
+        if let Some((machine, mover)) = self.on_iser()
+            && mover.closing_until().is_some_and(|until| until <= cx.now)
+        {
+            mover.close_now(machine, cx);
+        }
+        self.machine.handle_timeout(cx.now);
+    }
+}
+
+/// Notifies the machine that its connection is made.
+pub(super) fn log_in(machine: &mut Session, now: Instant) {
+    let mut random = [0; CHALLENGE_LEN + 1];
+    match getrandom::fill(&mut random) {
+        Ok(()) => machine.handle_connected(random, now),
+        // Without it a login could be foreseen.
+        Err(_) => machine.handle_broken(now),
+    }
+}
+
+/// The address of a portal that the target has moved to. A name would have to be looked up, for
+/// which this thread has no time.
+fn literal(address: &TargetAddress) -> Option<SocketAddr> {
+    let host = address.host.trim_start_matches('[').trim_end_matches(']');
+    let ip: IpAddr = host.parse().ok()?;
+    Some(SocketAddr::new(ip, address.port))
+}

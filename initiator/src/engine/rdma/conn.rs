@@ -1,0 +1,658 @@
+//! One reliable connection: its way through the connection manager, its memory, and the commands on
+//! it.
+//!
+//! # Memory
+//! A connection's own memory is registered for local use only; its layout is the protocol's affair.
+//! A command's data are made known to the target with fast registrations that are posted before the
+//! command. A key ends by an invalidation whose completion is awaited, or by one of the target's
+//! (SEND with invalidate); and the command's own SEND must have completed too before its data are
+//! free. Requests of a send queue complete in order, so the completion of an invalidation also shows
+//! that the SEND is over.
+//!
+//! # Bounds
+//! Every queue's length is in [`RdmaLimits`]. A command that finds its slot, its send-queue entries or
+//! its regions used up is not started.
+
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+use riser_memory::{MemSlice, Memory};
+use riser_transport::mr_pool::{MrPool, PooledMr};
+use riser_transport::verbs::{
+    Access, CmError, CmEventKind, CmId, Completion, ConnParam, Mr, PortSpace, Provider, QpCap,
+    QpId, QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, VerbsError,
+};
+
+use super::task::{NewTask, Tasks};
+use super::{Device, MAX_REGIONS, MAX_SEND_SGE, Owner, Resources, WorkRequest};
+use crate::engine::io::Target;
+use crate::request::{DataLen, RequestId};
+use crate::session::ConnectError;
+
+/// Longest duration of the resolution of an address or a route.
+const RESOLVE: Duration = Duration::from_secs(2);
+
+/// Longest duration of a logout, or of a connection that is still being made, before the end of both.
+const CLOSING_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Sizes of a connection.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct RdmaLimits {
+    /// Commands outstanding.
+    pub(in crate::engine) commands: u16,
+    /// Send-queue entries that commands share: a SEND, and two for each region.
+    pub(in crate::engine) command_entries: u32,
+    /// Send-queue entries of other messages, which are never refused.
+    pub(in crate::engine) message_entries: u32,
+    pub(in crate::engine) receives: u32,
+    pub(in crate::engine) regions: usize,
+    /// Segments of one fast registration.
+    pub(in crate::engine) region_segments: u32,
+    /// Length of the connection's own memory, in bytes.
+    pub(in crate::engine) memory: usize,
+    /// Whether the target may invalidate keys. No completion of ours then shows that a command's SEND
+    /// is over, so each SEND has one of its own.
+    pub(in crate::engine) remote_invalidate: bool,
+}
+
+impl RdmaLimits {
+    fn send_entries(&self) -> u32 {
+        self.command_entries + self.message_entries
+    }
+
+    /// Completions that a connection can have outstanding.
+    pub(in crate::engine) fn completions(&self) -> u32 {
+        self.send_entries() + self.receives
+    }
+}
+
+/// The next step of a connection after an event of the connection manager.
+#[derive(Debug)]
+pub(in crate::engine) enum CmStep {
+    /// Nothing.
+    Pending,
+    /// The route is known: [`RdmaConn::set_up`] and [`RdmaConn::connect`].
+    Connect,
+    /// Connected; the peer's private data.
+    Established(Vec<u8>),
+    /// Refused, with the CM's reason and private data.
+    Rejected { reason: u16, private_data: Vec<u8> },
+    /// It could not be made.
+    Failed(ConnectError),
+    /// It is gone.
+    Lost,
+    /// It was being closed, and can be released now.
+    Closed,
+}
+
+/// The meaning of a completion for the connection's user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum Completed {
+    /// None.
+    Nothing,
+    /// That receive has a message.
+    Message(u16),
+    /// The message of that number has been sent.
+    Sent(u16),
+    /// The request's memory is back.
+    Retired(RequestId),
+}
+
+/// Progress of taking a request's memory back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum Retire {
+    /// It is back.
+    Done,
+    /// A completion reports it.
+    Pending,
+    /// The connection is broken, whose end takes back all memory.
+    Broken,
+}
+
+/// Parts of a connection whose queue pair exists.
+struct Rings {
+    qp: QpId,
+    memory: Memory,
+    mr: Mr,
+    regions: MrPool,
+}
+
+/// A connection, from the first call of the connection manager on. A command of it has `R` regions at
+/// most.
+pub(in crate::engine) struct RdmaConn<const R: usize> {
+    id: CmId,
+    owner: Owner,
+    limits: RdmaLimits,
+    rings: Option<Rings>,
+    tasks: Tasks<R>,
+    /// The request for a connection is on its way, and the answer is not here.
+    is_connecting: bool,
+    /// The connection is closed when what is on its way has ended, or then at the latest.
+    closing_until: Option<Instant>,
+}
+
+impl<const R: usize> RdmaConn<R> {
+    /// Begins to find the path to a target.
+    pub(in crate::engine) fn resolve<P: Provider>(
+        device: &mut Device<P>,
+        owner: Owner,
+        space: PortSpace,
+        target: &Target,
+        limits: RdmaLimits,
+    ) -> Result<Self, ConnectError> {
+        let provider = &mut device.provider;
+        let id = provider.create_id(space).map_err(ConnectError::Cm)?;
+        if let Err(e) = provider.resolve_addr(id, target.src, target.dst, RESOLVE) {
+            let _ = provider.destroy_id(id);
+            return Err(ConnectError::Address(e));
+        }
+        device.own_id(id, owner);
+        Ok(Self {
+            id,
+            owner,
+            limits,
+            rings: None,
+            tasks: Tasks::new(limits.commands, limits.command_entries),
+            is_connecting: false,
+            closing_until: None,
+        })
+    }
+
+    /// Handles an event of the connection manager.
+    pub(in crate::engine) fn handle_event<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        event: CmEventKind,
+    ) -> CmStep {
+        if self.closing_until.is_some() {
+            // It was the answer to the request, or the end.
+            return CmStep::Closed;
+        }
+        match event {
+            CmEventKind::AddrResolved => match device.provider.resolve_route(self.id, RESOLVE) {
+                Ok(()) => CmStep::Pending,
+                Err(e) => CmStep::Failed(ConnectError::Cm(e)),
+            },
+            CmEventKind::RouteResolved => CmStep::Connect,
+            CmEventKind::AddrError(e) | CmEventKind::RouteError(e) => {
+                CmStep::Failed(ConnectError::Address(e))
+            }
+            CmEventKind::ConnectError(e) => CmStep::Failed(ConnectError::Cm(e)),
+            CmEventKind::Unreachable => CmStep::Failed(ConnectError::Unreachable),
+            CmEventKind::Rejected {
+                reason,
+                private_data,
+            } => CmStep::Rejected {
+                reason,
+                private_data,
+            },
+            CmEventKind::Established { param } => {
+                self.is_connecting = false;
+                CmStep::Established(param.private_data)
+            }
+            CmEventKind::Disconnected | CmEventKind::DeviceRemoval => CmStep::Lost,
+            CmEventKind::TimewaitExit | CmEventKind::ConnectRequest { .. } => CmStep::Pending,
+        }
+    }
+
+    /// Makes the queue pair, the connection's memory and its regions. After an error, what has been
+    /// made goes with [`Self::release`].
+    pub(in crate::engine) fn set_up<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        resources: &Resources,
+    ) -> Result<(), VerbsError> {
+        let (pd, cq, limits) = (resources.pd, resources.cq, &self.limits);
+        let memory = new_memory(limits.memory)?;
+        let init = QpInitAttr {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            qp_type: QpType::Rc,
+            cap: QpCap {
+                max_send_wr: limits.send_entries(),
+                max_recv_wr: limits.receives,
+                max_send_sge: MAX_SEND_SGE as u32,
+                max_recv_sge: 1,
+                max_inline: 0,
+            },
+            sq_sig_all: false,
+        };
+        let provider = &mut device.provider;
+        let mut regions = MrPool::new(provider, pd, limits.regions, limits.region_segments)?;
+        let mr = match provider.reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE) {
+            Ok(mr) => mr,
+            Err(e) => {
+                regions.destroy(provider);
+                return Err(e);
+            }
+        };
+        let qp = match provider.create_cm_qp(self.id, &init) {
+            Ok(qp) => qp,
+            Err(e) => {
+                let _ = provider.dereg_mr(mr.id);
+                regions.destroy(provider);
+                return Err(match e {
+                    CmError::Verbs(e) => e,
+                    _ => VerbsError::InvalidState("identifier takes no queue pair"),
+                });
+            }
+        };
+        device.own_qp(qp, self.owner);
+        self.rings = Some(Rings {
+            qp,
+            memory,
+            mr,
+            regions,
+        });
+        Ok(())
+    }
+
+    /// Sends the request for the connection.
+    pub(in crate::engine) fn connect<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        private_data: Vec<u8>,
+    ) -> Result<(), ConnectError> {
+        let param = ConnParam {
+            private_data,
+            ..ConnParam::default()
+        };
+        self.is_connecting = true;
+        let sent = device.provider.connect(self.id, &param);
+        sent.map_err(ConnectError::Cm)
+    }
+
+    /// Begins to close the connection; false if it is to be released at once.
+    ///
+    /// A logout that was posted is awaited, and so is the answer to a request for the connection: a
+    /// peer that has answered a request and hears that it is withdrawn may keep what it has made for
+    /// it, as Linux's `ib_srpt` does until its port goes.
+    pub(in crate::engine) fn begin_close(&mut self, has_logout: bool, now: Instant) -> bool {
+        let waits = self.is_connecting || has_logout;
+        if waits {
+            self.closing_until = Some(now + CLOSING_PATIENCE);
+        }
+        waits
+    }
+
+    /// The time at which a connection that is being closed is released at the latest.
+    pub(in crate::engine) fn closing_until(&self) -> Option<Instant> {
+        self.closing_until
+    }
+
+    /// Releases everything. From now on nothing that the peer sends reaches memory, and no key given
+    /// to it works. With `linger` the peer is notified, and the identifier lives until it has answered.
+    pub(in crate::engine) fn release<P: Provider>(
+        self,
+        device: &mut Device<P>,
+        linger: bool,
+        now: Instant,
+    ) {
+        device.disown_id(self.id);
+        let is_disconnecting = linger && device.provider.disconnect(self.id).is_ok();
+        if let Some(mut rings) = self.rings {
+            device.disown_qp(rings.qp);
+            let provider = &mut device.provider;
+            // Regions that are memory windows refer to the queue pair that they were bound on, and
+            // Linux waits with its end until they are gone.
+            for region in self.tasks.into_regions() {
+                rings.regions.discard(provider, region);
+            }
+            rings.regions.destroy(provider);
+            let _ = provider.destroy_qp(rings.qp);
+            let _ = provider.dereg_mr(rings.mr.id);
+        }
+        match is_disconnecting {
+            true => device.await_disconnect(self.id, now),
+            false => drop(device.provider.destroy_id(self.id)),
+        }
+    }
+
+    /// Copies bytes out of the connection's memory.
+    pub(in crate::engine) fn read(&self, at: usize, out: &mut [u8]) {
+        if let Some(rings) = &self.rings {
+            rings.memory.read(at, out);
+        }
+    }
+
+    /// Copies bytes into the connection's memory.
+    pub(in crate::engine) fn write(&self, at: usize, bytes: &[u8]) {
+        if let Some(rings) = &self.rings {
+            rings.memory.write(at, bytes);
+        }
+    }
+
+    /// Posts a receive into the connection's memory; false if the connection is broken.
+    pub(in crate::engine) fn post_recv<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        slot: u16,
+        at: usize,
+        len: usize,
+    ) -> bool {
+        let Some(rings) = &self.rings else {
+            return false;
+        };
+        let wr = RecvWr {
+            wr_id: WorkRequest::Recv(slot).id(),
+            sges: &[rings.own(at, len)],
+        };
+        device.provider.post_recv(rings.qp, &[wr]).is_ok()
+    }
+
+    /// Sends a message from the connection's memory; false if the connection is broken.
+    pub(in crate::engine) fn post_message<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        number: u16,
+        at: usize,
+        message: &[u8],
+    ) -> bool {
+        let Some(rings) = &self.rings else {
+            return false;
+        };
+        rings.memory.write(at, message);
+        let wr = SendWr {
+            wr_id: WorkRequest::Message(number).id(),
+            op: SendOp::Send,
+            sges: &[rings.own(at, message.len())],
+            flags: SendFlags::SIGNALED,
+            ud: None,
+        };
+        device.provider.post_send(rings.qp, &[wr]).is_ok()
+    }
+
+    /// Takes what a command with that many regions needs; `None` where other commands use it.
+    pub(in crate::engine) fn begin(
+        &mut self,
+        request: RequestId,
+        regions: usize,
+    ) -> Option<NewTask<R>> {
+        let available = self.rings.as_ref().map_or(0, |r| r.regions.available());
+        if available < regions {
+            return None;
+        }
+        self.tasks.begin(request, regions)
+    }
+
+    /// Makes the next region of a command from pieces of its data.
+    pub(in crate::engine) fn map<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        new: &mut NewTask<R>,
+        pieces: &[MemSlice],
+    ) -> Result<(), VerbsError> {
+        let rings = self.rings.as_mut().expect("a command began on it");
+        let mut region = rings.regions.get().expect("as many as counted");
+        let mapped = region.map(&mut device.provider, pieces);
+        new.task.regions.push(region);
+        mapped.map(|_| ())
+    }
+
+    /// Gives back what a command took that was never posted.
+    pub(in crate::engine) fn abandon<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        new: NewTask<R>,
+    ) {
+        let regions = self.tasks.abandon(new);
+        self.put_back(device, regions);
+    }
+
+    /// Posts a command as one chain: the registrations of its data, and the SEND of its header, which
+    /// is in the connection's memory, with `immediate` data. False if the connection is broken.
+    pub(in crate::engine) fn post_command<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        mut new: NewTask<R>,
+        header: (usize, usize),
+        immediate: &[Sge],
+        len: DataLen,
+    ) -> bool {
+        let Some(rings) = &self.rings else {
+            return false;
+        };
+        let (slot, task) = (new.slot, &mut new.task);
+        let access = match len {
+            DataLen::In(_) => Access::LOCAL_WRITE | Access::REMOTE_WRITE,
+            _ => Access::REMOTE_READ,
+        };
+        let mut sges: ArrayVec<Sge, MAX_SEND_SGE> = ArrayVec::new();
+        sges.push(rings.own(header.0, header.1));
+        sges.extend(immediate.iter().copied());
+        let mut chain: ArrayVec<SendWr<'_>, { MAX_REGIONS + 1 }> = ArrayVec::new();
+        for region in &mut task.regions {
+            chain.push(region.reg_wr(WorkRequest::Register(slot).id(), access));
+        }
+        // Where only we invalidate keys, the invalidations show when the SEND is over.
+        let is_signaled = task.regions.is_empty() || self.limits.remote_invalidate;
+        chain.push(SendWr {
+            wr_id: WorkRequest::Command(slot).id(),
+            op: SendOp::Send,
+            sges: &sges,
+            flags: match is_signaled {
+                true => SendFlags::SIGNALED,
+                false => SendFlags::empty(),
+            },
+            ud: None,
+        });
+        let is_posted = device.provider.post_send(rings.qp, &chain).is_ok();
+        self.tasks.insert(new);
+        is_posted
+    }
+
+    /// Handles the completion of a work request that succeeded.
+    pub(in crate::engine) fn handle_completion<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        work: WorkRequest,
+        completion: &Completion,
+    ) -> Completed {
+        let slot = match work {
+            WorkRequest::Recv(slot) => {
+                if let Some(key) = completion.invalidated
+                    && !self.tasks.on_remote_invalidated(key)
+                {
+                    tracing::debug!(?key, "the target invalidated a key that is none of ours");
+                }
+                return Completed::Message(slot);
+            }
+            WorkRequest::Message(number) => return Completed::Sent(number),
+            WorkRequest::Register(slot) => slot,
+            WorkRequest::Command(slot) => {
+                self.tasks.on_sent(slot);
+                slot
+            }
+            WorkRequest::Invalidate(slot, key) => {
+                self.tasks.on_invalidated(slot, key);
+                slot
+            }
+        };
+        let retired = self.finish(device, slot);
+        retired.map_or(Completed::Nothing, Completed::Retired)
+    }
+
+    /// Begins to take a request's memory back: invalidates the keys that still work.
+    pub(in crate::engine) fn retire<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        request: RequestId,
+    ) -> Retire {
+        let Some(slot) = self.tasks.slot(request) else {
+            return Retire::Done;
+        };
+        let (Some(task), Some(rings)) = (self.tasks.get_mut(slot), &self.rings) else {
+            return Retire::Broken;
+        };
+        let invalidate = |r: &mut PooledMr| {
+            let key = r.rkey();
+            r.inv_wr(WorkRequest::Invalidate(slot, key).id())
+        };
+        let chain: ArrayVec<SendWr<'_>, MAX_REGIONS> = task.retire().map(invalidate).collect();
+        if !chain.is_empty() && device.provider.post_send(rings.qp, &chain).is_err() {
+            return Retire::Broken;
+        }
+        match self.finish(device, slot) {
+            Some(_) => Retire::Done,
+            None => Retire::Pending,
+        }
+    }
+
+    /// Frees a slot whose command is over in every respect; returns the request whose memory is back
+    /// with that.
+    fn finish<P: Provider>(&mut self, device: &mut Device<P>, slot: u16) -> Option<RequestId> {
+        let task = self.tasks.finish(slot)?;
+        self.put_back(device, task.regions);
+        Some(task.request)
+    }
+
+    fn put_back<P: Provider>(&mut self, device: &mut Device<P>, back: ArrayVec<PooledMr, R>) {
+        if let Some(rings) = &mut self.rings {
+            for region in back {
+                let _ = rings.regions.put(&mut device.provider, region);
+            }
+        }
+    }
+}
+
+impl Rings {
+    /// A segment of the connection's own memory.
+    fn own(&self, at: usize, len: usize) -> Sge {
+        Sge {
+            addr: self.mr.addr + at as u64,
+            length: len as u32,
+            lkey: self.mr.lkey,
+        }
+    }
+}
+
+/// Allocates memory for a device.
+pub(in crate::engine) fn new_memory(len: usize) -> Result<Memory, VerbsError> {
+    Memory::new(len).map_err(|e| VerbsError::Os(e.raw_os_error().unwrap_or(0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
+    use riser_transport::mr_pool::MrState;
+    use riser_transport::verbs::RKey;
+
+    use super::*;
+
+    const LIMITS: RdmaLimits = RdmaLimits {
+        commands: 2,
+        command_entries: 6,
+        message_entries: 1,
+        receives: 1,
+        regions: 2,
+        region_segments: 4,
+        memory: 4096,
+        remote_invalidate: true,
+    };
+
+    /// A connection whose queue pair takes nothing, which is not what these tests are about.
+    fn conn(limits: RdmaLimits) -> (Device<Endpoint>, RdmaConn<1>, Memory) {
+        let mut device = Device::new(Pair::new(FabricConfig::default()).a);
+        let nic = &mut device.provider;
+        let dst = (nic.addr(), 1).into();
+        let target = Target {
+            dst,
+            src: Some((nic.addr(), 0).into()),
+            service_id: None,
+        };
+        let owner = Owner {
+            session: 0,
+            channel: 0,
+        };
+        let buffer = Memory::new(4096).unwrap();
+        let resources = Resources::new(&mut device, &buffer.whole(), 64, false).unwrap();
+        let conn = RdmaConn::resolve(&mut device, owner, PortSpace::Tcp, &target, limits);
+        let mut conn = conn.unwrap();
+        conn.set_up(&mut device, &resources).unwrap();
+        (device, conn, buffer)
+    }
+
+    /// Invalidates a key of ours; returns the request whose memory is back.
+    fn invalidated(
+        conn: &mut RdmaConn<1>,
+        device: &mut Device<Endpoint>,
+        slot: u16,
+        key: RKey,
+    ) -> Option<RequestId> {
+        conn.tasks.on_invalidated(slot, key);
+        conn.finish(device, slot)
+    }
+
+    fn sent(conn: &mut RdmaConn<1>, device: &mut Device<Endpoint>, slot: u16) -> Option<RequestId> {
+        conn.tasks.on_sent(slot);
+        conn.finish(device, slot)
+    }
+
+    /// Posts a READ into the buffer; returns its slot.
+    fn read(
+        conn: &mut RdmaConn<1>,
+        device: &mut Device<Endpoint>,
+        request: u32,
+        buffer: &Memory,
+    ) -> u16 {
+        let mut new = conn.begin(RequestId(request), 1).expect("there is room");
+        conn.map(device, &mut new, &[buffer.whole()]).unwrap();
+        let slot = new.slot;
+        conn.post_command(device, new, (0, 48), &[], DataLen::In(4096));
+        slot
+    }
+
+    /// The target may invalidate a key while an invalidation of ours is under way, and the slot have
+    /// another command when that completes.
+    #[test]
+    fn an_invalidation_ends_only_the_key_that_it_is_about() {
+        let (mut device, mut conn, buffer) = conn(LIMITS);
+        let device = &mut device;
+
+        let slot = read(&mut conn, device, 1, &buffer);
+        let (first, _) = conn.tasks.key(slot);
+        conn.retire(device, RequestId(1));
+        assert_eq!(conn.tasks.key(slot), (first, MrState::Invalidating));
+        assert!(conn.tasks.on_remote_invalidated(first));
+        assert_eq!(sent(&mut conn, device, slot), Some(RequestId(1)));
+
+        assert_eq!(read(&mut conn, device, 2, &buffer), slot);
+        let (second, state) = conn.tasks.key(slot);
+        assert_eq!(state, MrState::Registered);
+        assert_ne!(second, first);
+        assert_eq!(invalidated(&mut conn, device, slot, first), None);
+        assert_eq!(conn.tasks.key(slot), (second, MrState::Registered));
+        conn.retire(device, RequestId(2));
+        assert_eq!(sent(&mut conn, device, slot), None, "its key works");
+        let back = invalidated(&mut conn, device, slot, second);
+        assert_eq!(back, Some(RequestId(2)));
+    }
+
+    #[test]
+    fn an_invalidation_of_ours_shows_that_the_command_was_sent() {
+        let (mut device, mut conn, buffer) = conn(RdmaLimits {
+            remote_invalidate: false,
+            ..LIMITS
+        });
+        let slot = read(&mut conn, &mut device, 1, &buffer);
+        let (key, _) = conn.tasks.key(slot);
+        conn.retire(&mut device, RequestId(1));
+        let back = invalidated(&mut conn, &mut device, slot, key);
+        assert_eq!(back, Some(RequestId(1)));
+    }
+
+    #[test]
+    fn a_command_that_was_given_up_leaves_its_room_to_the_next() {
+        let (mut device, mut conn, buffer) = conn(RdmaLimits {
+            command_entries: 3,
+            ..LIMITS
+        });
+        let mut new = conn.begin(RequestId(1), 1).expect("there is room");
+        conn.map(&mut device, &mut new, &[buffer.whole()]).unwrap();
+        assert!(conn.begin(RequestId(2), 0).is_none(), "no entries are left");
+        conn.abandon(&mut device, new);
+        assert!(conn.begin(RequestId(2), 1).is_some());
+    }
+}

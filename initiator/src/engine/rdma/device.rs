@@ -1,0 +1,154 @@
+//! A device, and what sessions have of it.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use riser_memory::MemSlice;
+use riser_transport::verbs::{
+    Access, CmEvent, CmEventKind, CmId, CqId, Mr, PdId, Provider, QpId, VerbsError,
+};
+
+/// Longest duration of a disconnect, after which its identifier is destroyed anyway.
+const DISCONNECT_PATIENCE: Duration = Duration::from_secs(1);
+
+/// The owner of a connection: a session of the engine, and the channel in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) struct Owner {
+    pub(in crate::engine) session: usize,
+    pub(in crate::engine) channel: u8,
+}
+
+/// A provider, with the owners of the connections on it.
+pub(in crate::engine) struct Device<P> {
+    pub(in crate::engine) provider: P,
+    ids: HashMap<CmId, Owner>,
+    qps: HashMap<QpId, Owner>,
+    /// Identifiers without an owner, whose disconnect goes on until the given time at the latest.
+    disconnecting: Vec<(CmId, Instant)>,
+}
+
+impl<P: Provider> Device<P> {
+    pub(in crate::engine) fn new(provider: P) -> Self {
+        Self {
+            provider,
+            ids: HashMap::new(),
+            qps: HashMap::new(),
+            disconnecting: Vec::new(),
+        }
+    }
+
+    /// The owner of a queue pair; `None` if it has been released.
+    pub(in crate::engine) fn owner(&self, qp: QpId) -> Option<Owner> {
+        self.qps.get(&qp).copied()
+    }
+
+    /// The owner that an event is for. An event without one may end a disconnect.
+    pub(in crate::engine) fn route(&mut self, event: &CmEvent) -> Option<Owner> {
+        let owner = self.ids.get(&event.id).copied();
+        let is_end = matches!(
+            event.kind,
+            CmEventKind::Disconnected | CmEventKind::TimewaitExit
+        );
+        if owner.is_none() && is_end {
+            let mut ended = self.disconnecting.iter();
+            if let Some(at) = ended.position(|(id, _)| *id == event.id) {
+                self.disconnecting.swap_remove(at);
+                let _ = self.provider.destroy_id(event.id);
+            }
+        }
+        owner
+    }
+
+    pub(super) fn own_id(&mut self, id: CmId, owner: Owner) {
+        self.ids.insert(id, owner);
+    }
+
+    pub(super) fn own_qp(&mut self, qp: QpId, owner: Owner) {
+        self.qps.insert(qp, owner);
+    }
+
+    pub(super) fn disown_qp(&mut self, qp: QpId) {
+        self.qps.remove(&qp);
+    }
+
+    pub(super) fn disown_id(&mut self, id: CmId) {
+        self.ids.remove(&id);
+    }
+
+    /// Keeps an identifier until its peer has answered the disconnect.
+    pub(super) fn await_disconnect(&mut self, id: CmId, now: Instant) {
+        self.disconnecting.push((id, now + DISCONNECT_PATIENCE));
+    }
+
+    /// Destroys identifiers whose peers have not answered the disconnect in time.
+    pub(in crate::engine) fn handle_timeout(&mut self, now: Instant) {
+        let provider = &mut self.provider;
+        self.disconnecting.retain(|(id, until)| {
+            let is_late = *until <= now;
+            if is_late {
+                let _ = provider.destroy_id(*id);
+            }
+            !is_late
+        });
+    }
+
+    /// The time of the next timeout, of the provider or of a disconnect.
+    pub(in crate::engine) fn next_deadline(&self) -> Option<Instant> {
+        let disconnects = self.disconnecting.iter().map(|(_, until)| *until);
+        disconnects.chain(self.provider.deadline()).min()
+    }
+
+    /// Returns whether a peer still has to hear of a disconnect.
+    pub(in crate::engine) fn is_disconnecting(&self) -> bool {
+        !self.disconnecting.is_empty()
+    }
+}
+
+/// A session's objects on a device.
+pub(in crate::engine) struct Resources {
+    pub(in crate::engine) pd: PdId,
+    pub(in crate::engine) cq: CqId,
+    /// The registration of the pool of data buffers.
+    pub(in crate::engine) pool: Mr,
+}
+
+impl Resources {
+    /// Makes a protection domain, a completion queue and the pool's registration. `is_remote` gives
+    /// the target access to the whole pool.
+    pub(in crate::engine) fn new<P: Provider>(
+        device: &mut Device<P>,
+        pool: &MemSlice,
+        completions: u32,
+        is_remote: bool,
+    ) -> Result<Self, VerbsError> {
+        let provider = &mut device.provider;
+        let pd = provider.alloc_pd()?;
+        // One spare, so that a correct device cannot fill the queue.
+        let cq = match provider.create_cq(completions + 1) {
+            Ok(cq) => cq,
+            Err(e) => {
+                let _ = provider.dealloc_pd(pd);
+                return Err(e);
+            }
+        };
+        let access = match is_remote {
+            true => Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE,
+            false => Access::LOCAL_WRITE,
+        };
+        match provider.reg_mr(pd, pool, access) {
+            Ok(pool) => Ok(Self { pd, cq, pool }),
+            Err(e) => {
+                let _ = provider.destroy_cq(cq);
+                let _ = provider.dealloc_pd(pd);
+                Err(e)
+            }
+        }
+    }
+
+    pub(in crate::engine) fn release<P: Provider>(&self, device: &mut Device<P>) {
+        let provider = &mut device.provider;
+        let _ = provider.dereg_mr(self.pool.id);
+        let _ = provider.destroy_cq(self.cq);
+        let _ = provider.dealloc_pd(self.pd);
+    }
+}

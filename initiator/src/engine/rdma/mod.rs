@@ -1,0 +1,20 @@
+//! An RDMA device and the connections on it, as SRP and iSER use them.
+//!
+//! [`Device`] is the provider with the owners of identifiers and queue pairs. [`Resources`] are what
+//! a session has of a device, [`RdmaConn`] is one reliable connection of it: from the address to the
+//! disconnect, with its own memory, its receives, and the keys of the commands on it.
+
+mod conn;
+mod device;
+mod task;
+mod work;
+
+pub(super) use self::conn::{CmStep, Completed, RdmaConn, RdmaLimits, Retire, new_memory};
+pub(super) use self::device::{Device, Owner, Resources};
+pub(super) use self::work::WorkRequest;
+
+/// Local segments of a SEND at most: the header, and immediate data.
+pub(super) const MAX_SEND_SGE: usize = 4;
+
+/// Fast registrations of one command at most.
+pub(super) const MAX_REGIONS: usize = 16;

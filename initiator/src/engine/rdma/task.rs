@@ -1,0 +1,159 @@
+//! The commands on a connection.
+
+use arrayvec::ArrayVec;
+use riser_transport::mr_pool::{MrState, PooledMr};
+use riser_transport::verbs::RKey;
+
+use crate::request::RequestId;
+
+/// A command on the wire, which has `R` regions at most.
+pub(super) struct Task<const R: usize> {
+    pub(super) request: RequestId,
+    pub(super) regions: ArrayVec<PooledMr, R>,
+    /// Send-queue entries held until it is over.
+    entries: u32,
+    /// The SEND has completed.
+    is_sent: bool,
+    is_retiring: bool,
+}
+
+impl<const R: usize> Task<R> {
+    fn is_over(&self) -> bool {
+        let is_idle = |r: &PooledMr| r.state() == MrState::Idle;
+        self.is_retiring && self.is_sent && self.regions.iter().all(is_idle)
+    }
+
+    /// Begins to take the memory back; returns the regions whose keys still work.
+    pub(super) fn retire(&mut self) -> impl Iterator<Item = &mut PooledMr> {
+        self.is_retiring = true;
+        let works = |r: &&mut PooledMr| r.state() == MrState::Registered;
+        self.regions.iter_mut().filter(works)
+    }
+}
+
+/// A command that is about to be posted, or given up.
+pub(in crate::engine) struct NewTask<const R: usize> {
+    pub(in crate::engine) slot: u16,
+    pub(super) task: Task<R>,
+}
+
+impl<const R: usize> NewTask<R> {
+    pub(in crate::engine) fn regions(&self) -> &[PooledMr] {
+        &self.task.regions
+    }
+}
+
+/// The commands on a connection, in slots.
+pub(super) struct Tasks<const R: usize> {
+    tasks: Vec<Option<Task<R>>>,
+    /// The slot of a request's task, by request. Bound: the session's requests.
+    slots: Vec<Option<u16>>,
+    free: Vec<u16>,
+    /// Send-queue entries that commands can take.
+    entries: u32,
+}
+
+impl<const R: usize> Tasks<R> {
+    pub(super) fn new(commands: u16, entries: u32) -> Self {
+        Self {
+            tasks: (0..commands).map(|_| None).collect(),
+            slots: Vec::new(),
+            free: (0..commands).rev().collect(),
+            entries,
+        }
+    }
+
+    /// Takes a slot and the send-queue entries for a command with that many regions; `None` where
+    /// there are not as many.
+    pub(super) fn begin(&mut self, request: RequestId, regions: usize) -> Option<NewTask<R>> {
+        let entries = 2 * regions as u32 + 1;
+        if self.entries < entries {
+            return None;
+        }
+        let slot = self.free.pop()?;
+        self.entries -= entries;
+        let task = Task {
+            request,
+            regions: ArrayVec::new(),
+            entries,
+            is_sent: false,
+            is_retiring: false,
+        };
+        Some(NewTask { slot, task })
+    }
+
+    /// Keeps a command that has been posted.
+    pub(super) fn insert(&mut self, new: NewTask<R>) {
+        let NewTask { slot, task } = new;
+        let request = task.request.0 as usize;
+        if request >= self.slots.len() {
+            self.slots.resize(request + 1, None);
+        }
+        self.slots[request] = Some(slot);
+        self.tasks[usize::from(slot)] = Some(task);
+    }
+
+    /// Frees what a command took that has not been posted; returns its regions.
+    pub(super) fn abandon(&mut self, new: NewTask<R>) -> ArrayVec<PooledMr, R> {
+        self.entries += new.task.entries;
+        self.free.push(new.slot);
+        new.task.regions
+    }
+
+    /// The slot of a request's command.
+    pub(super) fn slot(&self, request: RequestId) -> Option<u16> {
+        *self.slots.get(request.0 as usize)?
+    }
+
+    pub(super) fn get_mut(&mut self, slot: u16) -> Option<&mut Task<R>> {
+        self.tasks.get_mut(usize::from(slot))?.as_mut()
+    }
+
+    /// The SEND of a slot's command has completed.
+    pub(super) fn on_sent(&mut self, slot: u16) {
+        if let Some(task) = self.get_mut(slot) {
+            task.is_sent = true;
+        }
+    }
+
+    /// An invalidation of a slot's key has completed, which shows that the SEND before it is over too.
+    /// Where the target has invalidated the key before, the slot may have another command by now,
+    /// whose key still works.
+    pub(super) fn on_invalidated(&mut self, slot: u16, key: RKey) {
+        if let Some(task) = self.get_mut(slot)
+            && task.regions.iter_mut().any(|r| r.on_invalidated(key))
+        {
+            task.is_sent = true;
+        }
+    }
+
+    /// The target has invalidated a key with its answer; false if that was none of ours.
+    pub(super) fn on_remote_invalidated(&mut self, key: RKey) -> bool {
+        let tasks = self.tasks.iter_mut().flatten();
+        let mut regions = tasks.flat_map(|task| &mut task.regions);
+        regions.any(|region| region.on_invalidated(key))
+    }
+
+    /// Frees a slot whose command is over in every respect.
+    pub(super) fn finish(&mut self, slot: u16) -> Option<Task<R>> {
+        let task = self.tasks.get_mut(usize::from(slot))?;
+        let task = task.take_if(|task| task.is_over())?;
+        self.slots[task.request.0 as usize] = None;
+        self.entries += task.entries;
+        self.free.push(slot);
+        Some(task)
+    }
+
+    /// The regions of every command on a connection that ends.
+    pub(super) fn into_regions(self) -> impl Iterator<Item = PooledMr> {
+        self.tasks.into_iter().flatten().flat_map(|t| t.regions)
+    }
+
+    /// The key of a slot's first region, and its state.
+    #[cfg(test)]
+    pub(super) fn key(&self, slot: u16) -> (RKey, MrState) {
+        let task = self.tasks[usize::from(slot)].as_ref();
+        let region = &task.expect("a command").regions[0];
+        (region.rkey(), region.state())
+    }
+}

@@ -1,0 +1,65 @@
+//! Names of work requests.
+
+use riser_transport::verbs::{RKey, WrId};
+
+/// A work request of a connection, as its id names it: the kind in the top byte, a slot in the lowest
+/// two, and a key in the four before those.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum WorkRequest {
+    /// A receive.
+    Recv(u16),
+    /// The SEND of a command.
+    Command(u16),
+    /// The fast registration of a command's data.
+    Register(u16),
+    /// The invalidation of a command's key. The key is named, since the slot may have another command
+    /// with another key when it completes.
+    Invalidate(u16, RKey),
+    /// The SEND of another message, from the buffer of that number.
+    Message(u16),
+}
+
+impl WorkRequest {
+    pub(super) fn id(self) -> WrId {
+        let (kind, slot, key) = match self {
+            Self::Recv(slot) => (0u64, slot, 0),
+            Self::Command(slot) => (1, slot, 0),
+            Self::Register(slot) => (2, slot, 0),
+            Self::Invalidate(slot, key) => (3, slot, key.0),
+            Self::Message(slot) => (4, slot, 0),
+        };
+        WrId(kind << 56 | u64::from(key) << 16 | u64::from(slot))
+    }
+
+    pub(in crate::engine) fn of(id: WrId) -> Option<Self> {
+        let slot = id.0 as u16;
+        Some(match id.0 >> 56 {
+            0 => Self::Recv(slot),
+            1 => Self::Command(slot),
+            2 => Self::Register(slot),
+            3 => Self::Invalidate(slot, RKey((id.0 >> 16) as u32)),
+            4 => Self::Message(slot),
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_requests_keep_their_names() {
+        let key = RKey(0xfedc_ba98);
+        for work in [
+            WorkRequest::Recv(9),
+            WorkRequest::Command(3),
+            WorkRequest::Register(0x100),
+            WorkRequest::Invalidate(0xffff, key),
+            WorkRequest::Message(0),
+        ] {
+            assert_eq!(WorkRequest::of(work.id()), Some(work));
+        }
+        assert_eq!(WorkRequest::of(WrId(u64::MAX)), None);
+    }
+}

@@ -1,0 +1,273 @@
+//! One SRP channel on RDMA: information units, their buffers, and tables of descriptors.
+//!
+//! # Bounds
+//! Commands: the channel's queue size. Receives: that and eight more. Send queue: three entries for
+//! each command, as many more as the largest command takes, one for each receive (its answer), and
+//! sixteen. Regions: one for each command and eight, and no fewer than the largest command takes. A
+//! command that finds entries or regions used up is not started: it waits in its session.
+
+mod start;
+
+use riser_memory::{MemSlice, Memory};
+use riser_scsi::srp::{MemDesc, SHORT_IU_LEN, TSK_MGMT_LEN};
+use riser_transport::verbs::{Access, Mr, PortSpace, Provider, VerbsError};
+
+use super::io::Target;
+use super::rdma::{Device, MAX_REGIONS, Owner, RdmaConn, RdmaLimits, Resources, new_memory};
+use crate::request::RequestId;
+use crate::session::ConnectError;
+use crate::srp::session::{ChannelIndex, Session};
+
+/// Length of a receive, in bytes: the longest information unit that we take. An SRP_RSP with the
+/// longest sense data is 292 bytes.
+pub(super) const RECV_LEN: usize = 1024;
+
+/// Receives, send-queue entries and regions beyond those of the commands.
+const SPARE: u16 = 8;
+
+/// Task-management buffers.
+const TSK_MGMT_SLOTS: u16 = 4;
+
+/// Sizes of a channel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SrpConfig {
+    pub(super) queue_size: u16,
+    pub(super) inline_descriptors: u8,
+    pub(super) external_descriptors: u32,
+    /// Segments of one fast registration.
+    pub(super) region_segments: u32,
+}
+
+impl SrpConfig {
+    fn receives(&self) -> u16 {
+        self.queue_size + SPARE
+    }
+
+    pub(super) fn limits(&self) -> RdmaLimits {
+        let (commands, receives) = (u32::from(self.queue_size), u32::from(self.receives()));
+        RdmaLimits {
+            commands: self.queue_size,
+            command_entries: commands * 3 + 2 * MAX_REGIONS as u32,
+            message_entries: receives + 2 * u32::from(SPARE),
+            receives,
+            regions: usize::from(self.receives()).max(MAX_REGIONS),
+            region_segments: self.region_segments,
+            memory: self.command_at(self.queue_size),
+            remote_invalidate: false,
+        }
+    }
+
+    fn iu_len(&self) -> usize {
+        let longest = 48 + 16 + 20 + usize::from(self.inline_descriptors) * MemDesc::LEN;
+        longest.next_multiple_of(64)
+    }
+
+    fn table_len(&self) -> usize {
+        self.external_descriptors as usize * MemDesc::LEN
+    }
+
+    // Layout of the connection's memory: receives, answers, task management, logout, commands.
+    fn recv_at(slot: u16) -> usize {
+        usize::from(slot) * RECV_LEN
+    }
+
+    fn answer_at(&self, slot: u16) -> usize {
+        Self::recv_at(self.receives()) + usize::from(slot) * SHORT_IU_LEN
+    }
+
+    fn tsk_mgmt_at(&self, slot: u16) -> usize {
+        self.answer_at(self.receives()) + usize::from(slot) * TSK_MGMT_LEN
+    }
+
+    fn logout_at(&self) -> usize {
+        self.tsk_mgmt_at(TSK_MGMT_SLOTS)
+    }
+
+    fn command_at(&self, slot: u16) -> usize {
+        let first = (self.logout_at() + SHORT_IU_LEN).next_multiple_of(64);
+        first + usize::from(slot) * self.iu_len()
+    }
+}
+
+/// An information unit of ours that is no command. Its number as a message of the connection follows
+/// from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ShortIu {
+    /// The answer to what that receive brought.
+    Answer(u16),
+    /// Task management, from that buffer.
+    TskMgmt(u16),
+    Logout,
+}
+
+/// Keys of the pool of data buffers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DataKeys {
+    /// The pool's registration, for immediate data.
+    pub(super) pool: Mr,
+    /// Whether the pool's remote key is given to the target, instead of one for each command.
+    pub(super) pool_wide: bool,
+}
+
+/// Outcome of an attempt to start a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Start {
+    /// It is on its way.
+    Sent,
+    /// Other commands use the entries or regions that it needs; nothing of it was sent.
+    Starved,
+    /// It is no longer to be sent.
+    Dropped,
+    /// It can never be sent.
+    Impossible(&'static str),
+    /// The connection is broken.
+    Broken,
+}
+
+/// Lists that are used again and again.
+#[derive(Default)]
+pub(super) struct Scratch {
+    pub(super) slices: Vec<MemSlice>,
+    descriptors: Vec<MemDesc>,
+    iu: Vec<u8>,
+}
+
+/// A command to start.
+pub(super) struct StartArgs<'a> {
+    pub(super) session: &'a Session,
+    pub(super) channel: ChannelIndex,
+    pub(super) request: RequestId,
+    pub(super) immediate: bool,
+    pub(super) keys: &'a DataKeys,
+}
+
+/// A channel's connection.
+pub(super) struct SrpConn {
+    pub(super) rdma: RdmaConn<MAX_REGIONS>,
+    config: SrpConfig,
+    /// Tables of descriptors, readable by the target: one for each command.
+    tables: Option<(Memory, Mr)>,
+    tsk_mgmt_free: Vec<u16>,
+}
+
+impl SrpConn {
+    /// Begins to find the path to the target.
+    pub(super) fn resolve<P: Provider>(
+        device: &mut Device<P>,
+        owner: Owner,
+        target: &Target,
+        config: SrpConfig,
+    ) -> Result<Self, ConnectError> {
+        let space = match target.service_id {
+            Some(service_id) => PortSpace::Ib {
+                service_id,
+                mask: u64::MAX,
+            },
+            None => PortSpace::Tcp,
+        };
+        Ok(Self {
+            rdma: RdmaConn::resolve(device, owner, space, target, config.limits())?,
+            config,
+            tables: None,
+            tsk_mgmt_free: (0..TSK_MGMT_SLOTS).collect(),
+        })
+    }
+
+    /// Makes the queue pair and the tables, and posts the receives. After an error, what has been made
+    /// goes with [`Self::release`].
+    pub(super) fn set_up<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        resources: &Resources,
+    ) -> Result<(), VerbsError> {
+        self.rdma.set_up(device, resources)?;
+        let len = self.config.table_len() * usize::from(self.config.queue_size);
+        if len > 0 {
+            let memory = new_memory(len)?;
+            let (pd, access) = (resources.pd, Access::REMOTE_READ);
+            let mr = device.provider.reg_mr(pd, &memory.whole(), access)?;
+            self.tables = Some((memory, mr));
+        }
+        match (0..self.config.receives()).all(|slot| self.post_recv(device, slot)) {
+            true => Ok(()),
+            false => Err(VerbsError::InvalidState("queue pair takes no receives")),
+        }
+    }
+
+    /// As [`RdmaConn::release`].
+    pub(super) fn release<P: Provider>(
+        self,
+        device: &mut Device<P>,
+        linger: bool,
+        now: std::time::Instant,
+    ) {
+        self.rdma.release(device, linger, now);
+        if let Some((_, mr)) = self.tables {
+            let _ = device.provider.dereg_mr(mr.id);
+        }
+    }
+
+    /// Copies a received information unit out.
+    pub(super) fn received(&self, slot: u16, out: &mut [u8]) {
+        self.rdma.read(SrpConfig::recv_at(slot), out);
+    }
+
+    /// Posts a receive; false if the connection is broken.
+    pub(super) fn post_recv<P: Provider>(&mut self, device: &mut Device<P>, slot: u16) -> bool {
+        let at = SrpConfig::recv_at(slot);
+        self.rdma.post_recv(device, slot, at, RECV_LEN)
+    }
+
+    fn post_short<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        message: ShortIu,
+        iu: &[u8],
+    ) -> bool {
+        let receives = self.config.receives();
+        let (number, at) = match message {
+            ShortIu::Answer(slot) => (slot, self.config.answer_at(slot)),
+            ShortIu::TskMgmt(slot) => (receives + slot, self.config.tsk_mgmt_at(slot)),
+            ShortIu::Logout => (receives + TSK_MGMT_SLOTS, self.config.logout_at()),
+        };
+        self.rdma.post_message(device, number, at, iu)
+    }
+
+    /// The information unit that has been sent with that number.
+    pub(super) fn sent(&self, number: u16) -> ShortIu {
+        match number.checked_sub(self.config.receives()) {
+            None => ShortIu::Answer(number),
+            Some(slot) if slot < TSK_MGMT_SLOTS => ShortIu::TskMgmt(slot),
+            Some(_) => ShortIu::Logout,
+        }
+    }
+
+    /// Sends the answer to what receive `slot` brought; the receive is posted again when it has been
+    /// sent. False if the connection is broken.
+    pub(super) fn post_answer<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        slot: u16,
+        iu: &[u8],
+    ) -> bool {
+        self.post_short(device, ShortIu::Answer(slot), iu)
+    }
+
+    /// Sends a task-management request; false if the connection is broken.
+    pub(super) fn post_tsk_mgmt<P: Provider>(&mut self, device: &mut Device<P>, iu: &[u8]) -> bool {
+        let Some(slot) = self.tsk_mgmt_free.pop() else {
+            return false;
+        };
+        self.post_short(device, ShortIu::TskMgmt(slot), iu)
+    }
+
+    /// Frees the buffer of a task-management request that has been sent.
+    pub(super) fn on_tsk_mgmt_sent(&mut self, slot: u16) {
+        self.tsk_mgmt_free.push(slot);
+    }
+
+    /// Sends the logout; false if the connection is broken.
+    pub(super) fn post_logout<P: Provider>(&mut self, device: &mut Device<P>, iu: &[u8]) -> bool {
+        self.post_short(device, ShortIu::Logout, iu)
+    }
+}

@@ -13,9 +13,6 @@ use std::fmt::Debug;
 
 /// A state of a machine whose transitions are listed.
 pub trait State: Debug {
-    /// The state's name, without what it carries.
-    fn name(&self) -> &'static str;
-
     /// Returns whether the machine may go from this state to `next`.
     fn may_become(&self, next: &Self) -> bool;
 }
@@ -28,7 +25,7 @@ pub trait State: Debug {
 pub fn become_state<S: State>(state: &mut S, next: S) {
     assert!(state.may_become(&next), "{state:?} became {next:?}");
     #[cfg(feature = "testing")]
-    testing::record(state.name(), next.name());
+    testing::record(state, &next);
     *state = next;
 }
 
@@ -37,30 +34,38 @@ pub fn become_state<S: State>(state: &mut S, next: S) {
 pub mod testing {
     use std::cell::RefCell;
     use std::collections::BTreeSet;
+    use std::fmt::Debug;
 
     use super::State;
 
-    type Taken = BTreeSet<(&'static str, &'static str)>;
+    type Taken = BTreeSet<(String, String)>;
 
     thread_local! {
         /// The transitions of this thread, while [`assert_all_taken`] runs.
         static TAKEN: RefCell<Option<Taken>> = const { RefCell::new(None) };
     }
 
-    pub(super) fn record(from: &'static str, to: &'static str) {
+    pub(super) fn record(from: &impl Debug, to: &impl Debug) {
         TAKEN.with_borrow_mut(|taken| {
             if let Some(taken) = taken {
-                taken.insert((from, to));
+                taken.insert((name(from), name(to)));
             }
         });
+    }
+
+    /// The name of a state's variant, without what it carries.
+    fn name(state: &impl Debug) -> String {
+        let text = format!("{state:?}");
+        let end = text.find([' ', '(', '{']).unwrap_or(text.len());
+        text[..end].to_owned()
     }
 
     /// Renders a machine's table: a line for each state, with the states that may follow it.
     pub fn table<S: State>(all: &[S]) -> String {
         let row = |from: &S| {
             let next = all.iter().filter(|to| from.may_become(to));
-            let next: Vec<&str> = next.map(State::name).collect();
-            format!("{}: {}\n", from.name(), next.join(" "))
+            let next: Vec<String> = next.map(name).collect();
+            format!("{}: {}\n", name(from), next.join(" "))
         };
         all.iter().map(row).collect()
     }
@@ -73,11 +78,11 @@ pub mod testing {
         TAKEN.set(Some(Taken::new()));
         scripts();
         let taken = TAKEN.take().expect("the recording that was begun");
-        for from in all {
-            for to in all.iter().filter(|to| from.may_become(to)) {
-                let row = (from.name(), to.name());
-                assert!(taken.contains(&row), "{} → {} is never taken", row.0, row.1);
-            }
-        }
+        let rows = all.iter().flat_map(|from| {
+            let next = all.iter().filter(|to| from.may_become(to));
+            next.map(|to| (name(from), name(to)))
+        });
+        let missing: Vec<_> = rows.filter(|row| !taken.contains(row)).collect();
+        assert!(missing.is_empty(), "never taken: {missing:?}");
     }
 }

@@ -21,6 +21,7 @@
 use std::collections::VecDeque;
 
 use riser_memory::MemSlice;
+use riser_state::{State, become_state};
 
 use crate::verbs::{Access, MrId, PdId, RKey, SendFlags, SendOp, SendWr, Verbs, VerbsError, WrId};
 
@@ -46,6 +47,17 @@ pub enum MrState {
     Registered,
     /// An invalidation was posted: until its completion, its key may work.
     Invalidating,
+}
+
+impl State for MrState {
+    fn may_become(&self, next: &Self) -> bool {
+        match self {
+            Self::Idle => matches!(next, Self::Mapped),
+            Self::Mapped => matches!(next, Self::Idle | Self::Registered),
+            Self::Registered => matches!(next, Self::Idle | Self::Invalidating),
+            Self::Invalidating => matches!(next, Self::Idle),
+        }
+    }
 }
 
 /// A region taken from a pool.
@@ -95,7 +107,7 @@ impl PooledMr {
             "mapped while {:?}",
             self.state
         );
-        self.state = MrState::Idle;
+        self.forget_mapping();
         let want: u64 = segments.iter().map(|s| s.len() as u64).sum();
         if verbs.map_mr_sg(self.id, segments)? != want {
             return Err(VerbsError::InvalidParameter("number of segments"));
@@ -103,7 +115,7 @@ impl PooledMr {
         self.addr = verbs.query_mr(self.id)?.mr.addr;
         self.len = want;
         self.key = self.key.next();
-        self.state = MrState::Mapped;
+        become_state(&mut self.state, MrState::Mapped);
         Ok(())
     }
 
@@ -112,8 +124,7 @@ impl PooledMr {
     /// # Panics
     /// If nothing is mapped.
     pub fn reg_wr(&mut self, wr_id: WrId, access: Access) -> SendWr<'static> {
-        assert_eq!(self.state, MrState::Mapped, "registered without a mapping");
-        self.state = MrState::Registered;
+        become_state(&mut self.state, MrState::Registered);
         SendWr {
             wr_id,
             op: SendOp::RegMr {
@@ -145,8 +156,7 @@ impl PooledMr {
     /// # Panics
     /// If its key does not work.
     pub fn inv_wr(&mut self, wr_id: WrId) -> SendWr<'static> {
-        assert_eq!(self.state, MrState::Registered, "nothing to invalidate");
-        self.state = MrState::Invalidating;
+        become_state(&mut self.state, MrState::Invalidating);
         SendWr {
             wr_id,
             op: SendOp::LocalInv(self.key),
@@ -162,9 +172,16 @@ impl PooledMr {
         let ours =
             key == self.key && matches!(self.state, MrState::Registered | MrState::Invalidating);
         if ours {
-            self.state = MrState::Idle;
+            become_state(&mut self.state, MrState::Idle);
         }
         ours
+    }
+
+    /// Drops what was mapped and never registered.
+    fn forget_mapping(&mut self) {
+        if self.state == MrState::Mapped {
+            become_state(&mut self.state, MrState::Idle);
+        }
     }
 }
 
@@ -259,7 +276,7 @@ impl MrPool {
             let _ = verbs.dereg_mr(mr.id);
             mr = self.alloc(verbs)?;
         }
-        mr.state = MrState::Idle;
+        mr.forget_mapping();
         self.free.push_back(mr);
         Ok(())
     }
@@ -278,5 +295,64 @@ impl MrPool {
         self.out = self.out.saturating_sub(1);
         // As in `put`.
         let _ = verbs.dereg_mr(mr.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_memory::{Memory, PAGE};
+    use riser_state::testing::{assert_all_taken, table};
+
+    use super::*;
+    use crate::loopback::{FabricConfig, Pair};
+
+    const STATES: [MrState; 4] = [
+        MrState::Idle,
+        MrState::Mapped,
+        MrState::Registered,
+        MrState::Invalidating,
+    ];
+
+    #[test]
+    fn the_table_is_the_diagram() {
+        let expected = "Idle: Mapped\n\
+                        Mapped: Idle Registered\n\
+                        Registered: Idle Invalidating\n\
+                        Invalidating: Idle\n";
+        assert_eq!(table(&STATES), expected);
+    }
+
+    #[test]
+    fn every_transition_is_taken() {
+        let mut verbs = Pair::new(FabricConfig::default()).a;
+        let pd = verbs.alloc_pd().unwrap();
+        let mut pool = MrPool::new(&mut verbs, pd, 1, 1).unwrap();
+        let memory = [Memory::new(PAGE).unwrap().whole()];
+        let access = Access::REMOTE_READ;
+        assert_all_taken(&STATES, || {
+            // Mapped and put back unused.
+            let mut mr = pool.get().unwrap();
+            mr.map(&mut verbs, &memory).unwrap();
+            pool.put(&mut verbs, mr).unwrap();
+            let mut mr = pool.get().unwrap();
+            // Invalidated by the peer, then by ourselves.
+            mr.map(&mut verbs, &memory).unwrap();
+            let _ = mr.reg_wr(WrId(1), access);
+            assert!(mr.on_invalidated(mr.rkey()));
+            mr.map(&mut verbs, &memory).unwrap();
+            let _ = mr.reg_wr(WrId(2), access);
+            let _ = mr.inv_wr(WrId(3));
+            assert!(mr.on_invalidated(mr.rkey()));
+            pool.put(&mut verbs, mr).unwrap();
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "Idle became Registered")]
+    fn nothing_is_registered_without_a_mapping() {
+        let mut verbs = Pair::new(FabricConfig::default()).a;
+        let pd = verbs.alloc_pd().unwrap();
+        let mut mr = MrPool::new(&mut verbs, pd, 1, 1).unwrap().get().unwrap();
+        let _ = mr.reg_wr(WrId(1), Access::REMOTE_READ);
     }
 }

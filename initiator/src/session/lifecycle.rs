@@ -38,16 +38,6 @@ pub enum SessionState {
 }
 
 impl State for SessionState {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::LoggingIn => "LoggingIn",
-            Self::Live => "Live",
-            Self::TearingDown { .. } => "TearingDown",
-            Self::Backoff { .. } => "Backoff",
-            Self::Closed => "Closed",
-        }
-    }
-
     fn may_become(&self, next: &Self) -> bool {
         use SessionState::{Backoff, Closed, Live, LoggingIn, TearingDown};
         match self {

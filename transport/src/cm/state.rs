@@ -1,5 +1,7 @@
 //! The states of a communication identifier.
 
+use riser_state::State;
+
 /// Where an identifier stands (IBTA 12.9). The active side asks for the
 /// connection, the passive side is asked.
 ///
@@ -109,11 +111,9 @@ impl CmState {
     }
 }
 
-impl CmState {
-    /// The table of transitions; a new identifier starts anywhere, and every
-    /// other pair is a bug of ours.
-    #[must_use]
-    pub(super) const fn may_become(self, next: Self) -> bool {
+impl State for CmState {
+    /// A new identifier starts anywhere.
+    fn may_become(&self, next: &Self) -> bool {
         use CmState::{
             DreqRcvd, DreqSent, Established, LapRcvd, LapSent, MraLapRcvd, MraLapSent, MraRepRcvd,
             MraRepSent, MraReqRcvd, MraReqSent, RepRcvd, RepSent, Timewait,

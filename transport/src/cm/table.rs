@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use chacha20::rand_core::Rng;
+use riser_state::become_state;
 
 use super::conn::{Conn, Holder, Pending, Unconfirmed};
 use super::{Cm, CmState, IbCmError, IbCmEvent, IbCmEventKind, IbCmId, PeerAddr};
@@ -150,14 +151,9 @@ impl Cm {
             .conns
             .remove(&id)
             .expect("the identifier was just looked up");
-        assert!(
-            conn.state.may_become(next),
-            "{:?} became {next:?}",
-            conn.state
-        );
         self.count_half_open(&conn, conn.state, false);
         self.count_half_open(&conn, next, true);
-        conn.state = next;
+        become_state(&mut conn.state, next);
         if !next.is_half_open() {
             self.forget_rep(&mut conn);
         }

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use crate::verbs::{
-    Access, AsyncEvent, Completion, PostError, PostReason, QpState, RecvWr, SendWr, WcOpcode,
-    WcStatus,
+    Access, AsyncEvent, Completion, PostError, PostReason, QpState, QpType, RecvWr, SendWr,
+    WcOpcode, WcStatus, qp_state,
 };
 use crate::wire::{
     Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, RnrTimer, Service, emit_headers,
@@ -27,9 +27,9 @@ enum Stream {
 
 /// A reliable-connected queue pair. See the [module](super) for the calling order.
 ///
-/// Its states are those of [`QpState`] without `Sqe`. The caller checks transitions against the table
-/// of IBTA 11.2.5.2 and calls the `to_*` function of the new state; calling one in a state from which
-/// the table has no such transition panics.
+/// Its states are those of [`QpState`] without `Sqe`. The caller checks a request against the table
+/// of IBTA 11.2.5.2 ([`qp_state`]) and calls the `to_*` function of the new state, which panics where
+/// the table has no such transition.
 #[derive(Debug)]
 pub struct RcQp {
     cfg: RcConfig,
@@ -118,43 +118,40 @@ impl RcQp {
 
     /// RESET to INIT.
     pub fn to_init(&mut self) {
-        assert!(matches!(self.state, QpState::Reset | QpState::Init));
-        self.state = QpState::Init;
+        self.become_state(QpState::Init);
     }
 
     /// INIT to RTR: packets are taken from now on.
     pub fn to_rtr(&mut self, params: &RtrParams) {
-        assert_eq!(self.state, QpState::Init);
+        self.become_state(QpState::Rtr);
         self.link = Some(Link {
             dest: params.dest_qpn,
             mtu: params.path_mtu,
         });
         self.responder.start(params);
         self.awaits_first_packet = true;
-        self.state = QpState::Rtr;
     }
 
     /// RTR to RTS: requests are sent from now on.
     pub fn to_rts(&mut self, params: &RtsParams) {
-        assert_eq!(self.state, QpState::Rtr);
+        assert_eq!(self.state, QpState::Rtr, "SQD is left by `resume`");
+        self.become_state(QpState::Rts);
         let link = self.link.expect("a path from RTR on");
         self.requester.start(params, link.mtu, &self.cfg);
-        self.state = QpState::Rts;
     }
 
     /// RTS to SQD: requests that have begun are finished, no other begins. `SqDrained` tells when.
     pub fn to_sqd(&mut self, env: &mut Env<'_>) {
-        assert!(matches!(self.state, QpState::Rts | QpState::Sqd));
-        self.state = QpState::Sqd;
+        self.become_state(QpState::Sqd);
         self.awaits_drain = true;
         self.check_drained(env);
     }
 
     /// SQD back to RTS.
     pub fn resume(&mut self) {
-        assert!(matches!(self.state, QpState::Rts | QpState::Sqd));
+        assert_ne!(self.state, QpState::Rtr, "RTR is left by `to_rts`");
+        self.become_state(QpState::Rts);
         self.awaits_drain = false;
-        self.state = QpState::Rts;
     }
 
     /// Any state to ERROR: every request in both queues completes as flushed, sends first, each queue
@@ -192,7 +189,7 @@ impl RcQp {
         self.cnp = None;
         self.cnp_until = None;
         self.awaits_drain = false;
-        self.state = QpState::Reset;
+        self.become_state(QpState::Reset);
     }
 
     /// Changes what the peer may do.
@@ -405,6 +402,10 @@ impl RcQp {
         }
     }
 
+    fn become_state(&mut self, next: QpState) {
+        qp_state::become_state(&mut self.state, QpType::Rc, next);
+    }
+
     fn emit_cnp(&mut self, tx: &mut TxPacket) {
         let link = self.link.expect("a path from RTR on");
         let pkey = self.cnp.take().unwrap_or(DEFAULT_PKEY);
@@ -445,7 +446,7 @@ impl RcQp {
         if !self.responder.has_failed() {
             self.responder.close();
         }
-        self.state = QpState::Error;
+        self.become_state(QpState::Error);
         self.awaits_drain = false;
         self.requester.flush(self.cfg.qp, env.out);
         self.flush_receives(env);

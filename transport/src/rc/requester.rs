@@ -25,6 +25,8 @@ mod cut;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use riser_state::become_state;
+
 use super::congestion::Congestion;
 use super::ctx::{Ctx, Fault};
 use super::send_queue::{Phase, SendQueue};
@@ -237,7 +239,7 @@ impl Requester {
     /// Completes every request as flushed, in order.
     pub(super) fn flush(&mut self, qp: QpId, out: &mut Vec<RcEvent>) {
         self.timer = None;
-        self.state = RequesterState::Ready;
+        self.end_rnr_wait();
         while !self.sq.is_empty() {
             let wqe = self.sq.retire();
             out.push(RcEvent::Send(wqe.completion(qp, WcStatus::WrFlushErr)));
@@ -262,7 +264,7 @@ impl Requester {
     pub(super) fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) -> Result<(), Fault> {
         match self.state {
             RequesterState::RnrWait(until) if until <= ctx.now => {
-                self.state = RequesterState::Ready;
+                self.end_rnr_wait();
                 return Ok(());
             }
             RequesterState::RnrWait(_) => return Ok(()),
@@ -370,8 +372,8 @@ impl Requester {
 
     /// The peer has no receive for the packet `una`.
     pub(super) fn on_rnr_nak(&mut self, ctx: &mut Ctx<'_>, wait: Duration) -> Result<(), Fault> {
-        let is_repeated = matches!(self.state, RequesterState::RnrWait(_)) && self.nxt == self.una;
-        if is_repeated {
+        if matches!(self.state, RequesterState::RnrWait(_)) {
+            // Nothing has been sent since the NAK that began the wait, so this one is a copy of it.
             return Ok(());
         }
         if self.rnr_retry != RNR_FOREVER {
@@ -383,8 +385,14 @@ impl Requester {
         self.go_back(ctx.now);
         self.timer = None;
         self.waited = Duration::ZERO;
-        self.state = RequesterState::RnrWait(ctx.now + wait);
+        become_state(&mut self.state, RequesterState::RnrWait(ctx.now + wait));
         Ok(())
+    }
+
+    fn end_rnr_wait(&mut self) {
+        if matches!(self.state, RequesterState::RnrWait(_)) {
+            become_state(&mut self.state, RequesterState::Ready);
+        }
     }
 
     /// `una` has moved on by `packets`.

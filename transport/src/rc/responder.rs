@@ -16,6 +16,8 @@ mod answer;
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use riser_state::become_state;
+
 use self::answer::{Resource, ResourceKind};
 use super::ctx::{Ctx, Fault};
 use super::message::{plan_packets, walk};
@@ -161,14 +163,15 @@ impl Responder {
         if psn != self.expected {
             ctx.counters.out_of_order += 1;
             if self.state == ResponderState::Expecting {
-                self.state = ResponderState::NakSent;
-                self.nak = Some((self.expected, AethSyndrome::Nak(NakCode::PsnSequence)));
+                self.announce(AethSyndrome::Nak(NakCode::PsnSequence));
             }
             return Ok(());
         }
-        // Whatever was announced about this packet is overtaken by its arrival.
-        self.state = ResponderState::Expecting;
-        self.nak = None;
+        if self.state == ResponderState::NakSent {
+            // The arrival of the packet overtakes a NAK for it that has not left.
+            become_state(&mut self.state, ResponderState::Expecting);
+            self.nak = None;
+        }
         self.on_expected(ctx, pkt)
             .map_err(|refusal| self.refuse(ctx, refusal))
     }
@@ -192,8 +195,7 @@ impl Responder {
             _ => return self.on_atomic(ctx, pkt),
         };
         if !is_taken {
-            self.state = ResponderState::NakSent;
-            self.nak = Some((self.expected, AethSyndrome::RnrNak(self.rnr_timer)));
+            self.announce(AethSyndrome::RnrNak(self.rnr_timer));
             return Ok(());
         }
         self.expected = self.expected.next();
@@ -202,6 +204,13 @@ impl Responder {
         }
         self.count(ctx, pkt);
         Ok(())
+    }
+
+    /// Sends a NAK for the packet that comes next, once: the packets behind it are dropped until it
+    /// arrives (IBTA 9.7.5.2.8).
+    fn announce(&mut self, syndrome: AethSyndrome) {
+        become_state(&mut self.state, ResponderState::NakSent);
+        self.nak = Some((self.expected, syndrome));
     }
 
     /// Acknowledges all that has been taken in, if the packet asks for that or enough have not.
@@ -400,7 +409,9 @@ impl Responder {
             Refusal::RemoteAccess => (NakCode::RemoteAccess, AsyncEvent::QpAccessError(qp)),
             Refusal::RemoteOperation => (NakCode::RemoteOperation, AsyncEvent::QpFatal(qp)),
         };
-        self.state = ResponderState::Failed;
+        if !self.has_failed() {
+            become_state(&mut self.state, ResponderState::Failed);
+        }
         self.nak = Some((self.expected, AethSyndrome::Nak(code)));
         ctx.out.push(RcEvent::Async(event));
         Fault

@@ -5,6 +5,8 @@
 
 use std::time::Instant;
 
+use riser_state::State;
+
 /// What a requester may do (IBTA 9.7.2, 9.7.5).
 ///
 /// ```text
@@ -22,6 +24,15 @@ pub enum RequesterState {
     Ready,
     /// The peer had no receive: sends nothing until the time it asked for has passed.
     RnrWait(Instant),
+}
+
+impl State for RequesterState {
+    fn may_become(&self, next: &Self) -> bool {
+        matches!(
+            (self, next),
+            (Self::Ready, Self::RnrWait(_)) | (Self::RnrWait(_), Self::Ready)
+        )
+    }
 }
 
 /// What a responder makes of the next request (IBTA 9.7.3, 9.7.4, 9.7.5).
@@ -42,6 +53,16 @@ pub enum ResponderState {
     /// A request was refused for good: what was answered before and the NAK still go out, and
     /// nothing is taken in.
     Failed,
+}
+
+impl State for ResponderState {
+    fn may_become(&self, next: &Self) -> bool {
+        match self {
+            Self::Expecting => matches!(next, Self::NakSent | Self::Failed),
+            Self::NakSent => matches!(next, Self::Expecting | Self::Failed),
+            Self::Failed => false,
+        }
+    }
 }
 
 /// The message that a responder is in the middle of (IBTA 9.7.4.1.1).

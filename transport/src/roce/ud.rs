@@ -21,8 +21,8 @@ use arrayvec::ArrayVec;
 use crate::mr::{MrTable, Span};
 use crate::rc::{RcEvent, RecvQueue, RecvWqe, TxPacket};
 use crate::verbs::{
-    AsyncEvent, Completion, PdId, PostReason, QKey, QpCap, QpId, QpState, SendFlags, SendOp,
-    SendWr, Sge, WcOpcode, WcStatus, WrId,
+    AsyncEvent, Completion, PdId, PostReason, QKey, QpCap, QpId, QpState, QpType, SendFlags,
+    SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId, qp_state,
 };
 use crate::wire::{Bth, Deth, ExtHeaders, ImmDt, Opcode, Packet, Psn, Qpn, emit_headers};
 
@@ -108,7 +108,7 @@ impl UdQp {
     /// Goes to a state that the caller has found legal. Going to ERROR flushes both queues, going to
     /// RESET forgets them.
     pub fn on_state(&mut self, state: QpState, rq: &mut RecvQueue, out: &mut Vec<RcEvent>) {
-        self.state = state;
+        self.become_state(state);
         match state {
             QpState::Reset => {
                 self.sends.clear();
@@ -119,6 +119,15 @@ impl UdQp {
             QpState::Sqd => out.push(RcEvent::Async(AsyncEvent::SqDrained(self.id))),
             _ => {}
         }
+    }
+
+    fn become_state(&mut self, next: QpState) {
+        let qp_type = if self.qpn == Qpn::GSI {
+            QpType::Gsi
+        } else {
+            QpType::Ud
+        };
+        qp_state::become_state(&mut self.state, qp_type, next);
     }
 
     fn flush(&mut self, rq: &mut RecvQueue, out: &mut Vec<RcEvent>) {
@@ -244,7 +253,7 @@ impl UdQp {
                     // IBTA 10.3.1.6: a failed datagram send stops the send queue.
                     let c = self.completion(send.wr_id, WcOpcode::Send, WcStatus::LocProtErr);
                     out.push(RcEvent::Send(c));
-                    self.state = QpState::Sqe;
+                    self.become_state(QpState::Sqe);
                     self.flush_sends(out);
                     return None;
                 }
@@ -389,8 +398,11 @@ fn route_header(src: IpAddr, dst: IpAddr, payload: usize) -> [u8; GRH_LEN] {
 #[cfg(test)]
 mod tests {
     use riser_memory::Memory;
+    use riser_state::State;
+    use riser_state::testing::assert_all_taken;
 
     use super::*;
+    use crate::verbs::qp_state::{OfType, STATES};
     use crate::verbs::{Access, AhId, Handle, Mr, RecvWr, UdDest};
 
     const PD: PdId = PdId(Handle::new(0, 1));
@@ -462,6 +474,48 @@ mod tests {
             length,
             lkey: b.mr.lkey,
         }
+    }
+
+    #[test]
+    fn every_transition_is_taken() {
+        let in_state = |state| {
+            let mut b = in_rts(Qpn::new(2));
+            let path: &[QpState] = match state {
+                QpState::Reset => &[QpState::Reset],
+                QpState::Init => &[QpState::Reset, QpState::Init],
+                QpState::Rtr => &[QpState::Reset, QpState::Init, QpState::Rtr],
+                QpState::Sqd => &[QpState::Sqd],
+                QpState::Error => &[QpState::Error],
+                QpState::Rts | QpState::Sqe => &[],
+            };
+            for s in path {
+                b.qp.on_state(*s, &mut b.rq, &mut b.out);
+            }
+            if state == QpState::Sqe {
+                let sges = [Sge {
+                    lkey: crate::verbs::LKey(0),
+                    ..sge(&b, 0, 4)
+                }];
+                let wr = wr(&sges, SendFlags::empty());
+                b.qp.post_send(&wr, peer(), &b.mrs, &mut b.out).unwrap();
+                assert_eq!(transmit(&mut b), None);
+            }
+            assert_eq!(b.qp.state(), state);
+            b
+        };
+        let states = STATES.map(|state| OfType(QpType::Ud, state));
+        assert_all_taken(&states, || {
+            for from in states {
+                for to in states.iter().filter(|to| from.may_become(to)) {
+                    if to.1 == QpState::Sqe {
+                        in_state(to.1);
+                        continue;
+                    }
+                    let mut b = in_state(from.1);
+                    b.qp.on_state(to.1, &mut b.rq, &mut b.out);
+                }
+            }
+        });
     }
 
     #[test]

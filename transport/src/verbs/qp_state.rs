@@ -7,6 +7,7 @@
 //! not name. A request without a state is a transition from the present state to itself.
 
 use bitflags::bitflags;
+use riser_state::State;
 
 use super::{QpAttr, QpState, QpType, VerbsError};
 
@@ -213,6 +214,34 @@ pub fn rule(qp_type: QpType, from: QpState, to: QpState) -> Option<Rule> {
     }
 }
 
+/// The state of a queue pair of one kind, as a machine changes it. Besides the transitions that a
+/// request asks for, a datagram queue pair goes from RTS to SQE by itself (IBTA 10.3.1.6).
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OfType(pub(crate) QpType, pub(crate) QpState);
+
+impl std::fmt::Debug for OfType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.1.fmt(f)
+    }
+}
+
+impl State for OfType {
+    fn may_become(&self, next: &Self) -> bool {
+        let Self(qp_type, from) = *self;
+        let fails = qp_type != QpType::Rc && (from, next.1) == (QpState::Rts, QpState::Sqe);
+        fails || rule(qp_type, from, next.1).is_some()
+    }
+}
+
+/// Changes the state of a queue pair's machine.
+///
+/// # Panics
+/// If the table has no such transition.
+pub(crate) fn become_state(state: &mut QpState, qp_type: QpType, next: QpState) {
+    riser_state::become_state(&mut OfType(qp_type, *state), OfType(qp_type, next));
+    *state = next;
+}
+
 /// Checks a modify request against the table; answers the state to go to.
 ///
 /// # Errors
@@ -239,20 +268,24 @@ pub fn plan_modify(qp_type: QpType, from: QpState, attr: &QpAttr) -> Result<QpSt
     Ok(to)
 }
 
+/// All states of a queue pair.
+#[cfg(test)]
+pub(crate) const STATES: [QpState; 7] = [
+    QpState::Reset,
+    QpState::Init,
+    QpState::Rtr,
+    QpState::Rts,
+    QpState::Sqd,
+    QpState::Sqe,
+    QpState::Error,
+];
+
 #[cfg(test)]
 mod tests {
+    use riser_state::testing::table;
+
     use super::*;
     use crate::verbs::{Access, AhAttr, Gid, Mtu, PKey, QKey};
-
-    const STATES: [QpState; 7] = [
-        QpState::Reset,
-        QpState::Init,
-        QpState::Rtr,
-        QpState::Rts,
-        QpState::Sqd,
-        QpState::Sqe,
-        QpState::Error,
-    ];
 
     /// A request that gives exactly `set`.
     fn request(to: QpState, set: Attrs) -> QpAttr {
@@ -323,6 +356,24 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_machine_goes_where_requests_take_it_and_datagrams_fail_by_themselves() {
+        let of = |qp_type| table(&STATES.map(|state| OfType(qp_type, state)));
+        let connections = "Reset: Reset Init Error\n\
+             Init: Reset Init Rtr Error\n\
+             Rtr: Reset Rts Error\n\
+             Rts: Reset Rts Sqd Error\n\
+             Sqd: Reset Rts Sqd Error\n\
+             Sqe: Reset Error\n\
+             Error: Reset Error\n";
+        assert_eq!(of(QpType::Rc), connections);
+        let datagrams = connections
+            .replace("Rts: Reset Rts Sqd Error", "Rts: Reset Rts Sqd Sqe Error")
+            .replace("Sqe: Reset Error", "Sqe: Reset Rts Error");
+        assert_eq!(of(QpType::Ud), datagrams);
+        assert_eq!(of(QpType::Gsi), datagrams);
     }
 
     #[test]

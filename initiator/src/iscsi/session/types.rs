@@ -162,17 +162,6 @@ impl ConnState {
 }
 
 impl State for ConnState {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Free => "Free",
-            Self::XptWait(_) => "XptWait",
-            Self::InLogin(_) => "InLogin",
-            Self::LoggedIn => "LoggedIn",
-            Self::InLogout(_) => "InLogout",
-            Self::CleanupWait => "CleanupWait",
-        }
-    }
-
     fn may_become(&self, next: &Self) -> bool {
         use ConnState::{CleanupWait, Free, InLogin, InLogout, LoggedIn, XptWait};
         match self {

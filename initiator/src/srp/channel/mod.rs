@@ -19,7 +19,7 @@ use riser_scsi::srp::{
     LoginRej, LoginReq, LoginReqFlags, LoginRsp, MIN_MAX_IU_LEN, MemDesc, Opcode, Residual, Rsp,
     RspCode, SHORT_IU_LEN, TSK_MGMT_LEN, Tag, TskMgmt, TskMgmtFunction, WireLun,
 };
-use riser_state::{State, become_state};
+use riser_state::become_state;
 
 pub use self::types::{
     Agreed, ChannelConfig, ChannelState, CommandData, CommandIu, Immediate, Received,

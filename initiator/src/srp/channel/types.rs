@@ -53,8 +53,9 @@ pub enum ChannelState {
     Disconnected,
 }
 
-impl State for ChannelState {
-    fn name(&self) -> &'static str {
+impl ChannelState {
+    /// The state's name, for errors.
+    pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Connecting => "Connecting",
             Self::LoggingIn => "LoggingIn",
@@ -63,7 +64,9 @@ impl State for ChannelState {
             Self::Disconnected => "Disconnected",
         }
     }
+}
 
+impl State for ChannelState {
     fn may_become(&self, next: &Self) -> bool {
         use ChannelState::{Connecting, Disconnected, Disconnecting, Live, LoggingIn};
         match self {

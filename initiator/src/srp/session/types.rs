@@ -105,15 +105,6 @@ impl ConnState {
 }
 
 impl State for ConnState {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Free => "Free",
-            Self::Connecting(_) => "Connecting",
-            Self::Established => "Established",
-            Self::Disconnecting => "Disconnecting",
-        }
-    }
-
     fn may_become(&self, next: &Self) -> bool {
         use ConnState::{Connecting, Disconnecting, Established, Free};
         match self {

@@ -4,6 +4,7 @@ mod hostile;
 mod lossy;
 mod script;
 mod sidr_lap;
+mod states;
 mod strangers;
 
 use std::net::Ipv4Addr;

@@ -14,7 +14,7 @@ fn sidr_params(service_id: ServiceId) -> SidrReqParams {
 }
 
 #[test]
-fn a_service_id_is_resolved() {
+pub(super) fn a_service_id_is_resolved() {
     let mut pair = Pair::new();
     let a = pair
         .a
@@ -53,7 +53,7 @@ fn a_service_id_is_resolved() {
 }
 
 #[test]
-fn an_unknown_service_is_unsupported_and_silence_ends() {
+pub(super) fn an_unknown_service_is_unsupported_and_silence_ends() {
     let mut pair = Pair::new();
     pair.a
         .send_sidr_req(pair.now, addr(2), &sidr_params(ServiceId(9)))
@@ -93,7 +93,7 @@ fn an_unknown_service_is_unsupported_and_silence_ends() {
     pair.assert_clean();
 }
 
-fn lap(pair: &mut Pair, ids: Ids) {
+pub(super) fn lap(pair: &mut Pair, ids: Ids) {
     let path = CmPath {
         service_level: Bits::truncate(3),
         ..req_params(1, 2, 1).primary
@@ -104,7 +104,7 @@ fn lap(pair: &mut Pair, ids: Ids) {
 }
 
 #[test]
-fn alternate_paths_are_refused_where_there_are_none() {
+pub(super) fn alternate_paths_are_refused_where_there_are_none() {
     let mut pair = Pair::new();
     let ids = pair.established();
     let refused = pair
@@ -131,7 +131,7 @@ fn alternate_paths_are_refused_where_there_are_none() {
 }
 
 #[test]
-fn alternate_paths_are_negotiated_where_they_exist() {
+pub(super) fn alternate_paths_are_negotiated_where_they_exist() {
     let mut pair = Pair::new();
     pair.a.config.alternate_paths = true;
     pair.p.config.alternate_paths = true;
@@ -201,7 +201,7 @@ fn alternate_paths_are_negotiated_where_they_exist() {
 }
 
 #[test]
-fn a_lap_for_nothing_names_the_mistake() {
+pub(super) fn a_lap_for_nothing_names_the_mistake() {
     let mut pair = Pair::new();
     let ids = pair.established();
     pair.a.config.alternate_paths = true;

@@ -25,7 +25,7 @@ impl Requester {
             if ctx.now < until {
                 return Ok(false);
             }
-            self.state = RequesterState::Ready;
+            self.end_rnr_wait();
         }
         while let Some(&wqe) = self.sq.peek(self.cur) {
             match wqe.phase {

@@ -4,6 +4,7 @@
 mod hostile;
 mod requester;
 mod responder;
+mod states;
 
 use std::time::{Duration, Instant};
 

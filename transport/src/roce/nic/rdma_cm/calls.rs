@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use chacha20::rand_core::Rng;
+use riser_state::become_state;
 
 use super::{EPHEMERALS, FIRST_EPHEMERAL, Id, IdState, Ports};
 use crate::cm::IbCmError;
@@ -71,7 +72,7 @@ impl Nic {
             return Err(CmError::InvalidState("bind_addr"));
         }
         self.bind(id, addr)?;
-        self.cm_id(id, "bind_addr")?.state = IdState::Bound;
+        become_state(&mut self.cm_id(id, "bind_addr")?.state, IdState::Bound);
         Ok(())
     }
 
@@ -142,7 +143,7 @@ impl Nic {
             Ok(()) => {
                 let entry = self.cm_id(id, "resolve_addr")?;
                 entry.peer = Some(dst);
-                entry.state = IdState::AddrResolved;
+                become_state(&mut entry.state, IdState::AddrResolved);
                 CmEventKind::AddrResolved
             }
             Err(e) => CmEventKind::AddrError(e),
@@ -156,7 +157,7 @@ impl Nic {
         if entry.state != IdState::AddrResolved {
             return Err(CmError::InvalidState("resolve_route"));
         }
-        entry.state = IdState::RouteResolved;
+        become_state(&mut entry.state, IdState::RouteResolved);
         self.tell(id, CmEventKind::RouteResolved);
         Ok(())
     }
@@ -203,7 +204,7 @@ impl Nic {
         let ib = self.cm.cm.listen(service, mask, backlog.max(1) as usize)?;
         let entry = self.cm_id(id, "listen")?;
         entry.ib = Some(ib);
-        entry.state = IdState::Listening;
+        become_state(&mut entry.state, IdState::Listening);
         self.cm.by_ib.insert(ib, id);
         Ok(())
     }

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use chacha20::rand_core::Rng;
+use riser_state::become_state;
 
 use super::calls::service_id;
 use super::{IdState, MAX_IB_PRIVATE_DATA};
@@ -110,7 +111,7 @@ impl Nic {
         let entry = self.cm_id(id, "connect")?;
         entry.ib = Some(ib);
         entry.rq_psn = rq_psn;
-        entry.state = IdState::Connecting;
+        become_state(&mut entry.state, IdState::Connecting);
         self.cm.by_ib.insert(ib, id);
         Ok(())
     }
@@ -161,7 +162,7 @@ impl Nic {
         self.await_first_packet(qp);
         let entry = self.cm_id(id, "accept")?;
         entry.request = None;
-        entry.state = IdState::Accepting;
+        become_state(&mut entry.state, IdState::Accepting);
         self.pump_cm();
         Ok(())
     }
@@ -217,7 +218,7 @@ impl Nic {
         let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("reject"));
         };
-        entry.state = IdState::Closed;
+        become_state(&mut entry.state, IdState::Closed);
         entry.ib = None;
         entry.request = None;
         self.cm.by_ib.remove(&ib);
@@ -260,14 +261,14 @@ impl Nic {
         let (state, ib) = (entry.state, entry.ib);
         match state {
             IdState::Established => {
-                entry.state = IdState::Disconnecting;
+                become_state(&mut entry.state, IdState::Disconnecting);
                 self.fail_cm_qp(id);
                 if let Some(ib) = ib {
                     self.cm.cm.send_dreq(now, ib, PrivateData::default())?;
                 }
             }
             IdState::Connecting | IdState::Accepting => {
-                entry.state = IdState::Closed;
+                become_state(&mut entry.state, IdState::Closed);
                 entry.ib = None;
                 self.fail_cm_qp(id);
                 if let Some(ib) = ib {

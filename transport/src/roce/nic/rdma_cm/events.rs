@@ -3,6 +3,8 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
+use riser_state::become_state;
+
 use super::{Id, IdState, MADS_PER_ROUND, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer, SidrRepParams};
 use crate::rc::TxPacket;
@@ -369,7 +371,7 @@ impl Nic {
         if let Ok(entry) = self.cm.ids.get_mut(id)
             && matches!(entry.state, IdState::Connecting | IdState::Accepting)
         {
-            entry.state = IdState::Established;
+            become_state(&mut entry.state, IdState::Established);
             self.tell(id, CmEventKind::Established { param });
         }
     }
@@ -382,7 +384,7 @@ impl Nic {
         if entry.state == IdState::Closed {
             return;
         }
-        entry.state = IdState::Closed;
+        become_state(&mut entry.state, IdState::Closed);
         self.fail_cm_qp(id);
         self.tell(id, kind);
     }

@@ -11,6 +11,7 @@
 //! | `calls` | identifiers, addresses, listeners |
 //! | `connect` | connecting, accepting, refusing, disconnecting |
 //! | `events` | what the IB CM tells, and MADs in and out |
+//! | `state` | the states of an identifier |
 //!
 //! # Choices
 //! - A device has one address, so resolving one is a check, and a route is the path MTU. Both calls
@@ -36,11 +37,15 @@
 mod calls;
 mod connect;
 mod events;
+mod state;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use self::state::IdState;
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
 use crate::table::Table;
 use crate::verbs::{CmEvent, CmId, ConnParam, PortSpace, QpId};
@@ -60,54 +65,6 @@ const EPHEMERALS: u16 = 28_232;
 const MADS_PER_ROUND: u32 = 16;
 /// Messages of strangers that wait for a later round.
 const MAX_WAITING_MADS: usize = 512;
-
-/// How far an identifier has come.
-///
-/// ```text
-/// active                                        passive
-///
-///  Idle ──bind_addr──▶ Bound ──listen──▶ Listening
-///    │                  │                   ┊ a request makes a new identifier
-///    └───resolve_addr───┤                   ▼
-///                       ▼               Requested ──reject──▶ Closed
-///                  AddrResolved             │ accept
-///                       │ resolve_route     ▼
-///                       ▼               Accepting
-///                  RouteResolved            │ RTU, or the first packet
-///                       │ connect           │
-///                       ▼     REP           ▼
-///                  Connecting ────────▶ Established
-///                       │                   │ disconnect      │ DREQ
-///                       │ REJ, time-out     ▼                 │
-///                       │              Disconnecting          │
-///                       │                   │ DREP, time-out  │
-///                       └───────────────────┴──▶ Closed ◀─────┘
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum IdState {
-    /// Just created.
-    Idle,
-    /// Has a local address.
-    Bound,
-    /// Has the peer's address.
-    AddrResolved,
-    /// Knows the path; may connect.
-    RouteResolved,
-    /// Takes requests.
-    Listening,
-    /// Sent a request.
-    Connecting,
-    /// Made by a request that has not been answered.
-    Requested,
-    /// Accepted a request; the peer has not confirmed.
-    Accepting,
-    /// Connected.
-    Established,
-    /// Asked the peer to disconnect.
-    Disconnecting,
-    /// The connection is over, or never was.
-    Closed,
-}
 
 /// An identifier.
 #[derive(Debug)]

@@ -1,0 +1,104 @@
+//! The tables of states, and scripts that take every transition of them.
+
+use riser_state::testing::{assert_all_taken, table};
+
+use super::*;
+use crate::rc::state::{RequesterState, ResponderState};
+use crate::verbs::QpType;
+use crate::verbs::qp_state::{OfType, STATES};
+
+#[test]
+fn a_queue_pair_takes_every_transition() {
+    let states = STATES.map(|state| OfType(QpType::Rc, state));
+    // An RC queue pair is never in SQE.
+    let states = states.into_iter().filter(|s| s.1 != QpState::Sqe);
+    let states: Vec<_> = states.collect();
+    let in_state = |state| {
+        let up_to = match state {
+            QpState::Reset | QpState::Init | QpState::Rtr => state,
+            _ => QpState::Rts,
+        };
+        let mut rig = Rig::with(&Options {
+            state: up_to,
+            ..DEFAULT
+        });
+        match state {
+            QpState::Sqd => rig.run(RcQp::to_sqd),
+            QpState::Error => rig.run(RcQp::to_error),
+            _ => {}
+        }
+        assert_eq!(rig.qp.state(), state);
+        rig
+    };
+    assert_all_taken(&states, || {
+        for OfType(_, state) in states.iter().copied() {
+            in_state(state).qp.to_reset();
+            in_state(state).run(RcQp::to_error);
+        }
+        in_state(QpState::Init).qp.to_init();
+        in_state(QpState::Rts).qp.resume();
+        in_state(QpState::Sqd).qp.resume();
+        in_state(QpState::Sqd).run(RcQp::to_sqd);
+    });
+}
+
+#[test]
+#[should_panic(expected = "Reset became Rtr")]
+fn no_state_is_skipped() {
+    let mut rig = Rig::with(&Options {
+        state: QpState::Reset,
+        ..DEFAULT
+    });
+    rig.qp.to_rtr(&RtrParams {
+        path_mtu: Mtu::Mtu256,
+        dest_qpn: Qpn::new(0x22),
+        rq_psn: Psn::new(0),
+        max_dest_rd_atomic: 0,
+        min_rnr_timer: RnrTimer::new(14),
+        access: Access::empty(),
+    });
+}
+
+#[test]
+fn a_requester_waits_only_for_receives() {
+    let states = [
+        RequesterState::Ready,
+        RequesterState::RnrWait(Instant::now()),
+    ];
+    assert_eq!(table(&states), "Ready: RnrWait\nRnrWait: Ready\n");
+    assert_all_taken(&states, || {
+        let mut rig = Rig::new();
+        rig.post(1, SendOp::Send, 4);
+        rig.sent();
+        rig.ack(SQ_PSN, 0x2e);
+        rig.expire();
+    });
+}
+
+#[test]
+fn a_responder_fails_for_good() {
+    use ResponderState::{Expecting, Failed, NakSent};
+    let states = [Expecting, NakSent, Failed];
+    assert_eq!(
+        table(&states),
+        "Expecting: NakSent Failed\nNakSent: Expecting Failed\nFailed: \n"
+    );
+    assert_all_taken(&states, || {
+        // No receive, and then one.
+        let mut rig = Rig::new();
+        let send = packet(0x04, RQ_PSN, true, &[], &[9]);
+        rig.feed(&send);
+        rig.post_recv(1, 8);
+        rig.feed(&send);
+        // A middle packet without a message.
+        rig.feed(&packet(0x01, RQ_PSN + 1, false, &[], &[0; 256]));
+        // A READ loses its key while a packet is missing.
+        let mut rig = Rig::new();
+        let (addr, rkey) = (rig.mr.addr, rig.mr.rkey);
+        let reth = reth(addr, rkey, 256);
+        rig.feed(&packet(0x0c, RQ_PSN, true, &reth, &[]));
+        rig.feed(&packet(0x04, RQ_PSN + 2, true, &[], &[9]));
+        rig.mrs.dereg(rig.mr.id).unwrap();
+        rig.sent();
+    });
+}

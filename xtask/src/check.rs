@@ -21,3 +21,22 @@ fn quick_tests() -> Outcome {
     let args = "nextest run --workspace --profile check --cargo-quiet";
     check(sh::cargo(args.split(' ')))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use crate::root;
+
+    #[test]
+    fn the_toolchain_is_the_oldest_that_is_supported() {
+        let read = |name: &str| -> toml::Table {
+            let text = fs::read_to_string(root().join(name)).unwrap();
+            text.parse().unwrap()
+        };
+        let (manifest, toolchain) = (read("Cargo.toml"), read("rust-toolchain.toml"));
+        let oldest = manifest["workspace"]["package"]["rust-version"].as_str();
+        let used = toolchain["toolchain"]["channel"].as_str().unwrap();
+        assert_eq!(used.rsplit_once('.').map(|(version, _)| version), oldest);
+    }
+}

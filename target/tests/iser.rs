@@ -10,11 +10,12 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::mpsc::channel;
 
 use iser_client::{Client, Pump, cdb10};
-use mini::{Mini, login_req, real};
+use mini::{Mini, Said, login_req, real};
 use riser_scsi::iscsi::keys::Key;
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::name::parse_targets;
-use riser_scsi::iscsi::pdu::LoginStatus;
+use riser_scsi::iscsi::pdu::{LoginStatus, TmfStatus};
+use riser_scsi::srp::{LoginReq, LoginReqFlags, TskMgmtFunction};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_target::worker::mail::{Mail, Snapshot};
@@ -335,5 +336,55 @@ fn one_target_serves_every_protocol_at_once() {
     iser.logout(&mut real);
     iser.disconnect(&mut real);
     srp.disconnect(&mut real);
+    server.shutdown().unwrap();
+}
+
+/// SRP's asynchronous event of a reset (SRP r16a, SRP_AER_REQ), whatever protocol the reset came over.
+#[test]
+fn a_reset_over_any_protocol_is_an_event_for_srp() {
+    let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 2, host));
+    let portals = format!(
+        ", {{ protocol: iscsi, listen: '{0}' }}, {{ protocol: srp, listen: '{0}' }}",
+        at(1)
+    );
+    let server = Server::start(&config(at(1), &portals, "workers: { count: 2 }\n")).unwrap();
+    let to = |port| SocketAddr::new(at(1), port);
+    let port = server.shared().registry.catalog().targets[0].portals[0].target_port();
+    let srp = |host, login: &LoginReq| {
+        let dev = Roce::open(&RoceConfig::new(at(host))).unwrap();
+        let connected = Mini::connect(dev, to(5555), login, &mut real);
+        let mut srp = connected.map_err(|(_, e)| e).unwrap();
+        srp.settle(&mut real);
+        srp
+    };
+    let asks = LoginReq {
+        flags: LoginReqFlags::AESOLNT,
+        ..login_req(1, port)
+    };
+    let mut listener = srp(2, &asks);
+    let mut resetter = srp(3, &login_req(2, port));
+    let dev = Roce::open(&RoceConfig::new(at(4))).unwrap();
+    let mut iser = Client::connect(dev, to(3260), true, &mut real).unwrap();
+    iser.login(Some(IQN), 1, &[], &mut real).unwrap();
+    let mut tcp = tcp::Client::login_at(to(3260), IQN, 2, None).unwrap();
+
+    // UNIT ATTENTION, BUS DEVICE RESET FUNCTION OCCURRED (SPC-4 table D.2: 29h/03h).
+    let mut expect_event = || match listener.next(&mut real) {
+        Said::Event(sense) => assert_eq!((sense[2] & 0xf, sense[12], sense[13]), (6, 0x29, 3)),
+        other => panic!("an event, not {other:?}"),
+    };
+    resetter.send_tmf(9, TskMgmtFunction::LogicalUnitReset, 0);
+    assert_eq!(resetter.answer(&mut real).code, Some(0));
+    expect_event();
+    assert_eq!(tcp.reset_unit(), TmfStatus::Complete);
+    expect_event();
+    assert_eq!(iser.reset_unit(&mut real), TmfStatus::Complete);
+    expect_event();
+
+    drop(tcp);
+    iser.logout(&mut real);
+    iser.disconnect(&mut real);
+    listener.disconnect(&mut real);
+    resetter.disconnect(&mut real);
     server.shutdown().unwrap();
 }

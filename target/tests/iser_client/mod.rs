@@ -14,7 +14,7 @@ use riser_scsi::iscsi::login::{
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::{
     DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, ScsiCommand, TaskAttr,
-    TextRequest,
+    TextRequest, TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, StatSn, Tsih, Ttt, text};
 use riser_scsi::iser::{Buffers, CmHeader, Message, RemoteBuffer, Stag, put_control};
@@ -481,6 +481,27 @@ impl<P: Provider> Client<P> {
     }
 
     /// Logs out and sees the connection end.
+    /// Resets LUN 0.
+    pub(crate) fn reset_unit(&mut self, pump: Pump<'_, P>) -> TmfStatus {
+        let request = TmfRequest {
+            immediate: true,
+            function: TmfFunction::LogicalUnitReset,
+            lun: [0; 8],
+            itt: Itt(82),
+            referenced: Itt::NONE,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            ref_cmd_sn: CmdSn(0),
+            exp_data_sn: 0,
+        };
+        let pdu = FromInitiator::TmfRequest(request);
+        self.send(Buffers::default(), &pdu, &[]);
+        match self.next(pump).0 {
+            FromTarget::TmfResponse(response) => response.status,
+            other => panic!("a function is answered, not {other:?}"),
+        }
+    }
+
     pub(crate) fn logout(&mut self, pump: Pump<'_, P>) {
         let request = LogoutRequest {
             immediate: true,

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::srp::{
-    BufferFormats, Cmd, DataBuffer, FromTarget, ImmediateDataOffset, InitiatorPortId, LoginRej,
-    LoginRejReason, LoginReq, LoginReqFlags, LoginRsp, MemDesc, MultiChannelAction, Tag,
+    AerRsp, BufferFormats, Cmd, DataBuffer, FromTarget, ImmediateDataOffset, InitiatorPortId,
+    LoginRej, LoginRejReason, LoginReq, LoginReqFlags, LoginRsp, MemDesc, MultiChannelAction, Tag,
     TargetPortId, TaskAttr, TskMgmt, TskMgmtFunction,
 };
 use riser_transport::verbs::{
@@ -384,7 +384,13 @@ impl<P: Provider> Mini<P> {
                 }),
                 FromTarget::CredReq(req) => Said::Credit(req.req_lim_delta),
                 FromTarget::TLogout(iu) => Said::Logout(iu.reason.code()),
-                FromTarget::AerReq(req) => Said::Event(req.sense.to_vec()),
+                FromTarget::AerReq(req) => {
+                    // The target sends no other event before this one is answered.
+                    let mut rsp = [0; 16];
+                    AerRsp { tag: req.tag }.emit(&mut rsp);
+                    self.send(&rsp);
+                    Said::Event(req.sense.to_vec())
+                }
                 other => panic!("unexpected {other:?}"),
             };
             self.said.push_back(said);

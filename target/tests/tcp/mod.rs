@@ -10,7 +10,9 @@ use riser_scsi::iscsi::frame::{self, Digests, Framer};
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
 use riser_scsi::iscsi::name::IscsiName;
-use riser_scsi::iscsi::pdu::{FromTarget, ScsiCommand, TaskAttr};
+use riser_scsi::iscsi::pdu::{
+    FromInitiator, FromTarget, ScsiCommand, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
+};
 use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, chap};
 use socket2::{Domain, Socket, Type};
 
@@ -266,6 +268,26 @@ impl Client {
         };
         self.cmd_sn += 1;
         self.send(command.header(), data);
+    }
+
+    /// Resets LUN 0.
+    pub(crate) fn reset_unit(&mut self) -> TmfStatus {
+        let request = TmfRequest {
+            immediate: true,
+            function: TmfFunction::LogicalUnitReset,
+            lun: [0; 8],
+            itt: Itt(0x7000),
+            referenced: Itt::NONE,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            ref_cmd_sn: CmdSn(0),
+            exp_data_sn: 0,
+        };
+        self.send(FromInitiator::TmfRequest(request).header(), &[]);
+        match self.receive() {
+            Some((FromTarget::TmfResponse(response), ..)) => response.status,
+            other => panic!("a function is answered, not {other:?}"),
+        }
     }
 
     pub(crate) fn answer(&mut self) -> (u8, Vec<u8>) {

@@ -20,7 +20,7 @@ use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, StepResult};
-use riser_target::fabric::{LunMap, Mapping, TaskIdx, Unit, UnitIdx};
+use riser_target::fabric::{LunMap, Mapping, TaskAction, TaskIdx, Unit, UnitIdx};
 use riser_target::iscsi::{Action, Admitted, Channel, Cx, Gate, MAX_QUEUED, Window};
 use riser_target::iser::{
     ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx,
@@ -192,19 +192,19 @@ impl Rig {
             IserAction::Disconnect => self.in_error = true,
             IserAction::Release => self.released = true,
             IserAction::Channel(action) => match action {
-                Action::SubmitBlock { task, .. } => self.blocks.push(task),
-                Action::AbortBlock(task) => {
+                Action::Task(TaskAction::SubmitBlock { task, .. }) => self.blocks.push(task),
+                Action::Task(TaskAction::AbortBlock(task)) => {
                     let at = self.blocks.iter().position(|t| *t == task).unwrap();
                     self.blocks.remove(at);
                     self.block_done(task, StepResult::Failed(BackendError::Aborted));
                 }
-                Action::StartTask(name) => {
+                Action::Task(TaskAction::StartTask(name)) => {
                     self.step(|c, cx| c.input(cx, |ch, cx| ch.handle_task_start(cx, name)));
                 }
-                Action::AbortTask { task, watcher } => {
+                Action::Task(TaskAction::AbortTask { task, watcher }) => {
                     self.step(|c, cx| c.input(cx, |ch, cx| ch.handle_abort(cx, task, watcher)));
                 }
-                Action::TaskGone(name) => {
+                Action::Task(TaskAction::TaskGone(name)) => {
                     self.step(|c, cx| c.input(cx, |ch, cx| ch.handle_task_gone(cx, name)));
                 }
                 _ => {}

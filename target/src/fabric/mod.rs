@@ -7,6 +7,8 @@
 //!
 //! # Modules
 //! - `command`: [`Execution`], a SCSI command under way.
+//! - `action`: [`TaskAction`], what a connection asks of its worker for them.
+//! - `task_mgmt`: task-management functions.
 //! - `task`: [`TaskRef`], a task's name on all workers.
 //! - `unit`: [`Unit`], a logical unit and its task set, as connections share it.
 //! - `lun_map`: [`LunMap`], the units that one initiator may address, and by which numbers.
@@ -19,16 +21,19 @@
 #![forbid(unsafe_code)]
 
 mod accounts;
+mod action;
 mod command;
 mod lun_map;
 mod memory;
 mod pace;
 mod task;
+pub mod task_mgmt;
 mod throttle;
 mod transfer;
 mod unit;
 
 pub use accounts::{Accounts, AddressedUnit};
+pub use action::TaskAction;
 pub use command::{Descriptors, Entry, Execution, MAX_DATA_TIMEOUTS};
 pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
 pub use memory::ConnectionMemory;

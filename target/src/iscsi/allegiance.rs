@@ -27,7 +27,6 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, AsyncMessage, FromTarget, LogoutRequest, LogoutStatus, MAX_CDB, TmfRequest,
-    TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, Itt};
 use riser_scsi::srp::WireLun;
@@ -38,6 +37,7 @@ use super::command::End;
 use super::datamover::{Datamover, Progress, Start};
 use super::task::{Incoming, Piece, TaskState};
 use crate::audit::Parting;
+use crate::fabric::task_mgmt::FunctionAnswer;
 use crate::fabric::{Execution, TaskIdx, TaskRef};
 use crate::pool::{Buffer, Pool};
 
@@ -327,29 +327,29 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn on_task_reassign(&mut self, idx: TaskIdx, request: &TmfRequest) {
         match self.claim(request) {
             Ok(take_over) => {
-                self.answer_tmf(idx, TmfStatus::Complete);
+                self.answer_tmf(idx, FunctionAnswer::Complete);
                 self.actions.push_back(Action::TakeOver(take_over));
             }
             Err(status) => self.answer_tmf(idx, status),
         }
     }
 
-    fn claim(&mut self, request: &TmfRequest) -> Result<TakeOver, TmfStatus> {
+    fn claim(&mut self, request: &TmfRequest) -> Result<TakeOver, FunctionAnswer> {
         if self.recovery_level() < 2 {
-            return Err(TmfStatus::ReassignmentNotSupported);
+            return Err(FunctionAnswer::ReassignmentNotSupported);
         }
         let window = self.window();
         let tag = window.tag(request.referenced);
-        let tag = tag.ok_or(TmfStatus::TaskDoesNotExist)?;
+        let tag = tag.ok_or(FunctionAnswer::NoSuchTask)?;
         if !tag.is_free {
-            return Err(TmfStatus::TaskStillAllegiant);
+            return Err(FunctionAnswer::StillAllegiant);
         }
         let idx = self.take_context(request.referenced, tag.immediate, TaskState::Expected);
-        let idx = idx.ok_or(TmfStatus::Rejected)?;
+        let idx = idx.ok_or(FunctionAnswer::Rejected)?;
         let to = self.task_ref(idx);
         if !window.claim_tag(request.referenced, tag.task, to) {
             self.give_back(idx);
-            return Err(TmfStatus::TaskStillAllegiant);
+            return Err(FunctionAnswer::StillAllegiant);
         }
         self.tasks[usize::from(idx.0)].expected = !tag.immediate;
         self.expected += u16::from(!tag.immediate);

@@ -14,7 +14,6 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::login::{
     ConnectionParams, Identity, Joined, Refusal, SessionParams, TargetLogin, Terms,
 };
@@ -22,7 +21,7 @@ use riser_scsi::iscsi::name::{Found, IscsiName};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, Numbers, StatSn, Tsih};
 use riser_scsi::nexus::NexusId;
-use riser_scsi::step::{BlockOp, StepResult};
+use riser_scsi::step::StepResult;
 
 use super::allegiance::{Allegiance, TakeOver};
 use super::datamover::Datamover;
@@ -33,7 +32,7 @@ use super::task::{Task, TaskState};
 use super::text::TextState;
 use super::window::{Member, WINDOWS, Window};
 use crate::audit::Parting;
-use crate::fabric::{Accounts, LunMap, Pace, TaskIdx, TaskRef, Throttle, UnitIdx};
+use crate::fabric::{Accounts, LunMap, Pace, TaskAction, TaskIdx, TaskRef, Throttle};
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
 use crate::stats::{Functions, SessionEvent};
@@ -128,38 +127,11 @@ pub struct Cx<'a> {
     pub gate: &'a mut dyn Gate,
 }
 
-/// What the worker is to do for a channel.
+/// A request of a channel to its worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Start a block operation; when it ends, call [`Channel::handle_block_done`].
-    SubmitBlock {
-        /// The context.
-        task: TaskIdx,
-        /// On which unit.
-        unit: UnitIdx,
-        /// What.
-        op: BlockOp,
-    },
-    /// Try to end a block operation early. It still ends with [`Channel::handle_block_done`].
-    AbortBlock(TaskIdx),
-    /// Tell a task's channel that it may start.
-    StartTask(TaskRef),
-    /// Tell a task's channel to abort it.
-    AbortTask {
-        /// The task.
-        task: TaskRef,
-        /// The function that waits for it.
-        watcher: TaskRef,
-    },
-    /// Notify a function that a task it waited for is gone.
-    TaskGone(TaskRef),
-    /// Notify all channels of an event at a unit.
-    Event {
-        /// The unit.
-        unit: UnitIdx,
-        /// What.
-        attention: Attention,
-    },
+    /// A request for a command or a function.
+    Task(TaskAction),
     /// Notify a connection of the session that it may have the command that is next.
     TakeTurn(Member),
     /// End other connections of the session, then call [`Channel::handle_others_gone`].
@@ -502,6 +474,11 @@ impl<D: Datamover> Channel<D> {
     /// What to do next, in order.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
+    }
+
+    /// Asks the worker something for a command or a function.
+    pub(super) fn ask(&mut self, action: TaskAction) {
+        self.actions.push_back(Action::Task(action));
     }
 
     /// The data buffer of a task, for its block operation.

@@ -13,12 +13,12 @@ use riser_scsi::step::{
     BackendError, DataIn, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
 };
 
-use super::channel::{Action, Channel, Cx, MAX_STAGED, Phase, SILENCE};
+use super::channel::{Channel, Cx, MAX_STAGED, Phase, SILENCE};
 use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
 use super::task::{Incoming, Piece, Task, TaskState};
 use super::tcp::good;
 use crate::audit::Parting;
-use crate::fabric::{Descriptors, Entry, MAX_DATA_TIMEOUTS, TaskIdx, TaskRef};
+use crate::fabric::{Descriptors, Entry, MAX_DATA_TIMEOUTS, TaskAction, TaskIdx, TaskRef};
 use crate::pool::{Owner, Pool};
 use crate::stats::{SessionEvent, Stage};
 use crate::warn_limited;
@@ -238,7 +238,7 @@ impl<D: Datamover> Channel<D> {
                 let unit = unit.index;
                 task.exec.timer.enter(Stage::Backend, cx.now);
                 task.state = TaskState::Block;
-                self.actions.push_back(Action::SubmitBlock {
+                self.ask(TaskAction::SubmitBlock {
                     task: idx,
                     unit,
                     op,
@@ -536,8 +536,9 @@ impl<D: Datamover> Channel<D> {
         }
         task.state = TaskState::AwaitTask;
         let (may_start, others) = task.exec.data_arrived(result, cx.now);
-        let others = others.into_iter().map(Action::StartTask);
-        self.actions.extend(others);
+        for other in others {
+            self.ask(TaskAction::StartTask(other));
+        }
         if may_start {
             self.start(cx, idx);
         }
@@ -671,8 +672,9 @@ impl<D: Datamover> Channel<D> {
     /// Takes the task out of the unit's set; those it held back may start.
     pub(super) fn leave_task_set(&mut self, idx: TaskIdx) {
         let started = self.tasks[usize::from(idx.0)].exec.leave();
-        self.actions
-            .extend(started.into_iter().map(Action::StartTask));
+        for task in started {
+            self.ask(TaskAction::StartTask(task));
+        }
     }
 
     /// The answer to a command has gone, and the command is kept until that is acknowledged.
@@ -712,8 +714,9 @@ impl<D: Datamover> Channel<D> {
         task.waited = 0;
         task.data_start = Start::default();
         task.piece = Piece::default();
-        self.actions
-            .extend(watchers.into_iter().map(Action::TaskGone));
+        for watcher in watchers {
+            self.ask(TaskAction::TaskGone(watcher));
+        }
         self.give_back(idx);
     }
 
@@ -722,7 +725,9 @@ impl<D: Datamover> Channel<D> {
         let task = &mut self.tasks[usize::from(idx.0)];
         if !task.is_command() {
             // Its answer is on its way before ours: the task is gone for the initiator.
-            self.actions.extend(watcher.map(Action::TaskGone));
+            if let Some(watcher) = watcher {
+                self.ask(TaskAction::TaskGone(watcher));
+            }
             return;
         }
         task.exec.watchers.extend(watcher);
@@ -760,8 +765,9 @@ impl<D: Datamover> Channel<D> {
         }
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
         let watchers = exec.interrupt(cx.pool);
-        self.actions
-            .extend(watchers.into_iter().map(Action::TaskGone));
+        for watcher in watchers {
+            self.ask(TaskAction::TaskGone(watcher));
+        }
         self.answer_status(cx, idx, Status::TaskAborted);
     }
 
@@ -792,7 +798,7 @@ impl<D: Datamover> Channel<D> {
             TaskState::Receive | TaskState::Send => self.mover.forget(idx),
             TaskState::Expected => true,
             TaskState::Block => {
-                self.actions.push_back(Action::AbortBlock(idx));
+                self.ask(TaskAction::AbortBlock(idx));
                 true
             }
             _ => false,

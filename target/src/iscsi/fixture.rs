@@ -19,7 +19,7 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, Parcel, TcpChannel, Window};
-use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
+use crate::fabric::{LunMap, Mapping, TaskAction, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::stats::{LunStats, SessionEvent};
@@ -349,38 +349,38 @@ impl Rig {
     fn carry_out(&mut self, action: Action) {
         let own = self.channel.channel().config().serial;
         match action {
-            Action::StartTask(name)
-            | Action::AbortTask { task: name, .. }
-            | Action::TaskGone(name)
-                if name.channel != own =>
-            {
+            Action::Task(
+                TaskAction::StartTask(name)
+                | TaskAction::AbortTask { task: name, .. }
+                | TaskAction::TaskGone(name),
+            ) if name.channel != own => {
                 self.elsewhere.push(action);
             }
             Action::HandOver => {
                 let parcel = self.channel.channel_mut().take_parcel();
                 self.parcels.push(parcel);
             }
-            Action::SubmitBlock { task, op, .. } => self.blocks.push((task, op)),
-            Action::AbortBlock(task) => {
+            Action::Task(TaskAction::SubmitBlock { task, op, .. }) => self.blocks.push((task, op)),
+            Action::Task(TaskAction::AbortBlock(task)) => {
                 let at = self.blocks.iter().position(|(t, _)| *t == task).unwrap();
                 let (task, _) = self.blocks.remove(at);
                 let result = StepResult::Failed(BackendError::Aborted);
                 self.step(|ch, cx| ch.channel_mut().handle_block_done(cx, task, result));
             }
-            Action::StartTask(name) => {
+            Action::Task(TaskAction::StartTask(name)) => {
                 self.step(|ch, cx| ch.channel_mut().handle_task_start(cx, name));
             }
-            Action::AbortTask { task, watcher } => {
+            Action::Task(TaskAction::AbortTask { task, watcher }) => {
                 self.step(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
             }
-            Action::TaskGone(name) => {
+            Action::Task(TaskAction::TaskGone(name)) => {
                 self.step(|ch, cx| ch.channel_mut().handle_task_gone(cx, name));
             }
             Action::Disconnect => {
                 self.disconnected = true;
                 self.step(|ch, cx| ch.channel_mut().handle_disconnected(cx));
             }
-            Action::Event { .. } => {}
+            Action::Task(TaskAction::UnitEvent { .. }) => {}
             Action::TakeTurn(_)
             | Action::EndOthers(_)
             | Action::Lost

@@ -1,42 +1,21 @@
-//! Task management, and what it does to commands.
+//! Task management over iSCSI (RFC 7143 11.5).
 //!
-//! Functions concern tasks that may belong to other channels, of other protocols, on other workers:
-//! the unit's task set names them, their channels are told ([`Action::AbortTask`]) and report back
-//! ([`Action::TaskGone`]). The function is answered when the last task is gone.
+//! Functions that name a task concern the session's connections; TASK REASSIGN is in `allegiance`.
+//! All else is common to the fabrics: [`task_mgmt`].
 
 use std::sync::Arc;
 
-use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
     FromTarget, RejectReason, TmfFunction, TmfRequest, TmfResponse, TmfStatus,
 };
-use riser_scsi::lun::LunId;
-use riser_scsi::task::TaskManagement;
 
-use super::channel::{Action, Channel, Cx};
+use super::channel::{Channel, Cx};
 use super::datamover::{Control, Datamover};
 use super::task::TaskState;
-use crate::fabric::{TaskIdx, TaskRef, TmfOutcome, Unit};
-
-/// A task-management function under way.
-#[derive(Debug)]
-pub(super) struct Mgmt {
-    /// What it is.
-    function: TmfFunction,
-    /// Tasks not yet gone.
-    waiting: u32,
-}
-
-impl Mgmt {
-    fn new(function: TmfFunction) -> Self {
-        Self {
-            function,
-            waiting: 0,
-        }
-    }
-}
+use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
+use crate::fabric::{TaskAction, TaskIdx, TaskRef, Unit};
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_tmf(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TmfRequest) {
@@ -60,124 +39,95 @@ impl<D: Datamover> Channel<D> {
             return self.send(FromTarget::TmfResponse(answer), Vec::new(), true);
         };
         self.counters.task_management += 1;
-        self.tasks[usize::from(idx.0)].mgmt = Some(Mgmt::new(request.function));
-        if request.function == TmfFunction::TaskReassign {
+        let function = function_of(request.function);
+        self.tasks[usize::from(idx.0)].mgmt = Some(PendingFunction::new(function));
+        if function == Function::TaskReassign {
             return self.on_task_reassign(idx, request);
         }
-        match self.carry_out(cx, idx, request) {
-            Some(status) => self.answer_tmf(idx, status),
+        match self.carry_out(cx, idx, function, request) {
+            Some(answer) => self.answer_tmf(idx, answer),
             None => self.check_mgmt(idx),
         }
     }
 
-    /// Begins a function; its answer, if it is known at once.
+    /// Begins a function; returns its answer, if it is known at once.
     fn carry_out(
         &mut self,
         cx: &mut Cx<'_>,
         idx: TaskIdx,
+        function: Function,
         request: &TmfRequest,
-    ) -> Option<TmfStatus> {
+    ) -> Option<FunctionAnswer> {
         let session = self.session.as_ref().expect("full-feature phase");
-        let present = session.luns.addressed(request.lun);
         let units = session.luns.with_former(request.lun);
-        let is_moved = session.luns.is_stale(request.lun);
-        let whole_target = match request.function {
-            TmfFunction::TargetWarmReset | TmfFunction::TargetColdReset => {
-                Some(TaskManagement::LogicalUnitReset)
+        match function {
+            // An unknown function may concern no unit at all.
+            Function::Unknown => Some(FunctionAnswer::NotSupported),
+            Function::AbortTask
+            | Function::QueryTask
+            | Function::QueryTaskSet
+            | Function::QueryAsyncEvent
+                if units.is_empty() =>
+            {
+                Some(FunctionAnswer::NoSuchLun)
             }
-            TmfFunction::NexusReset => Some(TaskManagement::NexusReset),
-            TmfFunction::Other(_) => return Some(TmfStatus::NotSupported),
-            _ => None,
-        };
-        if let Some(function) = whole_target {
-            // A reset ends commands of others, which a host must not do that may not write, or that may mean
-            // another unit.
-            let is_reset = function == TaskManagement::LogicalUnitReset;
-            let units: Vec<_> = match is_reset {
-                true => session.luns.resettable(),
-                false => session.luns.iter().map(|(_, u)| Arc::clone(u)).collect(),
-            };
-            if units.is_empty() && is_reset {
-                return Some(TmfStatus::AuthorizationFailed);
-            }
-            units
-                .iter()
-                .for_each(|unit| self.manage(idx, unit, function));
-            return None;
-        }
-        let Some(unit) = units.first() else {
-            return Some(TmfStatus::LunDoesNotExist);
-        };
-        let is_about_others = matches!(
-            request.function,
-            TmfFunction::ClearTaskSet | TmfFunction::LogicalUnitReset
-        );
-        if is_about_others && session.luns.is_read_only(request.lun) {
-            return Some(TmfStatus::AuthorizationFailed);
-        }
-        let function = match request.function {
-            TmfFunction::AbortTask => {
-                let Some(task) = self.find_command(request.referenced, &units) else {
-                    let answer = self.abort_elsewhere(idx, request);
-                    unit.count_abort(answer.is_none());
-                    return answer;
-                };
-                unit.count_abort(true);
-                self.mgmt_mut(idx).waiting += 1;
-                let watcher = self.task_ref(idx);
-                self.abort(cx.pool, task, Some(watcher));
-                return None;
-            }
-            TmfFunction::QueryTask => {
+            Function::AbortTask => self.abort_named(cx, idx, request, &units),
+            Function::QueryTask => {
                 let found = self.find_command(request.referenced, &units);
                 let elsewhere = self.window().tagged(request.referenced);
-                return Some(presence(found.is_some() || elsewhere.is_some()));
+                Some(presence(found.is_some() || elsewhere.is_some()))
             }
-            TmfFunction::QueryTaskSet => {
+            Function::QueryTaskSet => {
                 let mut tasks = self.tasks.iter();
                 let any = tasks.any(|task| task.is_command() && task.exec.is_of_any(&units));
-                return Some(presence(any));
+                Some(presence(any))
             }
-            TmfFunction::QueryAsyncEvent => return Some(TmfStatus::Complete),
-            TmfFunction::AbortTaskSet => TaskManagement::AbortTaskSet,
-            TmfFunction::ClearTaskSet => TaskManagement::ClearTaskSet,
-            TmfFunction::LogicalUnitReset => TaskManagement::LogicalUnitReset,
-            // There is never an auto contingent allegiance.
-            _ => return Some(TmfStatus::NotSupported),
+            Function::QueryAsyncEvent => Some(FunctionAnswer::Complete),
+            _ => {
+                let (luns, nexus) = (&session.luns, session.nexus);
+                match task_mgmt::manage(function, request.lun, luns, nexus) {
+                    Ok(effect) => self.await_effect(idx, effect),
+                    Err(answer) => return Some(answer),
+                }
+                None
+            }
+        }
+    }
+
+    /// Aborts the command that ABORT TASK names.
+    fn abort_named(
+        &mut self,
+        cx: &mut Cx<'_>,
+        idx: TaskIdx,
+        request: &TmfRequest,
+        units: &[Arc<Unit>],
+    ) -> Option<FunctionAnswer> {
+        let Some(task) = self.find_command(request.referenced, units) else {
+            let answer = self.abort_elsewhere(idx, request);
+            units[0].count_abort(answer.is_none());
+            return answer;
         };
-        // Of a unit that the number led to before, they end what the initiator has sent there by it.
-        let left = units.iter().skip(usize::from(present.is_some()));
-        let nexus = session.nexus;
-        if let Some(lun) = LunId::addressed(request.lun) {
-            for unit in left {
-                self.await_aborted(idx, unit.abort_by_lun(nexus, lun));
-            }
-        }
-        if let Some(unit) = present {
-            // What a function would do to others is meant for the unit before.
-            let function = match is_moved {
-                true => TaskManagement::AbortTaskSet,
-                false => function,
-            };
-            self.manage(idx, &unit, function);
-        }
+        units[0].count_abort(true);
+        self.mgmt_mut(idx).await_tasks(1);
+        let watcher = self.task_ref(idx);
+        self.abort(cx.pool, task, Some(watcher));
         None
     }
 
     /// ABORT TASK of a command that is none of this connection: it may be one of another, or on its
     /// way still.
-    fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<TmfStatus> {
+    fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<FunctionAnswer> {
         let window = self.window();
         if let Some(task) = window.abort_tag(request.referenced) {
-            self.mgmt_mut(idx).waiting += 1;
+            self.mgmt_mut(idx).await_tasks(1);
             let watcher = self.task_ref(idx);
-            self.actions.push_back(Action::AbortTask { task, watcher });
+            self.ask(TaskAction::AbortTask { task, watcher });
             return None;
         }
         Some(if window.forgo(request.ref_cmd_sn, request.cmd_sn) {
-            TmfStatus::Complete
+            FunctionAnswer::Complete
         } else {
-            TmfStatus::TaskDoesNotExist
+            FunctionAnswer::NoSuchTask
         })
     }
 
@@ -188,52 +138,36 @@ impl<D: Datamover> Channel<D> {
         })
     }
 
-    fn manage(&mut self, idx: TaskIdx, unit: &Arc<Unit>, function: TaskManagement) {
-        let session = self.session.as_ref().expect("full-feature phase");
-        let managed = unit.manage(session.nexus, function);
-        if function == TaskManagement::LogicalUnitReset {
-            self.actions.push_back(Action::Event {
-                unit: unit.index,
-                attention: Attention::DeviceReset,
-            });
-        }
-        self.await_aborted(idx, managed);
-    }
-
-    /// Has the tasks aborted that a function concerns, which waits for them.
-    fn await_aborted(&mut self, idx: TaskIdx, managed: TmfOutcome) {
+    /// Has the tasks aborted that a function ends, which waits for them.
+    fn await_effect(&mut self, idx: TaskIdx, effect: Effect) {
         let watcher = self.task_ref(idx);
-        self.mgmt_mut(idx).waiting += managed.aborted.len() as u32;
-        let aborts = managed
-            .aborted
-            .into_iter()
-            .map(|task| Action::AbortTask { task, watcher });
-        self.actions.extend(aborts);
+        self.mgmt_mut(idx).await_tasks(effect.tasks());
+        effect
+            .into_actions(watcher)
+            .for_each(|action| self.ask(action));
     }
 
-    fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut Mgmt {
+    fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut PendingFunction<Function> {
         let task = &mut self.tasks[usize::from(idx.0)];
         task.mgmt.as_mut().expect("a function runs")
     }
 
     /// Answers a function when the tasks that it waits for are gone.
     fn check_mgmt(&mut self, idx: TaskIdx) {
-        let mgmt = self.mgmt_mut(idx);
-        if mgmt.waiting > 0 {
-            return;
+        if self.mgmt_mut(idx).is_over() {
+            self.answer_tmf(idx, FunctionAnswer::Complete);
         }
-        self.answer_tmf(idx, TmfStatus::Complete);
     }
 
-    pub(super) fn answer_tmf(&mut self, idx: TaskIdx, status: TmfStatus) {
+    pub(super) fn answer_tmf(&mut self, idx: TaskIdx, answer: FunctionAnswer) {
         let function = self.mgmt_mut(idx).function;
-        self.functions.count((name_of(function), answer_of(status)));
+        self.functions.count((function.label(), answer.label()));
         self.mark_sent(idx);
         let task = &self.tasks[usize::from(idx.0)];
         self.mover.send_control(Control {
             pdu: FromTarget::TmfResponse(TmfResponse {
                 itt: task.itt,
-                status,
+                status: status_of(answer),
             }),
             data: Vec::new(),
             counts: true,
@@ -255,11 +189,11 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, name: TaskRef, watcher: TaskRef) {
         let idx = name.index;
         if let Some(task) = self.allegiance.moved(name) {
-            self.actions.push_back(Action::AbortTask { task, watcher });
+            self.ask(TaskAction::AbortTask { task, watcher });
         } else if self.tasks[usize::from(idx.0)].generation == name.generation {
             self.end_managed(cx, idx, watcher);
         } else {
-            self.actions.push_back(Action::TaskGone(watcher));
+            self.ask(TaskAction::TaskGone(watcher));
         }
         self.settle(cx);
     }
@@ -270,53 +204,51 @@ impl<D: Datamover> Channel<D> {
         let task = &mut self.tasks[usize::from(idx.0)];
         if task.generation == watcher.generation
             && task.state == TaskState::Mgmt
-            && let Some(mgmt) = &mut task.mgmt
+            && let Some(pending) = &mut task.mgmt
         {
-            mgmt.waiting -= 1;
+            pending.on_task_gone();
             self.check_mgmt(idx);
         }
         self.settle(cx);
     }
 }
 
-fn presence(is_there: bool) -> TmfStatus {
+fn presence(is_there: bool) -> FunctionAnswer {
     if is_there {
-        TmfStatus::Succeeded
+        FunctionAnswer::Succeeded
     } else {
-        TmfStatus::Complete
+        FunctionAnswer::Complete
     }
 }
 
-/// A function, as a label.
-fn name_of(function: TmfFunction) -> &'static str {
+fn function_of(function: TmfFunction) -> Function {
     match function {
-        TmfFunction::AbortTask => "abort_task",
-        TmfFunction::AbortTaskSet => "abort_task_set",
-        TmfFunction::ClearAca => "clear_aca",
-        TmfFunction::ClearTaskSet => "clear_task_set",
-        TmfFunction::LogicalUnitReset => "logical_unit_reset",
-        TmfFunction::TargetWarmReset => "target_warm_reset",
-        TmfFunction::TargetColdReset => "target_cold_reset",
-        TmfFunction::TaskReassign => "task_reassign",
-        TmfFunction::QueryTask => "query_task",
-        TmfFunction::QueryTaskSet => "query_task_set",
-        TmfFunction::NexusReset => "nexus_reset",
-        TmfFunction::QueryAsyncEvent => "query_async_event",
-        TmfFunction::Other(_) => "unknown",
+        TmfFunction::AbortTask => Function::AbortTask,
+        TmfFunction::AbortTaskSet => Function::AbortTaskSet,
+        TmfFunction::ClearAca => Function::ClearAca,
+        TmfFunction::ClearTaskSet => Function::ClearTaskSet,
+        TmfFunction::LogicalUnitReset => Function::LogicalUnitReset,
+        TmfFunction::TargetWarmReset => Function::TargetWarmReset,
+        TmfFunction::TargetColdReset => Function::TargetColdReset,
+        TmfFunction::TaskReassign => Function::TaskReassign,
+        TmfFunction::QueryTask => Function::QueryTask,
+        TmfFunction::QueryTaskSet => Function::QueryTaskSet,
+        TmfFunction::NexusReset => Function::NexusReset,
+        TmfFunction::QueryAsyncEvent => Function::QueryAsyncEvent,
+        TmfFunction::Other(_) => Function::Unknown,
     }
 }
 
-/// The answer to one, as a label.
-fn answer_of(status: TmfStatus) -> &'static str {
-    match status {
-        TmfStatus::Complete => "complete",
-        TmfStatus::Succeeded => "succeeded",
-        TmfStatus::TaskDoesNotExist => "no_such_task",
-        TmfStatus::LunDoesNotExist => "no_such_lun",
-        TmfStatus::TaskStillAllegiant => "still_allegiant",
-        TmfStatus::ReassignmentNotSupported => "reassignment_not_supported",
-        TmfStatus::NotSupported => "not_supported",
-        TmfStatus::AuthorizationFailed => "not_authorized",
-        TmfStatus::Rejected => "rejected",
+fn status_of(answer: FunctionAnswer) -> TmfStatus {
+    match answer {
+        FunctionAnswer::Complete => TmfStatus::Complete,
+        FunctionAnswer::Succeeded => TmfStatus::Succeeded,
+        FunctionAnswer::NoSuchTask => TmfStatus::TaskDoesNotExist,
+        FunctionAnswer::NoSuchLun => TmfStatus::LunDoesNotExist,
+        FunctionAnswer::StillAllegiant => TmfStatus::TaskStillAllegiant,
+        FunctionAnswer::ReassignmentNotSupported => TmfStatus::ReassignmentNotSupported,
+        FunctionAnswer::NotSupported => TmfStatus::NotSupported,
+        FunctionAnswer::NotAuthorized => TmfStatus::AuthorizationFailed,
+        FunctionAnswer::Rejected => TmfStatus::Rejected,
     }
 }

@@ -8,7 +8,7 @@ use riser_scsi::srp::WireLun;
 use riser_scsi::step::Response;
 
 use super::datamover::Start;
-use super::mgmt::Mgmt;
+use crate::fabric::task_mgmt::{Function, PendingFunction};
 use crate::fabric::{Execution, Pace, Wait};
 
 /// State of a context.
@@ -114,7 +114,7 @@ pub(super) struct Task {
     pub(super) piece: Piece,
     /// R2T PDUs that it had.
     pub(super) r2ts: u32,
-    pub(super) mgmt: Option<Mgmt>,
+    pub(super) mgmt: Option<PendingFunction<Function>>,
 }
 
 impl Task {

@@ -15,7 +15,7 @@ use riser_scsi::task::TaskManagement;
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
 use super::{Action, Phase, TaskState};
-use crate::fabric::TaskRef;
+use crate::fabric::{TaskAction, TaskRef};
 
 const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
      FirstBurstLength=1024\0MaxOutstandingR2T=2\0";
@@ -117,13 +117,15 @@ impl Duo {
             Action::TakeOver(take_over) => self.rig(take_over.task.channel).with(|ch, cx| {
                 ch.channel_mut().handle_take_over(cx, take_over);
             }),
-            Action::AbortTask { task, watcher } => self.rig(task.channel).with(|ch, cx| {
-                ch.channel_mut().handle_abort(cx, task, watcher);
-            }),
-            Action::TaskGone(name) => self.rig(name.channel).with(|ch, cx| {
+            Action::Task(TaskAction::AbortTask { task, watcher }) => {
+                self.rig(task.channel).with(|ch, cx| {
+                    ch.channel_mut().handle_abort(cx, task, watcher);
+                })
+            }
+            Action::Task(TaskAction::TaskGone(name)) => self.rig(name.channel).with(|ch, cx| {
                 ch.channel_mut().handle_task_gone(cx, name);
             }),
-            Action::StartTask(name) => self.rig(name.channel).with(|ch, cx| {
+            Action::Task(TaskAction::StartTask(name)) => self.rig(name.channel).with(|ch, cx| {
                 ch.channel_mut().handle_task_start(cx, name);
             }),
             _ => Vec::new(),
@@ -610,7 +612,7 @@ fn functions_reach_commands_that_move() {
         .with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
     assert!(matches!(
         duo.first.elsewhere[..],
-        [Action::AbortTask { task, .. }] if task.channel == 2
+        [Action::Task(TaskAction::AbortTask { task, .. })] if task.channel == 2
     ));
     duo.end();
     // By its unit.

@@ -17,7 +17,7 @@ use riser_scsi::iser::{
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
-use crate::fabric::{Direction, RdmaRequest, TaskIdx};
+use crate::fabric::{Direction, RdmaRequest, TaskAction, TaskIdx};
 use crate::iscsi::fixture::{DISK, FakeGate, unit};
 use crate::iscsi::{Action, Channel, Cx};
 use crate::pool::Pool;
@@ -301,8 +301,8 @@ impl Rig {
             IserAction::Channel(action) => action,
         };
         match action {
-            Action::SubmitBlock { task, op, .. } => self.blocks.push((task, op)),
-            Action::AbortBlock(task) => {
+            Action::Task(TaskAction::SubmitBlock { task, op, .. }) => self.blocks.push((task, op)),
+            Action::Task(TaskAction::AbortBlock(task)) => {
                 let at = self.blocks.iter().position(|(t, _)| *t == task).unwrap();
                 self.blocks.remove(at);
                 let result = StepResult::Failed(BackendError::Aborted);
@@ -310,16 +310,16 @@ impl Rig {
                     conn.input(cx, |ch, cx| ch.handle_block_done(cx, task, result));
                 });
             }
-            Action::StartTask(name) => {
+            Action::Task(TaskAction::StartTask(name)) => {
                 self.step(|conn, cx| conn.input(cx, |ch, cx| ch.handle_task_start(cx, name)));
             }
-            Action::AbortTask { task, watcher } => {
+            Action::Task(TaskAction::AbortTask { task, watcher }) => {
                 self.step(|conn, cx| conn.input(cx, |ch, cx| ch.handle_abort(cx, task, watcher)));
             }
-            Action::TaskGone(name) => {
+            Action::Task(TaskAction::TaskGone(name)) => {
                 self.step(|conn, cx| conn.input(cx, |ch, cx| ch.handle_task_gone(cx, name)));
             }
-            Action::Event { .. } => {}
+            Action::Task(TaskAction::UnitEvent { .. }) => {}
             other => panic!("{other:?} is the connection's own affair"),
         }
     }

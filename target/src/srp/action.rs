@@ -1,10 +1,7 @@
 //! What a channel wants done, and what it has done.
 
-use riser_scsi::attention::Attention;
-use riser_scsi::step::BlockOp;
-
 use super::ioctx::RecvIdx;
-use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
+use crate::fabric::{TaskAction, TaskIdx};
 
 /// An information unit to send: it lies in the send ring, in the place of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,9 +12,11 @@ pub struct SendIu {
     pub solicited: bool,
 }
 
-/// What the worker is to do for a channel.
+/// A request of a channel to its worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
+    /// A request for a command or a function.
+    Task(TaskAction),
     /// Post this receive.
     PostRecv(RecvIdx),
     /// Post one chain: the RDMA requests of [`Channel::requests`](super::Channel::requests), then the
@@ -29,37 +28,7 @@ pub enum Action {
         /// The message last.
         send: Option<SendIu>,
     },
-    /// Start a block operation; when it ends, call [`Channel::handle_block_done`](super::Channel::handle_block_done).
-    SubmitBlock {
-        /// The context.
-        task: TaskIdx,
-        /// On which unit.
-        unit: UnitIdx,
-        /// What.
-        op: BlockOp,
-    },
-    /// Try to end a block operation early. It still ends with [`Channel::handle_block_done`](super::Channel::handle_block_done).
-    AbortBlock(TaskIdx),
-    /// Tell a task's channel that it may start ([`Channel::handle_task_start`](super::Channel::handle_task_start)).
-    StartTask(TaskRef),
-    /// Tell a task's channel to abort it ([`Channel::handle_abort`](super::Channel::handle_abort)).
-    AbortTask {
-        /// The task.
-        task: TaskRef,
-        /// The task-management request that waits for it.
-        watcher: TaskRef,
-    },
-    /// Tell a task-management request that a task it waited for is gone
-    /// ([`Channel::handle_task_gone`](super::Channel::handle_task_gone)).
-    TaskGone(TaskRef),
-    /// Tell all channels that something happened to a unit ([`Channel::handle_event`](super::Channel::handle_event)).
-    Event {
-        /// The unit.
-        unit: UnitIdx,
-        /// What.
-        attention: Attention,
-    },
-    /// Tell the CM that data came before the message that establishes the connection.
+    /// Notify the CM that data came before the message that establishes the connection.
     NotifyEstablished,
     /// See whether the initiator is there: post a signaled write of no bytes, which its device answers
     /// without looking at the key. When it completes, call [`Channel::handle_probed`](super::Channel::handle_probed).

@@ -27,8 +27,8 @@ use super::login::{ChannelParams, OWN_MESSAGES};
 use super::teardown::Own;
 use crate::audit::Parting;
 use crate::fabric::{
-    Accounts, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, TaskIdx, TaskRef,
-    Throttle,
+    Accounts, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, TaskAction, TaskIdx,
+    TaskRef, Throttle,
 };
 use crate::log::RateLimit;
 use crate::pool::Pool;
@@ -310,6 +310,11 @@ impl Channel {
     /// What to do next, in order.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
+    }
+
+    /// Asks the worker something for a command or a function.
+    pub(super) fn ask(&mut self, action: TaskAction) {
+        self.actions.push_back(Action::Task(action));
     }
 
     /// Where a receive context lies.

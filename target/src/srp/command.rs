@@ -7,10 +7,9 @@ use riser_memory::Memory;
 use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
 use riser_scsi::step::{Expected, Status, Step, StepResult, TaskAttribute};
 
-use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
 use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, Then};
-use crate::fabric::{Direction, Entry, TaskIdx, Transfer};
+use crate::fabric::{Direction, Entry, TaskAction, TaskIdx, Transfer};
 use crate::pool::{Owner, Pool};
 use crate::stats::Stage;
 use crate::warn_limited;
@@ -268,7 +267,7 @@ impl Channel {
                     io.exec.timer.enter(Stage::Backend, cx.now);
                     io.state = IoctxState::DataIn;
                     self.blocks_in_flight += 1;
-                    self.actions.push_back(Action::SubmitBlock {
+                    self.ask(TaskAction::SubmitBlock {
                         task: idx,
                         unit,
                         op,
@@ -333,8 +332,9 @@ impl Channel {
         }
         io.state = IoctxState::AwaitTask;
         let (may_start, others) = io.exec.data_arrived(result, cx.now);
-        let others = others.into_iter().map(Action::StartTask);
-        self.actions.extend(others);
+        for other in others {
+            self.ask(TaskAction::StartTask(other));
+        }
         may_start.then(|| self.first_step(cx, idx))
     }
 
@@ -390,8 +390,9 @@ impl Channel {
         io.transfer = None;
         let watchers = io.exec.interrupt(cx.pool);
         let immediate = io.immediate.take();
-        self.actions
-            .extend(watchers.into_iter().map(Action::TaskGone));
+        for watcher in watchers {
+            self.ask(TaskAction::TaskGone(watcher));
+        }
         if let Some(immediate) = immediate {
             self.recycle_recv(immediate.recv);
         }
@@ -401,8 +402,9 @@ impl Channel {
     /// Takes the task out of the unit's set; those it held back may start.
     pub(super) fn leave_task_set(&mut self, idx: TaskIdx) {
         let started = self.ioctx[usize::from(idx.0)].exec.leave();
-        self.actions
-            .extend(started.into_iter().map(Action::StartTask));
+        for task in started {
+            self.ask(TaskAction::StartTask(task));
+        }
     }
 
     /// A tag stands for this command no longer.
@@ -445,8 +447,9 @@ impl Channel {
         io.state = IoctxState::Done;
         let immediate = io.immediate.take();
         self.forget_tag(tag, idx);
-        self.actions
-            .extend(watchers.into_iter().map(Action::TaskGone));
+        for watcher in watchers {
+            self.ask(TaskAction::TaskGone(watcher));
+        }
         if let Some(immediate) = immediate {
             self.recycle_recv(immediate.recv);
         }

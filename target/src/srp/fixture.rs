@@ -21,7 +21,7 @@ use super::channel::{ChState, Channel, ChannelConfig, Cx};
 use super::ioctx::RecvIdx;
 use super::login::{ChannelParams, MAX_TI_IU};
 use crate::config::DATA_OUT_TIMEOUT;
-use crate::fabric::{Direction, LunMap, Mapping, RdmaRequest, TaskIdx, Unit, UnitIdx};
+use crate::fabric::{Direction, LunMap, Mapping, RdmaRequest, TaskAction, TaskIdx, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::stats::LunStats;
@@ -251,14 +251,16 @@ impl Rig {
                     send,
                 });
             }
-            Action::SubmitBlock { task, unit, op } => self.pending.push(Pending::Block {
-                chan,
-                ioctx: task,
-                unit,
-                op,
-                aborted: false,
-            }),
-            Action::AbortBlock(idx) => {
+            Action::Task(TaskAction::SubmitBlock { task, unit, op }) => {
+                self.pending.push(Pending::Block {
+                    chan,
+                    ioctx: task,
+                    unit,
+                    op,
+                    aborted: false,
+                });
+            }
+            Action::Task(TaskAction::AbortBlock(idx)) => {
                 for p in &mut self.pending {
                     if let Pending::Block {
                         chan: c,
@@ -272,16 +274,16 @@ impl Rig {
                     }
                 }
             }
-            Action::StartTask(task) => {
+            Action::Task(TaskAction::StartTask(task)) => {
                 self.channels[task.channel as usize].handle_task_start(&mut cx, task);
             }
-            Action::AbortTask { task, watcher } => {
+            Action::Task(TaskAction::AbortTask { task, watcher }) => {
                 self.channels[task.channel as usize].handle_abort(&mut cx, task, watcher);
             }
-            Action::TaskGone(watcher) => {
+            Action::Task(TaskAction::TaskGone(watcher)) => {
                 self.channels[watcher.channel as usize].handle_task_gone(&mut cx, watcher);
             }
-            Action::Event { unit, attention } => {
+            Action::Task(TaskAction::UnitEvent { unit, attention }) => {
                 for channel in &mut self.channels {
                     channel.handle_event(&mut cx, unit, attention);
                 }

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use riser_scsi::srp::{RspCode, Tag, WireLun};
 use riser_scsi::step::Response;
 
-use super::mgmt::Mgmt;
+use super::mgmt::Cause;
 use super::table::Tables;
+use crate::fabric::task_mgmt::PendingFunction;
 use crate::fabric::{
     Execution, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, Transfer, Wait,
 };
@@ -159,7 +160,7 @@ pub struct SendIoctx {
     /// How much its waits for earlier pieces count.
     pub waited: Duration,
     /// The function, in a context of a task-management request.
-    pub mgmt: Option<Mgmt>,
+    pub mgmt: Option<PendingFunction<Cause>>,
     /// The request itself.
     pub token: Option<CommandToken>,
 }

@@ -1,120 +1,52 @@
-//! Task management, and what it does to commands.
+//! Task management over SRP, and commands with the tag of another one.
 //!
-//! ABORT TASK names a tag of this channel, since SRP tags are unique on their channel only. The
-//! other functions concern tasks that may belong to other channels, on other workers: the unit's
-//! task set names them, their channels are told ([`Action::AbortTask`]) and report back
-//! ([`Action::TaskGone`]). The function is answered when the last task is gone, so that no data are posted for a
-//! task that its initiator takes for over. What was posted before, with the answer, on another channel may
-//! arrive after that.
+//! ABORT TASK names a tag of this channel, since SRP tags are unique on their channel only. All else
+//! is common to the fabrics: [`task_mgmt`].
 
 use std::sync::Arc;
 
-use riser_scsi::attention::Attention;
-use riser_scsi::lun::LunId;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
 use riser_scsi::step::Response;
-use riser_scsi::task::{TaskManagement, TmfResponse};
+use riser_scsi::task::TaskManagement;
 
-use super::action::Action;
 use super::channel::{Channel, Cx};
 use super::ioctx::IoctxState;
-use crate::fabric::{TaskIdx, TaskRef, TmfOutcome, Unit};
+use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
+use crate::fabric::{TaskAction, TaskIdx, TaskRef, Unit};
 use crate::pool::Pool;
 use crate::warn_limited;
 
-/// What ends tasks, and is answered when they are gone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Cause {
+/// A request that ends tasks, and is answered when they are gone.
+#[derive(Clone, Debug)]
+pub enum Cause {
     /// A task-management function.
-    Function(TskMgmtFunction),
-    /// A command with the tag of another one.
-    Overlap,
-}
-
-/// A task-management function under way, or a command that has the effect of one.
-#[derive(Debug)]
-pub struct Mgmt {
-    /// What it is.
-    cause: Cause,
-    /// The unit; none of an overlapped command for a unit that is not there.
-    unit: Option<Arc<Unit>>,
-    /// Tasks not yet gone.
-    waiting: u32,
+    Function(Function),
+    /// A command with the tag of another one; its unit, if there is such a one.
+    Overlap(Option<Arc<Unit>>),
 }
 
 impl Channel {
     pub(super) fn on_tsk_mgmt(&mut self, cx: &mut Cx<'_>, request: &TskMgmt) {
         self.counters.task_management += 1;
         let idx = self.take_in(request.tag, IoctxState::Mgmt);
+        let function = function_of(request.function);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.notify_success = request.notify_success;
         io.notify_failure = request.notify_failure;
-        let present = self.config.luns.addressed(request.lun);
-        let units = self.config.luns.with_former(request.lun);
-        let Some(unit) = units.first() else {
-            let code = RspCode::RequestFieldsInvalid;
-            return self.answer_function(cx, idx, request.function, code);
-        };
-        let is_about_others = matches!(
-            request.function,
-            TskMgmtFunction::ClearTaskSet | TskMgmtFunction::LogicalUnitReset
-        );
-        if is_about_others && self.config.luns.is_read_only(request.lun) {
-            let code = RspCode::TskMgmtFailed;
-            return self.answer_function(cx, idx, request.function, code);
-        }
-        self.ioctx[usize::from(idx.0)].mgmt = Some(Mgmt {
-            cause: Cause::Function(request.function),
-            unit: Some(Arc::clone(unit)),
-            waiting: 0,
-        });
-        let function = match request.function {
-            TskMgmtFunction::AbortTask => {
-                self.abort_tagged(cx, idx, request, &units);
-                unit.count_abort(self.mgmt_mut(idx).waiting > 0);
-                return self.check_mgmt(cx, idx);
-            }
-            TskMgmtFunction::AbortTaskSet => TaskManagement::AbortTaskSet,
-            TskMgmtFunction::ClearTaskSet => TaskManagement::ClearTaskSet,
-            TskMgmtFunction::LogicalUnitReset => TaskManagement::LogicalUnitReset,
-            TskMgmtFunction::ClearAca => TaskManagement::ClearAca,
-            TskMgmtFunction::Other(_) => {
-                let code = RspCode::TskMgmtNotSupported;
-                return self.answer_function(cx, idx, request.function, code);
+        io.mgmt = Some(PendingFunction::new(Cause::Function(function)));
+        let begun = match function {
+            Function::AbortTask => self.abort_tagged(cx, idx, request),
+            _ => {
+                let (luns, nexus) = (&self.config.luns, self.config.nexus);
+                task_mgmt::manage(function, request.lun, luns, nexus)
+                    .map(|effect| self.await_effect(idx, effect))
             }
         };
-        // Of a unit that the number led to before, they end what the initiator has sent there by it.
-        let left = units.iter().skip(usize::from(present.is_some()));
-        if let Some(lun) = LunId::addressed(request.lun)
-            && function != TaskManagement::ClearAca
-        {
-            for unit in left {
-                let managed = unit.abort_by_lun(self.config.nexus, lun);
-                self.abort_managed(idx, managed);
-            }
+        match begun {
+            Ok(()) => self.check_mgmt(cx, idx),
+            Err(answer) => self.answer_function(cx, idx, function, answer),
         }
-        let Some(unit) = present else {
-            return self.check_mgmt(cx, idx);
-        };
-        // What a function would do to others is meant for the unit before.
-        let function = match is_about_others && self.config.luns.is_stale(request.lun) {
-            true => TaskManagement::AbortTaskSet,
-            false => function,
-        };
-        let managed = unit.manage(self.config.nexus, function);
-        if managed.response == TmfResponse::Rejected {
-            let code = RspCode::TskMgmtNotSupported;
-            return self.answer_function(cx, idx, request.function, code);
-        }
-        self.abort_managed(idx, managed);
-        if function == TaskManagement::LogicalUnitReset {
-            self.actions.push_back(Action::Event {
-                unit: unit.index,
-                attention: Attention::DeviceReset,
-            });
-        }
-        self.check_mgmt(cx, idx);
     }
 
     /// A command has the tag of one that is not answered yet, so an answer to either could be taken
@@ -133,33 +65,27 @@ impl Channel {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let unit = io.exec.unit.clone();
         io.state = IoctxState::Mgmt;
-        io.mgmt = Some(Mgmt {
-            cause: Cause::Overlap,
-            unit: unit.clone(),
-            // The older one.
-            waiting: 1,
-        });
+        let cause = Cause::Overlap(unit.clone());
+        // The older one.
+        io.mgmt.insert(PendingFunction::new(cause)).await_tasks(1);
         if let Some(unit) = unit {
-            let managed = unit.manage(self.config.nexus, TaskManagement::AbortTaskSet);
-            self.abort_managed(idx, managed);
+            let outcome = unit.manage(self.config.nexus, TaskManagement::AbortTaskSet);
+            self.await_effect(idx, outcome.into());
         }
         let watcher = self.task_ref(idx);
         self.abort_own(cx, older, watcher);
     }
 
-    /// Has the tasks aborted that a function concerns.
-    fn abort_managed(&mut self, idx: TaskIdx, managed: TmfOutcome) {
+    /// Has the tasks aborted that a function ends, which waits for them.
+    fn await_effect(&mut self, idx: TaskIdx, effect: Effect) {
         let watcher = self.task_ref(idx);
-        let mgmt = self.mgmt_mut(idx);
-        mgmt.waiting += managed.aborted.len() as u32;
-        let aborts = managed
-            .aborted
-            .into_iter()
-            .map(|task| Action::AbortTask { task, watcher });
-        self.actions.extend(aborts);
+        self.mgmt_mut(idx).await_tasks(effect.tasks());
+        effect
+            .into_actions(watcher)
+            .for_each(|action| self.ask(action));
     }
 
-    fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut Mgmt {
+    fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut PendingFunction<Cause> {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.mgmt.as_mut().expect("a function runs")
     }
@@ -170,41 +96,45 @@ impl Channel {
         cx: &mut Cx<'_>,
         idx: TaskIdx,
         request: &TskMgmt,
-        units: &[Arc<Unit>],
-    ) {
+    ) -> Result<(), FunctionAnswer> {
+        let units = self.config.luns.with_former(request.lun);
+        let unit = units.first().ok_or(FunctionAnswer::NoSuchLun)?;
         let watcher = self.task_ref(idx);
         for other in (0..self.config.params.req_lim as u16).map(TaskIdx) {
             let io = &self.ioctx[usize::from(other.0)];
-            let named = io.tag == request.task_tag && io.exec.is_of_any(units);
+            let named = io.tag == request.task_tag && io.exec.is_of_any(&units);
             if named && other != idx && io.is_command() {
-                self.mgmt_mut(idx).waiting += 1;
+                self.mgmt_mut(idx).await_tasks(1);
                 self.abort_own(cx, other, watcher);
             }
         }
+        unit.count_abort(!self.mgmt_mut(idx).is_over());
+        Ok(())
     }
 
     /// Answers a function when the tasks that it waits for are gone.
     fn check_mgmt(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let mgmt = self.mgmt_mut(idx);
-        if mgmt.waiting > 0 {
+        let pending = self.mgmt_mut(idx);
+        if !pending.is_over() {
             return;
         }
-        let Cause::Function(function) = mgmt.cause else {
-            return self.answer_overlapped(cx, idx);
-        };
-        self.answer_function(cx, idx, function, RspCode::Complete);
+        match pending.function.clone() {
+            Cause::Function(function) => {
+                self.answer_function(cx, idx, function, FunctionAnswer::Complete);
+            }
+            Cause::Overlap(unit) => self.answer_overlapped(cx, idx, unit.as_deref()),
+        }
     }
 
     /// Answers a command with the tag of another one.
-    fn answer_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let mgmt = io.mgmt.take().expect("it waits for the others");
-        let format = mgmt.unit.map(|unit| unit.lu.sense_format());
+    fn answer_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, unit: Option<&Unit>) {
+        let format = unit.map_or(SenseFormat::Fixed, |unit| unit.lu.sense_format());
         let overlapped = AdditionalSense::OVERLAPPED_COMMANDS;
         let sense = Sense::new(SenseKey::AbortedCommand, overlapped);
-        let format = format.unwrap_or(SenseFormat::Fixed);
-        let response = Response::check_condition(&sense, format, io.exec.expected);
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        io.mgmt = None;
         io.state = IoctxState::New;
+        let response = Response::check_condition(&sense, format, io.exec.expected);
         self.respond(cx, idx, response);
     }
 
@@ -213,11 +143,11 @@ impl Channel {
         &mut self,
         cx: &mut Cx<'_>,
         idx: TaskIdx,
-        function: TskMgmtFunction,
-        code: RspCode,
+        function: Function,
+        answer: FunctionAnswer,
     ) {
-        self.functions.count((name_of(function), answer_of(code)));
-        self.answer_code(cx, idx, code);
+        self.functions.count((function.label(), answer.label()));
+        self.answer_code(cx, idx, code_of(answer));
     }
 
     /// A task of this channel may start: those that held it back are gone.
@@ -235,7 +165,7 @@ impl Channel {
         if io.generation == task.generation && io.is_command() {
             self.abort(cx, task.index, watcher);
         } else {
-            self.actions.push_back(Action::TaskGone(watcher));
+            self.ask(TaskAction::TaskGone(watcher));
         }
         self.settle_round(cx);
     }
@@ -245,9 +175,9 @@ impl Channel {
         let io = &mut self.ioctx[usize::from(watcher.index.0)];
         if io.generation == watcher.generation
             && io.state == IoctxState::Mgmt
-            && let Some(mgmt) = &mut io.mgmt
+            && let Some(pending) = &mut io.mgmt
         {
-            mgmt.waiting -= 1;
+            pending.on_task_gone();
             self.check_mgmt(cx, watcher.index);
         }
         self.settle_round(cx);
@@ -278,7 +208,7 @@ impl Channel {
             }
             IoctxState::DataIn => {
                 io.exec.aborted = true;
-                self.actions.push_back(Action::AbortBlock(idx));
+                self.ask(TaskAction::AbortBlock(idx));
             }
             // It was named while its answer waited, by a function that comes over another channel: the last of
             // its data may still be on their way. `finish` reports their end.
@@ -286,7 +216,7 @@ impl Channel {
             IoctxState::CmdRspSent => {
                 // Its answer is on its way before ours: the task is gone for the initiator.
                 io.exec.watchers.pop();
-                self.actions.push_back(Action::TaskGone(watcher));
+                self.ask(TaskAction::TaskGone(watcher));
             }
             _ => {
                 self.stop_waiting(cx.pool, idx);
@@ -311,24 +241,23 @@ impl Channel {
     }
 }
 
-/// A function, as a label.
-fn name_of(function: TskMgmtFunction) -> &'static str {
+fn function_of(function: TskMgmtFunction) -> Function {
     match function {
-        TskMgmtFunction::AbortTask => "abort_task",
-        TskMgmtFunction::AbortTaskSet => "abort_task_set",
-        TskMgmtFunction::ClearTaskSet => "clear_task_set",
-        TskMgmtFunction::LogicalUnitReset => "logical_unit_reset",
-        TskMgmtFunction::ClearAca => "clear_aca",
-        TskMgmtFunction::Other(_) => "unknown",
+        TskMgmtFunction::AbortTask => Function::AbortTask,
+        TskMgmtFunction::AbortTaskSet => Function::AbortTaskSet,
+        TskMgmtFunction::ClearTaskSet => Function::ClearTaskSet,
+        TskMgmtFunction::LogicalUnitReset => Function::LogicalUnitReset,
+        TskMgmtFunction::ClearAca => Function::ClearAca,
+        TskMgmtFunction::Other(_) => Function::Unknown,
     }
 }
 
-/// The answer to one, as a label.
-fn answer_of(code: RspCode) -> &'static str {
-    match code {
-        RspCode::Complete => "complete",
-        RspCode::TskMgmtNotSupported => "not_supported",
-        RspCode::RequestFieldsInvalid => "no_such_lun",
-        _ => "failed",
+/// RSP_CODE of an answer. SRP has no code for an initiator that may not do something.
+fn code_of(answer: FunctionAnswer) -> RspCode {
+    match answer {
+        FunctionAnswer::Complete => RspCode::Complete,
+        FunctionAnswer::NotSupported => RspCode::TskMgmtNotSupported,
+        FunctionAnswer::NoSuchLun => RspCode::RequestFieldsInvalid,
+        _ => RspCode::TskMgmtFailed,
     }
 }

@@ -18,7 +18,7 @@ use super::command::End;
 use super::ioctx::IoctxState;
 use super::login::MAX_TI_IU;
 use crate::audit::Parting;
-use crate::fabric::{LunMap, TaskIdx, UnitIdx};
+use crate::fabric::{LunMap, TaskAction, TaskIdx, UnitIdx};
 use crate::pool::Pool;
 
 /// How long a T_LOGOUT may take to be sent before the connection ends without it.
@@ -244,7 +244,7 @@ impl Channel {
                 IoctxState::DataIn => {
                     let io = &self.ioctx[usize::from(idx.0)];
                     if !io.exec.aborted {
-                        self.actions.push_back(Action::AbortBlock(idx));
+                        self.ask(TaskAction::AbortBlock(idx));
                     }
                 }
                 _ if self.ioctx[usize::from(idx.0)].is_in_device() => {}

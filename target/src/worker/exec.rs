@@ -3,14 +3,13 @@
 use std::cmp::Reverse;
 
 use arrayvec::ArrayVec;
-use riser_scsi::attention::Attention;
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 use riser_transport::verbs::{SendFlags, SendOp, WrId};
 
 use super::mail::Mail;
 use super::queue::{ChainSend, RECV_BATCH, Receive};
 use super::{Stalled, Worker};
-use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
+use crate::fabric::{TaskAction, TaskIdx, UnitIdx};
 use crate::iser::{ChainIdx, RxIdx};
 use crate::srp::{Action, Channel, RecvIdx, SendIu};
 
@@ -132,16 +131,9 @@ impl Worker {
                     }
                 }
                 Action::Post { task, send } => self.post(key, task, send),
-                Action::SubmitBlock { task, unit, op } => {
-                    self.carry_out_block(Owner::Srp(key, task), unit, op);
+                Action::Task(action) => {
+                    self.carry_out_task(action, |task| Owner::Srp(key, task));
                 }
-                Action::AbortBlock(ioctx) => self.abort_block(Owner::Srp(key, ioctx)),
-                Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
-                Action::AbortTask { task, watcher } => {
-                    self.tell(task, Mail::AbortTask { task, watcher });
-                }
-                Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
-                Action::Event { unit, attention } => self.tell_all(unit, attention),
                 Action::NotifyEstablished => {
                     let dev = &mut self.devices[session.device];
                     // The message may have arrived meanwhile; then there is nothing to tell.
@@ -167,6 +159,33 @@ impl Worker {
         self.post_receives(key, &mut receives);
         self.arm_timer(key);
         self.note_pool_wait(key);
+    }
+
+    /// Carries out what a connection asks for a command or a function. `owner_of` names a context of
+    /// the connection.
+    pub(super) fn carry_out_task(
+        &mut self,
+        action: TaskAction,
+        owner_of: impl Fn(TaskIdx) -> Owner,
+    ) {
+        match action {
+            TaskAction::SubmitBlock { task, unit, op } => {
+                self.carry_out_block(owner_of(task), unit, op);
+            }
+            TaskAction::AbortBlock(task) => self.abort_block(owner_of(task)),
+            TaskAction::StartTask(task) => self.post_mail(task.worker, Mail::StartTask(task)),
+            TaskAction::AbortTask { task, watcher } => {
+                self.post_mail(task.worker, Mail::AbortTask { task, watcher });
+            }
+            TaskAction::TaskGone(watcher) => {
+                self.post_mail(watcher.worker, Mail::TaskGone(watcher));
+            }
+            TaskAction::UnitEvent { unit, attention } => {
+                for worker in 0..self.outbox.workers() {
+                    self.post_mail(worker as u16, Mail::Event { unit, attention });
+                }
+            }
+        }
     }
 
     /// Carries out a block operation of a unit's command.
@@ -305,18 +324,6 @@ impl Worker {
             }
             Owner::Iscsi(key, task) => self.on_iscsi_block(key, task, result),
             Owner::Iser(key, task) => self.on_iser_block(key, task, result),
-        }
-    }
-
-    /// Tells a task's channel something, here or at another worker.
-    pub(super) fn tell(&mut self, task: TaskRef, mail: Mail) {
-        self.post_mail(task.worker, mail);
-    }
-
-    /// Tells all channels, here and at other workers, what happened to a unit.
-    pub(super) fn tell_all(&mut self, unit: UnitIdx, attention: Attention) {
-        for worker in 0..self.outbox.workers() {
-            self.post_mail(worker as u16, Mail::Event { unit, attention });
         }
     }
 

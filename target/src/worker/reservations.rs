@@ -221,7 +221,7 @@ impl Worker {
             generation: name,
         };
         for task in tasks {
-            self.tell(task, Mail::AbortTask { task, watcher });
+            self.post_mail(task.worker, Mail::AbortTask { task, watcher });
         }
     }
 

@@ -254,7 +254,7 @@ impl Worker {
     }
 
     /// Tells a connection that it may have its session's next command.
-    pub(super) fn tell_turn(&mut self, member: Member) {
+    pub(super) fn give_turn(&mut self, member: Member) {
         let serial = member.channel;
         self.post_mail(member.worker, Mail::TakeTurn { serial });
     }
@@ -323,17 +323,10 @@ impl Worker {
                 break;
             };
             match action {
-                Action::SubmitBlock { task, unit, op } => {
-                    self.carry_out_block(Owner::Iscsi(key, task), unit, op);
+                Action::Task(action) => {
+                    self.carry_out_task(action, |task| Owner::Iscsi(key, task));
                 }
-                Action::AbortBlock(task) => self.abort_block(Owner::Iscsi(key, task)),
-                Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
-                Action::AbortTask { task, watcher } => {
-                    self.tell(task, Mail::AbortTask { task, watcher });
-                }
-                Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
-                Action::Event { unit, attention } => self.tell_all(unit, attention),
-                Action::TakeTurn(member) => self.tell_turn(member),
+                Action::TakeTurn(member) => self.give_turn(member),
                 Action::EndOthers(others) => {
                     let (entered, serial) = (conn.entered.clone(), conn.serial);
                     self.end_others(entered.as_ref(), serial, others);
@@ -341,11 +334,11 @@ impl Worker {
                 Action::Lost => self.lose_iscsi(key),
                 Action::Detached => self.detach_iscsi(key),
                 Action::TakeOver(take_over) => {
-                    self.tell(take_over.task, Mail::TakeOver(take_over));
+                    self.post_mail(take_over.task.worker, Mail::TakeOver(take_over));
                 }
                 Action::HandOver => {
                     let (to, parcel) = conn.channel.channel_mut().take_parcel();
-                    self.tell(to, Mail::Parcel { to, parcel });
+                    self.post_mail(to.worker, Mail::Parcel { to, parcel });
                 }
                 Action::Disconnect => self.shut_down_socket(key),
                 Action::Release => return self.release_iscsi(key),

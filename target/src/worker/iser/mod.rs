@@ -254,17 +254,10 @@ impl Worker {
 
     fn carry_out_iser(&mut self, key: usize, action: Action) {
         match action {
-            Action::SubmitBlock { task, unit, op } => {
-                self.carry_out_block(Owner::Iser(key, task), unit, op);
+            Action::Task(action) => {
+                self.carry_out_task(action, |task| Owner::Iser(key, task));
             }
-            Action::AbortBlock(task) => self.abort_block(Owner::Iser(key, task)),
-            Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
-            Action::AbortTask { task, watcher } => {
-                self.tell(task, Mail::AbortTask { task, watcher });
-            }
-            Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
-            Action::Event { unit, attention } => self.tell_all(unit, attention),
-            Action::TakeTurn(member) => self.tell_turn(member),
+            Action::TakeTurn(member) => self.give_turn(member),
             Action::EndOthers(others) => {
                 let conn = &self.isers.conns[key];
                 let (entered, serial) = (conn.entered.clone(), conn.serial);

@@ -3,7 +3,7 @@
 //! - [`Command`]: a CDB with the direction and length of its data and its effect, one constructor
 //!   for each command.
 //! - [`Inquiry`], [`Capacity`], [`BlockLimits`], [`Provisioning`], [`Identity`], [`CachingPage`]:
-//!   parameter data, read with the received length as the only authority. Strings from a target are
+//!   what parameter data mean, by the layouts of [`riser_scsi::data`]. Strings from a target are
 //!   made printable here, since they reach terminals and logs.
 //!
 //! Blocks are the logical unit's own; lengths are bytes unless a name says otherwise. Clauses are
@@ -11,23 +11,31 @@
 
 #![forbid(unsafe_code)]
 
-use riser_scsi::lun::{LunAddress, LunId};
+use riser_scsi::data::cdb::{
+    block_16, get_lba_status, inquiry, mode_sense_6, read_capacity_16, report_luns,
+    report_target_port_groups, unmap, write_same_16,
+};
+use riser_scsi::data::designator::{self, EUI_64, LOGICAL_UNIT, NAA, SCSI_NAME_STRING, T10_VENDOR};
+use riser_scsi::data::field::Field;
+use riser_scsi::data::vpd::{block_limits, provisioning};
+use riser_scsi::data::{capacity::capacity_16, inquiry as standard, luns, mode, unmap as list};
+use riser_scsi::opcode::Opcode;
 
 use crate::request::Effect;
 use crate::request::{Cdb, DataLen};
 
 /// Standard INQUIRY data that we ask for, in bytes.
-pub const INQUIRY_LEN: u16 = 96;
+pub const INQUIRY_LEN: u16 = standard::LEN as u16;
 /// Vital product data that we ask for, in bytes.
 pub const VPD_LEN: u16 = 1024;
 /// READ CAPACITY (16) data, in bytes.
-pub const CAPACITY_LEN: u32 = 32;
+pub const CAPACITY_LEN: u32 = capacity_16::LEN as u32;
 /// REPORT LUNS data that we ask for: 1024 logical units.
-pub const REPORT_LUNS_LEN: u32 = 8 + 8 * 1024;
+pub const REPORT_LUNS_LEN: u32 = (luns::HEADER_LEN + luns::LUN_LEN * 1024) as u32;
 /// MODE SENSE (6) data that we ask for, in bytes.
 pub const MODE_SENSE_LEN: u8 = 192;
 /// UNMAP parameter list with one descriptor, in bytes.
-pub const UNMAP_LIST_LEN: u16 = 24;
+pub const UNMAP_LIST_LEN: u16 = (list::HEADER_LEN + list::DESCRIPTOR_LEN) as u16;
 
 /// A run of logical blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +47,13 @@ pub struct BlockRange {
 }
 
 impl BlockRange {
+    /// A CDB of sixteen bytes for these blocks.
+    fn cdb(self, row: &Opcode) -> riser_scsi::cdb::Cdb {
+        row.cdb()
+            .with(block_16::LOGICAL_BLOCK_ADDRESS, self.lba)
+            .with(block_16::TRANSFER_LENGTH, self.blocks)
+    }
+
     fn effect(self) -> Effect {
         Effect::Blocks {
             start: self.lba,
@@ -59,160 +74,162 @@ pub struct Command {
 }
 
 impl Command {
-    fn new(cdb: &[u8], len: DataLen, effect: Effect) -> Self {
+    fn new(cdb: riser_scsi::cdb::Cdb, len: DataLen, effect: Effect) -> Self {
         Self {
-            cdb: Cdb::new(cdb).expect("a CDB of legal length"),
+            cdb: Cdb::new(cdb.as_bytes()).expect("a CDB of legal length"),
             len,
             effect,
         }
     }
 
+    fn data_in(cdb: riser_scsi::cdb::Cdb, len: impl Into<u32>) -> Self {
+        Self::new(cdb, DataLen::In(len.into()), Effect::None)
+    }
+
     /// TEST UNIT READY.
     #[must_use]
     pub fn test_unit_ready() -> Self {
-        Self::new(&[0; 6], DataLen::None, Effect::None)
+        const ROW: &Opcode = Opcode::named("TEST UNIT READY");
+        Self::new(ROW.cdb(), DataLen::None, Effect::None)
     }
 
     /// INQUIRY, standard data.
     #[must_use]
     pub fn inquiry() -> Self {
-        let [high, low] = INQUIRY_LEN.to_be_bytes();
-        let cdb = [0x12, 0, 0, high, low, 0];
-        Self::new(&cdb, DataLen::In(INQUIRY_LEN.into()), Effect::None)
+        Self::inquiry_of(None, INQUIRY_LEN)
     }
 
     /// INQUIRY, a page of vital product data.
     #[must_use]
     pub fn vpd(page: u8) -> Self {
-        let [high, low] = VPD_LEN.to_be_bytes();
-        let cdb = [0x12, 1, page, high, low, 0];
-        Self::new(&cdb, DataLen::In(VPD_LEN.into()), Effect::None)
+        Self::inquiry_of(Some(page), VPD_LEN)
+    }
+
+    /// INQUIRY of a page, or of standard data, with an allocation length in bytes.
+    #[must_use]
+    pub fn inquiry_of(page: Option<u8>, len: u16) -> Self {
+        const ROW: &Opcode = Opcode::named("INQUIRY");
+        let cdb = ROW
+            .cdb()
+            .with(inquiry::EVPD, page.is_some())
+            .with(inquiry::PAGE_CODE, page.unwrap_or(0))
+            .with(inquiry::ALLOCATION_LENGTH, len);
+        Self::data_in(cdb, len)
     }
 
     /// REPORT LUNS, the addressable ones.
     #[must_use]
     pub fn report_luns() -> Self {
-        let mut cdb = [0; 12];
-        cdb[0] = 0xa0;
-        cdb[6..10].copy_from_slice(&REPORT_LUNS_LEN.to_be_bytes());
-        Self::new(&cdb, DataLen::In(REPORT_LUNS_LEN), Effect::None)
+        const ROW: &Opcode = Opcode::named("REPORT LUNS");
+        let cdb = ROW
+            .cdb()
+            .with(report_luns::ALLOCATION_LENGTH, REPORT_LUNS_LEN);
+        Self::data_in(cdb, REPORT_LUNS_LEN)
     }
 
     /// READ CAPACITY (16).
     #[must_use]
     pub fn read_capacity() -> Self {
-        let mut cdb = [0; 16];
-        (cdb[0], cdb[1]) = (0x9e, 0x10);
-        cdb[10..14].copy_from_slice(&CAPACITY_LEN.to_be_bytes());
-        Self::new(&cdb, DataLen::In(CAPACITY_LEN), Effect::None)
+        Self::read_capacity_of(CAPACITY_LEN)
+    }
+
+    /// READ CAPACITY (16) with an allocation length in bytes.
+    #[must_use]
+    pub fn read_capacity_of(len: u32) -> Self {
+        const ROW: &Opcode = Opcode::named("READ CAPACITY (16)");
+        Self::data_in(
+            ROW.cdb().with(read_capacity_16::ALLOCATION_LENGTH, len),
+            len,
+        )
+    }
+
+    /// REPORT TARGET PORT GROUPS with an allocation length in bytes.
+    #[must_use]
+    pub fn report_target_port_groups(len: u32) -> Self {
+        const ROW: &Opcode = Opcode::named("REPORT TARGET PORT GROUPS");
+        let cdb = ROW
+            .cdb()
+            .with(report_target_port_groups::ALLOCATION_LENGTH, len);
+        Self::data_in(cdb, len)
     }
 
     /// MODE SENSE (6), the caching page without block descriptors.
     #[must_use]
     pub fn mode_sense_caching() -> Self {
-        let cdb = [0x1a, 0x08, 0x08, 0, MODE_SENSE_LEN, 0];
-        Self::new(&cdb, DataLen::In(MODE_SENSE_LEN.into()), Effect::None)
+        const ROW: &Opcode = Opcode::named("MODE SENSE (6)");
+        let cdb = ROW
+            .cdb()
+            .with(mode_sense_6::DBD, true)
+            .with(mode_sense_6::PAGE_CODE, mode::CACHING)
+            .with(mode_sense_6::ALLOCATION_LENGTH, MODE_SENSE_LEN);
+        Self::data_in(cdb, MODE_SENSE_LEN)
     }
 
     /// READ (16).
     #[must_use]
     pub fn read(range: BlockRange, len: u32) -> Self {
-        let cdb = block_cdb(0x88, 0, range);
-        Self::new(&cdb, DataLen::In(len), Effect::None)
+        const ROW: &Opcode = Opcode::named("READ (16)");
+        Self::data_in(range.cdb(ROW), len)
     }
 
     /// WRITE (16); with `fua` the data are on the medium when it is answered.
     #[must_use]
     pub fn write(range: BlockRange, len: u32, fua: bool) -> Self {
-        let cdb = block_cdb(0x8a, u8::from(fua) << 3, range);
-        Self::new(&cdb, DataLen::Out(len), range.effect())
+        const ROW: &Opcode = Opcode::named("WRITE (16)");
+        let cdb = range.cdb(ROW).with(block_16::FUA, fua);
+        Self::new(cdb, DataLen::Out(len), range.effect())
     }
 
     /// SYNCHRONIZE CACHE (16) of the whole medium.
     #[must_use]
     pub fn synchronize_cache() -> Self {
-        let mut cdb = [0; 16];
-        cdb[0] = 0x91;
-        Self::new(&cdb, DataLen::None, Effect::Medium)
+        const ROW: &Opcode = Opcode::named("SYNCHRONIZE CACHE (16)");
+        Self::new(ROW.cdb(), DataLen::None, Effect::Medium)
     }
 
     /// UNMAP with one descriptor; the parameter list is [`unmap_list`]'s.
     #[must_use]
     pub fn unmap(range: BlockRange) -> Self {
-        let mut cdb = [0; 10];
-        cdb[0] = 0x42;
-        cdb[7..9].copy_from_slice(&UNMAP_LIST_LEN.to_be_bytes());
-        Self::new(&cdb, DataLen::Out(UNMAP_LIST_LEN.into()), range.effect())
+        const ROW: &Opcode = Opcode::named("UNMAP");
+        let cdb = ROW.cdb().with(unmap::PARAMETER_LIST_LENGTH, UNMAP_LIST_LEN);
+        Self::new(cdb, DataLen::Out(UNMAP_LIST_LEN.into()), range.effect())
     }
 
     /// WRITE SAME (16) of one block of `block_size` bytes; with `unmap` the target may deallocate.
     #[must_use]
     pub fn write_same(range: BlockRange, block_size: u32, unmap: bool) -> Self {
-        let cdb = block_cdb(0x93, u8::from(unmap) << 3, range);
-        Self::new(&cdb, DataLen::Out(block_size), range.effect())
+        const ROW: &Opcode = Opcode::named("WRITE SAME (16)");
+        let cdb = range.cdb(ROW).with(write_same_16::UNMAP, unmap);
+        Self::new(cdb, DataLen::Out(block_size), range.effect())
     }
 
     /// GET LBA STATUS from a block on, with an allocation length in bytes.
     #[must_use]
     pub fn lba_status(lba: u64, len: u32) -> Self {
-        let mut cdb = [0; 16];
-        (cdb[0], cdb[1]) = (0x9e, 0x12);
-        cdb[2..10].copy_from_slice(&lba.to_be_bytes());
-        cdb[10..14].copy_from_slice(&len.to_be_bytes());
-        Self::new(&cdb, DataLen::In(len), Effect::None)
+        const ROW: &Opcode = Opcode::named("GET LBA STATUS");
+        let cdb = ROW
+            .cdb()
+            .with(get_lba_status::STARTING_LBA, lba)
+            .with(get_lba_status::ALLOCATION_LENGTH, len);
+        Self::data_in(cdb, len)
     }
 
-    /// Any other command. What it changes is taken from its operation code: a command that is not
-    /// known to change nothing is never sent twice.
+    /// Any other command. Its effect is taken from the opcode table: a command that is not known to
+    /// change nothing is never sent twice.
     #[must_use]
     pub fn raw(cdb: Cdb, len: DataLen) -> Self {
-        let service_action = cdb.as_bytes().get(1).map_or(0, |b| b & 0x1f);
-        let effect = match (cdb.opcode(), service_action) {
-            (
-                0x00 | 0x03 | 0x08 | 0x12 | 0x1a | 0x25 | 0x28 | 0x34 | 0x5a | 0x88 | 0xa0 | 0xa8,
-                _,
-            )
-            | (0x9e, 0x10 | 0x12)
-            | (0xa3, 0x05 | 0x0a | 0x0c | 0x0d) => Effect::None,
-            _ => Effect::Other,
+        let effect = match Opcode::sent(cdb.as_bytes()).changes_nothing() {
+            true => Effect::None,
+            false => Effect::Other,
         };
         Self { cdb, len, effect }
     }
 }
 
-/// A CDB of sixteen bytes: operation code, flags, LBA in bytes 2-9, blocks in bytes 10-13.
-fn block_cdb(opcode: u8, flags: u8, range: BlockRange) -> [u8; 16] {
-    let mut cdb = [0; 16];
-    (cdb[0], cdb[1]) = (opcode, flags);
-    cdb[2..10].copy_from_slice(&range.lba.to_be_bytes());
-    cdb[10..14].copy_from_slice(&range.blocks.to_be_bytes());
-    cdb
-}
-
 /// UNMAP parameter list of one descriptor (SBC-3 clause 5.28).
 #[must_use]
 pub fn unmap_list(range: BlockRange) -> [u8; UNMAP_LIST_LEN as usize] {
-    let mut list = [0; UNMAP_LIST_LEN as usize];
-    list[0..2].copy_from_slice(&(UNMAP_LIST_LEN - 2).to_be_bytes());
-    list[2..4].copy_from_slice(&(UNMAP_LIST_LEN - 8).to_be_bytes());
-    list[8..16].copy_from_slice(&range.lba.to_be_bytes());
-    list[16..20].copy_from_slice(&range.blocks.to_be_bytes());
-    list
-}
-
-fn be16(data: &[u8], at: usize) -> Option<u16> {
-    let bytes = data.get(at..at.checked_add(2)?)?;
-    Some(u16::from_be_bytes(bytes.try_into().ok()?))
-}
-
-fn be32(data: &[u8], at: usize) -> Option<u32> {
-    let bytes = data.get(at..at.checked_add(4)?)?;
-    Some(u32::from_be_bytes(bytes.try_into().ok()?))
-}
-
-fn be64(data: &[u8], at: usize) -> Option<u64> {
-    let bytes = data.get(at..at.checked_add(8)?)?;
-    Some(u64::from_be_bytes(bytes.try_into().ok()?))
+    list::encode_one(range.lba, range.blocks)
 }
 
 /// ASCII of a target, without padding; what is not printable becomes `?`.
@@ -248,31 +265,21 @@ impl Inquiry {
     /// Reads what was received; `None` if that is less than 36 bytes.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
-        let data = data.get(..36)?;
+        use standard::{PERIPHERAL_DEVICE_TYPE, PERIPHERAL_QUALIFIER, PRODUCT, REVISION, VENDOR};
         Some(Self {
-            qualifier: data[0] >> 5,
-            device_type: data[0] & 0x1f,
-            vendor: text(&data[8..16]),
-            product: text(&data[16..32]),
-            revision: text(&data[32..36]),
+            qualifier: PERIPHERAL_QUALIFIER.get(data)?,
+            device_type: PERIPHERAL_DEVICE_TYPE.get(data)?,
+            vendor: text(VENDOR.get(data)?),
+            product: text(PRODUCT.get(data)?),
+            revision: text(REVISION.get(data)?),
         })
     }
 
     /// Whether it is a direct-access block device that is there.
     #[must_use]
     pub fn is_disk(&self) -> bool {
-        self.qualifier == 0 && self.device_type == 0
+        self.qualifier == 0 && self.device_type == standard::TYPE_DISK
     }
-}
-
-/// The body of a vital product data page, cut to its declared length; `None` if it is another page
-/// or too short.
-#[must_use]
-pub fn vpd_body(data: &[u8], page: u8) -> Option<&[u8]> {
-    (*data.get(1)? == page).then_some(())?;
-    let declared = usize::from(be16(data, 2)?);
-    let body = data.get(4..)?;
-    Some(&body[..declared.min(body.len())])
 }
 
 /// Capacity (SBC-3 clause 5.16.2).
@@ -294,19 +301,19 @@ impl Capacity {
     /// Reads READ CAPACITY (16) data; `None` where it is short, or its sizes cannot be worked with.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
-        let blocks = be64(data, 0)?.checked_add(1)?;
-        let block_size = be32(data, 8)?;
+        use capacity_16::{BLOCK_LENGTH, LAST_LBA, LBPME, LBPRZ, PHYSICAL_EXPONENT};
+        let blocks = LAST_LBA.get(data)?.checked_add(1)?;
+        let block_size = BLOCK_LENGTH.get(data)?;
         let legal = block_size.is_power_of_two() && (512..=65536).contains(&block_size);
         // The size in bytes must be a number that 64 bits hold.
         blocks.checked_mul(block_size.into())?;
         legal.then_some(())?;
-        let flags = data.get(14).copied().unwrap_or(0);
         Some(Self {
             blocks,
             block_size,
-            physical_exponent: data.get(13).copied().unwrap_or(0) & 0x0f,
-            provisioning: flags & 0x80 != 0,
-            reads_zeroes: flags & 0x40 != 0,
+            physical_exponent: PHYSICAL_EXPONENT.get(data).unwrap_or(0),
+            provisioning: LBPME.get(data) == Some(true),
+            reads_zeroes: LBPRZ.get(data) == Some(true),
         })
     }
 }
@@ -328,15 +335,17 @@ pub struct BlockLimits {
 }
 
 impl BlockLimits {
-    /// Reads the page's body; fields that were not received are zero.
+    /// Reads the page; fields that were not received are zero.
     #[must_use]
-    pub fn parse(body: &[u8]) -> Self {
+    pub fn parse(page: &[u8]) -> Self {
+        use block_limits as field;
+        let blocks = |field: Field<u32>| field.get(page).unwrap_or(0);
         Self {
-            max_transfer: be32(body, 4).unwrap_or(0),
-            optimal_transfer: be32(body, 8).unwrap_or(0),
-            max_unmap: be32(body, 16).unwrap_or(0),
-            unmap_granularity: be32(body, 24).unwrap_or(0),
-            max_write_same: be64(body, 32).unwrap_or(0),
+            max_transfer: blocks(field::MAXIMUM_TRANSFER_LENGTH),
+            optimal_transfer: blocks(field::OPTIMAL_TRANSFER_LENGTH),
+            max_unmap: blocks(field::MAXIMUM_UNMAP_LBA_COUNT),
+            unmap_granularity: blocks(field::OPTIMAL_UNMAP_GRANULARITY),
+            max_write_same: field::MAXIMUM_WRITE_SAME_LENGTH.get(page).unwrap_or(0),
         }
     }
 }
@@ -351,13 +360,12 @@ pub struct Provisioning {
 }
 
 impl Provisioning {
-    /// Reads the page's body.
+    /// Reads the page.
     #[must_use]
-    pub fn parse(body: &[u8]) -> Self {
-        let flags = body.get(1).copied().unwrap_or(0);
+    pub fn parse(page: &[u8]) -> Self {
         Self {
-            unmap: flags & 0x80 != 0,
-            write_same: flags & 0x40 != 0,
+            unmap: provisioning::LBPU.get(page) == Some(true),
+            write_same: provisioning::LBPWS.get(page) == Some(true),
         }
     }
 }
@@ -385,15 +393,10 @@ impl Identity {
             serial: serial.map(text).filter(|s| !s.is_empty()),
             ..Self::default()
         };
-        let mut rest = designators.unwrap_or(&[]);
-        while let [_, kind, _, len, tail @ ..] = rest {
-            let Some(id) = tail.get(..usize::from(*len)) else {
-                break;
-            };
-            rest = &tail[usize::from(*len)..];
+        for one in designator::parse(designators.unwrap_or(&[])) {
             // Only designators of the logical unit itself.
-            if *kind & 0x30 == 0 {
-                identity.take(*kind & 0x0f, id);
+            if one.association == LOGICAL_UNIT && one.is_whole {
+                identity.take(one.kind, one.id);
             }
         }
         identity
@@ -402,25 +405,17 @@ impl Identity {
     fn take(&mut self, kind: u8, id: &[u8]) {
         let hex = || id.iter().map(|b| format!("{b:02x}")).collect::<String>();
         let (field, value) = match kind {
-            1 => (&mut self.t10, text(id)),
-            2 => (&mut self.eui, hex()),
-            3 => (&mut self.naa, hex()),
-            8 => (&mut self.name, text(id)),
+            T10_VENDOR => (&mut self.t10, text(id)),
+            EUI_64 => (&mut self.eui, hex()),
+            NAA => (&mut self.naa, hex()),
+            SCSI_NAME_STRING => (&mut self.name, text(id)),
             _ => return,
         };
         field.get_or_insert(value);
     }
 }
 
-/// The generation of a unit's volatile cache: the body of the vendor specific page C0h of `riserd`,
-/// which begins with a mark, since other vendors' pages of that number mean other things.
-#[must_use]
-pub fn cache_generation(body: &[u8]) -> Option<[u8; 16]> {
-    let generation = body.strip_prefix(b"RISERGEN")?;
-    generation.first_chunk().copied()
-}
-
-/// What MODE SENSE (6) tells of caching (SBC-3 clause 6.4.6) and of the medium.
+/// The answer to MODE SENSE (6) about caching (SBC-3 6.5.5) and the medium.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachingPage {
     /// WCE: writes may be in a volatile cache when they are answered.
@@ -433,59 +428,15 @@ impl CachingPage {
     /// Reads mode parameter data; `None` where it is too short. A missing page means no cache.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
-        let write_protected = data.get(2)? & 0x80 != 0;
-        let page = 4 + usize::from(*data.get(3)?);
-        let write_cache = match data.get(page..) {
-            Some([code, _, flags, ..]) if code & 0x3f == 0x08 => flags & 0x04 != 0,
-            _ => false,
-        };
+        let write_protected = mode::header_6::WP.get(data)?;
+        let descriptors = mode::header_6::BLOCK_DESCRIPTOR_LENGTH.get(data)?;
+        let page = data.get(mode::header_6::LEN + usize::from(descriptors)..);
+        let caching = page.filter(|page| mode::PAGE_CODE.get(page) == Some(mode::CACHING));
         Some(Self {
-            write_cache,
+            write_cache: caching.and_then(|page| mode::caching::WCE.get(page)) == Some(true),
             write_protected,
         })
     }
-}
-
-/// The logical unit numbers of REPORT LUNS data that have one of the simple forms, in order.
-#[must_use]
-pub fn parse_luns(data: &[u8]) -> Vec<LunId> {
-    let declared = be32(data, 0).unwrap_or(0) as usize;
-    let list = data.get(8..).unwrap_or(&[]);
-    list[..declared.min(list.len())]
-        .chunks_exact(8)
-        .filter_map(
-            |lun| match LunAddress::parse(lun.try_into().expect("eight bytes")) {
-                Ok(LunAddress::Unit(id)) => Some(id),
-                _ => None,
-            },
-        )
-        .collect()
-}
-
-/// A run of blocks from GET LBA STATUS (SBC-3 clause 5.5.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LbaStatus {
-    /// The run.
-    pub range: BlockRange,
-    /// PROVISIONING STATUS: 0 mapped or unknown, 1 deallocated, 2 anchored.
-    pub status: u8,
-}
-
-/// The runs of GET LBA STATUS data, in order.
-pub fn parse_lba_status(data: &[u8]) -> impl Iterator<Item = LbaStatus> {
-    let declared = be32(data, 0).unwrap_or(0).saturating_sub(4) as usize;
-    let list = data.get(8..).unwrap_or(&[]);
-    list[..declared.min(list.len())]
-        .chunks_exact(16)
-        .filter_map(|run| {
-            Some(LbaStatus {
-                range: BlockRange {
-                    lba: be64(run, 0)?,
-                    blocks: be32(run, 8)?,
-                },
-                status: run[12] & 0x0f,
-            })
-        })
 }
 
 #[cfg(test)]
@@ -526,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn effects_tell_what_may_be_repeated() {
+    fn effects_say_what_may_be_repeated() {
         assert!(Command::read(RANGE, 512).effect == Effect::None);
         let write = |lba, blocks| Command::write(BlockRange { lba, blocks }, 512, false).effect;
         assert!(write(0, 8).conflicts(write(7, 1)));
@@ -594,28 +545,23 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_cut_to_what_they_declare_and_what_came() {
-        let data = [0, 0xb0, 0, 2, 1, 2, 3];
-        assert_eq!(vpd_body(&data, 0xb0), Some(&[1, 2][..]));
-        assert_eq!(vpd_body(&data, 0x80), None);
-        assert_eq!(vpd_body(&[0, 0xb0, 0xff, 0xff, 1], 0xb0), Some(&[1][..]));
-        assert_eq!(vpd_body(&[0, 0xb0, 0], 0xb0), None);
+    fn mode_data_have_cache_and_write_protection() {
         let caching = CachingPage::parse(&[20, 0, 0x80, 0, 8, 18, 4, 0]).unwrap();
         assert!(caching.write_cache && caching.write_protected);
     }
 
     proptest! {
         #[test]
-        fn nothing_a_target_tells_panics(data: Vec<u8>) {
+        fn nothing_a_target_sends_panics(data: Vec<u8>) {
             let _ = Inquiry::parse(&data);
             let _ = Capacity::parse(&data);
             let _ = BlockLimits::parse(&data);
             let _ = Provisioning::parse(&data);
             let _ = Identity::parse(Some(&data), Some(&data));
             let _ = CachingPage::parse(&data);
-            let _ = parse_luns(&data);
-            let _ = parse_lba_status(&data).count();
-            let _ = vpd_body(&data, 0x83);
+            let _ = luns::parse(&data);
+            let _ = riser_scsi::data::lba_status::parse(&data);
+            let _ = riser_scsi::data::vpd::body(&data, 0x83);
         }
     }
 }

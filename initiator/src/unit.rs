@@ -44,12 +44,13 @@ use std::fmt;
 use std::io::{Error, ErrorKind};
 use std::time::Duration;
 
+use riser_scsi::data::cdb::block_16::FUA;
+use riser_scsi::data::vpd;
+use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::sense::{AdditionalSense, SenseKey};
 
-use crate::request::{Answer, CHECK_CONDITION, Cdb, DataLen, Effect, GOOD};
-use crate::scsi::{
-    CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN, cache_generation, vpd_body,
-};
+use crate::request::{Answer, CHECK_CONDITION, DataLen, Effect, GOOD};
+use crate::scsi::{CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN};
 use crate::session::{ConnectError, Down, SrpLoginError};
 
 /// A host that was silent for no longer has not restarted with its targets. A lost connection of iSCSI
@@ -160,22 +161,19 @@ impl Check {
     /// The command to send next, with room for [`VPD_LEN`] bytes of data.
     #[must_use]
     pub fn command(&self) -> Command {
-        let [high, low] = VPD_LEN.to_be_bytes();
-        let inquiry = |evpd, page| [0x12, evpd, page, high, low, 0];
-        let cdb = match self.step {
-            Step::Inquiry => Cdb::new(&inquiry(0, 0)),
-            Step::Designators => Cdb::new(&inquiry(1, 0x83)),
-            Step::Serial => Cdb::new(&inquiry(1, 0x80)),
-            Step::Cache => Cdb::new(&inquiry(1, 0xc0)),
-            Step::Caching => Some(Command::mode_sense_caching().cdb),
-            Step::Capacity => {
-                Cdb::new(&[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, high, low, 0, 0])
-            }
-        };
-        Command::raw(
-            cdb.expect("a CDB of legal length"),
-            DataLen::In(VPD_LEN.into()),
-        )
+        let inquiry = |page| Command::inquiry_of(page, VPD_LEN);
+        match self.step {
+            Step::Inquiry => inquiry(None),
+            Step::Designators => inquiry(Some(vpd::DEVICE_IDENTIFICATION)),
+            Step::Serial => inquiry(Some(vpd::UNIT_SERIAL_NUMBER)),
+            Step::Cache => inquiry(Some(vpd::CACHE_GENERATION)),
+            Step::Caching => Command {
+                // The buffer is the same for every question.
+                len: DataLen::In(VPD_LEN.into()),
+                ..Command::mode_sense_caching()
+            },
+            Step::Capacity => Command::read_capacity_of(VPD_LEN.into()),
+        }
     }
 
     /// Whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither carried out nor refused
@@ -209,16 +207,18 @@ impl Check {
                 Step::Designators
             }
             Step::Designators => {
-                self.designators = vpd_body(data, 0x83).map(<[u8]>::to_vec);
+                self.designators = vpd::body(data, vpd::DEVICE_IDENTIFICATION).map(<[u8]>::to_vec);
                 Step::Serial
             }
             Step::Serial => {
                 let designators = self.designators.as_deref();
-                self.found.identity = Identity::parse(vpd_body(data, 0x80), designators);
+                self.found.identity =
+                    Identity::parse(vpd::body(data, vpd::UNIT_SERIAL_NUMBER), designators);
                 Step::Cache
             }
             Step::Cache => {
-                self.found.cache = vpd_body(data, 0xc0).and_then(cache_generation);
+                self.found.cache =
+                    vpd::body(data, vpd::CACHE_GENERATION).and_then(vpd::cache_generation);
                 Step::Caching
             }
             Step::Caching => {
@@ -399,20 +399,24 @@ pub fn books(cache: Option<WriteCache>, is_on: Option<bool>) -> Option<WriteCach
 /// clauses 5.25 and 5.26) of the whole medium.
 #[must_use]
 pub fn is_flush(command: &Command) -> bool {
-    matches!(command.cdb.opcode(), 0x35 | 0x91) && command.effect == Effect::Medium
+    let row = Opcode::of(command.cdb.as_bytes());
+    row.kind == Kind::Flush && command.effect == Effect::Medium
 }
 
 /// Whether a command leaves something in a volatile cache: all that change the medium, but for flushes
 /// and writes with FUA.
 #[must_use]
 pub fn is_cached(command: &Command) -> bool {
-    const WRITE_10: u8 = 0x2a;
-    const WRITE_12: u8 = 0xaa;
-    const WRITE_16: u8 = 0x8a;
-    let fua = command.cdb.as_bytes().get(1).is_some_and(|b| b & 0x08 != 0);
-    match command.cdb.opcode() {
-        WRITE_10 | WRITE_12 | WRITE_16 => !fua,
-        _ => command.effect != Effect::None && !is_flush(command),
+    const WITH_FUA: [&Opcode; 3] = [
+        Opcode::named("WRITE (10)"),
+        Opcode::named("WRITE (12)"),
+        Opcode::named("WRITE (16)"),
+    ];
+    let cdb = command.cdb.as_bytes();
+    let row = Opcode::of(cdb);
+    match WITH_FUA.iter().any(|with_fua| row.is(with_fua)) {
+        true => FUA.get(cdb) != Some(true),
+        false => command.effect != Effect::None && !is_flush(command),
     }
 }
 

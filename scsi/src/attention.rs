@@ -5,7 +5,7 @@
 //! the order of [`Attention`], so a nexus that never asks costs a fixed two
 //! bytes.
 
-use crate::data::mode::THRESHOLD_DESCRIPTOR;
+use crate::data::mode::provisioning;
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 
 /// A unit attention condition, in the order of reporting.
@@ -75,7 +75,7 @@ impl Attention {
             },
         );
         match self {
-            Self::SoftThreshold => sense.with_information(THRESHOLD_DESCRIPTOR as u64),
+            Self::SoftThreshold => sense.with_information(provisioning::DESCRIPTOR as u64),
             _ => sense,
         }
     }

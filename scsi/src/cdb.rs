@@ -3,6 +3,8 @@
 //! A [`Cdb`] exists only after the opcode table has fixed its length, so its accessors cannot miss.
 //! The layouts of block commands differ by length only (SPC-4 4.2.2): [`Cdb::extent`] knows all four.
 
+use crate::data::cdb::block_16;
+use crate::data::field::{Field, Value};
 use crate::sense::Sense;
 
 /// The longest CDB in the opcode table, in bytes.
@@ -66,7 +68,7 @@ impl Usage {
 
 /// A CDB of known length.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Cdb {
+pub struct Cdb {
     bytes: [u8; CDB_MAX],
     len: usize,
 }
@@ -112,6 +114,40 @@ impl Cdb {
         Some(cdb)
     }
 
+    /// The CDB of a command to send: OPERATION CODE, SERVICE ACTION and zeroes.
+    pub(crate) fn new(code: u8, service_action: Option<u8>, usage: &Usage) -> Self {
+        let mut bytes = [0; CDB_MAX];
+        bytes[0] = code;
+        bytes[1] = service_action.unwrap_or(0);
+        Self {
+            bytes,
+            len: usage.len,
+        }
+    }
+
+    /// The CDB with another value of a field.
+    ///
+    /// # Panics
+    /// The field has no room for the value.
+    #[must_use]
+    pub fn with<T: Value>(mut self, field: Field<T>, value: T) -> Self {
+        field.set(&mut self.bytes[..self.len], value);
+        self
+    }
+
+    /// The bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+
+    /// The value of a field.
+    pub(crate) fn get<T: Value>(&self, field: Field<T>) -> T {
+        field
+            .get(&self.bytes)
+            .expect("the opcode table has fixed the length of the CDB")
+    }
+
     fn take(received: &[u8], len: usize) -> Option<Self> {
         let mut bytes = [0; CDB_MAX];
         bytes[..len].copy_from_slice(received.get(..len)?);
@@ -132,10 +168,6 @@ impl Cdb {
 
     pub(crate) fn be32(&self, index: usize) -> u32 {
         u32::from(self.be16(index)) << 16 | u32::from(self.be16(index + 2))
-    }
-
-    pub(crate) fn be64(&self, index: usize) -> u64 {
-        u64::from(self.be32(index)) << 32 | u64::from(self.be32(index + 4))
     }
 
     /// LOGICAL BLOCK ADDRESS and TRANSFER LENGTH of a block command.
@@ -162,9 +194,9 @@ impl Cdb {
                 length_byte: 6,
             },
             _ => Extent {
-                lba: self.be64(2),
-                blocks: u64::from(self.be32(10)),
-                length_byte: 10,
+                lba: self.get(block_16::LOGICAL_BLOCK_ADDRESS),
+                blocks: u64::from(self.get(block_16::TRANSFER_LENGTH)),
+                length_byte: block_16::TRANSFER_LENGTH.at() as u16,
             },
         }
     }

@@ -69,7 +69,7 @@
 
 pub mod access;
 pub mod attention;
-mod cdb;
+pub mod cdb;
 mod commands;
 pub mod config;
 pub mod data;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use riser_scsi::data::{inquiry, vpd};
 use riser_scsi::lun::LunId;
 use serde::Serialize;
 
@@ -40,24 +41,24 @@ pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
     let failed = |e: LunError| lun_failed(format!("INQUIRY of {url} failed"), e);
     let malformed = |e| CliError::new(Exit::Failure, format!("INQUIRY data of {url}")).because(e);
     let data = standard_data(&session, lun, global.timeout).map_err(failed)?;
-    if data.first().is_some_and(|b| b >> 5 == 3) {
+    if inquiry::PERIPHERAL_QUALIFIER.get(&data) == Some(inquiry::QUALIFIER_INCAPABLE) {
         return Err(CliError::new(
             Exit::NotFound,
             format!("the target has no logical unit {number}"),
         ));
     }
-    let vpd = |code| task::block_on(session.vpd(lun, code)).map_err(failed);
+    let fetch = |code| task::block_on(session.vpd(lun, code)).map_err(failed);
     let mut document = Document {
         url: url.to_string(),
         lun: number,
         standard: standard(&data).map_err(malformed)?,
         pages: Vec::new(),
     };
-    for code in supported_pages(&vpd(0)?).map_err(malformed)? {
+    for code in supported_pages(&fetch(vpd::SUPPORTED_PAGES)?).map_err(malformed)? {
         document.pages.push(Page {
             code: format!("{code:02x}h"),
             name: page_name(code),
-            fields: page(code, &vpd(code)?).map_err(malformed)?,
+            fields: page(code, &fetch(code)?).map_err(malformed)?,
         });
     }
     task::block_on(session.close());

@@ -1,8 +1,12 @@
-//! The layouts of INQUIRY data.
+//! INQUIRY data as named fields.
 //!
-//! Pages of plain numbers and flags are tables of places; the others have a function each. A field
+//! Pages of plain numbers and flags are tables of fields; the others have a function each. A field
 //! that lies beyond the received bytes is left out.
 
+use riser_scsi::data::designator::{self, Designator};
+use riser_scsi::data::field::Field;
+use riser_scsi::data::inquiry;
+use riser_scsi::data::vpd::{self, block_limits, characteristics, extended_inquiry, provisioning};
 use thiserror::Error;
 
 use super::fields::{Fields, Value};
@@ -23,105 +27,182 @@ pub enum InquiryError {
     },
 }
 
-/// Where a field is and how it is read. Offsets count from the page's first byte.
-enum Place {
-    /// A bit of a byte.
-    Bit(usize, u8),
-    /// Some bits of a byte: shift and mask.
-    Bits(usize, u8, u8),
-    /// A big-endian number: offset and length.
-    Number(usize, usize),
-    /// A number of which 0 says that nothing is reported.
-    NonZero(usize, usize),
+/// How a field is shown.
+enum Shown {
+    /// As yes or no.
+    Flag(Field<bool>),
+    /// As a number.
+    Number(Field<u64>),
+    /// As a number of which 0 says that nothing is reported.
+    NonZero(Field<u64>),
 }
 
-type Table = &'static [(&'static str, Place)];
+type Table = &'static [(&'static str, Shown)];
 
-use Place::{Bit, Bits, NonZero, Number};
-
-const EXTENDED_INQUIRY: Table = &[
-    ("activate_microcode", Bits(4, 6, 3)),
-    ("protection_types_supported", Bits(4, 3, 7)),
-    ("guard_check", Bit(4, 2)),
-    ("application_tag_check", Bit(4, 1)),
-    ("reference_tag_check", Bit(4, 0)),
-    ("unit_attention_with_specific_sense", Bit(5, 5)),
-    ("group_function", Bit(5, 4)),
-    ("priority", Bit(5, 3)),
-    ("head_of_queue", Bit(5, 2)),
-    ("ordered", Bit(5, 1)),
-    ("simple", Bit(5, 0)),
-    ("write_uncorrectable", Bit(6, 3)),
-    ("correction_disable", Bit(6, 2)),
-    ("non_volatile_cache", Bit(6, 1)),
-    ("volatile_cache", Bit(6, 0)),
-    ("protection_information_interval", Bit(7, 4)),
-    ("luns_cleared_by_i_t_nexus_loss", Bit(7, 0)),
-    ("referrals", Bit(8, 4)),
-    ("capability_based_command_security", Bit(8, 0)),
-    ("multi_i_t_nexus_microcode", Bits(9, 0, 15)),
-    ("extended_self_test_minutes", NonZero(10, 2)),
-    ("power_on_activation", Bit(12, 7)),
-    ("hard_reset_activation", Bit(12, 6)),
-    ("vendor_specific_activation", Bit(12, 5)),
-    ("maximum_sense_bytes", NonZero(13, 1)),
-];
-
-const BLOCK_LIMITS: Table = &[
-    ("write_same_non_zero", Bit(4, 0)),
-    ("maximum_compare_and_write_blocks", NonZero(5, 1)),
-    ("optimal_transfer_granularity_blocks", NonZero(6, 2)),
-    ("maximum_transfer_blocks", NonZero(8, 4)),
-    ("optimal_transfer_blocks", NonZero(12, 4)),
-    ("maximum_prefetch_blocks", NonZero(16, 4)),
-    ("maximum_unmap_blocks", NonZero(20, 4)),
-    ("maximum_unmap_descriptors", NonZero(24, 4)),
-    ("optimal_unmap_granularity_blocks", NonZero(28, 4)),
-    ("maximum_write_same_blocks", NonZero(36, 8)),
-    ("maximum_atomic_transfer_blocks", NonZero(44, 4)),
-    ("atomic_alignment_blocks", NonZero(48, 4)),
-    ("atomic_transfer_granularity_blocks", NonZero(52, 4)),
-];
-
-const CHARACTERISTICS: Table = &[
-    ("medium_rotation_rate", Number(4, 2)),
-    ("product_type", Number(6, 1)),
-    ("write_after_block_erase", Bits(7, 6, 3)),
-    ("write_after_cryptographic_erase", Bits(7, 4, 3)),
-    ("nominal_form_factor", Bits(7, 0, 15)),
-    ("zoned", Bits(8, 4, 3)),
-    ("fuab", Bit(8, 1)),
-    ("verify_byte_check_unmapped_lba_supported", Bit(8, 0)),
-];
-
-const PROVISIONING: Table = &[
-    ("threshold_exponent", Number(4, 1)),
-    ("unmap", Bit(5, 7)),
-    ("write_same_16_unmap", Bit(5, 6)),
-    ("write_same_10_unmap", Bit(5, 5)),
-    ("unmapped_blocks_read", Bits(5, 2, 7)),
-    ("anchor", Bit(5, 1)),
-    ("descriptor_present", Bit(5, 0)),
-    ("provisioning_type", Bits(6, 0, 7)),
-];
-
-fn number(data: &[u8], at: usize, len: usize) -> Option<u64> {
-    let bytes = data.get(at..at.checked_add(len)?)?;
-    Some(bytes.iter().fold(0, |n, b| n << 8 | u64::from(*b)))
+/// A flag.
+const fn flag(field: Field<bool>) -> Shown {
+    Shown::Flag(field)
 }
+
+/// A number.
+const fn number<T>(field: Field<T>) -> Shown {
+    Shown::Number(field.as_number())
+}
+
+/// A number that may not be reported.
+const fn non_zero<T>(field: Field<T>) -> Shown {
+    Shown::NonZero(field.as_number())
+}
+
+const STANDARD: Table = {
+    use inquiry as field;
+    &[
+        ("peripheral_qualifier", number(field::PERIPHERAL_QUALIFIER)),
+        (
+            "peripheral_device_type",
+            number(field::PERIPHERAL_DEVICE_TYPE),
+        ),
+        ("removable", flag(field::RMB)),
+        ("version", number(field::VERSION)),
+        ("hierarchical_luns", flag(field::HISUP)),
+        ("response_data_format", number(field::RESPONSE_DATA_FORMAT)),
+        ("target_port_groups", number(field::TPGS)),
+        ("third_party_copy", flag(field::THIRD_PARTY_COPY)),
+        ("protection", flag(field::PROTECT)),
+        ("multi_port", flag(field::MULTIP)),
+        ("command_queuing", flag(field::CMDQUE)),
+    ]
+};
+
+const EXTENDED_INQUIRY: Table = {
+    use extended_inquiry as field;
+    &[
+        ("activate_microcode", number(field::ACTIVATE_MICROCODE)),
+        ("protection_types_supported", number(field::SPT)),
+        ("guard_check", flag(field::GRD_CHK)),
+        ("application_tag_check", flag(field::APP_CHK)),
+        ("reference_tag_check", flag(field::REF_CHK)),
+        ("unit_attention_with_specific_sense", flag(field::UASK_SUP)),
+        ("group_function", flag(field::GROUP_SUP)),
+        ("priority", flag(field::PRIOR_SUP)),
+        ("head_of_queue", flag(field::HEADSUP)),
+        ("ordered", flag(field::ORDSUP)),
+        ("simple", flag(field::SIMPSUP)),
+        ("write_uncorrectable", flag(field::WU_SUP)),
+        ("correction_disable", flag(field::CRD_SUP)),
+        ("non_volatile_cache", flag(field::NV_SUP)),
+        ("volatile_cache", flag(field::V_SUP)),
+        ("protection_information_interval", flag(field::P_I_I_SUP)),
+        ("luns_cleared_by_i_t_nexus_loss", flag(field::LUICLR)),
+        ("referrals", flag(field::R_SUP)),
+        ("capability_based_command_security", flag(field::CBCS)),
+        (
+            "multi_i_t_nexus_microcode",
+            number(field::MULTI_NEXUS_MICROCODE),
+        ),
+        (
+            "extended_self_test_minutes",
+            non_zero(field::EXTENDED_SELF_TEST_MINUTES),
+        ),
+        ("power_on_activation", flag(field::POA_SUP)),
+        ("hard_reset_activation", flag(field::HRA_SUP)),
+        ("vendor_specific_activation", flag(field::VSA_SUP)),
+        ("maximum_sense_bytes", non_zero(field::MAXIMUM_SENSE_LENGTH)),
+    ]
+};
+
+const BLOCK_LIMITS: Table = {
+    use block_limits as field;
+    &[
+        ("write_same_non_zero", flag(field::WSNZ)),
+        (
+            "maximum_compare_and_write_blocks",
+            non_zero(field::MAXIMUM_COMPARE_AND_WRITE_LENGTH),
+        ),
+        (
+            "optimal_transfer_granularity_blocks",
+            non_zero(field::OPTIMAL_TRANSFER_LENGTH_GRANULARITY),
+        ),
+        (
+            "maximum_transfer_blocks",
+            non_zero(field::MAXIMUM_TRANSFER_LENGTH),
+        ),
+        (
+            "optimal_transfer_blocks",
+            non_zero(field::OPTIMAL_TRANSFER_LENGTH),
+        ),
+        (
+            "maximum_prefetch_blocks",
+            non_zero(field::MAXIMUM_PREFETCH_LENGTH),
+        ),
+        (
+            "maximum_unmap_blocks",
+            non_zero(field::MAXIMUM_UNMAP_LBA_COUNT),
+        ),
+        (
+            "maximum_unmap_descriptors",
+            non_zero(field::MAXIMUM_UNMAP_BLOCK_DESCRIPTOR_COUNT),
+        ),
+        (
+            "optimal_unmap_granularity_blocks",
+            non_zero(field::OPTIMAL_UNMAP_GRANULARITY),
+        ),
+        (
+            "maximum_write_same_blocks",
+            non_zero(field::MAXIMUM_WRITE_SAME_LENGTH),
+        ),
+        (
+            "maximum_atomic_transfer_blocks",
+            non_zero(field::MAXIMUM_ATOMIC_TRANSFER_LENGTH),
+        ),
+        ("atomic_alignment_blocks", non_zero(field::ATOMIC_ALIGNMENT)),
+        (
+            "atomic_transfer_granularity_blocks",
+            non_zero(field::ATOMIC_TRANSFER_LENGTH_GRANULARITY),
+        ),
+    ]
+};
+
+const CHARACTERISTICS: Table = {
+    use characteristics as field;
+    &[
+        ("medium_rotation_rate", number(field::MEDIUM_ROTATION_RATE)),
+        ("product_type", number(field::PRODUCT_TYPE)),
+        ("write_after_block_erase", number(field::WABEREQ)),
+        ("write_after_cryptographic_erase", number(field::WACEREQ)),
+        ("nominal_form_factor", number(field::NOMINAL_FORM_FACTOR)),
+        ("zoned", number(field::ZONED)),
+        ("fuab", flag(field::FUAB)),
+        (
+            "verify_byte_check_unmapped_lba_supported",
+            flag(field::VBULS),
+        ),
+    ]
+};
+
+const PROVISIONING: Table = {
+    use provisioning as field;
+    &[
+        ("threshold_exponent", number(field::THRESHOLD_EXPONENT)),
+        ("unmap", flag(field::LBPU)),
+        ("write_same_16_unmap", flag(field::LBPWS)),
+        ("write_same_10_unmap", flag(field::LBPWS10)),
+        ("unmapped_blocks_read", number(field::LBPRZ)),
+        ("anchor", flag(field::ANC_SUP)),
+        ("descriptor_present", flag(field::DP)),
+        ("provisioning_type", number(field::PROVISIONING_TYPE)),
+    ]
+};
 
 fn by_table(data: &[u8], table: Table) -> Fields {
     let mut fields = Fields::default();
-    for (name, place) in table {
-        let value = match *place {
-            Bit(at, bit) => data.get(at).map(|b| Value::Flag(b >> bit & 1 != 0)),
-            Bits(at, shift, mask) => data
-                .get(at)
-                .map(|b| Value::Number(u64::from(b >> shift & mask))),
-            Number(at, len) => number(data, at, len).map(Value::Number),
-            NonZero(at, len) => {
-                number(data, at, len).map(|n| Value::Optional((n != 0).then_some(n)))
-            }
+    for (name, shown) in table {
+        let value = match shown {
+            Shown::Flag(field) => field.get(data).map(Value::Flag),
+            Shown::Number(field) => field.get(data).map(Value::Number),
+            Shown::NonZero(field) => field
+                .get(data)
+                .map(|n| Value::Optional((n != 0).then_some(n))),
         };
         if let Some(value) = value {
             fields.push(name, value);
@@ -145,40 +226,20 @@ fn text(bytes: &[u8]) -> String {
 /// # Errors
 /// It has less than the 36 bytes that every target sends.
 pub fn standard(data: &[u8]) -> Result<Fields, InquiryError> {
-    const VERSIONS: usize = 58;
-    if data.len() < 36 {
-        return Err(InquiryError::TooShort(data.len()));
+    let data = inquiry::received(data).ok_or(InquiryError::TooShort(data.len()))?;
+    let mut fields = by_table(data, STANDARD);
+    for (name, place) in [
+        ("vendor", inquiry::VENDOR),
+        ("product", inquiry::PRODUCT),
+        ("revision", inquiry::REVISION),
+    ] {
+        let value = place.get(data).map(text).unwrap_or_default();
+        fields.push(name, Value::Text(value));
     }
-    // What is behind the declared length is padding.
-    let data = &data[..data.len().min(usize::from(data[4]) + 5).max(36)];
-    let mut fields = by_table(
-        data,
-        &[
-            ("peripheral_qualifier", Bits(0, 5, 7)),
-            ("peripheral_device_type", Bits(0, 0, 31)),
-            ("removable", Bit(1, 7)),
-            ("version", Number(2, 1)),
-            ("hierarchical_luns", Bit(3, 4)),
-            ("response_data_format", Bits(3, 0, 15)),
-            ("target_port_groups", Bits(5, 4, 3)),
-            ("third_party_copy", Bit(5, 3)),
-            ("protection", Bit(5, 0)),
-            ("multi_port", Bit(6, 4)),
-            ("command_queuing", Bit(7, 1)),
-        ],
-    );
-    fields.push("vendor", Value::Text(text(&data[8..16])));
-    fields.push("product", Value::Text(text(&data[16..32])));
-    fields.push("revision", Value::Text(text(&data[32..36])));
-    let versions = data.get(VERSIONS..data.len().min(VERSIONS + 16));
-    let versions: Vec<Value> = versions
-        .unwrap_or_default()
-        .as_chunks::<2>()
-        .0
+    let versions: Vec<Value> = inquiry::VERSION_DESCRIPTORS
         .iter()
-        .map(|v| u16::from_be_bytes(*v))
-        .filter(|v| *v != 0)
-        .map(|v| Value::Text(format!("{v:#06x}")))
+        .filter_map(|field| field.get(data).filter(|version| *version != 0))
+        .map(|version| Value::Text(format!("{version:#06x}")))
         .collect();
     if !versions.is_empty() {
         fields.push("version_descriptors", Value::List(versions));
@@ -188,17 +249,8 @@ pub fn standard(data: &[u8]) -> Result<Fields, InquiryError> {
 
 /// A page's header, and its bytes as far as they are there.
 fn checked(code: u8, data: &[u8]) -> Result<&[u8], InquiryError> {
-    if data.len() < 4 {
-        return Err(InquiryError::TooShort(data.len()));
-    }
-    if data[1] != code {
-        return Err(InquiryError::WrongPage {
-            asked: code,
-            got: data[1],
-        });
-    }
-    let declared = 4 + usize::from(u16::from_be_bytes([data[2], data[3]]));
-    Ok(&data[..declared.min(data.len())])
+    let got = vpd::code(data).ok_or(InquiryError::TooShort(data.len()))?;
+    vpd::received(data, code).ok_or(InquiryError::WrongPage { asked: code, got })
 }
 
 /// The codes that page 00h lists.
@@ -206,20 +258,20 @@ fn checked(code: u8, data: &[u8]) -> Result<&[u8], InquiryError> {
 /// # Errors
 /// The data is not that page.
 pub fn supported_pages(data: &[u8]) -> Result<Vec<u8>, InquiryError> {
-    Ok(checked(0, data)?[4..].to_vec())
+    Ok(checked(vpd::SUPPORTED_PAGES, data)?[vpd::HEADER_LEN..].to_vec())
 }
 
 /// A page's name, for those that are decoded.
 #[must_use]
 pub fn page_name(code: u8) -> &'static str {
     match code {
-        0x00 => "supported VPD pages",
-        0x80 => "unit serial number",
-        0x83 => "device identification",
-        0x86 => "extended INQUIRY data",
-        0xb0 => "block limits",
-        0xb1 => "block device characteristics",
-        0xb2 => "logical block provisioning",
+        vpd::SUPPORTED_PAGES => "supported VPD pages",
+        vpd::UNIT_SERIAL_NUMBER => "unit serial number",
+        vpd::DEVICE_IDENTIFICATION => "device identification",
+        vpd::EXTENDED_INQUIRY => "extended INQUIRY data",
+        vpd::BLOCK_LIMITS => "block limits",
+        vpd::BLOCK_DEVICE_CHARACTERISTICS => "block device characteristics",
+        vpd::LOGICAL_BLOCK_PROVISIONING => "logical block provisioning",
         _ => "unknown page",
     }
 }
@@ -230,84 +282,82 @@ pub fn page_name(code: u8) -> &'static str {
 /// The data is not that page.
 pub fn page(code: u8, data: &[u8]) -> Result<Fields, InquiryError> {
     let data = checked(code, data)?;
+    let body = &data[vpd::HEADER_LEN..];
     let one = |name, value| Fields(vec![(name, value)]);
     Ok(match code {
-        0x00 => {
+        vpd::SUPPORTED_PAGES => {
             let code = |c: &u8| Value::Text(format!("{c:02x}h {}", page_name(*c)));
-            one("pages", Value::List(data[4..].iter().map(code).collect()))
+            one("pages", Value::List(body.iter().map(code).collect()))
         }
-        0x80 => one("serial_number", Value::Text(text(&data[4..]))),
-        0x83 => one("designators", Value::List(designators(&data[4..]))),
-        0x86 => by_table(data, EXTENDED_INQUIRY),
-        0xb0 => block_limits(data),
-        0xb1 => by_table(data, CHARACTERISTICS),
-        0xb2 => by_table(data, PROVISIONING),
-        _ => one("data", Value::Bytes(data[4..].to_vec())),
+        vpd::UNIT_SERIAL_NUMBER => one("serial_number", Value::Text(text(body))),
+        vpd::DEVICE_IDENTIFICATION => one(
+            "designators",
+            Value::List(designator::parse(body).iter().map(designator).collect()),
+        ),
+        vpd::EXTENDED_INQUIRY => by_table(data, EXTENDED_INQUIRY),
+        vpd::BLOCK_LIMITS => block_limits(data),
+        vpd::BLOCK_DEVICE_CHARACTERISTICS => by_table(data, CHARACTERISTICS),
+        vpd::LOGICAL_BLOCK_PROVISIONING => by_table(data, PROVISIONING),
+        _ => one("data", Value::Bytes(body.to_vec())),
     })
 }
 
 fn block_limits(data: &[u8]) -> Fields {
     let mut fields = by_table(data, BLOCK_LIMITS);
-    // The alignment is valid where the bit before it says so.
-    if let Some(alignment) = number(data, 32, 4) {
-        let valid = alignment >> 31 != 0;
+    if let Some(alignment) = block_limits::UNMAP_GRANULARITY_ALIGNMENT.get(data) {
+        let valid = block_limits::UGAVALID.get(data) == Some(true);
         fields.push(
             "unmap_granularity_alignment_blocks",
-            Value::Optional(valid.then_some(alignment & 0x7fff_ffff)),
+            Value::Optional(valid.then_some(u64::from(alignment & 0x7fff_ffff))),
         );
     }
     fields
 }
 
-/// Designation descriptors (SPC-4 7.8.6.1).
-fn designators(mut data: &[u8]) -> Vec<Value> {
-    let mut out = Vec::new();
-    while let Some((header, rest)) = data.split_first_chunk::<4>() {
-        let len = usize::from(header[3]).min(rest.len());
-        let (body, rest) = rest.split_at(len);
-        data = rest;
-        let mut fields = Fields::default();
-        let association = match header[1] >> 4 & 3 {
-            0 => "logical unit",
-            1 => "target port",
-            2 => "target device",
-            _ => "reserved",
+fn designator(one: &Designator<'_>) -> Value {
+    use designator as of;
+    let mut fields = Fields::default();
+    let association = match one.association {
+        of::LOGICAL_UNIT => "logical unit",
+        of::TARGET_PORT => "target port",
+        of::TARGET_DEVICE => "target device",
+        _ => "reserved",
+    };
+    fields.push("association", Value::Text(association.into()));
+    if let Some(protocol) = one.protocol {
+        let protocol = match protocol {
+            of::FIBRE_CHANNEL => "Fibre Channel".to_owned(),
+            of::SRP => "SRP".to_owned(),
+            of::ISCSI => "iSCSI".to_owned(),
+            of::SAS => "SAS".to_owned(),
+            other => format!("protocol {other:x}h"),
         };
-        fields.push("association", Value::Text(association.into()));
-        if header[1] & 0x80 != 0 {
-            let protocol = match header[0] >> 4 {
-                0 => "Fibre Channel".to_owned(),
-                4 => "SRP".to_owned(),
-                5 => "iSCSI".to_owned(),
-                6 => "SAS".to_owned(),
-                other => format!("protocol {other:x}h"),
-            };
-            fields.push("protocol", Value::Text(protocol));
-        }
-        let kind = match header[1] & 15 {
-            0 => "vendor specific",
-            1 => "T10 vendor identification",
-            2 => "EUI-64",
-            3 => "NAA",
-            4 => "relative target port",
-            5 => "target port group",
-            6 => "logical unit group",
-            7 => "MD5 logical unit identifier",
-            8 => "SCSI name string",
-            _ => "reserved",
-        };
-        fields.push("type", Value::Text(kind.into()));
-        let value = match (header[1] & 15, header[0] & 15, body) {
-            (4..=6, _, [_, _, high, low]) => {
-                Value::Number(u16::from_be_bytes([*high, *low]).into())
-            }
-            (_, 2 | 3, _) => Value::Text(text(body)),
-            _ => Value::Bytes(body.to_vec()),
-        };
-        fields.push("value", value);
-        out.push(Value::Fields(fields));
+        fields.push("protocol", Value::Text(protocol));
     }
-    out
+    let kind = match one.kind {
+        of::VENDOR_SPECIFIC => "vendor specific",
+        of::T10_VENDOR => "T10 vendor identification",
+        of::EUI_64 => "EUI-64",
+        of::NAA => "NAA",
+        of::RELATIVE_TARGET_PORT => "relative target port",
+        of::TARGET_PORT_GROUP => "target port group",
+        of::LOGICAL_UNIT_GROUP => "logical unit group",
+        of::MD5 => "MD5 logical unit identifier",
+        of::SCSI_NAME_STRING => "SCSI name string",
+        _ => "reserved",
+    };
+    fields.push("type", Value::Text(kind.into()));
+    let value = match (one.kind, one.code_set, one.id) {
+        (
+            of::RELATIVE_TARGET_PORT | of::TARGET_PORT_GROUP | of::LOGICAL_UNIT_GROUP,
+            _,
+            [_, _, high, low],
+        ) => Value::Number(u16::from_be_bytes([*high, *low]).into()),
+        (_, of::ASCII | of::UTF8, _) => Value::Text(text(one.id)),
+        _ => Value::Bytes(one.id.to_vec()),
+    };
+    fields.push("value", value);
+    Value::Fields(fields)
 }
 
 #[cfg(test)]

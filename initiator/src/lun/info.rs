@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use riser_scsi::data::{luns, vpd};
 use riser_scsi::lun::LunId;
 use riser_scsi::sense::SenseKey;
 
@@ -12,10 +13,7 @@ use crate::block::Geometry;
 use crate::engine::{IoData, ScsiIo, Session};
 use crate::request::DataLen;
 use crate::request::RequestError;
-use crate::scsi::{
-    BlockLimits, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning, cache_generation,
-    parse_luns, vpd_body,
-};
+use crate::scsi::{BlockLimits, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning};
 use crate::unit::Snapshot;
 
 /// What a logical unit is.
@@ -117,7 +115,7 @@ impl Session {
     /// [`LunError`].
     pub async fn luns(&self) -> Result<Vec<LunId>, LunError> {
         let data = self.fetch(LunId::ZERO, Command::report_luns()).await?;
-        Ok(parse_luns(&data))
+        Ok(luns::parse(&data))
     }
 
     /// Standard INQUIRY data of a logical unit.
@@ -186,15 +184,21 @@ impl Session {
         );
         judge(&self.submit(ready).await.result?)?;
         // Listed or not, as after each login: what is compared must come from the same questions.
-        let designators = self.page(lun, 0x83).await?;
-        let serial = self.page(lun, 0x80).await?;
-        let generation = self.vendor_page(lun, 0xc0).await?;
-        let pages = self.page(lun, 0x00).await?.unwrap_or_default();
+        let designators = self.page(lun, vpd::DEVICE_IDENTIFICATION).await?;
+        let serial = self.page(lun, vpd::UNIT_SERIAL_NUMBER).await?;
+        let generation = self.vendor_page(lun, vpd::CACHE_GENERATION).await?;
+        let pages = self
+            .page(lun, vpd::SUPPORTED_PAGES)
+            .await?
+            .unwrap_or_default();
         let (mut limits, mut provisioning) = (Vec::new(), Vec::new());
-        for (page, body) in [(0xb0, &mut limits), (0xb2, &mut provisioning)] {
+        for (page, into) in [
+            (vpd::BLOCK_LIMITS, &mut limits),
+            (vpd::LOGICAL_BLOCK_PROVISIONING, &mut provisioning),
+        ] {
             if pages.contains(&page) {
                 let data = self.vpd(lun, page).await?;
-                *body = vpd_body(&data, page).unwrap_or(&[]).to_vec();
+                *into = vpd::received(&data, page).unwrap_or(&[]).to_vec();
             }
         }
         let capacity = self.fetch(lun, Command::read_capacity()).await?;
@@ -217,7 +221,7 @@ impl Session {
             limits: BlockLimits::parse(&limits),
             provisioning: Provisioning::parse(&provisioning),
             caching,
-            cache_generation: generation.as_deref().and_then(cache_generation),
+            cache_generation: generation.as_deref().and_then(vpd::cache_generation),
         })
     }
 
@@ -227,7 +231,7 @@ impl Session {
     /// [`Check::is_conclusive`]: crate::unit::Check::is_conclusive
     async fn page(&self, lun: LunId, page: u8) -> Result<Option<Vec<u8>>, LunError> {
         match self.vpd(lun, page).await {
-            Ok(data) => Ok(vpd_body(&data, page).map(<[u8]>::to_vec)),
+            Ok(data) => Ok(vpd::body(&data, page).map(<[u8]>::to_vec)),
             Err(LunError::Check {
                 key: SenseKey::IllegalRequest,
                 ..

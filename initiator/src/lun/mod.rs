@@ -19,7 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
-use riser_scsi::sense::SenseKey;
+use riser_scsi::data::lba_status;
+use riser_scsi::sense::{AdditionalSense, SenseKey};
 
 pub use self::error::LunError;
 use self::error::{judge, judge_whole};
@@ -28,13 +29,14 @@ use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry
 use crate::engine::{BufferPool, IoData, IoEnd, IoFuture, ScsiIo, Session};
 use crate::request::{Cdb, DataLen};
 use crate::request::{RequestError, Retry};
-use crate::scsi::{BlockRange, Command, parse_lba_status, unmap_list};
+use crate::scsi::{BlockRange, Command, unmap_list};
 
 /// Largest transfer of one command, whatever the target would take.
 const MAX_TRANSFER: u32 = 4 << 20;
 
 /// Runs that one GET LBA STATUS asks for.
-const STATUS_RUNS: u32 = 64;
+const STATUS_RUNS: usize = 64;
+const STATUS_LEN: u32 = (lba_status::HEADER_LEN + lba_status::DESCRIPTOR_LEN * STATUS_RUNS) as u32;
 
 #[derive(Debug)]
 struct LunShared {
@@ -163,14 +165,13 @@ impl Lun {
     /// # Errors
     /// [`LunError`].
     pub async fn flush(&self) -> Result<(), LunError> {
-        const INVALID_OPERATION_CODE: u8 = 0x20;
         let io = self.io(Command::synchronize_cache(), IoData::None);
         match judge(&self.session.submit(io).await.result?) {
             // The command is optional (SBC-3 clause 5.1), and without a cache there is nothing to flush.
             Err(LunError::Check {
                 key: SenseKey::IllegalRequest,
                 additional,
-            }) if additional.code == INVALID_OPERATION_CODE
+            }) if additional.code == AdditionalSense::INVALID_OPERATION_CODE.code
                 && !self.shared.info.caching.write_cache =>
             {
                 Ok(())
@@ -300,7 +301,7 @@ impl Lun {
             return Ok(whole);
         }
         let block = u64::from(self.shared.geometry.block_size);
-        let command = Command::lba_status(range.start / block, 8 + 16 * STATUS_RUNS);
+        let command = Command::lba_status(range.start / block, STATUS_LEN);
         let data = match self.session.fetch(self.shared.info.lun, command).await {
             Ok(data) => data,
             Err(LunError::Check {
@@ -311,15 +312,17 @@ impl Lun {
         };
         let mut at = range.start;
         let mut extents = Vec::new();
-        for run in parse_lba_status(&data) {
-            let start = run.range.lba.saturating_mul(block);
-            let end = start.saturating_add(u64::from(run.range.blocks) * block);
+        for run in lba_status::parse(&data) {
+            let start = run.lba.saturating_mul(block);
+            let end = start.saturating_add(u64::from(run.blocks) * block);
             // The first run may begin before the range; the others must follow one another.
             if start > at || end <= at || at >= range.end {
                 break;
             }
             let kind = match run.status {
-                1 if self.shared.info.capacity.reads_zeroes => ExtentKind::Hole,
+                lba_status::DEALLOCATED if self.shared.info.capacity.reads_zeroes => {
+                    ExtentKind::Hole
+                }
                 _ => ExtentKind::Data,
             };
             let end = end.min(range.end);

@@ -2,23 +2,28 @@
 
 use super::plan::{Plan, PlanResult, Planner};
 use crate::cdb::Cdb;
+use crate::data::capacity::{capacity_10, capacity_16};
+use crate::data::cdb::read_capacity_16::ALLOCATION_LENGTH;
 
-/// READ CAPACITY (10): FFFFFFFFh where the last LBA needs more than 32 bits.
+/// READ CAPACITY (10).
 pub(crate) fn plan_read_capacity_10<M>(planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<M> {
-    let last = u32::try_from(planner.lu.capacity_blocks() - 1).unwrap_or(u32::MAX);
-    let data = [last.to_be_bytes(), planner.block().to_be_bytes()].concat();
+    use capacity_10::{BLOCK_LENGTH, LAST_LBA, LEN};
+    let mut data = vec![0; LEN];
+    let last = planner.lu.capacity_blocks() - 1;
+    LAST_LBA.set(&mut data, u32::try_from(last).unwrap_or(u32::MAX));
+    BLOCK_LENGTH.set(&mut data, planner.block());
     Ok(Plan::data(data, u32::MAX))
 }
 
 /// READ CAPACITY (16).
 pub(crate) fn plan_read_capacity_16<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
+    use capacity_16::{BLOCK_LENGTH, LAST_LBA, LBPME, LBPRZ, LEN, PHYSICAL_EXPONENT};
     let config = planner.lu.config();
-    let mut data = vec![0; 32];
-    data[..8].copy_from_slice(&(planner.lu.capacity_blocks() - 1).to_be_bytes());
-    data[8..12].copy_from_slice(&planner.block().to_be_bytes());
-    data[13] = config.physical_exponent;
-    if config.is_thin() {
-        data[14] = 0xc0; // LBPME, LBPRZ.
-    }
-    Ok(Plan::data(data, cdb.be32(10)))
+    let mut data = vec![0; LEN];
+    LAST_LBA.set(&mut data, planner.lu.capacity_blocks() - 1);
+    BLOCK_LENGTH.set(&mut data, planner.block());
+    PHYSICAL_EXPONENT.set(&mut data, config.physical_exponent);
+    LBPME.set(&mut data, config.is_thin());
+    LBPRZ.set(&mut data, config.is_thin());
+    Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH)))
 }

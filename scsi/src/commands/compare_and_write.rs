@@ -8,10 +8,9 @@ use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Trans
 use super::read_write::Write;
 use super::verify::{Compare, Verify};
 use crate::cdb::Cdb;
+use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::StepResult;
-
-const FUA: u8 = 3;
 
 /// Where COMPARE AND WRITE has its NUMBER OF LOGICAL BLOCKS.
 const BLOCKS_BYTE: u16 = 13;
@@ -55,7 +54,7 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
         received..received + scratch,
         planner.block(),
     );
-    let fua = cdb.bit(1, FUA) || !planner.lu.is_write_cache_enabled();
+    let fua = cdb.get(FUA) || !planner.lu.is_write_cache_enabled();
     Ok(Plan {
         transfer: Transfer::data_out(received),
         buffer_len: received + scratch,

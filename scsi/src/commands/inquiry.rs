@@ -4,25 +4,37 @@ use super::plan::{Plan, PlanResult, Planner};
 use super::vpd;
 use crate::cdb::Cdb;
 use crate::config::Identity;
+use crate::data::cdb::inquiry::{ALLOCATION_LENGTH, EVPD, PAGE_CODE};
+use crate::data::inquiry::{
+    ADDITIONAL_LENGTH, CMDQUE, HISUP, LEN, MIN_LEN, MULTIP, PERIPHERAL_DEVICE_TYPE,
+    PERIPHERAL_QUALIFIER, PRODUCT, QUALIFIER_INCAPABLE, RESPONSE_DATA_FORMAT, REVISION, TYPE_NONE,
+    VENDOR, VERSION, VERSION_DESCRIPTORS,
+};
 use crate::lu::NO_MEDIUM;
 use crate::nexus::{Nexus, PortName};
 use crate::sense::Sense;
 
-/// Length of our standard INQUIRY data in bytes.
-const STANDARD_LEN: usize = 96;
+/// VERSION: SPC-4.
+const SPC_4: u8 = 6;
+/// Version descriptors (SPC-4 table 147).
+const SAM_5: u16 = 0x00a0;
+const SPC_4_DESCRIPTOR: u16 = 0x0460;
+const SBC_3: u16 = 0x04c0;
+const SRP: u16 = 0x0940;
+const ISCSI: u16 = 0x0960;
 
 /// INQUIRY.
 pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    let page = cdb.byte(2);
-    let allocation_length = u32::from(cdb.be16(3));
+    let page = cdb.get(PAGE_CODE);
+    let allocation_length = u32::from(cdb.get(ALLOCATION_LENGTH));
     let nexus = planner.lu.nexus(planner.nexus);
-    if !cdb.bit(1, 0) {
+    if !cdb.get(EVPD) {
         // Without EVPD a page code has no meaning.
         if page != 0 {
             return Err(Sense::cdb_field(2, Some(7)).into());
         }
         let data = standard(&planner.lu.config().identity, nexus.as_deref());
-        return Ok(Plan::data(data.to_vec(), allocation_length));
+        return Ok(Plan::data(data, allocation_length));
     }
     if !planner.lu.has_names() && vpd::NAMING.contains(&page) {
         return Err(NO_MEDIUM.into());
@@ -33,39 +45,43 @@ pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
 }
 
 /// Standard INQUIRY data of a connected direct-access unit.
-fn standard(identity: &Identity, nexus: Option<&Nexus>) -> [u8; STANDARD_LEN] {
-    let mut data = [0; STANDARD_LEN];
-    data[2] = 6; // VERSION: SPC-4.
-    data[3] = 0x12; // HISUP, RESPONSE DATA FORMAT 2.
-    data[4] = (STANDARD_LEN - 5) as u8;
-    data[6] = 0x10; // MULTIP: portals may be added at any time.
-    data[7] = 0x02; // CMDQUE.
-    vpd::ascii(&mut data[8..16], &identity.vendor);
-    vpd::ascii(&mut data[16..32], &identity.product);
-    vpd::ascii(&mut data[32..36], &identity.revision);
+fn standard(identity: &Identity, nexus: Option<&Nexus>) -> Vec<u8> {
+    let mut data = with_len(LEN);
+    // Portals may be added at any time.
+    MULTIP.set(&mut data, true);
+    CMDQUE.set(&mut data, true);
+    VENDOR.set(&mut data, &identity.vendor);
+    PRODUCT.set(&mut data, &identity.product);
+    REVISION.set(&mut data, &identity.revision);
     let transport = match nexus.map(|nexus| &nexus.target.name) {
-        Some(PortName::Srp(_)) => 0x0940,
-        Some(PortName::Iscsi(_)) => 0x0960,
+        Some(PortName::Srp(_)) => SRP,
+        Some(PortName::Iscsi(_)) => ISCSI,
         None => 0,
     };
-    // SAM-5, SPC-4, SBC-3, then the transport (SPC-4 table 147).
-    for (index, version) in [0x00a0_u16, 0x0460, 0x04c0, transport]
-        .into_iter()
-        .enumerate()
-    {
-        data[58 + 2 * index..60 + 2 * index].copy_from_slice(&version.to_be_bytes());
+    let versions = [SAM_5, SPC_4_DESCRIPTOR, SBC_3, transport];
+    for (field, version) in VERSION_DESCRIPTORS.into_iter().zip(versions) {
+        field.set(&mut data, version);
     }
     data
 }
 
-/// Standard INQUIRY data of a logical unit number behind which there is
-/// nothing: peripheral qualifier 011b, device type 1Fh.
+/// Standard INQUIRY data of a logical unit number behind which there is nothing.
 pub(crate) fn absent() -> Vec<u8> {
-    let mut data = vec![0; 36];
-    data[0] = 0x7f;
-    data[2] = 6;
-    data[3] = 0x12;
-    data[4] = 31;
-    data[8..].fill(b' ');
+    let mut data = with_len(MIN_LEN);
+    PERIPHERAL_QUALIFIER.set(&mut data, QUALIFIER_INCAPABLE);
+    PERIPHERAL_DEVICE_TYPE.set(&mut data, TYPE_NONE);
+    for text in [VENDOR, PRODUCT, REVISION] {
+        text.set(&mut data, "");
+    }
+    data
+}
+
+/// What all standard INQUIRY data here begin with.
+fn with_len(len: usize) -> Vec<u8> {
+    let mut data = vec![0; len];
+    VERSION.set(&mut data, SPC_4);
+    HISUP.set(&mut data, true);
+    RESPONSE_DATA_FORMAT.set(&mut data, 2);
+    ADDITIONAL_LENGTH.set(&mut data, (len - ADDITIONAL_LENGTH.at() - 1) as u8);
     data
 }

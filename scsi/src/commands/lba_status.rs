@@ -2,6 +2,8 @@
 
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use crate::cdb::{Cdb, Extent};
+use crate::data::cdb::get_lba_status::{ALLOCATION_LENGTH, STARTING_LBA};
+use crate::data::lba_status::{DEALLOCATED, DESCRIPTOR_LEN, HEADER_LEN, LbaStatus, MAPPED, encode};
 use crate::lu::LogicalUnit;
 use crate::sense::Sense;
 use crate::step::{Allocation, BlockOp, DataIn, StepResult};
@@ -11,8 +13,8 @@ const STATUS_DESCRIPTORS: u32 = 256;
 
 /// A GET LBA STATUS that gathers descriptors.
 #[derive(Debug)]
-pub(crate) struct LbaStatus {
-    data: Vec<u8>,
+pub(crate) struct GetLbaStatus {
+    runs: Vec<LbaStatus>,
     allocation_length: u32,
     /// Byte on the medium to ask about next.
     offset: u64,
@@ -21,24 +23,24 @@ pub(crate) struct LbaStatus {
 }
 
 /// GET LBA STATUS.
-pub(crate) fn plan_get_lba_status<M: From<LbaStatus>>(
+pub(crate) fn plan_get_lba_status<M: From<GetLbaStatus>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
 ) -> PlanResult<M> {
     // The starting LBA itself must exist.
     let start = Extent {
-        lba: cdb.be64(2),
+        lba: cdb.get(STARTING_LBA),
         blocks: 1,
-        length_byte: 2,
+        length_byte: STARTING_LBA.at() as u16,
     };
     let (offset, _) = planner.byte_range(start)?;
-    let allocation_length = cdb.be32(10);
+    let allocation_length = cdb.get(ALLOCATION_LENGTH);
     let room = allocation_length
-        .saturating_sub(8)
-        .div_ceil(16)
+        .saturating_sub(HEADER_LEN as u32)
+        .div_ceil(DESCRIPTOR_LEN as u32)
         .clamp(1, STATUS_DESCRIPTORS);
-    let status = LbaStatus {
-        data: vec![0; 8],
+    let status = GetLbaStatus {
+        runs: Vec::new(),
         allocation_length,
         offset,
         room,
@@ -50,7 +52,7 @@ pub(crate) fn plan_get_lba_status<M: From<LbaStatus>>(
     })
 }
 
-impl LbaStatus {
+impl GetLbaStatus {
     fn ask(&self, lu: &LogicalUnit) -> Next {
         Next::Block(BlockOp::Status {
             offset: self.offset,
@@ -59,7 +61,7 @@ impl LbaStatus {
     }
 }
 
-impl Steps for LbaStatus {
+impl Steps for GetLbaStatus {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
         let block = u64::from(context.lu.config().block_size.bytes());
         let rest = context.lu.capacity_bytes().saturating_sub(self.offset);
@@ -81,19 +83,21 @@ impl Steps for LbaStatus {
             (allocation, len)
         };
         let blocks = (len.min(rest) / block).min(u64::from(u32::MAX)) as u32;
-        self.data.extend((self.offset / block).to_be_bytes());
-        self.data.extend(blocks.to_be_bytes());
-        self.data
-            .extend([(allocation == Allocation::Deallocated).into(), 0, 0, 0]);
+        self.runs.push(LbaStatus {
+            lba: self.offset / block,
+            blocks,
+            status: match allocation {
+                Allocation::Mapped => MAPPED,
+                Allocation::Deallocated => DEALLOCATED,
+            },
+        });
         self.offset += u64::from(blocks) * block;
         self.room -= 1;
         if self.room > 0 && self.offset < context.lu.capacity_bytes() && blocks > 0 {
             return Ok(self.ask(context.lu));
         }
-        // PARAMETER DATA LENGTH counts what follows it.
-        let counted = self.data.len() as u32 - 4;
-        self.data[..4].copy_from_slice(&counted.to_be_bytes());
-        self.data.truncate(self.allocation_length as usize);
-        Ok(Next::Answer(DataIn::Inline(std::mem::take(&mut self.data))))
+        let mut data = encode(&self.runs);
+        data.truncate(self.allocation_length as usize);
+        Ok(Next::Answer(DataIn::Inline(data)))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::cache::Flush;
 use super::compare_and_write::CompareAndWrite;
-use super::lba_status::LbaStatus;
+use super::lba_status::GetLbaStatus;
 use super::mode_select::ModeSelect;
 use super::or_write::OrWrite;
 use super::persistent_reserve::ReserveOut;
@@ -54,7 +54,7 @@ machines! {
     OrWrite,
     WriteSame,
     Unmap,
-    LbaStatus,
+    GetLbaStatus,
     ModeSelect,
     ReserveOut,
     Flush,

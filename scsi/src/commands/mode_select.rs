@@ -3,12 +3,15 @@
 //! The whole parameter list is checked before anything changes. A bit that
 //! cannot change must bear its current value.
 
-use super::mode_pages::{PLACES, changeable, render};
+use super::mode_pages::{FLAGS, changeable, render};
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use super::threshold;
 use crate::access::copy_out;
 use crate::cdb::Cdb;
-use crate::config::Config;
+use crate::data::field::Field;
+use crate::data::mode::{
+    PAGE_HEADER_LEN, PS, SPF, header_6, header_10, long_descriptor, short_descriptor,
+};
 use crate::lu::{Flags, LogicalUnit};
 use crate::sense::{AdditionalSense, Sense};
 use crate::step::{BlockOp, DataIn, StepResult};
@@ -80,8 +83,8 @@ impl Steps for ModeSelect {
         context.lu.change_mode(mask, values, context.nexus);
         let cache_off = (mask - values).contains(Flags::WRITE_CACHE);
         if cache_off && before.contains(Flags::WRITE_CACHE) {
-            // What the cache holds was promised to be written; from now on
-            // nobody will flush.
+            // The target answers for what the cache holds: an initiator that knows of no cache
+            // sends no flush.
             self.flushing = true;
             let len = context.lu.capacity_bytes();
             return Ok(Next::Block(BlockOp::Flush { offset: 0, len }));
@@ -96,15 +99,16 @@ const LENGTH_ERROR: Sense = Sense::illegal(AdditionalSense::PARAMETER_LIST_LENGT
 fn parse(list: &[u8], header: Header, lu: &LogicalUnit) -> Result<(Flags, Flags), Sense> {
     let (header_len, long_lba, descriptor_len) = match header {
         Header::Six => {
-            let header = list.first_chunk::<4>().ok_or(LENGTH_ERROR)?;
-            (4, false, usize::from(header[3]))
+            let len = header_6::BLOCK_DESCRIPTOR_LENGTH.get(list);
+            (header_6::LEN, Some(false), len.map(usize::from))
         }
         Header::Ten => {
-            let header = list.first_chunk::<8>().ok_or(LENGTH_ERROR)?;
-            let len = u16::from_be_bytes([header[6], header[7]]);
-            (8, header[4] & 1 != 0, usize::from(len))
+            let len = header_10::BLOCK_DESCRIPTOR_LENGTH.get(list);
+            let long_lba = header_10::LONGLBA.get(list);
+            (header_10::LEN, long_lba, len.map(usize::from))
         }
     };
+    let (long_lba, descriptor_len) = long_lba.zip(descriptor_len).ok_or(LENGTH_ERROR)?;
     let at = header_len + descriptor_len;
     let descriptor = list.get(header_len..at).ok_or(LENGTH_ERROR)?;
     check_descriptor(descriptor, header_len, long_lba, lu)?;
@@ -119,40 +123,42 @@ fn check_descriptor(
     long_lba: bool,
     lu: &LogicalUnit,
 ) -> Result<(), Sense> {
-    let (blocks, unchanged, length_at) = match (descriptor.len(), long_lba) {
+    let field = |len: Field<u32>| len.get(descriptor).unwrap_or_default();
+    let (blocks, unchanged, len) = match (descriptor.len(), long_lba) {
         (0, _) => return Ok(()),
-        (8, false) => (be(&descriptor[..4]), u64::from(u32::MAX), 5),
-        (16, true) => (be(&descriptor[..8]), u64::MAX, 12),
+        (short_descriptor::LEN, false) => (
+            u64::from(field(short_descriptor::BLOCKS)),
+            u64::from(u32::MAX),
+            short_descriptor::BLOCK_LENGTH,
+        ),
+        (long_descriptor::LEN, true) => (
+            long_descriptor::BLOCKS.get(descriptor).unwrap_or_default(),
+            u64::MAX,
+            long_descriptor::BLOCK_LENGTH,
+        ),
         _ => return Err(Sense::parameter_field(at as u16 - 1, Some(7))),
     };
     if blocks != 0 && blocks != unchanged && blocks != lu.capacity_blocks() {
         return Err(Sense::parameter_field(at as u16, Some(7)));
     }
-    let Config { block_size, .. } = lu.config();
-    if be(&descriptor[length_at..]) != u64::from(block_size.bytes()) {
-        return Err(Sense::parameter_field((at + length_at) as u16, Some(7)));
+    if field(len) != lu.config().block_size.bytes() {
+        return Err(Sense::parameter_field((at + len.at()) as u16, Some(7)));
     }
     Ok(())
-}
-
-fn be(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .fold(0, |value, &byte| value << 8 | u64::from(byte))
 }
 
 fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, Flags), Sense> {
     let (mut mask, mut values) = (Flags::empty(), Flags::empty());
     while at < list.len() {
-        let &[first, len, ..] = &list[at..] else {
+        let rest = &list[at..];
+        let &[first, len, ..] = rest else {
             return Err(LENGTH_ERROR);
         };
-        // PS is reserved in MODE SELECT.
-        if first & 0x80 != 0 {
+        if PS.get(rest) == Some(true) {
             return Err(Sense::parameter_field(at as u16, Some(7)));
         }
-        // SPF names a subpage. None of it can be changed.
-        if first & 0x40 != 0 {
+        // Nothing of the only subpage can be changed.
+        if SPF.get(rest) == Some(true) {
             let page = threshold::page(lu, false).filter(|page| page[..2] == [first, len]);
             let page = page.ok_or(Sense::parameter_field(at as u16, Some(6)))?;
             let given = list.get(at..at + page.len()).ok_or(LENGTH_ERROR)?;
@@ -169,9 +175,9 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
         }
         let page = list.get(at..at + current.len()).ok_or(LENGTH_ERROR)?;
         check_page(page, &current, at)?;
-        for place in PLACES.iter().filter(|place| place.page == first) {
-            mask |= place.flag;
-            values.set(place.flag, page[place.byte] & (1 << place.bit) != 0);
+        for (_, field, flag) in FLAGS.into_iter().filter(|(code, ..)| *code == first) {
+            mask |= flag;
+            values.set(flag, field.get(page) == Some(true));
         }
         at += current.len();
     }
@@ -181,7 +187,13 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
 /// Refuses a page that differs from the current one in a bit that is fixed.
 fn check_page(page: &[u8], current: &[u8], at: usize) -> Result<(), Sense> {
     let mask = changeable(page[0]).unwrap_or_default();
-    for (index, ((new, old), mask)) in page.iter().zip(current).zip(&mask).enumerate().skip(2) {
+    for (index, ((new, old), mask)) in page
+        .iter()
+        .zip(current)
+        .zip(&mask)
+        .enumerate()
+        .skip(PAGE_HEADER_LEN)
+    {
         let wrong = (new ^ old) & !mask;
         if wrong != 0 {
             let bit = 7 - wrong.leading_zeros() as u8;

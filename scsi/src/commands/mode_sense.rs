@@ -1,100 +1,113 @@
 //! MODE SENSE (6) and (10) (SPC-4 6.13, 6.14).
 
-use super::mode_pages::{ALL_PAGES, changeable, page_codes, render};
+use super::mode_pages::{PAGES, changeable, render};
 use super::plan::{Plan, PlanResult, Planner};
 use super::threshold;
 use crate::cdb::Cdb;
-use crate::config::Config;
-use crate::lu::{Flags, LogicalUnit};
+use crate::data::cdb::mode_sense_6::{ALLOCATION_LENGTH, DBD, PAGE_CODE, PC, SUBPAGE_CODE};
+use crate::data::cdb::mode_sense_10;
+use crate::data::mode::{ALL_PAGES, header_6, header_10, long_descriptor, short_descriptor};
+use crate::lu::LogicalUnit;
 use crate::sense::{AdditionalSense, Sense};
 
-/// Bytes of a short mode parameter block descriptor.
-fn short_descriptor(config: &Config, blocks: u64) -> [u8; 8] {
-    let mut out = [0; 8];
-    out[..4].copy_from_slice(&u32::try_from(blocks).unwrap_or(u32::MAX).to_be_bytes());
-    out[4..].copy_from_slice(&config.block_size.bytes().to_be_bytes());
-    out
+/// SUBPAGE CODE: a page and all of its subpages.
+const ALL_SUBPAGES: u8 = 0xff;
+
+/// PC values.
+const CURRENT: u8 = 0;
+const CHANGEABLE: u8 = 1;
+const SAVED: u8 = 3;
+
+/// A short mode parameter block descriptor.
+fn short_descriptor(lu: &LogicalUnit) -> Vec<u8> {
+    use short_descriptor::{BLOCK_LENGTH, BLOCKS, LEN};
+    let mut data = vec![0; LEN];
+    let blocks = u32::try_from(lu.capacity_blocks()).unwrap_or(u32::MAX);
+    BLOCKS.set(&mut data, blocks);
+    BLOCK_LENGTH.set(&mut data, lu.config().block_size.bytes());
+    data
 }
 
-/// Bytes of a long LBA mode parameter block descriptor.
-fn long_descriptor(config: &Config, blocks: u64) -> [u8; 16] {
-    let mut out = [0; 16];
-    out[..8].copy_from_slice(&blocks.to_be_bytes());
-    out[12..].copy_from_slice(&config.block_size.bytes().to_be_bytes());
-    out
+/// A long LBA mode parameter block descriptor.
+fn long_descriptor(lu: &LogicalUnit) -> Vec<u8> {
+    use long_descriptor::{BLOCK_LENGTH, BLOCKS, LEN};
+    let mut data = vec![0; LEN];
+    BLOCKS.set(&mut data, lu.capacity_blocks());
+    BLOCK_LENGTH.set(&mut data, lu.config().block_size.bytes());
+    data
 }
 
-/// DEVICE-SPECIFIC PARAMETER of the mode parameter header: WP and DPOFUA.
-fn device_specific(planner: &Planner<'_>) -> u8 {
-    let lu = planner.lu;
-    let protected = planner.read_only
-        || lu.config().read_only
-        || lu.flags().contains(Flags::SOFTWARE_WRITE_PROTECT);
-    if protected { 0x90 } else { 0x10 }
+/// Whether the nexus may not write (WP).
+fn is_protected(planner: &Planner<'_>) -> bool {
+    planner.read_only || planner.lu.write_protection().is_some()
 }
 
 /// MODE SENSE (6).
 pub(crate) fn plan_mode_sense_6<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
+    use header_6::{BLOCK_DESCRIPTOR_LENGTH, DATA_LENGTH, DPOFUA, LEN, WP};
     let pages = pages(planner.lu, cdb)?;
-    let config = planner.lu.config();
-    let descriptor = short_descriptor(config, planner.lu.capacity_blocks());
-    let descriptor = if cdb.bit(1, 3) { &[][..] } else { &descriptor };
-    let mut data = vec![0, 0, device_specific(planner), descriptor.len() as u8];
-    data.extend_from_slice(descriptor);
+    let descriptor = match cdb.get(DBD) {
+        true => Vec::new(),
+        false => short_descriptor(planner.lu),
+    };
+    let mut data = vec![0; LEN];
+    WP.set(&mut data, is_protected(planner));
+    DPOFUA.set(&mut data, true);
+    BLOCK_DESCRIPTOR_LENGTH.set(&mut data, descriptor.len() as u8);
+    data.extend(descriptor);
     data.extend(pages);
-    data[0] = (data.len() - 1) as u8;
-    Ok(Plan::data(data, u32::from(cdb.byte(4))))
+    let len = data.len() as u8;
+    DATA_LENGTH.set(&mut data, len - 1);
+    Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH).into()))
 }
 
 /// MODE SENSE (10).
 pub(crate) fn plan_mode_sense_10<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
+    use header_10::{BLOCK_DESCRIPTOR_LENGTH, DATA_LENGTH, DPOFUA, LEN, LONGLBA, WP};
     let pages = pages(planner.lu, cdb)?;
-    let config = planner.lu.config();
-    let blocks = planner.lu.capacity_blocks();
-    let (short, long) = (
-        short_descriptor(config, blocks),
-        long_descriptor(config, blocks),
-    );
-    let long_lba = cdb.bit(1, 4) && !cdb.bit(1, 3);
-    let descriptor = match (cdb.bit(1, 3), long_lba) {
-        (true, _) => &[][..],
-        (false, true) => &long,
-        (false, false) => &short,
+    let (no_descriptor, accepts_long) = (cdb.get(DBD), cdb.get(mode_sense_10::LLBAA));
+    let descriptor = match (no_descriptor, accepts_long) {
+        (true, _) => Vec::new(),
+        (false, true) => long_descriptor(planner.lu),
+        (false, false) => short_descriptor(planner.lu),
     };
-    let mut data = vec![0, 0, 0, device_specific(planner), long_lba.into(), 0, 0];
-    data.push(descriptor.len() as u8);
-    data.extend_from_slice(descriptor);
+    let mut data = vec![0; LEN];
+    WP.set(&mut data, is_protected(planner));
+    DPOFUA.set(&mut data, true);
+    LONGLBA.set(&mut data, accepts_long && !no_descriptor);
+    BLOCK_DESCRIPTOR_LENGTH.set(&mut data, descriptor.len() as u16);
+    data.extend(descriptor);
     data.extend(pages);
-    let len = (data.len() - 2) as u16;
-    data[..2].copy_from_slice(&len.to_be_bytes());
-    Ok(Plan::data(data, u32::from(cdb.be16(7))))
+    let len = data.len() as u16;
+    DATA_LENGTH.set(&mut data, len - 2);
+    let allocation_length = cdb.get(mode_sense_10::ALLOCATION_LENGTH);
+    Ok(Plan::data(data, allocation_length.into()))
 }
 
 /// The pages a MODE SENSE asks for.
 fn pages(lu: &LogicalUnit, cdb: &Cdb) -> Result<Vec<u8>, Sense> {
-    let (code, subpage) = (cdb.byte(2) & 0x3f, cdb.byte(3));
-    let one = |code: u8| match cdb.byte(2) >> 6 {
-        0 => render(code, lu.flags()),
-        1 => changeable(code),
+    let (code, subpage, values) = (cdb.get(PAGE_CODE), cdb.get(SUBPAGE_CODE), cdb.get(PC));
+    let one = |code: u8| match values {
+        CURRENT => render(code, lu.flags()),
+        CHANGEABLE => changeable(code),
         _ => render(code, lu.default_flags()),
     };
-    if cdb.byte(2) >> 6 == 3 {
+    if values == SAVED {
         return Err(Sense::illegal(AdditionalSense::SAVING_NOT_SUPPORTED));
     }
-    let threshold = || threshold::page(lu, cdb.byte(2) >> 6 == 1);
+    let threshold = || threshold::page(lu, values == CHANGEABLE);
     if (code, subpage) == threshold::PAGE {
         return threshold().ok_or(Sense::cdb_field(3, Some(7)));
     }
-    // FFh asks for a page and its subpages.
-    if subpage != 0 && subpage != 0xff {
+    if subpage != 0 && subpage != ALL_SUBPAGES {
         return Err(Sense::cdb_field(3, Some(7)));
     }
     let mut pages = match code {
-        ALL_PAGES => page_codes().filter_map(one).flatten().collect(),
+        ALL_PAGES => PAGES.into_iter().filter_map(one).flatten().collect(),
         _ => one(code).ok_or(Sense::cdb_field(2, Some(5)))?,
     };
     // The only subpage is of the last page.
-    if subpage == 0xff && (code == ALL_PAGES || code == threshold::PAGE.0) {
+    if subpage == ALL_SUBPAGES && (code == ALL_PAGES || code == threshold::PAGE.0) {
         pages.extend(threshold().into_iter().flatten());
     }
     Ok(pages)

@@ -4,10 +4,9 @@ use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Trans
 use super::read_write::Write;
 use crate::access::or_into;
 use crate::cdb::Cdb;
+use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::{BlockOp, StepResult};
-
-const FUA: u8 = 3;
 
 /// An ORWRITE. The buffer holds a piece of the data, and scratch for the medium
 /// behind it. One piece after the other is brought, read, and written; the task
@@ -60,7 +59,7 @@ pub(crate) fn plan_or_write<M: From<OrWrite>>(planner: &Planner<'_>, cdb: &Cdb) 
                 scratch_offset: data.len(),
                 scratch_len: scratch,
                 done: 0,
-                fua: cdb.bit(1, FUA) || !planner.lu.is_write_cache_enabled(),
+                fua: cdb.get(FUA) || !planner.lu.is_write_cache_enabled(),
                 stage: OrStage::Receiving,
             }
             .into(),

@@ -6,10 +6,9 @@
 use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
 use super::verify::{Compare, Verify};
 use crate::cdb::Cdb;
+use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::{BlockOp, DataIn, StepResult};
-
-const FUA: u8 = 3;
 
 /// A READ whose block operation is on its way, or a piece of whose data is.
 #[derive(Debug)]
@@ -24,7 +23,7 @@ pub(crate) struct Read {
 /// READ (6), (10), (12) and (16).
 pub(crate) fn plan_read<M: From<Read>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
-    let fua = cdb.byte(0) != 0x08 && cdb.bit(1, FUA);
+    let fua = cdb.byte(0) != 0x08 && cdb.get(FUA);
     let block = planner.block();
     // Blocks that the initiator has no room for are not read at all.
     let len = wanted.min(
@@ -112,7 +111,7 @@ enum WriteStage {
 
 /// WRITE (6), (10), (12) and (16).
 pub(crate) fn plan_write<M: From<Write>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    let fua = cdb.byte(0) != 0x0a && cdb.bit(1, FUA);
+    let fua = cdb.byte(0) != 0x0a && cdb.get(FUA);
     plan(planner, cdb, fua, None)
 }
 

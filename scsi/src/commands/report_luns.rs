@@ -2,15 +2,17 @@
 
 use super::plan::{Plan, PlanResult, Planner};
 use crate::cdb::Cdb;
+use crate::data::cdb::report_luns::{ALLOCATION_LENGTH, SELECT_REPORT};
+use crate::data::luns;
 use crate::lun::LunId;
 use crate::sense::Sense;
 
 /// REPORT LUNS (SPC-4 6.33). It also clears the unit attention that told the
 /// initiator to send it.
 pub(crate) fn plan_report_luns<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    let data = luns_data(cdb.byte(2), planner.luns)?;
+    let data = luns_data(cdb.get(SELECT_REPORT), planner.luns)?;
     planner.lu.acknowledge_luns(planner.nexus);
-    Ok(Plan::data(data, cdb.be32(6)))
+    Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH)))
 }
 
 /// REPORT LUNS parameter data for a SELECT REPORT code.
@@ -21,11 +23,5 @@ pub(crate) fn luns_data(select_report: u8, luns: &[LunId]) -> Result<Vec<u8>, Se
         0x01 => &[],
         _ => return Err(Sense::cdb_field(2, Some(7))),
     };
-    let mut data = Vec::with_capacity(8 + 8 * reported.len());
-    data.extend((8 * reported.len() as u32).to_be_bytes());
-    data.extend([0; 4]);
-    for lun in reported {
-        data.extend(lun.encode());
-    }
-    Ok(data)
+    Ok(luns::encode(reported))
 }

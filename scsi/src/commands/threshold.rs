@@ -1,20 +1,24 @@
-//! The soft threshold of a thin unit (SBC-3 4.7.3.8): its place in the Logical Block Provisioning VPD page (6.6.4)
-//! and the Logical Block Provisioning mode page (6.5.9).
+//! The soft threshold of a thin unit (SBC-3 4.7.3.8): its place in the Logical Block Provisioning VPD
+//! page (6.6.4) and the Logical Block Provisioning mode page (6.5.9).
 //!
-//! There is one threshold, which the configuration sets, for space in use that increases. It is notified to all
-//! nexuses ([`LogicalUnit::note_space`]).
+//! There is one threshold, which the configuration sets, for space in use that increases. It is
+//! notified to all nexuses ([`LogicalUnit::note_space`]).
 
-use crate::data::mode::THRESHOLD_DESCRIPTOR;
+use crate::data::mode::provisioning::{
+    ENABLED, INCREASING, LEN, PAGE_LENGTH, SUBPAGE, SUBPAGE_CODE, THRESHOLD_ARMING,
+    THRESHOLD_COUNT, THRESHOLD_RESOURCE, USED,
+};
+use crate::data::mode::{INFORMATIONAL_EXCEPTIONS, PAGE_CODE, SPF};
 use crate::lu::LogicalUnit;
 
 /// PAGE CODE and SUBPAGE CODE.
-pub(crate) const PAGE: (u8, u8) = (0x1c, 0x02);
+pub(crate) const PAGE: (u8, u8) = (INFORMATIONAL_EXCEPTIONS, SUBPAGE);
 
-/// THRESHOLD RESOURCE: used LBA mapping resources.
-const USED: u8 = 0x02;
+/// Bytes of the page before what MODE SELECT could change.
+const HEADER_LEN: usize = 4;
 
-/// The size of a threshold set, as a power of two of blocks: the unit has at least 512 of them, where it has as many
-/// pairs of blocks, and 2^32 only when it has grown by a factor of millions.
+/// The size of a threshold set, as a power of two of blocks: the unit has at least 512 of them, where
+/// it has as many pairs of blocks, and 2^32 only when it has grown by a factor of millions.
 pub(crate) fn exponent(blocks: u64) -> u8 {
     (blocks.max(1).ilog2() as u8).saturating_sub(9).max(1)
 }
@@ -22,18 +26,21 @@ pub(crate) fn exponent(blocks: u64) -> u8 {
 /// The mode page, if the unit has a threshold; as a mask of what can be changed, which is nothing.
 pub(crate) fn page(lu: &LogicalUnit, is_mask: bool) -> Option<Vec<u8>> {
     let percent = lu.threshold()?;
-    // SPF; SITUA is zero: every nexus is notified.
-    let mut page = vec![0x40 | PAGE.0, PAGE.1, 0, 20];
-    page.resize(THRESHOLD_DESCRIPTOR, 0);
+    let mut page = vec![0; LEN];
+    PAGE_CODE.set(&mut page, PAGE.0);
+    SPF.set(&mut page, true);
+    SUBPAGE_CODE.set(&mut page, PAGE.1);
+    PAGE_LENGTH.set(&mut page, (LEN - HEADER_LEN) as u16);
+    if is_mask {
+        return Some(page);
+    }
     let blocks = u128::from(lu.capacity_blocks()) * u128::from(percent) / 100;
     let sets = blocks >> exponent(lu.config().blocks);
-    let count = u32::try_from(sets).unwrap_or(u32::MAX);
-    // ENABLED, a soft threshold, armed increasing.
-    page.extend([0x81, USED, 0, 0]);
-    page.extend(count.to_be_bytes());
-    if is_mask {
-        page[4..].fill(0);
-    }
+    // SITUA is zero: every nexus is notified. THRESHOLD TYPE is zero: a soft threshold.
+    ENABLED.set(&mut page, true);
+    THRESHOLD_ARMING.set(&mut page, INCREASING);
+    THRESHOLD_RESOURCE.set(&mut page, USED);
+    THRESHOLD_COUNT.set(&mut page, u32::try_from(sets).unwrap_or(u32::MAX));
     Some(page)
 }
 

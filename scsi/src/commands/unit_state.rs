@@ -3,6 +3,7 @@
 use super::cache::Flush;
 use super::plan::{Plan, PlanResult, Planner};
 use crate::cdb::Cdb;
+use crate::data::cdb::request_sense::{ALLOCATION_LENGTH, DESC};
 use crate::lu::NO_MEDIUM;
 use crate::sense::{Sense, SenseFormat};
 
@@ -19,14 +20,14 @@ pub(crate) fn plan_request_sense<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanRes
         Some(attention) => attention.sense(),
         None => lu.not_ready().unwrap_or_else(Sense::none),
     };
-    let format = if cdb.bit(1, 0) {
+    let format = if cdb.get(DESC) {
         SenseFormat::Descriptor
     } else {
         SenseFormat::Fixed
     };
     Ok(Plan::data(
         sense.encode(format).to_vec(),
-        u32::from(cdb.byte(4)),
+        cdb.get(ALLOCATION_LENGTH).into(),
     ))
 }
 

@@ -3,13 +3,13 @@
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use crate::access::copy_out;
 use crate::cdb::Cdb;
+use crate::data::cdb::unmap::PARAMETER_LIST_LENGTH;
+use crate::data::unmap::{
+    BLOCKS, DESCRIPTOR_LEN, DESCRIPTORS_LENGTH, HEADER_LEN, parse_descriptor,
+};
 use crate::lu::LogicalUnit;
 use crate::sense::{AdditionalSense, Sense};
 use crate::step::{BlockOp, DataIn, StepResult};
-
-/// Header and descriptor length of UNMAP parameter data.
-const UNMAP_HEADER: u32 = 8;
-const UNMAP_DESCRIPTOR: u32 = 16;
 
 /// An UNMAP: its list arrives, is checked whole, then worked through.
 #[derive(Debug)]
@@ -24,11 +24,11 @@ pub(crate) struct Unmap {
 
 /// UNMAP.
 pub(crate) fn plan_unmap<M: From<Unmap>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    let len = u32::from(cdb.be16(7));
+    let len = u32::from(cdb.get(PARAMETER_LIST_LENGTH));
     if len == 0 {
         return Ok(Plan::good());
     }
-    if len < UNMAP_HEADER {
+    if len < HEADER_LEN as u32 {
         return Err(Sense::illegal(AdditionalSense::PARAMETER_LIST_LENGTH_ERROR).into());
     }
     let unmap = Unmap {
@@ -43,15 +43,16 @@ pub(crate) fn plan_unmap<M: From<Unmap>>(planner: &Planner<'_>, cdb: &Cdb) -> Pl
 impl Unmap {
     /// Checks the whole list before anything is unmapped; the descriptor count.
     fn check(&self, context: &Context<'_>) -> Result<u32, Sense> {
-        let mut header = [0; 4];
+        let mut header = [0; HEADER_LEN];
         copy_out(context.data, 0, &mut header);
         // The list may be shorter than its length fields say: what arrived
         // counts. A part of a descriptor is ignored (SBC-3 5.28.2).
-        let declared = u32::from(u16::from_be_bytes([header[2], header[3]]));
-        let count = declared.min(self.list_len - UNMAP_HEADER) / UNMAP_DESCRIPTOR;
+        let declared = DESCRIPTORS_LENGTH.get(&header).unwrap_or_default();
+        let count =
+            u32::from(declared).min(self.list_len - HEADER_LEN as u32) / DESCRIPTOR_LEN as u32;
         let limits = &context.lu.config().limits;
         if count > limits.max_unmap_descriptors {
-            return Err(Sense::parameter_field(2, None));
+            return Err(Sense::parameter_field(DESCRIPTORS_LENGTH.at() as u16, None));
         }
         let mut total = 0_u64;
         for index in 0..count {
@@ -63,7 +64,10 @@ impl Unmap {
             total += u64::from(blocks);
         }
         if total > u64::from(limits.max_unmap_blocks) {
-            return Err(Sense::parameter_field(UNMAP_HEADER as u16 + 8, None));
+            return Err(Sense::parameter_field(
+                (HEADER_LEN + BLOCKS.at()) as u16,
+                None,
+            ));
         }
         Ok(count)
     }
@@ -103,16 +107,8 @@ fn needs_flush(lu: &LogicalUnit) -> bool {
 
 /// One UNMAP block descriptor: first block and number.
 fn descriptor(context: &Context<'_>, index: u32) -> (u64, u32) {
-    let mut bytes = [0; 12];
-    copy_out(
-        context.data,
-        UNMAP_HEADER + index * UNMAP_DESCRIPTOR,
-        &mut bytes,
-    );
-    let mut lba = [0; 8];
-    lba.copy_from_slice(&bytes[..8]);
-    (
-        u64::from_be_bytes(lba),
-        u32::from_be_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]),
-    )
+    let mut bytes = [0; DESCRIPTOR_LEN];
+    let at = HEADER_LEN as u32 + index * DESCRIPTOR_LEN as u32;
+    copy_out(context.data, at, &mut bytes);
+    parse_descriptor(&bytes).expect("all of the descriptor was copied")
 }

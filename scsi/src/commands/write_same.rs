@@ -3,11 +3,10 @@
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps, Transfer};
 use crate::access::{copy_in, copy_out, is_zero};
 use crate::cdb::Cdb;
+use crate::data::cdb::write_same_16::{NDOB, UNMAP};
 use crate::lu::LogicalUnit;
 use crate::sense::Sense;
 use crate::step::{BlockOp, DataIn, StepResult};
-
-const UNMAP_BIT: u8 = 3;
 
 /// A WRITE SAME.
 #[derive(Debug)]
@@ -54,11 +53,12 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
     {
         return Err(Sense::cdb_field(extent.length_byte, None).into());
     }
-    let unmap = cdb.bit(1, UNMAP_BIT);
+    let unmap = cdb.get(UNMAP);
     if unmap && !planner.lu.config().is_thin() {
-        return Err(Sense::cdb_field(1, Some(UNMAP_BIT)).into());
+        return Err(Sense::cdb_field(1, Some(UNMAP.highest_bit())).into());
     }
-    let no_data = cdb.byte(0) == 0x93 && cdb.bit(1, 0);
+    // Reserved in the 10-byte form, and so never set there.
+    let no_data = cdb.get(NDOB);
     let block = planner.block();
     let mut same = WriteSame {
         offset,

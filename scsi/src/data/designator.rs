@@ -1,4 +1,10 @@
-//! Names of logical units and ports, as page 83h carries them (SPC-4 7.8.6).
+//! Names of logical units and ports, and the descriptors of page 83h that carry them (SPC-4 7.8.6).
+
+use nom::bytes::complete::take;
+use nom::combinator::map;
+use nom::multi::many0;
+use nom::number::complete::be_u32;
+use nom::{IResult, Parser};
 
 /// An NAA identifier of the logical unit (SPC-4 7.8.6.6).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -45,5 +51,163 @@ impl Naa {
             }
             Self::LocallyAssigned(value) => (3 << 60 | value).to_be_bytes().to_vec(),
         }
+    }
+}
+
+/// PROTOCOL IDENTIFIER of Fibre Channel (SPC-4 7.6.1).
+pub const FIBRE_CHANNEL: u8 = 0;
+/// PROTOCOL IDENTIFIER of SRP.
+pub const SRP: u8 = 4;
+/// PROTOCOL IDENTIFIER of iSCSI.
+pub const ISCSI: u8 = 5;
+/// PROTOCOL IDENTIFIER of SAS.
+pub const SAS: u8 = 6;
+
+/// CODE SET (SPC-4 7.8.6.1): binary.
+pub const BINARY: u8 = 1;
+/// CODE SET: printable ASCII.
+pub const ASCII: u8 = 2;
+/// CODE SET: UTF-8.
+pub const UTF8: u8 = 3;
+
+/// ASSOCIATION (SPC-4 7.8.6.1): of the logical unit.
+pub const LOGICAL_UNIT: u8 = 0;
+/// ASSOCIATION: of the target port that received the command.
+pub const TARGET_PORT: u8 = 1;
+/// ASSOCIATION: of the target device.
+pub const TARGET_DEVICE: u8 = 2;
+
+/// DESIGNATOR TYPE (SPC-4 7.8.6.1): vendor specific.
+pub const VENDOR_SPECIFIC: u8 = 0;
+/// DESIGNATOR TYPE: T10 vendor identification.
+pub const T10_VENDOR: u8 = 1;
+/// DESIGNATOR TYPE: EUI-64 based.
+pub const EUI_64: u8 = 2;
+/// DESIGNATOR TYPE: NAA.
+pub const NAA: u8 = 3;
+/// DESIGNATOR TYPE: relative target port identifier.
+pub const RELATIVE_TARGET_PORT: u8 = 4;
+/// DESIGNATOR TYPE: target port group.
+pub const TARGET_PORT_GROUP: u8 = 5;
+/// DESIGNATOR TYPE: logical unit group.
+pub const LOGICAL_UNIT_GROUP: u8 = 6;
+/// DESIGNATOR TYPE: MD5 logical unit identifier.
+pub const MD5: u8 = 7;
+/// DESIGNATOR TYPE: SCSI name string.
+pub const SCSI_NAME_STRING: u8 = 8;
+
+/// A designation descriptor (SPC-4 7.8.6.1).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Designator<'a> {
+    /// PROTOCOL IDENTIFIER, where PIV says that it is valid.
+    pub protocol: Option<u8>,
+    /// CODE SET.
+    pub code_set: u8,
+    /// ASSOCIATION.
+    pub association: u8,
+    /// DESIGNATOR TYPE.
+    pub kind: u8,
+    /// DESIGNATOR, as far as it was received.
+    pub id: &'a [u8],
+    /// Whether all of it was received.
+    pub is_whole: bool,
+}
+
+const PIV: u8 = 0x80;
+
+impl<'a> Designator<'a> {
+    /// A designator to send.
+    pub(crate) fn new(code_set: u8, association: u8, kind: u8, id: &'a [u8]) -> Self {
+        Self {
+            protocol: None,
+            code_set,
+            association,
+            kind,
+            id,
+            is_whole: true,
+        }
+    }
+
+    /// The same, of a port or device of this protocol.
+    pub(crate) fn of_protocol(self, protocol: u8) -> Self {
+        Self {
+            protocol: Some(protocol),
+            ..self
+        }
+    }
+
+    /// Appends the descriptor.
+    ///
+    /// # Panics
+    /// The designator is longer than 255 bytes.
+    pub(crate) fn encode(&self, out: &mut Vec<u8>) {
+        let piv = self.protocol.map_or(0, |_| PIV);
+        let len = u8::try_from(self.id.len()).expect("a designator fits its descriptor");
+        out.extend([
+            self.protocol.unwrap_or(0) << 4 | self.code_set,
+            piv | self.association << 4 | self.kind,
+            0,
+            len,
+        ]);
+        out.extend_from_slice(self.id);
+    }
+
+    fn parse(data: &'a [u8]) -> IResult<&'a [u8], Self, ()> {
+        let (data, [first, second, _, len]) = header(data)?;
+        let declared = usize::from(len);
+        let (data, id) = take(declared.min(data.len()))(data)?;
+        let designator = Self {
+            protocol: (second & PIV != 0).then_some(first >> 4),
+            code_set: first & 0x0f,
+            association: second >> 4 & 0b11,
+            kind: second & 0x0f,
+            id,
+            is_whole: id.len() == declared,
+        };
+        Ok((data, designator))
+    }
+}
+
+fn header(data: &[u8]) -> IResult<&[u8], [u8; 4], ()> {
+    map(be_u32, u32::to_be_bytes).parse(data)
+}
+
+/// The designation descriptors in the body of page 83h. The last one may be cut.
+pub fn parse(body: &[u8]) -> Vec<Designator<'_>> {
+    let parsed = many0(Designator::parse).parse(body);
+    parsed
+        .map(|(_, designators)| designators)
+        .unwrap_or_default()
+}
+
+/// A SCSI name string: UTF-8, ended and padded to four bytes by zeroes (SPC-4 7.8.6.11).
+pub(crate) fn scsi_name_string(name: &str) -> Vec<u8> {
+    let mut bytes = name.as_bytes().to_vec();
+    bytes.truncate(248);
+    bytes.push(0);
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_come_back_and_the_last_one_may_be_cut() {
+        let naa = Naa::LocallyAssigned(7).bytes();
+        let sent = [
+            Designator::new(BINARY, LOGICAL_UNIT, NAA, &naa),
+            Designator::new(UTF8, TARGET_DEVICE, SCSI_NAME_STRING, b"iqn.a\0\0\0")
+                .of_protocol(ISCSI),
+        ];
+        let mut body = Vec::new();
+        sent.iter().for_each(|one| one.encode(&mut body));
+        assert_eq!(parse(&body), sent);
+        let cut = &body[..body.len() - 3];
+        let last = parse(cut)[1];
+        assert_eq!((last.id, last.is_whole), (&b"iqn.a"[..], false));
+        assert_eq!(parse(&body[..15]).len(), 1, "half a header is none");
+        assert_eq!(parse(&[]), []);
     }
 }

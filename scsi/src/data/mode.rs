@@ -1,5 +1,149 @@
 //! Mode parameters (SPC-4 7.5, SBC-3 6.5).
 
-/// Offset of the threshold descriptor in the Logical Block Provisioning mode page, by which sense
-/// data name the threshold (SBC-3 4.7.3.8, 6.5.9).
-pub(crate) const THRESHOLD_DESCRIPTOR: usize = 16;
+use super::field::{Field, be16, be24, be32, be64, bit, bits, byte};
+
+/// PS: the page can be saved; reserved in MODE SELECT.
+pub(crate) const PS: Field<bool> = bit(0, 7);
+/// SPF: the page has a subpage code.
+pub(crate) const SPF: Field<bool> = bit(0, 6);
+/// PAGE CODE of a page.
+pub const PAGE_CODE: Field<u8> = bits(0, 5, 0);
+/// PAGE LENGTH of a page without subpage code: bytes after this field.
+pub const PAGE_LENGTH: Field<u8> = byte(1);
+/// Bytes of the header of a page without subpage code.
+pub const PAGE_HEADER_LEN: usize = 2;
+
+/// PAGE CODE: Read-Write Error Recovery (SBC-3 6.5.8).
+pub const READ_WRITE_ERROR_RECOVERY: u8 = 0x01;
+/// PAGE CODE: Caching (SBC-3 6.5.5).
+pub const CACHING: u8 = 0x08;
+/// PAGE CODE: Control (SPC-4 7.5.8).
+pub const CONTROL: u8 = 0x0a;
+/// PAGE CODE: Informational Exceptions Control (SBC-3 6.5.6).
+pub const INFORMATIONAL_EXCEPTIONS: u8 = 0x1c;
+/// PAGE CODE in MODE SENSE: all pages.
+pub const ALL_PAGES: u8 = 0x3f;
+
+/// Mode parameter header of MODE SENSE (6) and MODE SELECT (6) (SPC-4 7.5.5).
+pub mod header_6 {
+    use super::{Field, bit, byte};
+
+    /// Bytes of the header.
+    pub const LEN: usize = 4;
+
+    /// MODE DATA LENGTH: bytes after this field.
+    pub const DATA_LENGTH: Field<u8> = byte(0);
+    /// WP: the medium is write protected.
+    pub const WP: Field<bool> = bit(2, 7);
+    /// DPOFUA: DPO and FUA are supported.
+    pub const DPOFUA: Field<bool> = bit(2, 4);
+    /// BLOCK DESCRIPTOR LENGTH.
+    pub const BLOCK_DESCRIPTOR_LENGTH: Field<u8> = byte(3);
+}
+
+/// Mode parameter header of MODE SENSE (10) and MODE SELECT (10) (SPC-4 7.5.5).
+pub(crate) mod header_10 {
+    use super::{Field, be16, bit};
+
+    pub(crate) const LEN: usize = 8;
+
+    /// MODE DATA LENGTH: bytes after this field.
+    pub(crate) const DATA_LENGTH: Field<u16> = be16(0);
+    /// WP: the medium is write protected.
+    pub(crate) const WP: Field<bool> = bit(3, 7);
+    /// DPOFUA: DPO and FUA are supported.
+    pub(crate) const DPOFUA: Field<bool> = bit(3, 4);
+    /// LONGLBA: the block descriptor is a long one.
+    pub(crate) const LONGLBA: Field<bool> = bit(4, 0);
+    /// BLOCK DESCRIPTOR LENGTH.
+    pub(crate) const BLOCK_DESCRIPTOR_LENGTH: Field<u16> = be16(6);
+}
+
+/// Short LBA mode parameter block descriptor (SBC-3 6.5.2.2).
+pub(crate) mod short_descriptor {
+    use super::{Field, be24, be32};
+
+    pub(crate) const LEN: usize = 8;
+
+    /// NUMBER OF LOGICAL BLOCKS.
+    pub(crate) const BLOCKS: Field<u32> = be32(0);
+    /// LOGICAL BLOCK LENGTH.
+    pub(crate) const BLOCK_LENGTH: Field<u32> = be24(5);
+}
+
+/// Long LBA mode parameter block descriptor (SBC-3 6.5.2.3).
+pub(crate) mod long_descriptor {
+    use super::{Field, be32, be64};
+
+    pub(crate) const LEN: usize = 16;
+
+    /// NUMBER OF LOGICAL BLOCKS.
+    pub(crate) const BLOCKS: Field<u64> = be64(0);
+    /// LOGICAL BLOCK LENGTH.
+    pub(crate) const BLOCK_LENGTH: Field<u32> = be32(12);
+}
+
+/// Caching mode page (SBC-3 6.5.5).
+pub mod caching {
+    use super::{Field, bit};
+
+    pub(crate) const LEN: usize = 20;
+
+    /// WCE: writes may be in a volatile cache when they are answered.
+    pub const WCE: Field<bool> = bit(2, 2);
+}
+
+/// Control mode page (SPC-4 7.5.8).
+pub(crate) mod control {
+    use super::{Field, be16, bit, bits};
+
+    /// D_SENSE: sense data in the descriptor format.
+    pub(crate) const D_SENSE: Field<bool> = bit(2, 2);
+    /// GLTSD: no log parameters are saved by themselves.
+    pub(crate) const GLTSD: Field<bool> = bit(2, 1);
+    /// QUEUE ALGORITHM MODIFIER.
+    pub(crate) const QUEUE_ALGORITHM_MODIFIER: Field<u8> = bits(3, 7, 4);
+    /// SWP: the medium is write protected.
+    pub(crate) const SWP: Field<bool> = bit(4, 3);
+    /// TAS: commands that another nexus aborted are answered with TASK ABORTED.
+    pub(crate) const TAS: Field<bool> = bit(5, 6);
+    /// BUSY TIMEOUT PERIOD, in units of 100 ms.
+    pub(crate) const BUSY_TIMEOUT_PERIOD: Field<u16> = be16(8);
+}
+
+/// Informational Exceptions Control mode page (SBC-3 6.5.6).
+pub(crate) mod exceptions {
+    use super::{Field, bit};
+
+    /// DEXCPT: exceptions are not reported.
+    pub(crate) const DEXCPT: Field<bool> = bit(2, 3);
+}
+
+/// Logical Block Provisioning mode page (SBC-3 6.5.9), a subpage with one threshold descriptor.
+pub(crate) mod provisioning {
+    use super::{Field, be16, be32, bit, bits, byte};
+
+    /// SUBPAGE CODE, of the page code of Informational Exceptions Control.
+    pub(crate) const SUBPAGE: u8 = 0x02;
+    /// Bytes of the page with one descriptor.
+    pub(crate) const LEN: usize = 24;
+
+    /// SUBPAGE CODE.
+    pub(crate) const SUBPAGE_CODE: Field<u8> = byte(1);
+    /// PAGE LENGTH: bytes after this field.
+    pub(crate) const PAGE_LENGTH: Field<u16> = be16(2);
+    /// Offset of the threshold descriptor, by which sense data name the threshold (SBC-3 4.7.3.8).
+    pub(crate) const DESCRIPTOR: usize = 16;
+    /// ENABLED.
+    pub(crate) const ENABLED: Field<bool> = bit(16, 7);
+    /// THRESHOLD ARMING.
+    pub(crate) const THRESHOLD_ARMING: Field<u8> = bits(16, 2, 0);
+    /// Armed where the value increases.
+    pub(crate) const INCREASING: u8 = 0b001;
+    /// THRESHOLD RESOURCE.
+    pub(crate) const THRESHOLD_RESOURCE: Field<u8> = byte(17);
+    /// Used LBA mapping resources.
+    pub(crate) const USED: u8 = 0x02;
+    /// THRESHOLD COUNT, in threshold sets.
+    pub(crate) const THRESHOLD_COUNT: Field<u32> = be32(20);
+}

@@ -4,6 +4,7 @@ use super::Request;
 use crate::cdb::Cdb;
 use crate::commands::inquiry;
 use crate::commands::report_luns::luns_data;
+use crate::data::cdb as field;
 use crate::opcode::Opcode;
 use crate::sense::{AdditionalSense, Sense, SenseFormat};
 use crate::step::{DataIn, Residual, Response, Status};
@@ -43,19 +44,24 @@ fn absent_data(request: &Request<'_>) -> Result<(Vec<u8>, u32), Sense> {
     }
     let cdb = Cdb::parse(request.cdb, &row.usage)?;
     if row.is(INQUIRY) {
-        if cdb.bit(1, 0) || cdb.byte(2) != 0 {
+        if cdb.get(field::inquiry::EVPD) || cdb.get(field::inquiry::PAGE_CODE) != 0 {
             return Err(Sense::cdb_field(2, Some(7)));
         }
-        return Ok((inquiry::absent(), u32::from(cdb.be16(3))));
+        let allocation_length = cdb.get(field::inquiry::ALLOCATION_LENGTH);
+        return Ok((inquiry::absent(), u32::from(allocation_length)));
     }
     if row.is(REPORT_LUNS) {
-        return Ok((luns_data(cdb.byte(2), request.luns)?, cdb.be32(6)));
+        let data = luns_data(cdb.get(field::report_luns::SELECT_REPORT), request.luns)?;
+        return Ok((data, cdb.get(field::report_luns::ALLOCATION_LENGTH)));
     }
-    let format = if cdb.bit(1, 0) {
+    let format = if cdb.get(field::request_sense::DESC) {
         SenseFormat::Descriptor
     } else {
         SenseFormat::Fixed
     };
     let sense = not_supported.encode(format);
-    Ok((sense.to_vec(), u32::from(cdb.byte(4))))
+    Ok((
+        sense.to_vec(),
+        cdb.get(field::request_sense::ALLOCATION_LENGTH).into(),
+    ))
 }

@@ -13,6 +13,8 @@ mod table;
 
 use crate::cdb::{ACTION_MASK, Cdb, Usage};
 use crate::commands::machine::PlanFn;
+use crate::data::cdb::{inquiry, unmap, write_same_16};
+use crate::data::vpd;
 use crate::flags::CommandFlags;
 use crate::sense::{AdditionalSense, Sense};
 use crate::task::{Blocks, Footprint};
@@ -155,20 +157,45 @@ impl Opcode {
         }
     }
 
+    /// The row of a CDB that an initiator sends: also that of a command that a unit of ours does not
+    /// offer.
+    #[must_use]
+    pub fn sent(cdb: &[u8]) -> &'static Self {
+        let row = Self::of(cdb);
+        let action = cdb.get(1).map(|byte| byte & ACTION_MASK);
+        let is_sent = |row: &&Self| cdb.first() == Some(&row.code) && row.service_action == action;
+        match row.is_known() {
+            true => row,
+            false => table::FOREIGN.iter().find(is_sent).unwrap_or(row),
+        }
+    }
+
     /// The row with a name, for constants.
     ///
     /// # Panics
     /// No command has this name.
     #[must_use]
     pub const fn named(name: &str) -> &'static Self {
-        let mut row = 0;
-        while row < table::TABLE.len() {
-            if is_same(table::TABLE[row].name, name) {
-                return &table::TABLE[row];
-            }
-            row += 1;
+        match find(&table::TABLE, name) {
+            Some(row) => row,
+            None => find(&table::FOREIGN, name).expect("a command has this name"),
         }
-        panic!("no command has this name")
+    }
+
+    /// A CDB of the command whose other fields are zero.
+    #[must_use]
+    pub fn cdb(&self) -> Cdb {
+        Cdb::new(self.code, self.service_action, &self.usage)
+    }
+
+    /// Whether a command is known to change nothing, neither the medium nor the unit.
+    #[must_use]
+    pub fn changes_nothing(&self) -> bool {
+        let changing = CommandFlags::WRITES
+            | CommandFlags::CHANGES
+            | CommandFlags::SETTINGS
+            | CommandFlags::UNDER_RESERVE;
+        !self.flags.intersects(changing)
     }
 
     /// Whether it is a row of the table.
@@ -200,11 +227,12 @@ impl Opcode {
     /// or Device Identification (SPC-4 7.8). Standard INQUIRY data do not tell units apart.
     #[must_use]
     pub fn asks_for_names(&self, cdb: &[u8]) -> bool {
-        const EVPD: u8 = 1;
-        const SERIAL: u8 = 0x80;
-        const IDENTIFICATION: u8 = 0x83;
+        const NAMES: [u8; 2] = [vpd::UNIT_SERIAL_NUMBER, vpd::DEVICE_IDENTIFICATION];
         self.is(INQUIRY)
-            && matches!(cdb, [_, flags, SERIAL | IDENTIFICATION, ..] if flags & EVPD != 0)
+            && inquiry::EVPD.get(cdb) == Some(true)
+            && inquiry::PAGE_CODE
+                .get(cdb)
+                .is_some_and(|page| NAMES.contains(&page))
     }
 
     /// The sense of a command that this unit does not offer.
@@ -270,12 +298,12 @@ impl Opcode {
         let is_write = self.flags.contains(CommandFlags::WRITES);
         let repeats = self.flags.contains(CommandFlags::REPEATS);
         let block = u64::from(block_size);
-        let (ndob, unmap) = (cdb.bit(1, 0), cdb.bit(1, 3));
+        let (ndob, unmaps) = (cdb.get(write_same_16::NDOB), cdb.get(write_same_16::UNMAP));
         let bytes = match self.kind {
-            Kind::Unmap => cdb.be16(7).into(),
+            Kind::Unmap => cdb.get(unmap::PARAMETER_LIST_LENGTH).into(),
             // COMPARE AND WRITE: what is compared, and what is written.
             Kind::Compare if is_write => 2 * cdb.extent().blocks * block,
-            _ if repeats && ndob && unmap => block,
+            _ if repeats && ndob && unmaps => block,
             _ => cdb.extent().blocks * block,
         };
         Some(Volume {
@@ -284,6 +312,18 @@ impl Opcode {
             is_sent: is_write && !repeats,
         })
     }
+}
+
+/// The row with a name, for constants.
+const fn find(rows: &'static [Opcode], name: &str) -> Option<&'static Opcode> {
+    let mut row = 0;
+    while row < rows.len() {
+        if is_same(rows[row].name, name) {
+            return Some(&rows[row]);
+        }
+        row += 1;
+    }
+    None
 }
 
 /// Equality of strings, for constants.
@@ -373,6 +413,36 @@ mod tests {
             cdb[1] = entry.service_action.unwrap_or(0);
             assert!(Opcode::of(&cdb).is(entry), "{}", entry.name);
         }
+    }
+
+    #[test]
+    fn initiators_know_commands_of_others() {
+        let groups = [0xa3, 0x0a, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0];
+        assert!(!Opcode::of(&groups).is_known());
+        assert_eq!(Opcode::sent(&groups).name, "REPORT TARGET PORT GROUPS");
+        assert!(Opcode::sent(&groups).changes_nothing());
+        assert!(Opcode::sent(&[0x12]).is(INQUIRY));
+        for unknown in [&[0xa3, 0x0b][..], &[0xa4, 0x0a], &[]] {
+            assert!(!Opcode::sent(unknown).is_known());
+        }
+    }
+
+    #[test]
+    fn what_changes_nothing_may_be_sent_again() {
+        let changing = Opcode::all().iter().filter(|row| !row.changes_nothing());
+        #[rustfmt::skip]
+        assert_eq!(changing.map(|row| row.name).collect::<Vec<_>>(), [
+            "WRITE (6)", "MODE SELECT (6)", "RESERVE (6)", "RELEASE (6)", "START STOP UNIT",
+            "WRITE (10)", "WRITE AND VERIFY (10)", "SYNCHRONIZE CACHE (10)", "WRITE SAME (10)",
+            "UNMAP", "MODE SELECT (10)", "RESERVE (10)", "RELEASE (10)",
+            "PERSISTENT RESERVE OUT, REGISTER", "PERSISTENT RESERVE OUT, RESERVE",
+            "PERSISTENT RESERVE OUT, RELEASE", "PERSISTENT RESERVE OUT, CLEAR",
+            "PERSISTENT RESERVE OUT, PREEMPT", "PERSISTENT RESERVE OUT, PREEMPT AND ABORT",
+            "PERSISTENT RESERVE OUT, REGISTER AND IGNORE EXISTING KEY",
+            "COMPARE AND WRITE", "WRITE (16)", "ORWRITE (16)", "WRITE AND VERIFY (16)",
+            "SYNCHRONIZE CACHE (16)", "WRITE SAME (16)", "WRITE (12)", "WRITE AND VERIFY (12)",
+        ]);
+        assert!(!UNKNOWN.changes_nothing() && !UNKNOWN_ACTION.changes_nothing());
     }
 
     #[test]

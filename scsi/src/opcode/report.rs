@@ -1,7 +1,7 @@
 //! REPORT SUPPORTED OPERATION CODES and REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS (SPC-4 6.35,
 //! 6.36), read from the opcode table.
 
-use super::{Opcode, with_code};
+use super::{INVALID_ACTION, Opcode, with_code};
 use crate::cdb::{ACTION_MASK, Cdb};
 use crate::commands::plan::{Plan, PlanResult, Planner};
 use crate::config::Config;
@@ -49,6 +49,11 @@ fn one(option: u8, code: u8, action: u16) -> Result<Option<&'static Opcode>, Sen
         return Ok((option == 1 || action == 0).then_some(first));
     }
     Ok(with_code(code).find(|entry| entry.service_action.map(u16::from) == Some(action)))
+}
+
+/// Refuses a command that only initiators know.
+pub(crate) fn plan_foreign<M>(_planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<M> {
+    Err(INVALID_ACTION.into())
 }
 
 fn timeouts_descriptor(entry: &Opcode) -> [u8; 12] {

@@ -95,3 +95,9 @@ pub(super) static TABLE: [Opcode; 54] = table! {
     0xaf      Out   30 Compare [READY|READS]       verify::plan_verify                       "16 ffffffff ffffffff 00 00"         "VERIFY (12)";
     0xb7      In    30 Other   [READY|READS]       defects::plan_defects_12                  "1f ffffffff ffffffff 00 00"         "READ DEFECT DATA (12)";
 };
+
+/// Commands that an initiator sends to other targets, and that a unit of ours does not offer.
+pub(super) static FOREIGN: [Opcode; 2] = table! {
+    0xa3/0x05 In    30 Other   []                      report::plan_foreign                      "1f 0000 0000 ffffffff fe 00" "REPORT IDENTIFYING INFORMATION";
+    0xa3/0x0a In    30 Other   []                      report::plan_foreign                      "ff 0000 0000 ffffffff 00 00" "REPORT TARGET PORT GROUPS";
+};

@@ -19,9 +19,7 @@ use crate::engine::status::SessionStatus;
 use crate::paths::{
     Access, Found, Output, PathIndex, PathState, Paths, PathsConfig, PortTag, access,
 };
-use crate::request::{
-    Cdb, DataLen, GOOD, RequestError, RequestId, RequestResult, Retry, may_change_unit,
-};
+use crate::request::{GOOD, RequestError, RequestId, RequestResult, Retry, may_change_unit};
 use crate::scsi::{Command, VPD_LEN};
 use crate::session::{Down, Machine};
 use crate::unit::{Check, Evidence};
@@ -89,15 +87,10 @@ struct Member {
 
 impl Member {
     fn command(&self) -> Command {
-        let [high, low] = VPD_LEN.to_be_bytes();
         if !self.is_grouping {
             return self.check.command();
         }
-        let cdb = Cdb::new(&[0xa3, 0x0a, 0, 0, 0, 0, 0, 0, high, low, 0, 0]);
-        Command::raw(
-            cdb.expect("a CDB of legal length"),
-            DataLen::In(VPD_LEN.into()),
-        )
+        Command::report_target_port_groups(VPD_LEN.into())
     }
 
     fn begin_check(&mut self) {

@@ -1,0 +1,117 @@
+//! Fields of CDBs, for the initiator that sets them and the unit that reads them.
+
+use super::field::{Field, be16, be32, be64, bit, bits, byte};
+
+/// Of commands with a CDB of 16 bytes for blocks, as READ (16) (SBC-3 5.11).
+pub mod block_16 {
+    use super::{Field, be32, be64, bit};
+
+    /// FUA; also in the 10-byte and 12-byte forms.
+    pub const FUA: Field<bool> = bit(1, 3);
+    /// LOGICAL BLOCK ADDRESS.
+    pub const LOGICAL_BLOCK_ADDRESS: Field<u64> = be64(2);
+    /// TRANSFER LENGTH or NUMBER OF LOGICAL BLOCKS.
+    pub const TRANSFER_LENGTH: Field<u32> = be32(10);
+}
+
+/// REQUEST SENSE (SPC-4 6.39).
+pub mod request_sense {
+    use super::{Field, bit, byte};
+
+    /// DESC: descriptor format.
+    pub const DESC: Field<bool> = bit(1, 0);
+    /// ALLOCATION LENGTH.
+    pub const ALLOCATION_LENGTH: Field<u8> = byte(4);
+}
+
+/// INQUIRY (SPC-4 6.6.1).
+pub mod inquiry {
+    use super::{Field, be16, bit, byte};
+
+    /// EVPD: a page of vital product data.
+    pub const EVPD: Field<bool> = bit(1, 0);
+    /// PAGE CODE.
+    pub const PAGE_CODE: Field<u8> = byte(2);
+    /// ALLOCATION LENGTH.
+    pub const ALLOCATION_LENGTH: Field<u16> = be16(3);
+}
+
+/// MODE SENSE (6) (SPC-4 6.13).
+pub mod mode_sense_6 {
+    use super::{Field, bit, bits, byte};
+
+    /// DBD: no block descriptors; also in the 10-byte form.
+    pub const DBD: Field<bool> = bit(1, 3);
+    /// PC: which values; also in the 10-byte form.
+    pub const PC: Field<u8> = bits(2, 7, 6);
+    /// PAGE CODE; also in the 10-byte form.
+    pub const PAGE_CODE: Field<u8> = bits(2, 5, 0);
+    /// SUBPAGE CODE; also in the 10-byte form.
+    pub const SUBPAGE_CODE: Field<u8> = byte(3);
+    /// ALLOCATION LENGTH.
+    pub const ALLOCATION_LENGTH: Field<u8> = byte(4);
+}
+
+/// MODE SENSE (10) (SPC-4 6.14).
+pub(crate) mod mode_sense_10 {
+    use super::{Field, be16, bit};
+
+    /// LLBAA: long block descriptors are accepted.
+    pub(crate) const LLBAA: Field<bool> = bit(1, 4);
+    /// ALLOCATION LENGTH.
+    pub(crate) const ALLOCATION_LENGTH: Field<u16> = be16(7);
+}
+
+/// UNMAP (SBC-3 5.28.1).
+pub mod unmap {
+    use super::{Field, be16};
+
+    /// PARAMETER LIST LENGTH.
+    pub const PARAMETER_LIST_LENGTH: Field<u16> = be16(7);
+}
+
+/// WRITE SAME (16) (SBC-3 5.49).
+pub mod write_same_16 {
+    use super::{Field, bit};
+
+    /// UNMAP; also in the 10-byte form.
+    pub const UNMAP: Field<bool> = bit(1, 3);
+    /// NDOB: there is no Data-Out; the blocks become zeroes.
+    pub const NDOB: Field<bool> = bit(1, 0);
+}
+
+/// READ CAPACITY (16) (SBC-3 5.16.1).
+pub mod read_capacity_16 {
+    use super::{Field, be32};
+
+    /// ALLOCATION LENGTH.
+    pub const ALLOCATION_LENGTH: Field<u32> = be32(10);
+}
+
+/// GET LBA STATUS (SBC-3 5.6.1).
+pub mod get_lba_status {
+    use super::{Field, be32, be64};
+
+    /// STARTING LOGICAL BLOCK ADDRESS.
+    pub const STARTING_LBA: Field<u64> = be64(2);
+    /// ALLOCATION LENGTH.
+    pub const ALLOCATION_LENGTH: Field<u32> = be32(10);
+}
+
+/// REPORT LUNS (SPC-4 6.33).
+pub mod report_luns {
+    use super::{Field, be32, byte};
+
+    /// SELECT REPORT.
+    pub const SELECT_REPORT: Field<u8> = byte(2);
+    /// ALLOCATION LENGTH.
+    pub const ALLOCATION_LENGTH: Field<u32> = be32(6);
+}
+
+/// REPORT TARGET PORT GROUPS (SPC-4 6.37).
+pub mod report_target_port_groups {
+    use super::{Field, be32};
+
+    /// ALLOCATION LENGTH.
+    pub const ALLOCATION_LENGTH: Field<u32> = be32(6);
+}

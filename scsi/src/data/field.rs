@@ -1,0 +1,224 @@
+//! Places of fields in parameter data and CDBs.
+//!
+//! A field is written and read by the same constant. What was received decides whether a field is
+//! there: reading one that lies beyond the end gives nothing.
+
+use std::marker::PhantomData;
+
+/// A big-endian number, or some bits of a byte.
+#[derive(Debug)]
+pub struct Field<T> {
+    at: usize,
+    /// Length in bytes.
+    len: usize,
+    /// Lowest bit of a field within a byte.
+    low: u8,
+    /// Length in bits.
+    bits: u8,
+    value: PhantomData<fn() -> T>,
+}
+
+impl<T> Clone for Field<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Field<T> {}
+
+/// A value that a field can have.
+pub trait Value: Copy {
+    /// Takes a number that the field has room for.
+    fn from_number(number: u64) -> Self;
+
+    /// The number in the field.
+    fn number(self) -> u64;
+}
+
+impl Value for bool {
+    fn from_number(number: u64) -> Self {
+        number != 0
+    }
+
+    fn number(self) -> u64 {
+        self.into()
+    }
+}
+
+macro_rules! numbers {
+    ($($number:ident),*) => {
+        $(impl Value for $number {
+            fn from_number(number: u64) -> Self {
+                number as Self
+            }
+
+            fn number(self) -> u64 {
+                self.into()
+            }
+        })*
+    };
+}
+
+numbers!(u8, u16, u32, u64);
+
+/// A bit of a byte.
+pub(crate) const fn bit(at: usize, bit: u8) -> Field<bool> {
+    Field::new(at, 1, bit, 1)
+}
+
+/// Bits `high` to `low` of a byte.
+pub(crate) const fn bits(at: usize, high: u8, low: u8) -> Field<u8> {
+    Field::new(at, 1, low, high - low + 1)
+}
+
+/// A byte.
+pub(crate) const fn byte(at: usize) -> Field<u8> {
+    Field::new(at, 1, 0, 8)
+}
+
+/// A number of 16 bits.
+pub(crate) const fn be16(at: usize) -> Field<u16> {
+    Field::new(at, 2, 0, 16)
+}
+
+/// A number of 24 bits.
+pub(crate) const fn be24(at: usize) -> Field<u32> {
+    Field::new(at, 3, 0, 24)
+}
+
+/// A number of 32 bits.
+pub(crate) const fn be32(at: usize) -> Field<u32> {
+    Field::new(at, 4, 0, 32)
+}
+
+/// A number of 64 bits.
+pub(crate) const fn be64(at: usize) -> Field<u64> {
+    Field::new(at, 8, 0, 64)
+}
+
+impl<T> Field<T> {
+    const fn new(at: usize, len: usize, low: u8, bits: u8) -> Self {
+        Self {
+            at,
+            len,
+            low,
+            bits,
+            value: PhantomData,
+        }
+    }
+
+    /// The same place, for any number.
+    #[must_use]
+    pub const fn as_number(self) -> Field<u64> {
+        Field::new(self.at, self.len, self.low, self.bits)
+    }
+
+    /// First byte of the field.
+    #[must_use]
+    pub const fn at(self) -> usize {
+        self.at
+    }
+
+    /// Highest bit of a field that does not fill its bytes, for field pointers.
+    pub(crate) const fn highest_bit(self) -> u8 {
+        (self.low + self.bits - 1) & 7
+    }
+
+    const fn mask(self) -> u64 {
+        u64::MAX >> (64 - self.bits)
+    }
+}
+
+impl<T: Value> Field<T> {
+    /// The value; `None` where the field is not in the data.
+    #[inline]
+    #[must_use]
+    pub fn get(self, data: &[u8]) -> Option<T> {
+        let bytes = data.get(self.at..)?.get(..self.len)?;
+        let number = bytes
+            .iter()
+            .fold(0, |number, &byte| number << 8 | u64::from(byte));
+        Some(T::from_number(number >> self.low & self.mask()))
+    }
+
+    /// Sets the value.
+    ///
+    /// # Panics
+    /// The field is not in the data, or has no room for the value.
+    #[inline]
+    pub fn set(self, data: &mut [u8], value: T) {
+        let number = value.number();
+        assert!(number <= self.mask(), "a value that the field has room for");
+        let field = &mut data[self.at..][..self.len];
+        if self.len == 1 {
+            let others = field[0] & !((self.mask() << self.low) as u8);
+            field[0] = others | (number << self.low) as u8;
+        } else {
+            field.copy_from_slice(&number.to_be_bytes()[8 - self.len..]);
+        }
+    }
+}
+
+/// ASCII text, padded with spaces (SPC-4 4.3.1).
+#[derive(Clone, Copy, Debug)]
+pub struct Text {
+    at: usize,
+    len: usize,
+}
+
+impl Text {
+    pub(crate) const fn new(at: usize, len: usize) -> Self {
+        Self { at, len }
+    }
+
+    /// The bytes with their padding; `None` where the field is not in the data.
+    #[must_use]
+    pub fn get(self, data: &[u8]) -> Option<&[u8]> {
+        data.get(self.at..)?.get(..self.len)
+    }
+
+    /// Sets the text, cut to the field.
+    ///
+    /// # Panics
+    /// The field is not in the data.
+    pub fn set(self, data: &mut [u8], text: &str) {
+        let field = &mut data[self.at..][..self.len];
+        let len = text.len().min(field.len());
+        field[..len].copy_from_slice(&text.as_bytes()[..len]);
+        field[len..].fill(b' ');
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_is_read_where_it_is_written() {
+        let mut data = [0xff; 12];
+        bit(0, 3).set(&mut data, false);
+        bits(1, 6, 4).set(&mut data, 2);
+        byte(2).set(&mut data, 7);
+        be16(3).set(&mut data, 0x0102);
+        be32(8).set(&mut data, 0x0304_0506);
+        assert_eq!(data, [0xf7, 0xaf, 7, 1, 2, 255, 255, 255, 3, 4, 5, 6]);
+        assert_eq!(bit(0, 3).get(&data), Some(false));
+        assert_eq!(bits(1, 6, 4).get(&data), Some(2));
+        assert_eq!(be16(3).get(&data), Some(0x0102));
+        assert_eq!(be64(4).get(&data), Some(0x02ff_ffff_0304_0506));
+        assert_eq!(be32(8).as_number().get(&data), Some(0x0304_0506));
+    }
+
+    #[test]
+    fn a_field_that_was_not_received_has_no_value() {
+        assert_eq!(be32(8).get(&[0; 11]), None);
+        assert_eq!(bit(0, 0).get(&[]), None);
+        assert_eq!(Text::new(4, 4).get(&[0; 7]), None);
+    }
+
+    #[test]
+    #[should_panic(expected = "room for")]
+    fn a_field_takes_no_more_than_its_bits() {
+        bits(0, 2, 0).set(&mut [0], 8);
+    }
+}

@@ -1,0 +1,41 @@
+//! REPORT LUNS data (SPC-4 6.33).
+
+use nom::bytes::complete::take;
+use nom::multi::many0;
+use nom::number::complete::be_u64;
+use nom::{IResult, Parser};
+
+use super::field::{Field, be32};
+use crate::lun::LunId;
+
+/// Bytes before the list.
+pub const HEADER_LEN: usize = 8;
+/// Bytes of a LUN.
+pub const LUN_LEN: usize = 8;
+
+/// LUN LIST LENGTH, in bytes.
+const LIST_LENGTH: Field<u32> = be32(0);
+
+/// The list of these LUNs.
+pub(crate) fn encode(luns: &[LunId]) -> Vec<u8> {
+    let mut data = vec![0; HEADER_LEN];
+    LIST_LENGTH.set(&mut data, (LUN_LEN * luns.len()) as u32);
+    data.extend(luns.iter().flat_map(|lun| lun.encode()));
+    data
+}
+
+/// The LUNs of ordinary units that have one of the simple forms, in order.
+#[must_use]
+pub fn parse(data: &[u8]) -> Vec<LunId> {
+    let Ok((_, luns)) = list(data) else {
+        return Vec::new();
+    };
+    let luns = luns.into_iter().map(u64::to_be_bytes);
+    luns.filter_map(LunId::addressed).collect()
+}
+
+fn list(data: &[u8]) -> IResult<&[u8], Vec<u64>, ()> {
+    let declared = LIST_LENGTH.get(data).unwrap_or(0) as usize;
+    let (list, _) = take(HEADER_LEN)(data)?;
+    many0(be_u64).parse(&list[..declared.min(list.len())])
+}

@@ -91,20 +91,15 @@ const LATENCY: u64 = 5000;
 /// How long a full socket takes nothing, in nanoseconds.
 const FULL_TIME: u64 = 20_000;
 
-/// SplitMix64.
-struct Random(u64);
+struct Random(fastrand::Rng);
 
 impl Random {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
+        self.0.u64(..)
     }
 
     fn below(&mut self, bound: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
+        self.0.u64(..bound)
     }
 
     fn percent(&mut self, chance: u64) -> bool {
@@ -362,7 +357,7 @@ struct Sim {
 
 impl Sim {
     fn new(seed: u64, quota: u64, wire: Wire) -> Self {
-        let mut random = Random(seed);
+        let mut random = Random(fastrand::Rng::with_seed(seed));
         let addrs = if random.percent(50) {
             ["127.0.0.1:50001", "127.0.0.2:4791"]
         } else {

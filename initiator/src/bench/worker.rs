@@ -28,21 +28,7 @@ pub struct Progress {
     pub warming_up: bool,
 }
 
-/// A small seeded generator (SplitMix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        // The high half of the product is even enough for a benchmark.
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
-    }
-}
-
+/// Spreads every bit of `z` over the result (the finaliser of SplitMix64).
 fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -165,7 +151,12 @@ impl<D: BlockDevice> Shared<D> {
     }
 
     /// The next operation of a job, unless it is over.
-    fn plan_next(&self, job: &Job, random: &mut Random, now: Instant) -> Option<(Kind, u64)> {
+    fn plan_next(
+        &self,
+        job: &Job,
+        random: &mut fastrand::Rng,
+        now: Instant,
+    ) -> Option<(Kind, u64)> {
         if self.stopped.load(Ordering::Relaxed) || self.ends.is_some_and(|end| now >= end) {
             return None;
         }
@@ -179,13 +170,13 @@ impl<D: BlockDevice> Shared<D> {
         let count = job.blocks.end - job.blocks.start;
         let block = job.blocks.start
             + match self.config.pattern {
-                Pattern::Random => random.below(count),
+                Pattern::Random => random.u64(..count),
                 Pattern::Sequential => job.next.fetch_add(1, Ordering::Relaxed) % count,
             };
         let kind = match self.config.mix.read_percent() {
             100 => Kind::Read,
             0 => Kind::Write,
-            percent if random.below(100) < u64::from(percent) => Kind::Read,
+            percent if random.u8(..100) < percent => Kind::Read,
             _ => Kind::Write,
         };
         Some((kind, block))
@@ -225,12 +216,12 @@ impl<D: BlockDevice> Shared<D> {
     }
 
     /// One operation after the other, until the benchmark is over.
-    async fn work(&self, job: &Job, mut random: Random) {
+    async fn work(&self, job: &Job, mut random: fastrand::Rng) {
         let size = self.config.block_size as usize;
         let mut buffer = self.device.buffer(size).await;
         let mut scratch = vec![0; size];
         // Something that neither compresses nor repeats.
-        pattern(random.next(), 0, &mut scratch);
+        pattern(random.u64(..), 0, &mut scratch);
         buffer.slice().write(0, &scratch);
         let mut now = Instant::now();
         while let Some((kind, block)) = self.plan_next(job, &mut random, now) {
@@ -334,11 +325,11 @@ pub fn run<D: BlockDevice>(
     let config = &shared.config;
     // A worker's clone of the sender tells by its end that the worker is done.
     let (done, finished) = mpsc::channel::<()>();
-    let mut seeds = Random(config.seed);
+    let mut seeds = fastrand::Rng::with_seed(config.seed);
     for index in 0..shared.jobs.len() {
         for _ in 0..config.depth {
             let (shared, done) = (shared.clone(), done.clone());
-            let random = Random(seeds.next());
+            let random = seeds.fork();
             task::spawn(async move {
                 shared.work(&shared.jobs[index], random).await;
                 drop(done);

@@ -17,10 +17,13 @@
 //! Bound: [`QUEUE`] packets wait for an address; what comes beyond is lost, as in a socket buffer.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use fnv::FnvHasher;
 
 use crate::rc::RcCounters;
 use crate::roce::batch::{Offered, SendOutcome, TxBatch};
@@ -108,14 +111,16 @@ impl Wire {
         }
     }
 
-    /// Mixes a packet into the trace (FNV-1a).
+    /// Mixes a packet into the trace.
     fn note(&mut self, now: Instant, dst: SocketAddr, bytes: &[u8]) {
         let time = now.duration_since(self.start).as_nanos() as u64;
         let port = u64::from(dst.port()).to_le_bytes();
         let head = time.to_le_bytes();
-        for &b in head.iter().chain(&port).chain(bytes) {
-            self.trace = (self.trace ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3);
+        let mut trace = FnvHasher::with_key(self.trace);
+        for part in [&head[..], &port, bytes] {
+            trace.write(part);
         }
+        self.trace = trace.finish();
     }
 }
 
@@ -144,7 +149,7 @@ impl Fabric {
             occupied: HashSet::new(),
             sequence: 0,
             endpoints: 0,
-            trace: 0xcbf2_9ce4_8422_2325,
+            trace: FnvHasher::default().finish(),
             overflows: 0,
         })))
     }

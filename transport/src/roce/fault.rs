@@ -73,37 +73,6 @@ pub struct FaultCounters {
     pub reordered: u64,
 }
 
-/// A small, fast, seeded generator (SplitMix64): for faults, not for secrets.
-#[derive(Clone, Copy, Debug)]
-pub struct SplitMix(u64);
-
-impl SplitMix {
-    /// Starts at `seed`.
-    #[must_use]
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// The next 64 bits.
-    pub fn next_u64(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `bound`, which is not 0.
-    pub fn below(&mut self, bound: u64) -> u64 {
-        self.next_u64() % bound
-    }
-
-    /// True for `rate` of a million.
-    pub fn chance(&mut self, rate: u32) -> bool {
-        rate > 0 && self.below(1_000_000) < u64::from(rate)
-    }
-}
-
 #[derive(Debug)]
 struct Held<T> {
     release_after: u64,
@@ -116,7 +85,7 @@ struct Held<T> {
 #[derive(Debug)]
 pub struct FaultInjector<T> {
     config: FaultConfig,
-    random: SplitMix,
+    random: fastrand::Rng,
     passed: u64,
     held: Vec<Held<T>>,
     ready: VecDeque<(T, Vec<u8>)>,
@@ -129,7 +98,7 @@ impl<T: Clone> FaultInjector<T> {
     pub fn new(config: FaultConfig) -> Self {
         Self {
             config,
-            random: SplitMix::new(config.seed),
+            random: fastrand::Rng::with_seed(config.seed),
             passed: 0,
             held: Vec::new(),
             ready: VecDeque::new(),
@@ -146,29 +115,34 @@ impl<T: Clone> FaultInjector<T> {
     /// Takes a packet in.
     pub fn handle_packet(&mut self, now: Instant, tag: T, mut bytes: Vec<u8>) {
         self.counters.packets += 1;
-        if self.random.chance(self.config.loss) {
+        if self.happens(self.config.loss) {
             self.counters.lost += 1;
             return;
         }
-        if self.random.chance(self.config.corruption) && !bytes.is_empty() {
+        if self.happens(self.config.corruption) && !bytes.is_empty() {
             self.counters.corrupted += 1;
-            for _ in 0..=self.random.below(3) {
-                let bit = self.random.below(bytes.len() as u64 * 8);
+            for _ in 0..=self.random.u64(..3) {
+                let bit = self.random.u64(..bytes.len() as u64 * 8);
                 bytes[(bit / 8) as usize] ^= 1 << (bit % 8);
             }
         }
-        if self.random.chance(self.config.duplication) {
+        if self.happens(self.config.duplication) {
             self.counters.duplicated += 1;
             self.pass(now, tag.clone(), bytes.clone());
         }
         self.pass(now, tag, bytes);
     }
 
+    /// Draws whether something befalls a packet, for `rate` of a million of them.
+    fn happens(&mut self, rate: u32) -> bool {
+        rate > 0 && self.random.u32(..1_000_000) < rate
+    }
+
     fn pass(&mut self, now: Instant, tag: T, bytes: Vec<u8>) {
         let depth = u64::from(self.config.reorder_depth);
-        if (self.held.len() as u64) < depth && self.random.chance(self.config.reorder) {
+        if (self.held.len() as u64) < depth && self.happens(self.config.reorder) {
             self.counters.reordered += 1;
-            let by = 1 + self.random.below(depth);
+            let by = 1 + self.random.u64(..depth);
             self.held.push(Held {
                 release_after: self.passed + by,
                 release_at: now + self.config.reorder_time,

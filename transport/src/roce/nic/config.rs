@@ -1,6 +1,9 @@
 //! What a device is created with, and what it counts.
 
+use std::hash::Hasher as _;
 use std::net::IpAddr;
+
+use fnv::FnvHasher;
 
 use crate::rc::RcCounters;
 use crate::verbs::{DeviceAttr, Mtu};
@@ -138,10 +141,9 @@ pub fn device_guid(addr: IpAddr) -> u64 {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
         IpAddr::V6(v6) => v6.octets(),
     };
-    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, &b| {
-        (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
-    });
-    hash & !(0x03 << 56) | 0x02 << 56
+    let mut hash = FnvHasher::default();
+    hash.write(&bytes);
+    hash.finish() & !(0x03 << 56) | 0x02 << 56
 }
 
 /// What a device has counted since it was created.

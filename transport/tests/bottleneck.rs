@@ -19,6 +19,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use riser_memory::Memory;
 use riser_transport::mr::MrTable;
 use riser_transport::rc::{
@@ -100,19 +101,6 @@ const MAX_SENT: f64 = 1.10;
 /// The slowest flow gets this part of an equal share at least.
 const MIN_SHARE: f64 = 0.33;
 
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((u128::from(z ^ z >> 31) * u128::from(bound)) >> 64) as u64
-    }
-}
-
 /// One end of a flow.
 struct Side {
     qp: RcQp,
@@ -126,7 +114,7 @@ struct Side {
 }
 
 impl Side {
-    fn new(net: &Net, random: &mut Random) -> Self {
+    fn new(net: &Net, random: &mut Rng) -> Self {
         let mut mrs = MrTable::new(16, 8, [5; 16]);
         let memory = Memory::new(LEN).unwrap();
         let access = Access::LOCAL_WRITE | Access::REMOTE | Access::ZERO_BASED;
@@ -141,7 +129,7 @@ impl Side {
         let mut cfg = RcConfig::new(QpId(Handle::new(7, 1)), PD, cap);
         cfg.max_inflight_bytes = net.inflight;
         cfg.ack_every = 32;
-        cfg.seed = random.below(1 << 32) as u32;
+        cfg.seed = random.u64(..1 << 32) as u32;
         let mut qp = RcQp::new(cfg);
         qp.to_init();
         qp.to_rtr(&RtrParams {
@@ -228,7 +216,7 @@ enum Event {
 /// Sides are numbered: 2 × flow for the one that posts, and the next for its peer.
 struct Sim {
     net: Net,
-    random: Random,
+    random: Rng,
     start: Instant,
     now: u64,
     sequence: u64,
@@ -250,7 +238,7 @@ struct Sim {
 
 impl Sim {
     fn new(net: &Net, seed: u64) -> Self {
-        let mut random = Random(seed);
+        let mut random = Rng::with_seed(seed);
         let sides = (0..2 * net.flows).map(|_| Side::new(net, &mut random));
         let mut sim = Self {
             sides: sides.collect(),
@@ -263,7 +251,7 @@ impl Sim {
             links: vec![0; net.flows],
             port: 0,
             // 10 Gb/s.
-            service: (net.mtu.bytes() as u64 + OVERHEAD) * 8 / 10,
+            service: (u64::from(net.mtu.bytes()) + OVERHEAD) * 8 / 10,
             done: vec![0; net.flows],
             is_dead: vec![false; net.flows],
             packets: Vec::new(),
@@ -272,7 +260,7 @@ impl Sim {
             tx: TxPacket::default(),
         };
         for flow in 0..net.flows {
-            let at = sim.random.below(START);
+            let at = sim.random.u64(..START);
             sim.push(at, 2 * flow, Event::Start);
         }
         sim
@@ -387,12 +375,12 @@ impl Sim {
                 continue;
             }
             if self.links[flow] < self.now {
-                self.links[flow] = self.now + self.random.below(LATENESS);
+                self.links[flow] = self.now + self.random.u64(..LATENESS);
             }
             self.links[flow] += self.service;
             // Never longer than a packet, so packets keep their order. Links that run at exactly one
             // rate would let the flow that finds the last place in a full queue keep it for ever.
-            let drift = self.random.below(self.service);
+            let drift = self.random.u64(..self.service);
             self.push(
                 self.links[flow] + CABLE + drift,
                 peer,
@@ -417,7 +405,7 @@ impl Sim {
     }
 
     fn judge(&self, end: u64) -> Row {
-        let per_message = (LEN / self.net.mtu.bytes()) as u64;
+        let per_message = (LEN / self.net.mtu.bytes() as usize) as u64;
         let delivered = self.done.iter().sum::<u64>() * per_message;
         let sender = usize::from(self.net.kind == Kind::Read);
         let mut counters = RcCounters::default();

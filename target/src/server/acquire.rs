@@ -339,9 +339,7 @@ fn go_without(
 }
 
 fn mtu(bytes: u16) -> Option<Mtu> {
-    Mtu::ALL
-        .into_iter()
-        .find(|m| m.bytes() == usize::from(bytes))
+    Mtu::ALL.into_iter().find(|m| m.bytes() == u32::from(bytes))
 }
 
 fn faults(link: LinkFaults, worker: u64) -> FaultConfig {

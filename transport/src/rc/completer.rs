@@ -122,7 +122,7 @@ impl Requester {
         let (offset, data) = match (&original, wqe.op) {
             (Some(bytes), _) if is_atomic => (0, &bytes[..]),
             (None, SendOp::Read(_)) => {
-                let offset = (self.una - wqe.first) as u32 * self.mtu;
+                let offset = wqe.index_of(self.una) * self.mtu;
                 let expected = (wqe.length - offset).min(self.mtu);
                 if pkt.payload.len() != expected as usize {
                     return Err(WcStatus::BadRespErr);
@@ -171,7 +171,13 @@ impl Requester {
             at += 1;
         }
         if self.una > before {
-            self.on_progress(ctx.now, self.una - before);
+            // No more than the window has packets.
+            #[expect(
+                clippy::cast_possible_truncation,
+                reason = "at most a window of 2^32 bytes"
+            )]
+            let packets = (self.una - before) as u32;
+            self.on_progress(ctx.now, packets);
             self.retire(ctx)?;
         }
         if !is_whole {

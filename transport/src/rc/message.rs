@@ -2,6 +2,16 @@
 
 use crate::mr::KeyError;
 use crate::verbs::Sge;
+use crate::wire::Packet;
+
+/// Payload bytes of a packet.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a datagram has less than 64 KiB"
+)]
+pub(super) fn payload_len(pkt: &Packet<'_>) -> u32 {
+    pkt.payload.len() as u32
+}
 
 /// Packets of a message of `length` bytes; a message of none takes one.
 pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {

@@ -62,6 +62,8 @@
 //! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing while a
 //! receive is bound.
 
+#![cfg_attr(not(test), warn(clippy::cast_possible_truncation))]
+
 mod completer;
 mod congestion;
 mod ctx;
@@ -127,7 +129,7 @@ pub struct RcConfig {
 /// charges a datagram with the power of two that holds it, and its own header beside.
 #[must_use]
 pub const fn packet_cost(mtu: Mtu) -> u32 {
-    2 * mtu.bytes() as u32 + 512
+    2 * mtu.bytes() + 512
 }
 
 impl RcConfig {

@@ -11,7 +11,7 @@ pub struct RecvQueue {
     heads: Box<[Head]>,
     /// `max_sge` entries for each slot.
     sges: Box<[Sge]>,
-    max_sge: usize,
+    max_sge: u32,
     first: usize,
     len: usize,
 }
@@ -66,20 +66,20 @@ impl RecvWqe {
 /// The length of a scatter list, if a message may be that long.
 pub(super) fn message_len(sges: &[Sge]) -> Result<u32, PostReason> {
     let sum: u64 = sges.iter().map(|s| u64::from(s.length)).sum();
-    if sum > u64::from(MAX_MESSAGE) {
-        return Err(PostReason::MessageTooLong);
+    match u32::try_from(sum) {
+        Ok(sum) if sum <= MAX_MESSAGE => Ok(sum),
+        _ => Err(PostReason::MessageTooLong),
     }
-    Ok(sum as u32)
 }
 
 impl RecvQueue {
     /// A queue for `max_wr` receives of up to `max_sge` entries each.
     #[must_use]
     pub fn new(max_wr: u32, max_sge: u32) -> Self {
-        let (depth, max_sge) = (max_wr as usize, max_sge as usize);
+        let depth = max_wr as usize;
         Self {
             heads: vec![Head::default(); depth].into_boxed_slice(),
-            sges: vec![NO_SGE; depth * max_sge].into_boxed_slice(),
+            sges: vec![NO_SGE; depth * max_sge as usize].into_boxed_slice(),
             max_sge,
             first: 0,
             len: 0,
@@ -107,7 +107,7 @@ impl RecvQueue {
     /// Scatter-gather entries of a receive at most.
     #[must_use]
     pub fn max_sge(&self) -> u32 {
-        self.max_sge as u32
+        self.max_sge
     }
 
     /// Bytes of memory that the queue holds.
@@ -129,7 +129,7 @@ impl RecvQueue {
     }
 
     fn push(&mut self, wr: &RecvWr<'_>) -> Result<(), PostReason> {
-        if wr.sges.len() > self.max_sge {
+        if wr.sges.len() > self.max_sge as usize {
             return Err(PostReason::TooManySges);
         }
         let length = message_len(wr.sges)?;
@@ -137,12 +137,14 @@ impl RecvQueue {
             return Err(PostReason::QueueFull);
         }
         let slot = (self.first + self.len) % self.heads.len();
+        #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
+        let sges = wr.sges.len() as u32;
         self.heads[slot] = Head {
             wr_id: wr.wr_id,
-            sges: wr.sges.len() as u32,
+            sges,
             length,
         };
-        let at = slot * self.max_sge;
+        let at = slot * self.max_sge as usize;
         self.sges[at..at + wr.sges.len()].copy_from_slice(wr.sges);
         self.len += 1;
         Ok(())
@@ -163,7 +165,7 @@ impl RecvQueue {
             return false;
         }
         let head = self.heads[self.first];
-        let at = self.first * self.max_sge;
+        let at = self.first * self.max_sge as usize;
         let count = head.sges as usize;
         out.sges[..count].copy_from_slice(&self.sges[at..at + count]);
         out.count = count;
@@ -195,8 +197,8 @@ impl RecvQueue {
         if (max_wr as usize) < self.len {
             return false;
         }
-        let mut next = Self::new(max_wr, self.max_sge as u32);
-        let mut wqe = RecvWqe::new(self.max_sge as u32);
+        let mut next = Self::new(max_wr, self.max_sge);
+        let mut wqe = RecvWqe::new(self.max_sge);
         while self.pop(&mut wqe) {
             let wr = RecvWr {
                 wr_id: wqe.wr_id,

@@ -187,7 +187,7 @@ impl Requester {
 
     pub(super) fn start(&mut self, params: &RtsParams, mtu: Mtu, cfg: &RcConfig) {
         self.base = params.sq_psn;
-        self.mtu = mtu.bytes() as u32;
+        self.mtu = mtu.bytes();
         self.max_reads = usize::from(params.max_rd_atomic);
         self.reads = VecDeque::with_capacity(self.max_reads);
         self.pieces = VecDeque::with_capacity(self.max_reads);
@@ -254,6 +254,10 @@ impl Requester {
         }
     }
 
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a PSN counts modulo 2^24 (IBTA 9.7.1)"
+    )]
     pub(super) fn psn(&self, number: u64) -> Psn {
         self.base.add(number as u32)
     }
@@ -396,14 +400,13 @@ impl Requester {
     }
 
     /// `una` has moved on by `packets`.
-    pub(super) fn on_progress(&mut self, now: Instant, packets: u64) {
+    pub(super) fn on_progress(&mut self, now: Instant, packets: u32) {
         if let Some((congestion, fired)) = self.undo.take()
             && self.was_early(now, fired)
         {
             self.congestion = congestion;
         }
-        self.congestion
-            .on_progress(packets as u32, self.una, self.nxt);
+        self.congestion.on_progress(packets, self.una, self.nxt);
         self.retries = self.retry_cnt;
         self.rnr_retries = self.rnr_retry;
         self.waited = Duration::ZERO;

@@ -20,7 +20,7 @@ use riser_state::become_state;
 
 use self::answer::{Resource, ResourceKind};
 use super::ctx::{Ctx, Fault};
-use super::message::{plan_packets, walk};
+use super::message::{payload_len, plan_packets, walk};
 use super::pacing::Pacer;
 use super::state::{Inbound, ResponderState};
 use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams};
@@ -184,7 +184,7 @@ impl Responder {
             (Inbound::Write { .. }, Operation::Write) => !is_start,
             _ => false,
         };
-        let mtu = ctx.link.mtu.bytes();
+        let mtu = ctx.link.mtu.bytes() as usize;
         if !fits || !pkt.op.payload.allows(pkt.payload.len(), mtu) {
             return Err(Refusal::InvalidRequest);
         }
@@ -240,7 +240,7 @@ impl Responder {
             }
             self.is_bound = true;
         }
-        let total = received + pkt.payload.len() as u32;
+        let total = received + payload_len(pkt);
         if total > self.recv.length {
             return Err(self.fail_receive(ctx, WcStatus::LocLenErr, Refusal::InvalidRequest));
         }
@@ -275,7 +275,7 @@ impl Responder {
 
     /// A packet of an RDMA WRITE; false if it needs a receive and there is none.
     fn on_write(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<bool, Refusal> {
-        let len = pkt.payload.len() as u32;
+        let len = payload_len(pkt);
         let (rkey, addr, remaining, total) = match (self.inbound, pkt.ext.reth) {
             (
                 Inbound::Write {
@@ -339,7 +339,7 @@ impl Responder {
         ctx.mrs
             .resolve_remote(ctx.cfg.pd, rkey, addr, len, Access::REMOTE_READ)
             .map_err(|_| Refusal::RemoteAccess)?;
-        let packets = plan_packets(len, ctx.link.mtu.bytes() as u32);
+        let packets = plan_packets(len, ctx.link.mtu.bytes());
         self.accept(ResourceKind::Read { rkey, addr, len }, packets)
     }
 

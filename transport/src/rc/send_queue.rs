@@ -60,6 +60,16 @@ impl SendWqe {
         self.first + u64::from(self.packets)
     }
 
+    /// Place of a packet number among the request's packets.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a message of 2 GiB has less than 2^24 packets"
+    )]
+    pub fn index_of(&self, number: u64) -> u32 {
+        (number - self.first) as u32
+    }
+
     /// Whether it is answered by more than an acknowledgement: a READ or an atomic.
     #[must_use]
     pub fn has_response(&self) -> bool {
@@ -154,6 +164,7 @@ impl SendQueue {
 
     /// How many requests are not completed.
     #[must_use]
+    #[expect(clippy::cast_possible_truncation, reason = "`max_send_wr` at most")]
     pub fn len(&self) -> usize {
         (self.tail - self.head) as usize
     }
@@ -170,6 +181,7 @@ impl SendQueue {
         size_of_val(&*self.wqes) + size_of_val(&*self.sges) + self.inline.len()
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "less than `max_send_wr`")]
     fn slot(&self, at: u64) -> usize {
         (at % self.wqes.len() as u64) as usize
     }
@@ -246,6 +258,8 @@ impl SendQueue {
             let at = slot * self.max_sge;
             self.sges[at..at + wr.sges.len()].copy_from_slice(wr.sges);
         }
+        #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
+        let sges = if is_inline { 0 } else { wr.sges.len() as u32 };
         let mut wqe = SendWqe {
             wr_id: wr.wr_id,
             op: wr.op,
@@ -255,7 +269,7 @@ impl SendQueue {
             first: 0,
             packets: 0,
             recv_seq: self.recv_seq,
-            sges: if is_inline { 0 } else { wr.sges.len() as u32 },
+            sges,
         };
         if wqe.consumes_receive() {
             self.recv_seq += 1;

@@ -469,7 +469,7 @@ fn carried_mtu(addr: IpAddr) -> io::Result<Option<Mtu>> {
     } else {
         HEADERS_V6
     };
-    let mtu = Mtu::for_udp_payload(link.saturating_sub(headers) as usize);
+    let mtu = Mtu::for_udp_payload(link.saturating_sub(headers));
     mtu.map(Some).ok_or_else(|| {
         let text = format!("the interface of {addr} carries packets of {link} bytes only");
         io::Error::new(io::ErrorKind::InvalidInput, text)

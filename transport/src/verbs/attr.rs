@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 
 use bitflags::bitflags;
+use num_enum::TryFromPrimitive;
 
 use super::{CqId, Gid, LKey, MrId, PKey, PdId, QKey, QpId, RKey, SrqId};
 
@@ -107,18 +108,19 @@ pub struct PortAttr {
 }
 
 /// Path MTU: payload bytes of one packet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, TryFromPrimitive)]
+#[repr(u8)]
 pub enum Mtu {
     /// 256 bytes.
-    Mtu256,
+    Mtu256 = 1,
     /// 512 bytes.
-    Mtu512,
+    Mtu512 = 2,
     /// 1024 bytes.
-    Mtu1024,
+    Mtu1024 = 3,
     /// 2048 bytes.
-    Mtu2048,
+    Mtu2048 = 4,
     /// 4096 bytes.
-    Mtu4096,
+    Mtu4096 = 5,
 }
 
 impl Mtu {
@@ -133,7 +135,7 @@ impl Mtu {
 
     /// Payload bytes.
     #[must_use]
-    pub const fn bytes(self) -> usize {
+    pub const fn bytes(self) -> u32 {
         match self {
             Self::Mtu256 => 256,
             Self::Mtu512 => 512,
@@ -146,25 +148,19 @@ impl Mtu {
     /// The code that messages carry: 1 for 256 up to 5 for 4096 (IBTA 12.7).
     #[must_use]
     pub const fn code(self) -> u8 {
-        match self {
-            Self::Mtu256 => 1,
-            Self::Mtu512 => 2,
-            Self::Mtu1024 => 3,
-            Self::Mtu2048 => 4,
-            Self::Mtu4096 => 5,
-        }
+        self as u8
     }
 
     /// The MTU of a code.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|m| m.code() == code)
+        Self::try_from(code).ok()
     }
 
     /// The largest MTU whose packets fit `payload` bytes of UDP payload: BTH, the longest extended
     /// headers of a packet that also carries payload (RETH and immediate), and ICRC take 36.
     #[must_use]
-    pub fn for_udp_payload(payload: usize) -> Option<Self> {
+    pub fn for_udp_payload(payload: u32) -> Option<Self> {
         Self::ALL
             .into_iter()
             .rev()

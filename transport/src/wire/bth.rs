@@ -109,6 +109,7 @@ impl Bth {
 
     /// With the pad count that `payload_len` bytes of payload need.
     #[must_use]
+    #[expect(clippy::cast_possible_truncation, reason = "a pad count is at most 3")]
     pub fn with_pad_for(mut self, payload_len: usize) -> Self {
         self.flags = (self.flags & !PAD_MASK) | ((pad_len(payload_len) as u8) << PAD_SHIFT);
         self

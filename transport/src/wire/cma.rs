@@ -41,7 +41,7 @@ impl RdmaPortSpace {
     pub fn of(service_id: ServiceId) -> Option<(Self, u16)> {
         let space = u16::try_from(service_id.0 >> 16).ok()?;
         let space = Self::ALL.into_iter().find(|known| *known as u16 == space)?;
-        Some((space, service_id.0 as u16))
+        Some((space, (service_id.0 & 0xffff) as u16))
     }
 }
 

@@ -10,6 +10,7 @@
 //! leave zero, and 192 bytes of attribute. Received lengths are the only authority; nothing here
 //! panics on a peer's bytes.
 
+use num_enum::{FromPrimitive, IntoPrimitive};
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -29,32 +30,16 @@ pub const SERVICES_PER_MAD: usize = 4;
 pub const MAX_SLOTS: u8 = 255;
 
 /// Methods of the common header (IBTA 13.4.5).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
 pub enum Method {
     /// Asks for an attribute.
-    Get,
+    Get = 0x01,
     /// Answers.
-    GetResp,
+    GetResp = 0x81,
     /// Any other.
+    #[num_enum(catch_all)]
     Other(u8),
-}
-
-impl Method {
-    const fn code(self) -> u8 {
-        match self {
-            Self::Get => 0x01,
-            Self::GetResp => 0x81,
-            Self::Other(code) => code,
-        }
-    }
-
-    const fn from_code(code: u8) -> Self {
-        match code {
-            0x01 => Self::Get,
-            0x81 => Self::GetResp,
-            other => Self::Other(other),
-        }
-    }
 }
 
 /// Which attribute, with its modifier.
@@ -108,8 +93,8 @@ impl Attribute {
             0x0011 => Self::IocProfile { slot: modifier },
             0x0012 => Self::ServiceEntries {
                 slot: (modifier >> 16) as u16,
-                first: modifier as u8,
-                last: (modifier >> 8) as u8,
+                first: (modifier & 0xff) as u8,
+                last: (modifier >> 8 & 0xff) as u8,
             },
             id => Self::Other { id, modifier },
         }
@@ -117,44 +102,22 @@ impl Attribute {
 }
 
 /// Status of an answer (IBTA 13.4.7 and 16.3.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromPrimitive, IntoPrimitive)]
+#[repr(u16)]
 pub enum Status {
     /// Done.
-    Success,
+    Success = 0,
     /// The method is not supported.
-    UnsupportedMethod,
+    UnsupportedMethod = 0x0008,
     /// The method is not supported for this attribute.
-    UnsupportedAttribute,
+    UnsupportedAttribute = 0x000c,
     /// A field or the modifier is invalid.
-    InvalidField,
+    InvalidField = 0x001c,
     /// There is no controller in this slot.
-    NoController,
+    NoController = 0x0100,
     /// Another code.
+    #[num_enum(catch_all)]
     Other(u16),
-}
-
-impl Status {
-    const fn code(self) -> u16 {
-        match self {
-            Self::Success => 0,
-            Self::UnsupportedMethod => 0x0008,
-            Self::UnsupportedAttribute => 0x000c,
-            Self::InvalidField => 0x001c,
-            Self::NoController => 0x0100,
-            Self::Other(code) => code,
-        }
-    }
-
-    const fn from_code(code: u16) -> Self {
-        match code {
-            0 => Self::Success,
-            0x0008 => Self::UnsupportedMethod,
-            0x000c => Self::UnsupportedAttribute,
-            0x001c => Self::InvalidField,
-            0x0100 => Self::NoController,
-            other => Self::Other(other),
-        }
-    }
 }
 
 /// Why bytes are not a device-management MAD.
@@ -220,8 +183,8 @@ impl DmHeader {
         same("MgmtClass", raw.class, CLASS)?;
         same("ClassVersion", raw.class_version, 1)?;
         let header = Self {
-            method: Method::from_code(raw.method),
-            status: Status::from_code(raw.status.get()),
+            method: raw.method.into(),
+            status: raw.status.get().into(),
             transaction: raw.transaction.get(),
             attribute: Attribute::from_fields(raw.attribute.get(), raw.modifier.get()),
         };
@@ -239,8 +202,8 @@ impl DmHeader {
             base_version: 1,
             class: CLASS,
             class_version: 1,
-            method: self.method.code(),
-            status: self.status.code().into(),
+            method: self.method.into(),
+            status: u16::from(self.status).into(),
             class_specific: 0.into(),
             transaction: self.transaction.into(),
             attribute: id.into(),

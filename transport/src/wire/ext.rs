@@ -3,6 +3,7 @@
 
 use core::time::Duration;
 
+use num_enum::TryFromPrimitive;
 use zerocopy::byteorder::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -205,15 +206,12 @@ pub enum AethSyndrome {
 impl AethSyndrome {
     /// Decode; total, every byte has a meaning.
     #[must_use]
-    pub const fn from_wire(byte: u8) -> Self {
+    pub fn from_wire(byte: u8) -> Self {
         let value = byte & 0x1f;
         match byte >> 5 {
             0b000 => Self::Ack(Credit(value)),
             0b001 => Self::RnrNak(RnrTimer(value)),
-            0b011 => match NakCode::from_wire(value) {
-                Some(code) => Self::Nak(code),
-                None => Self::Reserved(byte),
-            },
+            0b011 => NakCode::try_from(value).map_or(Self::Reserved(byte), Self::Nak),
             _ => Self::Reserved(byte),
         }
     }
@@ -231,7 +229,7 @@ impl AethSyndrome {
 }
 
 /// Why a request failed (IBTA 9.7.5.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, TryFromPrimitive)]
 #[repr(u8)]
 pub enum NakCode {
     /// A packet is missing before this one: go back to the acknowledged PSN.
@@ -244,19 +242,6 @@ pub enum NakCode {
     RemoteOperation = 3,
     /// Reliable datagram only.
     InvalidRdRequest = 4,
-}
-
-impl NakCode {
-    const fn from_wire(value: u8) -> Option<Self> {
-        Some(match value {
-            0 => Self::PsnSequence,
-            1 => Self::InvalidRequest,
-            2 => Self::RemoteAccess,
-            3 => Self::RemoteOperation,
-            4 => Self::InvalidRdRequest,
-            _ => return None,
-        })
-    }
 }
 
 /// A five-bit credit code: how many receive requests the responder has beyond
@@ -276,8 +261,9 @@ impl Credit {
 
     /// The largest code that promises no more than `count` messages.
     #[must_use]
-    pub fn at_most(count: u32) -> Self {
-        let above = CREDITS.partition_point(|&credits| u32::from(credits) <= count);
+    #[expect(clippy::cast_possible_truncation, reason = "a row of 31")]
+    pub fn at_most(count: usize) -> Self {
+        let above = CREDITS.partition_point(|&credits| usize::from(credits) <= count);
         Self((above - 1) as u8)
     }
 
@@ -456,7 +442,7 @@ mod tests {
         assert_eq!(Credit::at_most(0).code(), 0);
         assert_eq!(Credit::at_most(5).code(), 4);
         assert_eq!(Credit::at_most(100).code(), 13);
-        assert_eq!(Credit::at_most(u32::MAX).count(), Some(32768));
+        assert_eq!(Credit::at_most(usize::MAX).count(), Some(32768));
         assert_eq!(Credit::UNLIMITED.count(), None);
     }
 

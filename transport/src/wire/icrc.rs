@@ -124,6 +124,7 @@ impl IcrcFlow {
     /// Begin the ICRC of a packet whose UDP payload, ICRC included, has
     /// `datagram_len` bytes. `ip_id` is ignored on IPv6.
     #[must_use]
+    #[expect(clippy::cast_possible_truncation, reason = "lengths of headers")]
     pub fn start(&self, datagram_len: u16, ip_id: u16) -> Icrc {
         let udp_len = datagram_len.wrapping_add(UDP_LEN as u16);
         let ip = if self.is_v6 {
@@ -139,6 +140,10 @@ impl IcrcFlow {
     /// The ICRC of a whole packet in one piece: `body` is everything from the
     /// BTH to before the ICRC, at least a BTH long.
     #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a datagram has less than 64 KiB"
+    )]
     pub fn compute(&self, body: &[u8], ip_id: u16) -> u32 {
         let mut icrc = self.start((body.len() + ICRC_LEN) as u16, ip_id);
         icrc.update_headers(body);
@@ -256,6 +261,7 @@ const fn byte_crc(after: usize) -> [u32; 256] {
     let mut table = [0; 256];
     let mut value = 0;
     while value < table.len() {
+        #[expect(clippy::cast_possible_truncation, reason = "less than 256")]
         let mut register = value as u32;
         let mut bit = 0;
         while bit < 8 * (after + 1) {
@@ -322,7 +328,7 @@ static BACKWARDS: [u32; WORDS_AFTER_ID + MAX_DATAGRAM / 4 + 1] = {
 fn implied_id(difference: u32, body_len: usize) -> Option<u16> {
     let register = multiply(BACKWARDS[WORDS_AFTER_ID + body_len / 4], difference);
     // The register takes bytes in at its low end: first byte lowest.
-    (register >> 16 == 0).then(|| (register as u16).swap_bytes())
+    u16::try_from(register).ok().map(u16::swap_bytes)
 }
 
 #[cfg(test)]

@@ -48,29 +48,77 @@ impl fmt::Debug for U24 {
     }
 }
 
-/// A packet sequence number, modulo 2²⁴ (IBTA 9.7.1).
-///
-/// There is no `Ord`: order holds only inside a window of half the number
-/// space, is not transitive, and must be asked for by name.
-#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct Psn(u32);
+/// Defines a number that lies on the wire as [`U24`] and wraps there.
+macro_rules! number {
+    ($(#[$attribute:meta])* $name:ident) => {
+        $(#[$attribute])*
+        pub struct $name(u32);
+
+        impl $name {
+            /// The low 24 bits of `value`.
+            #[must_use]
+            pub const fn new(value: u32) -> Self {
+                Self(value & MASK)
+            }
+
+            /// The value, `0..=0xff_ffff`.
+            #[must_use]
+            pub const fn value(self) -> u32 {
+                self.0
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({:#08x})"), self.0)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#08x}", self.0)
+            }
+        }
+
+        impl From<U24> for $name {
+            fn from(raw: U24) -> Self {
+                Self(raw.value())
+            }
+        }
+
+        impl From<$name> for U24 {
+            fn from(number: $name) -> Self {
+                Self::new(number.0)
+            }
+        }
+    };
+}
+
+number! {
+    /// A packet sequence number, modulo 2²⁴ (IBTA 9.7.1).
+    ///
+    /// There is no `Ord`: order holds only inside a window of half the number
+    /// space, is not transitive, and must be asked for by name.
+    #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+    Psn
+}
+
+number! {
+    /// A queue-pair number (IBTA 9.2.3).
+    #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    Qpn
+}
+
+number! {
+    /// A responder's count of completed messages, modulo 2²⁴ (IBTA 9.7.7.1).
+    #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+    Msn
+}
 
 impl Psn {
     /// Half of the number space: PSNs further apart than this compare the
     /// other way round.
     pub const HALF: u32 = 1 << 23;
-
-    /// The low 24 bits of `value`.
-    #[must_use]
-    pub const fn new(value: u32) -> Self {
-        Self(value & MASK)
-    }
-
-    /// The value, `0..=0xff_ffff`.
-    #[must_use]
-    pub const fn value(self) -> u32 {
-        self.0
-    }
 
     /// The PSN that follows.
     #[must_use]
@@ -143,34 +191,6 @@ impl Psn {
     }
 }
 
-impl fmt::Debug for Psn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Psn({:#08x})", self.0)
-    }
-}
-
-impl fmt::Display for Psn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#08x}", self.0)
-    }
-}
-
-impl From<U24> for Psn {
-    fn from(raw: U24) -> Self {
-        Self(raw.value())
-    }
-}
-
-impl From<Psn> for U24 {
-    fn from(psn: Psn) -> Self {
-        Self::new(psn.0)
-    }
-}
-
-/// A queue-pair number, 24 bits.
-#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Qpn(u32);
-
 impl Qpn {
     /// Queue pair 0, subnet management; unused on RoCE.
     pub const SMI: Self = Self(0);
@@ -178,61 +198,9 @@ impl Qpn {
     pub const GSI: Self = Self(1);
     /// The destination of multicast packets.
     pub const MULTICAST: Self = Self(MASK);
-
-    /// The low 24 bits of `value`.
-    #[must_use]
-    pub const fn new(value: u32) -> Self {
-        Self(value & MASK)
-    }
-
-    /// The value, `0..=0xff_ffff`.
-    #[must_use]
-    pub const fn value(self) -> u32 {
-        self.0
-    }
 }
-
-impl fmt::Debug for Qpn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Qpn({:#08x})", self.0)
-    }
-}
-
-impl fmt::Display for Qpn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#08x}", self.0)
-    }
-}
-
-impl From<U24> for Qpn {
-    fn from(raw: U24) -> Self {
-        Self(raw.value())
-    }
-}
-
-impl From<Qpn> for U24 {
-    fn from(qpn: Qpn) -> Self {
-        Self::new(qpn.0)
-    }
-}
-
-/// A responder's count of completed messages, modulo 2²⁴ (IBTA 9.7.7.1).
-#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct Msn(u32);
 
 impl Msn {
-    /// The low 24 bits of `value`.
-    #[must_use]
-    pub const fn new(value: u32) -> Self {
-        Self(value & MASK)
-    }
-
-    /// The value, `0..=0xff_ffff`.
-    #[must_use]
-    pub const fn value(self) -> u32 {
-        self.0
-    }
-
     /// The count after one more message.
     #[must_use]
     pub const fn next(self) -> Self {
@@ -243,24 +211,6 @@ impl Msn {
     #[must_use]
     pub const fn distance_to(self, later: Self) -> u32 {
         later.0.wrapping_sub(self.0) & MASK
-    }
-}
-
-impl fmt::Debug for Msn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Msn({:#08x})", self.0)
-    }
-}
-
-impl From<U24> for Msn {
-    fn from(raw: U24) -> Self {
-        Self(raw.value())
-    }
-}
-
-impl From<Msn> for U24 {
-    fn from(msn: Msn) -> Self {
-        Self::new(msn.0)
     }
 }
 

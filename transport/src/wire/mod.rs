@@ -17,6 +17,8 @@
 //! Nothing here keeps protocol state, and nothing panics on a peer's bytes:
 //! the received length is the only authority.
 
+#![cfg_attr(not(test), warn(clippy::cast_possible_truncation))]
+
 pub mod bth;
 pub mod cm_msg;
 pub mod cma;

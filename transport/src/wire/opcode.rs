@@ -302,7 +302,10 @@ static ROWS: [u8; 256] = {
     while row < OPCODES.len() {
         let code = OPCODES[row].opcode as usize;
         assert!(rows[code] == UNKNOWN, "two rows with one code");
-        rows[code] = row as u8;
+        assert!(row < UNKNOWN as usize);
+        #[expect(clippy::cast_possible_truncation, reason = "less than `UNKNOWN`")]
+        let index = row as u8;
+        rows[code] = index;
         row += 1;
     }
     rows

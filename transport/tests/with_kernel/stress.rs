@@ -101,9 +101,9 @@ fn sizes(mut w: Devices) {
     let (a, b) = connect_on(w, 5000, &wants, &wants);
     let mtu = w.provider(End::A).query_qp(a.qp).unwrap().path_mtu.unwrap();
     if let Some(expected) = number("RISER_MTU") {
-        assert_eq!(mtu.bytes(), expected, "path MTU");
+        assert_eq!(mtu.bytes() as usize, expected, "path MTU");
     }
-    let m = mtu.bytes();
+    let m = mtu.bytes() as usize;
     let edges = [1, 3, m - 1, m, m + 1, 2 * m, 2 * m + 1, 5 * m - 1];
     let powers = (13..).map(|n| 1usize << n).take_while(|l| *l <= longest);
     for length in edges.into_iter().chain(powers) {

@@ -485,8 +485,8 @@ impl World {
                 if self.below(2) == 0 {
                     // The REJ of a peer that gave up unanswered, and the like.
                     mad[28..32].fill(0);
-                    mad[33] = (RejReason::Timeout.to_wire() as u8) << 1;
-                    mad[34..36].copy_from_slice(&RejReason::Timeout.to_wire().to_be_bytes());
+                    mad[33] = (u16::from(RejReason::Timeout) as u8) << 1;
+                    mad[34..36].copy_from_slice(&u16::from(RejReason::Timeout).to_be_bytes());
                     mad[36..44].copy_from_slice(&guid.to_be_bytes());
                 }
                 mad

@@ -108,7 +108,7 @@ impl Requester {
         if self.nxt < self.sent {
             let end = self.pieces.iter().find(|&&end| end > self.nxt);
             let end = end.copied().unwrap_or(wqe.end()).min(wqe.end());
-            return window.min((end - self.nxt) as u32);
+            return window.min(wqe.index_of(end) - wqe.index_of(self.nxt));
         }
         // Two pieces fill the window, so that one is under way while the next is asked for.
         let piece = if self.max_reads > 1 {
@@ -116,7 +116,7 @@ impl Requester {
         } else {
             window
         };
-        piece.min((wqe.end() - self.nxt) as u32)
+        piece.min(wqe.packets - wqe.index_of(self.nxt))
     }
 
     /// Whether window, initiator depth, fence and credits allow the next packet of a request.
@@ -193,7 +193,7 @@ impl Requester {
         may_start: bool,
     ) -> Result<bool, Fault> {
         let count = self.next_count(wqe);
-        let index = (self.nxt - wqe.first) as u32;
+        let index = wqe.index_of(self.nxt);
         let is_last = index + count == wqe.packets;
         let offset = index * self.mtu;
         let (opcode, ext) = plan_headers(wqe, index == 0, is_last, offset, count * self.mtu);

@@ -71,7 +71,7 @@ impl Responder {
             Credit::UNLIMITED
         } else {
             // The message in progress is not complete but has its receive.
-            Credit::at_most(ctx.rq.len() as u32 + u32::from(self.is_bound))
+            Credit::at_most(ctx.rq.len() + usize::from(self.is_bound))
         })
     }
 
@@ -120,7 +120,7 @@ impl Responder {
     /// new packets: `rdma_rxe` loses a request that is acknowledged while it is being repeated.
     pub(super) fn on_duplicate(&mut self, ctx: &Ctx<'_>, pkt: &Packet<'_>) {
         let psn = pkt.bth.psn();
-        let mtu = ctx.link.mtu.bytes() as u32;
+        let mtu = ctx.link.mtu.bytes();
         // The newest first: an older one with the same PSN is from an earlier turn of the PSN, and only
         // READs and atomics push it out.
         let found = self
@@ -248,7 +248,7 @@ impl Responder {
                 Opcode::RcAtomicAcknowledge
             }
             ResourceKind::Read { rkey, addr, len } => {
-                let mtu = ctx.link.mtu.bytes() as u32;
+                let mtu = ctx.link.mtu.bytes();
                 let offset = pending.next * mtu;
                 let take = (len - offset).min(mtu);
                 let addr = addr.wrapping_add(u64::from(offset));

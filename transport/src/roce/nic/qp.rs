@@ -126,7 +126,7 @@ impl Nic {
         // MADs are 256 bytes, whatever the path carries (IBTA 13.5.1).
         let mtu = match init.qp_type {
             QpType::Gsi => 256,
-            _ => self.config.mtu.bytes(),
+            _ => self.config.mtu.bytes() as usize,
         };
         let qpn = Qpn::new(qpn);
         Machine::Ud(Box::new(UdQp::new(

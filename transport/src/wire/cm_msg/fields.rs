@@ -4,6 +4,7 @@ use core::fmt;
 use core::ops::Deref;
 use core::time::Duration;
 
+use num_enum::{FromPrimitive, IntoPrimitive};
 use thiserror::Error;
 
 /// Which of a node's connections a message is about, chosen by that node.
@@ -76,8 +77,10 @@ impl<const N: u32> Bits<N> {
         self.0
     }
 
+    /// The number of a field of at most eight bits.
     pub(super) const fn byte(self) -> u8 {
-        self.0 as u8
+        const { assert!(N <= 8) };
+        (self.0 & 0xff) as u8
     }
 }
 
@@ -196,10 +199,9 @@ impl AdditionalInfo {
     /// `data`, at most 72 bytes.
     pub fn new(data: &[u8]) -> Result<Self, TooLong> {
         let bytes = PrivateData::<ADDITIONAL_INFO_LEN>::new(data)?.0;
-        Ok(Self {
-            len: data.len() as u8,
-            bytes,
-        })
+        #[expect(clippy::cast_possible_truncation, reason = "at most 72 bytes fit")]
+        let len = data.len() as u8;
+        Ok(Self { len, bytes })
     }
 
     /// From the wire: `None` if the declared length exceeds the field.
@@ -239,213 +241,201 @@ impl fmt::Debug for AdditionalInfo {
     }
 }
 
-/// An enumeration of codes in which unknown ones are kept.
-macro_rules! codes {
-    ($(#[$doc:meta])* $name:ident: $raw:ty { $($(#[$vdoc:meta])* $variant:ident = $code:literal,)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum $name {
-            $($(#[$vdoc])* $variant,)*
-            /// A code that is none of the others; kept as received.
-            Other($raw),
-        }
-
-        impl $name {
-            /// Decode; total.
-            #[must_use]
-            pub const fn from_wire(code: $raw) -> Self {
-                match code {
-                    $($code => Self::$variant,)*
-                    other => Self::Other(other),
-                }
-            }
-
-            /// Encode.
-            #[must_use]
-            pub const fn to_wire(self) -> $raw {
-                match self {
-                    $(Self::$variant => $code,)*
-                    Self::Other(code) => code,
-                }
-            }
-        }
-    };
+/// Why a connection was refused or given up (IBTA 12.6.7.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u16)]
+pub enum RejReason {
+    /// No queue pair available.
+    NoQp = 1,
+    /// No end-to-end context available.
+    NoEec = 2,
+    /// Resources are short.
+    NoResources = 3,
+    /// An answer did not come in time.
+    Timeout = 4,
+    /// The request is not supported.
+    Unsupported = 5,
+    /// No such communication id.
+    InvalidCommId = 6,
+    /// Communication ids, service id or QPNs do not belong together.
+    InvalidCommInstance = 7,
+    /// Nobody listens on the service id.
+    InvalidServiceId = 8,
+    /// The service is not offered over this transport service.
+    InvalidTransportType = 9,
+    /// The request shows that a connection we believed in is gone.
+    StaleConn = 10,
+    /// The reliable datagram channel does not exist.
+    RdcNotExist = 11,
+    /// Primary remote port GID.
+    InvalidGid = 12,
+    /// Primary remote port LID.
+    InvalidLid = 13,
+    /// Primary service level.
+    InvalidSl = 14,
+    /// Primary traffic class.
+    InvalidTrafficClass = 15,
+    /// Primary hop limit.
+    InvalidHopLimit = 16,
+    /// Primary packet rate.
+    InvalidPacketRate = 17,
+    /// Alternate remote port GID.
+    InvalidAltGid = 18,
+    /// Alternate remote port LID.
+    InvalidAltLid = 19,
+    /// Alternate service level.
+    InvalidAltSl = 20,
+    /// Alternate traffic class.
+    InvalidAltTrafficClass = 21,
+    /// Alternate hop limit.
+    InvalidAltHopLimit = 22,
+    /// Alternate packet rate.
+    InvalidAltPacketRate = 23,
+    /// Another port and another CM serve this; both are told.
+    PortCmRedirect = 24,
+    /// Another port serves this; it is told.
+    PortRedirect = 25,
+    /// Path MTU.
+    InvalidMtu = 26,
+    /// Too few responder resources.
+    InsufficientRespResources = 27,
+    /// The consumer's own reasons, in its private data.
+    ConsumerDefined = 28,
+    /// RNR retry count.
+    InvalidRnrRetry = 29,
+    /// The local communication id is in use for another connection.
+    DuplicateLocalCommId = 30,
+    /// The class version is not spoken.
+    InvalidClassVersion = 31,
+    /// Primary flow label.
+    InvalidFlowLabel = 32,
+    /// Alternate flow label.
+    InvalidAltFlowLabel = 33,
+    /// A vendor's option is not spoken.
+    VendorOptionNotSupported = 35,
+    /// A code that is none of the others; kept as received.
+    #[num_enum(catch_all)]
+    Other(u16),
 }
 
-codes! {
-    /// Why a connection was refused or given up (IBTA 12.6.7.2).
-    RejReason: u16 {
-        /// No queue pair available.
-        NoQp = 1,
-        /// No end-to-end context available.
-        NoEec = 2,
-        /// Resources are short.
-        NoResources = 3,
-        /// An answer did not come in time.
-        Timeout = 4,
-        /// The request is not supported.
-        Unsupported = 5,
-        /// No such communication id.
-        InvalidCommId = 6,
-        /// Communication ids, service id or QPNs do not belong together.
-        InvalidCommInstance = 7,
-        /// Nobody listens on the service id.
-        InvalidServiceId = 8,
-        /// The service is not offered over this transport service.
-        InvalidTransportType = 9,
-        /// The request shows that a connection we believed in is gone.
-        StaleConn = 10,
-        /// The reliable datagram channel does not exist.
-        RdcNotExist = 11,
-        /// Primary remote port GID.
-        InvalidGid = 12,
-        /// Primary remote port LID.
-        InvalidLid = 13,
-        /// Primary service level.
-        InvalidSl = 14,
-        /// Primary traffic class.
-        InvalidTrafficClass = 15,
-        /// Primary hop limit.
-        InvalidHopLimit = 16,
-        /// Primary packet rate.
-        InvalidPacketRate = 17,
-        /// Alternate remote port GID.
-        InvalidAltGid = 18,
-        /// Alternate remote port LID.
-        InvalidAltLid = 19,
-        /// Alternate service level.
-        InvalidAltSl = 20,
-        /// Alternate traffic class.
-        InvalidAltTrafficClass = 21,
-        /// Alternate hop limit.
-        InvalidAltHopLimit = 22,
-        /// Alternate packet rate.
-        InvalidAltPacketRate = 23,
-        /// Another port and another CM serve this; both are told.
-        PortCmRedirect = 24,
-        /// Another port serves this; it is told.
-        PortRedirect = 25,
-        /// Path MTU.
-        InvalidMtu = 26,
-        /// Too few responder resources.
-        InsufficientRespResources = 27,
-        /// The consumer's own reasons, in its private data.
-        ConsumerDefined = 28,
-        /// RNR retry count.
-        InvalidRnrRetry = 29,
-        /// The local communication id is in use for another connection.
-        DuplicateLocalCommId = 30,
-        /// The class version is not spoken.
-        InvalidClassVersion = 31,
-        /// Primary flow label.
-        InvalidFlowLabel = 32,
-        /// Alternate flow label.
-        InvalidAltFlowLabel = 33,
-        /// A vendor's option is not spoken.
-        VendorOptionNotSupported = 35,
-    }
+/// The answer to an alternate path request (IBTA 12.8.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
+pub enum AprStatus {
+    /// The path is loaded.
+    Success = 0,
+    /// No such communication id.
+    InvalidCommId = 1,
+    /// Alternate paths are not supported.
+    Unsupported = 2,
+    /// Refused.
+    Reject = 3,
+    /// Another path is suggested.
+    Redirect = 4,
+    /// The path is in use already.
+    IsCurrent = 5,
+    /// Queue pair number or end-to-end context.
+    InvalidQpnEecn = 6,
+    /// LID.
+    InvalidLid = 7,
+    /// GID.
+    InvalidGid = 8,
+    /// Flow label.
+    InvalidFlowLabel = 9,
+    /// Traffic class.
+    InvalidTrafficClass = 10,
+    /// Hop limit.
+    InvalidHopLimit = 11,
+    /// Packet rate.
+    InvalidPacketRate = 12,
+    /// Service level.
+    InvalidSl = 13,
+    /// A code that is none of the others; kept as received.
+    #[num_enum(catch_all)]
+    Other(u8),
 }
 
-codes! {
-    /// The answer to an alternate path request (IBTA 12.8.2).
-    AprStatus: u8 {
-        /// The path is loaded.
-        Success = 0,
-        /// No such communication id.
-        InvalidCommId = 1,
-        /// Alternate paths are not supported.
-        Unsupported = 2,
-        /// Refused.
-        Reject = 3,
-        /// Another path is suggested.
-        Redirect = 4,
-        /// The path is in use already.
-        IsCurrent = 5,
-        /// Queue pair number or end-to-end context.
-        InvalidQpnEecn = 6,
-        /// LID.
-        InvalidLid = 7,
-        /// GID.
-        InvalidGid = 8,
-        /// Flow label.
-        InvalidFlowLabel = 9,
-        /// Traffic class.
-        InvalidTrafficClass = 10,
-        /// Hop limit.
-        InvalidHopLimit = 11,
-        /// Packet rate.
-        InvalidPacketRate = 12,
-        /// Service level.
-        InvalidSl = 13,
-    }
+/// The answer to a service id resolution request (IBTA 12.11.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
+pub enum SidrStatus {
+    /// Queue pair and queue key are valid.
+    Success = 0,
+    /// Nobody offers the service id.
+    Unsupported = 1,
+    /// Refused.
+    Reject = 2,
+    /// No queue pair available.
+    NoQp = 3,
+    /// Another port serves this; it is told.
+    Redirect = 4,
+    /// The version is not spoken.
+    UnsupportedVersion = 5,
+    /// A code that is none of the others; kept as received.
+    #[num_enum(catch_all)]
+    Other(u8),
 }
 
-codes! {
-    /// The answer to a service id resolution request (IBTA 12.11.2).
-    SidrStatus: u8 {
-        /// Queue pair and queue key are valid.
-        Success = 0,
-        /// Nobody offers the service id.
-        Unsupported = 1,
-        /// Refused.
-        Reject = 2,
-        /// No queue pair available.
-        NoQp = 3,
-        /// Another port serves this; it is told.
-        Redirect = 4,
-        /// The version is not spoken.
-        UnsupportedVersion = 5,
-    }
+/// Transport service of a connection (IBTA 12.7).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
+pub enum TransportType {
+    /// Reliable connection.
+    Rc = 0,
+    /// Unreliable connection.
+    Uc = 1,
+    /// Reliable datagram.
+    Rd = 2,
+    /// See the extended transport type.
+    Extended = 3,
+    /// A code that is none of the others; kept as received.
+    #[num_enum(catch_all)]
+    Other(u8),
 }
 
-codes! {
-    /// Transport service of a connection (IBTA 12.7).
-    TransportType: u8 {
-        /// Reliable connection.
-        Rc = 0,
-        /// Unreliable connection.
-        Uc = 1,
-        /// Reliable datagram.
-        Rd = 2,
-        /// See the extended transport type.
-        Extended = 3,
-    }
+/// Which message an MRA acknowledges (IBTA 12.6.6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
+pub enum MraOf {
+    /// REQ.
+    Req = 0,
+    /// REP.
+    Rep = 1,
+    /// LAP.
+    Lap = 2,
+    /// A code that is none of the others; kept as received.
+    #[num_enum(catch_all)]
+    Other(u8),
 }
 
-codes! {
-    /// Which message an MRA acknowledges (IBTA 12.6.6).
-    MraOf: u8 {
-        /// REQ.
-        Req = 0,
-        /// REP.
-        Rep = 1,
-        /// LAP.
-        Lap = 2,
-    }
+/// Which message a REJ refuses (IBTA 12.6.7).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
+pub enum RejOf {
+    /// REQ.
+    Req = 0,
+    /// REP.
+    Rep = 1,
+    /// None: the sender gives up.
+    NoMessage = 2,
+    /// A code that is none of the others; kept as received.
+    #[num_enum(catch_all)]
+    Other(u8),
 }
 
-codes! {
-    /// Which message a REJ refuses (IBTA 12.6.7).
-    RejOf: u8 {
-        /// REQ.
-        Req = 0,
-        /// REP.
-        Rep = 1,
-        /// None: the sender gives up.
-        NoMessage = 2,
-    }
-}
-
-codes! {
-    /// Whether the passive side took the alternate path (IBTA 12.6.8).
-    Failover: u8 {
-        /// It did, or none was offered.
-        Accepted = 0,
-        /// It does not do failover.
-        Unsupported = 1,
-        /// It refused this path.
-        Rejected = 2,
-    }
+/// Whether the passive side took the alternate path (IBTA 12.6.8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
+pub enum Failover {
+    /// It did, or none was offered.
+    Accepted = 0,
+    /// It does not do failover.
+    Unsupported = 1,
+    /// It refused this path.
+    Rejected = 2,
+    /// A code that is none of the others; kept as received.
+    #[num_enum(catch_all)]
+    Other(u8),
 }
 
 #[cfg(test)]
@@ -467,13 +457,13 @@ mod tests {
     #[test]
     fn codes_survive_a_round_trip() {
         for code in 0..64 {
-            assert_eq!(RejReason::from_wire(code).to_wire(), code);
+            assert_eq!(u16::from(RejReason::from(code)), code);
         }
-        assert_eq!(RejReason::from_wire(28), RejReason::ConsumerDefined);
-        assert_eq!(RejReason::from_wire(34), RejReason::Other(34));
+        assert_eq!(RejReason::from(28), RejReason::ConsumerDefined);
+        assert_eq!(RejReason::from(34), RejReason::Other(34));
         for code in 0..=255 {
-            assert_eq!(AprStatus::from_wire(code).to_wire(), code);
-            assert_eq!(SidrStatus::from_wire(code).to_wire(), code);
+            assert_eq!(u8::from(AprStatus::from(code)), code);
+            assert_eq!(u8::from(SidrStatus::from(code)), code);
         }
     }
 

@@ -33,7 +33,7 @@ impl MraMsg {
         Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
             remote_comm_id: CommId(raw.remote_comm_id.get()),
-            message: MraOf::from_wire(raw.message >> 6),
+            message: MraOf::from(raw.message >> 6),
             service_timeout: CmTimeout::new(raw.timeout >> 3),
             private_data: PrivateData(raw.private_data),
         }
@@ -43,7 +43,7 @@ impl MraMsg {
         MraRaw {
             local_comm_id: U32::new(self.local_comm_id.0),
             remote_comm_id: U32::new(self.remote_comm_id.0),
-            message: self.message.to_wire() << 6,
+            message: u8::from(self.message) << 6,
             timeout: self.service_timeout.exponent() << 3,
             private_data: self.private_data.0,
         }
@@ -73,8 +73,8 @@ impl RejMsg {
         Some(Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
             remote_comm_id: CommId(raw.remote_comm_id.get()),
-            message: RejOf::from_wire(raw.message >> 6),
-            reason: RejReason::from_wire(raw.reason.get()),
+            message: RejOf::from(raw.message >> 6),
+            reason: RejReason::from(raw.reason.get()),
             info: AdditionalInfo::from_wire(raw.info_len >> 1, raw.info)?,
             private_data: PrivateData(raw.private_data),
         })
@@ -84,9 +84,9 @@ impl RejMsg {
         RejRaw {
             local_comm_id: U32::new(self.local_comm_id.0),
             remote_comm_id: U32::new(self.remote_comm_id.0),
-            message: self.message.to_wire() << 6,
+            message: u8::from(self.message) << 6,
             info_len: self.info.wire_len() << 1,
-            reason: U16::new(self.reason.to_wire()),
+            reason: U16::new(self.reason.into()),
             info: self.info.wire_bytes(),
             private_data: self.private_data.0,
         }
@@ -144,7 +144,7 @@ impl RepMsg {
             responder_resources: raw.responder_resources,
             initiator_depth: raw.initiator_depth,
             target_ack_delay: CmTimeout::new(raw.ack_delay >> 3),
-            failover: Failover::from_wire((raw.ack_delay >> 1) & 3),
+            failover: Failover::from((raw.ack_delay >> 1) & 3),
             flow_control: raw.ack_delay & 1 != 0,
             rnr_retry_count: Bits::truncate(u32::from(raw.rnr_srq >> 5)),
             srq: raw.rnr_srq & 0x10 != 0,
@@ -169,7 +169,7 @@ impl RepMsg {
             responder_resources: self.responder_resources,
             initiator_depth: self.initiator_depth,
             ack_delay: self.target_ack_delay.exponent() << 3
-                | (self.failover.to_wire() & 3) << 1
+                | (u8::from(self.failover) & 3) << 1
                 | u8::from(self.flow_control),
             rnr_srq: self.rnr_retry_count.byte() << 5 | u8::from(self.srq) << 4,
             ca_guid: U64::new(self.ca_guid.0),
@@ -304,7 +304,7 @@ impl AprMsg {
         Some(Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
             remote_comm_id: CommId(raw.remote_comm_id.get()),
-            status: AprStatus::from_wire(raw.status),
+            status: AprStatus::from(raw.status),
             info: AdditionalInfo::from_wire(raw.info_len, raw.info)?,
             private_data: PrivateData(raw.private_data),
         })
@@ -315,7 +315,7 @@ impl AprMsg {
             local_comm_id: U32::new(self.local_comm_id.0),
             remote_comm_id: U32::new(self.remote_comm_id.0),
             info_len: self.info.wire_len(),
-            status: self.status.to_wire(),
+            status: self.status.into(),
             reserved10: U16::ZERO,
             info: self.info.wire_bytes(),
             private_data: self.private_data.0,
@@ -384,7 +384,7 @@ impl SidrRepMsg {
         let vendor_id = u32::from(raw.vendor_id_high.get()) << 8 | u32::from(raw.vendor_id_low);
         Some(Self {
             request_id: CommId(raw.request_id.get()),
-            status: SidrStatus::from_wire(raw.status),
+            status: SidrStatus::from(raw.status),
             info: AdditionalInfo::from_wire(raw.info_len, raw.info)?,
             vendor_id: Bits::truncate(vendor_id),
             qpn: raw.qpn.into(),
@@ -397,11 +397,11 @@ impl SidrRepMsg {
     pub(super) fn emit(&self) -> SidrRepRaw {
         SidrRepRaw {
             request_id: U32::new(self.request_id.0),
-            status: self.status.to_wire(),
+            status: self.status.into(),
             info_len: self.info.wire_len(),
-            vendor_id_high: U16::new((self.vendor_id.value() >> 8) as u16),
+            vendor_id_high: U16::new((self.vendor_id.value() >> 8 & 0xffff) as u16),
             qpn: self.qpn.into(),
-            vendor_id_low: self.vendor_id.value() as u8,
+            vendor_id_low: (self.vendor_id.value() & 0xff) as u8,
             service_id: U64::new(self.service_id.0),
             qkey: U32::new(self.qkey),
             info: self.info.wire_bytes(),

@@ -96,7 +96,7 @@ impl CmPath {
             remote_gid: Gid(raw.remote_gid),
             flow_label: Bits::truncate(flow_class >> 12),
             packet_rate: Bits::truncate(u32::from(raw.rate)),
-            traffic_class: flow_class as u8,
+            traffic_class: (flow_class & 0xff) as u8,
             hop_limit: raw.hop_limit,
             service_level: Bits::truncate(u32::from(raw.sl_local >> 4)),
             subnet_local: raw.sl_local & 0x08 != 0,
@@ -188,7 +188,7 @@ impl ReqMsg {
             local_eecn: Bits::truncate(raw.local_eecn.value()),
             remote_eecn: Bits::truncate(raw.remote_eecn.value()),
             remote_cm_timeout: CmTimeout::new(raw.remote_timeout >> 3),
-            transport: TransportType::from_wire((raw.remote_timeout >> 1) & 3),
+            transport: TransportType::from((raw.remote_timeout >> 1) & 3),
             flow_control: raw.remote_timeout & 1 != 0,
             starting_psn: raw.starting_psn.into(),
             local_cm_timeout: CmTimeout::new(raw.local_timeout >> 3),
@@ -222,7 +222,7 @@ impl ReqMsg {
             initiator_depth: self.initiator_depth,
             remote_eecn: U24::new(self.remote_eecn.value()),
             remote_timeout: self.remote_cm_timeout.exponent() << 3
-                | (self.transport.to_wire() & 3) << 1
+                | (u8::from(self.transport) & 3) << 1
                 | u8::from(self.flow_control),
             starting_psn: self.starting_psn.into(),
             local_timeout: self.local_cm_timeout.exponent() << 3 | self.retry_count.byte(),

@@ -292,7 +292,7 @@ impl Nic {
                     CmEventKind::Disconnected
                 } else {
                     CmEventKind::Rejected {
-                        reason: reason.to_wire(),
+                        reason: reason.into(),
                         private_data: private_data.0.to_vec(),
                     }
                 };

@@ -15,9 +15,9 @@ use iscsi_rig::{
 use riser_initiator::block::ZeroOptions;
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{IoData, LinkState, Session};
-use riser_initiator::iscsi::url::IscsiUrl;
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen};
+use riser_initiator::url::IscsiUrl;
 use riser_tests::programs::{missing, skip, tool};
 
 mod iscsi_rig;

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use riser_initiator::block::Buffer;
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::Client;
-use riser_initiator::iscsi::url::IscsiUrl;
 use riser_initiator::lun::Lun;
+use riser_initiator::url::IscsiUrl;
 use riser_tests::programs::{missing, skip, tool};
 
 const IQN: &str = "iqn.2026-01.com.example:tgt";

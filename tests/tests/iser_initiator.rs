@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use iscsi_rig::{CHAP, IQN, Rig, SECRET, buffer_of, fio, get, pair, pattern, put, start};
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{IoData, LinkState, ScsiIo, Session};
-use riser_initiator::iscsi::url::IscsiUrl;
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen, RequestError};
 use riser_initiator::scsi::{BlockRange, Command};
+use riser_initiator::url::IscsiUrl;
 use riser_tests::programs::{missing, skip, tool};
 use riser_transport::roce::fault::FaultConfig;
 

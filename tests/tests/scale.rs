@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::Client;
-use riser_initiator::iscsi::url::IscsiUrl;
 use riser_initiator::lun::Lun;
-use riser_initiator::srp::url::SrpUrl;
+use riser_initiator::url::IscsiUrl;
+use riser_initiator::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
 

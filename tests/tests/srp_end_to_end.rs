@@ -9,7 +9,7 @@ use riser_initiator::engine::{Client, IoData, LinkState, ScsiIo, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen};
 use riser_initiator::scsi::{BlockRange, Command};
-use riser_initiator::srp::url::SrpUrl;
+use riser_initiator::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_transport::roce::fault::FaultConfig;

@@ -11,7 +11,7 @@ use riser_initiator::block::Buffer;
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
-use riser_initiator::srp::url::SrpUrl;
+use riser_initiator::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_tests::dissect::dissect;

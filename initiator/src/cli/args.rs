@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
-use super::disk::Address;
+use super::address::Address;
 use super::target::VerbParser;
 use super::units;
 

@@ -3,22 +3,18 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
 
 use super::args::{AttachArgs, Global};
 use super::blockdev;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
-use super::mount;
 use super::port::ExportPort;
 use super::serve::{self, Event, Ready};
 use super::state::Export;
-use crate::block::{ByteDevice, task};
-use crate::fuse::{Caching, FuseMount, FuseOptions};
+use super::{file, mount};
+use crate::block::ByteDevice;
+use crate::fuse::{Caching, FuseOptions};
 use crate::nbd::Server;
-
-/// How long those who have a detached file open may go on.
-const GRACE: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
     serve::run(&args.serve, global, |events, sender, ready| {
@@ -86,7 +82,7 @@ fn serve_fuse(
         },
         allow_other: args.allow_other,
     };
-    let mount = mount(device, options, sender.clone())?;
+    let mount = file::mount(device, options, sender.clone())?;
     let export = Export::Fuse {
         path: mount.path().to_owned(),
         file: mount.file().to_owned(),
@@ -102,39 +98,7 @@ fn serve_fuse(
             let _ = events.recv();
         }
     }
-    finish(mount, device)
-}
-
-/// Mounts, and says what may help where it fails.
-pub(super) fn mount(
-    device: &Arc<ByteDevice<Disk>>,
-    options: FuseOptions,
-    sender: mpsc::Sender<Event>,
-) -> Result<FuseMount, CliError> {
-    let path = options.path.clone();
-    let ended = move || {
-        // At shutdown the receiver may be gone.
-        let _ = sender.send(Event::Unmounted);
-    };
-    FuseMount::new(device.clone(), options, ended).map_err(|e| {
-        CliError::io(format!("cannot mount FUSE on {}", path.display()), e).help(
-            "the path must exist and be yours, /dev/fuse must be there, and fusermount3 unless you are root",
-        )
-    })
-}
-
-/// Waits until nobody has the file open, but not for ever, and flushes.
-pub(super) fn finish(mount: FuseMount, device: &ByteDevice<Disk>) -> Result<(), CliError> {
-    let patience = Instant::now() + GRACE;
-    while !mount.is_ended() && Instant::now() < patience {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    if mount.is_ended() {
-        let what = format!("the FUSE mount on {} ended badly", mount.path().display());
-        return mount.wait().map_err(|e| CliError::io(what, e));
-    }
-    tracing::warn!("the file is still open in another process, which gets errors from now on");
-    task::block_on(device.flush()).map_err(|e| CliError::block("cannot flush the disk", e))
+    file::finish(mount, device)
 }
 
 fn serve_nbd(

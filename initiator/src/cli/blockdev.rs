@@ -11,8 +11,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
+use super::address::Address;
 use super::args::UblkNumber;
-use super::disk::{Address, Disk};
+use super::disk::Disk;
 use super::exit::{CliError, Exit};
 use super::port;
 use super::serve::{Event, Ready};

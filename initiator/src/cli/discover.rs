@@ -10,11 +10,11 @@ use super::exit::{CliError, Exit};
 use super::{output, units};
 use crate::block::task;
 use crate::engine::{Client, EngineError, Session};
-use crate::iscsi::url::IscsiUrl;
 use crate::lun::LunError;
 use crate::session::ConnectError;
 use crate::srp::discovery::{DiscoveryError, plan_logins};
-use crate::srp::url::SrpUrl;
+use crate::url::IscsiUrl;
+use crate::url::SrpUrl;
 use crate::url::TargetUrl;
 
 /// A target port.

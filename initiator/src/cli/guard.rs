@@ -7,8 +7,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::address::Address;
 use super::args::Global;
-use super::disk::{Address, Disk};
+use super::disk::Disk;
 use super::exit::{CliError, Exit};
 use super::others;
 use super::state::{Attachment, Export, StateDir};

@@ -7,6 +7,7 @@
 //! Results go to standard output, for people or as one JSON document; everything else goes to
 //! standard error.
 
+mod address;
 pub mod args;
 mod attach;
 mod bench;
@@ -18,6 +19,7 @@ mod discover;
 pub mod disk;
 mod docs;
 pub mod exit;
+mod file;
 mod guard;
 mod inquiry;
 mod list;

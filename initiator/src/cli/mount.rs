@@ -20,9 +20,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::args::{Global, MountArgs};
-use super::attach;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
+use super::file;
 use super::guard;
 use super::port::ExportPort;
 use super::serve::{self, Event};
@@ -134,7 +134,7 @@ impl Below {
             caching: Caching::Direct,
             allow_other: false,
         };
-        below.mount = Some(attach::mount(device, options, sender)?);
+        below.mount = Some(file::mount(device, options, sender)?);
         Ok(below)
     }
 
@@ -158,7 +158,7 @@ impl Below {
                 }
             }
         }
-        attach::finish(mount, device)
+        file::finish(mount, device)
     }
 }
 

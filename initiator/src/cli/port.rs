@@ -35,7 +35,7 @@ struct Entry {
 
 /// A port that is written down.
 #[derive(Clone, Debug)]
-pub struct PortEntry {
+pub(super) struct PortEntry {
     file: PathBuf,
     entry: Entry,
 }

@@ -8,7 +8,7 @@
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
-use crate::iscsi::url::SECRET_ENV;
+use crate::url::SECRET_ENV;
 
 /// From `linux/prctl.h`.
 const PR_SET_IO_FLUSHER: libc::c_int = 57;

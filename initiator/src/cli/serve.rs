@@ -21,8 +21,9 @@ use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use super::address::Address;
 use super::args::{Global, ServeArgs};
-use super::disk::{Access, Address, Disk};
+use super::disk::{Access, Disk};
 use super::exit::{Cause, CliError, Exit};
 use super::output;
 use super::port::{ExportPort, PortEntry};
@@ -31,8 +32,8 @@ use super::state::{Attachment, Export, LinkEntry, Registration, StateDir, proces
 use super::units;
 use crate::block::BlockDevice;
 use crate::engine::SessionStatus;
-use crate::iscsi::url::{SECRET_ENV, Secrets};
 use crate::url::TargetUrl;
+use crate::url::{SECRET_ENV, Secrets};
 
 /// How long one operation of an export may take at least by default, reconnections included: a kernel that
 /// gets an error gives up the file system, so patience is cheaper.
@@ -182,7 +183,7 @@ impl Ready<'_> {
             })
             .map_err(|e| CliError::io("cannot write down the attachment", e))?;
         if let Some(status) = disk.watch() {
-            watch_link(status, registration.link(self.port.clone()))?;
+            watch_link(status, registration.link(), self.port.clone())?;
         }
         Ok(registration)
     }
@@ -205,12 +206,21 @@ impl Ready<'_> {
     }
 }
 
-/// Keeps what the list of attachments says of a disk's link and paths up to date.
-fn watch_link(status: Arc<SessionStatus>, mut entry: LinkEntry) -> Result<(), CliError> {
+/// Keeps the link and paths of a disk in the list of attachments up to date, and the generation of its
+/// cache where its initiator port is written down (`port`).
+fn watch_link(
+    status: Arc<SessionStatus>,
+    mut entry: LinkEntry,
+    mut port: Option<PortEntry>,
+) -> Result<(), CliError> {
     let watch = move || {
         let mut known = status.report();
         loop {
-            match entry.update(known.clone()) {
+            let note = |cache| match &mut port {
+                Some(port) => port.note_cache(cache),
+                None => Ok(()),
+            };
+            match entry.update(known.clone(), note) {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(error) => tracing::warn!(%error, "cannot write down the state of the link"),

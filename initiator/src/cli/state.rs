@@ -21,7 +21,6 @@ use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 
 use super::lock;
-use super::port::PortEntry;
 use crate::engine::{LinkReport, PathReport, SessionReport};
 use crate::ublk;
 
@@ -447,21 +446,24 @@ struct Entry {
     is_gone: Mutex<bool>,
 }
 
-/// Keeps the link of a written-down attachment up to date, as long as it is there.
+/// The link of a written-down attachment, to be kept up to date as long as it is there.
 #[derive(Debug)]
 pub struct LinkEntry {
     attachment: Attachment,
     entry: Arc<Entry>,
-    /// Where its initiator port is written down, if it is elsewhere.
-    port: Option<PortEntry>,
 }
 
 impl LinkEntry {
-    /// Writes down how the link is now; whether the attachment is still there.
+    /// Writes down the link's state; returns whether the attachment is still there. As long as it is,
+    /// `note` is called first, with the generation of the unit's cache.
     ///
     /// # Errors
-    /// The directory cannot be written.
-    pub fn update(&mut self, report: SessionReport) -> io::Result<bool> {
+    /// The directory cannot be written, or the error of `note`.
+    pub fn update(
+        &mut self,
+        report: SessionReport,
+        note: impl FnOnce(Option<[u8; 16]>) -> io::Result<()>,
+    ) -> io::Result<bool> {
         let is_gone = self.entry.lock();
         if *is_gone {
             return Ok(false);
@@ -469,9 +471,7 @@ impl LinkEntry {
         self.attachment.link = Some(report.link);
         self.attachment.paths = report.paths;
         self.attachment.cache = report.cache;
-        if let Some(port) = &mut self.port {
-            port.note_cache(report.cache)?;
-        }
+        note(report.cache)?;
         self.entry.write(&self.attachment)?;
         Ok(true)
     }
@@ -498,11 +498,10 @@ impl Registration {
 
     /// A handle with which the state of the link is updated.
     #[must_use]
-    pub fn link(&self, port: Option<PortEntry>) -> LinkEntry {
+    pub fn link(&self) -> LinkEntry {
         LinkEntry {
             attachment: self.attachment.clone(),
             entry: self.entry.clone(),
-            port,
         }
     }
 }
@@ -571,7 +570,7 @@ mod tests {
     fn paths_are_kept_up_to_date_until_the_attachment_is_gone() {
         let dir = dir("paths");
         let registration = dir.register(attachment(&dir.path().join("a"))).unwrap();
-        let mut entry = registration.link(None);
+        let mut entry = registration.link();
         let paths = vec![PathReport {
             portal: "10.0.0.1:3260".into(),
             state: crate::paths::PathState::Lost,
@@ -588,7 +587,7 @@ mod tests {
             paths,
             cache: Some([0xa5; 16]),
         };
-        assert!(entry.update(report.clone()).unwrap());
+        assert!(entry.update(report.clone(), |_| Ok(())).unwrap());
         let listed = dir.list().unwrap().remove(0);
         assert_eq!(
             (listed.link, listed.paths, listed.cache),
@@ -599,7 +598,7 @@ mod tests {
             )
         );
         drop(registration);
-        assert!(!entry.update(report).unwrap());
+        assert!(!entry.update(report, |_| Ok(())).unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         fs::remove_dir_all(dir.path()).unwrap();
     }

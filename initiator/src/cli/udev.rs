@@ -9,7 +9,8 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-use super::disk::{Address, Disk};
+use super::address::Address;
+use super::disk::Disk;
 use super::exit::CliError;
 use super::state::{Export, StateDir};
 use crate::url::TargetUrl;

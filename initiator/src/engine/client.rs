@@ -1,37 +1,20 @@
-//! An engine as its users see it: sessions, discovery, limits of time.
+//! An engine as its users hold it: its buffers, its clock, its end.
 
 use std::future::Future;
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use riser_scsi::iscsi::name::Found;
-use riser_scsi::srp::{MultiChannelAction, PortIdParts};
+use riser_transport::verbs::{PKey, Provider};
 
-use super::builder::{ClientBuilder, Shared};
-use super::driver::{
-    IscsiOpen, Message, Open, Plan, Protocol, SessionGuard, SrpOpen, Transport, User,
-};
-use super::io::Target;
-use super::iser::IserConfig;
-use super::oneshot::{Sender, oneshot};
+use super::builder::ClientBuilder;
+use super::driver::Message;
+use super::oneshot::oneshot;
+use super::park::Mailbox;
 use super::pool::BufferPool;
-use super::session::{Session, SessionHandle};
-use super::srp::SrpConfig;
-use super::status::SessionStatus;
 use super::timer::Timeout;
-use super::{DEFAULT_TIMEOUT, EngineError};
-use crate::iscsi;
-use crate::iscsi::url::IscsiUrl;
 #[cfg(doc)]
 use crate::request::RequestError;
-use crate::session::{Down, PING, Timing};
-use crate::srp::channel::ChannelConfig;
-use crate::srp::discovery::{DiscoveryError, FoundPort, plan_port};
-use crate::srp::session::SessionConfig;
-use crate::srp::url::SrpUrl;
-use crate::url::TargetUrl;
 
 /// An engine. Clones share it; when the last clone, session and logical unit is gone, it closes its
 /// sessions and ends.
@@ -47,7 +30,7 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
-    /// How to make one.
+    /// The default configuration of one.
     #[must_use]
     pub fn builder() -> ClientBuilder {
         ClientBuilder::default()
@@ -71,158 +54,6 @@ impl Client {
         self.0.stop();
     }
 
-    /// Asks an address which SRP ports it offers. A host name is looked up on the calling thread.
-    ///
-    /// # Errors
-    /// [`EngineError::Discovery`] where nobody answers, or the device cannot ask.
-    pub async fn discover(&self, url: &SrpUrl) -> Result<Vec<FoundPort>, EngineError> {
-        let ip = resolve(&url.into())?.dst.ip();
-        let (reply, answer) = oneshot();
-        let message = Message::Discover {
-            ip,
-            transaction: RandomState::new().build_hasher().finish(),
-            reply,
-        };
-        self.0
-            .mailbox
-            .send(message)
-            .map_err(|_| EngineError::Gone)?;
-        Ok(answer.await.ok_or(EngineError::Gone)??)
-    }
-
-    /// The address with the target port's identifier in it: the target is asked for its ports where
-    /// the address names none. A target that does not answer leaves the address as it is; its login
-    /// will tell what it thinks of no identifier.
-    ///
-    /// # Errors
-    /// [`EngineError::Ambiguous`] where there are several to choose from; [`EngineError::Unnamed`]
-    /// where the device cannot ask.
-    pub async fn find_port(&self, url: &SrpUrl) -> Result<SrpUrl, EngineError> {
-        let mut url = url.clone();
-        if url.id_ext.is_some() || url.ioc_guid.is_some() {
-            return Ok(url);
-        }
-        match self.discover(&url).await {
-            Ok(found) => match plan_port(&found, url.port) {
-                Some(port) => {
-                    url.id_ext = Some(port.id_ext);
-                    url.ioc_guid = Some(port.ioc_guid);
-                }
-                None if found.iter().any(|f| f.port() == Some(url.port)) => {
-                    return Err(EngineError::Ambiguous);
-                }
-                None => {}
-            },
-            Err(EngineError::Discovery(DiscoveryError::NoAnswer)) => {}
-            Err(EngineError::Discovery(DiscoveryError::Unsupported)) => {
-                return Err(EngineError::Unnamed);
-            }
-            Err(e) => return Err(e),
-        }
-        Ok(url)
-    }
-
-    /// Logs in to a target. A host name is looked up on the calling thread. Where an SRP address
-    /// names no target port, the target is asked which it has; [`Session::url`] names it then. An
-    /// address with several portals gives a session that uses all of them for its logical unit; see
-    /// [`crate::paths`].
-    ///
-    /// # Errors
-    /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
-    pub async fn connect(&self, url: impl Into<TargetUrl>) -> Result<Session, EngineError> {
-        let patience = self.0.config.timing.login;
-        match url.into() {
-            TargetUrl::Srp(url) => {
-                let url = self.find_port(&url).await?;
-                self.login(&url, patience).await
-            }
-            url @ TargetUrl::Iscsi(_) => self.login(url, patience).await,
-        }
-    }
-
-    /// Logs in to a target without asking it anything before, for as long as `patience` says.
-    ///
-    /// # Errors
-    /// As [`Self::connect`].
-    pub async fn login(
-        &self,
-        url: impl Into<TargetUrl>,
-        patience: Duration,
-    ) -> Result<Session, EngineError> {
-        let url = url.into();
-        if url.is_multipath() {
-            return self.login_paths(url, patience).await;
-        }
-        let protocol = match &url {
-            TargetUrl::Srp(url) => self.plan_srp(url, patience)?,
-            TargetUrl::Iscsi(url) if url.target.is_none() => return Err(EngineError::NoTarget),
-            TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, 0, None)?,
-        };
-        let plan = Plan::One(protocol);
-        self.open_session(url, plan, Arc::default()).await
-    }
-
-    /// Asks an iSCSI portal which targets it offers (SendTargets). A target in the address does not
-    /// matter.
-    ///
-    /// # Errors
-    /// As [`Self::connect`].
-    pub async fn discover_targets(&self, url: &IscsiUrl) -> Result<Vec<Found>, EngineError> {
-        let mut url = url.clone();
-        url.target = None;
-        url.portals.clear();
-        let (sender, found) = oneshot();
-        let protocol = self.plan_iscsi(&url, self.0.config.timing.login, 0, Some(sender))?;
-        let url = TargetUrl::Iscsi(url);
-        let status = Arc::new(SessionStatus::default());
-        let _guard = self.open(&url, Plan::One(protocol), status.clone()).await?;
-        match found.await {
-            Some(found) => Ok(found),
-            // It was live, and ended without an answer.
-            None => Err(status.last_down().unwrap_or(Down::ConnectionLost).into()),
-        }
-    }
-
-    /// Opens a session for its user.
-    pub(super) async fn open_session(
-        &self,
-        url: TargetUrl,
-        plan: Plan,
-        status: Arc<SessionStatus>,
-    ) -> Result<Session, EngineError> {
-        let guard = self.open(&url, plan, status.clone()).await?;
-        Ok(Session {
-            handle: Arc::new(SessionHandle {
-                guard,
-                client: self.clone(),
-                status,
-                url,
-            }),
-            timeout: DEFAULT_TIMEOUT,
-        })
-    }
-
-    async fn open(
-        &self,
-        url: &TargetUrl,
-        plan: Plan,
-        status: Arc<SessionStatus>,
-    ) -> Result<SessionGuard, EngineError> {
-        let target = resolve(url)?;
-        let (reply, answer) = oneshot();
-        let open = Open {
-            target,
-            plan,
-            status,
-            user: User::Caller(reply),
-        };
-        self.0
-            .mailbox
-            .send(Message::Open(Box::new(open)))
-            .map_err(|_| EngineError::Gone)?;
-        Ok(answer.await.ok_or(EngineError::Gone)??)
-    }
-
     /// Waits for a future, but not longer than `limit`. The engine keeps the time, so any executor
     /// will do. A future that is late is dropped with the wait.
     pub fn timeout<F: Future>(&self, limit: Duration, future: F) -> Timeout<F> {
@@ -232,124 +63,83 @@ impl Client {
         drop(self.0.mailbox.send(message));
         Timeout::new(future, receiver)
     }
+}
 
-    pub(super) fn plan_srp(
-        &self,
-        url: &SrpUrl,
-        patience: Duration,
-    ) -> Result<Protocol, EngineError> {
-        if let Some(pkey) = url.pkey.filter(|p| !self.0.device.has_pkey(*p)) {
-            return Err(EngineError::NoPartition(pkey));
-        }
-        let config = &self.0.config;
-        let queue_size = url.queue_size.unwrap_or(config.queue_size);
-        let inline_descriptors = url.cmd_sg_entries.unwrap_or(12);
-        let external_descriptors = match url.allow_ext_sg {
-            Some(true) => 256,
-            _ => 0,
-        };
-        let max_immediate = match url.immediate {
-            Some(false) => 0,
-            _ => config.max_immediate,
-        };
-        let immediate_iu = 68 + max_immediate;
-        let table_iu = 84 + 16 * u32::from(inline_descriptors);
-        let asked = url.max_it_iu_size.unwrap_or(immediate_iu.max(table_iu));
-        let channel = ChannelConfig {
-            queue_size,
-            max_it_iu_len: asked.max(riser_scsi::srp::MIN_MAX_IU_LEN),
-            inline_descriptors,
-            external_descriptors,
-            max_immediate,
-            initiator_port: url.initiator_port(PortIdParts {
-                extension: self.0.extension,
-                guid: self.0.device.guid,
-            }),
-            target_port: url.target_port(),
-            multi_channel: MultiChannelAction::Single,
-        };
-        let region_segments = config.region_segments.min(self.0.device.region_segments);
-        Ok(Protocol::Srp(Box::new(SrpOpen {
-            config: SessionConfig {
-                channels: url.channels.unwrap_or(1),
-                channel,
-                max_requests: config.max_requests.max(queue_size.into()),
-                timing: Timing {
-                    login: patience,
-                    ..config.timing
-                },
-                ping: PING,
-                max_attempts: 32,
-                reconnect: true,
-            },
-            conn: SrpConfig {
-                queue_size,
-                inline_descriptors,
-                external_descriptors,
-                region_segments: region_segments.max(1),
-            },
-            pool_wide: url.register_always == Some(false),
-        })))
-    }
+/// Attributes of the engine's device.
+#[derive(Clone, Debug)]
+pub(super) struct DeviceInfo {
+    pub(super) name: String,
+    pub(super) guid: u64,
+    pub(super) region_segments: u32,
+    /// Whether a receive reports which key the peer has invalidated.
+    pub(super) tells_invalidation: bool,
+    pub(super) pkeys: Vec<PKey>,
+}
 
-    /// What the initiator port of a path follows from. Each session has its own: a second login with
-    /// the first one's would end that.
-    pub(super) fn session_port(&self, path: u64) -> u64 {
-        match self.0.config.port {
-            // An iSCSI session identifier is made of the first 40 bits.
-            Some(seed) => seed.wrapping_add(path << 24),
-            None => RandomState::new().build_hasher().finish(),
+impl DeviceInfo {
+    /// Those of an engine without a device.
+    pub(super) fn none() -> Self {
+        Self {
+            name: "none".to_owned(),
+            guid: 0,
+            region_segments: 1,
+            tells_invalidation: false,
+            pkeys: Vec::new(),
         }
     }
 
-    pub(super) fn plan_iscsi(
-        &self,
-        url: &IscsiUrl,
-        patience: Duration,
-        path: u64,
-        found: Option<Sender<Vec<Found>>>,
-    ) -> Result<Protocol, EngineError> {
-        let config = &self.0.config;
-        let limits = iscsi::Limits {
-            queue_size: config.queue_size,
-            max_requests: config.max_requests,
-            timing: Timing {
-                login: patience,
-                ..config.timing
+    pub(super) fn of<P: Provider>(provider: &P) -> Self {
+        let attr = provider.device_attr();
+        let entries = provider.query_port(1).map_or(0, |p| p.pkey_table_len);
+        Self {
+            name: attr.name.clone(),
+            guid: attr.node_guid,
+            region_segments: if attr.sg_gaps {
+                attr.max_fast_reg_segments
+            } else {
+                1
             },
-        };
-        let isid = iscsi::isid(self.session_port(path));
-        let segments = config.region_segments.min(self.0.device.region_segments);
-        let config = iscsi::plan_session(url, isid, limits)?;
-        let transport = match url.is_iser() {
-            false => Transport::Tcp,
-            true => Transport::Iser(IserConfig {
-                queue_size: config.queue_size,
-                region_segments: segments.max(1),
-                discovery: url.target.is_none(),
-                remote_invalidate: self.0.device.tells_invalidation,
-            }),
-        };
-        Ok(Protocol::Iscsi(Box::new(IscsiOpen {
-            config,
-            transport,
-            found,
-        })))
+            tells_invalidation: attr.tells_invalidation,
+            pkeys: (0..entries)
+                .filter_map(|i| provider.query_pkey(1, i).ok())
+                .collect(),
+        }
+    }
+
+    /// Whether the device is in a partition, as a full member or a limited one.
+    pub(super) fn has_pkey(&self, pkey: u16) -> bool {
+        self.pkeys.iter().any(|p| p.0 & 0x7fff == pkey & 0x7fff)
     }
 }
 
-/// The addresses that a URL means.
-pub(super) fn resolve(url: &TargetUrl) -> Result<Target, EngineError> {
-    let dst = url
-        .resolve()
-        .map_err(|_| EngineError::NoAddress(url.host().to_string()))?;
-    let service_id = match url {
-        TargetUrl::Srp(url) => url.service_id,
-        TargetUrl::Iscsi(_) => None,
-    };
-    Ok(Target {
-        dst,
-        src: url.src().map(|ip| SocketAddr::new(ip, 0)),
-        service_id,
-    })
+pub(super) struct Shared {
+    pub(super) mailbox: Arc<Mailbox<Message>>,
+    pub(super) pool: BufferPool,
+    pub(super) device: DeviceInfo,
+    /// Extension of this client's initiator port identifier where an address gives none.
+    pub(super) extension: u64,
+    pub(super) config: ClientBuilder,
+    pub(super) thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Shared {
+    pub(super) fn stop(&self) {
+        let _ = self.mailbox.send(Message::Shutdown);
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.stop();
+    }
 }

@@ -24,6 +24,7 @@
 //! - Wakers are called on the engine's thread with no lock held. What they run must not block.
 mod builder;
 mod client;
+mod connect;
 mod driver;
 mod io;
 mod iser;
@@ -34,6 +35,7 @@ mod portals;
 mod rdma;
 mod session;
 mod srp;
+mod start;
 mod status;
 mod tcp;
 mod timer;
@@ -48,9 +50,9 @@ pub use session::{IoFuture, Session};
 pub use status::{LinkReport, LinkState, PathReport, Pending, SessionReport, SessionStatus};
 pub use timer::{Elapsed, Timeout};
 
-use crate::iscsi::url::SecretError;
 use crate::session::Down;
 use crate::srp::discovery::DiscoveryError;
+use crate::url::SecretError;
 
 /// How long a call of a session may take unless told otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);

@@ -5,14 +5,15 @@ use std::time::Duration;
 
 use riser_scsi::lun::LunId;
 
-use super::client::resolve;
+use super::EngineError;
+use super::client::Client;
+use super::connect::resolve;
 use super::driver::{CHECK_LEN, PathPlan, PathsOpen, Plan};
 use super::session::Session;
 use super::status::SessionStatus;
-use super::{Client, EngineError};
-use crate::iscsi::url::IscsiUrl;
 use crate::paths::PathsConfig;
 use crate::session::Timing;
+use crate::url::IscsiUrl;
 use crate::url::{Host, MAX_PORTALS, Portal, TargetUrl};
 
 /// How often a unit that offers asymmetric access is asked about it, and a path that it refused.

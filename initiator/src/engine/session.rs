@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::lun::LunId;
 
+use super::EngineError;
+use super::client::Client;
 use super::driver::{CHECK_LEN, Message, SessionGuard, Watch};
 use super::io::{Done, Io, IoData, IoEnd, ScsiIo, Workload};
 use super::oneshot::{Receiver, oneshot};
 use super::status::SessionStatus;
 use super::timer::Elapsed;
-use super::{Client, EngineError};
 use crate::block::Buffer;
 use crate::request::RequestError;
 use crate::unit::Snapshot;

@@ -15,7 +15,7 @@ use crate::request::RequestError;
 use crate::request::{Cdb, DataLen};
 use crate::scsi::Command;
 use crate::session::Timing;
-use crate::srp::url::SrpUrl;
+use crate::url::SrpUrl;
 use crate::url::TargetUrl;
 
 const BLOCKS: usize = 4096;
@@ -641,7 +641,7 @@ fn an_iser_connection_that_is_being_made_is_made_before_it_is_closed() {
         .unwrap();
     nic.listen(listener, 4).unwrap();
     let client = client(31);
-    let url: crate::iscsi::url::IscsiUrl = "iser://127.0.31.1/iqn.2026-01.com.example:disk/0"
+    let url: crate::url::IscsiUrl = "iser://127.0.31.1/iqn.2026-01.com.example:disk/0"
         .parse()
         .unwrap();
     let wait = client.timeout(Duration::ZERO, client.connect(&url));

@@ -14,7 +14,6 @@ use fuser::{
     TimeOrNow, WriteFlags,
 };
 
-use super::mount::Caching;
 use super::transfer::{Piece, seek, send, send_all, write_pieces};
 use crate::block::{BlockDevice, BlockError, ByteDevice, Span, ZeroOptions, task};
 
@@ -34,6 +33,17 @@ const TTL: Duration = Duration::from_secs(86_400);
 const FILE_IN_DIRECTORY: INodeNo = INodeNo(2);
 
 type Job = Box<dyn FnOnce() + Send>;
+
+/// The cache between readers of the file and the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Caching {
+    /// None: every read and write is one of the disk. Right for a loop device, which has the
+    /// page cache above it, and where other hosts use the disk.
+    #[default]
+    Direct,
+    /// The kernel's page cache, with readahead; writes go through it.
+    Kernel,
+}
 
 /// Whether the mount is a directory that holds the file, or the file.
 #[derive(Clone, Debug, PartialEq, Eq)]

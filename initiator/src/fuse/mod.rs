@@ -5,7 +5,7 @@
 //! beyond its end fails with `ENOSPC`. Holes are punched and ranges zeroed with `fallocate(2)`, and
 //! found with `lseek(2)`. A loop device on it gives the kernel a disk.
 //!
-//! - [`FuseMount`]: the mount, until it is unmounted by us or by anybody else.
+//! - [`FuseMount`]: the mount, until it is unmounted by us or by others.
 //! - [`FuseOptions`]: where and how.
 //!
 //! Requests of the kernel run on [`crate::block::task`]; the session's threads only take them out
@@ -19,4 +19,5 @@ mod disk;
 mod mount;
 mod transfer;
 
-pub use mount::{Caching, FuseMount, FuseOptions, UnmountError, unmount};
+pub use disk::Caching;
+pub use mount::{FuseMount, FuseOptions, UnmountError, unmount};

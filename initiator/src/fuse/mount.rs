@@ -10,43 +10,32 @@ use fuser::{Config, MountOption, Session, SessionACL};
 use rustix::mount::UnmountFlags;
 use thiserror::Error;
 
-use super::disk::{DiskFs, Layout};
+use super::disk::{Caching, DiskFs, Layout};
 use crate::block::{BlockDevice, ByteDevice, task};
 
 /// Threads that take requests out of the FUSE device.
 const SESSION_THREADS: usize = 2;
 
-/// What stands between readers of the file and the disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Caching {
-    /// Nothing: every read and write is one of the disk. Right for a loop device, which has the
-    /// page cache above it, and where other hosts use the disk.
-    #[default]
-    Direct,
-    /// The kernel's page cache, with readahead; writes go through it.
-    Kernel,
-}
-
-/// Where and how a disk is mounted.
+/// Parameters of a mount.
 #[derive(Clone, Debug)]
 pub struct FuseOptions {
     /// A directory or a file.
     pub path: PathBuf,
     /// Name of the disk's file in the directory.
     pub name: String,
-    /// What the mount table shows as its source.
+    /// The source in the mount table.
     pub source: String,
-    /// What stands between readers and the disk.
+    /// The cache between readers and the disk.
     pub caching: Caching,
     /// Whether other users may use the file. Needs `user_allow_other` in `/etc/fuse.conf` where the
     /// mounting user is not root.
     pub allow_other: bool,
 }
 
-/// Why a mount is still there.
+/// Reason for a mount to be still there.
 #[derive(Debug, Error)]
 pub enum UnmountError {
-    /// Somebody uses it.
+    /// It is in use.
     #[error("{} is busy", .0.display())]
     Busy(PathBuf),
     /// Something else.
@@ -54,7 +43,7 @@ pub enum UnmountError {
     Failed {
         /// The mount.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         source: io::Error,
     },
 }

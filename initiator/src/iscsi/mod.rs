@@ -1,6 +1,5 @@
 //! The initiator's side of iSCSI and iSER.
 //!
-//! - [`url`]: `iscsi://` and `iser://` addresses, and where their passwords come from.
 //! - [`session`]: login, commands and their data, task management, pings, reconnection, discovery;
 //!   a machine with no I/O in it.
 //! - [`plan_session`]: from an address to a session's configuration.
@@ -8,7 +7,6 @@
 #![forbid(unsafe_code)]
 
 pub mod session;
-pub mod url;
 
 use riser_scsi::iscsi::Isid;
 use riser_scsi::iscsi::chap::ALGORITHMS;
@@ -17,8 +15,8 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::name::IscsiName;
 
 use self::session::SessionConfig;
-use self::url::{Carrier, IscsiUrl, SecretError};
 use crate::session::{PING, Timing};
+use crate::url::{Carrier, IscsiUrl, SecretError};
 
 /// Where open-iscsi keeps the name of this host's initiator.
 const NAME_FILE: &str = "/etc/iscsi/initiatorname.iscsi";

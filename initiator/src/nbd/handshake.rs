@@ -1,7 +1,7 @@
 //! Options of the negotiation.
 
 use super::Export;
-use super::machine::{Event, Machine, NbdFault, State};
+use super::fault::NbdFault;
 use super::proto::{
     BASE_ALLOCATION, BASE_ALLOCATION_ID, MAX_REQUEST, MAX_STRING, OPTION_REPLY_MAGIC, info, opt,
     rep,
@@ -52,152 +52,182 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Answers one whole option.
-pub(super) fn on_option(
-    machine: &mut Machine,
-    option: u32,
-    data: &[u8],
-) -> Result<Option<Event>, NbdFault> {
-    match option {
-        opt::EXPORT_NAME => {
-            on_export_name(machine, data)?;
-            return Ok(None);
+/// What follows an option.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// Further options.
+    Options,
+    /// Requests.
+    Transmission,
+    /// Nothing: the client has aborted the negotiation.
+    Closed,
+}
+
+/// The outcome of the negotiation so far.
+#[derive(Clone, Debug)]
+pub(super) struct Handshake {
+    pub(super) export: Export,
+    /// Whether the answer to `EXPORT_NAME` has no padding.
+    pub(super) no_zeroes: bool,
+    /// Whether replies are structured.
+    pub(super) structured: bool,
+    /// Whether `base:allocation` has been selected.
+    pub(super) base_allocation: bool,
+}
+
+impl Handshake {
+    pub(super) fn new(export: Export) -> Self {
+        Self {
+            export,
+            no_zeroes: false,
+            structured: false,
+            base_allocation: false,
         }
-        opt::ABORT => {
-            reply(&mut machine.output, option, rep::ACK, &[]);
-            machine.state = State::Closed;
-            return Ok(Some(Event::Disconnect));
+    }
+
+    /// Answers one whole option.
+    pub(super) fn on_option(
+        &mut self,
+        out: &mut Vec<u8>,
+        option: u32,
+        data: &[u8],
+    ) -> Result<Phase, NbdFault> {
+        let answer = match option {
+            // The only option whose success is not a reply, and which has no other.
+            opt::EXPORT_NAME => {
+                self.on_export_name(out, data)?;
+                return Ok(Phase::Transmission);
+            }
+            opt::ABORT => Ok(()),
+            opt::LIST => self.on_list(out, data),
+            opt::INFO | opt::GO => self.on_info(out, option, data),
+            opt::STRUCTURED_REPLY => self.on_structured_reply(data),
+            opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => {
+                self.on_meta_context(out, option, data)
+            }
+            _ => Err(rep::ERR_UNSUP),
+        };
+        reply(out, option, answer.err().unwrap_or(rep::ACK), &[]);
+        Ok(match (option, answer) {
+            (opt::ABORT, _) => Phase::Closed,
+            (opt::GO, Ok(())) => Phase::Transmission,
+            _ => Phase::Options,
+        })
+    }
+
+    fn on_export_name(&self, out: &mut Vec<u8>, name: &[u8]) -> Result<(), NbdFault> {
+        if !self.export.is_named(name) {
+            return Err(NbdFault::UnknownExport);
         }
-        _ => {}
-    }
-    let answer = match option {
-        opt::LIST => on_list(machine, data),
-        opt::INFO | opt::GO => on_info(machine, option, data),
-        opt::STRUCTURED_REPLY => on_structured_reply(machine, data),
-        opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => on_meta_context(machine, option, data),
-        _ => Err(rep::ERR_UNSUP),
-    };
-    let kind = answer.err().unwrap_or(rep::ACK);
-    reply(&mut machine.output, option, kind, &[]);
-    Ok(None)
-}
-
-fn on_export_name(machine: &mut Machine, name: &[u8]) -> Result<(), NbdFault> {
-    if !machine.export.is_named(name) {
-        return Err(NbdFault::UnknownExport);
-    }
-    let flags = machine.export.transmission_flags(machine.structured);
-    machine.output.extend(machine.export.size.to_be_bytes());
-    machine.output.extend(flags.to_be_bytes());
-    if !machine.no_zeroes {
-        machine.output.extend([0; 124]);
-    }
-    machine.state = State::Request;
-    Ok(())
-}
-
-fn on_list(machine: &mut Machine, data: &[u8]) -> Result<(), u32> {
-    if !data.is_empty() {
-        return Err(rep::ERR_INVALID);
-    }
-    let name = machine.export.name.as_bytes();
-    let mut body = (name.len() as u32).to_be_bytes().to_vec();
-    body.extend(name);
-    body.extend(machine.export.description.as_bytes());
-    reply(&mut machine.output, opt::LIST, rep::SERVER, &body);
-    Ok(())
-}
-
-fn on_info(machine: &mut Machine, option: u32, data: &[u8]) -> Result<(), u32> {
-    let parse = || {
-        let mut cursor = Cursor(data);
-        let name = cursor.string()?;
-        let count = usize::from(cursor.u16()?);
-        let wanted = cursor.bytes(count * 2)?;
-        cursor.finish()?;
-        Some((name, wanted))
-    };
-    let (name, wanted) = parse().ok_or(rep::ERR_INVALID)?;
-    if !machine.export.is_named(name) {
-        return Err(rep::ERR_UNKNOWN);
-    }
-    let (kinds, _) = wanted.as_chunks::<2>();
-    let wants = |kind: u16| kinds.iter().any(|k| u16::from_be_bytes(*k) == kind);
-    let Export {
-        name,
-        description,
-        size,
-        preferred_block,
-        ..
-    } = &machine.export;
-    let mut send = |kind: u16, rest: &[&[u8]]| {
-        let mut body = kind.to_be_bytes().to_vec();
-        rest.iter().for_each(|part| body.extend(*part));
-        reply(&mut machine.output, option, rep::INFO, &body);
-    };
-    let flags = machine.export.transmission_flags(machine.structured);
-    send(info::EXPORT, &[&size.to_be_bytes(), &flags.to_be_bytes()]);
-    if wants(info::NAME) {
-        send(info::NAME, &[name.as_bytes()]);
-    }
-    if wants(info::DESCRIPTION) && !description.is_empty() {
-        send(info::DESCRIPTION, &[description.as_bytes()]);
-    }
-    if wants(info::BLOCK_SIZE) {
-        send(
-            info::BLOCK_SIZE,
-            &[
-                &1u32.to_be_bytes(),
-                &preferred_block.to_be_bytes(),
-                &MAX_REQUEST.to_be_bytes(),
-            ],
-        );
-    }
-    if option == opt::GO {
-        machine.state = State::Request;
-    }
-    Ok(())
-}
-
-fn on_structured_reply(machine: &mut Machine, data: &[u8]) -> Result<(), u32> {
-    if !data.is_empty() {
-        return Err(rep::ERR_INVALID);
-    }
-    machine.structured = true;
-    Ok(())
-}
-
-fn on_meta_context(machine: &mut Machine, option: u32, data: &[u8]) -> Result<(), u32> {
-    let set = option == opt::SET_META_CONTEXT;
-    if set {
-        // A new selection replaces the last, even where it fails.
-        machine.base_allocation = false;
-    }
-    let parse = || {
-        let mut cursor = Cursor(data);
-        let name = cursor.string()?;
-        let count = cursor.u32()?;
-        let mut matches = !set && count == 0;
-        for _ in 0..count {
-            let query = cursor.string()?;
-            matches |= query == BASE_ALLOCATION.as_bytes() || (!set && query == b"base:");
+        let flags = self.export.transmission_flags(self.structured);
+        out.extend(self.export.size.to_be_bytes());
+        out.extend(flags.to_be_bytes());
+        if !self.no_zeroes {
+            out.extend([0; 124]);
         }
-        cursor.finish()?;
-        Some((name, matches))
-    };
-    let (name, matches) = parse().ok_or(rep::ERR_INVALID)?;
-    if !machine.structured {
-        return Err(rep::ERR_INVALID);
+        Ok(())
     }
-    if !machine.export.is_named(name) {
-        return Err(rep::ERR_UNKNOWN);
+
+    fn on_list(&self, out: &mut Vec<u8>, data: &[u8]) -> Result<(), u32> {
+        if !data.is_empty() {
+            return Err(rep::ERR_INVALID);
+        }
+        let name = self.export.name.as_bytes();
+        let mut body = (name.len() as u32).to_be_bytes().to_vec();
+        body.extend(name);
+        body.extend(self.export.description.as_bytes());
+        reply(out, opt::LIST, rep::SERVER, &body);
+        Ok(())
     }
-    if matches {
-        let id = if set { BASE_ALLOCATION_ID } else { 0 };
-        let mut body = id.to_be_bytes().to_vec();
-        body.extend(BASE_ALLOCATION.as_bytes());
-        reply(&mut machine.output, option, rep::META_CONTEXT, &body);
-        machine.base_allocation |= set;
+
+    fn on_info(&self, out: &mut Vec<u8>, option: u32, data: &[u8]) -> Result<(), u32> {
+        let parse = || {
+            let mut cursor = Cursor(data);
+            let name = cursor.string()?;
+            let count = usize::from(cursor.u16()?);
+            let wanted = cursor.bytes(count * 2)?;
+            cursor.finish()?;
+            Some((name, wanted))
+        };
+        let (name, wanted) = parse().ok_or(rep::ERR_INVALID)?;
+        if !self.export.is_named(name) {
+            return Err(rep::ERR_UNKNOWN);
+        }
+        let (kinds, _) = wanted.as_chunks::<2>();
+        let wants = |kind: u16| kinds.iter().any(|k| u16::from_be_bytes(*k) == kind);
+        let Export {
+            name,
+            description,
+            size,
+            preferred_block,
+            ..
+        } = &self.export;
+        let mut send = |kind: u16, rest: &[&[u8]]| {
+            let mut body = kind.to_be_bytes().to_vec();
+            rest.iter().for_each(|part| body.extend(*part));
+            reply(out, option, rep::INFO, &body);
+        };
+        let flags = self.export.transmission_flags(self.structured);
+        send(info::EXPORT, &[&size.to_be_bytes(), &flags.to_be_bytes()]);
+        if wants(info::NAME) {
+            send(info::NAME, &[name.as_bytes()]);
+        }
+        if wants(info::DESCRIPTION) && !description.is_empty() {
+            send(info::DESCRIPTION, &[description.as_bytes()]);
+        }
+        if wants(info::BLOCK_SIZE) {
+            send(
+                info::BLOCK_SIZE,
+                &[
+                    &1u32.to_be_bytes(),
+                    &preferred_block.to_be_bytes(),
+                    &MAX_REQUEST.to_be_bytes(),
+                ],
+            );
+        }
+        Ok(())
     }
-    Ok(())
+
+    fn on_structured_reply(&mut self, data: &[u8]) -> Result<(), u32> {
+        if !data.is_empty() {
+            return Err(rep::ERR_INVALID);
+        }
+        self.structured = true;
+        Ok(())
+    }
+
+    fn on_meta_context(&mut self, out: &mut Vec<u8>, option: u32, data: &[u8]) -> Result<(), u32> {
+        let set = option == opt::SET_META_CONTEXT;
+        if set {
+            // A new selection replaces the last, even where it fails.
+            self.base_allocation = false;
+        }
+        let parse = || {
+            let mut cursor = Cursor(data);
+            let name = cursor.string()?;
+            let count = cursor.u32()?;
+            let mut matches = !set && count == 0;
+            for _ in 0..count {
+                let query = cursor.string()?;
+                matches |= query == BASE_ALLOCATION.as_bytes() || (!set && query == b"base:");
+            }
+            cursor.finish()?;
+            Some((name, matches))
+        };
+        let (name, matches) = parse().ok_or(rep::ERR_INVALID)?;
+        if !self.structured {
+            return Err(rep::ERR_INVALID);
+        }
+        if !self.export.is_named(name) {
+            return Err(rep::ERR_UNKNOWN);
+        }
+        if matches {
+            let id = if set { BASE_ALLOCATION_ID } else { 0 };
+            let mut body = id.to_be_bytes().to_vec();
+            body.extend(BASE_ALLOCATION.as_bytes());
+            reply(out, option, rep::META_CONTEXT, &body);
+            self.base_allocation |= set;
+        }
+        Ok(())
+    }
 }

@@ -11,45 +11,19 @@
 //! The calling order: [`Machine::new`]; then, for ever, send what [`Machine::poll_output`] gives,
 //! and offer what the socket has to [`Machine::handle`], which takes as much as makes one step. After a
 //! [`Event::Request`] of a write, the payload follows in the stream; the driver takes those bytes
-//! itself, wherever it likes to have them, and tells with [`Machine::handle_payload`].
+//! itself, to any place, and reports them with [`Machine::handle_payload`].
 
-use thiserror::Error;
+use riser_state::become_state;
 
+use super::Export;
+use super::fault::NbdFault;
+use super::handshake::{self, Handshake, Phase};
 use super::proto::{
-    self, Cookie, MAX_OPTION, MAX_SKIPPED_OPTION, OPTION_LEN, REQUEST_LEN, handshake_flag, opt,
+    self, MAX_OPTION, MAX_SKIPPED_OPTION, OPTION_LEN, REQUEST_LEN, handshake_flag, opt,
 };
-use super::transmission::{self, Request, Verdict};
-use super::{Export, handshake};
+use super::transmission::{self, Refusal, Request, Verdict};
 
-/// Why the stream cannot be followed any more. The connection ends without another word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum NbdFault {
-    /// The client's flags have a bit that we do not know.
-    #[error("client flags {0:#x} have an unknown bit")]
-    ClientFlags(u32),
-    /// An option does not begin with its magic number.
-    #[error("option begins with {0:#x}")]
-    OptionMagic(u64),
-    /// An option is longer than anybody would send.
-    #[error("option {option} is {len} bytes long")]
-    OptionLength {
-        /// The option.
-        option: u32,
-        /// Its length.
-        len: u32,
-    },
-    /// `EXPORT_NAME`, which knows no error, named an export that does not exist.
-    #[error("the client asks for an export that does not exist")]
-    UnknownExport,
-    /// A request does not begin with its magic number.
-    #[error("request begins with {0:#x}")]
-    RequestMagic(u32),
-    /// Bytes after the end.
-    #[error("the connection is closed")]
-    Closed,
-}
-
-/// What a step came to.
+/// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The client wants something done. It is valid, and within the export.
@@ -58,17 +32,17 @@ pub enum Event {
     Disconnect,
 }
 
-/// What a call of [`Machine::handle`] did.
+/// The progress of one call of [`Machine::handle`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// How many bytes of the input it took. 0 without an event: it needs more.
     pub consumed: usize,
-    /// What they came to.
+    /// Their outcome.
     pub event: Option<Event>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+enum State {
     /// The greeting is out; four bytes of flags come.
     ClientFlags,
     /// Options come.
@@ -85,22 +59,27 @@ pub(super) enum State {
     Closed,
 }
 
-/// A refusal that waits for the end of the payload.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Refusal {
-    pub(super) cookie: Cookie,
-    pub(super) error: proto::Errno,
+impl riser_state::State for State {
+    fn may_become(&self, next: &Self) -> bool {
+        use State::{Closed, Options, Payload, Request, SkipOption, SkipPayload};
+        match self {
+            Self::ClientFlags => matches!(next, Options | Closed),
+            Options => matches!(next, SkipOption { .. } | Request | Closed),
+            SkipOption { .. } => matches!(next, SkipOption { .. } | Options),
+            Request => matches!(next, Payload { .. } | SkipPayload { .. } | Closed),
+            Payload { .. } => matches!(next, Request),
+            SkipPayload { .. } => matches!(next, SkipPayload { .. } | Request),
+            Closed => false,
+        }
+    }
 }
 
 /// A connection. See the module documentation.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    pub(super) export: Export,
-    pub(super) state: State,
-    pub(super) output: Vec<u8>,
-    pub(super) no_zeroes: bool,
-    pub(super) structured: bool,
-    pub(super) base_allocation: bool,
+    handshake: Handshake,
+    state: State,
+    output: Vec<u8>,
 }
 
 impl Machine {
@@ -113,13 +92,14 @@ impl Machine {
         let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
         output.extend(flags.to_be_bytes());
         Self {
-            export,
+            handshake: Handshake::new(export),
             state: State::ClientFlags,
             output,
-            no_zeroes: false,
-            structured: false,
-            base_allocation: false,
         }
+    }
+
+    fn become_state(&mut self, next: State) {
+        become_state(&mut self.state, next);
     }
 
     /// Bytes to send, in order, since the last call.
@@ -130,7 +110,7 @@ impl Machine {
     /// Whether reads and status requests must be answered in chunks.
     #[must_use]
     pub fn is_structured(&self) -> bool {
-        self.structured
+        self.handshake.structured
     }
 
     /// Whether nothing more is expected from the client.
@@ -163,7 +143,7 @@ impl Machine {
             .checked_sub(len)
             .expect("more payload than the write has");
         if *left == 0 {
-            self.state = State::Request;
+            self.become_state(State::Request);
         }
     }
 
@@ -180,10 +160,10 @@ impl Machine {
             State::Options => self.on_option(input),
             State::SkipOption { left } => {
                 let n = (left as usize).min(input.len());
-                self.state = match left - n as u32 {
+                self.become_state(match left - n as u32 {
                     0 => State::Options,
                     left => State::SkipOption { left },
-                };
+                });
                 Ok(Progress::took(n))
             }
             State::Request => self.on_request(input),
@@ -191,8 +171,8 @@ impl Machine {
             State::SkipPayload { left, reply } => Ok(self.on_skipped(input, left, reply)),
             State::Closed => Err(NbdFault::Closed),
         };
-        if step.is_err() {
-            self.state = State::Closed;
+        if step.is_err() && !self.is_closed() {
+            self.become_state(State::Closed);
         }
         step
     }
@@ -205,8 +185,8 @@ impl Machine {
         if flags & !known != 0 {
             return Err(NbdFault::ClientFlags(flags));
         }
-        self.no_zeroes = flags & u32::from(handshake_flag::NO_ZEROES) != 0;
-        self.state = State::Options;
+        self.handshake.no_zeroes = flags & u32::from(handshake_flag::NO_ZEROES) != 0;
+        self.become_state(State::Options);
         Ok(Progress::took(4))
     }
 
@@ -228,13 +208,24 @@ impl Machine {
                 return Err(NbdFault::OptionLength { option, len });
             }
             handshake::reply(&mut self.output, option, proto::rep::ERR_TOO_BIG, &[]);
-            self.state = State::SkipOption { left: len };
+            self.become_state(State::SkipOption { left: len });
             return Ok(Progress::took(OPTION_LEN));
         }
         let Some(data) = input[OPTION_LEN..].get(..len as usize) else {
             return Ok(Progress::took(0));
         };
-        let event = handshake::on_option(self, option, data)?;
+        let phase = self.handshake.on_option(&mut self.output, option, data)?;
+        let event = match phase {
+            Phase::Options => None,
+            Phase::Transmission => {
+                self.become_state(State::Request);
+                None
+            }
+            Phase::Closed => {
+                self.become_state(State::Closed);
+                Some(Event::Disconnect)
+            }
+        };
         Ok(Progress {
             consumed: OPTION_LEN + data.len(),
             event,
@@ -246,15 +237,15 @@ impl Machine {
             return Ok(Progress::took(0));
         };
         let mut event = None;
-        match transmission::judge(header, self)? {
+        match transmission::judge(header, &self.handshake)? {
             Verdict::Accept(request) => {
                 if let Some(left) = request.payload() {
-                    self.state = State::Payload { left };
+                    self.become_state(State::Payload { left });
                 }
                 event = Some(Event::Request(request));
             }
             Verdict::Disconnect => {
-                self.state = State::Closed;
+                self.become_state(State::Closed);
                 event = Some(Event::Disconnect);
             }
             Verdict::Refuse {
@@ -265,10 +256,10 @@ impl Machine {
             Verdict::Refuse {
                 refusal, payload, ..
             } => {
-                self.state = State::SkipPayload {
+                self.become_state(State::SkipPayload {
                     left: payload,
                     reply: refusal,
-                };
+                });
             }
         }
         Ok(Progress {
@@ -281,10 +272,10 @@ impl Machine {
         let n = (left as usize).min(input.len());
         match left - n as u32 {
             0 => {
-                self.state = State::Request;
+                self.become_state(State::Request);
                 self.refuse(reply, false);
             }
-            left => self.state = State::SkipPayload { left, reply },
+            left => self.become_state(State::SkipPayload { left, reply }),
         }
         Progress::took(n)
     }

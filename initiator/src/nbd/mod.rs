@@ -21,6 +21,7 @@
 
 mod budget;
 mod connection;
+mod fault;
 mod handshake;
 mod machine;
 mod outgoing;
@@ -29,7 +30,8 @@ mod reply;
 mod server;
 mod transmission;
 
-pub use machine::{Event, Machine, NbdFault, Progress};
+pub use fault::NbdFault;
+pub use machine::{Event, Machine, Progress};
 pub use server::{Server, ServerHandle};
 pub use transmission::{Command, Request};
 

@@ -3,8 +3,16 @@
 //! A range that is not within the export is `EINVAL`, but `ENOSPC` where it would have to hold data
 //! afterwards, as the protocol document has it. A change of a read-only export is `EPERM`.
 
-use super::machine::{Machine, NbdFault, Refusal};
+use super::fault::NbdFault;
+use super::handshake::Handshake;
 use super::proto::{Cookie, Errno, MAX_REQUEST, REQUEST_LEN, REQUEST_MAGIC, cmd, cmd_flag};
+
+/// A refusal that waits for the end of the payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Refusal {
+    pub(super) cookie: Cookie,
+    pub(super) error: Errno,
+}
 
 /// A request that may be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,7 +87,10 @@ pub(super) enum Verdict {
 }
 
 /// Judges the header of a request.
-pub(super) fn judge(header: &[u8; REQUEST_LEN], machine: &Machine) -> Result<Verdict, NbdFault> {
+pub(super) fn judge(
+    header: &[u8; REQUEST_LEN],
+    handshake: &Handshake,
+) -> Result<Verdict, NbdFault> {
     let u16_at = |at: usize| u16::from_be_bytes([header[at], header[at + 1]]);
     let u32_at = |at: usize| u32::from_be_bytes(*header[at..].first_chunk().expect("within 28"));
     let u64_at = |at: usize| u64::from_be_bytes(*header[at..].first_chunk().expect("within 28"));
@@ -91,7 +102,7 @@ pub(super) fn judge(header: &[u8; REQUEST_LEN], machine: &Machine) -> Result<Ver
     if kind == cmd::DISC {
         return Ok(Verdict::Disconnect);
     }
-    Ok(match plan_command(kind, flags, offset, len, machine) {
+    Ok(match plan_command(kind, flags, offset, len, handshake) {
         Ok(command) => Verdict::Accept(Request {
             cookie,
             command,
@@ -100,7 +111,7 @@ pub(super) fn judge(header: &[u8; REQUEST_LEN], machine: &Machine) -> Result<Ver
         }),
         Err(error) => Verdict::Refuse {
             refusal: Refusal { cookie, error },
-            chunked: machine.structured && matches!(kind, cmd::READ | cmd::BLOCK_STATUS),
+            chunked: handshake.structured && matches!(kind, cmd::READ | cmd::BLOCK_STATUS),
             payload: if kind == cmd::WRITE { len } else { 0 },
         },
     })
@@ -111,14 +122,14 @@ fn plan_command(
     flags: u16,
     offset: u64,
     len: u32,
-    machine: &Machine,
+    handshake: &Handshake,
 ) -> Result<Command, Errno> {
     let has = |flag: u16| flags & flag != 0;
     let fua = has(cmd_flag::FUA);
     let (command, allowed) = match kind {
         cmd::READ => {
             let dont_fragment = has(cmd_flag::DF);
-            if dont_fragment && !machine.structured {
+            if dont_fragment && !handshake.structured {
                 return Err(Errno::Inval);
             }
             (Command::Read { dont_fragment }, cmd_flag::DF)
@@ -135,7 +146,7 @@ fn plan_command(
             },
             cmd_flag::NO_HOLE | cmd_flag::FAST_ZERO,
         ),
-        cmd::BLOCK_STATUS if machine.base_allocation => (
+        cmd::BLOCK_STATUS if handshake.base_allocation => (
             Command::BlockStatus {
                 one: has(cmd_flag::REQ_ONE),
             },
@@ -155,7 +166,7 @@ fn plan_command(
         };
     }
     let changes = matches!(kind, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
-    if changes && machine.export.read_only {
+    if changes && handshake.export.read_only {
         return Err(Errno::Perm);
     }
     let moves_data = matches!(kind, cmd::READ | cmd::WRITE);
@@ -163,7 +174,7 @@ fn plan_command(
         return Err(Errno::Inval);
     }
     let end = offset.checked_add(u64::from(len));
-    if end.is_none_or(|end| end > machine.export.size) {
+    if end.is_none_or(|end| end > handshake.export.size) {
         return Err(match kind {
             cmd::WRITE | cmd::WRITE_ZEROES => Errno::NoSpc,
             _ => Errno::Inval,

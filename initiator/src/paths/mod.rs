@@ -83,7 +83,7 @@ use slab::Slab;
 
 pub use self::access::Access;
 pub use self::types::{Found, Output, PathIndex, PathState, PathView, PathsConfig, PortTag};
-use self::types::{Path, Place, Request};
+use self::types::{Path, Place, Request, Stage};
 use crate::request::{
     Answer, CHECK_CONDITION, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
@@ -264,9 +264,11 @@ impl Paths {
         is_ours && is_missing && answer.status == CHECK_CONDITION && self.ending.is_none()
     }
 
-    /// A request's path was lost, and nobody knows whether it was carried out, or will be.
+    /// A request's path was lost, and with it whether the request was carried out, or still is to be.
     fn on_lost(&mut self, index: u32, path: usize, now: Instant) {
-        self.lose(path);
+        if self.paths[path].stage == Stage::Live {
+            self.end_session(path);
+        }
         let request = &mut self.requests[index as usize];
         if request.spec.effect != Effect::None {
             request.behind = Some(PathIndex(path as u8));

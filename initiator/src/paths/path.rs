@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use riser_scsi::srp::WireLun;
+use riser_state::become_state;
 
 use super::types::{Path, Place, Proof, Stage};
 use super::{Access, Found, Output, PathIndex, Paths, PortTag};
@@ -22,7 +23,7 @@ impl Paths {
         let through = other.unwrap_or(index);
         let path = &mut self.paths[index];
         path.own_next = other.is_some();
-        path.stage = Stage::Opening { through };
+        become_state(&mut path.stage, Stage::Opening { through });
         self.outputs.push_back(Output::Open {
             path: PathIndex(index as u8),
             through: PathIndex(through as u8),
@@ -89,7 +90,7 @@ impl Paths {
         };
         if through == index {
             self.paths[index].port = port;
-            self.paths[index].stage = Stage::Checking;
+            become_state(&mut self.paths[index].stage, Stage::Checking);
             self.outputs.push_back(Output::Check(path));
         } else {
             // Another group than the lost session's has not heard of that session.
@@ -102,8 +103,7 @@ impl Paths {
     }
 
     fn close_path(&mut self, index: usize) {
-        self.lose(index);
-        self.paths[index].stage = Stage::Closing;
+        self.end_session(index);
         self.outputs
             .push_back(Output::Close(PathIndex(index as u8)));
     }
@@ -131,7 +131,9 @@ impl Paths {
                     self.fence_by_own_portal(index, now);
                 }
                 let path = &mut self.paths[index];
-                path.stage = Stage::Live;
+                if !is_live {
+                    become_state(&mut path.stage, Stage::Live);
+                }
                 path.is_foreign = false;
                 (path.is_decided, path.was_live) = (true, true);
                 path.backoff = self.config.timing.backoff_min;
@@ -224,13 +226,17 @@ impl Paths {
         }
     }
 
-    /// A path that was in use is of no more use.
-    pub(super) fn lose(&mut self, index: usize) {
+    /// A path's session is over, or of no more use. Of one that was in use, commands may still be
+    /// carried out at the target.
+    pub(super) fn end_session(&mut self, index: usize) {
         let path = &mut self.paths[index];
-        if path.stage != Stage::Live {
+        let was_live = path.stage == Stage::Live;
+        if path.stage != Stage::Closing {
+            become_state(&mut path.stage, Stage::Closing);
+        }
+        if !was_live {
             return;
         }
-        path.stage = Stage::Closing;
         path.proof = match path.proof {
             // What was lost with another session is still out.
             before if path.unfenced && before != Proof::At(path.port) => Proof::None,
@@ -259,7 +265,7 @@ impl Paths {
     /// A path's session is over, and so are its requests.
     pub fn handle_closed(&mut self, path: PathIndex, why: Down, now: Instant) {
         let index = usize::from(path.0);
-        self.lose(index);
+        self.end_session(index);
         let path = &mut self.paths[index];
         if why != Down::Closed {
             path.why = Some(why);
@@ -269,7 +275,7 @@ impl Paths {
             path.patience = (path.patience * 2).min(self.config.timing.login_max);
         }
         if self.ending.is_some() {
-            path.stage = Stage::Over;
+            become_state(&mut path.stage, Stage::Over);
             self.finish();
             return;
         }
@@ -284,7 +290,7 @@ impl Paths {
             let path = &mut self.paths[index];
             let until = now + path.backoff;
             path.backoff = (path.backoff * 2).min(self.config.timing.backoff_max);
-            path.stage = Stage::Idle { until };
+            become_state(&mut path.stage, Stage::Idle { until });
             self.arm(until);
         }
         self.tell();
@@ -342,7 +348,7 @@ impl Paths {
         self.ending = Some(why);
         for index in 0..self.paths.len() {
             match self.paths[index].stage {
-                Stage::Idle { .. } => self.paths[index].stage = Stage::Over,
+                Stage::Idle { .. } => become_state(&mut self.paths[index].stage, Stage::Over),
                 Stage::Opening { .. } | Stage::Checking | Stage::Live => self.close_path(index),
                 Stage::Closing | Stage::Over => {}
             }

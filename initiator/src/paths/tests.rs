@@ -2,7 +2,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use riser_scsi::srp::{TargetPortId, TaskAttr};
+use riser_state::testing::{assert_all_taken, table};
 
+use super::types::Stage;
 use super::*;
 use crate::request::{Cdb, DataLen, GOOD};
 use crate::scsi::{Identity, Inquiry};
@@ -184,6 +186,44 @@ fn open(path: PathIndex, through: PathIndex) -> Output {
         through,
         patience: Timing::default().login,
     }
+}
+
+fn stages() -> [Stage; 6] {
+    let until = Instant::now();
+    [
+        Stage::Idle { until },
+        Stage::Opening { through: 0 },
+        Stage::Checking,
+        Stage::Live,
+        Stage::Closing,
+        Stage::Over,
+    ]
+}
+
+#[test]
+fn the_table_of_paths_is_the_diagram() {
+    let expected = "Idle: Opening Over\n\
+                    Opening: Checking Closing\n\
+                    Checking: Live Closing\n\
+                    Live: Closing\n\
+                    Closing: Idle Opening Over\n\
+                    Over: \n";
+    assert_eq!(table(&stages()), expected);
+}
+
+#[test]
+fn every_transition_of_a_path_is_taken() {
+    assert_all_taken(&stages(), || {
+        let mut rig = Rig::live();
+        rig.close(A, Down::ConnectionLost);
+        rig.wait(ms(10_000));
+        rig.close(A, Down::ConnectionLost);
+        rig.paths.close(rig.now);
+        rig.close(B, Down::Closed);
+        let mut foreign = Rig::new(1);
+        foreign.paths.handle_live(A, GROUP);
+        foreign.check(A, Err(Down::NoIdentity));
+    });
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use riser_scsi::srp::{TargetPortId, WireLun};
+use riser_state::State;
 use serde::{Deserialize, Serialize};
 
 use super::Access;
@@ -107,10 +108,10 @@ pub enum Output {
     Event(SessionEvent),
 }
 
-/// Where a path is in its life; see the diagram of the module.
+/// A path's state; see the diagram of the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// No session, until then.
+    /// No session, until the given time.
     Idle { until: Instant },
     /// A session is being made through the portal of that path.
     Opening { through: usize },
@@ -120,8 +121,22 @@ pub(super) enum Stage {
     Live,
     /// The session is over or being closed; its end is awaited.
     Closing,
-    /// For good.
+    /// Closed with all the others.
     Over,
+}
+
+impl State for Stage {
+    fn may_become(&self, next: &Self) -> bool {
+        use Stage::{Checking, Closing, Idle, Live, Opening, Over};
+        match self {
+            Idle { .. } => matches!(next, Opening { .. } | Over),
+            Opening { .. } => matches!(next, Checking | Closing),
+            Checking => matches!(next, Live | Closing),
+            Live => matches!(next, Closing),
+            Closing => matches!(next, Idle { .. } | Opening { .. } | Over),
+            Over => false,
+        }
+    }
 }
 
 /// Which login shows that the commands of a lost session are over.

@@ -1,6 +1,5 @@
 //! The initiator's side of SRP, with no I/O in it.
 //!
-//! - [`url`]: `srp://` addresses.
 //! - [`channel`]: one channel: login, request limit, tags, information units.
 //! - [`discovery`]: finding the ports of an address.
 //! - [`session`]: channels and requests: distribution, timeouts, task management, reconnection.
@@ -12,4 +11,3 @@ pub mod channel;
 pub mod descriptor;
 pub mod discovery;
 pub mod session;
-pub mod url;

@@ -6,7 +6,8 @@ use riser_scsi::lun::LunId;
 use riser_scsi::sense::Sense;
 use riser_transport::verbs::{AsyncEvent, Completion, CqId, Provider};
 
-use super::multipath::{Input, PathsLink};
+use super::inputs::Input;
+use super::multipath::PathsLink;
 use super::units::Watched;
 use super::{BATCH, Driver, MAX_RDMA, SessionGuard};
 use crate::engine::io::{Done, Io, IoData, ScsiIo};

@@ -2,61 +2,23 @@
 //! connection or an RDMA one.
 
 use std::net::{IpAddr, SocketAddr};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use riser_memory::MemSlice;
-use riser_scsi::iscsi::chap::CHALLENGE_LEN;
 use riser_scsi::iscsi::name::{Found, TargetAddress};
 use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError};
 
+use super::context::{Context, MoverError, Report};
 use super::iser::IserMover;
-use super::link::{Context, Report};
+use super::plan::IscsiOpen;
 use super::tcp::TcpMover;
 use crate::engine::io::Target;
 use crate::engine::iser::{IserConfig, MAX_PIECES};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Waited;
 use crate::engine::rdma::Device;
-use crate::iscsi::session::{Output, Session, SessionConfig};
+use crate::iscsi::session::{Output, Session};
 use crate::session::{ConnectError, IscsiFault, Machine};
-
-/// A session to make.
-pub(in crate::engine) struct IscsiOpen {
-    pub(in crate::engine) config: SessionConfig,
-    pub(in crate::engine) transport: Transport,
-    /// Receives the targets that a discovery session finds.
-    pub(in crate::engine) found: Option<Sender<Vec<Found>>>,
-}
-
-/// The transport of a session.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::engine) enum Transport {
-    Tcp,
-    Iser(IserConfig),
-}
-
-impl IscsiOpen {
-    /// See [`Protocol::once`](super::link::Protocol::once).
-    pub(super) fn once(&self, patience: Duration) -> Self {
-        let mut config = self.config.clone();
-        config.reconnect = false;
-        config.timing.login = patience;
-        Self {
-            config,
-            transport: self.transport,
-            found: None,
-        }
-    }
-}
-
-/// Failure of a datamover.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum MoverError {
-    /// The target broke the protocol.
-    Fault(IscsiFault),
-    /// The connection is broken.
-    Broken,
-}
 
 /// The datamover of a session. A connection is at most one, and made and lost many times.
 enum Datamover {
@@ -116,7 +78,7 @@ impl IscsiLink {
         }
     }
 
-    /// As [`Link::takes`](super::link::Link::takes). A command of iSER has one key for all of its
+    /// Returns whether a command's memory may have that many pieces. A command of iSER has one key for all of its
     /// memory, and a number that is lost if it cannot be sent.
     pub(super) fn takes(&self, pieces: usize) -> bool {
         match &self.mover {
@@ -285,16 +247,6 @@ impl IscsiLink {
             mover.close_now(machine, cx);
         }
         self.machine.handle_timeout(cx.now);
-    }
-}
-
-/// Notifies the machine that its connection is made.
-pub(super) fn log_in(machine: &mut Session, now: Instant) {
-    let mut random = [0; CHALLENGE_LEN + 1];
-    match getrandom::fill(&mut random) {
-        Ok(()) => machine.handle_connected(random, now),
-        // Without it a login could be foreseen.
-        Err(_) => machine.handle_broken(now),
     }
 }
 

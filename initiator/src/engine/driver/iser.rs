@@ -6,8 +6,7 @@ use riser_memory::MemSlice;
 use riser_scsi::iser::Message;
 use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError};
 
-use super::iscsi::{MoverError, log_in};
-use super::link::Context;
+use super::context::{Context, MoverError, log_in};
 use crate::engine::io::Target;
 use crate::engine::iser::{IserConfig, IserConn};
 use crate::engine::rdma::{CmStep, Completed, Device, Resources, Retire, WorkRequest};

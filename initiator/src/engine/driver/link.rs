@@ -4,83 +4,20 @@
 //! [`Report`]s that come of them ([`Link::poll`]); what else a machine asks for is between it and the
 //! link's own file: `srp`, `iscsi` (with `tcp` and `iser` as datamovers), `multipath`.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider};
 
-use super::iscsi::{IscsiLink, IscsiOpen};
-use super::multipath::{PathsLink, PathsOpen};
-use super::srp::{SrpLink, SrpOpen};
-use crate::engine::io::{Io, Target};
+use super::context::{Context, Report};
+use super::iscsi::IscsiLink;
+use super::multipath::PathsLink;
+use super::srp::SrpLink;
+use crate::engine::io::Target;
 use crate::engine::park::Waited;
-use crate::engine::rdma::{Device, Owner};
-use crate::paths::{self, PortTag};
-use crate::request::{RequestId, RequestResult, RequestSpec};
-use crate::session::{Machine, SessionEvent, SubmitError};
-
-/// A session to make.
-pub(in crate::engine) enum Plan {
-    /// With one target.
-    One(Protocol),
-    /// Over several paths, which are sessions of their own.
-    Paths(Box<PathsOpen>),
-}
-
-/// The protocol of a session with one target.
-pub(in crate::engine) enum Protocol {
-    Srp(Box<SrpOpen>),
-    Iscsi(Box<IscsiOpen>),
-}
-
-impl Protocol {
-    /// The same for a session that does not reconnect, with that time for its login: paths make
-    /// another one instead.
-    pub(super) fn once(&self, patience: Duration) -> Self {
-        match self {
-            Self::Srp(open) => Self::Srp(Box::new(open.once(patience))),
-            Self::Iscsi(open) => Self::Iscsi(Box::new(open.once(patience))),
-        }
-    }
-}
-
-/// An output of a session for the engine.
-pub(super) enum Report {
-    /// The request is over.
-    Complete(RequestId, RequestResult),
-    /// An event for the session's user.
-    Event(SessionEvent),
-    /// The target is to be asked whether it is there, with a command.
-    Ping,
-    /// Paths ask for something of the sessions that they consist of.
-    Path(paths::Output),
-}
-
-/// The surroundings of a link while it works.
-pub(super) struct Context<'a, P> {
-    /// `None` in an engine without an RDMA device.
-    pub(super) device: Option<&'a mut Device<P>>,
-    /// The session's commands, by request.
-    pub(super) ios: &'a [Option<Io>],
-    /// The session's index.
-    pub(super) index: usize,
-    pub(super) now: Instant,
-}
-
-impl<P: Provider> Context<'_, P> {
-    /// The device of a session on RDMA.
-    pub(super) fn device(&mut self) -> &mut Device<P> {
-        let device = self.device.as_deref_mut();
-        device.expect("an engine without a device makes no session on RDMA")
-    }
-
-    /// The owner of the session's connection for a channel.
-    pub(super) fn owner(&self, channel: u8) -> Owner {
-        Owner {
-            session: self.index,
-            channel,
-        }
-    }
-}
+use crate::engine::rdma::Device;
+use crate::paths::PortTag;
+use crate::request::{RequestId, RequestSpec};
+use crate::session::{Machine, SubmitError};
 
 /// See the module's documentation.
 pub(super) enum Link {

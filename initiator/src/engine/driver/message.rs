@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::discovery::Found;
-use super::link::Plan;
+use super::plan::Plan;
 use super::units::Watch;
 use crate::engine::io::{Io, SessionKey, Target, Workload};
 use crate::engine::oneshot::Sender;

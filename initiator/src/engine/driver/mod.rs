@@ -5,13 +5,16 @@
 //! messages of other threads, timeouts. After each input the session's outputs are carried out until
 //! there are none, so that a session never sees an input with its outputs pending.
 
+mod context;
 mod discovery;
 mod events;
+mod inputs;
 mod iscsi;
 mod iser;
 mod link;
 mod message;
 mod multipath;
+mod plan;
 mod srp;
 mod tcp;
 mod units;
@@ -26,17 +29,18 @@ use riser_reactor::{Next, Spinner};
 use riser_transport::verbs::{Completion, Notify, Provider, VerbsError};
 use slab::Slab;
 
+use self::context::{Context, Report};
 use self::discovery::Agent;
+use self::inputs::Input;
 use self::iscsi::IscsiLink;
-pub(super) use self::iscsi::{IscsiOpen, Transport};
-use self::link::{Context, Link, Report};
-pub(super) use self::link::{Plan, Protocol};
+use self::link::Link;
 use self::message::Reply;
 pub(super) use self::message::{Message, Open, SessionGuard, User};
-pub(super) use self::multipath::{CHECK_LEN, PathPlan, PathsOpen};
-use self::multipath::{Input, PathsLink};
+use self::multipath::PathsLink;
+pub(super) use self::plan::{
+    CHECK_LEN, IscsiOpen, PathPlan, PathsOpen, Plan, Protocol, SrpOpen, Transport,
+};
 use self::srp::SrpLink;
-pub(super) use self::srp::SrpOpen;
 pub(super) use self::units::Watch;
 use self::units::Watched;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, Workload};

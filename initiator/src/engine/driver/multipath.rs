@@ -5,67 +5,27 @@
 //! close the session that an input is about.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use riser_scsi::lun::LunId;
-use riser_scsi::sense::AdditionalSense;
 use riser_transport::verbs::Provider;
 
-use super::link::{Context, Plan, Protocol, Report};
-use super::{Driver, Open, User};
+use super::Driver;
+use super::context::{Context, Report};
+use super::inputs::{Input, answer_to_probe, probe};
+use super::message::{Open, User};
+use super::plan::{PathPlan, PathsOpen, Plan, Protocol};
 use crate::block::Buffer;
-use crate::engine::io::{Done, Io, IoData, IoEnd, ScsiIo, SessionKey, Target};
+use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target};
 use crate::engine::status::SessionStatus;
-use crate::paths::{
-    Access, Found, Output, PathIndex, PathState, Paths, PathsConfig, PortTag, access,
-};
-use crate::request::{GOOD, RequestError, RequestId, RequestResult, Retry, may_change_unit};
+use crate::paths::{Access, Found, Output, PathIndex, PathState, Paths, access};
+use crate::request::{RequestError, RequestId, may_change_unit};
 use crate::scsi::{Command, VPD_LEN};
 use crate::session::{Down, Machine};
 use crate::unit::{Check, Evidence};
 
-/// Longest duration of one question of a unit's check.
-const CHECK: Duration = Duration::from_secs(10);
-
-/// Length of every answer that is asked for, in bytes.
-pub(in crate::engine) const CHECK_LEN: usize = VPD_LEN as usize;
-
 /// Generations of caches that are remembered.
 const GONE: usize = 16;
-
-/// Paths to make.
-pub(in crate::engine) struct PathsOpen {
-    pub(in crate::engine) config: PathsConfig,
-    pub(in crate::engine) lun: LunId,
-    /// See [`Paths::recover`].
-    pub(in crate::engine) recovers: bool,
-    pub(in crate::engine) paths: Vec<PathPlan>,
-}
-
-/// A path to make.
-pub(in crate::engine) struct PathPlan {
-    pub(in crate::engine) target: Target,
-    /// Of its initiator port.
-    pub(in crate::engine) protocol: Protocol,
-    /// For the unit's answers to its check: [`CHECK_LEN`] bytes.
-    pub(in crate::engine) buffer: Buffer,
-}
-
-/// An event of a session that is a path or whose unit is watched, or the end of a command on it. The
-/// key is that of the paths, or of the session with the watched unit.
-pub(super) enum Input {
-    Live(SessionKey, PathIndex, Option<PortTag>),
-    /// With the time of the target's last message, if there was one.
-    Closed(SessionKey, PathIndex, Down, Option<Instant>),
-    Ended(SessionKey, RequestId, Box<Io>, RequestResult),
-    /// The unit has answered a question of a path's check, or not.
-    PathAnswered(SessionKey, PathIndex, IoEnd),
-    Attention(SessionKey, PathIndex, AdditionalSense),
-    /// The watched units of a session are to be checked.
-    Check(SessionKey),
-    /// A watched unit, named by its serial number, has answered, or not.
-    UnitAnswered(SessionKey, u64, IoEnd),
-}
 
 struct Member {
     target: Target,
@@ -473,24 +433,4 @@ impl<P: Provider> Driver<P> {
         }
         self.sessions[index].on_cache_lost();
     }
-}
-
-/// A command of the check of a unit's identity.
-pub(super) fn probe(lun: LunId, command: Command, buffer: Buffer, done: Done, now: Instant) -> Io {
-    let mut io = ScsiIo::new(lun, command, IoData::One(buffer), CHECK);
-    io.retry = Retry::Probe;
-    Io::new(io, done, now)
-}
-
-/// The memory of a probe, and the unit's answer, which is empty where it refused.
-pub(super) fn answer_to_probe(end: IoEnd) -> (Option<Buffer>, Vec<u8>) {
-    let mut data = Vec::new();
-    let buffer = end.data.into_one();
-    if let (Some(buffer), Ok(answer)) = (&buffer, &end.result)
-        && answer.status == GOOD
-    {
-        data.resize((answer.transferred as usize).min(buffer.len()), 0);
-        buffer.slice().read(0, &mut data);
-    }
-    (buffer, data)
 }

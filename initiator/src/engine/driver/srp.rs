@@ -1,12 +1,13 @@
 //! Sessions of SRP: carries out what the machine asks for on the channels' connections.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use riser_memory::MemSlice;
 use riser_scsi::srp::LOGIN_REQ_LEN;
 use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError};
 
-use super::link::{Context, Report};
+use super::context::{Context, Report};
+use super::plan::SrpOpen;
 use crate::engine::io::Target;
 use crate::engine::rdma::{CmStep, Completed, Device, Resources, Retire, WorkRequest};
 use crate::engine::srp::{
@@ -14,29 +15,7 @@ use crate::engine::srp::{
 };
 use crate::request::RequestId;
 use crate::session::{ConnectError, Machine};
-use crate::srp::session::{ChannelIndex, Output, Session, SessionConfig};
-
-/// A session to make.
-pub(in crate::engine) struct SrpOpen {
-    pub(in crate::engine) config: SessionConfig,
-    pub(in crate::engine) conn: SrpConfig,
-    /// Whether commands use the pool's own remote key.
-    pub(in crate::engine) pool_wide: bool,
-}
-
-impl SrpOpen {
-    /// See [`Protocol::once`](super::link::Protocol::once).
-    pub(super) fn once(&self, patience: Duration) -> Self {
-        let mut config = self.config;
-        config.reconnect = false;
-        config.timing.login = patience;
-        Self {
-            config,
-            conn: self.conn,
-            pool_wide: self.pool_wide,
-        }
-    }
-}
+use crate::srp::session::{ChannelIndex, Output, Session};
 
 /// A session and its channels' connections.
 pub(super) struct SrpLink {

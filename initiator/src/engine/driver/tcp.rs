@@ -6,8 +6,7 @@ use riser_scsi::iscsi::login::ConnectionParams;
 use riser_transport::verbs::Provider;
 
 use super::Driver;
-use super::iscsi::{MoverError, log_in};
-use super::link::Context;
+use super::context::{Context, MoverError, log_in};
 use crate::block::Buffer;
 use crate::engine::io::{Io, Target};
 use crate::engine::park::Waited;

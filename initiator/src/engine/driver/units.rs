@@ -9,7 +9,7 @@ use riser_scsi::lun::LunId;
 use riser_scsi::sense::Sense;
 use riser_transport::verbs::Provider;
 
-use super::multipath::{Input, answer_to_probe, probe};
+use super::inputs::{Input, answer_to_probe, probe};
 use super::{Driver, EngineSession};
 use crate::block::Buffer;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey};

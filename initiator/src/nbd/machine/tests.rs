@@ -3,6 +3,7 @@
 use super::super::transmission::Command;
 use super::*;
 use proptest::prelude::*;
+use riser_state::testing::{assert_all_taken, table};
 
 const SIZE: u64 = 1 << 20;
 
@@ -84,6 +85,55 @@ fn feed(m: &mut Machine, mut input: &[u8]) -> Vec<Event> {
             return events;
         }
     }
+}
+
+fn states() -> [State; 7] {
+    let (left, cookie, error) = (1, proto::Cookie(0), proto::Errno::Inval);
+    let reply = Refusal { cookie, error };
+    [
+        State::ClientFlags,
+        State::Options,
+        State::SkipOption { left },
+        State::Request,
+        State::Payload { left },
+        State::SkipPayload { left, reply },
+        State::Closed,
+    ]
+}
+
+#[test]
+fn the_table_is_the_diagram() {
+    let expected = "ClientFlags: Options Closed\n\
+                    Options: SkipOption Request Closed\n\
+                    SkipOption: Options SkipOption\n\
+                    Request: Payload SkipPayload Closed\n\
+                    Payload: Request\n\
+                    SkipPayload: Request SkipPayload\n\
+                    Closed: \n";
+    assert_eq!(table(&states()), expected);
+}
+
+#[test]
+fn every_transition_is_taken() {
+    assert_all_taken(&states(), || {
+        let flags = Machine::new(export()).handle(&[0xff; 4]);
+        assert!(matches!(flags, Err(NbdFault::ClientFlags(_))));
+        let mut m = in_options();
+        let long = option(3, &vec![0; MAX_OPTION + 1]);
+        feed(&mut m, &long[..20]);
+        feed(&mut m, &long[20..]);
+        feed(&mut m, &option(2, b""));
+        assert!(m.is_closed());
+        let mut m = in_transmission(false);
+        feed(&mut m, &request(0, 1, 0, 8));
+        m.handle_payload(8);
+        // Beyond the end, and in two parts.
+        feed(&mut m, &request(0, 1, SIZE, 8));
+        feed(&mut m, &[0; 4]);
+        feed(&mut m, &[0; 4]);
+        feed(&mut m, &request(0, 2, 0, 0));
+        assert!(m.is_closed());
+    });
 }
 
 #[test]
@@ -352,7 +402,7 @@ fn a_read_only_export_refuses_changes() {
 
 #[test]
 fn replies_have_the_documents_bytes() {
-    let cookie = Cookie(0x434f_4f4b_4945_2121);
+    let cookie = proto::Cookie(0x434f_4f4b_4945_2121);
     assert_eq!(
         proto::data_chunk(cookie, 0x1000, 512, true),
         b"\x66\x8e\x33\xef\0\x01\0\x01COOKIE!!\0\0\x02\x08\0\0\0\0\0\0\x10\0"

@@ -18,16 +18,14 @@ use std::str::FromStr;
 
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
-use crate::url::{Authority, Part, Portal, check_portals, parse_lun, split_query, write_query};
-pub use crate::url::{Host, UrlError};
+use super::grammar::{
+    Authority, Host, Part, Portal, UrlError, check_portals, parse_lun, split_query, write_query,
+};
 
-/// RDMA/CM port where SRP targets listen unless told otherwise.
-pub const DEFAULT_PORT: u16 = 5555;
+/// RDMA/CM port of SRP targets without a port in the address.
+const DEFAULT_PORT: u16 = 5555;
 
-/// The largest logical unit number of the simple forms (flat space, SAM-5 clause 4.7.7.3).
-pub const MAX_LUN: u16 = 0x3fff;
-
-/// Where a target is and how to log in to it.
+/// The address of a target, and parameters of the login.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SrpUrl {
     /// Address or name of the target.
@@ -60,8 +58,8 @@ pub struct SrpUrl {
     /// `immediate`: whether to ask for immediate data.
     pub immediate: Option<bool>,
     /// `register_always`: whether every command registers its own memory. Without, the target may read
-    /// and write every data buffer of this process, of whichever session, as long as the session
-    /// lasts: for targets that are trusted with that.
+    /// and write every data buffer of this process, of any session, as long as its own session lasts:
+    /// for targets that are trusted with that.
     pub register_always: Option<bool>,
     /// `src`: local address to connect from.
     pub src: Option<IpAddr>,
@@ -115,10 +113,6 @@ impl SrpUrl {
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), UrlError> {
-        let key = KEYS
-            .into_iter()
-            .find(|k| *k == key)
-            .ok_or_else(|| UrlError::UnknownKey(key.to_owned()))?;
         let part = Part { key, value };
         match key {
             "id_ext" => part.once(&mut self.id_ext, Part::hex64),
@@ -146,28 +140,10 @@ impl SrpUrl {
                 self.portals.push(part.portal(DEFAULT_PORT)?);
                 Ok(())
             }
-            _ => unreachable!("every key of the table has an arm"),
+            _ => Err(UrlError::UnknownKey(key.to_owned())),
         }
     }
 }
-
-const KEYS: [&str; 15] = [
-    "id_ext",
-    "ioc_guid",
-    "service_id",
-    "pkey",
-    "initiator_ext",
-    "queue_size",
-    "max_it_iu_size",
-    "cmd_sg_entries",
-    "allow_ext_sg",
-    "channels",
-    "ch_count",
-    "immediate",
-    "register_always",
-    "src",
-    "portal",
-];
 
 impl FromStr for SrpUrl {
     type Err = UrlError;
@@ -226,6 +202,7 @@ impl fmt::Display for SrpUrl {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::grammar::MAX_LUN;
     use super::*;
 
     fn parse(text: &str) -> Result<SrpUrl, UrlError> {

@@ -1,195 +1,18 @@
-//! Addresses of targets: what the schemes have in common, and [`TargetUrl`], any of them.
+//! Parts that the addresses of all schemes are made of.
 //!
-//! Every error names the part of the address it is about, and never a password.
-
-#![forbid(unsafe_code)]
+//! The grammar is that of the tools which had these schemes before, libiscsi and Linux's `add_target`,
+//! and not RFC 3986: a `%` separates a password from its user instead of escaping a character, and a
+//! password may have any character but a slash or a question mark. So a library for URLs would read
+//! other passwords than the ones that users gave.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
 
 use riser_scsi::iscsi::name::NameError;
 
-use crate::iscsi::url::IscsiUrl;
-use crate::srp::url::{MAX_LUN, SrpUrl};
-
-/// Where a target is, whatever protocol it speaks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum TargetUrl {
-    /// `srp://`.
-    Srp(SrpUrl),
-    /// `iscsi://` and `iser://`.
-    Iscsi(IscsiUrl),
-}
-
-impl TargetUrl {
-    /// The logical unit, if the address names one.
-    #[must_use]
-    pub fn lun(&self) -> Option<u16> {
-        match self {
-            Self::Srp(url) => url.lun,
-            Self::Iscsi(url) => url.lun,
-        }
-    }
-
-    /// The same target with another logical unit, or none.
-    #[must_use]
-    pub fn with_lun(mut self, lun: Option<u16>) -> Self {
-        match &mut self {
-            Self::Srp(url) => url.lun = lun,
-            Self::Iscsi(url) => url.lun = lun,
-        }
-        self
-    }
-
-    /// The local address to connect from, if the address names one.
-    #[must_use]
-    pub fn src(&self) -> Option<IpAddr> {
-        match self {
-            Self::Srp(url) => url.src,
-            Self::Iscsi(url) => url.src,
-        }
-    }
-
-    /// Whether an RDMA device is needed to reach it.
-    #[must_use]
-    pub fn needs_device(&self) -> bool {
-        match self {
-            Self::Srp(_) => true,
-            Self::Iscsi(url) => url.is_iser(),
-        }
-    }
-
-    /// Portals of the target besides the first.
-    #[must_use]
-    pub fn portals(&self) -> &[Portal] {
-        match self {
-            Self::Srp(url) => &url.portals,
-            Self::Iscsi(url) => &url.portals,
-        }
-    }
-
-    /// Whether all the portals are to be used that there are, not only those in the address.
-    #[must_use]
-    pub fn wants_all(&self) -> bool {
-        match self {
-            Self::Srp(_) => false,
-            Self::Iscsi(url) => url.all_paths,
-        }
-    }
-
-    /// Whether it is one that several paths lead to.
-    #[must_use]
-    pub fn is_multipath(&self) -> bool {
-        self.wants_all() || !self.portals().is_empty()
-    }
-
-    /// The same target by its first portal alone.
-    #[must_use]
-    pub fn first(&self) -> Self {
-        let (host, port) = self.authority();
-        self.by(Portal {
-            host: host.clone(),
-            port,
-        })
-    }
-
-    /// The same target by one portal alone.
-    #[must_use]
-    pub fn by(&self, portal: Portal) -> Self {
-        let mut url = self.clone();
-        match &mut url {
-            Self::Srp(url) => {
-                (url.host, url.port) = (portal.host, portal.port);
-                url.portals.clear();
-            }
-            Self::Iscsi(url) => {
-                (url.host, url.port) = (portal.host, portal.port);
-                url.portals.clear();
-                url.all_paths = false;
-            }
-        }
-        url
-    }
-
-    /// Address or name of the target's host.
-    #[must_use]
-    pub fn host(&self) -> &Host {
-        self.authority().0
-    }
-
-    fn authority(&self) -> (&Host, u16) {
-        match self {
-            Self::Srp(url) => (&url.host, url.port),
-            Self::Iscsi(url) => (&url.host, url.port),
-        }
-    }
-
-    /// The address that it means; a name is looked up, on this thread.
-    ///
-    /// # Errors
-    /// The name has no address, or none of the family of [`Self::src`].
-    pub fn resolve(&self) -> std::io::Result<SocketAddr> {
-        let found = self.resolve_all()?.into_iter().next();
-        found.ok_or_else(|| std::io::ErrorKind::NotFound.into())
-    }
-
-    /// All the addresses that the first portal means, as [`Self::resolve`]; there may be none.
-    ///
-    /// # Errors
-    /// The name cannot be looked up.
-    pub fn resolve_all(&self) -> std::io::Result<Vec<SocketAddr>> {
-        let (host, port) = self.authority();
-        match host {
-            Host::Ip(ip) => Ok(vec![SocketAddr::new(*ip, port)]),
-            Host::Name(name) => {
-                let fits = |a: &SocketAddr| self.src().is_none_or(|s| s.is_ipv4() == a.is_ipv4());
-                let found = (name.as_str(), port).to_socket_addrs()?;
-                Ok(found.filter(fits).collect())
-            }
-        }
-    }
-}
-
-impl From<&SrpUrl> for TargetUrl {
-    fn from(url: &SrpUrl) -> Self {
-        Self::Srp(url.clone())
-    }
-}
-
-impl From<&IscsiUrl> for TargetUrl {
-    fn from(url: &IscsiUrl) -> Self {
-        Self::Iscsi(url.clone())
-    }
-}
-
-impl From<&TargetUrl> for TargetUrl {
-    fn from(url: &TargetUrl) -> Self {
-        url.clone()
-    }
-}
-
-impl FromStr for TargetUrl {
-    type Err = UrlError;
-
-    fn from_str(text: &str) -> Result<Self, UrlError> {
-        match text.split_once("://") {
-            Some(("srp", _)) => text.parse().map(Self::Srp),
-            Some(("iscsi" | "iser", _)) => text.parse().map(Self::Iscsi),
-            _ => Err(UrlError::Scheme),
-        }
-    }
-}
-
-/// Without passwords.
-impl fmt::Display for TargetUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Srp(url) => url.fmt(f),
-            Self::Iscsi(url) => url.fmt(f),
-        }
-    }
-}
+/// The largest logical unit number of the simple forms (flat space, SAM-5 clause 4.7.7.3).
+pub(super) const MAX_LUN: u16 = 0x3fff;
 
 /// The target's address, or a name for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -210,7 +33,7 @@ impl fmt::Display for Host {
     }
 }
 
-/// Where a target listens.
+/// Address and port of a target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Portal {
     /// Its host.
@@ -237,8 +60,8 @@ impl From<SocketAddr> for Portal {
 /// Portals that one address may name at most.
 pub const MAX_PORTALS: usize = 16;
 
-/// Whether the portals of an address can be worked with: that of its host and port, and those besides.
-pub(crate) fn check_portals(host: &Host, port: u16, others: &[Portal]) -> Result<(), UrlError> {
+/// Checks the portals of an address: that of its host and port, and those besides.
+pub(super) fn check_portals(host: &Host, port: u16, others: &[Portal]) -> Result<(), UrlError> {
     if others.len() >= MAX_PORTALS {
         return Err(UrlError::TooManyPortals);
     }
@@ -251,7 +74,7 @@ pub(crate) fn check_portals(host: &Host, port: u16, others: &[Portal]) -> Result
     Ok(())
 }
 
-/// Why a string is no address.
+/// Reason for a string to be no address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
     /// The scheme is missing or another one.
@@ -266,12 +89,12 @@ pub enum UrlError {
     /// The path is no logical unit number.
     #[error("logical unit `{0}` is not a number from 0 to 16383")]
     Lun(String),
-    /// What follows the host is no iSCSI name.
+    /// The path is no iSCSI name.
     #[error("target `{name}`: {why}")]
     Target {
-        /// As given.
+        /// The name as given.
         name: String,
-        /// What is wrong with it.
+        /// The rule of names that it breaks.
         why: NameError,
     },
     /// A password without a user.
@@ -292,23 +115,23 @@ pub enum UrlError {
     /// A key has no value.
     #[error("key `{0}` has no value")]
     NoValue(String),
-    /// A value is not what its key takes.
+    /// A value is none that its key takes.
     #[error("value `{value}` of key `{key}` is not {expected}")]
     Value {
         /// The key.
-        key: &'static str,
+        key: String,
         /// The value given.
         value: String,
-        /// What it takes.
+        /// The values that the key takes.
         expected: &'static str,
     },
 }
 
 /// `host[:port]`; a colon within brackets belongs to the address.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Authority {
-    pub(crate) host: Host,
-    pub(crate) port: Option<u16>,
+pub(super) struct Authority {
+    pub(super) host: Host,
+    pub(super) port: Option<u16>,
 }
 
 impl FromStr for Authority {
@@ -329,11 +152,11 @@ impl FromStr for Authority {
     }
 }
 
-/// What a query has: keys with their values, in order.
-pub(crate) type Pair<'a> = Result<(&'a str, &'a str), UrlError>;
+/// A key of a query with its value.
+pub(super) type Pair<'a> = Result<(&'a str, &'a str), UrlError>;
 
 /// Writes the parts of a query that are there, then the further portals.
-pub(crate) fn write_query<const N: usize>(
+pub(super) fn write_query<const N: usize>(
     f: &mut fmt::Formatter<'_>,
     parts: [(&str, Option<String>); N],
     portals: &[Portal],
@@ -350,7 +173,7 @@ pub(crate) fn write_query<const N: usize>(
 }
 
 /// Splits `rest[?key=value[&key=value…]]`.
-pub(crate) fn split_query(text: &str) -> (&str, impl Iterator<Item = Pair<'_>>) {
+pub(super) fn split_query(text: &str) -> (&str, impl Iterator<Item = Pair<'_>>) {
     let (rest, query) = match text.split_once('?') {
         Some((rest, query)) => (rest, Some(query)),
         None => (text, None),
@@ -365,13 +188,13 @@ pub(crate) fn split_query(text: &str) -> (&str, impl Iterator<Item = Pair<'_>>) 
 }
 
 /// One `key=value`.
-pub(crate) struct Part<'a> {
-    pub(crate) key: &'static str,
-    pub(crate) value: &'a str,
+pub(super) struct Part<'a> {
+    pub(super) key: &'a str,
+    pub(super) value: &'a str,
 }
 
 impl Part<'_> {
-    pub(crate) fn once<T>(
+    pub(super) fn once<T>(
         &self,
         field: &mut Option<T>,
         parse: impl FnOnce(&Self) -> Result<T, UrlError>,
@@ -383,19 +206,19 @@ impl Part<'_> {
         Ok(())
     }
 
-    pub(crate) fn bad(&self, expected: &'static str) -> UrlError {
+    pub(super) fn bad(&self, expected: &'static str) -> UrlError {
         UrlError::Value {
-            key: self.key,
+            key: self.key.to_owned(),
             value: self.value.to_owned(),
             expected,
         }
     }
 
-    pub(crate) fn hex64(&self) -> Result<u64, UrlError> {
+    pub(super) fn hex64(&self) -> Result<u64, UrlError> {
         self.hex(16, "a hexadecimal number of at most 16 digits")
     }
 
-    pub(crate) fn hex16(&self) -> Result<u16, UrlError> {
+    pub(super) fn hex16(&self) -> Result<u16, UrlError> {
         let value = self.hex(4, "a hexadecimal number of at most 4 digits")?;
         Ok(u16::try_from(value).expect("at most four digits"))
     }
@@ -410,7 +233,7 @@ impl Part<'_> {
         u64::from_str_radix(text, 16).map_err(|_| self.bad(expected))
     }
 
-    pub(crate) fn number<T>(
+    pub(super) fn number<T>(
         &self,
         range: std::ops::RangeInclusive<u32>,
         expected: &'static str,
@@ -424,7 +247,7 @@ impl Part<'_> {
             .ok_or_else(|| self.bad(expected))
     }
 
-    pub(crate) fn flag(&self) -> Result<bool, UrlError> {
+    pub(super) fn flag(&self) -> Result<bool, UrlError> {
         match self.value {
             "1" | "yes" | "on" => Ok(true),
             "0" | "no" | "off" => Ok(false),
@@ -433,7 +256,7 @@ impl Part<'_> {
     }
 
     /// A further portal, with the port that it has unless it is given.
-    pub(crate) fn portal(&self, port: u16) -> Result<Portal, UrlError> {
+    pub(super) fn portal(&self, port: u16) -> Result<Portal, UrlError> {
         let authority: Authority = self
             .value
             .parse()
@@ -444,14 +267,14 @@ impl Part<'_> {
         })
     }
 
-    pub(crate) fn ip(&self) -> Result<IpAddr, UrlError> {
+    pub(super) fn ip(&self) -> Result<IpAddr, UrlError> {
         let text = self.value.trim_start_matches('[').trim_end_matches(']');
         text.parse().map_err(|_| self.bad("an IP address"))
     }
 }
 
 /// The number of a logical unit.
-pub(crate) fn parse_lun(text: &str) -> Result<u16, UrlError> {
+pub(super) fn parse_lun(text: &str) -> Result<u16, UrlError> {
     decimal(text)
         .and_then(|lun| u16::try_from(lun).ok())
         .filter(|lun| *lun <= MAX_LUN)

@@ -8,33 +8,24 @@
 //! Without a port it is 3260. See [`IscsiUrl`]'s fields for the keys.
 //!
 //! # Passwords
-//! A password in the address is seen by whoever lists processes. It may be in a file
-//! (`password_file`) or in the environment ([`PASSWORD_ENV`], [`TARGET_PASSWORD_ENV`]) instead;
+//! A password in the address is seen by everyone who lists processes. It may be in a file
+//! (`password_file`) or in the environment ([`SECRET_ENV`](super::SECRET_ENV)) instead;
 //! [`IscsiUrl::credentials`] looks there in this order. Display and Debug show none.
 
 use std::fmt;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use riser_scsi::iscsi::chap::{Algorithm, Credentials};
 use riser_scsi::iscsi::name::{IscsiName, PORT};
-use serde::{Deserialize, Serialize};
 
-use crate::url::{
+use super::grammar::{
     Authority, Host, Part, Portal, UrlError, check_portals, parse_lun, split_query, write_query,
 };
+use super::secret::{PASSWORD_ENV, Secret, SecretError, Secrets, TARGET_PASSWORD_ENV, User};
 
-/// Environment variable with the password of the initiator.
-pub const PASSWORD_ENV: &str = "RISER_CHAP_PASSWORD";
-
-/// Environment variable with the password that the target has to know.
-pub const TARGET_PASSWORD_ENV: &str = "RISER_CHAP_TARGET_PASSWORD";
-
-/// Environment variables that hold secrets, not to be handed to other programs.
-pub const SECRET_ENV: [&str; 2] = [PASSWORD_ENV, TARGET_PASSWORD_ENV];
-
-/// What carries the PDUs.
+/// The carrier of the PDUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Carrier {
     /// TCP.
@@ -44,116 +35,10 @@ pub enum Carrier {
     Iser,
 }
 
-/// A password. Neither Debug nor Display of anything shows it; serialization does, and is for
-/// [`Secrets`] only.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct Secret(String);
-
-impl Secret {
-    /// Keeps a password.
-    #[must_use]
-    pub fn new(text: impl Into<String>) -> Self {
-        Self(text.into())
-    }
-
-    /// The password.
-    #[must_use]
-    pub fn reveal(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Debug for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Secret")
-    }
-}
-
-/// The passwords of an address, to be handed to a process by a channel of its own.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub struct Secrets {
-    password: Option<Secret>,
-    target_password: Option<Secret>,
-}
-
-impl Secrets {
-    /// Whether there is none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.password.is_none() && self.target_password.is_none()
-    }
-}
-
-/// A name for CHAP, and where its password is.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct User {
-    /// CHAP_N.
-    pub name: Option<String>,
-    /// The password itself.
-    pub password: Option<Secret>,
-    /// A file whose first line is the password.
-    pub file: Option<PathBuf>,
-}
-
-/// Why there are no credentials where there should be.
-#[derive(Debug, thiserror::Error)]
-pub enum SecretError {
-    /// The file cannot be read.
-    #[error("cannot read the password file {}: {source}", path.display())]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// A user without a password.
-    #[error("there is no password for user `{user}`; give it in {env} or in a file")]
-    Missing {
-        /// The user.
-        user: String,
-        /// The environment variable that could hold it.
-        env: &'static str,
-    },
-    /// The target has to prove itself to an initiator that does not.
-    #[error(
-        "a target user is given, but no user: the target proves itself only to who does so too"
-    )]
-    OneSided,
-}
-
-impl User {
-    fn credentials(&self, env: &'static str) -> Result<Option<Credentials>, SecretError> {
-        let Some(name) = &self.name else {
-            return Ok(None);
-        };
-        let secret = match (&self.password, &self.file) {
-            (Some(password), _) => password.0.clone(),
-            (None, Some(path)) => first_line(path)?,
-            (None, None) => std::env::var(env).map_err(|_| SecretError::Missing {
-                user: name.clone(),
-                env,
-            })?,
-        };
-        Ok(Some(Credentials {
-            name: name.clone(),
-            secret: secret.into_bytes(),
-        }))
-    }
-}
-
-fn first_line(path: &Path) -> Result<String, SecretError> {
-    let text = std::fs::read_to_string(path).map_err(|source| SecretError::File {
-        path: path.to_owned(),
-        source,
-    })?;
-    Ok(text.lines().next().unwrap_or_default().to_owned())
-}
-
-/// Where an iSCSI target is and how to log in to it.
+/// The address of an iSCSI target, and parameters of the login.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IscsiUrl {
-    /// What carries the PDUs: the scheme says.
+    /// The carrier of the PDUs, which the scheme names.
     pub carrier: Carrier,
     /// Address or name of the portal.
     pub host: Host,
@@ -163,9 +48,10 @@ pub struct IscsiUrl {
     pub target: Option<IscsiName>,
     /// Logical unit, if the address names one.
     pub lun: Option<u16>,
-    /// `user` and `password` before the host, `password_file`: who logs in.
+    /// `user` and `password` before the host, `password_file`: the initiator's own.
     pub user: User,
-    /// `target_user`, `target_password`, `target_password_file`: who the target has to be.
+    /// `target_user`, `target_password`, `target_password_file`: those that the
+    /// target has to prove.
     pub target_user: User,
     /// `chap`: digests for CHAP, comma-separated, the best first: `md5`, `sha1`, `sha256`, `sha3-256`.
     pub chap: Option<Vec<Algorithm>>,
@@ -192,29 +78,9 @@ pub struct IscsiUrl {
     /// `portal`, as often as there are any: further portals that lead to the same target.
     pub portals: Vec<Portal>,
     /// `paths=all`: every address of the host's name is a portal, and every one that the target
-    /// tells.
+    /// reports.
     pub all_paths: bool,
 }
-
-const KEYS: [&str; 17] = [
-    "password_file",
-    "target_user",
-    "target_password",
-    "target_password_file",
-    "chap",
-    "initiator",
-    "header_digest",
-    "data_digest",
-    "immediate_data",
-    "initial_r2t",
-    "first_burst",
-    "max_burst",
-    "max_recv",
-    "queue_size",
-    "src",
-    "portal",
-    "paths",
-];
 
 const LENGTH: &str = "a number from 512 to 16777215";
 
@@ -252,7 +118,8 @@ impl IscsiUrl {
         self.carrier == Carrier::Iser
     }
 
-    /// Who logs in, and who the target has to be, with their passwords from wherever they are.
+    /// The initiator's credentials and those of the target, with their passwords from the address, a
+    /// file or the environment.
     ///
     /// # Errors
     /// [`SecretError`].
@@ -271,7 +138,7 @@ impl IscsiUrl {
         let take = |user: &mut User, env: &str| {
             let wanted = user.name.is_some() && user.file.is_none();
             let given = user.password.take();
-            given.or_else(|| std::env::var(env).ok().filter(|_| wanted).map(Secret))
+            given.or_else(|| std::env::var(env).ok().filter(|_| wanted).map(Secret::new))
         };
         Secrets {
             password: take(&mut self.user, PASSWORD_ENV),
@@ -290,10 +157,6 @@ impl IscsiUrl {
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), UrlError> {
-        let key = KEYS
-            .into_iter()
-            .find(|k| *k == key)
-            .ok_or_else(|| UrlError::UnknownKey(key.to_owned()))?;
         let part = Part { key, value };
         let path = |p: &Part<'_>| Ok(PathBuf::from(p.value));
         let length = |p: &Part<'_>| p.number(512..=(1 << 24) - 1, LENGTH);
@@ -326,7 +189,7 @@ impl IscsiUrl {
                 Ok(())
             }
             "paths" => Err(part.bad("`all`")),
-            _ => unreachable!("every key of the table has an arm"),
+            _ => Err(UrlError::UnknownKey(key.to_owned())),
         }
     }
 }

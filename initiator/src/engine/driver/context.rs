@@ -1,0 +1,71 @@
+//! The border between a session's link and the driver.
+
+use std::time::Instant;
+
+use riser_scsi::iscsi::chap::CHALLENGE_LEN;
+use riser_transport::verbs::Provider;
+
+use crate::engine::io::Io;
+use crate::engine::rdma::{Device, Owner};
+use crate::iscsi;
+use crate::paths;
+use crate::request::{RequestId, RequestResult};
+use crate::session::{IscsiFault, SessionEvent};
+
+/// An output of a session for the engine.
+pub(super) enum Report {
+    /// The request is over.
+    Complete(RequestId, RequestResult),
+    /// An event for the session's user.
+    Event(SessionEvent),
+    /// The target is to be asked whether it is there, with a command.
+    Ping,
+    /// Paths ask for something of the sessions that they consist of.
+    Path(paths::Output),
+}
+
+/// The surroundings of a link while it works.
+pub(super) struct Context<'a, P> {
+    /// `None` in an engine without an RDMA device.
+    pub(super) device: Option<&'a mut Device<P>>,
+    /// The session's commands, by request.
+    pub(super) ios: &'a [Option<Io>],
+    /// The session's index.
+    pub(super) index: usize,
+    pub(super) now: Instant,
+}
+
+impl<P: Provider> Context<'_, P> {
+    /// The device of a session on RDMA.
+    pub(super) fn device(&mut self) -> &mut Device<P> {
+        let device = self.device.as_deref_mut();
+        device.expect("an engine without a device makes no session on RDMA")
+    }
+
+    /// The owner of the session's connection for a channel.
+    pub(super) fn owner(&self, channel: u8) -> Owner {
+        Owner {
+            session: self.index,
+            channel,
+        }
+    }
+}
+
+/// Failure of a datamover.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum MoverError {
+    /// The target broke the protocol.
+    Fault(IscsiFault),
+    /// The connection is broken.
+    Broken,
+}
+
+/// Notifies the machine that its connection is made.
+pub(super) fn log_in(machine: &mut iscsi::session::Session, now: Instant) {
+    let mut random = [0; CHALLENGE_LEN + 1];
+    match getrandom::fill(&mut random) {
+        Ok(()) => machine.handle_connected(random, now),
+        // Without it a login could be foreseen.
+        Err(_) => machine.handle_broken(now),
+    }
+}

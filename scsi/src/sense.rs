@@ -7,6 +7,7 @@
 use std::fmt;
 
 use arrayvec::ArrayVec;
+use num_enum::{IntoPrimitive, TryFromPrimitive};
 
 /// The longest sense data this crate produces, in bytes.
 pub const SENSE_MAX: usize = 32;
@@ -15,7 +16,7 @@ pub const SENSE_MAX: usize = 32;
 pub type SenseData = ArrayVec<u8, SENSE_MAX>;
 
 /// SENSE KEY (SPC-4 table 27).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum SenseKey {
     /// Nothing to report.
@@ -68,29 +69,6 @@ impl fmt::Display for SenseKey {
             Self::VolumeOverflow => "volume overflow",
             Self::Miscompare => "miscompare",
             Self::Completed => "completed",
-        })
-    }
-}
-
-impl SenseKey {
-    fn from_nibble(nibble: u8) -> Option<Self> {
-        Some(match nibble & 0x0f {
-            0x0 => Self::NoSense,
-            0x1 => Self::RecoveredError,
-            0x2 => Self::NotReady,
-            0x3 => Self::MediumError,
-            0x4 => Self::HardwareError,
-            0x5 => Self::IllegalRequest,
-            0x6 => Self::UnitAttention,
-            0x7 => Self::DataProtect,
-            0x8 => Self::BlankCheck,
-            0x9 => Self::VendorSpecific,
-            0xa => Self::CopyAborted,
-            0xb => Self::AbortedCommand,
-            0xd => Self::VolumeOverflow,
-            0xe => Self::Miscompare,
-            0xf => Self::Completed,
-            _ => return None,
         })
     }
 }
@@ -326,7 +304,7 @@ impl Sense {
             out[0] |= 0x80;
             out[3..7].copy_from_slice(&information.to_be_bytes());
         }
-        out[2] = self.key as u8;
+        out[2] = self.key.into();
         out[7] = 10;
         out[12] = self.additional.code;
         out[13] = self.additional.qualifier;
@@ -338,7 +316,7 @@ impl Sense {
         let mut out = SenseData::new();
         out.extend([
             0x72,
-            self.key as u8,
+            self.key.into(),
             self.additional.code,
             self.additional.qualifier,
         ]);
@@ -369,7 +347,7 @@ impl Sense {
     }
 
     fn parse_fixed(bytes: &[u8]) -> Option<Self> {
-        let key = SenseKey::from_nibble(*bytes.get(2)?)?;
+        let key = SenseKey::try_from(bytes.get(2)? & 0x0f).ok()?;
         let additional = AdditionalSense {
             code: bytes.get(12).copied().unwrap_or(0),
             qualifier: bytes.get(13).copied().unwrap_or(0),
@@ -391,7 +369,7 @@ impl Sense {
     }
 
     fn parse_descriptor(bytes: &[u8]) -> Option<Self> {
-        let key = SenseKey::from_nibble(*bytes.get(1)?)?;
+        let key = SenseKey::try_from(bytes.get(1)? & 0x0f).ok()?;
         let additional = AdditionalSense {
             code: *bytes.get(2)?,
             qualifier: *bytes.get(3)?,

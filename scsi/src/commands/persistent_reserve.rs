@@ -7,7 +7,9 @@ use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use crate::access::copy_out;
 use crate::cdb::Cdb;
 use crate::nexus::PortName;
-use crate::reservation::{Action, Keys, Kind, ReservationChange, ReservationError, Reservations};
+use crate::reservation::{
+    Action, Keys, ReservationChange, ReservationError, ReservationType, Reservations,
+};
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{BlockOp, DataIn, StepResult};
 
@@ -33,7 +35,7 @@ const APTPL: u8 = 0;
 
 /// PERSISTENT RESERVE OUT.
 pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    let kind = Kind::of(cdb.byte(2) & 0x0f);
+    let kind = ReservationType::try_from(cdb.byte(2) & 0x0f).ok();
     let is_unit = cdb.byte(2) >> 4 == 0;
     let scoped = || {
         if !is_unit {
@@ -166,7 +168,7 @@ fn read_reservation(all: &Reservations) -> Vec<u8> {
     let mut list = Vec::new();
     if let Some(held) = &all.held {
         list.extend(all.held_key().to_be_bytes());
-        list.extend([0, 0, 0, 0, 0, held.kind as u8, 0, 0]);
+        list.extend([0, 0, 0, 0, 0, held.kind.into(), 0, 0]);
     }
     listed(all, list)
 }
@@ -184,7 +186,7 @@ fn read_full_status(all: &Reservations) -> Vec<u8> {
         let kind = all.held.as_ref().filter(|_| holds);
         list.extend(registrant.key.to_be_bytes());
         list.extend([0, 0, 0, 0, holds.into()]);
-        list.push(kind.map_or(0, |held| held.kind as u8));
+        list.push(kind.map_or(0, |held| held.kind.into()));
         list.extend([0; 4]);
         list.extend(registrant.ports.relative_id.to_be_bytes());
         let transport = transport_id(&registrant.ports.initiator);

@@ -26,6 +26,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use num_enum::{IntoPrimitive, TryFromPrimitive};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Identity;
@@ -36,9 +37,11 @@ use crate::nexus::{Nexus, NexusId, PortName};
 pub(crate) const MAX_REGISTRANTS: usize = 256;
 
 /// TYPE of a persistent reservation (SPC-4 table 40).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, TryFromPrimitive, IntoPrimitive,
+)]
 #[repr(u8)]
-pub(crate) enum Kind {
+pub(crate) enum ReservationType {
     WriteExclusive = 1,
     ExclusiveAccess = 3,
     WriteExclusiveRegistrantsOnly = 5,
@@ -47,20 +50,7 @@ pub(crate) enum Kind {
     ExclusiveAccessAllRegistrants = 8,
 }
 
-impl Kind {
-    pub(crate) fn of(code: u8) -> Option<Self> {
-        [
-            Self::WriteExclusive,
-            Self::ExclusiveAccess,
-            Self::WriteExclusiveRegistrantsOnly,
-            Self::ExclusiveAccessRegistrantsOnly,
-            Self::WriteExclusiveAllRegistrants,
-            Self::ExclusiveAccessAllRegistrants,
-        ]
-        .into_iter()
-        .find(|kind| *kind as u8 == code)
-    }
-
+impl ReservationType {
     /// Whether every registrant holds the reservation.
     pub(crate) fn is_of_all(self) -> bool {
         matches!(
@@ -130,7 +120,7 @@ pub(crate) struct Registrant {
 /// A persistent reservation.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Held {
-    pub(crate) kind: Kind,
+    pub(crate) kind: ReservationType,
     /// Who made it; of one of all registrants, everybody registered holds it.
     maker: Ports,
 }
@@ -159,12 +149,12 @@ pub(crate) enum Action {
         /// The APTPL bit.
         persists: bool,
     },
-    Reserve(Kind),
-    Release(Option<Kind>),
+    Reserve(ReservationType),
+    Release(Option<ReservationType>),
     Clear,
     /// PREEMPT, and with `aborts` PREEMPT AND ABORT.
     Preempt {
-        kind: Kind,
+        kind: ReservationType,
         aborts: bool,
     },
 }
@@ -401,7 +391,7 @@ impl Reservations {
         };
         Registrations {
             generation: self.generation,
-            kind: self.held.as_ref().map(|held| held.kind as u8),
+            kind: self.held.as_ref().map(|held| held.kind.into()),
             persists: self.persists,
             registrants: self.registrants.iter().map(shown).collect(),
             reserved: self.reserved,
@@ -553,7 +543,7 @@ impl Reservations {
     }
 
     /// RESERVE.
-    fn reserve(&mut self, nexus: &Nexus, keys: Keys, kind: Kind) -> Outcome {
+    fn reserve(&mut self, nexus: &Nexus, keys: Keys, kind: ReservationType) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
         match &self.held {
@@ -567,7 +557,7 @@ impl Reservations {
     }
 
     /// RELEASE.
-    fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<Kind>) -> Outcome {
+    fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<ReservationType>) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
         let Some(held) = self.held.as_ref().filter(|_| self.is_holder(&ports)) else {
@@ -598,7 +588,7 @@ impl Reservations {
     }
 
     /// PREEMPT, and PREEMPT AND ABORT.
-    fn preempt(&mut self, nexus: &Nexus, keys: Keys, kind: Kind) -> Outcome {
+    fn preempt(&mut self, nexus: &Nexus, keys: Keys, kind: ReservationType) -> Outcome {
         self.proved(nexus, keys.own)?;
         let own = Ports::of(nexus);
         let all = self.held.as_ref().is_some_and(|held| held.kind.is_of_all());

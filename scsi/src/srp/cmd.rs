@@ -1,6 +1,7 @@
 //! SRP_CMD and its data-buffer descriptors.
 
 use bitflags::bitflags;
+use num_enum::TryFromPrimitive;
 use zerocopy::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -231,7 +232,8 @@ fn parse_indirect<'a>(
 }
 
 /// Task attribute (SAM-5 clause 8.9) as SRP_CMD codes it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, TryFromPrimitive)]
+#[repr(u8)]
 pub enum TaskAttr {
     /// No order among simple tasks.
     #[default]
@@ -278,18 +280,11 @@ impl<'a> Cmd<'a> {
     pub fn parse(iu: &'a [u8], immediate: Option<ImmediateDataOffset>) -> Result<Self, SrpError> {
         let (raw, _) = RawCmd::split(iu)?;
         expect(raw.opcode, Opcode::Cmd)?;
-        let task_attr = match raw.task_attr & 0x07 {
-            0 => TaskAttr::Simple,
-            1 => TaskAttr::HeadOfQueue,
-            2 => TaskAttr::Ordered,
-            4 => TaskAttr::Aca,
-            other => {
-                return Err(SrpError::Illegal {
-                    field: "TASK ATTRIBUTE",
-                    value: other.into(),
-                });
-            }
-        };
+        let task_attr = raw.task_attr & 0x07;
+        let task_attr = TaskAttr::try_from(task_attr).map_err(|_| SrpError::Illegal {
+            field: "TASK ATTRIBUTE",
+            value: task_attr.into(),
+        })?;
         let mut at = Cursor::new(iu, CMD_LEN);
         let additional_cdb = at.take("additional CDB", u64::from(raw.add_cdb_len & 0xfc))?;
         let out_format = raw.buf_fmt >> 4;

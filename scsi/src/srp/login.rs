@@ -1,6 +1,7 @@
 //! Login: SRP_LOGIN_REQ in both of its forms, SRP_LOGIN_RSP, SRP_LOGIN_REJ.
 
 use bitflags::bitflags;
+use num_enum::{FromPrimitive, IntoPrimitive, TryFromPrimitive};
 
 use super::raw::{RawLoginRej, RawLoginReq, RawLoginReqRdma, RawLoginRsp, expect};
 use super::{CMD_LEN, InitiatorPortId, Opcode, SrpError, Tag, TargetPortId};
@@ -31,7 +32,8 @@ bitflags! {
 }
 
 /// MULTI-CHANNEL ACTION: what a login does to existing channels of the same I_T nexus.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, TryFromPrimitive)]
+#[repr(u8)]
 pub enum MultiChannelAction {
     /// Existing channels of this nexus are to be terminated.
     #[default]
@@ -41,7 +43,8 @@ pub enum MultiChannelAction {
 }
 
 /// MULTI-CHANNEL RESULT: what the login did to existing channels of the same I_T nexus.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, TryFromPrimitive)]
+#[repr(u8)]
 pub enum MultiChannelResult {
     /// There were none.
     #[default]
@@ -132,16 +135,11 @@ impl LoginReq {
     }
 
     fn from_fields(raw: &RawLoginReqRdma) -> Result<Self, SrpError> {
-        let multi_channel = match raw.req_flags & MULTI_CHANNEL_MASK {
-            0 => MultiChannelAction::Single,
-            1 => MultiChannelAction::Multi,
-            other => {
-                return Err(SrpError::Illegal {
-                    field: "MULTI-CHANNEL ACTION",
-                    value: other.into(),
-                });
-            }
-        };
+        let code = raw.req_flags & MULTI_CHANNEL_MASK;
+        let multi_channel = MultiChannelAction::try_from(code).map_err(|_| SrpError::Illegal {
+            field: "MULTI-CHANNEL ACTION",
+            value: code.into(),
+        })?;
         let immediate = if raw.req_flags & IMMED_REQUESTED == 0 {
             None
         } else {
@@ -247,17 +245,11 @@ impl LoginRsp {
     pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawLoginRsp::split(iu)?;
         expect(raw.opcode, Opcode::LoginRsp)?;
-        let multi_channel = match raw.rsp_flags & MULTI_CHANNEL_MASK {
-            0 => MultiChannelResult::NoChannels,
-            1 => MultiChannelResult::Terminated,
-            2 => MultiChannelResult::Maintained,
-            other => {
-                return Err(SrpError::Illegal {
-                    field: "MULTI-CHANNEL RESULT",
-                    value: other.into(),
-                });
-            }
-        };
+        let code = raw.rsp_flags & MULTI_CHANNEL_MASK;
+        let multi_channel = MultiChannelResult::try_from(code).map_err(|_| SrpError::Illegal {
+            field: "MULTI-CHANNEL RESULT",
+            value: code.into(),
+        })?;
         Ok(Self {
             req_lim_delta: raw.req_lim_delta.get(),
             tag: Tag(raw.tag.get()),
@@ -292,41 +284,26 @@ impl LoginRsp {
 }
 
 /// Why a login was refused (SRP r16a, SRP_LOGIN_REJ reason codes).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u32)]
 pub enum LoginRejReason {
-    /// 0x00010000: no channel can be established, no reason given.
-    UnableToEstablishChannel,
-    /// 0x00010001: the target lacks resources for another channel.
-    InsufficientResources,
-    /// 0x00010002: the requested information-unit length is too large.
-    ReqItIuLengthTooLarge,
-    /// 0x00010003: the channel cannot be associated with the I_T nexus.
-    UnableToAssociateChannel,
-    /// 0x00010004: a required buffer descriptor format is not supported.
-    UnsupportedDescriptorFormat,
-    /// 0x00010005: several channels per I_T nexus are not supported.
-    MultiChannelUnsupported,
-    /// 0x00010006: this initiator has as many channels as it may have.
-    ChannelLimitReached,
+    /// No channel can be established, no reason given.
+    UnableToEstablishChannel = 0x0001_0000,
+    /// The target lacks resources for another channel.
+    InsufficientResources = 0x0001_0001,
+    /// The requested information-unit length is too large.
+    ReqItIuLengthTooLarge = 0x0001_0002,
+    /// The channel cannot be associated with the I_T nexus.
+    UnableToAssociateChannel = 0x0001_0003,
+    /// A required buffer descriptor format is not supported.
+    UnsupportedDescriptorFormat = 0x0001_0004,
+    /// Several channels per I_T nexus are not supported.
+    MultiChannelUnsupported = 0x0001_0005,
+    /// This initiator has as many channels as it may have.
+    ChannelLimitReached = 0x0001_0006,
     /// A code that the standard does not define.
+    #[num_enum(catch_all)]
     Other(u32),
-}
-
-impl LoginRejReason {
-    /// The code on the wire.
-    #[must_use]
-    pub fn code(self) -> u32 {
-        match self {
-            Self::UnableToEstablishChannel => 0x0001_0000,
-            Self::InsufficientResources => 0x0001_0001,
-            Self::ReqItIuLengthTooLarge => 0x0001_0002,
-            Self::UnableToAssociateChannel => 0x0001_0003,
-            Self::UnsupportedDescriptorFormat => 0x0001_0004,
-            Self::MultiChannelUnsupported => 0x0001_0005,
-            Self::ChannelLimitReached => 0x0001_0006,
-            Self::Other(code) => code,
-        }
-    }
 }
 
 impl LoginRejReason {
@@ -342,21 +319,6 @@ impl LoginRejReason {
             Self::MultiChannelUnsupported => "multi_channel_unsupported",
             Self::ChannelLimitReached => "channel_limit_reached",
             Self::Other(_) => "other",
-        }
-    }
-}
-
-impl From<u32> for LoginRejReason {
-    fn from(code: u32) -> Self {
-        match code {
-            0x0001_0000 => Self::UnableToEstablishChannel,
-            0x0001_0001 => Self::InsufficientResources,
-            0x0001_0002 => Self::ReqItIuLengthTooLarge,
-            0x0001_0003 => Self::UnableToAssociateChannel,
-            0x0001_0004 => Self::UnsupportedDescriptorFormat,
-            0x0001_0005 => Self::MultiChannelUnsupported,
-            0x0001_0006 => Self::ChannelLimitReached,
-            other => Self::Other(other),
         }
     }
 }
@@ -411,7 +373,7 @@ impl LoginRej {
     pub fn emit(&self, out: &mut [u8]) -> usize {
         RawLoginRej {
             opcode: Opcode::LoginRej as u8,
-            reason: self.reason.code().into(),
+            reason: u32::from(self.reason).into(),
             tag: self.tag.0.into(),
             buf_fmt: self.formats.bits().into(),
             ..RawLoginRej::default()

@@ -1,52 +1,28 @@
 //! Task management, logouts, credit and asynchronous-event messages.
 
+use num_enum::{FromPrimitive, IntoPrimitive};
+
 use super::raw::{Cursor, RawAerReq, RawNumbered, RawTagOnly, RawTskMgmt, expect};
 use super::{AER_REQ_LEN, Opcode, SrpError, Tag, WireLun};
 
 /// Task-management function (SRP r16a, TASK MANAGEMENT FUNCTION).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
 pub enum TskMgmtFunction {
-    /// 01h: abort the task that the request names.
-    AbortTask,
-    /// 02h: abort this nexus's tasks in the logical unit.
-    AbortTaskSet,
-    /// 04h: abort every task in the logical unit's task set.
-    ClearTaskSet,
-    /// 08h: reset the logical unit.
-    LogicalUnitReset,
-    /// 40h: clear an auto contingent allegiance.
-    ClearAca,
+    /// Abort the task that the request names.
+    AbortTask = 0x01,
+    /// Abort this nexus's tasks in the logical unit.
+    AbortTaskSet = 0x02,
+    /// Abort every task in the logical unit's task set.
+    ClearTaskSet = 0x04,
+    /// Reset the logical unit.
+    LogicalUnitReset = 0x08,
+    /// Clear an auto contingent allegiance.
+    ClearAca = 0x40,
     /// A code that the standard does not define. It is answered, not refused: see
     /// [`super::RspCode::TskMgmtNotSupported`].
+    #[num_enum(catch_all)]
     Other(u8),
-}
-
-impl TskMgmtFunction {
-    /// The code on the wire.
-    #[must_use]
-    pub fn code(self) -> u8 {
-        match self {
-            Self::AbortTask => 0x01,
-            Self::AbortTaskSet => 0x02,
-            Self::ClearTaskSet => 0x04,
-            Self::LogicalUnitReset => 0x08,
-            Self::ClearAca => 0x40,
-            Self::Other(code) => code,
-        }
-    }
-}
-
-impl From<u8> for TskMgmtFunction {
-    fn from(code: u8) -> Self {
-        match code {
-            0x01 => Self::AbortTask,
-            0x02 => Self::AbortTaskSet,
-            0x04 => Self::ClearTaskSet,
-            0x08 => Self::LogicalUnitReset,
-            0x40 => Self::ClearAca,
-            other => Self::Other(other),
-        }
-    }
 }
 
 /// SRP_TSK_MGMT: asks for a task-management function. An [`super::Rsp`] answers it.
@@ -94,7 +70,7 @@ impl TskMgmt {
             sol_not: u8::from(self.notify_success) << 1 | u8::from(self.notify_failure) << 2,
             tag: self.tag.0.into(),
             lun: self.lun,
-            tsk_mgmt_func: self.function.code(),
+            tsk_mgmt_func: self.function.into(),
             task_tag: self.task_tag.0.into(),
             ..RawTskMgmt::default()
         }
@@ -155,64 +131,30 @@ tag_only! {
 ///
 /// Implementations in the field disagree about the codes above four; an initiator should act alike
 /// on all of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u32)]
 pub enum TLogoutReason {
-    /// 0: none given.
-    NoReason,
-    /// 1: the channel was inactive and its resources are reclaimed.
-    InactiveChannel,
-    /// 2: the target received an information unit of an invalid type.
-    InvalidIuType,
-    /// 3: the initiator answered a request that was never made.
-    SpuriousResponse,
-    /// 4: a new login of the same nexus terminates this channel.
-    MultiChannelAction,
-    /// 6: a data-out buffer descriptor has an unsupported format.
-    UnsupportedDataOutFormat,
-    /// 7: a data-in buffer descriptor has an unsupported format.
-    UnsupportedDataInFormat,
-    /// 8: the data-out buffer descriptor count is invalid.
-    InvalidDataOutCount,
-    /// 9: the data-in buffer descriptor count is invalid.
-    InvalidDataInCount,
+    /// None given.
+    NoReason = 0,
+    /// The channel was inactive and its resources are reclaimed.
+    InactiveChannel = 1,
+    /// The target received an information unit of an invalid type.
+    InvalidIuType = 2,
+    /// The initiator answered a request that was never made.
+    SpuriousResponse = 3,
+    /// A new login of the same nexus terminates this channel.
+    MultiChannelAction = 4,
+    /// A data-out buffer descriptor has an unsupported format.
+    UnsupportedDataOutFormat = 6,
+    /// A data-in buffer descriptor has an unsupported format.
+    UnsupportedDataInFormat = 7,
+    /// The data-out buffer descriptor count is invalid.
+    InvalidDataOutCount = 8,
+    /// The data-in buffer descriptor count is invalid.
+    InvalidDataInCount = 9,
     /// Another code.
+    #[num_enum(catch_all)]
     Other(u32),
-}
-
-impl TLogoutReason {
-    /// The code on the wire.
-    #[must_use]
-    pub fn code(self) -> u32 {
-        match self {
-            Self::NoReason => 0,
-            Self::InactiveChannel => 1,
-            Self::InvalidIuType => 2,
-            Self::SpuriousResponse => 3,
-            Self::MultiChannelAction => 4,
-            Self::UnsupportedDataOutFormat => 6,
-            Self::UnsupportedDataInFormat => 7,
-            Self::InvalidDataOutCount => 8,
-            Self::InvalidDataInCount => 9,
-            Self::Other(code) => code,
-        }
-    }
-}
-
-impl From<u32> for TLogoutReason {
-    fn from(code: u32) -> Self {
-        match code {
-            0 => Self::NoReason,
-            1 => Self::InactiveChannel,
-            2 => Self::InvalidIuType,
-            3 => Self::SpuriousResponse,
-            4 => Self::MultiChannelAction,
-            6 => Self::UnsupportedDataOutFormat,
-            7 => Self::UnsupportedDataInFormat,
-            8 => Self::InvalidDataOutCount,
-            9 => Self::InvalidDataInCount,
-            other => Self::Other(other),
-        }
-    }
 }
 
 /// SRP_T_LOGOUT: the target logs the initiator out and will disconnect.
@@ -249,7 +191,7 @@ impl TLogout {
         RawNumbered {
             opcode: Opcode::TLogout as u8,
             sol_not: self.solicited.into(),
-            number: self.reason.code().into(),
+            number: u32::from(self.reason).into(),
             tag: self.tag.0.into(),
             ..RawNumbered::default()
         }

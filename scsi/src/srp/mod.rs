@@ -43,6 +43,8 @@ pub use rsp::{Residual, Rsp, RspCode};
 
 use std::fmt;
 
+use num_enum::{TryFromPrimitive, TryFromPrimitiveError};
+
 /// Length of [`LoginReq`] as an information unit, in IB/CM private data; in bytes.
 pub const LOGIN_REQ_LEN: usize = 64;
 /// Length of [`LoginReq`] in RDMA/CM private data, in bytes.
@@ -95,7 +97,7 @@ pub enum SrpError {
 }
 
 /// Information-unit type: byte 0 of every information unit (SRP r16a, table of information units).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, TryFromPrimitive)]
 #[repr(u8)]
 pub enum Opcode {
     /// Initiator asks for a login. Travels in CM private data.
@@ -135,29 +137,13 @@ impl Opcode {
             need: 1,
             have: 0,
         })?;
-        Self::try_from(byte)
+        Ok(Self::try_from(byte)?)
     }
 }
 
-impl TryFrom<u8> for Opcode {
-    type Error = SrpError;
-
-    fn try_from(byte: u8) -> Result<Self, SrpError> {
-        Ok(match byte {
-            0x00 => Self::LoginReq,
-            0x01 => Self::TskMgmt,
-            0x02 => Self::Cmd,
-            0x03 => Self::ILogout,
-            0x41 => Self::CredRsp,
-            0x42 => Self::AerRsp,
-            0x80 => Self::TLogout,
-            0x81 => Self::CredReq,
-            0x82 => Self::AerReq,
-            0xc0 => Self::LoginRsp,
-            0xc1 => Self::Rsp,
-            0xc2 => Self::LoginRej,
-            other => return Err(SrpError::UnknownOpcode(other)),
-        })
+impl From<TryFromPrimitiveError<Opcode>> for SrpError {
+    fn from(error: TryFromPrimitiveError<Opcode>) -> Self {
+        Self::UnknownOpcode(error.number)
     }
 }
 

@@ -1,5 +1,7 @@
 //! SRP_RSP: the answer to a command or a task-management request.
 
+use num_enum::{FromPrimitive, IntoPrimitive};
+
 use super::raw::{Cursor, RawRsp, expect};
 use super::{Opcode, RSP_LEN, SrpError, Tag};
 
@@ -57,44 +59,20 @@ struct Bits {
 
 /// RSP_CODE of response data (SRP r16a, response data): how a task-management function ended, or
 /// what was wrong with a request that never became a task.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
 pub enum RspCode {
-    /// 00h: no failure, or the function is complete.
-    Complete,
-    /// 02h: a field of the request is invalid.
-    RequestFieldsInvalid,
-    /// 04h: the function is not supported.
-    TskMgmtNotSupported,
-    /// 05h: the function failed.
-    TskMgmtFailed,
+    /// No failure, or the function is complete.
+    Complete = 0x00,
+    /// A field of the request is invalid.
+    RequestFieldsInvalid = 0x02,
+    /// The function is not supported.
+    TskMgmtNotSupported = 0x04,
+    /// The function failed.
+    TskMgmtFailed = 0x05,
     /// A code that the standard reserves.
+    #[num_enum(catch_all)]
     Other(u8),
-}
-
-impl RspCode {
-    /// The code on the wire.
-    #[must_use]
-    pub fn code(self) -> u8 {
-        match self {
-            Self::Complete => 0x00,
-            Self::RequestFieldsInvalid => 0x02,
-            Self::TskMgmtNotSupported => 0x04,
-            Self::TskMgmtFailed => 0x05,
-            Self::Other(code) => code,
-        }
-    }
-}
-
-impl From<u8> for RspCode {
-    fn from(code: u8) -> Self {
-        match code {
-            0x00 => Self::Complete,
-            0x02 => Self::RequestFieldsInvalid,
-            0x04 => Self::TskMgmtNotSupported,
-            0x05 => Self::TskMgmtFailed,
-            other => Self::Other(other),
-        }
-    }
 }
 
 /// SRP_RSP.
@@ -208,7 +186,7 @@ impl<'a> Rsp<'a> {
         }
         .put(out);
         if let Some(code) = self.response {
-            out[at..at + RESPONSE_DATA_LEN].copy_from_slice(&[0, 0, 0, code.code()]);
+            out[at..at + RESPONSE_DATA_LEN].copy_from_slice(&[0, 0, 0, code.into()]);
             at += RESPONSE_DATA_LEN;
         }
         if let Some(sense) = self.sense {

@@ -1,7 +1,7 @@
 //! Lists of tasks, linked through the tasks themselves: no list allocates, and taking a task out of
 //! the middle takes constant time.
 
-use super::Task;
+use super::entry::Task;
 
 /// No task.
 pub(super) const NIL: u32 = u32::MAX;

@@ -4,7 +4,7 @@ use super::{A, B, Outcome, Rig, srp_nexus};
 use crate::lu::Flags;
 use crate::lu::UnitState;
 use crate::nexus::NexusId;
-use crate::reservation::{Action, Keys, Kind, ReservationChange};
+use crate::reservation::{Action, Keys, ReservationChange, ReservationType};
 use crate::sense::SenseFormat;
 use crate::step::{BlockOp, Status};
 
@@ -377,7 +377,7 @@ fn preempt_and_abort_names_the_preempted() {
     let preempt = |aborts| ReservationChange {
         nexus: A,
         action: Action::Preempt {
-            kind: Kind::WriteExclusiveRegistrantsOnly,
+            kind: ReservationType::WriteExclusiveRegistrantsOnly,
             aborts,
         },
         keys: Keys {

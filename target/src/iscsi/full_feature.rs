@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
-    self, FromInitiator, FromTarget, NopIn, NopOut, PduError, Reject, RejectReason, SnackKind,
+    FromInitiator, FromTarget, NopIn, NopOut, PduError, Reject, RejectReason, SnackKind,
 };
 use riser_scsi::iscsi::{Itt, StatSn, Ttt};
 
@@ -211,7 +211,7 @@ impl<D: Datamover> Channel<D> {
         self.counters.rejected += 1;
         warn_limited!(
             self.complaints, cx.now,
-            opcode = pdu::opcode(frame), ?reason, %why, "PDU rejected"
+            opcode = frame.bhs[0] & 0x3f, ?reason, %why, "PDU rejected"
         );
         let header = frame.bhs.to_vec();
         self.send(FromTarget::Reject(Reject { reason }), header, true);

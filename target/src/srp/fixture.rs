@@ -515,7 +515,7 @@ impl Answer {
             tag: tag.0,
             delta: req_lim_delta,
             status,
-            code: response.map(riser_scsi::srp::RspCode::code),
+            code: response.map(u8::from),
             key: sense.map(|s| s[2] & 0xf),
             data_in,
             data_out,

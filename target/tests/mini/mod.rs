@@ -379,11 +379,11 @@ impl<P: Provider> Mini<P> {
                     tag: rsp.tag.0,
                     delta: rsp.req_lim_delta,
                     status: rsp.status,
-                    code: rsp.response.map(riser_scsi::srp::RspCode::code),
+                    code: rsp.response.map(u8::from),
                     sense: rsp.sense.unwrap_or_default().to_vec(),
                 }),
                 FromTarget::CredReq(req) => Said::Credit(req.req_lim_delta),
-                FromTarget::TLogout(iu) => Said::Logout(iu.reason.code()),
+                FromTarget::TLogout(iu) => Said::Logout(iu.reason.into()),
                 FromTarget::AerReq(req) => {
                     // The target sends no other event before this one is answered.
                     let mut rsp = [0; 16];

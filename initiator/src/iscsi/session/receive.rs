@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
-    AsyncEvent, AsyncMessage, DataIn, FromTarget, NopIn, R2t, Reject, ScsiResponse,
+    AsyncEvent, AsyncMessage, DataIn, FromTarget, NopIn, Opcode, R2t, Reject, ScsiResponse,
 };
 use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, Ttt};
 use riser_scsi::sense::Sense;
@@ -312,13 +312,13 @@ impl Session {
             return Err(IscsiFault::Rejected(reason));
         };
         let itt = Itt(u32::from_be_bytes([bhs[16], bhs[17], bhs[18], bhs[19]]));
-        match bhs[0] & 0x3f {
-            0x00 if itt == PING_TAG || itt == Itt::NONE => {
+        match Opcode::of(bhs) {
+            Ok(Opcode::NopOut) if itt == PING_TAG || itt == Itt::NONE => {
                 // It is there, whatever it thinks of pings.
                 self.pinged = None;
                 Ok(())
             }
-            0x01 => {
+            Ok(Opcode::ScsiCommand) => {
                 if let Some(task) = self.task(itt) {
                     let request = task.request;
                     let error = RequestError::Rejected(reason);
@@ -326,7 +326,7 @@ impl Session {
                 }
                 Ok(())
             }
-            0x02 if self.tmf.is_some_and(|(_, tag, _)| tag == itt) => {
+            Ok(Opcode::TmfRequest) if self.tmf.is_some_and(|(_, tag, _)| tag == itt) => {
                 self.on_tmf_end(None, now);
                 Ok(())
             }

@@ -1,6 +1,7 @@
 //! What initiators send.
 
 use arrayvec::ArrayVec;
+use num_enum::{FromPrimitive, IntoPrimitive, TryFromPrimitive};
 use zerocopy::big_endian::U32;
 
 use super::super::frame::Frame;
@@ -8,25 +9,26 @@ use super::super::raw::{
     RawInitiatorCommon, RawLoginRequest, RawLogoutRequest, RawScsiCommand, RawTmfRequest,
 };
 use super::super::{BHS_LEN, Cid, CmdSn, Isid, Itt, StatSn, Tsih, Ttt};
-use super::{CONTINUE, FINAL, IMMEDIATE, LoginFlags, PduError, opcode};
+use super::{CONTINUE, FINAL, IMMEDIATE, LoginFlags, Opcode, PduError, coded};
 use crate::srp::WireLun;
 
 /// Longest CDB that a command carries, in bytes (SPC-4 4.2.3).
 pub const MAX_CDB: usize = 260;
 
 /// Task attribute (RFC 7143 11.3.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
+#[repr(u8)]
 pub enum TaskAttr {
-    /// 0.
-    Untagged,
-    /// 1.
-    Simple,
-    /// 2.
-    Ordered,
-    /// 3.
-    HeadOfQueue,
-    /// 4.
-    Aca,
+    /// No attribute; as SIMPLE.
+    Untagged = 0,
+    /// SIMPLE.
+    Simple = 1,
+    /// ORDERED.
+    Ordered = 2,
+    /// HEAD OF QUEUE.
+    HeadOfQueue = 3,
+    /// ACA.
+    Aca = 4,
 }
 
 /// A SCSI command.
@@ -64,25 +66,12 @@ const AHS_BIDI_READ: u8 = 2;
 impl ScsiCommand {
     fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
         let raw = RawScsiCommand::of(frame.bhs);
-        let attribute = match raw.flags & 7 {
-            0 => TaskAttr::Untagged,
-            1 => TaskAttr::Simple,
-            2 => TaskAttr::Ordered,
-            3 => TaskAttr::HeadOfQueue,
-            4 => TaskAttr::Aca,
-            other => {
-                return Err(PduError::Field {
-                    field: "ATTR",
-                    value: u32::from(other),
-                });
-            }
-        };
         let mut command = Self {
             immediate: raw.opcode & IMMEDIATE != 0,
             is_final: raw.flags & FINAL != 0,
             reads: raw.flags & 0x40 != 0,
             writes: raw.flags & 0x20 != 0,
-            attribute,
+            attribute: coded("ATTR", raw.flags & 7)?,
             lun: raw.lun,
             itt: Itt(raw.itt.get()),
             expected_length: raw.expected_length.get(),
@@ -141,19 +130,12 @@ impl ScsiCommand {
         let mut cdb = [0; 16];
         let short = self.cdb.len().min(16);
         cdb[..short].copy_from_slice(&self.cdb[..short]);
-        let attribute = match self.attribute {
-            TaskAttr::Untagged => 0,
-            TaskAttr::Simple => 1,
-            TaskAttr::Ordered => 2,
-            TaskAttr::HeadOfQueue => 3,
-            TaskAttr::Aca => 4,
-        };
         RawScsiCommand {
-            opcode: 0x01 | immediate(self.immediate),
+            opcode: u8::from(Opcode::ScsiCommand) | immediate(self.immediate),
             flags: flag(self.is_final, FINAL)
                 | flag(self.reads, 0x40)
                 | flag(self.writes, 0x20)
-                | attribute,
+                | u8::from(self.attribute),
             lun: self.lun,
             itt: self.itt.0.into(),
             expected_length: self.expected_length.into(),
@@ -186,70 +168,36 @@ impl ScsiCommand {
 }
 
 /// Task management function (RFC 7143 11.5.1, RFC 7144 4.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, FromPrimitive, IntoPrimitive)]
+#[repr(u8)]
 pub enum TmfFunction {
-    /// 1.
-    AbortTask,
-    /// 2.
-    AbortTaskSet,
-    /// 3.
-    ClearAca,
-    /// 4.
-    ClearTaskSet,
-    /// 5.
-    LogicalUnitReset,
-    /// 6.
-    TargetWarmReset,
-    /// 7.
-    TargetColdReset,
-    /// 8: moves a task to another connection.
-    TaskReassign,
-    /// 9.
-    QueryTask,
-    /// 10.
-    QueryTaskSet,
-    /// 11.
-    NexusReset,
-    /// 12.
-    QueryAsyncEvent,
+    /// ABORT TASK.
+    AbortTask = 1,
+    /// ABORT TASK SET.
+    AbortTaskSet = 2,
+    /// CLEAR ACA.
+    ClearAca = 3,
+    /// CLEAR TASK SET.
+    ClearTaskSet = 4,
+    /// LOGICAL UNIT RESET.
+    LogicalUnitReset = 5,
+    /// TARGET WARM RESET.
+    TargetWarmReset = 6,
+    /// TARGET COLD RESET.
+    TargetColdReset = 7,
+    /// Moves a task to another connection.
+    TaskReassign = 8,
+    /// QUERY TASK.
+    QueryTask = 9,
+    /// QUERY TASK SET.
+    QueryTaskSet = 10,
+    /// I_T NEXUS RESET.
+    NexusReset = 11,
+    /// QUERY ASYNCHRONOUS EVENT.
+    QueryAsyncEvent = 12,
     /// Another code; it is answered as not supported.
+    #[num_enum(catch_all)]
     Other(u8),
-}
-
-const FUNCTIONS: [TmfFunction; 12] = [
-    TmfFunction::AbortTask,
-    TmfFunction::AbortTaskSet,
-    TmfFunction::ClearAca,
-    TmfFunction::ClearTaskSet,
-    TmfFunction::LogicalUnitReset,
-    TmfFunction::TargetWarmReset,
-    TmfFunction::TargetColdReset,
-    TmfFunction::TaskReassign,
-    TmfFunction::QueryTask,
-    TmfFunction::QueryTaskSet,
-    TmfFunction::NexusReset,
-    TmfFunction::QueryAsyncEvent,
-];
-
-impl TmfFunction {
-    /// The code on the wire.
-    #[must_use]
-    pub fn code(self) -> u8 {
-        match self {
-            Self::Other(code) => code,
-            known => FUNCTIONS
-                .iter()
-                .position(|f| *f == known)
-                .map_or(0, |i| i as u8 + 1),
-        }
-    }
-
-    fn of(code: u8) -> Self {
-        usize::from(code)
-            .checked_sub(1)
-            .and_then(|i| FUNCTIONS.get(i).copied())
-            .unwrap_or(Self::Other(code))
-    }
 }
 
 /// A task management function request.
@@ -280,7 +228,7 @@ impl TmfRequest {
         let raw = RawTmfRequest::of(frame.bhs);
         Self {
             immediate: raw.opcode & IMMEDIATE != 0,
-            function: TmfFunction::of(raw.flags & 0x7f),
+            function: (raw.flags & 0x7f).into(),
             lun: raw.lun,
             itt: Itt(raw.itt.get()),
             referenced: Itt(raw.referenced_itt.get()),
@@ -295,8 +243,8 @@ impl TmfRequest {
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawTmfRequest {
-            opcode: 0x02 | immediate(self.immediate),
-            flags: FINAL | self.function.code() & 0x7f,
+            opcode: u8::from(Opcode::TmfRequest) | immediate(self.immediate),
+            flags: FINAL | u8::from(self.function) & 0x7f,
             lun: self.lun,
             itt: self.itt.0.into(),
             referenced_itt: self.referenced.0.into(),
@@ -347,7 +295,7 @@ impl DataOut {
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawInitiatorCommon {
-            opcode: 0x05,
+            opcode: Opcode::DataOut.into(),
             flags: flag(self.is_final, FINAL),
             lun: self.lun,
             itt: self.itt.0.into(),
@@ -400,7 +348,7 @@ pub struct TextRequest {
 }
 
 macro_rules! common {
-    ($name:ident, $opcode:literal, $self:ident, $raw:ident, $flags:expr, { $($field:ident: $value:expr),* }) => {
+    ($name:ident, $self:ident, $raw:ident, $flags:expr, { $($field:ident: $value:expr),* }) => {
         impl $name {
             fn parse(frame: &Frame<'_>) -> Self {
                 let $raw = RawInitiatorCommon::of(frame.bhs);
@@ -419,7 +367,7 @@ macro_rules! common {
             #[must_use]
             pub fn header(&$self) -> [u8; BHS_LEN] {
                 RawInitiatorCommon {
-                    opcode: $opcode | immediate($self.immediate),
+                    opcode: u8::from(Opcode::$name) | immediate($self.immediate),
                     flags: $flags,
                     lun: $self.lun,
                     itt: $self.itt.0.into(),
@@ -434,8 +382,8 @@ macro_rules! common {
     };
 }
 
-common!(NopOut, 0x00, self, raw, FINAL, {});
-common!(TextRequest, 0x04, self, raw,
+common!(NopOut, self, raw, FINAL, {});
+common!(TextRequest, self, raw,
     flag(self.is_final, FINAL) | flag(self.continues, CONTINUE),
     { is_final: raw.flags & FINAL != 0, continues: raw.flags & CONTINUE != 0 });
 
@@ -482,7 +430,7 @@ impl LoginRequest {
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawLoginRequest {
-            opcode: 0x03 | IMMEDIATE,
+            opcode: u8::from(Opcode::LoginRequest) | IMMEDIATE,
             flags: self.flags.byte(),
             byte2: self.version_max,
             byte3: self.version_min,
@@ -499,14 +447,15 @@ impl LoginRequest {
 }
 
 /// What a logout ends (RFC 7143 11.14.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
+#[repr(u8)]
 pub enum LogoutReason {
-    /// 0.
-    CloseSession,
-    /// 1.
-    CloseConnection,
-    /// 2: the connection's tasks may move to another.
-    RemoveConnection,
+    /// All connections, and the session.
+    CloseSession = 0,
+    /// One connection.
+    CloseConnection = 1,
+    /// The connection's tasks may move to another.
+    RemoveConnection = 2,
 }
 
 /// A logout request.
@@ -529,20 +478,9 @@ pub struct LogoutRequest {
 impl LogoutRequest {
     fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
         let raw = RawLogoutRequest::of(frame.bhs);
-        let reason = match raw.flags & 0x7f {
-            0 => LogoutReason::CloseSession,
-            1 => LogoutReason::CloseConnection,
-            2 => LogoutReason::RemoveConnection,
-            other => {
-                return Err(PduError::Field {
-                    field: "logout reason",
-                    value: u32::from(other),
-                });
-            }
-        };
         Ok(Self {
             immediate: raw.opcode & IMMEDIATE != 0,
-            reason,
+            reason: coded("logout reason", raw.flags & 0x7f)?,
             itt: Itt(raw.itt.get()),
             cid: Cid(raw.cid.get()),
             cmd_sn: CmdSn(raw.cmd_sn.get()),
@@ -553,14 +491,9 @@ impl LogoutRequest {
     /// The basic header segment.
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
-        let reason = match self.reason {
-            LogoutReason::CloseSession => 0,
-            LogoutReason::CloseConnection => 1,
-            LogoutReason::RemoveConnection => 2,
-        };
         RawLogoutRequest {
-            opcode: 0x06 | immediate(self.immediate),
-            flags: FINAL | reason,
+            opcode: u8::from(Opcode::LogoutRequest) | immediate(self.immediate),
+            flags: FINAL | u8::from(self.reason),
             itt: self.itt.0.into(),
             cid: self.cid.0.into(),
             cmd_sn: self.cmd_sn.0.into(),
@@ -572,16 +505,17 @@ impl LogoutRequest {
 }
 
 /// What a SNACK asks for (RFC 7143 11.16.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
+#[repr(u8)]
 pub enum SnackKind {
-    /// 0: Data-In or R2T again.
-    DataOrR2t,
-    /// 1: status again.
-    Status,
-    /// 2: acknowledges Data-In.
-    DataAck,
-    /// 3: Data-In again, with another PDU size.
-    RData,
+    /// Data-In or R2T again.
+    DataOrR2t = 0,
+    /// Status again.
+    Status = 1,
+    /// Acknowledges Data-In.
+    DataAck = 2,
+    /// Data-In again, with another PDU size.
+    RData = 3,
 }
 
 /// A selective negative or sequence acknowledgment.
@@ -606,20 +540,8 @@ pub struct Snack {
 impl Snack {
     fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
         let raw = RawInitiatorCommon::of(frame.bhs);
-        let kind = match raw.flags & 0x0f {
-            0 => SnackKind::DataOrR2t,
-            1 => SnackKind::Status,
-            2 => SnackKind::DataAck,
-            3 => SnackKind::RData,
-            other => {
-                return Err(PduError::Field {
-                    field: "SNACK type",
-                    value: u32::from(other),
-                });
-            }
-        };
         Ok(Self {
-            kind,
+            kind: coded("SNACK type", raw.flags & 0x0f)?,
             lun: raw.lun,
             itt: Itt(raw.itt.get()),
             ttt: Ttt(raw.ttt.get()),
@@ -633,8 +555,8 @@ impl Snack {
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawInitiatorCommon {
-            opcode: 0x10,
-            flags: FINAL | self.kind as u8,
+            opcode: Opcode::Snack.into(),
+            flags: FINAL | u8::from(self.kind),
             lun: self.lun,
             itt: self.itt.0.into(),
             ttt: self.ttt.0.into(),
@@ -650,21 +572,21 @@ impl Snack {
 /// A PDU that a target receives.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FromInitiator {
-    /// 00h.
+    /// NOP-Out (RFC 7143 11.18).
     NopOut(NopOut),
-    /// 01h.
+    /// SCSI Command (RFC 7143 11.3).
     ScsiCommand(ScsiCommand),
-    /// 02h.
+    /// Task Management Function Request (RFC 7143 11.5).
     TmfRequest(TmfRequest),
-    /// 03h.
+    /// Login Request (RFC 7143 11.12).
     LoginRequest(LoginRequest),
-    /// 04h.
+    /// Text Request (RFC 7143 11.10).
     TextRequest(TextRequest),
-    /// 05h.
+    /// SCSI Data-Out (RFC 7143 11.7).
     DataOut(DataOut),
-    /// 06h.
+    /// Logout Request (RFC 7143 11.14).
     LogoutRequest(LogoutRequest),
-    /// 10h.
+    /// SNACK Request (RFC 7143 11.16).
     Snack(Snack),
 }
 
@@ -674,19 +596,20 @@ impl FromInitiator {
     /// # Errors
     /// [`PduError`].
     pub fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
-        if !frame.ahs.is_empty() && opcode(frame) != 0x01 {
+        let opcode = Opcode::of(frame.bhs);
+        if !frame.ahs.is_empty() && opcode != Ok(Opcode::ScsiCommand) {
             return Err(PduError::Ahs);
         }
-        Ok(match opcode(frame) {
-            0x00 => Self::NopOut(NopOut::parse(frame)),
-            0x01 => Self::ScsiCommand(ScsiCommand::parse(frame)?),
-            0x02 => Self::TmfRequest(TmfRequest::parse(frame)),
-            0x03 => Self::LoginRequest(LoginRequest::parse(frame)?),
-            0x04 => Self::TextRequest(TextRequest::parse(frame)),
-            0x05 => Self::DataOut(DataOut::parse(frame)),
-            0x06 => Self::LogoutRequest(LogoutRequest::parse(frame)?),
-            0x10 => Self::Snack(Snack::parse(frame)?),
-            other => return Err(PduError::Opcode(other)),
+        Ok(match opcode? {
+            Opcode::NopOut => Self::NopOut(NopOut::parse(frame)),
+            Opcode::ScsiCommand => Self::ScsiCommand(ScsiCommand::parse(frame)?),
+            Opcode::TmfRequest => Self::TmfRequest(TmfRequest::parse(frame)),
+            Opcode::LoginRequest => Self::LoginRequest(LoginRequest::parse(frame)?),
+            Opcode::TextRequest => Self::TextRequest(TextRequest::parse(frame)),
+            Opcode::DataOut => Self::DataOut(DataOut::parse(frame)),
+            Opcode::LogoutRequest => Self::LogoutRequest(LogoutRequest::parse(frame)?),
+            Opcode::Snack => Self::Snack(Snack::parse(frame)?),
+            other => return Err(PduError::Opcode(other.into())),
         })
     }
 

@@ -17,7 +17,9 @@ pub use target::{
     TmfResponse, TmfStatus,
 };
 
-use super::frame::Frame;
+use num_enum::{IntoPrimitive, TryFromPrimitive};
+
+use super::BHS_LEN;
 
 /// The I bit: deliver at once, do not count.
 pub(super) const IMMEDIATE: u8 = 0x40;
@@ -55,45 +57,82 @@ pub enum PduError {
     },
 }
 
-/// Whether the data are a command's, and not to be looked at as text or parameters.
-#[must_use]
-pub fn opcode(frame: &Frame<'_>) -> u8 {
-    frame.bhs[0] & 0x3f
+/// The value of a field that has one of a few codes.
+fn coded<T>(field: &'static str, code: u8) -> Result<T, PduError>
+where
+    T: TryFromPrimitive<Primitive = u8>,
+{
+    T::try_from_primitive(code).map_err(|_| PduError::Field {
+        field,
+        value: code.into(),
+    })
+}
+
+/// Opcode (RFC 7143 11.2.1.2), without the I bit.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
+#[repr(u8)]
+pub enum Opcode {
+    /// NOP-Out (RFC 7143 11.18).
+    NopOut = 0x00,
+    /// SCSI Command (RFC 7143 11.3).
+    ScsiCommand = 0x01,
+    /// Task Management Function Request (RFC 7143 11.5).
+    TmfRequest = 0x02,
+    /// Login Request (RFC 7143 11.12).
+    LoginRequest = 0x03,
+    /// Text Request (RFC 7143 11.10).
+    TextRequest = 0x04,
+    /// SCSI Data-Out (RFC 7143 11.7).
+    DataOut = 0x05,
+    /// Logout Request (RFC 7143 11.14).
+    LogoutRequest = 0x06,
+    /// SNACK Request (RFC 7143 11.16).
+    Snack = 0x10,
+    /// NOP-In (RFC 7143 11.19).
+    NopIn = 0x20,
+    /// SCSI Response (RFC 7143 11.4).
+    ScsiResponse = 0x21,
+    /// Task Management Function Response (RFC 7143 11.6).
+    TmfResponse = 0x22,
+    /// Login Response (RFC 7143 11.13).
+    LoginResponse = 0x23,
+    /// Text Response (RFC 7143 11.11).
+    TextResponse = 0x24,
+    /// SCSI Data-In (RFC 7143 11.7).
+    DataIn = 0x25,
+    /// Logout Response (RFC 7143 11.15).
+    LogoutResponse = 0x26,
+    /// Ready To Transfer (RFC 7143 11.8).
+    R2t = 0x31,
+    /// Asynchronous Message (RFC 7143 11.9).
+    AsyncMessage = 0x32,
+    /// Reject (RFC 7143 11.17).
+    Reject = 0x3f,
+}
+
+impl Opcode {
+    /// The opcode of a PDU.
+    ///
+    /// # Errors
+    /// RFC 7143 has no such opcode.
+    pub fn of(bhs: &[u8; BHS_LEN]) -> Result<Self, PduError> {
+        let code = bhs[0] & 0x3f;
+        Self::try_from(code).map_err(|_| PduError::Opcode(code))
+    }
 }
 
 /// Stage of a login (RFC 7143 11.12.3).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, TryFromPrimitive, IntoPrimitive,
+)]
+#[repr(u8)]
 pub enum Stage {
-    /// 0: SecurityNegotiation.
-    Security,
-    /// 1: LoginOperationalNegotiation.
-    Operational,
-    /// 3: FullFeaturePhase.
-    FullFeature,
-}
-
-impl Stage {
-    /// The code on the wire.
-    #[must_use]
-    pub fn code(self) -> u8 {
-        match self {
-            Self::Security => 0,
-            Self::Operational => 1,
-            Self::FullFeature => 3,
-        }
-    }
-
-    fn parse(field: &'static str, code: u8) -> Result<Self, PduError> {
-        match code & 3 {
-            0 => Ok(Self::Security),
-            1 => Ok(Self::Operational),
-            3 => Ok(Self::FullFeature),
-            other => Err(PduError::Field {
-                field,
-                value: u32::from(other),
-            }),
-        }
-    }
+    /// SecurityNegotiation.
+    Security = 0,
+    /// LoginOperationalNegotiation.
+    Operational = 1,
+    /// FullFeaturePhase.
+    FullFeature = 3,
 }
 
 /// T, C, CSG and NSG of a login PDU.
@@ -109,10 +148,10 @@ pub struct LoginFlags {
 
 impl LoginFlags {
     fn parse(byte: u8) -> Result<Self, PduError> {
-        let current = Stage::parse("CSG", byte >> 2)?;
-        let transit = match byte & FINAL {
+        let current = coded("CSG", byte >> 2 & 3)?;
+        let transit: Option<Stage> = match byte & FINAL {
             0 => None,
-            _ => Some(Stage::parse("NSG", byte)?),
+            _ => Some(coded("NSG", byte & 3)?),
         };
         let continues = byte & CONTINUE != 0;
         if current == Stage::FullFeature || transit.is_some_and(|next| next <= current) {
@@ -135,7 +174,7 @@ impl LoginFlags {
     }
 
     fn byte(self) -> u8 {
-        let transit = self.transit.map_or(0, |next| FINAL | next.code());
-        transit | if self.continues { CONTINUE } else { 0 } | self.current.code() << 2
+        let transit = self.transit.map_or(0, |next| FINAL | u8::from(next));
+        transit | if self.continues { CONTINUE } else { 0 } | u8::from(self.current) << 2
     }
 }

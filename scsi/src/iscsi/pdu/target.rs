@@ -1,10 +1,12 @@
 //! What targets send. Numbers of the connection and the session ([`Numbers`]) are given when a
 //! header is written, because they are those of the moment at which it is sent.
 
+use num_enum::{IntoPrimitive, TryFromPrimitive};
+
 use super::super::frame::Frame;
 use super::super::raw::{RawAsyncMessage, RawLoginResponse, RawScsiResponse, RawTargetCommon};
 use super::super::{BHS_LEN, CmdSn, Isid, Itt, NO_TAG, Numbers, StatSn, Tsih, Ttt};
-use super::{CONTINUE, FINAL, LoginFlags, PduError, opcode};
+use super::{CONTINUE, FINAL, LoginFlags, Opcode, PduError, coded};
 use crate::srp::WireLun;
 use crate::step::Residual;
 
@@ -41,9 +43,9 @@ fn numbers_of(raw: &RawTargetCommon) -> Numbers {
     }
 }
 
-fn with_numbers(opcode: u8, numbers: Numbers) -> RawTargetCommon {
+fn with_numbers(opcode: Opcode, numbers: Numbers) -> RawTargetCommon {
     RawTargetCommon {
-        opcode,
+        opcode: opcode.into(),
         stat_sn: numbers.stat_sn.0.into(),
         exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
         max_cmd_sn: numbers.max_cmd_sn.0.into(),
@@ -106,7 +108,7 @@ impl ScsiResponse {
         let (bidi, bidi_residual) =
             residual_flags(self.bidi_residual, BIDI_OVERFLOW, BIDI_UNDERFLOW);
         RawScsiResponse {
-            opcode: 0x21,
+            opcode: Opcode::ScsiResponse.into(),
             flags: FINAL | flags | bidi,
             byte2: self.response,
             byte3: self.status,
@@ -143,26 +145,26 @@ impl ScsiResponse {
 }
 
 /// Answer to a task management function (RFC 7143 11.6.1, RFC 7144 4.2).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TmfStatus {
-    /// 0.
+    /// Function complete.
     Complete = 0,
-    /// 1.
+    /// Task does not exist.
     TaskDoesNotExist = 1,
-    /// 2.
+    /// LUN does not exist.
     LunDoesNotExist = 2,
-    /// 3.
+    /// Task still allegiant.
     TaskStillAllegiant = 3,
-    /// 4.
+    /// Task allegiance reassignment not supported.
     ReassignmentNotSupported = 4,
-    /// 5.
+    /// Task management function not supported.
     NotSupported = 5,
-    /// 6.
+    /// Function authorization failed.
     AuthorizationFailed = 6,
-    /// 7.
+    /// Function succeeded.
     Succeeded = 7,
-    /// 255.
+    /// Function rejected.
     Rejected = 255,
 }
 
@@ -181,34 +183,17 @@ impl TmfResponse {
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {
             flags: FINAL,
-            byte2: self.status as u8,
+            byte2: self.status.into(),
             itt: self.itt.0.into(),
-            ..with_numbers(0x22, numbers)
+            ..with_numbers(Opcode::TmfResponse, numbers)
         }
         .bytes()
     }
 
     fn parse(raw: &RawTargetCommon) -> Result<Self, PduError> {
-        let status = match raw.byte2 {
-            0 => TmfStatus::Complete,
-            1 => TmfStatus::TaskDoesNotExist,
-            2 => TmfStatus::LunDoesNotExist,
-            3 => TmfStatus::TaskStillAllegiant,
-            4 => TmfStatus::ReassignmentNotSupported,
-            5 => TmfStatus::NotSupported,
-            6 => TmfStatus::AuthorizationFailed,
-            7 => TmfStatus::Succeeded,
-            255 => TmfStatus::Rejected,
-            other => {
-                return Err(PduError::Field {
-                    field: "task management response",
-                    value: u32::from(other),
-                });
-            }
-        };
         Ok(Self {
             itt: Itt(raw.itt.get()),
-            status,
+            status: coded("task management response", raw.byte2)?,
         })
     }
 }
@@ -270,7 +255,7 @@ impl DataIn {
             word36: self.data_sn.into(),
             word40: self.offset.into(),
             word44: residual.into(),
-            ..with_numbers(0x25, numbers)
+            ..with_numbers(Opcode::DataIn, numbers)
         }
         .bytes()
     }
@@ -325,7 +310,7 @@ impl R2t {
             word36: self.r2t_sn.into(),
             word40: self.offset.into(),
             word44: self.len.into(),
-            ..with_numbers(0x31, numbers)
+            ..with_numbers(Opcode::R2t, numbers)
         }
         .bytes()
     }
@@ -351,7 +336,7 @@ impl NopIn {
             lun: self.lun,
             itt: self.itt.0.into(),
             ttt: self.ttt.0.into(),
-            ..with_numbers(0x20, numbers)
+            ..with_numbers(Opcode::NopIn, numbers)
         }
         .bytes()
     }
@@ -379,7 +364,7 @@ impl TextResponse {
                 | if self.continues { CONTINUE } else { 0 },
             itt: self.itt.0.into(),
             ttt: self.ttt.0.into(),
-            ..with_numbers(0x24, numbers)
+            ..with_numbers(Opcode::TextResponse, numbers)
         }
         .bytes()
     }
@@ -517,7 +502,7 @@ impl LoginResponse {
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawLoginResponse {
-            opcode: 0x23,
+            opcode: Opcode::LoginResponse.into(),
             flags: self.flags.byte(),
             byte2: self.version_max,
             byte3: self.version_active,
@@ -562,16 +547,16 @@ impl LoginResponse {
 }
 
 /// Answer to a logout (RFC 7143 11.15.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum LogoutStatus {
-    /// 0.
+    /// Connection or session closed successfully.
     Closed = 0,
-    /// 1.
+    /// CID not found.
     CidNotFound = 1,
-    /// 2.
+    /// Connection recovery is not supported.
     RecoveryNotSupported = 2,
-    /// 3.
+    /// Cleanup failed for various reasons.
     CleanupFailed = 3,
 }
 
@@ -594,30 +579,18 @@ impl LogoutResponse {
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {
             flags: FINAL,
-            byte2: self.status as u8,
+            byte2: self.status.into(),
             itt: self.itt.0.into(),
             word40: (u32::from(self.time2wait) << 16 | u32::from(self.time2retain)).into(),
-            ..with_numbers(0x26, numbers)
+            ..with_numbers(Opcode::LogoutResponse, numbers)
         }
         .bytes()
     }
 
     fn parse(raw: &RawTargetCommon) -> Result<Self, PduError> {
-        let status = match raw.byte2 {
-            0 => LogoutStatus::Closed,
-            1 => LogoutStatus::CidNotFound,
-            2 => LogoutStatus::RecoveryNotSupported,
-            3 => LogoutStatus::CleanupFailed,
-            other => {
-                return Err(PduError::Field {
-                    field: "logout response",
-                    value: u32::from(other),
-                });
-            }
-        };
         Ok(Self {
             itt: Itt(raw.itt.get()),
-            status,
+            status: coded("logout response", raw.byte2)?,
             time2wait: (raw.word40.get() >> 16) as u16,
             time2retain: raw.word40.get() as u16,
         })
@@ -625,20 +598,20 @@ impl LogoutResponse {
 }
 
 /// What an asynchronous message tells (RFC 7143 11.9.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum AsyncEvent {
-    /// 0: sense data of a unit.
+    /// Sense data of a unit.
     Scsi = 0,
-    /// 1: the initiator is asked to log out within `parameter3` seconds.
+    /// The initiator is asked to log out within `parameter3` seconds.
     LogoutRequested = 1,
-    /// 2: connection `parameter1` will be dropped.
+    /// Connection `parameter1` will be dropped.
     ConnectionDropped = 2,
-    /// 3: all connections of the session will be dropped.
+    /// All connections of the session will be dropped.
     SessionDropped = 3,
-    /// 4: the initiator is asked to negotiate again.
+    /// The initiator is asked to negotiate again.
     Negotiate = 4,
-    /// 5: all tasks of a unit are over.
+    /// All tasks of a unit are over.
     TasksTerminated = 5,
 }
 
@@ -659,14 +632,14 @@ impl AsyncMessage {
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         let [parameter1, parameter2, parameter3] = self.parameters.map(Into::into);
         RawAsyncMessage {
-            opcode: 0x32,
+            opcode: Opcode::AsyncMessage.into(),
             flags: FINAL,
             lun: self.lun,
             itt: NO_TAG.into(),
             stat_sn: numbers.stat_sn.0.into(),
             exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
             max_cmd_sn: numbers.max_cmd_sn.0.into(),
-            async_event: self.event as u8,
+            async_event: self.event.into(),
             parameter1,
             parameter2,
             parameter3,
@@ -677,22 +650,8 @@ impl AsyncMessage {
 
     fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
         let raw = RawAsyncMessage::of(frame.bhs);
-        let event = match raw.async_event {
-            0 => AsyncEvent::Scsi,
-            1 => AsyncEvent::LogoutRequested,
-            2 => AsyncEvent::ConnectionDropped,
-            3 => AsyncEvent::SessionDropped,
-            4 => AsyncEvent::Negotiate,
-            5 => AsyncEvent::TasksTerminated,
-            other => {
-                return Err(PduError::Field {
-                    field: "AsyncEvent",
-                    value: u32::from(other),
-                });
-            }
-        };
         Ok(Self {
-            event,
+            event: coded("AsyncEvent", raw.async_event)?,
             lun: raw.lun,
             parameters: [
                 raw.parameter1.get(),
@@ -704,43 +663,30 @@ impl AsyncMessage {
 }
 
 /// Why a PDU was rejected (RFC 7143 11.17.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum RejectReason {
-    /// 02h.
+    /// Data (payload) digest error.
     DataDigestError = 0x02,
-    /// 03h.
+    /// SNACK Reject.
     SnackReject = 0x03,
-    /// 04h.
+    /// Protocol Error.
     ProtocolError = 0x04,
-    /// 05h.
+    /// Command not supported.
     CommandNotSupported = 0x05,
-    /// 06h.
+    /// Immediate command reject: too many immediate commands.
     TooManyImmediate = 0x06,
-    /// 07h.
+    /// Task in progress.
     TaskInProgress = 0x07,
-    /// 08h.
+    /// Invalid data ack.
     InvalidDataAck = 0x08,
-    /// 09h.
+    /// Invalid PDU field.
     InvalidPduField = 0x09,
-    /// 0Ah.
+    /// Long op reject: a target transfer tag cannot be generated.
     LongOperation = 0x0a,
-    /// 0Ch.
+    /// Waiting for logout.
     WaitingForLogout = 0x0c,
 }
-
-const REASONS: [RejectReason; 10] = [
-    RejectReason::DataDigestError,
-    RejectReason::SnackReject,
-    RejectReason::ProtocolError,
-    RejectReason::CommandNotSupported,
-    RejectReason::TooManyImmediate,
-    RejectReason::TaskInProgress,
-    RejectReason::InvalidDataAck,
-    RejectReason::InvalidPduField,
-    RejectReason::LongOperation,
-    RejectReason::WaitingForLogout,
-];
 
 /// A reject. Its data segment is the header of the rejected PDU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -755,9 +701,9 @@ impl Reject {
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {
             flags: FINAL,
-            byte2: self.reason as u8,
+            byte2: self.reason.into(),
             itt: NO_TAG.into(),
-            ..with_numbers(0x3f, numbers)
+            ..with_numbers(Opcode::Reject, numbers)
         }
         .bytes()
     }
@@ -766,25 +712,25 @@ impl Reject {
 /// A PDU that an initiator receives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FromTarget {
-    /// 20h.
+    /// NOP-In (RFC 7143 11.19).
     NopIn(NopIn),
-    /// 21h.
+    /// SCSI Response (RFC 7143 11.4).
     ScsiResponse(ScsiResponse),
-    /// 22h.
+    /// Task Management Function Response (RFC 7143 11.6).
     TmfResponse(TmfResponse),
-    /// 23h.
+    /// Login Response (RFC 7143 11.13).
     LoginResponse(LoginResponse),
-    /// 24h.
+    /// Text Response (RFC 7143 11.11).
     TextResponse(TextResponse),
-    /// 25h.
+    /// SCSI Data-In (RFC 7143 11.7).
     DataIn(DataIn),
-    /// 26h.
+    /// Logout Response (RFC 7143 11.15).
     LogoutResponse(LogoutResponse),
-    /// 31h.
+    /// Ready To Transfer (RFC 7143 11.8).
     R2t(R2t),
-    /// 32h.
+    /// Asynchronous Message (RFC 7143 11.9).
     AsyncMessage(AsyncMessage),
-    /// 3Fh.
+    /// Reject (RFC 7143 11.17).
     Reject(Reject),
 }
 
@@ -800,24 +746,24 @@ impl FromTarget {
         let raw = RawTargetCommon::of(frame.bhs);
         let numbers = numbers_of(raw);
         let (itt, ttt) = (Itt(raw.itt.get()), Ttt(raw.ttt.get()));
-        let pdu = match opcode(frame) {
-            0x20 => Self::NopIn(NopIn {
+        let pdu = match Opcode::of(frame.bhs)? {
+            Opcode::NopIn => Self::NopIn(NopIn {
                 lun: raw.lun,
                 itt,
                 ttt,
             }),
-            0x21 => Self::ScsiResponse(ScsiResponse::parse(frame)?),
-            0x22 => Self::TmfResponse(TmfResponse::parse(raw)?),
-            0x23 => Self::LoginResponse(LoginResponse::parse(frame)?),
-            0x24 => Self::TextResponse(TextResponse {
+            Opcode::ScsiResponse => Self::ScsiResponse(ScsiResponse::parse(frame)?),
+            Opcode::TmfResponse => Self::TmfResponse(TmfResponse::parse(raw)?),
+            Opcode::LoginResponse => Self::LoginResponse(LoginResponse::parse(frame)?),
+            Opcode::TextResponse => Self::TextResponse(TextResponse {
                 is_final: raw.flags & FINAL != 0,
                 continues: raw.flags & CONTINUE != 0,
                 itt,
                 ttt,
             }),
-            0x25 => Self::DataIn(DataIn::parse(raw)?),
-            0x26 => Self::LogoutResponse(LogoutResponse::parse(raw)?),
-            0x31 => Self::R2t(R2t {
+            Opcode::DataIn => Self::DataIn(DataIn::parse(raw)?),
+            Opcode::LogoutResponse => Self::LogoutResponse(LogoutResponse::parse(raw)?),
+            Opcode::R2t => Self::R2t(R2t {
                 lun: raw.lun,
                 itt,
                 ttt,
@@ -825,17 +771,11 @@ impl FromTarget {
                 offset: raw.word40.get(),
                 len: raw.word44.get(),
             }),
-            0x32 => Self::AsyncMessage(AsyncMessage::parse(frame)?),
-            0x3f => Self::Reject(Reject {
-                reason: REASONS
-                    .into_iter()
-                    .find(|reason| *reason as u8 == raw.byte2)
-                    .ok_or(PduError::Field {
-                        field: "reject reason",
-                        value: u32::from(raw.byte2),
-                    })?,
+            Opcode::AsyncMessage => Self::AsyncMessage(AsyncMessage::parse(frame)?),
+            Opcode::Reject => Self::Reject(Reject {
+                reason: coded("reject reason", raw.byte2)?,
             }),
-            other => return Err(PduError::Opcode(other)),
+            other => return Err(PduError::Opcode(other.into())),
         };
         Ok((pdu, numbers))
     }

@@ -1,6 +1,9 @@
-use super::*;
 use TaskAttribute::{HeadOfQueue, Ordered, Simple};
 use proptest::prelude::*;
+use riser_state::testing::{assert_all_taken, table};
+
+use super::*;
+use crate::task::Blocks;
 
 const A: NexusId = NexusId(1);
 const B: NexusId = NexusId(2);
@@ -425,4 +428,53 @@ proptest! {
             }
         }
     }
+}
+
+const STATES: [TaskState; 6] = [
+    TaskState::Arriving,
+    TaskState::Held,
+    TaskState::Dormant,
+    TaskState::Blocked,
+    TaskState::Enabled,
+    TaskState::Aborted,
+];
+
+#[test]
+fn states_follow_each_other_as_in_the_diagram() {
+    let expected = "Arriving: Held Dormant Aborted\n\
+                    Held: Dormant Aborted\n\
+                    Dormant: Blocked Enabled Aborted\n\
+                    Blocked: Enabled Aborted\n\
+                    Enabled: Aborted\n\
+                    Aborted: \n";
+    assert_eq!(table(&STATES), expected);
+}
+
+#[test]
+fn every_transition_of_a_task_is_taken() {
+    assert_all_taken(&STATES, || {
+        // Data arrive for an ORDERED command, behind which a SIMPLE one is held.
+        let mut set = TaskSet::new(8, 8);
+        let ordered = set.register(A, TaskTag(1), arriving(Ordered)).unwrap();
+        add(&mut set, A, 2, Simple);
+        set.data_arrived(ordered);
+        assert_eq!(set.poll_start(), Some(ordered));
+        // One that waits for its blocks starts when they are free.
+        let atomic = touching(Footprint::Atomic(Blocks::ALL));
+        let mut set = TaskSet::new(8, 8);
+        let first = set.register(A, TaskTag(1), atomic).unwrap();
+        assert!(set.try_start(first));
+        let second = set.register(A, TaskTag(2), atomic).unwrap();
+        assert!(!set.try_start(second));
+        assert!(set.remove(first));
+        assert_eq!(set.poll_start(), Some(second));
+        // A reset while there is a task in every state.
+        let third = set.register(A, TaskTag(3), atomic).unwrap();
+        assert!(!set.try_start(third));
+        set.register(B, TaskTag(1), arriving(Ordered)).unwrap();
+        add(&mut set, B, 2, Simple);
+        add(&mut set, A, 4, Ordered);
+        let reset = set.manage(A, TaskManagement::LogicalUnitReset);
+        assert_eq!(reset.aborted.len(), 5);
+    });
 }

@@ -1,0 +1,569 @@
+//! The task set itself.
+
+use std::collections::HashMap;
+
+use riser_state::become_state;
+
+use super::entry::{GATE, MEDIUM, ORDER, QUEUE, Task, TaskState};
+use super::list::{Link, List, NIL};
+use super::{
+    Footprint, NewTask, RegisterError, TaskKey, TaskManagement, TaskTag, TmfOutcome, TmfResponse,
+};
+use crate::nexus::NexusId;
+use crate::step::TaskAttribute;
+
+/// The tasks of one nexus.
+#[derive(Clone, Copy, Debug, Default)]
+struct NexusTasks {
+    tasks: u32,
+    /// Those not in the order yet, oldest first.
+    arriving: List,
+    /// Those of them that hold newer ones.
+    holding: List,
+}
+
+/// The tasks of a logical unit.
+#[derive(Debug)]
+pub struct TaskSet {
+    slots: Vec<Option<Task>>,
+    free: Vec<u32>,
+    by_tag: HashMap<(NexusId, TaskTag), u32>,
+    nexuses: HashMap<NexusId, NexusTasks>,
+    /// Tasks of one nexus at most.
+    share: u32,
+    next_id: u64,
+    next_age: u64,
+    next_pass: u64,
+    /// HEAD OF QUEUE tasks in the order, by age.
+    heads: List,
+    /// All others in the order, by age.
+    order: List,
+    /// The ORDERED ones among them.
+    ordered: List,
+    /// Dormant tasks by age, those of HEAD OF QUEUE apart.
+    dormant: List,
+    dormant_heads: List,
+    /// What the order has let start and changes the medium, in that order.
+    writers: List,
+    atomics: List,
+    /// Blocked tasks whose blocks are free.
+    unblocked: List,
+    /// Looks at tasks so far: the work that the unit's lock is held for.
+    #[cfg(test)]
+    looks: std::cell::Cell<u64>,
+}
+
+impl TaskSet {
+    /// An empty set for at most `capacity` tasks, `share` of them of one nexus.
+    #[must_use]
+    pub fn new(capacity: u32, share: u32) -> Self {
+        Self {
+            slots: vec![None; capacity as usize],
+            free: (0..capacity).rev().collect(),
+            // Twice as large as it gets: a table at most half full makes room
+            // for itself without allocating.
+            by_tag: HashMap::with_capacity(2 * capacity as usize),
+            nexuses: HashMap::new(),
+            share,
+            next_id: 0,
+            next_age: 0,
+            next_pass: 0,
+            heads: List::default(),
+            order: List::default(),
+            ordered: List::default(),
+            dormant: List::default(),
+            dormant_heads: List::default(),
+            writers: List::default(),
+            atomics: List::default(),
+            unblocked: List::default(),
+            #[cfg(test)]
+            looks: std::cell::Cell::new(0),
+        }
+    }
+
+    /// Number of tasks in the set.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Whether there are no tasks.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Takes in a command that has arrived. It waits until started.
+    ///
+    /// # Errors
+    ///
+    /// Its tag is in use by the same nexus, or there is no room.
+    pub fn register(
+        &mut self,
+        nexus: NexusId,
+        tag: TaskTag,
+        new: NewTask,
+    ) -> Result<TaskKey, RegisterError> {
+        if let Some(old) = self.find(nexus, tag) {
+            return Err(RegisterError::Overlapped(old));
+        }
+        let tasks = self.nexuses.get(&nexus).map_or(0, |own| own.tasks);
+        if tasks >= self.share {
+            return Err(RegisterError::Full);
+        }
+        let slot = self.free.pop().ok_or(RegisterError::Full)?;
+        let id = self.next_id;
+        self.next_id += 1;
+        self.slots[slot as usize] = Some(Task {
+            nexus,
+            tag,
+            attribute: new.attribute,
+            footprint: new.footprint,
+            state: TaskState::Arriving,
+            is_cleared: false,
+            id,
+            age: None,
+            pass: None,
+            blockers: 0,
+            links: [Link::default(); 4],
+        });
+        self.by_tag.insert((nexus, tag), slot);
+        self.nexuses.entry(nexus).or_default().tasks += 1;
+        self.push_arriving(slot);
+        if !new.awaits_data {
+            self.settle(slot);
+        }
+        Ok(TaskKey { slot, id })
+    }
+
+    /// Whether a command of a nexus that comes now could not take its place in the order before other
+    /// commands of the nexus, whose data are on their way.
+    #[must_use]
+    pub fn would_hold(&self, nexus: NexusId, attribute: TaskAttribute) -> bool {
+        self.nexuses.get(&nexus).is_some_and(|own| match attribute {
+            TaskAttribute::HeadOfQueue => false,
+            TaskAttribute::Ordered => own.arriving.first().is_some(),
+            TaskAttribute::Simple | TaskAttribute::Aca => own.holding.first().is_some(),
+        })
+    }
+
+    /// The Data-Out of a command has come. Tasks may start now: see
+    /// [`poll_start`](Self::poll_start).
+    pub fn data_arrived(&mut self, key: TaskKey) {
+        let is_arriving = |task: &Task| task.state == TaskState::Arriving;
+        if self.task(key).is_some_and(is_arriving) {
+            self.settle(key.slot);
+        }
+    }
+
+    /// The task of a nexus with a tag.
+    #[must_use]
+    pub fn find(&self, nexus: NexusId, tag: TaskTag) -> Option<TaskKey> {
+        let slot = *self.by_tag.get(&(nexus, tag))?;
+        let id = self.slots[slot as usize]?.id;
+        Some(TaskKey { slot, id })
+    }
+
+    /// Starts a task if it may start:
+    ///
+    /// - HEAD OF QUEUE: at once.
+    /// - SIMPLE: when no older HEAD OF QUEUE or ORDERED task is in the set.
+    /// - ORDERED: when no older task is in the set.
+    /// - Any: when its data are here, and no older task conflicts with it about blocks.
+    pub fn try_start(&mut self, key: TaskKey) -> bool {
+        let may = self
+            .task(key)
+            .is_some_and(|task| task.state == TaskState::Dormant && self.is_due(task));
+        may && self.pass(key.slot)
+    }
+
+    /// Starts a task that may start, if there is one. To be asked again after every
+    /// [`data_arrived`](Self::data_arrived) and [`remove`](Self::remove) until it has none.
+    pub fn poll_start(&mut self) -> Option<TaskKey> {
+        if let Some(slot) = self.unblocked.first() {
+            self.unlink(QUEUE, slot, |set| &mut set.unblocked);
+            become_state(&mut self.at_mut(slot).state, TaskState::Enabled);
+            return Some(self.key(slot));
+        }
+        // The oldest one decides for all: what it waits for is in the way of the newer ones as
+        // well, or it is in their way itself.
+        while let Some(slot) = self.dormant_heads.first().or(self.dormant.first()) {
+            if !self.is_due(self.at(slot)) {
+                break;
+            }
+            if self.pass(slot) {
+                return Some(self.key(slot));
+            }
+        }
+        None
+    }
+
+    /// Whether task management has marked a task: its work is to be stopped.
+    #[must_use]
+    pub fn is_aborted(&self, key: TaskKey) -> bool {
+        self.task(key)
+            .is_some_and(|task| task.state == TaskState::Aborted)
+    }
+
+    /// Whether another nexus has ended a task, so that it is to be answered with TASK
+    /// ABORTED. Not if its own has ended it, too, which expects no status.
+    #[must_use]
+    pub fn is_cleared(&self, key: TaskKey) -> bool {
+        self.task(key).is_some_and(|task| task.is_cleared)
+    }
+
+    /// Removes a task that has ended, or whose abort is done. `false` when it
+    /// was not in the set.
+    pub fn remove(&mut self, key: TaskKey) -> bool {
+        let Some(&task) = self.task(key) else {
+            return false;
+        };
+        let slot = key.slot;
+        self.leave_queue(slot);
+        if task.age.is_none() {
+            self.leave_arriving(slot, false);
+        } else {
+            self.leave_order(slot);
+        }
+        if task.pass.is_some() {
+            self.leave_medium(slot);
+        }
+        self.slots[slot as usize] = None;
+        self.free.push(slot);
+        self.by_tag.remove(&(task.nexus, task.tag));
+        let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+        own.tasks -= 1;
+        if own.tasks == 0 {
+            self.nexuses.remove(&task.nexus);
+        }
+        true
+    }
+
+    /// Marks every task of some nexuses: those that a reservation was preempted of.
+    pub fn abort_nexuses(&mut self, matches: impl Fn(NexusId) -> bool) -> Vec<TaskKey> {
+        self.abort(None, |task| matches(task.nexus))
+    }
+
+    /// Carries out a task management function for a nexus.
+    ///
+    /// With [`TaskManagement::LogicalUnitReset`] the caller also calls
+    /// [`LogicalUnit::reset`](crate::lu::LogicalUnit::reset).
+    pub fn manage(&mut self, nexus: NexusId, function: TaskManagement) -> TmfOutcome {
+        match function {
+            TaskManagement::AbortTask(tag) => match self.find(nexus, tag) {
+                None => TmfOutcome::answer(TmfResponse::TaskDoesNotExist),
+                Some(key) => {
+                    self.mark(key.slot, false);
+                    TmfOutcome {
+                        aborted: vec![key],
+                        ..TmfOutcome::answer(TmfResponse::Complete)
+                    }
+                }
+            },
+            TaskManagement::AbortTaskSet | TaskManagement::NexusReset => {
+                self.aborting(nexus, |task| task.nexus == nexus)
+            }
+            TaskManagement::ClearTaskSet | TaskManagement::LogicalUnitReset => {
+                self.aborting(nexus, |_| true)
+            }
+            TaskManagement::ClearAca => TmfOutcome::answer(TmfResponse::Rejected),
+            TaskManagement::QueryTask(tag) => {
+                TmfOutcome::answer(presence(self.find(nexus, tag).is_some()))
+            }
+            TaskManagement::QueryTaskSet => {
+                TmfOutcome::answer(presence(self.nexuses.contains_key(&nexus)))
+            }
+        }
+    }
+
+    fn aborting(&mut self, by: NexusId, matches: impl Fn(&Task) -> bool) -> TmfOutcome {
+        TmfOutcome {
+            response: TmfResponse::Complete,
+            aborted: self.abort(Some(by), matches),
+        }
+    }
+
+    /// Marks tasks, oldest first; `by` is the nexus that asks for it, unless it counts as another one.
+    /// A task that is marked already is named again, because this function must wait for it, too.
+    fn abort(&mut self, by: Option<NexusId>, matches: impl Fn(&Task) -> bool) -> Vec<TaskKey> {
+        let mut keys: Vec<TaskKey> = self
+            .tasks()
+            .filter(|(_, task)| matches(task))
+            .map(|(slot, task)| TaskKey { slot, id: task.id })
+            .collect();
+        keys.sort_unstable_by_key(|key| key.id);
+        for key in &keys {
+            let is_other = by != Some(self.at(key.slot).nexus);
+            self.mark(key.slot, is_other);
+        }
+        keys
+    }
+
+    fn mark(&mut self, slot: u32, is_other: bool) {
+        self.leave_queue(slot);
+        let task = self.at_mut(slot);
+        let was_aborted = task.state == TaskState::Aborted;
+        let was_ended_by_own = was_aborted && !task.is_cleared;
+        task.is_cleared = is_other && !was_ended_by_own;
+        if !was_aborted {
+            become_state(&mut task.state, TaskState::Aborted);
+        }
+    }
+
+    /// Whether the order lets a dormant task start now.
+    fn is_due(&self, task: &Task) -> bool {
+        if task.is_head() {
+            return true;
+        }
+        let is_older = |slot: u32| self.at(slot).age < task.age;
+        let others = if task.is_ordered() {
+            self.order
+        } else {
+            self.ordered
+        };
+        ![self.heads, others]
+            .into_iter()
+            .any(|list| list.first().is_some_and(is_older))
+    }
+
+    /// A command whose data are here goes into the order, unless older ones of its nexus are to
+    /// come first. Those that it held follow.
+    fn settle(&mut self, slot: u32) {
+        let task = *self.at(slot);
+        let own = self.nexuses[&task.nexus];
+        let is_held = match task.attribute {
+            TaskAttribute::HeadOfQueue => false,
+            TaskAttribute::Ordered => own.arriving.first() != Some(slot),
+            TaskAttribute::Simple | TaskAttribute::Aca => own
+                .holding
+                .first()
+                .is_some_and(|older| self.at(older).id < task.id),
+        };
+        if is_held {
+            become_state(&mut self.at_mut(slot).state, TaskState::Held);
+            return;
+        }
+        self.leave_arriving(slot, true);
+    }
+
+    fn push_arriving(&mut self, slot: u32) {
+        let nexus = self.at(slot).nexus;
+        let holds = self.at(slot).holds();
+        let own = self.nexuses.get_mut(&nexus).expect("it has a task");
+        own.arriving.push(&mut self.slots, GATE, slot);
+        if holds {
+            own.holding.push(&mut self.slots, QUEUE, slot);
+        }
+    }
+
+    /// A command waits for its data no longer: they are here and it goes into the order, or it is
+    /// going altogether. What it held follows.
+    fn leave_arriving(&mut self, slot: u32, enters: bool) {
+        let task = *self.at(slot);
+        let next = task.links[GATE].next;
+        let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+        let was_first = own.arriving.first() == Some(slot);
+        own.arriving.remove(&mut self.slots, GATE, slot);
+        if task.holds() {
+            own.holding.remove(&mut self.slots, QUEUE, slot);
+        }
+        if enters {
+            self.enter(slot);
+        }
+        if task.holds() || was_first {
+            self.release_held(next, task.holds());
+        }
+    }
+
+    /// Lets held commands of a nexus into the order, from one on: as far as the next that holds
+    /// others, or only the first where `all` are not concerned.
+    fn release_held(&mut self, mut slot: u32, mut all: bool) {
+        while slot != NIL {
+            let task = *self.at(slot);
+            let is_first = task.links[GATE].prev == NIL;
+            let may = task.state == TaskState::Held && (!task.is_ordered() || is_first);
+            if may {
+                let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+                own.arriving.remove(&mut self.slots, GATE, slot);
+                if task.holds() {
+                    own.holding.remove(&mut self.slots, QUEUE, slot);
+                }
+                self.enter(slot);
+                all |= task.holds();
+            } else if task.holds() || !all {
+                break;
+            }
+            slot = task.links[GATE].next;
+        }
+    }
+
+    /// Gives a task its place in the order.
+    fn enter(&mut self, slot: u32) {
+        let age = self.next_age;
+        self.next_age += 1;
+        let task = self.at_mut(slot);
+        task.age = Some(age);
+        become_state(&mut task.state, TaskState::Dormant);
+        let (is_head, is_ordered) = (task.is_head(), task.is_ordered());
+        if is_head {
+            self.heads.push(&mut self.slots, ORDER, slot);
+            self.dormant_heads.push(&mut self.slots, QUEUE, slot);
+            return;
+        }
+        self.order.push(&mut self.slots, ORDER, slot);
+        self.dormant.push(&mut self.slots, QUEUE, slot);
+        if is_ordered {
+            self.ordered.push(&mut self.slots, GATE, slot);
+        }
+    }
+
+    fn leave_order(&mut self, slot: u32) {
+        let task = *self.at(slot);
+        if task.is_head() {
+            self.unlink(ORDER, slot, |set| &mut set.heads);
+            return;
+        }
+        self.unlink(ORDER, slot, |set| &mut set.order);
+        if task.is_ordered() {
+            self.unlink(GATE, slot, |set| &mut set.ordered);
+        }
+    }
+
+    /// Takes a task out of the list of what it waits in.
+    fn leave_queue(&mut self, slot: u32) {
+        let task = *self.at(slot);
+        match task.state {
+            TaskState::Dormant if task.is_head() => {
+                self.unlink(QUEUE, slot, |set| &mut set.dormant_heads);
+            }
+            TaskState::Dormant => self.unlink(QUEUE, slot, |set| &mut set.dormant),
+            TaskState::Blocked if task.blockers == 0 => {
+                self.unlink(QUEUE, slot, |set| &mut set.unblocked);
+            }
+            _ => {}
+        }
+    }
+
+    /// The order lets a dormant task start: whether its blocks do, too.
+    fn pass(&mut self, slot: u32) -> bool {
+        self.leave_queue(slot);
+        let pass = self.next_pass;
+        self.next_pass += 1;
+        let task = *self.at(slot);
+        let mut blockers = 0;
+        if task.footprint != Footprint::None {
+            blockers = self.conflicts(&task, self.atomics);
+            if task.footprint.is_atomic() {
+                blockers += self.conflicts(&task, self.writers);
+                self.atomics.push(&mut self.slots, MEDIUM, slot);
+            } else {
+                self.writers.push(&mut self.slots, MEDIUM, slot);
+            }
+        }
+        let task = self.at_mut(slot);
+        task.pass = Some(pass);
+        task.blockers = blockers;
+        let may = blockers == 0;
+        let next = match may {
+            true => TaskState::Enabled,
+            false => TaskState::Blocked,
+        };
+        become_state(&mut task.state, next);
+        may
+    }
+
+    /// Tasks of a list that are in the way of a task.
+    fn conflicts(&self, task: &Task, list: List) -> u32 {
+        let mut found = 0;
+        let mut at = list.first();
+        while let Some(slot) = at {
+            let other = self.at(slot);
+            found += u32::from(other.conflicts(task));
+            at = other.links[MEDIUM].next();
+        }
+        found
+    }
+
+    /// A task that changed the medium goes: those that it was in the way of may start.
+    fn leave_medium(&mut self, slot: u32) {
+        let task = *self.at(slot);
+        match task.footprint {
+            Footprint::None => return,
+            Footprint::Writes(_) => self.unlink(MEDIUM, slot, |set| &mut set.writers),
+            Footprint::Atomic(_) => {
+                self.unlink(MEDIUM, slot, |set| &mut set.atomics);
+                self.unblock(&task, self.writers);
+            }
+        }
+        self.unblock(&task, self.atomics);
+    }
+
+    fn unblock(&mut self, gone: &Task, list: List) {
+        // Newest first: nothing that passed before it has waited for it.
+        let mut at = list.last();
+        while let Some(slot) = at {
+            let other = *self.at(slot);
+            if other.pass < gone.pass {
+                break;
+            }
+            if other.conflicts(gone) {
+                let left = other.blockers - 1;
+                self.at_mut(slot).blockers = left;
+                if left == 0 && other.state == TaskState::Blocked {
+                    self.unblocked.push(&mut self.slots, QUEUE, slot);
+                }
+            }
+            at = other.links[MEDIUM].prev();
+        }
+    }
+
+    fn unlink(&mut self, link: usize, slot: u32, list: impl Fn(&mut Self) -> &mut List) {
+        let mut taken = *list(self);
+        taken.remove(&mut self.slots, link, slot);
+        *list(self) = taken;
+    }
+
+    fn key(&self, slot: u32) -> TaskKey {
+        let id = self.at(slot).id;
+        TaskKey { slot, id }
+    }
+
+    fn at(&self, slot: u32) -> &Task {
+        #[cfg(test)]
+        self.looks.set(self.looks.get() + 1);
+        self.slots[slot as usize]
+            .as_ref()
+            .expect("lists name tasks that are in the set")
+    }
+
+    fn at_mut(&mut self, slot: u32) -> &mut Task {
+        self.slots[slot as usize]
+            .as_mut()
+            .expect("lists name tasks that are in the set")
+    }
+
+    fn task(&self, key: TaskKey) -> Option<&Task> {
+        self.slots
+            .get(key.slot as usize)?
+            .as_ref()
+            .filter(|task| task.id == key.id)
+    }
+
+    fn tasks(&self) -> impl Iterator<Item = (u32, &Task)> {
+        self.slots
+            .iter()
+            .enumerate()
+            .filter_map(|(slot, task)| Some((slot as u32, task.as_ref()?)))
+    }
+}
+
+fn presence(is_there: bool) -> TmfResponse {
+    if is_there {
+        TmfResponse::Succeeded
+    } else {
+        TmfResponse::Complete
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,4 +1,4 @@
-//! What a logical unit is told when it is made.
+//! Configuration of a logical unit.
 
 use crate::data::designator::Naa;
 
@@ -32,7 +32,7 @@ impl BlockSize {
     }
 }
 
-/// Whether blocks can be given back to the backend.
+/// Provisioning: full, or thin, with blocks that can be given back to the backend.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Provisioning {
     /// Fully provisioned: no UNMAP, no GET LBA STATUS.
@@ -112,8 +112,9 @@ pub struct Config {
     pub read_only: bool,
     /// Thin or thick.
     pub provisioning: Provisioning,
-    /// The share of the unit's space, in percent from 1 to 99, that is in use when the soft threshold is reached:
-    /// see [`LogicalUnit::note_space`](crate::lu::LogicalUnit::note_space). Of thin units only.
+    /// The share of the unit's space, in percent from 1 to 99, that is in use when the soft
+    /// threshold is reached: see [`LogicalUnit::note_space`](crate::lu::LogicalUnit::note_space).
+    /// Of thin units only.
     pub threshold: Option<u8>,
     /// Whether writes may stay in a volatile cache until flushed (WCE).
     pub write_cache: bool,

@@ -10,7 +10,7 @@ use zerocopy::byteorder::big_endian::U64;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct LunId(u32);
 
-/// What an eight-byte LUN addresses.
+/// Meaning of an eight-byte LUN.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum LunAddress {
     /// An ordinary logical unit.
@@ -47,7 +47,8 @@ impl LunId {
         }
     }
 
-    /// The number of the logical unit that an eight-byte LUN addresses; none if it is another address.
+    /// The number of the logical unit that an eight-byte LUN addresses; none if it is another
+    /// address.
     #[must_use]
     pub fn addressed(lun: [u8; 8]) -> Option<Self> {
         match LunAddress::parse(lun) {

@@ -1,7 +1,7 @@
 //! Who is talking: I_T nexuses and the ports at their ends.
 //!
 //! Every entry point of a logical unit takes a [`NexusId`], because unit
-//! attentions, and whatever else SAM-5 ties to an I_T nexus, belong to one.
+//! attentions, and all else that SAM-5 ties to an I_T nexus, belong to one.
 
 use std::fmt;
 

@@ -7,6 +7,9 @@
 use std::fmt;
 
 use arrayvec::ArrayVec;
+use nom::multi::{length_data, many0};
+use nom::number::complete::be_u8;
+use nom::{IResult, Parser};
 use num_enum::{IntoPrimitive, TryFromPrimitive};
 
 /// The longest sense data this crate produces, in bytes.
@@ -189,7 +192,7 @@ additional_sense! {
     INSUFFICIENT_REGISTRATION_RESOURCES = 0x55, 0x04;
 }
 
-/// Where the field in error is (SPC-4 4.5.2.4.2, sense key specific data).
+/// Place of the field in error (SPC-4 4.5.2.4.2, sense key specific data).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct FieldPointer {
     /// Whether it lies in the CDB; otherwise in the parameter list.
@@ -322,11 +325,11 @@ impl Sense {
         ]);
         out.extend([0; 4]);
         if let Some(information) = self.information {
-            out.extend([0x00, 0x0a, 0x80, 0x00]);
+            out.extend([INFORMATION, 0x0a, 0x80, 0x00]);
             out.extend(information.to_be_bytes());
         }
         if self.field.is_some() {
-            out.extend([0x02, 0x06, 0x00, 0x00]);
+            out.extend([KEY_SPECIFIC, 0x06, 0x00, 0x00]);
             out.extend(self.key_specific());
             out.push(0);
         }
@@ -376,21 +379,30 @@ impl Sense {
         };
         let mut sense = Self::new(key, additional);
         let declared = 8 + usize::from(*bytes.get(7)?);
-        let mut rest = &bytes[8..declared.min(bytes.len())];
-        while let [kind, len, tail @ ..] = rest {
-            let Some(body) = tail.get(..usize::from(*len)) else {
-                break;
-            };
-            if *kind == 0x00 && body.len() >= 10 && body[0] & 0x80 != 0 {
-                sense.information = body[2..10].try_into().ok().map(u64::from_be_bytes);
+        let list = &bytes[8..declared.min(bytes.len())];
+        let (_, descriptors) = many0(descriptor).parse(list).ok()?;
+        for (kind, body) in descriptors {
+            match kind {
+                INFORMATION if body.len() >= 10 && body[0] & 0x80 != 0 => {
+                    sense.information = body[2..10].try_into().ok().map(u64::from_be_bytes);
+                }
+                KEY_SPECIFIC if body.len() >= 5 && key == SenseKey::IllegalRequest => {
+                    sense.field = parse_field_pointer(&body[2..5]);
+                }
+                _ => {}
             }
-            if *kind == 0x02 && body.len() >= 5 && key == SenseKey::IllegalRequest {
-                sense.field = parse_field_pointer(&body[2..5]);
-            }
-            rest = &tail[usize::from(*len)..];
         }
         Some(sense)
     }
+}
+
+/// DESCRIPTOR TYPE of sense data descriptors (SPC-4 4.5.2.1).
+const INFORMATION: u8 = 0x00;
+const KEY_SPECIFIC: u8 = 0x02;
+
+/// Type and body of a sense data descriptor that was received whole.
+fn descriptor(data: &[u8]) -> IResult<&[u8], (u8, &[u8]), ()> {
+    (be_u8, length_data(be_u8)).parse(data)
 }
 
 fn parse_field_pointer(bytes: &[u8]) -> Option<FieldPointer> {

@@ -1,4 +1,4 @@
-//! The vocabulary between a command and whoever carries it out.
+//! The vocabulary between a command and the target that carries it out.
 //!
 //! A [`Command`](crate::device_server::Command) says what it wants next with a
 //! [`Step`]; the target does it and answers with a [`StepResult`]; the last
@@ -30,13 +30,13 @@ pub struct Expected {
     pub data_in: u32,
 }
 
-/// What a command wants next.
+/// The next step of a command.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Step {
     /// Bring a piece of Data-Out to offset 0 of the buffer. Pieces come in order, without gaps.
     ReceiveData {
-        /// Where it begins in Data-Out.
+        /// Offset in Data-Out.
         from: u32,
         /// Bytes; the piece lies inside the initiator's Data-Out buffer.
         len: u32,
@@ -44,7 +44,7 @@ pub enum Step {
     /// Send a piece of Data-In, which lies at offset 0 of the buffer. More follows, at last with the
     /// response; the buffer must not be needed any more when this step is reported as done.
     SendData {
-        /// Where it begins in Data-In.
+        /// Offset in Data-In.
         from: u32,
         /// Bytes; the piece lies inside the initiator's Data-In buffer.
         len: u32,
@@ -70,11 +70,11 @@ pub struct DataOut {
 pub enum BlockOp {
     /// Medium to buffer.
     Read {
-        /// Where on the medium.
+        /// Offset on the medium.
         offset: u64,
-        /// How much.
+        /// Length.
         len: u32,
-        /// Where in the command's buffer.
+        /// Offset in the command's buffer.
         buffer_offset: u32,
         /// The data must come from stable storage: dirty cached data for the
         /// range are made stable first.
@@ -82,35 +82,35 @@ pub enum BlockOp {
     },
     /// Buffer to medium.
     Write {
-        /// Where on the medium.
+        /// Offset on the medium.
         offset: u64,
-        /// How much.
+        /// Length.
         len: u32,
-        /// Where in the command's buffer.
+        /// Offset in the command's buffer.
         buffer_offset: u32,
         /// Complete only when the data are on stable storage.
         fua: bool,
     },
     /// Make everything written in the range stable.
     Flush {
-        /// Where on the medium.
+        /// Offset on the medium.
         offset: u64,
-        /// How much; up to the whole capacity.
+        /// Length, up to the whole capacity.
         len: u64,
     },
     /// Deallocate; afterwards the range reads zeroes. Parts of it that are less than what the
     /// backend can deallocate stay as they are.
     Discard {
-        /// Where on the medium.
+        /// Offset on the medium.
         offset: u64,
-        /// How much.
+        /// Length.
         len: u64,
     },
     /// Make the range read zeroes.
     WriteZeroes {
-        /// Where on the medium.
+        /// Offset on the medium.
         offset: u64,
-        /// How much.
+        /// Length.
         len: u64,
         /// Deallocating is welcome; otherwise space stays allocated.
         unmap: bool,
@@ -122,18 +122,18 @@ pub enum BlockOp {
     ///
     /// [`LogicalUnit::save_reservations`]: crate::lu::LogicalUnit::save_reservations
     ChangeReservations(ReservationChange),
-    /// Tell the state of the extent at `offset`; the answer is
+    /// Find the state of the extent at `offset`; the answer is
     /// [`StepResult::Status`].
     Status {
-        /// Where on the medium.
+        /// Offset on the medium.
         offset: u64,
-        /// How far to look at most.
+        /// Maximum length to look at.
         len: u64,
     },
 }
 
 impl BlockOp {
-    /// Where the blocks end that it reads or changes, in bytes.
+    /// End of the blocks that it reads or changes, in bytes.
     pub(crate) fn end(&self) -> Option<u64> {
         match *self {
             Self::Read { offset, len, .. } | Self::Write { offset, len, .. } => {
@@ -156,7 +156,7 @@ pub enum Allocation {
     Deallocated,
 }
 
-/// How a step ended.
+/// Result of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StepResult {
     /// The data arrived, or the block operation completed in full.
@@ -175,7 +175,7 @@ pub enum StepResult {
     Failed(BackendError),
 }
 
-/// Why a step failed, in the few ways a SCSI initiator can tell apart.
+/// Reason of a failed step, in the few ways that a SCSI initiator can distinguish.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BackendError {
     /// The medium gave an error; byte offset of the first bad byte if known.
@@ -203,7 +203,7 @@ pub enum BackendError {
 pub enum Status {
     /// GOOD.
     Good = 0x00,
-    /// CHECK CONDITION: sense data tell why.
+    /// CHECK CONDITION, with sense data.
     CheckCondition = 0x02,
     /// CONDITION MET.
     ConditionMet = 0x04,
@@ -228,7 +228,7 @@ pub enum DataIn {
     Inline(Vec<u8>),
     /// This many bytes from offset 0 of the command's buffer.
     Buffer {
-        /// Where they begin in Data-In: what is before them was sent by [`Step::SendData`].
+        /// Offset in Data-In: what is before it was sent by [`Step::SendData`].
         from: u32,
         /// Bytes.
         len: u32,
@@ -236,7 +236,7 @@ pub enum DataIn {
 }
 
 impl DataIn {
-    /// How many bytes go to the initiator with the status.
+    /// Bytes that go to the initiator with the status.
     #[must_use]
     pub fn len(&self) -> u32 {
         match self {
@@ -246,7 +246,7 @@ impl DataIn {
         }
     }
 
-    /// Where they begin in Data-In.
+    /// Their offset in Data-In.
     #[must_use]
     pub fn from(&self) -> u32 {
         match self {

@@ -12,7 +12,7 @@ use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::StepResult;
 
-/// Where COMPARE AND WRITE has its NUMBER OF LOGICAL BLOCKS.
+/// First byte of NUMBER OF LOGICAL BLOCKS.
 const BLOCKS_BYTE: u16 = 13;
 
 /// A COMPARE AND WRITE. The buffer holds what is expected, what is to be

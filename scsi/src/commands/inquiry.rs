@@ -76,7 +76,7 @@ pub(crate) fn absent() -> Vec<u8> {
     data
 }
 
-/// What all standard INQUIRY data here begin with.
+/// Returns what all standard INQUIRY data here begin with.
 fn with_len(len: usize) -> Vec<u8> {
     let mut data = vec![0; len];
     VERSION.set(&mut data, SPC_4);

@@ -67,7 +67,7 @@ impl Steps for GetLbaStatus {
         let rest = context.lu.capacity_bytes().saturating_sub(self.offset);
         let (allocation, len) = match result {
             StepResult::Status { allocation, len } => (allocation, len),
-            // A backend that cannot tell has allocated everything.
+            // A backend that does not know counts as having allocated everything.
             _ => (Allocation::Mapped, rest),
         };
         let len = len.min(rest);

@@ -15,7 +15,7 @@ use crate::step::{BlockOp, StepResult};
 pub(crate) struct OrWrite {
     offset: u64,
     data: Pieces,
-    /// Where the scratch is in the buffer.
+    /// Offset of the scratch space in the buffer.
     scratch_offset: u32,
     scratch_len: u32,
     /// Bytes of the piece that have the medium's bits in them.
@@ -68,7 +68,7 @@ pub(crate) fn plan_or_write<M: From<OrWrite>>(planner: &Planner<'_>, cdb: &Cdb) 
 }
 
 impl OrWrite {
-    /// Where the present piece is on the medium.
+    /// Byte on the medium at which the present piece begins.
     fn start(&self) -> u64 {
         self.offset + u64::from(self.data.from())
     }
@@ -88,6 +88,7 @@ impl Steps for OrWrite {
                 self.done += segment;
             }
             OrStage::Writing(write) => {
+                // The answer of one piece's write is the end of the command for the last piece only.
                 let next = write.advance(context, result)?;
                 if !matches!(next, Next::Answer(_)) || !self.data.advance() {
                     return Ok(next);

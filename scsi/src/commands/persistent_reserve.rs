@@ -6,15 +6,19 @@
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use crate::access::copy_out;
 use crate::cdb::Cdb;
+use crate::data::cdb::persistent_reserve::{
+    ALLOCATION_LENGTH, PARAMETER_LIST_LENGTH, SCOPE, SERVICE_ACTION, TYPE,
+};
+use crate::data::field::Field;
+use crate::data::persistent_reserve::{
+    capabilities, full_status, list, out, reservation, transport_id,
+};
 use crate::nexus::PortName;
 use crate::reservation::{
     Action, Keys, ReservationChange, ReservationError, ReservationType, Reservations,
 };
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{BlockOp, DataIn, StepResult};
-
-/// Length of the parameter list of PERSISTENT RESERVE OUT.
-const LIST: u32 = 24;
 
 /// A PERSISTENT RESERVE OUT.
 ///
@@ -28,22 +32,19 @@ pub(crate) struct ReserveOut {
     action: Action,
 }
 
-/// Bits of byte 20 of the parameter list.
-const SPEC_I_PT: u8 = 3;
-const ALL_TG_PT: u8 = 2;
-const APTPL: u8 = 0;
-
 /// PERSISTENT RESERVE OUT.
 pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    let kind = ReservationType::try_from(cdb.byte(2) & 0x0f).ok();
-    let is_unit = cdb.byte(2) >> 4 == 0;
+    // SCOPE and TYPE are ignored by REGISTER and CLEAR, and those of a RELEASE are compared with the
+    // reservation (SPC-4 6.16.2), so they are no errors of the CDB there.
+    let kind = ReservationType::try_from(cdb.get(TYPE)).ok();
+    let is_unit = cdb.get(SCOPE) == 0;
     let scoped = || {
         if !is_unit {
-            return Err(Sense::cdb_field(2, Some(7)));
+            return Err(Sense::cdb_field(2, Some(SCOPE.highest_bit())));
         }
-        kind.ok_or(Sense::cdb_field(2, Some(3)))
+        kind.ok_or(Sense::cdb_field(2, Some(TYPE.highest_bit())))
     };
-    let action = match cdb.byte(1) & 0x1f {
+    let action = match cdb.get(SERVICE_ACTION) {
         0 => Action::Register {
             ignore: false,
             persists: false,
@@ -60,8 +61,8 @@ pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) ->
             persists: false,
         },
     };
-    let len = cdb.be32(5);
-    if len != LIST {
+    let len = cdb.get(PARAMETER_LIST_LENGTH);
+    if len != out::LEN as u32 {
         return Err(Sense::illegal(AdditionalSense::PARAMETER_LIST_LENGTH_ERROR).into());
     }
     planner.list(len, ReserveOut { action }.into())
@@ -70,33 +71,31 @@ pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) ->
 impl ReserveOut {
     /// The change that the parameters ask for.
     fn parse(&mut self, context: &Context<'_>) -> Result<ReservationChange, Sense> {
-        let mut list = [0; LIST as usize];
+        let mut list = [0; out::LEN];
         copy_out(context.data, 0, &mut list);
-        let be64 = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&list[at..at + 8]);
-            u64::from_be_bytes(bytes)
+        let refused = |field: Field<bool>| {
+            Sense::parameter_field(field.at() as u16, Some(field.highest_bit()))
         };
-        let has = |bit: u8| list[20] & 1 << bit != 0;
-        if has(SPEC_I_PT) {
-            return Err(Sense::parameter_field(20, Some(SPEC_I_PT)));
+        let has = |field: Field<bool>| field.get(&list) == Some(true);
+        if has(out::SPEC_I_PT) {
+            return Err(refused(out::SPEC_I_PT));
         }
         // The other two mean nothing but in a registration.
         if let Action::Register { persists, .. } = &mut self.action {
-            if has(ALL_TG_PT) {
-                return Err(Sense::parameter_field(20, Some(ALL_TG_PT)));
+            if has(out::ALL_TG_PT) {
+                return Err(refused(out::ALL_TG_PT));
             }
-            if has(APTPL) && !context.lu.can_persist() {
-                return Err(Sense::parameter_field(20, Some(APTPL)));
+            if has(out::APTPL) && !context.lu.can_persist() {
+                return Err(refused(out::APTPL));
             }
-            *persists = has(APTPL);
+            *persists = has(out::APTPL);
         }
         Ok(ReservationChange {
             nexus: context.nexus,
             action: self.action,
             keys: Keys {
-                own: be64(0),
-                action: be64(8),
+                own: out::RESERVATION_KEY.get(&list).unwrap_or_default(),
+                action: out::SERVICE_ACTION_KEY.get(&list).unwrap_or_default(),
             },
         })
     }
@@ -107,7 +106,10 @@ impl ReserveOut {
             Ok(()) => Ok(Next::Answer(DataIn::None)),
             Err(ReservationError::Conflict) => Ok(Next::Conflict),
             Err(ReservationError::InvalidRelease) => Err(Sense::illegal(Code::INVALID_RELEASE)),
-            Err(ReservationError::ZeroKey) => Err(Sense::parameter_field(8, None)),
+            Err(ReservationError::ZeroKey) => {
+                let at = out::SERVICE_ACTION_KEY.at() as u16;
+                Err(Sense::parameter_field(at, None))
+            }
             Err(ReservationError::NoRoom) => {
                 Err(Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES))
             }
@@ -141,21 +143,22 @@ impl Steps for ReserveOut {
 
 /// PERSISTENT RESERVE IN.
 pub(crate) fn plan_in<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    let action = cdb.byte(1) & 0x1f;
+    let action = cdb.get(SERVICE_ACTION);
     let data = planner.lu.with_reservations(|all| match action {
         0 => read_keys(all),
         1 => read_reservation(all),
         2 => report_capabilities(planner.lu.can_persist(), all.is_persistent()),
         _ => read_full_status(all),
     });
-    Ok(Plan::data(data, cdb.be16(7).into()))
+    Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH).into()))
 }
 
-/// PRGENERATION and ADDITIONAL LENGTH in front of a list.
-fn listed(all: &Reservations, list: Vec<u8>) -> Vec<u8> {
-    let mut data = all.generation.to_be_bytes().to_vec();
-    data.extend((list.len() as u32).to_be_bytes());
-    data.extend(list);
+/// A list behind its header.
+fn listed(all: &Reservations, entries: Vec<u8>) -> Vec<u8> {
+    let mut data = vec![0; list::LEN];
+    list::PRGENERATION.set(&mut data, all.generation);
+    list::ADDITIONAL_LENGTH.set(&mut data, entries.len() as u32);
+    data.extend(entries);
     data
 }
 
@@ -165,55 +168,70 @@ fn read_keys(all: &Reservations) -> Vec<u8> {
 }
 
 fn read_reservation(all: &Reservations) -> Vec<u8> {
-    let mut list = Vec::new();
-    if let Some(held) = &all.held {
-        list.extend(all.held_key().to_be_bytes());
-        list.extend([0, 0, 0, 0, 0, held.kind.into(), 0, 0]);
-    }
-    listed(all, list)
+    let descriptor = all.held.as_ref().map(|held| {
+        let mut data = vec![0; reservation::LEN];
+        reservation::RESERVATION_KEY.set(&mut data, all.held_key());
+        reservation::TYPE.set(&mut data, held.kind.into());
+        data
+    });
+    listed(all, descriptor.unwrap_or_default())
 }
 
 fn report_capabilities(can_persist: bool, persists: bool) -> Vec<u8> {
-    // LENGTH; PTPL_C, and none of CRH, SIP_C, ATP_C; TMV and PTPL_A; every type of the mask.
-    let (capable, activated) = (u8::from(can_persist), u8::from(persists));
-    vec![0, 8, capable, 0x80 | activated, 0xea, 0x01, 0, 0]
+    use capabilities::{LEN, LENGTH, PTPL_A, PTPL_C, TMV, TYPE_MASK};
+    /// Types 1, 3, 5, 6, 7 and 8.
+    const ALL_TYPES: u16 = 0xea01;
+    let mut data = vec![0; LEN];
+    LENGTH.set(&mut data, LEN as u16);
+    PTPL_C.set(&mut data, can_persist);
+    PTPL_A.set(&mut data, persists);
+    TMV.set(&mut data, true);
+    TYPE_MASK.set(&mut data, ALL_TYPES);
+    data
 }
 
 fn read_full_status(all: &Reservations) -> Vec<u8> {
-    let mut list = Vec::new();
+    use full_status::{
+        ADDITIONAL_LENGTH, LEN, R_HOLDER, RELATIVE_TARGET_PORT, RESERVATION_KEY, TYPE,
+    };
+    let mut entries = Vec::new();
     for registrant in &all.registrants {
         let holds = all.is_holder(&registrant.ports);
-        let kind = all.held.as_ref().filter(|_| holds);
-        list.extend(registrant.key.to_be_bytes());
-        list.extend([0, 0, 0, 0, holds.into()]);
-        list.push(kind.map_or(0, |held| held.kind.into()));
-        list.extend([0; 4]);
-        list.extend(registrant.ports.relative_id.to_be_bytes());
+        let kind = all
+            .held
+            .as_ref()
+            .filter(|_| holds)
+            .map(|held| held.kind.into());
         let transport = transport_id(&registrant.ports.initiator);
-        list.extend((transport.len() as u32).to_be_bytes());
-        list.extend(transport);
+        let mut data = vec![0; LEN];
+        RESERVATION_KEY.set(&mut data, registrant.key);
+        R_HOLDER.set(&mut data, holds);
+        TYPE.set(&mut data, kind.unwrap_or(0));
+        RELATIVE_TARGET_PORT.set(&mut data, registrant.ports.relative_id);
+        ADDITIONAL_LENGTH.set(&mut data, transport.len() as u32);
+        entries.extend(data);
+        entries.extend(transport);
     }
-    listed(all, list)
+    listed(all, entries)
 }
 
-/// The TransportID of an initiator port (SPC-4 7.6.4).
+/// The TransportID of an initiator port.
 fn transport_id(port: &PortName) -> Vec<u8> {
+    use transport_id::{
+        ADDITIONAL_LENGTH, FORMAT_CODE, ISCSI_NAME_AT, LEN, PORT, PROTOCOL_IDENTIFIER, SRP_PORT_AT,
+    };
+    let mut data = vec![0; LEN];
+    PROTOCOL_IDENTIFIER.set(&mut data, port.protocol_identifier());
     match port {
-        PortName::Srp(id) => {
-            let mut out = vec![0; 24];
-            out[0] = port.protocol_identifier();
-            out[8..].copy_from_slice(id);
-            out
-        }
+        PortName::Srp(id) => data[SRP_PORT_AT..].copy_from_slice(id),
         PortName::Iscsi(name) => {
-            // With the session identifier: format 01b.
-            let mut text = name.as_bytes().to_vec();
-            text.push(0);
-            text.resize(text.len().next_multiple_of(4).max(20), 0);
-            let mut out = vec![0x40 | port.protocol_identifier(), 0];
-            out.extend((text.len() as u16).to_be_bytes());
-            out.extend(text);
-            out
+            // Ended and padded by zeroes, to a multiple of four bytes and 20 at least.
+            let len = (name.len() + 1).next_multiple_of(4).max(20);
+            data.resize(ISCSI_NAME_AT + len, 0);
+            data[ISCSI_NAME_AT..][..name.len()].copy_from_slice(name.as_bytes());
+            FORMAT_CODE.set(&mut data, PORT);
+            ADDITIONAL_LENGTH.set(&mut data, len as u16);
         }
     }
+    data
 }

@@ -38,7 +38,7 @@ impl Transfer {
     }
 }
 
-/// Why a command is refused.
+/// Reason of a refusal.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Reason {
     /// CHECK CONDITION with this.
@@ -51,7 +51,7 @@ pub(crate) enum Reason {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Refusal {
     pub(crate) reason: Reason,
-    /// What it wanted to move, for residuals.
+    /// Bytes that it would have moved, for residuals.
     pub(crate) transfer: Transfer,
 }
 
@@ -100,13 +100,13 @@ impl Next {
     }
 }
 
-/// The piece of a command's data that is in its buffer. Data that are longer than the window go through
-/// the buffer in pieces, first to last.
+/// The piece of a command's data that is in its buffer. Data that are longer than the window go
+/// through the buffer in pieces, first to last.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Pieces {
     total: u32,
     window: u32,
-    /// Where the present piece begins in the data.
+    /// Offset of the present piece in the data.
     from: u32,
 }
 
@@ -130,7 +130,7 @@ impl Pieces {
         self.total
     }
 
-    /// Where the piece begins.
+    /// Offset of the piece in the data.
     pub(crate) fn from(self) -> u32 {
         self.from
     }
@@ -140,7 +140,7 @@ impl Pieces {
         (self.total - self.from).min(self.window)
     }
 
-    /// Where it ends.
+    /// Offset of the end of the piece in the data.
     pub(crate) fn end(self) -> u32 {
         self.from + self.len()
     }
@@ -170,7 +170,7 @@ pub(crate) struct Plan<M> {
     /// Bytes of data buffer.
     pub(crate) buffer_len: u32,
     pub(crate) first: Next,
-    /// What decides the steps after the first one; `None` where that is the answer.
+    /// The machine for the steps after the first one; `None` where that is the answer.
     pub(crate) machine: Option<M>,
 }
 
@@ -220,14 +220,14 @@ pub(crate) trait Steps {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense>;
 }
 
-/// What a machine may look at while it decides.
+/// The view of a machine while it decides.
 pub(crate) struct Context<'a> {
     pub(crate) lu: &'a LogicalUnit,
     pub(crate) nexus: NexusId,
     pub(crate) data: &'a mut dyn DataAccess,
 }
 
-/// What a planning function may look at, besides the CDB.
+/// The view of a planning function, besides the CDB.
 pub(crate) struct Planner<'a> {
     pub(crate) lu: &'a LogicalUnit,
     pub(crate) nexus: NexusId,
@@ -270,7 +270,7 @@ impl Planner<'_> {
             .ok_or(Sense::cdb_field(extent.length_byte, None))
     }
 
-    /// How much Data-Out to fetch for a command that wants `wanted` bytes.
+    /// Bytes of Data-Out to fetch for a command that wants `wanted` bytes.
     ///
     /// Without an initiator buffer for all of it, only what the initiator
     /// offers is processed, as long as these are whole blocks; a part of a

@@ -83,7 +83,7 @@ impl Steps for Read {
 pub(crate) struct Write {
     offset: u64,
     data: Pieces,
-    /// Where the data are in the command's buffer.
+    /// Offset of the data in the command's buffer.
     buffer_offset: u32,
     fua: bool,
     /// The verification of what was written, piece by piece.
@@ -103,7 +103,7 @@ enum WriteStage {
     Receiving,
     /// The block operation is on its way.
     Writing,
-    /// What was written is being verified.
+    /// The data that were written are being verified.
     Verifying,
     /// The cache was turned off while the write was on its way.
     Flushing,
@@ -142,6 +142,8 @@ fn plan<M: From<Write>>(
         return Ok(Plan::nothing(transfer));
     }
     let data = planner.pieces(len);
+    // The data stay in the buffer until they are compared with what was written, which is read
+    // behind them.
     let scratch = if compare.is_some() {
         planner.segment(data.len().into())
     } else {

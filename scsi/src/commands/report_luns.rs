@@ -7,8 +7,8 @@ use crate::data::luns;
 use crate::lun::LunId;
 use crate::sense::Sense;
 
-/// REPORT LUNS (SPC-4 6.33). It also clears the unit attention that told the
-/// initiator to send it.
+/// REPORT LUNS (SPC-4 6.33). It also clears the unit attention REPORTED LUNS DATA
+/// HAS CHANGED.
 pub(crate) fn plan_report_luns<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let data = luns_data(cdb.get(SELECT_REPORT), planner.luns)?;
     planner.lu.acknowledge_luns(planner.nexus);

@@ -7,7 +7,7 @@ use crate::data::cdb::request_sense::{ALLOCATION_LENGTH, DESC};
 use crate::lu::NO_MEDIUM;
 use crate::sense::{Sense, SenseFormat};
 
-/// TEST UNIT READY: whatever stands against it has been checked already.
+/// TEST UNIT READY: all that it reports has been checked already.
 pub(crate) fn plan_test_unit_ready<M>(_planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<M> {
     Ok(Plan::good())
 }

@@ -99,8 +99,8 @@ impl Steps for Unmap {
     }
 }
 
-/// Whether the backend has a volatile cache that the initiator has turned off,
-/// so that whatever has no FUA of its own must be followed by a flush.
+/// Whether the backend has a volatile cache that the initiator has turned off, so that an operation
+/// without FUA must be followed by a flush.
 fn needs_flush(lu: &LogicalUnit) -> bool {
     lu.config().write_cache && !lu.is_write_cache_enabled()
 }

@@ -13,7 +13,7 @@ use crate::cdb::Cdb;
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{BlockOp, DataIn, StepResult};
 
-/// What the medium is compared with (the BYTCHK field).
+/// The other side of the comparison with the medium (the BYTCHK field).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Compare {
     /// Nothing: it must only be readable (00b).
@@ -33,17 +33,17 @@ pub(crate) struct Verify {
     len: u64,
     /// Bytes already verified.
     done: u64,
-    /// How far it goes before the next piece of Data-Out is needed.
+    /// End of what can be verified before the next piece of Data-Out.
     until: u64,
     compare: Compare,
     /// Data-Out.
     data: Pieces,
-    /// Where the scratch space is in the command's buffer.
+    /// Place of the scratch space in the command's buffer.
     scratch: Range<u32>,
     block: u32,
     /// Whether Data-Out is still on its way.
     receiving: bool,
-    /// Whether the stable medium is looked at, or whatever a READ would give.
+    /// Reads the stable medium, and not what a READ would give.
     stable: bool,
 }
 

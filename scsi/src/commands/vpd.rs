@@ -132,7 +132,7 @@ fn block_limits(config: &Config) -> Vec<u8> {
         // The alignment is zero.
         field::UGAVALID.set(page, true);
     }
-    // An initiator that goes by this takes no more of a limited rate at once than a transfer may.
+    // An initiator that goes by this takes as much of a limited rate at once as a transfer may.
     let same = limits
         .max_write_same_blocks
         .min(limits.max_transfer / block);

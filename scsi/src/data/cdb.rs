@@ -80,6 +80,22 @@ pub mod write_same_16 {
     pub const NDOB: Field<bool> = bit(1, 0);
 }
 
+/// PERSISTENT RESERVE IN and OUT (SPC-4 6.15.1, 6.16.1).
+pub(crate) mod persistent_reserve {
+    use super::{Field, be16, be32, bits};
+
+    /// SERVICE ACTION.
+    pub(crate) const SERVICE_ACTION: Field<u8> = bits(1, 4, 0);
+    /// SCOPE, of OUT.
+    pub(crate) const SCOPE: Field<u8> = bits(2, 7, 4);
+    /// TYPE, of OUT.
+    pub(crate) const TYPE: Field<u8> = bits(2, 3, 0);
+    /// PARAMETER LIST LENGTH, of OUT.
+    pub(crate) const PARAMETER_LIST_LENGTH: Field<u32> = be32(5);
+    /// ALLOCATION LENGTH, of IN.
+    pub(crate) const ALLOCATION_LENGTH: Field<u16> = be16(7);
+}
+
 /// READ CAPACITY (16) (SBC-3 5.16.1).
 pub mod read_capacity_16 {
     use super::{Field, be32};

@@ -13,5 +13,6 @@ pub mod inquiry;
 pub mod lba_status;
 pub mod luns;
 pub mod mode;
+pub(crate) mod persistent_reserve;
 pub mod unmap;
 pub mod vpd;

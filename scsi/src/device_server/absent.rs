@@ -12,8 +12,8 @@ use crate::step::{DataIn, Residual, Response, Status};
 /// The response to a command for a LUN that does not exist for this nexus.
 ///
 /// INQUIRY says so in its data, REQUEST SENSE in its sense data, REPORT LUNS
-/// works (a target answers it at LUN 0 and at the REPORT LUNS well-known unit
-/// whatever is there); everything else is LOGICAL UNIT NOT SUPPORTED.
+/// works (a target answers it at LUN 0 and at the REPORT LUNS well-known unit,
+/// also where nothing is); everything else is LOGICAL UNIT NOT SUPPORTED.
 pub fn respond_absent(request: &Request<'_>) -> Response {
     match absent_data(request) {
         Ok((mut data, allocation_length)) => {
@@ -35,6 +35,7 @@ fn absent_data(request: &Request<'_>) -> Result<(Vec<u8>, u32), Sense> {
     const REQUEST_SENSE: &Opcode = Opcode::named("REQUEST SENSE");
     const REPORT_LUNS: &Opcode = Opcode::named("REPORT LUNS");
     let not_supported = Sense::illegal(AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED);
+    // The CDB of any other command is not looked at: no unit says what would be legal in it.
     let row = request.opcode;
     if ![INQUIRY, REQUEST_SENSE, REPORT_LUNS]
         .iter()

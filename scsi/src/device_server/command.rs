@@ -49,7 +49,7 @@ pub struct Command {
     /// Bytes of Data-In that were sent before the response.
     sent: u32,
     flight: Flight,
-    /// What decides the next steps; `None` when it is answered.
+    /// The machine for the next steps; `None` when it is answered.
     machine: Option<Machine>,
 }
 
@@ -103,6 +103,8 @@ impl Command {
                 command.emit(plan.first)
             }
             Err(refusal) => {
+                // A refused command counts as one that has taken its data, so that the residual is
+                // that of the CDB's length, as if it had run.
                 command.transfer = refusal.transfer;
                 command.received = refusal.transfer.data_out;
                 match refusal.reason {

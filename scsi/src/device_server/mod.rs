@@ -25,7 +25,7 @@ use crate::step::{DataOut, Expected, Step, TaskAttribute};
 /// One command as it came from a transport.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
-    /// Who sent it.
+    /// The nexus that sent it.
     pub nexus: NexusId,
     /// The CDB, as long as the transport delivered it; bytes beyond the
     /// command's own length are padding.

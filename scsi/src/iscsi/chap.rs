@@ -75,7 +75,7 @@ impl Algorithm {
     }
 }
 
-/// Whether two secrets or responses are equal, in a time that does not tell where they differ.
+/// Whether two secrets or responses are equal, in a time that does not depend on where they differ.
 #[must_use]
 pub fn is_equal(a: &[u8], b: &[u8]) -> bool {
     a.ct_eq(b).into()

@@ -26,7 +26,7 @@ pub struct Digests {
     pub data: bool,
 }
 
-/// Why a stream cannot be followed further: the connection is of no more use.
+/// An error of framing, after which the connection cannot be used any longer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FrameError {
     /// DataSegmentLength beyond MaxRecvDataSegmentLength.
@@ -64,7 +64,7 @@ pub struct Framer {
     limit: u32,
     digests: Digests,
     held: Vec<u8>,
-    /// What is held was given out, and goes with the next call.
+    /// The frame was given out, and goes with the next call.
     given: bool,
 }
 

@@ -7,7 +7,7 @@ use super::frame::Digests;
 use super::pdu::Stage;
 use super::text;
 
-/// How a value is agreed on (RFC 7143 6.2).
+/// Rule of negotiation (RFC 7143 6.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rule {
     /// Each side says a number of its own, in this range.
@@ -32,7 +32,7 @@ pub enum Rule {
     Obsolete,
 }
 
-/// Who may send a key.
+/// The side that may send a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sender {
     /// The initiator.
@@ -72,13 +72,13 @@ pub struct Row {
     pub key: Key,
     /// As text.
     pub name: &'static str,
-    /// How its value is agreed on.
+    /// Rule of its negotiation.
     pub rule: Rule,
-    /// The value where nobody says one.
+    /// The value of a key that is not negotiated.
     pub default: u32,
     /// Whom it binds.
     pub scope: Scope,
-    /// Who may send it.
+    /// The side that may send it.
     pub sender: Sender,
     /// When.
     pub usage: Use,
@@ -257,7 +257,7 @@ impl Values {
     }
 }
 
-/// What a side is willing to agree on.
+/// The values that a side is willing to agree on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Offer {
     /// Own values of numbers and Booleans.
@@ -318,7 +318,7 @@ fn value_text(key: Key, value: u32) -> String {
     }
 }
 
-/// Why a negotiation cannot go on.
+/// A failure of the negotiation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum KeyError {
     /// A key came twice.
@@ -341,10 +341,10 @@ pub enum KeyError {
     Text(#[from] text::TextError),
 }
 
-/// Where a key comes in.
+/// The place at which a key comes in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Place {
-    /// Who sent it.
+    /// The side that sent it.
     pub from: Sender,
     /// In which stage.
     pub stage: Stage,
@@ -362,7 +362,7 @@ pub const MAX_ANSWER: usize = 8192;
 pub struct Negotiation {
     offer: Offer,
     agreed: Values,
-    /// What the peer declared of itself, of keys that both declare.
+    /// The peer's declarations, of keys that both sides declare.
     peer: Values,
     /// Keys that the peer sent.
     seen: u64,
@@ -391,13 +391,13 @@ impl Negotiation {
         &self.agreed
     }
 
-    /// What the peer declared of itself.
+    /// The peer's declarations.
     #[must_use]
     pub fn peer(&self) -> &Values {
         &self.peer
     }
 
-    /// What we offer.
+    /// Our offer.
     #[must_use]
     pub fn offer(&self) -> &Offer {
         &self.offer
@@ -552,7 +552,7 @@ impl Negotiation {
         };
         let right_stage = match row.rule {
             Security => place.stage == Stage::Security,
-            // Names and the like come with the first PDU, whatever its stage.
+            // Names and the like come with the first PDU, in any stage.
             Text | Declare(..) => true,
             _ => place.stage != Stage::Security,
         };

@@ -126,7 +126,7 @@ pub struct Tsih(pub u16);
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Cid(pub u16);
 
-/// What a target says in every PDU of a connection.
+/// Sequence numbers in every PDU of a target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Numbers {
     /// Status sequence number.

@@ -12,7 +12,7 @@ pub const MAX_NAME: usize = 223;
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct IscsiName(String);
 
-/// Why a name is none.
+/// Reason for which a name is illegal.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum NameError {
     /// Empty, or longer than [`MAX_NAME`] bytes.
@@ -24,7 +24,7 @@ pub enum NameError {
     /// A character that names do not have.
     #[error("an iSCSI name has letters, digits and . - : only")]
     Character,
-    /// What follows the type is not as the type wants it.
+    /// The part after the type is not as the type demands.
     #[error("what follows the type is malformed")]
     Form,
 }
@@ -83,7 +83,7 @@ impl fmt::Display for IscsiName {
     }
 }
 
-/// A portal of a target, as discovery tells it.
+/// A portal of a target, as discovery reports it.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct TargetAddress {
     /// Address or domain name; IPv6 in brackets.
@@ -177,6 +177,7 @@ pub fn put_target<'a>(
 pub fn parse_targets(answer: &[u8]) -> Result<(Vec<Found>, usize), text::TextError> {
     let mut found: Vec<Found> = Vec::new();
     let mut refused = 0;
+    // Addresses belong to the name before them, so those of a refused name are skipped.
     let mut is_wanted = false;
     for pair in text::pairs(answer) {
         match pair? {

@@ -42,7 +42,7 @@ macro_rules! bhs {
 }
 
 bhs! {
-    /// What all headers share.
+    /// The fields that all headers share.
     RawBhs { lun: [u8; 8], itt: U32, opcode_specific: [[u8; 4]; 7] }
 }
 bhs!(RawScsiCommand {

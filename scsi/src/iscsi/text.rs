@@ -7,7 +7,7 @@ pub const MAX_KEY: usize = 63;
 /// and every key there is fit many times.
 pub const MAX_TEXT: usize = 16 << 10;
 
-/// Why text is not acceptable.
+/// Reason for which text is not acceptable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum TextError {
     /// A pair without `=`.

@@ -8,7 +8,7 @@ const NO_ZERO_BASE: u8 = 0x80;
 /// SEND with invalidate is not used.
 const NO_INVALIDATE: u8 = 0x40;
 
-/// What a side offers. On the wire these are exceptions: a set bit says that it does not.
+/// Features that a side offers. On the wire these are exceptions: a set bit says that it does not.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct CmHeader {
     /// Buffers are addressed from zero, in a shorter iSER header.
@@ -43,7 +43,7 @@ impl CmHeader {
         [zero_base | invalidate, 0, 0, 0]
     }
 
-    /// What both offer.
+    /// The features that both offer.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {

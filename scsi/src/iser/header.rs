@@ -58,12 +58,14 @@ pub struct RemoteBuffer {
     pub base: u64,
 }
 
-/// What a control-type PDU advertises.
+/// Buffers that a control-type PDU advertises.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Buffers {
-    /// Where a target reads the data that a command writes (W, Write STag, Write Base Offset).
+    /// Buffer of the data that a command writes, which the target reads (W, Write STag, Write Base
+    /// Offset).
     pub write: Option<RemoteBuffer>,
-    /// Where a target writes the data that a command reads (R, Read STag, Read Base Offset).
+    /// Buffer of the data that a command reads, which the target writes (R, Read STag, Read Base
+    /// Offset).
     pub read: Option<RemoteBuffer>,
 }
 
@@ -105,7 +107,7 @@ pub enum Header {
 impl Header {
     /// Reads the header at the start of a message; what follows it.
     ///
-    /// A buffer whose bit is not set is passed over, whatever its fields hold.
+    /// A buffer whose bit is not set is ignored, with all of its fields.
     ///
     /// # Errors
     /// [`IserError::Truncated`] or [`IserError::Opcode`].
@@ -118,6 +120,7 @@ impl Header {
                     need: HEADER_LEN,
                     have: message.len(),
                 })?;
+        // The two layouts have the same length, so the type can be looked at before it is known.
         let header = match bytes[0] & 0xf0 {
             CONTROL => Self::Control(control(zerocopy::transmute_ref!(bytes))),
             HELLO => {
@@ -151,6 +154,7 @@ impl Header {
                     flags: CONTROL,
                     ..RawControl::default()
                 };
+                // A STag may be zero, so a flag says whether there is one (RFC 7145 9.2).
                 if let Some(write) = buffers.write {
                     raw.flags |= WRITE_VALID;
                     raw.write_stag = write.stag.0.into();

@@ -29,7 +29,7 @@ impl<'a> Message<'a> {
     /// Reads the message that was received.
     ///
     /// # Errors
-    /// [`IserError`]: the connection is of no more use.
+    /// [`IserError`]: the connection cannot be used any longer.
     pub fn parse(message: &'a [u8]) -> Result<Self, IserError> {
         let (header, rest) = Header::parse(message)?;
         match header {
@@ -45,9 +45,9 @@ impl<'a> Message<'a> {
 
 /// Reads the PDU that fills the rest of a message.
 ///
-/// libiscsi announces immediate data where they were agreed on, but leaves all data in the buffer that it
-/// advertises. So a SCSI command with such a buffer may end where its announced data would begin: it
-/// has none then.
+/// libiscsi announces immediate data where they were agreed on, but leaves all data in the buffer
+/// that it advertises. So a SCSI command with such a buffer may end where its announced data would
+/// begin: it has none then.
 fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
     let have = bytes.len() + HEADER_LEN;
     let truncated = |field, need| IserError::Truncated {
@@ -58,6 +58,7 @@ fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
     let (bhs, rest) = bytes
         .split_first_chunk::<BHS_LEN>()
         .ok_or(truncated("the basic header segment", BHS_LEN))?;
+    // Headers have no digests and no padding of data here, but declare lengths all the same.
     let ahs_len = usize::from(bhs[4]) * 4;
     if ahs_len > MAX_AHS {
         return Err(IserError::TotalAhsLength(ahs_len));

@@ -43,13 +43,13 @@ pub const HEADERS_LEN: usize = HEADER_LEN + super::iscsi::BHS_LEN;
 /// Port of an iSER target where none is said (RFC 7145 5.1 refers to the port of iSCSI).
 pub const DEFAULT_PORT: u16 = 3260;
 
-/// Why a message is not legal. The connection it came on is of no more use.
+/// An illegal message. The connection it came on cannot be used any longer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum IserError {
     /// Shorter than its fixed parts.
     #[error("{field} needs {need} bytes, {have} were received")]
     Truncated {
-        /// What is not whole.
+        /// The incomplete field.
         field: &'static str,
         /// Bytes that it needs.
         need: usize,

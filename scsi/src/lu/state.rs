@@ -18,7 +18,7 @@ pub struct UnitState {
     reservations: Option<Reservations>,
 }
 
-/// What MODE SELECT and START STOP UNIT have made of the unit.
+/// Modes, as MODE SELECT and START STOP UNIT have made them.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Modes {
     d_sense: bool,

@@ -89,8 +89,8 @@ static UNKNOWN_ACTION: Opcode = unknown(|_, _| Err(INVALID_ACTION.into()));
 
 const INVALID_ACTION: Sense = Sense::cdb_field(1, Some(4));
 
-/// The row of a command that is refused whoever has reserved the unit, once the unit attentions
-/// before it are reported.
+/// The row of a command that is refused, also where another nexus has reserved the unit, once the
+/// unit attentions before it are reported.
 const fn unknown(plan: PlanFn) -> Opcode {
     Opcode {
         code: 0xff,
@@ -224,7 +224,7 @@ impl Opcode {
     }
 
     /// Whether the command asks for the names of the unit: INQUIRY of the page Unit Serial Number
-    /// or Device Identification (SPC-4 7.8). Standard INQUIRY data do not tell units apart.
+    /// or Device Identification (SPC-4 7.8). Standard INQUIRY data do not distinguish units.
     #[must_use]
     pub fn asks_for_names(&self, cdb: &[u8]) -> bool {
         const NAMES: [u8; 2] = [vpd::UNIT_SERIAL_NUMBER, vpd::DEVICE_IDENTIFICATION];
@@ -254,7 +254,7 @@ impl Opcode {
         self.flags
     }
 
-    /// What the command changes on the medium, for the task set.
+    /// The blocks that the command changes on the medium, for the task set.
     #[must_use]
     pub fn footprint(&self, cdb: &[u8]) -> Footprint {
         if !self.flags.contains(CommandFlags::WRITES) {
@@ -286,7 +286,7 @@ impl Opcode {
     }
 
     /// The amount of data of a command by its CDB alone, for those who count it before it starts;
-    /// `None` for one that moves no blocks. VERIFY reads its blocks, whatever its BYTCHK. WRITE
+    /// `None` for one that moves no blocks. VERIFY reads its blocks for any BYTCHK. WRITE
     /// SAME writes all of its blocks, unless it has none to write (NDOB) and is to unmap them: one
     /// that has a block may find that it cannot unmap.
     #[must_use]

@@ -5,7 +5,7 @@
 //! ports is registered still, so it is kept by the names of the ports. A reservation by RESERVE ends
 //! with its nexus.
 //!
-//! A unit that nobody has reserved costs a command one look at an atomic.
+//! At a unit without reservation a command looks at one atomic.
 //!
 //! # Invariants
 //! - A reservation that is not one of all registrants has a holder who is registered.
@@ -15,12 +15,14 @@
 //! The APTPL bit of the last registration that succeeded governs the whole unit. While it is one,
 //! every change is saved before it takes effect, by the [`ReservationKeeper`] that the unit was made
 //! with. A save blocks, so such a change is a step of its own
-//! ([`BlockOp::ChangeReservations`](crate::step::BlockOp::ChangeReservations)) that the target carries
-//! out away from its data path. A unit without a keeper refuses APTPL.
+//! ([`BlockOp::ChangeReservations`](crate::step::BlockOp::ChangeReservations)) that the target
+//! carries out away from its data path. A unit without a keeper refuses APTPL.
 //!
 //! # Not implemented
-//! SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE; they are refused, as REPORT CAPABILITIES reports. At most
-//! [`MAX_REGISTRANTS`] nexuses can be registered.
+//! SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE; they are refused, as REPORT CAPABILITIES reports. At
+//! most [`MAX_REGISTRANTS`] nexuses can be registered.
+
+mod service_actions;
 
 use std::fmt;
 use std::io;
@@ -75,7 +77,7 @@ impl ReservationType {
     }
 }
 
-/// Who is registered: the ports of an I_T nexus. They are the same ports if their names are.
+/// The ports of an I_T nexus that is registered. They are the same ports if their names are.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Ports {
     pub(crate) initiator: PortName,
@@ -121,11 +123,11 @@ pub(crate) struct Registrant {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Held {
     pub(crate) kind: ReservationType,
-    /// Who made it; of one of all registrants, everybody registered holds it.
+    /// The registrant that made it. One of all registrants is held by every registrant.
     maker: Ports,
 }
 
-/// Why a PERSISTENT RESERVE OUT does nothing.
+/// Reason for which a PERSISTENT RESERVE OUT changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReservationError {
     /// RESERVATION CONFLICT status.
@@ -211,9 +213,9 @@ pub trait ReservationKeeper: fmt::Debug + Send + Sync {
 /// The nexuses whose commands a PREEMPT AND ABORT aborts (SPC-4 5.13.11.2.6).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Preemption {
-    /// Who asked for it.
+    /// The nexus that preempted.
     pub(crate) by: NexusId,
-    /// Who was registered.
+    /// The ports of the nexuses that were registered.
     pub(crate) ports: Vec<Ports>,
 }
 
@@ -250,12 +252,12 @@ pub(crate) struct Reservations {
     /// A change is being saved, which replaces registrations and reservation when it is.
     #[serde(skip)]
     saving: bool,
-    /// Who has it by RESERVE, which ends with the nexus.
+    /// The nexus that has it by RESERVE, which ends with the nexus.
     #[serde(skip)]
     reserved: Option<NexusId>,
 }
 
-/// Who is registered with a unit and who has reserved it, to be shown.
+/// Registrations and reservations of a unit, to be shown.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Registrations {
     /// PRGENERATION: how many changes of registrations there were, modulo 2^32.
@@ -264,9 +266,9 @@ pub struct Registrations {
     pub kind: Option<u8>,
     /// Whether they persist through power loss (PTPL_A).
     pub persists: bool,
-    /// Who is registered, in the order in which they came.
+    /// The registrations, oldest first.
     pub registrants: Vec<Registration>,
-    /// Who has the unit by RESERVE.
+    /// The nexus that has the unit by RESERVE.
     pub reserved: Option<NexusId>,
 }
 
@@ -288,15 +290,13 @@ pub struct Registration {
     pub has_reserved: bool,
 }
 
-type Outcome = Result<Notices, ReservationError>;
-
 impl Reservations {
-    /// Whether some command of somebody may conflict.
+    /// Whether a command may conflict.
     pub(crate) fn restricts(&self) -> bool {
         self.held.is_some() || self.reserved.is_some()
     }
 
-    /// What does not end with the nexuses.
+    /// The reservations that do not end with the nexuses.
     pub(crate) fn lasting(&self) -> Self {
         Self {
             reserved: None,
@@ -305,7 +305,7 @@ impl Reservations {
         }
     }
 
-    /// What was kept through a power loss. PRGENERATION begins at zero (SPC-4 6.15.2).
+    /// Reservations that were kept through a power loss. PRGENERATION begins at zero (SPC-4 6.15.2).
     pub(crate) fn restored(saved: SavedReservations) -> Self {
         let mut registrants = saved.registrants;
         for registrant in &mut registrants {
@@ -319,7 +319,7 @@ impl Reservations {
         }
     }
 
-    /// What must be kept through a power loss; `None` where nothing must.
+    /// The state to keep through a power loss; `None` where nothing must be kept.
     pub(crate) fn saved(&self) -> Option<SavedReservations> {
         self.persists.then(|| SavedReservations {
             registrants: self.registrants.clone(),
@@ -337,8 +337,8 @@ impl Reservations {
         self.persists = false;
     }
 
-    /// Whether a change is a step of its own: it has to be saved, to wait for one that is being saved,
-    /// or for commands that it aborts.
+    /// Whether a change is a step of its own: it has to be saved, to wait for one that is being
+    /// saved, or for commands that it aborts.
     pub(crate) fn is_step(&self, change: &ReservationChange) -> bool {
         self.persists || self.saving || change.wants_persistence() || change.aborts()
     }
@@ -362,22 +362,6 @@ impl Reservations {
         }
     }
 
-    /// Carries out a change that a nexus asks for.
-    pub(crate) fn change(&mut self, nexus: &Nexus, change: &ReservationChange) -> Outcome {
-        let keys = change.keys;
-        match change.action {
-            Action::Register { ignore, persists } => {
-                let notices = self.register(nexus, keys, ignore)?;
-                self.persists = persists;
-                Ok(notices)
-            }
-            Action::Reserve(kind) => self.reserve(nexus, keys, kind),
-            Action::Release(kind) => self.release(nexus, keys, kind),
-            Action::Clear => self.clear(nexus, keys),
-            Action::Preempt { kind, .. } => self.preempt(nexus, keys, kind),
-        }
-    }
-
     /// All of it, to be shown.
     pub(crate) fn shown(&self) -> Registrations {
         let maker = self.held.as_ref().map(|held| &held.maker);
@@ -398,7 +382,7 @@ impl Reservations {
         }
     }
 
-    /// Whether a nexus may not send a command with these flags now.
+    /// Returns whether a nexus may not send a command with these flags now.
     pub(crate) fn conflicts(
         &self,
         id: NexusId,
@@ -441,7 +425,7 @@ impl Reservations {
         free
     }
 
-    /// Whether RELEASE conflicts, as it does while anyone is registered (SPC-2 5.5.1).
+    /// Whether RELEASE conflicts, as it does while a nexus is registered (SPC-2 5.5.1).
     pub(crate) fn forbids_release(&self) -> bool {
         !self.registrants.is_empty()
     }
@@ -464,7 +448,7 @@ impl Reservations {
         })
     }
 
-    /// The key that READ RESERVATION tells.
+    /// The key that READ RESERVATION reports.
     pub(crate) fn held_key(&self) -> u64 {
         match &self.held {
             Some(held) if !held.kind.is_of_all() => self
@@ -474,169 +458,5 @@ impl Reservations {
                 .map_or(0, |r| r.key),
             _ => 0,
         }
-    }
-
-    /// The registration of a nexus that has proved to know its key.
-    fn proved(&self, nexus: &Nexus, key: u64) -> Result<usize, ReservationError> {
-        self.registrant(nexus)
-            .filter(|at| self.registrants[*at].key == key)
-            .ok_or(ReservationError::Conflict)
-    }
-
-    /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
-    fn register(&mut self, nexus: &Nexus, keys: Keys, ignore: bool) -> Outcome {
-        let at = self.registrant(nexus);
-        let known = at.map_or(0, |at| self.registrants[at].key);
-        if !ignore && known != keys.own {
-            return Err(ReservationError::Conflict);
-        }
-        match (at, keys.action) {
-            (None, 0) => return Ok(Notices::default()),
-            (None, key) => {
-                if self.registrants.len() == MAX_REGISTRANTS {
-                    return Err(ReservationError::NoRoom);
-                }
-                self.registrants.push(Registrant {
-                    ports: Ports::of(nexus),
-                    key,
-                    generation: self.generation,
-                });
-            }
-            (Some(at), 0) => {
-                self.generation = self.generation.wrapping_add(1);
-                return Ok(self.unregister(at));
-            }
-            (Some(at), key) => {
-                let registrant = &mut self.registrants[at];
-                (registrant.key, registrant.generation) = (key, self.generation);
-            }
-        }
-        self.generation = self.generation.wrapping_add(1);
-        Ok(Notices::default())
-    }
-
-    /// Takes a registration away, and the reservation with it where it was the holder's.
-    fn unregister(&mut self, at: usize) -> Notices {
-        let gone = self.registrants.remove(at);
-        let mut notices = Notices::default();
-        let Some(held) = &self.held else {
-            return notices;
-        };
-        let ends = if held.kind.is_of_all() {
-            self.registrants.is_empty()
-        } else {
-            held.maker == gone.ports
-        };
-        if ends {
-            if held.kind.favours_registrants() {
-                notices.reservations_released = self.others(None);
-            }
-            self.held = None;
-        }
-        notices
-    }
-
-    /// Everybody registered but one.
-    fn others(&self, but: Option<&Ports>) -> Vec<Ports> {
-        let all = self.registrants.iter().map(|r| &r.ports);
-        all.filter(|ports| Some(*ports) != but).cloned().collect()
-    }
-
-    /// RESERVE.
-    fn reserve(&mut self, nexus: &Nexus, keys: Keys, kind: ReservationType) -> Outcome {
-        self.proved(nexus, keys.own)?;
-        let ports = Ports::of(nexus);
-        match &self.held {
-            None => {
-                self.held = Some(Held { kind, maker: ports });
-                Ok(Notices::default())
-            }
-            Some(held) if held.kind == kind && self.is_holder(&ports) => Ok(Notices::default()),
-            Some(_) => Err(ReservationError::Conflict),
-        }
-    }
-
-    /// RELEASE.
-    fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<ReservationType>) -> Outcome {
-        self.proved(nexus, keys.own)?;
-        let ports = Ports::of(nexus);
-        let Some(held) = self.held.as_ref().filter(|_| self.is_holder(&ports)) else {
-            return Ok(Notices::default());
-        };
-        if kind != Some(held.kind) {
-            return Err(ReservationError::InvalidRelease);
-        }
-        let mut notices = Notices::default();
-        if held.kind.favours_registrants() {
-            notices.reservations_released = self.others(Some(&ports));
-        }
-        self.held = None;
-        Ok(notices)
-    }
-
-    /// CLEAR.
-    fn clear(&mut self, nexus: &Nexus, keys: Keys) -> Outcome {
-        self.proved(nexus, keys.own)?;
-        let notices = Notices {
-            reservations_preempted: self.others(Some(&Ports::of(nexus))),
-            ..Notices::default()
-        };
-        self.held = None;
-        self.registrants.clear();
-        self.generation = self.generation.wrapping_add(1);
-        Ok(notices)
-    }
-
-    /// PREEMPT, and PREEMPT AND ABORT.
-    fn preempt(&mut self, nexus: &Nexus, keys: Keys, kind: ReservationType) -> Outcome {
-        self.proved(nexus, keys.own)?;
-        let own = Ports::of(nexus);
-        let all = self.held.as_ref().is_some_and(|held| held.kind.is_of_all());
-        let takes = match &self.held {
-            None => false,
-            Some(_) if all => keys.action == 0,
-            Some(_) => keys.action == self.held_key(),
-        };
-        if keys.action == 0 && !all {
-            return Err(ReservationError::ZeroKey);
-        }
-        let meant = |r: &Registrant| {
-            // Who takes the reservation stays registered.
-            let spared = takes && r.ports == own;
-            !spared && (r.key == keys.action || (takes && all))
-        };
-        let (gone, left): (Vec<_>, Vec<_>) = self.registrants.drain(..).partition(meant);
-        self.registrants = left;
-        if gone.is_empty() && !takes {
-            return Err(ReservationError::Conflict);
-        }
-        self.generation = self.generation.wrapping_add(1);
-        let mut notices = Notices {
-            registrations_preempted: gone
-                .into_iter()
-                .map(|r| r.ports)
-                .filter(|ports| *ports != own)
-                .collect(),
-            ..Notices::default()
-        };
-        if takes {
-            let old = self.held.replace(Held {
-                kind,
-                maker: own.clone(),
-            });
-            // A change of the type is reported to all remaining registrants, for any pair of types.
-            if old.is_some_and(|old| old.kind != kind) {
-                notices.reservations_released = self.others(Some(&own));
-            }
-        } else if self.registrants.is_empty() {
-            // The last registrant of all has preempted itself.
-            self.held = None;
-        } else if let Some(held) = &self.held
-            && !held.kind.is_of_all()
-            && !self.registrants.iter().any(|r| r.ports == held.maker)
-        {
-            self.held = None;
-        }
-        Ok(notices)
     }
 }

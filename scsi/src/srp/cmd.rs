@@ -115,7 +115,7 @@ pub enum DataBuffer<'a> {
     Indirect(IndirectTable<'a>),
     /// The data itself travels in the command (SRP-2; data-out only).
     Immediate {
-        /// Where it begins.
+        /// Offset at which it begins.
         offset: ImmediateDataOffset,
         /// Its length, in bytes.
         len: u32,
@@ -388,6 +388,8 @@ impl<'a> Cmd<'a> {
             ..RawCmd::default()
         }
         .put(out);
+        // The parts after the fixed one are in this order, without gaps; only
+        // immediate data have an offset of their own.
         out[at..at + additional].copy_from_slice(self.additional_cdb);
         at += additional;
         at += self.data_out.put_descriptor(&mut out[at..]);

@@ -87,15 +87,15 @@ pub struct LoginReq {
     pub req_it_iu_len: u32,
     /// Formats the initiator needs.
     pub formats: BufferFormats,
-    /// What becomes of other channels of this nexus.
+    /// Action on other channels of this nexus.
     pub multi_channel: MultiChannelAction,
     /// Notification wishes.
     pub flags: LoginReqFlags,
     /// Immediate data is wanted, and would begin here (SRP-2). `None`: not wanted.
     pub immediate: Option<ImmediateDataOffset>,
-    /// Who logs in.
+    /// The initiator port that logs in.
     pub initiator_port: InitiatorPortId,
-    /// Where.
+    /// The target port that it logs in to.
     pub target_port: TargetPortId,
 }
 
@@ -226,7 +226,7 @@ pub struct LoginRsp {
     pub max_ti_iu_len: u32,
     /// Formats the target supports.
     pub formats: BufferFormats,
-    /// What became of other channels of this nexus.
+    /// Result for other channels of this nexus.
     pub multi_channel: MultiChannelResult,
     /// SOLNTSUP: the target honours solicited-notification wishes.
     pub solicited_notification: bool,
@@ -283,7 +283,7 @@ impl LoginRsp {
     }
 }
 
-/// Why a login was refused (SRP r16a, SRP_LOGIN_REJ reason codes).
+/// Reason of a refused login (SRP r16a, SRP_LOGIN_REJ reason codes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u32)]
 pub enum LoginRejReason {
@@ -343,7 +343,7 @@ impl std::fmt::Display for LoginRejReason {
 /// SRP_LOGIN_REJ: the login is refused. Travels in the private data of a CM REJ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginRej {
-    /// Why.
+    /// The reason.
     pub reason: LoginRejReason,
     /// The login request's.
     pub tag: Tag,

@@ -36,7 +36,7 @@ pub struct TskMgmt {
     pub notify_failure: bool,
     /// Logical unit.
     pub lun: WireLun,
-    /// What to do.
+    /// The function.
     pub function: TskMgmtFunction,
     /// Tag of the task that [`TskMgmtFunction::AbortTask`] means.
     pub task_tag: Tag,
@@ -127,7 +127,7 @@ tag_only! {
     AerRsp
 }
 
-/// Why a target logs an initiator out (SRP r16a, SRP_T_LOGOUT reason codes).
+/// Reason for which a target logs an initiator out (SRP r16a, SRP_T_LOGOUT reason codes).
 ///
 /// Implementations in the field disagree about the codes above four; an initiator should act alike
 /// on all of them.
@@ -162,7 +162,7 @@ pub enum TLogoutReason {
 pub struct TLogout {
     /// SOLNT: the login asked to be notified of this.
     pub solicited: bool,
-    /// Why.
+    /// The reason.
     pub reason: TLogoutReason,
     /// Chosen by the target.
     pub tag: Tag,
@@ -252,7 +252,7 @@ pub struct AerReq<'a> {
     pub tag: Tag,
     /// Logical unit that the event concerns.
     pub lun: WireLun,
-    /// What happened, as sense data.
+    /// The event, as sense data.
     pub sense: &'a [u8],
 }
 

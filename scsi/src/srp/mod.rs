@@ -67,7 +67,7 @@ pub const SHORT_IU_LEN: usize = 16;
 /// login, in bytes (SRP r16a, SRP_LOGIN_REQ).
 pub const MIN_MAX_IU_LEN: u32 = 64;
 
-/// Why received bytes are not a legal information unit.
+/// An illegal information unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SrpError {
     /// The information unit ends before a field or a declared range does.
@@ -75,7 +75,7 @@ pub enum SrpError {
     Truncated {
         /// The field or range that does not fit.
         field: &'static str,
-        /// Where it would end, in bytes from the start of the information unit.
+        /// Offset at which it would end, in bytes from the start of the information unit.
         need: u64,
         /// Bytes received.
         have: usize,

@@ -185,6 +185,7 @@ impl<'a> Rsp<'a> {
             ..RawRsp::default()
         }
         .put(out);
+        // Response data come before sense data, where there are both.
         if let Some(code) = self.response {
             out[at..at + RESPONSE_DATA_LEN].copy_from_slice(&[0, 0, 0, code.into()]);
             at += RESPONSE_DATA_LEN;

@@ -49,8 +49,8 @@ pub(super) const GATE: usize = 0;
 pub(super) const ORDER: usize = 1;
 /// Links of a task: what changes the medium.
 pub(super) const MEDIUM: usize = 2;
-/// Links of a task: the queue in which it waits; before it is in the order, the tasks of its nexus that
-/// hold others.
+/// Links of a task: the queue in which it waits; before it is in the order, the tasks of its nexus
+/// that hold others.
 pub(super) const QUEUE: usize = 3;
 
 #[derive(Clone, Copy, Debug)]

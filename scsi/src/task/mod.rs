@@ -85,7 +85,7 @@ impl Blocks {
     }
 }
 
-/// What a command changes on the medium.
+/// The blocks that a command changes on the medium.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Footprint {
     /// Nothing.
@@ -115,7 +115,7 @@ impl Footprint {
 pub struct NewTask {
     /// Its task attribute.
     pub attribute: TaskAttribute,
-    /// What it changes on the medium.
+    /// The blocks that it changes on the medium.
     pub footprint: Footprint,
     /// Whether its Data-Out is yet to come; [`TaskSet::data_arrived`] follows then.
     pub awaits_data: bool,
@@ -129,15 +129,15 @@ pub struct TaskKey {
 }
 
 impl TaskKey {
-    /// The task's place, below the capacity of its set: an index for whatever
-    /// the caller keeps beside the task.
+    /// The task's place, below the capacity of its set: an index for what the
+    /// caller keeps beside the task.
     #[must_use]
     pub fn slot(self) -> usize {
         self.slot as usize
     }
 }
 
-/// Why a task was not taken into the set.
+/// Reason for which a task was not taken into the set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum RegisterError {
     /// The nexus already has a task with this tag (SAM-5 5.10). The old task
@@ -180,13 +180,13 @@ pub enum TmfResponse {
     /// FUNCTION REJECTED.
     Rejected,
     /// The referenced task is not in the set. SAM-5 calls this FUNCTION
-    /// COMPLETE; iSCSI tells it apart.
+    /// COMPLETE; iSCSI has an answer of its own for it.
     TaskDoesNotExist,
     /// INCORRECT LOGICAL UNIT NUMBER; for callers that find no unit.
     IncorrectLun,
 }
 
-/// What a task management function asks of the caller.
+/// The work that a task management function leaves to the caller.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TmfOutcome {
     /// The answer, to be sent when the aborted tasks are gone.

@@ -16,9 +16,9 @@ use crate::step::TaskAttribute;
 #[derive(Clone, Copy, Debug, Default)]
 struct NexusTasks {
     tasks: u32,
-    /// Those not in the order yet, oldest first.
+    /// The tasks that are not in the order yet, oldest first.
     arriving: List,
-    /// Those of them that hold newer ones.
+    /// The ones of them that hold newer tasks.
     holding: List,
 }
 
@@ -43,7 +43,7 @@ pub struct TaskSet {
     /// Dormant tasks by age, those of HEAD OF QUEUE apart.
     dormant: List,
     dormant_heads: List,
-    /// What the order has let start and changes the medium, in that order.
+    /// Tasks that the order has let start and that change the medium, in that order.
     writers: List,
     atomics: List,
     /// Blocked tasks whose blocks are free.
@@ -111,6 +111,7 @@ impl TaskSet {
         if tasks >= self.share {
             return Err(RegisterError::Full);
         }
+        // Nothing is entered before the last refusal, so none has to be undone.
         let slot = self.free.pop().ok_or(RegisterError::Full)?;
         let id = self.next_id;
         self.next_id += 1;
@@ -283,8 +284,9 @@ impl TaskSet {
         }
     }
 
-    /// Marks tasks, oldest first; `by` is the nexus that asks for it, unless it counts as another one.
-    /// A task that is marked already is named again, because this function must wait for it, too.
+    /// Marks tasks, oldest first; `by` is the nexus that asks for it, unless it counts as another
+    /// one. A task that is marked already is named again, because this function must wait for it,
+    /// too.
     fn abort(&mut self, by: Option<NexusId>, matches: impl Fn(&Task) -> bool) -> Vec<TaskKey> {
         let mut keys: Vec<TaskKey> = self
             .tasks()

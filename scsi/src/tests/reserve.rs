@@ -253,8 +253,8 @@ fn what_is_not_offered_is_refused() {
     }
 }
 
-/// SPC-4 5.13.11.2.4: the remaining registrants are notified when PREEMPT changes the type, for any pair
-/// of types.
+/// SPC-4 5.13.11.2.4: the remaining registrants are notified when PREEMPT changes the type, for any
+/// pair of types.
 #[test]
 fn a_preemption_that_changes_the_type_is_announced() {
     for (old, new, notified) in [

@@ -321,7 +321,7 @@ fn bad_configurations_are_named() {
 #[test]
 fn reads_and_writes_take_no_lock() {
     let rig = Rig::with(config(BlockSize::B512, 64));
-    let _held = rig.lu.lock();
+    let _held = rig.lu.lock_nexuses();
     let expected = Expected {
         data_out: 512,
         data_in: 512,

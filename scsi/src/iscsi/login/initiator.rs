@@ -8,7 +8,7 @@ use super::super::text::{self, Collector, TextError};
 use super::super::{Cid, CmdSn, Isid, Itt, StatSn, Tsih};
 use super::{ConnectionParams, MAX_ROUNDS, SessionParams, connection_params, session_params};
 
-/// What an initiator logs in with.
+/// Configuration of an initiator's login.
 #[derive(Clone, Debug)]
 pub struct InitiatorConfig {
     /// Its name.
@@ -25,15 +25,15 @@ pub struct InitiatorConfig {
     pub cmd_sn: CmdSn,
     /// With what it proves who it is.
     pub credentials: Option<Credentials>,
-    /// What the target has to prove; only together with `credentials`.
+    /// Credentials that the target has to prove; only together with `credentials`.
     pub target_credentials: Option<Credentials>,
-    /// What it agrees on.
+    /// The values that it agrees on.
     pub offer: Offer,
     /// Keys that it offers, besides MaxRecvDataSegmentLength.
     pub keys: Vec<Key>,
 }
 
-/// Why a login failed.
+/// Reason of a failed login.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LoginError {
     /// The target refused it.
@@ -56,7 +56,7 @@ pub enum LoginError {
     Text(#[from] TextError),
 }
 
-/// What comes after a response.
+/// The step after a response.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum LoginStep {
     /// Send [`InitiatorLogin::poll_request`].
@@ -65,16 +65,16 @@ pub enum LoginStep {
     FullFeature {
         /// The session.
         tsih: Tsih,
-        /// The portal group that the session is with, if the target told it (RFC 7143 13.9).
+        /// The portal group that the session is with, if the target declared it (RFC 7143 13.9).
         portal_group: Option<u16>,
-        /// What was agreed on for it.
+        /// Parameters of the session.
         session: SessionParams,
-        /// What was agreed on for the connection.
+        /// Parameters of the connection.
         connection: ConnectionParams,
     },
     /// Log in elsewhere.
     Redirect {
-        /// Where.
+        /// The new address.
         to: TargetAddress,
         /// For good.
         permanent: bool,
@@ -101,7 +101,7 @@ pub struct InitiatorLogin {
 }
 
 impl InitiatorLogin {
-    /// A login that has sent nothing. `random` must be such that nobody can foresee it.
+    /// A login that has sent nothing. `random` must be unpredictable.
     #[must_use]
     pub fn new(config: InitiatorConfig, random: [u8; CHALLENGE_LEN + 1]) -> Self {
         let [id, bytes @ ..] = random;
@@ -178,7 +178,7 @@ impl InitiatorLogin {
     /// Takes a response and its text.
     ///
     /// # Errors
-    /// [`LoginError`]: the connection is of no more use.
+    /// [`LoginError`]: the connection cannot be used any longer.
     pub fn handle_response(
         &mut self,
         response: &LoginResponse,
@@ -188,6 +188,7 @@ impl InitiatorLogin {
         if self.rounds > MAX_ROUNDS {
             return Err(LoginError::Protocol("a login without end"));
         }
+        // A refusal comes first: of its other fields only TSIH and the numbers need be valid.
         if response.status != LoginStatus::SUCCESS {
             return refused(response.status, data);
         }
@@ -289,6 +290,7 @@ impl InitiatorLogin {
     }
 
     fn enter(&mut self, next: Stage, tsih: Tsih) -> Result<LoginStep, LoginError> {
+        // A target that skips CHAP must not pass for the one that was meant (RFC 7143 9.2.1).
         if self.stage == Stage::Security {
             if self.config.credentials.is_some() && !self.challenged && !self.is_unasked {
                 return Err(LoginError::TargetNotProved);
@@ -300,10 +302,11 @@ impl InitiatorLogin {
         self.stage = next;
         let discovery = self.config.target.is_none();
         if next == Stage::FullFeature {
-            let told = self.keys.has_seen(Key::TargetPortalGroupTag);
+            let declared = self.keys.has_seen(Key::TargetPortalGroupTag);
             return Ok(LoginStep::FullFeature {
                 tsih,
-                portal_group: told.then(|| self.keys.peer().of(Key::TargetPortalGroupTag) as u16),
+                portal_group: declared
+                    .then(|| self.keys.peer().of(Key::TargetPortalGroupTag) as u16),
                 session: session_params(&self.keys, discovery),
                 connection: connection_params(&self.keys, Sender::Initiator, discovery),
             });

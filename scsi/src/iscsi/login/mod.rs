@@ -31,7 +31,7 @@ use super::keys::{Key, Negotiation, Sender};
 /// Rounds of a login at most: an honest one takes five.
 pub const MAX_ROUNDS: u32 = 32;
 
-/// What a login agreed on, for the session.
+/// Parameters of a session that a login agreed on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SessionParams {
     /// Whether the session is one of discovery.
@@ -44,7 +44,7 @@ pub struct SessionParams {
     pub immediate_data: bool,
     /// Longest sequence of data PDUs, in bytes.
     pub max_burst: u32,
-    /// Unsolicited data of a command at most, in bytes; no more than `max_burst`.
+    /// Unsolicited data of a command at most, in bytes; `max_burst` at most.
     pub first_burst: u32,
     /// R2Ts of a command outstanding at most.
     pub max_outstanding_r2t: u16,
@@ -69,7 +69,7 @@ pub struct SessionParams {
     pub protocol_level: u8,
 }
 
-/// What a login agreed on, for the connection.
+/// Parameters of a connection that a login agreed on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConnectionParams {
     /// Digests.
@@ -107,7 +107,7 @@ fn session_params(keys: &Negotiation, discovery: bool) -> SessionParams {
     }
 }
 
-/// What was agreed on for the connection, as `side` sees it.
+/// The parameters of the connection, as `side` sees them.
 ///
 /// Over RDMA the lengths of data segments are negotiated for each direction, and
 /// MaxRecvDataSegmentLength means nothing (RFC 7145 6.2). A discovery session has no such keys.

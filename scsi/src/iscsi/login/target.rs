@@ -11,7 +11,7 @@ use super::{ConnectionParams, MAX_ROUNDS, SessionParams, connection_params, sess
 /// Longest text of a response: what an initiator takes before it has declared anything.
 const MAX_RESPONSE: usize = 8192;
 
-/// Who wants to log in, and to what.
+/// The initiator that logs in, and the target that it names.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Identity {
     /// InitiatorName.
@@ -28,7 +28,7 @@ pub struct Identity {
     pub cid: Cid,
 }
 
-/// How an initiator proves who it is.
+/// Authentication of an initiator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Auth {
     /// It need not.
@@ -47,22 +47,22 @@ pub enum Auth {
 /// On which terms an initiator may log in.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Terms {
-    /// What we agree on.
+    /// The values that the target agrees on.
     pub offer: Offer,
-    /// How it proves who it is.
+    /// The authentication that it needs.
     pub auth: Auth,
     /// Portal group tag of the portal.
     pub portal_group: u16,
 }
 
-/// Why an initiator may not log in.
+/// Reason of a refused login.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Refusal {
     /// It may not.
     Status(LoginStatus),
     /// It has to go elsewhere.
     Redirect {
-        /// Where.
+        /// The new address.
         to: TargetAddress,
         /// For good.
         permanent: bool,
@@ -72,19 +72,19 @@ pub enum Refusal {
 /// A login that has succeeded, all but for its last response.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Joined {
-    /// Who.
+    /// The initiator and its target.
     pub identity: Identity,
     /// The name under which it proved who it is.
     pub chap_name: Option<String>,
-    /// What was agreed on for the session; of no meaning for a connection that joins one.
+    /// Parameters of the session; of no meaning for a connection that joins one.
     pub session: SessionParams,
-    /// What was agreed on for the connection.
+    /// Parameters of the connection.
     pub connection: ConnectionParams,
 }
 
-/// What decides about logins: the target.
+/// Decides about logins, for the target.
 pub trait Gatekeeper {
-    /// Whether, and on which terms, somebody may log in who has not proved who he is.
+    /// Decides, before authentication, on which terms an initiator may log in.
     ///
     /// # Errors
     /// The refusal.
@@ -96,11 +96,11 @@ pub trait Gatekeeper {
     /// The status that refuses it.
     fn join(&mut self, joined: &Joined) -> Result<Tsih, LoginStatus>;
 
-    /// Fills with random bytes that nobody can foresee.
+    /// Fills with random bytes that cannot be predicted.
     fn random(&mut self, out: &mut [u8]);
 }
 
-/// What to do after a response.
+/// The action after a response.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Outcome {
     /// Wait for the next request.
@@ -118,11 +118,11 @@ pub struct Answer {
     pub response: LoginResponse,
     /// Its text.
     pub text: Vec<u8>,
-    /// What to do once it is sent.
+    /// The action once it is sent.
     pub outcome: Outcome,
 }
 
-/// How far CHAP has come.
+/// Progress of CHAP.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Chap {
     /// Nothing said.
@@ -181,7 +181,7 @@ impl TargetLogin {
         }
     }
 
-    /// Who is logging in, once that is known.
+    /// The initiator that logs in, once it is known.
     #[must_use]
     pub fn identity(&self) -> Option<&Identity> {
         self.identity.as_ref()
@@ -211,6 +211,8 @@ impl TargetLogin {
             text: Vec::new(),
             outcome: Outcome::Continue,
         };
+        // What the request has written so far is discarded by a refusal: of a failed login the
+        // initiator gets the status, and of a redirection the address (RFC 7143 11.13.5).
         let refusal = match self.on_request(request, data, gate, &mut answer) {
             Ok(()) if answer.text.len() > MAX_RESPONSE => {
                 Refusal::Status(LoginStatus::INITIATOR_ERROR)
@@ -374,7 +376,7 @@ impl TargetLogin {
             return self.keys.say(Key::MaxRecvDataSegmentLength, out);
         }
         // Linux fails a login in which it meets a key that it does not know: who has not used these
-        // keys is not told them.
+        // keys does not receive them.
         for key in [Key::MaxOutstandingUnexpectedPdus, Key::MaxAhsLength] {
             if self.keys.has_seen(key) {
                 self.keys.say(key, out);
@@ -402,6 +404,8 @@ impl TargetLogin {
                 self.chap = Chap::Chosen;
             }
         }
+        // The order is fixed (RFC 7143 12.1.3): algorithms after the method, the response after the
+        // challenge. A key at another place is a failure, and not an offer to begin again.
         match (&self.chap, keys.algorithms, keys.response) {
             (Chap::Chosen, Some(offered), None) => {
                 let Auth::Chap { algorithms, .. } = &self.auth else {

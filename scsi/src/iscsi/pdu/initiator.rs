@@ -1,6 +1,9 @@
 //! What initiators send.
 
 use arrayvec::ArrayVec;
+use nom::bytes::complete::take;
+use nom::number::complete::{be_u8, be_u16};
+use nom::{IResult, Parser};
 use num_enum::{FromPrimitive, IntoPrimitive, TryFromPrimitive};
 use zerocopy::big_endian::U32;
 
@@ -63,6 +66,15 @@ pub struct ScsiCommand {
 const AHS_EXTENDED_CDB: u8 = 1;
 const AHS_BIDI_READ: u8 = 2;
 
+/// Type and content of an additional header segment.
+fn segment(ahs: &[u8]) -> IResult<&[u8], (u8, &[u8]), ()> {
+    let (ahs, (len, kind, _)) = (be_u16, be_u8, be_u8).parse(ahs)?;
+    // AHSLength counts the byte after the type as well.
+    let len = usize::from(len).checked_sub(1).ok_or(nom::Err::Error(()))?;
+    let (ahs, padded) = take(len.next_multiple_of(4))(ahs)?;
+    Ok((ahs, (kind & 0x3f, &padded[..len])))
+}
+
 impl ScsiCommand {
     fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
         let raw = RawScsiCommand::of(frame.bhs);
@@ -84,44 +96,29 @@ impl ScsiCommand {
         Ok(command)
     }
 
-    /// Walks the additional header segments (RFC 7143 11.2.2).
+    /// Takes the additional header segments (RFC 7143 11.2.2), each of which may come once.
     fn parse_ahs(&mut self, mut ahs: &[u8]) -> Result<(), PduError> {
-        while let Some((&[high, low, kind, _], rest)) = ahs.split_first_chunk() {
-            // AHSLength counts the byte after the type as well.
-            let len = usize::from(u16::from_be_bytes([high, low]))
-                .checked_sub(1)
-                .ok_or(PduError::Ahs)?;
-            let (padded, rest) = rest
-                .split_at_checked(len.next_multiple_of(4))
-                .ok_or(PduError::Ahs)?;
-            let content = &padded[..len];
-            match kind & 0x3f {
+        while !ahs.is_empty() {
+            let (rest, (kind, content)) = segment(ahs).map_err(|_| PduError::Ahs)?;
+            ahs = rest;
+            let is_legal = match kind {
                 AHS_EXTENDED_CDB => {
                     let is_first = self.cdb.len() == 16;
-                    let taken = is_first.then(|| self.cdb.try_extend_from_slice(content));
-                    if !matches!(taken, Some(Ok(()))) {
-                        return Err(PduError::Ahs);
-                    }
+                    is_first && self.cdb.try_extend_from_slice(content).is_ok()
                 }
                 AHS_BIDI_READ => {
-                    let bytes = content.try_into().map_err(|_| PduError::Ahs)?;
-                    if self
-                        .bidi_read_length
-                        .replace(u32::from_be_bytes(bytes))
-                        .is_some()
-                    {
-                        return Err(PduError::Ahs);
-                    }
+                    let len = content.try_into().map(u32::from_be_bytes);
+                    let is_first = self.bidi_read_length.is_none();
+                    self.bidi_read_length = len.ok();
+                    is_first && len.is_ok()
                 }
-                _ => return Err(PduError::Ahs),
+                _ => false,
+            };
+            if !is_legal {
+                return Err(PduError::Ahs);
             }
-            ahs = rest;
         }
-        if ahs.is_empty() {
-            Ok(())
-        } else {
-            Err(PduError::Ahs)
-        }
+        Ok(())
     }
 
     /// The basic header segment.
@@ -205,7 +202,7 @@ pub enum TmfFunction {
 pub struct TmfRequest {
     /// I bit.
     pub immediate: bool,
-    /// What to do.
+    /// The function.
     pub function: TmfFunction,
     /// Logical unit.
     pub lun: WireLun,
@@ -273,7 +270,7 @@ pub struct DataOut {
     pub exp_stat_sn: StatSn,
     /// Number within its sequence.
     pub data_sn: u32,
-    /// Where in the command's data.
+    /// Offset in the command's data.
     pub offset: u32,
 }
 
@@ -331,7 +328,7 @@ pub struct NopOut {
 pub struct TextRequest {
     /// I bit.
     pub immediate: bool,
-    /// F bit: the initiator has no more to say.
+    /// F bit: the initiator has sent all of its text.
     pub is_final: bool,
     /// C bit: the text goes on in the next PDU.
     pub continues: bool,
@@ -446,7 +443,7 @@ impl LoginRequest {
     }
 }
 
-/// What a logout ends (RFC 7143 11.14.1).
+/// Reason of a logout (RFC 7143 11.14.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum LogoutReason {
@@ -463,7 +460,7 @@ pub enum LogoutReason {
 pub struct LogoutRequest {
     /// I bit.
     pub immediate: bool,
-    /// What ends.
+    /// The reason, which says what ends.
     pub reason: LogoutReason,
     /// Tag.
     pub itt: Itt,
@@ -504,7 +501,7 @@ impl LogoutRequest {
     }
 }
 
-/// What a SNACK asks for (RFC 7143 11.16.1).
+/// Type of a SNACK (RFC 7143 11.16.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum SnackKind {
@@ -521,7 +518,7 @@ pub enum SnackKind {
 /// A selective negative or sequence acknowledgment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Snack {
-    /// What it asks for.
+    /// The type.
     pub kind: SnackKind,
     /// Logical unit, where `ttt` is one.
     pub lun: WireLun,
@@ -533,7 +530,7 @@ pub struct Snack {
     pub exp_stat_sn: StatSn,
     /// First number.
     pub begin: u32,
-    /// How many; zero is all.
+    /// Number of PDUs; zero is all.
     pub run: u32,
 }
 

@@ -28,7 +28,7 @@ pub(super) const FINAL: u8 = 0x80;
 /// The C bit of text and login PDUs.
 pub(super) const CONTINUE: u8 = 0x40;
 
-/// Why a PDU is not legal. A target answers with a [`Reject`].
+/// An illegal PDU. A target answers with a [`Reject`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum PduError {
     /// No such opcode, or not one that this side receives.
@@ -39,7 +39,7 @@ pub enum PduError {
     Field {
         /// Its name.
         field: &'static str,
-        /// What it holds.
+        /// The received value.
         value: u32,
     },
     /// An additional header segment runs over the end, comes twice, or has a wrong length.
@@ -48,7 +48,7 @@ pub enum PduError {
     /// Fewer bytes of data than the PDU needs.
     #[error("{field} needs {need} bytes of data, there are {have}")]
     Data {
-        /// What is missing.
+        /// The missing field.
         field: &'static str,
         /// Bytes that it needs.
         need: usize,

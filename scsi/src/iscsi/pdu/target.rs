@@ -224,7 +224,7 @@ pub struct DataIn {
     pub ttt: Ttt,
     /// Number within the command.
     pub data_sn: u32,
-    /// Where in the command's data.
+    /// Offset in the command's data.
     pub offset: u32,
 }
 
@@ -292,7 +292,7 @@ pub struct R2t {
     pub ttt: Ttt,
     /// Number within the command.
     pub r2t_sn: u32,
-    /// Where in the command's data.
+    /// Offset in the command's data.
     pub offset: u32,
     /// Bytes, at most MaxBurstLength.
     pub len: u32,
@@ -345,7 +345,7 @@ impl NopIn {
 /// A text response. Its text is the data segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TextResponse {
-    /// F bit: the target has no more to say.
+    /// F bit: the target has sent all of its text.
     pub is_final: bool,
     /// C bit: the text goes on in the next PDU.
     pub continues: bool,
@@ -370,12 +370,12 @@ impl TextResponse {
     }
 }
 
-/// How a login goes (RFC 7143 11.13.5): class and detail.
+/// Status of a login (RFC 7143 11.13.5): class and detail.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct LoginStatus {
     /// 0 success, 1 redirection, 2 the initiator's error, 3 the target's.
     pub class: u8,
-    /// What of it.
+    /// Status-Detail.
     pub detail: u8,
 }
 
@@ -447,7 +447,7 @@ impl LoginStatus {
         }
     }
 
-    /// What it means, for people.
+    /// The meaning, for people.
     #[must_use]
     pub fn meaning(self) -> &'static str {
         match self {
@@ -493,7 +493,7 @@ pub struct LoginResponse {
     pub tsih: Tsih,
     /// As in the request.
     pub itt: Itt,
-    /// How it goes.
+    /// Status-Class and Status-Detail.
     pub status: LoginStatus,
 }
 
@@ -597,7 +597,7 @@ impl LogoutResponse {
     }
 }
 
-/// What an asynchronous message tells (RFC 7143 11.9.1).
+/// AsyncEvent (RFC 7143 11.9.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum AsyncEvent {
@@ -618,7 +618,7 @@ pub enum AsyncEvent {
 /// An asynchronous message. Its data segment is as that of a SCSI response.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AsyncMessage {
-    /// What it tells.
+    /// The event.
     pub event: AsyncEvent,
     /// Logical unit, for the events of one.
     pub lun: WireLun,
@@ -662,7 +662,7 @@ impl AsyncMessage {
     }
 }
 
-/// Why a PDU was rejected (RFC 7143 11.17.1).
+/// Reason of a reject (RFC 7143 11.17.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum RejectReason {
@@ -691,7 +691,7 @@ pub enum RejectReason {
 /// A reject. Its data segment is the header of the rejected PDU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Reject {
-    /// Why.
+    /// The reason.
     pub reason: RejectReason,
 }
 

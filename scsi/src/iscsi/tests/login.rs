@@ -683,7 +683,8 @@ fn keys_of_rdma_mean_nothing_on_tcp() {
     assert_eq!(joined.connection.max_recv_segment, 65536);
 }
 
-/// The administrator says which algorithms are good enough, and the initiator which of these comes first.
+/// The administrator says which algorithms are good enough, and the initiator which of these comes
+/// first.
 #[test]
 fn only_the_algorithms_that_are_taken_are_chosen() {
     let strong = vec![Algorithm::Sha3_256, Algorithm::Sha256];

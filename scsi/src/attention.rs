@@ -6,6 +6,7 @@
 //! bytes.
 
 use crate::data::mode::provisioning;
+use crate::nexus::NexusId;
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 
 /// A unit attention condition, in the order of reporting.
@@ -81,19 +82,19 @@ impl Attention {
     }
 }
 
-/// Which nexuses a condition is established for.
+/// The nexuses that a condition is established for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AttentionScope {
     /// Every nexus.
     All,
     /// Every nexus but the one that caused it.
-    AllBut(crate::nexus::NexusId),
+    AllBut(NexusId),
     /// One nexus.
-    One(crate::nexus::NexusId),
+    One(NexusId),
 }
 
 impl AttentionScope {
-    pub(crate) fn covers(self, nexus: crate::nexus::NexusId) -> bool {
+    pub(crate) fn covers(self, nexus: NexusId) -> bool {
         match self {
             Self::All => true,
             Self::AllBut(cause) => cause != nexus,

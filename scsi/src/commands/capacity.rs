@@ -5,7 +5,6 @@ use crate::cdb::Cdb;
 use crate::data::capacity::{capacity_10, capacity_16};
 use crate::data::cdb::read_capacity_16::ALLOCATION_LENGTH;
 
-/// READ CAPACITY (10).
 pub(crate) fn plan_read_capacity_10<M>(planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<M> {
     use capacity_10::{BLOCK_LENGTH, LAST_LBA, LEN};
     let mut data = vec![0; LEN];
@@ -15,7 +14,6 @@ pub(crate) fn plan_read_capacity_10<M>(planner: &Planner<'_>, _cdb: &Cdb) -> Pla
     Ok(Plan::data(data, u32::MAX))
 }
 
-/// READ CAPACITY (16).
 pub(crate) fn plan_read_capacity_16<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     use capacity_16::{BLOCK_LENGTH, LAST_LBA, LBPME, LBPRZ, LEN, PHYSICAL_EXPONENT};
     let config = planner.lu.config();

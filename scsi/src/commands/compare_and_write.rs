@@ -24,7 +24,6 @@ pub(crate) struct CompareAndWrite {
     write: Write,
 }
 
-/// COMPARE AND WRITE.
 pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
     planner: &Planner<'_>,
     cdb: &Cdb,

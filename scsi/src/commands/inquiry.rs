@@ -23,7 +23,6 @@ const SBC_3: u16 = 0x04c0;
 const SRP: u16 = 0x0940;
 const ISCSI: u16 = 0x0960;
 
-/// INQUIRY.
 pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let page = cdb.get(PAGE_CODE);
     let allocation_length = u32::from(cdb.get(ALLOCATION_LENGTH));

@@ -22,7 +22,6 @@ pub(crate) struct GetLbaStatus {
     room: u32,
 }
 
-/// GET LBA STATUS.
 pub(crate) fn plan_get_lba_status<M: From<GetLbaStatus>>(
     planner: &Planner<'_>,
     cdb: &Cdb,

@@ -34,7 +34,6 @@ enum Header {
     Ten,
 }
 
-/// MODE SELECT (6).
 pub(crate) fn plan_mode_select_6<M: From<ModeSelect>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
@@ -42,7 +41,6 @@ pub(crate) fn plan_mode_select_6<M: From<ModeSelect>>(
     plan(planner, cdb, u32::from(cdb.byte(4)), Header::Six)
 }
 
-/// MODE SELECT (10).
 pub(crate) fn plan_mode_select_10<M: From<ModeSelect>>(
     planner: &Planner<'_>,
     cdb: &Cdb,

@@ -42,7 +42,6 @@ fn is_protected(planner: &Planner<'_>) -> bool {
     planner.read_only || planner.lu.write_protection().is_some()
 }
 
-/// MODE SENSE (6).
 pub(crate) fn plan_mode_sense_6<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     use header_6::{BLOCK_DESCRIPTOR_LENGTH, DATA_LENGTH, DPOFUA, LEN, WP};
     let pages = pages(planner.lu, cdb)?;
@@ -61,7 +60,6 @@ pub(crate) fn plan_mode_sense_6<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResu
     Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH).into()))
 }
 
-/// MODE SENSE (10).
 pub(crate) fn plan_mode_sense_10<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     use header_10::{BLOCK_DESCRIPTOR_LENGTH, DATA_LENGTH, DPOFUA, LEN, LONGLBA, WP};
     let pages = pages(planner.lu, cdb)?;

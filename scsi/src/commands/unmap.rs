@@ -22,7 +22,6 @@ pub(crate) struct Unmap {
     unstable: bool,
 }
 
-/// UNMAP.
 pub(crate) fn plan_unmap<M: From<Unmap>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let len = u32::from(cdb.get(PARAMETER_LIST_LENGTH));
     if len == 0 {

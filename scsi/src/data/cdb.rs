@@ -58,7 +58,6 @@ pub(crate) mod mode_sense_10 {
 
     /// LLBAA: long block descriptors are accepted.
     pub(crate) const LLBAA: Field<bool> = bit(1, 4);
-    /// ALLOCATION LENGTH.
     pub(crate) const ALLOCATION_LENGTH: Field<u16> = be16(7);
 }
 
@@ -84,7 +83,6 @@ pub mod write_same_16 {
 pub(crate) mod persistent_reserve {
     use super::{Field, be16, be32, bits};
 
-    /// SERVICE ACTION.
     pub(crate) const SERVICE_ACTION: Field<u8> = bits(1, 4, 0);
     /// SCOPE, of OUT.
     pub(crate) const SCOPE: Field<u8> = bits(2, 7, 4);

@@ -55,7 +55,6 @@ pub(crate) mod header_10 {
     pub(crate) const DPOFUA: Field<bool> = bit(3, 4);
     /// LONGLBA: the block descriptor is a long one.
     pub(crate) const LONGLBA: Field<bool> = bit(4, 0);
-    /// BLOCK DESCRIPTOR LENGTH.
     pub(crate) const BLOCK_DESCRIPTOR_LENGTH: Field<u16> = be16(6);
 }
 
@@ -101,7 +100,6 @@ pub(crate) mod control {
     pub(crate) const D_SENSE: Field<bool> = bit(2, 2);
     /// GLTSD: no log parameters are saved by themselves.
     pub(crate) const GLTSD: Field<bool> = bit(2, 1);
-    /// QUEUE ALGORITHM MODIFIER.
     pub(crate) const QUEUE_ALGORITHM_MODIFIER: Field<u8> = bits(3, 7, 4);
     /// SWP: the medium is write protected.
     pub(crate) const SWP: Field<bool> = bit(4, 3);
@@ -128,19 +126,15 @@ pub(crate) mod provisioning {
     /// Bytes of the page with one descriptor.
     pub(crate) const LEN: usize = 24;
 
-    /// SUBPAGE CODE.
     pub(crate) const SUBPAGE_CODE: Field<u8> = byte(1);
     /// PAGE LENGTH: bytes after this field.
     pub(crate) const PAGE_LENGTH: Field<u16> = be16(2);
     /// Offset of the threshold descriptor, by which sense data name the threshold (SBC-3 4.7.3.8).
     pub(crate) const DESCRIPTOR: usize = 16;
-    /// ENABLED.
     pub(crate) const ENABLED: Field<bool> = bit(16, 7);
-    /// THRESHOLD ARMING.
     pub(crate) const THRESHOLD_ARMING: Field<u8> = bits(16, 2, 0);
     /// Armed where the value increases.
     pub(crate) const INCREASING: u8 = 0b001;
-    /// THRESHOLD RESOURCE.
     pub(crate) const THRESHOLD_RESOURCE: Field<u8> = byte(17);
     /// Used LBA mapping resources.
     pub(crate) const USED: u8 = 0x02;

@@ -8,7 +8,6 @@ pub(crate) mod list {
 
     pub(crate) const LEN: usize = 8;
 
-    /// PRGENERATION.
     pub(crate) const PRGENERATION: Field<u32> = be32(0);
     /// ADDITIONAL LENGTH: bytes after this field.
     pub(crate) const ADDITIONAL_LENGTH: Field<u32> = be32(4);
@@ -20,9 +19,7 @@ pub(crate) mod reservation {
 
     pub(crate) const LEN: usize = 16;
 
-    /// RESERVATION KEY.
     pub(crate) const RESERVATION_KEY: Field<u64> = be64(0);
-    /// TYPE.
     pub(crate) const TYPE: Field<u8> = bits(13, 3, 0);
 }
 
@@ -51,7 +48,6 @@ pub(crate) mod full_status {
     /// Bytes before the TransportID.
     pub(crate) const LEN: usize = 24;
 
-    /// RESERVATION KEY.
     pub(crate) const RESERVATION_KEY: Field<u64> = be64(0);
     /// R_HOLDER: holds the reservation.
     pub(crate) const R_HOLDER: Field<bool> = bit(12, 0);
@@ -69,7 +65,6 @@ pub(crate) mod out {
 
     pub(crate) const LEN: usize = 24;
 
-    /// RESERVATION KEY.
     pub(crate) const RESERVATION_KEY: Field<u64> = be64(0);
     /// SERVICE ACTION RESERVATION KEY.
     pub(crate) const SERVICE_ACTION_KEY: Field<u64> = be64(8);
@@ -88,11 +83,9 @@ pub(crate) mod transport_id {
     /// Bytes of a TransportID of fixed length.
     pub(crate) const LEN: usize = 24;
 
-    /// FORMAT CODE.
     pub(crate) const FORMAT_CODE: Field<u8> = bits(0, 7, 6);
     /// FORMAT CODE of an iSCSI port: its name and the session identifier.
     pub(crate) const PORT: u8 = 0b01;
-    /// PROTOCOL IDENTIFIER.
     pub(crate) const PROTOCOL_IDENTIFIER: Field<u8> = bits(0, 3, 0);
     /// First byte of an SRP port's identifier.
     pub(crate) const SRP_PORT_AT: usize = 8;

@@ -157,7 +157,7 @@ impl Command {
         let machine = self
             .machine
             .as_mut()
-            .expect("an answered command has no more steps");
+            .expect("an answered command has no further steps");
         match machine.advance(&mut context, result) {
             // The capacity may have shrunk since the command was planned.
             Ok(Next::Block(op)) if op.end().is_some_and(|end| end > lu.capacity_bytes()) => {

@@ -2,7 +2,7 @@
 
 use riser_state::State;
 
-use super::list::Link;
+use super::list::{Link, Linked};
 use super::{Footprint, TaskTag};
 use crate::nexus::NexusId;
 use crate::step::TaskAttribute;
@@ -71,6 +71,12 @@ pub(super) struct Task {
     /// Older commands in the way, which change the same blocks.
     pub(super) blockers: u32,
     pub(super) links: [Link; 4],
+}
+
+impl Linked for Task {
+    fn link_mut(&mut self, link: usize) -> &mut Link {
+        &mut self.links[link]
+    }
 }
 
 impl Task {

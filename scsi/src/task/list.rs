@@ -1,8 +1,6 @@
 //! Lists of tasks, linked through the tasks themselves: no list allocates, and taking a task out of
 //! the middle takes constant time.
 
-use super::entry::Task;
-
 /// No task.
 pub(super) const NIL: u32 = u32::MAX;
 
@@ -32,6 +30,12 @@ impl Link {
     }
 }
 
+/// What can be in lists.
+pub(super) trait Linked {
+    /// Its neighbours in the lists of a number.
+    fn link_mut(&mut self, link: usize) -> &mut Link;
+}
+
 /// The ends of a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct List {
@@ -58,7 +62,7 @@ impl List {
     }
 
     /// Appends a task, by its link of this number.
-    pub(super) fn push(&mut self, tasks: &mut [Option<Task>], link: usize, slot: u32) {
+    pub(super) fn push<T: Linked>(&mut self, tasks: &mut [Option<T>], link: usize, slot: u32) {
         *link_of(tasks, link, slot) = Link {
             prev: self.tail,
             next: NIL,
@@ -72,7 +76,7 @@ impl List {
     }
 
     /// Takes a task out that is in this list.
-    pub(super) fn remove(&mut self, tasks: &mut [Option<Task>], link: usize, slot: u32) {
+    pub(super) fn remove<T: Linked>(&mut self, tasks: &mut [Option<T>], link: usize, slot: u32) {
         let Link { prev, next } = std::mem::take(link_of(tasks, link, slot));
         if prev == NIL {
             self.head = next;
@@ -87,7 +91,8 @@ impl List {
     }
 }
 
-fn link_of(tasks: &mut [Option<Task>], link: usize, slot: u32) -> &mut Link {
+fn link_of<T: Linked>(tasks: &mut [Option<T>], link: usize, slot: u32) -> &mut Link {
     let task = tasks[slot as usize].as_mut();
-    &mut task.expect("lists name tasks that are in the set").links[link]
+    task.expect("lists name tasks that are in the set")
+        .link_mut(link)
 }

@@ -4,15 +4,16 @@ use arrayvec::ArrayVec;
 use nom::bytes::complete::take;
 use nom::number::complete::{be_u8, be_u16};
 use nom::{IResult, Parser};
-use num_enum::{FromPrimitive, IntoPrimitive, TryFromPrimitive};
+use num_enum::{IntoPrimitive, TryFromPrimitive};
 use zerocopy::big_endian::U32;
 
 use super::super::frame::Frame;
-use super::super::raw::{
-    RawInitiatorCommon, RawLoginRequest, RawLogoutRequest, RawScsiCommand, RawTmfRequest,
+use super::super::raw::{RawInitiatorCommon, RawScsiCommand};
+use super::super::{BHS_LEN, CmdSn, Itt, StatSn, Ttt};
+use super::{
+    CONTINUE, FINAL, IMMEDIATE, LoginRequest, LogoutRequest, Opcode, PduError, TmfRequest, coded,
+    flag, immediate,
 };
-use super::super::{BHS_LEN, Cid, CmdSn, Isid, Itt, StatSn, Tsih, Ttt};
-use super::{CONTINUE, FINAL, IMMEDIATE, LoginFlags, Opcode, PduError, coded};
 use crate::srp::WireLun;
 
 /// Longest CDB that a command carries, in bytes (SPC-4 4.2.3).
@@ -164,97 +165,6 @@ impl ScsiCommand {
     }
 }
 
-/// Task management function (RFC 7143 11.5.1, RFC 7144 4.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, FromPrimitive, IntoPrimitive)]
-#[repr(u8)]
-pub enum TmfFunction {
-    /// ABORT TASK.
-    AbortTask = 1,
-    /// ABORT TASK SET.
-    AbortTaskSet = 2,
-    /// CLEAR ACA.
-    ClearAca = 3,
-    /// CLEAR TASK SET.
-    ClearTaskSet = 4,
-    /// LOGICAL UNIT RESET.
-    LogicalUnitReset = 5,
-    /// TARGET WARM RESET.
-    TargetWarmReset = 6,
-    /// TARGET COLD RESET.
-    TargetColdReset = 7,
-    /// Moves a task to another connection.
-    TaskReassign = 8,
-    /// QUERY TASK.
-    QueryTask = 9,
-    /// QUERY TASK SET.
-    QueryTaskSet = 10,
-    /// I_T NEXUS RESET.
-    NexusReset = 11,
-    /// QUERY ASYNCHRONOUS EVENT.
-    QueryAsyncEvent = 12,
-    /// Another code; it is answered as not supported.
-    #[num_enum(catch_all)]
-    Other(u8),
-}
-
-/// A task management function request.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct TmfRequest {
-    /// I bit.
-    pub immediate: bool,
-    /// The function.
-    pub function: TmfFunction,
-    /// Logical unit.
-    pub lun: WireLun,
-    /// Tag.
-    pub itt: Itt,
-    /// The task meant.
-    pub referenced: Itt,
-    /// Sequence number.
-    pub cmd_sn: CmdSn,
-    /// Acknowledges status.
-    pub exp_stat_sn: StatSn,
-    /// CmdSN of the task meant.
-    pub ref_cmd_sn: CmdSn,
-    /// Of a reassigned task: data already received.
-    pub exp_data_sn: u32,
-}
-
-impl TmfRequest {
-    fn parse(frame: &Frame<'_>) -> Self {
-        let raw = RawTmfRequest::of(frame.bhs);
-        Self {
-            immediate: raw.opcode & IMMEDIATE != 0,
-            function: (raw.flags & 0x7f).into(),
-            lun: raw.lun,
-            itt: Itt(raw.itt.get()),
-            referenced: Itt(raw.referenced_itt.get()),
-            cmd_sn: CmdSn(raw.cmd_sn.get()),
-            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
-            ref_cmd_sn: CmdSn(raw.ref_cmd_sn.get()),
-            exp_data_sn: raw.exp_data_sn.get(),
-        }
-    }
-
-    /// The basic header segment.
-    #[must_use]
-    pub fn header(&self) -> [u8; BHS_LEN] {
-        RawTmfRequest {
-            opcode: u8::from(Opcode::TmfRequest) | immediate(self.immediate),
-            flags: FINAL | u8::from(self.function) & 0x7f,
-            lun: self.lun,
-            itt: self.itt.0.into(),
-            referenced_itt: self.referenced.0.into(),
-            cmd_sn: self.cmd_sn.0.into(),
-            exp_stat_sn: self.exp_stat_sn.0.into(),
-            ref_cmd_sn: self.ref_cmd_sn.0.into(),
-            exp_data_sn: self.exp_data_sn.into(),
-            ..RawTmfRequest::default()
-        }
-        .bytes()
-    }
-}
-
 /// Data for the target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DataOut {
@@ -383,123 +293,6 @@ common!(NopOut, self, raw, FINAL, {});
 common!(TextRequest, self, raw,
     flag(self.is_final, FINAL) | flag(self.continues, CONTINUE),
     { is_final: raw.flags & FINAL != 0, continues: raw.flags & CONTINUE != 0 });
-
-/// A login request. Its text is the data segment.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct LoginRequest {
-    /// Stages.
-    pub flags: LoginFlags,
-    /// Highest version that the initiator has.
-    pub version_max: u8,
-    /// Lowest.
-    pub version_min: u8,
-    /// Session identifier.
-    pub isid: Isid,
-    /// The session to join; zero for a new one.
-    pub tsih: Tsih,
-    /// Tag, the same through the login.
-    pub itt: Itt,
-    /// The connection.
-    pub cid: Cid,
-    /// Sequence number that the session begins with.
-    pub cmd_sn: CmdSn,
-    /// Acknowledges status.
-    pub exp_stat_sn: StatSn,
-}
-
-impl LoginRequest {
-    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
-        let raw = RawLoginRequest::of(frame.bhs);
-        Ok(Self {
-            flags: LoginFlags::parse(raw.flags)?,
-            version_max: raw.byte2,
-            version_min: raw.byte3,
-            isid: Isid(raw.isid),
-            tsih: Tsih(raw.tsih.get()),
-            itt: Itt(raw.itt.get()),
-            cid: Cid(raw.cid.get()),
-            cmd_sn: CmdSn(raw.cmd_sn.get()),
-            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
-        })
-    }
-
-    /// The basic header segment.
-    #[must_use]
-    pub fn header(&self) -> [u8; BHS_LEN] {
-        RawLoginRequest {
-            opcode: u8::from(Opcode::LoginRequest) | IMMEDIATE,
-            flags: self.flags.byte(),
-            byte2: self.version_max,
-            byte3: self.version_min,
-            isid: self.isid.0,
-            tsih: self.tsih.0.into(),
-            itt: self.itt.0.into(),
-            cid: self.cid.0.into(),
-            cmd_sn: self.cmd_sn.0.into(),
-            exp_stat_sn: self.exp_stat_sn.0.into(),
-            ..RawLoginRequest::default()
-        }
-        .bytes()
-    }
-}
-
-/// Reason of a logout (RFC 7143 11.14.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
-#[repr(u8)]
-pub enum LogoutReason {
-    /// All connections, and the session.
-    CloseSession = 0,
-    /// One connection.
-    CloseConnection = 1,
-    /// The connection's tasks may move to another.
-    RemoveConnection = 2,
-}
-
-/// A logout request.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct LogoutRequest {
-    /// I bit.
-    pub immediate: bool,
-    /// The reason, which says what ends.
-    pub reason: LogoutReason,
-    /// Tag.
-    pub itt: Itt,
-    /// Which connection, if it is one.
-    pub cid: Cid,
-    /// Sequence number.
-    pub cmd_sn: CmdSn,
-    /// Acknowledges status.
-    pub exp_stat_sn: StatSn,
-}
-
-impl LogoutRequest {
-    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
-        let raw = RawLogoutRequest::of(frame.bhs);
-        Ok(Self {
-            immediate: raw.opcode & IMMEDIATE != 0,
-            reason: coded("logout reason", raw.flags & 0x7f)?,
-            itt: Itt(raw.itt.get()),
-            cid: Cid(raw.cid.get()),
-            cmd_sn: CmdSn(raw.cmd_sn.get()),
-            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
-        })
-    }
-
-    /// The basic header segment.
-    #[must_use]
-    pub fn header(&self) -> [u8; BHS_LEN] {
-        RawLogoutRequest {
-            opcode: u8::from(Opcode::LogoutRequest) | immediate(self.immediate),
-            flags: FINAL | u8::from(self.reason),
-            itt: self.itt.0.into(),
-            cid: self.cid.0.into(),
-            cmd_sn: self.cmd_sn.0.into(),
-            exp_stat_sn: self.exp_stat_sn.0.into(),
-            ..RawLogoutRequest::default()
-        }
-        .bytes()
-    }
-}
 
 /// Type of a SNACK (RFC 7143 11.16.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
@@ -633,12 +426,4 @@ impl FromInitiator {
             _ => Vec::new(),
         }
     }
-}
-
-fn immediate(is: bool) -> u8 {
-    flag(is, IMMEDIATE)
-}
-
-fn flag(is: bool, bit: u8) -> u8 {
-    if is { bit } else { 0 }
 }

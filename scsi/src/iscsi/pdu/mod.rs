@@ -5,21 +5,26 @@
 //! are the business of [`frame`](super::frame).
 
 mod initiator;
+mod login;
+mod logout;
 mod target;
+mod task_management;
 
 pub use initiator::{
-    DataOut, FromInitiator, LoginRequest, LogoutReason, LogoutRequest, MAX_CDB, NopOut,
-    ScsiCommand, Snack, SnackKind, TaskAttr, TextRequest, TmfFunction, TmfRequest,
+    DataOut, FromInitiator, MAX_CDB, NopOut, ScsiCommand, Snack, SnackKind, TaskAttr, TextRequest,
 };
+pub use login::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
+pub use logout::{LogoutReason, LogoutRequest, LogoutResponse, LogoutStatus};
 pub use target::{
-    AsyncEvent, AsyncMessage, DataIn, DataInStatus, FromTarget, LoginResponse, LoginStatus,
-    LogoutResponse, LogoutStatus, NopIn, R2t, Reject, RejectReason, ScsiResponse, TextResponse,
-    TmfResponse, TmfStatus,
+    AsyncEvent, AsyncMessage, DataIn, DataInStatus, FromTarget, NopIn, R2t, Reject, RejectReason,
+    ScsiResponse, TextResponse,
 };
+pub use task_management::{TmfFunction, TmfRequest, TmfResponse, TmfStatus};
 
 use num_enum::{IntoPrimitive, TryFromPrimitive};
 
-use super::BHS_LEN;
+use super::raw::RawTargetCommon;
+use super::{BHS_LEN, Numbers};
 
 /// The I bit: deliver at once, do not count.
 pub(super) const IMMEDIATE: u8 = 0x40;
@@ -121,60 +126,23 @@ impl Opcode {
     }
 }
 
-/// Stage of a login (RFC 7143 11.12.3).
-#[derive(
-    Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, TryFromPrimitive, IntoPrimitive,
-)]
-#[repr(u8)]
-pub enum Stage {
-    /// SecurityNegotiation.
-    Security = 0,
-    /// LoginOperationalNegotiation.
-    Operational = 1,
-    /// FullFeaturePhase.
-    FullFeature = 3,
+/// The I bit, where it is set.
+fn immediate(is: bool) -> u8 {
+    flag(is, IMMEDIATE)
 }
 
-/// T, C, CSG and NSG of a login PDU.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct LoginFlags {
-    /// The current stage.
-    pub current: Stage,
-    /// T with NSG: the stage that the sender wants to go to, or agrees to.
-    pub transit: Option<Stage>,
-    /// C: the text goes on in the next PDU.
-    pub continues: bool,
+/// A bit, where it is set.
+fn flag(is: bool, bit: u8) -> u8 {
+    if is { bit } else { 0 }
 }
 
-impl LoginFlags {
-    fn parse(byte: u8) -> Result<Self, PduError> {
-        let current = coded("CSG", byte >> 2 & 3)?;
-        let transit: Option<Stage> = match byte & FINAL {
-            0 => None,
-            _ => Some(coded("NSG", byte & 3)?),
-        };
-        let continues = byte & CONTINUE != 0;
-        if current == Stage::FullFeature || transit.is_some_and(|next| next <= current) {
-            return Err(PduError::Field {
-                field: "CSG and NSG",
-                value: u32::from(byte),
-            });
-        }
-        if continues && transit.is_some() {
-            return Err(PduError::Field {
-                field: "T and C",
-                value: u32::from(byte),
-            });
-        }
-        Ok(Self {
-            current,
-            transit,
-            continues,
-        })
-    }
-
-    fn byte(self) -> u8 {
-        let transit = self.transit.map_or(0, |next| FINAL | u8::from(next));
-        transit | if self.continues { CONTINUE } else { 0 } | u8::from(self.current) << 2
+/// A header of a target with the numbers of the moment.
+fn with_numbers(opcode: Opcode, numbers: Numbers) -> RawTargetCommon {
+    RawTargetCommon {
+        opcode: opcode.into(),
+        stat_sn: numbers.stat_sn.0.into(),
+        exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
+        max_cmd_sn: numbers.max_cmd_sn.0.into(),
+        ..RawTargetCommon::default()
     }
 }

@@ -4,9 +4,12 @@
 use num_enum::{IntoPrimitive, TryFromPrimitive};
 
 use super::super::frame::Frame;
-use super::super::raw::{RawAsyncMessage, RawLoginResponse, RawScsiResponse, RawTargetCommon};
-use super::super::{BHS_LEN, CmdSn, Isid, Itt, NO_TAG, Numbers, StatSn, Tsih, Ttt};
-use super::{CONTINUE, FINAL, LoginFlags, Opcode, PduError, coded};
+use super::super::raw::{RawAsyncMessage, RawScsiResponse, RawTargetCommon};
+use super::super::{BHS_LEN, CmdSn, Itt, NO_TAG, Numbers, StatSn, Ttt};
+use super::{
+    CONTINUE, FINAL, LoginResponse, LogoutResponse, Opcode, PduError, TmfResponse, coded,
+    with_numbers,
+};
 use crate::srp::WireLun;
 use crate::step::Residual;
 
@@ -40,16 +43,6 @@ fn numbers_of(raw: &RawTargetCommon) -> Numbers {
         stat_sn: StatSn(raw.stat_sn.get()),
         exp_cmd_sn: CmdSn(raw.exp_cmd_sn.get()),
         max_cmd_sn: CmdSn(raw.max_cmd_sn.get()),
-    }
-}
-
-fn with_numbers(opcode: Opcode, numbers: Numbers) -> RawTargetCommon {
-    RawTargetCommon {
-        opcode: opcode.into(),
-        stat_sn: numbers.stat_sn.0.into(),
-        exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
-        max_cmd_sn: numbers.max_cmd_sn.0.into(),
-        ..RawTargetCommon::default()
     }
 }
 
@@ -140,60 +133,6 @@ impl ScsiResponse {
             )?,
             exp_data_sn: raw.exp_data_sn.get(),
             snack_tag: raw.snack_tag.get(),
-        })
-    }
-}
-
-/// Answer to a task management function (RFC 7143 11.6.1, RFC 7144 4.2).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
-#[repr(u8)]
-pub enum TmfStatus {
-    /// Function complete.
-    Complete = 0,
-    /// Task does not exist.
-    TaskDoesNotExist = 1,
-    /// LUN does not exist.
-    LunDoesNotExist = 2,
-    /// Task still allegiant.
-    TaskStillAllegiant = 3,
-    /// Task allegiance reassignment not supported.
-    ReassignmentNotSupported = 4,
-    /// Task management function not supported.
-    NotSupported = 5,
-    /// Function authorization failed.
-    AuthorizationFailed = 6,
-    /// Function succeeded.
-    Succeeded = 7,
-    /// Function rejected.
-    Rejected = 255,
-}
-
-/// A task management function response.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct TmfResponse {
-    /// The request.
-    pub itt: Itt,
-    /// The answer.
-    pub status: TmfStatus,
-}
-
-impl TmfResponse {
-    /// The basic header segment.
-    #[must_use]
-    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
-        RawTargetCommon {
-            flags: FINAL,
-            byte2: self.status.into(),
-            itt: self.itt.0.into(),
-            ..with_numbers(Opcode::TmfResponse, numbers)
-        }
-        .bytes()
-    }
-
-    fn parse(raw: &RawTargetCommon) -> Result<Self, PduError> {
-        Ok(Self {
-            itt: Itt(raw.itt.get()),
-            status: coded("task management response", raw.byte2)?,
         })
     }
 }
@@ -367,233 +306,6 @@ impl TextResponse {
             ..with_numbers(Opcode::TextResponse, numbers)
         }
         .bytes()
-    }
-}
-
-/// Status of a login (RFC 7143 11.13.5): class and detail.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct LoginStatus {
-    /// 0 success, 1 redirection, 2 the initiator's error, 3 the target's.
-    pub class: u8,
-    /// Status-Detail.
-    pub detail: u8,
-}
-
-impl LoginStatus {
-    /// Goes on.
-    pub const SUCCESS: Self = Self::new(0, 0);
-    /// The target has moved for now; TargetAddress says where.
-    pub const MOVED_TEMPORARILY: Self = Self::new(1, 1);
-    /// The target has moved for good.
-    pub const MOVED_PERMANENTLY: Self = Self::new(1, 2);
-    /// Something else is wrong with the initiator.
-    pub const INITIATOR_ERROR: Self = Self::new(2, 0);
-    /// It did not prove who it is.
-    pub const AUTHENTICATION_FAILURE: Self = Self::new(2, 1);
-    /// It may not use the target.
-    pub const AUTHORIZATION_FAILURE: Self = Self::new(2, 2);
-    /// There is no such target.
-    pub const NOT_FOUND: Self = Self::new(2, 3);
-    /// The target was removed.
-    pub const TARGET_REMOVED: Self = Self::new(2, 4);
-    /// No common version.
-    pub const UNSUPPORTED_VERSION: Self = Self::new(2, 5);
-    /// The session has as many connections as it may.
-    pub const TOO_MANY_CONNECTIONS: Self = Self::new(2, 6);
-    /// A key is missing.
-    pub const MISSING_PARAMETER: Self = Self::new(2, 7);
-    /// The connection cannot join the session.
-    pub const CANNOT_INCLUDE: Self = Self::new(2, 8);
-    /// That type of session is not supported.
-    pub const SESSION_TYPE: Self = Self::new(2, 9);
-    /// There is no such session.
-    pub const NO_SUCH_SESSION: Self = Self::new(2, 10);
-    /// Not a login request.
-    pub const INVALID_DURING_LOGIN: Self = Self::new(2, 11);
-    /// Our own fault.
-    pub const TARGET_ERROR: Self = Self::new(3, 0);
-    /// The target does not work now.
-    pub const SERVICE_UNAVAILABLE: Self = Self::new(3, 1);
-    /// Not enough of something.
-    pub const OUT_OF_RESOURCES: Self = Self::new(3, 2);
-
-    const fn new(class: u8, detail: u8) -> Self {
-        Self { class, detail }
-    }
-
-    /// Its name, for counters.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::SUCCESS => "success",
-            Self::MOVED_TEMPORARILY => "moved_temporarily",
-            Self::MOVED_PERMANENTLY => "moved_permanently",
-            Self::INITIATOR_ERROR => "initiator_error",
-            Self::AUTHENTICATION_FAILURE => "authentication_failure",
-            Self::AUTHORIZATION_FAILURE => "authorization_failure",
-            Self::NOT_FOUND => "not_found",
-            Self::TARGET_REMOVED => "target_removed",
-            Self::UNSUPPORTED_VERSION => "unsupported_version",
-            Self::TOO_MANY_CONNECTIONS => "too_many_connections",
-            Self::MISSING_PARAMETER => "missing_parameter",
-            Self::CANNOT_INCLUDE => "cannot_include",
-            Self::SESSION_TYPE => "session_type",
-            Self::NO_SUCH_SESSION => "no_such_session",
-            Self::INVALID_DURING_LOGIN => "invalid_during_login",
-            Self::TARGET_ERROR => "target_error",
-            Self::SERVICE_UNAVAILABLE => "service_unavailable",
-            Self::OUT_OF_RESOURCES => "out_of_resources",
-            _ => "other",
-        }
-    }
-
-    /// The meaning, for people.
-    #[must_use]
-    pub fn meaning(self) -> &'static str {
-        match self {
-            Self::SUCCESS => "success",
-            Self::MOVED_TEMPORARILY | Self::MOVED_PERMANENTLY => "the target has moved",
-            Self::AUTHENTICATION_FAILURE => "authentication failed",
-            Self::AUTHORIZATION_FAILURE => "this initiator may not use the target",
-            Self::NOT_FOUND => "there is no such target",
-            Self::TARGET_REMOVED => "the target was removed",
-            Self::UNSUPPORTED_VERSION => "no common version",
-            Self::TOO_MANY_CONNECTIONS => "too many connections",
-            Self::MISSING_PARAMETER => "a key is missing",
-            Self::CANNOT_INCLUDE => "the connection cannot join the session",
-            Self::SESSION_TYPE => "the type of session is not supported",
-            Self::NO_SUCH_SESSION => "there is no such session",
-            Self::INVALID_DURING_LOGIN => "not a login request",
-            Self::SERVICE_UNAVAILABLE => "the target does not work now",
-            Self::OUT_OF_RESOURCES => "the target lacks resources",
-            Self { class: 2, .. } => "the initiator is at fault",
-            _ => "the target is at fault",
-        }
-    }
-}
-
-impl std::fmt::Display for LoginStatus {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:02x}{:02x}h", self.class, self.detail)
-    }
-}
-
-/// A login response. Its text is the data segment.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct LoginResponse {
-    /// Stages.
-    pub flags: LoginFlags,
-    /// Highest version that the target has.
-    pub version_max: u8,
-    /// The version in use.
-    pub version_active: u8,
-    /// As in the request.
-    pub isid: Isid,
-    /// The session, in the last response.
-    pub tsih: Tsih,
-    /// As in the request.
-    pub itt: Itt,
-    /// Status-Class and Status-Detail.
-    pub status: LoginStatus,
-}
-
-impl LoginResponse {
-    /// The basic header segment.
-    #[must_use]
-    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
-        RawLoginResponse {
-            opcode: Opcode::LoginResponse.into(),
-            flags: self.flags.byte(),
-            byte2: self.version_max,
-            byte3: self.version_active,
-            isid: self.isid.0,
-            tsih: self.tsih.0.into(),
-            itt: self.itt.0.into(),
-            stat_sn: numbers.stat_sn.0.into(),
-            exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
-            max_cmd_sn: numbers.max_cmd_sn.0.into(),
-            status_class: self.status.class,
-            status_detail: self.status.detail,
-            ..RawLoginResponse::default()
-        }
-        .bytes()
-    }
-
-    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
-        let raw = RawLoginResponse::of(frame.bhs);
-        let status = LoginStatus {
-            class: raw.status_class,
-            detail: raw.status_detail,
-        };
-        // The stages of a refusal mean nothing.
-        let flags = match LoginFlags::parse(raw.flags) {
-            Err(_) if status.class != 0 => LoginFlags {
-                current: super::Stage::Security,
-                transit: None,
-                continues: false,
-            },
-            other => other?,
-        };
-        Ok(Self {
-            flags,
-            version_max: raw.byte2,
-            version_active: raw.byte3,
-            isid: Isid(raw.isid),
-            tsih: Tsih(raw.tsih.get()),
-            itt: Itt(raw.itt.get()),
-            status,
-        })
-    }
-}
-
-/// Answer to a logout (RFC 7143 11.15.1).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
-#[repr(u8)]
-pub enum LogoutStatus {
-    /// Connection or session closed successfully.
-    Closed = 0,
-    /// CID not found.
-    CidNotFound = 1,
-    /// Connection recovery is not supported.
-    RecoveryNotSupported = 2,
-    /// Cleanup failed for various reasons.
-    CleanupFailed = 3,
-}
-
-/// A logout response.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct LogoutResponse {
-    /// The request.
-    pub itt: Itt,
-    /// The answer.
-    pub status: LogoutStatus,
-    /// Seconds to wait before reconnecting.
-    pub time2wait: u16,
-    /// Seconds that tasks are kept after that.
-    pub time2retain: u16,
-}
-
-impl LogoutResponse {
-    /// The basic header segment.
-    #[must_use]
-    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
-        RawTargetCommon {
-            flags: FINAL,
-            byte2: self.status.into(),
-            itt: self.itt.0.into(),
-            word40: (u32::from(self.time2wait) << 16 | u32::from(self.time2retain)).into(),
-            ..with_numbers(Opcode::LogoutResponse, numbers)
-        }
-        .bytes()
-    }
-
-    fn parse(raw: &RawTargetCommon) -> Result<Self, PduError> {
-        Ok(Self {
-            itt: Itt(raw.itt.get()),
-            status: coded("logout response", raw.byte2)?,
-            time2wait: (raw.word40.get() >> 16) as u16,
-            time2retain: raw.word40.get() as u16,
-        })
     }
 }
 

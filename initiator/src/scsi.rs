@@ -318,7 +318,7 @@ impl Capacity {
     }
 }
 
-/// Block Limits page, B0h (SBC-3 clause 6.5.3). Zero means that no limit is reported, or that the
+/// Block Limits page, B0h (SBC-3 clause 6.6). Zero means that no limit is reported, or that the
 /// operation is not supported, as the standard says for each field.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockLimits {
@@ -350,7 +350,7 @@ impl BlockLimits {
     }
 }
 
-/// Logical Block Provisioning page, B2h (SBC-3 clause 6.5.4).
+/// Logical Block Provisioning page, B2h (SBC-3 clause 6.6.4).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Provisioning {
     /// LBPU: UNMAP is supported.
@@ -370,7 +370,7 @@ impl Provisioning {
     }
 }
 
-/// What identifies a logical unit (pages 80h and 83h, SPC-4 clauses 7.8.5 and 7.8.15).
+/// What identifies a logical unit (pages 80h and 83h, SPC-4 clause 7.8).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
     /// Unit serial number.
@@ -415,7 +415,7 @@ impl Identity {
     }
 }
 
-/// The answer to MODE SENSE (6) about caching (SBC-3 6.5.5) and the medium.
+/// The answer to MODE SENSE (6) about caching (SBC-3 6.5) and the medium.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachingPage {
     /// WCE: writes may be in a volatile cache when they are answered.

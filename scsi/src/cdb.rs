@@ -13,7 +13,7 @@ pub(crate) const CDB_MAX: usize = 16;
 /// The SERVICE ACTION field in byte 1.
 pub(crate) const ACTION_MASK: u8 = 0x1f;
 
-/// Length and CDB usage bitmap of a command (SPC-4 6.35.3).
+/// Length and CDB usage bitmap of a command (SPC-4 6.35).
 ///
 /// A bit of the bitmap is one if it is evaluated. A bit that is zero in the bitmap must be zero in
 /// the CDB: fields that are not supported (RDPROTECT, GROUP NUMBER, ANCHOR, NACA and the like) are

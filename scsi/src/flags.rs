@@ -21,7 +21,7 @@ bitflags! {
         const ATOMIC = 1 << 4;
         /// Runs although another nexus has the unit by RESERVE (SPC-2 5.5.1).
         const UNDER_RESERVE = 1 << 5;
-        /// Reads the medium or the mode parameters: conflicts with exclusive access (SPC-4 5.13.1).
+        /// Reads the medium or the mode parameters: conflicts with exclusive access (SPC-4 5.13).
         const READS = 1 << 6;
         /// Conflicts with any persistent reservation of others, as a write does.
         const CHANGES = 1 << 7;

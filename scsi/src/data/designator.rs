@@ -180,7 +180,7 @@ pub fn parse(body: &[u8]) -> Vec<Designator<'_>> {
         .unwrap_or_default()
 }
 
-/// A SCSI name string: UTF-8, ended and padded to four bytes by zeroes (SPC-4 7.8.6.11).
+/// A SCSI name string: UTF-8, ended and padded to four bytes by zeroes (SPC-4 7.8.6).
 pub(crate) fn scsi_name_string(name: &str) -> Vec<u8> {
     let mut bytes = name.as_bytes().to_vec();
     bytes.truncate(248);

@@ -134,10 +134,10 @@ impl<T: Value> Field<T> {
     #[inline]
     #[must_use]
     pub fn get(self, data: &[u8]) -> Option<T> {
-        let bytes = data.get(self.at..)?.get(..self.len)?;
-        let number = bytes
-            .iter()
-            .fold(0, |number, &byte| number << 8 | u64::from(byte));
+        let field = data.get(self.at..)?.get(..self.len)?;
+        let mut bytes = [0; 8];
+        bytes[8 - self.len..].copy_from_slice(field);
+        let number = u64::from_be_bytes(bytes);
         Some(T::from_number(number >> self.low & self.mask()))
     }
 

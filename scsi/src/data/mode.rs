@@ -13,18 +13,18 @@ pub const PAGE_LENGTH: Field<u8> = byte(1);
 /// Bytes of the header of a page without subpage code.
 pub const PAGE_HEADER_LEN: usize = 2;
 
-/// PAGE CODE: Read-Write Error Recovery (SBC-3 6.5.8).
+/// PAGE CODE: Read-Write Error Recovery (SBC-3 6.5).
 pub const READ_WRITE_ERROR_RECOVERY: u8 = 0x01;
-/// PAGE CODE: Caching (SBC-3 6.5.5).
+/// PAGE CODE: Caching (SBC-3 6.5).
 pub const CACHING: u8 = 0x08;
 /// PAGE CODE: Control (SPC-4 7.5.8).
 pub const CONTROL: u8 = 0x0a;
-/// PAGE CODE: Informational Exceptions Control (SBC-3 6.5.6).
+/// PAGE CODE: Informational Exceptions Control (SBC-3 6.5).
 pub const INFORMATIONAL_EXCEPTIONS: u8 = 0x1c;
 /// PAGE CODE in MODE SENSE: all pages.
 pub const ALL_PAGES: u8 = 0x3f;
 
-/// Mode parameter header of MODE SENSE (6) and MODE SELECT (6) (SPC-4 7.5.5).
+/// Mode parameter header of MODE SENSE (6) and MODE SELECT (6) (SPC-4 7.5).
 pub mod header_6 {
     use super::{Field, bit, byte};
 
@@ -41,7 +41,7 @@ pub mod header_6 {
     pub const BLOCK_DESCRIPTOR_LENGTH: Field<u8> = byte(3);
 }
 
-/// Mode parameter header of MODE SENSE (10) and MODE SELECT (10) (SPC-4 7.5.5).
+/// Mode parameter header of MODE SENSE (10) and MODE SELECT (10) (SPC-4 7.5).
 pub(crate) mod header_10 {
     use super::{Field, be16, bit};
 
@@ -58,7 +58,7 @@ pub(crate) mod header_10 {
     pub(crate) const BLOCK_DESCRIPTOR_LENGTH: Field<u16> = be16(6);
 }
 
-/// Short LBA mode parameter block descriptor (SBC-3 6.5.2.2).
+/// Short LBA mode parameter block descriptor (SBC-3 6.5).
 pub(crate) mod short_descriptor {
     use super::{Field, be24, be32};
 
@@ -70,7 +70,7 @@ pub(crate) mod short_descriptor {
     pub(crate) const BLOCK_LENGTH: Field<u32> = be24(5);
 }
 
-/// Long LBA mode parameter block descriptor (SBC-3 6.5.2.3).
+/// Long LBA mode parameter block descriptor (SBC-3 6.5).
 pub(crate) mod long_descriptor {
     use super::{Field, be32, be64};
 
@@ -82,7 +82,7 @@ pub(crate) mod long_descriptor {
     pub(crate) const BLOCK_LENGTH: Field<u32> = be32(12);
 }
 
-/// Caching mode page (SBC-3 6.5.5).
+/// Caching mode page (SBC-3 6.5).
 pub mod caching {
     use super::{Field, bit};
 
@@ -109,7 +109,7 @@ pub(crate) mod control {
     pub(crate) const BUSY_TIMEOUT_PERIOD: Field<u16> = be16(8);
 }
 
-/// Informational Exceptions Control mode page (SBC-3 6.5.6).
+/// Informational Exceptions Control mode page (SBC-3 6.5).
 pub(crate) mod exceptions {
     use super::{Field, bit};
 

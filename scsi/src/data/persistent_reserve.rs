@@ -13,7 +13,7 @@ pub(crate) mod list {
     pub(crate) const ADDITIONAL_LENGTH: Field<u32> = be32(4);
 }
 
-/// Reservation descriptor of READ RESERVATION (SPC-4 6.15.3).
+/// Reservation descriptor of READ RESERVATION (SPC-4 6.15).
 pub(crate) mod reservation {
     use super::{Field, be64, bits};
 
@@ -23,7 +23,7 @@ pub(crate) mod reservation {
     pub(crate) const TYPE: Field<u8> = bits(13, 3, 0);
 }
 
-/// REPORT CAPABILITIES (SPC-4 6.15.4).
+/// REPORT CAPABILITIES (SPC-4 6.15).
 pub(crate) mod capabilities {
     use super::{Field, be16, bit};
 
@@ -41,7 +41,7 @@ pub(crate) mod capabilities {
     pub(crate) const TYPE_MASK: Field<u16> = be16(4);
 }
 
-/// Full status descriptor of READ FULL STATUS (SPC-4 6.15.5).
+/// Full status descriptor of READ FULL STATUS (SPC-4 6.15).
 pub(crate) mod full_status {
     use super::{Field, be16, be32, be64, bit, bits};
 
@@ -59,7 +59,7 @@ pub(crate) mod full_status {
     pub(crate) const ADDITIONAL_LENGTH: Field<u32> = be32(20);
 }
 
-/// Parameter list of PERSISTENT RESERVE OUT, but for REGISTER AND MOVE (SPC-4 6.16.3).
+/// Parameter list of PERSISTENT RESERVE OUT, but for REGISTER AND MOVE (SPC-4 6.16).
 pub(crate) mod out {
     use super::{Field, be64, bit};
 

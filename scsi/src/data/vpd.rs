@@ -5,17 +5,17 @@ use super::field::{Field, be16, be32, be64, bit, bits, byte};
 /// Bytes before the body of a page.
 pub const HEADER_LEN: usize = 4;
 
-/// Supported VPD Pages (SPC-4 7.8.19).
+/// Supported VPD Pages (SPC-4 7.8).
 pub const SUPPORTED_PAGES: u8 = 0x00;
-/// Unit Serial Number (SPC-4 7.8.15).
+/// Unit Serial Number (SPC-4 7.8).
 pub const UNIT_SERIAL_NUMBER: u8 = 0x80;
 /// Device Identification (SPC-4 7.8.6).
 pub const DEVICE_IDENTIFICATION: u8 = 0x83;
-/// Extended INQUIRY Data (SPC-4 7.8.7).
+/// Extended INQUIRY Data (SPC-4 7.8).
 pub const EXTENDED_INQUIRY: u8 = 0x86;
-/// Block Limits (SBC-3 6.6.3).
+/// Block Limits (SBC-3 6.6).
 pub const BLOCK_LIMITS: u8 = 0xb0;
-/// Block Device Characteristics (SBC-3 6.6.2).
+/// Block Device Characteristics (SBC-3 6.6).
 pub const BLOCK_DEVICE_CHARACTERISTICS: u8 = 0xb1;
 /// Logical Block Provisioning (SBC-3 6.6.4).
 pub const LOGICAL_BLOCK_PROVISIONING: u8 = 0xb2;
@@ -87,7 +87,7 @@ pub fn cache_generation(body: &[u8]) -> Option<[u8; 16]> {
     body.strip_prefix(GENERATION_MARK)?.first_chunk().copied()
 }
 
-/// Extended INQUIRY Data page (SPC-4 7.8.7).
+/// Extended INQUIRY Data page (SPC-4 7.8).
 pub mod extended_inquiry {
     use super::{Field, be16, bit, bits, byte};
 
@@ -145,7 +145,7 @@ pub mod extended_inquiry {
     pub const MAXIMUM_SENSE_LENGTH: Field<u8> = byte(13);
 }
 
-/// Block Limits page (SBC-3 6.6.3). Zero means that no limit is reported, or that the operation is
+/// Block Limits page (SBC-3 6.6). Zero means that no limit is reported, or that the operation is
 /// not supported, as the standard says for each field.
 pub mod block_limits {
     use super::{Field, be16, be32, be64, bit, byte};
@@ -184,7 +184,7 @@ pub mod block_limits {
     pub const ATOMIC_TRANSFER_LENGTH_GRANULARITY: Field<u32> = be32(52);
 }
 
-/// Block Device Characteristics page (SBC-3 6.6.2).
+/// Block Device Characteristics page (SBC-3 6.6).
 pub mod characteristics {
     use super::{Field, be16, bit, bits, byte};
 

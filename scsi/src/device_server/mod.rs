@@ -111,7 +111,7 @@ fn plan(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
 /// Plans a command that no unit attention stands before.
 ///
 /// The order of the checks is what initiators see where several apply: a reservation conflict says
-/// nothing of the CDB (SPC-4 5.13.1); a CDB that is not legal is never a matter of the medium's
+/// nothing of the CDB (SPC-4 5.13); a CDB that is not legal is never a matter of the medium's
 /// state; and the state comes before the range of blocks, which belongs to the plan.
 fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
     let row = request.opcode;

@@ -210,7 +210,7 @@ impl Opcode {
         std::ptr::eq(self, row)
     }
 
-    /// CDB usage bitmap, as long as the CDB (SPC-4 6.35.3). A bit is one if it is evaluated; one
+    /// CDB usage bitmap, as long as the CDB (SPC-4 6.35). A bit is one if it is evaluated; one
     /// that is zero must be zero in the CDB.
     #[must_use]
     pub fn usage(&self) -> &[u8] {

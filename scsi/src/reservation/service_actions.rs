@@ -1,4 +1,4 @@
-//! The service actions of PERSISTENT RESERVE OUT (SPC-4 5.13.6 to 5.13.11, 6.16.2).
+//! The service actions of PERSISTENT RESERVE OUT (SPC-4 5.13, 6.16.2).
 
 use super::{
     Action, Held, Keys, MAX_REGISTRANTS, Notices, Ports, Registrant, ReservationChange,
@@ -34,7 +34,7 @@ impl Reservations {
 
     /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
     fn register(&mut self, nexus: &Nexus, keys: Keys, ignore: bool) -> Outcome {
-        // The key of a nexus that is not registered is zero (SPC-4 5.13.7).
+        // The key of a nexus that is not registered is zero (SPC-4 5.13).
         let at = self.registrant(nexus);
         let known = at.map_or(0, |at| self.registrants[at].key);
         if !ignore && known != keys.own {

@@ -45,6 +45,9 @@ use crate::stats::{CDB_TRACED, CommandTimer, Stage, Subject};
 /// first have that together, since others may wait for the command.
 pub const MAX_DATA_TIMEOUTS: u32 = 8;
 
+/// Bytes of a CDB that are kept; no command of ours is longer.
+pub const MAX_CDB: usize = 32;
+
 /// Bytes of a VPD page before what it says (SPC-4 7.8.1).
 const VPD_HEADER: u32 = 4;
 
@@ -84,9 +87,9 @@ enum Early {
     Arrived(StepResult),
 }
 
-/// A command under way, of at most `CDB` bytes.
+/// A command under way.
 #[derive(Debug)]
-pub struct Execution<const CDB: usize> {
+pub struct Execution {
     /// The unit, if there is such a one; a command keeps it, whatever becomes of the map.
     pub unit: Option<Arc<Unit>>,
     /// The number that leads to it.
@@ -100,7 +103,7 @@ pub struct Execution<const CDB: usize> {
     /// Task attribute.
     pub attribute: TaskAttribute,
     /// The CDB.
-    pub cdb: ArrayVec<u8, CDB>,
+    pub cdb: ArrayVec<u8, MAX_CDB>,
     /// Its row, looked up once.
     opcode: &'static Opcode,
     /// Lengths of the initiator's buffers.
@@ -140,7 +143,7 @@ struct Limited {
     is_write: bool,
 }
 
-impl<const CDB: usize> Execution<CDB> {
+impl Execution {
     /// None.
     #[must_use]
     pub fn new() -> Self {
@@ -594,7 +597,7 @@ impl<const CDB: usize> Execution<CDB> {
     }
 }
 
-impl<const CDB: usize> Default for Execution<CDB> {
+impl Default for Execution {
     fn default() -> Self {
         Self::new()
     }

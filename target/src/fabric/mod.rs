@@ -7,6 +7,7 @@
 //!
 //! # Modules
 //! - `command`: [`Execution`], a SCSI command under way.
+//! - `flow`: the way of a command through a connection, the same on every fabric.
 //! - `action`: [`TaskAction`], what a connection asks of its worker for them.
 //! - `task_mgmt`: task-management functions.
 //! - `task`: [`TaskRef`], a task's name on all workers.
@@ -23,6 +24,7 @@
 mod accounts;
 mod action;
 mod command;
+mod flow;
 mod lun_map;
 mod memory;
 mod pace;
@@ -34,7 +36,8 @@ mod unit;
 
 pub use accounts::{Accounts, AddressedUnit};
 pub use action::TaskAction;
-pub use command::{Descriptors, Entry, Execution, MAX_DATA_TIMEOUTS};
+pub use command::{Descriptors, Entry, Execution, MAX_CDB, MAX_DATA_TIMEOUTS};
+pub(crate) use flow::{Backlog, CommandFlow, End, Hold, Lent};
 pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
 pub use memory::ConnectionMemory;
 pub use pace::{Pace, SLOWEST, Wait};

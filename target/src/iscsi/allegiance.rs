@@ -26,19 +26,18 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::pdu::{
-    AsyncEvent, AsyncMessage, FromTarget, LogoutRequest, LogoutStatus, MAX_CDB, TmfRequest,
+    AsyncEvent, AsyncMessage, FromTarget, LogoutRequest, LogoutStatus, TmfRequest,
 };
 use riser_scsi::iscsi::{Cid, Itt};
 use riser_scsi::srp::WireLun;
 use riser_scsi::step::{DataIn, Response, Step};
 
 use super::channel::{Action, Channel, Cx, Phase};
-use super::command::End;
 use super::datamover::{Datamover, Progress, Start};
 use super::task::{Incoming, Piece, TaskState};
 use crate::audit::Parting;
 use crate::fabric::task_mgmt::FunctionAnswer;
-use crate::fabric::{Execution, TaskIdx, TaskRef};
+use crate::fabric::{CommandFlow as _, End, Execution, TaskIdx, TaskRef};
 use crate::pool::{Buffer, Pool};
 
 /// DefaultTime2Retain as we offer it, in seconds (RFC 7143 13.16).
@@ -68,7 +67,7 @@ pub struct TakeOver {
 /// A command on its way to another connection.
 #[derive(Debug)]
 pub struct Parcel {
-    exec: Execution<MAX_CDB>,
+    exec: Execution,
     lun: WireLun,
     counted: bool,
     lingers: bool,

@@ -32,7 +32,9 @@ use super::task::{Task, TaskState};
 use super::text::TextState;
 use super::window::{Member, WINDOWS, Window};
 use crate::audit::Parting;
-use crate::fabric::{Accounts, LunMap, Pace, TaskAction, TaskIdx, TaskRef, Throttle};
+use crate::fabric::{
+    Accounts, Backlog, CommandFlow, Lent, LunMap, Pace, TaskAction, TaskIdx, TaskRef,
+};
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
 use crate::stats::{Functions, SessionEvent};
@@ -125,6 +127,16 @@ pub struct Cx<'a> {
     pub pool: &'a mut Pool,
     /// Decides about logins.
     pub gate: &'a mut dyn Gate,
+}
+
+impl Lent for Cx<'_> {
+    fn now(&self) -> Instant {
+        self.now
+    }
+
+    fn pool(&mut self) -> &mut Pool {
+        self.pool
+    }
 }
 
 /// A request of a channel to its worker.
@@ -256,10 +268,8 @@ pub struct Channel<D> {
     pub(super) logged_out: bool,
     /// Why the connection came to its end, once it has.
     pub(super) ended: Option<Parting>,
-    /// Contexts that wait for pool memory, oldest first; each once.
-    pub(super) pool_waiters: VecDeque<TaskIdx>,
-    /// Contexts that wait for limits.
-    pub(super) throttle: Throttle<TaskIdx>,
+    /// Commands that wait for memory or limits.
+    pub(super) backlog: Backlog,
     pub(super) text: TextState,
     pub(super) cid: Cid,
     pub(super) last_input: Instant,
@@ -337,8 +347,7 @@ impl<D: Datamover> Channel<D> {
             ends_session: false,
             logged_out: false,
             ended: None,
-            pool_waiters: VecDeque::new(),
-            throttle: Throttle::new(config.commands.into()),
+            backlog: Backlog::new(config.serial, config.commands.into()),
             text: TextState::default(),
             cid: Cid(0),
             last_input: now,
@@ -429,7 +438,7 @@ impl<D: Datamover> Channel<D> {
     /// Whether commands wait for pool memory.
     #[must_use]
     pub fn waits_for_pool(&self) -> bool {
-        !self.pool_waiters.is_empty()
+        self.backlog.waits_for_memory()
     }
 
     /// Whether it looks at what arrives at all.
@@ -465,20 +474,20 @@ impl<D: Datamover> Channel<D> {
             _ => None,
         };
         let data = self.data_deadline;
-        [self.phase_deadline, ping, data, self.throttle.deadline()]
-            .into_iter()
-            .flatten()
-            .min()
+        [
+            self.phase_deadline,
+            ping,
+            data,
+            self.backlog.limits.deadline(),
+        ]
+        .into_iter()
+        .flatten()
+        .min()
     }
 
     /// What to do next, in order.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
-    }
-
-    /// Asks the worker something for a command or a function.
-    pub(super) fn ask(&mut self, action: TaskAction) {
-        self.actions.push_back(Action::Task(action));
     }
 
     /// The data buffer of a task, for its block operation.
@@ -564,34 +573,8 @@ impl<D: Datamover> Channel<D> {
 
     /// The pool has more room than before.
     pub fn handle_pool(&mut self, cx: &mut Cx<'_>) {
-        for _ in 0..self.pool_waiters.len() {
-            let Some(task) = self.pool_waiters.pop_front() else {
-                break;
-            };
-            self.resume(cx, task);
-            if self.pool_waiters.back() == Some(&task) {
-                self.pool_waiters.rotate_right(1);
-                break;
-            }
-        }
-        self.take_reserve(cx);
-        if self.pool_waiters.is_empty() {
-            cx.pool.leave_line(self.owner());
-        }
+        self.poll_memory(cx);
         self.settle(cx);
-    }
-
-    /// Gives the pool's reserve to the first command that has started and still waits for memory.
-    fn take_reserve(&mut self, cx: &mut Cx<'_>) {
-        let owner = self.owner();
-        let mut waiters = self.pool_waiters.iter();
-        let at = waiters.position(|idx| {
-            let exec = &mut self.tasks[usize::from(idx.0)].exec;
-            exec.take_reserve(cx.pool, owner)
-        });
-        if let Some(task) = at.and_then(|at| self.pool_waiters.remove(at)) {
-            self.resume(cx, task);
-        }
     }
 
     /// A deadline may have passed.
@@ -655,7 +638,7 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_limits(&mut self, cx: &mut Cx<'_>) {
         let luns = self.session.as_ref().map(|session| &session.luns);
         let limiter = luns.and_then(|luns| luns.limiter());
-        self.throttle.rebook(limiter, cx.now);
+        self.backlog.limits.rebook(limiter, cx.now);
         self.poll_limits(cx);
         self.settle(cx);
     }

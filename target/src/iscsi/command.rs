@@ -13,26 +13,18 @@ use riser_scsi::step::{
     BackendError, DataIn, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
 };
 
-use super::channel::{Channel, Cx, MAX_STAGED, Phase, SILENCE};
+use super::channel::{Action, Channel, Cx, MAX_STAGED, Phase, SILENCE};
 use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
 use super::task::{Incoming, Piece, Task, TaskState};
 use super::tcp::good;
 use crate::audit::Parting;
-use crate::fabric::{Descriptors, Entry, MAX_DATA_TIMEOUTS, TaskAction, TaskIdx, TaskRef};
-use crate::pool::{Owner, Pool};
+use crate::fabric::{
+    Backlog, CommandFlow, Descriptors, End, Execution, Hold, MAX_CDB, MAX_DATA_TIMEOUTS,
+    TaskAction, TaskIdx, TaskRef,
+};
+use crate::pool::Pool;
 use crate::stats::{SessionEvent, Stage};
 use crate::warn_limited;
-
-/// How a request ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    /// Its answer has been sent.
-    Answered,
-    /// Task management aborted it.
-    Aborted,
-    /// Its channel is going.
-    TornDown,
-}
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_command(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, command: ScsiCommand) {
@@ -77,7 +69,7 @@ impl<D: Datamover> Channel<D> {
                 (true, true) => command.bidi_read_length.unwrap_or(0),
             },
         };
-        task.exec.cdb = command.cdb;
+        task.exec.cdb = command.cdb.iter().copied().take(MAX_CDB).collect();
         task.exec
             .take_in(addressed, nexus, command.itt.0.into(), cx.now);
         task.incoming = Incoming {
@@ -90,7 +82,8 @@ impl<D: Datamover> Channel<D> {
         };
         self.window()
             .enter_tag(command.itt, self.task_ref(idx), command.immediate);
-        self.enter_task_set(cx, idx);
+        let name = (idx, self.task_ref(idx));
+        self.enter_task_set(cx, name, nexus, Descriptors::default());
     }
 
     /// There is no context for a command, which the window should have seen to.
@@ -132,39 +125,6 @@ impl<D: Datamover> Channel<D> {
         Ok(())
     }
 
-    fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let name = self.task_ref(idx);
-        let session = self.session.as_ref().expect("full-feature phase");
-        let nexus = session.nexus;
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        let Some(passage) = self.throttle.enter(idx, exec.toll(nexus), cx.now) else {
-            return self.answer_status(cx, idx, Status::TaskSetFull);
-        };
-        let limited = passage.limited;
-        if limited.is_some() && self.is_staging_full(idx) {
-            self.throttle.refuse(idx, passage);
-            return self.answer_status(cx, idx, Status::TaskSetFull);
-        }
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        match exec.register(
-            nexus,
-            name,
-            Descriptors::default(),
-            limited,
-            cx.pool,
-            cx.now,
-        ) {
-            Entry::Now => self.start(cx, idx),
-            Entry::Later => {}
-            Entry::Full => {
-                self.throttle.refuse(idx, passage);
-                self.answer_status(cx, idx, Status::TaskSetFull);
-            }
-            Entry::Gather => self.prepare(cx, idx),
-            Entry::Limited => self.tasks[usize::from(idx.0)].state = TaskState::AwaitLimit,
-        }
-    }
-
     /// Whether a command would wait for limits with unsolicited data beyond [`MAX_STAGED`] of those that do. The only
     /// one never does.
     fn is_staging_full(&self, idx: TaskIdx) -> bool {
@@ -176,103 +136,10 @@ impl<D: Datamover> Channel<D> {
                 false => task.incoming.staged.len(),
             }
         };
-        let others = self.throttle.waiting().filter(|other| *other != idx);
+        let others = self.backlog.limits.waiting().filter(|other| *other != idx);
         let others: usize = others.map(most).sum();
         let own = most(idx);
         own > 0 && others > 0 && others + own > MAX_STAGED
-    }
-
-    /// Brings the command's data before it takes its place in the order, if it takes any.
-    fn prepare(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        let Some(len) = exec.early_data() else {
-            return self.advance(cx, idx, StepResult::Done);
-        };
-        let step = Step::ReceiveData { from: 0, len };
-        if !self.pool_waiters.is_empty() {
-            // Newer commands may have to wait for older ones, with their data in memory.
-            exec.step = Some(step);
-            return self.await_pool(cx, idx);
-        }
-        self.run(cx, idx, step);
-    }
-
-    /// Lets commands go on for which limits have room by now.
-    pub(super) fn poll_limits(&mut self, cx: &mut Cx<'_>) {
-        while let Some(idx) = self.throttle.poll(cx.now) {
-            let task = &mut self.tasks[usize::from(idx.0)];
-            debug_assert_eq!(task.state, TaskState::AwaitLimit);
-            task.state = TaskState::AwaitTask;
-            task.exec.pass_limits(cx.now);
-            self.prepare(cx, idx);
-        }
-    }
-
-    /// The task may run.
-    pub(super) fn start(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let session = self.session.as_ref().expect("full-feature phase");
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        let step = exec.start(session.nexus, session.luns.luns(), cx.pool, cx.now);
-        self.run(cx, idx, step);
-    }
-
-    /// Carries out steps until one takes time.
-    pub(super) fn run(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, step: Step) {
-        match step {
-            Step::Respond(response) => self.respond(cx, idx, response),
-            Step::ReceiveData { .. } | Step::SendData { .. } | Step::Block(_)
-                if !self.has_buffer(cx.pool, idx) =>
-            {
-                self.tasks[usize::from(idx.0)].exec.step = Some(step);
-                self.await_pool(cx, idx);
-            }
-            Step::ReceiveData { from, len } => self.receive_piece(cx, idx, from, len),
-            Step::SendData { from, len } => self.send_piece(cx, idx, from, len),
-            Step::Block(op) => {
-                let task = &mut self.tasks[usize::from(idx.0)];
-                let unit = task
-                    .exec
-                    .unit
-                    .as_ref()
-                    .expect("block operations have a unit");
-                let unit = unit.index;
-                task.exec.timer.enter(Stage::Backend, cx.now);
-                task.state = TaskState::Block;
-                self.ask(TaskAction::SubmitBlock {
-                    task: idx,
-                    unit,
-                    op,
-                });
-            }
-        }
-    }
-
-    /// Brings a piece of the data: what came unsolicited is taken, the rest is asked for.
-    fn receive_piece(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, from: u32, len: u32) {
-        let task = &mut self.tasks[usize::from(idx.0)];
-        task.exec.timer.enter(Stage::FabricIn, cx.now);
-        task.exec.timer.carry(len);
-        let staged = &mut task.incoming.staged;
-        let useful = staged.len().min(len as usize);
-        if let Some(buffer) = &task.exec.buffer
-            && useful > 0
-        {
-            buffer.write(0, &staged[..useful]);
-        }
-        staged.drain(..useful);
-        if staged.is_empty() {
-            let emptied = std::mem::take(staged);
-            self.keep_staging(emptied);
-        }
-        let task = &mut self.tasks[usize::from(idx.0)];
-        task.incoming.from = from;
-        task.incoming.wanted = Some(from + len);
-        task.state = TaskState::Receive;
-        if from > 0 && matches!(self.phase, Phase::LoggingOut(_)) {
-            // The initiator is logging out, and sends no further data.
-            return self.abort(cx.pool, idx, None);
-        }
-        self.check_received(cx, idx);
     }
 
     /// A copy of data that come with a command.
@@ -296,49 +163,6 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Sends a piece of the data that others follow.
-    fn send_piece(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, from: u32, len: u32) {
-        self.watch_data(cx.now);
-        let task = &mut self.tasks[usize::from(idx.0)];
-        task.exec.timer.enter(Stage::FabricOut, cx.now);
-        // An initiator may send data with a command that takes none.
-        let staged = std::mem::take(&mut task.incoming.staged);
-        if let Some(buffer) = &task.exec.buffer
-            && std::mem::take(&mut task.incoming.is_moved)
-        {
-            buffer.write(0, &staged);
-        }
-        task.state = TaskState::Send;
-        task.wait = self.pace.begin(cx.now);
-        let end = from + len;
-        task.piece = Piece {
-            from,
-            len,
-            next_sn: task.data_start.data_sn,
-        };
-        if task.data_start.offset >= end {
-            // The initiator had it all from the connection that was lost.
-            return self.on_piece_sent(cx, idx);
-        }
-        if self.allegiance.is_silent() {
-            return;
-        }
-        task.exec.timer.carry(len);
-        self.counters.bytes_in += u64::from(len);
-        let put = PutData {
-            task: idx,
-            itt: task.itt,
-            lun: task.lun,
-            r2ts: task.r2ts,
-            base: from,
-            start: task.data_start,
-            end,
-            more: true,
-            status: None,
-        };
-        task.piece.next_sn = self.mover.put_data(put);
-    }
-
     /// A piece has left the buffer for the initiator, or will not be sent.
     pub(super) fn on_piece_sent(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.last_taken = cx.now;
@@ -350,11 +174,8 @@ impl<D: Datamover> Channel<D> {
         if task.exec.aborted {
             return self.end_aborted(cx, idx);
         }
-        task.data_start = Start {
-            data_sn: task.piece.next_sn,
-            offset: task.piece.from + task.piece.len,
-        };
-        self.advance(cx, idx, StepResult::Done);
+        task.pass_piece();
+        self.go_on(cx, idx, StepResult::Done);
     }
 
     /// The initiator acknowledges data.
@@ -366,60 +187,25 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Makes sure of the command's data buffer.
-    fn has_buffer(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
-        let owner = self.owner();
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        exec.has_buffer(pool, owner)
-    }
-
-    pub(super) fn owner(&self) -> Owner {
-        Owner(self.config.serial)
-    }
-
-    fn await_pool(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        self.tasks[usize::from(idx.0)].state = TaskState::AwaitBuffer;
-        self.counters.buffer_waits += 1;
-        self.pool_waiters.push_back(idx);
-        let owner = self.owner();
-        self.tasks[usize::from(idx.0)]
-            .exec
-            .await_buffer(cx.pool, owner, cx.now);
-    }
-
-    /// Waits for pool memory no longer.
-    fn leave_pool_line(&mut self, pool: &mut Pool, idx: TaskIdx) {
-        self.pool_waiters.retain(|&waiter| waiter != idx);
-        if self.pool_waiters.is_empty() {
-            pool.leave_line(self.owner());
-        }
-    }
-
-    /// Tries again what waited for pool memory.
-    pub(super) fn resume(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let step = self.tasks[usize::from(idx.0)].exec.step.take();
-        self.run(cx, idx, step.expect("a step waits"));
-    }
-
-    /// Goes on when the data are here; asks for what is missing when no more comes by itself.
-    fn check_received(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        self.watch_data(cx.now);
+    /// Returns the result of a command's wait for data if they are here. Asks for what is missing when
+    /// no more comes by itself.
+    fn check_received(&mut self, now: Instant, idx: TaskIdx) -> Option<StepResult> {
+        self.watch_data(now);
         let task = &mut self.tasks[usize::from(idx.0)];
-        task.wait = self.pace.begin(cx.now);
+        task.wait = self.pace.begin(now);
         let incoming = &mut task.incoming;
         let wanted = incoming.wanted.expect("the command waits for data");
         if incoming.open {
-            return;
+            return None;
         }
         if incoming.faulty {
-            let failed = StepResult::Failed(BackendError::Transfer);
-            return self.advance(cx, idx, failed);
+            return Some(StepResult::Failed(BackendError::Transfer));
         }
         if incoming.got >= wanted {
-            return self.advance(cx, idx, StepResult::Done);
+            return Some(StepResult::Done);
         }
         if self.allegiance.is_silent() {
-            return;
+            return None;
         }
         incoming.solicited = true;
         let offset = incoming.got.max(incoming.from);
@@ -433,6 +219,7 @@ impl<D: Datamover> Channel<D> {
             len: wanted - offset,
         };
         task.r2ts = self.mover.get_data(get);
+        None
     }
 
     pub(super) fn on_data_out(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
@@ -460,13 +247,13 @@ impl<D: Datamover> Channel<D> {
                     buffer.write(offset - context.incoming.from, frame.data);
                 }
                 if complete {
-                    self.advance(cx, task, StepResult::Done);
+                    self.go_on(cx, task, StepResult::Done);
                 }
             }
             Taken::Again(task) => self.tasks[usize::from(task.0)].r2ts += 1,
             Taken::Failed(task) => {
                 let failed = StepResult::Failed(BackendError::Transfer);
-                self.advance(cx, task, failed);
+                self.go_on(cx, task, failed);
             }
         }
     }
@@ -512,35 +299,17 @@ impl<D: Datamover> Channel<D> {
         if pdu.is_final {
             incoming.open = false;
             match task.state {
-                TaskState::Receive => self.check_received(cx, idx),
+                TaskState::Receive => {
+                    if let Some(result) = self.check_received(cx.now, idx) {
+                        self.go_on(cx, idx, result);
+                    }
+                }
                 TaskState::AwaitUnsolicited => {
                     let response = task.response.take().expect("an answer waits");
                     self.respond(cx, idx, response);
                 }
                 _ => {}
             }
-        }
-    }
-
-    /// Advances the command with the result of its last step. One whose data have come takes its
-    /// place in the order.
-    fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
-        let task = &mut self.tasks[usize::from(idx.0)];
-        task.waited = task.waited_by(cx.now, &self.pace);
-        if matches!(task.state, TaskState::Receive | TaskState::Send) {
-            task.incoming.solicited = false;
-        }
-        if !task.exec.is_gathering() {
-            let step = task.exec.advance(result, cx.now);
-            return self.run(cx, idx, step);
-        }
-        task.state = TaskState::AwaitTask;
-        let (may_start, others) = task.exec.data_arrived(result, cx.now);
-        for other in others {
-            self.ask(TaskAction::StartTask(other));
-        }
-        if may_start {
-            self.start(cx, idx);
         }
     }
 
@@ -554,40 +323,7 @@ impl<D: Datamover> Channel<D> {
         if task.exec.aborted {
             return self.end_aborted(cx, idx);
         }
-        self.advance(cx, idx, result);
-    }
-
-    /// Answers with a status alone.
-    fn answer_status(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, status: Status) {
-        let response = self.tasks[usize::from(idx.0)].exec.status_only(status);
-        self.respond(cx, idx, response);
-    }
-
-    pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
-        let owner = self.owner();
-        let task = &mut self.tasks[usize::from(idx.0)];
-        if task.incoming.open {
-            self.note_left(idx);
-            self.leave_task_set(idx);
-            let task = &mut self.tasks[usize::from(idx.0)];
-            let unwanted = std::mem::take(&mut task.incoming.staged);
-            task.response = Some(response);
-            task.state = TaskState::AwaitUnsolicited;
-            task.wait = self.pace.begin(cx.now);
-            self.keep_staging(unwanted);
-            return self.watch_data(cx.now);
-        }
-        let len = task.exec.gather(cx.pool, owner, &response, cx.now);
-        if len.is_none() {
-            self.note_left(idx);
-        }
-        self.leave_task_set(idx);
-        let Some(len) = len else {
-            let task = &mut self.tasks[usize::from(idx.0)];
-            task.exec.step = Some(Step::Respond(response));
-            return self.await_pool(cx, idx);
-        };
-        self.send_response(cx.now, idx, response, len);
+        self.go_on(cx, idx, result);
     }
 
     /// The answer waits: functions are to find the command once it has left the task set.
@@ -669,14 +405,6 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Takes the task out of the unit's set; those it held back may start.
-    pub(super) fn leave_task_set(&mut self, idx: TaskIdx) {
-        let started = self.tasks[usize::from(idx.0)].exec.leave();
-        for task in started {
-            self.ask(TaskAction::StartTask(task));
-        }
-    }
-
     /// The answer to a command has gone, and the command is kept until that is acknowledged.
     pub(super) fn note_answered(&mut self, cx: &Cx<'_>, idx: TaskIdx) {
         let task = &mut self.tasks[usize::from(idx.0)];
@@ -714,9 +442,7 @@ impl<D: Datamover> Channel<D> {
         task.waited = 0;
         task.data_start = Start::default();
         task.piece = Piece::default();
-        for watcher in watchers {
-            self.ask(TaskAction::TaskGone(watcher));
-        }
+        self.report_gone(watchers);
         self.give_back(idx);
     }
 
@@ -765,9 +491,7 @@ impl<D: Datamover> Channel<D> {
         }
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
         let watchers = exec.interrupt(cx.pool);
-        for watcher in watchers {
-            self.ask(TaskAction::TaskGone(watcher));
-        }
+        self.report_gone(watchers);
         self.answer_status(cx, idx, Status::TaskAborted);
     }
 
@@ -788,11 +512,11 @@ impl<D: Datamover> Channel<D> {
     fn stop(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
         match self.tasks[usize::from(idx.0)].state {
             TaskState::AwaitBuffer => {
-                self.leave_pool_line(pool, idx);
+                self.backlog.leave_memory(pool, idx);
                 false
             }
             TaskState::AwaitLimit => {
-                self.throttle.remove(idx);
+                self.backlog.limits.remove(idx);
                 false
             }
             TaskState::Receive | TaskState::Send => self.mover.forget(idx),
@@ -830,10 +554,10 @@ impl<D: Datamover> Channel<D> {
             let len = incoming.wanted.unwrap_or(asked) - asked;
             self.counters.bytes_out += u64::from(len);
             self.pace.on_moved(len);
-            self.advance(cx, idx, StepResult::Done);
+            self.go_on(cx, idx, StepResult::Done);
         } else {
             let failed = StepResult::Failed(BackendError::Transfer);
-            self.advance(cx, idx, failed);
+            self.go_on(cx, idx, failed);
         }
         self.settle(cx);
     }
@@ -931,6 +655,165 @@ impl<D: Datamover> Channel<D> {
 
     pub(super) fn all(&self) -> impl Iterator<Item = TaskIdx> + use<D> {
         (0..self.tasks.len() as u16).map(TaskIdx)
+    }
+}
+
+impl<D: Datamover> CommandFlow for Channel<D> {
+    type Cx<'a> = Cx<'a>;
+
+    fn backlog(&mut self) -> &mut Backlog {
+        &mut self.backlog
+    }
+
+    fn exec(&mut self, idx: TaskIdx) -> &mut Execution {
+        &mut self.tasks[usize::from(idx.0)].exec
+    }
+
+    fn ask(&mut self, action: TaskAction) {
+        self.actions.push_back(Action::Task(action));
+    }
+
+    fn hold(&mut self, idx: TaskIdx, hold: Hold) {
+        self.tasks[usize::from(idx.0)].state = match hold {
+            Hold::Limits => TaskState::AwaitLimit,
+            Hold::Order => TaskState::AwaitTask,
+            Hold::Memory => TaskState::AwaitBuffer,
+            Hold::Backend => TaskState::Block,
+        };
+        self.counters.buffer_waits += u64::from(hold == Hold::Memory);
+    }
+
+    fn first_step(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> Step {
+        let session = self.session.as_ref().expect("full-feature phase");
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        exec.start(session.nexus, session.luns.luns(), cx.pool, cx.now)
+    }
+
+    /// Takes what came unsolicited, and asks for the rest.
+    fn receive_data(
+        &mut self,
+        cx: &mut Cx<'_>,
+        idx: TaskIdx,
+        from: u32,
+        len: u32,
+    ) -> Option<StepResult> {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.exec.timer.enter(Stage::FabricIn, cx.now);
+        task.exec.timer.carry(len);
+        let staged = &mut task.incoming.staged;
+        let useful = staged.len().min(len as usize);
+        if let Some(buffer) = &task.exec.buffer
+            && useful > 0
+        {
+            buffer.write(0, &staged[..useful]);
+        }
+        staged.drain(..useful);
+        if staged.is_empty() {
+            let emptied = std::mem::take(staged);
+            self.keep_staging(emptied);
+        }
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.incoming.from = from;
+        task.incoming.wanted = Some(from + len);
+        task.state = TaskState::Receive;
+        if from > 0 && matches!(self.phase, Phase::LoggingOut(_)) {
+            // The initiator is logging out, and sends no further data.
+            self.abort(cx.pool, idx, None);
+            return None;
+        }
+        self.check_received(cx.now, idx)
+    }
+
+    fn send_data(
+        &mut self,
+        cx: &mut Cx<'_>,
+        idx: TaskIdx,
+        from: u32,
+        len: u32,
+    ) -> Option<StepResult> {
+        self.watch_data(cx.now);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.exec.timer.enter(Stage::FabricOut, cx.now);
+        // An initiator may send data with a command that takes none.
+        let staged = std::mem::take(&mut task.incoming.staged);
+        if let Some(buffer) = &task.exec.buffer
+            && std::mem::take(&mut task.incoming.is_moved)
+        {
+            buffer.write(0, &staged);
+        }
+        task.state = TaskState::Send;
+        task.wait = self.pace.begin(cx.now);
+        let end = from + len;
+        task.piece = Piece {
+            from,
+            len,
+            next_sn: task.data_start.data_sn,
+        };
+        if task.data_start.offset >= end {
+            // The initiator had it all from the connection that was lost.
+            self.last_taken = cx.now;
+            task.pass_piece();
+            return Some(StepResult::Done);
+        }
+        if self.allegiance.is_silent() {
+            return None;
+        }
+        task.exec.timer.carry(len);
+        self.counters.bytes_in += u64::from(len);
+        let put = PutData {
+            task: idx,
+            itt: task.itt,
+            lun: task.lun,
+            r2ts: task.r2ts,
+            base: from,
+            start: task.data_start,
+            end,
+            more: true,
+            status: None,
+        };
+        task.piece.next_sn = self.mover.put_data(put);
+        None
+    }
+
+    fn end_wait(&mut self, now: Instant, idx: TaskIdx) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.waited = task.waited_by(now, &self.pace);
+        if matches!(task.state, TaskState::Receive | TaskState::Send) {
+            task.incoming.solicited = false;
+        }
+    }
+
+    fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
+        let owner = self.backlog.owner();
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if task.incoming.open {
+            self.note_left(idx);
+            self.leave_task_set(idx);
+            let task = &mut self.tasks[usize::from(idx.0)];
+            let unwanted = std::mem::take(&mut task.incoming.staged);
+            task.response = Some(response);
+            task.state = TaskState::AwaitUnsolicited;
+            task.wait = self.pace.begin(cx.now);
+            self.keep_staging(unwanted);
+            return self.watch_data(cx.now);
+        }
+        let len = task.exec.gather(cx.pool, owner, &response, cx.now);
+        if len.is_none() {
+            self.note_left(idx);
+        }
+        self.leave_task_set(idx);
+        let Some(len) = len else {
+            return self.await_memory(cx, idx, Step::Respond(response));
+        };
+        self.send_response(cx.now, idx, response, len);
+    }
+
+    /// Unsolicited data of commands that wait for limits are bounded: they lie in no buffer.
+    fn check_held(&mut self, _: &mut Cx<'_>, idx: TaskIdx, _: Descriptors) -> Result<(), Status> {
+        match self.is_staging_full(idx) {
+            true => Err(Status::TaskSetFull),
+            false => Ok(()),
+        }
     }
 }
 

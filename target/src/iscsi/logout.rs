@@ -8,11 +8,10 @@ use riser_scsi::iscsi::pdu::{
 };
 
 use super::channel::{Action, Channel, Cx, Others, Phase};
-use super::command::End;
 use super::datamover::Datamover;
 use super::task::TaskState;
 use crate::audit::Parting;
-use crate::fabric::TaskIdx;
+use crate::fabric::{End, TaskIdx};
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
 

@@ -15,7 +15,7 @@ use super::channel::{Channel, Cx};
 use super::datamover::{Control, Datamover};
 use super::task::TaskState;
 use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
-use crate::fabric::{TaskAction, TaskIdx, TaskRef, Unit};
+use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_tmf(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TmfRequest) {

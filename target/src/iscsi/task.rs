@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use riser_scsi::iscsi::Itt;
-use riser_scsi::iscsi::pdu::MAX_CDB;
 use riser_scsi::srp::WireLun;
 use riser_scsi::step::Response;
 
@@ -99,7 +98,7 @@ pub(super) struct Task {
     /// Whether it took one on another connection, which it is to come from.
     pub(super) expected: bool,
     pub(super) lun: WireLun,
-    pub(super) exec: Execution<MAX_CDB>,
+    pub(super) exec: Execution,
     pub(super) incoming: Incoming,
     /// Since when it waits for the initiator, in [`TaskState::Receive`], [`TaskState::Send`],
     /// [`TaskState::AwaitUnsolicited`], and in [`TaskState::Sent`] where it is a command.
@@ -148,6 +147,14 @@ impl Task {
         let waited = pace.waited(self.wait, now);
         let millis = u32::try_from(waited.as_millis()).unwrap_or(u32::MAX);
         self.waited.saturating_add(millis)
+    }
+
+    /// The piece that was sent is over: the initiator's data begin behind it.
+    pub(super) fn pass_piece(&mut self) {
+        self.data_start = Start {
+            data_sn: self.piece.next_sn,
+            offset: self.piece.from + self.piece.len,
+        };
     }
 
     /// Whether it waits for the initiator to send data, or to take them. One that was aborted, and which a

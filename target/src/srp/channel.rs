@@ -27,8 +27,8 @@ use super::login::{ChannelParams, OWN_MESSAGES};
 use super::teardown::Own;
 use crate::audit::Parting;
 use crate::fabric::{
-    Accounts, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, TaskAction, TaskIdx,
-    TaskRef, Throttle,
+    Accounts, Backlog, CommandFlow, Lent, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits,
+    RdmaRequest, TaskIdx, TaskRef,
 };
 use crate::log::RateLimit;
 use crate::pool::Pool;
@@ -78,13 +78,23 @@ pub enum ChState {
     Disconnected,
 }
 
-/// What the channel works with for the length of a call.
+/// The worker's time and memory, for the length of a call.
 #[derive(Debug)]
 pub struct Cx<'a> {
     /// The time.
     pub now: Instant,
     /// The worker's data buffers.
     pub pool: &'a mut Pool,
+}
+
+impl Lent for Cx<'_> {
+    fn now(&self) -> Instant {
+        self.now
+    }
+
+    fn pool(&mut self) -> &mut Pool {
+        self.pool
+    }
 }
 
 /// What a channel is made of.
@@ -128,10 +138,8 @@ pub struct Channel {
     pub(super) deferred: VecDeque<(RecvIdx, u32)>,
     /// Where a deferred information unit is looked at.
     scratch: Vec<u8>,
-    /// Contexts that wait for pool memory, oldest first; each once.
-    pub(super) pool_waiters: VecDeque<TaskIdx>,
-    /// Contexts that wait for limits.
-    pub(super) throttle: Throttle<TaskIdx>,
+    /// Commands that wait for memory or limits.
+    pub(super) backlog: Backlog,
     pub(super) own: Own,
     pub(super) blocks_in_flight: u32,
     /// Chains under way that commands wait for: all but those that end with an answer.
@@ -187,8 +195,7 @@ impl Channel {
             posted_receives: 0,
             deferred: VecDeque::with_capacity(receives as usize),
             scratch: vec![0; params.max_it_iu_len as usize],
-            pool_waiters: VecDeque::with_capacity(params.req_lim as usize),
-            throttle: Throttle::new(params.req_lim as usize),
+            backlog: Backlog::new(config.serial, params.req_lim as usize),
             own: Own::default(),
             blocks_in_flight: 0,
             transfers: 0,
@@ -290,7 +297,7 @@ impl Channel {
     /// Whether commands wait for pool memory.
     #[must_use]
     pub fn waits_for_pool(&self) -> bool {
-        !self.pool_waiters.is_empty()
+        self.backlog.waits_for_memory()
     }
 
     /// When [`Channel::handle_timeout`] wants to be called.
@@ -302,7 +309,7 @@ impl Channel {
             live(self.probe_at),
             live(self.data_deadline),
             live(self.pieces_deadline),
-            self.throttle.deadline(),
+            self.backlog.limits.deadline(),
         ];
         all.into_iter().flatten().min()
     }
@@ -310,11 +317,6 @@ impl Channel {
     /// What to do next, in order.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
-    }
-
-    /// Asks the worker something for a command or a function.
-    pub(super) fn ask(&mut self, action: TaskAction) {
-        self.actions.push_back(Action::Task(action));
     }
 
     /// Where a receive context lies.
@@ -418,35 +420,8 @@ impl Channel {
 
     /// The pool has more room than before.
     pub fn handle_pool(&mut self, cx: &mut Cx<'_>) {
-        for _ in 0..self.pool_waiters.len() {
-            let Some(idx) = self.pool_waiters.pop_front() else {
-                break;
-            };
-            self.resume(cx, idx);
-            if self.pool_waiters.back() == Some(&idx) {
-                // Still not enough: it keeps its place, and those behind it keep theirs.
-                self.pool_waiters.rotate_right(1);
-                break;
-            }
-        }
-        self.take_reserve(cx);
-        if self.pool_waiters.is_empty() {
-            cx.pool.leave_line(self.owner());
-        }
+        self.poll_memory(cx);
         self.settle_round(cx);
-    }
-
-    /// Gives the pool's reserve to the first command that has started and still waits for memory.
-    fn take_reserve(&mut self, cx: &mut Cx<'_>) {
-        let owner = self.owner();
-        let mut waiters = self.pool_waiters.iter();
-        let at = waiters.position(|idx| {
-            let exec = &mut self.ioctx[usize::from(idx.0)].exec;
-            exec.take_reserve(cx.pool, owner)
-        });
-        if let Some(idx) = at.and_then(|at| self.pool_waiters.remove(at)) {
-            self.resume(cx, idx);
-        }
     }
 
     /// The connection is established. Unless the channel may start at once, it waits for

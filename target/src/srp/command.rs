@@ -1,29 +1,22 @@
 //! The way of an SRP_CMD: taken in, its task ordered, its table and data fetched, its steps carried
 //! out, answered.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
 use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
-use riser_scsi::step::{Expected, Status, Step, StepResult, TaskAttribute};
+use riser_scsi::step::{Expected, Response, Status, Step, StepResult, TaskAttribute};
 
+use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
-use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, Then};
-use crate::fabric::{Direction, Entry, TaskAction, TaskIdx, Transfer};
-use crate::pool::{Owner, Pool};
+use super::ioctx::{CommandToken, Immediate, IoctxState, RecvIdx, Then};
+use crate::fabric::{
+    Backlog, CommandFlow, Descriptors, Direction, End, Execution, Hold, MAX_CDB, TaskAction,
+    TaskIdx, Transfer,
+};
+use crate::pool::Pool;
 use crate::stats::Stage;
 use crate::warn_limited;
-
-/// How a request ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    /// Its answer has been sent.
-    Answered,
-    /// Task management aborted it.
-    Aborted,
-    /// Its channel is going.
-    TornDown,
-}
 
 impl Channel {
     /// Takes a request into an idle context.
@@ -65,7 +58,7 @@ impl Channel {
                 .iter()
                 .chain(cmd.additional_cdb)
                 .copied()
-                .take(CDB_LEN),
+                .take(MAX_CDB),
         );
         let nexus = self.config.nexus;
         io.exec.take_in(addressed, nexus, cmd.tag.0, cx.now);
@@ -88,14 +81,18 @@ impl Channel {
             return self.on_overlapped(cx, idx, older);
         }
         self.tags.insert(cmd.tag, idx);
-        let owner = self.owner();
+        let owner = self.backlog.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let tables = io.tables.take(cmd, cx.pool, owner);
+        let descriptors = io.tables.descriptors();
         if io.immediate.is_none() {
             self.recycle_recv(recv);
         }
         match tables {
-            Ok(true) => self.enter_task_set(cx, idx),
+            Ok(true) => {
+                let name = (idx, self.task_ref(idx));
+                self.enter_task_set(cx, name, nexus, descriptors);
+            }
             // The pool cannot even hold the table of descriptors: the initiator tries again.
             Ok(false) => self.answer_status(cx, idx, Status::Busy),
             Err(error) => {
@@ -113,88 +110,6 @@ impl Channel {
         self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
     }
 
-    fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let task = self.task_ref(idx);
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let descriptors = io.tables.descriptors();
-        let nexus = self.config.nexus;
-        let Some(passage) = self.throttle.enter(idx, io.exec.toll(nexus), cx.now) else {
-            return self.answer_status(cx, idx, Status::TaskSetFull);
-        };
-        let limited = passage.limited;
-        let lacks_tables = || !cx.pool.has_spare_tables(Owner(self.config.serial));
-        if limited.is_some() && descriptors.pooled && lacks_tables() {
-            // Tables of commands that wait for limits must not keep others from theirs.
-            self.throttle.refuse(idx, passage);
-            return self.answer_status(cx, idx, Status::Busy);
-        }
-        let entry = io
-            .exec
-            .register(nexus, task, descriptors, limited, cx.pool, cx.now);
-        match entry {
-            Entry::Now => self.start(cx, idx),
-            Entry::Later => self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitTask,
-            Entry::Full => {
-                self.throttle.refuse(idx, passage);
-                self.answer_status(cx, idx, Status::TaskSetFull);
-            }
-            Entry::Gather => self.prepare(cx, idx),
-            Entry::Limited => self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitLimit,
-        }
-    }
-
-    /// Lets commands go on for which limits have room by now.
-    pub(super) fn poll_limits(&mut self, cx: &mut Cx<'_>) {
-        while let Some(idx) = self.throttle.poll(cx.now) {
-            let io = &mut self.ioctx[usize::from(idx.0)];
-            debug_assert_eq!(io.state, IoctxState::AwaitLimit);
-            io.exec.pass_limits(cx.now);
-            self.prepare(cx, idx);
-        }
-    }
-
-    /// Brings what the command needs from its initiator before it takes its place in the order: external
-    /// tables, then data. The buffer for these comes first of all: newer commands may have to wait for this
-    /// one, and must not have its memory by then.
-    fn prepare(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let step = match io.exec.early_data() {
-            Some(len) => {
-                let step = Step::ReceiveData { from: 0, len };
-                if io.exec.buffer.is_none() && !self.pool_waiters.is_empty() {
-                    // Newer commands may have to wait for older ones, with their data in memory.
-                    io.exec.step = Some(step);
-                    return self.await_pool(cx, idx);
-                }
-                Some(step)
-            }
-            None if self.fetch_table(cx, idx) => None,
-            None => self.advance(cx, idx, StepResult::Done),
-        };
-        if let Some(step) = step {
-            self.run(cx, idx, step);
-        }
-    }
-
-    /// Fetches a command's external table, or answers BUSY without room for it; `false` if there is none
-    /// to be fetched.
-    fn fetch_table(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> bool {
-        let owner = self.owner();
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let Some(remote) = io.tables.external() else {
-            return false;
-        };
-        let Some(buffer) = cx.pool.take_table(owner, remote.data_len()) else {
-            self.answer_status(cx, idx, Status::Busy);
-            return true;
-        };
-        io.exec.timer.enter(Stage::FabricIn, cx.now);
-        io.tables.begin_fetch(remote, buffer);
-        io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
-        self.try_post(idx, Then::FetchTable);
-        true
-    }
-
     pub(super) fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.transfer = None;
@@ -207,90 +122,6 @@ impl Channel {
                 self.leave_answering(idx);
             }
         }
-    }
-
-    /// The task may run.
-    pub(super) fn start(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let step = self.first_step(cx, idx);
-        self.run(cx, idx, step);
-    }
-
-    fn first_step(&mut self, cx: &Cx<'_>, idx: TaskIdx) -> Step {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let luns = self.config.luns.luns();
-        io.exec.start(self.config.nexus, luns, cx.pool, cx.now)
-    }
-
-    /// Carries out steps until one takes time.
-    pub(super) fn run(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, mut step: Step) {
-        loop {
-            let next = match step {
-                Step::Respond(response) => return self.respond(cx, idx, response),
-                Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
-                    self.ioctx[usize::from(idx.0)].exec.step = Some(step);
-                    return self.await_pool(cx, idx);
-                }
-                Step::SendData { from, len } => {
-                    self.counters.bytes_in += u64::from(len);
-                    let io = &mut self.ioctx[usize::from(idx.0)];
-                    io.exec.timer.enter(Stage::FabricOut, cx.now);
-                    io.exec.timer.carry(len);
-                    let direction = Direction::ToInitiator;
-                    self.begin_piece(cx.now, idx);
-                    let io = &mut self.ioctx[usize::from(idx.0)];
-                    io.transfer = Some(Transfer::of_piece(direction, from, len));
-                    return self.try_post(idx, Then::SendData);
-                }
-                Step::ReceiveData { .. } if self.fetch_table(cx, idx) => return,
-                Step::ReceiveData { from, len } => {
-                    self.counters.bytes_out += u64::from(len);
-                    let io = &mut self.ioctx[usize::from(idx.0)];
-                    io.exec.timer.enter(Stage::FabricIn, cx.now);
-                    io.exec.timer.carry(len);
-                    if io.immediate.is_some() {
-                        self.take_immediate(idx, len);
-                        self.advance(cx, idx, StepResult::Done)
-                    } else if len == 0 {
-                        self.advance(cx, idx, StepResult::Done)
-                    } else {
-                        let direction = Direction::FromInitiator;
-                        self.begin_piece(cx.now, idx);
-                        let io = &mut self.ioctx[usize::from(idx.0)];
-                        io.transfer = Some(Transfer::of_piece(direction, from, len));
-                        return self.try_post(idx, Then::NeedData);
-                    }
-                }
-                Step::Block(op) => {
-                    let io = &mut self.ioctx[usize::from(idx.0)];
-                    let unit = io.exec.unit.as_ref().expect("block operations have a unit");
-                    let unit = unit.index;
-                    io.exec.timer.enter(Stage::Backend, cx.now);
-                    io.state = IoctxState::DataIn;
-                    self.blocks_in_flight += 1;
-                    self.ask(TaskAction::SubmitBlock {
-                        task: idx,
-                        unit,
-                        op,
-                    });
-                    return;
-                }
-            };
-            match next {
-                Some(next) => step = next,
-                None => return,
-            }
-        }
-    }
-
-    /// Makes sure of the command's data buffer.
-    fn has_buffer(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
-        let owner = self.owner();
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        io.exec.has_buffer(pool, owner)
-    }
-
-    pub(super) fn owner(&self) -> Owner {
-        Owner(self.config.serial)
     }
 
     /// Moves immediate data from the receive ring to the buffer, and frees its receive context when it has
@@ -318,52 +149,11 @@ impl Channel {
         }
     }
 
-    /// Advances the command with the result of its last step, and returns the next step. A command
-    /// whose data have come takes its place in the order, and may have to wait there.
-    pub(super) fn advance(
-        &mut self,
-        cx: &Cx<'_>,
-        idx: TaskIdx,
-        result: StepResult,
-    ) -> Option<Step> {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        if !io.exec.is_gathering() {
-            return Some(io.exec.advance(result, cx.now));
-        }
-        io.state = IoctxState::AwaitTask;
-        let (may_start, others) = io.exec.data_arrived(result, cx.now);
-        for other in others {
-            self.ask(TaskAction::StartTask(other));
-        }
-        may_start.then(|| self.first_step(cx, idx))
-    }
-
-    /// Waits for pool memory, behind the others.
-    pub(super) fn await_pool(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitBuffer;
-        self.counters.buffer_waits += 1;
-        self.pool_waiters.push_back(idx);
-        let owner = self.owner();
-        self.ioctx[usize::from(idx.0)]
-            .exec
-            .await_buffer(cx.pool, owner, cx.now);
-    }
-
-    /// Tries again what waited for pool memory.
-    pub(super) fn resume(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        debug_assert_eq!(io.state, IoctxState::AwaitBuffer);
-        let step = io.exec.step.take().expect("a step waits");
-        self.run(cx, idx, step);
-    }
-
     pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         if self.ends_early(cx, idx) {
             return;
         }
-        if let Some(step) = self.advance(cx, idx, result) {
-            self.run(cx, idx, step);
-        }
+        self.go_on(cx, idx, result);
     }
 
     /// Ends a command that was aborted, or whose channel is going, now that no device uses it.
@@ -390,21 +180,11 @@ impl Channel {
         io.transfer = None;
         let watchers = io.exec.interrupt(cx.pool);
         let immediate = io.immediate.take();
-        for watcher in watchers {
-            self.ask(TaskAction::TaskGone(watcher));
-        }
+        self.report_gone(watchers);
         if let Some(immediate) = immediate {
             self.recycle_recv(immediate.recv);
         }
         self.answer_status(cx, idx, Status::TaskAborted);
-    }
-
-    /// Takes the task out of the unit's set; those it held back may start.
-    pub(super) fn leave_task_set(&mut self, idx: TaskIdx) {
-        let started = self.ioctx[usize::from(idx.0)].exec.leave();
-        for task in started {
-            self.ask(TaskAction::StartTask(task));
-        }
     }
 
     /// A tag stands for this command no longer.
@@ -447,12 +227,149 @@ impl Channel {
         io.state = IoctxState::Done;
         let immediate = io.immediate.take();
         self.forget_tag(tag, idx);
-        for watcher in watchers {
-            self.ask(TaskAction::TaskGone(watcher));
-        }
+        self.report_gone(watchers);
         if let Some(immediate) = immediate {
             self.recycle_recv(immediate.recv);
         }
         self.idle.push(idx);
+    }
+}
+
+impl CommandFlow for Channel {
+    type Cx<'a> = Cx<'a>;
+
+    fn backlog(&mut self) -> &mut Backlog {
+        &mut self.backlog
+    }
+
+    fn exec(&mut self, task: TaskIdx) -> &mut Execution {
+        &mut self.ioctx[usize::from(task.0)].exec
+    }
+
+    fn ask(&mut self, action: TaskAction) {
+        self.actions.push_back(Action::Task(action));
+    }
+
+    fn hold(&mut self, task: TaskIdx, hold: Hold) {
+        let io = &mut self.ioctx[usize::from(task.0)];
+        io.state = match hold {
+            Hold::Limits => IoctxState::AwaitLimit,
+            Hold::Order => IoctxState::AwaitTask,
+            Hold::Memory => IoctxState::AwaitBuffer,
+            Hold::Backend => IoctxState::DataIn,
+        };
+        self.counters.buffer_waits += u64::from(hold == Hold::Memory);
+        self.blocks_in_flight += u32::from(hold == Hold::Backend);
+    }
+
+    fn first_step(&mut self, cx: &mut Cx<'_>, task: TaskIdx) -> Step {
+        let io = &mut self.ioctx[usize::from(task.0)];
+        let luns = self.config.luns.luns();
+        io.exec.start(self.config.nexus, luns, cx.pool, cx.now)
+    }
+
+    /// Fetches an external table, or answers BUSY without room for it.
+    fn fetch_descriptors(&mut self, cx: &mut Cx<'_>, task: TaskIdx) -> bool {
+        let io = &mut self.ioctx[usize::from(task.0)];
+        let Some(remote) = io.tables.external() else {
+            return false;
+        };
+        let owner = self.backlog.owner();
+        let Some(buffer) = cx.pool.take_table(owner, remote.data_len()) else {
+            self.answer_status(cx, task, Status::Busy);
+            return true;
+        };
+        io.exec.timer.enter(Stage::FabricIn, cx.now);
+        io.tables.begin_fetch(remote, buffer);
+        io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
+        self.try_post(task, Then::FetchTable);
+        true
+    }
+
+    /// Reads the data from the initiator's memory, unless they came with the command.
+    fn receive_data(
+        &mut self,
+        cx: &mut Cx<'_>,
+        task: TaskIdx,
+        from: u32,
+        len: u32,
+    ) -> Option<StepResult> {
+        // The unit may ask for data only when the command starts.
+        if self.fetch_descriptors(cx, task) {
+            return None;
+        }
+        self.counters.bytes_out += u64::from(len);
+        let io = &mut self.ioctx[usize::from(task.0)];
+        io.exec.timer.enter(Stage::FabricIn, cx.now);
+        io.exec.timer.carry(len);
+        if io.immediate.is_some() {
+            self.take_immediate(task, len);
+            return Some(StepResult::Done);
+        }
+        if len == 0 {
+            return Some(StepResult::Done);
+        }
+        self.begin_piece(cx.now, task);
+        let io = &mut self.ioctx[usize::from(task.0)];
+        io.transfer = Some(Transfer::of_piece(Direction::FromInitiator, from, len));
+        self.try_post(task, Then::NeedData);
+        None
+    }
+
+    fn send_data(
+        &mut self,
+        cx: &mut Cx<'_>,
+        task: TaskIdx,
+        from: u32,
+        len: u32,
+    ) -> Option<StepResult> {
+        self.counters.bytes_in += u64::from(len);
+        let io = &mut self.ioctx[usize::from(task.0)];
+        io.exec.timer.enter(Stage::FabricOut, cx.now);
+        io.exec.timer.carry(len);
+        self.begin_piece(cx.now, task);
+        let io = &mut self.ioctx[usize::from(task.0)];
+        io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
+        self.try_post(task, Then::SendData);
+        None
+    }
+
+    fn end_wait(&mut self, now: Instant, task: TaskIdx) {
+        let io = &mut self.ioctx[usize::from(task.0)];
+        if let Some(wait) = io.wait.take() {
+            io.waited += self.pace.waited(wait, now);
+        }
+    }
+
+    /// Answers with what the logical unit said, data first.
+    fn respond(&mut self, cx: &mut Cx<'_>, task: TaskIdx, response: Response) {
+        let owner = self.backlog.owner();
+        let io = &mut self.ioctx[usize::from(task.0)];
+        let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
+            self.await_memory(cx, task, Step::Respond(response));
+            return self.leave_answering(task);
+        };
+        if len > 0 {
+            let from = response.data_in.from();
+            io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
+            self.counters.bytes_in += u64::from(len);
+        }
+        io.response = Some(response);
+        self.begin_piece(cx.now, task);
+        self.try_post(task, Then::Respond);
+        self.leave_answering(task);
+    }
+
+    /// Tables of commands that wait for limits must not keep others from theirs.
+    fn check_held(
+        &mut self,
+        cx: &mut Cx<'_>,
+        _task: TaskIdx,
+        descriptors: Descriptors,
+    ) -> Result<(), Status> {
+        match descriptors.pooled && !cx.pool.has_spare_tables(self.backlog.owner()) {
+            true => Err(Status::Busy),
+            false => Ok(()),
+        }
     }
 }

@@ -12,9 +12,6 @@ use crate::fabric::{
     Execution, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, Transfer, Wait,
 };
 
-/// Bytes of a CDB that are kept; no command of ours is longer.
-pub const CDB_LEN: usize = 32;
-
 /// Number of a receive context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecvIdx(pub u16);
@@ -137,7 +134,7 @@ pub struct SendIoctx {
     /// The addressed unit.
     pub lun: WireLun,
     /// The command.
-    pub exec: Execution<CDB_LEN>,
+    pub exec: Execution,
     /// Notify the initiator of success.
     pub notify_success: bool,
     /// Notify the initiator of failure.

@@ -13,7 +13,7 @@ use riser_scsi::task::TaskManagement;
 use super::channel::{Channel, Cx};
 use super::ioctx::IoctxState;
 use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
-use crate::fabric::{TaskAction, TaskIdx, TaskRef, Unit};
+use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
 use crate::pool::Pool;
 use crate::warn_limited;
 
@@ -229,13 +229,8 @@ impl Channel {
     pub(super) fn stop_waiting(&mut self, pool: &mut Pool, idx: TaskIdx) {
         match self.ioctx_state(idx) {
             IoctxState::AwaitCredit(_) => self.send_queue.forget(idx),
-            IoctxState::AwaitLimit => self.throttle.remove(idx),
-            IoctxState::AwaitBuffer => {
-                self.pool_waiters.retain(|&w| w != idx);
-                if self.pool_waiters.is_empty() {
-                    pool.leave_line(self.owner());
-                }
-            }
+            IoctxState::AwaitLimit => self.backlog.limits.remove(idx),
+            IoctxState::AwaitBuffer => self.backlog.leave_memory(pool, idx),
             _ => {}
         }
     }

@@ -1,36 +1,15 @@
 //! Chains: RDMA requests and answers, planned, posted when there is credit, completed.
 
 use riser_scsi::srp::{Residual, Rsp, RspCode};
-use riser_scsi::step::{self, BackendError, Response, Status, Step, StepResult};
+use riser_scsi::step::{self, BackendError, Status, StepResult};
 
 use super::action::{Action, SendIu};
 use super::channel::{Channel, Cx};
-use super::command::End;
 use super::ioctx::{IoctxState, Then};
 use super::login::MAX_TI_IU;
-use crate::fabric::{Direction, TaskIdx, Transfer};
+use crate::fabric::{CommandFlow as _, End, TaskIdx, Transfer};
 
 impl Channel {
-    /// Answers with what the logical unit said, data first.
-    pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
-        let owner = self.owner();
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
-            io.exec.step = Some(Step::Respond(response));
-            self.await_pool(cx, idx);
-            return self.leave_answering(idx);
-        };
-        if len > 0 {
-            let from = response.data_in.from();
-            io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
-            self.counters.bytes_in += u64::from(len);
-        }
-        io.response = Some(response);
-        self.begin_piece(cx.now, idx);
-        self.try_post(idx, Then::Respond);
-        self.leave_answering(idx);
-    }
-
     /// A command leaves the task set with its answer. What is left of that must not follow the response to a
     /// function of the nexus, which may come over another channel.
     pub(super) fn leave_answering(&mut self, idx: TaskIdx) {
@@ -40,12 +19,6 @@ impl Channel {
             io.exec.note_left(nexus, name);
         }
         self.leave_task_set(idx);
-    }
-
-    /// Answers with a status alone.
-    pub(super) fn answer_status(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, status: Status) {
-        let response = self.ioctx[usize::from(idx.0)].exec.status_only(status);
-        self.respond(cx, idx, response);
     }
 
     /// Answers with response data: the request never became a task, or was none.
@@ -189,17 +162,12 @@ impl Channel {
             IoctxState::SendData if more => self.try_post(idx, Then::SendData),
             IoctxState::NeedData | IoctxState::SendData => {
                 io.transfer = None;
-                if let Some(wait) = io.wait.take() {
-                    io.waited += self.pace.waited(wait, cx.now);
-                }
                 let result = if ok {
                     StepResult::Done
                 } else {
                     StepResult::Failed(BackendError::Transfer)
                 };
-                if let Some(step) = self.advance(cx, idx, result) {
-                    self.run(cx, idx, step);
-                }
+                self.go_on(cx, idx, result);
             }
             other => unreachable!("no chain is posted in {other:?}"),
         }

@@ -14,11 +14,10 @@ use riser_scsi::srp::{
 
 use super::action::{Action, SendIu};
 use super::channel::{ChState, Channel, Cx};
-use super::command::End;
 use super::ioctx::IoctxState;
 use super::login::MAX_TI_IU;
 use crate::audit::Parting;
-use crate::fabric::{LunMap, TaskAction, TaskIdx, UnitIdx};
+use crate::fabric::{CommandFlow as _, End, LunMap, TaskAction, TaskIdx, UnitIdx};
 use crate::pool::Pool;
 
 /// How long a T_LOGOUT may take to be sent before the connection ends without it.
@@ -158,7 +157,7 @@ impl Channel {
     /// The limits of units or of the initiator may be others from now on.
     pub fn handle_limits(&mut self, cx: &mut Cx<'_>) {
         let limiter = self.config.luns.limiter();
-        self.throttle.rebook(limiter, cx.now);
+        self.backlog.limits.rebook(limiter, cx.now);
         self.poll_limits(cx);
         self.settle_round(cx);
     }

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_scsi::iser::Message;
+use riser_state::{State, become_state};
 
 use super::mover::{ChainIdx, Iser, Post};
 use super::{IserParams, RxIdx};
@@ -49,8 +50,21 @@ pub enum ConnState {
     FullFeature,
     /// The queue pair is in error and flushes; the last devices let go.
     Terminating,
-    /// Holds nothing any more.
+    /// Holds nothing.
     Down,
+}
+
+impl State for ConnState {
+    fn may_become(&self, next: &Self) -> bool {
+        match self {
+            Self::Init => matches!(next, Self::Up | Self::Terminating),
+            Self::Up => matches!(next, Self::Bound | Self::Terminating),
+            Self::Bound => matches!(next, Self::FullFeature | Self::Terminating),
+            Self::FullFeature => matches!(next, Self::Terminating),
+            Self::Terminating => matches!(next, Self::Down),
+            Self::Down => false,
+        }
+    }
 }
 
 /// What the worker is to do for a connection.
@@ -219,7 +233,7 @@ impl IserChannel {
     /// The connection is established.
     pub fn handle_established(&mut self, cx: &mut Cx<'_>) {
         if self.state == ConnState::Init {
-            self.state = ConnState::Up;
+            become_state(&mut self.state, ConnState::Up);
             while let Some((rx, len)) = self.deferred.pop_front() {
                 let mut bytes = vec![0; len as usize];
                 self.receive_slot(rx).read(0, &mut bytes);
@@ -318,10 +332,9 @@ impl IserChannel {
         self.channel.handle_luns(luns);
     }
 
-    /// Ends everything at once, for a worker that goes without a farewell. Its devices are gone
-    /// already, so nothing touches a buffer any more.
+    /// Ends everything at once, for a worker that ends without a shutdown; the connection is of no use
+    /// then. The devices are closed already, so nothing touches a buffer.
     pub fn abandon(&mut self, pool: &mut Pool) {
-        self.state = ConnState::Down;
         self.actions.clear();
         self.channel.abandon(pool);
     }
@@ -377,14 +390,15 @@ impl IserChannel {
 
     /// Follows the login.
     fn note_login(&mut self) {
+        if self.state == ConnState::Up {
+            become_state(&mut self.state, ConnState::Bound);
+        }
         if let Some(params) = self.channel.take_new_params() {
-            self.state = ConnState::FullFeature;
+            become_state(&mut self.state, ConnState::FullFeature);
             self.recv_segment = self.recv_segment.min(params.max_recv_segment);
             if self.channel.mover().is_hello_required() {
                 self.hello = Hello::Due;
             }
-        } else if self.state == ConnState::Up {
-            self.state = ConnState::Bound;
         }
     }
 
@@ -394,7 +408,7 @@ impl IserChannel {
         if matches!(self.state, ConnState::Terminating | ConnState::Down) {
             return;
         }
-        self.state = ConnState::Terminating;
+        become_state(&mut self.state, ConnState::Terminating);
         self.parting = None;
         self.deferred.clear();
         self.held_back.clear();
@@ -429,7 +443,7 @@ impl IserChannel {
             && self.drained
             && self.posted_receives == 0;
         if is_over {
-            self.state = ConnState::Down;
+            become_state(&mut self.state, ConnState::Down);
             self.actions.push_back(IserAction::Release);
         }
     }

@@ -7,6 +7,7 @@ use riser_scsi::iscsi::{Itt, StatSn};
 use riser_scsi::iser::{Buffers, HEADERS_LEN, Hello, RemoteBuffer, Stag, put_control};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
+use riser_state::testing::{assert_all_taken, table};
 
 use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
@@ -929,4 +930,29 @@ fn a_command_that_another_nexus_ends_is_answered() {
         assert!(is_good(&rig.read(4, 0, 1), 4));
         rig.end();
     }
+}
+
+const STATES: [ConnState; 6] = [
+    ConnState::Init,
+    ConnState::Up,
+    ConnState::Bound,
+    ConnState::FullFeature,
+    ConnState::Terminating,
+    ConnState::Down,
+];
+
+#[test]
+fn the_table_is_the_diagram() {
+    let expected = "Init: Up Terminating\n\
+                    Up: Bound Terminating\n\
+                    Bound: FullFeature Terminating\n\
+                    FullFeature: Terminating\n\
+                    Terminating: Down\n\
+                    Down: \n";
+    assert_eq!(table(&STATES), expected);
+}
+
+#[test]
+fn every_transition_is_taken() {
+    assert_all_taken(&STATES, the_connection_terminates_in_every_state);
 }

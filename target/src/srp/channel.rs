@@ -19,6 +19,7 @@ use riser_memory::{MemSlice, Memory};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{FromInitiator, Opcode, TLogoutReason, Tag};
 use riser_scsi::step::StepResult;
+use riser_state::{State, become_state};
 
 use super::action::{Action, Counters};
 use super::credit::{ReqLim, SendQueue};
@@ -54,12 +55,13 @@ const RESERVED: u32 = OWN_MESSAGES + 2;
 ///
 /// ```text
 ///  Connecting ──established──→ Joining ──the replaced session is gone──→ Live
-///      │                          │                                       │ logout, error, shutdown
-///      │                          v                                       v
-///      ├──────────────────→ Disconnecting (T_LOGOUT on its way) ←─────────┘
-///      │                        │ sent, or its time is up
-///      v                        v
-///      └───────────────────→ Draining (queue pair in error) ──all is back──→ Disconnected
+///      │                         │   │                                   │   │
+///      │                         │   └──→ Disconnecting ←── logout, ─────┘   │
+///      │                         │   (T_LOGOUT on its way)  shutdown         │
+///      │                         │            │ sent, or its time is up      │
+///      │                         v            v                              │
+///      └── disconnected, ────→ Draining (queue pair in error) ←──────────────┘
+///          time is up             └──all is back──→ Disconnected
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChState {
@@ -72,10 +74,23 @@ pub enum ChState {
     Live,
     /// Takes no more requests; tells the initiator why.
     Disconnecting,
-    /// The queue pair flushes; the last devices let go.
+    /// The queue pair flushes; devices still use buffers.
     Draining,
-    /// Holds nothing any more.
+    /// Holds nothing.
     Disconnected,
+}
+
+impl State for ChState {
+    fn may_become(&self, next: &Self) -> bool {
+        match self {
+            Self::Connecting => matches!(next, Self::Joining | Self::Draining),
+            Self::Joining => matches!(next, Self::Live | Self::Disconnecting | Self::Draining),
+            Self::Live => matches!(next, Self::Disconnecting | Self::Draining),
+            Self::Disconnecting => matches!(next, Self::Draining),
+            Self::Draining => matches!(next, Self::Disconnected),
+            Self::Disconnected => false,
+        }
+    }
 }
 
 /// The worker's time and memory, for the length of a call.
@@ -428,7 +443,7 @@ impl Channel {
     /// [`Channel::handle_others_gone`], for at most [`JOIN_TIMEOUT`].
     pub fn handle_established(&mut self, cx: &mut Cx<'_>, may_start: bool) {
         if self.state == ChState::Connecting {
-            self.state = ChState::Joining;
+            become_state(&mut self.state, ChState::Joining);
             self.deadline = Some(cx.now + JOIN_TIMEOUT);
             self.heard = cx.now;
             self.probe_at = Some(cx.now + KEEPALIVE);
@@ -448,7 +463,7 @@ impl Channel {
     }
 
     fn start_serving(&mut self) {
-        self.state = ChState::Live;
+        become_state(&mut self.state, ChState::Live);
         self.deadline = None;
     }
 
@@ -691,7 +706,7 @@ impl Channel {
             && !self.probing;
         if done {
             assert!(self.send_queue.is_idle(), "all credit is back");
-            self.state = ChState::Disconnected;
+            become_state(&mut self.state, ChState::Disconnected);
             self.deadline = None;
             self.actions.push_back(Action::Release);
         }

@@ -11,6 +11,7 @@ use riser_scsi::sense::{SenseData, SenseFormat};
 use riser_scsi::srp::{
     AerReq, CredReq, FromTarget, LoginReqFlags, TLogout, TLogoutReason, Tag, WireLun,
 };
+use riser_state::become_state;
 
 use super::action::{Action, SendIu};
 use super::channel::{ChState, Channel, Cx};
@@ -162,10 +163,9 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// Ends everything at once, for a worker that goes without a farewell. Its devices are gone
-    /// already, so nothing touches a buffer any more.
+    /// Ends everything at once, for a worker that ends without a shutdown; the channel is of no use
+    /// then. The devices are closed already, so nothing touches a buffer.
     pub fn abandon(&mut self, pool: &mut Pool) {
-        self.state = ChState::Disconnected;
         for idx in (0..self.config.params.req_lim as u16).map(TaskIdx) {
             let io = &mut self.ioctx[usize::from(idx.0)];
             if io.state != IoctxState::Done {
@@ -181,7 +181,7 @@ impl Channel {
         self.ended.get_or_insert(Parting::Protocol);
         match self.state {
             ChState::Joining | ChState::Live => {
-                self.state = ChState::Disconnecting;
+                become_state(&mut self.state, ChState::Disconnecting);
                 self.deadline = Some(cx.now + LOGOUT_TIMEOUT);
                 let iu = FromTarget::TLogout(TLogout {
                     solicited: self.wants(LoginReqFlags::LOSOLNT),
@@ -223,7 +223,7 @@ impl Channel {
         if matches!(self.state, ChState::Draining | ChState::Disconnected) {
             return;
         }
-        self.state = ChState::Draining;
+        become_state(&mut self.state, ChState::Draining);
         self.deadline = None;
         self.own.events.clear();
         self.own.stopping = None;

@@ -10,6 +10,7 @@ use riser_scsi::srp::{
     TaskAttr, TskMgmtFunction,
 };
 use riser_scsi::task::TaskManagement;
+use riser_state::testing::{assert_all_taken, table};
 
 use super::channel::{ChState, Channel, JOIN_TIMEOUT, KEEPALIVE};
 use super::fixture::{
@@ -1080,4 +1081,40 @@ fn an_initiator_that_does_not_give_its_data_loses_its_channel() {
     rig.settle();
     assert_eq!(rig.units[0].tasks(), 0);
     rig.end();
+}
+
+const STATES: [ChState; 6] = [
+    ChState::Connecting,
+    ChState::Joining,
+    ChState::Live,
+    ChState::Disconnecting,
+    ChState::Draining,
+    ChState::Disconnected,
+];
+
+#[test]
+fn the_table_is_the_diagram() {
+    let expected = "Connecting: Joining Draining\n\
+                    Joining: Live Disconnecting Draining\n\
+                    Live: Disconnecting Draining\n\
+                    Disconnecting: Draining\n\
+                    Draining: Disconnected\n\
+                    Disconnected: \n";
+    assert_eq!(table(&STATES), expected);
+}
+
+#[test]
+fn every_transition_is_taken() {
+    assert_all_taken(&STATES, || {
+        a_connection_that_is_never_established_ends();
+        // By itself, and by a shutdown or the initiator.
+        a_channel_that_replaces_others_waits_until_they_are_gone();
+        shutdown_lets_commands_finish_then_logs_out();
+        a_logout_of_the_initiator_ends_the_channel();
+        // The connection ends before the replaced session is gone.
+        let mut rig = Rig::new();
+        let chan = rig.add_channel(params(), 1);
+        rig.with(chan, |ch, cx| ch.handle_established(cx, false));
+        rig.end();
+    });
 }

@@ -156,7 +156,7 @@ struct Rig {
 impl Rig {
     fn prepare(options: &Options) -> Result<Self, Failure> {
         println!("building riserd and riser");
-        let programs = daemon::build()?;
+        let programs = daemon::build_release()?;
         let scratch = options
             .folder
             .join(format!("riser-bench-{}", std::process::id()));

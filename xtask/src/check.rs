@@ -4,14 +4,27 @@
 //! root and no network namespace.
 
 use crate::packages::have_subcommand;
-use crate::steps::{self, Outcome, STATIC, Selection, Step, check, step};
+use crate::steps::{
+    self, CLIPPY, DEPENDENCIES, FMT, Outcome, Run, Selection, Step, TIDY, check, step,
+};
 use crate::{Failure, sh};
 
-const STEPS: &[Step] = &[step("quick tests", |_| quick_tests())];
+const STEPS: &[Step] = &[
+    FMT,
+    TIDY,
+    DEPENDENCIES,
+    CLIPPY,
+    step("quick tests", |_| quick_tests()),
+];
 
 /// Runs the steps; fails if one did.
 pub(crate) fn run(selection: &Selection) -> Result<(), Failure> {
-    steps::run(STATIC.iter().chain(STEPS), selection, false)
+    let run = Run {
+        all: false,
+        is_whole: selection.is_whole(),
+        lanes: 1,
+    };
+    steps::run(STEPS, selection, &run)
 }
 
 fn quick_tests() -> Outcome {

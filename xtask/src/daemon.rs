@@ -3,13 +3,16 @@
 use std::fs::File;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::{Failure, root, sh};
 
 /// How long a start or a stop may take.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The profile of programs and long simulations in tests.
+pub(crate) const OPTIMIZED: &str = "optimized";
 
 /// The logical unit of [`TARGET`].
 pub(crate) const URL: &str = "srp://127.0.0.1:5555/0";
@@ -22,20 +25,26 @@ pub(crate) const TARGET: &str = "targets:
     access: open
 ";
 
-/// Builds `riserd`, `riser` and `riserd-configfs` in release mode; returns their folder.
+/// Builds `riserd`, `riser` and `riserd-configfs` as they are tested; returns their folder.
 pub(crate) fn build() -> Result<PathBuf, Failure> {
-    sh::run(&mut sh::cargo([
-        "build",
-        "-q",
-        "--release",
-        "--bin",
-        "riserd",
-        "--bin",
-        "riser",
-        "--bin",
-        "riserd-configfs",
-    ]))?;
-    Ok(root().join(".build/release"))
+    build_in(OPTIMIZED)
+}
+
+/// Builds them as they are shipped, for figures.
+pub(crate) fn build_release() -> Result<PathBuf, Failure> {
+    build_in("release")
+}
+
+fn build_in(profile: &str) -> Result<PathBuf, Failure> {
+    sh::run(&mut building(profile))?;
+    Ok(root().join(".build").join(profile))
+}
+
+/// Cargo, about to build the programs.
+pub(crate) fn building(profile: &str) -> Command {
+    let programs = ["--bin=riserd", "--bin=riser", "--bin=riserd-configfs"];
+    let args = ["build", "-q", "--profile", profile];
+    sh::cargo(args.into_iter().chain(programs))
 }
 
 /// A running `riserd`; it is stopped when the value goes.

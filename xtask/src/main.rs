@@ -31,6 +31,7 @@ mod conformance;
 mod container;
 mod daemon;
 mod demo;
+mod harnesses;
 mod instructions;
 mod interop;
 mod neighbours;

@@ -55,7 +55,7 @@ struct Figure {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let programs = match &options.programs {
         Some(folder) => folder.clone(),
-        None => daemon::build()?,
+        None => daemon::build_release()?,
     };
     let scratch = std::env::temp_dir().join(format!("riser-neighbours-{}", std::process::id()));
     fs::create_dir_all(&scratch)?;

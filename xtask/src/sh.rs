@@ -59,6 +59,19 @@ pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Comma
     c
 }
 
+/// The same command, which others hardly notice.
+pub(crate) fn at_lowest_priority(command: &Command) -> Command {
+    let mut nice = cmd("nice", ["-n", "19"]);
+    nice.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        if let Some(value) = value {
+            nice.env(name, value);
+        }
+    }
+    nice.current_dir(command.get_current_dir().unwrap_or(Path::new(".")));
+    nice
+}
+
 /// Builds a test or a benchmark, by these arguments of Cargo, and answers its program.
 pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     let args = args.iter().chain(&["--no-run", "--message-format=json"]);

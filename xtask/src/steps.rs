@@ -39,12 +39,21 @@ pub(crate) struct Step {
     is_extra: bool,
     /// Programs that it uses.
     needs: &'static [&'static [Need]],
-    /// The argument says whether all is run that there is.
-    run: fn(bool) -> Outcome,
+    run: fn(&Run) -> Outcome,
+}
+
+/// The run that a step is part of.
+pub(crate) struct Run {
+    /// With `--all`.
+    pub(crate) all: bool,
+    /// No word selects steps.
+    pub(crate) is_whole: bool,
+    /// Harnesses of test functions that run at once.
+    pub(crate) lanes: usize,
 }
 
 /// A step of every run.
-pub(crate) const fn step(name: &'static str, run: fn(bool) -> Outcome) -> Step {
+pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
     Step {
         name,
         is_extra: false,
@@ -68,18 +77,17 @@ impl Step {
     }
 }
 
-/// Formatting, lints and tidiness, which every run begins with.
-pub(crate) const STATIC: [Step; 4] = [
-    step("fmt", |_| check(sh::cargo(["fmt", "--all", "--check"]))),
-    step("clippy", |_| {
-        let args = "clippy -q --workspace --all-targets -- -D warnings";
-        check(sh::cargo(args.split(' ')))
-    }),
-    step("tidy", |_| Outcome::of(tidy::check())),
-    step("unused dependencies", |_| {
-        Outcome::of(tidy::check_dependencies())
-    }),
-];
+pub(crate) const FMT: Step = step("fmt", |_| check(sh::cargo(["fmt", "--all", "--check"])));
+pub(crate) const CLIPPY: Step = step("clippy", |_| check(clippy()));
+pub(crate) const TIDY: Step = step("tidy", |_| Outcome::of(tidy::check()));
+pub(crate) const DEPENDENCIES: Step = step("unused dependencies", |_| {
+    Outcome::of(tidy::check_dependencies())
+});
+
+pub(crate) fn clippy() -> Command {
+    let args = "clippy -q --workspace --all-targets -- -D warnings";
+    sh::cargo(args.split(' '))
+}
 
 /// Options about steps.
 #[derive(clap::Args)]
@@ -91,12 +99,15 @@ pub(crate) struct Selection {
     list: bool,
 }
 
+impl Selection {
+    /// Without words, a run is whole.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.only.is_empty()
+    }
+}
+
 /// Runs the steps; fails if one did.
-pub(crate) fn run<'a>(
-    steps: impl Iterator<Item = &'a Step> + Clone,
-    selection: &Selection,
-    all: bool,
-) -> Result<(), Failure> {
+pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<(), Failure> {
     if selection.list {
         for step in steps {
             let note = if step.is_extra { "  (--all)" } else { "" };
@@ -108,9 +119,9 @@ pub(crate) fn run<'a>(
     let is_wanted = |step: &&Step| {
         let named = only.iter().any(|word| step.name.contains(word));
         // A step that is named runs in any case.
-        named || (only.is_empty() && (all || !step.is_extra))
+        named || (run.is_whole && (run.all || !step.is_extra))
     };
-    let steps = steps.filter(is_wanted);
+    let steps = steps.iter().filter(is_wanted);
     // All together, so that a question about them comes before hours of work, and once.
     ensure(steps.clone().flat_map(|step| step.needs).copied().flatten());
     let _ = fs::remove_file(skip_log());
@@ -118,7 +129,7 @@ pub(crate) fn run<'a>(
     for step in steps {
         println!("── {}", step.name);
         let started = Instant::now();
-        let outcome = (step.run)(all);
+        let outcome = (step.run)(run);
         let took = started.elapsed();
         let (how, mut counts) = match outcome {
             Outcome::Ran(counts, None) => ("ok", counts),

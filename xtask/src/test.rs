@@ -1,10 +1,15 @@
 //! `cargo xtask test`: everything that must hold, and a count of it.
 
-use std::collections::BTreeSet;
+use std::process::Command;
+use std::thread;
 
+use crate::daemon::{self, OPTIMIZED};
+use crate::harnesses::{self, Results, cargo_test};
 use crate::packages::{Need, have_subcommand, need};
-use crate::steps::{self, Outcome, STATIC, Selection, Step, check, step};
-use crate::tally::{Counts, Kind, Tally, note, noted, skip_log};
+use crate::steps::{
+    self, CLIPPY, DEPENDENCIES, FMT, Outcome, Run, Selection, Step, TIDY, check, clippy, step,
+};
+use crate::tally::{Kind, Tally, note, noted};
 use crate::{Failure, conformance, container, demo, instructions, interop, package, sh};
 
 /// What the tests use beyond Rust.
@@ -59,35 +64,68 @@ pub(crate) struct Options {
     /// Everything that can fail: all interop cases, the package, the container, the cost in instructions.
     #[arg(long)]
     all: bool,
+    /// Test harnesses that run at once. More than one takes root: each has a network namespace then.
+    #[arg(long, default_value_t = 1)]
+    lanes: usize,
 }
 
+/// A test that runs again for longer.
+struct Long {
+    test: &'static str,
+    /// The variable that makes it long, and its value.
+    size: (&'static str, &'static str),
+    /// What its harness is asked for.
+    args: &'static [&'static str],
+}
+
+const MILLION: Long = Long {
+    test: "rc_sim",
+    size: ("RISER_SIM_MESSAGES", "1000000"),
+    args: &[],
+};
+
+const CYCLES: Long = Long {
+    test: "scale",
+    size: ("RISER_CONNECT_CYCLES", "10000"),
+    // What it measures is held by the whole process.
+    args: &["--test-threads=1", "--nocapture"],
+};
+
+const CHANGES: Long = Long {
+    test: "changes_during_io",
+    size: ("RISER_CHANGES", "1000"),
+    args: &["--nocapture"],
+};
+
+impl Long {
+    /// Asks Cargo for it, in the programs' profile.
+    fn arguments(&self) -> [&'static str; 5] {
+        ["--profile", OPTIMIZED, "--workspace", "--test", self.test]
+    }
+
+    fn building(&self) -> Command {
+        sh::cargo(["test", "--no-run"].into_iter().chain(self.arguments()))
+    }
+}
+
+/// Lints and documentation come after the tests, which leave the cores idle for long: by then they are done
+/// ([`work_ahead`]). `cargo xtask check` has the lints first.
 const STEPS: &[Step] = &[
-    step("tests", |_| functions(&["--workspace"], &[])).needing(&[NEEDS]),
-    step("doc", |_| doc()),
+    FMT,
+    TIDY,
+    DEPENDENCIES,
+    step("tests", all_functions).needing(&[NEEDS]),
+    CLIPPY,
+    step("doc", |_| check(doc())),
     step("deny", |_| deny()),
-    step("simulation of a million messages", |_| {
-        again(
-            "--release --workspace --test rc_sim",
-            ("RISER_SIM_MESSAGES", "1000000"),
-        )
-    }),
-    step("sessions and connection cycles", |_| {
-        again(
-            "--release --workspace --test scale -- --test-threads=1 --nocapture",
-            ("RISER_CONNECT_CYCLES", "10000"),
-        )
-    }),
-    step("configuration changes during I/O", |_| {
-        again(
-            "--release --workspace --test apply -- --nocapture",
-            ("RISER_CHANGES", "1000"),
-        )
-    }),
+    step("simulation of a million messages", |_| again(&MILLION)),
+    step("sessions and connection cycles", |_| again(&CYCLES)),
+    step("configuration changes during I/O", |_| again(&CHANGES)),
     // Its functions are ignored by `tests`, so they are counted here.
     step("a stranger on the network", |_| {
         let args = "--workspace --test adversary -- --ignored --nocapture";
         let args: Vec<_> = args.split(' ').collect();
-        functions(&args, &[("RISER_ADVERSARY_SECONDS", "12")])
+        functions(cargo_test(&args, &[("RISER_ADVERSARY_SECONDS", "12")]))
     }),
     step("demo", |_| {
         Outcome::of(demo::run(&demo::Options::for_test()))
@@ -106,75 +144,52 @@ const STEPS: &[Step] = &[
 
 /// Runs the steps; fails if one did.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    steps::run(STATIC.iter().chain(STEPS), &options.selection, options.all)
-}
-
-/// What harnesses of Rust's tests said.
-struct Harnesses {
-    counts: Counts,
-    /// The names of the functions that failed.
-    failed: BTreeSet<String>,
-    /// The whole of it, if anything went wrong.
-    failure: Option<String>,
-}
-
-/// Runs `cargo test` and adds up what its harnesses say.
-fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Harnesses {
-    let mut command = sh::cargo(["test", "--no-fail-fast"]);
-    command
-        .args(args)
-        .env(crate::skip::LOG, skip_log())
-        .envs(env.iter().copied());
-    let (text, ok) = match sh::output(&mut command) {
-        Ok(text) => (text, true),
-        Err(e) => (e.to_string(), false),
+    let run = Run {
+        all: options.all,
+        is_whole: options.selection.is_whole(),
+        lanes: options.lanes,
     };
-    let mut counts = Counts::default();
-    for line in text.lines().filter_map(|l| l.strip_prefix("test result: ")) {
-        counts.passed += number_before(line, " passed");
-        counts.failed += number_before(line, " failed");
-    }
-    for at in text
-        .lines()
-        .filter_map(|l| l.find("figure: ").map(|i| &l[i..]))
-    {
-        println!("{at}");
-    }
-    Harnesses {
-        counts,
-        failed: failed_functions(&text),
-        failure: (!ok).then_some(text),
-    }
+    steps::run(STEPS, &options.selection, &run)
 }
 
-/// The names that harnesses list below `failures:`.
-fn failed_functions(text: &str) -> BTreeSet<String> {
-    let mut failed = BTreeSet::new();
-    let mut in_list = false;
-    for line in text.lines() {
-        match line.strip_prefix("    ") {
-            Some(name) if in_list && !name.contains(' ') => {
-                failed.insert(name.to_owned());
+/// Runs all test functions. While they wait, Cargo works ahead for the other steps of a whole run.
+fn all_functions(run: &Run) -> Outcome {
+    thread::scope(|scope| {
+        let once_built = || {
+            if run.is_whole {
+                scope.spawn(work_ahead);
             }
-            _ => in_list = line == "failures:",
-        }
-    }
-    failed
+        };
+        functions(harnesses::run_all(run.lanes, once_built))
+    })
 }
 
-/// Runs test functions that no other step runs.
-fn functions(args: &[&str], env: &[(&str, &str)]) -> Outcome {
-    let run = cargo_test(args, env);
-    let mut tally = Tally::of(Kind::Function, run.counts);
-    tally.take_skips(noted(), &run.failed);
-    Outcome::Ran(tally, run.failure)
+/// Runs what later steps ask of Cargo, at the lowest priority. They find it done, or report why it fails.
+fn work_ahead() {
+    let simulations = [MILLION, CYCLES, CHANGES].map(|long| long.building());
+    let programs = [daemon::building(OPTIMIZED)];
+    for command in [clippy(), doc()]
+        .into_iter()
+        .chain(simulations)
+        .chain(programs)
+    {
+        let _ = sh::output(&mut sh::at_lowest_priority(&command));
+    }
+}
+
+/// Counts test functions that no other step runs.
+fn functions(results: Results) -> Outcome {
+    let mut tally = Tally::of(Kind::Function, results.counts);
+    tally.take_skips(noted(), &results.failed);
+    Outcome::Ran(tally, results.failure)
 }
 
 /// Runs test functions once more, for longer: one check, whatever their number. It is skipped if one of
 /// them is.
-fn again(args: &str, env: (&str, &str)) -> Outcome {
-    let args: Vec<_> = args.split(' ').collect();
-    let run = cargo_test(&args, &[env]);
+fn again(long: &Long) -> Outcome {
+    let args = long.arguments().into_iter().chain(["--"]);
+    let args: Vec<_> = args.chain(long.args.iter().copied()).collect();
+    let run = cargo_test(&args, &[long.size]);
     match (run.failure, noted().first()) {
         (None, Some(skip)) => Outcome::skipped(format!("{}: {}", skip.name, skip.why)),
         (None, None) if run.counts.passed == 0 => Outcome::of(Err("no function ran".into())),
@@ -182,18 +197,10 @@ fn again(args: &str, env: (&str, &str)) -> Outcome {
     }
 }
 
-fn number_before(line: &str, word: &str) -> u64 {
-    line.split(word)
-        .next()
-        .and_then(|before| before.rsplit(|c: char| !c.is_ascii_digit()).next())
-        .and_then(|digits| digits.parse().ok())
-        .unwrap_or(0)
-}
-
-fn doc() -> Outcome {
+fn doc() -> Command {
     let mut command = sh::cargo(["doc", "-q", "--workspace", "--no-deps"]);
     command.env("RUSTDOCFLAGS", "-D warnings");
-    check(command)
+    command
 }
 
 /// Licences, bans and sources always; advisories where their database can be fetched.
@@ -229,8 +236,8 @@ fn conformance_step() -> Outcome {
 }
 
 /// The short cases, or all of them, wherever the rig can be had.
-fn interop_step(all: bool) -> Outcome {
-    match interop::run_cases(&interop::Options::for_test(all)) {
+fn interop_step(run: &Run) -> Outcome {
+    match interop::run_cases(&interop::Options::for_test(run.all)) {
         Ok(interop::Ended::Ran(counts, failure)) => {
             Outcome::Ran(Tally::of(Kind::Case, counts), failure)
         }
@@ -266,24 +273,4 @@ fn instructions_step() -> Outcome {
         return Outcome::skipped("valgrind is missing".to_owned());
     }
     Outcome::of(instructions::run())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn harness_lines_are_counted() {
-        let line = "ok. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
-        assert_eq!(number_before(line, " passed"), 12);
-        assert_eq!(number_before(line, " failed"), 3);
-    }
-
-    #[test]
-    fn functions_that_failed_are_named() {
-        let text = "failures:\n\n---- a::b stdout ----\n    some words\nmore\n\nfailures:\n    \
-                    a::b\n    c\n\ntest result: FAILED. 1 passed; 2 failed;\n    d\n";
-        let failed: Vec<_> = failed_functions(text).into_iter().collect();
-        assert_eq!(failed, ["a::b", "c"]);
-    }
 }

@@ -260,7 +260,8 @@ fn table(rows: &[Row<'_>]) -> String {
 /// Builds the transport's tests that cases run, and answers a folder with links to them.
 fn build_tests() -> Result<PathBuf, Failure> {
     const TEST: &str = "devices";
-    let args = ["test", "-q", "-p", "riser-transport", "--test", TEST];
+    // With the whole workspace, so that what the other tests have built serves here.
+    let args = ["test", "-q", "--workspace", "--test", TEST];
     let program = sh::built(&args, TEST)?;
     let folder = root().join(".build/interop-tests");
     fs::create_dir_all(&folder)?;

@@ -1,0 +1,217 @@
+//! Harnesses of Rust's tests: built by Cargo, run, and their results added up.
+//!
+//! Most of our tests wait, for time-outs, peers and processes. While they do, others may run, or Cargo may
+//! work ahead, for which [`run_all`] runs the harnesses itself. Tests use fixed addresses of the loopback
+//! interface and one UDP port, so those that run at once have a network namespace each.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::thread;
+
+use serde_json::Value;
+
+use crate::tally::{Counts, skip_log};
+use crate::{Failure, sh, skip};
+
+/// Starts a program in a network namespace with nothing but a loopback interface.
+const ISOLATED: [&str; 5] = [
+    "unshare",
+    "--net",
+    "sh",
+    "-c",
+    "ip link set lo up && exec \"$0\" \"$@\"",
+];
+
+/// The results of harnesses.
+#[derive(Default)]
+pub(crate) struct Results {
+    pub(crate) counts: Counts,
+    /// The names of the functions that failed.
+    pub(crate) failed: BTreeSet<String>,
+    /// The output of what went wrong.
+    pub(crate) failure: Option<String>,
+}
+
+impl Results {
+    /// Reads the output of one harness or of several.
+    fn of(output: Result<String, Failure>) -> Self {
+        let (text, ok) = match output {
+            Ok(text) => (text, true),
+            Err(e) => (e.to_string(), false),
+        };
+        let mut counts = Counts::default();
+        for line in text.lines().filter_map(|l| l.strip_prefix("test result: ")) {
+            counts.passed += number_before(line, " passed");
+            counts.failed += number_before(line, " failed");
+        }
+        let figures = text.lines().filter_map(|l| Some(&l[l.find("figure: ")?..]));
+        figures.for_each(|figure| println!("{figure}"));
+        Self {
+            counts,
+            failed: failed_functions(&text),
+            failure: (!ok).then_some(text),
+        }
+    }
+
+    fn add(&mut self, other: Self) {
+        self.counts += other.counts;
+        self.failed.extend(other.failed);
+        if let Some(failure) = other.failure {
+            let all = self.failure.get_or_insert_default();
+            all.push_str(&failure);
+            all.push('\n');
+        }
+    }
+}
+
+/// Runs `cargo test` with these arguments.
+pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
+    let mut command = sh::cargo(["test", "--no-fail-fast"]);
+    command
+        .args(args)
+        .env(skip::LOG, skip_log())
+        .envs(env.iter().copied());
+    Results::of(sh::output(&mut command))
+}
+
+/// Runs all harnesses of the workspace, `lanes` at once, then the tests in its documentation. `once_built`
+/// is called when Cargo has built them and holds no lock.
+pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
+    let harnesses = match built() {
+        Ok(harnesses) => harnesses,
+        Err(e) => return Results::of(Err(e)),
+    };
+    once_built();
+    let is_isolated = lanes > 1;
+    let (queue, results) = (
+        Mutex::new(harnesses.into_iter()),
+        Mutex::new(Results::default()),
+    );
+    thread::scope(|scope| {
+        for _ in 0..lanes {
+            scope.spawn(|| {
+                let next = || queue.lock().expect("no lane panics").next();
+                while let Some(harness) = next() {
+                    let result = harness.run(is_isolated);
+                    results.lock().expect("no lane panics").add(result);
+                }
+            });
+        }
+    });
+    let mut results = results.into_inner().expect("no lane panics");
+    results.add(cargo_test(&["--workspace", "--doc"], &[]));
+    results
+}
+
+/// A harness, and the folder of its package.
+struct Harness {
+    program: PathBuf,
+    folder: PathBuf,
+}
+
+impl Harness {
+    /// Reads a message of Cargo; none if it is about something else.
+    fn of(message: &Value) -> Option<Self> {
+        let is_test = message["profile"]["test"] == true;
+        let program = message["executable"].as_str().filter(|_| is_test)?;
+        let manifest = PathBuf::from(message["manifest_path"].as_str()?);
+        Some(Self {
+            program: program.into(),
+            folder: manifest.parent()?.to_owned(),
+        })
+    }
+
+    /// Runs it as Cargo does: in the folder of its package, which it may also find in its environment.
+    fn run(&self, is_isolated: bool) -> Results {
+        let mut command = if is_isolated {
+            let [program, args @ ..] = ISOLATED;
+            let mut command = Command::new(program);
+            command.args(args).arg(&self.program);
+            command
+        } else {
+            Command::new(&self.program)
+        };
+        command
+            .current_dir(&self.folder)
+            .env("CARGO_MANIFEST_DIR", &self.folder)
+            .env(skip::LOG, skip_log())
+            .stdin(Stdio::null());
+        Results::of(sh::output(&mut command))
+    }
+}
+
+fn built() -> Result<Vec<Harness>, Failure> {
+    let args = "test --workspace --no-run --message-format=json-render-diagnostics";
+    let text = sh::output(&mut sh::cargo(args.split(' ')))?;
+    let messages = text
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok());
+    Ok(messages
+        .filter_map(|message| Harness::of(&message))
+        .collect())
+}
+
+/// The names that harnesses list below `failures:`.
+fn failed_functions(text: &str) -> BTreeSet<String> {
+    let mut failed = BTreeSet::new();
+    let mut in_list = false;
+    for line in text.lines() {
+        match line.strip_prefix("    ") {
+            Some(name) if in_list && !name.contains(' ') => {
+                failed.insert(name.to_owned());
+            }
+            _ => in_list = line == "failures:",
+        }
+    }
+    failed
+}
+
+fn number_before(line: &str, word: &str) -> u64 {
+    line.split(word)
+        .next()
+        .and_then(|before| before.rsplit(|c: char| !c.is_ascii_digit()).next())
+        .and_then(|digits| digits.parse().ok())
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn harness_lines_are_counted() {
+        let line = "ok. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
+        assert_eq!(number_before(line, " passed"), 12);
+        assert_eq!(number_before(line, " failed"), 3);
+    }
+
+    #[test]
+    fn functions_that_failed_are_named() {
+        let text = "failures:\n\n---- a::b stdout ----\n    some words\nmore\n\nfailures:\n    \
+                    a::b\n    c\n\ntest result: FAILED. 1 passed; 2 failed;\n    d\n";
+        let failed: Vec<_> = failed_functions(text).into_iter().collect();
+        assert_eq!(failed, ["a::b", "c"]);
+    }
+
+    #[test]
+    fn results_of_several_harnesses_add_up() {
+        let mut results = Results::of(Ok("test result: ok. 2 passed; 0 failed;\n".to_owned()));
+        let text = "failures:\n    a\n\ntest result: FAILED. 1 passed; 1 failed;\n";
+        results.add(Results::of(Err(text.into())));
+        assert_eq!((results.counts.passed, results.counts.failed), (3, 1));
+        assert!(results.failed.contains("a"));
+        assert_eq!(results.failure.unwrap().trim(), text.trim());
+    }
+
+    #[test]
+    fn programs_with_a_harness_are_found() {
+        let message = |test: bool, program: Value| json!({ "profile": { "test": test }, "executable": program, "manifest_path": "/a/Cargo.toml" });
+        let harness = Harness::of(&message(true, json!("/b/c"))).unwrap();
+        assert_eq!(harness.folder, PathBuf::from("/a"));
+        assert!(Harness::of(&message(false, json!("/b/c"))).is_none());
+        assert!(Harness::of(&message(true, Value::Null)).is_none());
+    }
+}

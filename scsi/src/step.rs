@@ -150,7 +150,7 @@ impl BlockOp {
 /// Provisioning state of an extent.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Allocation {
-    /// Space is allocated, or the backend cannot tell.
+    /// Space is allocated, or the backend does not know.
     Mapped,
     /// No space is allocated; reads give zeroes.
     Deallocated,

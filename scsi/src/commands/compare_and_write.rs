@@ -38,7 +38,7 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
     if blocks == 0 {
         return Ok(Plan::good());
     }
-    let len = u32::try_from(len).expect("no more than 255 blocks");
+    let len = u32::try_from(len).expect("255 blocks at most");
     let received = 2 * len;
     // Half a comparison compares nothing: there must be exactly as much.
     if planner.expected.data_out != received {

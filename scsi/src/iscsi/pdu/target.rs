@@ -455,6 +455,8 @@ impl FromTarget {
         if !frame.ahs.is_empty() {
             return Err(PduError::Ahs);
         }
+        // StatSN, ExpCmdSN and MaxCmdSN are at the same place in every PDU of a target,
+        // so the common header serves for those whose other fields differ.
         let raw = RawTargetCommon::of(frame.bhs);
         let numbers = numbers_of(raw);
         let (itt, ttt) = (Itt(raw.itt.get()), Ttt(raw.ttt.get()));

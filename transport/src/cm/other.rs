@@ -16,6 +16,8 @@ use crate::wire::mad::TransactionId;
 impl Cm {
     /// Propose another alternate path to the peer.
     ///
+    /// No user yet.
+    ///
     /// # Errors
     ///
     /// [`IbCmError::AlternatePaths`] unless they were configured, and states
@@ -49,6 +51,8 @@ impl Cm {
     }
 
     /// Answer a LAP.
+    ///
+    /// No user yet.
     ///
     /// # Errors
     ///
@@ -157,6 +161,8 @@ impl Cm {
     }
 
     /// Ask a peer which queue pair serves a service id.
+    ///
+    /// No user yet.
     ///
     /// # Errors
     ///

@@ -18,8 +18,12 @@ bitflags! {
         /// A peer may read it.
         const REMOTE_READ = 4;
         /// A peer may run atomics on it.
+        ///
+        /// No user yet.
         const REMOTE_ATOMIC = 8;
         /// Addresses count from 0 instead of from the virtual address.
+        ///
+        /// No user yet.
         const ZERO_BASED = 32;
     }
 }
@@ -213,6 +217,8 @@ pub enum QpType {
     /// Reliable connection.
     Rc,
     /// Unreliable datagram.
+    ///
+    /// No user yet.
     Ud,
     /// The general service interface: queue pair 1, a datagram queue pair for MADs.
     Gsi,

@@ -22,6 +22,9 @@
 //! }
 //! ```
 //!
+//! Programs written for libibverbs need more of the verbs than `riserd` and `riser` do. Calls and
+//! operations that neither of them uses are marked with "No user yet"; the tests use them all.
+//!
 //! Byte order: everything here is in host order; providers convert at the wire.
 
 mod attr;
@@ -58,6 +61,8 @@ pub trait Verbs {
     fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError>;
 
     /// An entry of a port's GID table.
+    ///
+    /// No user yet.
     ///
     /// # Errors
     /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidIndex`].
@@ -127,6 +132,8 @@ pub trait Verbs {
 
     /// Changes a completion queue's capacity.
     ///
+    /// No user yet.
+    ///
     /// # Errors
     /// [`VerbsError::InvalidParameter`] below the number of completions that it holds.
     fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError>;
@@ -150,6 +157,8 @@ pub trait Verbs {
 
     /// How many completions wait, counting no further than `max`.
     ///
+    /// No user yet.
+    ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn peek_cq(&self, cq: CqId, max: usize) -> Result<usize, VerbsError>;
@@ -166,11 +175,15 @@ pub trait Verbs {
 
     /// Creates a shared receive queue.
     ///
+    /// No user yet.
+    ///
     /// # Errors
     /// [`VerbsError::InvalidParameter`] beyond the device's limits.
     fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError>;
 
     /// Resizes a shared receive queue (`max_wr`) or arms its limit event (`limit`).
+    ///
+    /// No user yet.
     ///
     /// # Errors
     /// [`VerbsError::InvalidParameter`] below what is posted, or a limit above the capacity.
@@ -183,17 +196,23 @@ pub trait Verbs {
 
     /// Capacity and armed limit of a shared receive queue.
     ///
+    /// No user yet.
+    ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn query_srq(&self, srq: SrqId) -> Result<SrqAttr, VerbsError>;
 
     /// Destroys a shared receive queue; what is posted to it goes without completions.
     ///
+    /// No user yet.
+    ///
     /// # Errors
     /// [`VerbsError::ResourceBusy`] while a queue pair uses it.
     fn destroy_srq(&mut self, srq: SrqId) -> Result<(), VerbsError>;
 
     /// Posts receives to a shared receive queue. All are posted, or all from the named index on are not.
+    ///
+    /// No user yet.
     ///
     /// # Errors
     /// [`PostError`] with the index of the first request that was not posted.
@@ -325,6 +344,8 @@ pub trait RdmaCm {
     fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError>;
 
     /// Asks the peer for more time to answer its request.
+    ///
+    /// No user yet.
     ///
     /// # Errors
     /// [`CmError::InvalidState`].

@@ -30,16 +30,22 @@ pub enum SendOp {
     /// Send the scatter list to the peer's next receive.
     Send,
     /// Send, with four bytes of immediate data.
+    ///
+    /// No user yet.
     SendImm(u32),
     /// Send, and invalidate a key of the peer's.
     SendInv(RKey),
     /// Write the scatter list into the peer's memory.
     Write(RemoteAddr),
     /// Write, and consume a receive of the peer's for the immediate data.
+    ///
+    /// No user yet.
     WriteImm(RemoteAddr, u32),
     /// Read the peer's memory into the scatter list.
     Read(RemoteAddr),
     /// Compare eight bytes of the peer's memory and swap them if equal; the old value comes back.
+    ///
+    /// No user yet.
     CmpSwap {
         /// The eight bytes, aligned to eight.
         remote: RemoteAddr,
@@ -49,6 +55,8 @@ pub enum SendOp {
         swap: u64,
     },
     /// Add to eight bytes of the peer's memory; the old value comes back.
+    ///
+    /// No user yet.
     FetchAdd {
         /// The eight bytes, aligned to eight.
         remote: RemoteAddr,
@@ -263,7 +271,11 @@ pub enum Notify {
     /// The next completion.
     Next,
     /// The next solicited or failed one.
+    ///
+    /// No user yet.
     Solicited,
     /// When this many have been added.
+    ///
+    /// No user yet.
     Count(u32),
 }

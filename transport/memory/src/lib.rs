@@ -14,10 +14,11 @@
 //! all. Who needs order makes it elsewhere, as with any device: a completion is polled after the bytes
 //! it announces.
 //!
-//! No safe function gives a reference into a mapping, since others may write it as long as it exists.
-//! What must look at bytes as a slice either looks at copies ([`MemSlice::for_each_chunk`]) or
-//! promises that they are not written meanwhile ([`Memory::with_bytes`], unsafe). A pointer
-//! ([`Memory::ptr`]) is safe to make and unsafe to use, as any.
+//! Others may write a mapping as long as they have a handle to it. So code that needs a slice of its
+//! bytes either looks at copies ([`MemSlice::for_each_chunk`]), or proves by its type that it has the
+//! only handle ([`Memory::get_mut`]), or, where a registered mapping always has others, promises that
+//! nothing writes the range meanwhile ([`Memory::with_bytes`], unsafe). A pointer ([`Memory::ptr`]) is
+//! safe to make and unsafe to use, as any.
 //!
 //! - [`Memory`]: the mapping. Cloning shares it; the last clone unmaps it.
 //! - [`MemSlice`]: a checked range of a mapping that keeps the mapping alive. It is what queues of
@@ -124,7 +125,8 @@ impl Memory {
     }
 
     /// Pointer to the byte at `offset`, for handing to a device or a system call. Dereferencing it
-    /// is the caller's business; the range must stay within the mapping, and the mapping alive.
+    /// is the caller's business: the range must stay within the mapping, and a handle must be kept
+    /// as long as the pointer is used, which [`Memory::get_mut`] relies on.
     ///
     /// # Panics
     /// If `offset` is beyond the end.
@@ -204,6 +206,16 @@ impl Memory {
         unsafe { copy::load(self.ptr(offset), room.as_mut_ptr().cast(), len) };
         // SAFETY: all of `room` has just been written.
         f(unsafe { &*(ptr::from_ref(room) as *const [u8]) })
+    }
+
+    /// The bytes of the mapping, if this is the only handle to it: who posts a request, registers
+    /// memory or holds a range keeps a handle as long as anything of that may write the bytes. So a
+    /// buffer whose requests have completed can be read in place.
+    pub fn get_mut(&mut self) -> Option<&mut [u8]> {
+        let mapping = Arc::get_mut(&mut self.0)?;
+        // SAFETY: the range is mapped and initialised. No other handle exists, so neither a device nor
+        // a copy of ours writes it, and none comes to be as long as this one is borrowed.
+        Some(unsafe { std::slice::from_raw_parts_mut(mapping.base.as_ptr(), mapping.len) })
     }
 
     /// Calls `f` with the bytes of a range, without a copy: for a range that its user owns at this
@@ -378,6 +390,17 @@ mod tests {
         let mut out = [0; 7];
         s.memory().read(100, &mut out);
         assert_eq!(&out, b"ririser");
+    }
+
+    #[test]
+    fn only_a_sole_handle_gives_its_bytes() {
+        let mut m = Memory::new(PAGE).unwrap();
+        m.get_mut().unwrap()[7] = 9;
+        let slice = m.slice(7..8).unwrap();
+        assert_eq!(m.get_mut(), None, "a request may hold the slice");
+        assert_eq!(slice.to_vec(), [9]);
+        drop(slice);
+        assert_eq!(m.get_mut().unwrap()[7], 9);
     }
 
     #[test]

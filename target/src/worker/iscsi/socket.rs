@@ -1,10 +1,5 @@
 //! Sockets: accepting, receiving, sending, all through the ring.
 
-#![allow(
-    unsafe_code,
-    reason = "received bytes are looked at in place, in the receive buffer"
-)]
-
 use std::io;
 use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::ops::Range;
@@ -96,7 +91,8 @@ struct Sending {
 #[derive(Debug)]
 pub(super) struct Connection {
     handle: Handle,
-    receive: Memory,
+    /// The receive buffer, which is taken out while the channel reads it.
+    receive: Option<Memory>,
     receiving: bool,
     /// What was received and not looked at: the channel has enough to do.
     unread: Range<usize>,
@@ -114,7 +110,7 @@ impl Connection {
     fn new(fd: OwnedFd) -> io::Result<Self> {
         Ok(Self {
             handle: Handle::new(Arc::new(fd)),
-            receive: Memory::new(LOGIN_RECEIVE)?,
+            receive: Some(Memory::new(LOGIN_RECEIVE)?),
             receiving: false,
             unread: 0..0,
             batch: Batch::default(),
@@ -127,7 +123,7 @@ impl Connection {
 
     /// What it occupies, in bytes.
     pub(super) fn memory(&self) -> usize {
-        self.receive.len() + self.heads.len()
+        self.receive.as_ref().map_or(0, Memory::len) + self.heads.len()
     }
 
     /// What is left of the batch after `sent` bytes, appended to a list.
@@ -312,15 +308,18 @@ impl Worker {
         if is_busy || connection.is_shut || !channel.wants_input() {
             return;
         }
+        let Some(buffer) = &mut connection.receive else {
+            return;
+        };
         if channel.takes_commands()
-            && connection.receive.len() < RECEIVE
+            && buffer.len() < RECEIVE
             && let Ok(memory) = Memory::new(RECEIVE)
         {
-            connection.receive = memory;
+            *buffer = memory;
         }
         let submitted = self.ring.submit_recv(
             &connection.handle,
-            &[connection.receive.whole()],
+            &[buffer.whole()],
             Receive::Some,
             token(Op::Receive, key),
         );
@@ -356,15 +355,18 @@ impl Worker {
         if unread.is_empty() || conn.connection.is_shut || !conn.channel.channel().wants_input() {
             return;
         }
-        let memory = conn.connection.receive.clone();
-        let mut taken = 0;
-        let input = |bytes: &[u8]| {
-            self.with_iscsi(key, |ch, cx| taken = ch.handle_bytes(cx, bytes));
+        let Some(mut buffer) = conn.connection.receive.take() else {
+            return;
         };
-        // SAFETY: the receive has completed and the next one is submitted when everything was read, so
-        // the buffer is not written to meanwhile; it belongs to this connection alone.
-        unsafe { memory.with_bytes(unread.start, unread.len(), input) };
+        // The ring has given its handle back with the completion, and gets another one with the next
+        // receive, which waits until everything was read.
+        let bytes = buffer.get_mut().expect("no receive is under way");
+        let mut taken = 0;
+        self.with_iscsi(key, |ch, cx| {
+            taken = ch.handle_bytes(cx, &bytes[unread]);
+        });
         if let Some(conn) = self.iscsi.conns.get_mut(key) {
+            conn.connection.receive = Some(buffer);
             conn.connection.unread.start += taken;
         }
     }

@@ -1,8 +1,8 @@
 //! State machines that change their state through one checked function.
 //!
-//! A machine's states list their legal transitions in [`State::may_become`]. [`become_state`] is the
-//! only assignment of a state, so a transition that the table lacks is a bug of ours and panics where
-//! it happens, in production as in tests.
+//! A machine's states list their legal transitions in [`State::may_become`]. [`become_state`] is
+//! the only assignment of a state, so a transition that the table lacks is a bug of ours and panics
+//! where it happens, in production as in tests.
 //!
 //! A test of the machine compares its table with its diagram (`testing::table`) and takes every
 //! transition of it (`testing::assert_all_taken`); both need the feature `testing`.

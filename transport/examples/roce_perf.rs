@@ -1,5 +1,5 @@
-//! Measures the software NIC against itself over the loopback interface: bandwidth of WRITE, READ and
-//! SEND, and the round trip of a SEND ping-pong, with one thread for each side.
+//! Measures the software NIC against itself over the loopback interface: bandwidth of WRITE, READ
+//! and SEND, and the round trip of a SEND ping-pong, with one thread for each side.
 //!
 //! ```text
 //! cargo run --release -p riser-transport --example roce_perf [-- SECONDS [MESSAGE_BYTES [TEST]]]

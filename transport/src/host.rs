@@ -1,4 +1,4 @@
-//! What this host offers a program that wants an RDMA device, for people: addresses for the software
+//! A host's offer for a program that wants an RDMA device, as text: addresses for the software
 //! NIC, and the devices behind rdma-core, or why there are none.
 
 use std::error::Error;
@@ -8,7 +8,7 @@ use std::io;
 use crate::netif::{Interface, interfaces};
 use crate::rdma_core::{self, DeviceSummary};
 
-/// What a host has. Its text form is a few lines, each of which names the provider that it is about.
+/// Addresses and devices of a host. The text form names the provider on each of its lines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
     /// Addresses that the software NIC can have.

@@ -1,9 +1,9 @@
 //! A pool of fast-registered regions, one for each connection.
 //!
-//! An initiator registers the memory of a command before it sends it, and must be sure that the peer's
-//! key works no more before it reports the command done. Allocating a region for each command would
-//! be slow, so the regions are allocated once and registered again and again, each time under a new
-//! key byte.
+//! An initiator registers the memory of a command before it sends it, and must be sure that the
+//! peer's key no longer works before it reports the command done. Allocating a region for each
+//! command would be slow, so the regions are allocated once and registered again and again, each
+//! time under a new key byte.
 //!
 //! ```text
 //!            map                reg_wr              inv_wr
@@ -14,9 +14,9 @@
 //! ```
 //!
 //! - [`MrPool`]: the regions not in use. Bound: as many as it was created for.
-//! - [`PooledMr`]: a region taken out. It must be put back; a region that is put back while its key may
-//!   still work is deregistered at once and replaced, so that no path, however broken, leaves a key
-//!   behind.
+//! - [`PooledMr`]: a region taken out. It must be put back; a region that is put back while its key
+//!   may still work is deregistered at once and replaced, so that no path, however broken, leaves a
+//!   key behind.
 
 use std::collections::VecDeque;
 
@@ -36,7 +36,7 @@ pub struct RemoteSegment {
     pub len: u32,
 }
 
-/// Where a region stands.
+/// State of a pooled region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MrState {
     /// Covers nothing that matters; its key does not work.
@@ -78,7 +78,7 @@ impl PooledMr {
         self.id
     }
 
-    /// Where it stands.
+    /// Its state.
     #[must_use]
     pub fn state(&self) -> MrState {
         self.state
@@ -93,7 +93,8 @@ impl PooledMr {
     /// Sets what it shall cover, which must be all of `segments`, and gives it a new key.
     ///
     /// # Errors
-    /// Those of [`Verbs::map_mr_sg`]; [`VerbsError::InvalidParameter`] if not all segments fit.
+    /// The errors of [`Verbs::map_mr_sg`]; [`VerbsError::InvalidParameter`] if not all segments
+    /// fit.
     ///
     /// # Panics
     /// If its key may still work.
@@ -119,7 +120,7 @@ impl PooledMr {
         Ok(())
     }
 
-    /// The request that makes its key work, to post before the message that tells the key.
+    /// The request that makes its key work, to post before the message that has the key.
     ///
     /// # Panics
     /// If nothing is mapped.
@@ -198,7 +199,7 @@ impl MrPool {
     /// Allocates `count` regions of `max_segments` segments.
     ///
     /// # Errors
-    /// Those of [`Verbs::alloc_fast_mr`]; nothing stays allocated then.
+    /// The errors of [`Verbs::alloc_fast_mr`]; nothing stays allocated then.
     pub fn new<V: Verbs + ?Sized>(
         verbs: &mut V,
         pd: PdId,
@@ -281,8 +282,8 @@ impl MrPool {
         Ok(())
     }
 
-    /// Deregisters every region that is not in use. Those in use are put back first, or deregistered
-    /// by whoever holds them with [`MrPool::discard`].
+    /// Deregisters every region that is not in use. Those in use are put back first, or
+    /// deregistered by their holder with [`MrPool::discard`].
     pub fn destroy<V: Verbs + ?Sized>(&mut self, verbs: &mut V) {
         for mr in self.free.drain(..) {
             // As in `put`.

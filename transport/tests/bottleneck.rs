@@ -1,14 +1,14 @@
 //! Many connections through one port of a switch, under virtual time.
 //!
-//! Each flow has two hosts and a link of its own; the links lead to one port of the same rate, which
-//! has room for a few packets and drops what comes beyond, and, where it marks, marks packets with data
-//! from a quarter of that on. Acknowledgements and requests for READs go round it. All flows always have
-//! something to send. So they must share the port by themselves, and go-back-N makes each loss cost
-//! a window of packets.
+//! Each flow has two hosts and a link of its own; the links lead to one port of the same rate,
+//! which has room for a few packets and drops what comes beyond, and, where it marks, marks packets
+//! with data from a quarter of that on. Acknowledgements and requests for READs go round it. All
+//! flows always have something to send. So they must share the port by themselves, and go-back-N
+//! makes each loss cost a window of packets.
 //!
 //! A row of the table is judged by what a user sees: how much of the port's rate was delivered, how
-//! many bytes were sent for each byte delivered, and how much of its fair share the slowest flow got.
-//! The same seed gives the same row.
+//! many bytes were sent for each byte delivered, and how much of its fair share the slowest flow
+//! got. The same seed gives the same row.
 //!
 //! The whole table:
 //! `cargo test --release -p riser-transport --test bottleneck -- --ignored --nocapture table`
@@ -61,7 +61,7 @@ struct Net {
     flows: usize,
     /// Packets that the port has room for.
     room: u64,
-    /// Whether it marks packets from a quarter of that on.
+    /// It marks packets from a quarter of that on.
     marks: bool,
     mtu: Mtu,
     kind: Kind,
@@ -71,7 +71,7 @@ struct Net {
     millis: u64,
 }
 
-/// What came of it, as fractions.
+/// The result, as fractions.
 #[derive(Clone, Copy, Debug)]
 struct Row {
     /// Of the port's rate.
@@ -95,7 +95,7 @@ impl Row {
     }
 }
 
-/// What every row has to reach.
+/// Bounds for every row.
 const MIN_GOODPUT: f64 = 0.90;
 const MAX_SENT: f64 = 1.10;
 /// The slowest flow gets this part of an equal share at least.
@@ -202,7 +202,7 @@ impl Side {
     }
 }
 
-/// What happens at a time. Packets are in [`Sim::packets`].
+/// Event at a time. Packets are in [`Sim::packets`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Start,
@@ -378,8 +378,9 @@ impl Sim {
                 self.links[flow] = self.now + self.random.u64(..LATENESS);
             }
             self.links[flow] += self.service;
-            // Never longer than a packet, so packets keep their order. Links that run at exactly one
-            // rate would let the flow that finds the last place in a full queue keep it for ever.
+            // Never longer than a packet, so packets keep their order. Links that run at exactly
+            // one rate would let the flow that finds the last place in a full queue keep it for
+            // ever.
             let drift = self.random.u64(..self.service);
             self.push(
                 self.links[flow] + CABLE + drift,

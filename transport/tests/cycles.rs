@@ -12,7 +12,7 @@ use riser_transport::verbs::{CmEventKind, RdmaCm as _, SendOp, Verbs as _};
 use software::Virtual;
 use suite::world::{End, Wants, World, cm_event, connect_to, listen};
 
-/// Resident memory of this process in KiB; `None` where the system does not tell.
+/// Resident memory of this process in KiB; `None` where the system does not report it.
 fn resident() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/statm").ok()?;
     let pages: u64 = text.split_whitespace().nth(1)?.parse().ok()?;

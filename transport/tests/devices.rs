@@ -1,14 +1,14 @@
 //! The provider suite on devices that this machine may or may not have, and what only those show.
 //!
-//! `RISER_SUITE` names two devices, `PROVIDER:ADDRESS` or `PROVIDER:ADDRESS@NAMESPACE` each; the first
-//! connects, the second listens:
+//! `RISER_SUITE` names two devices, `PROVIDER:ADDRESS` or `PROVIDER:ADDRESS@NAMESPACE` each; the
+//! first connects, the second listens:
 //!
 //! ```text
 //! RISER_SUITE="rdma_core:10.99.0.1 roce:10.99.0.2@peer" devices [WORD…]
 //! ```
 //!
-//! Words choose the tests whose names contain one of them. Without words the suite runs; the tests of
-//! the module `stress` run when they are named. They read more of the environment:
+//! Words choose the tests whose names contain one of them. Without words the suite runs; the tests
+//! of the module `stress` run when they are named. They read more of the environment:
 //!
 //! | variable | what it is |
 //! | --- | --- |
@@ -18,7 +18,8 @@
 //! | `RISER_HEAL` | a command that brings it back |
 //!
 //! The tests run one after the other, since they share their addresses. `cargo xtask interop` runs
-//! them between the software NIC and a Linux kernel; where nothing is named, there is nothing to do.
+//! them between the software NIC and a Linux kernel; where nothing is named, there is nothing to
+//! do.
 
 #![allow(clippy::print_stdout, reason = "the output is the report")]
 
@@ -37,7 +38,7 @@ type Test = (&'static str, fn(Devices));
 /// No test takes longer, even where a kernel is emulated and its network loses every tenth packet.
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// What `suite_names` is given to make the table of the suite.
+/// Callback of `suite_names` that makes the table of the suite.
 #[macro_export]
 macro_rules! suite_table {
     (() $($module:ident: $($name:ident)*;)*) => {

@@ -1,4 +1,4 @@
-//! What a host has, in a network namespace of the test's own.
+//! Interfaces of a host, in a network namespace of the test's own.
 
 #![allow(unsafe_code, reason = "a thread enters a network namespace")]
 

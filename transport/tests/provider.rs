@@ -112,7 +112,7 @@ mod on_sockets_without_segmentation {
 }
 
 mod only {
-    //! What needs one of the worlds.
+    //! Tests that need one of the worlds.
 
     use std::collections::BTreeSet;
     use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -159,8 +159,8 @@ mod only {
         assert_ne!(trace(1), trace(2));
     }
 
-    /// The owner closes a connection in the round in which the peer's request fails, as an appliance
-    /// does; the peer still learns why.
+    /// The owner closes a connection in the round in which the peer's request fails, as an
+    /// appliance does; the peer still learns why.
     fn a_remote_access_error_is_reported<W: World>(mut w: W) {
         let w = &mut w;
         let (a, b) = connected(w);
@@ -179,7 +179,7 @@ mod only {
         a_remote_access_error_is_reported(Real::new());
     }
 
-    /// What a queue pair has received completes at the sender, however the receiver ends.
+    /// A message that a queue pair has received completes at the sender, however the receiver ends.
     #[test]
     fn a_received_send_completes_although_the_receiver_ends_at_once() {
         type Ending = fn(&mut Real, &Side);
@@ -220,7 +220,7 @@ mod only {
         });
         a.send(&mut w, 1, SendOp::Write(b.remote(0)), 0, 8);
         assert_eq!(a.completion(&mut w).status, WcStatus::RetryExcErr);
-        // A connection that nobody answers is over as well, and so is a request.
+        // A connection that is not answered is over as well, and so is a request.
         w.provider(End::A).disconnect(a.id).unwrap();
         assert_eq!(cm_event(&mut w, End::A).kind, CmEventKind::Disconnected);
         assert_eq!(cm_event(&mut w, End::A).kind, CmEventKind::TimewaitExit);
@@ -610,7 +610,8 @@ mod only {
                 assert!(!opcode.is_empty(), "not taken for RoCE: {line}");
                 opcodes.insert(opcode.to_owned());
                 assert_eq!(columns.next(), Some(""), "malformed: {line}");
-                // Expert severities: 0x200000 is a chat, 0x400000 a note, beyond that something is wrong.
+                // Expert severities: 0x200000 is a chat, 0x400000 a note, beyond that something is
+                // wrong.
                 let severe = columns
                     .next()
                     .unwrap_or("")
@@ -625,8 +626,8 @@ mod only {
     }
 }
 
-/// The hop limit of what arrives, in a network without routers: what did not begin with the largest is
-/// treated as if it had passed some.
+/// The hop limit of what arrives, in a network without routers: what did not begin with the largest
+/// is treated as if it had passed some.
 #[test]
 fn a_device_on_its_link_takes_what_no_router_has_forwarded() {
     use std::net::{IpAddr, UdpSocket};

@@ -117,7 +117,8 @@ impl End {
     }
 }
 
-/// Whether a packet is lost: one in `lose`, scattered so that no pattern of traffic meets it always.
+/// Whether a packet is lost: one in `lose`, scattered so that no pattern of traffic meets it
+/// always.
 fn is_lost(packet: u64, lose: u64) -> bool {
     (packet.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).is_multiple_of(lose)
 }
@@ -131,7 +132,7 @@ struct Link {
 }
 
 impl Link {
-    /// Carries packets back and forth until nobody has one; one in `lose` is lost.
+    /// Carries packets back and forth until there is none; one in `lose` is lost.
     fn carry(&mut self, lose: u64) {
         loop {
             let mut is_quiet = true;

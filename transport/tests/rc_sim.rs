@@ -1,15 +1,17 @@
 //! Two queue pairs on a bad wire, under virtual time.
 //!
-//! Every packet really is bytes with an ICRC. Of them 20 % are lost, 5 % doubled, 5 % corrupted (and
-//! then dropped for their ICRC) and a quarter overtaken by up to 64 others, in both directions. Both
-//! sides send every kind of request, of 0 bytes to 64 KiB, with every path MTU, over the wrap of the
-//! PSN, with their own receive queues and with shared ones. Their sockets are full now and then, so that
-//! packets wait while acknowledgements come in, and the owner of a request overwrites its buffer as
-//! soon as it is complete. An oracle checks every byte, that each completion comes exactly once and in
-//! order, and that every packet leaves with the bytes that its ICRC was made of.
+//! Every packet really is bytes with an ICRC. Of them 20 % are lost, 5 % doubled, 5 % corrupted
+//! (and then dropped for their ICRC) and a quarter overtaken by up to 64 others, in both
+//! directions. Both sides send every kind of request, of 0 bytes to 64 KiB, with every path MTU,
+//! over the wrap of the PSN, with their own receive queues and with shared ones. Their sockets are
+//! full now and then, so that packets wait while acknowledgements come in, and the owner of a
+//! request overwrites its buffer as soon as it is complete. An oracle checks every byte, that each
+//! completion comes exactly once and in order, and that every packet leaves with the bytes that its
+//! ICRC was made of.
 //!
-//! - `RISER_SIM_MESSAGES`: how many messages to send in all (in sessions of 1,000). Such a long run takes
-//!   other seeds each time, from a first one that it prints; without it the seeds are always the same.
+//! - `RISER_SIM_MESSAGES`: how many messages to send in all (in sessions of 1,000). Such a long run
+//!   takes other seeds each time, from a first one that it prints; without it the seeds are always
+//!   the same.
 //! - `RISER_SEED`: the first seed of a long run, to repeat one.
 //! - `RISER_SIM_SEED`: run the one session of this seed. A failure prints it.
 
@@ -45,16 +47,16 @@ const FAST_REGIONS: usize = 4;
 const PATTERN: usize = 1 << 18;
 const INLINE: usize = 64;
 
-/// How bad the wire is: chances in a hundred.
+/// Faults of the wire: chances in a hundred.
 #[derive(Clone, Copy)]
 struct Wire {
     loss: u64,
     duplication: u64,
     corruption: u64,
     reordered: u64,
-    /// How often the socket is full when it is offered a packet.
+    /// Chance that the socket is full when it is offered a packet.
     full: u64,
-    /// How often a router marks a packet for congestion.
+    /// Chance that a router marks a packet for congestion.
     marked: u64,
 }
 
@@ -82,13 +84,13 @@ const DEAD: Wire = Wire {
 };
 
 const REORDER_BY: u64 = 64;
-/// How often in a hundred receives their owner is slow to post more, and for how long.
+/// Chance in a hundred that the owner of the receives is slow to post more, and for how long.
 const RECV_STALL: u64 = 10;
 const RECV_STALL_TIME: u64 = 400_000;
 /// Time that a packet occupies the wire, and that it takes to the other end, in nanoseconds.
 const PACKET_TIME: u64 = 1000;
 const LATENCY: u64 = 5000;
-/// How long a full socket takes nothing, in nanoseconds.
+/// Time for which a full socket takes nothing, in nanoseconds.
 const FULL_TIME: u64 = 20_000;
 
 struct Random(fastrand::Rng);
@@ -129,7 +131,7 @@ struct Message {
     check: Check,
 }
 
-/// What must be true when the message is complete.
+/// Condition that must be true when the message is complete.
 #[derive(Clone, Copy, Debug)]
 enum Check {
     Nothing,
@@ -165,7 +167,7 @@ enum Check {
 struct Expected {
     opcode: WcOpcode,
     len: usize,
-    /// Where in the pattern a SEND's data is.
+    /// Place of a SEND's data in the pattern.
     at: usize,
     imm: Option<u32>,
     invalidated: Option<RKey>,
@@ -195,7 +197,7 @@ struct Side {
     remote_mr: Mr,
     recv_mr: Mr,
     cells_mr: Mr,
-    /// What the cells of the peer hold after everything posted so far.
+    /// Values of the cells of the peer after everything posted so far.
     cell_model: [u64; 2],
     under_way: VecDeque<Message>,
     free_slots: Vec<usize>,
@@ -205,7 +207,7 @@ struct Side {
     late_recvs: Vec<usize>,
     /// Until when receives are not posted again.
     stalled_until: u64,
-    /// How often in a hundred receives its owner is slow to post more.
+    /// Chance in a hundred that its owner is slow to post more.
     recv_stall: u64,
     regions: Vec<(Mr, RKey, Region)>,
     /// Keys of the peer's that we may invalidate.
@@ -213,7 +215,7 @@ struct Side {
     flow_out: IcrcFlow,
     flow_in: IcrcFlow,
     wire_free: u64,
-    /// What the socket has not taken yet, and until when it takes nothing.
+    /// Packets that the socket has not taken yet, and until when it takes nothing.
     batch: TxBatch,
     full_until: u64,
 }
@@ -799,7 +801,7 @@ impl Sim {
         }
     }
 
-    /// Takes what a side tells, against what it must tell.
+    /// Checks a side's events against the expected ones.
     fn settle(&mut self, me: usize) {
         // A transmission may add more: what is done without the wire ends at once.
         while !self.sides[me].out.is_empty() {
@@ -930,7 +932,7 @@ fn opcode_of(op: &SendOp) -> WcOpcode {
     }
 }
 
-/// Tells how to run a failing session again.
+/// Prints how to run a failing session again.
 struct Replay(u64);
 
 impl Drop for Replay {
@@ -1051,8 +1053,8 @@ fn a_congested_wire_slows_but_loses_and_repeats_nothing() {
     }
 }
 
-/// Runs the session of `seed` on a perfect wire whose routers mark `marked` packets in a hundred for
-/// congestion, and checks that nothing is sent twice.
+/// Runs the session of `seed` on a perfect wire whose routers mark `marked` packets in a hundred
+/// for congestion, and checks that nothing is sent twice.
 fn run_without_repetition(seed: u64, marked: u64) -> [RcCounters; 2] {
     let wire = Wire { marked, ..PERFECT };
     let mut sim = Sim::new(seed, SESSION_MESSAGES / 2, wire);
@@ -1137,7 +1139,7 @@ fn a_dead_wire_ends_every_request_once() {
                 if done.status == WcStatus::Success {
                     assert_eq!(status, WcStatus::Success, "a success after an error");
                 }
-                // What succeeded without being signaled is told by nothing.
+                // What succeeded without being signaled is not reported.
                 while message.wr_id != done.wr_id.0 {
                     assert!(!message.is_signaled && status == WcStatus::Success);
                     message = side.under_way.pop_front().expect("a message under way");

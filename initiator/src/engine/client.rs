@@ -72,7 +72,7 @@ pub(super) struct DeviceInfo {
     pub(super) guid: u64,
     pub(super) region_segments: u32,
     /// Whether a receive reports which key the peer has invalidated.
-    pub(super) tells_invalidation: bool,
+    pub(super) reports_invalidation: bool,
     pub(super) pkeys: Vec<PKey>,
 }
 
@@ -83,7 +83,7 @@ impl DeviceInfo {
             name: "none".to_owned(),
             guid: 0,
             region_segments: 1,
-            tells_invalidation: false,
+            reports_invalidation: false,
             pkeys: Vec::new(),
         }
     }
@@ -99,7 +99,7 @@ impl DeviceInfo {
             } else {
                 1
             },
-            tells_invalidation: attr.tells_invalidation,
+            reports_invalidation: attr.reports_invalidation,
             pkeys: (0..entries)
                 .filter_map(|i| provider.query_pkey(1, i).ok())
                 .collect(),

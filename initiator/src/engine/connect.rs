@@ -273,7 +273,7 @@ impl Client {
                 queue_size: config.queue_size,
                 region_segments: segments.max(1),
                 discovery: url.target.is_none(),
-                remote_invalidate: self.0.device.tells_invalidation,
+                remote_invalidate: self.0.device.reports_invalidation,
             }),
         };
         Ok(Protocol::Iscsi(Box::new(IscsiOpen {

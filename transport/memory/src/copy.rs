@@ -88,8 +88,8 @@ mod words {
     pub(crate) unsafe fn load(src: *const u8, dst: *mut u8, len: usize) {
         let mut at = 0;
         while at < len {
-            // SAFETY: within both ranges, by the caller's promise; pointers of words are aligned, and
-            // the memory is writable for all who share it.
+            // SAFETY: within both ranges, by the caller's promise; pointers of words are aligned,
+            // and the memory is writable for all who share it.
             unsafe {
                 let (from, to) = (src.add(at).cast_mut(), dst.add(at));
                 if is_word(from, len - at) {

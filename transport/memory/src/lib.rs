@@ -10,15 +10,15 @@
 //! # Who may access it at once
 //!
 //! Any number of threads and devices. The safe functions copy as if by relaxed atomic accesses to
-//! single bytes, so they may run at once on one range: bytes may be mixed of old and new, and that is
-//! all. Who needs order makes it elsewhere, as with any device: a completion is polled after the bytes
-//! it announces.
+//! single bytes, so they may run at once on one range: bytes may be mixed of old and new, and that
+//! is all. Who needs order makes it elsewhere, as with any device: a completion is polled after the
+//! bytes it announces.
 //!
-//! Others may write a mapping as long as they have a handle to it. So code that needs a slice of its
-//! bytes either looks at copies ([`MemSlice::for_each_chunk`]), or proves by its type that it has the
-//! only handle ([`Memory::get_mut`]), or, where a registered mapping always has others, promises that
-//! nothing writes the range meanwhile ([`Memory::with_bytes`], unsafe). A pointer ([`Memory::ptr`]) is
-//! safe to make and unsafe to use, as any.
+//! Others may write a mapping as long as they have a handle to it. So code that needs a slice of
+//! its bytes either looks at copies ([`MemSlice::for_each_chunk`]), or proves by its type that it
+//! has the only handle ([`Memory::get_mut`]), or, where a registered mapping always has others,
+//! promises that nothing writes the range meanwhile ([`Memory::with_bytes`], unsafe). A pointer
+//! ([`Memory::ptr`]) is safe to make and unsafe to use, as any.
 //!
 //! - [`Memory`]: the mapping. Cloning shares it; the last clone unmaps it.
 //! - [`MemSlice`]: a checked range of a mapping that keeps the mapping alive. It is what queues of
@@ -182,7 +182,8 @@ impl Memory {
         let (from, to) = (src.ptr(src_offset), dst.ptr(dst_offset));
         let is_ahead = to.addr() > from.addr() && to.addr() - from.addr() < len;
         if !is_ahead {
-            // SAFETY: both ranges were checked; the destination is outside of the source or before it.
+            // SAFETY: both ranges were checked; the destination is outside of the source or before
+            // it.
             unsafe { copy::copy(from, to, len) };
             return;
         }
@@ -213,8 +214,8 @@ impl Memory {
     /// buffer whose requests have completed can be read in place.
     pub fn get_mut(&mut self) -> Option<&mut [u8]> {
         let mapping = Arc::get_mut(&mut self.0)?;
-        // SAFETY: the range is mapped and initialised. No other handle exists, so neither a device nor
-        // a copy of ours writes it, and none comes to be as long as this one is borrowed.
+        // SAFETY: the range is mapped and initialised. No other handle exists, so neither a device
+        // nor a copy of ours writes it, and none comes to be as long as this one is borrowed.
         Some(unsafe { std::slice::from_raw_parts_mut(mapping.base.as_ptr(), mapping.len) })
     }
 
@@ -229,7 +230,7 @@ impl Memory {
     pub unsafe fn with_bytes<R>(&self, offset: usize, len: usize, f: impl FnOnce(&[u8]) -> R) -> R {
         self.check(offset, len);
         // SAFETY: the range was checked, the bytes are initialised, and the caller promises that
-        // nobody writes them meanwhile.
+        // nothing writes them meanwhile.
         f(unsafe { std::slice::from_raw_parts(self.ptr(offset), len) })
     }
 
@@ -262,7 +263,8 @@ impl Memory {
     }
 }
 
-/// A range of a [`Memory`] that keeps it alive. Offsets in its methods count from the range's start.
+/// A range of a [`Memory`] that keeps it alive. Offsets in its methods count from the range's
+/// start.
 #[derive(Clone, Debug)]
 pub struct MemSlice {
     memory: Memory,

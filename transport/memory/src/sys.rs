@@ -1,8 +1,8 @@
 //! System calls that move bytes between a descriptor and memory without a copy of ours.
 //!
-//! A [`SendPiece`] is bytes to send, a [`ReceivePiece`] room to receive into: each an ordinary slice
-//! or a range of a mapping, borrowed until the call is over. The kernel stands where a device does
-//! otherwise: it may write a mapping while others copy from it.
+//! A [`SendPiece`] is bytes to send, a [`ReceivePiece`] room to receive into: each an ordinary
+//! slice or a range of a mapping, borrowed until the call is over. The kernel stands where a device
+//! does otherwise: it may write a mapping while others copy from it.
 
 use std::io;
 use std::marker::PhantomData;
@@ -52,7 +52,7 @@ impl<'a> SendPiece<'a> {
     }
 }
 
-/// What is left of `pieces` after their first `count` bytes; no piece of it is empty.
+/// The rest of `pieces` after their first `count` bytes; no piece of it is empty.
 pub fn skip<'a>(
     pieces: impl IntoIterator<Item = SendPiece<'a>>,
     count: usize,
@@ -98,7 +98,7 @@ impl<'a> ReceivePiece<'a> {
 /// raises `SIGPIPE`.
 ///
 /// # Errors
-/// Those of `sendmsg(2)`: `WouldBlock` where there is no room, `EMSGSIZE` for more than 1,024
+/// The errors of `sendmsg(2)`: `WouldBlock` where there is no room, `EMSGSIZE` for more than 1,024
 /// pieces.
 pub fn send(socket: BorrowedFd<'_>, pieces: &[SendPiece<'_>]) -> io::Result<usize> {
     let message = header(pieces.as_ptr().cast_mut().cast(), pieces.len());
@@ -108,22 +108,22 @@ pub fn send(socket: BorrowedFd<'_>, pieces: &[SendPiece<'_>]) -> io::Result<usiz
     checked(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) })
 }
 
-/// Receives what has arrived at a socket, into one piece after the other, and returns how many bytes
-/// that was: 0 at the end of the stream. It does not wait.
+/// Receives what has arrived at a socket, into one piece after the other, and returns how many
+/// bytes that was: 0 at the end of the stream. It does not wait.
 ///
 /// # Errors
-/// Those of `recvmsg(2)`: `WouldBlock` where nothing has arrived.
+/// The errors of `recvmsg(2)`: `WouldBlock` where nothing has arrived.
 pub fn receive(socket: BorrowedFd<'_>, pieces: &mut [ReceivePiece<'_>]) -> io::Result<usize> {
     let mut message = header(pieces.as_mut_ptr().cast(), pieces.len());
-    // SAFETY: every piece is a slice that is borrowed exclusively, or a range of a mapping, to which
-    // no Rust reference exists; they outlive the call.
+    // SAFETY: every piece is a slice that is borrowed exclusively, or a range of a mapping, to
+    // which no Rust reference exists; they outlive the call.
     checked(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
 }
 
 /// Reads a part of a file into `room` and returns how many bytes that was.
 ///
 /// # Errors
-/// Those of `pread(2)`.
+/// The errors of `pread(2)`.
 pub fn read_at(file: BorrowedFd<'_>, room: &MemSlice, offset: u64) -> io::Result<usize> {
     let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
     // SAFETY: the range is mapped and writable as long as the slice, and no Rust reference to it

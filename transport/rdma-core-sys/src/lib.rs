@@ -2,12 +2,12 @@
 //!
 //! Nothing here links against rdma-core, so one binary runs on hosts with and without it:
 //! [`RdmaCore::load`] opens the two libraries and looks every function up once, each at the symbol
-//! version whose structures [`bindings`] describes. The data path (post, poll, arm) needs no symbol:
-//! it goes through the operation table of an opened context, with the functions of [`ops`].
+//! version whose structures [`bindings`] describes. The data path (post, poll, arm) needs no
+//! symbol: it goes through the operation table of an opened context, with the functions of [`ops`].
 //!
-//! The structures are those of the public headers of rdma-core 44.0. `generate.sh` writes them with bindgen,
-//! with compile-time assertions about sizes and offsets on x86-64. Their notice and licence are at the top
-//! of `bindings.rs`.
+//! The structures are those of the public headers of rdma-core 44.0. `generate.sh` writes them with
+//! bindgen, with compile-time assertions about sizes and offsets on x86-64. Their notice and
+//! licence are at the top of `bindings.rs`.
 
 #![allow(unsafe_code, reason = "this crate is the boundary to two C libraries")]
 
@@ -38,7 +38,7 @@ pub enum LoadError {
     Library {
         /// The library's name.
         library: &'static str,
-        /// What the dynamic linker says.
+        /// The error of the dynamic linker.
         source: libloading::Error,
     },
     /// A library is too old, or not the one that was meant.

@@ -13,7 +13,8 @@ const UNSUPPORTED: c_int = libc::EOPNOTSUPP;
 /// Answers 0 or `errno`.
 ///
 /// # Safety
-/// `qp` is a live queue pair, `wr` a chain whose scatter lists are valid for the call, `bad` writable.
+/// `qp` is a live queue pair, `wr` a chain whose scatter lists are valid for the call, `bad`
+/// writable.
 #[inline]
 pub unsafe fn ibv_post_send(
     qp: *mut ibv_qp,

@@ -41,7 +41,7 @@ pub enum RingError {
     /// The capacity asked for is zero or larger than the kernel's limit.
     #[error("an io_uring capacity must be between 1 and {max}, not {asked}")]
     Capacity {
-        /// What was asked for.
+        /// The length that was asked for.
         asked: u32,
         /// The most the kernel takes.
         max: u32,

@@ -44,7 +44,7 @@ impl Handle {
         self.fixed.is_some()
     }
 
-    /// How operations on the ring with this table name the file.
+    /// The file's name in operations on the ring with this table.
     pub(crate) fn target(&self, table: &Arc<FileTable>) -> Target {
         match &self.fixed {
             Some(slot) if Arc::ptr_eq(&slot.table, table) => {
@@ -87,7 +87,7 @@ impl Drop for FixedSlot {
 }
 
 /// Which entries of a ring's table are in use. `free` entries hold no file; `stale` ones hold a
-/// file nobody names any more, which the ring takes out when it next looks.
+/// file without a name, which the ring takes out when it next looks.
 #[derive(Debug, Default)]
 pub(crate) struct FileTable(Mutex<Entries>);
 

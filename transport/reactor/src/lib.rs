@@ -26,12 +26,12 @@
 //! another operation's.
 //!
 //! # Invariants
-//! - Whatever the kernel may touch on behalf of an operation (memory, vectors, descriptors) is owned
-//!   by the operation's slot from submission to its last completion. Dropping the caller's state,
-//!   or the ring itself, never leaves the kernel with a dangling address.
+//! - Everything that the kernel may touch on behalf of an operation (memory, vectors, descriptors)
+//!   is owned by the operation's slot from submission to its last completion. Dropping the caller's
+//!   state, or the ring itself, never leaves the kernel with a dangling address.
 //! - The number of operations in flight is fixed when the ring is made. A full ring refuses with
 //!   [`SubmitError::Full`]; nothing queues behind it.
-//! - A ring stays on the thread that made it (it is not `Send`): the kernel is told so and saves
+//! - A ring stays on the thread that made it (it is not `Send`): the kernel knows that and saves
 //!   its locks.
 //!
 //! # Not implemented

@@ -16,15 +16,16 @@ use crate::waker::Waker;
 
 type Job<R> = (Token, Box<dyn FnOnce() -> R + Send>);
 
-/// How long a helper gets to finish when it is dropped.
+/// Time that a helper has to finish when it is dropped.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// A helper thread, the queue into it and the results out of it.
 ///
 /// The queue holds a fixed number of jobs. Results are bounded by the jobs accepted and not yet
-/// collected. Dropping it finishes the jobs already queued and joins the thread; but a system call may
-/// never return, and dropping a helper must not wait for that. So after two seconds the thread is
-/// left alone with the job that it has: it begins no other, and ends with that or with the process.
+/// collected. Dropping it finishes the jobs already queued and joins the thread; but a system call
+/// may never return, and dropping a helper must not wait for that. So after two seconds the thread
+/// is left alone with the job that it has: it begins no other, and ends with that or with the
+/// process.
 #[derive(Debug)]
 pub struct Offload<R> {
     jobs: Option<SyncSender<Job<R>>>,
@@ -45,7 +46,7 @@ impl<R: Send + 'static> Offload<R> {
     /// rings `waker` after each.
     ///
     /// # Errors
-    /// Where the thread cannot be started.
+    /// The error of starting the thread.
     pub fn new(capacity: usize, waker: Waker) -> io::Result<Self> {
         let (jobs, inbox) = sync_channel::<Job<R>>(capacity.max(1));
         let (outbox, results) = channel();
@@ -123,7 +124,8 @@ impl<R> Drop for Offload<R> {
                 }
                 std::thread::sleep(Duration::from_millis(1));
             }
-            // A panic of a job has been reported on its own thread; there is nobody to tell here.
+            // A panic of a job has been reported on its own thread; there is no caller to report
+            // to.
             let _ = thread.join();
         }
     }

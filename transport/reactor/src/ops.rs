@@ -24,7 +24,7 @@ pub enum Durability {
     Durable,
 }
 
-/// How much a sync covers.
+/// Extent of a sync.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SyncKind {
     /// Data and what is needed to find it (`fdatasync`).
@@ -33,7 +33,7 @@ pub enum SyncKind {
     All,
 }
 
-/// What `fallocate` does to a byte range. The file's size never changes.
+/// Operation of `fallocate` on a byte range. The file's size never changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fallocate {
     /// Allocates what is not allocated.
@@ -80,6 +80,8 @@ impl Ring {
     ) -> Result<(), SubmitError> {
         let (index, user_data) = self.prepare(token, Kind::Plain, Some(file), into)?;
         let (iov, count) = self.vectors(index);
+        // A read into one range of registered memory is a fixed one, which spares the kernel
+        // pinning its pages.
         let entry = match (file.target(&self.files), self.buffer_of(iov, count)) {
             (t, Some((addr, len, buffer))) => with_target(
                 t,
@@ -145,6 +147,7 @@ impl Ring {
             with_target(t, |t| build!(t), |t| build!(t))
         };
         let target = file.target(&self.files);
+        // As for reads: the fixed form where the memory is registered.
         let entry = match self.buffer_of(iov, count) {
             Some((addr, len, buffer)) => fixed(target, addr, len, buffer),
             None => vectored(target),

@@ -1,4 +1,4 @@
-//! [`Ring`]: setting up, registering, reaping, parking, and letting go.
+//! [`Ring`]: setting up, registering, reaping, parking, and dropping.
 
 #![allow(
     unsafe_code,
@@ -20,16 +20,16 @@ use crate::handle::{FileTable, Handle};
 use crate::slot::{Kind, Slots, Token};
 use crate::waker::Waker;
 
-/// User data of the ring's own cancellations, whose completions nobody awaits. No slot has it.
+/// User data of the ring's own cancellations, whose completions are not awaited. No slot has it.
 const CANCEL: u64 = 1 << 63;
 
 /// The kernel registers at most this much as one buffer.
 const MAX_BUFFER: usize = 1 << 30;
 
-/// How long a new ring waits for the memory of rings that are gone.
+/// Time that a new ring waits for the memory of rings that are gone.
 const SETUP_PATIENCE: Duration = Duration::from_millis(500);
 
-/// How long a dropped ring waits for the kernel to let go of buffers before it leaks them.
+/// Time that a dropped ring waits for the kernel to release buffers before it leaks them.
 const DROP_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Sizes of a ring, fixed when it is made.
@@ -85,7 +85,7 @@ impl Completion {
     }
 }
 
-/// What a call of [`Ring::reap`] found.
+/// Result of a call of [`Ring::reap`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reaped {
     /// Completions added to the caller's list.
@@ -103,7 +103,7 @@ impl Reaped {
 }
 
 pub(crate) struct Buffer {
-    /// Keeps the address range from being unmapped, and mapped anew, while it is registered.
+    /// Keeps the address range from being unmapped, and mapped again, while it is registered.
     _memory: Memory,
     pub(crate) addr: usize,
     pub(crate) len: usize,
@@ -115,14 +115,14 @@ pub(crate) struct Buffer {
 /// [`park`](Ring::park), then `reap` again.
 pub struct Ring {
     uring: IoUring,
-    /// Leaked, rather than freed, where the kernel will not let go of it.
+    /// Leaked, rather than freed, where the kernel does not release it.
     pub(crate) slots: ManuallyDrop<Slots>,
     pub(crate) files: Arc<FileTable>,
     /// Registered memory by table index.
     pub(crate) buffers: Vec<Buffer>,
     max_buffers: usize,
     waker: Waker,
-    /// Where the read of the waker's counter lands.
+    /// Buffer of the read of the waker's counter.
     waker_counter: MemSlice,
     waker_armed: bool,
     capacity: usize,
@@ -230,6 +230,7 @@ impl Ring {
         if self.buffers.len() + memory.len().div_ceil(MAX_BUFFER) > self.max_buffers {
             return Err(RegisterError::NoRoom);
         }
+        // The kernel takes at most 1 GiB in one entry, so a larger mapping is several.
         let mut offset = 0;
         while offset < memory.len() {
             let len = (memory.len() - offset).min(MAX_BUFFER);
@@ -286,11 +287,11 @@ impl Ring {
 
     /// Asks the kernel to cancel every operation with this token; returns how many there are.
     ///
-    /// Each still completes, with `ECANCELED` or with whatever it achieved. A read or write that
+    /// Each still completes, with `ECANCELED` or with what it achieved. A read or write that
     /// the disk has already begun is not interrupted.
     ///
     /// # Errors
-    /// [`SubmitError::Enter`] or [`SubmitError::Full`] where the kernel takes no more.
+    /// [`SubmitError::Enter`] or [`SubmitError::Full`] where the kernel takes no others.
     pub fn cancel(&mut self, token: Token) -> Result<usize, SubmitError> {
         let doomed: Vec<u64> = self.slots.with_token(token).collect();
         for &user_data in &doomed {
@@ -408,6 +409,8 @@ impl Ring {
                     reaped.completions += 1;
                 }
             }
+            // The slot is released after the completion was read from it, and only by the last one
+            // of an operation.
             if !more {
                 self.slots.release(user_data);
             }
@@ -445,7 +448,7 @@ impl Ring {
         }
     }
 
-    /// Cancels everything and waits for the kernel to let go; false where it will not.
+    /// Cancels everything and waits for the kernel to release the memory; false where it does not.
     fn quiesce(&mut self) -> bool {
         let deadline = Instant::now() + DROP_PATIENCE;
         while self.slots.in_flight() > 0 {
@@ -477,7 +480,7 @@ impl Drop for Ring {
     fn drop(&mut self) {
         if self.quiesce() {
             // The kernel takes a closed ring apart later, on a thread of its own. Files and memory
-            // are let go of now, so that a file's lock ends with its last handle.
+            // are released now, so that a file's lock ends with its last handle.
             let _ = self.uring.submitter().unregister_files();
             let _ = self.uring.submitter().unregister_buffers();
             // SAFETY: dropped once, here; nothing uses the slots afterwards.
@@ -494,7 +497,8 @@ impl Drop for Ring {
 /// The socket that an accept made.
 fn new_socket(kind: Kind, result: i32) -> Option<OwnedFd> {
     (kind == Kind::Accept && result >= 0).then(|| {
-        // SAFETY: a successful accept returns a new descriptor, and its one completion is seen once.
+        // SAFETY: a successful accept returns a new descriptor, and its one completion is seen
+        // once.
         unsafe { OwnedFd::from_raw_fd(result) }
     })
 }

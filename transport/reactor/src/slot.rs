@@ -12,12 +12,12 @@ use crate::handle::Handle;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Token(pub u64);
 
-/// What a completion of the slot means beyond its result.
+/// Meaning of a slot's completion beyond its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Nothing special.
     Plain,
-    /// A result that is not negative is a new descriptor, owned by whoever gets the completion.
+    /// A result that is not negative is a new descriptor, owned by the receiver of the completion.
     Accept,
     /// The ring's own read of the waker's counter; never shown to the caller.
     Waker,
@@ -92,6 +92,8 @@ impl Slots {
         let slot = &mut self.slots[index as usize];
         slot.iovecs.clear();
         let mut total = 0usize;
+        // Neighbouring ranges become one vector: blocks of a pool often are, and one range can be a
+        // fixed buffer.
         for s in slices.iter().filter(|s| !s.is_empty()) {
             total = total.saturating_add(s.len());
             let base = s.ptr().cast::<libc::c_void>();
@@ -143,7 +145,7 @@ impl Slots {
             .flatten()
     }
 
-    /// Ends the slot's operation and lets go of what it kept alive.
+    /// Ends the slot's operation and releases what it kept alive.
     pub(crate) fn release(&mut self, user_data: u64) {
         let (index, generation) = split(user_data);
         let slot = &mut self.slots[index as usize];

@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-/// What to do after a round of the worker's loop.
+/// The step after a round of the worker's loop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     /// Go round again at once.
@@ -23,7 +23,7 @@ pub struct Spinner {
     budget: Duration,
     /// When polling began, while nothing has been found since.
     since: Option<Instant>,
-    /// Whether anything was found since the last park; a wake without work does not earn polling.
+    /// Anything was found since the last park; a wake without work does not earn polling.
     worked: bool,
 }
 

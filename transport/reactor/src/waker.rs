@@ -41,7 +41,7 @@ impl Waker {
         assert_eq!(written, Ok(8), "an eventfd refused a write");
     }
 
-    /// The ring has seen a wake. Whatever a waking thread stored before its `wake` is visible after
+    /// The ring has seen a wake. What a waking thread stored before its `wake` is visible after
     /// this call.
     pub(crate) fn acknowledge(&self) {
         self.0.pending.swap(false, Ordering::AcqRel);

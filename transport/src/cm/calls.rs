@@ -1,4 +1,4 @@
-//! What the user asks of connections.
+//! The user's calls for connections.
 
 use std::time::Instant;
 
@@ -53,6 +53,7 @@ impl Cm {
             alternate: params.alternate,
             private_data: params.private_data,
         };
+        // The connection is entered before its REQ leaves, so that an answer finds it.
         let mut conn = Conn::new(
             CmState::ReqSent,
             peer.to_canonical(),
@@ -107,6 +108,7 @@ impl Cm {
         self.become_state(id, CmState::RepSent);
         let conn = self.known(id);
         conn.local_qpn = params.local_qpn;
+        // The REP is kept: a repeated REQ means that it was lost, and is answered with it.
         conn.req = None;
         conn.answer = Some(Box::new(rep.emit(transaction)));
         self.note_rep(now, id);
@@ -150,7 +152,7 @@ impl Cm {
         Ok(())
     }
 
-    /// Tell the peer that the answer to its REQ, REP or LAP will take up to
+    /// Notify the peer that the answer to its REQ, REP or LAP will take up to
     /// `service_timeout`.
     ///
     /// # Errors
@@ -277,9 +279,9 @@ impl Cm {
         Ok(())
     }
 
-    /// Let go of an identifier in whatever state: stop listening, take back or
-    /// refuse a request, end a connection. It brings no more events; the CM
-    /// keeps it as long as the peer must be told.
+    /// Release an identifier in any state: stop listening, take back or
+    /// refuse a request, end a connection. It brings no further events; the CM
+    /// keeps it as long as the peer must be notified.
     ///
     /// # Errors
     ///
@@ -288,6 +290,8 @@ impl Cm {
         if self.listeners.remove(&id).is_some() {
             return Ok(());
         }
+        // Every state ends by the message that the peer understands in it: a REJ before the
+        // connection is established, a DREQ after.
         match self.conn(id)?.state {
             CmState::ReqSent | CmState::MraReqRcvd => {
                 self.send_timeout_rej(id);

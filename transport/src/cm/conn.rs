@@ -14,7 +14,7 @@ pub type PeerAddr = IpAddr;
 /// Names an identifier.
 ///
 /// It is the local communication id itself. Those come from a CSPRNG, so a
-/// stale one names nothing rather than somebody else's connection.
+/// stale one names nothing rather than another connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct IbCmId(pub(super) CommId);
 
@@ -26,10 +26,11 @@ impl IbCmId {
     }
 }
 
-/// What makes a repeated REQ a duplicate rather than a new one from a peer that
+/// Key by which a repeated REQ is a duplicate rather than a new one from a peer that
 /// chose the same communication id again.
 ///
-/// The adapter and its communication id come first, so that the requests with one id lie side by side.
+/// The adapter and its communication id come first, so that the requests with one id lie side by
+/// side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ReqIdentity {
     ca_guid: CaGuid,
@@ -63,14 +64,14 @@ impl ReqIdentity {
     }
 }
 
-/// What a connection occupies at the peer's adapter: at most one live connection has it.
+/// Claim of a connection at the peer's adapter: at most one live connection has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Claim {
     CommId(CommId),
     Qpn(Qpn),
 }
 
-/// What limits half-open connections: the listener's backlog, and the peer's share of it.
+/// Limits of half-open connections: the listener's backlog, and the peer's share of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Holder {
     Listener(IbCmId),
@@ -118,7 +119,7 @@ pub(super) struct Conn {
     /// The last answer, for when its question is repeated.
     pub(super) answer: Option<Box<Mad>>,
     pub(super) deadline: Option<Instant>,
-    /// How long the peer takes to answer, and how often we ask.
+    /// Time that the peer takes to answer, and number of times that we ask.
     pub(super) interval: Duration,
     pub(super) max_retries: u8,
     pub(super) timewait: Duration,
@@ -126,7 +127,7 @@ pub(super) struct Conn {
     pub(super) unconfirmed: Option<Unconfirmed>,
     /// It is or was connected, which its peer cannot do from an address that is not its own.
     pub(super) is_proven: bool,
-    /// The user has let go: no more events.
+    /// The user has released it: no further events.
     pub(super) is_orphan: bool,
 }
 
@@ -161,7 +162,7 @@ impl Conn {
         }
     }
 
-    /// What it occupies at the peer's adapter, as far as that is known.
+    /// Its claim at the peer's adapter, as far as that is known.
     pub(super) fn claims(&self) -> impl Iterator<Item = (PeerAddr, CaGuid, Claim)> {
         let (peer, guid) = (self.peer, self.remote_guid);
         let claims = [

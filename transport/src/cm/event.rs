@@ -1,4 +1,4 @@
-//! What the CM tells its user, and what the user hands in.
+//! Events for the user, and parameters of the user's calls.
 
 use thiserror::Error;
 
@@ -10,7 +10,7 @@ use crate::wire::cm_msg::{
 };
 use crate::wire::ids::{Psn, Qpn};
 
-/// What a REQ says; see [`ReqMsg`] for the fields.
+/// Parameters of a REQ; see [`ReqMsg`] for the fields.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the fields are those of ReqMsg")]
 pub struct ReqParams {
@@ -29,16 +29,16 @@ pub struct ReqParams {
     pub srq: bool,
     pub retry_count: Bits<3>,
     pub rnr_retry_count: Bits<3>,
-    /// How long we wait for each answer.
+    /// Time that we wait for each answer.
     pub remote_cm_timeout: CmTimeout,
-    /// How soon we promise to answer.
+    /// Time in which we promise to answer.
     pub local_cm_timeout: CmTimeout,
-    /// How often we repeat a message before we give up.
+    /// Repetitions of a message before we give up.
     pub max_cm_retries: Bits<4>,
     pub private_data: PrivateData<92>,
 }
 
-/// What a REP says; see [`RepMsg`] for the fields.
+/// Parameters of a REP; see [`RepMsg`] for the fields.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the fields are those of RepMsg")]
 pub struct RepParams {
@@ -55,22 +55,22 @@ pub struct RepParams {
     pub private_data: PrivateData<196>,
 }
 
-/// What a SIDR_REQ says.
+/// Parameters of a SIDR_REQ.
 #[derive(Clone, Copy, Debug)]
 pub struct SidrReqParams {
-    /// What is asked for.
+    /// The service.
     pub service_id: ServiceId,
     /// Partition key.
     pub pkey: PKey,
-    /// How long we wait for each answer.
+    /// Time that we wait for each answer.
     pub timeout: CmTimeout,
-    /// How often we repeat the question.
+    /// Repetitions of the question.
     pub max_cm_retries: Bits<4>,
     /// The user's data.
     pub private_data: PrivateData<216>,
 }
 
-/// What a SIDR_REP says.
+/// Parameters of a SIDR_REP.
 #[derive(Clone, Copy, Debug)]
 pub struct SidrRepParams {
     /// Whether there is such a service.
@@ -85,7 +85,7 @@ pub struct SidrRepParams {
     pub private_data: PrivateData<136>,
 }
 
-/// What the peer's message says about our queue pair's attributes, for the
+/// Attributes of our queue pair from the peer's message, for the
 /// transitions to ready-to-receive and ready-to-send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpPeer {
@@ -107,9 +107,9 @@ pub struct QpPeer {
     pub retry_count: Bits<3>,
     /// Our RNR retries.
     pub rnr_retry_count: Bits<3>,
-    /// Whether the peer sends end-to-end credits.
+    /// The peer sends end-to-end credits.
     pub flow_control: bool,
-    /// Whether the peer's queue pair uses a shared receive queue.
+    /// The peer's queue pair uses a shared receive queue.
     pub srq: bool,
 }
 
@@ -118,7 +118,7 @@ pub struct QpPeer {
 pub struct IbCmEvent {
     /// The identifier.
     pub id: IbCmId,
-    /// What happened.
+    /// The event.
     pub kind: IbCmEventKind,
 }
 
@@ -126,24 +126,24 @@ pub struct IbCmEvent {
 /// gone and the CM will not mention it again.
 #[derive(Clone, Debug, PartialEq)]
 pub enum IbCmEventKind {
-    /// Passive: somebody wants to connect. The identifier is new; answer with
+    /// Passive: a peer wants to connect. The identifier is new; answer with
     /// `send_rep`, `send_mra` or `send_rej`.
     ReqReceived {
         /// The listener that matched.
         listener: IbCmId,
-        /// Who asks.
+        /// The peer's address.
         peer: PeerAddr,
-        /// What our queue pair needs.
+        /// Attributes for our queue pair.
         qp: QpPeer,
         /// The whole message.
         req: Box<ReqMsg>,
     },
-    /// Active: nobody answered the REQ. Last.
+    /// Active: the REQ was not answered. Last.
     ReqTimeout,
     /// Active: the peer accepted. Answer with `send_rtu`, `send_mra` or
     /// `send_rej`.
     RepReceived {
-        /// What our queue pair needs.
+        /// Attributes for our queue pair.
         qp: QpPeer,
         /// The whole message.
         rep: Box<RepMsg>,
@@ -160,7 +160,7 @@ pub enum IbCmEventKind {
         /// The peer's data.
         private_data: Box<PrivateData<220>>,
     },
-    /// Nobody answered our DREQ. In timewait.
+    /// Our DREQ was not answered. In timewait.
     DreqTimeout,
     /// The peer agreed to our DREQ, or sent its own. In timewait.
     DrepReceived {
@@ -171,7 +171,7 @@ pub enum IbCmEventKind {
     MraReceived {
         /// Which message.
         message: MraOf,
-        /// How long it may take.
+        /// The additional time.
         service_timeout: CmTimeout,
         /// The peer's data.
         private_data: Box<PrivateData<222>>,
@@ -186,7 +186,7 @@ pub enum IbCmEventKind {
         info: Box<AdditionalInfo>,
         /// The peer's data.
         private_data: Box<PrivateData<148>>,
-        /// Whether the identifier is in timewait; if not, this is the last.
+        /// The identifier is in timewait; if not, this is the last.
         timewait: bool,
     },
     /// A new REQ or REP shows that the peer forgot this connection. In
@@ -207,14 +207,14 @@ pub enum IbCmEventKind {
         /// The peer's data.
         private_data: Box<PrivateData<148>>,
     },
-    /// Nobody answered our LAP. Connected as before.
+    /// Our LAP was not answered. Connected as before.
     LapTimeout,
-    /// Somebody asks for a datagram service. The identifier is new; answer with
+    /// A peer asks for a datagram service. The identifier is new; answer with
     /// `send_sidr_rep`.
     SidrReqReceived {
         /// The listener that matched.
         listener: IbCmId,
-        /// Who asks.
+        /// The peer's address.
         peer: PeerAddr,
         /// The whole message.
         req: Box<SidrReqMsg>,
@@ -224,7 +224,7 @@ pub enum IbCmEventKind {
         /// The whole message.
         rep: Box<SidrRepMsg>,
     },
-    /// Nobody answered our SIDR_REQ. Last.
+    /// Our SIDR_REQ was not answered. Last.
     SidrReqTimeout,
     /// Timewait is over: the queue pair's number may be used again. Last.
     TimewaitExit,

@@ -14,7 +14,7 @@ use crate::wire::cm_msg::{
 use crate::wire::ids::Qpn;
 use crate::wire::mad::TransactionId;
 
-/// Queue pairs that nobody can connect.
+/// Queue pairs that cannot be connected: SMI and GSI.
 fn is_special(qpn: Qpn) -> bool {
     qpn == Qpn::SMI || qpn == Qpn::GSI || qpn == Qpn::MULTICAST
 }
@@ -24,7 +24,7 @@ impl Cm {
     ///
     /// # Errors
     ///
-    /// What is no CM message; the bytes change nothing. Messages that are
+    /// Errors of parsing; the bytes change nothing. Messages that are
     /// illegal in the state of their connection are counted and ignored.
     pub fn handle_mad(
         &mut self,
@@ -77,7 +77,7 @@ impl Cm {
     /// The peer has forgotten this connection.
     pub(super) fn on_stale(&mut self, now: Instant, id: IbCmId) {
         self.enter_timewait(now, id);
-        self.tell(id, IbCmEventKind::StaleConnection);
+        self.report(id, IbCmEventKind::StaleConnection);
     }
 
     /// Why a REQ cannot be offered to anybody, if so.
@@ -169,7 +169,7 @@ impl Cm {
             flow_control: req.flow_control,
             srq: req.srq,
         };
-        self.tell(
+        self.report(
             id,
             IbCmEventKind::ReqReceived {
                 listener,
@@ -242,6 +242,8 @@ impl Cm {
             .req
             .take()
             .expect("the active side keeps its REQ until the REP");
+        // The claim of the peer's queue pair is known first: `end_superseded` ends the older connection
+        // that has it.
         self.learn_remote(id);
         self.become_state(id, CmState::RepRcvd);
         self.end_superseded(now, id);
@@ -258,7 +260,7 @@ impl Cm {
             flow_control: rep.flow_control,
             srq: rep.srq,
         };
-        self.tell(
+        self.report(
             id,
             IbCmEventKind::RepReceived {
                 qp,
@@ -276,7 +278,7 @@ impl Cm {
                 self.answered(id);
                 self.become_state(id, CmState::Established);
                 self.end_superseded(now, id);
-                self.tell(
+                self.report(
                     id,
                     IbCmEventKind::RtuReceived {
                         private_data: Box::new(rtu.private_data),
@@ -309,6 +311,8 @@ impl Cm {
             .service_timeout
             .duration()
             .min(self.config.max_service_timeout);
+        // A peer that asks for time has shown that it is there, so its half-open connection may
+        // last as long as any; but it cannot ask for more each time.
         let longest = self.config.max_half_open;
         let conn = self.known(id);
         let interval = conn.interval;
@@ -316,7 +320,7 @@ impl Cm {
             rep.until = rep.sent + longest;
         }
         self.wait_until(id, now + service + interval);
-        self.tell(
+        self.report(
             id,
             IbCmEventKind::MraReceived {
                 message: mra.message,
@@ -346,6 +350,8 @@ impl Cm {
         let Some((id, state)) = self.rejected(from, rej) else {
             return;
         };
+        // Where the queue pair may have been used, packets may still be on their way, so the
+        // connection waits them out.
         let timewait = match state {
             CmState::ReqSent | CmState::MraReqRcvd | CmState::ReqRcvd | CmState::MraReqSent => {
                 false
@@ -367,9 +373,9 @@ impl Cm {
         };
         if timewait {
             self.enter_timewait(now, id);
-            self.tell(id, event);
+            self.report(id, event);
         } else {
-            self.tell(id, event);
+            self.report(id, event);
             self.free(id);
         }
     }
@@ -404,7 +410,7 @@ impl Cm {
                 // Both sides end it at once.
                 self.answer(id, transaction, &drep);
                 self.enter_timewait(now, id);
-                self.tell(
+                self.report(
                     id,
                     IbCmEventKind::DrepReceived {
                         private_data: Box::default(),
@@ -434,7 +440,7 @@ impl Cm {
             !self.conns[&id].is_orphan,
             "whoever lets a connection go sends a DREQ"
         );
-        self.tell(
+        self.report(
             id,
             IbCmEventKind::DreqReceived {
                 private_data: Box::new(dreq.private_data),
@@ -450,7 +456,7 @@ impl Cm {
         match state {
             CmState::DreqSent => {
                 self.enter_timewait(now, id);
-                self.tell(
+                self.report(
                     id,
                     IbCmEventKind::DrepReceived {
                         private_data: Box::new(drep.private_data),

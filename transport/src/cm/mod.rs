@@ -28,12 +28,11 @@
 //!
 //! # Lost and repeated messages
 //!
-//! REQ, REP, LAP, DREQ and SIDR_REQ are repeated until they are answered, at
-//! the interval and as often as the messages themselves say (clamped by
-//! [`CmConfig`]), a DREQ sooner at first; an MRA buys time once. Answers (MRA,
-//! REP, RTU, REJ, DREP, APR) are kept and sent again when the question is. Messages that are illegal in
-//! the state of their connection, that come from another address than the
-//! peer's, or that name another id of the peer's, change nothing.
+//! REQ, REP, LAP, DREQ and SIDR_REQ are repeated until they are answered, at the interval and as
+//! often as the messages themselves say (clamped by [`CmConfig`]), a DREQ sooner at first; an MRA
+//! buys time once. Answers (MRA, REP, RTU, REJ, DREP, APR) are kept and sent again when the
+//! question is. Messages that are illegal in the state of their connection, that come from another
+//! address than the peer's, or that name another id of the peer's, change nothing.
 //!
 //! # Requests of strangers
 //!
@@ -119,29 +118,29 @@ pub struct CmConfig {
     /// Identifiers, listeners and those in timewait included.
     pub max_ids: usize,
     /// Places of a listener's backlog that one peer address may have in any case, and that it must
-    /// leave to others when it has more: a host that connects many times at once may use the rest of
-    /// an empty backlog.
+    /// leave to others when it has more: a host that connects many times at once may use the rest
+    /// of an empty backlog.
     pub max_half_open_per_peer: usize,
     /// The longest time that a peer may take to confirm a REP, even if its REQ asks for longer.
     pub max_half_open: Duration,
-    /// How long a peer may take to confirm a REP before its place may go to a newer REQ.
+    /// Time that a peer has to confirm a REP before its place may go to a newer REQ.
     pub half_open_grace: Duration,
-    /// How often a REP is repeated to an address that has no connection with us: it may be made up,
+    /// Repetitions of a REP to an address that has no connection with us: it may be made up,
     /// and its owner should not be flooded with answers.
     pub max_unproven_retries: u8,
     /// Outgoing MADs that wait to be polled.
     pub max_outbox: usize,
     /// Events that wait to be polled, beyond which no request is taken.
     pub max_events: usize,
-    /// The shortest time between repetitions, whatever the peer says.
+    /// The shortest time between repetitions, for any value that the peer asks for.
     pub min_interval: Duration,
-    /// The longest time between repetitions, whatever the peer says.
+    /// The longest time between repetitions, for any value that the peer asks for.
     pub max_interval: Duration,
     /// The most that an MRA buys.
     pub max_service_timeout: Duration,
-    /// The longest timewait, whatever the peer's ACK timeout says.
+    /// The longest timewait, for any ACK timeout of the peer's.
     pub max_timewait: Duration,
-    /// Whether alternate paths may be loaded.
+    /// Alternate paths may be loaded.
     pub alternate_paths: bool,
 }
 
@@ -167,7 +166,7 @@ impl CmConfig {
     }
 }
 
-/// What a [`Cm`] has seen, since its creation.
+/// Counters of a [`Cm`] since its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CmCounters {
     /// MADs handed in.
@@ -188,8 +187,8 @@ pub struct CmCounters {
     pub displaced: u64,
 }
 
-/// Which of `1 << worker_bits` workers a MAD of the CM class belongs to; `None` if it is too short or
-/// of another class.
+/// Which of `1 << worker_bits` workers a MAD of the CM class belongs to; `None` if it is too short
+/// or of another class.
 #[must_use]
 pub fn worker_of(mad: &[u8], worker_bits: u32) -> Option<u32> {
     routing_id(mad).map(|id| id.0 & worker_mask(worker_bits))
@@ -214,7 +213,7 @@ pub struct Cm {
     conns: BTreeMap<IbCmId, Conn>,
     /// Passive connections by peer and request, those in timewait included.
     by_req: BTreeMap<(PeerAddr, ReqIdentity), IbCmId>,
-    /// What connections occupy at their peers; not those in timewait. Requests of strangers may
+    /// Claims of connections at their peers, without those in timewait. Requests of strangers may
     /// claim the same as a connection that is alive.
     claims: BTreeSet<(PeerAddr, CaGuid, Claim, IbCmId)>,
     /// Questions by peer and its request id.
@@ -225,7 +224,7 @@ pub struct Cm {
     unconfirmed: BTreeMap<(Holder, u64), IbCmId>,
     /// REPs sent so far: their order.
     reps: u64,
-    /// How many connections an address has that are or were connected.
+    /// Number of connections of an address that are or were connected.
     proven: BTreeMap<PeerAddr, usize>,
     /// Connections in timewait that their user has released, by the end of it.
     finished: BTreeSet<(Instant, IbCmId)>,
@@ -294,7 +293,7 @@ impl Cm {
         self.events.pop_front()
     }
 
-    /// What has been seen so far.
+    /// Its counters.
     #[must_use]
     pub fn counters(&self) -> CmCounters {
         self.counters
@@ -356,16 +355,16 @@ impl Cm {
             .map(|(id, _)| *id)
     }
 
-    /// Whether a MAD that came from `from` names a connection with that peer. A sender that names one
-    /// has seen a message of ours; requests, which anyone can make, name none.
+    /// Returns whether a MAD that came from `from` names a connection with that peer. A sender that
+    /// names one has seen a message of ours; requests, which anyone can make, name none.
     #[must_use]
     pub fn knows(&self, from: PeerAddr, mad: &[u8]) -> bool {
         let conn = receiver_id(mad).and_then(|id| self.conns.get(&IbCmId(id)));
         conn.is_some_and(|conn| conn.peer == from.to_canonical())
     }
 
-    /// Whether an address has proved that it receives what is sent to it: it has a connection with us,
-    /// or had one until recently.
+    /// Whether an address has proved that it receives what is sent to it: it has a connection with
+    /// us, or had one until recently.
     #[must_use]
     pub fn is_proven(&self, peer: PeerAddr) -> bool {
         self.proven.contains_key(&peer)

@@ -126,7 +126,7 @@ impl Cm {
             CmState::Established => {
                 self.known(id).transaction = transaction;
                 self.become_state(id, CmState::LapRcvd);
-                self.tell(
+                self.report(
                     id,
                     IbCmEventKind::LapReceived {
                         lap: Box::new(*lap),
@@ -157,7 +157,7 @@ impl Cm {
             info: Box::new(apr.info),
             private_data: Box::new(apr.private_data),
         };
-        self.tell(id, event);
+        self.report(id, event);
     }
 
     /// Ask a peer which queue pair serves a service id.
@@ -263,7 +263,7 @@ impl Cm {
         conn.remote_id = Some(req.request_id);
         self.by_sidr.insert((from, req.request_id), id);
         self.insert(id, conn);
-        self.tell(
+        self.report(
             id,
             IbCmEventKind::SidrReqReceived {
                 listener,
@@ -277,7 +277,7 @@ impl Cm {
         let id = IbCmId(rep.request_id);
         match self.conns.get(&id) {
             Some(conn) if conn.peer == from && conn.state == CmState::SidrReqSent => {
-                self.tell(
+                self.report(
                     id,
                     IbCmEventKind::SidrRepReceived {
                         rep: Box::new(*rep),

@@ -2,7 +2,7 @@
 
 use riser_state::State;
 
-/// Where an identifier stands (IBTA 12.9). The active side asks for the
+/// State of an identifier (IBTA 12.9). The active side asks for the
 /// connection, the passive side is asked.
 ///
 /// ```text

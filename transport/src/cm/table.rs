@@ -14,8 +14,9 @@ use crate::wire::cm_msg::{
 };
 use crate::wire::mad::{Mad, TransactionId};
 
-/// How soon a DREQ is repeated first; then twice as long, up to the connection's interval. Nobody needs
-/// long to answer one, and Linux answers a repeated one only until its short timewait is over.
+/// Time to the first repetition of a DREQ; then twice as long, up to the connection's interval. No
+/// peer needs long to answer one, and Linux answers a repeated one only until its short timewait is
+/// over.
 pub(super) const DREQ_INTERVAL: Duration = Duration::from_millis(250);
 
 /// One service id, or a range of them.
@@ -44,7 +45,7 @@ pub(super) fn is_message(mad: &Mad, attribute: CmAttribute) -> bool {
 }
 
 impl Cm {
-    /// An identifier nobody has, with our worker's number in its low bits.
+    /// An unused identifier, with our worker's number in its low bits.
     pub(super) fn new_id(&mut self) -> IbCmId {
         loop {
             let random = self.random.next_u32();
@@ -63,8 +64,8 @@ impl Cm {
         TransactionId(self.random.next_u64())
     }
 
-    /// Make room for one more identifier, at the cost of a finished one that
-    /// nobody waits for if need be.
+    /// Makes room for one more identifier, at the cost of a finished one that
+    /// has no user if need be.
     pub(super) fn make_room(&mut self) -> Result<(), IbCmError> {
         if self.id_count() < self.config.max_ids {
             return Ok(());
@@ -114,7 +115,7 @@ impl Cm {
         assert!(before.is_none(), "a new identifier is new");
     }
 
-    /// The connection of an id from a call of the user, who may have let go.
+    /// The connection of an id from a call of the user, who may have released it.
     pub(super) fn conn(&self, id: IbCmId) -> Result<&Conn, IbCmError> {
         self.conns
             .get(&id)
@@ -303,6 +304,8 @@ impl Cm {
         } else {
             u8::MAX
         };
+        // A REP is repeated several times within the life of a half-open connection, even for a
+        // peer that promises to be slow.
         let rep_interval = self.config.max_half_open / 4;
         let conn = self.known(id);
         let interval = match message {
@@ -349,8 +352,8 @@ impl Cm {
         self.note_finished(id);
     }
 
-    /// Tell the user, unless the user has let go.
-    pub(super) fn tell(&mut self, id: IbCmId, kind: IbCmEventKind) {
+    /// Notify the user, unless it has released the identifier.
+    pub(super) fn report(&mut self, id: IbCmId, kind: IbCmEventKind) {
         if self.conns.get(&id).is_none_or(|conn| !conn.is_orphan) {
             self.events.push_back(IbCmEvent { id, kind });
         }

@@ -1,4 +1,4 @@
-//! What happens when nothing happens.
+//! Timers: repetitions, time-outs and the end of timewait.
 
 use std::time::Instant;
 
@@ -25,7 +25,7 @@ impl Cm {
     fn on_timeout(&mut self, now: Instant, id: IbCmId) {
         let conn = self.known(id);
         if conn.state == CmState::Timewait {
-            self.tell(id, IbCmEventKind::TimewaitExit);
+            self.report(id, IbCmEventKind::TimewaitExit);
             return self.free(id);
         }
         let (peer, longest) = (conn.peer, conn.interval);
@@ -57,32 +57,32 @@ impl Cm {
         match self.conns[&id].state {
             CmState::ReqSent | CmState::MraReqRcvd => {
                 self.send_timeout_rej(id);
-                self.tell(id, IbCmEventKind::ReqTimeout);
+                self.report(id, IbCmEventKind::ReqTimeout);
                 self.free(id);
             }
             CmState::RepSent | CmState::MraRepRcvd => {
                 self.send_timeout_rej(id);
                 self.enter_timewait(now, id);
-                self.tell(id, IbCmEventKind::RepTimeout);
+                self.report(id, IbCmEventKind::RepTimeout);
             }
             CmState::LapSent | CmState::MraLapRcvd => {
                 self.answered(id);
                 self.become_state(id, CmState::Established);
-                self.tell(id, IbCmEventKind::LapTimeout);
+                self.report(id, IbCmEventKind::LapTimeout);
             }
             CmState::DreqSent => {
                 self.enter_timewait(now, id);
-                self.tell(id, IbCmEventKind::DreqTimeout);
+                self.report(id, IbCmEventKind::DreqTimeout);
             }
             CmState::SidrReqSent => {
-                self.tell(id, IbCmEventKind::SidrReqTimeout);
+                self.report(id, IbCmEventKind::SidrReqTimeout);
                 self.free(id);
             }
             state => unreachable!("no message is under way in {state:?}"),
         }
     }
 
-    /// Tell the peer that we wait no longer. It may not know our id, so the
+    /// Notify the peer that we wait no longer. It may not know our id, so the
     /// additional information names our channel adapter (IBTA 12.6.7.2).
     pub(super) fn send_timeout_rej(&mut self, id: IbCmId) {
         let conn = &self.conns[&id];

@@ -1,18 +1,19 @@
 //! The in-process wire: devices joined in memory, under a virtual clock, for tests and simulations.
 //!
 //! A [`Fabric`] carries packets between [`Endpoint`]s, each of which is a whole software NIC
-//! ([`crate::roce::nic::Nic`]) without a socket. Every packet takes the configured time and may be lost,
-//! repeated, spoilt or overtaken ([`FaultInjector`]). Nothing here reads a clock or draws a random
-//! number that does not come from the seed, so one seed gives one trace ([`Fabric::trace`]).
+//! ([`crate::roce::nic::Nic`]) without a socket. Every packet takes the configured time and may be
+//! lost, repeated, spoilt or overtaken ([`FaultInjector`]). Nothing here reads a clock or draws a
+//! random number that does not come from the seed, so one seed gives one trace ([`Fabric::trace`]).
 //!
 //! ```text
 //!   Endpoint ──poll_transmit──▶ FaultInjector ──latency──▶ queue of the destination ──▶ Endpoint
 //! ```
 //!
 //! - [`Fabric`]: the wire and the clock. Cloning shares it.
-//! - [`Endpoint`]: a [`Provider`]. Its `progress` takes in what has arrived by the given time, so who
-//!   drives endpoints by hand passes [`Fabric::now`].
-//! - [`Pair`]: two endpoints and their fabric, driven together: [`Pair::advance`], [`Pair::run_until_idle`].
+//! - [`Endpoint`]: a [`Provider`]. Its `progress` takes in what has arrived by the given time, so
+//!   who drives endpoints by hand passes [`Fabric::now`].
+//! - [`Pair`]: two endpoints and their fabric, driven together: [`Pair::advance`],
+//!   [`Pair::run_until_idle`].
 //!
 //! Bound: [`QUEUE`] packets wait for an address; what comes beyond is lost, as in a socket buffer.
 
@@ -38,14 +39,14 @@ pub const QUEUE: usize = 8192;
 /// Bytes that an endpoint sends in one call of `progress`.
 const TX_BUDGET: usize = 256 << 10;
 
-/// How the wire and its devices are.
+/// Configuration of the wire and its devices.
 #[derive(Clone, Copy, Debug)]
 pub struct FabricConfig {
     /// From where all random numbers come.
     pub seed: u64,
-    /// How long a packet takes.
+    /// Time from sending a packet to its arrival.
     pub latency: Duration,
-    /// What befalls packets; its seed is mixed with the fabric's.
+    /// Faults of the wire; their seed is mixed with the fabric's.
     pub faults: FaultConfig,
     /// Path MTU of the devices.
     pub mtu: Mtu,
@@ -72,7 +73,7 @@ impl Default for FabricConfig {
     }
 }
 
-/// What is on the way to an address, by time of arrival and order of sending.
+/// Packets on the way to an address, by time of arrival and order of sending.
 type Queue = BTreeMap<(Instant, u64), (SocketAddr, Vec<u8>)>;
 
 #[derive(Debug)]
@@ -171,6 +172,7 @@ impl Fabric {
         wire.endpoints += 1;
         let number = wire.endpoints;
         wire.plugged.insert(addr, number);
+        // The seed is the fabric's and the device's number, so that devices differ and runs do not.
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&wire.config.seed.to_le_bytes());
         seed[8..16].copy_from_slice(&wire.endpoints.to_le_bytes());
@@ -267,7 +269,7 @@ impl Fabric {
         self.wire().trace
     }
 
-    /// What the wire did to packets.
+    /// Counters of the wire's faults.
     #[must_use]
     pub fn fault_counters(&self) -> FaultCounters {
         self.wire().injector.counters()
@@ -279,8 +281,8 @@ impl Fabric {
         self.wire().overflows
     }
 
-    /// Changes what befalls packets from now on, keeping the sequence of random numbers apart from the
-    /// old one's by its seed.
+    /// Changes what befalls packets from now on, keeping the sequence of random numbers apart from
+    /// the old one's by its seed.
     pub fn set_faults(&self, faults: FaultConfig) {
         let mut wire = self.wire();
         let now = wire.now + Duration::from_secs(3600);
@@ -379,19 +381,19 @@ impl Endpoint {
         self.fabric.wire().plugged.get(&self.addr()) != Some(&self.number)
     }
 
-    /// What the device has counted.
+    /// Counters of the device.
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         self.nic.counters()
     }
 
-    /// What all connections have counted together, those that are gone included.
+    /// Counters of all connections together, closed ones included.
     #[must_use]
     pub fn rc_counters(&self) -> RcCounters {
         self.nic.rc_counters()
     }
 
-    /// What a queue pair has counted.
+    /// Counters of a queue pair.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
@@ -499,7 +501,8 @@ impl Pair {
         self.a.progress(now) + self.b.progress(now)
     }
 
-    /// Moves the clock to the next thing that happens by `limit`, and does it. False if there is none.
+    /// Moves the clock to the next thing that happens by `limit`, and does it. False if there is
+    /// none.
     pub fn step_to_next(&mut self, limit: Instant) -> bool {
         let next = [self.a.deadline(), self.b.deadline()]
             .into_iter()
@@ -524,8 +527,8 @@ impl Pair {
         self.step();
     }
 
-    /// Runs until no packet is on the way and nothing is ready, leaving timers that are further than
-    /// `horizon` away alone; answers the time that passed.
+    /// Runs until no packet is on the way and nothing is ready, leaving timers that are further
+    /// than `horizon` away alone; answers the time that passed.
     pub fn run_until_idle(&mut self, horizon: Duration) -> Duration {
         let start = self.fabric.now();
         self.step();

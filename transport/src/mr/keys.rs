@@ -1,4 +1,4 @@
-//! How keys are made unguessable: a keyed stream of numbers, and a secret permutation of indices.
+//! Unguessable keys: a keyed stream of numbers, and a secret permutation of indices.
 
 /// Bits of a key's index part.
 pub(super) const INDEX_BITS: u32 = 24;
@@ -46,7 +46,7 @@ impl Permutation {
     }
 }
 
-/// A stream of numbers that nobody without the seed can tell from random: SipHash-2-4 of a counter.
+/// A stream of numbers indistinguishable from random without the seed: SipHash-2-4 of a counter.
 pub(super) struct Prf {
     key: [u64; 2],
     counter: u64,

@@ -8,9 +8,10 @@
 //!
 //! A key is 24 bits of index and a byte that its owner may change (IBTA 10.6.3.2). The index is the
 //! slot number and the slot's generation, sent through a secret permutation of the 24-bit numbers,
-//! so that keys tell a peer nothing about each other; the whole key must then equal the slot's.
-//! Slots are reused oldest first, so that a key comes back only after all others and all generations.
-//! Local and remote key of a region are the same number; the access rights separate them.
+//! so that a peer learns nothing of one key from another; the whole key must then equal the slot's.
+//! Slots are reused oldest first, so that a key comes back only after all others and all
+//! generations. Local and remote key of a region are the same number; the access rights separate
+//! them.
 //!
 //! # Invariants
 //!
@@ -59,7 +60,7 @@ pub enum KeyError {
     Kind,
 }
 
-/// What a slot holds.
+/// Content of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Free,
@@ -73,7 +74,7 @@ struct Region {
     kind: Kind,
     generation: u32,
     key: u32,
-    /// Whether the key works. A fast-registration region has no working key until it is registered.
+    /// The key works. A fast-registration region has no working key until it is registered.
     valid: bool,
     pd: PdId,
     access: Access,
@@ -133,7 +134,7 @@ impl MrTable {
         }
     }
 
-    /// How many regions there are.
+    /// Number of regions.
     #[must_use]
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()
@@ -194,8 +195,8 @@ impl MrTable {
         Ok(region.describe(id))
     }
 
-    /// Sets what the next registration of a fast-registration region covers: as many of `segments` as
-    /// fit. Answers how many bytes that is.
+    /// Sets what the next registration of a fast-registration region covers: as many of `segments`
+    /// as fit. Answers how many bytes that is.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidState`] while the region is valid or is
@@ -226,7 +227,7 @@ impl MrTable {
         Ok(end)
     }
 
-    /// What a region covers at present.
+    /// A region's attributes at present.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
@@ -257,8 +258,8 @@ impl MrTable {
     /// Executes a REG_MR: makes what was mapped valid under `key` (IBTA 10.6.3.6).
     ///
     /// # Errors
-    /// [`KeyError`] where the region is another domain's, valid already, of another kind, has nothing
-    /// mapped, or `key` is not its key with another low byte, or `access` is not legal.
+    /// [`KeyError`] where the region is another domain's, valid already, of another kind, has
+    /// nothing mapped, or `key` is not its key with another low byte, or `access` is not legal.
     pub fn reg_fast(
         &mut self,
         pd: PdId,
@@ -273,6 +274,7 @@ impl MrTable {
         if !matches!(region.kind, Kind::Fast(_)) || region.valid || region.segments.is_empty() {
             return Err(KeyError::Kind);
         }
+        // Only the low byte of a key is its owner's (IBTA 10.6.3.2).
         if region.key >> 8 != key.0 >> 8 {
             return Err(KeyError::Key);
         }
@@ -302,7 +304,7 @@ impl MrTable {
         Ok(())
     }
 
-    /// Whether [`MrTable::invalidate`] would succeed.
+    /// Returns whether [`MrTable::invalidate`] would succeed.
     ///
     /// # Errors
     /// [`KeyError`] as there.
@@ -341,8 +343,8 @@ impl MrTable {
 
     /// The memory of an inline request's entry. Inline data needs no key (IBTA 10.8.3.2 leaves it
     /// unchecked), but this crate reaches no memory outside registered regions: the entry must lie
-    /// in some region of the domain that starts at its virtual address. The key, when it fits, saves
-    /// the search.
+    /// in some region of the domain that starts at its virtual address. The key, when it fits,
+    /// saves the search.
     ///
     /// # Errors
     /// [`KeyError::Range`] where no region holds it.
@@ -455,8 +457,8 @@ impl Region {
         }
     }
 
-    /// The range, if it is within the region. No sum here can wrap: the offset is checked against the
-    /// length before the length of the range is added to it.
+    /// The range, if it is within the region. No sum here can wrap: the offset is checked against
+    /// the length before the length of the range is added to it.
     fn span(&self, addr: u64, len: u64) -> Option<Span<'_>> {
         let start = addr.checked_sub(self.base)?;
         let end = start.checked_add(len)?;

@@ -38,8 +38,8 @@ impl Span<'_> {
         self.len == 0
     }
 
-    /// Calls `f` with each piece of `len` bytes from `offset` on: the segment, the piece's offset in
-    /// it, and the piece's range within the requested bytes.
+    /// Calls `f` with each piece of `len` bytes from `offset` on: the segment, the piece's offset
+    /// in it, and the piece's range within the requested bytes.
     fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&MemSlice, usize, usize, usize)) {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),

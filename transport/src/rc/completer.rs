@@ -1,9 +1,9 @@
 //! The completer: takes responses and completes send requests (IBTA 9.7.5, 9.7.6, 9.9.2).
 //!
 //! A response is first placed among the packets in flight by its PSN. One that is older than the
-//! oldest unacknowledged packet, or newer than the newest sent, is stale or forged and is dropped. Any
-//! other acknowledges what was sent before it, up to the first READ or atomic whose own answer is
-//! missing; running into one means that the answer was lost.
+//! oldest unacknowledged packet, or newer than the newest sent, is stale or forged and is dropped.
+//! Any other acknowledges what was sent before it, up to the first READ or atomic whose own answer
+//! is missing; running into one means that the answer was lost.
 
 use super::ctx::{Ctx, Fault};
 use super::message::walk;
@@ -52,8 +52,8 @@ impl Requester {
         }
     }
 
-    /// The packet number of a response's PSN: the one nearest to the oldest packet in flight. `None`
-    /// for one that was never sent.
+    /// The packet number of a response's PSN: the one nearest to the oldest packet in flight.
+    /// `None` for one that was never sent.
     fn place(&self, psn: Psn) -> Option<u64> {
         let distance = i64::from(psn.diff(self.psn(self.una)));
         let number = self.una.checked_add_signed(distance)?;
@@ -124,6 +124,8 @@ impl Requester {
             (None, SendOp::Read(_)) => {
                 let offset = wqe.index_of(self.una) * self.mtu;
                 let expected = (wqe.length - offset).min(self.mtu);
+                // A response is as long as the request says, packet by packet; a shorter one would
+                // leave a hole.
                 if pkt.payload.len() != expected as usize {
                     return Err(WcStatus::BadRespErr);
                 }
@@ -145,9 +147,9 @@ impl Requester {
         .map_err(|_| WcStatus::LocProtErr)
     }
 
-    /// Acknowledges every packet before `end` and completes what that completes. False if a READ or an
-    /// atomic before `end` is unanswered: everything before it is acknowledged, and it has been asked
-    /// for again.
+    /// Acknowledges every packet before `end` and completes what that completes. False if a READ or
+    /// an atomic before `end` is unanswered: everything before it is acknowledged, and it has been
+    /// asked for again.
     fn acknowledge_before(&mut self, ctx: &mut Ctx<'_>, end: u64) -> Result<bool, Fault> {
         let before = self.una;
         let mut at = self.sq.head();

@@ -13,15 +13,15 @@
 //! time-out              as a lost packet, and slow start from a few packets
 //! ```
 //!
-//! A window is only taken for more than it is where it has been used, so an idle connection does not
-//! collect one.
+//! A window is only taken for more than it is where it has been used, so an idle connection does
+//! not collect one.
 //!
 //! # Less than one packet
 //!
-//! Where more flows share a port than it has room for packets, a window of one packet each is too much.
-//! So a window may be a part of a packet, down to [`MIN_WINDOW`]: one packet is under way then, and
-//! the next one leaves after a round trip divided by the window ([`Congestion::gap`]). That is a floor
-//! for the rate too: no number of losses stops a connection.
+//! A port that more flows share than it has room for packets overflows with a window of one packet
+//! each. So a window may be a part of a packet, down to [`MIN_WINDOW`]: one packet is under way
+//! then, and the next one leaves after a round trip divided by the window ([`Congestion::gap`]).
+//! That is a floor for the rate too: no number of losses stops a connection.
 
 use std::time::Duration;
 
@@ -31,14 +31,14 @@ const PACKET: u32 = 1 << 16;
 /// The smallest window: a sixteenth of a packet.
 const MIN_WINDOW: u32 = PACKET / 16;
 
-/// What a connection begins with: this many bytes, within these numbers of packets (as RFC 6928).
+/// Initial window in bytes, and its bounds in packets (as RFC 6928).
 const INITIAL_BYTES: u32 = 16 << 10;
 const INITIAL_PACKETS: std::ops::RangeInclusive<u32> = 4..=16;
 
 /// Packets in flight right after a time-out.
 pub const RECOVERY_WINDOW: u32 = 4;
 
-/// What an acknowledged packet adds to a window of one packet or more, once it is past the threshold.
+/// Growth of a window of one packet or more for an acknowledged packet, past the threshold.
 const GAIN: u32 = PACKET / 45;
 
 /// Round trips without a cut after which the gain doubles.
@@ -52,12 +52,12 @@ const MAX_GAP: Duration = Duration::from_millis(2);
 pub(super) struct Congestion {
     /// In parts of [`PACKET`], as are the next two.
     window: u32,
-    /// Where slow start ends.
+    /// Window at which slow start ends.
     threshold: u32,
     max: u32,
     /// Signals about packets before this one belong to the last cut.
     recover: u64,
-    /// Where the current round trip ends, and how many have passed since the last cut.
+    /// Packet number that ends the current round trip, and round trips since the last cut.
     round_end: u64,
     rounds: u32,
     /// Routers on the path mark packets before they drop them: the last cut was for a mark.
@@ -134,10 +134,11 @@ impl Congestion {
         }
     }
 
-    /// A packet from `una` on was marked on its way, or the answer to one. Nothing has been lost, so the
-    /// window gives way less.
+    /// A packet from `una` on was marked on its way, or the answer to one. Nothing has been lost,
+    /// so the window gives way less.
     pub(super) fn on_mark(&mut self, una: u64, nxt: u64) {
-        // Where nothing was sent since the last cut, there is nothing that another mark could be about.
+        // Where nothing was sent since the last cut, there is nothing that another mark could be
+        // about.
         if una >= self.recover && nxt > self.recover {
             let part = if self.window < self.threshold { 2 } else { 8 };
             self.cut(self.window / part, nxt);

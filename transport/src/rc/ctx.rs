@@ -1,4 +1,4 @@
-//! What the two directions of a queue pair work with during one call.
+//! The context that both directions of a queue pair use during one call.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ pub(super) struct Link {
     pub(super) mtu: Mtu,
 }
 
-/// What both directions work with during one call.
+/// Context of one call.
 pub(super) struct Ctx<'a> {
     pub(super) now: Instant,
     pub(super) cfg: &'a RcConfig,
@@ -26,7 +26,7 @@ pub(super) struct Ctx<'a> {
 }
 
 impl Ctx<'_> {
-    /// Tells the end of a receive that brought no data.
+    /// Reports the end of a receive that brought no data.
     pub(super) fn recv_failed(&mut self, wr_id: WrId, status: WcStatus) {
         self.out.push(RcEvent::Recv(Completion {
             wr_id,
@@ -43,7 +43,7 @@ impl Ctx<'_> {
     }
 }
 
-/// Something happened after which the queue pair cannot go on. Whoever reports it has told the
+/// The queue pair cannot go on. The function that returns it has reported the
 /// request or the event that it ended with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fault;

@@ -18,8 +18,8 @@ pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {
     length.div_ceil(mtu).max(1)
 }
 
-/// Calls `f` with each entry that `len` bytes from `offset` on touch: the entry, the offset in it, the
-/// offset in those bytes, and how many bytes. The list must be that long.
+/// Calls `f` with each entry that `len` bytes from `offset` on touch: the entry, the offset in it,
+/// the offset in those bytes, and how many bytes. The list must be that long.
 pub(super) fn walk(
     sges: &[Sge],
     offset: usize,

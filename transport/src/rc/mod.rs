@@ -28,39 +28,41 @@
 //!     drain env.out
 //! ```
 //!
-//! The caller has checked the ICRC and that the packet's addresses and destination queue pair are this
-//! connection's. `env.rq` is the queue pair's own receive queue or the shared one that it was created
-//! with; it must be the same in every call.
+//! The caller has checked the ICRC and that the packet's addresses and destination queue pair are
+//! this connection's. `env.rq` is the queue pair's own receive queue or the shared one that it was
+//! created with; it must be the same in every call.
 //!
 //! # Choices the standard leaves open
 //!
-//! - **Window.** No more than [`RcConfig::max_inflight_bytes`] are unacknowledged, so that a burst fits
-//!   a socket buffer, and no more than the path has been found to carry (`congestion.rs`). A READ
-//!   longer than that is asked for in several requests, because a responder does not know the window;
-//!   to the peer they are several READs.
-//! - **Recovery** is go-back-N. The window comes back at once when the acknowledgement after a timeout
-//!   shows that nothing was lost. The first retransmission comes after a time without progress that is
-//!   derived from the measured round trip, the next after twice that and so on, up to eight times or
-//!   the ACK timeout T. These times vary by a quarter.
-//! - **Retries are counted in time**: one retry is spent for each 3·T without progress (the standard
-//!   lets the interval be T to 4·T), however many retransmissions fall in it. A request therefore
-//!   fails after (retry count + 1)·3·T. Sequence NAKs spend nothing: they prove that the peer lives.
-//! - **Acknowledgements** are coalesced: a responder answers the newest of the packets that asked, or
-//!   after [`RcConfig::ack_every`] packets that did not. A requester asks at the end of a message,
-//!   unless another follows at once, and at least every [`RcConfig::ack_every`] packets.
-//! - **Credits** count receives, not messages: the limit is the number of receive-consuming messages
-//!   acknowledged plus the advertised count. Before the first acknowledgement there is no limit.
-//! - A LOCAL_INV waits for all earlier requests, so that a retransmission never meets a key that has
-//!   gone; a REG_MR runs as soon as its turn comes.
+//! - **Window.** No more than [`RcConfig::max_inflight_bytes`] are unacknowledged, so that a burst
+//!   fits a socket buffer, and no more than the path has been found to carry (`congestion.rs`). A
+//!   READ longer than that is asked for in several requests, because a responder does not know the
+//!   window; to the peer they are several READs.
+//! - **Recovery** is go-back-N. The window comes back at once when the acknowledgement after a
+//!   timeout shows that nothing was lost. The first retransmission comes after a time without
+//!   progress that is derived from the measured round trip, the next after twice that and so on, up
+//!   to eight times or the ACK timeout T. These times vary by a quarter.
+//! - **Retries are counted in time**: one retry is spent for each 3·T without progress (the
+//!   standard lets the interval be T to 4·T), however many retransmissions fall in it. A request
+//!   therefore fails after (retry count + 1)·3·T. Sequence NAKs spend nothing: they prove that the
+//!   peer lives.
+//! - **Acknowledgements** are coalesced: a responder answers the newest of the packets that asked,
+//!   or after [`RcConfig::ack_every`] packets that did not. A requester asks at the end of a
+//!   message, unless another follows at once, and at least every [`RcConfig::ack_every`] packets.
+//! - **Credits** count receives, not messages: the limit is the number of receive-consuming
+//!   messages acknowledged plus the advertised count. Before the first acknowledgement there is no
+//!   limit.
+//! - A LOCAL_INV waits for all earlier requests, so that a retransmission never meets a key that
+//!   has gone; a REG_MR runs as soon as its turn comes.
 //!
-//! - **Congestion notifications** (annex A17.9.3) answer packets with data that a router has marked, one
-//!   in [`CNP_INTERVAL`] at most, and are never sent unasked: an `rdma_rxe` that does not know them takes
-//!   one for a response that it does not expect. A requester that is sent one narrows its window, once in a
-//!   round trip, and so does one whose READ responses arrive marked. A responder that is sent one paces
-//!   its READ responses (`pacing.rs`).
+//! - **Congestion notifications** (annex A17.9.3) answer packets with data that a router has
+//!   marked, one in [`CNP_INTERVAL`] at most, and are never sent unasked: an `rdma_rxe` that does
+//!   not know them takes one for a response that it does not expect. A requester that is sent one
+//!   narrows its window, once in a round trip, and so does one whose READ responses arrive marked.
+//!   A responder that is sent one paces its READ responses (`pacing.rs`).
 //!
-//! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing while a
-//! receive is bound.
+//! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing
+//! while a receive is bound.
 
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation))]
 
@@ -96,7 +98,7 @@ pub const CNP_INTERVAL: Duration = Duration::from_micros(50);
 /// Longest message, in bytes (IBTA 9.7.4.1.6).
 pub const MAX_MESSAGE: u32 = 1 << 31;
 
-/// What a queue pair is created with; nothing of it changes later.
+/// Configuration of a queue pair, fixed when it is created.
 #[derive(Clone, Copy, Debug)]
 pub struct RcConfig {
     /// Its handle, put into completions and events.
@@ -108,10 +110,10 @@ pub struct RcConfig {
     pub cap: QpCap,
     /// Every send completes visibly.
     pub sq_sig_all: bool,
-    /// Whether receives come from a shared receive queue. No credits are then advertised.
+    /// Receives come from a shared receive queue. No credits are then advertised.
     pub has_srq: bool,
-    /// Most bytes unacknowledged, each packet counted as [`packet_cost`]. To lose nothing on an idle
-    /// link it should be well below the receiver's socket buffer.
+    /// Most bytes unacknowledged, each packet counted as [`packet_cost`]. To lose nothing on an
+    /// idle link it should be well below the receiver's socket buffer.
     pub max_inflight_bytes: u32,
     /// Packets after which a responder acknowledges at the latest, and a requester asks for it.
     pub ack_every: u32,
@@ -120,12 +122,12 @@ pub struct RcConfig {
     pub first_retransmit: Duration,
     /// The same time at least, once the round trip is known.
     pub min_retransmit: Duration,
-    /// Where the queue pair's random numbers begin. Timers vary by them, so that connections which
+    /// Seed of the queue pair's random numbers. Timers vary by them, so that connections which
     /// lost packets together do not send together again. With 0 they do not.
     pub seed: u32,
 }
 
-/// What a full packet of a path MTU is taken to occupy in the receiver's socket buffer, in bytes: Linux
+/// Bytes that a full packet of a path MTU is taken to occupy in the receiver's socket buffer: Linux
 /// charges a datagram with the power of two that holds it, and its own header beside.
 #[must_use]
 pub const fn packet_cost(mtu: Mtu) -> u32 {
@@ -152,7 +154,7 @@ impl RcConfig {
     }
 }
 
-/// What going to RTR sets (IBTA 11.2.5.2).
+/// Attributes of the transition to RTR (IBTA 11.2.5.2).
 #[derive(Clone, Copy, Debug)]
 pub struct RtrParams {
     /// Path MTU of both directions.
@@ -165,11 +167,11 @@ pub struct RtrParams {
     pub max_dest_rd_atomic: u8,
     /// Delay that our RNR NAKs ask for.
     pub min_rnr_timer: RnrTimer,
-    /// What the peer may do: the remote rights only.
+    /// Rights of the peer: the remote ones only.
     pub access: Access,
 }
 
-/// What going to RTS sets.
+/// Attributes of the transition to RTS (IBTA 11.2.5.2).
 #[derive(Clone, Copy, Debug)]
 pub struct RtsParams {
     /// First PSN that we send.
@@ -195,28 +197,29 @@ pub enum RcEvent {
     Async(AsyncEvent),
 }
 
-/// What a queue pair works with but does not own.
+/// Resources that a queue pair uses but does not own.
 #[derive(Debug)]
 pub struct Env<'a> {
     /// The device's keys.
     pub mrs: &'a mut MrTable,
     /// The queue pair's receive queue, its own or a shared one.
     pub rq: &'a mut RecvQueue,
-    /// Where completions and events go. One call appends at most the requests outstanding in both
-    /// queues and a few events; a vector that is drained and reused stops growing there.
+    /// Destination of completions and events. One call appends at most the requests outstanding in
+    /// both queues and a few events; a vector that is drained and reused stops growing there.
     pub out: &'a mut Vec<RcEvent>,
 }
 
 /// A packet to send, without addresses and ICRC: headers, then payload, then `pad` zero bytes.
 ///
-/// The payload is `segments`, or `inline` for data that was copied at the post; one of them is empty.
-/// A caller keeps one of these and hands it in again, so that its buffers are allocated once.
+/// The payload is `segments`, or `inline` for data that was copied at the post; one of them is
+/// empty. A caller keeps one of these and hands it in again, so that its buffers are allocated
+/// once.
 #[derive(Debug, Default)]
 pub struct TxPacket {
     /// BTH and extended headers; the pad count is set.
     pub headers: HeaderBuf,
-    /// Payload in memory, in order. The memory stays valid as long as the slices live; its bytes may
-    /// change under them, as under any NIC.
+    /// Payload in memory, in order. The memory stays valid as long as the slices live; its bytes
+    /// may change under them, as under any NIC.
     pub segments: Vec<MemSlice>,
     /// Payload that was copied at the post.
     pub inline: Vec<u8>,
@@ -265,7 +268,7 @@ impl TxPacket {
     }
 }
 
-/// What a queue pair has counted since it was created.
+/// Counters of a queue pair since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RcCounters {
     /// Packets sent.

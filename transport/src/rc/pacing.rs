@@ -1,21 +1,22 @@
 //! The pace of READ responses, for a requester that does not fit what it asks for to the path.
 //!
-//! A responder does not know its requester's window. Riser's requester asks only for what the path takes;
-//! an adapter may ask for megabytes and leave it to notifications to slow the answer down. So, while
-//! more than [`BURST`] responses are asked for, they are paced: a notification sets the time from one response to the next: what it has been of late, and an eighth
-//! longer for each further one, once in a [`PERIOD`]. Without notifications it becomes shorter by an
-//! eighth in each period, and there is none once it is shorter than [`SHORTEST`]. Between [`LONGEST`] and
-//! that are 57 periods, so this ends by itself, and no number of notifications stops a connection.
+//! A responder does not know its requester's window. Riser's requester asks only for what the path
+//! takes; an adapter may ask for megabytes and leave it to notifications to slow the answer down.
+//! So, while more than [`BURST`] responses are asked for, they are paced: a notification sets the
+//! time from one response to the next: what it has been of late, and an eighth longer for each
+//! further one, once in a [`PERIOD`]. Without notifications it becomes shorter by an eighth in each
+//! period, and there is none once it is shorter than [`SHORTEST`]. Between [`LONGEST`] and that are
+//! 57 periods, so this ends by itself, and no number of notifications stops a connection.
 
 use std::time::{Duration, Instant};
 
-/// How often the gap changes.
+/// Interval between changes of the gap.
 const PERIOD: Duration = Duration::from_millis(1);
 /// The longest gap.
 const LONGEST: Duration = Duration::from_millis(2);
 /// The shortest gap that is kept.
 const SHORTEST: Duration = Duration::from_micros(1);
-/// Responses that may leave together, after a pause or because no more are asked for.
+/// Responses that may leave together, after a pause or because no others are asked for.
 pub(super) const BURST: u32 = 16;
 
 #[derive(Clone, Copy, Debug, Default)]

@@ -28,8 +28,8 @@ enum Stream {
 /// A reliable-connected queue pair. See the [module](super) for the calling order.
 ///
 /// Its states are those of [`QpState`] without `Sqe`. The caller checks a request against the table
-/// of IBTA 11.2.5.2 ([`qp_state`]) and calls the `to_*` function of the new state, which panics where
-/// the table has no such transition.
+/// of IBTA 11.2.5.2 ([`qp_state`]) and calls the `to_*` function of the new state, which panics
+/// where the table has no such transition.
 #[derive(Debug)]
 pub struct RcQp {
     cfg: RcConfig,
@@ -40,7 +40,7 @@ pub struct RcQp {
     counters: RcCounters,
     /// No request of the peer's that follows the agreed sequence has come since RTR.
     awaits_first_packet: bool,
-    /// Whether `SqDrained` still has to be raised.
+    /// `SqDrained` still has to be raised.
     awaits_drain: bool,
     stream: Stream,
     burst: u32,
@@ -91,13 +91,13 @@ impl RcQp {
         self.state
     }
 
-    /// What it was created with.
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &RcConfig {
         &self.cfg
     }
 
-    /// What it has counted.
+    /// Its counters.
     #[must_use]
     pub fn counters(&self) -> &RcCounters {
         &self.counters
@@ -109,8 +109,8 @@ impl RcQp {
         self.requester.outstanding()
     }
 
-    /// Bytes of memory that the queue pair holds, without the receive queue. It does not change after
-    /// the move to RTS.
+    /// Bytes of memory that the queue pair holds, without the receive queue. It does not change
+    /// after the move to RTS.
     #[must_use]
     pub fn footprint(&self) -> usize {
         size_of::<Self>() + self.requester.footprint() + self.responder.footprint()
@@ -140,7 +140,8 @@ impl RcQp {
         self.requester.start(params, link.mtu, &self.cfg);
     }
 
-    /// RTS to SQD: requests that have begun are finished, no other begins. `SqDrained` tells when.
+    /// RTS to SQD: requests that have begun are finished, no other begins. `SqDrained` reports the
+    /// end.
     pub fn to_sqd(&mut self, env: &mut Env<'_>) {
         self.become_state(QpState::Sqd);
         self.awaits_drain = true;
@@ -154,17 +155,18 @@ impl RcQp {
         self.awaits_drain = false;
     }
 
-    /// Any state to ERROR: every request in both queues completes as flushed, sends first, each queue
-    /// in order. What a shared queue holds stays there. What the peer's requests have done is still
-    /// acknowledged, and a NAK that ended the connection is still sent; READs are not answered any
-    /// longer.
+    /// Any state to ERROR: every request in both queues completes as flushed, sends first, each
+    /// queue in order. What a shared queue holds stays there. What the peer's requests have done is
+    /// still acknowledged, and a NAK that ended the connection is still sent; READs are not
+    /// answered any longer.
     pub fn to_error(&mut self, env: &mut Env<'_>) {
         self.responder.close();
         self.enter_error(env);
     }
 
-    /// The next answer that is due although the queue pair ends now, written into `tx`; false if there
-    /// is none. It needs no memory. For a caller that cannot wait for [`RcQp::poll_transmit`].
+    /// The next answer that is due although the queue pair ends now, written into `tx`; false if
+    /// there is none. It needs no memory. For a caller that cannot wait for
+    /// [`RcQp::poll_transmit`].
     pub fn poll_last_answer(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         tx.clear();
         self.responder.close();
@@ -226,7 +228,8 @@ impl RcQp {
         result
     }
 
-    /// Posts receives to the queue pair's own receive queue. In ERROR they complete as flushed at once.
+    /// Posts receives to the queue pair's own receive queue. In ERROR they complete as flushed at
+    /// once.
     ///
     /// # Errors
     /// The index of the first request that was not posted, and why. RESET takes none, nor does a
@@ -342,8 +345,8 @@ impl RcQp {
 
     /// The next packet to send, written into `tx`; false if there is none for now.
     ///
-    /// Congestion notifications go first, then acknowledgements. READ responses and requests take turns in bursts
-    /// of 16, so that the packets of one message come in a row.
+    /// Congestion notifications go first, then acknowledgements. READ responses and requests take
+    /// turns in bursts of 16, so that the packets of one message come in a row.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         loop {
             tx.clear();
@@ -353,6 +356,7 @@ impl RcQp {
                 QpState::Error => (true, false),
                 _ => (false, false),
             };
+            // A notification is useful only while the congestion lasts.
             if self.cnp.is_some() && responds {
                 self.emit_cnp(tx);
                 return true;
@@ -369,6 +373,7 @@ impl RcQp {
             } else {
                 [Stream::Requests, Stream::Responses]
             };
+            // If one stream has nothing or waits for its window or pace, the other may still send.
             let mut failed = false;
             for stream in order {
                 let result = match stream {

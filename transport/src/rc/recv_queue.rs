@@ -86,7 +86,7 @@ impl RecvQueue {
         }
     }
 
-    /// How many receives are posted.
+    /// Number of posted receives.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
@@ -98,7 +98,7 @@ impl RecvQueue {
         self.len == 0
     }
 
-    /// How many receives it holds at most.
+    /// Maximum number of receives.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.heads.len()

@@ -1,8 +1,8 @@
 //! The requester: cuts send requests into packets, keeps the window, repeats what was lost.
 //!
-//! Packets are counted from the start of the connection by 64-bit numbers that never wrap; the PSN on
-//! the wire is the first PSN plus the number. A READ takes one number for each packet of its response.
-//! Three numbers tell everything:
+//! Packets are counted from the start of the connection by 64-bit numbers that never wrap; the PSN
+//! on the wire is the first PSN plus the number. A READ takes one number for each packet of its
+//! response. Three numbers are the state of the window:
 //!
 //! ```text
 //!   acknowledged │ in flight │ sent before, to be sent again │ never sent
@@ -13,12 +13,12 @@
 //!
 //! # READs in pieces
 //!
-//! A READ is asked for in pieces that fit the window, since what its responder sends in answer is what
-//! the path has to carry. A repeated request begins at the first byte that is missing and ends where
-//! its piece ends, or before that where the window has become smaller. So to the responder it is a part
-//! of a request that it has seen, with any windows (IBTA 9.4.4 allows a duplicate to ask for
-//! less). Two parts of one request are never under way together, because a responder need not remember
-//! more than one.
+//! A READ is asked for in pieces that fit the window, since what its responder sends in answer is
+//! what the path has to carry. A repeated request begins at the first byte that is missing and ends
+//! where its piece ends, or before that where the window has become smaller. So to the responder it
+//! is a part of a request that it has seen, with any windows (IBTA 9.4.4 allows a duplicate to ask
+//! for less). Two parts of one request are never under way together, because a responder need not
+//! remember more than one.
 
 mod cut;
 
@@ -45,14 +45,14 @@ const SLOWEST_RETRANSMIT: Duration = Duration::from_secs(1);
 /// The round trip that is assumed before one is known.
 const FIRST_ROUND_TRIP: Duration = Duration::from_micros(200);
 
-/// How many times its first value the time between retransmissions becomes. Beyond that it protects
-/// no path, since what is sent is one packet, but starves a connection.
+/// Maximum of the time between retransmissions, in units of its first value. Beyond that it
+/// protects no path, since what is sent is one packet, but starves a connection.
 const MOST_BACKOFF: u32 = 8;
 
 /// ACK timeouts without progress that spend one retry; the standard allows up to four.
 const TIMEOUTS_PER_RETRY: u32 = 3;
 
-/// How long after a timeout a peer that has still not answered counts as silent.
+/// Time after a timeout from which a peer that has not answered counts as silent.
 const SILENCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
@@ -70,7 +70,8 @@ pub(super) struct Requester {
     nxt: u64,
     /// First packet number never sent.
     pub(super) sent: u64,
-    /// Ends of the READ requests and atomics in flight, oldest first; bounded by the initiator depth.
+    /// Ends of the READ requests and atomics in flight, oldest first; bounded by the initiator
+    /// depth.
     reads: VecDeque<u64>,
     max_reads: usize,
     /// Ends of the READ requests that were sent for the first time and are not yet answered, oldest
@@ -81,13 +82,13 @@ pub(super) struct Requester {
     undo: Option<(Congestion, Instant)>,
     /// When the last packet left, where the window is less than one packet.
     left: Option<Instant>,
-    /// What waits for the window is looked at again then.
+    /// Time to look again at what waits for the window.
     paced: Option<Instant>,
     /// State of the random numbers (xorshift); 0 gives no others.
     random: u32,
     ack_every: u32,
     since_ack_request: u32,
-    /// Last receive of the peer's that it has told us of, `None` without flow control.
+    /// Last receive of the peer's that it has advertised, `None` without flow control.
     limit: Option<u64>,
     /// Receive-consuming requests that are complete.
     consumed: u64,
@@ -131,7 +132,7 @@ impl RoundTrip {
         }
     }
 
-    /// How long an acknowledgement may take before it is missed.
+    /// Time after which an acknowledgement is overdue (RFC 6298, section 2.3).
     fn patience(self) -> Duration {
         self.mean + self.deviation * 4
     }
@@ -148,6 +149,7 @@ impl Requester {
     }
 
     fn with_queue(sq: SendQueue) -> Self {
+        // The queue keeps its memory over a reset; everything else begins again.
         Self {
             sq,
             state: RequesterState::Ready,
@@ -304,8 +306,8 @@ impl Requester {
         self.ack_timeout.unwrap_or(SLOWEST_RETRANSMIT)
     }
 
-    /// Whether a timeout fired for packets that were not lost: the acknowledgement covers more than was
-    /// sent again, or comes sooner than one for what was sent again could.
+    /// Returns whether a timeout fired for packets that were not lost: the acknowledgement covers
+    /// more than was sent again, or comes sooner than one for what was sent again could.
     fn was_early(&self, now: Instant, fired: Instant) -> bool {
         let soonest = self.round_trip.map_or(Duration::ZERO, |r| r.mean / 2);
         self.una > self.nxt || now.saturating_duration_since(fired) < soonest
@@ -339,7 +341,8 @@ impl Requester {
             self.reads.pop_back();
         }
         self.since_ack_request = 0;
-        // Which copy of a repeated packet an acknowledgement means cannot be told.
+        // Which copy of a repeated packet an acknowledgement means is unknown (Karn's algorithm,
+        // RFC 6298 section 3).
         self.timed = None;
         self.timer = (self.una < self.sent).then(|| now + self.vary(self.interval));
     }
@@ -362,8 +365,8 @@ impl Requester {
         self.congestion.on_mark(self.una, self.nxt);
     }
 
-    /// A response showed that the response to a READ or an atomic before it was lost. It is asked for
-    /// again once; if that fails too, the timer does it.
+    /// A response showed that the response to a READ or an atomic before it was lost. It is asked
+    /// for again once; if that fails too, the timer does it.
     pub(super) fn on_implied_nak(&mut self, ctx: &mut Ctx<'_>) {
         if self.implied_at == Some(self.una) {
             return;

@@ -1,15 +1,15 @@
 //! The responder: takes requests, moves data, answers (IBTA 9.7.3 to 9.7.5, 9.9.3).
 //!
-//! A request packet is checked in this order, and nothing changes before the last check: PSN, place in
-//! its message, payload length, right of the queue pair, receive buffer or key, range and right.
+//! A request packet is checked in this order, and nothing changes before the last check: PSN, place
+//! in its message, payload length, right of the queue pair, receive buffer or key, range and right.
 //!
 //! # What it answers, and when
 //!
 //! Answers leave in the order of their requests. READs and atomics wait in a ring of responder
 //! resources, in PSN order; an acknowledgement or a NAK leaves when no answer of an earlier PSN is
-//! waiting. READ responses are made packet by packet as they are sent, so a long READ costs nothing.
-//! There is at most one acknowledgement and one NAK waiting, so that no number of duplicates makes a
-//! queue.
+//! waiting. READ responses are made packet by packet as they are sent, so a long READ costs
+//! nothing. There is at most one acknowledgement and one NAK waiting, so that no number of
+//! duplicates makes a queue.
 
 mod answer;
 
@@ -43,7 +43,7 @@ pub(super) struct Responder {
     /// Oldest first; bounded by `max_resources`.
     resources: VecDeque<Resource>,
     max_resources: usize,
-    /// How many resources have something to send.
+    /// Number of resources with something to send.
     waiting: usize,
     /// The newest packet to acknowledge.
     ack: Option<Psn>,
@@ -131,7 +131,7 @@ impl Responder {
         self.paced
     }
 
-    /// What waited for this time is sent by the next poll.
+    /// Ends a wait whose time has come: the next poll sends what waited.
     pub(super) fn handle_timeout(&mut self, now: Instant) {
         self.paced = self.paced.filter(|&at| at > now);
     }
@@ -207,7 +207,7 @@ impl Responder {
     }
 
     /// Sends a NAK for the packet that comes next, once: the packets behind it are dropped until it
-    /// arrives (IBTA 9.7.5.2.8).
+    /// arrives (IBTA 9.7.5).
     fn announce(&mut self, syndrome: AethSyndrome) {
         become_state(&mut self.state, ResponderState::NakSent);
         self.nak = Some((self.expected, syndrome));
@@ -228,6 +228,7 @@ impl Responder {
             Inbound::Send { received } => received,
             _ => 0,
         };
+        // The key is checked before the payload is written, and invalidated after all of it is.
         let invalidated = pkt.ext.ieth.map(|i| RKey(i.rkey()));
         if let Some(key) = invalidated {
             ctx.mrs

@@ -1,8 +1,9 @@
 //! The ring of posted send requests.
 //!
-//! Requests are named by their position since the queue pair was created, a number that never wraps,
-//! so that three cursors can point into the ring: the oldest request not yet completed (`head`), the
-//! request being cut into packets (the requester's own), and where the next post goes (`tail`).
+//! Requests are named by their position since the queue pair was created, a number that never
+//! wraps, so that three cursors can point into the ring: the oldest request not yet completed
+//! (`head`), the request being cut into packets (the requester's own), and where the next post goes
+//! (`tail`).
 
 use crate::mr::MrTable;
 use crate::verbs::{
@@ -11,7 +12,7 @@ use crate::verbs::{
 
 use super::recv_queue::{NO_SGE, message_len};
 
-/// How far a send request has come.
+/// Phase of a send request.
 ///
 /// ```text
 /// Posted ──first packet──> Started ──all acknowledged──> (retired)
@@ -27,7 +28,7 @@ pub enum Phase {
     Started,
     /// A local operation that is done and waits for the requests before it.
     Executed,
-    /// Failed locally; the error is told when the requests before it have completed.
+    /// Failed locally; the error is reported when the requests before it have completed.
     Failed(WcStatus),
 }
 
@@ -36,13 +37,13 @@ pub enum Phase {
 pub struct SendWqe {
     /// Comes back in the completion.
     pub wr_id: WrId,
-    /// What to do.
+    /// The operation.
     pub op: SendOp,
-    /// How it behaves.
+    /// Flags of the operation.
     pub flags: SendFlags,
     /// Bytes of its message.
     pub length: u32,
-    /// How far it has come.
+    /// Its phase.
     pub phase: Phase,
     /// Number of its first packet, counted since the connection began; from `Started` on.
     pub first: u64,
@@ -85,7 +86,7 @@ impl SendWqe {
         matches!(self.op, SendOp::RegMr { .. } | SendOp::LocalInv(_))
     }
 
-    /// Whether it takes a receive of the peer's.
+    /// Returns whether it takes a receive of the peer's.
     #[must_use]
     pub fn consumes_receive(&self) -> bool {
         matches!(
@@ -94,7 +95,7 @@ impl SendWqe {
         )
     }
 
-    /// What its completion says it was.
+    /// The opcode of its completion.
     #[must_use]
     pub fn wc_opcode(&self) -> WcOpcode {
         self.op.wc_opcode()
@@ -162,7 +163,7 @@ impl SendQueue {
         self.tail
     }
 
-    /// How many requests are not completed.
+    /// Number of requests that are not completed.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "`max_send_wr` at most")]
     pub fn len(&self) -> usize {
@@ -226,7 +227,7 @@ impl SendQueue {
     /// Posts one request.
     ///
     /// # Errors
-    /// Whatever is wrong with it; nothing has then changed.
+    /// The reason of a refusal; nothing has then changed.
     pub fn push(&mut self, wr: &SendWr<'_>, pd: PdId, mrs: &MrTable) -> Result<(), PostReason> {
         if wr.ud.is_some() {
             return Err(PostReason::InvalidRequest(
@@ -241,6 +242,7 @@ impl SendQueue {
         if !is_inline && wr.sges.len() > self.max_sge {
             return Err(PostReason::TooManySges);
         }
+        // All checks come before the first write, so that a refused request leaves no trace.
         if self.len() == self.wqes.len() {
             return Err(PostReason::QueueFull);
         }
@@ -298,7 +300,7 @@ impl SendQueue {
     }
 }
 
-/// What a request must look like whatever the queue: the length of its message.
+/// Checks a request by itself, without regard to a queue; returns the length of its message.
 fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
     let length = message_len(wr.sges)?;
     let remote = match wr.op {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use riser_state::State;
 
-/// What a requester may do (IBTA 9.7.2, 9.7.5).
+/// State of a requester (IBTA 9.7.2, 9.7.5).
 ///
 /// ```text
 ///           RNR NAK, retries left
@@ -17,7 +17,8 @@ use riser_state::State;
 ///    └── timeout, sequence NAK, implied NAK: go back and stay Ready
 /// ```
 ///
-/// A NAK of another kind or retries used up take the queue pair to ERROR, where there is no requester.
+/// A NAK of another kind or retries used up take the queue pair to ERROR, where there is no
+/// requester.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequesterState {
     /// Sends as window, credits and fences allow.
@@ -35,7 +36,7 @@ impl State for RequesterState {
     }
 }
 
-/// What a responder makes of the next request (IBTA 9.7.3, 9.7.4, 9.7.5).
+/// State of a responder (IBTA 9.7.3, 9.7.4, 9.7.5).
 ///
 /// ```text
 ///              a packet ahead of the expected one; no receive for a SEND

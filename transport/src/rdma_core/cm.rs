@@ -98,9 +98,9 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Refuses a request that the user does not get, because there is no room for its identifier, or
-    /// its listener or its address is not known. Only once its event is acknowledged: the library waits
-    /// for that before it destroys an identifier.
+    /// Refuses a request that the user does not get, because there is no room for its identifier,
+    /// or its listener or its address is not known. Only once its event is acknowledged: the
+    /// library waits for that before it destroys an identifier.
     fn refuse(&mut self, request: *mut rdma_cm_id) {
         // SAFETY: the identifier came with a request, and nothing but our table refers to it.
         unsafe { (self.core.cm.rdma_reject)(request, ptr::null(), 0) };
@@ -157,8 +157,8 @@ impl RdmaCoreDevice {
 }
 
 impl RdmaCoreDevice {
-    /// Keeps our idea of an identifier's state, and answers a good-bye: the kernel tells the peer only
-    /// when its user has disconnected too.
+    /// Keeps our idea of an identifier's state, and answers a disconnection: the kernel notifies
+    /// the peer only when its user has disconnected too.
     fn follow(&mut self, id: CmId, event: &rdma_cm_event) {
         let Ok(entry) = self.ids.get_mut(id) else {
             return;
@@ -176,7 +176,8 @@ impl RdmaCoreDevice {
                 IdState::Closed
             }
             RDMA_CM_EVENT_DISCONNECTED => {
-                // SAFETY: the identifier is alive. A failure means that this side disconnected first.
+                // SAFETY: the identifier is alive. A failure means that this side disconnected
+                // first.
                 unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
                 entry.state
             }
@@ -314,7 +315,7 @@ impl RdmaCm for RdmaCoreDevice {
         let ptr = self.id_in(id, "accept", &[IdState::Requested])?;
         fits(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
         let mut theirs = convert::conn_param(param, self.owned_qpn(id));
-        // The library bounds the queue pair by the offer, but not what it tells the peer.
+        // The library bounds the queue pair by the offer, but not what it advertises to the peer.
         theirs.initiator_depth = theirs.initiator_depth.min(self.id(id, "accept")?.offered);
         // SAFETY: the identifier is alive; the private data outlives the call.
         checked_cm(unsafe { (self.core.cm.rdma_accept)(ptr, &raw mut theirs) })?;

@@ -37,7 +37,7 @@ pub(super) fn checked_cm(result: i32) -> Result<(), CmError> {
     })
 }
 
-/// What the status of a CM event means.
+/// The error that the status of a CM event stands for.
 pub(super) fn event_error(status: i32) -> CmError {
     match status.abs() {
         libc::ETIMEDOUT => CmError::Timeout,
@@ -189,6 +189,7 @@ pub(super) fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
             }
         )*};
     }
+    // One list gives both the value and its mask bit, so that none is set without the other.
     set! {
         state => qp_state, IBV_QP_STATE, self::state(state);
         pkey_index => pkey_index, IBV_QP_PKEY_INDEX, pkey_index;
@@ -210,7 +211,7 @@ pub(super) fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
     (theirs, mask)
 }
 
-/// What `ibv_query_qp` answered.
+/// Attributes from the answer of `ibv_query_qp`.
 pub(super) fn qp_attr_of(theirs: &ibv_qp_attr) -> QpAttr {
     QpAttr {
         state: Some(state_of(theirs.qp_state)),
@@ -311,7 +312,7 @@ pub(super) fn conn_param(ours: &ConnParam, qp_num: u32) -> rdma_conn_param {
     }
 }
 
-/// What an event tells of the peer.
+/// The peer's parameters from an event.
 ///
 /// # Safety
 /// The private data that `theirs` points at is alive.

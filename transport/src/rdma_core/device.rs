@@ -31,6 +31,7 @@ impl RdmaCoreDevice {
                 (*self.context).device,
             ))
         };
+        // Linux has these as signed numbers.
         let count = |v: i32| u32::try_from(v).unwrap_or(0);
         let depth = |v: i32| v.clamp(0, 255) as u8;
         Ok(DeviceAttr {
@@ -42,7 +43,7 @@ impl RdmaCoreDevice {
             max_mr_size: d.max_mr_size,
             max_fast_reg_segments: u32::from(d.max_mw > 0),
             sg_gaps: true,
-            tells_invalidation: d.vendor_id != RXE_VENDOR_ID,
+            reports_invalidation: d.vendor_id != RXE_VENDOR_ID,
             max_cq: count(d.max_cq),
             max_cqe: count(d.max_cqe),
             max_qp: count(d.max_qp),
@@ -93,6 +94,8 @@ impl RdmaCoreDevice {
                 return Err(VerbsError::InvalidParameter(what));
             }
         }
+        // Refused here and not after the library has made a queue pair that would have to be
+        // destroyed.
         self.qps.check_room()?;
         Ok(ibv_qp_init_attr {
             qp_context: ptr::null_mut(),
@@ -117,8 +120,8 @@ impl RdmaCoreDevice {
         })
     }
 
-    /// Enters a queue pair that the library made, and counts what it uses. That there is room, and what
-    /// it uses, was checked by [`Self::qp_init`].
+    /// Enters a queue pair that the library made, and counts what it uses. That there is room, and
+    /// what it uses, was checked by [`Self::qp_init`].
     pub(super) fn adopt_qp(
         &mut self,
         ptr: *mut ibv_qp,
@@ -163,7 +166,7 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Tells everybody at the context what its asynchronous event descriptor has.
+    /// Hands on to all seats at the context what its asynchronous event descriptor has.
     fn read_async_events(&mut self) {
         loop {
             let mut event = ibv_async_event::default();
@@ -173,7 +176,7 @@ impl RdmaCoreDevice {
             }
             // SAFETY: the event was just taken, and is acknowledged only then.
             unsafe {
-                self.seat.tell(Occurrence::of(&event));
+                self.seat.report(Occurrence::of(&event));
                 (self.core.verbs.ibv_ack_async_event)(&raw mut event);
             }
         }
@@ -197,6 +200,8 @@ impl RdmaCoreDevice {
 
     /// Our form of what happened, if it happened to us.
     fn async_event(&mut self, occurrence: Occurrence) -> Option<AsyncEvent> {
+        // An event may be about an object that was destroyed since, or about another device of this
+        // process at the same context: handle and address must both fit.
         let event = occurrence.event;
         match occurrence.to {
             Object::Queue { at, context } if event == IBV_EVENT_CQ_ERR => {
@@ -260,8 +265,8 @@ impl RdmaCoreDevice {
 }
 
 impl RdmaCoreDevice {
-    /// Whether there are completion events, connection events, asynchronous events: one system call
-    /// where reading each would be three.
+    /// Returns whether there are completion events, connection events, asynchronous events: one
+    /// system call where reading each would be three.
     fn readable(&self) -> [bool; 3] {
         // SAFETY: all three objects are open as long as the device is.
         let fds = unsafe {
@@ -393,6 +398,7 @@ impl Verbs for RdmaCoreDevice {
         }
         let domain = self.pd_ptr(pd)?;
         self.regions.check_room()?;
+        // Any region may get windows, which stand for its fast registrations.
         let flags = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
         let zero_based = access.contains(Access::ZERO_BASED);
         let addr = if zero_based { 0 } else { range.addr() };
@@ -494,6 +500,7 @@ impl Verbs for RdmaCoreDevice {
             addr: 0,
             length: 0,
         };
+        // The table gives the handle, which the entry itself contains.
         let placeholder = mr(MrId(Handle::new(0, 0)));
         let window = Window {
             pd,
@@ -518,6 +525,7 @@ impl Verbs for RdmaCoreDevice {
         };
         let pd = self.regions.get(mr)?.pd();
         let (start, end) = (segment.addr(), segment.addr() + segment.len() as u64);
+        // A window is bound within one region, so the segment must lie in one of the same domain.
         let covers = |r: &Region| match r {
             Region::Plain { pd: p, memory, .. } => {
                 *p == pd && memory.addr() <= start && end <= memory.addr() + memory.len() as u64

@@ -6,31 +6,31 @@
 //! - Memory, completion queues, queue pairs, shared receive queues, address handles: one to one.
 //! - Fast registration: user space has no `REG_MR`, so a fast-registration region is a **memory
 //!   window of type 2**. It takes one segment, which must lie within a region registered with
-//!   [`Verbs::reg_mr`](crate::verbs::Verbs::reg_mr); [`SendOp::RegMr`](crate::verbs::SendOp::RegMr) binds it, `LocalInv` and the
-//!   peer's send-with-invalidate unbind it.
+//!   [`Verbs::reg_mr`](crate::verbs::Verbs::reg_mr); [`SendOp::RegMr`](crate::verbs::SendOp::RegMr)
+//!   binds it, `LocalInv` and the peer's send-with-invalidate unbind it.
 //! - [`Notify::Count`](crate::verbs::Notify::Count) fires at the next completion; the hardware
 //!   counts no further.
-//! - Connections: librdmacm. Its own queue pair 1 stays in the kernel, so there is no GSI queue pair
-//!   here, and [`PortSpace::Ib`](crate::verbs::PortSpace::Ib) is refused, since the kernel has no
-//!   InfiniBand service ids on RoCE.
+//! - Connections: librdmacm. Its own queue pair 1 stays in the kernel, so there is no GSI queue
+//!   pair here, and [`PortSpace::Ib`](crate::verbs::PortSpace::Ib) is refused, since the kernel has
+//!   no InfiniBand service ids on RoCE.
 //! - A listener's backlog bounds the requests that the kernel has not reported yet, not those that
 //!   wait for an answer.
-//! - The GID of our side is the one of the address that the device was opened at, whatever
-//!   [`AhAttr::sgid_index`](crate::verbs::AhAttr::sgid_index) says.
-//! - A device that was unplugged must be closed by its user: `rdma_rxe` waits for that. So it does for
-//!   an RDMA device whose users in this process have all closed it *before* it is unplugged, since
-//!   librdmacm keeps it open; only the end of the process helps there.
+//! - The GID of our side is the one of the address that the device was opened at, for any
+//!   [`AhAttr::sgid_index`](crate::verbs::AhAttr::sgid_index).
+//! - A device that was unplugged must be closed by its user: `rdma_rxe` waits for that. So it does
+//!   for an RDMA device whose users in this process have all closed it *before* it is unplugged,
+//!   since librdmacm keeps it open; only the end of the process helps there.
 //!
 //! # What `rdma_rxe` does otherwise
-//! Nothing here hides it; whoever must know asks the attributes or expects either.
+//! Nothing here hides it; a program that must know asks the attributes or expects either.
 //!
-//! - User space is not told which key a send-with-invalidate invalidated
-//!   ([`DeviceAttr::tells_invalidation`](crate::verbs::DeviceAttr::tells_invalidation)).
+//! - User space does not learn which key a send-with-invalidate invalidated
+//!   ([`DeviceAttr::reports_invalidation`](crate::verbs::DeviceAttr::reports_invalidation)).
 //! - A refused local request flushes all that is in the queue, those before it too, and itself.
-//! - A message longer than its receive is a "remote operation" error for the sender and a "queue pair
-//!   operation" error for the receiver.
-//! - A peer's violation of a key raises no asynchronous event, and an overrun completion queue does not
-//!   end its queue pairs.
+//! - A message longer than its receive is a "remote operation" error for the sender and a "queue
+//!   pair operation" error for the receiver.
+//! - A peer's violation of a key raises no asynchronous event, and an overrun completion queue does
+//!   not end its queue pairs.
 //! - It takes 7 retries after a timeout for "without end".
 //! - After a drain of the send queue, work goes on only when something more is posted.
 //! - The depths of READs and atomics are powers of two, and queues are deeper than asked for.
@@ -85,7 +85,7 @@ pub enum OpenError {
     NoDevice {
         /// The address that was asked for.
         addr: IpAddr,
-        /// What librdmacm said.
+        /// The error of librdmacm.
         source: CmError,
     },
     /// The device did not let itself be used.
@@ -105,24 +105,24 @@ pub struct DeviceSummary {
     pub name: String,
     /// The node's GUID.
     pub guid: u64,
-    /// Whether its first port is active.
+    /// Its first port is active.
     pub active: bool,
     /// The addresses of its first port's GID table.
     pub addrs: Vec<IpAddr>,
 }
 
-/// Whether an RDMA device has the local address at this moment: a cheap question, for waiting until a
-/// device that was unplugged is back.
+/// Whether an RDMA device has the local address at this moment: a cheap question, for waiting until
+/// a device that was unplugged is back.
 ///
-/// It reads the kernel's GID tables and opens nothing. A host without rdma-core or without RDMA has no
-/// device.
+/// It reads the kernel's GID tables and opens nothing. A host without rdma-core or without RDMA has
+/// no device.
 #[must_use]
 pub fn has_device(addr: IpAddr) -> bool {
     GidTables::read().has(addr)
 }
 
-/// The kernel's GID tables, for those who ask about several addresses: a table has hundreds of entries, each a
-/// file.
+/// The kernel's GID tables, for those who ask about several addresses: a table has hundreds of
+/// entries, each a file.
 #[derive(Clone, Debug, Default)]
 pub struct GidTables(HashSet<String>);
 

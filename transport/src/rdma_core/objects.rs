@@ -1,4 +1,4 @@
-//! What the handles of an rdma-core device stand for.
+//! Objects of an rdma-core device, by their handles.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
@@ -51,7 +51,7 @@ pub(super) struct Slot {
     pub(super) queue: SlotQueue,
 }
 
-/// Where a request was posted.
+/// Queue that a request was posted to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotQueue {
     Send(QpId),
@@ -92,7 +92,7 @@ pub(super) struct Window {
     pub(super) ptr: *mut ibv_mw,
     pub(super) mr: Mr,
     pub(super) access: Access,
-    /// What the next bind covers, and the region it lies in.
+    /// Range of the next bind, and the region that it lies in.
     pub(super) mapped: Option<(MrId, MemSlice)>,
     pub(super) valid: bool,
 }
@@ -141,7 +141,7 @@ pub(super) struct Id {
     pub(super) zombie: bool,
 }
 
-/// How far an identifier has come: the library lets some calls pass that the contract refuses.
+/// State of an identifier, kept here because the library permits calls that the contract refuses.
 ///
 /// ```text
 /// Idle → Bound → Listening
@@ -162,7 +162,7 @@ pub(super) enum IdState {
     RouteResolved,
     /// A peer's request, to be accepted or rejected.
     Requested,
-    /// Asked for or accepted a connection, whatever became of it.
+    /// Asked for or accepted a connection, established or not.
     Connected,
     /// Refused, by either side, or never answered.
     Closed,
@@ -178,7 +178,7 @@ pub struct RdmaCoreDevice {
     probe: *mut rdma_cm_id,
     /// Its place among the devices of this process at this context.
     pub(super) seat: Seat,
-    /// Room for what the seat was told.
+    /// Buffer for the events of the seat.
     pub(super) occurrences: Vec<Occurrence>,
     pub(super) attr: DeviceAttr,
     pub(super) addr: IpAddr,
@@ -252,6 +252,7 @@ impl RdmaCoreDevice {
         };
         // SAFETY: the context is open as long as the probe exists.
         let comp = unsafe { (core.verbs.ibv_create_comp_channel)(context) };
+        // From here on the value's `Drop` tears down what a failure leaves.
         let mut device = Self {
             core,
             context,
@@ -360,7 +361,7 @@ impl RdmaCoreDevice {
 }
 
 impl Drop for RdmaCoreDevice {
-    /// Tears everything down, users before what they use. A device that was taken away is let go of:
+    /// Tears everything down, users before what they use. A device that was taken away is released:
     /// the kernel waits for that.
     fn drop(&mut self) {
         let (verbs, cm) = (self.core.verbs, self.core.cm);
@@ -403,7 +404,7 @@ impl Drop for RdmaCoreDevice {
             }
             // Before the probe goes, since without it the library may free the context.
             if self.gone {
-                self.seat.leave(|| shared::let_go(self.context));
+                self.seat.leave(|| shared::close_context(self.context));
             }
             (cm.rdma_destroy_id)(self.probe);
             (cm.rdma_destroy_event_channel)(self.channel);

@@ -1,13 +1,13 @@
-//! What the devices of a process share that lie on one RDMA device.
+//! State shared by the devices of a process that lie on one RDMA device.
 //!
-//! librdmacm opens each RDMA device once and hands everybody the same context. So two devices of ours,
-//! at two addresses of one RDMA device, or of two threads, read asynchronous events from one
-//! descriptor, and whoever reads an event takes it from the other. Here each has a [`Seat`]: the reader
-//! tells all seats at the context, and wakes those that are not its own; each then looks for itself
-//! whether the object is one of its own.
+//! librdmacm opens each RDMA device once and hands everybody the same context. So two devices of
+//! ours, at two addresses of one RDMA device, or of two threads, read asynchronous events from one
+//! descriptor, and the reader of an event takes it from the others. Here each has a [`Seat`]: the
+//! reader notifies all seats at the context, and wakes those that are not its own; each then looks
+//! for itself whether the object is one of its own.
 //!
-//! The seats also know who is the last to leave, which is when a context whose device was unplugged can
-//! be let go: the kernel waits for that, and librdmacm keeps an idle context open.
+//! The seats also know who is the last to leave, which is when a context whose device was unplugged
+//! can be released: the kernel waits for that, and librdmacm keeps an idle context open.
 //!
 //! Bound: a seat holds each distinct occurrence once.
 
@@ -19,20 +19,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 
-/// What an asynchronous event is about. It outlives the event, and the object that it names.
+/// Subject of an asynchronous event. It outlives the event, and the object that it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Occurrence {
-    /// What happened.
+    /// The event.
     pub(super) event: ibv_event_type,
     /// To what.
     pub(super) to: Object,
 }
 
-/// What an asynchronous event can be about.
+/// Kinds of subjects of asynchronous events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Object {
-    /// A completion queue or shared receive queue: where the library has it, and the number that was
-    /// given with it. Only both together name one object of one device.
+    /// A completion queue or shared receive queue: where the library has it, and the number that
+    /// was given with it. Only both together name one object of one device.
     Queue {
         /// Its address.
         at: usize,
@@ -53,8 +53,8 @@ impl Occurrence {
     /// # Safety
     /// The event was taken from the library and is not acknowledged yet.
     pub(super) unsafe fn of(event: &ibv_async_event) -> Self {
-        // SAFETY: the kind of event says which member of the union it carries, and an event holds its
-        // object alive until it is acknowledged.
+        // SAFETY: the kind of event says which member of the union it carries, and an event holds
+        // its object alive until it is acknowledged.
         let to = unsafe {
             match event.event_type {
                 IBV_EVENT_CQ_ERR => Object::Queue {
@@ -86,7 +86,7 @@ impl Occurrence {
     }
 }
 
-/// What waits for one device.
+/// Events that wait for one device.
 #[derive(Debug)]
 struct Inbox {
     waiting: Mutex<VecDeque<Occurrence>>,
@@ -106,7 +106,7 @@ impl Inbox {
         Ok(Self {
             waiting: Mutex::default(),
             any: AtomicBool::new(false),
-            // SAFETY: the descriptor was just made and is nobody else's.
+            // SAFETY: the descriptor was just made and has no other owner.
             wake: unsafe { OwnedFd::from_raw_fd(fd) },
         })
     }
@@ -132,7 +132,7 @@ impl Inbox {
         self.any.store(false, Ordering::Release);
         out.extend(waiting.drain(..));
         let mut count = [0u8; 8];
-        // SAFETY: room for eight bytes. Where nobody has woken us there is nothing to read.
+        // SAFETY: room for eight bytes. Without a wake there is nothing to read.
         unsafe {
             libc::read(
                 self.wake.as_raw_fd(),
@@ -174,8 +174,8 @@ impl Seat {
         self.inbox.wake.as_raw_fd()
     }
 
-    /// Tells all seats at the context what was read.
-    pub(super) fn tell(&self, occurrence: Occurrence) {
+    /// Hands what was read to all seats at the context.
+    pub(super) fn report(&self, occurrence: Occurrence) {
         for (context, inbox) in locked(&SEATS).iter() {
             if *context == self.context {
                 inbox.put(occurrence, !Arc::ptr_eq(inbox, &self.inbox));
@@ -183,12 +183,12 @@ impl Seat {
         }
     }
 
-    /// Takes what was told to this one.
+    /// Takes the events of this one.
     pub(super) fn take_all(&self, out: &mut Vec<Occurrence>) {
         self.inbox.take_all(out);
     }
 
-    /// Leaves, and does `last` if nobody else sits here. Nobody takes a seat meanwhile.
+    /// Leaves, and does `last` if no other seat is taken. No seat is taken meanwhile.
     pub(super) fn leave(&self, last: impl FnOnce()) {
         let mut seats = locked(&SEATS);
         let before = seats.len();
@@ -205,15 +205,15 @@ impl Drop for Seat {
     }
 }
 
-/// Lets the kernel's side of a context go, whose device is gone and on which nothing is left. librdmacm
-/// goes on thinking it open, and closes it when it next looks for devices and finds others; so the
-/// numbers of its descriptors stay taken, by descriptors of `/dev/null`.
+/// Lets the kernel's side of a context go, whose device is gone and on which nothing is left.
+/// librdmacm goes on thinking it open, and closes it when it next looks for devices and finds
+/// others; so the numbers of its descriptors stay taken, by descriptors of `/dev/null`.
 ///
 /// # Safety
-/// The context is open, its device was removed, and nobody uses it.
-pub(super) unsafe fn let_go(context: *mut ibv_context) {
+/// The context is open, its device was removed, and it has no user.
+pub(super) unsafe fn close_context(context: *mut ibv_context) {
     // SAFETY: the path ends in NUL; the rest are plain system calls on descriptors that the context
-    // owns, and the caller says that nobody else uses them.
+    // owns, and the caller says that they have no other user.
     unsafe {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
         if null < 0 {
@@ -254,8 +254,8 @@ mod tests {
     #[test]
     fn what_one_reads_all_at_the_context_hear() {
         let [a, b, other] = [0x1000, 0x1000, 0x2000].map(|c| Seat::take(c).unwrap());
-        a.tell(DRAINED);
-        a.tell(DRAINED);
+        a.report(DRAINED);
+        a.report(DRAINED);
         assert!(!readable(a.wake_fd()), "it is awake");
         assert!(readable(b.wake_fd()));
         assert_eq!(taken(&b), [DRAINED], "once");
@@ -287,7 +287,7 @@ mod tests {
         let mut context: ibv_context = unsafe { std::mem::zeroed() };
         (context.cmd_fd, context.async_fd) = (command, events);
         // SAFETY: both descriptors are this test's.
-        unsafe { let_go(&raw mut context) };
+        unsafe { close_context(&raw mut context) };
         for fd in [command, events] {
             let name = std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
             assert_eq!(name.to_str(), Some("/dev/null"));

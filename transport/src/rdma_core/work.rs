@@ -49,6 +49,8 @@ impl RdmaCoreDevice {
         }
         let (ptr, init) = (entry.ptr, entry.init);
         let mut scratch = std::mem::take(&mut self.scratch);
+        // What precedes a request that cannot be built is posted all the same, as ibv_post_send(3)
+        // does.
         let refused = self.build_sends(qp, &init, wrs, &mut scratch).err();
         let mut result = refused.map_or(Ok(()), Err);
         if !scratch.sends.is_empty() {
@@ -196,6 +198,8 @@ impl RdmaCoreDevice {
         if init.qp_type != QpType::Rc {
             return self.datagram(wr, out);
         }
+        // Immediate data are in network byte order, keys to invalidate in host order
+        // (ibv_post_send(3)).
         match wr.op {
             SendOp::Send => out.opcode = IBV_WR_SEND,
             SendOp::SendImm(imm) => {
@@ -291,7 +295,7 @@ impl RdmaCoreDevice {
         Ok(out)
     }
 
-    /// What a request changes as soon as it is in the queue.
+    /// Carries out the effects that a request has as soon as it is in the queue.
     fn on_posted(&mut self, op: &SendOp) {
         match *op {
             SendOp::RegMr { mr, key, access } => {
@@ -311,7 +315,7 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// A window's key works no more.
+    /// A window's key no longer works.
     fn on_invalidated(&mut self, key: RKey) {
         if let Some(Ok(Region::Window(w))) =
             self.rkeys.get(&key.0).map(|id| self.regions.get_mut(*id))
@@ -397,6 +401,7 @@ impl RdmaCoreDevice {
                 ..Default::default()
             });
         }
+        // Pointers are set when both lists are complete, since they move as they grow.
         let mut sge = scratch.sges.as_mut_ptr();
         for (wr, ours) in scratch.recvs.iter_mut().zip(wrs) {
             wr.sg_list = sge;
@@ -448,6 +453,7 @@ impl RdmaCoreDevice {
             }
             let mut wcs = [ibv_wc::default(); BATCH];
             let mut count = 0;
+            // What a peek took out of the library is older than what is still in it.
             while count < room.min(BATCH)
                 && let Some(wc) = entry.peeked.get_mut().pop_front()
             {
@@ -485,8 +491,8 @@ impl RdmaCoreDevice {
         Ok(peeked.len().min(max))
     }
 
-    /// Our form of a completion, or `None` where its request went with its queue pair, as those of its
-    /// own queues do.
+    /// Our form of a completion, or `None` where its request went with its queue pair, as those of
+    /// its own queues do.
     fn completion(&mut self, wc: &ibv_wc) -> Option<Completion> {
         let id = SlotId(unpack(wc.wr_id));
         let slot = self.slots.remove(id).ok()?;
@@ -496,7 +502,8 @@ impl RdmaCoreDevice {
                 qp
             }
             SlotQueue::Recv(qp) => {
-                // A receive queue completes in order, so it is the first but for a fault of the library.
+                // A receive queue completes in order, so it is the first but for a fault of the
+                // library.
                 let received = &mut self.qps.get_mut(qp).ok()?.received;
                 if received.front() == Some(&id) {
                     received.pop_front();

@@ -2,11 +2,12 @@
 //!
 //! The device appends packets; consecutive packets to one queue pair that have one length (the last
 //! may be shorter) form a [`Group`], which the socket sends with one segmented send. Packets to
-//! different queue pairs of one address stay apart, because the peer may steer each to another worker
-//! and sees only a train's first packet when it does. For the same reason datagrams to queue pair 1,
-//! which all workers share, go alone; packets that may be marked for congestion and those that may not stay
-//! apart. A packet's place in its group is the IPv4 identification that the kernel will give it, so the ICRC
-//! can only be made once the place is known: [`TxBatch::begin`] returns it.
+//! different queue pairs of one address stay apart, because the peer may steer each to another
+//! worker and sees only a train's first packet when it does. For the same reason datagrams to queue
+//! pair 1, which all workers share, go alone; packets that may be marked for congestion and those
+//! that may not stay apart. A packet's place in its group is the IPv4 identification that the
+//! kernel will give it, so the ICRC can only be made once the place is known: [`TxBatch::begin`]
+//! returns it.
 //!
 //! Payload is referred to, not copied: a piece of memory keeps its mapping alive until the batch
 //! is cleared. Headers, padding and ICRCs lie in one buffer whose neighbours are merged, so that a
@@ -14,16 +15,16 @@
 //!
 //! # Whose memory a batch refers to
 //!
-//! That of requests that are not complete. A request may complete as soon as a packet is received or a
-//! verb is called, even with packets of it still in the batch: a peer can acknowledge a packet
+//! That of requests that are not complete. A request may complete as soon as a packet is received
+//! or a verb is called, even with packets of it still in the batch: a peer can acknowledge a packet
 //! before it is sent, and a queue pair that ends flushes its requests. Its owner may then fill the
 //! buffer with another session's data. So between two calls of [`TxBatch::drain`] a batch refers to
 //! no memory at all: where the socket is full, the payload of what is left is copied into the
 //! batch. A socket with room costs no copy.
 //!
-//! Bounds: [`MAX_GROUP_SEGMENTS`] packets, [`MAX_GROUP_BYTES`] bytes and [`MAX_GROUP_PIECES`] pieces
-//! in a group; [`MAX_UNSEGMENTED`] destinations remembered; the device stops appending at the number
-//! of groups and bytes that it was asked for, which also bounds the copy.
+//! Bounds: [`MAX_GROUP_SEGMENTS`] packets, [`MAX_GROUP_BYTES`] bytes and [`MAX_GROUP_PIECES`]
+//! pieces in a group; [`MAX_UNSEGMENTED`] destinations remembered; the device stops appending at
+//! the number of groups and bytes that it was asked for, which also bounds the copy.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
@@ -47,11 +48,11 @@ pub const MAX_GROUP_PIECES: usize = 1024 - 80;
 /// many, no destination gets any.
 pub const MAX_UNSEGMENTED: usize = 64;
 
-/// How long a destination whose segmented send failed gets its packets one by one, before another
-/// attempt: routes and devices change, and a failed attempt costs a retransmission.
+/// Time for which a destination whose segmented send failed gets its packets one by one, before
+/// another attempt: routes and devices change, and a failed attempt costs a retransmission.
 pub const SEGMENT_RETRY: Duration = Duration::from_secs(60);
 
-/// What a socket did with the groups that it was offered.
+/// Result of offering groups to a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offered {
     /// It took this many, or dropped them for an error of their own. At least one.
@@ -62,7 +63,7 @@ pub enum Offered {
     Full,
 }
 
-/// How far a batch got.
+/// Result of sending a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOutcome {
     /// Everything was sent, or dropped for an error of its own.
@@ -80,14 +81,14 @@ pub enum Piece {
     Memory(MemSlice),
 }
 
-/// Where a packet goes, and how.
+/// Destination of a packet, and how it is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// Where it goes.
+    /// The destination.
     pub dst: SocketAddr,
-    /// Whether routers may mark it for congestion (RFC 3168), since its receiver passes that on.
+    /// Routers may mark it for congestion (RFC 3168), since its receiver passes that on.
     pub is_markable: bool,
-    /// Whether it goes to an address that may be made up, or to a peer that may be gone, and so by a
+    /// It goes to an address that may be made up, or to a peer that may be gone, and so by a
     /// socket of its own, and alone.
     pub is_to_stranger: bool,
 }
@@ -107,7 +108,7 @@ impl Way {
 /// Packets that one segmented send takes.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// Where they go, and how.
+    /// Their destination, and how they are sent.
     pub way: Way,
     /// The queue pair there.
     pub qpn: Qpn,
@@ -119,7 +120,7 @@ pub struct Group {
     pub count: usize,
     /// Bytes in all.
     pub bytes: usize,
-    /// Whether it takes no other packet: a shorter one ended it, or its destination gets single ones.
+    /// It takes no other packet: a shorter one ended it, or its destination gets single ones.
     closed: bool,
 }
 
@@ -212,7 +213,7 @@ impl TxBatch {
         }
     }
 
-    /// Whether packets to `dst` go one by one.
+    /// Returns whether packets to `dst` go one by one.
     fn sends_singly(&self, dst: IpAddr) -> bool {
         self.unsegmented.is_full() || self.unsegmented.iter().any(|(ip, _)| *ip == dst)
     }
@@ -258,6 +259,8 @@ impl TxBatch {
         self.total += len;
         self.packets += 1;
         if let Some(g) = self.groups.last_mut() {
+            // Datagrams of one segmented send have one destination and one length, but for the
+            // last.
             let fits = g.way == way
                 && g.qpn == qpn
                 && qpn != Qpn::GSI
@@ -454,7 +457,7 @@ mod tests {
         assert!(b.is_empty());
     }
 
-    /// How many groups two packets to `dst` make.
+    /// Number of groups that two packets to `dst` make.
     fn groups_of_two(b: &mut TxBatch, dst: u8, now: Instant) -> usize {
         packet(b, dst, 8);
         packet(b, dst, 8);

@@ -1,8 +1,8 @@
 //! Completion queues.
 //!
 //! A queue holds as many completions as it was created for. One more than that is lost, and losing
-//! one is never silent: the queue is dead from then on ([`VerbsError::CqOverrun`]), the device raises
-//! an asynchronous error and takes the queue pairs that use it to the error state.
+//! one is never silent: the queue is dead from then on ([`VerbsError::CqOverrun`]), the device
+//! raises an asynchronous error and takes the queue pairs that use it to the error state.
 //!
 //! ```text
 //!   idle ──req_notify──▶ armed ──matching completion──▶ idle, one event
@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 use crate::verbs::{Completion, Notify, VerbsError};
 
-/// What adding a completion led to.
+/// Result of adding a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Added {
     /// Nothing besides.

@@ -1,8 +1,8 @@
-//! The verbs traits for whatever owns a [`Nic`](super::nic::Nic).
+//! The verbs traits for the owner of a [`Nic`](super::nic::Nic).
 
 /// Implements [`Verbs`](crate::verbs::Verbs) and [`RdmaCm`](crate::verbs::RdmaCm) for a type by its
-/// field `nic`. Before a call of the RDMA CM, which may start timers, `$tick` brings the device's clock
-/// up to date.
+/// field `nic`. Before a call of the RDMA CM, which may start timers, `$tick` brings the device's
+/// clock up to date.
 macro_rules! delegate_to_nic {
     ($ty:ty, $tick:ident) => {
         impl $crate::verbs::Verbs for $ty {

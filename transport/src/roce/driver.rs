@@ -1,31 +1,34 @@
 //! The UDP socket of a device: the only part of it that makes system calls.
 //!
 //! One non-blocking, unconnected socket bound to the device's address and port 4791. Unconnected,
-//! and with fragmentation forbidden, because the kernel then sends a known IPv4 identification (0, or
-//! the segment's number within a segmented send), which the ICRC covers. Path MTUs that the kernel
-//! learned are ignored (`IP_PMTUDISC_PROBE`): the path MTU of a connection is fixed when it is made,
-//! and an ICMP message that lowers the kernel's can come from anyone, since both ports are known.
-//! What is longer than the interface carries is refused with `EMSGSIZE`. Sends gather headers and
-//! registered memory in place; consecutive packets leave as one segmented send where the kernel can
-//! do that, and several sends as one system call. Receives take whole trains of segments at once.
+//! and with fragmentation forbidden, because the kernel then sends a known IPv4 identification (0,
+//! or the segment's number within a segmented send), which the ICRC covers. Path MTUs that the
+//! kernel learned are ignored (`IP_PMTUDISC_PROBE`): the path MTU of a connection is fixed when it
+//! is made, and an ICMP message that lowers the kernel's can come from anyone, since both ports are
+//! known. Packets that are too long for the interface are refused with `EMSGSIZE`. Sends gather
+//! headers and registered memory in place; consecutive packets leave as one segmented send where
+//! the kernel can do that, and several sends as one system call. Receives take whole trains of
+//! segments at once.
 //!
 //! - [`Driver::open`] makes and tunes the socket and finds out what the kernel offers.
 //! - [`Driver::send`] sends a [`TxBatch`] as far as the socket takes it; what is left stays for the
 //!   next call, and the descriptor becomes readable when the socket takes more.
 //! - [`Driver::receive`] hands every waiting datagram to a closure.
-//! - [`Driver::fd`] is what an event loop waits for: an epoll set, readable when there is something to
-//!   receive or a held-back batch may go on.
+//! - [`Driver::fd`] is what an event loop waits for: an epoll set, readable when there is something
+//!   to receive or a held-back batch may go on.
 //!
 //! # Strangers
 //!
-//! A question on queue pair 1 may come in the name of a host that does not exist. An answer to an address
-//! on the link then waits for its neighbour, for seconds, in the buffer of the socket that has sent it. So
-//! messages to addresses that have proved nothing ([`Way::is_to_stranger`](super::batch::Way::is_to_stranger)) leave by sockets of their own,
-//! with a port of their own; peers look at the destination port only. Where these are full, messages
-//! are dropped, and the requester repeats its question; what is sent to peers never waits for that.
+//! A question on queue pair 1 may come in the name of a host that does not exist. An answer to an
+//! address on the link then waits for its neighbour, for seconds, in the buffer of the socket that
+//! has sent it. So messages to addresses that have proved nothing
+//! ([`Way::is_to_stranger`](super::batch::Way::is_to_stranger)) leave by sockets of their own, with
+//! a port of their own; peers look at the destination port only. Where these are full, messages are
+//! dropped, and the requester repeats its question; what is sent to peers never waits for that.
 //!
-//! A peer that is gone is a neighbour that does not answer as well, and its connections repeat their requests
-//! until they end. Those that have done so for a while send by two more such sockets.
+//! A peer that is gone is a neighbour that does not answer as well, and its connections repeat
+//! their requests until they end. Those that have done so for a while send by two more such
+//! sockets.
 //!
 //! Not implemented: raw sockets, and IPv6 packets with a flow label.
 
@@ -60,20 +63,21 @@ const RX_SLOTS: usize = 8;
 const RX_BUFFER: usize = 1 << 16;
 /// Groups sent by one system call.
 const TX_GROUPS: usize = 16;
-/// Bytes of control messages per message: three values of up to 4 bytes, each with its header, aligned.
+/// Bytes of control messages per message: three values of up to 4 bytes, each with its header,
+/// aligned.
 const CONTROL: usize = 96;
 /// Hop limit, or TTL, of what we send: as [`DriverConfig::on_link`] demands at the other end.
 pub const HOP_LIMIT: u8 = 255;
 
-/// Sockets for messages to strangers. An address that is made up fills one at most: the kernel keeps as
-/// much for a neighbour that does not answer as a small socket buffer has.
+/// Sockets for messages to strangers. An address that is made up fills one at most: the kernel
+/// keeps as much for a neighbour that does not answer as a small socket buffer has.
 const STRANGER_SOCKETS: usize = 4;
 /// Sockets for what is repeated for peers that may be gone. They come before those for strangers.
 const SILENT_SOCKETS: usize = 2;
 /// Bytes of send buffer to ask for, of each of them.
 const STRANGER_BUFFER: usize = 1 << 20;
 
-/// How to open a socket.
+/// Configuration of the socket.
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
     /// Address to bind to; its port is 4791.
@@ -83,14 +87,14 @@ pub struct DriverConfig {
     pub worker_bits: u8,
     /// Bytes of socket buffer to ask for, each way.
     pub socket_buffer: usize,
-    /// Whether to send packets one by one even where the kernel segments.
+    /// To send packets one by one even where the kernel segments.
     pub no_segmentation: bool,
-    /// Whether to drop packets that a router has forwarded: those whose hop limit is not
+    /// To drop packets that a router has forwarded: those whose hop limit is not
     /// [`HOP_LIMIT`].
     pub on_link: bool,
 }
 
-/// What the driver counted.
+/// Counters of the driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DriverCounters {
     /// Sending system calls.
@@ -105,8 +109,8 @@ pub struct DriverCounters {
     pub send_errors: u64,
     /// Times that the socket was full.
     pub blocked: u64,
-    /// Messages to strangers and to silent peers dropped because too many wait for neighbours that do not
-    /// answer.
+    /// Messages to strangers and to silent peers dropped because too many wait for neighbours that
+    /// do not answer.
     pub strangers_dropped: u64,
     /// Datagrams longer than the receive buffer.
     pub truncated: u64,
@@ -149,8 +153,8 @@ impl Driver {
     /// Makes, tunes and binds the socket.
     ///
     /// # Errors
-    /// Those of `socket(2)`, `bind(2)` and `epoll_create1(2)`; `EADDRINUSE` if another device has
-    /// the address.
+    /// The errors of `socket(2)`, `bind(2)` and `epoll_create1(2)`; `EADDRINUSE` if another device
+    /// has the address.
     pub fn open(config: &DriverConfig) -> io::Result<Self> {
         let local = SocketAddr::new(config.addr, ROCE_PORT);
         let socket = make_socket(local, config.on_link)?;
@@ -170,6 +174,8 @@ impl Driver {
             sockopt::SndBuf,
             config.socket_buffer,
         );
+        // The port is shared from the bind on, and the selector attached after it, when the group
+        // exists.
         if config.worker_bits > 0 {
             socket.set_reuse_port(true)?;
         }
@@ -229,7 +235,7 @@ impl Driver {
         self.sndbuf
     }
 
-    /// What happened so far.
+    /// Its counters.
     #[must_use]
     pub fn counters(&self) -> DriverCounters {
         self.counters
@@ -247,8 +253,8 @@ impl Driver {
         self.wants_write
     }
 
-    /// Sends a batch, from where the last call on it stopped. Where the socket is full, the rest waits
-    /// in the batch, as bytes of its own, until the descriptor is readable.
+    /// Sends a batch, from where the last call on it stopped. Where the socket is full, the rest
+    /// waits in the batch, as bytes of its own, until the descriptor is readable.
     pub fn send(&mut self, now: Instant, batch: &mut TxBatch) -> SendOutcome {
         let outcome = batch.drain(now, |batch, groups| self.offer(batch, groups));
         self.want_write(outcome == SendOutcome::Blocked);
@@ -277,8 +283,8 @@ impl Driver {
         }
     }
 
-    /// Sends a message to a stranger, or to a peer that may be gone, by the first socket for such that has
-    /// room for it. It is never held back.
+    /// Sends a message to a stranger, or to a peer that may be gone, by the first socket for such
+    /// that has room for it. It is never held back.
     fn offer_to_stranger(&mut self, batch: &TxBatch, group: &[Group]) -> Offered {
         let sockets = match group[0].qpn {
             Qpn::GSI => SILENT_SOCKETS..self.strangers.len(),
@@ -382,7 +388,7 @@ impl Driver {
         check(sent).map(|n| n as usize)
     }
 
-    /// Whether the descriptor shall become readable when the socket takes more.
+    /// Returns whether the descriptor shall become readable when the socket takes more.
     fn want_write(&mut self, on: bool) {
         if self.wants_write == on {
             return;
@@ -394,8 +400,8 @@ impl Driver {
     }
 
     /// Takes in what waits, at most about `limit` datagrams or trains: for each, `handle` gets the
-    /// sender, the length of a segment (the last may be shorter), the bytes, and whether a router has
-    /// marked them for congestion. Answers how many.
+    /// sender, the length of a segment (the last may be shorter), the bytes, and whether a router
+    /// has marked them for congestion. Answers how many.
     pub fn receive(
         &mut self,
         limit: usize,
@@ -503,7 +509,8 @@ fn make_socket(local: SocketAddr, on_link: bool) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// The sockets for messages to strangers and to silent peers, and their port. Nothing is received there.
+/// The sockets for messages to strangers and to silent peers, and their port. Nothing is received
+/// there.
 fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
     let mut local = SocketAddr::new(config.addr, 0);
     let mut sockets = Vec::with_capacity(STRANGER_SOCKETS);

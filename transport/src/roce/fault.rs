@@ -1,18 +1,18 @@
 //! A bad wire: loses, repeats, spoils and reorders packets, by a seed.
 //!
 //! Packets go in with [`FaultInjector::handle_packet`] and come out of
-//! [`FaultInjector::poll_packet`]. A reordered packet is held back until some others have passed it,
-//! or until a time is up. With one seed and one sequence of inputs the outputs are the same.
+//! [`FaultInjector::poll_packet`]. A reordered packet is held back until some others have passed
+//! it, or until a time is up. With one seed and one sequence of inputs the outputs are the same.
 //!
 //! Bound: [`FaultConfig::reorder_depth`] packets are held back at most.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// How bad the wire is. Rates are in packets of a million.
+/// Faults of a wire. Rates are in packets of a million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultConfig {
-    /// Where the random numbers start.
+    /// Seed of the random numbers.
     pub seed: u64,
     /// Packets lost, of a million.
     pub loss: u32,
@@ -24,7 +24,7 @@ pub struct FaultConfig {
     pub reorder: u32,
     /// By how many later packets a held-back one is overtaken at most.
     pub reorder_depth: u32,
-    /// How long a packet is held back at most.
+    /// Maximum time that a packet is held back.
     pub reorder_time: Duration,
 }
 
@@ -58,7 +58,7 @@ impl FaultConfig {
     }
 }
 
-/// What the wire did.
+/// Counters of a faulty wire.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FaultCounters {
     /// Packets that went in.
@@ -106,7 +106,7 @@ impl<T: Clone> FaultInjector<T> {
         }
     }
 
-    /// What it did so far.
+    /// Its counters.
     #[must_use]
     pub fn counters(&self) -> FaultCounters {
         self.counters

@@ -1,9 +1,9 @@
 //! The software NIC: RoCEv2 over an ordinary UDP socket.
 //!
-//! [`Roce::open`] opens a device at a local address; it is a [`Provider`](crate::verbs::Provider), to
-//! be driven by the thread that owns it. It needs no privilege. Two programs on one host use two
-//! addresses, 127.0.0.1 and 127.0.0.2 say. The protocol itself is the [`nic::Nic`], which has no socket
-//! and no clock; [`crate::loopback`] drives the same device over a wire in memory.
+//! [`Roce::open`] opens a device at a local address; it is a [`Provider`](crate::verbs::Provider),
+//! to be driven by the thread that owns it. It needs no privilege. Two programs on one host use two
+//! addresses, 127.0.0.1 and 127.0.0.2 say. The protocol itself is the [`nic::Nic`], which has no
+//! socket and no clock; [`crate::loopback`] drives the same device over a wire in memory.
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};
@@ -34,9 +34,9 @@
 //! # }
 //! ```
 //!
-//! RoCEv2 is neither encrypted nor authenticated: whoever can send packets with a peer's address can
-//! guess at its connections. Random queue pair numbers, PSNs and keys make guessing hard; a network that
-//! keeps strangers out makes it impossible.
+//! RoCEv2 is neither encrypted nor authenticated: a host that can send packets with a peer's
+//! address can guess at its connections. Random queue pair numbers, PSNs and keys make guessing
+//! hard; a network that keeps strangers out makes it impossible.
 //!
 //! | module | what it is |
 //! | --- | --- |

@@ -1,7 +1,7 @@
 //! Captures: packets as on the wire, in a classic pcap file of link type "raw IP".
 //!
-//! A UDP socket sees neither IP nor UDP headers, so they are made up here as the peer's kernel would
-//! send them: with the known (or recovered) identification, DF, and real checksums.
+//! A UDP socket sees neither IP nor UDP headers, so they are made up here as the peer's kernel
+//! would send them: with the known (or recovered) identification, DF, and real checksums.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -33,7 +33,7 @@ impl PcapWriter<BufWriter<File>> {
     /// Creates a capture file, replacing one that exists.
     ///
     /// # Errors
-    /// Those of creating and writing the file.
+    /// The errors of creating and writing the file.
     pub fn create(path: &Path) -> io::Result<Self> {
         let wall = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -46,7 +46,7 @@ impl<W: Write> PcapWriter<W> {
     /// Begins a capture; `start` is the instant that `wall`, time since 1970, stands for.
     ///
     /// # Errors
-    /// Those of writing.
+    /// The errors of writing.
     pub fn new(mut out: W, start: Instant, wall: Duration) -> io::Result<Self> {
         let mut head = Vec::with_capacity(24);
         head.extend_from_slice(&MAGIC_NANOSECONDS.to_ne_bytes());
@@ -67,7 +67,7 @@ impl<W: Write> PcapWriter<W> {
     /// Adds a packet: the UDP payload, its addresses, and its IPv4 identification.
     ///
     /// # Errors
-    /// Those of writing.
+    /// The errors of writing.
     pub fn write(
         &mut self,
         now: Instant,
@@ -92,7 +92,7 @@ impl<W: Write> PcapWriter<W> {
     /// Brings everything written so far to the file.
     ///
     /// # Errors
-    /// Those of writing.
+    /// The errors of writing.
     pub fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
     }
@@ -100,7 +100,7 @@ impl<W: Write> PcapWriter<W> {
 
 impl<W: Write> Drop for PcapWriter<W> {
     fn drop(&mut self) {
-        // A capture cut short is still a capture; there is nobody left to tell.
+        // A capture cut short is still a capture; there is no caller left to report to.
         let _ = self.out.flush();
     }
 }
@@ -128,6 +128,8 @@ fn frame(out: &mut Vec<u8>, src: SocketAddr, dst: SocketAddr, ip_id: u16, payloa
     let udp_len = (payload.len() + 8) as u16;
     let addresses = match (src.ip(), dst.ip()) {
         (IpAddr::V4(s), IpAddr::V4(d)) => {
+            // Headers as the peer's kernel would send them: DF set, the known identification, hop
+            // limit 64.
             let at = out.len();
             out.extend_from_slice(&[0x45, 0]);
             out.extend_from_slice(&(udp_len + 20).to_be_bytes());

@@ -27,7 +27,7 @@ use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 const HEADERS_V4: u32 = 28;
 const HEADERS_V6: u32 = 48;
 
-/// How often the interface is asked what it carries.
+/// Interval at which the interface is asked for its MTU.
 const MTU_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Trains taken in by one call of `progress`.
@@ -43,25 +43,25 @@ const MISDIRECTED: usize = 1024;
 const INFLIGHT_MIN: usize = 64 << 10;
 const INFLIGHT_MAX: usize = 1 << 20;
 
-/// Where the wire is bad.
+/// Faults of the wire, by direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoceFaults {
-    /// What we send.
+    /// Faults of what we send.
     pub transmit: Option<FaultConfig>,
-    /// What we receive.
+    /// Faults of what we receive.
     pub receive: Option<FaultConfig>,
 }
 
-/// How to open a device.
+/// Configuration of a device.
 #[derive(Clone, Debug)]
 pub struct RoceConfig {
     /// Its address: one of this host's.
     pub addr: IpAddr,
-    /// Largest path MTU of new connections. `None` sets no limit beside what the address's interface
-    /// carries, which the device follows. A connection keeps the path MTU that it was made with: where
-    /// the interface carries less from then on, its long packets are dropped, it ends with
-    /// [`WcStatus::RetryExcErr`](crate::verbs::WcStatus::RetryExcErr), and the next one is made with
-    /// a smaller path MTU.
+    /// Largest path MTU of new connections. `None` sets no limit beside what the address's
+    /// interface carries, which the device follows. A connection keeps the path MTU that it was
+    /// made with: where the interface carries less from then on, its long packets are dropped, it
+    /// ends with [`WcStatus::RetryExcErr`](crate::verbs::WcStatus::RetryExcErr), and the next one
+    /// is made with a smaller path MTU.
     pub mtu: Option<Mtu>,
     /// Which worker this is.
     pub worker_index: u32,
@@ -77,10 +77,10 @@ pub struct RoceConfig {
     pub faults: RoceFaults,
     /// A file to capture every packet to.
     pub capture: Option<PathBuf>,
-    /// Whether to send packets one by one even where the kernel segments.
+    /// To send packets one by one even where the kernel segments.
     pub no_segmentation: bool,
-    /// Whether to take only packets that no router has forwarded, which arrive with hop limit 255
-    /// (RFC 5082): nobody beyond a router can then send in a peer's name. Every peer must send with
+    /// To take only packets that no router has forwarded, which arrive with hop limit 255 (RFC
+    /// 5082): no host beyond a router can then send in a peer's name. Every peer must send with
     /// that hop limit, as this provider does; Linux does where its route says so.
     pub on_link: bool,
     /// From where all random numbers come; `None` asks the operating system.
@@ -113,9 +113,9 @@ impl RoceConfig {
 pub struct Misdirected {
     /// The worker.
     pub worker: u32,
-    /// Who sent it.
+    /// Its sender.
     pub src: SocketAddr,
-    /// Whether a router has marked it for congestion.
+    /// A router has marked it for congestion.
     pub is_marked: bool,
     /// The packet.
     pub bytes: Vec<u8>,
@@ -130,7 +130,7 @@ pub struct Roce {
     rx_faults: Option<FaultInjector<(SocketAddr, bool)>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
     misdirected: VecDeque<Misdirected>,
-    /// What came out of the bad wire.
+    /// Packets that came out of the faulty wire.
     spoilt: TxBatch,
     /// The configured limit of the path MTU, and when the interface's is looked up next.
     mtu_limit: Option<Mtu>,
@@ -154,9 +154,10 @@ impl Roce {
     ///
     /// # Errors
     /// [`io::ErrorKind::Unsupported`] for an IPv6 link-local address, which needs an interface that
-    /// neither this configuration nor a GID names, and those of the socket (`EADDRNOTAVAIL` for an address that is not ours, `EADDRINUSE` for one that
-    /// has a device already), of the capture file, and [`io::ErrorKind::InvalidInput`] for an interface
-    /// that carries no RoCE packet or a worker that does not exist.
+    /// neither this configuration nor a GID names, and those of the socket (`EADDRNOTAVAIL` for an
+    /// address that is not ours, `EADDRINUSE` for one that has a device already), of the capture
+    /// file, and [`io::ErrorKind::InvalidInput`] for an interface that carries no RoCE packet or a
+    /// worker that does not exist.
     pub fn open(config: &RoceConfig) -> io::Result<Self> {
         let workers = 1u32.checked_shl(config.worker_bits.into()).unwrap_or(0);
         if u32::from(config.worker_bits) > MAX_WORKER_BITS || config.worker_index >= workers {
@@ -230,8 +231,8 @@ impl Roce {
         self.nic.set_now(Instant::now());
     }
 
-    /// Takes over what the interface carries now. While it is unknown, because the interface is gone
-    /// or carries no RoCE packet, the device stays as it is.
+    /// Takes over what the interface carries now. While it is unknown, because the interface is
+    /// gone or carries no RoCE packet, the device stays as it is.
     fn follow_mtu(&mut self, now: Instant) {
         self.mtu_due = now + MTU_INTERVAL;
         let addr = self.nic.local_addr().ip();
@@ -256,37 +257,37 @@ impl Roce {
         self.nic.local_addr()
     }
 
-    /// What the device has counted.
+    /// Counters of the device.
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         self.nic.counters()
     }
 
-    /// What exists of the device.
+    /// Numbers of the device's objects.
     #[must_use]
     pub fn usage(&self) -> NicUsage {
         self.nic.usage()
     }
 
-    /// What all connections have counted together, those that are gone included.
+    /// Counters of all connections together, closed ones included.
     #[must_use]
     pub fn rc_counters(&self) -> RcCounters {
         self.nic.rc_counters()
     }
 
-    /// What the connection manager has counted.
+    /// Counters of the connection manager.
     #[must_use]
     pub fn cm_counters(&self) -> CmCounters {
         self.nic.cm_counters()
     }
 
-    /// What the socket has counted.
+    /// Counters of the socket.
     #[must_use]
     pub fn driver_counters(&self) -> DriverCounters {
         self.driver.counters()
     }
 
-    /// What the bad wire did, sending and receiving.
+    /// Counters of the faulty wire, sending and receiving.
     #[must_use]
     pub fn fault_counters(&self) -> (FaultCounters, FaultCounters) {
         (
@@ -299,7 +300,7 @@ impl Roce {
         )
     }
 
-    /// What a queue pair has counted.
+    /// Counters of a queue pair.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
@@ -519,7 +520,7 @@ fn capture_received(
     if capture.is_none() {
         return;
     }
-    // The socket does not tell the identification; the ICRC does.
+    // The socket does not report the identification; the ICRC implies it.
     let id = IcrcFlow::new(src, local).and_then(|f| f.check(packet, 0).ok());
     debug_assert_eq!(local.port(), ROCE_PORT);
     write_capture(capture, now, src, local, id.unwrap_or(0), packet);

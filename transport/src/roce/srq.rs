@@ -44,8 +44,8 @@ impl Srq {
     /// Resizes the queue or arms its limit.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] below what is posted, or a limit above the capacity; nothing
-    /// has changed then.
+    /// [`VerbsError::InvalidParameter`] below what is posted, or a limit above the capacity;
+    /// nothing has changed then.
     pub fn modify(&mut self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), VerbsError> {
         let capacity = max_wr.unwrap_or(self.queue.capacity() as u32);
         if limit.is_some_and(|l| l > capacity) {
@@ -62,7 +62,7 @@ impl Srq {
         Ok(())
     }
 
-    /// Whether the limit has been reached; it is unarmed then.
+    /// Returns whether the limit has been reached; it is unarmed then.
     pub fn take_limit_event(&mut self) -> bool {
         let reached = self.limit > 0 && (self.queue.len() as u64) < u64::from(self.limit);
         if reached {

@@ -2,12 +2,13 @@
 //!
 //! All workers of a device share one UDP port. A queue pair's number carries its worker in the low
 //! bits, so the destination queue pair steers a packet. Queue pair 1 exists once for all of them:
-//! there the connection manager says whose a message is ([`worker_of`]), by a communication id whose
-//! low bits carry the worker as well. Other MADs belong to worker 0.
+//! there the connection manager says whose a message is ([`worker_of`]), by a communication id
+//! whose low bits carry the worker as well. Other MADs belong to worker 0.
 //!
 //! The same rule exists as a function ([`steer`]) and as a classic BPF program for
-//! `SO_ATTACH_REUSEPORT_CBPF` ([`program`]); the tests run both over the same packets, and send each
-//! CM message to sockets that share a port. Offsets count from the beginning of the UDP payload.
+//! `SO_ATTACH_REUSEPORT_CBPF` ([`program`]); the tests run both over the same packets, and send
+//! each CM message to sockets that share a port. Offsets count from the beginning of the UDP
+//! payload.
 
 use crate::cm::worker_of;
 use crate::wire::cm_msg::{

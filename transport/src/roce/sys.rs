@@ -24,7 +24,7 @@ pub(super) const UDP_GRO: libc::c_int = 104;
 const UDP_NO_CHECK6_RX: libc::c_int = 102;
 
 sockopt_impl!(
-    /// Accepts IPv6 datagrams without a UDP checksum, as RoCEv2 allows (annex A17.9.2).
+    /// Accepts IPv6 datagrams without a UDP checksum, as RoCEv2 allows (annex A17).
     NoCheck6Rx, SetOnly, libc::IPPROTO_UDP, UDP_NO_CHECK6_RX, bool
 );
 sockopt_impl!(
@@ -40,7 +40,8 @@ sockopt_impl!(
     Ipv6UnicastHops, SetOnly, libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, libc::c_int
 );
 
-/// ECN codepoints (RFC 3168, section 5): capable, marked, and where they are in the type of service.
+/// ECN codepoints (RFC 3168, section 5): capable, marked, and where they are in the type of
+/// service.
 pub(super) const ECT_0: libc::c_int = 0b10;
 pub(super) const CE: libc::c_int = 0b11;
 const ECN_MASK: libc::c_int = 0b11;
@@ -53,8 +54,8 @@ pub(super) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// Asks for a socket buffer of `bytes`, past the system's limit where that is permitted, and returns
-/// what it is then: Linux doubles the number for its own overhead.
+/// Asks for a socket buffer of `bytes`, past the system's limit where that is permitted, and
+/// returns what it is then: Linux doubles the number for its own overhead.
 pub(super) fn grow_buffer<F: AsFd>(
     socket: &F,
     force: impl SetSockOpt<Val = usize>,
@@ -69,7 +70,7 @@ pub(super) fn grow_buffer<F: AsFd>(
     getsockopt(socket, plain).unwrap_or(0)
 }
 
-/// Has packets sent whole, whatever path MTU the kernel has learned.
+/// Has packets sent whole, without regard to the path MTU that the kernel has learned.
 pub(super) fn set_mtu_probe(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
     if is_v6 {
         setsockopt(socket, Ipv6MtuDiscover, &libc::IPV6_PMTUDISC_PROBE)?;
@@ -102,8 +103,8 @@ pub(super) fn set_hop_limit(
     Ok(())
 }
 
-/// Has everything sent as capable of ECN, unless its control messages say otherwise, and the mark of
-/// what is received reported (RFC 3168).
+/// Has everything sent as capable of ECN, unless its control messages say otherwise, and the mark
+/// of what is received reported (RFC 3168).
 pub(super) fn set_ecn(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
     if is_v6 {
         setsockopt(socket, sockopt::Ipv6TClass, &ECT_0)?;
@@ -120,8 +121,8 @@ pub(super) fn enable_gro(socket: &impl AsFd) -> bool {
     setsockopt(socket, sockopt::UdpGroSegment, &true).is_ok()
 }
 
-/// Whether the kernel cuts one send into datagrams (UDP_SEGMENT). Setting the size for all sends and
-/// taking it back shows it.
+/// Whether the kernel cuts one send into datagrams (UDP_SEGMENT). Setting the size for all sends
+/// and taking it back shows it.
 pub(super) fn has_gso(socket: &impl AsFd) -> bool {
     let set = |size| setsockopt(socket, sockopt::UdpGsoSegment, &size).is_ok();
     set(1024) && set(0)
@@ -136,8 +137,8 @@ pub(super) fn tos_message(is_v6: bool) -> (libc::c_int, libc::c_int) {
     }
 }
 
-/// Whether a datagram, or every one of a train, was marked for congestion on its way. The kernel merges no
-/// datagrams whose marks differ.
+/// Whether a datagram, or every one of a train, was marked for congestion on its way. The kernel
+/// merges no datagrams whose marks differ.
 pub(super) fn is_marked(header: &libc::msghdr) -> bool {
     ecn(header) == Some(CE)
 }
@@ -167,8 +168,8 @@ pub(super) fn hop_limit(header: &libc::msghdr) -> Option<libc::c_int> {
     })
 }
 
-/// The value of the first control message that is wanted. Those that are asked for carry an integer,
-/// or, as IPv4's type of service does, a byte.
+/// The value of the first control message that is wanted. Those that are asked for carry an
+/// integer, or, as IPv4's type of service does, a byte.
 fn control_value(
     header: &libc::msghdr,
     is_wanted: impl Fn(libc::c_int, libc::c_int) -> bool,
@@ -216,8 +217,8 @@ impl<'a> ControlWriter<'a> {
             )
         };
         assert!(self.len + space <= size_of_val(self.buffer));
-        // SAFETY: the space of the message, header and value, lies within the buffer from `len` on, which
-        // is aligned because each space is a multiple of the buffer's alignment.
+        // SAFETY: the space of the message, header and value, lies within the buffer from `len` on,
+        // which is aligned because each space is a multiple of the buffer's alignment.
         unsafe {
             let c = self.buffer.as_mut_ptr().byte_add(self.len);
             let c = c.cast::<libc::cmsghdr>();

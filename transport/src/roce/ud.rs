@@ -1,7 +1,7 @@
 //! Datagram queue pairs: unreliable datagram, and queue pair 1 (IBTA 9.8.3, 10.2.9).
 //!
-//! A send is one packet and completes when it has been handed out. A receive begins with 40 bytes for
-//! the global route header: over IPv6 that is the IP header, over IPv4 the last 20 bytes are. A
+//! A send is one packet and completes when it has been handed out. A receive begins with 40 bytes
+//! for the global route header: over IPv6 that is the IP header, over IPv4 the last 20 bytes are. A
 //! datagram with a wrong queue key, or for which no receive is posted, or which is too long for its
 //! receive, is lost; that is what "unreliable" means.
 //!
@@ -105,8 +105,8 @@ impl UdQp {
         self.psn = Psn::new(psn);
     }
 
-    /// Goes to a state that the caller has found legal. Going to ERROR flushes both queues, going to
-    /// RESET forgets them.
+    /// Goes to a state that the caller has found legal. Going to ERROR flushes both queues, going
+    /// to RESET forgets them.
     pub fn on_state(&mut self, state: QpState, rq: &mut RecvQueue, out: &mut Vec<RcEvent>) {
         self.become_state(state);
         match state {
@@ -198,6 +198,7 @@ impl UdQp {
         if self.sends.len() >= self.cap.max_send_wr as usize {
             return Err(PostReason::QueueFull);
         }
+        // The scatter list is copied, not the data: those are gathered when the datagram leaves.
         let mut send = UdSend {
             wr_id: wr.wr_id,
             flags: wr.flags,
@@ -457,7 +458,7 @@ mod tests {
         }
     }
 
-    /// What `b` sends, as one datagram with a made-up ICRC.
+    /// The packet that `b` sends, as one datagram with a made-up ICRC.
     fn transmit(b: &mut Bench) -> Option<Vec<u8>> {
         let mut tx = TxPacket::default();
         let dst = b.qp.poll_transmit(&b.mrs, &mut b.out, &mut tx)?;

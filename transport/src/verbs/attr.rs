@@ -8,7 +8,7 @@ use num_enum::TryFromPrimitive;
 use super::{CqId, Gid, LKey, MrId, PKey, PdId, QKey, QpId, RKey, SrqId};
 
 bitflags! {
-    /// What may be done with a memory region.
+    /// Rights to a memory region.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Access: u8 {
         /// The device may write it for local requests (receives, reads).
@@ -52,11 +52,11 @@ pub struct DeviceAttr {
     pub max_mr_size: u64,
     /// Most segments in one fast registration.
     pub max_fast_reg_segments: u32,
-    /// Whether segments of a fast registration may start and end anywhere, or must meet at pages.
+    /// Segments of a fast registration may start and end anywhere, or must meet at pages.
     pub sg_gaps: bool,
-    /// Whether the completion of a receive names the key that the peer's send invalidated. Where it
-    /// does not, ask no peer to invalidate: nothing would tell that a region is free again.
-    pub tells_invalidation: bool,
+    /// The completion of a receive names the key that the peer's send invalidated. Where it
+    /// does not, ask no peer to invalidate: nothing would report that a region is free again.
+    pub reports_invalidation: bool,
     /// Most completion queues.
     pub max_cq: u32,
     /// Most entries of a completion queue.
@@ -187,16 +187,16 @@ pub struct Mr {
     pub length: u64,
 }
 
-/// What a region covers at present.
+/// A region's attributes at present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MrAttr {
     /// Its protection domain.
     pub pd: PdId,
     /// Keys, address and length.
     pub mr: Mr,
-    /// What may be done with it.
+    /// Its access rights.
     pub access: Access,
-    /// Whether its keys work: false for a fast-registration region that is not registered.
+    /// Its keys work: false for a fast-registration region that is not registered.
     pub valid: bool,
 }
 
@@ -224,7 +224,7 @@ pub enum QpType {
     Gsi,
 }
 
-/// How deep a queue pair's queues are.
+/// Depths of a queue pair's queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpCap {
     /// Requests in the send queue.
@@ -239,14 +239,14 @@ pub struct QpCap {
     pub max_inline: u32,
 }
 
-/// What a queue pair is created with.
+/// Attributes that a queue pair is created with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpInitAttr {
     /// Its protection domain.
     pub pd: PdId,
-    /// Where sends complete.
+    /// Completion queue of sends.
     pub send_cq: CqId,
-    /// Where receives complete; may be the same.
+    /// Completion queue of receives; may be the same.
     pub recv_cq: CqId,
     /// A shared receive queue instead of its own.
     pub srq: Option<SrqId>,
@@ -254,7 +254,7 @@ pub struct QpInitAttr {
     pub qp_type: QpType,
     /// Depths.
     pub cap: QpCap,
-    /// Every send completes visibly, whatever its flags say.
+    /// Every send completes visibly, signaled or not.
     pub sq_sig_all: bool,
 }
 
@@ -308,7 +308,7 @@ pub struct QpAttr {
     pub pkey_index: Option<u16>,
     /// Port, from 1.
     pub port: Option<u8>,
-    /// What peers may do through this queue pair (the remote rights only).
+    /// Rights of peers through this queue pair (the remote ones only).
     pub access: Option<Access>,
     /// Queue key, datagram queue pairs.
     pub qkey: Option<QKey>,
@@ -343,7 +343,7 @@ pub struct QpAttr {
 pub enum AsyncEvent {
     /// A completion was lost: the queue was full. Its queue pairs go to the error state.
     CqError(CqId),
-    /// The queue pair went to the error state for a reason no completion tells.
+    /// The queue pair went to the error state for a reason that no completion reports.
     QpFatal(QpId),
     /// The peer sent a request that the transport had to refuse as invalid.
     QpReqError(QpId),

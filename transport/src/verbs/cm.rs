@@ -32,7 +32,7 @@ pub enum PortSpace {
     },
 }
 
-/// What both sides tell each other when they connect.
+/// Parameters that both sides exchange when they connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConnParam {
     /// The user's private data.
@@ -41,13 +41,13 @@ pub struct ConnParam {
     pub responder_resources: u8,
     /// Outgoing READs and atomics that we want at once.
     pub initiator_depth: u8,
-    /// Whether we answer with end-to-end credits.
+    /// We answer with end-to-end credits.
     pub flow_control: bool,
     /// Retries after a timeout, up to 7; a request carries it for the peer to use.
     pub retry_count: u8,
     /// Retries after RNR, 7 without end.
     pub rnr_retry_count: u8,
-    /// Whether our queue pair uses a shared receive queue.
+    /// Our queue pair uses a shared receive queue.
     pub srq: bool,
 }
 
@@ -70,7 +70,7 @@ impl Default for ConnParam {
 pub struct CmEvent {
     /// The identifier; for a connection request, the new one.
     pub id: CmId,
-    /// What happened.
+    /// The event.
     pub kind: CmEventKind,
 }
 
@@ -91,7 +91,7 @@ pub enum CmEventKind {
         listener: CmId,
         /// The peer's address and port.
         peer: SocketAddr,
-        /// What it told.
+        /// The peer's parameters.
         param: ConnParam,
     },
     /// The peer did not answer, or something failed on the way.
@@ -100,14 +100,14 @@ pub enum CmEventKind {
     Unreachable,
     /// The peer refused.
     Rejected {
-        /// The IB CM's reason (28: by the consumer, 8: nobody listens …).
+        /// The IB CM's reason (28: by the consumer, 8: no listener …).
         reason: u16,
         /// The private data of the refusal.
         private_data: Vec<u8>,
     },
     /// Both sides are connected. The active side has the peer's private data here.
     Established {
-        /// What the peer told; private data is empty on the passive side.
+        /// The peer's parameters; private data is empty on the passive side.
         param: ConnParam,
     },
     /// The connection ended, by either side.

@@ -1,4 +1,4 @@
-//! What a verb can answer instead of success.
+//! Errors of the verbs.
 
 use thiserror::Error;
 
@@ -58,7 +58,7 @@ pub enum VerbsError {
     /// The queue pair's type has no such operation.
     #[error("not supported on this queue pair type: {0}")]
     WrongQpType(&'static str),
-    /// A completion was lost because the queue was full; it takes no more.
+    /// A completion was lost because the queue was full; it takes no others.
     #[error("completion queue overrun")]
     CqOverrun,
     /// The device is gone or never was.

@@ -6,7 +6,7 @@ use super::{QKey, QpAttr, QpId, QpState, Verbs, VerbsError};
 /// (IBTA 11.2.4.2): the first partition, port 1 and the well-known Q_Key.
 ///
 /// # Errors
-/// Those of [`Verbs::modify_qp`].
+/// The errors of [`Verbs::modify_qp`].
 pub fn make_gsi_ready<V: Verbs + ?Sized>(verbs: &mut V, qp: QpId) -> Result<(), VerbsError> {
     let to = |state| QpAttr {
         state: Some(state),

@@ -1,10 +1,10 @@
 //! The verbs: one set of safe types with the InfiniBand rules, for every provider.
 //!
 //! Objects are named by small copyable ids ([`QpId`], [`CqId`], …) that carry a generation, so a
-//! stale id is an [`VerbsError::InvalidHandle`], never somebody else's object. Work requests borrow
-//! their scatter lists and are copied into the queue by the post. Nothing blocks: a call either does
-//! its work or says why not, and everything that happens later is a [`Completion`], an
-//! [`AsyncEvent`] or a [`CmEvent`].
+//! stale id is an [`VerbsError::InvalidHandle`], never another object. Work requests borrow their
+//! scatter lists and are copied into the queue by the post. Nothing blocks: a call either does its
+//! work or says why not, and everything that happens later is a [`Completion`], an [`AsyncEvent`]
+//! or a [`CmEvent`].
 //!
 //! - [`Verbs`]: devices, protection domains, memory, completion queues, queue pairs, posting.
 //! - [`RdmaCm`]: connections by address, shaped like the RDMA CM.
@@ -51,7 +51,7 @@ pub use wr::*;
 ///
 /// One thread owns a device; a process that wants several threads opens the device once for each.
 pub trait Verbs {
-    /// What the device can do. Fixed while it is open.
+    /// The device's capabilities, fixed while it is open.
     fn device_attr(&self) -> &DeviceAttr;
 
     /// The attributes of a port; ports count from 1.
@@ -74,8 +74,8 @@ pub trait Verbs {
     /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidIndex`].
     fn query_pkey(&self, port: u8, index: u16) -> Result<PKey, VerbsError>;
 
-    /// The next asynchronous event, oldest first. The queue holds one entry for each object and kind
-    /// of event at most, so it is bounded by the number of objects.
+    /// The next asynchronous event, oldest first. The queue holds one entry for each object and
+    /// kind of event at most, so it is bounded by the number of objects.
     fn poll_async_event(&mut self) -> Option<AsyncEvent>;
 
     /// Allocates a protection domain.
@@ -97,7 +97,7 @@ pub trait Verbs {
     /// [`VerbsError::InvalidAccess`] for remote write or atomic without local write.
     fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError>;
 
-    /// What a region covers at present.
+    /// A region's attributes at present.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
@@ -155,7 +155,7 @@ pub trait Verbs {
         out: &mut Vec<Completion>,
     ) -> Result<usize, VerbsError>;
 
-    /// How many completions wait, counting no further than `max`.
+    /// Number of completions that wait, counting no further than `max`.
     ///
     /// No user yet.
     ///
@@ -210,7 +210,8 @@ pub trait Verbs {
     /// [`VerbsError::ResourceBusy`] while a queue pair uses it.
     fn destroy_srq(&mut self, srq: SrqId) -> Result<(), VerbsError>;
 
-    /// Posts receives to a shared receive queue. All are posted, or all from the named index on are not.
+    /// Posts receives to a shared receive queue. All are posted, or all from the named index on are
+    /// not.
     ///
     /// No user yet.
     ///
@@ -288,7 +289,8 @@ pub trait RdmaCm {
     /// [`CmError::TooManyIds`].
     fn create_id(&mut self, port_space: PortSpace) -> Result<CmId, CmError>;
 
-    /// Binds to a local address; port 0 takes a free port. An unspecified address means the device's own.
+    /// Binds to a local address; port 0 takes a free port. An unspecified address means the
+    /// device's own.
     ///
     /// # Errors
     /// [`CmError::AddressInUse`], [`CmError::AddressNotAvailable`].
@@ -351,20 +353,21 @@ pub trait RdmaCm {
     /// [`CmError::InvalidState`].
     fn mra(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// Tells the CM that data arrived on a connection whose RTU did not; the CM then treats it as
-    /// established.
+    /// Notifies the CM that data arrived on a connection whose RTU did not; the CM then treats it
+    /// as established.
     ///
     /// # Errors
     /// [`CmError::InvalidState`].
     fn notify_established(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// Takes the queue pair to the error state and tells the peer. Idempotent.
+    /// Takes the queue pair to the error state and notifies the peer. Idempotent.
     ///
     /// # Errors
     /// [`CmError::InvalidState`] before a connection was tried.
     fn disconnect(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// Destroys an identifier and whatever it was doing. Its queue pair stays the caller's to destroy.
+    /// Destroys an identifier and ends its operations. Its queue pair stays the caller's to
+    /// destroy.
     ///
     /// # Errors
     /// [`CmError::InvalidState`] for an id that does not exist.
@@ -387,7 +390,7 @@ pub trait Provider: Verbs + RdmaCm {
     fn progress(&mut self, now: Instant) -> usize;
 
     /// When [`Provider::progress`] must be called next, and events be taken, even if no descriptor
-    /// becomes readable. It has come already while an event waits that no descriptor tells of.
+    /// becomes readable. It has come already while an event waits that no descriptor reports.
     fn deadline(&self) -> Option<Instant>;
 
     /// Descriptors that become readable when there is something to do.

@@ -3,8 +3,8 @@
 //!
 //! Every row is a transition with the attributes that it requires and those that it allows besides,
 //! for each kind of queue pair. What is not in the table does not exist: [`plan_modify`] refuses a
-//! transition without a row, a required attribute that is missing and an attribute that the row does
-//! not name. A request without a state is a transition from the present state to itself.
+//! transition without a row, a required attribute that is missing and an attribute that the row
+//! does not name. A request without a state is a transition from the present state to itself.
 
 use bitflags::bitflags;
 use riser_state::State;
@@ -98,7 +98,7 @@ impl Attrs {
     }
 }
 
-/// What a transition demands of one kind of queue pair.
+/// Attributes of a transition for one kind of queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
     /// Attributes that must be given.

@@ -24,7 +24,7 @@ pub struct RemoteAddr {
     pub rkey: RKey,
 }
 
-/// What a send request does.
+/// Operation of a send request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOp {
     /// Send the scatter list to the peer's next receive.
@@ -60,7 +60,7 @@ pub enum SendOp {
     FetchAdd {
         /// The eight bytes, aligned to eight.
         remote: RemoteAddr,
-        /// What to add, wrapping.
+        /// The addend, wrapping.
         add: u64,
     },
     /// Make a fast-registration region valid with what was mapped onto it.
@@ -69,7 +69,7 @@ pub enum SendOp {
         mr: MrId,
         /// Its key from now on: the index of its present key with another low byte.
         key: RKey,
-        /// What may be done with it.
+        /// Its access rights.
         access: Access,
     },
     /// Make a key of our own invalid.
@@ -77,7 +77,7 @@ pub enum SendOp {
 }
 
 impl SendOp {
-    /// What the completion of such a request says it was.
+    /// The opcode in the completion of such a request.
     #[must_use]
     pub fn wc_opcode(&self) -> WcOpcode {
         match self {
@@ -93,7 +93,7 @@ impl SendOp {
 }
 
 bitflags! {
-    /// How a send request behaves.
+    /// Flags of a send request.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct SendFlags: u8 {
         /// Completes visibly. Without it only an error does.
@@ -107,7 +107,7 @@ bitflags! {
     }
 }
 
-/// Where a datagram goes.
+/// Destination of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UdDest {
     /// The path.
@@ -123,11 +123,11 @@ pub struct UdDest {
 pub struct SendWr<'a> {
     /// Comes back in the completion.
     pub wr_id: WrId,
-    /// What to do.
+    /// The operation.
     pub op: SendOp,
     /// Local memory: the source of sends and writes, the destination of reads and atomics.
     pub sges: &'a [Sge],
-    /// How it behaves.
+    /// Flags of the operation.
     pub flags: SendFlags,
     /// The destination, on datagram queue pairs only.
     pub ud: Option<UdDest>,
@@ -158,7 +158,7 @@ impl<'a> SendWr<'a> {
 pub struct RecvWr<'a> {
     /// Comes back in the completion.
     pub wr_id: WrId,
-    /// Where the message goes; its lengths together bound the message. On datagram queue pairs the
+    /// Memory for the message, whose length bounds the message. On datagram queue pairs the
     /// first 40 bytes are the global route header's place.
     pub sges: &'a [Sge],
 }
@@ -194,7 +194,7 @@ impl WcOpcode {
     }
 }
 
-/// How a request ended (IBTA 11.6.2).
+/// Status of a completed request (IBTA 11.6.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WcStatus {
     /// Done.
@@ -239,17 +239,18 @@ impl WcStatus {
 
 /// The end of a work request.
 ///
-/// With a status other than success only `wr_id`, `status`, `opcode`, `qp` and `vendor_err` are valid.
+/// With a status other than success only `wr_id`, `status`, `opcode`, `qp` and `vendor_err` are
+/// valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
     /// The request's own value.
     pub wr_id: WrId,
-    /// How it ended.
+    /// Its status.
     pub status: WcStatus,
-    /// What it was.
+    /// Its opcode.
     pub opcode: WcOpcode,
-    /// The queue pair it was posted to; for a shared receive queue, the one it was used by. It may have
-    /// been destroyed since, and then the handle names none.
+    /// The queue pair it was posted to; for a shared receive queue, the one it was used by. It may
+    /// have been destroyed since, and then the handle names none.
     pub qp: QpId,
     /// Bytes received or read; includes the 40 bytes of route header on a datagram receive.
     pub byte_len: u32,
@@ -259,7 +260,7 @@ pub struct Completion {
     pub invalidated: Option<RKey>,
     /// The sender's queue pair number, on datagram receives.
     pub src_qp: u32,
-    /// Whether it counts for a solicited notification.
+    /// It counts for a solicited notification.
     pub solicited: bool,
     /// The provider's own detail of an error; 0 if none.
     pub vendor_err: u32,

@@ -16,7 +16,7 @@ const BECN: u8 = 0x40;
 const ACK_REQUEST: u8 = 0x80;
 
 /// The partition key of the default partition with full membership, the only
-/// one on RoCE unless somebody configures another.
+/// one on RoCE unless another is configured.
 pub const DEFAULT_PKEY: u16 = 0xffff;
 
 /// Base transport header as it lies on the wire.
@@ -59,8 +59,8 @@ impl Bth {
         }
     }
 
-    /// The header of a congestion notification (annex A17.9.3): the BECN bit, the partition key of the
-    /// packet that was marked, and no sequence number.
+    /// The header of a congestion notification (annex A17.9.3): the BECN bit, the partition key of
+    /// the packet that was marked, and no sequence number.
     #[must_use]
     pub fn cnp(dest_qpn: Qpn, pkey: u16) -> Self {
         Self {

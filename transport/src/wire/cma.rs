@@ -1,4 +1,4 @@
-//! What the RDMA CM adds to the IB CM (IBTA annex A11): service ids made of
+//! Additions of the RDMA CM to the IB CM (IBTA annex A11): service ids made of
 //! port space and port, and a 36-byte header at the start of the private data
 //! of REQ and SIDR_REQ that carries the IP addresses.
 

@@ -1,4 +1,4 @@
-//! Device-management MADs: how an I/O unit tells which controllers and services it has (IBTA volume
+//! Device-management MADs: an I/O unit's report of its controllers and services (IBTA volume
 //! 1, chapter 16.3).
 //!
 //! InfiniBand initiators find SRP targets with them. RoCE has no subnet manager to ask who offers
@@ -20,7 +20,7 @@ pub const MAD_LEN: usize = 256;
 /// Management class of device management.
 pub const CLASS: u8 = 0x06;
 
-/// Where the attribute begins.
+/// Offset of the attribute.
 const DATA: usize = 64;
 
 /// Services in one answer.
@@ -156,13 +156,13 @@ const _: () = assert!(size_of::<RawHeader>() == 24);
 /// The header of a device-management MAD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmHeader {
-    /// What is done.
+    /// The method.
     pub method: Method,
-    /// How it went; success in a request.
+    /// Status of an answer; success in a request.
     pub status: Status,
     /// Chosen by the asker, returned in the answer.
     pub transaction: u64,
-    /// What it is about.
+    /// The attribute.
     pub attribute: Attribute,
 }
 
@@ -434,7 +434,7 @@ pub struct ServiceEntry {
     pub service_id: u64,
 }
 
-/// How the names of SRP services begin.
+/// Prefix of the names of SRP services (SRP annex B).
 pub const SRP_SERVICE_PREFIX: &str = "SRP.T10:";
 
 impl ServiceEntry {

@@ -234,7 +234,7 @@ impl Icrc {
 const POLYNOMIAL: u32 = 0xedb8_8320;
 const ONE: u32 = 1 << 31;
 
-/// What a two-byte big-endian field of the pseudo header adds to its CRC, by
+/// Contribution of a two-byte big-endian field of the pseudo header to its CRC, by
 /// the value of each byte.
 struct FieldCrc {
     high: [u32; 256],

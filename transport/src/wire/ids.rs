@@ -104,7 +104,7 @@ number! {
 }
 
 number! {
-    /// A queue-pair number (IBTA 9.2.3).
+    /// A queue-pair number.
     #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
     Qpn
 }
@@ -152,7 +152,7 @@ impl Psn {
         Self(self.0.wrapping_sub(count) & MASK)
     }
 
-    /// How many steps forward lead from `self` to `later`, `0..2²⁴`.
+    /// Number of steps forward from `self` to `later`, `0..2²⁴`.
     #[must_use]
     pub const fn distance_to(self, later: Self) -> u32 {
         later.0.wrapping_sub(self.0) & MASK
@@ -207,7 +207,7 @@ impl Msn {
         Self(self.0.wrapping_add(1) & MASK)
     }
 
-    /// How many messages lead from `self` to `later`, `0..2²⁴`.
+    /// Number of messages from `self` to `later`, `0..2²⁴`.
     #[must_use]
     pub const fn distance_to(self, later: Self) -> u32 {
         later.0.wrapping_sub(self.0) & MASK

@@ -45,8 +45,9 @@ pub use opcode::{ExtHeader, Opcode, OpcodeInfo, Operation, PayloadRule, Position
 pub use packet::{
     ExtHeaders, HeaderBuf, MAX_HEADER_LEN, Packet, PacketError, ROCE_PORT, emit_headers,
 };
-/// Whether an address is an IPv6 link-local one. It names a host only together with an interface, for
-/// which neither a GID nor [`std::net::IpAddr`] has room, so RoCE here does without such addresses.
+/// Whether an address is an IPv6 link-local one. It names a host only together with an interface,
+/// for which neither a GID nor [`std::net::IpAddr`] has room, so RoCE here does without such
+/// addresses.
 #[must_use]
 pub fn is_link_local(addr: std::net::IpAddr) -> bool {
     matches!(addr, std::net::IpAddr::V6(v6) if v6.is_unicast_link_local())

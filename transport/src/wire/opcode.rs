@@ -16,7 +16,7 @@ pub enum Service {
     Ud,
 }
 
-/// What a packet is part of.
+/// Operation that a packet is part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// SEND, with or without immediate data or invalidation.
@@ -39,7 +39,7 @@ pub enum Operation {
     CongestionNotification,
 }
 
-/// Where in its message a packet stands.
+/// Position of a packet in its message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Position {
     /// The first of several.
@@ -121,7 +121,7 @@ pub enum PayloadRule {
 }
 
 impl PayloadRule {
-    /// Whether `len` bytes are legal under a path MTU of `mtu` bytes.
+    /// Returns whether `len` bytes are legal under a path MTU of `mtu` bytes.
     #[must_use]
     pub const fn allows(self, len: usize, mtu: usize) -> bool {
         match self {
@@ -140,9 +140,9 @@ pub struct OpcodeInfo {
     pub opcode: Opcode,
     /// Transport service.
     pub service: Service,
-    /// What the packet is part of.
+    /// Operation that the packet is part of.
     pub operation: Operation,
-    /// Where in its message it stands.
+    /// Position in its message.
     pub position: Position,
     /// The extended headers after the BTH, in order.
     pub headers: &'static [ExtHeader],
@@ -168,7 +168,7 @@ impl OpcodeInfo {
         !self.is_response() && !matches!(self.operation, Operation::CongestionNotification)
     }
 
-    /// Whether `header` is one of this packet's.
+    /// Returns whether `header` is one of this packet's.
     #[must_use]
     pub const fn has(&self, header: ExtHeader) -> bool {
         let mut i = 0;
@@ -193,7 +193,7 @@ impl OpcodeInfo {
         self.has(ExtHeader::Ieth)
     }
 
-    /// Whether the packet takes a receive work request when its message
+    /// Returns whether the packet takes a receive work request when its message
     /// completes: every SEND, and an RDMA WRITE with immediate data.
     #[must_use]
     pub const fn consumes_receive(&self) -> bool {

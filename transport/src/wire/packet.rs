@@ -1,7 +1,7 @@
 //! A whole RoCEv2 packet: the payload of one UDP datagram to port 4791.
 //!
 //! [`Packet::parse`] checks structure only: lengths, version, opcode, padding.
-//! The ICRC, the P_Key, sequence and access rights are judged by whoever knows
+//! The ICRC, the P_Key, sequence and access rights are judged by the code that knows
 //! the flow and the queue pair. Sending is the mirror image with the payload
 //! left out: [`emit_headers`] writes the headers, and the caller gathers
 //! headers, payload, [padding](super::bth::pad_len) and ICRC.
@@ -120,6 +120,7 @@ impl<'a> Packet<'a> {
         let Some((body, icrc)) = datagram.split_last_chunk::<ICRC_LEN>() else {
             return Err(PacketError::ShortBth { len });
         };
+        // The ICRC is cut off first, so that no header can reach into it.
         let mut rest = body;
         let Some(bth) = take::<Bth>(&mut rest) else {
             return Err(PacketError::ShortBth { len });

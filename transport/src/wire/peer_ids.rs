@@ -1,9 +1,9 @@
-//! What a receiver knows of the IPv4 identifications of a peer, which
+//! A receiver's knowledge of the IPv4 identifications of a peer, which
 //! [`IcrcFlow::check`] recovers: see the [ICRC](super::icrc).
 
 use super::icrc::{IcrcError, IcrcFlow};
 
-/// How a peer numbers its IPv4 packets, learned from those that passed the
+/// Pattern by which a peer numbers its IPv4 packets, learned from those that passed the
 /// linear test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdPattern {
@@ -22,10 +22,10 @@ pub enum IdPattern {
 const LEARN: u16 = 64;
 /// A segmented send has at most this many segments (`UDP_MAX_SEGMENTS`).
 const SEGMENTS: u16 = 128;
-/// How far a counting peer may be ahead of or behind the last packet.
+/// Distance by which a counting peer may be ahead of or behind the last packet.
 const COUNT_WINDOW: u16 = 1024;
 /// Packets in a row that break the pattern, each of which passed the linear
-/// test, after which the peer has changed and is learned anew. Chance does that
+/// test, after which the peer has changed and is learned again. Chance does that
 /// once in 2⁶⁴ tries, and a peer that changes loses no more packets than this.
 const BREAKS: u8 = 4;
 
@@ -39,9 +39,9 @@ pub struct PeerIds {
     broken: u8,
     /// The largest identification seen while learning.
     largest: u16,
-    /// How often it was 0 while learning.
+    /// Number of zeros while learning.
     zeroes: u16,
-    /// Whether all identifications seen while learning stepped by little.
+    /// All identifications seen while learning stepped by little.
     steps: bool,
     last: u16,
 }
@@ -113,7 +113,8 @@ impl PeerIds {
             return;
         }
         self.pattern = match self.largest {
-            // Each segmented send begins at 0. A counter may be as small by chance, and passes 0 once.
+            // Each segmented send begins at 0. A counter may be as small by chance, and passes 0
+            // once.
             small if small < SEGMENTS && self.zeroes > 1 => IdPattern::Segments,
             _ if self.steps => IdPattern::Counting,
             _ => IdPattern::Arbitrary,

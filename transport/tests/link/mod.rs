@@ -1,7 +1,7 @@
 //! Two devices at the ends of a link of their own, and what a stranger on it can do to them.
 //!
-//! Each end is a thread in a network namespace of its own, which goes with the thread. It takes root;
-//! a test that cannot have it says so where the test command counts it.
+//! Each end is a thread in a network namespace of its own, which goes with the thread. It takes
+//! root; a test that cannot have it says so where the test command counts it.
 
 #![allow(
     unsafe_code,
@@ -72,8 +72,8 @@ impl Drop for Network {
     }
 }
 
-/// The devices of a test. Their addresses are those of [`V4`] or [`V6`]; the namespace of A is the one that
-/// the test runs in.
+/// The devices of a test. Their addresses are those of [`V4`] or [`V6`]; the namespace of A is the
+/// one that the test runs in.
 type Link = Real<Network>;
 
 /// Runs a command of words, in the namespace of the calling thread.

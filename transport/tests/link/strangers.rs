@@ -1,4 +1,4 @@
-//! What a stranger, a lying peer or the owner of the interface can do to others' connections.
+//! Attacks of a stranger, a lying peer or the owner of the interface on others' connections.
 
 use std::io::Read;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -130,8 +130,8 @@ fn an_icmpv6_message_does_not_stop_connections() {
     );
 }
 
-/// Connections that exist keep their path MTU: short messages still pass. New ones have one that the
-/// interface carries.
+/// Connections that exist keep their path MTU: short messages still pass. New ones have one that
+/// the interface carries.
 #[test]
 fn new_connections_follow_the_interface() {
     let test = "new_connections_follow_the_interface";
@@ -169,8 +169,8 @@ const MESSAGES: usize = 16;
 const LEN: usize = 40 << 10;
 const OTHERS: &[u8] = b"another session's bytes ";
 
-/// A peer acknowledges packets that it has not seen. Their requests complete, and the buffers are used
-/// for another session, whose bytes must not leave in what the full socket has not taken yet.
+/// A peer acknowledges packets that it has not seen. Their requests complete, and the buffers are
+/// used for another session, whose bytes must not leave in what the full socket has not taken yet.
 #[test]
 fn a_buffer_that_is_used_again_does_not_leave_for_its_old_peer() {
     let test = "a_buffer_that_is_used_again_does_not_leave_for_its_old_peer";
@@ -305,8 +305,8 @@ fn answers_to_hosts_that_do_not_exist_hold_up_nobody() {
     });
 }
 
-/// What is repeated for peers that have gone waits for their neighbours in the kernel, again and again. What
-/// is sent to others does not wait with it.
+/// Packets repeated for peers that have gone wait for their neighbours in the kernel, again and
+/// again. What is sent to others does not wait with it.
 #[test]
 fn peers_that_have_gone_hold_up_nobody() {
     let test = "peers_that_have_gone_hold_up_nobody";

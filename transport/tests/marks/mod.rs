@@ -1,6 +1,6 @@
-//! Marks of congestion on packets between real sockets. A router's mark is one that the sender's socket sets on
-//! all its data, so that everything from there on is as in a network: the control message that the mark
-//! arrives in, the notification, and what its receiver makes of it.
+//! Marks of congestion on packets between real sockets. A router's mark is one that the sender's
+//! socket sets on all its data, so that everything from there on is as in a network: the control
+//! message that the mark arrives in, the notification, and what its receiver makes of it.
 
 #![allow(
     unsafe_code,
@@ -27,8 +27,8 @@ fn mark_data_of(device: &Roce) {
     let mut found = 0;
     for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
         let number = entry.unwrap().file_name().into_string().unwrap();
-        // SAFETY: the descriptor may be another thread's and be closed meanwhile; it is only asked for its
-        // address, unless that is the device's, which is open.
+        // SAFETY: the descriptor may be another thread's and be closed meanwhile; it is only asked
+        // for its address, unless that is the device's, which is open.
         let fd = unsafe { BorrowedFd::borrow_raw(number.parse().unwrap()) };
         let socket = SockRef::from(&fd);
         if socket.local_addr().ok().and_then(|a| a.as_socket()) == Some(local) {

@@ -55,8 +55,8 @@ pub(crate) struct Real<N = ()> {
     pub(crate) at_b: N,
 }
 
-/// Two loopback addresses that no other test uses: of this process, and of other processes as far as
-/// their numbers differ.
+/// Two loopback addresses that no other test uses: of this process, and of other processes as far
+/// as their numbers differ.
 pub(crate) fn addresses() -> (IpAddr, IpAddr) {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let n = NEXT.fetch_add(1, Ordering::Relaxed);

@@ -368,7 +368,7 @@ pub(crate) fn connections_come_and_go<W: World>(mut w: W) {
 }
 
 pub(crate) fn data_before_the_confirmation_establishes<W: World>(mut w: W) {
-    // The active side may send as soon as it is connected; whatever arrives first, both are told once.
+    // The active side may send as soon as it is connected; in either order both are notified once.
     let w = &mut w;
     for port in 4000..4010 {
         let (a, b) = connect_on(w, port, &Wants::default(), &Wants::default());

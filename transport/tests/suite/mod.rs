@@ -41,7 +41,7 @@ macro_rules! provider_suite {
     };
 }
 
-/// What `provider_suite` makes of the names.
+/// Expansion of the names by `provider_suite`.
 #[macro_export]
 macro_rules! suite_tests {
     (($world:expr) $($module:ident: $($name:ident)*;)*) => {

@@ -211,7 +211,7 @@ pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
     ok(w, &b, WcOpcode::Write, 2);
     ok(w, &b, WcOpcode::Send, 3);
     let c = a.completion(w);
-    let is_told = w.provider(End::A).device_attr().tells_invalidation;
+    let is_told = w.provider(End::A).device_attr().reports_invalidation;
     assert_eq!(
         (c.status, c.invalidated, c.wr_id),
         (WcStatus::Success, is_told.then_some(key), WrId(5))
@@ -244,7 +244,7 @@ pub(crate) fn a_sender_waits_for_the_receiver<W: World>(mut w: W) {
 
 pub(crate) fn not_ready_for_too_long<W: World>(mut w: W) {
     let w = &mut w;
-    // Each side tells in its message how often the other retries.
+    // Each side says in its message how often the other retries.
     let b_wants = Wants {
         param: riser_transport::verbs::ConnParam {
             rnr_retry_count: 2,
@@ -329,7 +329,7 @@ pub(crate) fn a_bad_local_key_completes<W: World>(mut w: W) {
     ];
     w.provider(End::A).post_send(a.qp, &wrs).unwrap();
     if w.is_kernel(End::A) {
-        // rdma_rxe flushes what the error overtakes, whatever its own end would have been.
+        // rdma_rxe flushes what the error overtakes, even what would have ended otherwise.
         let c = a.completions(w, 3);
         assert_eq!([c[0].wr_id.0, c[1].wr_id.0, c[2].wr_id.0], [1, 2, 3]);
         assert!(c.iter().all(|c| !c.status.is_ok()), "{c:?}");
@@ -582,8 +582,9 @@ pub(crate) fn empty_messages<W: World>(mut w: W) {
     }
 }
 
-/// Both sides write, read and send at once; every byte is checked. Nothing is empty: `rdma_rxe` (6.12)
-/// drops a READ of no bytes that comes again, if what came before it was at a higher address.
+/// Both sides write, read and send at once; every byte is checked. Nothing is empty: `rdma_rxe`
+/// (6.12) drops a READ of no bytes that comes again, if what came before it was at a higher
+/// address.
 pub(crate) fn mixed_traffic<W: World>(mut w: W) {
     const SLOT: usize = 48_000;
     const ROUNDS: u64 = 60;

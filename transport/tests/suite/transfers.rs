@@ -9,8 +9,8 @@ use riser_transport::verbs::Verbs as _;
 
 use crate::suite::world::{End, World, connected, pattern};
 
-/// Requests that move 70 kB from 100 bytes into the local data: the offset in the remote region, and the
-/// local pieces. The local data are 33,333 bytes from 0, then those from 50,000 on.
+/// Requests that move 70 kB from 100 bytes into the local data: the offset in the remote region,
+/// and the local pieces. The local data are 33,333 bytes from 0, then those from 50,000 on.
 const REQUESTS: [(u64, &[(usize, usize)]); 3] = [
     (0, &[(100, 12_345)]),
     (12_345, &[(12_445, 20_888), (50_000, 9_112)]),
@@ -21,7 +21,7 @@ const REQUESTS: [(u64, &[(usize, usize)]); 3] = [
 pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
-    let is_told = w.provider(End::A).device_attr().tells_invalidation;
+    let is_told = w.provider(End::A).device_attr().reports_invalidation;
     // Where a region is a window, it takes one segment.
     let segments = w
         .provider(End::A)
@@ -93,7 +93,7 @@ pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) 
         let c = a.completion(w);
         assert_eq!(c.invalidated, is_told.then_some(mr.rkey()));
         if !is_told {
-            // Where nobody tells, one invalidates oneself.
+            // Where invalidation is not reported, one invalidates oneself.
             let inv = mr.inv_wr(WrId(9));
             w.provider(End::A).post_send(a.qp, &[inv]).unwrap();
             let c = a.completion(w);

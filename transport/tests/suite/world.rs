@@ -34,7 +34,7 @@ pub(crate) trait World {
         self.provider(end).device_attr().provider == "rdma_core"
     }
 
-    /// How long anything may take, of the devices' time.
+    /// Time that anything may take, of the devices' time.
     fn patience(&self) -> Duration {
         Duration::from_secs(60)
     }
@@ -80,7 +80,7 @@ pub(crate) struct Side {
     pub(crate) id: CmId,
 }
 
-/// How a test wants its connection.
+/// Parameters of a test's connection.
 #[derive(Clone)]
 pub(crate) struct Wants {
     pub(crate) cqe: u32,
@@ -233,8 +233,8 @@ pub(crate) fn resolve<W: World>(w: &mut W, port: u16) -> CmId {
     id
 }
 
-/// A connection from A to B on `port`, where nobody listens yet. Both sides have events left over only
-/// if something is wrong.
+/// A connection from A to B on `port`, without a listener yet. Both sides have events left over
+/// only if something is wrong.
 pub(crate) fn connect_on<W: World>(w: &mut W, port: u16, a: &Wants, b: &Wants) -> (Side, Side) {
     let listener = listen(w, End::B, port);
     let sides = connect_to(w, port, a, b);
@@ -296,7 +296,7 @@ pub(crate) fn connected<W: World>(w: &mut W) -> (Side, Side) {
     connect_on(w, 5000, &Wants::default(), &Wants::default())
 }
 
-/// Bytes that tell their place.
+/// Bytes that identify their place.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut x = seed | 1;
     (0..len)

@@ -1,4 +1,4 @@
-//! What a kernel and a real network bring: every length at every path MTU, receivers that are late,
+//! Conditions of a kernel and a real network: every length at every path MTU, receivers that are late,
 //! peers that vanish, devices that are unplugged.
 
 use std::process::Command;
@@ -23,7 +23,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("stress::events_reach_their_owner", events_reach_their_owner),
 ];
 
-/// How long a connection may take to notice that its peer is gone: seven retries of the ACK timeout
+/// Time that a connection may take to notice that its peer is gone: seven retries of the ACK timeout
 /// that the CM chooses, on an emulated machine.
 const NOTICE: Duration = Duration::from_secs(60);
 
@@ -207,7 +207,7 @@ fn the_peer_closes(mut w: Devices) {
         let is_kernel = w.is_kernel(closing);
         w.close(closing);
         let status = first_error(w, &stays);
-        // A kernel says good-bye for its dead processes; the software NIC dies with its own.
+        // A kernel disconnects for its dead processes; the software NIC dies with its own.
         if is_kernel {
             assert!(
                 matches!(status, WcStatus::WrFlushErr | WcStatus::RetryExcErr),
@@ -227,8 +227,8 @@ fn the_peer_closes(mut w: Devices) {
     }
 }
 
-/// The first device goes while it works and comes back: its user hears of it, closes it, and can open
-/// it again.
+/// The first device goes while it works and comes back: its user hears of it, closes it, and can
+/// open it again.
 fn the_device_is_unplugged(mut w: Devices) {
     let w = &mut w;
     let addr = w.addr(End::A);
@@ -246,7 +246,7 @@ fn the_device_is_unplugged(mut w: Devices) {
         }
         (removal || fatal).then_some(())
     });
-    // The kernel waits for its users before it lets go.
+    // The kernel waits for its users before it releases it.
     w.close(End::A);
     let status = w.until("the removal", |_| cut.try_wait().expect("a child"));
     assert!(status.success(), "{status}");
@@ -265,7 +265,8 @@ fn the_device_is_unplugged(mut w: Devices) {
     one_of_each(w, &a, &b, 100_000);
 }
 
-/// A second device of this process at the first one's RDMA device reads what is meant for the first.
+/// A second device of this process at the first one's RDMA device reads what is meant for the
+/// first.
 fn events_reach_their_owner(mut w: Devices) {
     let w = &mut w;
     let mut other = RdmaCoreDevice::open(w.addr(End::A)).expect("a second device");

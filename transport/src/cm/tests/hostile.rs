@@ -146,7 +146,7 @@ proptest! {
             let armed = cm.conns.values().filter(|c| c.deadline.is_some()).count();
             prop_assert_eq!(armed, cm.timers.len());
         }
-        // Whatever was done, letting go of everything leaves nothing.
+        // Releasing everything leaves nothing, in any state.
         for id in all_ids(&cm) {
             let _ = cm.destroy(now, id);
         }

@@ -1,8 +1,8 @@
-//! Two hosts of two workers each, and their users, under a virtual clock, joined by a
-//! network that loses, doubles and reorders. In all cases nothing is left behind, and
-//! both sides agree on whether there was a connection, but for one case: every REP or RTU that the
-//! limit of a stranger's answers allows was lost, and the passive side has given up before the first
-//! packet of data. Then the active side learns it from that packet, which is not acknowledged.
+//! Two hosts of two workers each, and their users, under a virtual clock, joined by a network that
+//! loses, doubles and reorders. In all cases nothing is left behind, and both sides agree on
+//! whether there was a connection, but for one case: every REP or RTU that the limit of a
+//! stranger's answers allows was lost, and the passive side has given up before the first packet of
+//! data. Then the active side learns it from that packet, which is not acknowledged.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -66,7 +66,7 @@ struct World {
     /// Identifiers that were connected. A request that was doubled and arrives
     /// after timewait makes a second passive identifier; it must not connect.
     established: HashSet<(usize, IbCmId)>,
-    /// Identifiers whose last event came, or that the user let go.
+    /// Identifiers whose last event came, or that the user released.
     ended: HashSet<(usize, IbCmId)>,
 }
 
@@ -190,7 +190,7 @@ impl World {
         }
     }
 
-    /// Whether the peer's queue pair is there to take a packet.
+    /// Returns whether the peer's queue pair is there to take a packet.
     fn arrives(&mut self, side: usize, id: IbCmId) -> bool {
         let remote = self.cms[side].conns[&id].remote_id.map(IbCmId);
         let to = (2 * (1 - side / 2)..).take(2);
@@ -315,7 +315,7 @@ impl World {
     }
 }
 
-/// How many connections there were on both sides, and how many on the active side alone.
+/// Number of connections on both sides, and of those on the active side alone.
 fn agree_and_leave_nothing(seed: u8, faults: Faults) -> (usize, usize) {
     let mut world = World::new(seed, faults);
     for number in 0..SLOTS {

@@ -754,7 +754,7 @@ pub(super) fn limits_hold() {
     assert_eq!(ask(&mut p, 4, 15), None, "a backlog of four");
     assert_eq!((p.counters().dropped, p.poll_transmit()), (2, None));
 
-    // Connected ones count no more.
+    // Connected ones no longer count.
     for id in [ids[0], fourth] {
         p.send_rep(now, id, &rep_params(1)).unwrap();
         p.establish(now, id).unwrap();

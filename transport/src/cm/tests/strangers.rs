@@ -329,7 +329,7 @@ fn refusals_that_are_kept_go_oldest_first_when_identifiers_run_out() {
     assert!(!refused[..901].iter().any(kept) && refused[901..].iter().all(kept));
 }
 
-/// What is known of an honest host's attempt to connect.
+/// State of an honest host's attempt to connect.
 #[derive(Clone, Copy)]
 struct Attempt {
     began: Instant,

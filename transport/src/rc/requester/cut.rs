@@ -13,8 +13,8 @@ use crate::verbs::{SendFlags, SendOp, WcStatus};
 use crate::wire::{AtomicEth, Bth, ExtHeaders, Ieth, ImmDt, Opcode, Reth, emit_headers};
 
 impl Requester {
-    /// The next request packet, if state, window, credits and fences allow one. `may_start` is false
-    /// while the send queue drains.
+    /// The next request packet, if state, window, credits and fences allow one. `may_start` is
+    /// false while the send queue drains.
     pub(in crate::rc) fn poll(
         &mut self,
         ctx: &mut Ctx<'_>,
@@ -38,6 +38,8 @@ impl Requester {
                     }
                 }
                 Phase::Posted => {
+                    // The request counts as started only when its first packet may leave: until
+                    // then it has no numbers.
                     let mut plan = wqe;
                     plan.phase = Phase::Started;
                     plan.first = self.nxt;
@@ -86,7 +88,7 @@ impl Requester {
         Ok(true)
     }
 
-    /// What is checked once, before the first packet of a request.
+    /// Checks what holds for all packets of a request, before the first one.
     fn check_start(&self, ctx: &Ctx<'_>, wqe: &SendWqe) -> Result<(), WcStatus> {
         if wqe.has_response() && self.max_reads == 0 {
             return Err(WcStatus::LocQpOpErr);
@@ -153,8 +155,8 @@ impl Requester {
         self.is_paced(now)
     }
 
-    /// Whether a window of less than one packet allows a packet by now; if not, sees to it that it is
-    /// asked for again.
+    /// Whether a window of less than one packet allows a packet by now; if not, sees to it that it
+    /// is asked for again.
     fn is_paced(&mut self, now: Instant) -> bool {
         let Some(left) = self.left else {
             return true;
@@ -172,8 +174,8 @@ impl Requester {
         false
     }
 
-    /// Whether the packet `nxt` is in the middle of a READ request of before, of which another part is
-    /// under way.
+    /// Whether the packet `nxt` is in the middle of a READ request of before, of which another part
+    /// is under way.
     fn is_part_under_way(&self) -> bool {
         self.nxt < self.sent
             && self.reads.back() == Some(&self.nxt)
@@ -197,6 +199,8 @@ impl Requester {
         let is_last = index + count == wqe.packets;
         let offset = index * self.mtu;
         let (opcode, ext) = plan_headers(wqe, index == 0, is_last, offset, count * self.mtu);
+        // The payload is gathered again for a repeated packet, since nothing was copied the first
+        // time.
         if !wqe.has_response() {
             let len = (wqe.length - offset).min(self.mtu) as usize;
             if self.gather(ctx, tx, offset as usize, len).is_err() {
@@ -238,8 +242,8 @@ impl Requester {
         Ok(true)
     }
 
-    /// Whether the packet `nxt` asks for an acknowledgement: so often that the window keeps moving, and
-    /// at the end of a message that no other follows at once.
+    /// Returns whether the packet `nxt` asks for an acknowledgement: so often that the window keeps
+    /// moving, and at the end of a message that no other follows at once.
     fn asks_for_ack(&self, wqe: &SendWqe, is_last: bool, may_start: bool) -> bool {
         let window = self.congestion.packets();
         // Twice in a window, so that packets follow acknowledgements and not one burst the other.
@@ -291,8 +295,8 @@ impl Requester {
     }
 }
 
-/// Opcode and extended headers of a request packet (IBTA 9.2.1, tables 35 and 38). `offset` is where
-/// the packet begins in its message, `most` how many bytes a READ piece asks for at most.
+/// Opcode and extended headers of a request packet (IBTA 9.2.1, tables 35 and 38). `offset` is
+/// where the packet begins in its message, `most` how many bytes a READ piece asks for at most.
 fn plan_headers(
     wqe: &SendWqe,
     is_first: bool,
@@ -301,6 +305,7 @@ fn plan_headers(
     most: u32,
 ) -> (Opcode, ExtHeaders) {
     let mut ext = ExtHeaders::default();
+    // The operation decides the family of opcodes, the place in the message picks one of it.
     let pick = |first, middle, last, only| match (is_first, is_last) {
         (true, false) => first,
         (false, false) => middle,

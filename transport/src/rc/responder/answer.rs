@@ -29,13 +29,13 @@ pub(super) enum ResourceKind {
     Atomic { original: u64 },
 }
 
-/// What of a resource is still to be sent, in packets from its first.
+/// Part of a resource that is still to be sent, in packets from its first.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     start: u32,
     next: u32,
     end: u32,
-    /// Whether it has been answered before.
+    /// It has been answered before.
     is_replay: bool,
 }
 
@@ -113,16 +113,16 @@ impl Responder {
         Ok(())
     }
 
-    /// A packet that was taken in before: SENDs and WRITEs are acknowledged again, READs and atomics
-    /// answered again if their resource is still there (IBTA 9.7.5.1.4, 9.7.5.1.5).
+    /// A packet that was taken in before: SENDs and WRITEs are acknowledged again, READs and
+    /// atomics answered again if their resource is still there (IBTA 9.7.5.1.4, 9.7.5.1.5).
     ///
-    /// The acknowledgement covers all that has been taken in, so it waits until it is asked for, as for
-    /// new packets: `rdma_rxe` loses a request that is acknowledged while it is being repeated.
+    /// The acknowledgement covers all that has been taken in, so it waits until it is asked for, as
+    /// for new packets: `rdma_rxe` loses a request that is acknowledged while it is being repeated.
     pub(super) fn on_duplicate(&mut self, ctx: &Ctx<'_>, pkt: &Packet<'_>) {
         let psn = pkt.bth.psn();
         let mtu = ctx.link.mtu.bytes();
-        // The newest first: an older one with the same PSN is from an earlier turn of the PSN, and only
-        // READs and atomics push it out.
+        // The newest first: an older one with the same PSN is from an earlier turn of the PSN, and
+        // only READs and atomics push it out.
         let found = self
             .resources
             .iter_mut()
@@ -149,9 +149,9 @@ impl Responder {
         }
     }
 
-    /// The connection ends: what needs the owner's memory is dropped, and READs of the peer's with it.
-    /// What has been done stays answered, and a refusal keeps its NAK; otherwise the peer takes what
-    /// was delivered for lost, and does not learn why the connection ended.
+    /// The connection ends: what needs the owner's memory is dropped, and READs of the peer's with
+    /// it. What has been done stays answered, and a refusal keeps its NAK; otherwise the peer takes
+    /// what was delivered for lost, and does not learn why the connection ended.
     pub(in crate::rc) fn close(&mut self) {
         let is_atomic = |r: &Resource| matches!(r.kind, ResourceKind::Atomic { .. });
         self.resources.retain(is_atomic);
@@ -173,6 +173,8 @@ impl Responder {
         ctx: &mut Ctx<'_>,
         tx: &mut TxPacket,
     ) -> Result<bool, Fault> {
+        // In PSN order: an acknowledgement covers everything before its PSN, so it must not
+        // overtake the READ response of an earlier one.
         while let Some(at) = self.front() {
             let next = self.resources[at].next_psn();
             if let Some(psn) = self.ack
@@ -253,6 +255,8 @@ impl Responder {
                 let take = (len - offset).min(mtu);
                 let addr = addr.wrapping_add(u64::from(offset));
                 let right = Access::REMOTE_READ;
+                // The key is resolved for each packet, since its owner may have invalidated it
+                // since the last one.
                 match ctx.mrs.resolve_remote(ctx.cfg.pd, rkey, addr, take, right) {
                     Ok(span) => span.push_slices(0, span.len(), &mut tx.segments),
                     Err(_) => return self.lose(ctx, at, pending),
@@ -280,8 +284,8 @@ impl Responder {
     }
 
     /// The key of a READ stopped working while it was being answered. For a first answer that is an
-    /// error of the owner's; a second one may have been asked for by a packet that was long under way,
-    /// and is dropped.
+    /// error of the owner's; a second one may have been asked for by a packet that was long under
+    /// way, and is dropped.
     fn lose(&mut self, ctx: &mut Ctx<'_>, at: usize, pending: Pending) -> Result<bool, Fault> {
         let psn = self.resources[at].next_psn();
         self.resources[at].pending = None;
@@ -313,7 +317,7 @@ impl Resource {
         self.first.add(self.pending.map_or(0, |p| p.next))
     }
 
-    /// Where a repeated request that begins at packet `start` ends; `None` if it is not part of the
+    /// End of a repeated request that begins at packet `start`; `None` if it is not part of the
     /// request that was accepted.
     fn plan_replay(
         &self,
@@ -331,7 +335,8 @@ impl Resource {
                 let offset = start.checked_mul(mtu)?;
                 let part = reth.dma_len();
                 let stop = offset.checked_add(part)?;
-                // Only the last packet of a READ is short, so a part that ends early ends with a packet.
+                // Only the last packet of a READ is short, so a part that ends early ends with a
+                // packet.
                 let is_whole_packets = part.is_multiple_of(mtu) || stop == len;
                 let is_part = operation == Operation::ReadRequest
                     && reth.rkey() == rkey.0

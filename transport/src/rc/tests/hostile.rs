@@ -1,4 +1,4 @@
-//! Packets that nobody sane would send.
+//! Packets that no correct peer would send.
 
 use proptest::prelude::*;
 
@@ -54,7 +54,7 @@ fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
-    /// Whatever arrives, in whatever order, nothing panics, and each request completes once.
+    /// In any order of any packets nothing panics, and each request completes once.
     #[test]
     fn no_packet_panics_and_no_completion_is_lost(
         picks in proptest::collection::vec((0u8..4, any::<prop::sample::Index>()), 1..60),

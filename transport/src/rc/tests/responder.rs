@@ -749,8 +749,8 @@ fn requests_and_responses_take_turns() {
     );
 }
 
-/// Resources are forgotten only when newer READs and atomics need their place, so after a turn of the
-/// PSN an old one covers the PSNs of a new one.
+/// Resources are forgotten only when newer READs and atomics need their place, so after a turn of
+/// the PSN an old one covers the PSNs of a new one.
 #[test]
 fn a_repeated_atomic_gets_its_own_answer() {
     let mut rig = Rig::with(&Options {
@@ -855,7 +855,7 @@ fn marked_data_is_answered_by_a_notification_now_and_then() {
     assert_eq!((c.rx_marked, c.tx_cnps), (4, 2));
 }
 
-/// How long it takes until everything has been sent.
+/// Time until everything has been sent.
 fn time_to_send(rig: &mut Rig, packets: usize) -> Duration {
     let (start, mut sent) = (rig.now, rig.sent().len());
     while sent < packets {

@@ -1,4 +1,4 @@
-//! What a device is created with, and what it counts.
+//! Configuration and counters of a device.
 
 use std::hash::Hasher as _;
 use std::net::IpAddr;
@@ -68,7 +68,7 @@ impl Default for NicLimits {
     }
 }
 
-/// What a device is created with.
+/// Configuration of a device.
 #[derive(Clone, Debug)]
 pub struct NicConfig {
     /// Its address.
@@ -116,7 +116,7 @@ impl NicConfig {
             max_mr_size: u64::MAX,
             max_fast_reg_segments: l.max_fast_reg_segments,
             sg_gaps: true,
-            tells_invalidation: true,
+            reports_invalidation: true,
             max_cq: l.max_cq,
             max_cqe: l.max_cqe,
             max_qp: l.max_qp,
@@ -146,7 +146,7 @@ pub fn device_guid(addr: IpAddr) -> u64 {
     hash.finish() & !(0x03 << 56) | 0x02 << 56
 }
 
-/// What a device has counted since it was created.
+/// Counters of a device since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicCounters {
     /// Packets that came in.
@@ -167,7 +167,7 @@ pub struct NicCounters {
     pub rx_wrong_source: u64,
     /// Packets of another partition.
     pub rx_wrong_pkey: u64,
-    /// MADs that nobody wanted.
+    /// MADs without a taker.
     pub rx_dropped_mads: u64,
     /// Completions lost because their queue was full.
     pub cq_overruns: u64,
@@ -175,7 +175,7 @@ pub struct NicCounters {
     pub refused_qps: u64,
 }
 
-/// What exists of a device.
+/// Numbers of a device's objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicUsage {
     /// Queue pairs.
@@ -188,10 +188,10 @@ pub struct NicUsage {
     pub pds: usize,
 }
 
-/// What a queue pair has counted since it was created.
+/// Counters of a queue pair since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QpCounters {
-    /// Those of the connection; zero on datagram queue pairs.
+    /// Counters of the connection; zero on datagram queue pairs.
     pub rc: RcCounters,
     /// Packets for it that came from a wrong address.
     pub wrong_source: u64,

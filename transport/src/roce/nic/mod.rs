@@ -1,6 +1,6 @@
 //! The device, without its socket: objects, queue pairs, packets in, packets out, timers.
 //!
-//! A [`Nic`] is driven by whoever owns it:
+//! A [`Nic`] is driven by its owner:
 //!
 //! ```text
 //! nic.handle_datagram(now, src, segment, bytes)   // what came in
@@ -20,17 +20,17 @@
 //! | [`rdma_cm`] | the RDMA CM's calls and its messages |
 //!
 //! # Invariants
-//! - A packet changes nothing before its destination, source address, partition key and ICRC have been
-//!   checked; the queue pair then checks sequence, keys, rights and ranges.
+//! - A packet changes nothing before its destination, source address, partition key and ICRC have
+//!   been checked; the queue pair then checks sequence, keys, rights and ranges.
 //! - Timers and transmit turns name queue pairs by handles with a generation, so none outlives its
 //!   queue pair (CVE-2026-45910).
 //! - Queue pairs take turns in sending, [`TURN`] packets each.
 //!
 //! # Bounds
-//! Every table has the limit of its [`NicLimits`]. The queues of events hold one entry for each object
-//! and kind. A peer address has at most [`NicLimits::max_qps_per_peer`] queue pairs. How a peer numbers
-//! its packets is remembered for [`PORTS_PER_QP`] ports for each of its queue pairs, so no peer makes
-//! another one's be forgotten, and strangers have none.
+//! Every table has the limit of its [`NicLimits`]. The queues of events hold one entry for each
+//! object and kind. A peer address has at most [`NicLimits::max_qps_per_peer`] queue pairs. How a
+//! peer numbers its packets is remembered for [`PORTS_PER_QP`] ports for each of its queue pairs,
+//! so no peer makes another one's be forgotten, and strangers have none.
 //!
 //! Not implemented: unreliable connections, memory windows, multicast, several ports or partitions.
 
@@ -74,8 +74,8 @@ pub const TURN: usize = 64;
 /// Answers of queue pairs that have ended which wait to be sent; what comes beyond is lost.
 const MAX_LAST_ANSWERS: usize = 1024;
 
-/// Source ports for each connected queue pair of a peer whose identification patterns are remembered.
-/// Linux uses one for a queue pair.
+/// Source ports for each connected queue pair of a peer whose identification patterns are
+/// remembered. Linux uses one for a queue pair.
 const PORTS_PER_QP: usize = 4;
 
 #[derive(Debug, Default)]
@@ -97,7 +97,7 @@ enum Machine {
     Ud(Box<UdQp>),
 }
 
-/// Where a connected queue pair's packets go.
+/// Destination of a connected queue pair's packets.
 #[derive(Clone, Copy, Debug)]
 struct Peer {
     addr: SocketAddr,
@@ -121,7 +121,7 @@ struct Qp {
     source_port: Option<u16>,
     /// Its connection was accepted, and the peer has not used it yet.
     awaits_first_packet: bool,
-    /// Whether it waits for its turn to send.
+    /// It waits for its turn to send.
     is_queued: bool,
     /// The earliest entry of the timer heap that is meant.
     armed: Option<Instant>,
@@ -164,12 +164,12 @@ pub struct Nic {
     /// Headers of the last answers of queue pairs that have ended, and where they go.
     last_answers: VecDeque<(Peer, HeaderBuf)>,
     timers: BinaryHeap<Reverse<(Instant, QpId)>>,
-    /// How connected peers number their packets, by address and source port.
+    /// Numbering of connected peers' packets, by address and source port.
     verifiers: HashMap<(IpAddr, u16), IcrcVerifier>,
     /// The ports of each peer among them, the oldest first.
     verified_ports: HashMap<IpAddr, VecDeque<u16>>,
     counters: NicCounters,
-    /// What the connections that are gone have counted.
+    /// Counters of closed connections.
     past: RcCounters,
     pub(in crate::roce) cm: CmAgent,
     /// Reused by every call into a queue pair.
@@ -231,7 +231,7 @@ impl Nic {
         }
     }
 
-    /// What it was created with.
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &NicConfig {
         &self.config
@@ -248,7 +248,8 @@ impl Nic {
         self.to_strangers
     }
 
-    /// Makes messages to addresses that may be made up leave from another port, which the ICRC covers.
+    /// Makes messages to addresses that may be made up leave from another port, which the ICRC
+    /// covers.
     pub(in crate::roce) fn set_stranger_port(&mut self, port: u16) {
         self.to_strangers.set_port(port);
     }
@@ -259,13 +260,13 @@ impl Nic {
         self.local
     }
 
-    /// What it has counted.
+    /// Its counters.
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         &self.counters
     }
 
-    /// What all its connections have counted together, those that are gone included. Looks at every
+    /// Counters of all its connections together, closed ones included. Looks at every
     /// queue pair.
     #[must_use]
     pub fn rc_counters(&self) -> RcCounters {
@@ -278,13 +279,13 @@ impl Nic {
         sum
     }
 
-    /// What its connection manager has counted.
+    /// Counters of its connection manager.
     #[must_use]
     pub fn cm_counters(&self) -> crate::cm::CmCounters {
         self.cm.counters()
     }
 
-    /// What exists of it.
+    /// Numbers of its objects.
     #[must_use]
     pub fn usage(&self) -> NicUsage {
         NicUsage {
@@ -301,12 +302,12 @@ impl Nic {
         self.qps.len()
     }
 
-    /// Tells the time, for calls that have no such argument.
+    /// Sets the time, for calls that have no such argument.
     pub fn set_now(&mut self, now: Instant) {
         self.now = self.now.max(now);
     }
 
-    /// The latest time it was told.
+    /// The latest time that it was given.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.now

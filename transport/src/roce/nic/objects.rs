@@ -170,7 +170,7 @@ impl Nic {
             Added::Overrun => {
                 self.counters.cq_overruns += 1;
                 self.raise(AsyncEvent::CqError(cq));
-                // Somebody who sleeps until the next completion must not sleep for ever.
+                // A user that sleeps until the next completion must not sleep for ever.
                 self.fire(cq);
                 true
             }

@@ -65,7 +65,7 @@ impl Nic {
             QpType::Gsi => Qpn::GSI.value(),
             _ => self.qpns.take(&mut self.random),
         };
-        // The machine is told its handle, which exists only once it is in the table.
+        // The machine needs its handle, which exists only once it is in the table.
         let id = self.qps.insert(Qp {
             qpn,
             pd: init.pd,
@@ -123,7 +123,7 @@ impl Nic {
                 ..RcConfig::new(id, init.pd, cap)
             })));
         }
-        // MADs are 256 bytes, whatever the path carries (IBTA 13.5.1).
+        // MADs are 256 bytes on any path (IBTA 13.5.1).
         let mtu = match init.qp_type {
             QpType::Gsi => 256,
             _ => self.config.mtu.bytes() as usize,
@@ -161,7 +161,7 @@ impl Nic {
         Ok(self.qps.get(qp)?.qpn)
     }
 
-    /// What a queue pair has counted.
+    /// Counters of a queue pair.
     pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
         let qp = self.qps.get(qp)?;
         let mut counters = qp.counters;
@@ -214,6 +214,7 @@ impl Nic {
         if let Some(port) = attr.port.filter(|&p| p != PORT) {
             return Err(VerbsError::InvalidPort(port));
         }
+        // A value that does not fit its field is refused: cut to size it would be another one.
         let within = |value: Option<u32>, max: u32, name| match value {
             Some(v) if v > max => Err(VerbsError::InvalidParameter(name)),
             _ => Ok(()),
@@ -294,6 +295,8 @@ impl Nic {
         } else {
             merge(&mut qp.attr, attr);
         }
+        // The machine sees attributes of earlier requests too: access may have been given with
+        // INIT.
         let merged = qp.attr;
         let has_srq = qp.srq.is_some();
         with_env!(self, qp, env);
@@ -446,6 +449,7 @@ fn move_rc(
 ) {
     const REQUIRED: &str = "the state table requires it";
     let access = merged.access.unwrap_or_default() & Access::REMOTE;
+    // The state changes first, since RTR and RTS take their attributes with it; the others follow.
     match (from, to) {
         (_, QpState::Reset) => rc.to_reset(),
         (_, QpState::Error) => rc.to_error(env),

@@ -1,5 +1,5 @@
-//! Queue-pair numbers: random, so that nobody can guess one, and not soon used again, so that a packet
-//! that was long on its way meets nobody.
+//! Queue-pair numbers: random, so that a stranger cannot guess one, and not soon used again, so
+//! that a packet that was long on its way meets no queue pair.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};

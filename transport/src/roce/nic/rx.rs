@@ -1,4 +1,4 @@
-//! What comes in: every packet is checked and handed to its queue pair.
+//! Receiving: every packet is checked and handed to its queue pair.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
@@ -23,7 +23,8 @@ impl Nic {
         self.handle_train(now, src, segment, bytes, false);
     }
 
-    /// [`Nic::handle_datagram`], for packets that a router has marked for congestion if `is_marked`.
+    /// [`Nic::handle_datagram`], for packets that a router has marked for congestion if
+    /// `is_marked`.
     pub fn handle_train(
         &mut self,
         now: Instant,
@@ -56,8 +57,8 @@ impl Nic {
         }
     }
 
-    /// Remembers how a peer numbers its packets. One that uses more ports than it should forgets its
-    /// own oldest one.
+    /// Remembers how a peer numbers its packets. One that uses more ports than it should forgets
+    /// its own oldest one.
     fn remember(&mut self, key: (IpAddr, u16), verifier: IcrcVerifier) {
         if self.verifiers.insert(key, verifier).is_some() {
             return;
@@ -116,8 +117,9 @@ impl Nic {
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
         };
-        // A notification has no PSN that would have to be guessed, so it has to come from where packets with
-        // a right one come from. So does a mark, which is answered with a notification.
+        // A notification has no PSN that would have to be guessed, so it has to come from where
+        // packets with a right one come from. So does a mark, which is answered with a
+        // notification.
         let is_new_port = qp.source_port != Some(src.port());
         let is_cnp = packet.op.operation == Operation::CongestionNotification;
         if is_cnp && is_new_port {
@@ -218,7 +220,7 @@ impl Nic {
         self.settle(id);
     }
 
-    /// After a queue pair did something: hands on what it told, and sees to its turn and its timer.
+    /// After a queue pair did something: hands on its events, and sees to its turn and its timer.
     pub(super) fn settle(&mut self, id: QpId) {
         if !self.out.is_empty() {
             self.drain(id);

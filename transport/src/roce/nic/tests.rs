@@ -1,4 +1,4 @@
-//! A device against whatever a peer may send.
+//! A device against anything that a peer may send.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -274,7 +274,7 @@ fn a_mark_must_come_from_where_the_connection_comes_from() {
     assert_eq!(take(peer(), Opcode::RcSendOnly, 150), 2);
 }
 
-/// Where requests go, and from where, that are made from `since` on for `time`, without an answer.
+/// Destinations and sources of requests that are made from `since` on for `time`, without an answer.
 fn repeated(nic: &mut Nic, since: Instant, time: Duration) -> Vec<(bool, bool)> {
     let mut sent = Vec::new();
     for step in 0..time.as_millis() as u64 {
@@ -505,8 +505,8 @@ fn any_ext() -> impl Strategy<Value = ExtHeaders> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Genuine packets of every kind with arbitrary contents, near and far from what is expected: the
-    /// device neither panics nor says more than a few packets for each.
+    /// Genuine packets of every kind with arbitrary contents, near and far from what is expected:
+    /// the device neither panics nor says more than a few packets for each.
     #[test]
     fn hostile_packets_are_survived(
         packets in proptest::collection::vec(
@@ -733,8 +733,8 @@ fn holds(packet: &[u8], byte: u8) -> bool {
     packet.windows(16).any(|w| w == [byte; 16])
 }
 
-/// A peer can acknowledge a packet that the socket has not taken yet. The request completes, and its
-/// owner reuses the buffer for another session.
+/// A peer can acknowledge a packet that the socket has not taken yet. The request completes, and
+/// its owner reuses the buffer for another session.
 #[test]
 fn a_request_that_is_complete_does_not_change_in_a_batch() {
     let mut nic = nic();

@@ -1,4 +1,4 @@
-//! What goes out, and when: turns and timers.
+//! Transmission: turns and timers.
 
 use std::cmp::Reverse;
 use std::time::Instant;
@@ -12,12 +12,13 @@ use crate::verbs::QpId;
 use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
 
 impl Nic {
-    /// Appends what is to be sent to `batch`, until it has `budget` bytes or nothing is left. Answers
-    /// how many packets were added.
+    /// Appends what is to be sent to `batch`, until it has `budget` bytes or nothing is left.
+    /// Answers how many packets were added.
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
         self.set_now(now);
         let before = (batch.packets(), batch.total_bytes());
-        // Before the message of the CM that ends the connection: the peer would not take them after it.
+        // Before the message of the CM that ends the connection: the peer would not take them after
+        // it.
         while let Some((peer, headers)) = self.last_answers.pop_front() {
             self.tx.clear();
             self.tx.headers = headers;
@@ -107,9 +108,9 @@ impl Nic {
         true
     }
 
-    /// A queue pair ends: keeps what it still has to answer. An adapter would have answered at once;
-    /// here the owner may close a connection, or destroy its queue pair, in the round in which a packet
-    /// came in.
+    /// A queue pair ends: keeps what it still has to answer. An adapter would have answered at
+    /// once; here the owner may close a connection, or destroy its queue pair, in the round in
+    /// which a packet came in.
     pub(super) fn keep_last_answers(&mut self, id: QpId) {
         let now = self.now;
         let Ok(qp) = self.qps.get_mut(id) else {
@@ -146,8 +147,8 @@ impl Nic {
         let Machine::Rc(rc) = &qp.machine else {
             return;
         };
-        // A deadline that moved away keeps its early entry, which then does nothing but arm again. One
-        // that came nearer leaves the later entry behind.
+        // A deadline that moved away keeps its early entry, which then does nothing but arm again.
+        // One that came nearer leaves the later entry behind.
         if let Some(at) = rc.poll_timeout()
             && qp.armed.is_none_or(|armed| at < armed)
         {
@@ -156,8 +157,8 @@ impl Nic {
         }
     }
 
-    /// Adds a timer. Entries that were left behind go before the heap grows, so its size follows from
-    /// the number of queue pairs and not from that of packets.
+    /// Adds a timer. Entries that were left behind go before the heap grows, so its size follows
+    /// from the number of queue pairs and not from that of packets.
     fn push_timer(&mut self, at: Instant, id: QpId) {
         if self.timers.len() == self.timers.capacity() {
             let qps = &self.qps;
@@ -208,7 +209,7 @@ impl Nic {
         self.timer_deadline()
     }
 
-    /// When the next timer fires, whatever is ready.
+    /// When the next timer fires, without regard to what is ready.
     #[must_use]
     pub fn timer_deadline(&self) -> Option<Instant> {
         let timer = self.timers.peek().map(|Reverse((at, _))| *at);

@@ -17,7 +17,7 @@ impl fmt::Debug for CommId {
     }
 }
 
-/// What a requester wants to talk to.
+/// The service that a request is for.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServiceId(pub u64);
 
@@ -259,7 +259,7 @@ pub enum RejReason {
     InvalidCommId = 6,
     /// Communication ids, service id or QPNs do not belong together.
     InvalidCommInstance = 7,
-    /// Nobody listens on the service id.
+    /// No listener on the service id.
     InvalidServiceId = 8,
     /// The service is not offered over this transport service.
     InvalidTransportType = 9,
@@ -291,9 +291,9 @@ pub enum RejReason {
     InvalidAltHopLimit = 22,
     /// Alternate packet rate.
     InvalidAltPacketRate = 23,
-    /// Another port and another CM serve this; both are told.
+    /// Another port and another CM serve this; the answer names both.
     PortCmRedirect = 24,
-    /// Another port serves this; it is told.
+    /// Another port serves this; the answer names it.
     PortRedirect = 25,
     /// Path MTU.
     InvalidMtu = 26,
@@ -361,13 +361,13 @@ pub enum AprStatus {
 pub enum SidrStatus {
     /// Queue pair and queue key are valid.
     Success = 0,
-    /// Nobody offers the service id.
+    /// The service id is not offered.
     Unsupported = 1,
     /// Refused.
     Reject = 2,
     /// No queue pair available.
     NoQp = 3,
-    /// Another port serves this; it is told.
+    /// Another port serves this; the answer names it.
     Redirect = 4,
     /// The version is not spoken.
     UnsupportedVersion = 5,

@@ -57,8 +57,8 @@ pub enum CmAttribute {
 }
 
 impl CmAttribute {
-    /// Messages that begin with a request id of SIDR or with the id of a requester, which is the only
-    /// id that both sides know.
+    /// Messages that begin with a request id of SIDR or with the id of a requester, which is the
+    /// only id that both sides know.
     pub const NAMED_BY_FIRST_ID: [Self; 3] = [Self::Req, Self::SidrReq, Self::SidrRep];
 }
 
@@ -66,10 +66,11 @@ impl CmAttribute {
 pub const MAD_CLASS_OFFSET: usize = 1;
 /// Offset of the attribute id, 16 bits big-endian, in a MAD.
 pub const MAD_ATTRIBUTE_OFFSET: usize = 16;
-/// Offset of a CM message's first id in a MAD, 32 bits big-endian: the sender's communication id, or
-/// the request id of SIDR.
+/// Offset of a CM message's first id in a MAD, 32 bits big-endian: the sender's communication id,
+/// or the request id of SIDR.
 pub const FIRST_ID_OFFSET: usize = 24;
-/// Offset of the receiver's communication id in a MAD, 32 bits big-endian, where the message has one.
+/// Offset of the receiver's communication id in a MAD, 32 bits big-endian, where the message has
+/// one.
 pub const SECOND_ID_OFFSET: usize = 28;
 
 /// A big-endian word of a MAD of the CM class.
@@ -107,8 +108,8 @@ pub fn receiver_id(mad: &[u8]) -> Option<CommId> {
 /// The id by which the CM messages of one connection are spread over the workers that share a queue
 /// pair 1; `None` for what is too short or of another management class.
 ///
-/// It is the id that the receiver chose ([`receiver_id`]), or else the first one: a REJ that withdraws
-/// an unanswered REQ must arrive where that REQ did.
+/// It is the id that the receiver chose ([`receiver_id`]), or else the first one: a REJ that
+/// withdraws an unanswered REQ must arrive where that REQ did.
 #[must_use]
 pub fn routing_id(mad: &[u8]) -> Option<CommId> {
     match second_id(mad).ok()? {
@@ -205,6 +206,7 @@ impl CmMessage {
                 method: header.method(),
             });
         }
+        // Class, version and method first: the attribute has its meaning only within them.
         let info = CmMsgError::InfoLength;
         let message = match header.attribute() {
             0x10 => Self::Req(ReqMsg::parse(view(body))),

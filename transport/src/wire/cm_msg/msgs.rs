@@ -22,7 +22,7 @@ pub struct MraMsg {
     pub remote_comm_id: CommId,
     /// Which message arrived.
     pub message: MraOf,
-    /// How long the sender may take to answer it.
+    /// Time that the sender may take to answer it.
     pub service_timeout: CmTimeout,
     /// The user's data.
     pub private_data: PrivateData<222>,
@@ -114,15 +114,15 @@ pub struct RepMsg {
     pub responder_resources: u8,
     /// READs and atomics the responder may have outstanding.
     pub initiator_depth: u8,
-    /// How long the responder's adapter may take to acknowledge.
+    /// Time that the responder's adapter may take to acknowledge.
     pub target_ack_delay: CmTimeout,
-    /// What became of the alternate path.
+    /// Outcome for the alternate path.
     pub failover: Failover,
-    /// Whether the responder's queue pair sends end-to-end credits.
+    /// The responder's queue pair sends end-to-end credits.
     pub flow_control: bool,
     /// RNR retries that the requester's queue pair should make; 7 is forever.
     pub rnr_retry_count: Bits<3>,
-    /// Whether the responder's queue pair uses a shared receive queue.
+    /// The responder's queue pair uses a shared receive queue.
     pub srq: bool,
     /// The responder's channel adapter.
     pub ca_guid: CaGuid,
@@ -251,7 +251,7 @@ pub struct LapMsg {
     pub remote_comm_id: CommId,
     /// The receiver's queue pair.
     pub remote_qpn: Qpn,
-    /// How long the sender waits for an answer.
+    /// Time that the sender waits for an answer.
     pub remote_cm_timeout: CmTimeout,
     /// The path.
     pub alternate: CmPath,
@@ -290,7 +290,7 @@ pub struct AprMsg {
     pub local_comm_id: CommId,
     /// The receiver's id.
     pub remote_comm_id: CommId,
-    /// What became of the path.
+    /// Outcome for the path.
     pub status: AprStatus,
     /// More about it.
     pub info: AdditionalInfo,
@@ -330,7 +330,7 @@ pub struct SidrReqMsg {
     pub request_id: CommId,
     /// Partition key.
     pub pkey: PKey,
-    /// What is asked for.
+    /// The service.
     pub service_id: ServiceId,
     /// The user's data, with the address header of the RDMA CM at its start.
     pub private_data: PrivateData<216>,
@@ -370,7 +370,7 @@ pub struct SidrRepMsg {
     pub vendor_id: Bits<24>,
     /// The queue pair that serves.
     pub qpn: Qpn,
-    /// What was asked for.
+    /// The length that was asked for.
     pub service_id: ServiceId,
     /// The queue pair's queue key.
     pub qkey: u32,

@@ -29,7 +29,7 @@ pub struct CmPath {
     pub hop_limit: u8,
     /// Service level.
     pub service_level: Bits<4>,
-    /// Whether both ports are on one subnet, with no router between.
+    /// Both ports are on one subnet, with no router between.
     pub subnet_local: bool,
     /// Time the local side needs to acknowledge, with the packet's lifetime:
     /// what the remote queue pair should use as its ACK timeout.
@@ -124,7 +124,7 @@ pub struct ReqMsg {
     pub local_comm_id: CommId,
     /// IEEE vendor id of the requester, for vendor options; usually 0.
     pub vendor_id: Bits<24>,
-    /// What is asked for.
+    /// The service.
     pub service_id: ServiceId,
     /// The requester's channel adapter.
     pub ca_guid: CaGuid,
@@ -140,15 +140,15 @@ pub struct ReqMsg {
     pub local_eecn: Bits<24>,
     /// The responder's end-to-end context; reliable datagram only.
     pub remote_eecn: Bits<24>,
-    /// How long the requester waits for an answer before it sends again.
+    /// Time that the requester waits for an answer before it sends again.
     pub remote_cm_timeout: CmTimeout,
     /// Transport service of the connection.
     pub transport: TransportType,
-    /// Whether the requester's queue pair sends end-to-end credits.
+    /// The requester's queue pair sends end-to-end credits.
     pub flow_control: bool,
     /// The PSN with which the **receiver** of this message begins to send.
     pub starting_psn: Psn,
-    /// How soon the requester answers CM messages.
+    /// Time in which the requester answers CM messages.
     pub local_cm_timeout: CmTimeout,
     /// Transport retries that the responder's queue pair should make.
     pub retry_count: Bits<3>,
@@ -156,13 +156,13 @@ pub struct ReqMsg {
     pub pkey: PKey,
     /// Path MTU; `None` for codes that no MTU has.
     pub path_mtu: Option<Mtu>,
-    /// Whether a reliable datagram channel exists already.
+    /// A reliable datagram channel exists already.
     pub rdc_exists: bool,
     /// RNR retries that the responder's queue pair should make; 7 is forever.
     pub rnr_retry_count: Bits<3>,
-    /// How often the requester sends a CM message again before it gives up.
+    /// Repetitions of a CM message before the requester gives up.
     pub max_cm_retries: Bits<4>,
-    /// Whether the requester's queue pair uses a shared receive queue.
+    /// The requester's queue pair uses a shared receive queue.
     pub srq: bool,
     /// Extended transport type, if [`TransportType::Extended`].
     pub extended_transport: Bits<3>,
@@ -176,6 +176,7 @@ pub struct ReqMsg {
 
 impl ReqMsg {
     pub(super) fn parse(raw: &ReqRaw) -> Self {
+        // Several fields share a byte, the first of them in the upper bits (IBTA 12.6.5).
         Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
             vendor_id: Bits::truncate(raw.vendor_id.value()),
@@ -207,6 +208,7 @@ impl ReqMsg {
     }
 
     pub(super) fn emit(&self) -> ReqRaw {
+        // Code 0 is reserved: a path MTU that was not understood is not repeated as another.
         let mtu = self.path_mtu.map_or(0, Mtu::code);
         ReqRaw {
             local_comm_id: U32::new(self.local_comm_id.0),

@@ -104,7 +104,7 @@ impl Nic {
         Ok(())
     }
 
-    /// A port that nobody has, from a random one on.
+    /// A free port, from a random one on.
     fn free_port(&mut self, space: Ports) -> Result<u16, CmError> {
         let start = (self.random().next_u32() % u32::from(EPHEMERALS)) as u16;
         (0..EPHEMERALS)
@@ -127,6 +127,7 @@ impl Nic {
         }
         let is_bound = entry.local.is_some();
         let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
+        // Errors come as an event, as librdmacm reports what it finds on the way.
         let outcome = if is_link_local(dst.ip()) {
             Err(CmError::LinkLocal)
         } else if dst.ip().is_ipv4() != own.is_ipv4()
@@ -148,7 +149,7 @@ impl Nic {
             }
             Err(e) => CmEventKind::AddrError(e),
         };
-        self.tell(id, kind);
+        self.report(id, kind);
         Ok(())
     }
 
@@ -158,7 +159,7 @@ impl Nic {
             return Err(CmError::InvalidState("resolve_route"));
         }
         become_state(&mut entry.state, IdState::RouteResolved);
-        self.tell(id, CmEventKind::RouteResolved);
+        self.report(id, CmEventKind::RouteResolved);
         Ok(())
     }
 
@@ -227,7 +228,7 @@ impl Nic {
             // An identifier that the IB CM has finished with is what we want.
             let _ = self.cm.cm.destroy(self.now(), ib);
         }
-        // Requests that nobody has seen go with their listener.
+        // Requests that the user has not seen go with their listener.
         let mut unseen = Vec::new();
         self.cm.events.retain(|e| {
             if let CmEventKind::ConnectRequest { listener, .. } = &e.kind
@@ -239,7 +240,7 @@ impl Nic {
             e.id != id
         });
         for request in unseen {
-            // Each is alive: nobody else knows of it.
+            // Each is alive: only this event names it.
             let _ = self.destroy_id(request);
         }
         self.pump_cm();

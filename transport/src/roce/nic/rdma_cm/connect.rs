@@ -25,11 +25,11 @@ use crate::wire::{Psn, Qpn};
 const ACK_TIMEOUT: u8 = 16;
 /// Bounds for the ACK timeout that a peer proposes.
 const ACK_TIMEOUTS: std::ops::RangeInclusive<u8> = 14..=21;
-/// How long we wait for an answer to a CM message: 4.096 µs × 2¹⁷, half a second.
+/// Time that we wait for an answer to a CM message: 4.096 µs × 2¹⁷, half a second.
 const CM_TIMEOUT: u8 = 17;
-/// How often a CM message is repeated.
+/// Repetitions of a CM message.
 const CM_RETRIES: u32 = 15;
-/// How much time an MRA asks for: 4.096 µs × 2²², 17 seconds.
+/// Time that an MRA asks for: 4.096 µs × 2²², 17 seconds.
 const MRA_TIMEOUT: u8 = 22;
 /// Delay that our RNR NAKs ask for: 0.64 ms (IBTA table 45).
 const MIN_RNR_TIMER: u8 = 12;
@@ -86,6 +86,7 @@ impl Nic {
         let space = entry.space;
         let private_data = request_data(space, local, peer, &param.private_data)?;
         let now = self.now();
+        // A random PSN, so that a stranger cannot guess one in the window.
         let rq_psn = Psn::new(self.random().next_u32());
         let ack_timeout = CmTimeout::new(ACK_TIMEOUT);
         let params = ReqParams {
@@ -178,6 +179,7 @@ impl Nic {
         initiator_depth: u8,
     ) -> Result<(), VerbsError> {
         let ack_timeout = said.path.ack_timeout.exponent();
+        // RTR and RTS follow at once, since the peer's message has the attributes of both.
         self.modify_qp(
             qp,
             &QpAttr {
@@ -275,7 +277,7 @@ impl Nic {
                     self.cm.by_ib.remove(&ib);
                     self.cm.cm.destroy(now, ib)?;
                 }
-                self.tell(id, CmEventKind::Disconnected);
+                self.report(id, CmEventKind::Disconnected);
             }
             IdState::Disconnecting | IdState::Closed => {}
             _ => return Err(CmError::InvalidState("disconnect")),

@@ -1,4 +1,4 @@
-//! What the IB CM tells, and MADs in and out.
+//! Events of the IB CM, and MADs in and out.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
@@ -21,7 +21,7 @@ use crate::wire::{
 };
 
 impl Nic {
-    pub(super) fn tell(&mut self, id: CmId, kind: CmEventKind) {
+    pub(super) fn report(&mut self, id: CmId, kind: CmEventKind) {
         self.cm.events.push_back(CmEvent { id, kind });
     }
 
@@ -93,6 +93,8 @@ impl Nic {
         self.cm.may_send = false;
         while let Some((peer, mad)) = self.cm.cm.poll_transmit() {
             let dst = SocketAddr::new(peer, ROCE_PORT);
+            // A message to an address that has not answered yet may wait for its neighbour, so it
+            // goes by a socket of its own.
             let is_stranger = !self.cm.cm.is_proven(peer);
             let from = match is_stranger {
                 true => self.stranger_addr(),
@@ -147,11 +149,12 @@ impl Nic {
             state: Some(QpState::Error),
             ..QpAttr::default()
         };
-        // Every state may go to ERROR, and the queue pair exists as long as the identifier names it.
+        // Every state may go to ERROR, and the queue pair exists as long as the identifier names
+        // it.
         let _ = self.modify_qp(qp, &attr);
     }
 
-    /// Handles what the IB CM has to tell.
+    /// Handles the events of the IB CM.
     pub(super) fn pump_cm(&mut self) {
         self.cm.may_send = true;
         while let Some(IbCmEvent { id: ib, kind }) = self.cm.cm.poll_event() {
@@ -217,6 +220,8 @@ impl Nic {
         if qp.path_mtu > self.config().mtu {
             return Err(RejReason::InvalidMtu);
         }
+        // The address header names the peer's port; its addresses are not believed, since the
+        // packet has the sender's.
         let (port, data) = match entry.space {
             PortSpace::Ib { .. } => (0, &req.private_data.0[..]),
             PortSpace::Tcp | PortSpace::Udp => {
@@ -249,7 +254,7 @@ impl Nic {
             .insert(new)
             .map_err(|_| RejReason::NoResources)?;
         self.cm.by_ib.insert(ib, id);
-        self.tell(id, kind);
+        self.report(id, kind);
         Ok(())
     }
 
@@ -306,7 +311,7 @@ impl Nic {
             IbCmEventKind::DrepReceived { .. }
             | IbCmEventKind::DreqTimeout
             | IbCmEventKind::StaleConnection => self.on_closed(id, CmEventKind::Disconnected),
-            IbCmEventKind::TimewaitExit => self.tell(id, CmEventKind::TimewaitExit),
+            IbCmEventKind::TimewaitExit => self.report(id, CmEventKind::TimewaitExit),
             // Time that the peer asks for is the IB CM's business; alternate paths and datagram
             // services are never asked for here.
             _ => {}
@@ -372,11 +377,11 @@ impl Nic {
             && matches!(entry.state, IdState::Connecting | IdState::Accepting)
         {
             become_state(&mut entry.state, IdState::Established);
-            self.tell(id, CmEventKind::Established { param });
+            self.report(id, CmEventKind::Established { param });
         }
     }
 
-    /// A connection is over: its queue pair fails and its user is told, once.
+    /// A connection is over: its queue pair fails and its user is notified, once.
     fn on_closed(&mut self, id: CmId, kind: CmEventKind) {
         let Ok(entry) = self.cm.ids.get_mut(id) else {
             return;
@@ -386,11 +391,11 @@ impl Nic {
         }
         become_state(&mut entry.state, IdState::Closed);
         self.fail_cm_qp(id);
-        self.tell(id, kind);
+        self.report(id, kind);
     }
 }
 
-/// What a peer's message says, from our point of view.
+/// Parameters of a peer's message, from our point of view.
 fn param_of(qp: &QpPeer, private_data: Vec<u8>) -> ConnParam {
     ConnParam {
         private_data,

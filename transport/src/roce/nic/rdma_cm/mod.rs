@@ -2,35 +2,36 @@
 //! their connection.
 //!
 //! The IB CM ([`crate::cm::Cm`]) speaks of service ids and MADs. This layer gives it addresses and
-//! ports, puts the address header into a request's private data as Linux does, and takes queue pairs
-//! through their states as a connection comes and goes. A device has one [`CmAgent`]; the calls are
-//! methods of [`Nic`](super::Nic), since they change queue pairs.
+//! ports, puts the address header into a request's private data as Linux does, and takes queue
+//! pairs through their states as a connection comes and goes. A device has one [`CmAgent`]; the
+//! calls are methods of [`Nic`](super::Nic), since they change queue pairs.
 //!
 //! | module | what it does |
 //! | --- | --- |
 //! | `calls` | identifiers, addresses, listeners |
 //! | `connect` | connecting, accepting, refusing, disconnecting |
-//! | `events` | what the IB CM tells, and MADs in and out |
+//! | `events` | events of the IB CM, and MADs in and out |
 //! | `state` | the states of an identifier |
 //!
 //! # Choices
 //! - A device has one address, so resolving one is a check, and a route is the path MTU. Both calls
 //!   have answered by the time their event is polled.
-//! - `ConnParam` in an event speaks from the receiver's point of view, as librdmacm's does: the peer's
-//!   initiator depth comes as our responder resources, and the other way round.
-//! - A peer whose interface carries less refuses our path MTU and says what it takes (IBTA 12.6.7.2,
-//!   reason 26). The request is then sent again with that, without a word to the user.
-//! - A connection is established when the RTU arrives or, without being asked, when the first packet
-//!   does.
+//! - `ConnParam` in an event speaks from the receiver's point of view, as librdmacm's does: the
+//!   peer's initiator depth comes as our responder resources, and the other way round.
+//! - A peer whose interface carries less refuses our path MTU and says what it takes (IBTA
+//!   12.6.7.2, reason 26). The request is then sent again with that, without a word to the user.
+//! - A connection is established when the RTU arrives or, without being asked, when the first
+//!   packet does.
 //!
 //! # Bounds
 //! Identifiers: [`NicLimits::max_cm_ids`](super::NicLimits). An identifier has few events under
-//! way, and a listener no more requests than its backlog.
+//! way, and a listener at most its backlog of requests.
 //!
-//! Messages of strangers (all that name no connection of ours with their sender) take turns with data:
-//! [`MADS_PER_ROUND`] of them are handled in a round of the device, [`MAX_WAITING_MADS`] more wait for
-//! the next ones, and beyond that they are lost, which their senders must expect. So a flood of
-//! requests neither delays the packets of connections nor the messages of those being made.
+//! Messages of strangers (all that name no connection of ours with their sender) take turns with
+//! data: [`MADS_PER_ROUND`] of them are handled in a round of the device, [`MAX_WAITING_MADS`] more
+//! wait for the next ones, and beyond that they are lost, which their senders must expect. So a
+//! flood of requests neither delays the packets of connections nor the messages of those being
+//! made.
 //!
 //! Not implemented: datagram services (SIDR requests are refused), multicast, path migration.
 
@@ -58,7 +59,7 @@ const MAX_IB_PRIVATE_DATA: usize = 92;
 
 /// First of the ports that are given out where none was asked for.
 const FIRST_EPHEMERAL: u16 = 32_768;
-/// How many of them there are.
+/// Number of these ports.
 const EPHEMERALS: u16 = 28_232;
 
 /// Messages of strangers that are handled in a round. The user may make a whole channel for each.
@@ -72,7 +73,7 @@ struct Id {
     space: PortSpace,
     state: IdState,
     local: Option<SocketAddr>,
-    /// Whether the local port is entered in the table of ports as this identifier's.
+    /// The local port is entered in the table of ports as this identifier's.
     owns_port: bool,
     peer: Option<SocketAddr>,
     qp: Option<QpId>,
@@ -125,7 +126,7 @@ pub struct CmAgent {
     waiting: VecDeque<(IpAddr, Mad)>,
     /// Messages of strangers that may still be handled in this round.
     turns: u32,
-    /// Whether the IB CM may have a MAD to send.
+    /// The IB CM may have a MAD to send.
     may_send: bool,
     /// PSN of the next MAD.
     psn: Psn,
@@ -170,7 +171,7 @@ impl CmAgent {
         takes
     }
 
-    /// What the IB CM has counted.
+    /// Counters of the IB CM.
     #[must_use]
     pub fn counters(&self) -> crate::cm::CmCounters {
         self.cm.counters()

@@ -1,18 +1,21 @@
 //! This host's network interfaces: their addresses and MTUs.
+//!
+//! The list is walked here and not by `nix::ifaddrs`, which copies every name: the software NIC looks
+//! up its MTU every few seconds, and a worker that has warmed up allocates nothing.
 
 #![allow(
     unsafe_code,
-    reason = "neither rustix nor nix wraps the interface request for an MTU"
+    reason = "walks the C library's list of addresses, and no library wraps the request for an MTU"
 )]
 
+use std::ffi::CStr;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixDatagram;
+use std::ptr;
 
-use nix::ifaddrs::{InterfaceAddress, getifaddrs};
-use nix::net::if_::InterfaceFlags;
-use nix::sys::socket::SockaddrStorage;
+use nix::sys::socket::{SockaddrLike, SockaddrStorage};
 
 /// An address of an interface that is up.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,14 +46,13 @@ impl Interface {
 /// # Errors
 /// The error of `getifaddrs(3)`.
 pub fn interfaces() -> io::Result<Vec<Interface>> {
-    let mut found: Vec<_> = getifaddrs()?
-        .filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP))
-        .filter_map(|entry| Some((ip_of(entry.address.as_ref()?)?, entry)))
-        .filter(|(address, _)| !crate::wire::is_link_local(*address))
-        .map(|(address, entry)| Interface {
-            name: name_of(&entry).to_owned(),
-            address,
-            mtu: mtu_of(name_of(&entry)),
+    let mut found: Vec<_> = Addresses::look()?
+        .iter()
+        .filter(|entry| entry.is_up && !crate::wire::is_link_local(entry.address))
+        .map(|entry| Interface {
+            name: String::from_utf8_lossy(entry.name).into_owned(),
+            address: entry.address,
+            mtu: mtu_of(entry.name),
         })
         .collect();
     found.sort();
@@ -61,41 +63,85 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
 /// the loopback interface that has 127.0.0.1). `None` if there is none.
 #[must_use]
 pub fn interface_mtu(addr: IpAddr) -> Option<u32> {
-    let entries = getifaddrs().ok()?;
-    let holding = entries.filter_map(|entry| Some((common_bits(&entry, addr)?, entry)));
+    let all = Addresses::look().ok()?;
+    let holding = all
+        .iter()
+        .filter_map(|entry| Some((entry.common_bits(addr)?, entry)));
     let (_, best) = holding.reduce(|best, next| if next.0 > best.0 { next } else { best })?;
-    mtu_of(name_of(&best))
+    mtu_of(best.name)
 }
 
-/// The name of the interface. An IPv4 address may have a label, `eth0:1`, which the C library gives
-/// in place of the name.
-fn name_of(entry: &InterfaceAddress) -> &str {
-    let label = &entry.interface_name;
-    label.split_once(':').map_or(label, |(name, _)| name)
+/// The list of getifaddrs(3).
+struct Addresses(*mut libc::ifaddrs);
+
+/// An IP address of an interface.
+struct Entry<'a> {
+    name: &'a [u8],
+    is_up: bool,
+    address: IpAddr,
+    netmask: Option<IpAddr>,
 }
 
-fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
+impl Addresses {
+    fn look() -> io::Result<Self> {
+        let mut head = ptr::null_mut();
+        // SAFETY: the call fills `head`, or fails.
+        if unsafe { libc::getifaddrs(&raw mut head) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self(head))
+    }
+
+    fn iter(&self) -> impl Iterator<Item = Entry<'_>> {
+        // SAFETY: null or a node of the list, which lives as long as `self`.
+        let node = |at: *mut libc::ifaddrs| unsafe { at.as_ref() };
+        std::iter::successors(node(self.0), move |entry| node(entry.ifa_next)).filter_map(|entry| {
+            // SAFETY: the name is a string that lives as long as the list.
+            let label = unsafe { CStr::from_ptr(entry.ifa_name) }.to_bytes();
+            Some(Entry {
+                // An IPv4 address may have a label, `eth0:1`, which stands in the place of the name.
+                name: label.split(|&byte| byte == b':').next()?,
+                is_up: entry.ifa_flags & libc::IFF_UP as u32 != 0,
+                address: ip_of(entry.ifa_addr)?,
+                netmask: ip_of(entry.ifa_netmask),
+            })
+        })
+    }
+}
+
+impl Drop for Addresses {
+    fn drop(&mut self) {
+        // SAFETY: the list came from getifaddrs, and nothing refers to it any longer.
+        unsafe { libc::freeifaddrs(self.0) };
+    }
+}
+
+/// The IP address of a list's socket address, if it is one.
+fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
+    // SAFETY: null, which is refused, or a socket address of the family that it names.
+    let address = unsafe { SockaddrStorage::from_raw(address, None) }?;
     let v4 = address.as_sockaddr_in().map(|a| a.ip().into());
     v4.or_else(|| address.as_sockaddr_in6().map(|a| a.ip().into()))
 }
 
-/// Length in bits of the prefix by which an interface's network holds `addr`; an exact match counts
-/// most.
-fn common_bits(entry: &InterfaceAddress, addr: IpAddr) -> Option<u32> {
-    let has = ip_of(entry.address.as_ref()?)?;
-    if has == addr {
-        return Some(u32::MAX);
-    }
-    match (has, ip_of(entry.netmask.as_ref()?)?, addr) {
-        (IpAddr::V4(a), IpAddr::V4(m), IpAddr::V4(b)) => {
-            let m = m.to_bits();
-            (m != 0 && a.to_bits() & m == b.to_bits() & m).then(|| m.count_ones())
+impl Entry<'_> {
+    /// Length in bits of the prefix by which the interface's network holds `addr`; an exact match
+    /// counts most.
+    fn common_bits(&self, addr: IpAddr) -> Option<u32> {
+        if self.address == addr {
+            return Some(u32::MAX);
         }
-        (IpAddr::V6(a), IpAddr::V6(m), IpAddr::V6(b)) => {
-            let m = m.to_bits();
-            (m != 0 && a.to_bits() & m == b.to_bits() & m).then(|| m.count_ones())
+        match (self.address, self.netmask?, addr) {
+            (IpAddr::V4(a), IpAddr::V4(m), IpAddr::V4(b)) => {
+                let m = m.to_bits();
+                (m != 0 && a.to_bits() & m == b.to_bits() & m).then(|| m.count_ones())
+            }
+            (IpAddr::V6(a), IpAddr::V6(m), IpAddr::V6(b)) => {
+                let m = m.to_bits();
+                (m != 0 && a.to_bits() & m == b.to_bits() & m).then(|| m.count_ones())
+            }
+            _ => None,
         }
-        _ => None,
     }
 }
 
@@ -111,7 +157,7 @@ const _: () = assert!(size_of::<MtuRequest>() == size_of::<libc::ifreq>());
 
 /// The MTU of an interface by its name. It is asked of the kernel and not read from sysfs, whose
 /// mount may show another network namespace than the calling thread's.
-fn mtu_of(name: &str) -> Option<u32> {
+fn mtu_of(name: &[u8]) -> Option<u32> {
     let mut request = MtuRequest {
         name: [0; libc::IFNAMSIZ],
         mtu: 0,
@@ -120,13 +166,14 @@ fn mtu_of(name: &str) -> Option<u32> {
     // The last byte stays zero: the name is a C string.
     request.name[..libc::IFNAMSIZ - 1]
         .get_mut(..name.len())?
-        .copy_from_slice(name.as_bytes());
+        .copy_from_slice(name);
     // The request goes to the network namespace of a socket of any family.
     let socket = UnixDatagram::unbound().ok()?;
     // SAFETY: the request has the layout of an `ifreq` and lives until the call returns.
     let answer = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut request) };
     if answer < 0 {
-        tracing::debug!(error = %io::Error::last_os_error(), name, "no MTU");
+        let name = String::from_utf8_lossy(name);
+        tracing::debug!(error = %io::Error::last_os_error(), %name, "no MTU");
         return None;
     }
     u32::try_from(request.mtu).ok()

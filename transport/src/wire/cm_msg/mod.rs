@@ -11,6 +11,7 @@ mod msgs;
 mod raw;
 mod req;
 
+use num_enum::TryFromPrimitive;
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -29,7 +30,7 @@ use super::mad::{
 pub const CM_CLASS_VERSION: u8 = 2;
 
 /// Attribute ids of the CM messages (IBTA 16.7).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, TryFromPrimitive)]
 #[repr(u16)]
 pub enum CmAttribute {
     /// Connection request.
@@ -191,6 +192,7 @@ impl CmMessage {
     /// Parse a whole MAD.
     pub fn parse(mad: &[u8]) -> Result<(TransactionId, Self), CmMsgError> {
         let (header, body) = MadHeader::parse(mad)?;
+        // Class, version and method first: the attribute has its meaning only within them.
         if header.class() != MadClass::ComMgt as u8 {
             return Err(CmMsgError::Class {
                 class: header.class(),
@@ -206,21 +208,21 @@ impl CmMessage {
                 method: header.method(),
             });
         }
-        // Class, version and method first: the attribute has its meaning only within them.
         let info = CmMsgError::InfoLength;
-        let message = match header.attribute() {
-            0x10 => Self::Req(ReqMsg::parse(view(body))),
-            0x11 => Self::Mra(MraMsg::parse(view(body))),
-            0x12 => Self::Rej(RejMsg::parse(view(body)).ok_or(info)?),
-            0x13 => Self::Rep(RepMsg::parse(view(body))),
-            0x14 => Self::Rtu(PairMsg::parse(view(body))),
-            0x15 => Self::Dreq(DreqMsg::parse(view(body))),
-            0x16 => Self::Drep(PairMsg::parse(view(body))),
-            0x17 => Self::SidrReq(SidrReqMsg::parse(view(body))),
-            0x18 => Self::SidrRep(SidrRepMsg::parse(view(body)).ok_or(info)?),
-            0x19 => Self::Lap(LapMsg::parse(view(body))),
-            0x1a => Self::Apr(AprMsg::parse(view(body)).ok_or(info)?),
-            attribute => return Err(CmMsgError::Attribute { attribute }),
+        let attribute = header.attribute();
+        let kind = CmAttribute::try_from(attribute);
+        let message = match kind.map_err(|_| CmMsgError::Attribute { attribute })? {
+            CmAttribute::Req => Self::Req(ReqMsg::parse(view(body))),
+            CmAttribute::Mra => Self::Mra(MraMsg::parse(view(body))),
+            CmAttribute::Rej => Self::Rej(RejMsg::parse(view(body)).ok_or(info)?),
+            CmAttribute::Rep => Self::Rep(RepMsg::parse(view(body))),
+            CmAttribute::Rtu => Self::Rtu(PairMsg::parse(view(body))),
+            CmAttribute::Dreq => Self::Dreq(DreqMsg::parse(view(body))),
+            CmAttribute::Drep => Self::Drep(PairMsg::parse(view(body))),
+            CmAttribute::SidrReq => Self::SidrReq(SidrReqMsg::parse(view(body))),
+            CmAttribute::SidrRep => Self::SidrRep(SidrRepMsg::parse(view(body)).ok_or(info)?),
+            CmAttribute::Lap => Self::Lap(LapMsg::parse(view(body))),
+            CmAttribute::Apr => Self::Apr(AprMsg::parse(view(body)).ok_or(info)?),
         };
         Ok((header.transaction(), message))
     }

@@ -1,23 +1,23 @@
 //! Waiting for a device's descriptors, and for sockets.
 
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// A descriptor, and what it is waited for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Waited {
+#[derive(Clone, Copy, Debug)]
+pub struct Waited<'a> {
     /// The descriptor.
-    pub fd: RawFd,
+    pub fd: BorrowedFd<'a>,
     /// Whether it is also waited for until it takes bytes, besides until it has some.
     pub to_write: bool,
 }
 
-impl Waited {
+impl<'a> Waited<'a> {
     /// Until it has something to read.
     #[must_use]
-    pub fn reading(fd: RawFd) -> Self {
+    pub fn reading(fd: BorrowedFd<'a>) -> Self {
         let to_write = false;
         Self { fd, to_write }
     }
@@ -25,27 +25,21 @@ impl Waited {
 
 /// Sleeps until one of the descriptors is readable or the time is over; `None` waits without end.
 /// Interruption by a signal ends the wait too.
-pub fn wait_readable(fds: &[RawFd], timeout: Option<Duration>) {
-    let all: Vec<Waited> = fds.iter().copied().map(Waited::reading).collect();
+pub fn wait_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) {
+    let all: Vec<Waited<'_>> = fds.iter().copied().map(Waited::reading).collect();
     wait(&all, timeout);
 }
 
 /// Sleeps until one of the descriptors is ready or the time is over, as [`wait_readable`].
-#[allow(unsafe_code, reason = "a device names its descriptors by number")]
-pub fn wait(fds: &[Waited], timeout: Option<Duration>) {
-    // SAFETY: the descriptors are those of a device or connection that the caller holds, so they
-    // stay open.
-    let borrowed = fds.iter().map(|w| unsafe { BorrowedFd::borrow_raw(w.fd) });
-    let owned: Vec<_> = borrowed.collect();
-    let mut set: Vec<_> = owned
+pub fn wait(fds: &[Waited<'_>], timeout: Option<Duration>) {
+    let mut set: Vec<_> = fds
         .iter()
-        .zip(fds)
-        .map(|(fd, waited)| {
+        .map(|waited| {
             let flags = match waited.to_write {
                 true => PollFlags::IN | PollFlags::OUT,
                 false => PollFlags::IN,
             };
-            PollFd::new(fd, flags)
+            PollFd::from_borrowed_fd(waited.fd, flags)
         })
         .collect();
     let timeout = timeout.map(|t| Timespec {

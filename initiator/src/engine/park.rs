@@ -1,7 +1,7 @@
 //! Where the engine sleeps, and how others wake it.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -83,14 +83,14 @@ impl<T> Mailbox<T> {
 
     /// Sleeps until a message comes, a descriptor is ready or the time is over. It may also wake
     /// for no reason.
-    pub(crate) fn park(&self, fds: &[Waited], timeout: Option<Duration>) {
+    pub(crate) fn park(&self, fds: &[Waited<'_>], timeout: Option<Duration>) {
         self.parked.store(true, Ordering::SeqCst);
         if !self.inner().messages.is_empty() {
             self.parked.store(false, Ordering::SeqCst);
             return;
         }
         let mut all = Vec::with_capacity(fds.len() + 1);
-        all.push(Waited::reading(self.bell.as_raw_fd()));
+        all.push(Waited::reading(self.bell.as_fd()));
         all.extend_from_slice(fds);
         wait(&all, timeout.map(|t| t.min(LONGEST)));
         self.parked.store(false, Ordering::SeqCst);

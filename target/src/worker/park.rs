@@ -1,11 +1,5 @@
 //! Where a worker sleeps: in its ring, which watches the devices' descriptors as well.
 
-#![allow(
-    unsafe_code,
-    reason = "a provider names its descriptors by number; they are duplicated at once"
-)]
-
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use riser_reactor::{Handle, Next, RingError, SubmitError, Token};
@@ -24,8 +18,7 @@ impl Worker {
     /// as there is one.
     pub(super) fn watch(&mut self, device: usize) -> Result<(), WorkerError> {
         for fd in self.devices[device].event_fds() {
-            // SAFETY: the device is alive and keeps its descriptors open as long as it lives.
-            let fd = unsafe { BorrowedFd::borrow_raw(fd) }
+            let fd = fd
                 .try_clone_to_owned()
                 .map_err(|e| WorkerError::Ring(RingError::Enter(e)))?;
             let handle = Handle::new(Arc::new(fd));

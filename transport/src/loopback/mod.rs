@@ -20,7 +20,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -467,7 +467,7 @@ impl Provider for Endpoint {
         [nic, self.full_until, arrival].into_iter().flatten().min()
     }
 
-    fn event_fds(&self) -> Vec<RawFd> {
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
         Vec::new()
     }
 }

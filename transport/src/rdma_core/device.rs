@@ -1,7 +1,7 @@
 //! The verbs that make, query and destroy objects; posting and polling are in `work`.
 
 use std::ffi::CStr;
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 use std::ptr;
 use std::time::Instant;
 
@@ -309,15 +309,17 @@ impl Provider for RdmaCoreDevice {
         is_waiting.then(Instant::now)
     }
 
-    fn event_fds(&self) -> Vec<RawFd> {
-        // SAFETY: all three objects are open as long as the device is.
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+        // SAFETY: all four objects are open as long as the device is.
         unsafe {
-            vec![
+            [
                 (*self.comp).fd,
                 (*self.channel).fd,
                 (*self.context).async_fd,
                 self.seat.wake_fd(),
             ]
+            .map(|fd| BorrowedFd::borrow_raw(fd))
+            .to_vec()
         }
     }
 }

@@ -40,7 +40,7 @@
 use std::io;
 use std::mem::{size_of, zeroed};
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::ptr;
 use std::time::Instant;
 
@@ -243,8 +243,8 @@ impl Driver {
 
     /// The descriptor to wait for: readable when there is something to do.
     #[must_use]
-    pub fn fd(&self) -> RawFd {
-        self.epoll.as_raw_fd()
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
     }
 
     /// Whether a batch was left half sent.

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, BufWriter};
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -455,7 +455,7 @@ impl Provider for Roce {
         [nic, tx, rx].into_iter().flatten().min()
     }
 
-    fn event_fds(&self) -> Vec<RawFd> {
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
         vec![self.driver.fd()]
     }
 }

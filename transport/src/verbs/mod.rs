@@ -35,7 +35,7 @@ mod ids;
 pub mod qp_state;
 mod wr;
 
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
@@ -394,5 +394,5 @@ pub trait Provider: Verbs + RdmaCm {
     fn deadline(&self) -> Option<Instant>;
 
     /// Descriptors that become readable when there is something to do.
-    fn event_fds(&self) -> Vec<RawFd>;
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>>;
 }

@@ -71,7 +71,7 @@ impl IscsiLink {
         }
     }
 
-    pub(super) fn waited(&self) -> Option<Waited> {
+    pub(super) fn waited(&self) -> Option<Waited<'_>> {
         match &self.mover {
             Datamover::Tcp(mover) => mover.waited(),
             Datamover::Iser(_) => None,

@@ -123,7 +123,7 @@ impl Link {
     }
 
     /// The descriptor to wait for, of sessions on TCP.
-    pub(super) fn waited(&self) -> Option<Waited> {
+    pub(super) fn waited(&self) -> Option<Waited<'_>> {
         match self {
             Self::Iscsi(link) => link.waited(),
             Self::Srp(_) | Self::Paths(_) => None,

@@ -150,7 +150,8 @@ impl<P: Provider> Driver<P> {
                     if !self.arm() {
                         let device = self.device.as_ref();
                         let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
-                        let mut fds: Vec<Waited> = fds.into_iter().map(Waited::reading).collect();
+                        let mut fds: Vec<Waited<'_>> =
+                            fds.into_iter().map(Waited::reading).collect();
                         fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
                         self.mailbox.park(&fds, timeout);
                     }

@@ -27,7 +27,7 @@ pub(super) struct TcpMover {
 }
 
 impl TcpMover {
-    pub(super) fn waited(&self) -> Option<Waited> {
+    pub(super) fn waited(&self) -> Option<Waited<'_>> {
         let conn = self.conn.as_ref()?;
         Some(Waited {
             fd: conn.fd(),

@@ -15,7 +15,7 @@ mod socket;
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 
 use riser_memory::MemSlice;
 
@@ -43,7 +43,7 @@ impl TcpConn {
         })
     }
 
-    pub(super) fn fd(&self) -> RawFd {
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.socket.fd()
     }
 

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use arrayvec::ArrayVec;
 use riser_memory::sys::{self, ReceivePiece, SendPiece};
@@ -49,8 +49,8 @@ impl Socket {
         }
     }
 
-    pub(super) fn fd(&self) -> RawFd {
-        self.0.as_raw_fd()
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 
     pub(super) fn poll_connected(&self) -> io::Result<Connecting> {

@@ -1,5 +1,5 @@
-//! A SCSI command under way, the same for every transport: its unit and its place in the unit's task
-//! set, the command's steps, and the data buffer.
+//! A SCSI command under way: its unit and its place in the unit's task set, its steps, and the data
+//! buffer.
 //!
 //! ```text
 //!   register ──────────────→ may start ──→ start ──→ Step ──→ carried out ──→ advance ──→ Step …
@@ -10,14 +10,14 @@
 //! ```
 //!
 //! Data-Out comes before a command takes its place in the order: it waits for its initiator and for
-//! memory without keeping others from their turn. What stands against the command is looked at when it
-//! starts, so what happened while its data were on their way counts.
+//! memory without keeping others from their turn. The checks of the command run when it starts, so
+//! they see what happened while its data were on their way.
 //!
-//! Where the unit or the initiator has limits ([`crate::qos`]), a command waits for them even before that, with or
-//! without Data-Out.
+//! Where the unit or the initiator has limits ([`crate::qos`]), a command waits for them even before
+//! that, with or without Data-Out.
 //!
-//! A transport's context for a request holds one [`Execution`] and adds what is its own: how data
-//! travel, credit, the answer's form. Nothing here sends or posts.
+//! A fabric's context for a request holds one [`Execution`] and adds what is its own: how data travel,
+//! credit, the form of the answer. Nothing here sends or posts.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -41,17 +41,17 @@ use crate::pool::{Buffer, Owner, Pool};
 use crate::qos::{Cost, Limiter};
 use crate::stats::{CDB_TRACED, CommandTimer, Stage, Subject};
 
-/// Timeouts for which the data of one command may be on their way, as long as others come. All pieces after the
-/// first have that together, since others may wait for the command.
+/// Maximum time for the data of one command, in data timeouts, as long as data of others come. All
+/// pieces after the first have that together, since others may wait for the command.
 pub const MAX_DATA_TIMEOUTS: u32 = 8;
 
-/// Bytes of a CDB that are kept; no command of ours is longer.
+/// Maximum length of a CDB that is kept, in bytes. No command of a unit is longer.
 pub const MAX_CDB: usize = 32;
 
-/// Bytes of a VPD page before what it says (SPC-4 7.8.1).
+/// Length of a VPD page's header in bytes (SPC-4 7.8.1).
 const VPD_HEADER: u32 = 4;
 
-/// Whether a command may start.
+/// Outcome of a command's entry into its task set: when it may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
     /// At once.
@@ -60,7 +60,7 @@ pub enum Entry {
     Later,
     /// Never: the task set is full, and the answer TASK SET FULL.
     Full,
-    /// When [`Execution::data_arrived`] says so: what it needs from its initiator comes first.
+    /// When [`Execution::data_arrived`] says so: its data or descriptors come first.
     Gather,
     /// As [`Entry::Gather`], after [`Execution::pass_limits`].
     Limited,
@@ -75,30 +75,30 @@ pub struct Descriptors {
     pub pooled: bool,
 }
 
-/// What a command gets from its initiator before it takes its place in the order.
+/// Data or descriptors that a command gets from its initiator before it takes its place in the order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Early {
-    /// Nothing, or nothing more.
+    /// None, or none are left to come.
     #[default]
     None,
-    /// Its data, or what leads to them, are to come.
+    /// Its data, or descriptors of them, are to come.
     Awaited(Option<DataOut>),
-    /// Its data have come, or failed to.
+    /// Its data have come, or could not.
     Arrived(StepResult),
 }
 
 /// A command under way.
 #[derive(Debug)]
 pub struct Execution {
-    /// The unit, if there is such a one; a command keeps it, whatever becomes of the map.
+    /// The unit, if there is one. A command keeps it when the map changes.
     pub unit: Option<Arc<Unit>>,
-    /// The number that leads to it.
+    /// The LUN that leads to it.
     lun: LunId,
-    /// Whether that is read-only.
+    /// The LUN is read-only.
     read_only: bool,
-    /// There if the initiator may have meant another unit: see [`LunMap`](super::LunMap).
+    /// Present if the initiator may take the LUN for another unit: see [`LunMap`](super::LunMap).
     stale: Option<StaleLun>,
-    /// The answer says which unit it is.
+    /// The answer names the unit.
     names_unit: bool,
     /// Task attribute.
     pub attribute: TaskAttribute,
@@ -112,11 +112,11 @@ pub struct Execution {
     pub step: Option<Step>,
     /// Its data.
     pub buffer: Option<Buffer>,
-    /// Task management has ended it; it lingers until the devices let go.
+    /// Task management has ended it, and a device still uses its buffer.
     pub aborted: bool,
     /// Task-management functions that wait until it is gone.
     pub watchers: Vec<TaskRef>,
-    /// How long it has been where.
+    /// Times of its stages.
     pub timer: CommandTimer,
     early: Early,
     /// The command of the logical unit.
@@ -132,19 +132,19 @@ pub struct Execution {
     /// The initiator's limits, until it has paid.
     limiter: Option<Arc<Limiter>>,
     /// It waits for limits.
-    limited: Option<Limited>,
+    limited: Option<LimitWait>,
 }
 
-/// Under what name a command waits for limits, and whether it writes.
+/// A command's entry among those that wait for limits.
 #[derive(Clone, Copy, Debug)]
-struct Limited {
+struct LimitWait {
     nexus: NexusId,
     name: TaskRef,
     is_write: bool,
 }
 
 impl Execution {
-    /// None.
+    /// An idle context's.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -185,8 +185,7 @@ impl Execution {
         units.iter().any(|unit| self.is_of(unit))
     }
 
-    /// Takes in a command for a unit, which goes to an account, or for none. Its CDB is known, and so are
-    /// its nexus and its tag there.
+    /// Takes in a command, whose CDB is set already. `tag` is the initiator's.
     pub fn take_in(
         &mut self,
         addressed: Option<AddressedUnit>,
@@ -212,8 +211,9 @@ impl Execution {
         });
     }
 
-    /// What it has to pay before it goes on, once; `None` where nothing limits it, or where it will be refused: who
-    /// may not write must not use up what others may.
+    /// Returns what the command has to pay before it goes on, once. `None` where nothing limits it, or
+    /// where it is going to be refused: an initiator that may not write must not use up what others
+    /// may.
     pub fn toll(&mut self, nexus: NexusId) -> Option<Toll> {
         let initiator = self.limiter.take();
         let unit = self.unit.as_ref()?;
@@ -225,7 +225,7 @@ impl Execution {
         if unit.lu.is_refused(&self.request(nexus, &[])) {
             return None;
         }
-        // What it says that it sends may be less than its CDB asks for, and is what it sends at most.
+        // The transport's length may be less than the CDB's, and bounds what is sent.
         let bytes = match volume.is_sent {
             true => volume.bytes.min(self.expected.data_out.into()),
             false => volume.bytes,
@@ -238,8 +238,7 @@ impl Execution {
         Some(Toll::new(unit.index, cost, initiator, of_unit))
     }
 
-    /// Its limits let it go on: it goes for what it needs from its initiator, or calls
-    /// [`Execution::data_arrived`].
+    /// Ends the wait for limits. Its data come next, or [`Execution::data_arrived`] follows at once.
     pub fn pass_limits(&mut self, now: Instant) {
         self.timer.enter(Stage::Scsi, now);
         self.end_limited();
@@ -251,8 +250,8 @@ impl Execution {
         }
     }
 
-    /// Enters the unit's task set under a name. A command for no unit starts at once. It may have to wait for
-    /// limits first (`limited`), to write or to read.
+    /// Enters the unit's task set under a name. A command for no unit starts at once. `limited` is
+    /// present if the command waits for limits first: to write or to read.
     pub fn register(
         &mut self,
         nexus: NexusId,
@@ -285,7 +284,7 @@ impl Execution {
                 match started {
                     _ if new.awaits_data => {
                         self.early = Early::Awaited(data);
-                        let waits = |is_write| Limited {
+                        let waits = |is_write| LimitWait {
                             nexus,
                             name,
                             is_write,
@@ -314,7 +313,7 @@ impl Execution {
         matches!(self.early, Early::Awaited(_))
     }
 
-    /// Bytes of Data-Out that are to be brought before it takes its place in the order.
+    /// Returns the length of the Data-Out that comes before it takes its place in the order, in bytes.
     #[must_use]
     pub fn early_data(&self) -> Option<u32> {
         match self.early {
@@ -323,8 +322,8 @@ impl Execution {
         }
     }
 
-    /// What it needs from its initiator has come, or will not: whether it may start at once, and other
-    /// tasks that may.
+    /// Its data or descriptors have come, or failed to. Returns whether it may start at once, and the
+    /// other tasks that may.
     ///
     /// # Panics
     /// If it does not wait for that.
@@ -361,8 +360,8 @@ impl Execution {
         }
     }
 
-    /// Starts the command: its first step that is not done yet. A command whose data no buffer of the
-    /// pool can ever hold is refused.
+    /// Starts the command; returns its first step that is not done yet. A command whose data no buffer
+    /// of the pool can ever hold is refused.
     pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
         self.timer.enter(Stage::Scsi, now);
         let request = self.request(nexus, luns);
@@ -398,7 +397,7 @@ impl Execution {
         Response::check_condition(&sense, format, self.expected)
     }
 
-    /// Tells the command how its last step ended: the next one.
+    /// Takes the result of the last step; returns the next one.
     ///
     /// # Panics
     /// If no command runs.
@@ -419,7 +418,7 @@ impl Execution {
         }
     }
 
-    /// Makes sure of the command's data buffer, if it needs one; `false` without room in the pool.
+    /// Gets the command's data buffer, if it needs one; `false` without room in the pool.
     pub fn has_buffer(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         let len = self.buffer_len();
         if self.buffer.is_none() && len > 0 {
@@ -428,8 +427,8 @@ impl Execution {
         self.buffer.is_some() || len == 0
     }
 
-    /// Waits for the buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not get; the step
-    /// that needs it is in `step`.
+    /// Waits for the buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not get. The
+    /// step that needs it is in `step`.
     pub fn await_buffer(&mut self, pool: &mut Pool, owner: Owner, now: Instant) {
         self.timer.enter(Stage::Memory, now);
         if self.is_held_up() {
@@ -439,8 +438,8 @@ impl Execution {
         }
     }
 
-    /// Takes the pool's reserve, if the command has started and waits for memory, so that others may wait
-    /// for it with theirs; `false` if not, or while another command has the reserve.
+    /// Takes the pool's reserve, if the command has started and waits for memory: others may wait for
+    /// its end and hold memory meanwhile. `false` if not, or while another command has the reserve.
     pub fn take_reserve(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         if self.is_held_up() {
             self.buffer = pool.grant_reserve(owner, self.buffer_len());
@@ -458,8 +457,8 @@ impl Execution {
         runs && self.buffer.is_none() && !self.is_gathering()
     }
 
-    /// Brings the data of a response into the buffer, where they are not there yet: how many bytes
-    /// there are for the initiator. `None` without room in the pool.
+    /// Brings the data of a response into the buffer, where they are not there yet; returns the number
+    /// of bytes for the initiator. `None` without room in the pool.
     pub fn gather(
         &mut self,
         pool: &mut Pool,
@@ -486,8 +485,8 @@ impl Execution {
         Some(len)
     }
 
-    /// The answer has been sent. Not before does the initiator know of the unit what the answer says: commands
-    /// that it has sent with this one may be meant for the unit before.
+    /// The answer has been sent. Until then the initiator does not know the unit that the answer names,
+    /// and commands that it has sent with this one may be for the unit before.
     pub fn arrive(&mut self, now: Instant) {
         self.timer.arrive(now);
         if let Some(stale) = self.stale.take().filter(|_| self.names_unit) {
@@ -495,12 +494,12 @@ impl Execution {
         }
     }
 
-    /// A response that is a status alone.
+    /// Returns a response that is a status alone.
     pub fn status_only(&self, status: Status) -> Response {
         Response::status_only(status, self.expected)
     }
 
-    /// Has another name in the task set, where it is there: another channel carries it on.
+    /// Renames it in the task set, if it is there: another connection carries it on.
     pub fn rename(&mut self, name: TaskRef) {
         if let (Some(key), Some(unit)) = (self.key, &self.unit) {
             unit.rename(key, name);
@@ -511,7 +510,8 @@ impl Execution {
         }
     }
 
-    /// Its answer waits, and it is about to leave the task set: functions of its nexus are to find it.
+    /// Notes that it is about to leave the task set while its answer waits, so that functions of its
+    /// nexus find it.
     pub fn note_left(&mut self, nexus: NexusId, name: TaskRef) {
         if let (None, Some(unit)) = (self.left, &self.unit) {
             unit.note_left(nexus, (name, self.lun));
@@ -519,7 +519,7 @@ impl Execution {
         }
     }
 
-    /// Leaves the task set: tasks that may start now.
+    /// Leaves the task set; returns the tasks that may start now.
     #[must_use]
     pub fn leave(&mut self) -> Vec<TaskRef> {
         self.end_limited();
@@ -531,13 +531,13 @@ impl Execution {
         started
     }
 
-    /// Its own nexus ends it, and expects no status from then on, whichever others end it too.
+    /// Notes that its own nexus ends it, and expects no status from then on, even if others end it too.
     pub fn renounce(&mut self) {
         self.is_renounced = true;
     }
 
-    /// Whether another nexus has ended it: its initiator, which does not know, is to be answered. It may have
-    /// left the task set between that and when its channel hears of it, or be ended by several.
+    /// Whether another nexus has ended it, so that its initiator has to be answered. It may have left
+    /// the task set before its connection is notified, or be ended by several.
     #[must_use]
     pub fn is_cleared(&self) -> bool {
         if self.is_renounced {
@@ -559,8 +559,8 @@ impl Execution {
         }
     }
 
-    /// It ends with a status alone, and no device uses its data any more: gives these back. Functions that
-    /// waited for its end do not wait for the initiator to take the answer: they are returned.
+    /// Gives its data back, since it ends with a status alone and no device uses them. Returns the
+    /// functions that waited for its end: they do not wait for the initiator to take the answer.
     #[must_use]
     pub fn interrupt(&mut self, pool: &mut Pool) -> Vec<TaskRef> {
         if let Some(buffer) = self.buffer.take() {
@@ -573,7 +573,7 @@ impl Execution {
         std::mem::take(&mut self.watchers)
     }
 
-    /// Gives everything back: functions that waited for its end.
+    /// Gives everything back; returns the functions that waited for its end.
     #[must_use]
     pub fn finish(&mut self, pool: &mut Pool) -> Vec<TaskRef> {
         debug_assert!(self.key.is_none(), "it has left its task set");

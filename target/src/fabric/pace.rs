@@ -1,18 +1,19 @@
-//! How long a command may wait for its initiator on a connection that moves data.
+//! The time that a command may wait for its initiator on a connection that moves data.
 //!
 //! Data of a command wait behind those of others on the same connection, and a deep queue of long commands
 //! takes minutes on a slow link although it moves data all the time. So the time that a command waits counts
 //! only as far as the data that its connection moved meanwhile do not explain it, at [`SLOWEST`]. A
 //! connection that is faster is never too slow. One that moves little, to keep its place, gains nothing
-//! by it. And since a piece of data waits at most behind one piece of every other command, no more than that
-//! explains the wait for one piece: an initiator cannot keep a command waiting for ever by moving
+//! by it. A piece of data waits at most behind one piece of every other command, so at most that many
+//! bytes explain the wait for one piece: an initiator cannot keep a command waiting for ever by moving
 //! the data of others.
 
 use std::time::{Duration, Instant};
 
 use crate::pool::MAX_BLOCK;
 
-/// Bytes a second of the slowest connection whose commands may wait for one another as long as they must.
+/// Rate of the slowest connection whose commands may wait for one another as long as they must, in
+/// bytes a second.
 pub const SLOWEST: u64 = 4 << 20;
 
 /// Data that a connection has moved.
@@ -24,12 +25,12 @@ pub struct Pace {
     most: u64,
 }
 
-/// Since when a command waits for its initiator to send or take a piece of its data.
+/// A command's wait for its initiator to send or take a piece of its data.
 #[derive(Clone, Copy, Debug)]
 pub struct Wait {
-    /// Since when.
+    /// Start of the wait.
     pub since: Instant,
-    /// What the connection had moved by then, in bytes.
+    /// Bytes that the connection had moved by then.
     moved: u64,
 }
 
@@ -43,7 +44,7 @@ impl Pace {
         }
     }
 
-    /// Bytes that it has moved.
+    /// Returns the number of bytes that it has moved.
     #[must_use]
     pub fn moved(&self) -> u64 {
         self.moved
@@ -63,20 +64,21 @@ impl Pace {
         }
     }
 
-    /// How much of a wait counts by now.
+    /// Returns the part of a wait that counts by now.
     #[must_use]
     pub fn waited(&self, wait: Wait, now: Instant) -> Duration {
         let elapsed = now.saturating_duration_since(wait.since);
         elapsed.saturating_sub(self.explained(wait))
     }
 
-    /// When a wait that may count for `left` is too long, unless more data are moved before.
+    /// Returns the time at which a wait that may count for `left` is too long, unless more data are
+    /// moved before.
     #[must_use]
     pub fn due(&self, wait: Wait, left: Duration) -> Instant {
         wait.since + left + self.explained(wait)
     }
 
-    /// How much of a wait the data explain that were moved meanwhile.
+    /// Returns the part of a wait that the data explain that were moved meanwhile.
     fn explained(&self, wait: Wait) -> Duration {
         let moved = (self.moved - wait.moved).min(self.most);
         Duration::from_micros(moved * 1_000_000 / SLOWEST)

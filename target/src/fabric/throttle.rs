@@ -1,4 +1,4 @@
-//! The commands of one channel that wait for limits.
+//! The commands of one connection that wait for limits.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -7,25 +7,25 @@ use std::time::{Duration, Instant};
 use super::UnitIdx;
 use crate::qos::{Cost, Limiter};
 
-/// For how long a command may have to wait behind others of its line. Initiators give up after 30 s by default
-/// (Linux).
+/// Maximum time for which a command may have to wait behind others of its line. Linux initiators give
+/// up after 30 s by default.
 pub const MAX_WAIT: Duration = Duration::from_secs(10);
 
-/// Commands of a channel that may always wait.
+/// Number of a connection's commands that may always wait.
 const MIN_WAITING: usize = 4;
 
-/// What a command has to pay before it goes on: first its initiator, then its unit.
+/// The price of a command, paid before it goes on: first to its initiator's limits, then to its unit's.
 #[derive(Clone, Debug)]
 pub struct Toll {
     unit: UnitIdx,
     cost: Cost,
     /// The limits of the initiator and of the unit, by [`Gate`].
     limiters: [Option<Arc<Limiter>>; 2],
-    /// What has been paid there, by the limiter's epoch.
+    /// The epoch of each limiter when it was paid there.
     paid: [Option<u64>; 2],
 }
 
-/// Whose limits a command waits for.
+/// The limits that a command waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gate {
     Initiator,
@@ -33,7 +33,7 @@ enum Gate {
 }
 
 impl Toll {
-    /// What a command for a unit takes from the limits of its initiator and of the unit.
+    /// The price of a command for a unit.
     #[must_use]
     pub fn new(
         unit: UnitIdx,
@@ -55,8 +55,9 @@ impl Toll {
         self.cost.is_write
     }
 
-    /// Pays from a gate on: at which one it has to wait, and until when. The unit is not paid before the initiator's
-    /// own limits let the command go, or it would hold up others there while it waits for these.
+    /// Pays from a gate on; returns the gate at which it has to wait, and until when. The unit is not
+    /// paid before the initiator's own limits have room, or the command would hold up others there
+    /// while it waits for these.
     fn book(&mut self, from: Gate, now: Instant) -> Option<(Gate, Instant)> {
         let gates = [Gate::Initiator, Gate::Unit];
         for gate in &gates[from as usize..] {
@@ -86,7 +87,7 @@ impl Toll {
         self.refund_at(Gate::Unit);
     }
 
-    /// Whether what was paid at a gate is void: the limits there are others by now.
+    /// Whether the payment at a gate is void: the limits there have changed.
     fn is_void(&self, gate: Gate) -> bool {
         match (&self.limiters[gate as usize], self.paid[gate as usize]) {
             (Some(limiter), Some(epoch)) => limiter.epoch() != epoch,
@@ -94,7 +95,7 @@ impl Toll {
         }
     }
 
-    /// Its initiator has these limits from now on.
+    /// Follows its initiator to other limits.
     fn follow(&mut self, initiator: Option<&Arc<Limiter>>) {
         let own = &mut self.limiters[Gate::Initiator as usize];
         let is_same = match (&own, initiator) {
@@ -112,7 +113,7 @@ impl Toll {
     }
 }
 
-/// Whether a command may go on.
+/// Decision on a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Admission {
     /// At once.
@@ -123,12 +124,12 @@ enum Admission {
     Full,
 }
 
-/// How a command was taken in.
+/// A command's way in.
 #[derive(Debug)]
 pub struct Passage {
-    /// There if it waits: whether it writes.
+    /// Present if it waits: whether it writes.
     pub limited: Option<bool>,
-    /// What it has paid, if it goes on at once.
+    /// Its payment, if it goes on at once.
     paid: Option<Toll>,
 }
 
@@ -138,9 +139,9 @@ struct Line {
     of: (UnitIdx, bool),
     /// When that was.
     paid: Instant,
-    /// Whom the first of them waits for.
+    /// The gate at which the first of them waits.
     gate: Gate,
-    /// When that lets it go.
+    /// Time at which that has room for it.
     due: Instant,
 }
 
@@ -161,9 +162,9 @@ pub struct Throttle<I> {
 }
 
 impl<I: Copy + PartialEq> Throttle<I> {
-    /// One for a channel that takes so many commands at once. A quarter of them may wait, and the first of each
-    /// line: the others are left for what has no limits. Initiators may use half of what they are granted (ib_srp:
-    /// 64 by default).
+    /// The throttle of a connection that takes up to `commands` at once. A quarter of them may wait,
+    /// and the first of each line: the others are left for commands without limits. Initiators may use
+    /// half of what they are granted (ib_srp: 64 by default).
     #[must_use]
     pub fn new(commands: usize) -> Self {
         Self {
@@ -202,7 +203,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         self.withdraw(command);
     }
 
-    /// A command that has to pay: whether it may go on. The first of a line always has its place.
+    /// Decides on a command that has to pay. The first of a line always has its place.
     fn admit(&mut self, command: I, toll: &mut Toll, now: Instant) -> Admission {
         match self.lines.iter().find(|line| line.of == toll.line()) {
             Some(line) => {
@@ -230,7 +231,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         Admission::Wait
     }
 
-    /// How long a command would wait in a line, if nothing but that line used the limits.
+    /// Returns the time that a command would wait in a line, if only that line used the limits.
     fn wait_behind(&self, line: &Line, toll: &Toll, now: Instant) -> Duration {
         let (mut commands, mut bytes) = (0, 0u64);
         for ahead in self.waiting.iter().filter(|w| w.toll.line() == line.of) {
@@ -244,7 +245,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         first.saturating_add(spans.max().unwrap_or_default())
     }
 
-    /// A command that may go now.
+    /// Returns a command that may go on now.
     pub fn poll(&mut self, now: Instant) -> Option<I> {
         while let Some(at) = self.lines.iter().position(|line| line.due <= now) {
             let line = self.lines[at];
@@ -272,7 +273,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         None
     }
 
-    /// When [`Throttle::poll`] wants to be called.
+    /// Returns the time for the next [`Throttle::poll`].
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.lines.iter().map(|line| line.due).min()
@@ -284,13 +285,14 @@ impl<I: Copy + PartialEq> Throttle<I> {
         self.waiting.is_empty()
     }
 
-    /// The commands that wait, in the order of their arrival.
+    /// Returns the commands that wait, in the order of their arrival.
     pub fn waiting(&self) -> impl Iterator<Item = I> {
         self.waiting.iter().map(|waiting| waiting.command)
     }
 
-    /// A command waits no longer, if it does: it has been ended. The next one has its turn. What it waits for gets its
-    /// payment back; an initiator's limit that has let it go keeps it, or one could make a unit wait for free.
+    /// Removes a command that has been ended, if it waits; the next one has its turn. The limit that it
+    /// waits for is paid back. An initiator's limit that it has passed is not, or an initiator could
+    /// make a unit wait for free.
     pub fn remove(&mut self, command: I) {
         self.take(command, Toll::refund_at);
     }
@@ -316,7 +318,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         }
     }
 
-    /// Limits may have changed, and the initiator has these: what waits by others pays once more.
+    /// Follows changed limits: what has paid to others pays once more.
     pub fn rebook(&mut self, initiator: Option<&Arc<Limiter>>, now: Instant) {
         for waiting in &mut self.waiting {
             waiting.toll.follow(initiator);

@@ -13,7 +13,8 @@
 //! # Modules
 //! - `channel`: [`Channel`]: its state and its inputs. `login`, `full_feature`, `logout`: what it does in
 //!   each phase of its life. `report`: what it tells of itself.
-//! - `command`: the way of a SCSI command; `task`: its context ([`TaskState`]).
+//! - `command`: the way of a SCSI command; `data`: its data; `ending`: its end; `task`: its context
+//!   ([`TaskState`]).
 //! - `window`: the command numbers that a session's connections share; `order`: requests whose turn
 //!   has not come.
 //! - `recovery`: what is kept to be sent once more. `allegiance`: commands that go from a connection that
@@ -39,7 +40,9 @@
 mod allegiance;
 mod channel;
 mod command;
+mod data;
 mod datamover;
+mod ending;
 mod full_feature;
 mod login;
 mod logout;

@@ -1,4 +1,4 @@
-//! The way of one command through its stages.
+//! Times of one command's stages.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,11 +13,11 @@ use super::{CLASSES, Stage};
 /// Reads the time.
 pub type Clock = fn() -> Instant;
 
-/// A command that was answered, for its account.
+/// The numbers of a command that was answered, for its account.
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) class: Kind,
-    /// How long it took in all, in nanoseconds.
+    /// Total time in nanoseconds.
     pub(super) took: u64,
     /// Nanoseconds by stage, of a command that is timed.
     pub(super) spent: Option<[u64; Stage::ALL.len()]>,
@@ -25,7 +25,7 @@ pub(super) struct Done {
     pub(super) fault: Option<Fault>,
 }
 
-/// Where a command is, and, where it is timed, how long it was elsewhere.
+/// The present stage of a command and, if the command is timed, the times of those before.
 #[derive(Debug)]
 pub struct CommandTimer {
     account: Option<Arc<Account>>,
@@ -64,7 +64,7 @@ impl Default for CommandTimer {
 }
 
 impl CommandTimer {
-    /// A command has come.
+    /// Begins with a command that has come.
     pub fn begin(
         &mut self,
         account: Arc<Account>,
@@ -89,7 +89,7 @@ impl CommandTimer {
         self.account = Some(account);
     }
 
-    /// It is in the sample, or somebody looks at commands to the unit: each of its stages is timed.
+    /// Times each of its stages: it is in the sample, or commands to the unit are traced.
     #[cold]
     fn time(&mut self, account: &Account, subject: Option<Subject>, now: Instant) {
         let lun = account.lun();
@@ -109,20 +109,20 @@ impl CommandTimer {
         self.clock.map_or(now, |clock| clock())
     }
 
-    /// What kind of command it is.
+    /// Sets the kind of the command.
     pub fn classify(&mut self, class: Kind) {
         self.done.class = class;
     }
 
-    /// Another connection is to carry it on.
+    /// Leaves the command to another connection.
     pub fn leave(&mut self) {
         if let Some(account) = self.account.take() {
             account.end(None);
         }
     }
 
-    /// It is carried on here, and goes to this account, unless it was answered before and is only
-    /// answered once more.
+    /// Takes the command over from another connection, on this account. One that was answered there, and
+    /// only has its answer repeated, stays on the other's.
     pub fn join(&mut self, account: Option<Arc<Account>>) {
         self.account = account.filter(|_| !self.counted);
         if let Some(account) = &self.account {
@@ -130,7 +130,7 @@ impl CommandTimer {
         }
     }
 
-    /// The command is elsewhere from now on.
+    /// Enters another stage.
     #[inline]
     pub fn enter(&mut self, stage: Stage, now: Instant) {
         if self.stage != stage {
@@ -159,16 +159,16 @@ impl CommandTimer {
         }
     }
 
-    /// So many bytes are taken from the initiator.
+    /// Counts data of a piece, in bytes.
     pub fn carry(&mut self, bytes: u32) {
         self.done.bytes += u64::from(bytes);
     }
 
-    /// Its answer is known, with so many bytes of data; it is sent now.
+    /// Takes the answer, with `bytes` of data; it is sent now.
     pub fn answer(&mut self, response: &Response, bytes: u32, now: Instant) {
         self.enter(Stage::FabricOut, now);
         if self.answered {
-            // Another connection says it again.
+            // Another connection repeats it.
             return;
         }
         self.done.bytes += u64::from(bytes);

@@ -1,0 +1,175 @@
+//! Ends of requests: answered, aborted, or torn down with their connection.
+
+use riser_scsi::step::Status;
+
+use super::channel::{Channel, Cx, Phase};
+use super::datamover::{Datamover, Start};
+use super::task::{Incoming, Piece, TaskState};
+use crate::fabric::{CommandFlow as _, End, TaskAction, TaskIdx, TaskRef};
+use crate::pool::Pool;
+
+impl<D: Datamover> Channel<D> {
+    /// Other connections of the session cannot name the task any more.
+    fn forget_tag(&self, idx: TaskIdx) {
+        if let Some(session) = &self.session {
+            let itt = self.tasks[usize::from(idx.0)].itt;
+            session.window.remove_tag(itt, self.task_ref(idx));
+        }
+    }
+
+    /// The answer to a command has gone, and the command is kept until that is acknowledged.
+    pub(super) fn note_answered(&mut self, cx: &Cx<'_>, idx: TaskIdx) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        // It may have been acknowledged before we heard that it was sent.
+        if task.state == TaskState::Sent {
+            task.exec.timer.arrive(cx.now);
+        }
+    }
+
+    /// The answer to a request has gone.
+    pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        self.tasks[usize::from(idx.0)].exec.arrive(cx.now);
+        let answer = self.tasks[usize::from(idx.0)].response.as_ref();
+        self.pace
+            .on_moved(answer.map_or(0, |answer| answer.data_in.len()));
+        self.finish(cx.pool, idx, End::Answered);
+    }
+
+    /// Ends a request: releases its resources and notifies its watchers.
+    pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+        self.leave_task_set(idx);
+        self.forget_tag(idx);
+        self.disinherit(idx);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        match end {
+            End::Answered => {}
+            End::Aborted => self.counters.aborted += 1,
+            End::TornDown => self.counters.torn_down += 1,
+        }
+        let watchers = task.exec.finish(pool);
+        task.incoming = Incoming::default();
+        task.response = None;
+        task.mgmt = None;
+        task.r2ts = 0;
+        task.waited = 0;
+        task.data_start = Start::default();
+        task.piece = Piece::default();
+        self.report_gone(watchers);
+        self.give_back(idx);
+    }
+
+    /// Ends a command without an answer, at once or as soon as no device uses its buffer.
+    pub(super) fn abort(&mut self, pool: &mut Pool, idx: TaskIdx, watcher: Option<TaskRef>) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if !task.is_command() {
+            // Its answer is on its way before ours: the task is gone for the initiator.
+            if let Some(watcher) = watcher {
+                self.ask(TaskAction::TaskGone(watcher));
+            }
+            return;
+        }
+        task.exec.watchers.extend(watcher);
+        task.exec.renounce();
+        self.cut_short(pool, idx, End::Aborted);
+    }
+
+    /// Ends a command that task management has ended, here or on another channel, at once or as soon as no
+    /// device uses its buffer.
+    pub(super) fn end_managed(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if !task.is_command() {
+            return self.abort(cx.pool, idx, Some(watcher));
+        }
+        task.exec.watchers.push(watcher);
+        if task.exec.aborted {
+            return;
+        }
+        if self.stop(cx.pool, idx) {
+            self.tasks[usize::from(idx.0)].exec.aborted = true;
+        } else {
+            self.end_aborted(cx, idx);
+        }
+    }
+
+    /// Ends an aborted command that no device uses any more. One that another nexus has ended is answered
+    /// with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
+    pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        let task = &self.tasks[usize::from(idx.0)];
+        let is_over = matches!(self.phase, Phase::Closing | Phase::Closed);
+        let is_awaited = !is_over && task.exec.is_cleared();
+        // Its own nexus may have ended it from another connection.
+        if !is_awaited || self.window().is_aborted(task.itt, self.task_ref(idx)) {
+            return self.finish(cx.pool, idx, End::Aborted);
+        }
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        let watchers = exec.interrupt(cx.pool);
+        self.report_gone(watchers);
+        self.answer_status(cx, idx, Status::TaskAborted);
+    }
+
+    /// Ends a request that is not answered, at once or as soon as no device uses its buffer.
+    pub(super) fn cut_short(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+        if self.tasks[usize::from(idx.0)].exec.aborted {
+            return;
+        }
+        if self.stop(pool, idx) {
+            self.tasks[usize::from(idx.0)].exec.aborted = true;
+        } else {
+            self.finish(pool, idx, end);
+        }
+    }
+
+    /// Stops what a request does; whether a device or a socket still has its buffer, or it is another
+    /// connection's.
+    fn stop(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
+        match self.tasks[usize::from(idx.0)].state {
+            TaskState::AwaitBuffer => {
+                self.backlog.leave_memory(pool, idx);
+                false
+            }
+            TaskState::AwaitLimit => {
+                self.backlog.limits.remove(idx);
+                false
+            }
+            TaskState::Receive | TaskState::Send => self.mover.forget(idx),
+            TaskState::Expected => true,
+            TaskState::Block => {
+                self.ask(TaskAction::AbortBlock(idx));
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Aborts what waits for the initiator, who is logging out, or for limits, which would delay that.
+    pub(super) fn abort_waiting(&mut self, cx: &mut Cx<'_>) {
+        for idx in self.all() {
+            let task = &self.tasks[usize::from(idx.0)];
+            let waits = match task.state {
+                TaskState::Receive | TaskState::AwaitUnsolicited | TaskState::AwaitLimit => true,
+                // For an acknowledgment.
+                TaskState::Send => self.mover.recovers(),
+                _ => false,
+            };
+            if waits {
+                self.abort(cx.pool, idx, None);
+            }
+        }
+    }
+
+    /// Ends everything that no device and no socket holds any more.
+    pub(super) fn tear_down(&mut self, pool: &mut Pool, is_sending: bool) {
+        for idx in self.all() {
+            let task = &mut self.tasks[usize::from(idx.0)];
+            match task.state {
+                TaskState::Idle => {}
+                TaskState::Sent if is_sending => {}
+                _ => self.cut_short(pool, idx, End::TornDown),
+            }
+        }
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = TaskIdx> + use<D> {
+        (0..self.tasks.len() as u16).map(TaskIdx)
+    }
+}

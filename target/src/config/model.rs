@@ -656,7 +656,7 @@ pub struct Limits {
     pub buffer_pool: usize,
     /// How long an initiator may take to send data that it was asked for, in whole seconds.
     /// All data of a long command, and its answer, have [`MAX_DATA_TIMEOUTS`](crate::fabric::MAX_DATA_TIMEOUTS)
-    /// of it, not counting what the data explain that the connection moves meanwhile: see [`crate::fabric::pace`].
+    /// of it, not counting what the data explain that the connection moves meanwhile: see [`Pace`](crate::fabric::Pace).
     pub data_out_timeout: Duration,
 }
 

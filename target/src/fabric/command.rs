@@ -30,7 +30,6 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::NexusId;
 use riser_scsi::opcode::Opcode;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat};
-
 use riser_scsi::step::{
     DataIn, DataOut, Expected, Response, Status, Step, StepResult, TaskAttribute,
 };

@@ -236,7 +236,7 @@ impl<D: Datamover> Channel<D> {
     /// connection. Nothing waits for an answered command, but it keeps its buffer until its answer
     /// is sent, at error recovery level 1 until that is acknowledged: it has what is left of that
     /// time, but always as long as an initiator may be silent. Data that were moved meanwhile
-    /// extend it: see [`crate::fabric::pace`].
+    /// extend it: see [`Pace`](crate::fabric::Pace).
     ///
     /// The commands concerned are aborted, and the connection is lost: at this point it is not known
     /// what the initiator will still send. So no command waits without limit or keeps its buffer.

@@ -552,7 +552,7 @@ impl Channel {
 
     /// A command that goes in pieces has its place in the order from the second one on, and others may wait
     /// for its end: all later pieces together have a time, and the answer what is left of it. Data that are moved
-    /// meanwhile extend it: see [`crate::fabric::pace`].
+    /// meanwhile extend it: see [`Pace`](crate::fabric::Pace).
     pub(super) fn begin_piece(&mut self, now: Instant, idx: TaskIdx) {
         let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
         let io = &mut self.ioctx[usize::from(idx.0)];

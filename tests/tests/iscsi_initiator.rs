@@ -5,12 +5,11 @@
 
 use std::fs;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use iscsi_rig::{
-    CHAP, IQN, Rig, SECRET, TARGET_SECRET, buffer_of, fio, get, pair, pattern, put, run, scattered,
-    start,
+    CHAP, IQN, Rig, SECRET, TARGET_SECRET, buffer_of, eventually, fio, get, pair, pattern, put,
+    run, scattered, start, wait_for_writes,
 };
 use riser_initiator::block::ZeroOptions;
 use riser_initiator::block::task::block_on;
@@ -134,9 +133,10 @@ fn a_restarted_server_is_found_again_under_load() {
     let mut rig = Rig::tcp(85, &backend, "");
     let session = rig.connect("?header_digest=crc32c&data_digest=crc32c");
     let done = Arc::new(AtomicBool::new(false));
+    let rounds = Arc::new(AtomicU64::new(0));
     let writers: Vec<_> = (0..4)
         .map(|number: u64| {
-            let (session, done) = (session.clone(), done.clone());
+            let (session, done, rounds) = (session.clone(), done.clone(), rounds.clone());
             std::thread::spawn(move || {
                 let lun = block_on(session.lun(0)).unwrap();
                 let mut round = 0;
@@ -145,23 +145,26 @@ fn a_restarted_server_is_found_again_under_load() {
                     put(&lun, number << 20, &data);
                     assert!(get(&lun, number << 20, 65536) == data);
                     round += 1;
+                    rounds.fetch_add(1, Ordering::Relaxed);
                 }
                 round
             })
         })
         .collect();
+    let wait_for_rounds = || {
+        let before = rounds.load(Ordering::Relaxed);
+        eventually("further rounds", || {
+            rounds.load(Ordering::Relaxed) >= before + 8
+        });
+    };
     for _ in 0..3 {
-        std::thread::sleep(Duration::from_millis(200));
+        wait_for_rounds();
         rig.server.take().unwrap().shutdown().unwrap();
-        std::thread::sleep(Duration::from_millis(50));
+        eventually("the loss", || session.status().link() != LinkState::Live);
         rig.server = Some(start(&rig.config));
-        let until = Instant::now() + Duration::from_secs(20);
-        while session.status().link() != LinkState::Live {
-            assert!(Instant::now() < until, "{:?}", session.status());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        eventually("the session", || session.status().link() == LinkState::Live);
     }
-    std::thread::sleep(Duration::from_millis(200));
+    wait_for_rounds();
     done.store(true, Ordering::Relaxed);
     for writer in writers {
         assert!(writer.join().unwrap() > 0);
@@ -291,7 +294,8 @@ fn an_attached_disk_survives_its_target_and_shows_no_password() {
         let uri = uri.clone();
         move || tool("fio", fio(&uri))
     });
-    std::thread::sleep(Duration::from_millis(400));
+    wait_for_writes(&pair);
+    assert!(!load.is_finished(), "it has ended before its target");
     pair.kill();
     pair.serve();
     load.join().unwrap();

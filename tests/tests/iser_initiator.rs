@@ -4,7 +4,10 @@
 
 use std::time::{Duration, Instant};
 
-use iscsi_rig::{CHAP, IQN, Rig, SECRET, buffer_of, fio, get, pair, pattern, put, start};
+use iscsi_rig::{
+    CHAP, IQN, Rig, SECRET, buffer_of, eventually, fio, get, pair, pattern, put, start,
+    wait_for_writes,
+};
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{IoData, LinkState, ScsiIo, Session};
 use riser_initiator::lun::Lun;
@@ -140,7 +143,7 @@ fn a_restarted_server_is_found_again() {
         rig.server.take().unwrap().shutdown().unwrap();
         let data = buffer_of(&lun, &pattern(round, 4096));
         let waiting = session.submit(lun.write_io(65536, data, true).unwrap());
-        std::thread::sleep(Duration::from_millis(50));
+        eventually("the loss", || session.status().link() != LinkState::Live);
         rig.server = Some(start(&rig.config));
         Lun::judge(block_on(waiting)).unwrap();
         assert!(get(&lun, 0, 65536) == pattern(1, 65536));
@@ -165,7 +168,8 @@ fn an_attached_disk_keeps_what_is_written() {
         let uri = uri.clone();
         move || tool("fio", fio(&uri))
     });
-    std::thread::sleep(Duration::from_millis(500));
+    wait_for_writes(&pair);
+    assert!(!load.is_finished(), "it has ended before its target");
     pair.kill();
     pair.serve();
     load.join().unwrap();

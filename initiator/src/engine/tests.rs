@@ -14,7 +14,7 @@ use crate::lun::{Lun, LunError};
 use crate::request::RequestError;
 use crate::request::{Cdb, DataLen};
 use crate::scsi::Command;
-use crate::session::Timing;
+use crate::session::{ConnectError, Timing};
 use crate::url::SrpUrl;
 use crate::url::TargetUrl;
 
@@ -37,6 +37,15 @@ fn timing() -> Timing {
         backoff_max: Duration::from_millis(200),
         busy: Duration::from_millis(1),
         settle: Duration::from_secs(15),
+    }
+}
+
+/// Waits until something is the case that happens by itself.
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(30);
+    while !is_so() {
+        assert!(Instant::now() < until, "not in time: {what}");
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -113,11 +122,8 @@ fn a_disk_is_found_written_and_read() {
         LunError::OutOfRange
     );
     block_on(rig.session.close());
-    let until = Instant::now() + Duration::from_secs(30);
-    while rig.target.knobs.logouts.load(Ordering::SeqCst) == 0 {
-        assert!(Instant::now() < until, "no logout");
-        std::thread::yield_now();
-    }
+    let logouts = &rig.target.knobs.logouts;
+    eventually("a logout", || logouts.load(Ordering::SeqCst) > 0);
     assert_eq!(rig.client.buffers().free(), 8 << 20);
 }
 
@@ -203,10 +209,9 @@ fn patience_is_had_and_errors_are_told() {
     knobs.ask_credit.store(true, Ordering::SeqCst);
     get(&lun, 0, 512);
     get(&lun, 0, 512);
-    let until = Instant::now() + Duration::from_secs(30);
-    while knobs.credits_asked.load(Ordering::SeqCst) < 2 && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    eventually("two answers", || {
+        knobs.credits_asked.load(Ordering::SeqCst) >= 2
+    });
     assert_eq!(
         knobs.credits_asked.load(Ordering::SeqCst),
         2,
@@ -331,11 +336,12 @@ fn a_unit_whose_pages_cannot_be_read_yet_is_not_found() {
     let rig = rig(36, "");
     for page in 0..3 {
         rig.target.knobs.no_pages.store(1 + page, Ordering::SeqCst);
-        while rig.target.knobs.no_pages.load(Ordering::SeqCst) > 0 {
+        eventually("every page", || {
             let error = block_on(rig.session.lun(0)).unwrap_err();
             let key = riser_scsi::sense::SenseKey::NotReady;
             assert!(matches!(error, LunError::Check { key: k, .. } if k == key));
-        }
+            rig.target.knobs.no_pages.load(Ordering::SeqCst) == 0
+        });
     }
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
@@ -387,20 +393,21 @@ fn a_disk_without_a_cache_need_not_have_a_command_to_flush_it() {
 fn a_target_that_refuses_for_a_while_is_asked_again() {
     let rig = rig(33, "");
     let lun = block_on(rig.session.lun(0)).unwrap();
-    let started = Instant::now();
     rig.target.knobs.refuse.store(true, Ordering::SeqCst);
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while rig.target.knobs.refused.load(Ordering::SeqCst) < 4 {
-                std::thread::sleep(Duration::from_millis(10));
-            }
+            eventually("four refusals", || {
+                rig.target.knobs.refused.load(Ordering::SeqCst) >= 4
+            });
             rig.target.knobs.refuse.store(false, Ordering::SeqCst);
         });
         put(&lun, 0, &pattern(1, 8192));
     });
     assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
-    assert!(started.elapsed() < timing().login, "an attempt was stuck");
+    let why = rig.session.status().last_down();
+    let is_refused = matches!(why, Some(Down::Connect(ConnectError::Login(_))));
+    assert!(is_refused, "an attempt was stuck: {why:?}");
 }
 
 /// The target keeps the key of an answered command and writes with it: the key is dead.
@@ -413,11 +420,9 @@ fn memory_is_out_of_reach_once_a_command_is_done() {
     let buffer = block_on(lun.read(0, buffer)).unwrap();
     let knobs = &rig.target.knobs;
     knobs.attack.store(true, Ordering::SeqCst);
-    let until = Instant::now() + Duration::from_secs(30);
-    while knobs.attacks.0.load(Ordering::SeqCst) == 0 {
-        assert!(Instant::now() < until, "the attack hangs");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    eventually("the attack's end", || {
+        knobs.attacks.0.load(Ordering::SeqCst) > 0
+    });
     assert_eq!(knobs.attacks.1.load(Ordering::SeqCst), 1, "repelled");
     assert_eq!(buffer.slice().to_vec(), pattern(1, 16384));
     assert_eq!(
@@ -511,11 +516,7 @@ fn an_abandoned_wait_keeps_the_memory_until_the_end() {
     let io = lun.write_io(0, buffer, false).unwrap();
     drop(rig.session.submit(io));
     assert!(rig.client.buffers().free() < free);
-    let until = Instant::now() + Duration::from_secs(30);
-    while rig.client.buffers().free() < free {
-        assert!(Instant::now() < until, "memory never comes back");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually("the memory", || rig.client.buffers().free() == free);
     assert!(rig.target.knobs.aborts.load(Ordering::SeqCst) >= 1);
 }
 
@@ -596,11 +597,9 @@ fn a_login_that_nobody_waits_for_is_undone() {
         .unwrap();
     let wait = client.timeout(Duration::ZERO, client.connect(&url));
     assert!(matches!(block_on(wait), Err(Elapsed)));
-    let until = Instant::now() + Duration::from_secs(30);
-    while target.knobs.logouts.load(Ordering::SeqCst) == 0 {
-        assert!(Instant::now() < until, "the session stays");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    eventually("the session's end", || {
+        target.knobs.logouts.load(Ordering::SeqCst) > 0
+    });
 }
 
 #[test]

@@ -201,6 +201,24 @@ pub(crate) fn pair(network: u8, scheme: &str, more: &str) -> Pair {
     pair
 }
 
+/// Waits until something is the case that happens by itself.
+pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < until, "not in time: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Waits until the file behind the disk of [`pair`] has some data: what writes to it is under way.
+pub(crate) fn wait_for_writes(pair: &Pair) {
+    use std::os::unix::fs::MetadataExt;
+    let disk = pair.path("disk.img");
+    eventually("writes to the disk", || {
+        std::fs::metadata(&disk).is_ok_and(|m| m.blocks() * 512 >= 1 << 20)
+    });
+}
+
 pub(crate) fn run(pair: &Pair, args: &[&str], password: &str) -> Output {
     let mut command = pair.command(args);
     command

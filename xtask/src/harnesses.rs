@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::thread;
+use std::time::Instant;
 
 use serde_json::Value;
 
@@ -55,6 +56,19 @@ impl Results {
         }
     }
 
+    /// The counts, and the functions that failed.
+    fn show(&self) -> String {
+        let Counts { passed, failed, .. } = self.counts;
+        let mut text = format!("{passed} passed, {failed} failed");
+        for name in &self.failed {
+            text += &format!("\n    {name}");
+        }
+        if self.failure.is_some() && self.failed.is_empty() {
+            text += "\n    its process failed";
+        }
+        text
+    }
+
     fn add(&mut self, other: Self) {
         self.counts += other.counts;
         self.failed.extend(other.failed);
@@ -94,7 +108,14 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
             scope.spawn(|| {
                 let next = || queue.lock().expect("no lane panics").next();
                 while let Some(harness) = next() {
+                    let began = Instant::now();
                     let result = harness.run(is_isolated);
+                    let seconds = began.elapsed().as_secs_f64();
+                    println!(
+                        "  {:<32} {seconds:8.1} s  {}",
+                        harness.name(),
+                        result.show()
+                    );
                     results.lock().expect("no lane panics").add(result);
                 }
             });
@@ -120,6 +141,14 @@ impl Harness {
         Some(Self {
             program: program.into(),
             folder: manifest.parent()?.to_owned(),
+        })
+    }
+
+    /// The name of the test target: that of the program without Cargo's hash.
+    fn name(&self) -> &str {
+        let stem = self.program.file_stem().and_then(|stem| stem.to_str());
+        stem.map_or("", |stem| {
+            stem.rsplit_once('-').map_or(stem, |(name, _)| name)
         })
     }
 
@@ -202,6 +231,7 @@ mod tests {
         let text = "failures:\n    a\n\ntest result: FAILED. 1 passed; 1 failed;\n";
         results.add(Results::of(Err(text.into())));
         assert_eq!((results.counts.passed, results.counts.failed), (3, 1));
+        assert_eq!(results.show(), "3 passed, 1 failed\n    a");
         assert!(results.failed.contains("a"));
         assert_eq!(results.failure.unwrap().trim(), text.trim());
     }
@@ -209,9 +239,10 @@ mod tests {
     #[test]
     fn programs_with_a_harness_are_found() {
         let message = |test: bool, program: Value| json!({ "profile": { "test": test }, "executable": program, "manifest_path": "/a/Cargo.toml" });
-        let harness = Harness::of(&message(true, json!("/b/c"))).unwrap();
+        let harness = Harness::of(&message(true, json!("/b/c-01ab"))).unwrap();
         assert_eq!(harness.folder, PathBuf::from("/a"));
-        assert!(Harness::of(&message(false, json!("/b/c"))).is_none());
+        assert_eq!(harness.name(), "c");
+        assert!(Harness::of(&message(false, json!("/b/c-01ab"))).is_none());
         assert!(Harness::of(&message(true, Value::Null)).is_none());
     }
 }

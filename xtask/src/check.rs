@@ -1,11 +1,11 @@
-//! `cargo xtask check`: formatting, lints, quick tests and tidiness, in a few minutes.
+//! `cargo xtask check`: formatting, lints, documentation, quick tests and tidiness, in a few minutes.
 //!
 //! The tests are those of the profile `check` of nextest (`.config/nextest.toml`): they need no peer, no
 //! root and no network namespace.
 
 use crate::packages::have_subcommand;
 use crate::steps::{
-    self, CLIPPY, DEPENDENCIES, FMT, Outcome, Run, Selection, Step, TIDY, check, step,
+    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, step,
 };
 use crate::{Failure, sh};
 
@@ -14,6 +14,7 @@ const STEPS: &[Step] = &[
     TIDY,
     DEPENDENCIES,
     CLIPPY,
+    DOC,
     step("quick tests", |_| quick_tests()),
 ];
 

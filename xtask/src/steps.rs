@@ -79,6 +79,7 @@ impl Step {
 
 pub(crate) const FMT: Step = step("fmt", |_| check(sh::cargo(["fmt", "--all", "--check"])));
 pub(crate) const CLIPPY: Step = step("clippy", |_| check(clippy()));
+pub(crate) const DOC: Step = step("doc", |_| check(doc()));
 pub(crate) const TIDY: Step = step("tidy", |_| Outcome::of(tidy::check()));
 pub(crate) const DEPENDENCIES: Step = step("unused dependencies", |_| {
     Outcome::of(tidy::check_dependencies())
@@ -87,6 +88,12 @@ pub(crate) const DEPENDENCIES: Step = step("unused dependencies", |_| {
 pub(crate) fn clippy() -> Command {
     let args = "clippy -q --workspace --all-targets -- -D warnings";
     sh::cargo(args.split(' '))
+}
+
+pub(crate) fn doc() -> Command {
+    let mut command = sh::cargo(["doc", "-q", "--workspace", "--no-deps"]);
+    command.env("RUSTDOCFLAGS", "-D warnings");
+    command
 }
 
 /// Options about steps.

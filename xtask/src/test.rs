@@ -7,7 +7,7 @@ use crate::daemon::{self, OPTIMIZED};
 use crate::harnesses::{self, Results, cargo_test};
 use crate::packages::{Need, have_subcommand, need};
 use crate::steps::{
-    self, CLIPPY, DEPENDENCIES, FMT, Outcome, Run, Selection, Step, TIDY, check, clippy, step,
+    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, clippy, doc, step,
 };
 use crate::tally::{Kind, Tally, note, noted};
 use crate::{Failure, conformance, container, demo, instructions, interop, package, sh};
@@ -116,7 +116,7 @@ const STEPS: &[Step] = &[
     DEPENDENCIES,
     step("tests", all_functions).needing(&[NEEDS]),
     CLIPPY,
-    step("doc", |_| check(doc())),
+    DOC,
     step("deny", |_| deny()),
     step("simulation of a million messages", |_| again(&MILLION)),
     step("sessions and connection cycles", |_| again(&CYCLES)),
@@ -195,12 +195,6 @@ fn again(long: &Long) -> Outcome {
         (None, None) if run.counts.passed == 0 => Outcome::of(Err("no function ran".into())),
         (failure, _) => Outcome::of(failure.map_or(Ok(()), |why| Err(why.into()))),
     }
-}
-
-fn doc() -> Command {
-    let mut command = sh::cargo(["doc", "-q", "--workspace", "--no-deps"]);
-    command.env("RUSTDOCFLAGS", "-D warnings");
-    command
 }
 
 /// Licences, bans and sources always; advisories where their database can be fetched.

@@ -1,8 +1,8 @@
 //! The logical unit: the state that its commands share.
 //!
 //! A [`LogicalUnit`] is shared by all workers. The mode bits that commands look at, the stopped state
-//! and the capacity are atomics; unit attentions and [nexuses](nexuses) sit behind one mutex,
-//! [reservations](reservations) behind another.
+//! and the capacity are atomics; unit attentions and [nexuses] sit behind one mutex,
+//! [reservations] behind another.
 //!
 //! Invariant: the mode bits change only under the mutex of the nexuses, so that a change and its unit
 //! attentions are one event.

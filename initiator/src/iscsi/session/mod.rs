@@ -1,9 +1,10 @@
 //! A session: an initiator port, a target, one connection, and the requests on it.
 //!
-//! [`Session`] is a machine with no I/O in it. Its owner tells it what happened (`handle_*`), asks it
-//! what to do ([`Session::poll_output`]) and when to wake it ([`Session::next_deadline`]). The same
-//! machine serves TCP and iSER: who moves a command's data is the owner's affair. On TCP it is told
-//! of every PDU; on iSER data move by themselves, and there are neither Data-In nor R2T.
+//! [`Session`] is a machine with no I/O in it. Its owner reports what happened (`handle_*`),
+//! asks it what to do ([`Session::poll_output`]) and when to wake it
+//! ([`next_deadline`](crate::session::Machine::next_deadline)). The same machine serves TCP and
+//! iSER: moving a command's data is up to the owner. On TCP the machine sees every PDU; on iSER the
+//! transport moves the data, and there are neither Data-In nor R2T.
 //!
 //! # Memory
 //! A request is never reported while its memory is in use. When an attempt is over the session says

@@ -1,7 +1,8 @@
 //! A session: one initiator port, one target port, one or more channels, and the requests on them.
 //!
-//! [`Session`] is a machine with no I/O in it. Its owner tells it what happened (`handle_*`), asks it
-//! what to do ([`Session::poll_output`]) and when to wake it ([`Session::next_deadline`]).
+//! [`Session`] is a machine with no I/O in it. Its owner reports what happened (`handle_*`),
+//! asks it what to do ([`Session::poll_output`]) and when to wake it
+//! ([`next_deadline`](crate::session::Machine::next_deadline)).
 //!
 //! # Memory
 //! The session never reports a request while the target could still reach its memory by a key of that

@@ -1,6 +1,6 @@
 //! Protocol data units as values that hold only what is legal (RFC 7143 chapter 11).
 //!
-//! A value is made from a [`Frame`] with `parse` and gives its basic header segment with `header`;
+//! `parse` makes a value from a [`Frame`](super::frame::Frame); `header` returns its basic header segment;
 //! the data segment stays apart, because block data lie in a command's buffer. Lengths in the header
 //! are the business of [`frame`](super::frame).
 

@@ -91,7 +91,7 @@ ask_lio() {
     modprobe -a target_core_mod target_core_file iscsi_target_mod ib_isert ib_srpt
     cli_session 10.99.0.1 | on_lio targetcli
     srp_session "$port" >/tmp/srp.py
-    on_lio python3 /tmp/srp.py
+    on_lio python3 -I /tmp/srp.py
     $(ask_tree 10.99.0.1 "$port") >"$KEEP/lio.txt"
     clear_lio
     # Not every question leaves things as they were. The kernel writes reservations down, or has none.
@@ -245,7 +245,7 @@ serve_by_targetcli() {
     serve_tree
     cli_session 10.99.0.2 >/tmp/session
     srp_session $port >/tmp/srp.py
-    on_riserd "targetcli </tmp/session; python3 /tmp/srp.py; $(ask_tree 10.99.0.2 $port) >$KEEP/riserd.txt"
+    on_riserd "targetcli </tmp/session; python3 -I /tmp/srp.py; $(ask_tree 10.99.0.2 $port) >$KEEP/riserd.txt"
     python3 "$RISER_ROOT/tests/vm/attributes.py" compare "$KEEP/lio.txt" "$KEEP/riserd.txt" \
         "$RISER_ROOT/tests/vm/targetcli-differences.txt" || differs=yes
     on_peer "$RISER_BIN/riserd" save /tmp/saved.yaml

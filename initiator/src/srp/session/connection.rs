@@ -85,14 +85,15 @@ impl Session {
     ) {
         let member = &mut self.members[usize::from(channel.0)];
         match member.conn {
-            ConnState::Free => return,
+            // One that is being closed is gone when its owner has closed it.
+            ConnState::Free | ConnState::Disconnecting => return,
             // A REJ may come for an established connection, too (IBTA 12.9.7), whose requests then
             // end as those of any connection that is lost.
             ConnState::Established => {
                 self.tear_down(Down::ConnectionLost, false);
                 return;
             }
-            ConnState::Connecting(_) | ConnState::Disconnecting => {}
+            ConnState::Connecting(_) => {}
         }
         become_state(&mut member.conn, ConnState::Free);
         member.channel.handle_disconnected();

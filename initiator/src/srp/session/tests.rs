@@ -341,6 +341,21 @@ fn a_connection_that_is_rejected_after_its_login_is_lost() {
     assert_eq!(rig.started().0, id);
 }
 
+/// An engine that shuts down closes a session before it has begun to connect.
+#[test]
+fn a_session_that_is_closed_before_it_cannot_connect_ends_once() {
+    let mut session = Session::new(config(1), Instant::now());
+    let now = Instant::now();
+    session.close(now);
+    assert_eq!(session.poll_output(), Some(Output::Connect(CH0)));
+    session.handle_connect_failed(CH0, ConnectError::Unreachable, now);
+    assert_eq!(session.poll_output(), Some(Output::Disconnect(CH0, None)));
+    session.handle_channel_gone(CH0, now);
+    let closed = SessionEvent::Closed(Down::Closed);
+    assert_eq!(session.poll_output(), Some(Output::Event(closed)));
+    assert_eq!(session.poll_output(), None);
+}
+
 #[test]
 fn commands_spread_over_channels() {
     let mut rig = Rig::live(2);

@@ -203,6 +203,11 @@ impl Session {
 
     /// The connection could not be made. The owner has released what it held.
     pub fn handle_connect_failed(&mut self, error: ConnectError, now: Instant) {
+        // On iSER a REJ may come for an established connection, too (IBTA 12.9.7).
+        if self.conn.is_open() {
+            self.handle_broken(now);
+            return;
+        }
         if !matches!(self.conn, ConnState::XptWait(_)) {
             return;
         }

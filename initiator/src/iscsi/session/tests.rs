@@ -13,7 +13,9 @@ use super::*;
 use crate::request::{
     Answer, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
-use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionEvent, SubmitError};
+use crate::session::{
+    ConnectError, Down, IscsiFault, Machine, SessionEvent, SrpLoginError, SubmitError,
+};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
@@ -652,6 +654,28 @@ fn a_target_that_redirects_is_found_again_after_an_outage() {
             other => panic!("one redirection is not followed: {other:?}"),
         }
     }
+}
+
+/// On iSER, a REJ may come late (IBTA 12.9.7).
+#[test]
+fn a_connection_that_is_rejected_after_its_login_is_lost() {
+    let refused = ConnectError::Login(SrpLoginError::Refused(28));
+    let mut rig = Rig::live();
+    let id = rig.submit(READ);
+    rig.started();
+    rig.session.handle_connect_failed(refused, rig.now);
+    rig.gone();
+    rig.reconnecting(Down::ConnectionLost);
+    rig.log_in();
+    assert_eq!(rig.started().0, id);
+
+    let mut rig = Rig::connecting(config());
+    rig.session.handle_connected([7; 33], rig.now);
+    rig.sent();
+    rig.session.handle_connect_failed(refused, rig.now);
+    rig.gone();
+    let closed = SessionEvent::Closed(Down::ConnectionLost);
+    assert_eq!(rig.next(), Output::Event(closed));
 }
 
 #[test]

@@ -51,6 +51,8 @@ pub(crate) struct Knobs {
     pub(crate) disconnect: AtomicBool,
     /// The next answer is garbage.
     pub(crate) garbage: AtomicBool,
+    /// The next answer invalidates the key of the last direct descriptor, which nobody offered.
+    pub(crate) invalidate: AtomicBool,
     /// Logins are refused.
     pub(crate) refuse: AtomicBool,
     /// Requests for further channels are answered late.
@@ -495,7 +497,19 @@ impl Target {
             lkey: channel.mr.lkey,
         };
         let sges = [sge];
-        let wr = SendWr::new(0, SendOp::Send, &sges);
+        let op = match self.knobs.invalidate.swap(false, Ordering::SeqCst) {
+            true => {
+                let desc = self
+                    .knobs
+                    .last
+                    .lock()
+                    .unwrap()
+                    .expect("a command with data");
+                SendOp::SendInv(RKey(desc.key()))
+            }
+            false => SendOp::Send,
+        };
+        let wr = SendWr::new(0, op, &sges);
         // On a connection that has broken meanwhile nobody waits for it.
         let _ = self.nic.post_send(qp, &[wr]);
     }

@@ -432,6 +432,24 @@ fn memory_is_out_of_reach_once_a_command_is_done() {
     );
 }
 
+/// SRP has no offer of remote invalidation. A target that does it all the same takes the key away by
+/// which the end of the command's SEND would have shown.
+#[test]
+fn a_target_that_invalidates_keys_unasked_loses_its_connection_and_no_command() {
+    let rig = rig(40, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    put(&lun, 0, &pattern(1, 16384));
+    rig.target.knobs.invalidate.store(true, Ordering::SeqCst);
+    let buffer = block_on(lun.buffers().take(16384));
+    let wait = rig
+        .client
+        .timeout(Duration::from_secs(20), lun.read(0, buffer));
+    let buffer = block_on(wait).expect("the command's end").unwrap();
+    assert_eq!(buffer.slice().to_vec(), pattern(1, 16384));
+    assert!(!rig.target.knobs.invalidate.load(Ordering::SeqCst));
+    assert!(rig.session.status().reconnects() >= 1);
+}
+
 #[test]
 fn a_lossy_wire_spoils_nothing() {
     let target = FakeTarget::start("127.0.24.1", BLOCKS);

@@ -452,7 +452,10 @@ impl<const R: usize> RdmaConn<R> {
     ) -> Completed {
         let slot = match work {
             WorkRequest::Recv(slot) => {
+                // A key that the target may not invalidate is still ours to invalidate: that fails,
+                // and ends the connection. Without it nothing would show that the SEND is over.
                 if let Some(key) = completion.invalidated
+                    && self.limits.remote_invalidate
                     && !self.tasks.on_remote_invalidated(key)
                 {
                     tracing::debug!(?key, "the target invalidated a key that is none of ours");

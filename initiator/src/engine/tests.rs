@@ -18,6 +18,8 @@ use crate::session::{ConnectError, Timing};
 use crate::url::SrpUrl;
 use crate::url::TargetUrl;
 
+mod iser;
+
 const BLOCKS: usize = 4096;
 
 /// In the order in which they go: the target last, so that it hears of the others' end.

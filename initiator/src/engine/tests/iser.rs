@@ -1,0 +1,155 @@
+//! Sessions of iSER, with a target that the test plays by hand.
+
+use riser_memory::Memory;
+use riser_scsi::iscsi::BHS_LEN;
+use riser_scsi::iser::{Buffers, HEADER_LEN, put_control};
+use riser_transport::verbs::{
+    Access, CmEventKind, ConnParam, CqId, Mr, PdId, PortSpace, Provider, QpCap, QpId, QpInitAttr,
+    QpType, RdmaCm, RecvWr, SendOp, SendWr, Sge, Verbs, WrId,
+};
+
+use super::*;
+use crate::url::IscsiUrl;
+
+/// Length of the longest message.
+const MESSAGE: u32 = 8192;
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A target's device, with one receive and one message to send in its memory.
+struct Peer {
+    nic: Roce,
+    pd: PdId,
+    cq: CqId,
+    memory: Memory,
+    mr: Mr,
+}
+
+impl Peer {
+    /// Listens at these ports.
+    fn new(ip: &str, ports: &[u16]) -> Self {
+        let ip = ip.parse().unwrap();
+        let mut nic = Roce::open(&RoceConfig::new(ip)).unwrap();
+        for port in ports {
+            let listener = nic.create_id(PortSpace::Tcp).unwrap();
+            nic.bind_addr(listener, (ip, *port).into()).unwrap();
+            nic.listen(listener, 4).unwrap();
+        }
+        let pd = nic.alloc_pd().unwrap();
+        let cq = nic.create_cq(8).unwrap();
+        let memory = Memory::new(2 * MESSAGE as usize).unwrap();
+        let mr = nic.reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE);
+        Self {
+            mr: mr.unwrap(),
+            nic,
+            pd,
+            cq,
+            memory,
+        }
+    }
+
+    /// The receive at 0, the message at [`MESSAGE`].
+    fn sge(&self, at: u32, length: u32) -> Sge {
+        Sge {
+            addr: self.mr.addr + u64::from(at),
+            length,
+            lkey: self.mr.lkey,
+        }
+    }
+
+    /// Waits for what `look` looks for.
+    fn wait<T>(&mut self, what: &str, mut look: impl FnMut(&mut Self) -> Option<T>) -> T {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            self.nic.progress(Instant::now());
+            if let Some(found) = look(self) {
+                return found;
+            }
+            assert!(Instant::now() < until, "not in time: {what}");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// Accepts the next connection and receives the first message on it.
+    fn accept(&mut self) -> (QpId, Vec<u8>) {
+        let id = self.wait("a request for a connection", |peer| {
+            let event = peer.nic.poll_cm_event()?;
+            matches!(event.kind, CmEventKind::ConnectRequest { .. }).then_some(event.id)
+        });
+        let init = QpInitAttr {
+            pd: self.pd,
+            send_cq: self.cq,
+            recv_cq: self.cq,
+            srq: None,
+            qp_type: QpType::Rc,
+            cap: QpCap {
+                max_send_wr: 2,
+                max_recv_wr: 2,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 0,
+            },
+            sq_sig_all: false,
+        };
+        let qp = self.nic.create_cm_qp(id, &init).unwrap();
+        let wr = RecvWr {
+            wr_id: WrId(0),
+            sges: &[self.sge(0, MESSAGE)],
+        };
+        self.nic.post_recv(qp, &[wr]).unwrap();
+        self.nic.accept(id, &ConnParam::default()).unwrap();
+        let len = self.wait("a login request", |peer| {
+            let mut completions = Vec::new();
+            peer.nic.poll_cq(peer.cq, 8, &mut completions).unwrap();
+            let mut received = completions.iter().filter(|c| c.qp == qp);
+            received
+                .find(|c| c.opcode.is_recv() && c.status.is_ok())
+                .map(|c| c.byte_len)
+        });
+        let mut message = vec![0; len as usize];
+        self.memory.read(0, &mut message);
+        (qp, message)
+    }
+
+    /// Answers a login request: the target has moved for now (RFC 7143 clause 11.13.5).
+    fn redirect(&mut self, qp: QpId, request: &[u8], to: &str) {
+        let request = &request[HEADER_LEN..];
+        let mut bhs = [0; BHS_LEN];
+        bhs[0] = 0x23;
+        bhs[8..14].copy_from_slice(&request[8..14]);
+        bhs[16..20].copy_from_slice(&request[16..20]);
+        (bhs[36], bhs[37]) = (1, 1);
+        let text = format!("TargetAddress={to}\0");
+        let mut message = Vec::new();
+        put_control(Buffers::default(), bhs, &[], text.as_bytes(), &mut message);
+        self.memory.write(MESSAGE as usize, &message);
+        let sges = [self.sge(MESSAGE, message.len() as u32)];
+        let wr = SendWr::new(1, SendOp::Send, &sges);
+        self.nic.post_send(qp, &[wr]).unwrap();
+    }
+}
+
+/// The answer that redirects is in a receive of the connection that it ends. The next connection is
+/// begun while that receive is being handled, and has no queue pair yet to post it to.
+#[test]
+fn a_redirection_is_followed_by_a_connection_of_its_own() {
+    let mut peer = Peer::new("127.0.41.1", &[3260, 3261]);
+    let client = client(41);
+    let url: IscsiUrl = "iser://127.0.41.1/iqn.2026-01.com.example:disk/0"
+        .parse()
+        .unwrap();
+    std::thread::scope(|scope| {
+        let connecting = scope.spawn(|| block_on(client.connect(&url)));
+        let (qp, request) = peer.accept();
+        peer.redirect(qp, &request, "127.0.41.1:3261,1");
+        let (second, request) = peer.accept();
+        assert_ne!(second, qp);
+        assert_eq!(request[HEADER_LEN] & 0x3f, 0x03, "a login request");
+        // Its receives are posted: the session hears the answer, and goes back.
+        peer.redirect(second, &request, "127.0.41.1:3260,1");
+        let (third, _) = peer.accept();
+        assert_ne!(third, second);
+        client.shutdown();
+        let ended = connecting.join().unwrap().unwrap_err();
+        assert!(matches!(ended, EngineError::Login(Down::Closed)), "{ended}");
+    });
+}

@@ -229,6 +229,7 @@ impl Paths {
             }
             result => self.complete(index, result),
         }
+        self.finish();
         self.pump();
     }
 

@@ -356,15 +356,20 @@ impl Paths {
         self.finish();
     }
 
-    fn finish(&mut self) {
-        let why = match self.ending {
-            Some(why) if self.paths.iter().all(|p| p.stage == Stage::Over) => why,
-            _ => return,
+    /// Ends the whole once every session is over, and so is every request that was handed to one: the
+    /// end of a request that met the end of its session is reported behind that.
+    pub(super) fn finish(&mut self) {
+        let Some(why) = self.ending else {
+            return;
         };
+        let is_quiet = self.paths.iter().all(|p| p.stage == Stage::Over)
+            && self.requests.iter().all(|(_, r)| r.place == Place::Waiting);
+        if !is_quiet {
+            return;
+        }
         if std::mem::replace(&mut self.is_over, true) {
             return;
         }
-        debug_assert!(self.requests.iter().all(|(_, r)| r.place == Place::Waiting));
         self.waiting.clear();
         let all: Vec<u32> = self
             .requests

@@ -570,6 +570,23 @@ fn closing_ends_sessions_first_and_every_request_once() {
     assert_eq!(rig.paths.next_deadline(), None);
 }
 
+/// The session has ended, of which the machine has not heard, when a request is handed to it.
+#[test]
+fn a_request_that_meets_the_end_of_its_session_ends_before_the_whole() {
+    let mut rig = Rig::new(1);
+    rig.come(A, None);
+    let request = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(request, A)]);
+    rig.paths.close(rig.now);
+    rig.take();
+    rig.close(A, Down::ConnectionLost);
+    let over = Output::Event(SessionEvent::Closed(Down::Closed));
+    assert!(!rig.saw(&over));
+    let closed = || Err(RequestError::Closed);
+    rig.end(request, closed());
+    assert_eq!(rig.seen, [Output::Complete(request, closed()), over]);
+}
+
 /// A target with a disk of one-block writes, sessions that are cut at random, and copies of commands
 /// that land as late as the target lets them: until their session's place is taken.
 #[test]

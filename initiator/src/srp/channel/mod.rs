@@ -208,6 +208,13 @@ impl InitiatorChannel {
         self.state == ChannelState::Live && self.req_lim > self.reserved && !self.free.is_empty()
     }
 
+    /// Returns whether the target takes no command, and nothing is outstanding with whose answer it
+    /// would grant one.
+    pub(crate) fn is_starved(&self) -> bool {
+        let is_idle = self.outstanding() == 0 && self.tmf.is_none();
+        self.state == ChannelState::Live && self.req_lim <= self.reserved && is_idle
+    }
+
     /// Takes a tag and a unit of the request limit for a command of `owner`; `None` where there is
     /// none. Follow with [`Self::emit_command`], or [`Self::cancel`]; and with [`Self::retire`] once the
     /// command is over.

@@ -71,7 +71,10 @@ impl Session {
         let request = self.requests.at(late.index);
         let overdue = request.spec.deadline <= now;
         match request.state {
-            RequestState::Queued => self.complete(late.index, Err(RequestError::TimedOut)),
+            RequestState::Queued => {
+                self.leave_if_starved();
+                self.complete(late.index, Err(RequestError::TimedOut));
+            }
             RequestState::Backoff { .. } if overdue => {
                 self.complete(late.index, Err(RequestError::TimedOut));
             }
@@ -82,6 +85,21 @@ impl Session {
                 self.pump_tsk_mgmt(channel, now);
             }
             RequestState::Aborting { .. } | RequestState::Retiring { .. } => {}
+        }
+    }
+
+    /// A request has waited in vain. Where no channel has a command that could be late, or room in its
+    /// request limit for a ping, nothing else would show that the target is of no use. A new login
+    /// grants a new limit.
+    fn leave_if_starved(&mut self) {
+        let is_live = self.state() == SessionState::Live;
+        let is_stuck = |m: &Member| match m.conn {
+            ConnState::Established => m.channel.is_starved(),
+            ConnState::Connecting(_) => false,
+            ConnState::Free | ConnState::Disconnecting => true,
+        };
+        if is_live && self.members.iter().all(is_stuck) {
+            self.tear_down(Down::Unresponsive, false);
         }
     }
 

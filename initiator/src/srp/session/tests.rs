@@ -410,6 +410,48 @@ fn a_queued_request_times_out_without_being_sent() {
     assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
 }
 
+/// It answers, but takes no further command, so that not even a ping can be sent.
+#[test]
+fn a_target_that_takes_no_command_any_longer_is_left() {
+    let mut rig = Rig::live(2);
+    let take_limit = |rig: &mut Rig, channel: ChannelIndex| {
+        // SRP_CRED_REQ with a delta to one unit, that of task management.
+        let mut iu = [0; 16];
+        iu[0] = 0x81;
+        iu[4..8].copy_from_slice(&(-31i32).to_be_bytes());
+        rig.session.handle_iu(channel, &iu, rig.now);
+        assert!(matches!(rig.next(), Output::Answer(c, _) if c == channel));
+    };
+    let slow = rig.submit(Effect::None);
+    let (_, channel) = rig.started();
+    take_limit(&mut rig, CH0);
+    take_limit(&mut rig, CH1);
+    let submit = |rig: &mut Rig| {
+        let mut spec = spec(rig, Effect::None);
+        spec.deadline = rig.now + SEC;
+        rig.session.submit(spec, rig.now).unwrap()
+    };
+    let waits = submit(&mut rig);
+    rig.advance(SEC);
+    assert_eq!(rig.completed(waits), Err(RequestError::TimedOut));
+    rig.idle();
+    // The answer to what is outstanding could have granted another command; this one does not.
+    let tag = rig.sent[0].2;
+    let mut iu = [0; 36];
+    iu[0] = 0xc1;
+    iu[8..16].copy_from_slice(&tag.to_be_bytes());
+    rig.session.handle_iu(channel, &iu, rig.now);
+    rig.retire(slow);
+    rig.completed(slow).unwrap();
+    let waits = submit(&mut rig);
+    rig.advance(SEC);
+    rig.gone(CH0);
+    assert!(matches!(rig.next(), Output::Disconnect(CH1, None)));
+    assert_eq!(rig.completed(waits), Err(RequestError::TimedOut));
+    rig.session.handle_channel_gone(CH1, rig.now);
+    rig.reconnecting(Down::Unresponsive);
+}
+
 #[test]
 fn busy_is_repeated_after_a_while_and_in_bounds() {
     let mut rig = Rig::live(1);

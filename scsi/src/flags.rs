@@ -25,10 +25,10 @@ bitflags! {
         const READS = 1 << 6;
         /// Conflicts with any persistent reservation of others, as a write does.
         const CHANGES = 1 << 7;
-        /// Changes the state of the unit, or its reservations, for every nexus. ReservationError
-        /// through a read-only LUN, although the medium need not be writable: an initiator that may
-        /// not write must not block those that may. (SPC-4 lets a write-protected medium be
-        /// reserved, but has no rule for LUNs.)
+        /// Changes the state of the unit, or its reservations, for every nexus. Refused through a
+        /// read-only LUN, although the medium need not be writable: an initiator that may not write
+        /// must not block those that may. (SPC-4 lets a write-protected medium be reserved, but has
+        /// no rule for LUNs.)
         const SETTINGS = 1 << 8;
         /// Reports reservations, so they must be known.
         const RESERVATIONS = 1 << 9;

@@ -401,8 +401,11 @@ const INFORMATION: u8 = 0x00;
 const KEY_SPECIFIC: u8 = 0x02;
 
 /// Type and body of a sense data descriptor that was received whole.
+///
+/// Nothing follows what was received. `parse` would ask for the rest of a descriptor that is cut,
+/// which ends the list with an error instead of at the descriptor before.
 fn descriptor(data: &[u8]) -> IResult<&[u8], (u8, &[u8]), ()> {
-    (be_u8, length_data(be_u8)).parse(data)
+    (be_u8, length_data(be_u8)).parse_complete(data)
 }
 
 fn parse_field_pointer(bytes: &[u8]) -> Option<FieldPointer> {
@@ -472,5 +475,26 @@ mod tests {
         assert_eq!(Sense::parse(&[]), None);
         assert_eq!(Sense::parse(&[0x7f, 0, 0, 0]), None);
         assert_eq!(Sense::parse(&[0x72, 5, 0x24]), None);
+    }
+
+    /// A target or a transport cuts sense data at the initiator's allocation length (SPC-4 4.5.1), in
+    /// the middle of a descriptor, too.
+    #[test]
+    fn a_descriptor_that_is_cut_leaves_the_ones_before_it() {
+        let whole = Sense::cdb_field(7, None).with_information(513);
+        let bytes = whole.encode(SenseFormat::Descriptor);
+        let unpointed = Sense {
+            field: None,
+            ..whole
+        };
+        for len in 8..bytes.len() {
+            let expected = match len {
+                // The information descriptor ends at byte 20.
+                ..20 => Sense::illegal(AdditionalSense::INVALID_FIELD_IN_CDB),
+                _ => unpointed,
+            };
+            assert_eq!(Sense::parse(&bytes[..len]), Some(expected), "{len} bytes");
+        }
+        assert_eq!(Sense::parse(&bytes), Some(whole));
     }
 }

@@ -54,7 +54,7 @@ struct Change {
     /// its owner's name may be another command's by then.
     owner: Option<Owner>,
     unit: Arc<Unit>,
-    /// Preemption commands that are not gone yet; none while it is being saved.
+    /// Preempted commands that are not gone yet; none while it is being saved.
     left: usize,
 }
 

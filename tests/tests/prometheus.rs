@@ -235,7 +235,6 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
     assert_eq!(rules.len(), 18);
     for rule in rules {
         assert_eq!(rule["health"], "ok", "{rule}");
-        // A busy machine may lose packets for seconds: that is pending, but no alert.
-        assert_ne!(rule["state"], "firing", "{rule}");
+        assert_eq!(rule["state"], "inactive", "{rule}");
     }
 }

@@ -1,0 +1,79 @@
+//! The page with all keys of the configuration, which is made of its schema.
+
+use std::fmt::Write as _;
+use std::fs;
+
+use riser_docs::{BOOK, root};
+use riser_target::cli::reference::{Key, Object, objects};
+use riser_target::config::schema;
+
+/// The page, below the book's folder.
+const PAGE: &str = "reference.md";
+
+const HEAD: &str = "\
+# Keys of the configuration
+
+This page is made of the schema that `riserd schema` prints; riserd.yaml(5) has the same. No other keys
+are allowed. `NAME` stands for a name or number of your own, `[]` for an item of a list. Sizes have a
+suffix `KiB` to `TiB` (powers of 1024) or `KB` to `TB` (powers of 1000); times have `ms`, `s` or `m`.
+[Configure](configure.md) has examples.
+";
+
+fn page() -> String {
+    let mut page = HEAD.to_owned();
+    for object in objects(&schema()) {
+        add(&mut page, &object);
+    }
+    page
+}
+
+fn add(page: &mut String, object: &Object) {
+    let title = match object.places[0].as_str() {
+        "" => "The file".to_owned(),
+        place => format!("`{place}`"),
+    };
+    writeln!(page, "\n## {title}").expect("text grows");
+    let others = object.places[1..].iter().map(|place| format!("`{place}`"));
+    let others: Vec<_> = others.collect();
+    if !others.is_empty() {
+        writeln!(page, "\nLikewise {}.", others.join(", ")).expect("text grows");
+    }
+    for paragraph in &object.text {
+        writeln!(page, "\n{}", escaped(paragraph)).expect("text grows");
+    }
+    page.push('\n');
+    for key in &object.keys {
+        add_key(page, key);
+    }
+}
+
+fn add_key(page: &mut String, key: &Key) {
+    let (first, more) = key.text.split_first().expect("every key is described");
+    let (name, summary) = (&key.name, key.summary());
+    writeln!(page, "- **`{name}`** ({summary}): {}", escaped(first)).expect("text grows");
+    for paragraph in more {
+        writeln!(page, "\n  {}", escaped(paragraph)).expect("text grows");
+    }
+    for (value, about) in key.choices.iter().filter(|(_, about)| !about.is_empty()) {
+        writeln!(page, "  - `{value}`: {}", escaped(about)).expect("text grows");
+    }
+}
+
+/// Text in which Markdown sees no tags.
+fn escaped(text: &str) -> String {
+    text.replace('<', "\\<")
+}
+
+#[test]
+fn the_reference_is_up_to_date() {
+    let (file, page) = (root().join(BOOK).join(PAGE), page());
+    if std::env::var_os("UPDATE").is_some() {
+        fs::write(&file, page).expect("the page can be written");
+        return;
+    }
+    let is_same = fs::read_to_string(&file).is_ok_and(|text| text == page);
+    assert!(
+        is_same,
+        "{PAGE} is not that of the schema: UPDATE=1 cargo test -p riser-docs makes it again"
+    );
+}

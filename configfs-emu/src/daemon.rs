@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use hyper::Method;
-use riser_target::control::client::{self, ClientError, Question};
-use riser_target::control::live::Live;
-use riser_target::control::view::{Changes, SessionView};
+use riser_admin_api::client::{self, ClientError, Question};
+use riser_admin_api::live::Live;
+use riser_admin_api::view::{Changes, SessionView};
 use rustix::io::Errno;
 use serde::de::DeserializeOwned;
 use serde_json::Value;

@@ -15,7 +15,7 @@
 
 use std::collections::BTreeSet;
 
-use riser_target::config::{Config, diff};
+use riser_config::{Config, diff};
 use rustix::io::Errno;
 use serde_json::Value;
 

@@ -6,9 +6,9 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::time::Duration;
 
-use riser_target::control::live::Live;
-use riser_target::mounts;
-use riser_transport::netif::{Interface, interfaces};
+use nix::ifaddrs::getifaddrs;
+use riser_admin_api::live::Live;
+use riser_config::mounts;
 
 use crate::rules::port_guid;
 use crate::world::{BlockDevice, Medium, Session, World};
@@ -87,15 +87,15 @@ impl World for Host {
         };
         let interfaces = own_interfaces();
         let address = gid.to_ipv4_mapped().map_or(IpAddr::V6(gid), IpAddr::V4);
-        if interfaces.iter().any(|i| i.address == address) {
+        if interfaces.iter().any(|(_, own)| *own == address) {
             return vec![address];
         }
         // A link-local GID is that of an interface, whose other addresses are served.
         let name = interface_of(gid);
         let of_it = interfaces
             .into_iter()
-            .filter(|i| Some(&i.name) == name.as_ref());
-        of_it.map(|i| i.address).collect()
+            .filter(|(interface, _)| Some(interface) == name.as_ref());
+        of_it.map(|(_, address)| address).collect()
     }
 
     fn sessions(&self) -> Vec<Session> {
@@ -175,11 +175,22 @@ fn is_device(path: &str) -> bool {
     path.starts_with("/dev/") && !path.starts_with("/dev/shm/")
 }
 
-fn own_interfaces() -> Vec<Interface> {
-    interfaces().unwrap_or_else(|error| {
-        tracing::warn!(%error, "cannot list this host's addresses");
-        Vec::new()
-    })
+/// The interfaces of this host with their addresses, one entry for each address.
+fn own_interfaces() -> Vec<(String, IpAddr)> {
+    let addresses = match getifaddrs() {
+        Ok(addresses) => addresses,
+        Err(error) => {
+            tracing::warn!(%error, "cannot list this host's addresses");
+            return Vec::new();
+        }
+    };
+    let named = addresses.filter_map(|entry| {
+        let address = entry.address?;
+        let v4 = address.as_sockaddr_in().map(|at| IpAddr::V4(at.ip()));
+        let v6 = || address.as_sockaddr_in6().map(|at| IpAddr::V6(at.ip()));
+        Some((entry.interface_name, v4.or_else(v6)?))
+    });
+    named.collect()
 }
 
 /// The GID of an SRP target port: `0x` and 32 digits, or the GUID of a link-local one.

@@ -7,14 +7,14 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use clap::{Parser, Subcommand};
+use riser_admin_api::socket;
+use riser_config::Config;
 use riser_configfs_emu::convert;
 use riser_configfs_emu::daemon::{Asked, Riserd};
 use riser_configfs_emu::engine::{Daemon, Engine};
 use riser_configfs_emu::fuse::Mount;
 use riser_configfs_emu::host::{Elsewhere, Host};
 use riser_configfs_emu::saved;
-use riser_target::config::Config;
-use riser_target::control::socket;
 use tracing_subscriber::EnvFilter;
 
 /// The exit code where something has no words on the other side.
@@ -140,4 +140,24 @@ fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Vec<String>,
     let saved = saved::save(&imported.tree, &world);
     print(&serde_json::to_string_pretty(&saved.document)?)?;
     Ok(imported.hidden.into_iter().chain(saved.unsaid).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_call_it_as_it_is() {
+        let commands = riser_docs::commands_of(&["riserd-configfs"]);
+        let whole = commands.into_iter().filter(|command| !command.is_prose);
+        let mut count = 0;
+        for command in whole {
+            let why = Cli::try_parse_from(&command.words)
+                .err()
+                .map(|e| e.to_string());
+            assert_eq!(why, None, "{}: {:?}", command.place, command.words);
+            count += 1;
+        }
+        assert!(count >= 3, "only {count} were found");
+    }
 }

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use riser_target::control::live::Live;
+use riser_admin_api::live::Live;
 
 /// What is at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,16 +2,14 @@
 
 #![allow(missing_docs, reason = "a test")]
 
-#[path = "../../tests/src/skip.rs"]
-mod skip;
-
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use skip::skip;
+use riser_testkit::eventually;
+use riser_testkit::skip::skip;
 
 /// A directory for one test, with a list of attachments of its own.
 struct Home(PathBuf);
@@ -168,7 +166,7 @@ fn every_failure_has_its_status_and_says_what_and_where() {
             5,
             "gone",
         ),
-        // Nobody listens on that port of the software NIC's wire.
+        // No peer listens on that port of the software NIC's wire.
         (
             &["read", "srp://127.0.0.1:1/0", "--timeout", "300ms"],
             4,
@@ -287,15 +285,9 @@ fn a_lock_is_not_waited_for_in_silence_nor_for_ever() {
         let mut command = home.command(verb);
         command.args(["--timeout", "1500ms"]).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        let until = Instant::now() + Duration::from_secs(60);
-        while child.try_wait().unwrap().is_none() {
-            if Instant::now() >= until {
-                child.kill().unwrap();
-                child.wait().unwrap();
-                panic!("{verb:?} waits for ever");
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually(&format!("{verb:?} ends"), Duration::from_secs(60), || {
+            child.try_wait().unwrap().is_some()
+        });
         let output = child.wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(4), "{verb:?}: {text}");
@@ -363,9 +355,9 @@ fn a_fuse_attachment_is_a_file_until_somebody_unmounts_it() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    while !file.exists() {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    eventually("the file is there", Duration::from_secs(60), || {
+        file.exists()
+    });
     riser_initiator::fuse::unmount(Path::new(&dir), true).unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success());
@@ -391,16 +383,16 @@ fn a_file_that_is_open_is_served_after_the_signal_to_end() {
     let pid = pid(&home);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     // New users cannot find it.
-    while file.exists() {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    eventually("the file is hidden", Duration::from_secs(60), || {
+        !file.exists()
+    });
     // What the one that has it open holds back may come later than any fixed time.
     std::thread::sleep(std::time::Duration::from_secs(6));
     open.write_all_at(b"late", 0).unwrap();
     drop(open);
-    while is_alive(pid) {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    eventually("the process ends", Duration::from_secs(60), || {
+        !is_alive(pid)
+    });
 }
 
 #[test]

@@ -4,9 +4,6 @@
 #![allow(clippy::print_stderr, reason = "what could not be undone is printed")]
 #![allow(missing_docs, reason = "a test")]
 
-#[path = "../../tests/src/skip.rs"]
-mod skip;
-
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -20,7 +17,7 @@ use riser_initiator::block::{
     BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
 };
 use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
-use skip::skip;
+use riser_testkit::skip::skip;
 
 const SIZE: u64 = 192 << 20;
 

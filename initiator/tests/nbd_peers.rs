@@ -1,11 +1,8 @@
-//! The NBD server before clients that nobody here wrote: `nbdinfo`, `nbdcopy`, `qemu-img`,
+//! The NBD server before clients that are not ours: `nbdinfo`, `nbdcopy`, `qemu-img`,
 //! `qemu-io` and fio's nbd engine, on a disk in memory. A client that is not installed is skipped,
 //! and the skip counted.
 
 #![allow(missing_docs, reason = "a test")]
-
-#[path = "../../tests/src/skip.rs"]
-mod skip;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -16,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use riser_initiator::block::{ByteDevice, Geometry, MemoryDevice};
 use riser_initiator::nbd::{Server, ServerHandle};
-use skip::skip;
+use riser_testkit::skip::skip;
 
 const SIZE: u64 = 64 << 20;
 

@@ -21,11 +21,11 @@ pub enum Attention {
     NexusLoss,
     /// COMMANDS CLEARED BY ANOTHER INITIATOR.
     CommandsCleared,
-    /// RESERVATIONS PREEMPTED.
+    /// RESERVATIONS PREEMPTED (2Ah/03h), for the registrants that CLEAR removed.
     ReservationsPreempted,
-    /// RESERVATIONS RELEASED.
+    /// RESERVATIONS RELEASED (2Ah/04h), for registrants, of a reservation that ended.
     ReservationsReleased,
-    /// REGISTRATIONS PREEMPTED.
+    /// REGISTRATIONS PREEMPTED (2Ah/05h), for a registrant that another one removed.
     RegistrationsPreempted,
     /// REPORTED LUNS DATA HAS CHANGED.
     LunsChanged,
@@ -33,7 +33,7 @@ pub enum Attention {
     InquiryChanged,
     /// CAPACITY DATA HAS CHANGED.
     CapacityChanged,
-    /// MODE PARAMETERS CHANGED.
+    /// MODE PARAMETERS CHANGED (2Ah/01h), for the nexuses that did not change them.
     ModeChanged,
     /// THIN PROVISIONING SOFT THRESHOLD REACHED (SBC-3 4.7.3.8).
     SoftThreshold,
@@ -85,11 +85,11 @@ impl Attention {
 /// The nexuses that a condition is established for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AttentionScope {
-    /// Every nexus.
+    /// Every nexus of the unit.
     All,
     /// Every nexus but the one that caused it.
     AllBut(NexusId),
-    /// One nexus.
+    /// One nexus of the unit.
     One(NexusId),
 }
 

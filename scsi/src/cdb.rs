@@ -60,7 +60,7 @@ impl Usage {
         Self { bytes, len }
     }
 
-    /// The bitmap.
+    /// Bitmap of the bits that the device server evaluates, one byte for each of the CDB.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
@@ -76,9 +76,9 @@ pub struct Cdb {
 /// A run of logical blocks named by a CDB, before any check.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Extent {
-    /// First block.
+    /// LBA of the first block.
     pub(crate) lba: u64,
-    /// Number of blocks.
+    /// Number of blocks, of the unit's length.
     pub(crate) blocks: u64,
     /// Byte of the CDB where the length field starts, for field pointers.
     pub(crate) length_byte: u16,
@@ -135,7 +135,7 @@ impl Cdb {
         self
     }
 
-    /// The bytes.
+    /// Bytes of the CDB, without padding.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]

@@ -5,9 +5,9 @@ use crate::data::designator::Naa;
 /// Size of a logical block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum BlockSize {
-    /// 512 bytes.
+    /// Blocks of 512 bytes.
     B512,
-    /// 4096 bytes.
+    /// Blocks of 4096 bytes.
     B4096,
 }
 
@@ -55,7 +55,7 @@ pub struct Identity {
     pub revision: String,
     /// Unit serial number, 1 to 64 printable ASCII characters.
     pub serial: String,
-    /// World-wide name.
+    /// World-wide name, for VPD page 83h.
     pub naa: Naa,
 }
 
@@ -104,27 +104,27 @@ impl Default for Limits {
 pub struct Config {
     /// Capacity in logical blocks, at least 1.
     pub blocks: u64,
-    /// Logical block size.
+    /// Length of a logical block, in bytes.
     pub block_size: BlockSize,
     /// LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT: 3 for 512 bytes on 4096.
     pub physical_exponent: u8,
     /// Writes are refused with WRITE PROTECTED.
     pub read_only: bool,
-    /// Thin or thick.
+    /// Thin or thick provisioning (SBC-3 4.7).
     pub provisioning: Provisioning,
     /// The share of the unit's space, in percent from 1 to 99, that is in use when the soft
     /// threshold is reached: see [`LogicalUnit::note_space`](crate::lu::LogicalUnit::note_space).
     /// Of thin units only.
     pub threshold: Option<u8>,
-    /// Whether writes may stay in a volatile cache until flushed (WCE).
+    /// Writes may stay in a volatile cache until flushed (WCE).
     pub write_cache: bool,
-    /// Whether START STOP UNIT stops the unit, for all initiators.
+    /// START STOP UNIT stops the unit, for all initiators.
     pub stoppable: bool,
-    /// Whether the medium rotates; otherwise it is reported as solid state.
+    /// The medium rotates; otherwise it is reported as solid state.
     pub rotational: bool,
-    /// Names.
+    /// Names of the unit for INQUIRY data.
     pub identity: Identity,
-    /// Limits.
+    /// Limits of transfers, for VPD page B0h.
     pub limits: Limits,
     /// Names what data live in that are in the volatile cache: another one means that they may be
     /// lost. Offered in page C0h.

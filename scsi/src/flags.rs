@@ -13,7 +13,7 @@ bitflags! {
         const UNDER_ATTENTION = 1 << 0;
         /// Needs a medium, and a unit that is started.
         const READY = 1 << 1;
-        /// Changes the medium.
+        /// The command changes the medium.
         const WRITES = 1 << 2;
         /// Exists on thin provisioned units only.
         const THIN = 1 << 3;

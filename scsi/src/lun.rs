@@ -31,7 +31,7 @@ pub enum LunError {
 }
 
 impl LunId {
-    /// LUN 0.
+    /// LUN 0, which takes REPORT LUNS even without a unit.
     pub const ZERO: Self = Self(0);
 
     /// The highest LUN that extended flat space addressing can express.
@@ -57,7 +57,7 @@ impl LunId {
         }
     }
 
-    /// The number.
+    /// Number of the unit, without the addressing method.
     #[must_use]
     pub const fn number(self) -> u32 {
         self.0

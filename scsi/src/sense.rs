@@ -15,22 +15,22 @@ use num_enum::{IntoPrimitive, TryFromPrimitive};
 /// The longest sense data this crate produces, in bytes.
 pub const SENSE_MAX: usize = 32;
 
-/// Encoded sense data.
+/// Encoded sense data, in either format.
 pub type SenseData = ArrayVec<u8, SENSE_MAX>;
 
 /// SENSE KEY (SPC-4 table 27).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum SenseKey {
-    /// Nothing to report.
+    /// NO SENSE: there is nothing to report.
     NoSense = 0x0,
-    /// Done, with recovery.
+    /// RECOVERED ERROR: the command succeeded with recovery.
     RecoveredError = 0x1,
     /// The logical unit cannot be accessed.
     NotReady = 0x2,
     /// The medium is flawed.
     MediumError = 0x3,
-    /// The device failed.
+    /// HARDWARE ERROR: the device itself failed.
     HardwareError = 0x4,
     /// The CDB or a parameter was not legal.
     IllegalRequest = 0x5,
@@ -40,7 +40,7 @@ pub enum SenseKey {
     DataProtect = 0x7,
     /// A blank block was met.
     BlankCheck = 0x8,
-    /// Vendor specific.
+    /// VENDOR SPECIFIC: a condition of a vendor's own.
     VendorSpecific = 0x9,
     /// A copy was aborted.
     CopyAborted = 0xa,
@@ -48,7 +48,7 @@ pub enum SenseKey {
     AbortedCommand = 0xb,
     /// Data ran over the end of the medium.
     VolumeOverflow = 0xd,
-    /// Compared data differ.
+    /// MISCOMPARE: data do not equal those on the medium.
     Miscompare = 0xe,
     /// Sense data follow successful completion.
     Completed = 0xf,
@@ -79,7 +79,7 @@ impl fmt::Display for SenseKey {
 /// ADDITIONAL SENSE CODE and its qualifier (SPC-4 table 28).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct AdditionalSense {
-    /// ADDITIONAL SENSE CODE.
+    /// ADDITIONAL SENSE CODE, byte 12 of fixed format.
     pub code: u8,
     /// ADDITIONAL SENSE CODE QUALIFIER.
     pub qualifier: u8,
@@ -122,11 +122,11 @@ additional_sense! {
     NOT_READY = 0x04, 0x00;
     /// LOGICAL UNIT COMMUNICATION FAILURE.
     COMMUNICATION_FAILURE = 0x08, 0x00;
-    /// WRITE ERROR.
+    /// WRITE ERROR, of an unnamed cause.
     WRITE_ERROR = 0x0c, 0x00;
     /// INVALID FIELD IN COMMAND INFORMATION UNIT.
     INVALID_FIELD_IN_INFORMATION_UNIT = 0x0e, 0x03;
-    /// UNRECOVERED READ ERROR.
+    /// UNRECOVERED READ ERROR of the medium.
     UNRECOVERED_READ_ERROR = 0x11, 0x00;
     /// PARAMETER LIST LENGTH ERROR.
     PARAMETER_LIST_LENGTH_ERROR = 0x1a, 0x00;
@@ -144,7 +144,7 @@ additional_sense! {
     INVALID_FIELD_IN_PARAMETER_LIST = 0x26, 0x00;
     /// INVALID RELEASE OF PERSISTENT RESERVATION.
     INVALID_RELEASE = 0x26, 0x04;
-    /// WRITE PROTECTED.
+    /// WRITE PROTECTED, for a mapping or a medium.
     WRITE_PROTECTED = 0x27, 0x00;
     /// LOGICAL UNIT SOFTWARE WRITE PROTECTED.
     SOFTWARE_WRITE_PROTECTED = 0x27, 0x02;
@@ -156,13 +156,13 @@ additional_sense! {
     DEVICE_RESET = 0x29, 0x03;
     /// I_T NEXUS LOSS OCCURRED.
     NEXUS_LOSS = 0x29, 0x07;
-    /// MODE PARAMETERS CHANGED.
+    /// MODE PARAMETERS CHANGED by another nexus.
     MODE_PARAMETERS_CHANGED = 0x2a, 0x01;
-    /// RESERVATIONS PREEMPTED.
+    /// RESERVATIONS PREEMPTED: another nexus cleared all registrations.
     RESERVATIONS_PREEMPTED = 0x2a, 0x03;
-    /// RESERVATIONS RELEASED.
+    /// RESERVATIONS RELEASED: the reservation of another nexus ended.
     RESERVATIONS_RELEASED = 0x2a, 0x04;
-    /// REGISTRATIONS PREEMPTED.
+    /// REGISTRATIONS PREEMPTED: another nexus removed the registration.
     REGISTRATIONS_PREEMPTED = 0x2a, 0x05;
     /// CAPACITY DATA HAS CHANGED.
     CAPACITY_CHANGED = 0x2a, 0x09;
@@ -176,26 +176,26 @@ additional_sense! {
     INQUIRY_CHANGED = 0x3f, 0x03;
     /// REPORTED LUNS DATA HAS CHANGED.
     REPORTED_LUNS_CHANGED = 0x3f, 0x0e;
-    /// INTERNAL TARGET FAILURE.
+    /// INTERNAL TARGET FAILURE: not the initiator's fault.
     INTERNAL_TARGET_FAILURE = 0x44, 0x00;
-    /// INVALID MESSAGE ERROR.
+    /// INVALID MESSAGE ERROR, for the task attribute ACA without such an allegiance.
     INVALID_MESSAGE_ERROR = 0x49, 0x00;
-    /// DATA PHASE ERROR.
+    /// DATA PHASE ERROR, for data that could not be moved to or from the initiator.
     DATA_PHASE_ERROR = 0x4b, 0x00;
-    /// OVERLAPPED COMMANDS ATTEMPTED.
+    /// OVERLAPPED COMMANDS ATTEMPTED: the tag is in use.
     OVERLAPPED_COMMANDS = 0x4e, 0x00;
-    /// INSUFFICIENT RESERVATION RESOURCES.
+    /// INSUFFICIENT RESERVATION RESOURCES for a change that cannot be kept.
     INSUFFICIENT_RESERVATION_RESOURCES = 0x55, 0x02;
-    /// INSUFFICIENT RESOURCES.
+    /// INSUFFICIENT RESOURCES, for a command whose data no buffer can hold.
     INSUFFICIENT_RESOURCES = 0x55, 0x03;
-    /// INSUFFICIENT REGISTRATION RESOURCES.
+    /// INSUFFICIENT REGISTRATION RESOURCES, for one that has no room or cannot be kept.
     INSUFFICIENT_REGISTRATION_RESOURCES = 0x55, 0x04;
 }
 
 /// Place of the field in error (SPC-4 4.5.2.4.2, sense key specific data).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct FieldPointer {
-    /// Whether it lies in the CDB; otherwise in the parameter list.
+    /// The field lies in the CDB; otherwise in the parameter list.
     pub in_cdb: bool,
     /// Byte of the CDB or parameter list, from 0.
     pub byte: u16,
@@ -206,7 +206,7 @@ pub struct FieldPointer {
 /// The meaning of sense data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sense {
-    /// SENSE KEY.
+    /// SENSE KEY, four bits.
     pub key: SenseKey,
     /// ADDITIONAL SENSE CODE and qualifier.
     pub additional: AdditionalSense,
@@ -216,12 +216,12 @@ pub struct Sense {
     pub field: Option<FieldPointer>,
 }
 
-/// Which wire format to write (the D_SENSE bit).
+/// Wire format to write (the D_SENSE bit).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SenseFormat {
     /// Response code 70h, 18 bytes.
     Fixed,
-    /// Response code 72h.
+    /// Descriptor format, response code 72h.
     Descriptor,
 }
 

@@ -15,7 +15,7 @@ pub enum TaskAttribute {
     Simple,
     /// Waits for everything older; everything newer waits for it.
     Ordered,
-    /// Starts at once.
+    /// HEAD OF QUEUE: starts at once.
     HeadOfQueue,
     /// Only meaningful under auto contingent allegiance; refused.
     Aca,
@@ -36,7 +36,7 @@ pub struct Expected {
 pub enum Step {
     /// Bring a piece of Data-Out to offset 0 of the buffer. Pieces come in order, without gaps.
     ReceiveData {
-        /// Offset in Data-Out.
+        /// Offset in Data-Out, in bytes.
         from: u32,
         /// Bytes; the piece lies inside the initiator's Data-Out buffer.
         len: u32,
@@ -44,7 +44,7 @@ pub enum Step {
     /// Send a piece of Data-In, which lies at offset 0 of the buffer. More follows, at last with the
     /// response; the buffer must not be needed any more when this step is reported as done.
     SendData {
-        /// Offset in Data-In.
+        /// Offset in Data-In, in bytes.
         from: u32,
         /// Bytes; the piece lies inside the initiator's Data-In buffer.
         len: u32,
@@ -68,11 +68,11 @@ pub struct DataOut {
 /// of the logical block size and always inside the capacity.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BlockOp {
-    /// Medium to buffer.
+    /// Transfer from the medium to the buffer.
     Read {
         /// Offset on the medium.
         offset: u64,
-        /// Length.
+        /// Length of the transfer in bytes.
         len: u32,
         /// Offset in the command's buffer.
         buffer_offset: u32,
@@ -80,11 +80,11 @@ pub enum BlockOp {
         /// range are made stable first.
         fua: bool,
     },
-    /// Buffer to medium.
+    /// Transfer from the buffer to the medium.
     Write {
         /// Offset on the medium.
         offset: u64,
-        /// Length.
+        /// Length of the transfer in bytes.
         len: u32,
         /// Offset in the command's buffer.
         buffer_offset: u32,
@@ -103,14 +103,14 @@ pub enum BlockOp {
     Discard {
         /// Offset on the medium.
         offset: u64,
-        /// Length.
+        /// Length of the range in bytes.
         len: u64,
     },
     /// Make the range read zeroes.
     WriteZeroes {
         /// Offset on the medium.
         offset: u64,
-        /// Length.
+        /// Length of the range in bytes.
         len: u64,
         /// Deallocating is welcome; otherwise space stays allocated.
         unmap: bool,
@@ -164,7 +164,7 @@ pub enum StepResult {
     /// The answer to [`BlockOp::Status`]: `len` bytes from the offset asked,
     /// at least one block unless the backend looks at nothing, are alike.
     Status {
-        /// Their state.
+        /// State of these blocks.
         allocation: Allocation,
         /// Bytes from the offset that share it.
         len: u64,
@@ -201,36 +201,36 @@ pub enum BackendError {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum Status {
-    /// GOOD.
+    /// GOOD: the command succeeded.
     Good = 0x00,
     /// CHECK CONDITION, with sense data.
     CheckCondition = 0x02,
-    /// CONDITION MET.
+    /// CONDITION MET: a PRE-FETCH fits the cache.
     ConditionMet = 0x04,
-    /// BUSY.
+    /// BUSY: the initiator repeats the command later.
     Busy = 0x08,
-    /// RESERVATION CONFLICT.
+    /// RESERVATION CONFLICT: another nexus holds the unit.
     ReservationConflict = 0x18,
-    /// TASK SET FULL.
+    /// TASK SET FULL: the initiator has too many commands.
     TaskSetFull = 0x28,
-    /// ACA ACTIVE.
+    /// ACA ACTIVE: an auto contingent allegiance is in effect.
     AcaActive = 0x30,
-    /// TASK ABORTED.
+    /// TASK ABORTED: another nexus ended the command.
     TaskAborted = 0x40,
 }
 
 /// Data to send to the initiator with the status.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum DataIn {
-    /// None.
+    /// No Data-In with the status.
     None,
-    /// These bytes.
+    /// Data-In that is not in the command's buffer.
     Inline(Vec<u8>),
     /// This many bytes from offset 0 of the command's buffer.
     Buffer {
         /// Offset in Data-In: what is before it was sent by [`Step::SendData`].
         from: u32,
-        /// Bytes.
+        /// Number of bytes from its start.
         len: u32,
     },
 }
@@ -265,7 +265,7 @@ impl DataIn {
 /// The difference between what a command moves and what the transport expects.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Residual {
-    /// Exactly as expected.
+    /// As many bytes as expected.
     None,
     /// The command moved this many bytes less.
     Underflow(u32),
@@ -289,15 +289,15 @@ impl Residual {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[must_use]
 pub struct Response {
-    /// SCSI status.
+    /// SCSI status of the command.
     pub status: Status,
     /// Sense data in the format the unit is set to; empty unless CHECK CONDITION.
     pub sense: SenseData,
     /// Data for the initiator that were not sent before, never longer than it expects.
     pub data_in: DataIn,
-    /// Residual of Data-In.
+    /// Residual of Data-In, in bytes.
     pub residual_in: Residual,
-    /// Residual of Data-Out.
+    /// Residual of Data-Out, in bytes.
     pub residual_out: Residual,
 }
 

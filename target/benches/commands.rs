@@ -8,8 +8,6 @@
 //! The instructions are the same in every run; the difference between two numbers belongs to that many
 //! commands alone. In the first, only [`Worker::step`](riser_target::worker::Worker::step) is looked at.
 
-#[path = "../tests/mini/mod.rs"]
-mod mini;
 #[path = "../tests/world/mod.rs"]
 mod world;
 
@@ -18,11 +16,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mini::{Mini, config, login_req};
 use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{DataIn, Residual, Response, Status};
 use riser_target::config::Config;
-use riser_target::stats::{Account, CommandTimer, LunStats, Stage, Subject};
+use riser_target::stats::{CommandTimer, LunStats, SessionStats, Stage, TraceKey};
+use riser_test_peers::mini::{Mini, config, login_req};
 use riser_transport::roce::fault::FaultConfig;
 use world::{SERVER, World};
 
@@ -57,7 +55,7 @@ fn reads(commands: u32) {
 }
 
 fn counting(commands: u32) {
-    let account = Arc::new(Account::new(
+    let account = Arc::new(SessionStats::new(
         Arc::new(LunStats::new("bench", 0, Some(Instant::now))),
         0,
     ));
@@ -80,11 +78,16 @@ fn counting(commands: u32) {
 /// Counts a read, by the calls that [`Execution`](riser_target::fabric::Execution) and a channel make
 /// while it runs.
 #[inline(never)]
-fn count_one(timer: &mut CommandTimer, account: &Arc<Account>, answer: &Response, now: Instant) {
+fn count_one(
+    timer: &mut CommandTimer,
+    account: &Arc<SessionStats>,
+    answer: &Response,
+    now: Instant,
+) {
     const CDB: [u8; 10] = [0x28, 0, 0, 0, 0, 0, 0, 0, 8, 0];
     let read = now + Duration::from_micros(50);
     let gone = now + Duration::from_micros(80);
-    let subject = || Subject {
+    let subject = || TraceKey {
         tag: 1,
         nexus: 1,
         cdb: CDB.into_iter().collect(),

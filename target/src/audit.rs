@@ -1,15 +1,15 @@
 //! The audit log: who logged in and out, whom we sent away, and who changed the configuration or the
 //! program.
 //!
-//! Every line is an event of the log under [`TARGET`], whatever the log's filter says, with fields of
+//! Every line is an event of the log under [`TARGET`], which the log's filter does not hide, with fields of
 //! these names:
 //!
 //! | event | when | fields |
 //! | --- | --- | --- |
 //! | `login` | a connection of a session has logged in | those of [`Who`] |
 //! | `end` | such a connection is gone | likewise, `reason` ([`Parting`]) |
-//! | `denied` | somebody may not log in | likewise, `reason`, `detail` |
-//! | `discovery` | somebody asked which targets there are | likewise, `found` |
+//! | `denied` | an initiator may not log in | likewise, `reason`, `detail` |
+//! | `discovery` | an initiator asked for the targets | likewise, `found` |
 //! | `config_changed` | a configuration is served | `who`, `how`, `revision`, `changes`, `paths` |
 //! | `config_rolled_back` | likewise, one that was served before | likewise |
 //! | `config_rejected` | a configuration is not served | `who`, `how`, `revision` that stays, `reason` |
@@ -17,8 +17,8 @@
 //! | `upgrade_rejected` | a program may not take over | `who`, `program`, `reason` |
 //! | `suppressed` | lines were held back | `of`, `suppressed` |
 //!
-//! No line has a secret. What peers can cause is bounded at each worker, by a burst and so many lines a
-//! second ([`Audit`]); how many were held back is told with the next line of the kind, or soon after.
+//! No line has a secret. What peers can cause is bounded at each worker, by a burst and a number of lines a
+//! second ([`Audit`]); the next line of the kind has the number that was held back, or one of its own soon after.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -29,30 +29,30 @@ use tracing::field::display;
 use crate::config::{Difference, Protocol};
 use crate::log::RateLimit;
 
-/// What the log knows these lines by.
+/// Target of these lines in the log.
 pub const TARGET: &str = "riserd::audit";
 
 /// Places of a change that are named.
 const PATHS: usize = 32;
 
-/// Who is at the other end of a connection, as far as it is known.
+/// The other end of a connection, as far as it is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Who {
-    /// The protocol.
+    /// Protocol of the connection.
     pub protocol: Protocol,
-    /// Where the initiator is.
+    /// Address of the initiator.
     pub peer: String,
-    /// Where it came to.
+    /// Address of the portal that it came to.
     pub portal: String,
     /// The initiator port, as it calls itself.
     pub initiator: Option<String>,
     /// The target's name in the configuration, or what the initiator calls it.
     pub target: Option<String>,
-    /// The I_T nexus.
+    /// Number of the I_T nexus.
     pub nexus: Option<u64>,
 }
 
-/// Why a connection came to its end: what happened first.
+/// Reason for the end of a connection: the first that applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parting {
     /// The initiator logged out.
@@ -139,7 +139,7 @@ impl Audit {
         }
     }
 
-    /// Somebody was not let in, or not even listened to.
+    /// A login was refused, or a connection was closed before one.
     pub fn denied(&mut self, now: Instant, who: &Who, reason: &str, detail: Option<&dyn Display>) {
         if let Some(suppressed) = self.denied.admit(now) {
             let detail = detail.map(display);
@@ -147,14 +147,14 @@ impl Audit {
         }
     }
 
-    /// Somebody asked which targets there are, and was told of so many.
+    /// A discovery was answered with this number of targets.
     pub fn discovery(&mut self, now: Instant, who: &Who, found: usize) {
         if let Some(suppressed) = self.discoveries.admit(now) {
-            line!("discovery", who, suppressed, { found, }, "targets told");
+            line!("discovery", who, suppressed, { found, }, "targets reported");
         }
     }
 
-    /// When to call [`Audit::poll`].
+    /// Next time at which [`Audit::poll`] has something to log.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let limits = [&self.sessions, &self.denied, &self.discoveries];
@@ -189,7 +189,7 @@ impl Audit {
     }
 }
 
-/// Who asked for a configuration, and how.
+/// Origin of a request for a configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked<'a> {
     /// User and process, or the signal.

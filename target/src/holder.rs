@@ -8,7 +8,7 @@ use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-/// A process.
+/// Process that holds something open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     pid: u32,

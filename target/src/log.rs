@@ -27,7 +27,7 @@ impl Default for RateLimit {
 }
 
 impl RateLimit {
-    /// Lets so many lines through at once, then one per interval.
+    /// Lets `burst` lines through at once, then one per interval.
     #[must_use]
     pub fn new(burst: u32, interval: Duration) -> Self {
         Self {
@@ -38,14 +38,15 @@ impl RateLimit {
         }
     }
 
-    /// When a line may be logged that says how many were held back; `None` if none were.
+    /// Time from which a line may report the number that was held back; `None` if none were.
     #[must_use]
     pub fn due(&self) -> Option<Instant> {
         let (_, since) = self.left.filter(|_| self.suppressed > 0)?;
         Some(since + self.interval)
     }
 
-    /// Whether a line may be logged at `now`; if so, how many were held back since the last.
+    /// Returns, if a line may be logged at `now`, the number that was held back since the last
+    /// one.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         let (tokens, since) = self.left.get_or_insert((self.burst, now));
         let earned = now.saturating_duration_since(*since).as_nanos() / self.interval.as_nanos();

@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long that may take.
+/// Longest time that it may take.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 thread_local! {

@@ -25,7 +25,7 @@
 //! - Every byte of the pool belongs to the pool or to exactly one buffer.
 //! - A buffer goes back through [`Pool::release`]; one that is merely dropped is a bug, which
 //!   debug builds report.
-//! - While a device reads or writes a buffer, nobody calls [`DataAccess`] on it: the channel that
+//! - While a device reads or writes a buffer, there is no call of [`DataAccess`] on it: the channel that
 //!   owns the buffer alternates between device operations and looking at the bytes.
 //!
 //! # Not implemented
@@ -53,6 +53,9 @@ const MAX_ORDER: usize = 8;
 /// The largest block, in bytes.
 pub const MAX_BLOCK: usize = MIN_BLOCK << MAX_ORDER;
 
+// The window of a long command is one block.
+const _: () = assert!(MAX_BLOCK == riser_config::WINDOW as usize);
+
 /// Bytes of the reserve at most: a window and its scratch memory fit.
 const RESERVE: usize = 2 * MAX_BLOCK;
 
@@ -62,7 +65,7 @@ pub const MAX_PIECES: usize = 32;
 /// No neighbour in a free list.
 const NIL: u32 = u32::MAX;
 
-/// What the pool knows about the unit (of [`MIN_BLOCK`] bytes) at which a block starts.
+/// State of the unit (of [`MIN_BLOCK`] bytes) at which a block starts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Unit {
     /// Not the start of a block.
@@ -84,18 +87,18 @@ struct Piece {
     order: u8,
 }
 
-/// Whose a buffer is: the number of a channel at its worker.
+/// Owner of a buffer: the number of a channel at its worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Owner(pub u64);
 
-/// What an owner has.
+/// Memory that an owner has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Holding {
     /// Bytes of data buffers, in whole blocks.
     data: usize,
-    /// Bytes of tables.
+    /// Bytes of descriptor tables, in whole blocks.
     tables: usize,
-    /// Whether it waits.
+    /// The owner is in the line for data memory.
     waits: bool,
 }
 
@@ -119,13 +122,13 @@ pub struct Pool {
     lowest_free: usize,
     /// Owners that have or want something.
     owners: HashMap<Owner, Holding>,
-    /// Those that wait for data memory, by turns; each once.
+    /// Owners that wait for data memory, by turns; each once.
     line: VecDeque<Waiter>,
     /// The same owners, by turns at the reserve.
     queue: VecDeque<Owner>,
     /// Bytes that were last refused.
     refused: usize,
-    /// Whether an owner in the line may get something now.
+    /// An owner in the line may get memory that it was refused before.
     has_changed: bool,
 }
 
@@ -178,7 +181,7 @@ impl Pool {
         self.lowest_free
     }
 
-    /// Whether every buffer is back, tables and the reserve included.
+    /// Returns whether every buffer is back, tables and the reserve included.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         let parts = [&self.data, &self.tables, &self.reserve];
@@ -254,7 +257,8 @@ impl Pool {
         Some(buffer)
     }
 
-    /// Whether more than half of the tables' memory is free, and this owner has a sixteenth at most.
+    /// Returns whether more than half of the tables' memory is free, and this owner has a
+    /// sixteenth at most.
     #[must_use]
     pub fn has_spare_tables(&self, owner: Owner) -> bool {
         let has = self.owners.get(&owner).map_or(0, |holding| holding.tables);
@@ -294,13 +298,13 @@ impl Pool {
         self.forget_idle(owner);
     }
 
-    /// Whether memory has come back, or the line has moved, since the last call, while an owner
-    /// waits.
+    /// Returns whether memory has come back, or the line has moved, since the last call, while an
+    /// owner waits.
     pub fn take_change(&mut self) -> bool {
         std::mem::take(&mut self.has_changed) && !self.line.is_empty()
     }
 
-    /// Whether [`Pool::take_change`] would say so.
+    /// Returns the result that [`Pool::take_change`] would have, without taking it.
     #[must_use]
     pub fn has_change(&self) -> bool {
         self.has_changed && !self.line.is_empty()
@@ -362,7 +366,7 @@ impl Pool {
         has == 0 || has + need <= self.size() / self.owners.len().max(1)
     }
 
-    /// Whose turn it is: a place in the line.
+    /// Place in the line of the owner whose turn it is.
     fn turn(&self) -> Option<usize> {
         let mut line = self.line.iter();
         line.position(|waiter| self.is_within_share(waiter.owner, waiter.need))
@@ -390,7 +394,7 @@ fn needed(len: u32) -> usize {
 /// A part of the mapping, in blocks.
 #[derive(Debug)]
 struct Blocks {
-    /// Where it begins in the mapping.
+    /// Offset of its first byte in the mapping.
     base: usize,
     len: usize,
     units: Vec<Unit>,
@@ -432,6 +436,8 @@ impl Blocks {
             } else {
                 self.take_block(order_of(want))
             };
+            // Memory is taken whole or not at all: two commands that each wait with a part of
+            // theirs could wait for each other.
             let Some((unit, order)) = taken else {
                 for piece in buffer.pieces.drain(..) {
                     self.put(piece.offset);
@@ -538,7 +544,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Length in bytes.
+    /// Length in bytes, as it was asked for.
     #[must_use]
     pub fn len(&self) -> u32 {
         self.len
@@ -571,7 +577,7 @@ impl Buffer {
         })
     }
 
-    /// Those ranges as slices that keep the mapping alive.
+    /// The same ranges as slices that keep the mapping alive.
     pub fn slices(&self, range: Range<u32>) -> impl Iterator<Item = MemSlice> + '_ {
         self.ranges(range)
             .map(|r| self.memory.slice(r).expect("pieces lie in the mapping"))

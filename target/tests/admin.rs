@@ -1,13 +1,12 @@
 //! The daemon's program with its admin socket: what its own verbs, and plain HTTP, get to see.
 
-mod daemon;
-
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
-use daemon::{Daemon, RISERD, ask};
+use riser_testkit::daemon::{Daemon, RISERD, ask};
+use riser_testkit::eventually;
 
 #[test]
 fn a_daemon_tells_what_it_serves_and_applies_its_file_again() {
@@ -199,7 +198,7 @@ fn plain_http_gets_json_and_clear_errors() {
             .http("DELETE /v1/sessions")
             .starts_with("HTTP/1.1 405 ")
     );
-    // A peer that stalls keeps nobody else waiting.
+    // A peer that stalls keeps no other peer waiting.
     let _stalled = UnixStream::connect(daemon.socket()).unwrap();
     assert!(daemon.http("GET /v1/status").starts_with("HTTP/1.1 200 "));
 }
@@ -248,6 +247,49 @@ fn a_configuration_is_replaced_only_if_it_is_the_one_that_was_read() {
 }
 
 #[test]
+fn a_configuration_is_changed_by_patches() {
+    let daemon = Daemon::start("patch", "127.81.0.10");
+    let send = |request: &str, media_type: &str, body: &str| {
+        let length = body.len();
+        let mut stream = UnixStream::connect(daemon.socket()).unwrap();
+        let head = format!(
+            "Host: x\r\nConnection: close\r\nContent-Type: {media_type}\r\nContent-Length: {length}"
+        );
+        write!(stream, "{request} HTTP/1.1\r\n{head}\r\n\r\n{body}").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    let merge = "application/merge-patch+json";
+    let more = r#"{ "backends": { "c": { "kind": "ram", "size": "4MiB" } } }"#;
+    let told = send("POST /v1/diff", merge, more);
+    assert!(told.contains("\"path\":\"/backends/c\""), "{told}");
+    assert!(!daemon.http("GET /v1/config").contains("4MiB"));
+    let done = send("PATCH /v1/config", merge, more);
+    assert!(done.starts_with("HTTP/1.1 200 "), "{done}");
+    let steps = r#"[{ "op": "add", "path": "/targets/0/luns/7", "value": "c" }]"#;
+    let done = send("PATCH /v1/config", "application/json-patch+json", steps);
+    assert!(done.starts_with("HTTP/1.1 200 "), "{done}");
+    assert_eq!(daemon.json("targets")[0]["luns"]["7"]["size"], 4 << 20);
+    // A mistake has its place, and changes nothing.
+    let wrong = r#"{ "limits": { "queue_depth": 0 } }"#;
+    let refused = send("PATCH /v1/config", merge, wrong);
+    assert!(refused.starts_with("HTTP/1.1 400 "), "{refused}");
+    assert!(
+        refused.contains("/limits/queue_depth: must be from"),
+        "{refused}"
+    );
+    let refused = send("PATCH /v1/config", merge, "[");
+    assert!(refused.starts_with("HTTP/1.1 400 "), "{refused}");
+    let refused = send("PATCH /v1/config", "application/yaml", "limits: {}");
+    assert!(refused.starts_with("HTTP/1.1 415 "), "{refused}");
+    assert!(
+        refused.contains("accept-patch: application/merge-patch+json"),
+        "{refused}"
+    );
+}
+
+#[test]
 fn without_a_daemon_the_error_says_where_it_was_looked_for() {
     let output = ask(Path::new("/nonexistent/admin.sock"), &["sessions"]);
     assert_eq!(output.status.code(), Some(1));
@@ -265,7 +307,7 @@ fn a_second_daemon_does_not_take_the_socket() {
     let other = daemon.dir.join("other.yaml");
     let text = text.replace("127.81.0.4", "127.81.0.5");
     std::fs::write(&other, text.replace("/state }", "/other }")).unwrap();
-    let output = Command::new(RISERD)
+    let output = Command::new(&*RISERD)
         .args(["run", "--config"])
         .arg(&other)
         .output()
@@ -291,7 +333,7 @@ fn an_admin_socket_that_cannot_be_bound_is_served_later() {
     std::fs::write(&file, format!("{text}strict: true\n")).unwrap();
     std::fs::write(&blocked, "").unwrap();
     let run = || {
-        let mut command = Command::new(RISERD);
+        let mut command = Command::new(&*RISERD);
         command.args(["run", "--config"]).arg(&file);
         command
     };
@@ -302,13 +344,7 @@ fn an_admin_socket_that_cannot_be_bound_is_served_later() {
 
     std::fs::write(&file, &text).unwrap();
     daemon.process = run().stderr(std::process::Stdio::null()).spawn().unwrap();
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
-    let eventually = |what: &str, is_so: &dyn Fn() -> bool| {
-        while !is_so() {
-            assert!(std::time::Instant::now() < until, "{what}");
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-    };
+    let wait = std::time::Duration::from_secs(30);
     let ready = || -> std::io::Result<String> {
         let mut stream = std::net::TcpStream::connect("127.81.0.10:9909")?;
         stream.write_all(b"GET /readyz HTTP/1.0\r\n\r\n")?;
@@ -317,12 +353,12 @@ fn an_admin_socket_that_cannot_be_bound_is_served_later() {
         Ok(answer)
     };
     let problem = format!("admin {}: cannot listen", named(&socket));
-    eventually("it is named", &|| {
+    eventually("it is named", wait, || {
         ready().is_ok_and(|answer| answer.contains(&problem))
     });
     assert!(std::net::TcpStream::connect("127.81.0.10:3290").is_ok());
     std::fs::remove_file(&blocked).unwrap();
-    eventually("it is there", &|| socket.exists());
+    eventually("it is there", wait, || socket.exists());
     let output = ask(&socket, &["status", "-o", "json"]);
     let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(status["pid"], daemon.process.id());
@@ -357,7 +393,7 @@ fn names_are_those_that_are_kept_whatever_the_host_is_called_now() {
     assert_eq!(served["portals"][0]["names"]["service_guid"], guid);
     assert_eq!(served["luns"]["0"]["serial"], "KEPT-1");
     // Without the daemon as well.
-    let checked = std::process::Command::new(RISERD)
+    let checked = std::process::Command::new(&*RISERD)
         .args(["check", "-o", "json"])
         .arg(daemon.dir.join("riserd.yaml"))
         .output()

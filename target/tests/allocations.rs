@@ -7,10 +7,6 @@
     reason = "counting allocations takes an allocator of one's own"
 )]
 
-mod iser_client;
-mod mini;
-mod tcp;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;
 use std::cell::Cell;
@@ -19,13 +15,16 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use mini::{Mini, cdb10, login_req, real};
 use riser_scsi::iscsi::keys::Key;
 use riser_scsi::iscsi::pdu::{DataOut, FromTarget, TaskAttr};
 use riser_scsi::iscsi::{StatSn, Ttt};
 use riser_scsi::srp::{DataBuffer, ImmediateDataOffset};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::iser_client;
+use riser_test_peers::mini;
+use riser_test_peers::mini::{Mini, cdb10, login_req, real};
+use riser_test_peers::tcp;
 use riser_transport::roce::{Roce, RoceConfig};
 
 struct Counting;

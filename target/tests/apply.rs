@@ -1,22 +1,20 @@
 //! A running server gets and loses targets, portals and backends, over loopback addresses: SRP on our
-//! own NIC, iSCSI on TCP. Whatever cannot be had leaves everything as it was.
-
-mod mini;
-mod tcp;
+//! own NIC, iSCSI on TCP. What cannot be had leaves everything as it was.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use mini::{Mini, Said, login_req, real};
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::pdu::{AsyncEvent, FromTarget, LoginStatus};
 use riser_scsi::srp::{DataBuffer, TargetPortId};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_target::server::reload::ChangeError;
+use riser_test_peers::mini::{Mini, Said, login_req, real};
+use riser_test_peers::tcp::Client;
+use riser_testkit::eventually;
 use riser_transport::roce::{Roce, RoceConfig};
-use tcp::Client;
 
 const GOOD: (u8, Option<[u8; 2]>) = (0, None);
 
@@ -24,7 +22,7 @@ fn addr(net: u8, host: u8) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(127, 78, net, host))
 }
 
-/// What the tests serve: a disk `d` at target `t`, which nothing concerns, and whatever else.
+/// What the tests serve: a disk `d` at target `t`, which nothing concerns, and `more`.
 fn config(net: u8, backends: &str, targets: &str, rest: &str) -> Config {
     let text = format!(
         "backends:\n  d: {{ kind: ram, size: 16MiB }}\n{backends}\
@@ -100,14 +98,6 @@ fn is_logged_out(client: &mut Client) {
     assert!(client.receive().is_none());
 }
 
-fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(30);
-    while !condition() {
-        assert!(Instant::now() < until, "waited too long for {what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
 #[test]
 fn a_target_comes_with_its_device_and_goes_with_it() {
     let net = 1;
@@ -128,7 +118,7 @@ fn a_target_comes_with_its_device_and_goes_with_it() {
         drop(goes);
         // One round comes back while the device may still be open, the others after that.
         if round > 0 {
-            wait_for("the device to be closed", || {
+            eventually("the device is closed", Duration::from_secs(30), || {
                 server.shared().places.addresses() == [addr(net, 1)]
             });
         }

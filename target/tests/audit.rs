@@ -2,25 +2,22 @@
 
 #![allow(missing_docs, reason = "a test")]
 
-mod daemon;
-mod gsi;
-mod iser_client;
-mod mini;
-mod tcp;
-
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use daemon::Daemon;
-use gsi::Gsi;
-use mini::{Mini, login_req, real};
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::TargetPortId;
+use riser_test_peers::gsi::Gsi;
+use riser_test_peers::iser_client;
+use riser_test_peers::mini::{Mini, login_req, real};
+use riser_test_peers::tcp::Client;
+use riser_testkit::daemon::Daemon;
+use riser_testkit::eventually;
+use riser_testkit::eventually_some;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::wire::dm::{Attribute, Method, Status};
 use serde_json::Value;
-use tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
@@ -62,23 +59,17 @@ fn lines(daemon: &Daemon) -> Vec<Value> {
         .collect()
 }
 
-/// Waits until there are so many lines of an event, and gives them.
+/// Waits until there are `count` lines of an event, and returns them.
+#[track_caller]
 fn wait_for(daemon: &Daemon, event: &str, count: usize) -> Vec<Value> {
-    let until = Instant::now() + Duration::from_secs(60);
-    loop {
+    let what = format!("{count} of {event} in {}", daemon.log().display());
+    let found = eventually_some(&what, Duration::from_secs(60), || {
         let mut found = lines(daemon);
         found.retain(|line| line["event"] == event);
-        if found.len() >= count {
-            assert_eq!(found.len(), count, "{found:?}");
-            return found;
-        }
-        assert!(
-            Instant::now() < until,
-            "no {count} of {event} in {:?}",
-            lines(daemon)
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
+        (found.len() >= count).then_some(found)
+    });
+    assert_eq!(found.len(), count, "{found:?}");
+    found
 }
 
 /// What every line about an initiator says.
@@ -278,7 +269,7 @@ fn a_flood_of_denials_is_bounded_and_counted() {
         assert!(Client::login_at(to, "iqn.2026-01.com.example:none", 1, None).is_err());
     }
     // A burst, and a line a second.
-    let told = |lines: &[Value]| {
+    let reported = |lines: &[Value]| {
         let denied = lines
             .iter()
             .filter(|line| line["event"] == "denied")
@@ -291,19 +282,17 @@ fn a_flood_of_denials_is_bounded_and_counted() {
                 .filter_map(|line| line["suppressed"].as_u64())
                 .sum::<u64>() as usize
     };
-    let until = Instant::now() + Duration::from_secs(60);
-    while told(&lines(&daemon)) < ATTEMPTS {
-        assert!(Instant::now() < until, "{:?}", lines(&daemon));
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    eventually("every attempt in the log", Duration::from_secs(60), || {
+        reported(&lines(&daemon)) >= ATTEMPTS
+    });
     let all = lines(&daemon);
-    assert_eq!(told(&all), ATTEMPTS, "each is told or counted");
+    assert_eq!(reported(&all), ATTEMPTS, "each has a line or is counted");
     let seconds = began.elapsed().as_secs() as usize;
     let about = all
         .iter()
         .filter(|line| line["event"] == "denied" || line["event"] == "suppressed");
     assert!(about.count() <= 10 + seconds + 1, "{all:?}");
-    // Whoever may log in is told all the same.
+    // A login that succeeds has its line all the same.
     let _client = Client::login_at(to, IQN, 1, None).unwrap();
     wait_for(&daemon, "login", 1);
 }

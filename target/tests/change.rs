@@ -1,13 +1,10 @@
 //! A running server takes another configuration, over UDP on loopback addresses.
 
-mod mini;
-
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mini::{Mini, Said, cdb10, login_req, real};
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::opcode::Kind;
 use riser_scsi::srp::{DataBuffer, InitiatorPortId, TskMgmtFunction};
@@ -15,6 +12,8 @@ use riser_target::backend::{Fault, FaultOn, Faults, Store};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_target::server::reload::{ChangeError, check};
+use riser_test_peers::mini::{Mini, Said, cdb10, login_req, real};
+use riser_testkit::eventually;
 use riser_transport::roce::{Roce, RoceConfig};
 
 fn addr(net: u8, host: u8) -> IpAddr {
@@ -104,7 +103,7 @@ fn a_unit_comes_and_goes() {
     let list = mini.data.slice(0..24).unwrap().to_vec();
     assert_eq!(list[..4], [0, 0, 0, 16]);
     assert_eq!((list[9], list[17]), (0, 1));
-    // The same once more changes nothing and tells nobody.
+    // The same once more changes nothing and notifies no session.
     server.change(both).unwrap();
     assert_eq!(ready(&mut mini, 0), GOOD);
     server
@@ -360,7 +359,7 @@ fn each_initiator_has_numbers_of_its_own() {
     assert_eq!((status, absent[0]), (0, 0x7f));
     assert_eq!(ready(&mut one, 3), NO_SUCH_UNIT);
 
-    // A registration is the unit's, whatever the number.
+    // A registration is the unit's, by any number.
     let register = [0x5f, 0x06, 0, 0, 0, 0, 0, 0, 24, 0];
     let mut list = [0; 24];
     list[15] = 7;
@@ -398,7 +397,7 @@ fn no_command_for_one_unit_reaches_another_by_its_number() {
         .change(mapped(6, &image, "{ 0: d, 4: e }", None))
         .unwrap();
     assert_held_back(&mut mini, 4);
-    // Standard data do not tell units apart, and the page's header names none.
+    // Standard data do not distinguish units, and the page's header names none.
     assert_eq!(read(&mut mini, 4, &INQUIRY, 36).0, 0);
     assert_eq!(read(&mut mini, 4, &[0x12, 1, 0x83, 0, 4, 0], 4).0, 0);
     assert_held_back(&mut mini, 4);
@@ -537,11 +536,9 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
         .unwrap();
     until_ready(&mut second, 4);
     let dev = second.disconnect(&mut real);
-    let until = Instant::now() + Duration::from_secs(10);
-    while server.shared().registry.sessions() > 0 {
-        assert!(Instant::now() < until);
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    eventually("the session to end", Duration::from_secs(60), || {
+        server.shared().registry.sessions() == 0
+    });
     server
         .change(mapped(14, &image, "{ 0: d, 4: e }", None))
         .unwrap();

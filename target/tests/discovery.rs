@@ -1,15 +1,12 @@
 //! Device-management MADs over UDP: an initiator finds targets of an address that it knows.
 
-mod gsi;
-mod mini;
-
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use gsi::Gsi;
-use mini::{Mini, login_req, real};
 use riser_scsi::srp::{PortIdParts, TargetPortId};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::gsi::Gsi;
+use riser_test_peers::mini::{Mini, login_req, real};
 use riser_transport::wire::dm::{
     Attribute, ClassPortInfo, IoUnitInfo, IocProfile, Method, ServiceEntry, Status,
 };

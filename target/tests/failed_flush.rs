@@ -1,7 +1,5 @@
 //! A flush that failed, and what is remembered of it beyond the end of the server.
 
-mod tcp;
-
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,9 +9,9 @@ use riser_scsi::step::BackendError;
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::{Config, Location};
 use riser_target::control::history::History;
-use riser_target::server::legacy::Legacy;
+use riser_target::server::handover::ServerState;
 use riser_target::server::{Server, ServerError};
-use tcp::Client;
+use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
@@ -36,7 +34,7 @@ fn start(dir: &Path, faults: Vec<Fault>) -> Server {
     let mut config = Config::parse(&text, "test.yaml").unwrap();
     config.backends[0].spec.faults = Some(Arc::new(Faults::new(faults)));
     let history = History::open(&Location::At(dir.join("state"))).unwrap();
-    Server::start_after(&config, &Legacy::default(), history.keepers()).unwrap()
+    Server::start_after(&config, &ServerState::default(), history.keepers()).unwrap()
 }
 
 /// The status of a WRITE and of a SYNCHRONIZE CACHE after it.

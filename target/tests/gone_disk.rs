@@ -1,7 +1,5 @@
 //! A disk that fails because its device is gone, and is there again as another one.
 
-mod tcp;
-
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -12,8 +10,8 @@ use riser_target::backend::{Fault, FaultOn, Faults, open_all};
 use riser_target::config::{Config, Location};
 use riser_target::control::history::History;
 use riser_target::server::Server;
-use riser_target::server::legacy::Legacy;
-use tcp::Client;
+use riser_target::server::handover::ServerState;
+use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 const HOST: &str = "127.97.2.1";
@@ -44,7 +42,7 @@ fn start(dir: &Path) -> Server {
     };
     config.backends[0].spec.faults = Some(Arc::new(Faults::new(vec![gone])));
     let history = History::open(&Location::At(dir.join("state"))).unwrap();
-    Server::start_after(&config, &Legacy::default(), history.keepers()).unwrap()
+    Server::start_after(&config, &ServerState::default(), history.keepers()).unwrap()
 }
 
 fn read(client: &mut Client, block: u8) -> (u8, Vec<u8>) {

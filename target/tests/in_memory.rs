@@ -1,15 +1,13 @@
 //! A worker and an initiator over the wire in memory, under a virtual clock.
 
-mod mini;
 mod world;
 
 use std::io;
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use mini::{Mini, Refused, Said, cdb10, config, login_req};
 use riser_scsi::config::Identity;
 use riser_scsi::opcode::Kind;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
@@ -21,10 +19,13 @@ use riser_scsi::srp::{
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::build_shared;
+use riser_target::sessions::ChannelRef;
+use riser_target::sessions::catalog::Entrance;
+use riser_target::sessions::nexus::{Endpoints, NexusKey};
 use riser_target::worker::Report;
 use riser_target::worker::mail::Mail;
-use riser_target::worker::registry::{ChannelRef, Endpoints, NexusKey};
-use riser_target::worker::target::Entrance;
+use riser_test_peers::mini::{Mini, Refused, Said, cdb10, config, login_req};
+use riser_testkit::eventually;
 use riser_transport::loopback::Endpoint;
 use riser_transport::roce::fault::FaultConfig;
 use world::{SERVER, World};
@@ -244,13 +245,14 @@ fn log_in_again(world: &mut World, client: u8) -> Result<Mini<Endpoint>, Refused
 
 #[test]
 fn a_write_of_a_replaced_session_does_not_come_late() {
+    const SLOW: Duration = Duration::from_millis(300);
     let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
     let slow = Fault {
         on: FaultOn::Write,
         offset: 0,
         len: u64::MAX,
         times: Some(1),
-        delay: Duration::from_millis(300),
+        delay: SLOW,
         error: None,
     };
     parsed.backends[0].spec.faults = Some(Arc::new(Faults::new(vec![slow])));
@@ -264,6 +266,7 @@ fn a_write_of_a_replaced_session_does_not_come_late() {
         world.pump(&mut old.dev);
     }
     assert_eq!(snapshot(&mut world).sessions[0].in_flight, 1);
+    let delay_ends = Instant::now() + SLOW;
     // The initiator has given the old connection up, and writes the same block again.
     let mut new = log_in_again(&mut world, 2).unwrap();
     assert_eq!(new.rsp.multi_channel, MultiChannelResult::Terminated);
@@ -273,7 +276,11 @@ fn a_write_of_a_replaced_session_does_not_come_late() {
     assert_eq!(sense.additional, AdditionalSense::NEXUS_LOSS);
     new.data.fill(0, 512, 0xbb);
     assert_eq!(new.write(0, 1, 0, &mut |d| world.pump(d)).status, 0);
-    std::thread::sleep(Duration::from_millis(400));
+    // Had the old write not ended before the new one began, it would reach the disk by then.
+    eventually("the end of the delay", Duration::from_secs(60), || {
+        world.pump(&mut new.dev);
+        Instant::now() > delay_ends
+    });
     for _ in 0..50 {
         world.pump(&mut new.dev);
     }
@@ -801,7 +808,7 @@ fn a_login_on_the_service_id_has_the_long_form() {
     assert_eq!(mini.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
 }
 
-/// CVE-2024-26744: whatever a peer or an administrator writes as a GUID, it is refused, not followed.
+/// CVE-2024-26744: any text that a peer or an administrator writes as a GUID is refused, not followed.
 #[test]
 fn cve_2024_26744_service_guids() {
     for guid in [
@@ -845,11 +852,11 @@ fn logins_that_are_none_are_refused() {
     let mut world = World::new(FaultConfig::default(), "");
     let dst = SocketAddr::new(SERVER, 5555);
     // The CM pads private data with zeros: nothing at all reads as a login from port 0 to port 0.
-    let nobody = LoginRejReason::UnableToAssociateChannel;
+    let absent = LoginRejReason::UnableToAssociateChannel;
     let no_login = LoginRejReason::UnableToEstablishChannel;
     for (private_data, reason) in [
-        (vec![], nobody),
-        (vec![0; 1], nobody),
+        (vec![], absent),
+        (vec![0; 1], absent),
         (vec![0xff; 56], no_login),
         (vec![0xc0; 20], no_login),
     ] {
@@ -935,7 +942,7 @@ fn a_device_that_is_unplugged_comes_back() {
         assert_eq!(snapshot.sessions, []);
         assert_eq!(snapshot.pool_free, snapshot.pool_size);
         assert_eq!(world.shared.registry.sessions(), 0);
-        // While it is away nobody answers; then it is found.
+        // While it is away there is no answer; then it is found.
         world.fabric.plug(SERVER);
         let mut idle = world.client(50);
         for _ in 0..2_000 {

@@ -1,7 +1,5 @@
 //! A server with an iSCSI portal, and an initiator of our own login machine on a socket.
 
-mod tcp;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::pin::pin;
@@ -19,7 +17,8 @@ use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
-use tcp::Client;
+use riser_test_peers::tcp::Client;
+use riser_testkit::eventually;
 
 fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -352,7 +351,7 @@ fn a_session_follows_the_configuration() {
         .unwrap();
     assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "luns changed");
     assert_eq!(client.command(&luns, false, 64, &[]).1.len(), 16);
-    // Whoever may not log in any more is sent away.
+    // An initiator that may no longer log in is asked to log out.
     let closed = text(port).replacen("access: open", "access: []", 1);
     server
         .change(Config::parse(&closed, "test.yaml").unwrap())
@@ -395,11 +394,7 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     let mut second = log_in();
     assert_held_back(&mut second);
     drop((first, second));
-    let until = Instant::now() + Duration::from_secs(10);
-    while server.sessions() > 0 {
-        assert!(Instant::now() < until);
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    eventually("the sessions to end", WAIT, || server.sessions() == 0);
     let mut third = log_in();
     assert_held_back(&mut third);
     assert_eq!(third.command(&NAMES, false, 64, &[]).0, 0);
@@ -462,15 +457,7 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_nobody() {
     }
     // Two workers, for each of them twice the sessions and 64, of which half may be strangers, and half of
     // these from one address.
-    let started = Instant::now();
-    while held(&mut peers) > 2 * 20 {
-        assert!(
-            started.elapsed() < Duration::from_secs(10),
-            "{} held",
-            peers.len()
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    eventually("few of them are held", WAIT, || held(&mut peers) <= 2 * 20);
     assert_eq!(client.command(&read, false, 512, &[]).0, 0);
     // The oldest of them are displaced by new ones, also from the same address.
     let mut same = Client::login(port, open, 3, None).unwrap();
@@ -551,15 +538,26 @@ fn slow(text: &str, faults: &Arc<Faults>) -> Config {
     config
 }
 
+/// The time that a slow write takes.
+const SLOW: Duration = Duration::from_millis(700);
+
+/// Longest wait for anything that happens by itself.
+const WAIT: Duration = Duration::from_secs(60);
+
 fn one_slow_write() -> Arc<Faults> {
     Arc::new(Faults::new(vec![Fault {
         on: FaultOn::Write,
         offset: 0,
         len: u64::MAX,
         times: Some(1),
-        delay: Duration::from_millis(700),
+        delay: SLOW,
         error: None,
     }]))
+}
+
+/// Waits until the disk has taken the slow write.
+fn has_begun(faults: &Faults) {
+    eventually("the write has begun", WAIT, || faults.is_spent());
 }
 
 const WRITE: [u8; 10] = [0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0];
@@ -576,11 +574,14 @@ fn a_session_that_is_taken_over_leaves_nothing_behind() {
     let mut first = Client::login(port, open, 1, None).unwrap();
     assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     first.send_command(&WRITE, true, 512, &[1; 512]);
-    std::thread::sleep(Duration::from_millis(100));
+    has_begun(&faults);
+    let delay_ends = Instant::now() + SLOW;
     let mut second = Client::login(port, open, 1, None).unwrap();
     assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     assert_eq!(second.command(&WRITE, true, 512, &[2; 512]).0, 0);
-    std::thread::sleep(Duration::from_millis(1000));
+    // Had the first write not ended before the second one began, it would reach the disk by then.
+    eventually("the end of the delay", WAIT, || Instant::now() > delay_ends);
+    assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 0);
     assert_eq!(second.command(&READ, false, 512, &[]), (0, vec![2; 512]));
     assert!(first.receive().is_none());
     server.shutdown().unwrap();
@@ -596,7 +597,7 @@ fn a_server_that_is_dropped_ends_its_commands() {
     let mut client = Client::login(port, open, 1, None).unwrap();
     assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     client.send_command(&WRITE, true, 512, &[1; 512]);
-    std::thread::sleep(Duration::from_millis(100));
+    has_begun(&faults);
     let failure = server.failure();
     drop(server);
     assert!(client.receive().is_none());
@@ -614,7 +615,7 @@ fn a_unit_that_is_taken_away_ends_its_commands() {
     let mut client = Client::login(port, open, 1, None).unwrap();
     assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     client.send_command(&WRITE, true, 512, &[1; 512]);
-    std::thread::sleep(Duration::from_millis(100));
+    has_begun(&faults);
     let without = text(port).replacen("luns: { 0: ram }", "luns: { 3: more }", 1);
     server.change(slow(&without, &faults)).unwrap();
     assert_eq!(client.answer().0, 0, "the write goes on");
@@ -640,7 +641,7 @@ fn a_number_that_leads_elsewhere_takes_no_commands_along() {
     assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     let tag = client.cmd_sn;
     client.send_command(&WRITE, true, 512, &[1; 512]);
-    std::thread::sleep(Duration::from_millis(100));
+    has_begun(&faults);
     server.change(mapped("more")).unwrap();
     for function in [TmfFunction::QueryTask, TmfFunction::AbortTask] {
         let request = TmfRequest {
@@ -731,7 +732,13 @@ fn commands_outlive_their_connection() {
         first.send_command(&cdb(0x2a, 1, 1), true, 512, &[round; 512]);
         first.send_command(&cdb(0x28, 8, 8), false, 4096, &[]);
         first.send_command(&cdb(0x2a, 16, 4), true, 2048, &[]);
-        std::thread::sleep(Duration::from_millis(100));
+        has_begun(&faults);
+        // The data of the read with their header, and the header of the R2T.
+        let mut arrived = [0; 48 + 4096 + 48];
+        let whole = arrived.len();
+        eventually("the read's data and the R2T", WAIT, || {
+            first.socket.peek(&mut arrived).unwrap() == whole
+        });
         let next_cmd_sn = first.cmd_sn;
         drop(first);
         let mut second = match second {

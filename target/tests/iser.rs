@@ -1,16 +1,11 @@
 //! iSER end to end: a worker and a raw initiator over the wire in memory, then a whole server that
 //! serves one disk over iSER, iSCSI and SRP at once.
 
-mod iser_client;
-mod mini;
-mod tcp;
 mod world;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::mpsc::channel;
 
-use iser_client::{Client, Pump, cdb10};
-use mini::{Mini, Said, login_req, real};
 use riser_scsi::iscsi::keys::Key;
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::name::parse_targets;
@@ -19,6 +14,9 @@ use riser_scsi::srp::{LoginReq, LoginReqFlags, TskMgmtFunction};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_target::worker::mail::{Mail, Snapshot};
+use riser_test_peers::iser_client::{Client, Pump, cdb10};
+use riser_test_peers::mini::{Mini, Said, login_req, real};
+use riser_test_peers::tcp;
 use riser_transport::loopback::Endpoint;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig};
@@ -339,7 +337,7 @@ fn one_target_serves_every_protocol_at_once() {
     server.shutdown().unwrap();
 }
 
-/// SRP's asynchronous event of a reset (SRP r16a, SRP_AER_REQ), whatever protocol the reset came over.
+/// SRP's asynchronous event of a reset (SRP r16a, SRP_AER_REQ), over which protocol the reset came does not matter.
 #[test]
 fn a_reset_over_any_protocol_is_an_event_for_srp() {
     let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 2, host));

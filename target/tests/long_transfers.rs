@@ -1,21 +1,19 @@
 //! Commands of 32 MiB over every protocol, on a server whose pool holds two pieces of one.
 
-mod iser_client;
-mod mini;
-mod tcp;
-
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use mini::{Mini, login_req, real};
 use riser_scsi::iscsi::pdu::{DataOut, FromTarget, R2t, TaskAttr, TmfFunction, TmfRequest};
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
 use riser_scsi::srp::{DataBuffer, IndirectTable, MemDesc};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::iser_client;
+use riser_test_peers::mini::{Mini, login_req, real};
+use riser_test_peers::tcp::Client;
+use riser_testkit::eventually;
 use riser_transport::roce::{Roce, RoceConfig};
-use tcp::Client;
 
 const IQN: &str = "iqn.2026-01.org.example:disk";
 const LONGEST: usize = 32 << 20;
@@ -95,15 +93,10 @@ fn send_out(client: &mut Client, cdb: &[u8], data: &[u8]) -> u8 {
 }
 
 fn idle_pool(server: &Server) {
-    let until = Instant::now() + Duration::from_secs(20);
-    loop {
+    eventually("the pool is whole again", Duration::from_secs(20), || {
         let snapshot = &server.snapshot()[0];
-        if snapshot.pool_free == snapshot.pool_size {
-            return;
-        }
-        assert!(Instant::now() < until, "the pool is whole again");
-        thread::sleep(Duration::from_millis(20));
-    }
+        snapshot.pool_free == snapshot.pool_size
+    });
 }
 
 #[test]

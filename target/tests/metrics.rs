@@ -1,6 +1,4 @@
-//! What the daemon tells of itself: metrics, health, the status page, `riserd top`.
-
-mod daemon;
+//! What the daemon reports about itself: metrics, health, the status page, `riserd top`.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -9,11 +7,12 @@ use std::process::Command;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use daemon::{Daemon, RISERD};
+use riser_testkit::daemon::{Daemon, RISERD};
+use riser_testkit::eventually;
 
 const LISTEN: &str = "127.81.1.1:9909";
 
-/// What a TCP address answers; nothing where nobody listens.
+/// What a TCP address answers; nothing where no process listens.
 fn get(address: &str, path: &str) -> Option<String> {
     get_of(address, address, path)
 }
@@ -60,7 +59,7 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
     ] {
         assert!(metrics.contains(line), "{line}{metrics}");
     }
-    // By default nobody listens on TCP; a running daemon begins to, and ends.
+    // By default the daemon does not listen on TCP; a running daemon begins to, and ends.
     assert_eq!(get(LISTEN, "/metrics"), None);
     let file = daemon.dir.join("riserd.yaml");
     let without = std::fs::read_to_string(&file).unwrap();
@@ -121,9 +120,9 @@ fn the_last_minutes_and_events_are_told_once() {
         let answer = get(LISTEN, path).unwrap();
         serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()
     };
-    while body("/v1/recent")["samples"].as_array().unwrap().len() < 2 {
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    eventually("two samples", Duration::from_secs(60), || {
+        body("/v1/recent")["samples"].as_array().unwrap().len() >= 2
+    });
     let recent = body("/v1/recent");
     let (first, events) = (
         &recent["samples"][0]["number"],
@@ -169,7 +168,7 @@ fn an_address_for_metrics_that_cannot_be_had_changes_nothing() {
 fn other_hosts_get_metrics_only_if_that_is_said() {
     let daemon = Daemon::start("remote", "127.81.1.3");
     add(&daemon, "metrics: { listen: \"0.0.0.0:9910\" }");
-    let checked = Command::new(RISERD)
+    let checked = Command::new(&*RISERD)
         .arg("check")
         .arg(daemon.dir.join("riserd.yaml"))
         .output()

@@ -1,18 +1,16 @@
 //! Reservations that persist through power loss, over kills and restarts of the daemon.
 
-mod daemon;
-mod tcp;
-
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use daemon::Daemon;
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
-use tcp::Client;
+use riser_test_peers::tcp::Client;
+use riser_testkit::daemon::{Daemon, RISERD};
+use riser_testkit::eventually;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
@@ -107,9 +105,9 @@ fn a_kill_loses_no_registration_that_was_answered() {
         let killer = std::thread::spawn({
             let answers = Arc::clone(&answers);
             move || {
-                while answers.load(Ordering::Relaxed) < 3 + 5 * round {
-                    std::thread::sleep(Duration::from_micros(300));
-                }
+                eventually("changes are answered", Duration::from_secs(60), || {
+                    answers.load(Ordering::Relaxed) >= 3 + 5 * round
+                });
                 let pid = rustix::process::Pid::from_raw(process as i32).unwrap();
                 rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
             }
@@ -163,11 +161,9 @@ fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
     assert!(why.contains("reservations-"), "{why}");
     // It is served by itself once they can be read.
     std::fs::write(&file, intact).unwrap();
-    let until = Instant::now() + Duration::from_secs(30);
-    while daemon.json("status").get("problems").is_some() {
-        assert!(Instant::now() < until, "it is not tried again");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    eventually("it is tried again", Duration::from_secs(30), || {
+        daemon.json("status").get("problems").is_none()
+    });
     // Sessions go on: an initiator does not ask again which disk it is.
     let mut attentions = 0;
     while write(&mut one) != GOOD {
@@ -184,7 +180,7 @@ fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
     let config = daemon.dir.join("riserd.yaml");
     let text = std::fs::read_to_string(&config).unwrap();
     std::fs::write(&config, format!("strict: true\n{text}")).unwrap();
-    let refused = std::process::Command::new(daemon::RISERD)
+    let refused = std::process::Command::new(&*RISERD)
         .args(["run", "--config"])
         .arg(config)
         .output()

@@ -1,9 +1,5 @@
 //! A disk that takes its time, with more commands under way than a worker may have in its ring.
 
-#[path = "../../tests/src/skip.rs"]
-mod skip;
-mod tcp;
-
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,8 +9,8 @@ use riser_scsi::iscsi::pdu::{FromTarget, NopOut};
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt};
 use riser_target::config::Config;
 use riser_target::server::Server;
-use skip::skip;
-use tcp::Client;
+use riser_test_peers::tcp::Client;
+use riser_testkit::skip::skip;
 
 /// Sessions, and commands of each at once: more than block operations may be in a ring.
 const SESSIONS: u8 = 12;

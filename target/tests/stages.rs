@@ -1,7 +1,5 @@
 //! The stage of a command that something delays is the one that is reported as long.
 
-mod tcp;
-
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +9,8 @@ use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_target::stats::{LunStats, Record, Stage, Tracer};
-use tcp::Client;
+use riser_test_peers::tcp::Client;
+use riser_testkit::eventually_some;
 
 const IQN: &str = "iqn.2026-01.org.example:t";
 
@@ -73,13 +72,10 @@ impl Bench {
         std::thread::sleep(rest);
         let (status, data) = self.client.answer();
         assert_eq!((status, data.len()), (0, len as usize));
-        let record = loop {
-            // The answer may be here before the worker has heard that it was sent.
-            if let Some(record) = self.tracer.take().pop() {
-                break record;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        };
+        // The answer may be here before the worker knows that it was sent.
+        let record = eventually_some("a record", Duration::from_secs(60), || {
+            self.tracer.take().pop()
+        });
         let counts = self.stats().class(Kind::Read);
         let stages = counts.stages.map(|times| Duration::from_nanos(times.nanos));
         (record, stages)

@@ -1,13 +1,11 @@
 //! Initiators are warned when a thin backend fills up.
 
-mod tcp;
-
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 
 use riser_target::config::Config;
 use riser_target::server::Server;
-use tcp::Client;
+use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.org.example:t";
 const MIB: u32 = 2048;

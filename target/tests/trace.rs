@@ -2,19 +2,16 @@
 
 #![allow(missing_docs, reason = "a test")]
 
-mod daemon;
-mod tcp;
-
 use std::process::{Child, Command, Stdio};
 
-use daemon::{Daemon, RISERD};
+use riser_test_peers::tcp::Client;
+use riser_testkit::daemon::{Daemon, RISERD};
 use serde_json::Value;
-use tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
 fn trace(daemon: &Daemon, args: &[&str]) -> Child {
-    let mut command = Command::new(RISERD);
+    let mut command = Command::new(&*RISERD);
     command
         .arg("trace")
         .args(args)
@@ -27,7 +24,7 @@ fn trace(daemon: &Daemon, args: &[&str]) -> Child {
         .unwrap()
 }
 
-/// Whether somebody traces commands at present.
+/// Whether commands are traced at present.
 fn is_busy(daemon: &Daemon) -> bool {
     let output = daemon.ask(&["trace", "--for", "10ms"]);
     String::from_utf8(output.stderr)

@@ -1,8 +1,5 @@
 //! Other programs take over from a running daemon, or are refused.
 
-mod daemon;
-mod tcp;
-
 use std::fs::{self, File};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
@@ -13,9 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use daemon::{Daemon, RISERD};
+use riser_test_peers::tcp::Client;
+use riser_testkit::daemon::{Daemon, RISERD};
 use serde_json::Value;
-use tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
@@ -99,10 +96,10 @@ fn reservations_ram_disks_and_waiting_connections_outlive_a_program() {
     let before = [0, 1].map(|action| reserve_in(&mut a, action));
     let history = daemon.json("history");
     drop((a, b));
-    // What is served stays, whatever has become of the file.
+    // What is served stays, even if the file has changed.
     fs::write(&file, "targets: [{}]").unwrap();
 
-    // Whoever connects meanwhile is never refused.
+    // A connection meanwhile is never refused.
     let stop = Arc::new(AtomicBool::new(false));
     let knocking = std::thread::spawn({
         let (stop, socket) = (Arc::clone(&stop), daemon.socket());
@@ -125,7 +122,7 @@ fn reservations_ram_disks_and_waiting_connections_outlive_a_program() {
             (&done["pid"], &done["upgrades"]),
             (&pid.into(), &round.into())
         );
-        assert_eq!(done["program"], RISERD);
+        assert_eq!(done["program"], **RISERD);
         let status = daemon.json("status");
         assert_eq!(
             (&status["pid"], &status["upgrades"]),
@@ -174,9 +171,15 @@ fn what_cannot_take_over_is_refused_and_nothing_changes() {
             Path::new("/bin/false"),
             "does not take the running configuration: exit status: 1",
         ),
-        (Path::new("/bin/true"), "it is no riserd that can take over"),
-        (&old, "it is no riserd that can take over"),
-        (&other, "riserd 9.0.0 takes over with other words"),
+        (
+            Path::new("/bin/true"),
+            "it is not a riserd that can take over",
+        ),
+        (&old, "it is not a riserd that can take over"),
+        (
+            &other,
+            "riserd 9.0.0 reads other versions of the handover state",
+        ),
         (&picky, "riserd.yaml:1:1: no"),
         (&killed, "ended by signal 9"),
     ] {
@@ -190,7 +193,7 @@ fn what_cannot_take_over_is_refused_and_nothing_changes() {
     assert_eq!(status["upgrades"], 0);
     assert!(status.get("upgrade_error").is_none());
 
-    // A disk that a start would not find, or would make anew.
+    // A disk that a start would not find, or would make again.
     let disk = dir.join("disk.img");
     let file = dir.join("riserd.yaml");
     let text = fs::read_to_string(&file).unwrap();
@@ -204,12 +207,12 @@ fn what_cannot_take_over_is_refused_and_nothing_changes() {
     )
     .unwrap();
     daemon.restart(&[]);
-    upgraded(&daemon, &["--binary", RISERD]);
+    upgraded(&daemon, &["--binary", &RISERD]);
     fs::rename(&disk, dir.join("elsewhere.img")).unwrap();
-    let said = refused(&daemon, Path::new(RISERD));
+    let said = refused(&daemon, Path::new(&*RISERD));
     assert!(said.contains("cannot find it again"), "{said}");
     fs::write(&disk, [0; 1 << 20]).unwrap();
-    let said = refused(&daemon, Path::new(RISERD));
+    let said = refused(&daemon, Path::new(&*RISERD));
     assert!(said.contains("another file has taken its place"), "{said}");
     fs::rename(dir.join("elsewhere.img"), &disk).unwrap();
     upgraded(&daemon, &[]);
@@ -223,7 +226,7 @@ fn a_program_that_is_gone_at_the_last_moment_leaves_the_old_one_serving() {
     assert_eq!(write(&mut a, 3, 0xaa), GOOD);
     assert_eq!(reserve_out(&mut a, 0, 0, 0, 0xa), GOOD);
     drop(a);
-    let gone = format!("rm \"$0\"; exec {RISERD} \"$@\"");
+    let gone = format!("rm \"$0\"; exec {} \"$@\"", *RISERD);
     let gone = script(&daemon.dir, "gone", &gone);
     let said = refused(&daemon, &gone);
     assert!(said.contains("it cannot be run: No such file"), "{said}");
@@ -262,7 +265,7 @@ fn a_hand_over_that_is_of_no_use_is_told_and_the_start_is_an_ordinary_one() {
         ("{}", "$$:987", Some("names what is not open: 987")),
         ("{}", "$$:9,9", Some("names what is not open: 9,9")),
         ("{}", "$$:x", Some("names what is not open: x")),
-        // Somebody else's is none of ours.
+        // One of another process is none of ours.
         ("garbage", "1:9", None),
     ] {
         daemon.kill();
@@ -273,7 +276,7 @@ fn a_hand_over_that_is_of_no_use_is_told_and_the_start_is_an_ordinary_one() {
             .arg("-c")
             .arg(format!("RISERD_HANDOVER={told} exec \"$@\" 9<\"$0\""))
             .arg(&path)
-            .args([RISERD, "run", "--config"])
+            .args([&**RISERD, "run", "--config"])
             .arg(daemon.dir.join("riserd.yaml"))
             .stderr(Stdio::from(File::create(&log).unwrap()));
         daemon.spawn(command);
@@ -305,7 +308,7 @@ fn the_service_manager_is_told() {
         let len = manager.recv(&mut message).unwrap();
         String::from_utf8_lossy(&message[..len]).into_owned()
     };
-    let mut command = Command::new(RISERD);
+    let mut command = Command::new(&*RISERD);
     command
         .args(["run", "--config"])
         .arg(daemon.dir.join("riserd.yaml"))

@@ -2,17 +2,14 @@
 
 #![allow(missing_docs, reason = "a test")]
 
-mod daemon;
-mod tcp;
-
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Output;
 
-use daemon::{Daemon, ask};
+use riser_test_peers::tcp::Client;
+use riser_testkit::daemon::{Daemon, ask};
 use serde_json::{Value, json};
-use tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
@@ -267,7 +264,7 @@ fn secrets_are_set_and_never_shown() {
         "{}",
         said[9]
     );
-    // It is what an initiator must know, whatever else is changed.
+    // It is what an initiator must know, with any other change.
     ok(
         &daemon,
         &["create", "/backends/disk1", "kind=ram", "size=1MiB"],
@@ -313,7 +310,7 @@ fn whoever_comes_in_between_loses_nothing() {
     ok(&daemon, &["create", "/targets/demo/access", keys[0]]);
     ok(&daemon, &["create", "/targets/demo/access", keys[1]]);
     let socket = daemon.socket();
-    // Between the look at the configuration and the change of it somebody else changes it.
+    // Between the look at the configuration and the change of it, another client changes it.
     between(&daemon, 6, move |n| {
         let name = format!("/backends/other{n}");
         if n == 1 || n == 5 {

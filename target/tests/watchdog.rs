@@ -3,15 +3,13 @@
 
 #![allow(unsafe_code, reason = "a single thread is stopped by ptrace(2)")]
 
-mod daemon;
-
 use std::io;
 use std::os::unix::net::UnixDatagram;
 use std::process::{Command, Stdio};
 use std::ptr;
 use std::time::Duration;
 
-use daemon::{Daemon, RISERD};
+use riser_testkit::daemon::{Daemon, RISERD};
 
 /// How long the manager would wait.
 const LIMIT: Duration = Duration::from_millis(400);
@@ -74,7 +72,7 @@ fn one_worker_that_hangs_silences_the_daemon_until_it_goes_on() {
         let len = manager.recv(&mut message).ok()?;
         Some(String::from_utf8_lossy(&message[..len]).trim().to_owned())
     };
-    let mut command = Command::new(RISERD);
+    let mut command = Command::new(&*RISERD);
     command
         .args(["run", "--config"])
         .arg(&file)

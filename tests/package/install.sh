@@ -48,9 +48,13 @@ id riser
 for page in riserd riserd-apply riser riser-attach; do
     zgrep -q "$page" /usr/share/man/man1/$page.1.gz || fail "no manual page $page"
 done
+zgrep -q "listen" /usr/share/man/man5/riserd.yaml.5.gz || fail "no manual page riserd.yaml"
 bash -n /usr/share/bash-completion/completions/riserd
 bash -n /usr/share/bash-completion/completions/riser
 grep -q '"targets"' /usr/share/riser/riserd.schema.json
+grep -q "^# Riser" /usr/share/doc/riser/book/src/introduction.md
+grep -q "A READ" /usr/share/doc/riser/book/src/developers/read.md
+grep -q "configure.md" /usr/share/doc/riser/book/src/SUMMARY.md
 for example in /usr/share/doc/riser/examples/*.yaml; do riserd check "$example" >/dev/null; done
 
 echo "--- configured"

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::programs::tool;
+use riser_testkit::programs::tool;
 
 /// How long a page may take for something.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::programs::tool;
+use riser_testkit::programs::tool;
 
 /// What the dissectors say of a packet.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -6,14 +6,24 @@
 //! `tests/vm/` holds the cases in which a stock Linux kernel is the peer; `cargo xtask interop` runs
 //! them.
 //!
-//! This library is what the tests of whole programs share: [`programs`], those of what the daemon tells
-//! of itself ([`metered`]), those that look at pages ([`browser`]), those that read captures ([`capture`]), and those that judge what a disk answers
-//! ([`history`]).
+//! This library is what several of them share:
+//!
+//! | module | what it is for |
+//! | --- | --- |
+//! | [`iscsi_rig`] | the initiator's library before a target in the same process, over iSCSI and iSER |
+//! | [`load`], [`history`] | verified reads and writes, and a checker of what a disk answers |
+//! | [`capture`], [`dissect`] | captures, as bytes and as Wireshark's dissectors see them |
+//! | [`seeds`] | the corpora of the fuzz targets |
+//! | [`browser`] | pages in a browser |
+//!
+//! What the tests of other crates need as well is in `riser-testkit` and `riser-test-peers`.
+
+#![allow(missing_docs, reason = "for tests, which panic when something fails")]
 
 pub mod browser;
 pub mod capture;
 pub mod dissect;
 pub mod history;
-pub mod metered;
-pub mod programs;
-pub mod skip;
+pub mod iscsi_rig;
+pub mod load;
+pub mod seeds;

@@ -5,7 +5,10 @@
 //! `RISER_CHANGES` sets how many configurations there are (default 40); the long test command takes
 //! 1,000.
 
-#![allow(clippy::print_stdout, reason = "figures go to whoever runs the test")]
+#![allow(
+    clippy::print_stdout,
+    reason = "figures are for the person who runs the test"
+)]
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -155,7 +158,7 @@ impl Drop for Image {
     }
 }
 
-/// Writes and reads a region until it is told to stop; how often.
+/// Writes and reads a region until `stop` is set; returns how often.
 fn work(client: &Client, lun: &Lun, place: u64, stop: &AtomicBool, done: &AtomicU64) {
     let mut round = 0u64;
     while !stop.load(Ordering::Relaxed) {

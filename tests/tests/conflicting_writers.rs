@@ -10,10 +10,6 @@
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
 
-mod load;
-#[path = "../../target/tests/tcp/mod.rs"]
-mod tcp;
-
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,7 +17,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use load::{Chance, Op, setting};
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{Client, Session};
 use riser_initiator::lun::Lun;
@@ -32,8 +27,11 @@ use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::tcp;
+use riser_testkit::eventually_ok;
+use riser_testkit::programs::Pair;
 use riser_tests::history::{BLOCK, History, Port};
-use riser_tests::programs::Pair;
+use riser_tests::load::{Chance, Op, setting};
 
 const IQN: &str = "iqn.2026-01.com.example:contended";
 /// The disk, in blocks. Everybody works on all of it.
@@ -142,17 +140,11 @@ impl Initiator {
 }
 
 fn log_in(client: &Client, url: &TargetUrl) -> Lun {
-    let until = Instant::now() + PATIENCE;
-    loop {
-        let session = block_on(client.connect(url.clone()));
-        let lun = session.map(|s| block_on(s.with_timeout(PATIENCE).lun(0)));
-        match lun {
-            Ok(Ok(lun)) => return lun,
-            // A daemon that has just been started does not serve yet.
-            other => assert!(Instant::now() < until, "{url}: {other:?}"),
-        }
-        thread::sleep(Duration::from_millis(20));
-    }
+    // A daemon that has just been started does not serve yet.
+    eventually_ok(&format!("a login to {url}"), PATIENCE, || {
+        let session = block_on(client.connect(url.clone())).map_err(|e| e.to_string())?;
+        block_on(session.with_timeout(PATIENCE).lun(0)).map_err(|e| e.to_string())
+    })
 }
 
 /// Two initiators at work.

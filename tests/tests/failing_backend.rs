@@ -9,8 +9,6 @@
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
 
-mod load;
-
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,7 +16,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use load::{Chance, Disk, Failed, Kind, Nbd, Op, setting};
 use riser_initiator::block::ByteDevice;
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{Client, Session};
@@ -31,6 +28,7 @@ use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_tests::history::{BLOCK, History, Port};
+use riser_tests::load::{Chance, Disk, Failed, Kind, Nbd, Op, setting};
 
 const IQN: &str = "iqn.2026-01.com.example:failing";
 const SCHEMES: [&str; 3] = ["srp", "iser", "iscsi"];

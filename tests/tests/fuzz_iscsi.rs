@@ -1,7 +1,5 @@
 //! Fuzz targets for iSCSI: framing, PDUs, text, CHAP values, names and the target's login.
 
-mod seeds;
-
 use riser_scsi::iscsi::chap;
 use riser_scsi::iscsi::frame::{Digests, Framer};
 use riser_scsi::iscsi::keys::Offer;
@@ -11,6 +9,7 @@ use riser_scsi::iscsi::login::{
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress, parse_targets};
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, ScsiResponse};
 use riser_scsi::iscsi::{BHS_LEN, Tsih, text};
+use riser_tests::seeds;
 
 /// A stream that is cut anyhow gives PDUs that fit their limits; what parses is written and parses
 /// again to the same.
@@ -55,7 +54,7 @@ fn stream() {
 
 #[test]
 fn changed_stream() {
-    let seeds = seeds::load("stream");
+    let seeds = seeds::corpus("stream");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_stream(&seeds::change(&seeds, changes)));
@@ -90,7 +89,7 @@ fn words() {
 
 #[test]
 fn changed_words() {
-    let seeds = seeds::load("words");
+    let seeds = seeds::corpus("words");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_words(&seeds::change(&seeds, changes)));
@@ -115,7 +114,7 @@ impl Gatekeeper for Gate {
     }
 
     fn join(&mut self, _: &Joined) -> Result<Tsih, LoginStatus> {
-        panic!("nobody proves to know the secret")
+        panic!("no initiator proves to know the secret")
     }
 
     fn random(&mut self, out: &mut [u8]) {
@@ -123,7 +122,7 @@ impl Gatekeeper for Gate {
     }
 }
 
-/// An exchange of login PDUs: the answers are bounded, and nobody gets in.
+/// An exchange of login PDUs: the answers are bounded, and no initiator logs in.
 #[test]
 fn login() {
     bolero::check!().for_each(|bytes: &[u8]| {

@@ -1,10 +1,9 @@
 //! Fuzz targets for what iSER reads: headers, messages, private data.
 
-mod seeds;
-
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget};
 use riser_scsi::iser::{CmHeader, Header, Message, put_control};
+use riser_tests::seeds;
 
 /// A message that is legal is as long as it says, and is the same when it is written again.
 fn check_message(bytes: &[u8]) {
@@ -19,7 +18,7 @@ fn check_message(bytes: &[u8]) {
                 assert!((whole..whole + 4).contains(&message.len()));
                 let mut out = Vec::new();
                 put_control(buffers, *frame.bhs, frame.ahs, frame.data, &mut out);
-                // Data that were announced and left in the advertised buffer are announced no more.
+                // Data that were announced and left in the advertised buffer are no longer announced.
                 let mut bhs = *frame.bhs;
                 if frame.data.is_empty() {
                     bhs[5..8].fill(0);
@@ -52,7 +51,7 @@ fn message() {
 
 #[test]
 fn changed_message() {
-    let seeds = seeds::load("message");
+    let seeds = seeds::corpus("message");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_message(&seeds::change(&seeds, changes)));
@@ -77,7 +76,7 @@ fn private_data() {
 
 #[test]
 fn changed_private_data() {
-    let seeds = seeds::load("private_data");
+    let seeds = seeds::corpus("private_data");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_private_data(&seeds::change(&seeds, changes)));

@@ -1,9 +1,8 @@
 //! Fuzz targets: a connection of the NBD server, driven by a client's bytes.
 
-mod seeds;
-
 use riser_initiator::nbd::proto::{self, MAX_REQUEST, NBD_MAGIC, OPTION_MAGIC, REQUEST_MAGIC};
 use riser_initiator::nbd::{Command, Event, Export, Machine, Request};
+use riser_tests::seeds;
 
 const SIZE: u64 = 1 << 20;
 
@@ -136,7 +135,7 @@ fn check(machine: &Machine, request: &Request, read_only: bool) {
     assert_eq!(machine.payload_left(), request.payload().unwrap_or(0));
 }
 
-/// Whatever a client sends: what reaches the disk is within it, and neither that nor the answers depend
+/// For any bytes of a client: what reaches the disk is within it, and neither that nor the answers depend
 /// on how the stream was cut.
 fn check_stream(stream: &[u8], piece: usize, read_only: bool) {
     let whole = run(stream, stream.len(), read_only);
@@ -144,7 +143,7 @@ fn check_stream(stream: &[u8], piece: usize, read_only: bool) {
     assert_eq!(whole, cut);
     let (output, _) = whole;
     assert_eq!(output[..8], NBD_MAGIC.to_be_bytes());
-    // A client gets no more out of it than a small multiple of what it puts in.
+    // The output is bounded by a small multiple of the input.
     assert!(output.len() <= 64 + 16 * stream.len());
 }
 
@@ -187,6 +186,7 @@ fn sessions_reach_the_disk() {
     let (output, events) = run(&put(&[go(), write, read], 3), 5, false);
     assert_eq!(events.len(), 2, "{output:02x?} {events:?}");
     for (name, stream) in seeds::load("nbd_stream") {
+        // A request, or the end that the client asks for.
         assert_eq!(run(&stream, 5, false).1.len(), 1, "{name}");
     }
 }

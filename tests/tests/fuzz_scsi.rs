@@ -1,17 +1,23 @@
-//! Fuzz targets: a live logical unit, driven by arbitrary CDBs, and by those of commands that it knows.
+//! Fuzz targets: a live logical unit, driven by arbitrary CDBs, and by those of commands that it knows; and
+//! the parameter data that an initiator reads.
 
 use std::io;
 use std::sync::Arc;
 
+use riser_initiator::inquiry;
+use riser_initiator::scsi as received;
 use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
 use riser_scsi::data::designator::Naa;
+use riser_scsi::data::{designator, lba_status, luns, vpd};
 use riser_scsi::device_server::Request;
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::opcode::Opcode;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
+use riser_scsi::sense::Sense;
 use riser_scsi::step::{Allocation, BlockOp, Expected, Step, StepResult, TaskAttribute};
+use riser_tests::seeds;
 
 /// More steps than any command may take on the small disk of this test.
 const MANY: usize = 10_000;
@@ -81,7 +87,7 @@ fn logical_unit() -> LogicalUnit {
 type Command = (bool, Vec<u8>, u16, u16);
 
 /// Every command ends in an answer after a bounded number of steps, each within the medium and the
-/// buffer that the command asked for, whatever its bytes.
+/// buffer that the command asked for, for any bytes.
 #[test]
 fn cdb() {
     bolero::check!()
@@ -90,7 +96,7 @@ fn cdb() {
 }
 
 /// Operation codes, and the service actions of those that have some: READ, WRITE, VERIFY, COMPARE AND
-/// WRITE, WRITE SAME, UNMAP, reservations, MODE SENSE and SELECT, and what tells of the unit.
+/// WRITE, WRITE SAME, UNMAP, reservations, MODE SENSE and SELECT, and those that describe the unit.
 const COMMANDS: [(u8, &[u8]); 38] = [
     (0x00, &[]),
     (0x03, &[]),
@@ -294,4 +300,50 @@ fn carry_out(step: &Step, lu: &LogicalUnit, buffer: usize, expected: Expected) -
         Step::Respond(_) => {}
     }
     StepResult::Done
+}
+
+/// Parameter data of a target, read as everything that it may be: sizes can be computed with, and nothing is
+/// found beyond what was received.
+fn check_parameter_data(data: &[u8]) {
+    if let Some(capacity) = received::Capacity::parse(data) {
+        let bytes = capacity.blocks.checked_mul(capacity.block_size.into());
+        assert!(bytes.is_some(), "{capacity:?}");
+    }
+    let _ = (
+        received::BlockLimits::parse(data),
+        received::Provisioning::parse(data),
+    );
+    let _ = (received::CachingPage::parse(data), Sense::parse(data));
+    if let Some(inquiry) = received::Inquiry::parse(data) {
+        assert!(data.len() >= 36 && inquiry.vendor.len() <= 3 * 8);
+    }
+    assert!(luns::parse(data).len() <= data.len() / 8);
+    assert!(lba_status::parse(data).len() <= data.len() / 16);
+    for one in designator::parse(data) {
+        assert!(one.id.len() <= data.len());
+    }
+    let _ = received::Identity::parse(Some(data), Some(data));
+    let _ = inquiry::standard(data);
+    for code in 0..=u8::MAX {
+        if let Some(body) = vpd::body(data, code) {
+            assert!(body.len() + 4 <= data.len());
+            let _ = vpd::cache_generation(body);
+        }
+        let _ = inquiry::page(code, data);
+    }
+    let codes = inquiry::supported_pages(data);
+    assert!(codes.map_or(0, |codes| codes.len()) <= data.len());
+}
+
+#[test]
+fn parameter_data() {
+    bolero::check!().for_each(check_parameter_data);
+}
+
+#[test]
+fn changed_parameter_data() {
+    let seeds = seeds::corpus("parameter_data");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_parameter_data(&seeds::change(&seeds, changes)));
 }

@@ -1,9 +1,15 @@
-//! The seeds of the fuzz targets: messages of two Linux kernels from the captures of `tests/data`, and a
-//! few of ours where those have none. `RISER_WRITE_SEEDS=1` writes them.
+//! The corpora of the fuzz targets: messages of two Linux kernels from the captures of `tests/data`, a few of
+//! ours where those have none, and what changes to these lead to. `RISER_WRITE_SEEDS=1` writes the seeds;
+//! `RISER_EXPLORE=SECONDS` then looks for more outcomes of each decoder, and keeps the shortest bytes for each.
 
-mod seeds;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
-use std::collections::BTreeMap;
+use riser_initiator::scsi::{CachingPage, Capacity, Identity};
+use riser_scsi::data::{lba_status, luns};
+use riser_scsi::iscsi::name::{IscsiName, TargetAddress, parse_targets};
+use riser_scsi::iscsi::text;
+use riser_scsi::sense::Sense;
 
 use riser_scsi::iscsi::frame::{Digests, Framer};
 use riser_scsi::iscsi::pdu::{
@@ -18,8 +24,12 @@ use riser_scsi::srp::{
     MultiChannelAction, Tag, TargetPortId, TaskAttr, TskMgmt, TskMgmtFunction,
 };
 use riser_tests::capture::packets;
+use riser_tests::seeds;
 use riser_transport::wire::cm_msg::CmMessage;
 use riser_transport::wire::cma::CmaHeader;
+use riser_transport::wire::dm::{
+    Attribute, ClassPortInfo, DmHeader, IoUnitInfo, IocProfile, Method, ServiceEntry, Status,
+};
 use riser_transport::wire::packet::Packet;
 
 const CAPTURES: [(&str, &[u8]); 3] = [
@@ -77,15 +87,142 @@ fn of_captures() -> Seeds {
         }
     }
     words(&mut seeds);
+    logins(&mut seeds);
     information_units(&mut seeds);
     pdus(&mut seeds);
-    // Flags, GO for "disk", a read of 512 bytes.
-    let nbd = [
-        &b"\0\0\0\x03IHAVEOPT\0\0\0\x07\0\0\0\x0a\0\0\0\x04disk\0\0"[..],
-        b"\x25\x60\x95\x13\0\0\0\0COOKIE!!\0\0\0\0\0\0\x10\0\0\0\x02\0",
-    ];
-    seeds.add("nbd_stream", "read", &nbd.concat());
+    nbd(&mut seeds);
+    device_management(&mut seeds);
+    for (kind, data) in PARAMETER_DATA {
+        seeds.add("parameter_data", kind, data);
+    }
     seeds
+}
+
+/// Data of a target by the command that asks for them.
+const PARAMETER_DATA: [(&str, &[u8]); 12] = [
+    (
+        "inquiry",
+        b"\0\0\x06\x12\x1f\0\0\x02LIO-ORG disk            4.0 ",
+    ),
+    ("page-00", b"\0\0\0\x05\0\x80\x83\xb0\xb2"),
+    ("page-80", b"\0\x80\0\x04abcd"),
+    // NAA 6h, a T10 vendor identification, a relative target port, a SCSI name string.
+    (
+        "page-83",
+        b"\0\x83\0\x3c\x01\x03\0\x10\x60\x01\x40\x51\x23\x45\x67\x89\xab\xcd\xef\x01\x23\x45\x67\x89\
+          \x02\x01\0\x0cLIO-ORG disk\x51\x94\0\x04\0\0\0\x01\x53\x98\0\x0ciqn.2026-1.a",
+    ),
+    (
+        "page-b0",
+        b"\0\xb0\0\x3c\0\x01\0\0\0\0\x20\0\0\0\x10\0\0\0\0\0\0\x01\0\0\0\0\0\x01\0\0\0\x08\x80\0\0\0\0\0\0\0\0\
+          \0\x20\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
+    ),
+    ("page-b2", b"\0\xb2\0\x04\0\xe4\x02\0"),
+    (
+        "capacity",
+        b"\0\0\0\0\0\0\x1f\xff\0\0\x02\0\0\x03\xc0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
+    ),
+    (
+        "luns",
+        b"\0\0\0\x10\0\0\0\0\0\0\0\0\0\0\0\0\0\x03\0\0\0\0\0\0",
+    ),
+    (
+        "lba-status",
+        b"\0\0\0\x14\0\0\0\0\0\0\0\0\0\0\0\x08\0\0\0\x10\x01\0\0\0",
+    ),
+    (
+        "mode-6",
+        b"\x17\0\x90\0\x08\x12\x04\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
+    ),
+    (
+        "sense-fixed",
+        b"\xf0\0\x03\0\0\x12\x34\x0a\0\0\0\0\x11\0\0\0\0\0",
+    ),
+    (
+        "sense-descriptors",
+        b"\x72\x03\x11\0\0\0\0\x14\0\x0a\x80\0\0\0\0\0\0\0\x12\x34\x02\x06\0\0\x80\0\x2a\0",
+    ),
+];
+
+/// Sessions of an NBD client: flags, an option, then a request.
+fn nbd(seeds: &mut Seeds) {
+    const GO: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x07\0\0\0\x0a\0\0\0\x04disk\0\0";
+    const LIST: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x03\0\0\0\0IHAVEOPT\0\0\0\x02\0\0\0\0";
+    const OLD: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\x04disk";
+    let request = |kind: u8, len: u16| -> Vec<u8> {
+        let [high, low] = len.to_be_bytes();
+        // The cookie, the offset, and half of the length. A flush is of the whole disk.
+        let at = match kind {
+            3 => b"COOKIE!!\0\0\0\0\0\0\0\0\0\0",
+            _ => b"COOKIE!!\0\0\0\0\0\0\x10\0\0\0",
+        };
+        [&b"\x25\x60\x95\x13\0\0\0"[..], &[kind], at, &[high, low]].concat()
+    };
+    seeds.add("nbd_stream", "read", &[GO, &request(0, 512)].concat());
+    let write = [GO, &request(1, 512), &[7; 512]].concat();
+    seeds.add("nbd_stream", "write", &write);
+    for (kind, code) in [("flush", 3), ("trim", 4), ("zeroes", 6)] {
+        let len = if code == 3 { 0 } else { 4096 };
+        seeds.add("nbd_stream", kind, &[GO, &request(code, len)].concat());
+    }
+    seeds.add("nbd_stream", "old-style", &[OLD, &request(0, 512)].concat());
+    seeds.add("nbd_stream", "list", LIST);
+}
+
+/// Logins in parts, each with its flags in front and FFh behind it, as the target `login` takes them.
+fn logins(seeds: &mut Seeds) {
+    for (kind, text) in [
+        ("chap", &b"\x81AuthMethod=CHAP,None\0\xff\x81CHAP_A=5,7\0\xff\x81CHAP_N=user\0CHAP_R=0x00112233\0"[..]),
+        ("discovery", b"\x81SessionType=Discovery\0AuthMethod=None\0"),
+        ("operational", b"\x87HeaderDigest=CRC32C,None\0InitialR2T=No\0FirstBurstLength=65536\0"),
+        ("in-parts", b"\x40AuthMeth\xff\x81od=CHAP\0\xff"),
+    ] {
+        seeds.add("login", kind, text);
+    }
+}
+
+/// Requests for attributes of an I/O unit, and answers with them.
+fn device_management(seeds: &mut Seeds) {
+    let attributes = [
+        (
+            "class-port-info",
+            Attribute::ClassPortInfo,
+            vec![1, 1, 0, 0, 0, 0, 0, 18],
+        ),
+        (
+            "io-unit-info",
+            Attribute::IoUnitInfo,
+            vec![0, 1, 2, 0, 0x10],
+        ),
+        (
+            "ioc-profile",
+            Attribute::IocProfile { slot: 1 },
+            vec![0xab; 128],
+        ),
+        (
+            "service-entries",
+            Attribute::ServiceEntries {
+                slot: 1,
+                first: 0,
+                last: 1,
+            },
+            b"SRP.T10:0123456789abcdef".to_vec(),
+        ),
+    ];
+    for (kind, attribute, data) in attributes {
+        for (direction, method) in [("get", Method::Get), ("answer", Method::GetResp)] {
+            let header = DmHeader {
+                method,
+                status: Status::Success,
+                transaction: 7,
+                attribute,
+            };
+            let data = if direction == "get" { &[][..] } else { &data };
+            let mad = header.emit(data);
+            let end = mad.iter().rposition(|byte| *byte != 0).unwrap_or(0);
+            seeds.add("dm_mad", format!("{kind}-{direction}"), &mad[..=end]);
+        }
+    }
 }
 
 fn mad(seeds: &mut Seeds, name: &str, mad: &[u8]) {
@@ -295,6 +432,18 @@ fn pdus(seeds: &mut Seeds) {
     }
 }
 
+fn remove(target: &str, prefix: &str) {
+    for entry in std::fs::read_dir(seeds::dir(target)).unwrap() {
+        let path = entry.unwrap().path();
+        if path
+            .file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with(prefix))
+        {
+            std::fs::remove_file(path).unwrap();
+        }
+    }
+}
+
 /// What is checked in is what the captures give.
 #[test]
 fn seeds_are_those_of_the_captures() {
@@ -302,8 +451,8 @@ fn seeds_are_those_of_the_captures() {
     for (target, of_target) in &made {
         if std::env::var_os("RISER_WRITE_SEEDS").is_some() {
             let dir = seeds::dir(target);
-            let _ = std::fs::remove_dir_all(&dir);
             std::fs::create_dir_all(&dir).unwrap();
+            remove(target, "seed-");
             for (name, bytes) in of_target {
                 std::fs::write(dir.join(name), bytes).unwrap();
             }
@@ -355,5 +504,162 @@ fn decoders_take_the_seeds() {
             assert!(takes(bytes), "{target} does not take {name}");
         }
         assert!(seeds.len() >= least, "{target} has {} seeds", seeds.len());
+    }
+}
+
+/// The outcome of a decoder, as text.
+type Outcome = fn(&[u8]) -> String;
+
+/// The targets that are explored.
+const EXPLORED: [(&str, Outcome); 12] = [
+    ("packet", |b| format!("{:?}", Packet::parse(b))),
+    ("cm_message", |b| format!("{:?}", CmMessage::parse(b))),
+    ("cma_header", |b| format!("{:?}", CmaHeader::parse(b))),
+    ("from_initiator", |b| {
+        let with = |immediate| FromInitiator::parse(b, immediate);
+        format!("{:?}", [with(None), with(ImmediateDataOffset::new(68))])
+    }),
+    ("from_target", |b| format!("{:?}", FromTarget::parse(b))),
+    ("login_in_private_data", |b| {
+        format!("{:?}", LoginReq::parse_rdma(b))
+    }),
+    ("message", |b| format!("{:?}", Message::parse(b))),
+    ("private_data", |b| format!("{:?}", CmHeader::parse(b))),
+    ("stream", |b| {
+        let mut framer = Framer::new(8192);
+        framer.set(8192, Digests::default());
+        match framer.next(b.get(1..).unwrap_or(&[])) {
+            Ok((_, Some(frame))) => {
+                let (from, to) = (
+                    FromIscsiInitiator::parse(&frame),
+                    FromIscsiTarget::parse(&frame),
+                );
+                format!("{from:?} {to:?}")
+            }
+            Ok((_, None)) => "not whole".to_owned(),
+            Err(error) => format!("{error:?}"),
+        }
+    }),
+    ("words", |b| {
+        let pairs: Vec<_> = text::pairs(b).map(|pair| pair.map(drop)).collect();
+        let word = std::str::from_utf8(b).unwrap_or_default();
+        let name = IscsiName::new(word).map(drop);
+        let address = TargetAddress::parse(word).is_some();
+        let targets = parse_targets(b).map(|(targets, _)| targets.len());
+        format!("{pairs:?} {name:?} {address:?} {targets:?}")
+    }),
+    ("dm_mad", |b| {
+        let mut mad = [0; 256];
+        let len = b.len().min(mad.len());
+        mad[..len].copy_from_slice(&b[..len]);
+        let parsed = DmHeader::parse(&mad);
+        let attributes = parsed.ok().map(|(_, data)| {
+            let unit = IoUnitInfo::parse(data).map(|unit| unit.controllers().count());
+            let entries = ServiceEntry::parse_list(data, 4).len();
+            (
+                ClassPortInfo::parse(data).is_some(),
+                unit,
+                IocProfile::parse(data).is_some(),
+                entries,
+            )
+        });
+        format!("{:?} {attributes:?}", parsed.map(|(header, _)| header))
+    }),
+    ("parameter_data", |b| {
+        let lists = (
+            luns::parse(b).len().min(2),
+            lba_status::parse(b).len().min(2),
+        );
+        let identity = Identity::parse(None, Some(b.get(4..).unwrap_or(&[])));
+        let identity =
+            [&identity.naa, &identity.eui, &identity.t10, &identity.name].map(Option::is_some);
+        let caching = CachingPage::parse(b);
+        let sense = Sense::parse(b).map(|sense| sense.key);
+        let capacity = Capacity::parse(b).is_some();
+        format!("{lists:?} {identity:?} {caching:?} {sense:?} {capacity}")
+    }),
+];
+
+/// Bytes of what is kept at most, and how many for one target.
+const LONGEST: usize = 400;
+const MOST: usize = 64;
+
+/// An outcome without its numbers and texts, which are without end.
+fn shape(outcome: &str) -> String {
+    let mut shape = String::new();
+    let mut quoted = false;
+    for c in outcome.chars() {
+        quoted ^= c == '"';
+        let c = if c.is_ascii_digit() { '#' } else { c };
+        let is_more = c == '#' && shape.ends_with('#') || c == '-';
+        if (quoted && c != '"') || is_more || (", ".contains(c) && shape.ends_with('#')) {
+            continue;
+        }
+        shape.push(c);
+    }
+    shape.chars().take(600).collect()
+}
+
+/// What was found has outcomes that no seed has and that differ from each other.
+#[test]
+fn findings_are_outcomes_of_their_own() {
+    let seconds = std::env::var("RISER_EXPLORE").ok();
+    let seconds: Option<u64> = seconds.map(|s| s.parse().unwrap());
+    for (target, outcome) in EXPLORED {
+        if let Some(seconds) = seconds {
+            explore(target, outcome, Duration::from_secs(seconds));
+        }
+        let mut seen: BTreeMap<_, _> = seeds::load(target)
+            .into_iter()
+            .map(|(name, bytes)| (shape(&outcome(&bytes)), name))
+            .collect();
+        let corpus = seeds::corpus(target);
+        let found = corpus.iter().filter(|(name, _)| name.starts_with("found-"));
+        let mut count = 0;
+        for (name, bytes) in found {
+            count += 1;
+            assert!(bytes.len() <= LONGEST, "{target}: {name}");
+            if let Some(other) = seen.insert(shape(&outcome(bytes)), name.clone()) {
+                panic!("{target}: {name} is as {other}; RISER_EXPLORE=10 looks again");
+            }
+        }
+        assert!((1..=MOST).contains(&count), "{target} has {count}");
+    }
+}
+
+/// Changes seeds, and what comes of them, and keeps the shortest bytes for each outcome.
+fn explore(target: &str, outcome: Outcome, time: Duration) {
+    let of_seeds = seeds::load(target);
+    let known: BTreeSet<_> = of_seeds.iter().map(|(_, b)| shape(&outcome(b))).collect();
+    let mut found = BTreeMap::<String, Vec<u8>>::new();
+    let mut pool = of_seeds;
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let until = Instant::now() + time;
+    while Instant::now() < until {
+        let edits = (0..=next() % 4).map(|_| {
+            let n = next().to_be_bytes();
+            (n[0], u16::from_be_bytes([n[1], n[2]]), n[3])
+        });
+        let edits = edits.collect();
+        let which = next() as usize % pool.len();
+        let bytes = seeds::change(&pool[which..=which], &(0, edits));
+        let shape = shape(&outcome(&bytes));
+        let is_better = found.get(&shape).is_none_or(|old| bytes.len() < old.len());
+        let has_room = found.len() < MOST || found.contains_key(&shape);
+        if bytes.len() <= LONGEST && has_room && is_better && !known.contains(&shape) {
+            pool.push((String::new(), bytes.clone()));
+            found.insert(shape, bytes);
+        }
+    }
+    remove(target, "found-");
+    for (number, bytes) in found.values().enumerate() {
+        let file = seeds::dir(target).join(format!("found-{number:02}"));
+        std::fs::write(file, bytes).unwrap();
     }
 }

@@ -1,8 +1,7 @@
 //! Fuzz targets for SRP's information units, in both directions.
 
-mod seeds;
-
 use riser_scsi::srp::{DataBuffer, FromInitiator, FromTarget, ImmediateDataOffset, LoginReq};
+use riser_tests::seeds;
 
 /// What a target parses, written again, parses to the same.
 fn check_from_initiator(bytes: &[u8]) {
@@ -29,13 +28,13 @@ fn from_initiator() {
 
 #[test]
 fn changed_from_initiator() {
-    let seeds = seeds::load("from_initiator");
+    let seeds = seeds::corpus("from_initiator");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_from_initiator(&seeds::change(&seeds, changes)));
 }
 
-/// Walks whatever a command describes.
+/// Walks all that a command describes.
 fn visit(iu: &FromInitiator<'_>) {
     let FromInitiator::Cmd(cmd) = iu else { return };
     for buffer in [&cmd.data_out, &cmd.data_in] {
@@ -67,7 +66,7 @@ fn from_target() {
 
 #[test]
 fn changed_from_target() {
-    let seeds = seeds::load("from_target");
+    let seeds = seeds::corpus("from_target");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_from_target(&seeds::change(&seeds, changes)));
@@ -85,7 +84,7 @@ fn login_in_private_data() {
 
 #[test]
 fn changed_login_in_private_data() {
-    let seeds = seeds::load("login_in_private_data");
+    let seeds = seeds::corpus("login_in_private_data");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_login_in_private_data(&seeds::change(&seeds, changes)));

@@ -4,8 +4,7 @@
 //! messages with a few changes, which get past the headers;
 //! `cargo bolero test -p riser-tests NAME` explores with coverage.
 
-mod seeds;
-
+use riser_tests::seeds;
 use riser_transport::wire::cm_msg::CmMessage;
 use riser_transport::wire::cma::CmaHeader;
 use riser_transport::wire::dm;
@@ -13,7 +12,7 @@ use riser_transport::wire::icrc::{ICRC_LEN, IcrcFlow};
 use riser_transport::wire::packet::{Packet, emit_headers};
 use riser_transport::wire::{Bth, Opcode};
 
-/// Whatever parses, written again, is the same packet.
+/// A packet that parses is the same when it is written again.
 fn check_packet(datagram: &[u8]) {
     let Ok(packet) = Packet::parse(datagram) else {
         return;
@@ -37,7 +36,7 @@ fn packet() {
 
 #[test]
 fn changed_packet() {
-    let seeds = seeds::load("packet");
+    let seeds = seeds::corpus("packet");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_packet(&seeds::change(&seeds, changes)));
@@ -69,7 +68,7 @@ fn cm_message() {
 
 #[test]
 fn changed_cm_message() {
-    let seeds = seeds::load("cm_message");
+    let seeds = seeds::corpus("cm_message");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_cm_message(&seeds::change(&seeds, changes)));
@@ -91,28 +90,42 @@ fn cma_header() {
 
 #[test]
 fn changed_cma_header() {
-    let seeds = seeds::load("cma_header");
+    let seeds = seeds::corpus("cma_header");
     bolero::check!()
         .with_type::<seeds::Changes>()
         .for_each(|changes| check_cma_header(&seeds::change(&seeds, changes)));
 }
 
 /// Device-management MADs, as a target gets them.
+fn check_dm_mad(bytes: &[u8]) {
+    let mut mad = [0; 256];
+    let len = bytes.len().min(mad.len());
+    mad[..len].copy_from_slice(&bytes[..len]);
+    mad[..4].copy_from_slice(&[1, 6, 1, 1]);
+    let (header, data) = dm::DmHeader::parse(&mad).expect("its class is right");
+    assert_eq!(
+        dm::DmHeader::parse(&header.emit(data)),
+        Ok((header, data)),
+        "what is written is read again"
+    );
+    let _ = dm::ClassPortInfo::parse(data);
+    let _ = dm::IoUnitInfo::parse(data).map(|i| i.controllers().count());
+    let _ = dm::IocProfile::parse(data);
+    assert!(dm::ServiceEntry::parse_list(data, usize::from(bytes.len() as u8)).len() <= 4);
+    let _ = dm::DmHeader::parse(bytes);
+}
+
 #[test]
 fn dm_mad() {
-    bolero::check!().for_each(|bytes: &[u8]| {
-        let mut mad = [0; 256];
-        let len = bytes.len().min(mad.len());
-        mad[..len].copy_from_slice(&bytes[..len]);
-        mad[..4].copy_from_slice(&[1, 6, 1, 1]);
-        if let Ok((_, data)) = dm::DmHeader::parse(&mad) {
-            let _ = dm::ClassPortInfo::parse(data);
-            let _ = dm::IoUnitInfo::parse(data).map(|i| i.controllers().count());
-            let _ = dm::IocProfile::parse(data);
-            assert!(dm::ServiceEntry::parse_list(data, usize::from(bytes.len() as u8)).len() <= 4);
-        }
-        let _ = dm::DmHeader::parse(bytes);
-    });
+    bolero::check!().for_each(check_dm_mad);
+}
+
+#[test]
+fn changed_dm_mad() {
+    let seeds = seeds::corpus("dm_mad");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_dm_mad(&seeds::change(&seeds, changes)));
 }
 
 /// One flipped bit anywhere changes the ICRC.

@@ -1,4 +1,4 @@
-//! iSER against bytes that nobody here made: a capture of `ib_iser` talking to LIO. No literal here
+//! iSER against bytes that we did not make: a capture of `ib_iser` talking to LIO. No literal here
 //! uses our constants.
 
 use std::collections::HashMap;

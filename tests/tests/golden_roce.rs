@@ -1,4 +1,4 @@
-//! Bytes that nobody here wrote: captures of two Linux kernels talking to each
+//! Bytes that we did not write: captures of two Linux kernels talking to each
 //! other over `rdma_rxe`, replayed whole, and the headers of the specification
 //! spelled out by hand. No constant of ours appears in an expectation.
 //!
@@ -68,7 +68,7 @@ const CAPTURES: [(&str, usize); 3] = [
     ("rej.pcap", 3),
 ];
 
-/// The same extended headers, made anew from their decoded values.
+/// The same extended headers, made again from their decoded values.
 fn rebuilt(ext: &ExtHeaders, opcode: u8) -> ExtHeaders {
     ExtHeaders {
         deth: ext.deth.map(|h| Deth::new(h.qkey(), h.src_qpn())),

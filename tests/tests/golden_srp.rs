@@ -1,4 +1,4 @@
-//! SRP information units against bytes that nobody here made: a capture of `ib_srp` talking to
+//! SRP information units against bytes that we did not make: a capture of `ib_srp` talking to
 //! `ib_srpt`, and layouts written out by hand from SRP r16a. No literal here uses our constants.
 
 use riser_scsi::srp::{
@@ -109,7 +109,7 @@ fn every_information_unit_of_the_capture_reads_and_writes_back() {
                 if let DataBuffer::Immediate { data, .. } = cmd.data_out {
                     immediates += 1;
                     assert_eq!(data.len(), message.len() - 68);
-                    // The sender leaves whatever its buffer held between the descriptor and the
+                    // The sender leaves what its buffer held between the descriptor and the
                     // offset.
                     out[52..68].copy_from_slice(&message[52..68]);
                 }

@@ -7,19 +7,17 @@ use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use iscsi_rig::{
-    CHAP, IQN, Rig, SECRET, TARGET_SECRET, buffer_of, eventually, fio, get, pair, pattern, put,
-    run, scattered, start, wait_for_writes,
-};
 use riser_initiator::block::ZeroOptions;
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{IoData, LinkState, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen};
 use riser_initiator::url::IscsiUrl;
-use riser_tests::programs::{missing, skip, tool};
-
-mod iscsi_rig;
+use riser_testkit::programs::{missing, skip, tool};
+use riser_tests::iscsi_rig::{
+    CHAP, IQN, Rig, SECRET, TARGET_SECRET, buffer_of, eventually, fio, get, pair, pattern, put,
+    run, scattered, start, wait_for_writes,
+};
 
 #[test]
 fn a_disk_is_a_disk_over_tcp_too() {
@@ -115,8 +113,8 @@ fn a_portal_tells_its_targets() {
     assert_eq!(found.len(), 1);
     assert_eq!(found[0].name.as_str(), IQN);
     assert_eq!(found[0].addresses[0].to_string(), "127.0.84.1:3260,1");
-    let nobody: IscsiUrl = format!("iscsi://127.0.84.1/{IQN}x/0").parse().unwrap();
-    let error = block_on(rig.client.connect(&nobody)).unwrap_err();
+    let absent: IscsiUrl = format!("iscsi://127.0.84.1/{IQN}x/0").parse().unwrap();
+    let error = block_on(rig.client.connect(&absent)).unwrap_err();
     assert!(error.to_string().contains("0203h"), "{error}");
     let nowhere: IscsiUrl = format!("iscsi://127.0.84.9/{IQN}/0").parse().unwrap();
     let error = block_on(rig.client.connect(&nowhere)).unwrap_err();

@@ -1,23 +1,24 @@
-//! The initiator's iSCSI against `tgtd`, a target that nobody here wrote.
+//! The initiator's iSCSI against `tgtd`, a target that is not ours.
 
 #![allow(missing_docs, reason = "a test")]
 
 use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use riser_initiator::block::Buffer;
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
 use riser_initiator::url::IscsiUrl;
-use riser_tests::programs::{missing, skip, tool};
+use riser_testkit::eventually;
+use riser_testkit::programs::{missing, skip, tool};
 
 const IQN: &str = "iqn.2026-01.com.example:tgt";
 const PORTAL: &str = "127.0.89.1:3260";
 
-/// Tells this daemon's control socket from those of others.
+/// The number of this daemon's control socket, apart from those of others.
 fn control() -> String {
     (1000 + std::process::id() % 30_000).to_string()
 }
@@ -46,11 +47,9 @@ impl Tgt {
             .spawn()
             .unwrap();
         let tgt = Self { daemon, dir };
-        let until = Instant::now() + Duration::from_secs(10);
-        while !admin("show", "target", &[]).status().unwrap().success() {
-            assert!(Instant::now() < until, "tgtd does not answer");
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        eventually("tgtd answers", Duration::from_secs(10), || {
+            admin("show", "target", &[]).status().unwrap().success()
+        });
         let disk = tgt.dir.join("disk");
         File::create(&disk).unwrap().set_len(64 << 20).unwrap();
         run("new", "target", &["--tid", "1", "-T", IQN]);

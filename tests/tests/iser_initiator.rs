@@ -4,20 +4,18 @@
 
 use std::time::{Duration, Instant};
 
-use iscsi_rig::{
-    CHAP, IQN, Rig, SECRET, buffer_of, eventually, fio, get, pair, pattern, put, start,
-    wait_for_writes,
-};
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{IoData, LinkState, ScsiIo, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen, RequestError};
 use riser_initiator::scsi::{BlockRange, Command};
 use riser_initiator::url::IscsiUrl;
-use riser_tests::programs::{missing, skip, tool};
+use riser_testkit::programs::{missing, skip, tool};
+use riser_tests::iscsi_rig::{
+    CHAP, IQN, Rig, SECRET, buffer_of, eventually, fio, get, pair, pattern, put, start,
+    wait_for_writes,
+};
 use riser_transport::roce::fault::FaultConfig;
-
-mod iscsi_rig;
 
 const SIZES: [(u64, u64, usize); 6] = [
     (1, 0, 512),
@@ -123,8 +121,8 @@ fn a_portal_tells_its_targets_and_asks_for_proof() {
     block_on(rig.try_connect(&me, keys).unwrap().close());
     let error = rig.try_connect("me%not-the-secret@", "").unwrap_err();
     assert!(error.to_string().contains("0201h"), "{error}");
-    let nobody: IscsiUrl = format!("iser://127.0.95.1/{IQN}x/0").parse().unwrap();
-    let error = block_on(rig.client.connect(&nobody)).unwrap_err();
+    let absent: IscsiUrl = format!("iser://127.0.95.1/{IQN}x/0").parse().unwrap();
+    let error = block_on(rig.client.connect(&absent)).unwrap_err();
     assert!(error.to_string().contains("020"), "{error}");
 }
 

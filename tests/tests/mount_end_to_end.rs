@@ -5,7 +5,10 @@
 use std::fs;
 use std::path::Path;
 
-use riser_tests::programs::{Pair, missing, skip, tool};
+use std::time::Duration;
+
+use riser_testkit::eventually;
+use riser_testkit::programs::{Pair, missing, skip, tool};
 
 #[test]
 fn a_mounted_file_system_keeps_what_was_written() {
@@ -56,11 +59,11 @@ fn a_mounted_file_system_keeps_what_was_written() {
         }
         assert!(!Path::new(&file).exists());
     }
-    // Nobody has it any more, so the daemon's file can be looked at.
+    // It is no longer attached, so the daemon's file can be looked at.
     let listed = |pair: &Pair| pair.riser(&["list", "-o", "json"]);
-    while listed(&pair).trim() != "[]" {
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
+    eventually("nothing is attached", Duration::from_secs(60), || {
+        listed(&pair).trim() == "[]"
+    });
     tool("/usr/sbin/e2fsck", ["-fn", &pair.path("disk.img")]);
 }
 
@@ -95,9 +98,9 @@ fn a_file_system_whose_target_is_gone_is_detached_at_once() {
     assert_eq!(again.status.code(), Some(6));
     fs::write(format!("{dir}/dirty"), [1; 65536]).unwrap();
     pair.kill();
-    while !pair.riser(&["list"]).contains(" down ") {
-        std::thread::sleep(std::time::Duration::from_millis(50));
-    }
+    eventually("the target is down", Duration::from_secs(60), || {
+        pair.riser(&["list"]).contains(" down ")
+    });
     let begin = std::time::Instant::now();
     let refused = pair.command(&["detach", &dir]).output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();

@@ -8,9 +8,8 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use iscsi_rig::{IQN, buffer_of, builder, eventually, get, pattern, put, start};
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{Client, EngineError, LinkState, Session};
 use riser_initiator::lun::Lun;
@@ -19,9 +18,9 @@ use riser_initiator::session::Down;
 use riser_initiator::url::TargetUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
-use riser_tests::programs::Pair;
-
-mod iscsi_rig;
+use riser_testkit::eventually_ok;
+use riser_testkit::programs::Pair;
+use riser_tests::iscsi_rig::{IQN, buffer_of, builder, eventually, get, pattern, put, start};
 
 /// How long anything may take that happens by itself.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -116,16 +115,12 @@ fn states(session: &Session) -> Vec<PathState> {
         .collect()
 }
 
+#[track_caller]
 fn wait_for(session: &Session, wanted: &[PathState]) {
-    let until = Instant::now() + PATIENCE;
-    while states(session) != wanted {
-        assert!(
-            Instant::now() < until,
-            "{:?}",
-            session.status().report().paths
-        );
-        thread::sleep(Duration::from_millis(10));
-    }
+    eventually_ok(&format!("{wanted:?}"), PATIENCE, || {
+        let is_so = states(session) == wanted;
+        is_so.then_some(()).ok_or(session.status().report().paths)
+    });
 }
 
 /// When [`verify`] is to end, and how often it has compared everything.
@@ -401,11 +396,9 @@ fn an_attachment_shows_its_paths() {
     let mut pair = Pair::with_target(108, backend, &target);
     let socket = pair.path("nbd");
     let url = format!("iscsi://127.0.108.1/{IQN}/0?portal=127.0.108.3");
-    let until = Instant::now() + PATIENCE;
-    while TcpStream::connect(("127.0.108.3", 3260)).is_err() {
-        assert!(Instant::now() < until, "riserd does not listen");
-        thread::sleep(Duration::from_millis(50));
-    }
+    eventually("riserd listens", || {
+        TcpStream::connect(("127.0.108.3", 3260)).is_ok()
+    });
     pair.riser(&["attach", &url, "--nbd", &socket]);
     let list = |pair: &Pair| {
         let text = pair.riser(&["-o", "json", "list"]);
@@ -422,11 +415,11 @@ fn an_attachment_shows_its_paths() {
     std::fs::write(&config, text).unwrap();
     pair.kill();
     pair.serve();
-    let until = Instant::now() + PATIENCE;
-    while list(&pair) != [first, r#""127.0.108.3:3260" "lost""#] {
-        assert!(Instant::now() < until, "{:?}", list(&pair));
-        thread::sleep(Duration::from_millis(50));
-    }
+    eventually_ok("the second path is lost", PATIENCE, || {
+        let list = list(&pair);
+        let is_so = list == [first, r#""127.0.108.3:3260" "lost""#];
+        is_so.then_some(()).ok_or(list)
+    });
     let human = pair.riser(&["list"]);
     assert!(
         human.contains("path 127.0.108.1:3260: live, lost 1 time(s)"),

@@ -1,10 +1,12 @@
-//! A disk of `riserd`, attached with `riser attach --nbd`, before NBD clients that nobody here wrote.
+//! A disk of `riserd`, attached with `riser attach --nbd`, before NBD clients that are not ours.
 
 #![allow(missing_docs, reason = "a test")]
 
 use std::fs;
+use std::time::Duration;
 
-use riser_tests::programs::{Pair, missing, skip, tool};
+use riser_testkit::eventually;
+use riser_testkit::programs::{Pair, missing, skip, tool};
 
 const SIZE: u64 = 96 << 20;
 
@@ -61,7 +63,7 @@ fn images_pass_through_an_nbd_attachment_unchanged() {
     let uri = format!("nbd+unix:///lun0?socket={socket}");
     assert_eq!(tool("nbdinfo", ["--size", &uri]).trim(), SIZE.to_string());
 
-    // In with one, compared by another, out again, and looked at by whoever made it.
+    // In with one, compared by another, out again, and checked by the tool that made it.
     tool("nbdcopy", ["--flush", &image, &uri]);
     let same = tool(
         "qemu-img",
@@ -81,6 +83,9 @@ fn images_pass_through_an_nbd_attachment_unchanged() {
 
     // In again by qemu, over a target that is killed meanwhile and comes back.
     tool("fio", fio(&uri, "before"));
+    let file = pair.path("disk.img");
+    let written = || fs::metadata(&file).unwrap().modified().unwrap();
+    let before = written();
     let copy = std::thread::spawn({
         let (image, uri) = (image.clone(), uri.clone());
         move || {
@@ -92,7 +97,9 @@ fn images_pass_through_an_nbd_attachment_unchanged() {
             )
         }
     });
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    eventually("the copy has begun", Duration::from_secs(60), || {
+        written() != before
+    });
     pair.kill();
     pair.serve();
     copy.join().unwrap();

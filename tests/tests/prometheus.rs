@@ -8,8 +8,9 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use riser_tests::metered::{Metered, Running, get, load, wait_for};
-use riser_tests::programs::{missing, skip, succeeded};
+use riser_testkit::eventually_some;
+use riser_testkit::metered::{Metered, Running, get, load};
+use riser_testkit::programs::{missing, skip, succeeded};
 use serde_json::Value;
 
 const PROMETHEUS: &str = "127.0.109.1:9990";
@@ -118,7 +119,7 @@ fn rules_do_what_their_tests_say() {
     }
 }
 
-/// Several hosts on one dashboard are told apart: all that is asked goes by instance, and each line says whose it is.
+/// A dashboard distinguishes hosts: all queries go by instance, and each line names its host.
 #[test]
 fn every_panel_goes_by_instance() {
     let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
@@ -196,12 +197,13 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
             .spawn()
             .unwrap(),
     );
-    wait_for("Prometheus", || get(PROMETHEUS, "/-/ready"));
-    wait_for("scrape", || query("up == 1").pop());
+    let wait = Duration::from_secs(60);
+    eventually_some("Prometheus", wait, || get(PROMETHEUS, "/-/ready"));
+    eventually_some("a scrape", wait, || query("up == 1").pop());
     let _load = load(pair, 60);
     rare_events(&served);
     // A rate takes two looks at a series that is there.
-    wait_for("rates", || {
+    eventually_some("rates", wait, || {
         query("rate(riser_commands_total{op=\"write\"}[15s]) > 0").pop()
     });
     let mut empty = expressions();

@@ -1,36 +1,49 @@
-//! The README's first steps, as they are written there: in namespaces of their own, since the addresses and
-//! paths are those of a host.
+//! The first steps of the README and of the book, as they are pasted: in namespaces of their own,
+//! since the addresses and paths are those of a host.
 
 #![allow(missing_docs, reason = "a test")]
 
 use std::path::Path;
 use std::process::Command;
 
-use riser_tests::programs::{folder, missing, skip, succeeded};
+use riser_docs::Page;
+use riser_testkit::programs::{folder, missing, skip, succeeded};
 
-const README: &str = include_str!("../../README.md");
-
-/// What runs the commands: a file system and a network like those of a host with nothing on it. The daemon runs
-/// beside the commands that follow it, as in another terminal.
-const RUN: &str = r#"
+/// Makes a file system and a network like those of a host with nothing on it.
+const HOST: &str = r#"
 set -eu
 for dir in /tmp /run /mnt /var/lib; do mount -t tmpfs tmpfs "$dir"; done
 ip link set lo up
 mkdir /tmp/checkout && cd /tmp/checkout
+# A pause of the text: until the daemon serves, however slow this machine is.
+sleep() {
+    tries=0
+    until riserd status >/dev/null 2>&1; do
+        tries=$((tries + 1))
+        if [ $tries -gt 200 ]; then cat riserd.log; exit 1; fi
+        command sleep 0.1
+    done
+}
+"#;
+
+/// Runs `SCRIPT` as one block that is pasted.
+const PASTED: &str = r#"
+set -x
+eval "$SCRIPT"
+"#;
+
+/// Runs the lines of `COMMANDS` one after another. The daemon runs beside those that follow it, as in
+/// another terminal.
+const TYPED: &str = r#"
 printf %s "$YAML" >riserd.yaml
 run() {
     echo "+ $1"
     case $1 in
     "riserd run "*)
-        eval "exec $1" 2>/tmp/riserd.log &
+        eval "exec $1" 2>riserd.log &
         daemon=$!
         trap 'kill $daemon; wait $daemon' EXIT
-        tries=0
-        until riserd status >/dev/null 2>&1; do
-            tries=$((tries + 1))
-            if [ $tries -gt 200 ]; then cat /tmp/riserd.log; exit 1; fi
-            sleep 0.1
-        done
+        sleep
         ;;
     *) eval "$1" </dev/null ;;
     esac
@@ -42,62 +55,117 @@ $COMMANDS
 COMMANDS
 "#;
 
-/// The blocks of code of a section in a language.
-fn blocks(section: &str, language: &str) -> Vec<String> {
-    let (_, text) = README
-        .split_once(&format!("\n## {section}\n"))
-        .unwrap_or_else(|| panic!("no section {section}"));
-    let text = text.split("\n## ").next().unwrap();
-    let fence = format!("```{language}\n");
-    let mut blocks = text.split(&fence);
-    blocks.next();
-    let end = |block: &str| block.split("```").next().unwrap().to_owned();
-    blocks.map(end).collect()
+/// Returns the only block of a language in a section of a document.
+fn block(document: &str, section: &str, language: &str) -> String {
+    let blocks = Page::read(Path::new(document)).section(section, language);
+    assert!(!blocks.is_empty(), "{document}: no {language} in {section}");
+    blocks.into_iter().next().unwrap_or_default()
 }
 
-/// A command without its comment.
-fn command(line: &str) -> String {
-    line.split("  #").next().unwrap().trim_end().to_owned()
+/// Returns the commands of a block without their comments.
+fn commands(block: &str) -> Vec<String> {
+    let command = |line: &str| {
+        line.split("  #")
+            .next()
+            .unwrap_or_default()
+            .trim_end()
+            .to_owned()
+    };
+    block.lines().map(command).collect()
+}
+
+/// Returns a shell in namespaces of its own, or why there can be none.
+fn shell(script: &str) -> Result<Command, String> {
+    if let Some(tool) = missing(&["unshare", "ip", "mount"]) {
+        return Err(format!("{tool} is not installed"));
+    }
+    let isolated = [
+        "-r",
+        "-m",
+        "-n",
+        "--kill-child",
+        "--fork",
+        "--pid",
+        "--mount-proc",
+    ];
+    let mut attempt = Command::new("unshare");
+    attempt.args(isolated).arg("true");
+    if !attempt.output().is_ok_and(|output| output.status.success()) {
+        return Err("namespaces cannot be had".to_owned());
+    }
+    let programs = folder();
+    // The build is beneath a directory that is hidden inside if it is in /tmp.
+    if programs.starts_with("/tmp") {
+        return Err("the programs are in /tmp".to_owned());
+    }
+    let path = std::env::var("PATH").unwrap_or_default();
+    let path = format!("{}:{path}:/usr/sbin:/sbin", programs.display());
+    let mut shell = Command::new("unshare");
+    shell
+        .args(isolated)
+        .args(["sh", "-c", &format!("{HOST}{script}")])
+        .env("PATH", path);
+    for name in [
+        "XDG_RUNTIME_DIR",
+        "RISERD_SOCKET",
+        "RISER_STATE_DIR",
+        "RISER_PROVIDER",
+    ] {
+        shell.env_remove(name);
+    }
+    Ok(shell)
+}
+
+#[test]
+fn the_quickstart_runs_as_it_is_pasted() {
+    const NAME: &str = "the_quickstart_runs_as_it_is_pasted";
+    let install = commands(&block("README.md", "Install", "sh"));
+    assert_eq!(install[0], "cargo build --release");
+    let configured = include_str!("../../.cargo/config.toml");
+    assert!(configured.contains("target-dir = \".build\""));
+    assert_eq!(install[1], "export PATH=$PWD/.build/release:$PATH");
+    let readme = Page::read(Path::new("README.md"));
+    let version = env!("CARGO_PKG_RUST_VERSION");
+    assert!(readme.text().contains(&format!("Rust {version} or later")));
+
+    let script = block("README.md", "Quickstart", "sh");
+    assert!(script.contains("--runtime 3"));
+    let script = script.replace("--runtime 3", "--runtime 1");
+    let mut shell = match shell(PASTED) {
+        Ok(shell) => shell,
+        Err(why) => return skip(NAME, &why),
+    };
+    let said = succeeded(shell.env("SCRIPT", script));
+    for (part, times) in [
+        ("valid: 1 backend(s), 1 target(s)", 1),
+        ("1.00 GiB  RISER VIRTUAL DISK  iscsi://127.0.0.1/", 1),
+        ("1.00 GiB  RISER VIRTUAL DISK  srp://127.0.0.1/", 1),
+        ("IOPS", 4),
+    ] {
+        assert_eq!(said.matches(part).count(), times, "{part}: {said}");
+    }
 }
 
 #[test]
 fn the_first_steps_run_as_they_are_written() {
     const NAME: &str = "the_first_steps_run_as_they_are_written";
-    if let Some(tool) = missing(&["unshare", "ip", "mount"]) {
-        return skip(NAME, &format!("{tool} is not installed"));
-    }
-    let inside = |command: &mut Command| -> bool {
-        command.output().is_ok_and(|output| output.status.success())
-    };
-    if !inside(Command::new("unshare").args([
-        "-r",
-        "-m",
-        "-n",
-        "--pid",
-        "--fork",
-        "--mount-proc",
-        "true",
-    ])) {
-        return skip(NAME, "namespaces cannot be had");
-    }
-    let serve = blocks("Serve a disk", "sh");
-    let build: Vec<_> = serve[0].lines().map(command).collect();
-    assert_eq!(build[0], "cargo build --release");
-    let configured = include_str!("../../.cargo/config.toml");
-    assert!(configured.contains("target-dir = \".build\""));
-    assert_eq!(build[1], "export PATH=$PWD/.build/release:$PATH");
-    let version = env!("CARGO_PKG_RUST_VERSION");
-    assert!(README.contains(&format!("Rust {version} or later")));
-
     let has_fuse = Path::new("/dev/fuse").exists();
-    let mut commands = Vec::new();
-    for line in serve[1].lines().chain(blocks("Use it", "sh")[0].lines()) {
-        let command = command(line);
+    let written = [
+        block("docs/src/configure.md", "Configure", "sh"),
+        block("docs/src/operate.md", "Operate", "sh"),
+        block("docs/src/operate.md", "Change one object", "sh"),
+        block("docs/src/operate.md", "Grow a disk", "sh"),
+        block("docs/src/operate.md", "Change the configuration", "sh"),
+        block("docs/src/attach.md", "Attach a disk", "sh"),
+        block("docs/src/benchmark.md", "A disk", "sh"),
+    ];
+    let mut typed = vec!["mkdir -p /var/lib/riser".to_owned()];
+    for command in written.iter().flat_map(|block| commands(block)) {
         let words: Vec<&str> = command.split(' ').collect();
-        // The first needs a driver, the second a file system on the disk and a loop device, and has a test of
-        // its own. Nothing has failed that the third could clear.
+        // The first needs a driver; the second a file system on the disk and a loop device, and has a
+        // test of its own; the third goes on until a key is pressed.
         let is_out = command.contains("--ublk") || words.starts_with(&["riser", "mount"]);
-        if is_out || words.starts_with(&["riserd", "clear-flush-failure"]) {
+        if is_out || command == "riserd top" {
             continue;
         }
         let is_fuse = ["--fuse", "/mnt/disk"]
@@ -106,46 +174,35 @@ fn the_first_steps_run_as_they_are_written() {
         if is_fuse && !has_fuse && words[0] == "riser" {
             continue;
         }
-        commands.push(command.replace("--runtime 5", "--runtime 1"));
+        let command = command
+            .replace("--runtime 5", "--runtime 1")
+            .replace("192.0.2.10", "127.0.0.10");
+        typed.push(
+            if command.contains("riser bench") && !command.contains("--runtime") {
+                // The disk is attached when it is measured.
+                format!("{command} --overwrite --runtime 1")
+            } else if command.starts_with("riserd diff") {
+                format!("{command} || [ $? = 3 ]")
+            } else {
+                command
+            },
+        );
     }
-    let count = |word: &str| commands.iter().filter(|c| c.starts_with(word)).count();
-    assert!(
-        count("riserd ") >= 6 && count("riser ") >= 5,
-        "{commands:?}"
-    );
-    commands.push("riser detach /tmp/disk.sock".to_owned());
-    commands.push("[ $(stat -c %s disk0.img) = 1073741824 ]".to_owned());
+    let count = |word: &str| typed.iter().filter(|c| c.starts_with(word)).count();
+    assert!(count("riserd ") >= 20 && count("riser ") >= 7, "{typed:?}");
+    typed.push("riser detach /tmp/disk.sock".to_owned());
+    typed.push("[ $(stat -c %s disk0.img) = 1073741824 ]".to_owned());
 
-    let programs = folder();
-    // The build is beneath a directory that is hidden inside if it is in /tmp.
-    if programs.starts_with("/tmp") {
-        return skip(NAME, "the programs are in /tmp");
-    }
-    let path = std::env::var("PATH").unwrap();
-    let mut shell = Command::new("unshare");
+    let mut shell = match shell(TYPED) {
+        Ok(shell) => shell,
+        Err(why) => return skip(NAME, &why),
+    };
     shell
-        .args([
-            "-r",
-            "-m",
-            "-n",
-            "--kill-child",
-            "--fork",
-            "--pid",
-            "--mount-proc",
-            "sh",
-            "-c",
-            RUN,
-        ])
         .env(
-            "PATH",
-            format!("{}:{path}:/usr/sbin:/sbin", programs.display()),
+            "YAML",
+            block("docs/src/configure.md", "One disk over SRP", "yaml"),
         )
-        .env("YAML", &blocks("Serve a disk", "yaml")[0])
-        .env("COMMANDS", commands.join("\n"))
-        .env_remove("XDG_RUNTIME_DIR")
-        .env_remove("RISERD_SOCKET")
-        .env_remove("RISER_STATE_DIR")
-        .env_remove("RISER_PROVIDER");
+        .env("COMMANDS", typed.join("\n"));
     let said = succeeded(&mut shell);
     for part in ["target demo", "lun 0: 1.0 GiB", "IOPS"] {
         assert!(said.contains(part), "{part}: {said}");

@@ -3,8 +3,8 @@
 
 use std::process::Command;
 
-use riser_tests::programs::missing;
-use riser_tests::skip::skip;
+use riser_testkit::programs::missing;
+use riser_testkit::skip::skip;
 
 /// Most that the service may be exposed, of 100, by `systemd-analyze security`. It is 20; without the
 /// empty set of capabilities it would be 40.

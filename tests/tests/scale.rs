@@ -4,7 +4,10 @@
 //! `RISER_CONNECT_CYCLES` sets how many sessions come and go (default 200); the long test command
 //! takes 10,000.
 
-#![allow(clippy::print_stdout, reason = "figures go to whoever runs the test")]
+#![allow(
+    clippy::print_stdout,
+    reason = "figures are for the person who runs the test"
+)]
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -19,6 +22,7 @@ use riser_initiator::url::IscsiUrl;
 use riser_initiator::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_testkit::eventually;
 
 /// Resident memory is the process's, so one test runs at a time.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -44,14 +48,6 @@ fn url(addr: SocketAddr, initiator: u64) -> SrpUrl {
     format!("srp://{addr}/0?initiator_ext={initiator:x}&queue_size=8")
         .parse()
         .unwrap()
-}
-
-fn wait_for(what: &str, condition: impl Fn() -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
-    while !condition() {
-        assert!(Instant::now() < until, "waited too long for {what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// Bytes that only the session and the round could have written.
@@ -82,7 +78,7 @@ fn sixty_four_sessions_write_and_read_at_once() {
             std::thread::spawn(move || {
                 let session = block_on(client.connect(&url(addr, 0x100 + n)));
                 let lun = session.map(|session| (block_on(session.lun(0)), session));
-                // Whoever has failed lets the others find out.
+                // A thread that has failed lets the others notice.
                 logged_in.wait();
                 let (lun, _session) = lun.unwrap();
                 let lun = lun.unwrap();
@@ -121,7 +117,9 @@ fn sixty_four_sessions_write_and_read_at_once() {
     for thread in threads {
         thread.join().unwrap();
     }
-    wait_for("the sessions to end", || server.sessions() == 0);
+    eventually("the sessions end", Duration::from_secs(60), || {
+        server.sessions() == 0
+    });
     server.shutdown().unwrap();
 }
 
@@ -237,7 +235,9 @@ fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
         assert!(memory < 4 << 20, "{memory} bytes for a session over {name}");
     }
     drop(luns);
-    wait_for("the sessions to end", || server.sessions() == 0);
+    eventually("the sessions end", Duration::from_secs(60), || {
+        server.sessions() == 0
+    });
     server.shutdown().unwrap();
 }
 
@@ -305,7 +305,9 @@ fn sessions_that_come_and_go_leave_nothing() {
             }
         }
         drop(open);
-        wait_for("the sessions to end", || server.sessions() == 0);
+        eventually("the sessions end", Duration::from_secs(60), || {
+            server.sessions() == 0
+        });
     };
     // The least of several looks: what has just ended may not be given back yet.
     let looks = |from: u64| {

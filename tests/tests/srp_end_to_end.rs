@@ -1,7 +1,7 @@
 //! The initiator's engine against the real server, in one process, over UDP on loopback.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use riser_initiator::block::task::block_on;
 use riser_initiator::block::{Buffer, ExtentKind, ZeroOptions};
@@ -12,6 +12,7 @@ use riser_initiator::scsi::{BlockRange, Command};
 use riser_initiator::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_testkit::eventually;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig};
 
@@ -233,7 +234,10 @@ fn a_restarted_server_is_found_again() {
             lun.write_io(65536, buffer_of(&lun, &pattern(round, 4096)), true)
                 .unwrap(),
         );
-        std::thread::sleep(Duration::from_millis(50));
+        // The session waits with the write: its server is gone.
+        eventually("the session is down", Duration::from_secs(60), || {
+            session.status().link() != LinkState::Live
+        });
         rig.server = Some(Server::start(&rig.config).unwrap());
         Lun::judge(block_on(waiting)).unwrap();
         assert_eq!(get(&lun, 0, 65536), pattern(1, 65536));
@@ -276,9 +280,7 @@ fn many_sessions_share_a_server() {
     }
     drop(luns);
     drop(sessions);
-    let until = Instant::now() + Duration::from_secs(30);
-    while rig.server.as_ref().unwrap().sessions() > 0 {
-        assert!(Instant::now() < until, "sessions stay");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    eventually("the sessions end", Duration::from_secs(30), || {
+        rig.server.as_ref().unwrap().sessions() == 0
+    });
 }

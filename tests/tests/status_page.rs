@@ -5,9 +5,9 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
+use riser_testkit::metered::{Metered, load};
+use riser_testkit::programs::{missing, skip};
 use riser_tests::browser::Browser;
-use riser_tests::metered::{Metered, load};
-use riser_tests::programs::{missing, skip};
 
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
@@ -91,7 +91,7 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
                 ...Array.from({ length: 300 }, (_, i) => ({ number: i + 2, routine: true }))])";
     assert_eq!(browser.value(&format!("{many}[0].number")), 1);
     assert_eq!(browser.value(&format!("{many}.length")), 201);
-    // Names are text, whatever is in them.
+    // Names are text, with any characters.
     let evil = "fill('sessions', [['<b id=evil>x</b>', '', '', '', '', 0, 0, 0, 0]], [0], '')";
     browser.value(evil);
     assert_eq!(browser.value("$('evil')"), serde_json::Value::Null);

@@ -17,7 +17,8 @@ use riser_initiator::paths::PathState;
 use riser_initiator::request::RequestError;
 use riser_initiator::session::Down;
 use riser_initiator::url::TargetUrl;
-use riser_tests::programs::Pair;
+use riser_testkit::eventually_ok;
+use riser_testkit::programs::Pair;
 
 const IQN: &str = "iqn.2026-01.com.example:disk";
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -47,14 +48,10 @@ fn connect(network: u8, url: &TargetUrl, scheme: &str) -> Session {
         _ => builder.open(format!("127.0.{network}.2").parse().unwrap()),
     };
     let client = client.unwrap();
-    let until = Instant::now() + PATIENCE;
-    loop {
-        match block_on(client.connect(url.clone())) {
-            Ok(session) => return session.with_timeout(PATIENCE),
-            Err(error) => assert!(Instant::now() < until, "{error}"),
-        }
-        thread::sleep(Duration::from_millis(50));
-    }
+    let session = eventually_ok("a login", PATIENCE, || {
+        block_on(client.connect(url.clone()))
+    });
+    session.with_timeout(PATIENCE)
 }
 
 fn write(lun: &Lun, offset: u64, fua: bool) -> Result<(), LunError> {
@@ -309,16 +306,12 @@ fn an_attachment_says_why_it_has_ended() {
     let url = url(149, "iscsi").to_string();
     pair.riser(&["attach", &url, "--nbd", &socket]);
     exchange(&mut pair, &one, &named("another-disk", "16MiB"));
-    let until = Instant::now() + PATIENCE;
-    loop {
+    eventually_ok("the list names both disks", PATIENCE, || {
         let list = pair.riser(&["list"]);
-        let is_said = ["leads to another logical unit", "disk-one", "another-disk"];
-        if is_said.iter().all(|word| list.contains(word)) {
-            break;
-        }
-        assert!(Instant::now() < until, "{list}");
-        thread::sleep(Duration::from_millis(50));
-    }
+        let words = ["leads to another logical unit", "disk-one", "another-disk"];
+        let has_all = words.iter().all(|word| list.contains(word));
+        has_all.then_some(()).ok_or(list)
+    });
 }
 
 #[test]
@@ -348,11 +341,10 @@ fn a_disk_that_is_away_for_a_while_is_waited_for() {
         let lun = lun.clone();
         move || write(&lun, 0, true)
     });
-    let until = Instant::now() + PATIENCE;
-    while session.status().last_down() != Some(Down::NoIdentity) {
-        assert!(Instant::now() < until, "{:?}", session.status().last_down());
-        thread::sleep(Duration::from_millis(10));
-    }
+    eventually_ok("the unit is away", PATIENCE, || {
+        let down = session.status().last_down();
+        (down == Some(Down::NoIdentity)).then_some(()).ok_or(down)
+    });
     exchange(&mut pair, "luns: { 1: disk }", "luns: { 0: disk }");
     writing.join().unwrap().unwrap();
 }

@@ -5,9 +5,10 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use riser_tests::programs::{folder, missing, skip, succeeded};
+use riser_testkit::eventually;
+use riser_testkit::programs::{folder, missing, skip, succeeded};
 use riser_transport::roce::nic::device_guid;
 
 const TARGET: &str = "iqn.2026-01.com.example:t";
@@ -26,13 +27,10 @@ struct Rig {
     tree: Option<Child>,
 }
 
-/// Waits until something is so.
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < end, "waited for: {what}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+/// Waits until something holds.
+#[track_caller]
+fn until(what: &str, holds: impl Fn() -> bool) {
+    eventually(what, Duration::from_secs(60), holds);
 }
 
 impl Rig {
@@ -302,7 +300,7 @@ fn targetcli_configures_a_running_daemon() {
     what_is_refused_changes_nothing(&rig);
     what_others_change_is_shown(&rig);
 
-    // The daemon keeps what it was told; the mounted tree finds it again.
+    // The daemon keeps its configuration; the mounted tree finds it again.
     let before = rig.config();
     rig.restart();
     assert_eq!(rig.config(), before);
@@ -347,7 +345,7 @@ fn commands_are_counted(rig: &Rig) {
     };
     // SRP uses the memory as well.
     assert!(file > 0 && port > 0 && memory > port, "{said}");
-    // Nobody else uses the file.
+    // No other process uses the file.
     assert_eq!(alice, file, "{said}");
     assert_eq!((logins, logouts), (6, 6), "{said}");
 }
@@ -403,8 +401,8 @@ fn sessions_are_shown(rig: &Rig) {
             "cat {tpg}/acls/{ALICE}/info {tpg}/dynamic_sessions"
         ))
     };
-    let nobody = format!("No active iSCSI Session for Initiator Endpoint: {ALICE}\n");
-    assert_eq!(info(), nobody);
+    let none = format!("No active iSCSI Session for Initiator Endpoint: {ALICE}\n");
+    assert_eq!(info(), none);
     let socket = rig.dir.join("nbd.sock").display().to_string();
     succeeded(&mut rig.riser(&["attach", &alice, "--nbd", &socket], secret));
     let said = info();
@@ -417,7 +415,7 @@ fn sessions_are_shown(rig: &Rig) {
     let terms = rig.must(&format!("cat {tpg}/acls/{ALICE}/param/ErrorRecoveryLevel"));
     assert_eq!(terms, "0\n");
     succeeded(&mut rig.riser(&["detach", &socket], secret));
-    until("the session's end", || info() == nobody);
+    until("the session's end", || info() == none);
 }
 
 fn what_is_refused_changes_nothing(rig: &Rig) {
@@ -438,7 +436,7 @@ fn what_is_refused_changes_nothing(rig: &Rig) {
     assert_eq!(rig.config(), before);
 }
 
-/// Somebody applies a configuration to the daemon.
+/// Applies a configuration to the daemon, as another administrator does.
 fn what_others_change_is_shown(rig: &Rig) {
     let before = rig.config();
     let mut other = before.clone();
@@ -461,7 +459,7 @@ fn what_others_change_is_shown(rig: &Rig) {
     let lun = format!("/iscsi/{TARGET}/tpg1/luns/lun5");
     let said = rig.must(&format!("targetcli ls {lun}"));
     assert!(said.contains("[ramdisk/more"), "{said}");
-    // Nobody's work is undone.
+    // The work of both stays.
     rig.must(&format!("targetcli /iscsi/{TARGET}/tpg1/luns delete lun5"));
     assert!(rig.config()["backends"].get("more").is_some());
     apply(&before);

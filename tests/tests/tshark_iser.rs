@@ -2,19 +2,16 @@
 
 #![allow(missing_docs, reason = "a test")]
 
-#[path = "../../target/tests/iser_client/mod.rs"]
-mod iser_client;
-
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use iser_client::Client;
 use riser_scsi::iscsi::keys::Key;
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::iser_client::Client;
+use riser_testkit::programs::{missing, skip};
 use riser_tests::dissect::dissect;
-use riser_tests::programs::{missing, skip};
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
 

@@ -14,8 +14,8 @@ use riser_initiator::lun::Lun;
 use riser_initiator::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_testkit::programs::{missing, skip};
 use riser_tests::dissect::dissect;
-use riser_tests::programs::{missing, skip};
 use riser_transport::roce::{Roce, RoceConfig};
 
 fn buffer(lun: &Lun, len: usize) -> Buffer {

@@ -1,10 +1,13 @@
 //! The daemon's program is exchanged, and the daemon restarted, while initiators write and read over all
 //! three protocols: a real `riserd` in a process of its own, and real initiators on loopback.
 //!
-//! What an initiator has been told to be written is there in the end, and no command of it has failed.
+//! What an initiator has an answer for is written in the end, and no command of it has failed.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(clippy::print_stdout, reason = "figures go to whoever runs the test")]
+#![allow(
+    clippy::print_stdout,
+    reason = "figures are for the person who runs the test"
+)]
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -18,7 +21,8 @@ use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{Client, Session, SessionStatus};
 use riser_initiator::lun::Lun;
 use riser_initiator::url::TargetUrl;
-use riser_tests::programs::{folder, succeeded};
+use riser_testkit::eventually;
+use riser_testkit::programs::{folder, succeeded};
 use serde_json::Value;
 
 const IQN: &str = "iqn.2026-01.com.example:disk";
@@ -75,11 +79,9 @@ impl Daemon {
             .spawn()
             .unwrap();
         self.process = Some(process);
-        let until = Instant::now() + PATIENCE;
-        while !self.dir.join("admin.sock").exists() {
-            assert!(Instant::now() < until, "the daemon does not come up");
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        eventually("the daemon serves", PATIENCE, || {
+            self.dir.join("admin.sock").exists()
+        });
     }
 
     fn pid(&self) -> u32 {
@@ -162,12 +164,10 @@ impl Load {
     fn goes_on(&self) {
         let at = || self.done.iter().map(|done| done.load(Ordering::Relaxed));
         let before: Vec<u64> = at().collect();
-        let until = Instant::now() + PATIENCE;
-        while at().zip(&before).any(|(now, before)| now < before + 3) {
+        eventually("every load goes on", PATIENCE, || {
             assert!(self.threads.iter().all(|thread| !thread.is_finished()));
-            assert!(Instant::now() < until, "a load stands still");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+            at().zip(&before).all(|(now, before)| now >= before + 3)
+        });
     }
 
     /// Ends it, with a last look at all that was written; how often something was.
@@ -200,7 +200,7 @@ fn read(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
 
-/// Writes and reads a region until it is told to stop, and reads all of it in the end.
+/// Writes and reads a region until `stop` is set, and reads all of it in the end.
 fn work(lun: &Lun, place: u64, stop: &AtomicBool, done: &AtomicU64) {
     let start = place * REGION;
     let mut written = read(lun, start, REGION as usize);

@@ -22,13 +22,13 @@ wait_for() {
     done
 }
 
-# The code blocks of a section of the README, with the rig's addresses: readme SECTION LANGUAGE
-readme() {
-    awk -v head="## $1" -v fence="\`\`\`$2" '
+# The code blocks of a section of the book, with the rig's addresses: book PAGE SECTION LANGUAGE
+book() {
+    awk -v head="## $2" -v fence="\`\`\`$3" '
         /^## / { on = $0 == head; next }
         on && $0 == fence { code = 1; next }
         /^```/ { code = 0 }
-        on && code' "$RISER_ROOT/README.md" |
+        on && code' "$RISER_ROOT/docs/src/$1.md" |
         sed 's/192\.0\.2\.10/10.99.0.2/g; s/192\.0\.2\.20/10.99.0.1/g; s/eth0/v0/g'
 }
 

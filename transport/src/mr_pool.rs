@@ -32,7 +32,7 @@ pub struct RemoteSegment {
     pub addr: u64,
     /// Key of the region that it lies in.
     pub rkey: RKey,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub len: u32,
 }
 
@@ -72,19 +72,19 @@ pub struct PooledMr {
 }
 
 impl PooledMr {
-    /// The region.
+    /// Identifier of the region.
     #[must_use]
     pub fn id(&self) -> MrId {
         self.id
     }
 
-    /// Its state.
+    /// State of the region.
     #[must_use]
     pub fn state(&self) -> MrState {
         self.state
     }
 
-    /// Its present key.
+    /// Present key of the region.
     #[must_use]
     pub fn rkey(&self) -> RKey {
         self.key

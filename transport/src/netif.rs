@@ -20,9 +20,9 @@ use nix::sys::socket::{SockaddrLike, SockaddrStorage};
 /// An address of an interface that is up.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Interface {
-    /// The interface's name.
+    /// Name of the interface.
     pub name: String,
-    /// The address.
+    /// Address of the interface.
     pub address: IpAddr,
     /// Largest IP packet in bytes; `None` if the interface has just gone.
     pub mtu: Option<u32>,

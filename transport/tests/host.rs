@@ -2,9 +2,6 @@
 
 #![allow(unsafe_code, reason = "a thread enters a network namespace")]
 
-#[path = "../../tests/src/skip.rs"]
-mod skip;
-
 use std::net::IpAddr;
 use std::process::Command;
 
@@ -35,6 +32,6 @@ fn an_address_with_a_label_is_one_of_its_interface() {
     let found = std::thread::spawn(move || interface_of("192.0.2.7", &commands));
     match found.join().unwrap() {
         Ok(found) => assert_eq!(found.as_deref(), Some("lo")),
-        Err(why) => skip::skip("a network namespace", &why),
+        Err(why) => riser_testkit::skip::skip("a network namespace", &why),
     }
 }

@@ -2,8 +2,6 @@
 
 mod link;
 mod marks;
-#[path = "../../tests/src/skip.rs"]
-mod skip;
 mod software;
 mod suite;
 
@@ -127,12 +125,12 @@ mod only {
         SendOp, Verbs, WcStatus,
     };
 
-    use crate::skip::skip;
     use crate::software::{Real, Virtual, addresses};
     use crate::suite::ops;
     use crate::suite::world::{
         End, Side, Wants, World, cm_event, connect_on, connected, init_attr, objects, resolve,
     };
+    use riser_testkit::skip::skip;
 
     #[test]
     fn one_seed_gives_one_trace() {

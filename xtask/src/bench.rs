@@ -17,7 +17,7 @@ pub(crate) struct Options {
     /// Seconds of each measurement.
     #[arg(long, default_value_t = 5)]
     seconds: u32,
-    /// How often everything is measured; medians are printed.
+    /// Number of runs of every measurement; medians are printed.
     #[arg(long, default_value_t = 3)]
     runs: usize,
     /// Size of the file, in MiB.
@@ -34,7 +34,7 @@ struct Workload {
     rw: &'static str,
     bs: &'static str,
     depth: u32,
-    /// Whether MB/s, rather than IOPS, is what people compare.
+    /// MB/s, rather than IOPS, is the figure to compare.
     bandwidth: bool,
 }
 
@@ -62,7 +62,7 @@ const WORKLOADS: &[Workload] = &[
     },
 ];
 
-/// What a measurement gave.
+/// Result of a measurement.
 #[derive(Clone, Copy)]
 struct Figure {
     iops: f64,
@@ -89,6 +89,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         ("`riserd`, SRP over `roce`, `riser bench`", Rig::riser),
     ];
     let mut table = vec![vec![Vec::new(); WORKLOADS.len()]; peers.len()];
+    // The rounds are outermost, so that a machine that slows down for a while spoils one figure of
+    // each peer, which the median leaves out, and not all of one.
     for round in 1..=options.runs {
         for (p, (name, measure)) in peers.iter().enumerate() {
             for (w, workload) in WORKLOADS.iter().enumerate() {
@@ -168,6 +170,7 @@ impl Rig {
             image,
             seconds: options.seconds,
         };
+        // The file is filled first: reads of a sparse file never reach the disk.
         let fill = format!("--size={}m", options.size_mb);
         sh::output(
             sh::cmd(

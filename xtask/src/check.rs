@@ -3,7 +3,6 @@
 //! The tests are those of the profile `check` of nextest (`.config/nextest.toml`): they need no peer, no
 //! root and no network namespace.
 
-use crate::packages::have_subcommand;
 use crate::steps::{
     self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, step,
 };
@@ -15,7 +14,7 @@ const STEPS: &[Step] = &[
     DEPENDENCIES,
     CLIPPY,
     DOC,
-    step("quick tests", |_| quick_tests()),
+    step("quick tests", |_| quick_tests()).requiring_cargo("nextest"),
 ];
 
 /// Runs the steps; fails if one did.
@@ -29,9 +28,6 @@ pub(crate) fn run(selection: &Selection) -> Result<(), Failure> {
 }
 
 fn quick_tests() -> Outcome {
-    if let Err(e) = have_subcommand("nextest") {
-        return Outcome::skipped(e.to_string());
-    }
     let args = "nextest run --workspace --profile check --cargo-quiet";
     check(sh::cargo(args.split(' ')))
 }

@@ -9,17 +9,18 @@ use crate::{Failure, root};
 /// Programs that build images and take the same arguments, in the order of preference.
 const ENGINES: [&str; 2] = ["podman", "docker"];
 
-/// The image's name.
+/// Name of the image.
 const IMAGE: &str = "riser-xtask";
 
-/// What is asked of the image: the programs start, and take the configuration that comes with it.
+/// Commands that are tried in the image: the programs start, and take the configuration that comes
+/// with it.
 const TRIED: [&[&str]; 3] = [
     &["riserd", "--version"],
     &["riser", "--version"],
     &["riserd", "check", "/etc/riser/riserd.yaml"],
 ];
 
-/// How far it came.
+/// End of the step.
 pub(crate) enum Ended {
     /// The image is built and its programs run.
     Tried(String),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::{Failure, root, sh};
 
-/// How long a start or a stop may take.
+/// Longest time for a start or a stop.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The profile of programs and long simulations in tests.
@@ -60,6 +60,8 @@ impl Daemon {
         let socket = log.with_extension("notify");
         let _ = std::fs::remove_file(&socket);
         let notify = UnixDatagram::bind(&socket)?;
+        // Short, since a daemon that ends at its start never sends anything: its exit is looked
+        // for between two reads.
         notify.set_read_timeout(Some(Duration::from_millis(200)))?;
         let out = File::options().create(true).append(true).open(log)?;
         let child = sh::cmd(program, ["run", "--config"])
@@ -97,7 +99,7 @@ impl Daemon {
         .into())
     }
 
-    /// The process id.
+    /// Process id of the daemon.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }

@@ -31,7 +31,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// What the test command runs: the same.
+    /// Options of the test command: the same.
     pub(crate) fn for_test() -> Self {
         Self {
             tree_mb: 200,
@@ -40,7 +40,7 @@ impl Options {
     }
 }
 
-/// What the lossy link does to packets, in per cent: both directions are hit.
+/// Faults of the lossy link, in per cent of the packets of both directions.
 const LOSSY: &str = "loss=2,reorder=5,seed=7";
 
 /// Runs the demo and prints its table.
@@ -156,6 +156,8 @@ impl Demo {
         self.step("make an ext4 file system", |d| {
             let lun = d.lun_file()?;
             let mut mkfs = sh::cmd("mkfs.ext4", ["-q", "-F"]);
+            // Without root nothing can be mounted, so the tree goes into the file system as it is
+            // made.
             if !sh::is_root() {
                 mkfs.arg("-d").arg(d.scratch.join("tree"));
             }
@@ -235,6 +237,8 @@ impl Demo {
             sh::output(sh::cmd("sync", ["-f"]).arg(d.scratch.join("mnt")))?;
             Ok(format!("{} MB", d.original.bytes / 1_000_000))
         })?;
+        // The copy is compared over a clean link and after a restart of the daemon, so that
+        // neither a cache nor a resend can hide what the lossy link has spoilt.
         self.unmount(&format!("{prefix}unmount and detach"))?;
         self.restart()?;
         self.mount("mount", &[])?;

@@ -11,6 +11,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::Instant;
 
+use riser_testkit::programs::ARE_BUILT;
 use serde_json::Value;
 
 use crate::tally::{Counts, skip_log};
@@ -43,16 +44,29 @@ impl Results {
             Err(e) => (e.to_string(), false),
         };
         let mut counts = Counts::default();
-        for line in text.lines().filter_map(|l| l.strip_prefix("test result: ")) {
+        let (mut begun, mut ended) = (0, 0);
+        for line in text.lines() {
+            begun += usize::from(is_beginning(line));
+            let Some(line) = line.strip_prefix("test result: ") else {
+                continue;
+            };
+            ended += 1;
             counts.passed += number_before(line, " passed");
             counts.failed += number_before(line, " failed");
         }
         let figures = text.lines().filter_map(|l| Some(&l[l.find("figure: ")?..]));
         figures.for_each(|figure| println!("{figure}"));
+        let failed = failed_functions(&text);
+        // A test that ends its process, as by `exit(0)`, takes the functions after it along.
+        let failure = match (ok, ended > 0 && ended >= begun) {
+            (true, true) => None,
+            (true, false) => Some(format!("a harness ended without its result\n{text}")),
+            (false, _) => Some(text),
+        };
         Self {
             counts,
-            failed: failed_functions(&text),
-            failure: (!ok).then_some(text),
+            failed,
+            failure,
         }
     }
 
@@ -94,6 +108,9 @@ pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
 /// is called when Cargo has built them and holds no lock.
 pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     let harnesses = match built() {
+        Ok(harnesses) if harnesses.is_empty() => {
+            return Results::of(Err("Cargo names no harness".into()));
+        }
         Ok(harnesses) => harnesses,
         Err(e) => return Results::of(Err(e)),
     };
@@ -152,7 +169,8 @@ impl Harness {
         })
     }
 
-    /// Runs it as Cargo does: in the folder of its package, which it may also find in its environment.
+    /// Runs it as Cargo does: in the folder of its package, which it may also find in its environment. The
+    /// programs are those that Cargo has built with the harnesses.
     fn run(&self, is_isolated: bool) -> Results {
         let mut command = if is_isolated {
             let [program, args @ ..] = ISOLATED;
@@ -166,6 +184,7 @@ impl Harness {
             .current_dir(&self.folder)
             .env("CARGO_MANIFEST_DIR", &self.folder)
             .env(skip::LOG, skip_log())
+            .env(ARE_BUILT, "1")
             .stdin(Stdio::null());
         Results::of(sh::output(&mut command))
     }
@@ -195,6 +214,13 @@ fn failed_functions(text: &str) -> BTreeSet<String> {
         }
     }
     failed
+}
+
+/// Recognizes the line that a harness begins with.
+fn is_beginning(line: &str) -> bool {
+    let number = line.strip_prefix("running ").map(|rest| rest.split(' '));
+    let words = number.map(Iterator::collect::<Vec<_>>).unwrap_or_default();
+    matches!(words[..], [n, "test" | "tests"] if n.parse::<u32>().is_ok())
 }
 
 fn number_before(line: &str, word: &str) -> u64 {
@@ -234,6 +260,22 @@ mod tests {
         assert_eq!(results.show(), "3 passed, 1 failed\n    a");
         assert!(results.failed.contains("a"));
         assert_eq!(results.failure.unwrap().trim(), text.trim());
+    }
+
+    #[test]
+    fn a_harness_without_its_result_has_failed() {
+        let began = "\nrunning 2 tests\ntest a ... ok\n";
+        let results = Results::of(Ok(began.to_owned()));
+        let failure = results.failure.unwrap();
+        assert!(
+            failure.starts_with("a harness ended without its result"),
+            "{failure}"
+        );
+        assert!(failure.contains("test a ... ok"), "{failure}");
+        let one_of_two = format!("{began}test result: ok. 2 passed; 0 failed;\n{began}");
+        assert!(Results::of(Ok(one_of_two)).failure.is_some());
+        let ended = format!("{began}test result: ok. 2 passed; 0 failed;\n");
+        assert!(Results::of(Ok(ended)).failure.is_none());
     }
 
     #[test]

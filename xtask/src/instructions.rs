@@ -9,7 +9,7 @@ use crate::{Failure, sh};
 
 pub(crate) const NEEDS: &[Need] = &[need("valgrind", "valgrind", "counting instructions")];
 
-/// What is run: the subject, the function that is looked at, and two numbers of commands.
+/// Subject that is run, the function that is looked at, and two numbers of commands.
 const READS: (&str, &str, [u64; 2]) = ("reads", "*Worker*step*", [500, 1500]);
 const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1000, 11_000]);
 
@@ -17,14 +17,9 @@ const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1
 /// the worker's loop with others, so its own part is smaller, and this share larger.
 const LIMIT: f64 = 2.0;
 
-/// Whether the tool is here, or could be installed.
-pub(crate) fn is_possible() -> bool {
-    ensure(NEEDS).is_empty()
-}
-
 /// Measures and prints both, and their ratio; fails where that is above the limit.
 pub(crate) fn run() -> Result<(), Failure> {
-    if !is_possible() {
+    if !ensure(NEEDS).is_empty() {
         return Err("there is no valgrind".into());
     }
     let args = ["bench", "-q", "-p", "riser-target", "--bench", "commands"];
@@ -62,7 +57,7 @@ fn each(
     Ok(cost as f64 / (many - few) as f64)
 }
 
-/// Instructions of a function, with what it calls, while a program runs so many commands; without those of
+/// Instructions of a function, with what it calls, while a program runs `n` commands; without those of
 /// the wire in memory, which asks both its ends all the time whether they have something to send.
 fn collected(program: &Path, subject: &str, function: &str, n: u64) -> Result<u64, Failure> {
     let scratch = sh::Scratch::new("instructions")?;

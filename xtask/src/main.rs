@@ -38,12 +38,6 @@ mod neighbours;
 mod package;
 mod packages;
 mod sh;
-#[path = "../../tests/src/skip.rs"]
-#[allow(
-    dead_code,
-    reason = "shared with tests; only the format of a line is used here"
-)]
-mod skip;
 mod steps;
 mod tally;
 mod test;
@@ -54,6 +48,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use riser_testkit::skip;
 use steps::Selection;
 
 #[derive(Parser)]
@@ -129,6 +124,28 @@ fn main() -> ExitCode {
         Err(failure) => {
             eprintln!("xtask: {failure}");
             ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_call_it_as_it_is() {
+        let commands = riser_docs::commands_of(&["cargo", "xtask"]);
+        assert!(commands.len() > 20, "only {} were found", commands.len());
+        for command in commands {
+            // `WORD…` stands for words of the reader's own.
+            let words = command.words[1..]
+                .iter()
+                .map(|word| word.trim_end_matches('…'));
+            if words.len() > 1 {
+                let parsed = Cli::try_parse_from(words);
+                let why = parsed.err().map(|e| e.to_string());
+                assert_eq!(why, None, "{}: {:?}", command.place, command.words);
+            }
         }
     }
 }

@@ -19,10 +19,10 @@ pub(crate) struct Options {
     /// Seconds of each measurement.
     #[arg(long, default_value_t = 5)]
     seconds: u32,
-    /// How often everything is measured; medians are printed.
+    /// Number of runs of every measurement; medians are printed.
     #[arg(long, default_value_t = 3)]
     runs: usize,
-    /// What the noisy one is limited to, in commands a second.
+    /// Limit of the noisy initiator, in commands per second.
     #[arg(long, default_value_t = 1000)]
     iops: u32,
     /// Folder of riserd and riser; by default they are built for this.
@@ -30,12 +30,12 @@ pub(crate) struct Options {
     programs: Option<PathBuf>,
 }
 
-/// Who the noisy one is.
+/// Name of the noisy initiator.
 const NOISY: &str = "iqn.2026-01.com.example:noisy";
 
 const TARGET: &str = "iqn.2026-01.com.example:t";
 
-/// How many times its latency alone the quiet one's must not have beside a limited one.
+/// Factor by which a limited neighbour must not raise the quiet initiator's latency.
 const TOO_MUCH: f64 = 2.0;
 
 /// Seconds for which the noisy one goes on beyond each measurement.
@@ -81,7 +81,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     check_quiet(alone, median(&rows[2]))
 }
 
-/// Whether a limited neighbour leaves the quiet one in peace.
+/// Fails if a limited neighbour disturbs the quiet initiator.
 fn check_quiet(alone: Figure, beside: Figure) -> Result<(), Failure> {
     let ratio = beside.p99 / alone.p99;
     if ratio < TOO_MUCH {
@@ -97,6 +97,8 @@ fn measure(
 ) -> Result<[Vec<Figure>; 3], Failure> {
     let mut rows = [const { Vec::new() }; 3];
     for _ in 0..options.runs {
+        // The three cases take turns within a round, so that a slow minute of the machine is in
+        // all of them. Each has a fresh daemon: limits of the one before would still be owed.
         for (row, limits) in [None, Some(String::new()), Some(limits(options.iops))]
             .into_iter()
             .enumerate()
@@ -159,7 +161,8 @@ fn quiet(options: &Options, programs: &Path) -> Result<Figure, Failure> {
     })
 }
 
-/// Whether the noisy one has done what it is there for: more than its limit lets pass, or just that.
+/// Fails unless the noisy initiator has done what it is there for: more than its limit lets pass,
+/// or just that.
 fn check_noisy(done: Done, is_limited: bool, options: &Options) -> Result<(), Failure> {
     let Done { commands, seconds } = done;
     let most = f64::from(options.iops) * (seconds + BURST) + 1.0;
@@ -173,7 +176,7 @@ fn check_noisy(done: Done, is_limited: bool, options: &Options) -> Result<(), Fa
     Err(format!("the {what} one has read {commands} times in {seconds:.1} s").into())
 }
 
-/// What the noisy one has done: commands, and the seconds that it ran at most.
+/// Work of the noisy initiator: commands, and the seconds that it ran at most.
 #[derive(Clone, Copy)]
 struct Done {
     commands: f64,
@@ -201,7 +204,7 @@ impl Noisy {
         Ok(load)
     }
 
-    /// What it has done in all, once it ends by itself; it must not have ended before.
+    /// Waits until it ends by itself, which it must not have done before; returns its work.
     fn finish(mut self) -> Result<Done, Failure> {
         if let Some(status) = self.child.try_wait()? {
             return Err(format!("the noisy one has ended too early: {status}").into());

@@ -29,7 +29,7 @@ const PROGRAMS: &[(&str, &str, bool)] = &[
     ("riser-configfs-emu", "riserd-configfs", false),
 ];
 
-/// What the package needs of Debian, so that it can be installed without a network.
+/// Packages of Debian that ours needs, so that it can be installed without a network.
 const INCLUDE: &str = "--include=systemd,systemd-sysv,dbus,fuse3,procps";
 
 /// Options of `cargo xtask package`.
@@ -40,56 +40,54 @@ pub(crate) struct Options {
     no_test: bool,
 }
 
-/// How far it came.
-pub(crate) enum Ended {
-    /// The package went through the whole of its life.
-    Installed,
-    /// It was only built, for this reason.
-    OnlyBuilt(String),
-}
+/// The subcommand of Cargo that makes the package.
+pub(crate) const SUBCOMMAND: &str = "deb";
 
-/// Builds the package and, unless the options say otherwise, tries it; fails if it cannot be tried here.
+/// Builds the package and, unless the options say otherwise, tries it. Fails before it builds anything if
+/// something is missing for that.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    match build_and(!options.no_test)? {
-        Ended::OnlyBuilt(why) if !options.no_test => {
-            Err(format!("built, but not installed: {why}").into())
-        }
-        _ => Ok(()),
+    let needs = if options.no_test { &NEEDS[..1] } else { NEEDS };
+    if let Some(need) = ensure(needs).first() {
+        let (program, purpose) = (need.program, need.purpose);
+        return Err(format!("{program} is missing, for {purpose}").into());
     }
+    have_subcommand(SUBCOMMAND)?;
+    if options.no_test {
+        return build_package(env!("CARGO_PKG_VERSION")).map(drop);
+    }
+    if !sh::is_root() {
+        return Err(format!("{WANTS_ROOT}; --no-test only builds the package").into());
+    }
+    build_and_install()
 }
 
-/// Builds the package and tries it if that is possible here.
-pub(crate) fn build_and_install() -> Result<Ended, Failure> {
-    build_and(true)
-}
+/// The reason why only root can try the package.
+pub(crate) const WANTS_ROOT: &str = "a Debian root is made and entered by root only";
 
-fn build_and(is_test: bool) -> Result<Ended, Failure> {
-    let missing = ensure(NEEDS);
-    let lacks = |program: &str| missing.iter().any(|n| n.program == program);
-    if lacks("dpkg-shlibdeps") {
-        return Err("the package cannot be built here".into());
-    }
-    let out = root().join(".build/package");
-    fs::create_dir_all(&out)?;
-    build()?;
-    have_subcommand("deb")?;
+/// Builds the package twice and tries both in a Debian root of its own.
+pub(crate) fn build_and_install() -> Result<(), Failure> {
     let version = env!("CARGO_PKG_VERSION");
-    let deb = package(&out, version)?;
+    let deb = build_package(version)?;
+    let later = package(&folder(), &format!("{version}+later"))?;
+    test(&folder(), &deb, &later)
+}
+
+/// The folder of packages and of the Debian root.
+fn folder() -> PathBuf {
+    root().join(".build/package")
+}
+
+/// Builds the programs and the package, and shows what is in it.
+fn build_package(version: &str) -> Result<PathBuf, Failure> {
+    fs::create_dir_all(folder())?;
+    build()?;
+    let deb = package(&folder(), version)?;
     println!("built {}", deb.display());
     println!(
         "{}",
         sh::output(&mut cmd("dpkg-deb", ["--info".as_ref(), deb.as_os_str()]))?
     );
-    if !is_test {
-        return Ok(Ended::OnlyBuilt("as it was asked for".to_owned()));
-    }
-    if !sh::is_root() || lacks("mmdebstrap") || lacks("systemd-nspawn") {
-        let why = "it takes root, mmdebstrap and systemd-nspawn";
-        return Ok(Ended::OnlyBuilt(why.to_owned()));
-    }
-    let later = package(&out, &format!("{version}+later"))?;
-    test(&out, &deb, &later)?;
-    Ok(Ended::Installed)
+    Ok(deb)
 }
 
 /// The programs, and what they write of themselves.
@@ -108,6 +106,8 @@ fn build() -> Result<(), Failure> {
         if !documents {
             continue;
         }
+        // Manual pages, completions and the schema come from the programs that were just built, so
+        // a package never has those of another version.
         let exe = release.join(program);
         sh::run(cmd(&exe, ["man", "--dir"]).arg(&man))?;
         for (shell, file) in [
@@ -124,7 +124,15 @@ fn build() -> Result<(), Failure> {
     let pages = fs::read_dir(&man)?
         .map(|entry| Ok(entry?.path()))
         .collect::<Result<Vec<_>, Failure>>()?;
-    sh::run(cmd("gzip", ["-9n"]).args(pages))?;
+    sh::run(cmd("gzip", ["-9n"]).args(&pages))?;
+    for page in pages {
+        // `man` looks for a page in the folder of its section.
+        let section = page.extension().unwrap_or_default().display();
+        let folder = man.join(format!("man{section}"));
+        fs::create_dir_all(&folder)?;
+        let name = format!("{}.gz", page.file_name().unwrap_or_default().display());
+        fs::rename(man.join(&name), folder.join(&name))?;
+    }
     let schema = sh::output(&mut cmd(release.join("riserd"), ["schema"]))?;
     fs::write(texts.join("riserd.schema.json"), schema)?;
     Ok(())
@@ -230,7 +238,7 @@ fn acquire_options() -> Result<Vec<String>, Failure> {
     Ok(dump.lines().filter(is_wanted).map(str::to_owned).collect())
 }
 
-/// Where apt finds packages here.
+/// Files by which apt finds packages here.
 fn sources() -> Result<Vec<PathBuf>, Failure> {
     let mut sources = Vec::new();
     let single = PathBuf::from("/etc/apt/sources.list");

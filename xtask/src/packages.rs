@@ -58,8 +58,7 @@ pub(crate) const fn need(
 
 /// Installs what is missing, if that is allowed, and returns what is missing still.
 pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
-    let is_missing = |need: &&Need| sh::which(need.program).is_none();
-    let mut missing: Vec<_> = needs.into_iter().filter(is_missing).collect();
+    let mut missing = missing(needs);
     // What is installed may replace a newer version of what was there, and take away what came with that.
     for _ in 0..2 {
         let mut packages = BTreeMap::<_, Vec<_>>::new();
@@ -82,6 +81,15 @@ pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a N
         );
     }
     missing
+}
+
+/// What of this is missing now.
+pub(crate) fn missing<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
+    needs.into_iter().filter(is_missing).collect()
+}
+
+fn is_missing(need: &&Need) -> bool {
+    sh::which(need.program).is_none()
 }
 
 /// Installs packages, each with its purpose, if that is allowed.

@@ -16,11 +16,11 @@ pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
     if out.status.success() {
         return Ok(String::from_utf8_lossy(&out.stdout).into_owned());
     }
-    let told = [out.stderr.as_slice(), out.stdout.as_slice()].concat();
+    let printed = [out.stderr.as_slice(), out.stdout.as_slice()].concat();
     Err(format!(
         "{shown}: {}\n{}",
         out.status,
-        String::from_utf8_lossy(&told).trim_end()
+        String::from_utf8_lossy(&printed).trim_end()
     )
     .into())
 }
@@ -84,7 +84,7 @@ pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     program.ok_or_else(|| format!("cargo names no program {name}").into())
 }
 
-/// Where a program is, by `PATH` and the administrator's folders.
+/// Path of a program, by `PATH` and the administrator's folders.
 pub(crate) fn which(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
@@ -109,7 +109,7 @@ impl Scratch {
         Ok(Self(path))
     }
 
-    /// The folder.
+    /// Path of the folder.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }

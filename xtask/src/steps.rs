@@ -5,7 +5,7 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::packages::{Need, ensure};
+use crate::packages::{Need, ensure, have_subcommand, missing};
 use crate::tally::{Kind, Skip, Tally, noted, skip_log};
 use crate::{Failure, sh, tidy};
 
@@ -37,8 +37,12 @@ pub(crate) struct Step {
     pub(crate) name: &'static str,
     /// Runs with `--all` only.
     is_extra: bool,
-    /// Programs that it uses.
+    /// Programs that it uses, as far as they are there.
     needs: &'static [&'static [Need]],
+    /// Programs without which it is skipped.
+    required: &'static [Need],
+    /// The subcommand of Cargo without which it is skipped.
+    subcommand: Option<&'static str>,
     run: fn(&Run) -> Outcome,
 }
 
@@ -58,6 +62,8 @@ pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
         name,
         is_extra: false,
         needs: &[],
+        required: &[],
+        subcommand: None,
         run,
     }
 }
@@ -71,9 +77,39 @@ impl Step {
         }
     }
 
-    /// Names the programs that it uses.
+    /// Names the programs that it uses. What lacks one of them is skipped within the step.
     pub(crate) const fn needing(self, needs: &'static [&'static [Need]]) -> Self {
         Self { needs, ..self }
+    }
+
+    /// Names the programs without which the whole step is skipped.
+    pub(crate) const fn requiring(self, required: &'static [Need]) -> Self {
+        Self { required, ..self }
+    }
+
+    /// Names the subcommand of Cargo without which the whole step is skipped.
+    pub(crate) const fn requiring_cargo(self, subcommand: &'static str) -> Self {
+        Self {
+            subcommand: Some(subcommand),
+            ..self
+        }
+    }
+
+    fn all_needs(&self) -> impl Iterator<Item = &'static Need> {
+        self.needs.iter().copied().flatten().chain(self.required)
+    }
+
+    /// The reason why the step cannot be tried here, if there is one. It is asked for before the step builds
+    /// anything, and after what may be installed has been.
+    fn obstacle(&self) -> Option<String> {
+        let missing = missing(self.required);
+        if !missing.is_empty() {
+            let programs = missing.iter().map(|need| need.program);
+            let programs = programs.collect::<Vec<_>>().join(", ");
+            return Some(format!("missing: {programs}"));
+        }
+        let lacking = |name| have_subcommand(name).err().map(|e| e.to_string());
+        self.subcommand.and_then(lacking)
     }
 }
 
@@ -122,21 +158,18 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
         }
         return Ok(());
     }
-    let only = &selection.only;
-    let is_wanted = |step: &&Step| {
-        let named = only.iter().any(|word| step.name.contains(word));
-        // A step that is named runs in any case.
-        named || (run.is_whole && (run.all || !step.is_extra))
-    };
-    let steps = steps.iter().filter(is_wanted);
+    let steps = chosen(steps, selection, run)?;
     // All together, so that a question about them comes before hours of work, and once.
-    ensure(steps.clone().flat_map(|step| step.needs).copied().flatten());
+    ensure(steps.iter().flat_map(|step| step.all_needs()));
     let _ = fs::remove_file(skip_log());
     let (mut tally, mut rows) = (Tally::default(), Vec::new());
     for step in steps {
         println!("── {}", step.name);
         let started = Instant::now();
-        let outcome = (step.run)(run);
+        let outcome = match step.obstacle() {
+            Some(why) => Outcome::skipped(why),
+            None => (step.run)(run),
+        };
         let took = started.elapsed();
         let (how, mut counts) = match outcome {
             Outcome::Ran(counts, None) => ("ok", counts),
@@ -170,6 +203,27 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     }
 }
 
+/// The steps that a run consists of. A word that no step's name contains is a mistake: without this check,
+/// such a run would succeed by running nothing.
+fn chosen<'a>(
+    steps: &'a [Step],
+    selection: &Selection,
+    run: &Run,
+) -> Result<Vec<&'a Step>, Failure> {
+    let only = &selection.only;
+    for word in only {
+        if !steps.iter().any(|step| step.name.contains(word)) {
+            return Err(format!("no step's name contains \"{word}\"; --list names them").into());
+        }
+    }
+    let is_wanted = |step: &&Step| {
+        let named = only.iter().any(|word| step.name.contains(word));
+        // A step that is named runs in any case.
+        named || (run.is_whole && (run.all || !step.is_extra))
+    };
+    Ok(steps.iter().filter(is_wanted).collect())
+}
+
 /// A step that could not be tried: everything that is in it was skipped.
 fn without(step: &str, mut things: Vec<(Kind, String)>, why: &str) -> Tally {
     if things.is_empty() {
@@ -197,7 +251,57 @@ pub(crate) fn check(mut command: Command) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::packages::need;
     use crate::{conformance, interop};
+
+    /// A step that fails the test if it is run.
+    const NEVER: Step = step("one of these", |_| panic!("the step runs"));
+
+    fn selection(words: &[&str]) -> Selection {
+        Selection {
+            only: words.iter().map(|word| (*word).to_owned()).collect(),
+            list: false,
+        }
+    }
+
+    fn names(words: &[&str], all: bool) -> Result<Vec<&'static str>, Failure> {
+        const STEPS: &[Step] = &[NEVER, step("another", |_| panic!("it runs")).extra()];
+        let selection = selection(words);
+        let run = Run {
+            all,
+            is_whole: selection.is_whole(),
+            lanes: 1,
+        };
+        let chosen = chosen(STEPS, &selection, &run)?;
+        Ok(chosen.iter().map(|step| step.name).collect())
+    }
+
+    #[test]
+    fn steps_are_chosen_by_words_of_their_names() {
+        assert_eq!(names(&[], false).unwrap(), ["one of these"]);
+        assert_eq!(names(&[], true).unwrap(), ["one of these", "another"]);
+        assert_eq!(names(&["other"], false).unwrap(), ["another"]);
+        assert_eq!(names(&["one", "another"], false).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_word_of_no_step_is_a_failure() {
+        let why = names(&["one", "fuzz"], false).unwrap_err().to_string();
+        assert_eq!(why, "no step's name contains \"fuzz\"; --list names them");
+    }
+
+    #[test]
+    fn a_step_that_lacks_a_program_is_not_run() {
+        const LACKING: &[Need] = &[
+            need("sh", "dash", "nothing"),
+            need("no-such-program", "no-such-package", "nothing"),
+        ];
+        const HERE: &[Need] = &[need("sh", "dash", "nothing")];
+        let why = NEVER.requiring(LACKING).obstacle();
+        assert_eq!(why.as_deref(), Some("missing: no-such-program"));
+        assert_eq!(NEVER.requiring(HERE).obstacle(), None);
+        assert_eq!(NEVER.needing(&[LACKING]).obstacle(), None);
+    }
 
     #[test]
     fn all_that_is_in_a_step_is_skipped_with_it() {

@@ -1,6 +1,6 @@
-//! What `cargo xtask test` counts: what passed, failed and was skipped, each thing once, by kind.
+//! Counts of `cargo xtask test`: passed, failed and skipped, each thing once, by kind.
 //!
-//! Whatever cannot be tried is a line in one file ([`skip_log`]), from tests in their processes and from
+//! Each thing that cannot be tried is a line in one file ([`skip_log`]), from tests in their processes and from
 //! the commands here. A test function that says there that a part of it was skipped counts as skipped.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,7 +20,8 @@ pub(crate) enum Kind {
     SuiteTest,
     /// Cases with a Linux kernel in a guest.
     Case,
-    /// What succeeds or fails as a whole: formatting, lints, a tool of others, a long run, the demo.
+    /// A thing that succeeds or fails as a whole: formatting, lints, a tool of others, a long run,
+    /// the demo.
     Check,
 }
 
@@ -52,7 +53,7 @@ impl Kind {
     }
 }
 
-/// How many things of a kind passed and failed.
+/// Numbers of things of a kind that passed and failed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     /// Passed, at the first attempt or the second.
@@ -87,7 +88,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// So many of one kind.
+    /// Counts of one kind alone.
     pub(crate) fn of(kind: Kind, counts: Counts) -> Self {
         let mut tally = Self::default();
         tally.add(kind, counts);
@@ -113,7 +114,7 @@ impl Tally {
         self.counts[kind as usize]
     }
 
-    /// Of all kinds.
+    /// Counts of all kinds together.
     pub(crate) fn total(&self) -> Counts {
         let mut total = Counts::default();
         for counts in self.counts {
@@ -157,7 +158,7 @@ impl Tally {
         *passed = passed.saturating_sub(more);
     }
 
-    /// What ran, in a few words.
+    /// Summary in a few words.
     pub(crate) fn in_a_row(&self) -> String {
         let kinds = Kind::ALL.into_iter().filter_map(|kind| {
             let Counts {
@@ -237,7 +238,7 @@ pub(crate) fn note(kind: Kind, name: &str, why: &str) {
     }
 }
 
-/// What was noted since the last call.
+/// Takes the skips that were noted since the last call.
 pub(crate) fn noted() -> Vec<Skip> {
     let text = fs::read_to_string(skip_log()).unwrap_or_default();
     let _ = fs::remove_file(skip_log());

@@ -5,11 +5,12 @@ use std::thread;
 
 use crate::daemon::{self, OPTIMIZED};
 use crate::harnesses::{self, Results, cargo_test};
-use crate::packages::{Need, have_subcommand, need};
+use crate::packages::{Need, need};
 use crate::steps::{
-    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, clippy, doc, step,
+    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, clippy, doc,
+    step,
 };
-use crate::tally::{Kind, Tally, note, noted};
+use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{Failure, conformance, container, demo, instructions, interop, package, sh};
 
 /// What the tests use beyond Rust.
@@ -55,6 +56,9 @@ const NEEDS: &[Need] = &[
         "rtslib on LIO's tree",
     ),
 ];
+
+/// Benchmarks of parsers, of a connection and of the planner. That of instructions is a step of its own.
+const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
@@ -117,7 +121,8 @@ const STEPS: &[Step] = &[
     step("tests", all_functions).needing(&[NEEDS]),
     CLIPPY,
     DOC,
-    step("deny", |_| deny()),
+    step("benchmarks, once each", |_| benchmarks()),
+    step("deny", |_| deny()).requiring_cargo("deny"),
     step("simulation of a million messages", |_| again(&MILLION)),
     step("sessions and connection cycles", |_| again(&CYCLES)),
     step("configuration changes during I/O", |_| again(&CHANGES)),
@@ -130,15 +135,16 @@ const STEPS: &[Step] = &[
     step("demo", |_| {
         Outcome::of(demo::run(&demo::Options::for_test()))
     })
-    .needing(&[demo::NEEDS]),
+    .requiring(demo::NEEDS),
     step("iSCSI conformance", |_| conformance_step()).needing(conformance::NEEDS),
     step("interop with the kernel", interop_step).needing(&[interop::NEEDS]),
     step("package", |_| package_step())
-        .needing(&[package::NEEDS])
+        .requiring(package::NEEDS)
+        .requiring_cargo(package::SUBCOMMAND)
         .extra(),
     step("container", |_| container_step()).extra(),
-    step("instructions", |_| instructions_step())
-        .needing(&[instructions::NEEDS])
+    step("instructions", |_| Outcome::of(instructions::run()))
+        .requiring(instructions::NEEDS)
         .extra(),
 ];
 
@@ -177,14 +183,17 @@ fn work_ahead() {
     }
 }
 
-/// Counts test functions that no other step runs.
+/// Counts test functions that no other step runs. Without any function, the step has failed: a filter or a
+/// name in its command has gone wrong.
 fn functions(results: Results) -> Outcome {
     let mut tally = Tally::of(Kind::Function, results.counts);
     tally.take_skips(noted(), &results.failed);
-    Outcome::Ran(tally, results.failure)
+    let Counts { passed, failed, .. } = results.counts;
+    let none = (passed + failed == 0).then(|| "no function ran".to_owned());
+    Outcome::Ran(tally, results.failure.or(none))
 }
 
-/// Runs test functions once more, for longer: one check, whatever their number. It is skipped if one of
+/// Runs test functions once more, for longer: one check for any number of them. It is skipped if one of
 /// them is.
 fn again(long: &Long) -> Outcome {
     let args = long.arguments().into_iter().chain(["--"]);
@@ -197,11 +206,16 @@ fn again(long: &Long) -> Outcome {
     }
 }
 
+/// Runs every benchmark once, without measuring. They are built as tests are, so that nothing but themselves
+/// is built for it.
+fn benchmarks() -> Outcome {
+    let names = BENCHMARKS.iter().flat_map(|name| ["--bench", name]);
+    let args = ["test", "-q", "--workspace"].into_iter().chain(names);
+    check(sh::cargo(args))
+}
+
 /// Licences, bans and sources always; advisories where their database can be fetched.
 fn deny() -> Outcome {
-    if let Err(e) = have_subcommand("deny") {
-        return Outcome::skipped(format!("cargo-deny cannot be installed: {e}"));
-    }
     let deny = |what: &[&str]| {
         let mut command = sh::cargo(["deny", "-L", "error", "check"]);
         sh::output(command.args(what))
@@ -244,14 +258,10 @@ fn interop_step(run: &Run) -> Outcome {
 }
 
 fn package_step() -> Outcome {
-    match package::build_and_install() {
-        Ok(package::Ended::Installed) => Outcome::of(Ok(())),
-        Ok(package::Ended::OnlyBuilt(why)) => {
-            note(Kind::Check, "installation of the package", &why);
-            Outcome::of(Ok(()))
-        }
-        Err(e) => Outcome::of(Err(e)),
+    if !sh::is_root() {
+        return Outcome::skipped(package::WANTS_ROOT.to_owned());
     }
+    Outcome::of(package::build_and_install())
 }
 
 fn container_step() -> Outcome {
@@ -262,9 +272,26 @@ fn container_step() -> Outcome {
     }
 }
 
-fn instructions_step() -> Outcome {
-    if !instructions::is_possible() {
-        return Outcome::skipped("valgrind is missing".to_owned());
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_without_a_function_has_failed() {
+        let of = |passed| {
+            let results = Results {
+                counts: Counts {
+                    passed,
+                    ..Counts::default()
+                },
+                ..Results::default()
+            };
+            match functions(results) {
+                Outcome::Ran(_, failure) => failure,
+                Outcome::Skipped(..) => panic!("skipped"),
+            }
+        };
+        assert_eq!(of(0).as_deref(), Some("no function ran"));
+        assert_eq!(of(1), None);
     }
-    Outcome::of(instructions::run())
 }

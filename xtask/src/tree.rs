@@ -25,7 +25,7 @@ fn sources() -> Vec<PathBuf> {
         .collect()
 }
 
-/// What was found in a tree.
+/// Entries of a tree, by their paths.
 #[derive(Default, PartialEq, Eq)]
 pub(crate) struct Tree {
     /// Path below the root → what it is: a checksum for a file, a target for a link.
@@ -41,7 +41,7 @@ pub(crate) enum Entry {
     File([u8; 32]),
     /// A symbolic link, by its target.
     Link(PathBuf),
-    /// A folder.
+    /// A folder of the tree.
     Folder,
 }
 

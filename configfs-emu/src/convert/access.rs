@@ -7,8 +7,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::backend::backend_name;
-use crate::rules::{Fabric, Initiator, Kind, lun_number};
+use crate::rules::{Fabric, Initiator, Kind, backend_name, lun_number};
 use crate::tree::{NodeId, Tree};
 
 /// The highest number that a unit can have.

@@ -8,16 +8,6 @@ use crate::rules::core::{PAGE, option};
 use crate::tree::{NodeId, Tree};
 use crate::world::{Medium, World};
 
-/// The name of a device's backend.
-#[must_use]
-pub fn backend_name(tree: &Tree, device: NodeId) -> String {
-    if let Some(name) = tree.hidden(device, origin::NAME) {
-        return name.to_owned();
-    }
-    let host = tree.parent(device);
-    format!("{}:{}", tree.dir(host).name, tree.dir(device).name)
-}
-
 /// A device as a backend of the document.
 pub(super) fn backend(
     tree: &Tree,

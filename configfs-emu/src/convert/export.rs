@@ -3,9 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use super::access::{Login, chap, login};
-use super::backend::{self, backend_name};
-use super::{Rest, Unsaid, notes, target};
-use crate::rules::{Fabric, Kind, core, tpgs};
+use super::{Rest, Unsaid, backend, notes, target};
+use crate::rules::{Fabric, backend_name, core, fabrics, tpgs};
 use crate::tree::{NodeId, Tree};
 use crate::world::World;
 
@@ -60,17 +59,6 @@ fn is_name(name: &str) -> bool {
         && name
             .bytes()
             .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b':'))
-}
-
-/// The fabrics that are there.
-pub(crate) fn fabrics(tree: &Tree) -> Vec<(Fabric, NodeId)> {
-    let target = tree.find("target").expect("it is always there");
-    let dirs = tree.subdirs(target);
-    dirs.filter_map(|(_, id)| match tree.dir(id).kind {
-        Kind::Fabric(fabric) => Some((fabric, id)),
-        _ => None,
-    })
-    .collect()
 }
 
 fn targets_of(

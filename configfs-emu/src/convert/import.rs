@@ -5,14 +5,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use riser_target::config::{Access, Chap, ChapUser, Config, HostId, Rule, SeenLun};
+use riser_config::{Access, Chap, ChapUser, Config, HostId, Rule, SeenLun};
 use rustix::io::Errno;
 use serde_json::{Map, Value};
 
 use super::show::{Show, show_discovery, show_target};
-use super::{Rest, backend, backend_name, export, origin};
+use super::{Rest, backend, export, origin};
 use crate::rules::core::{self, PAGE, option};
-use crate::rules::{Fabric, Kind, Plugin, tpgs};
+use crate::rules::{Fabric, Kind, Plugin, backend_name, fabrics, target_name, tpgs};
 use crate::tree::{NodeId, Shell, Tree};
 use crate::world::{Medium, World};
 
@@ -164,14 +164,14 @@ impl Importer<'_> {
     /// Takes out of the tree what has changed.
     fn clear(&mut self, change: &Change) {
         let tree = &mut self.tree;
-        for (_, fabric) in export::fabrics(tree) {
+        for (_, fabric) in fabrics(tree) {
             let tpgs: Vec<_> = tpgs(tree, fabric)
                 .into_iter()
                 .map(|(_, _, id)| id)
                 .collect();
             let is_shown = |tpg: &NodeId| {
                 tree.value(*tpg, "enable") == "1"
-                    && change.targets.contains(&super::target_name(tree, *tpg))
+                    && change.targets.contains(&target_name(tree, *tpg))
             };
             let changed: Vec<_> = tpgs.into_iter().filter(is_shown).collect();
             for tpg in changed {
@@ -214,7 +214,7 @@ impl Importer<'_> {
         let known = backends.into_iter().find(|b| b.name == name);
         let known = known.ok_or("the configuration has a mistake")?;
         let (plugin, control) = match &known.spec.source {
-            riser_target::backend::Source::File { size, .. } => {
+            riser_config::Source::File { size, .. } => {
                 let size = match (size, self.world.medium(text("path"))) {
                     (Some(size), _) => *size,
                     (None, Medium::File { size }) => size,
@@ -224,7 +224,7 @@ impl Importer<'_> {
                 let control = format!("{}={path},{}={size}", option::FILE, option::SIZE);
                 (Plugin::Fileio, control)
             }
-            riser_target::backend::Source::Device { .. } => {
+            riser_config::Source::Device { .. } => {
                 let read_only = u8::from(known.spec.read_only);
                 let path = text("path");
                 (
@@ -232,8 +232,7 @@ impl Importer<'_> {
                     format!("udev_path={path},readonly={read_only}"),
                 )
             }
-            riser_target::backend::Source::Ram { size }
-            | riser_target::backend::Source::Null { size } => {
+            riser_config::Source::Ram { size } | riser_config::Source::Null { size } => {
                 if size % PAGE != 0 {
                     return Err("its size is not one in pages".to_owned());
                 }
@@ -275,7 +274,7 @@ impl Importer<'_> {
     }
 
     /// Sets a device's attributes and names to what the daemon makes of them.
-    fn fill(&self, tree: &mut Tree, device: NodeId, known: &riser_target::config::Backend) {
+    fn fill(&self, tree: &mut Tree, device: NodeId, known: &riser_config::Backend) {
         let bit = |on: bool| if on { "1" } else { "0" };
         let attrib = tree.child(device, "attrib").expect("it comes with it");
         let wwn = tree.child(device, "wwn").expect("it comes with it");
@@ -334,7 +333,7 @@ impl Importer<'_> {
         doc: &Value,
     ) -> Result<(), String> {
         let name = name_of(doc);
-        if super::target_name(tree, tpg) != name {
+        if target_name(tree, tpg) != name {
             tree.set(tpg, origin::NAME, name);
         }
         let seen = super::target::plain(tree, tpg, fabric, self.world).map_err(|u| u.reason)?;

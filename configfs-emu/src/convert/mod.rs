@@ -31,11 +31,8 @@ mod target;
 
 use serde_json::{Map, Value};
 
-pub use self::backend::backend_name;
-pub(crate) use self::export::fabrics;
 pub use self::export::{Exported, export};
 pub use self::import::{Imported, import, update};
-pub use self::target::target_name;
 
 /// Why a tree is no configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -64,8 +61,7 @@ pub struct Rest {
 
 /// What a directory keeps of the configuration that it came from.
 pub(crate) mod origin {
-    /// The name that the daemon knows it by.
-    pub(crate) const NAME: &str = ".name";
+    pub(crate) use crate::rules::NAME;
     /// Its part of the document, as it was.
     pub(crate) const ORIGINAL: &str = ".original";
     /// What the directory said when it was new.

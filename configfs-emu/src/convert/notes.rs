@@ -1,6 +1,6 @@
 //! What was set in a tree and has no effect, for people.
 
-use crate::rules::{Kind, core};
+use crate::rules::{Kind, core, fabrics};
 use crate::tree::{NodeId, Tree};
 
 /// Files that have an effect, or that say what is rather than what is wanted.
@@ -43,7 +43,7 @@ pub(super) fn notes(tree: &Tree) -> Vec<String> {
     for (device, _) in core::devices(tree) {
         collect(tree, device, &mut notes);
     }
-    for (_, fabric) in super::export::fabrics(tree) {
+    for (_, fabric) in fabrics(tree) {
         collect(tree, fabric, &mut notes);
     }
     notes

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use riser_target::config::{
+use riser_config::{
     Access, Chap, ChapUser, Config, InitiatorId, Listen, Net, Protocol, Rule, Secret, Target,
     Wildcard,
 };
@@ -11,8 +11,8 @@ use rustix::io::Errno;
 use serde_json::Value;
 
 use super::access::ANY;
-use super::{backend_name, origin};
-use crate::rules::{Fabric, core};
+use super::origin;
+use crate::rules::{Fabric, backend_name, core};
 use crate::tree::{NodeId, Shell, Tree};
 use crate::world::World;
 

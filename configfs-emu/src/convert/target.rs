@@ -6,35 +6,12 @@ use serde_json::{Map, Value, json};
 
 use super::access::access;
 use super::{Unsaid, merge, origin};
-use crate::rules::{Fabric, Kind, portal_address};
+use crate::rules::{Fabric, Kind, portal_address, target_name};
 use crate::tree::{NodeId, Tree};
 use crate::world::World;
 
 /// The port at which SRP is served if the tree does not say.
 pub(super) const SRP_PORT: u16 = 5555;
-
-/// The longest name of a target.
-const MAX_NAME: usize = 64;
-
-/// The name of a portal group's target.
-#[must_use]
-pub fn target_name(tree: &Tree, tpg: NodeId) -> String {
-    if let Some(name) = tree.hidden(tpg, origin::NAME) {
-        return name.to_owned();
-    }
-    let wwn = &tree.dir(tree.parent(tpg)).name;
-    let is_good = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b':');
-    if wwn.len() <= MAX_NAME && wwn.bytes().all(is_good) {
-        return wwn.clone();
-    }
-    // The end tells names of one authority apart; a sum tells them apart for certain.
-    let good: String = wwn.chars().filter(|c| is_good(*c as u8)).collect();
-    let sum = wwn.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |sum, byte| {
-        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    });
-    let end = &good[good.len().saturating_sub(MAX_NAME - 17)..];
-    format!("{end}-{sum:016x}")
-}
 
 /// A portal group as a target of the document; `None` if it is not served.
 pub(super) fn target(

@@ -2,7 +2,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::testing::{Fixture, TPG};
-use riser_target::config::Config;
+use riser_config::Config;
 
 fn nobody() -> Rest {
     Rest {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use fuser::{BackgroundSession, Config, MountOption, Session};
 
-use riser_target::mounts;
+use riser_config::mounts;
 
 use super::fs::TreeFs;
 use crate::engine::Engine;

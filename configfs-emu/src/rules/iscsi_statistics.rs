@@ -3,12 +3,11 @@
 
 use std::collections::BTreeSet;
 
-use riser_target::control::live::LiveTarget;
+use riser_admin_api::live::LiveTarget;
 use rustix::io::Errno;
 
 use super::statistics::{files, hundredths, index, line};
 use super::{Attr, Kind, Read, Show, session};
-use crate::convert;
 use crate::tree::{NodeId, Tree};
 
 /// `iscsi/IQN/fabric_statistics/iscsi_instance/`.
@@ -77,7 +76,7 @@ fn tpgs(tree: &Tree, target: NodeId) -> impl Iterator<Item = NodeId> + '_ {
 /// The names that a target has in the daemon's configuration.
 fn names(tree: &Tree, target: NodeId) -> BTreeSet<String> {
     tpgs(tree, target)
-        .map(|tpg| convert::target_name(tree, tpg))
+        .map(|tpg| super::target_name(tree, tpg))
         .collect()
 }
 

@@ -252,5 +252,54 @@ pub(crate) fn line(text: &str) -> &str {
     text.strip_suffix('\n').unwrap_or(text)
 }
 
+// --- Names by which the daemon knows what is in a tree -------------------------------------------
+
+/// Hidden value of a directory that came from a configuration: the name that it has there.
+pub(crate) const NAME: &str = ".name";
+
+/// The longest name of a target.
+const MAX_NAME: usize = 64;
+
+/// Fabrics of the tree, with their directories.
+pub(crate) fn fabrics(tree: &Tree) -> Vec<(Fabric, NodeId)> {
+    let target = tree.find("target").expect("it is always there");
+    let dirs = tree.subdirs(target);
+    dirs.filter_map(|(_, id)| match tree.dir(id).kind {
+        Kind::Fabric(fabric) => Some((fabric, id)),
+        _ => None,
+    })
+    .collect()
+}
+
+/// The name of a device's backend.
+#[must_use]
+pub fn backend_name(tree: &Tree, device: NodeId) -> String {
+    if let Some(name) = tree.hidden(device, NAME) {
+        return name.to_owned();
+    }
+    let host = tree.parent(device);
+    format!("{}:{}", tree.dir(host).name, tree.dir(device).name)
+}
+
+/// The name of a portal group's target.
+#[must_use]
+pub fn target_name(tree: &Tree, tpg: NodeId) -> String {
+    if let Some(name) = tree.hidden(tpg, NAME) {
+        return name.to_owned();
+    }
+    let wwn = &tree.dir(tree.parent(tpg)).name;
+    let is_good = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b':');
+    if wwn.len() <= MAX_NAME && wwn.bytes().all(is_good) {
+        return wwn.clone();
+    }
+    // The end distinguishes names of one authority; a sum does so for certain.
+    let good: String = wwn.chars().filter(|c| is_good(*c as u8)).collect();
+    let sum = wwn.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |sum, byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    let end = &good[good.len().saturating_sub(MAX_NAME - 17)..];
+    format!("{end}-{sum:016x}")
+}
+
 #[cfg(test)]
 mod tests;

@@ -4,7 +4,7 @@
 
 use std::fmt::Write as _;
 
-use riser_target::control::live::{LiveRegistrant, LiveReservations};
+use riser_admin_api::live::{LiveRegistrant, LiveReservations};
 use rustix::io::Errno;
 
 use super::statistics::{counted, fabric, group, luns_of, tag};
@@ -223,7 +223,7 @@ fn store_aptpl(_write: &mut Write<'_>) -> Result<(), Errno> {
 
 #[cfg(test)]
 mod tests {
-    use riser_target::control::live::LiveLun;
+    use riser_admin_api::live::LiveLun;
 
     use super::*;
     use crate::testing::Fixture;

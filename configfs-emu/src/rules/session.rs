@@ -6,7 +6,6 @@ use std::net::SocketAddr;
 use rustix::io::Errno;
 
 use super::{Attr, Initiator, Kind, Read, Show};
-use crate::convert;
 use crate::tree::{NodeId, Tree};
 use crate::world::Session;
 
@@ -31,7 +30,7 @@ fn sessions(read: &Read<'_>) -> (NodeId, Vec<Session>) {
         .tree
         .above(read.dir, |dir| matches!(dir.kind, Kind::Tpg(_)));
     let tpg = tpg.expect("only directories of portal groups ask");
-    let name = convert::target_name(read.tree, tpg);
+    let name = super::target_name(read.tree, tpg);
     let mut sessions = read.world.sessions();
     sessions.retain(|session| session.target == name);
     (tpg, sessions)

@@ -5,11 +5,10 @@
 
 use std::fmt::Display;
 
-use riser_target::control::live::{LiveLun, LiveShare};
+use riser_admin_api::live::{LiveLun, LiveShare};
 use rustix::io::Errno;
 
 use super::{Attr, Fabric, Initiator, Kind, Read, Show, core, lun_number, session};
-use crate::convert;
 use crate::tree::{NodeId, Tree};
 use crate::world::World;
 
@@ -86,7 +85,7 @@ fn devices(tree: &Tree) -> Vec<NodeId> {
 }
 
 fn tpgs(tree: &Tree) -> impl Iterator<Item = NodeId> + '_ {
-    let fabrics = convert::fabrics(tree).into_iter();
+    let fabrics = super::fabrics(tree).into_iter();
     let tpgs = fabrics.flat_map(move |(_, fabric)| super::tpgs(tree, fabric));
     tpgs.map(|(_, _, tpg)| tpg)
 }
@@ -349,7 +348,7 @@ pub(super) fn counted(read: &Read<'_>, luns: &[NodeId]) -> Vec<LiveLun> {
     let wanted = luns.iter().filter_map(|lun| {
         let tpg = group(tree, *lun).ok()?;
         let number = lun_number(&tree.dir(*lun).name).ok()?;
-        Some((convert::target_name(tree, tpg), number))
+        Some((super::target_name(tree, tpg), number))
     });
     let wanted: Vec<_> = wanted.collect();
     let mut all = read.world.live().luns;
@@ -380,7 +379,7 @@ fn part_of(read: &Read<'_>, acl: NodeId, mapped: NodeId) -> Result<LiveShare, Er
     let tree = read.tree;
     let entry = &tree.dir(acl).name;
     let number = lun_number(&tree.dir(linked(tree, mapped)?).name)?;
-    let target = convert::target_name(tree, group(tree, mapped)?);
+    let target = super::target_name(tree, group(tree, mapped)?);
     let sessions = match Initiator::parse(entry) {
         Some(Initiator::Address(_)) => read.world.sessions(),
         _ => Vec::new(),

@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 
-use riser_target::control::live::{
+use riser_admin_api::live::{
     LiveError, LiveLun, LiveOp, LiveRefused, LiveSession, LiveShare, LiveTarget,
 };
 use rustix::io::Errno;

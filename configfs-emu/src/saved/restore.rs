@@ -1,6 +1,6 @@
 //! From the file to a tree, and to a configuration.
 
-use riser_target::config::Config;
+use riser_config::Config;
 use rustix::io::Errno;
 use serde_json::Value;
 

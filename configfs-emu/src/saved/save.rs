@@ -3,9 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use super::{AUTH, PORT_GROUP, plugin_name, wwn_of};
-use crate::convert::fabrics;
 use crate::rules::core::{self, PAGE, option};
-use crate::rules::{Access, Fabric, Kind, Plugin, lun_number, tpgs};
+use crate::rules::{Access, Fabric, Kind, Plugin, fabrics, lun_number, tpgs};
 use crate::tree::{NodeId, Tree};
 use crate::world::{Medium, World};
 

@@ -2,9 +2,6 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
-#[path = "../../../tests/src/skip.rs"]
-mod skip;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -15,7 +12,7 @@ use riser_configfs_emu::fuse::Mount;
 use riser_configfs_emu::host::Host;
 use serde_json::{Value, json};
 
-pub(crate) use skip::skip;
+pub(crate) use riser_testkit::skip::skip;
 
 /// What a daemon was told, in order.
 pub(crate) type Told = Arc<Mutex<Vec<Value>>>;
@@ -135,8 +132,8 @@ impl Drop for Rig {
 }
 
 /// What a configuration means, or why it means nothing.
-pub(crate) fn parse(document: &Value) -> Result<riser_target::config::Config, String> {
-    riser_target::config::Config::parse(&document.to_string(), "told").map_err(|e| e.to_string())
+pub(crate) fn parse(document: &Value) -> Result<riser_config::Config, String> {
+    riser_config::Config::parse(&document.to_string(), "told").map_err(|e| e.to_string())
 }
 
 /// The path of a script beside this file.

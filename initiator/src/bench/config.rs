@@ -18,14 +18,14 @@ pub enum Pattern {
     Sequential,
 }
 
-/// How many of a hundred operations are reads.
+/// Percentage of operations that are reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Mix(u8);
 
 impl Mix {
-    /// Reads only.
+    /// A mix of reads only.
     pub const READ: Self = Self(100);
-    /// Writes only.
+    /// A mix of writes only.
     pub const WRITE: Self = Self(0);
 
     /// Reads of a hundred operations; `None` above 100.
@@ -41,21 +41,21 @@ impl Mix {
     }
 }
 
-/// When a benchmark is over.
+/// End of a benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
     /// After a time, warm-up not included.
     Time(Duration),
-    /// After so many bytes, all jobs together.
+    /// After this number of bytes, all jobs together.
     Bytes(u64),
 }
 
-/// What a benchmark does.
+/// Work of a benchmark.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BenchConfig {
     /// Order of the offsets.
     pub pattern: Pattern,
-    /// Reads and writes.
+    /// Proportion of reads and writes.
     pub mix: Mix,
     /// Bytes of one operation: whole blocks, at most one transfer.
     pub block_size: u32,
@@ -63,39 +63,39 @@ pub struct BenchConfig {
     pub depth: u32,
     /// Jobs, each with its own offsets.
     pub jobs: u32,
-    /// When it is over.
+    /// End of the measurement.
     pub until: Until,
     /// Time before the figures count.
     pub warm_up: Duration,
     /// Part of the device in bytes.
     pub region: Range<u64>,
-    /// Whether what is written is read back and compared.
+    /// Written data are read back and compared.
     pub verify: bool,
-    /// Whether writes must be on stable storage.
+    /// Writes must be on stable storage.
     pub fua: bool,
-    /// Where the random numbers start.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
-/// Why there is no result.
+/// Reason why there is no result.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum BenchError {
     /// The device cannot do what is wanted.
     #[error("{0}")]
     Config(String),
-    /// An operation failed.
+    /// An operation of the device failed.
     #[error("{operation} of {len} bytes at byte {offset} failed: {error}")]
     Operation {
-        /// Read or write.
+        /// Kind of operation: read or write.
         operation: &'static str,
-        /// Where.
+        /// Offset on the device, in bytes.
         offset: u64,
-        /// How much.
+        /// Length of the operation, in bytes.
         len: u32,
-        /// Why.
+        /// Error of the device.
         error: BlockError,
     },
-    /// What was read is not what was written.
+    /// Data read differ from those written.
     #[error("byte {offset} reads back differently from what was written there")]
     Mismatch {
         /// The first wrong byte.
@@ -122,6 +122,8 @@ impl BenchConfig {
                 geometry.max_transfer
             ));
         }
+        // The product is checked and not the factors, since each operation in flight has a buffer
+        // of the device.
         let in_flight = self.depth.checked_mul(self.jobs);
         if in_flight.is_none_or(|n| n == 0 || n > Self::MAX_IN_FLIGHT) {
             return fail(format!(

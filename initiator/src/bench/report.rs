@@ -11,11 +11,11 @@ use super::config::{Mix, Pattern};
 /// Latencies of one direction, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Latency {
-    /// The shortest.
+    /// Shortest time, in nanoseconds.
     pub min: u64,
-    /// The mean.
+    /// Mean time, in nanoseconds.
     pub mean: f64,
-    /// The standard deviation.
+    /// Standard deviation, in nanoseconds.
     pub stddev: f64,
     /// Half took no longer.
     pub p50: u64,
@@ -29,20 +29,20 @@ pub struct Latency {
     pub p99_9: u64,
     /// 99.99 % took no longer.
     pub p99_99: u64,
-    /// The longest.
+    /// Longest time, in nanoseconds.
     pub max: u64,
 }
 
-/// Reads or writes.
+/// Figures of reads or of writes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Direction {
-    /// Operations.
+    /// Number of operations done.
     pub total_ios: u64,
-    /// Bytes moved.
+    /// Number of bytes moved.
     pub io_bytes: u64,
-    /// Operations per second.
+    /// Operations per second, all jobs.
     pub iops: f64,
-    /// Bytes per second.
+    /// Bytes per second, all jobs.
     pub bw_bytes: f64,
     /// Latencies; none without operations.
     pub lat_ns: Option<Latency>,
@@ -74,14 +74,14 @@ impl Direction {
     }
 }
 
-/// What was compared.
+/// Data that were compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Verified {
     /// Blocks that were read and were right; one that is not ends the benchmark.
     pub blocks: u64,
 }
 
-/// What a benchmark found.
+/// Result of a benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// Order of the offsets.
@@ -92,14 +92,14 @@ pub struct Report {
     pub block_size: u32,
     /// Operations of one job in flight.
     pub depth: u32,
-    /// Jobs.
+    /// Number of jobs.
     pub jobs: u32,
     /// Time that the figures are from, in seconds.
     pub runtime_seconds: f64,
-    /// Reads.
+    /// Figures of the reads.
     pub read: Direction,
-    /// Writes.
+    /// Figures of the writes.
     pub write: Direction,
-    /// What was compared, if that was wanted.
+    /// Data that were compared, if that was wanted.
     pub verified: Option<Verified>,
 }

@@ -12,10 +12,10 @@ use super::config::{BenchConfig, BenchError, Pattern, Until};
 use super::report::{Direction, Report, Verified};
 use crate::block::{BlockDevice, BlockError, Buffer, task};
 
-/// How often progress is told.
+/// Interval of progress reports.
 const TICK: Duration = Duration::from_millis(250);
 
-/// How far a benchmark is.
+/// Progress of a benchmark.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Progress {
     /// From 0 to 1.
@@ -24,7 +24,7 @@ pub struct Progress {
     pub iops: f64,
     /// Bytes per second since the last time.
     pub bytes_per_second: f64,
-    /// Whether the figures count yet.
+    /// The warm-up lasts; figures do not count yet.
     pub warming_up: bool,
 }
 
@@ -35,7 +35,7 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// What the block at an offset holds once it is written: the same whoever writes it, and different
+/// Content of the block at an offset once it is written: the same from every job, and different
 /// from every other block.
 fn pattern(seed: u64, offset: u64, out: &mut [u8]) {
     for (i, word) in out.chunks_mut(8).enumerate() {
@@ -69,7 +69,7 @@ struct Job {
     latencies: Mutex<Latencies>,
 }
 
-/// What all tasks share.
+/// State that all tasks share.
 struct Shared<D> {
     device: Arc<D>,
     config: BenchConfig,
@@ -95,6 +95,7 @@ impl<D: BlockDevice> Shared<D> {
             Until::Time(time) => (Some(measured_from + time), None),
             Until::Bytes(bytes) => (None, Some(bytes / size)),
         };
+        // The rounding is by the sums, so the shares of all jobs add up to the whole.
         let share = |of: u64, i: u64| of * (i + 1) / jobs - of * i / jobs;
         let words = if config.verify {
             blocks.div_ceil(64)
@@ -160,6 +161,7 @@ impl<D: BlockDevice> Shared<D> {
         if self.stopped.load(Ordering::Relaxed) || self.ends.is_some_and(|end| now >= end) {
             return None;
         }
+        // Operations of the warm-up do not count, so they take nothing of a job's share.
         if self.ends.is_none() && now >= self.measured_from {
             job.left
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
@@ -311,7 +313,7 @@ impl<D: BlockDevice> Shared<D> {
     }
 }
 
-/// Runs a benchmark, and tells how far it is several times a second.
+/// Runs a benchmark, and reports progress several times a second.
 ///
 /// # Errors
 /// The device cannot do it, an operation failed, or what was read back was wrong.
@@ -323,7 +325,7 @@ pub fn run<D: BlockDevice>(
     config.check(device.geometry())?;
     let shared = Arc::new(Shared::new(device, config));
     let config = &shared.config;
-    // A worker's clone of the sender tells by its end that the worker is done.
+    // A worker's clone of the sender is dropped when the worker is done, which ends the channel.
     let (done, finished) = mpsc::channel::<()>();
     let mut seeds = fastrand::Rng::with_seed(config.seed);
     for index in 0..shared.jobs.len() {

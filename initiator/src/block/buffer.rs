@@ -11,7 +11,7 @@ use riser_memory::{MemSlice, Memory};
 /// Memory for one transfer: a range of memory that a device may address, and the lease that gives
 /// the range back to its pool when the buffer is dropped.
 ///
-/// It is not cloneable: whoever holds it is the only one that may start an operation on it.
+/// It is not cloneable: only its holder may start an operation on it.
 pub struct Buffer {
     slice: MemSlice,
     lease: Option<Box<dyn Any + Send + Sync>>,
@@ -48,13 +48,13 @@ impl Buffer {
         }
     }
 
-    /// The range.
+    /// Range of memory that devices address.
     #[must_use]
     pub fn slice(&self) -> &MemSlice {
         &self.slice
     }
 
-    /// Length in bytes.
+    /// Length of the buffer in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.slice.len()
@@ -67,8 +67,9 @@ impl Buffer {
     }
 }
 
-/// Who waits for a buffer of a pool. The pool calls [`BufferWaiters::wake_all`] whenever one comes
-/// back. Bounded by the requests in flight, of which each registers at most once per poll.
+/// Wakers of those that wait for a buffer of a pool. The pool calls [`BufferWaiters::wake_all`]
+/// when one comes back. Bounded by the requests in flight, of which each registers at most once
+/// per poll.
 #[derive(Debug, Default)]
 pub struct BufferWaiters(Mutex<Vec<Waker>>);
 

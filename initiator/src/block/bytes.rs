@@ -14,8 +14,8 @@ use super::{
     BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, RangeLocks, ZeroOptions,
 };
 
-/// How many partial writes read their edge blocks at once. Their buffers are taken when the device
-/// is opened, so that a partial write that holds its data needs nothing more from the pool.
+/// Number of partial writes that read their edge blocks at once. Their buffers are taken when the
+/// device is opened, so that a partial write that holds its data needs nothing more from the pool.
 const EDGE_SLOTS: usize = 4;
 
 /// Largest buffer of zeroes that is written where the device has no command for zeroes.
@@ -28,7 +28,7 @@ pub struct Span {
     pub start: u64,
     /// Length of the covering blocks in bytes.
     pub covering: usize,
-    /// Where the range begins within the covering blocks.
+    /// Offset of the range within the covering blocks.
     pub head: usize,
     /// Length of the range in bytes.
     pub len: usize,
@@ -118,7 +118,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         }
     }
 
-    /// The device below.
+    /// Device that has the blocks.
     #[must_use]
     pub fn device(&self) -> &Arc<D> {
         &self.device
@@ -191,7 +191,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         self.device.flush().await
     }
 
-    /// Tells the device that the whole blocks within the range are not needed.
+    /// Reports to the device that the whole blocks within the range are not needed.
     ///
     /// # Errors
     /// The device's.
@@ -209,7 +209,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         Ok(())
     }
 
-    /// Whether zeroing the range costs no more than a command.
+    /// Returns whether zeroing the range costs no more than a command.
     #[must_use]
     pub fn zeroes_fast(&self, range: &Range<u64>) -> bool {
         self.geometry().max_write_zeroes > 0 && self.inner_blocks(range) == *range
@@ -250,7 +250,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         self.zero_blocks(inner, options).await
     }
 
-    /// What the range holds, from its start on; never beyond its end.
+    /// Allocation of the range, from its start on; never beyond its end.
     ///
     /// # Errors
     /// The device's.
@@ -311,6 +311,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         let head = span.head;
         let tail = span.tail();
         if head > 0 {
+            // A range within one block has both its edges there, and one READ gives them.
             let both = last == 0 && tail > 0;
             self.with_edge(span.start, |edge| {
                 copy(edge, 0, 0, head);

@@ -2,7 +2,8 @@
 
 use thiserror::Error;
 
-/// Why a block operation failed. Exports turn it into their own codes with [`BlockError::errno`].
+/// Reason why a block operation failed. Exports turn it into their own codes with
+/// [`BlockError::errno`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum BlockError {
     /// The device failed the operation.
@@ -17,7 +18,7 @@ pub enum BlockError {
     /// The device refuses writes.
     #[error("the device is write-protected")]
     ReadOnly,
-    /// Somebody else reserves the device.
+    /// Another initiator reserves the device.
     #[error("another initiator reserves the device")]
     ReservationConflict,
     /// The device does not know the operation.

@@ -1,12 +1,13 @@
 //! Byte-range locks for requests in flight.
 //!
 //! A write of part of a block is a read, a change and a write of the whole block. Between its read
-//! and its write nobody else may write that block, or his write is lost. So every change of the
-//! disk takes a lock on the blocks it touches: shared where it writes whole blocks (overlapping
-//! writes have no order among them anyway), exclusive where it reads, changes and writes.
+//! and its write no other request may write that block, or that write is lost. So every change of
+//! the disk takes a lock on the blocks it touches: shared where it writes whole blocks
+//! (overlapping writes have no order among them anyway), exclusive where it reads, changes and
+//! writes.
 //!
-//! The queue holds one entry per request in flight; whoever accepts requests bounds it. Order is
-//! first come, first served among conflicting requests, so nobody starves.
+//! The queue holds one entry per request in flight; the server that accepts requests bounds it.
+//! Order is first come, first served among conflicting requests, so none starves.
 
 use std::future::Future;
 use std::ops::Range;
@@ -39,7 +40,7 @@ struct Queue {
 }
 
 impl Queue {
-    /// Grants every waiter that conflicts with nobody before it, and returns whom to wake.
+    /// Grants every waiter that conflicts with no request before it, and returns whom to wake.
     fn grant(&mut self) -> Vec<Waker> {
         let mut wake = Vec::new();
         for i in 0..self.entries.len() {
@@ -59,7 +60,7 @@ impl Queue {
 pub struct RangeLocks(Mutex<Queue>);
 
 impl RangeLocks {
-    /// No locks held.
+    /// Lock of which no range is held.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -70,7 +71,7 @@ impl RangeLocks {
         self.enter(range, false)
     }
 
-    /// Waits until nobody else holds any part of the range.
+    /// Waits until no other request holds any part of the range.
     pub fn exclusive(&self, range: Range<u64>) -> impl Future<Output = RangeGuard<'_>> + Send {
         self.enter(range, true)
     }

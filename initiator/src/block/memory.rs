@@ -106,6 +106,8 @@ impl MemoryDevice {
                 max_write_zeroes: 1 << 30,
                 reports_status: true,
                 read_only: false,
+                // Exports are tested on this disk, so it has a volatile cache, reports allocation
+                // and takes every command.
                 volatile_cache: true,
             },
             memory: Memory::new(len)?,
@@ -178,7 +180,7 @@ impl MemoryDevice {
             .push(offset);
     }
 
-    /// How many flushes there were.
+    /// Number of flushes so far.
     #[must_use]
     pub fn flushes(&self) -> u64 {
         self.flushes.load(Ordering::Relaxed)
@@ -268,7 +270,7 @@ impl BlockDevice for MemoryDevice {
         let bytes = len as u64;
         let leased = self.pool.leased.fetch_add(bytes, Ordering::AcqRel) + bytes;
         if leased > self.buffer_budget {
-            // Nobody is woken for bytes that nobody had.
+            // These bytes were never handed out, so no waiter is woken for them.
             self.pool.leased.fetch_sub(bytes, Ordering::AcqRel);
             return None;
         }

@@ -1,19 +1,19 @@
-//! What every export needs of a disk: an asynchronous block device and its surroundings.
+//! The asynchronous block device that every export needs, and its surroundings.
 //!
 //! - [`BlockDevice`]: the trait. Offsets and lengths are whole logical blocks; the caller keeps
-//!   within the limits that [`Geometry`] tells. A remote logical unit implements it, and so does
+//!   within the limits of [`Geometry`]. A remote logical unit implements it, and so does
 //!   [`MemoryDevice`], with which exports are tried and tested.
 //! - [`Buffer`]: memory for one transfer, given by the device, so that it may come from memory
 //!   that a NIC knows.
 //! - [`ByteDevice`]: serves requests of any byte offset and length on top of a block device.
-//! - [`task`]: the executor that exports run requests on: whoever completes an operation continues
-//!   the request, without waking another thread.
+//! - [`task`]: the executor that exports run requests on: the thread that completes an operation
+//!   continues the request, without waking another thread.
 //!
 //! # Invariants
 //! Buffers belong to the device while an operation on them runs: they are moved into the call and
 //! come back with its result.
 //!
-//! Not here: queue-depth limits. Whoever accepts requests from a peer bounds them.
+//! Not here: queue-depth limits. The server that accepts requests from a peer bounds them.
 
 mod buffer;
 mod bytes;
@@ -47,16 +47,16 @@ pub struct Geometry {
     pub max_discard: u64,
     /// Most that one write-zeroes may cover; 0 where the device cannot.
     pub max_write_zeroes: u64,
-    /// Whether [`BlockDevice::status`] tells holes from data.
+    /// [`BlockDevice::status`] distinguishes holes and data.
     pub reports_status: bool,
-    /// Whether writes are refused.
+    /// The device refuses writes.
     pub read_only: bool,
-    /// Whether a write may be in a volatile cache until a flush.
+    /// A write may be in a volatile cache until a flush.
     pub volatile_cache: bool,
 }
 
 impl Geometry {
-    /// Whether `len` bytes from `offset` on lie within the device.
+    /// Returns whether `len` bytes from `offset` on lie within the device.
     #[must_use]
     pub fn contains(&self, offset: u64, len: u64) -> bool {
         offset
@@ -65,7 +65,7 @@ impl Geometry {
     }
 }
 
-/// How a zeroing treats the space behind the blocks, and when it is done.
+/// Treatment of the space behind the blocks that are zeroed, and durability of the zeroes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroOptions {
     /// The device may deallocate the blocks.
@@ -74,7 +74,7 @@ pub struct ZeroOptions {
     pub fua: bool,
 }
 
-/// What a run of blocks holds.
+/// Allocation of a run of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ExtentKind {
     /// Data, or nothing better is known.
@@ -90,7 +90,7 @@ pub enum ExtentKind {
 pub struct Extent {
     /// Length in bytes: whole blocks, never 0.
     pub len: u64,
-    /// What it holds.
+    /// Allocation of the blocks.
     pub kind: ExtentKind,
 }
 
@@ -109,7 +109,7 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// Bytes of all the buffers that may be out at once.
     fn buffer_bytes(&self) -> u64;
 
-    /// Wakes `waker` once, when a buffer may have become free. Whoever waits tries again after
+    /// Wakes `waker` once, when a buffer may have become free. The caller tries again after
     /// registering, since the last buffer may have come back in between.
     fn wake_when_free(&self, waker: &Waker);
 
@@ -139,10 +139,10 @@ pub trait BlockDevice: Send + Sync + 'static {
         fua: bool,
     ) -> impl Future<Output = Result<Buffer, BlockError>> + Send;
 
-    /// Puts every write that is done already onto stable storage, whoever made it.
+    /// Puts every write that is done already onto stable storage, also those of others.
     fn flush(&self) -> impl Future<Output = Result<(), BlockError>> + Send;
 
-    /// Tells that nobody needs the contents any more; they read as anything afterwards.
+    /// Reports that the contents are not needed any longer; they read as anything afterwards.
     fn discard(&self, range: Range<u64>) -> impl Future<Output = Result<(), BlockError>> + Send;
 
     /// Makes the range read as zeroes.
@@ -152,8 +152,8 @@ pub trait BlockDevice: Send + Sync + 'static {
         options: ZeroOptions,
     ) -> impl Future<Output = Result<(), BlockError>> + Send;
 
-    /// What the range holds, from its start on: at least one extent, perhaps fewer than the range
-    /// has, never beyond it.
+    /// Allocation of the range, from its start on: at least one extent, perhaps fewer than the
+    /// range has, never beyond it.
     fn status(
         &self,
         range: Range<u64>,

@@ -1,10 +1,10 @@
 //! The executor that exports run their requests on.
 //!
-//! A request is a future. [`spawn`] polls it at once on the caller's thread; whoever wakes it
-//! later polls it on *his* thread, inside the wake. So an operation that the transport completes
+//! A request is a future. [`spawn`] polls it at once on the caller's thread; the thread
+//! that wakes it later polls it, inside the wake. So an operation that the transport completes
 //! goes on to its reply without a switch to another thread, which is most of the latency of a
-//! small request. A future must therefore never block, and whoever wakes it must hold no lock that
-//! the future takes.
+//! small request. A future must therefore never block, and the thread that wakes it must hold no
+//! lock that the future takes.
 //!
 //! A wake from within a poll on the same thread is queued and runs when that poll returns, so
 //! chains of requests that complete one another need no stack.
@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-/// Nobody polls it and nobody woke it.
+/// It is not polled, and was not woken.
 const IDLE: u8 = 0;
 /// A thread polls it or has it in its queue.
 const RUNNING: u8 = 1;
@@ -164,6 +164,8 @@ pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F:
                 match running.as_mut().poll(cx) {
                     Poll::Ready(value) => {
                         *output = Some(value);
+                        // A future must not be polled after it has returned; this also frees its
+                        // memory early.
                         *future = None;
                     }
                     Poll::Pending => pending = true,

@@ -12,7 +12,7 @@ use crate::url::{TargetUrl, UrlError};
 pub enum Address {
     /// In the memory of this process.
     Memory {
-        /// Size in bytes.
+        /// Size of the disk in bytes.
         capacity: u64,
         /// Size of a block in bytes.
         block_size: u32,

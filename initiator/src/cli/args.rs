@@ -30,7 +30,7 @@ Addresses:
   iser://...                               the same, over RDMA
   ...&portal=HOST[:PORT]&portal=...        further portals of the target: all are used at once, and
                                            commands of one that is lost go by the others
-  ...&paths=all                            every portal that an iSCSI target tells
+  ...&paths=all                            every portal that an iSCSI target reports
   KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
   mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
 
@@ -45,18 +45,18 @@ pub struct Args {
     /// Options of every verb.
     #[command(flatten)]
     pub global: Global,
-    /// What to do.
+    /// Verb of the command line.
     #[command(subcommand)]
     pub verb: Verb,
 }
 
-/// How results are printed.
+/// Format of results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// For people
+    /// Text for people
     #[value(alias = "human")]
     Text,
-    /// One JSON document
+    /// A single JSON document
     Json,
 }
 
@@ -64,10 +64,10 @@ pub enum Format {
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Global options")]
 pub struct Global {
-    /// How results are printed
+    /// Format of results
     #[arg(short, long, global = true, value_enum, default_value = "text")]
     pub output: Format,
-    /// How long to wait: for a login, for one command, for an export to be usable or gone
+    /// Longest wait for a login, for one command, for an export to be usable or gone
     #[arg(long, global = true, value_name = "DURATION", default_value = "30s", value_parser = units::duration)]
     pub timeout: Duration,
     /// Log more: once for information, twice for debugging, three times for everything
@@ -79,8 +79,8 @@ pub struct Global {
     /// Log filter, for example "info,riser_transport=debug"; goes before -v and -q
     #[arg(long, global = true, value_name = "FILTER", env = "RISER_LOG")]
     pub log: Option<String>,
-    /// What a target is reached with. It may also stand after the verb, where it is an option of the
-    /// connection.
+    /// Provider by which a target is reached. It may also stand after the verb, where it is an
+    /// option of the connection.
     #[arg(
         long,
         global = true,
@@ -118,7 +118,7 @@ pub struct RpingArgs {
     /// Local address of the device
     #[arg(long, value_name = "IP")]
     pub addr: IpAddr,
-    /// What drives the device
+    /// Provider that drives the device
     #[arg(
         long,
         value_enum,
@@ -127,7 +127,7 @@ pub struct RpingArgs {
         env = "RISER_PROVIDER"
     )]
     pub provider: ProviderChoice,
-    /// The server's port
+    /// Port of the server
     #[arg(long, value_name = "PORT", default_value_t = crate::rping::DEFAULT_PORT)]
     pub port: u16,
     /// Pings; 0 goes on until the peer leaves [default: 10 for a client, 0 for a server]
@@ -138,7 +138,7 @@ pub struct RpingArgs {
     pub size: Option<u64>,
 }
 
-/// What a target is reached with.
+/// Provider by which a target is reached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ProviderChoice {
     /// The software NIC, over UDP; needs no hardware and no privilege
@@ -151,11 +151,11 @@ pub enum ProviderChoice {
     Auto,
 }
 
-/// How a target is reached.
+/// Options of the connection to a target.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Connection options")]
 pub struct Link {
-    /// What the target is reached with
+    /// Provider by which the target is reached
     #[arg(
         long,
         value_enum,
@@ -176,7 +176,7 @@ pub struct Link {
     /// corruption and reorder, each in percent of the packets sent, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = Inject::parse)]
     pub inject: Option<Inject>,
-    /// What the initiator port follows from, if it is to be that of an earlier process.
+    /// Number that the initiator port follows from, if it is to be that of an earlier process.
     #[arg(skip)]
     pub port: Option<u64>,
     /// That process did not end properly.
@@ -190,15 +190,15 @@ pub struct Link {
 /// Faults of the software NIC's wire. Rates are percent of the packets sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Inject {
-    /// Packets lost.
+    /// Share of packets that are lost.
     pub loss: f64,
-    /// Packets sent twice.
+    /// Share of packets that are sent twice.
     pub duplication: f64,
     /// Packets with flipped bits.
     pub corruption: f64,
     /// Packets overtaken by later ones.
     pub reorder: f64,
-    /// Where the random numbers start.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
@@ -216,6 +216,7 @@ impl Inject {
             let (key, value) = part
                 .split_once('=')
                 .ok_or_else(|| format!("`{part}` is not KEY=VALUE"))?;
+            // NaN fails here, too: no range contains it.
             let percent = || match value.trim_end_matches('%').parse::<f64>() {
                 Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
                 _ => Err(format!("`{value}` is not a percentage from 0 to 100")),
@@ -241,7 +242,7 @@ impl Inject {
     }
 }
 
-/// What to do.
+/// Verb of the command line.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// List the addresses and RDMA devices that a target can be reached with
@@ -253,11 +254,11 @@ pub enum Verb {
     /// Make a logical unit a file (FUSE), a network block device (NBD) or a block device (ublk) of this
     /// host
     Attach(AttachArgs),
-    /// Undo an attachment
+    /// Undo an attachment: the disk disappears
     Detach(DetachArgs),
     /// Mount the file system on a logical unit, through FUSE and a loop device; needs root
     Mount(MountArgs),
-    /// Tell everything that a logical unit says about itself
+    /// Show everything that a logical unit reports about itself
     Inquiry(TargetArgs),
     /// Copy a range of a logical unit to a file or to standard output
     Read(ReadArgs),
@@ -271,7 +272,7 @@ pub enum Verb {
     /// Ask or change the target daemon of this host: runs `riserd` with these arguments
     #[command(disable_help_flag = true)]
     Target {
-        /// A verb of riserd and what it takes; `--help` tells them all
+        /// A verb of riserd and what it takes; `--help` lists them all
         #[arg(
             required = true,
             value_name = "ARG",
@@ -284,12 +285,12 @@ pub enum Verb {
     /// Print what udev names an attached block device by
     #[command(hide = true)]
     Udev {
-        /// The device
+        /// Path of the device
         device: PathBuf,
     },
     /// Print the completion script of a shell
     Completions {
-        /// The shell
+        /// Shell that the script is for
         shell: Shell,
     },
     /// Print the manual page, or write all of them
@@ -306,23 +307,23 @@ pub struct TargetArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// How it is reached.
+    /// Options of the connection.
     #[command(flatten)]
     pub link: Link,
 }
 
-/// `riser discover`.
+/// Arguments of `riser discover`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DiscoverArgs {
     /// Address of the target; a logical unit in it does not matter
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// How it is reached.
+    /// Options of the connection.
     #[command(flatten)]
     pub link: Link,
 }
 
-/// `riser attach`.
+/// Arguments of `riser attach`.
 #[derive(Clone, Debug, clap::Args)]
 #[command(group = ArgGroup::new("export").required(true).args(["fuse", "nbd", "ublk"]))]
 pub struct AttachArgs {
@@ -355,10 +356,10 @@ pub struct AttachArgs {
     /// Let other users use the file
     #[arg(long, requires = "fuse")]
     pub allow_other: bool,
-    /// Refuse writes
+    /// Refuse writes to it
     #[arg(long)]
     pub read_only: bool,
-    /// How it is reached.
+    /// Options of the connection.
     #[command(flatten)]
     pub link: Link,
 }
@@ -383,14 +384,15 @@ pub struct ServeArgs {
     /// Stay in the foreground, until a signal or an unmount ends it
     #[arg(long)]
     pub foreground: bool,
-    /// How long a read, write or flush may take before it fails, reconnections included, or "never" to
-    /// wait as long as it takes; then `riser detach --force` ends what waits. A target that is connected
-    /// and does not answer is first asked to abort the command, then to reset the unit, then itself: up to
-    /// 15 s more. A file system that meets an error is unusable until it is mounted again [default: 60s, or
+    /// Longest time for a read, write or flush before it fails, reconnections included, or "never"
+    /// to wait as long as it takes; then `riser detach --force` ends what waits. A target that is
+    /// connected and does not answer is first asked to abort the command, then to reset the unit,
+    /// then itself: up to 15 s more. A file system that meets an error is unusable until it is
+    /// mounted again [default: 60s, or
     /// --timeout if that is longer]
     #[arg(long, value_name = "DURATION", value_parser = units::patience)]
     pub io_timeout: Option<Duration>,
-    /// Where the background process logs [default: beside the list of attachments]
+    /// Log file of the background process [default: beside the list of attachments]
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Report to the process that started this one on standard output; standard error is this file.
@@ -398,19 +400,19 @@ pub struct ServeArgs {
     pub supervised: Option<PathBuf>,
 }
 
-/// `riser mount`.
+/// Arguments of `riser mount`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct MountArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// Where to mount it
+    /// Directory to mount it on
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
     /// Type of the file system [default: what mount(8) finds]
     #[arg(short = 't', long = "type", value_name = "TYPE")]
     pub fs_type: Option<String>,
-    /// Options for mount(8)
+    /// Options that mount(8) gets
     #[arg(long, value_name = "OPTIONS")]
     pub options: Option<String>,
     /// Mount it read-only, and refuse writes below as well
@@ -419,55 +421,55 @@ pub struct MountArgs {
     /// Options of what serves an attachment.
     #[command(flatten)]
     pub serve: ServeArgs,
-    /// How it is reached.
+    /// Options of the connection.
     #[command(flatten)]
     pub link: Link,
 }
 
-/// `riser detach`.
+/// Arguments of `riser detach`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DetachArgs {
     /// Id, directory, file, socket or device of the attachment
     #[arg(value_name = "ID|PATH")]
     pub what: String,
-    /// Detach it even if it is in use; whoever uses it gets errors
+    /// Detach it even if it is in use; its users get errors
     #[arg(long)]
     pub force: bool,
 }
 
-/// `riser read`.
+/// Arguments of `riser read`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ReadArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// Where to; "-" is standard output
+    /// File to write to; "-" is standard output
     #[arg(value_name = "FILE", default_value = "-")]
     pub file: PathBuf,
-    /// First byte
+    /// Offset of the first byte
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
     pub offset: u64,
-    /// How many bytes [default: to the end]
+    /// Number of bytes [default: to the end]
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub length: Option<u64>,
-    /// How it is reached.
+    /// Options of the connection.
     #[command(flatten)]
     pub link: Link,
 }
 
-/// `riser write`.
+/// Arguments of `riser write`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct WriteArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// Where from; "-" is standard input
+    /// File to read from; "-" is standard input
     #[arg(value_name = "FILE", default_value = "-")]
     pub file: PathBuf,
-    /// First byte
+    /// Offset of the first byte
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
     pub offset: u64,
-    /// How many bytes [default: to the end of the file]
+    /// Number of bytes [default: to the end of the file]
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub length: Option<u64>,
     /// Do not flush the target's cache at the end
@@ -476,7 +478,7 @@ pub struct WriteArgs {
     /// Write even if this host has the logical unit attached, or a file system or partition table is on it
     #[arg(long)]
     pub overwrite: bool,
-    /// How it is reached.
+    /// Options of the connection.
     #[command(flatten)]
     pub link: Link,
 }
@@ -484,21 +486,21 @@ pub struct WriteArgs {
 /// Order and direction of a benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Rw {
-    /// Sequential reads
+    /// Reads one after another
     Read,
-    /// Sequential writes
+    /// Writes one after another
     Write,
     /// Sequential reads and writes
     Rw,
-    /// Random reads
+    /// Reads in random order
     Randread,
-    /// Random writes
+    /// Writes in random order
     Randwrite,
     /// Random reads and writes
     Randrw,
 }
 
-/// `riser bench`.
+/// Arguments of `riser bench`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
     /// Address of the logical unit
@@ -527,13 +529,13 @@ pub struct BenchArgs {
     /// Jobs, each with its own offsets
     #[arg(long, value_name = "N", default_value = "1")]
     pub jobs: u32,
-    /// How long to measure [default: 10s]
+    /// Time to measure [default: 10s]
     #[arg(long, value_name = "DURATION", value_parser = units::duration, conflicts_with = "total")]
     pub runtime: Option<Duration>,
-    /// How many bytes to move instead
+    /// Number of bytes to move instead
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub total: Option<u64>,
-    /// How long to run before measuring
+    /// Time to run before measuring
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = units::duration)]
     pub warm_up: Duration,
     /// First byte of the region
@@ -548,10 +550,10 @@ pub struct BenchArgs {
     /// Wait with every write for stable storage
     #[arg(long)]
     pub fua: bool,
-    /// Where the random numbers start
+    /// Seed of the random numbers
     #[arg(long, value_name = "N", default_value = "1")]
     pub seed: u64,
-    /// How it is reached.
+    /// Options of the connection.
     #[command(flatten)]
     pub link: Link,
 }

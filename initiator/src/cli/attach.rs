@@ -87,7 +87,7 @@ fn serve_fuse(
         path: mount.path().to_owned(),
         file: mount.file().to_owned(),
     };
-    let _registration = ready.tell(&args.url, device.device(), export)?;
+    let _registration = ready.report(&args.url, device.device(), export)?;
     // The sender outlives this function, so there is an event.
     if events.recv() == Ok(Event::Signal) {
         mount.detach()?;
@@ -113,7 +113,7 @@ fn serve_nbd(
     let disk = device.device();
     let failed = |e| {
         CliError::io(format!("cannot serve NBD on {}", socket.display()), e)
-            .help("the directory must exist, and the path must be free or a socket that nobody listens on")
+            .help("the directory must exist, and the path must be free or a socket that no process listens on")
     };
     let server = Server::bind(&socket, device.clone(), &name, &disk.description())
         .and_then(Server::start)
@@ -122,7 +122,7 @@ fn serve_nbd(
         uri: format!("nbd+unix:///{name}?socket={}", socket.display()),
         socket: socket.clone(),
     };
-    let _registration = ready.tell(&args.url, disk, export)?;
+    let _registration = ready.report(&args.url, disk, export)?;
     // Only a signal ends it.
     let _ = events.recv();
     let what = format!("the NBD server on {} ended badly", socket.display());

@@ -12,7 +12,7 @@ use super::{guard, output, units};
 use crate::bench::{self, BenchConfig, Direction, Mix, Pattern, Report, Until};
 use crate::block::BlockDevice;
 
-/// How long is measured unless told otherwise.
+/// Default duration of a measurement.
 const RUNTIME: Duration = Duration::from_secs(10);
 
 #[derive(Serialize)]
@@ -31,6 +31,7 @@ pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
         }
     };
     let disk = open(&args.url, &args.link, global.timeout, mix == Mix::READ)?;
+    // Every mix but pure reads destroys what is on the disk.
     if mix != Mix::READ && !args.overwrite {
         guard::check(&disk, &args.url, global)?;
     }

@@ -22,12 +22,12 @@ use super::udev;
 use crate::block::{BlockDevice, Geometry, task};
 use crate::ublk::{self, UblkDevice};
 
-/// How often a device that has to go is looked at, whether it is in use.
+/// Interval at which a device that has to go is asked whether it is in use.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Where a logical unit is to show.
+/// Device by which a logical unit is to show.
 pub(super) enum Place {
-    /// A new device.
+    /// A device that is added.
     New {
         /// Its number, if it has to be that.
         number: Option<u32>,
@@ -37,7 +37,7 @@ pub(super) enum Place {
     Lost {
         number: u32,
         port: u64,
-        /// What that process had written down.
+        /// Attachment that the process before had written down.
         before: Box<Attachment>,
     },
 }
@@ -60,6 +60,8 @@ impl Place {
         let refused = |what: String| {
             Err(CliError::new(Exit::Busy, what).help("`riser detach` takes it away"))
         };
+        // Requests wait in the device for the disk that it was made of. They must never reach
+        // another one, so only the same address may take it over.
         match (ours, url) {
             (
                 Some(
@@ -94,7 +96,7 @@ impl Place {
         }
     }
 
-    /// What its initiator port follows from.
+    /// Number that its initiator port follows from.
     pub(super) fn port(&self) -> u64 {
         match self {
             Self::New { port, .. } | Self::Lost { port, .. } => *port,
@@ -157,8 +159,8 @@ fn wait_for_users(path: &Path, events: &mpsc::Receiver<Event>) {
     while ublk::is_in_use(path) && events.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {}
 }
 
-/// Whether a disk is the one that a device was made of: the kernel gives a new server what was meant for
-/// the old disk.
+/// Checks that a disk is the one that a device was made of: the kernel gives a new server requests
+/// that were meant for the old disk.
 fn check_same(
     before: &Attachment,
     now: &Geometry,

@@ -19,7 +19,7 @@ use super::exit::{CliError, Exit};
 use super::{guard, output, units};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Span, task};
 
-/// Pieces in flight.
+/// Number of pieces in flight.
 const IN_FLIGHT: usize = 16;
 /// Most bytes of a piece.
 const PIECE: u64 = 1 << 20;
@@ -88,7 +88,7 @@ fn wait<T>(piece: &Finished<T>, what: impl Fn() -> String) -> Result<T, CliError
     }
 }
 
-/// `riser read`.
+/// Carries out `riser read`.
 pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
     let disk = open(&args.url, &args.link, global.timeout, true)?;
     let total = range(&disk, args.offset, args.length)?;
@@ -123,7 +123,7 @@ pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
         buffer.slice().read(span.head, &mut scratch);
         drop(buffer);
         match sink.write_all(&scratch) {
-            // Whoever read it has read enough.
+            // The reader of the pipe has read enough.
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
             Err(e) => {
                 let what = format!("cannot write to {}", args.file.display());
@@ -158,7 +158,7 @@ fn start_read(device: &Arc<ByteDevice<Disk>>, span: Span) -> Finished<(Buffer, S
     finished
 }
 
-/// `riser write`.
+/// Carries out `riser write`.
 pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     let disk = open(&args.url, &args.link, global.timeout, false)?;
     if disk.geometry().read_only {
@@ -227,10 +227,13 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
         let what = format!("{} ended after {written} bytes", args.file.display());
         return Err(CliError::new(Exit::Failure, what));
     }
+    // A stream of unknown length may have more than the disk has room for; one byte more shows
+    // that.
     if args.length.is_none() && at == end && fill(&mut stream, &mut [0]).map_err(source)? > 0 {
         let what = format!("the disk ended before {} did", args.file.display());
         return Err(CliError::new(Exit::Failure, what));
     }
+    // Without a flush, what was reported as written might be lost with a volatile cache.
     if !args.no_flush {
         task::block_on(device.flush())
             .map_err(|e| CliError::block(format!("flushing {} failed", args.url), e))?;

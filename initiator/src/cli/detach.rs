@@ -14,20 +14,21 @@ use super::{mount, output};
 use crate::engine::{LinkState, Pending};
 use crate::{fuse, ublk};
 
-/// How long a process that is ended by force may take to end properly: to flush, where its target answers.
+/// Longest time for a process that is ended by force to end properly: to flush, where its target
+/// answers.
 const MERCY: Duration = Duration::from_secs(8);
 
 /// The same where its target does not.
 const SHORT_MERCY: Duration = Duration::from_secs(1);
 
-/// How long after a target was listed as down the list is read again.
+/// Time after which the list is read again if a target was listed as down.
 const SECOND_LOOK: Duration = Duration::from_millis(500);
 
 #[derive(Serialize)]
 struct Detached {
     #[serde(flatten)]
     attachment: Attachment,
-    /// What may be lost, and why.
+    /// Data that may be lost, and the reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     lost: Option<String>,
 }
@@ -107,7 +108,7 @@ type Unmounting = JoinHandle<Result<(), CliError>>;
 /// Asks for the end of an attachment.
 fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
     match &attachment.export {
-        // Unmounting it ends the process that serves it, unless somebody uses the file.
+        // Unmounting it ends the process that serves it, unless the file is in use.
         Export::Fuse { path, .. } if !force => fuse::unmount(path, false)?,
         Export::Mount { path, .. } if force => {
             // A lazy unmount writes too: it waits for the target until the process that serves it is gone.
@@ -152,7 +153,7 @@ fn wait(
         }
         let waited = begin.elapsed();
         if !is_killed && mercy.is_some_and(|mercy| waited >= mercy) {
-            // It waits for a target that does not answer, or for somebody who uses the file.
+            // It waits for a target that does not answer, or for a program that uses the file.
             is_killed = true;
             signal(attachment, Signal::KILL)?;
         }
@@ -210,7 +211,7 @@ fn print(detached: &Detached, global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// What is lost with a session whose target cannot be reached.
+/// Text about the data that are lost with a session whose target cannot be reached.
 fn show_lost(pending: Option<Pending>, export: &Export) -> String {
     // A process of an older version does not report it.
     let Some(pending) = pending else {

@@ -28,7 +28,7 @@ struct Interface<'a> {
 #[derive(Serialize)]
 struct RdmaCore<'a> {
     devices: Vec<Device<'a>>,
-    /// Why there are none.
+    /// Reason why there are none.
     #[serde(skip_serializing_if = "Option::is_none")]
     unavailable: Option<&'a str>,
 }

@@ -17,17 +17,17 @@ use crate::url::IscsiUrl;
 use crate::url::SrpUrl;
 use crate::url::TargetUrl;
 
-/// A target port.
+/// A target port that was found.
 #[derive(Serialize)]
 struct Port {
     url: String,
-    /// What it calls itself, if it was asked.
+    /// Name of the target, if it was asked.
     name: Option<String>,
     /// Addresses and portal groups of an iSCSI target.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     portals: Vec<String>,
     luns: Vec<Unit>,
-    /// Why there are none: it does not let us in, for example.
+    /// Reason why there are none: the target refuses the login, for example.
     error: Option<String>,
     /// The exit status for that.
     #[serde(skip)]
@@ -37,7 +37,7 @@ struct Port {
 /// A target port to log in to, with its name and portals.
 type Named = (TargetUrl, String, Vec<String>);
 
-/// A logical unit.
+/// A logical unit that was found.
 #[derive(Serialize)]
 struct Unit {
     lun: u32,
@@ -55,7 +55,7 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
     let url = args.url.target()?;
     let client = start_engine(url, &args.link, global.timeout)?;
     let patience = Instant::now() + global.timeout;
-    // What a target has it tells at its first portal.
+    // A target reports its units at its first portal.
     let url = with_link(&url.first(), &args.link);
     let named = match &url {
         TargetUrl::Srp(srp) if srp.id_ext.is_none() && srp.ioc_guid.is_none() => {
@@ -168,7 +168,7 @@ fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, Cli
         Ok(Ok(found)) => found,
         // Not every target can be asked.
         Ok(Err(EngineError::Discovery(DiscoveryError::NoAnswer))) | Err(_) => {
-            tracing::info!("{url} does not tell its ports; logging in without them");
+            tracing::info!("{url} does not report its ports; logging in without them");
             return Ok(Vec::new());
         }
         Ok(Err(EngineError::Discovery(DiscoveryError::Unsupported))) => {
@@ -195,6 +195,8 @@ fn describe(session: &Session, name: Option<String>) -> Result<Port, LunError> {
         let inquiry = task::block_on(session.inquiry(id))?;
         let disk = match task::block_on(session.lun(id.number())) {
             Ok(lun) => Some(lun.info().clone()),
+            // Tapes, enclosures and well-known units are listed without a size instead of ending
+            // the list.
             Err(LunError::NotADisk(_)) => None,
             Err(e) => return Err(e),
         };

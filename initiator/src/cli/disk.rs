@@ -30,7 +30,7 @@ use crate::url::TargetUrl;
 /// UDP port of RoCEv2, which a software NIC needs on its address.
 const ROCE_PORT: u16 = 4791;
 
-/// How long the first attempt to connect and log in may take. A target that is away for a moment is
+/// Longest time for the first attempt to connect and log in. A target that is away for a moment is
 /// found again by the next attempt, not by waiting for the first; but each is given twice the time of
 /// the one before it, so that one that is slow is found too.
 const ATTEMPT: Duration = Duration::from_secs(3);
@@ -139,6 +139,8 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
         | EngineError::Secret(_) => Exit::Usage,
         _ => Exit::Refused,
     };
+    // Most failed logins have one of a few causes, each of which has an advice of its own; the
+    // others get a question about the target.
     let help = match &error {
         EngineError::Unnamed | EngineError::Ambiguous => {
             "for example srp://HOST/LUN?id_ext=HEX&ioc_guid=HEX; the target's administrator knows \
@@ -146,7 +148,7 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
         }
         EngineError::NoTarget => "for example iscsi://HOST/iqn.2026-01.com.example:disk/0",
         EngineError::Login(Down::OtherUnit | Down::NoIdentity) => {
-            "all portals of an address must lead to one logical unit, which tells its serial number \
+            "all portals of an address must lead to one logical unit, which reports its serial number \
              or a designator; `riser inquiry` with one portal shows them"
         }
         EngineError::Secret(_) => "a password may be in the address, a file or the environment",
@@ -194,6 +196,8 @@ pub(super) fn start_engine(
             .without_device()
             .map_err(|error| CliError::new(Exit::Failure, "cannot start").because(error));
     }
+    // `auto` tries the device first, and takes the software NIC only where no device has the
+    // address. One that was asked for by its name is never replaced.
     if link.provider != ProviderChoice::Roce {
         let addr = match link.addr.or(url.src()) {
             Some(addr) => addr,
@@ -320,14 +324,14 @@ pub struct Disk {
     geometry: Geometry,
 }
 
-/// How a disk is used.
+/// Limits on the use of a disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
-    /// How long logging in may take.
+    /// Longest time for a login.
     pub login: Duration,
-    /// How long one operation may take, reconnections included.
+    /// Longest time for one operation, reconnections included.
     pub operation: Duration,
-    /// Whether writes are refused here, whatever the disk says.
+    /// Writes are refused here, even if the disk takes them.
     pub read_only: bool,
 }
 
@@ -361,7 +365,7 @@ impl Disk {
         Ok(Self { kind, geometry })
     }
 
-    /// What it calls itself.
+    /// Description of the disk by itself.
     #[must_use]
     pub fn description(&self) -> String {
         match &self.kind {
@@ -373,7 +377,7 @@ impl Disk {
         }
     }
 
-    /// What it says that it is, if it is a logical unit.
+    /// INQUIRY data of the disk, if it is a logical unit.
     #[must_use]
     pub fn info(&self) -> Option<&LunInfo> {
         match &self.kind {
@@ -396,7 +400,7 @@ impl Disk {
         names.find_map(|(kind, name)| Some(format!("{kind}.{}", name.as_ref()?)))
     }
 
-    /// What there is to know of its session, if it has one.
+    /// Status of its session, if it has one.
     #[must_use]
     pub fn watch(&self) -> Option<Arc<SessionStatus>> {
         match &self.kind {
@@ -405,7 +409,7 @@ impl Disk {
         }
     }
 
-    /// Logs out.
+    /// Ends the session by a logout.
     pub fn close(&self) {
         if let Kind::Lun(lun) = &self.kind {
             task::block_on(lun.session().close());

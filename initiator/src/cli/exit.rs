@@ -17,11 +17,11 @@ use crate::fuse::UnmountError;
 pub enum Exit {
     /// An I/O or protocol failure.
     Failure = 1,
-    /// Wrong usage.
+    /// Wrong use of the command line.
     Usage = 2,
     /// The target could not be reached or refused the login.
     Refused = 3,
-    /// Timed out.
+    /// A limit of time was exceeded.
     Timeout = 4,
     /// No such attachment, logical unit or path.
     NotFound = 5,
@@ -50,7 +50,8 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Why something failed, and why that did. It is text only, so that it can come from another process.
+/// Reason of a failure, with its own reason. It is text only, so that it can come from another
+/// process.
 #[derive(Debug)]
 pub struct Cause {
     what: String,
@@ -61,9 +62,9 @@ impl Cause {
     /// A chain of causes, outermost first. One that ends with the next one's words makes that
     /// superfluous.
     #[must_use]
-    pub fn chain(told: Vec<String>) -> Option<Box<Self>> {
+    pub fn chain(texts: Vec<String>) -> Option<Box<Self>> {
         let mut kept: Vec<String> = Vec::new();
-        for what in told {
+        for what in texts {
             if kept.last().is_none_or(|last| !last.ends_with(&what)) {
                 kept.push(what);
             }
@@ -89,13 +90,13 @@ impl Error for Cause {
 /// A failure of a verb: what failed and where, why, and what may help.
 #[derive(Debug)]
 pub struct CliError {
-    /// Exit status.
+    /// Exit status of the program.
     pub exit: Exit,
-    /// What failed and where.
+    /// Subject of the failure, and its place.
     pub what: String,
-    /// Why.
+    /// Reason of the failure.
     pub cause: Option<Box<Cause>>,
-    /// What may help.
+    /// Advice that may help.
     pub help: Option<String>,
 }
 
@@ -115,13 +116,13 @@ impl CliError {
     #[must_use]
     pub fn because(mut self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         let cause = cause.into();
-        let mut told = Vec::new();
+        let mut texts = Vec::new();
         let mut next: Option<&dyn Error> = Some(&*cause);
         while let Some(cause) = next {
-            told.push(cause.to_string());
+            texts.push(cause.to_string());
             next = cause.source();
         }
-        self.cause = Cause::chain(told);
+        self.cause = Cause::chain(texts);
         self
     }
 

@@ -16,18 +16,18 @@ use super::state::{Attachment, Export, StateDir};
 use crate::block::{BlockDevice, BlockError, ByteDevice, task};
 use crate::ublk;
 
-/// How much of a disk is looked at, in bytes: as far as the last of [`signature`]s.
+/// Part of a disk that is looked at, in bytes: as far as the last of [`signature`]s.
 const HEAD: u64 = (1 << 20) + 4096;
 
 /// The same from its end.
 const TAIL: u64 = 128 << 10;
 
-/// Fails if writing to a disk would destroy what somebody may need.
+/// Fails if writing to a disk would destroy data that may be needed.
 ///
 /// # Errors
 /// It is attached, or carries something.
 pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<(), CliError> {
-    // Nobody else has the one, and the other refuses writes by itself.
+    // The one is of this process alone, and the other refuses writes by itself.
     if matches!(url, Address::Memory { .. }) || disk.geometry().read_only {
         return Ok(());
     }
@@ -168,8 +168,8 @@ fn read(disk: &Arc<Disk>, place: Range<u64>) -> Result<Vec<u8>, BlockError> {
     Ok(bytes)
 }
 
-/// What the last bytes of a disk of `capacity` bytes say that is on it: RAID members of the older kinds have
-/// their superblock there, and a GPT its second copy, in the last block.
+/// Kind of content that the last bytes of a disk of `capacity` bytes show: RAID members of the
+/// older kinds have their superblock there, and a GPT its second copy, in the last block.
 fn last_signature(tail: &[u8], capacity: u64, block_size: u32) -> Option<&'static str> {
     const MAGIC: u32 = 0xa92b_4efc;
     let start = capacity - tail.len() as u64;
@@ -194,7 +194,7 @@ fn last_signature(tail: &[u8], capacity: u64, block_size: u32) -> Option<&'stati
     }
 }
 
-/// What the first bytes of a disk say that is on it, by the magic numbers that libblkid knows.
+/// Kind of content that the first bytes of a disk show, by the magic numbers that libblkid knows.
 fn signature(head: &[u8]) -> Option<&'static str> {
     let is = |at: usize, magic: &[u8]| head.get(at..at + magic.len()) == Some(magic);
     let has_partitions = || {

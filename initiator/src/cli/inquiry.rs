@@ -40,6 +40,8 @@ pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
     let session = connect(url, &args.link, global.timeout)?;
     let failed = |e: LunError| lun_failed(format!("INQUIRY of {url} failed"), e);
     let malformed = |e| CliError::new(Exit::Failure, format!("INQUIRY data of {url}")).because(e);
+    // A target answers INQUIRY for numbers that it does not have, too, and says so by the
+    // peripheral qualifier (SPC-4 6.6.2) instead of an error.
     let data = standard_data(&session, lun, global.timeout).map_err(failed)?;
     if inquiry::PERIPHERAL_QUALIFIER.get(&data) == Some(inquiry::QUALIFIER_INCAPABLE) {
         return Err(CliError::new(

@@ -38,6 +38,8 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
                 a.export.path().display(),
                 a.url
             )?;
+            // Further lines are indented and come only with something to say, so that a healthy
+            // attachment stays one line that a script can read.
             if let Some(line) = show_link(a, now) {
                 writeln!(out, "       {line}")?;
             }
@@ -67,7 +69,8 @@ fn show_path(path: &PathReport) -> String {
     }
 }
 
-/// Whether commands reach the target; or that no process serves it, and it waits for one.
+/// State of an attachment: whether commands reach the target; or that no process serves it, and it
+/// waits for one.
 fn state(attachment: &Attachment) -> &'static str {
     let link = attachment.link.as_ref().map(|link| link.state);
     match link {

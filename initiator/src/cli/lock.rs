@@ -9,14 +9,13 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{major, minor};
 
-/// How long a lock is waited for, unless `--timeout` says otherwise. What is done under one takes no
-/// time.
+/// Longest wait for a lock, unless `--timeout` is given. Work under one takes no time.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How long a lock is waited for before that is logged.
+/// Wait for a lock after which it is logged.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// How often it is tried.
+/// Interval of attempts.
 const INTERVAL: Duration = Duration::from_millis(10);
 
 /// Longest part of a command line that is shown, in characters.
@@ -38,14 +37,15 @@ pub(super) fn lock(file: &File, path: &Path, patience: Duration) -> io::Result<(
             Err(TryLockError::Error(e)) => return Err(e),
         }
         let waited = begin.elapsed();
-        if waited >= patience {
-            let what = format!("{} is locked by {}", path.display(), holder(file));
-            return Err(io::Error::new(io::ErrorKind::TimedOut, what));
-        }
+        // First the notice: a process that was stopped for a while has passed both times at once.
         if !is_said && waited >= SILENCE {
             is_said = true;
             let (path, holder) = (path.display(), holder(file));
             tracing::warn!("waiting for the lock of {path}, which {holder} holds");
+        }
+        if waited >= patience {
+            let what = format!("{} is locked by {}", path.display(), holder(file));
+            return Err(io::Error::new(io::ErrorKind::TimedOut, what));
         }
         thread::sleep(INTERVAL);
     }

@@ -50,7 +50,8 @@ pub fn main() -> ExitCode {
     let args = match Args::try_parse() {
         Ok(args) => args,
         Err(error) => {
-            // Help and version are no errors. Where even printing fails nobody is listening.
+            // Help and version are no errors. If even printing fails, there is no other place to
+            // report to.
             let _ = error.print();
             return match error.use_stderr() {
                 true => Exit::Usage.into(),

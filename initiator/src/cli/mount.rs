@@ -4,8 +4,9 @@
 //! logical unit ── FUSE file ── loop device (direct I/O) ── file system on DIR
 //! ```
 //!
-//! The loop device frees itself when the file system is unmounted, whoever does it; the process that
-//! serves the file sees that, unmounts the file and logs out. So `umount DIR` undoes everything.
+//! The loop device frees itself when the file system is unmounted, by any program; the process
+//! that serves the file sees that, unmounts the file and logs out. So `umount DIR` undoes
+//! everything.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -30,7 +31,7 @@ use super::state::{Export, StateDir};
 use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
 
-/// How long the kernel may take to let go of the file when the loop device is free.
+/// Longest time until the kernel releases the file when the loop device is free.
 const LET_GO: Duration = Duration::from_secs(30);
 
 pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
@@ -72,7 +73,8 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
         let below = Below::new(&device, args, ignored)?;
         let loop_device = attach_loop(below.file(), &disk)?;
         let mounted = mount(args, &loop_device, &dir);
-        // From here on the loop device goes with its last user: the file system, or nobody.
+        // From here on the loop device goes with its last user, the file system, or at once if it
+        // has none.
         let freed = run_tool("losetup", &["-d".as_ref(), loop_device.as_ref()]);
         let result = mounted.and_then(|_| {
             let export = Export::Mount {
@@ -82,7 +84,7 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
             };
             let shown = freed
                 .and_then(|_| watch(&dir, sender.clone()))
-                .and_then(|()| ready.tell(&args.url, &disk, export));
+                .and_then(|()| ready.report(&args.url, &disk, export));
             match &shown {
                 Ok(_registration) => wait(&dir, events),
                 // No list names it, so it must not stay mounted.
@@ -291,7 +293,7 @@ fn unescape(text: &str) -> Vec<u8> {
     out
 }
 
-/// Tells when the mount that is on a directory now is there no more.
+/// Sends an event when the mount that is on a directory now has gone.
 fn watch(dir: &Path, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
     let failed = |e| CliError::io("cannot watch the mounts", e);
     let mut file = File::open("/proc/self/mountinfo").map_err(failed)?;

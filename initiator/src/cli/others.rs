@@ -69,7 +69,7 @@ fn is_of_users(attachment: &Attachment) -> bool {
     matches!(attachment.export, Export::Fuse { .. } | Export::Nbd { .. })
 }
 
-/// Where a FUSE mount of `riser` has this address as its source, in `mountinfo` (proc(5)).
+/// Path of a FUSE mount of `riser` that has this address as its source, in `mountinfo` (proc(5)).
 pub(super) fn mount_of(mountinfo: &[u8], url: &str) -> Option<PathBuf> {
     // The name of any other mount may be no UTF-8.
     let mountinfo = String::from_utf8_lossy(mountinfo);

@@ -24,14 +24,14 @@ pub(super) fn result<T: Serialize>(
         Format::Text => human(&mut out),
     };
     match written.and_then(|()| out.flush()) {
-        // Whoever read it has read enough.
+        // The reader of the pipe has read enough.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         Err(e) => Err(CliError::io("cannot write to standard output", e)),
         Ok(()) => Ok(()),
     }
 }
 
-/// Prints an error.
+/// Prints an error with its causes.
 pub(super) fn error(error: &CliError, global: &Global) {
     #[derive(Serialize)]
     struct Body<'a> {
@@ -46,6 +46,8 @@ pub(super) fn error(error: &CliError, global: &Global) {
         error: Body<'a>,
     }
     match global.output {
+        // The document goes to standard error as text would: what a script reads on standard
+        // output is a result or nothing.
         Format::Json => {
             let document = Document {
                 error: Body {
@@ -77,8 +79,8 @@ fn theme() -> miette::GraphicalTheme {
     }
 }
 
-/// A progress bar on standard error: `total` bytes, or a spinner where nobody knows. Hidden where
-/// standard error is no terminal, or nobody wants it.
+/// A progress bar on standard error: `total` bytes, or a spinner where the total is not known.
+/// Hidden where standard error is no terminal, or `--quiet` is given.
 pub(super) fn progress(total: Option<u64>, global: &Global) -> ProgressBar {
     if global.quiet || global.output == Format::Json {
         return ProgressBar::hidden();

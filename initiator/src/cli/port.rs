@@ -18,10 +18,10 @@ pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// What is written down of a port.
+/// Entry of a port in its file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Entry {
-    /// Where the disk shows, and its address.
+    /// Path by which the disk shows, and its address.
     path: PathBuf,
     url: String,
     port: u64,
@@ -118,7 +118,7 @@ impl ExportPort {
         })
     }
 
-    /// What the initiator port follows from.
+    /// Number that the initiator port follows from.
     pub(super) fn port(&self) -> u64 {
         self.port
     }
@@ -133,7 +133,7 @@ impl ExportPort {
         self.entry.as_ref()?.entry.cache
     }
 
-    /// Where it is written down; nowhere if another process has the port of that path.
+    /// Entry of the port; `None` if another process has the port of that path.
     pub(super) fn entry(&self) -> Option<PortEntry> {
         self.entry.clone()
     }

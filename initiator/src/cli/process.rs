@@ -10,7 +10,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::url::SECRET_ENV;
 
-/// From `linux/prctl.h`.
+/// Option of `prctl(2)`, from `linux/prctl.h`.
 const PR_SET_IO_FLUSHER: libc::c_int = 57;
 
 /// Takes the passwords out of the environment, which every program that is started inherits.

@@ -24,6 +24,8 @@ pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
     let mut device = open(args)?;
     let (count, size) = match verb {
         Rping::Client { .. } => (10, 64),
+        // The client chooses number and size; a server without options takes pings of up to 64 KiB
+        // until the client ends.
         Rping::Server { .. } => (0, 64 << 10),
     };
     let options = Options {

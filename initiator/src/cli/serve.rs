@@ -2,9 +2,9 @@
 //!
 //! The background process is this program again, with the same arguments and `--foreground
 //! --supervised LOG`, in a session of its own. Passwords are not among the arguments: they come on
-//! its standard input. It prints one line of JSON when the attachment is
-//! usable, or why it is not; whoever started it waits for that line. What ends an attachment is a
-//! signal (`SIGTERM`, `SIGINT`, `SIGHUP`), or that somebody unmounts it.
+//! its standard input. It prints one line of JSON when the attachment is usable, or the reason why
+//! it is not; its starter waits for that line. An attachment is ended by a signal (`SIGTERM`,
+//! `SIGINT`, `SIGHUP`), or by an unmount.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -35,24 +35,24 @@ use crate::engine::SessionStatus;
 use crate::url::TargetUrl;
 use crate::url::{SECRET_ENV, Secrets};
 
-/// How long one operation of an export may take at least by default, reconnections included: a kernel that
-/// gets an error gives up the file system, so patience is cheaper.
+/// Shortest default of the time for one operation of an export, reconnections included: a kernel
+/// that gets an error gives up the file system, so patience is cheaper.
 const OPERATION: Duration = Duration::from_secs(60);
 
-/// How much longer than the background process its starter waits.
+/// Time by which the starter waits longer than the background process.
 const SLACK: Duration = Duration::from_secs(10);
 
-/// Why an attachment ends.
+/// Reason for the end of an attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// A signal asks for it.
     Signal,
-    /// Nobody uses it any more: it was unmounted.
+    /// It was unmounted, and has no user any longer.
     Unmounted,
 }
 
 #[derive(Serialize, Deserialize)]
-enum Told {
+enum Outcome {
     Attached(Attachment),
     Failed {
         exit: u8,
@@ -62,8 +62,8 @@ enum Told {
     },
 }
 
-/// What an attachment's process does, from the first step to the last: `work` gets the channel of
-/// events, and tells when it is usable by the function it is given.
+/// Runs an attachment's process, from the first step to the last: `work` gets the channel of
+/// events, and reports by the function it is given that the attachment is usable.
 pub(super) fn run(
     args: &ServeArgs,
     global: &Global,
@@ -87,18 +87,18 @@ pub(super) fn run(
         args,
         global,
         port: None,
-        told: false,
+        reported: false,
     };
     let result = watch_signals(sender.clone()).and_then(|()| work(&events, &sender, &mut ready));
     if let Some(log) = &args.supervised {
         match &result {
-            Err(error) if !ready.told => tell(&Told::Failed {
+            Err(error) if !ready.reported => report(&Outcome::Failed {
                 exit: error.exit as u8,
                 what: error.what.clone(),
                 causes: error.causes(),
                 help: error.help.clone(),
             })?,
-            // A log that tells of no failure is of no use any more.
+            // A log without a failure is of no use any longer.
             Ok(()) if args.log_file.is_none() => drop(std::fs::remove_file(log)),
             _ => {}
         }
@@ -116,7 +116,7 @@ fn watch_signals(sender: mpsc::Sender<Event>) -> Result<(), CliError> {
             for signal in signals.forever() {
                 seen += 1;
                 tracing::info!(signal, "asked to end");
-                // Whoever asks again and again does not want to wait any longer.
+                // A user who repeats the signal does not want to wait any longer.
                 if seen > 2 || sender.send(Event::Signal).is_err() {
                     std::process::exit(128 + signal);
                 }
@@ -126,18 +126,18 @@ fn watch_signals(sender: mpsc::Sender<Event>) -> Result<(), CliError> {
         .map_err(failed)
 }
 
-/// Tells once that an attachment is usable.
+/// Reports once that an attachment is usable.
 pub(super) struct Ready<'a> {
     args: &'a ServeArgs,
     global: &'a Global,
-    /// Where the initiator port is written down, if that is not the list of attachments.
+    /// Entry of the initiator port, if that is not in the list of attachments.
     pub(super) port: Option<PortEntry>,
-    told: bool,
+    reported: bool,
 }
 
 impl Ready<'_> {
     /// Lists the attachment and reports that it is usable.
-    pub(super) fn tell(
+    pub(super) fn report(
         &mut self,
         address: &Address,
         disk: &Disk,
@@ -182,6 +182,8 @@ impl Ready<'_> {
                 None => dir.register(attachment),
             })
             .map_err(|e| CliError::io("cannot write down the attachment", e))?;
+        // Watching begins when the entry is there: the first change of the session's state is
+        // written into it.
         if let Some(status) = disk.watch() {
             watch_link(status, registration.link(), self.port.clone())?;
         }
@@ -192,16 +194,16 @@ impl Ready<'_> {
     pub(super) fn announce(&mut self, attachment: &Attachment) -> Result<(), CliError> {
         tracing::info!(id = attachment.id, url = attachment.url, "attached");
         if self.args.supervised.is_some() {
-            tell(&Told::Attached(attachment.clone()))?;
-            // Whatever directory it was started in may go away.
+            report(&Outcome::Attached(attachment.clone()))?;
+            // The directory that it was started in may go away.
             let _ = std::env::set_current_dir("/");
         } else {
             print(attachment, self.global)?;
             if let Err(error) = sd_notify::notify(&[NotifyState::Ready]) {
-                tracing::debug!(%error, "the service manager was not told");
+                tracing::debug!(%error, "the service manager was not notified");
             }
         }
-        self.told = true;
+        self.reported = true;
         Ok(())
     }
 }
@@ -256,16 +258,16 @@ fn print(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
     })
 }
 
-fn tell(told: &Told) -> Result<(), CliError> {
+fn report(outcome: &Outcome) -> Result<(), CliError> {
     let mut out = io::stdout().lock();
-    serde_json::to_writer(&mut out, told)
+    serde_json::to_writer(&mut out, outcome)
         .map_err(io::Error::from)
         .and_then(|()| writeln!(out))
         .and_then(|()| out.flush())
-        .map_err(|e| CliError::io("nobody listens to the background process", e))
+        .map_err(|e| CliError::io("no process listens to the background process", e))
 }
 
-/// Starts the background process and waits until it tells how it went.
+/// Starts the background process and waits for its report.
 fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliError> {
     let failed = |e| CliError::io("cannot start the background process", e);
     // That process needs it too, and what it says of waiting goes to its log.
@@ -307,7 +309,7 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
         stdin.write_all(&text).map_err(failed)?;
     }
     let stdout = child.stdout.take().expect("it is piped");
-    let (sender, told) = mpsc::channel();
+    let (sender, outcome) = mpsc::channel();
     thread::Builder::new()
         .name("background".into())
         .spawn(move || {
@@ -317,12 +319,12 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
             let _ = sender.send(line);
         })
         .map_err(failed)?;
-    let Ok(line) = told.recv_timeout(global.timeout + SLACK) else {
+    let Ok(line) = outcome.recv_timeout(global.timeout + SLACK) else {
         return Err(give_up(&mut child, &log));
     };
     match serde_json::from_str(&line) {
-        Ok(Told::Attached(attachment)) => Ok(attachment),
-        Ok(Told::Failed {
+        Ok(Outcome::Attached(attachment)) => Ok(attachment),
+        Ok(Outcome::Failed {
             exit,
             what,
             causes,
@@ -445,7 +447,7 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
     }
 }
 
-/// How an attachment uses its disk.
+/// Limits on the use of the disk by an attachment.
 pub(super) fn access(args: &ServeArgs, global: &Global, read_only: bool) -> Access {
     Access {
         login: global.timeout,

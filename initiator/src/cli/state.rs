@@ -1,11 +1,11 @@
 //! The attachments of this host: a small directory with a JSON file for each.
 //!
-//! It is `$RISER_STATE_DIR`; or `/run/riser` for root, whose services and logins see the same; or `riser`
-//! in `$XDG_RUNTIME_DIR`. A file is written by
-//! the process that serves the attachment, when it is usable, and removed by it at its end. A file
-//! whose process is gone is stale: whoever lists the directory removes it, and what the process
-//! could not undo. A process is known by its id and the time it was started, so that another one
-//! with the same id is not taken for it.
+//! It is `$RISER_STATE_DIR`; or `/run/riser` for root, whose services and logins see the same; or
+//! `riser` in `$XDG_RUNTIME_DIR`. A file is written by the process that serves the attachment,
+//! when it is usable, and removed by it at its end. A file whose process is gone is stale: the
+//! next process that lists the directory removes it, and what that process could not undo. A
+//! process is known by its id and the time it was started, so that another one with the same id is
+//! not taken for it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,38 +24,39 @@ use super::lock;
 use crate::engine::{LinkReport, PathReport, SessionReport};
 use crate::ublk;
 
-/// How an attachment shows on this host.
+/// Form in which an attachment shows on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Export {
-    /// A file.
+    /// A file through FUSE.
     Fuse {
-        /// What is mounted over: a directory or a file.
+        /// Path that is mounted over: a directory or a file.
         path: PathBuf,
-        /// The disk's file.
+        /// Path of the disk's file.
         file: PathBuf,
     },
     /// A network block device.
     Nbd {
-        /// Its socket.
+        /// Path of its socket.
         socket: PathBuf,
         /// Its URI, for clients.
         uri: String,
     },
-    /// A block device.
+    /// A block device of `ublk_drv`.
     Ublk {
-        /// Its number.
+        /// Number of the device.
         number: u32,
-        /// Its file.
+        /// Path of the device's file.
         device: PathBuf,
-        /// What its initiator port follows from, which a process that takes it over must have too.
+        /// Number that its initiator port follows from, which a process that takes it over must
+        /// have too.
         port: u64,
-        /// What udev names it by.
+        /// Properties by which udev names it.
         properties: BTreeMap<String, String>,
     },
     /// A mounted file system.
     Mount {
-        /// Where it is mounted.
+        /// Path that it is mounted on.
         path: PathBuf,
         /// The loop device below it.
         device: PathBuf,
@@ -87,7 +88,7 @@ impl Export {
     }
 }
 
-/// An attachment.
+/// An attachment as its file has it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attachment {
     /// Its name on this host.
@@ -96,24 +97,24 @@ pub struct Attachment {
     pub url: String,
     /// Process that serves it.
     pub pid: u32,
-    /// When that process was started, in clock ticks since the boot.
+    /// Start of that process, in clock ticks since the boot.
     pub started: u64,
-    /// When it was attached, in seconds since 1970.
+    /// Time of the attachment, in seconds since 1970.
     pub since: u64,
-    /// How it shows.
+    /// Form in which it shows.
     pub export: Export,
-    /// Size in bytes.
+    /// Size of the disk in bytes.
     pub capacity: u64,
     /// Size of a logical block in bytes.
     pub block_size: u32,
-    /// Whether writes are refused.
+    /// The attachment refuses writes.
     pub read_only: bool,
     /// The logical unit's world-wide name, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unit: Option<String>,
-    /// Where the process logs, if not to its terminal.
+    /// Log file of the process, if it does not log to its terminal.
     pub log: Option<PathBuf>,
-    /// How its session is, if it has one.
+    /// Report of its session, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link: Option<LinkReport>,
     /// The paths to the logical unit, where there are several.
@@ -152,8 +153,8 @@ pub(super) mod generation {
 }
 
 impl Attachment {
-    /// Whether it outlives its process: a block device, in which requests wait for another process, or
-    /// which was added and never started.
+    /// Returns whether it outlives its process: a block device, in which requests wait for another
+    /// process, or which was added and never started.
     #[must_use]
     pub fn waits(&self) -> bool {
         match &self.export {
@@ -169,7 +170,7 @@ impl Attachment {
     }
 }
 
-/// When a process was started, in clock ticks since the boot; `None` if there is no such process.
+/// Start of a process, in clock ticks since the boot; `None` if there is no such process.
 #[must_use]
 pub fn process_start(pid: u32) -> Option<u64> {
     start_of(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
@@ -182,14 +183,14 @@ fn start_of(stat: &str) -> Option<u64> {
     let mut fields = rest.split_ascii_whitespace();
     let is_zombie = fields.next()? == "Z";
     let threads: u64 = fields.nth(16)?.parse().ok()?;
-    // A zombie serves nothing any more once its other threads have let go of its files, too.
+    // A zombie serves nothing any longer once its other threads have released its files, too.
     if is_zombie && threads <= 1 {
         return None;
     }
     fields.nth(1)?.parse().ok()
 }
 
-/// What the directory has.
+/// Content of the directory.
 #[derive(Debug)]
 pub(super) struct Listing {
     /// The attachments, by id.
@@ -244,7 +245,7 @@ impl StateDir {
         Self { patience, ..self }
     }
 
-    /// Where it is.
+    /// Path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -417,7 +418,7 @@ fn clean_up(export: &Export) {
     }
 }
 
-/// Unmounts a FUSE mount that nobody serves any more.
+/// Unmounts a FUSE mount whose process has ended.
 fn unmount_dead(path: &Path) {
     // stat(2) may be answered from cached attributes, statfs(2) never is. What was under way when its
     // process died is aborted.

@@ -10,10 +10,10 @@ use clap::{Arg, error::Error};
 
 use super::exit::{CliError, Exit};
 
-/// The program.
+/// Name of the program.
 const RISERD: &str = "riserd";
 
-/// What it is usually asked for. It knows more, and says so.
+/// Verbs that it is usually asked for. It has more, which its help lists.
 const VERBS: [(&str, &str); 13] = [
     ("ls", "Show the target daemon's objects as a tree"),
     ("get", "Show what an object or a key is set to"),

@@ -31,7 +31,7 @@ pub(super) fn run(device: &Path) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Tells udev that there is something to ask for. Without udev nobody listens.
+/// Notifies udev that there are properties to ask for. Without udev there is no listener.
 pub(super) fn announce(number: u32) {
     let _ = fs::write(format!("/sys/class/block/ublkb{number}/uevent"), "change");
 }
@@ -79,7 +79,7 @@ fn path(url: &TargetUrl) -> Option<String> {
     }
 }
 
-/// What a name in `/dev` may consist of; anything else becomes an underscore.
+/// Replaces characters that a name in `/dev` may not have by underscores.
 fn clean(text: &str) -> String {
     let is_fine = |c: char| c.is_ascii_alphanumeric() || "#+-.:=@_".contains(c);
     text.chars()

@@ -49,7 +49,7 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| format!("`{text}` is not a duration of at most a year"))
 }
 
-/// How long something is waited for: a duration that is not 0, or `never` to give up, which is a century.
+/// Parses a limit of waiting: a duration that is not 0, or `never` to give up, which is a century.
 pub(super) fn patience(text: &str) -> Result<Duration, String> {
     const CENTURY: Duration = Duration::from_secs(100 * 366 * 86_400);
     match text {
@@ -61,7 +61,7 @@ pub(super) fn patience(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Bytes for people.
+/// Size in bytes as people read it.
 pub(super) fn show_size(bytes: u64) -> String {
     indicatif::BinaryBytes(bytes).to_string()
 }

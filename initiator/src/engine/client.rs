@@ -3,8 +3,9 @@
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use fastrand::Rng;
 use riser_transport::verbs::{PKey, Provider};
 
 use super::builder::ClientBuilder;
@@ -58,7 +59,7 @@ impl Client {
     /// will do. A future that is late is dropped with the wait.
     pub fn timeout<F: Future>(&self, limit: Duration, future: F) -> Timeout<F> {
         let (sender, receiver) = oneshot();
-        let message = Message::Timer(Instant::now() + limit, sender);
+        let message = Message::Timer(limit, sender);
         // A closed mailbox drops the sender, which ends the wait.
         drop(self.0.mailbox.send(message));
         Timeout::new(future, receiver)
@@ -116,6 +117,8 @@ pub(super) struct Shared {
     pub(super) mailbox: Arc<Mailbox<Message>>,
     pub(super) pool: BufferPool,
     pub(super) device: DeviceInfo,
+    /// Random numbers of its sessions.
+    pub(super) random: Mutex<Rng>,
     /// Extension of this client's initiator port identifier where an address gives none.
     pub(super) extension: u64,
     pub(super) config: ClientBuilder,
@@ -123,6 +126,12 @@ pub(super) struct Shared {
 }
 
 impl Shared {
+    /// A random number.
+    pub(super) fn random(&self) -> u64 {
+        let random = self.random.lock();
+        random.unwrap_or_else(PoisonError::into_inner).u64(..)
+    }
+
     pub(super) fn stop(&self) {
         let _ = self.mailbox.send(Message::Shutdown);
         let thread = self

@@ -1,6 +1,5 @@
 //! Sessions of an engine: from an address to a login, and discovery.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +35,7 @@ impl Client {
         let (reply, answer) = oneshot();
         let message = Message::Discover {
             ip,
-            transaction: RandomState::new().build_hasher().finish(),
+            transaction: self.0.random(),
             reply,
         };
         self.0
@@ -244,7 +243,7 @@ impl Client {
         match self.0.config.port {
             // An iSCSI session identifier is made of the first 40 bits.
             Some(seed) => seed.wrapping_add(path << 24),
-            None => RandomState::new().build_hasher().finish(),
+            None => self.0.random(),
         }
     }
 

@@ -4,7 +4,6 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
@@ -12,7 +11,7 @@ use riser_scsi::srp::{
     BufferFormats, Cmd, DataBuffer, FromInitiator, ImmediateDataOffset, LoginRej, LoginRejReason,
     LoginReq, LoginRsp, MemDesc, MultiChannelAction, MultiChannelResult, Residual, Rsp, RspCode,
 };
-use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::loopback::Endpoint;
 use riser_transport::verbs::{
     Access, AhAttr, CmEventKind, CmId, Completion, ConnParam, CqId, Gid, Mr, PdId, PortSpace,
     Provider, QKey, QpCap, QpId, QpInitAttr, QpType, RKey, RdmaCm, RecvWr, RemoteAddr, SendOp,
@@ -22,6 +21,8 @@ use riser_transport::wire::dm::{
     Attribute, DmHeader, IoUnitInfo, IocProfile, Method, ServiceEntry,
 };
 use zerocopy::{FromBytes, IntoBytes};
+
+use super::tests::world;
 
 pub(crate) const BLOCK: usize = 512;
 const RECVS: usize = 80;
@@ -51,7 +52,7 @@ pub(crate) struct Knobs {
     pub(crate) disconnect: AtomicBool,
     /// The next answer is garbage.
     pub(crate) garbage: AtomicBool,
-    /// The next answer invalidates the key of the last direct descriptor, which nobody offered.
+    /// The next answer invalidates the key of the last direct descriptor, unasked.
     pub(crate) invalidate: AtomicBool,
     /// Logins are refused.
     pub(crate) refuse: AtomicBool,
@@ -81,23 +82,12 @@ pub(crate) struct Knobs {
     pub(crate) credits_asked: AtomicU32,
     /// Key and address of the last direct descriptor.
     pub(crate) last: Mutex<Option<MemDesc>>,
-    stop: AtomicBool,
 }
 
 pub(crate) struct FakeTarget {
     pub(crate) addr: SocketAddr,
     pub(crate) knobs: Arc<Knobs>,
     pub(crate) disk: Arc<Mutex<Vec<u8>>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Drop for FakeTarget {
-    fn drop(&mut self) {
-        self.knobs.stop.store(true, Ordering::SeqCst);
-        if let Some(thread) = self.thread.take() {
-            thread.join().unwrap();
-        }
-    }
 }
 
 struct Channel {
@@ -118,7 +108,7 @@ struct Gsi {
 }
 
 impl Gsi {
-    fn new(nic: &mut Roce, pd: PdId) -> Self {
+    fn new(nic: &mut Endpoint, pd: PdId) -> Self {
         let memory = Memory::new(4096).unwrap();
         let mr = nic
             .reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE)
@@ -155,7 +145,7 @@ impl Gsi {
         }
     }
 
-    fn post_recv(&self, nic: &mut Roce) {
+    fn post_recv(&self, nic: &mut Endpoint) {
         let sges = [self.sge(0, 40 + 256)];
         let wr = RecvWr {
             wr_id: riser_transport::verbs::WrId(1),
@@ -164,7 +154,7 @@ impl Gsi {
         nic.post_recv(self.qp, &[wr]).unwrap();
     }
 
-    fn turn(&self, nic: &mut Roce, pd: PdId) {
+    fn turn(&self, nic: &mut Endpoint, pd: PdId) {
         let mut completions = Vec::new();
         nic.poll_cq(self.cq, 4, &mut completions).unwrap();
         for completion in completions.iter().filter(|c| c.opcode.is_recv()) {
@@ -217,9 +207,10 @@ impl Gsi {
     }
 }
 
-struct Target {
+/// The target itself, which the world gives its turns.
+pub(super) struct Target {
     gsi: Gsi,
-    nic: Roce,
+    nic: Endpoint,
     pd: PdId,
     cq: CqId,
     knobs: Arc<Knobs>,
@@ -244,54 +235,37 @@ fn count(counter: &AtomicU32) {
 
 impl FakeTarget {
     /// Starts a target with a disk of `blocks` at an address of its own.
-    pub(crate) fn start(ip: &str, blocks: usize) -> Self {
-        let ip: IpAddr = ip.parse().unwrap();
+    pub(crate) fn start(blocks: usize) -> Self {
         let knobs = Arc::new(Knobs::default());
         let disk = Arc::new(Mutex::new(vec![0; blocks * BLOCK]));
-        let (ready, opened) = std::sync::mpsc::channel();
-        let thread = std::thread::spawn({
-            let (knobs, disk) = (knobs.clone(), disk.clone());
-            move || {
-                let mut nic = Roce::open(&RoceConfig::new(ip)).unwrap();
-                let pd = nic.alloc_pd().unwrap();
-                let cq = nic.create_cq(4096).unwrap();
-                let listener = nic.create_id(PortSpace::Tcp).unwrap();
-                nic.bind_addr(listener, SocketAddr::new(ip, 5555)).unwrap();
-                nic.listen(listener, 8).unwrap();
-                ready.send(()).unwrap();
-                let gsi = Gsi::new(&mut nic, pd);
-                let mut target = Target {
-                    gsi,
-                    nic,
-                    pd,
-                    cq,
-                    knobs,
-                    disk,
-                    channels: HashMap::new(),
-                    ids: HashMap::new(),
-                    waiting: Vec::new(),
-                    received: VecDeque::new(),
-                    sent: Vec::new(),
-                };
-                while !target.knobs.stop.load(Ordering::SeqCst) {
-                    target.turn();
-                    std::thread::sleep(Duration::from_micros(20));
-                }
-            }
+        let mut nic = world::fabric().endpoint(world::address());
+        let addr = SocketAddr::new(nic.addr(), 5555);
+        let pd = nic.alloc_pd().unwrap();
+        let cq = nic.create_cq(4096).unwrap();
+        let listener = nic.create_id(PortSpace::Tcp).unwrap();
+        nic.bind_addr(listener, addr).unwrap();
+        nic.listen(listener, 8).unwrap();
+        world::add_target(Target {
+            gsi: Gsi::new(&mut nic, pd),
+            nic,
+            pd,
+            cq,
+            knobs: knobs.clone(),
+            disk: disk.clone(),
+            channels: HashMap::new(),
+            ids: HashMap::new(),
+            waiting: Vec::new(),
+            received: VecDeque::new(),
+            sent: Vec::new(),
         });
-        opened.recv().unwrap();
-        Self {
-            addr: SocketAddr::new(ip, 5555),
-            knobs,
-            disk,
-            thread: Some(thread),
-        }
+        Self { addr, knobs, disk }
     }
 }
 
 impl Target {
-    fn turn(&mut self) {
-        self.poll();
+    /// Does what there is to do; whether there was anything.
+    pub(super) fn turn(&mut self) -> bool {
+        let mut worked = self.poll();
         self.gsi.turn(&mut self.nic, self.pd);
         if self.knobs.attack.swap(false, Ordering::SeqCst) {
             let desc = self.knobs.last.lock().unwrap().unwrap();
@@ -300,19 +274,22 @@ impl Target {
                 count(&self.knobs.attacks.1);
             }
             count(&self.knobs.attacks.0);
+            worked = true;
         }
         // What came before a disconnect is heard before it.
         while let Some(completion) = self.received.pop_front() {
+            worked = true;
             if self.channels.contains_key(&completion.qp) && completion.status.is_ok() {
                 self.handle(&completion);
             }
         }
         while let Some(event) = self.nic.poll_cm_event() {
+            worked = true;
             match event.kind {
                 CmEventKind::ConnectRequest { param, .. } => {
                     let is_late = !self.ids.is_empty() && self.knobs.late.load(Ordering::SeqCst);
                     let patience = Duration::from_millis(if is_late { 50 } else { 0 });
-                    let due = Instant::now() + patience;
+                    let due = world::now() + patience;
                     self.waiting.push((due, event.id, param.private_data));
                 }
                 CmEventKind::Rejected { .. } => {
@@ -324,15 +301,23 @@ impl Target {
                 _ => {}
             }
         }
-        let now = Instant::now();
+        let now = world::now();
         while let Some(at) = self.waiting.iter().position(|(due, ..)| *due <= now) {
             let (_, id, private_data) = self.waiting.remove(at);
             self.log_in(id, &private_data);
+            worked = true;
         }
+        worked
     }
 
-    fn poll(&mut self) {
-        self.nic.progress(Instant::now());
+    /// The time of its next turn at the latest.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let waiting = self.waiting.iter().map(|(due, ..)| *due);
+        waiting.chain(self.nic.deadline()).min()
+    }
+
+    fn poll(&mut self) -> bool {
+        let worked = self.nic.progress(world::now()) > 0;
         let mut completions = Vec::new();
         self.nic.poll_cq(self.cq, 64, &mut completions).unwrap();
         for completion in completions {
@@ -342,6 +327,7 @@ impl Target {
                 self.sent.push(completion);
             }
         }
+        worked
     }
 
     fn forget(&mut self, id: CmId) {
@@ -540,14 +526,15 @@ impl Target {
         {
             return false;
         }
-        let until = Instant::now() + Duration::from_secs(5);
+        let until = world::now() + Duration::from_secs(5);
         loop {
             self.poll();
             let done = self.sent.drain(..).find(|c| c.wr_id.0 == 77 && c.qp == qp);
             match done {
                 Some(done) => return done.status.is_ok(),
-                None => assert!(Instant::now() < until, "transfer hangs"),
+                None => assert!(world::now() < until, "transfer hangs"),
             }
+            world::step(self.nic.deadline());
         }
     }
 
@@ -701,7 +688,7 @@ impl Target {
     }
 }
 
-fn post_recv(nic: &mut Roce, channel: &Channel, slot: u64) {
+fn post_recv(nic: &mut Endpoint, channel: &Channel, slot: u64) {
     let sge = Sge {
         addr: channel.mr.addr + slot * RECV_LEN as u64,
         length: RECV_LEN as u32,

@@ -26,6 +26,7 @@ mod builder;
 mod client;
 mod connect;
 mod driver;
+mod env;
 mod io;
 mod iser;
 mod oneshot;
@@ -37,6 +38,7 @@ mod session;
 mod srp;
 mod start;
 mod status;
+mod system;
 mod tcp;
 mod timer;
 
@@ -44,9 +46,11 @@ use std::time::Duration;
 
 pub use builder::ClientBuilder;
 pub use client::Client;
+pub use env::Env;
 pub use io::{IoData, IoEnd, ScsiIo, WorkQueue, Workload};
 pub use pool::{BufferPool, TakeBuffer};
 pub use session::{IoFuture, Session};
+pub use start::Engine;
 pub use status::{LinkReport, LinkState, PathReport, Pending, SessionReport, SessionStatus};
 pub use timer::{Elapsed, Timeout};
 

@@ -4,14 +4,14 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use riser_scsi::lun::LunId;
 
 use super::EngineError;
 use super::client::Client;
 use super::driver::{CHECK_LEN, Message, SessionGuard, Watch};
-use super::io::{Done, Io, IoData, IoEnd, ScsiIo, Workload};
+use super::io::{IoData, IoEnd, ScsiIo, Workload};
 use super::oneshot::{Receiver, oneshot};
 use super::status::SessionStatus;
 use super::timer::Elapsed;
@@ -97,8 +97,7 @@ impl Session {
     /// is still there.
     pub fn submit(&self, io: ScsiIo) -> IoFuture {
         let (sender, receiver) = oneshot();
-        let io = Io::new(io, Done::Future(sender), Instant::now());
-        let message = Message::Submit(self.handle.guard.key, Box::new(io));
+        let message = Message::Submit(self.handle.guard.key, Box::new(io), sender);
         // A closed mailbox drops the message, and with it the sender.
         drop(self.handle.client.0.mailbox.send(message));
         IoFuture(receiver)

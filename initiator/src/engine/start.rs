@@ -1,18 +1,51 @@
-//! Starting an engine.
+//! Starting an engine: on a thread of its own, or without one in a simulation.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io as stdio;
-use std::sync::{Arc, Mutex};
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
+use fastrand::Rng;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
 
 use super::EngineError;
 use super::builder::ClientBuilder;
 use super::client::{Client, DeviceInfo, Shared};
-use super::driver::{Driver, DriverConfig, Message};
+use super::driver::Driver;
+use super::env::Env;
 use super::park::Mailbox;
 use super::pool::BufferPool;
+use super::system::{self, OpenDevice, System};
+
+/// An engine without a thread. Its owner gives it its rounds, and with them its time.
+pub struct Engine<E: Env>(Driver<E>);
+
+impl<E: Env> std::fmt::Debug for Engine<E> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").finish_non_exhaustive()
+    }
+}
+
+impl<E: Env> Engine<E> {
+    /// Does what there is to do at that time, once. Returns whether there was anything; then it may
+    /// have more to do at once. Times never go back.
+    pub fn step(&mut self, now: Instant) -> bool {
+        self.0.round(now)
+    }
+
+    /// The time of the next step at the latest. Packets of its device, bytes of its sockets and calls
+    /// of its users may ask for an earlier one.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.0.deadline()
+    }
+
+    /// Returns whether it was shut down, and every session has ended.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.0.is_over()
+    }
+}
 
 impl ClientBuilder {
     /// Starts the engine on a software NIC at a local address.
@@ -28,7 +61,7 @@ impl ClientBuilder {
     /// # Errors
     /// As [`Self::build`].
     pub fn without_device(self) -> Result<Client, EngineError> {
-        self.start::<Roce, _>(|| Ok(None))
+        self.start::<Roce>(Box::new(|| Ok(None)))
     }
 
     /// Starts the engine on a device that `open` makes on the engine's thread.
@@ -37,63 +70,99 @@ impl ClientBuilder {
     /// [`EngineError::Device`] with the error of `open`, of the thread, or of the pool.
     pub fn build<P, F>(self, open: F) -> Result<Client, EngineError>
     where
-        P: Provider,
-        F: FnOnce() -> stdio::Result<P> + Send + 'static,
+        P: Provider + 'static,
+        F: FnOnce() -> io::Result<P> + Send + 'static,
     {
-        self.start(move || open().map(Some))
+        self.start(Box::new(move || open().map(Some)))
     }
 
-    /// Starts the engine's thread, with the device that `open` makes there, or without one.
-    fn start<P, F>(self, open: F) -> Result<Client, EngineError>
-    where
-        P: Provider,
-        F: FnOnce() -> stdio::Result<Option<P>> + Send + 'static,
-    {
+    /// Makes an engine without a thread, in surroundings of its owner's. What its clients ask for is
+    /// done when the owner calls [`Engine::step`].
+    ///
+    /// # Errors
+    /// As [`Self::build`].
+    pub fn attach<E: Env>(self, mut env: E) -> Result<(Client, Engine<E>), EngineError> {
         let pool = BufferPool::new(self.pool)?;
         let mailbox = Arc::new(Mailbox::new()?);
-        let (ready, opened) = std::sync::mpsc::channel();
-        let thread = std::thread::Builder::new()
-            .name("riser-engine".to_owned())
-            .spawn({
-                let (mailbox, pool) = (mailbox.clone(), pool.memory().whole());
-                let config = DriverConfig { spin: self.spin };
-                move || {
-                    let provider = match open() {
-                        Ok(provider) => provider,
-                        Err(e) => return drop(ready.send(Err(e))),
-                    };
-                    let device = provider
-                        .as_ref()
-                        .map_or_else(DeviceInfo::none, DeviceInfo::of);
-                    let _ = ready.send(Ok(device));
-                    let _close = CloseOnExit(&mailbox);
-                    Driver::new(provider, mailbox.clone(), pool, config).run();
-                }
-            })?;
-        let device = match opened.recv() {
-            Ok(Ok(device)) => device,
-            Ok(Err(e)) => return Err(e.into()),
-            Err(_) => return Err(EngineError::Gone),
-        };
-        let random = RandomState::new().build_hasher().finish();
-        let extension = self.port.unwrap_or(random);
-        Ok(Client(Arc::new(Shared {
+        let provider = env.open_device()?;
+        let device = provider.as_ref();
+        let device = device.map_or_else(DeviceInfo::none, DeviceInfo::of);
+        let mut seed = [0; 8];
+        env.fill_random(&mut seed)?;
+        let mut random = Rng::with_seed(u64::from_ne_bytes(seed));
+        let memory = pool.memory().whole();
+        let driver = Driver::new(env, provider, mailbox.clone(), memory);
+        let client = Client(Arc::new(Shared {
             mailbox,
             pool,
             device,
-            extension,
+            extension: self.port.unwrap_or_else(|| random.u64(..)),
+            random: Mutex::new(random),
             config: self,
-            thread: Mutex::new(Some(thread)),
-        })))
+            thread: Mutex::new(None),
+        }));
+        Ok((client, Engine(driver)))
+    }
+
+    /// Starts the engine's thread, which makes the engine itself: a device need not be able to move
+    /// to another thread.
+    fn start<P: Provider + 'static>(self, open: OpenDevice<P>) -> Result<Client, EngineError> {
+        let (ready, made) = std::sync::mpsc::channel();
+        let thread = std::thread::Builder::new().name("riser-engine".to_owned());
+        let thread = thread.spawn(move || {
+            let spin = self.spin;
+            match self.attach(System::new(open)) {
+                Ok((client, mut engine)) => {
+                    let _ = ready.send(Ok(client));
+                    system::run(&mut engine.0, spin);
+                }
+                Err(error) => drop(ready.send(Err(error))),
+            }
+        })?;
+        let client: Client = made.recv().unwrap_or(Err(EngineError::Gone))?;
+        let place = &client.0.thread;
+        *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(client)
     }
 }
 
-/// Refuses messages once the thread is gone, and drops those that came too late, whose senders are
-/// notified by the ends of their oneshots.
-struct CloseOnExit<'a>(&'a Mailbox<Message>);
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::time::Duration;
 
-impl Drop for CloseOnExit<'_> {
-    fn drop(&mut self) {
-        drop(self.0.close());
+    use super::*;
+    use crate::block::task::block_on;
+    use crate::engine::Elapsed;
+    use crate::session::{ConnectError, Down};
+    use crate::url::IscsiUrl;
+
+    /// With the clock, the sockets and the device of the machine.
+    #[test]
+    fn an_engine_runs_on_a_thread_of_its_own() {
+        let client = Client::builder().pool(1 << 20).without_device().unwrap();
+        let wait = client.timeout(Duration::from_millis(5), std::future::pending::<()>());
+        assert_eq!(block_on(wait), Err(Elapsed));
+
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let portal = listener.local_addr().unwrap();
+        let url = format!("iscsi://{portal}/iqn.2026-01.com.example:disk/0");
+        let url: IscsiUrl = url.parse().unwrap();
+        let hung_up = std::thread::spawn(move || drop(listener.accept().unwrap()));
+        let error = block_on(client.connect(&url)).unwrap_err();
+        let is_lost = matches!(error, EngineError::Login(Down::ConnectionLost));
+        assert!(is_lost, "{error}");
+        hung_up.join().unwrap();
+        let error = block_on(client.connect(&url)).unwrap_err();
+        let refused = EngineError::Login(Down::Connect(ConnectError::Tcp(111)));
+        assert_eq!(error.to_string(), refused.to_string());
+        client.shutdown();
+        let error = block_on(client.connect(&url)).unwrap_err();
+        assert!(matches!(error, EngineError::Gone), "{error}");
+
+        let builder = Client::builder().pool(1 << 20);
+        let client = builder.open("127.0.42.1".parse().unwrap()).unwrap();
+        assert_ne!(client.device(), "none");
+        client.shutdown();
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -185,16 +185,15 @@ impl SessionStatus {
         self.changed.notify_all();
     }
 
-    /// Enters a state; `why` says what ended the one before. The former state.
-    fn enter(&self, state: LinkState, why: Option<Down>) -> LinkState {
+    /// Enters a state at that date; `why` says what ended the one before. Returns the former state.
+    fn enter(&self, state: LinkState, why: Option<Down>, date: Duration) -> LinkState {
         // Under the lock, so that what waits for a change sees the state and its details together.
         let mut details = self.lock();
         let before = self.link();
         self.state.store(state as u8, Ordering::Release);
         details.last = why.or(details.last);
         if before != state {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            details.since = now.map_or(0, |now| now.as_secs());
+            details.since = date.as_secs();
         }
         self.changed.notify_all();
         before
@@ -218,18 +217,19 @@ impl SessionStatus {
         }
     }
 
-    pub(super) fn on_event(&self, event: &SessionEvent) {
+    /// Notes an event that happened at that date, as time since 1970.
+    pub(super) fn on_event(&self, event: &SessionEvent, date: Duration) {
         match event {
             SessionEvent::Live => {
-                self.enter(LinkState::Live, None);
+                self.enter(LinkState::Live, None, date);
             }
             SessionEvent::Reconnecting(why) => {
-                if self.enter(LinkState::Reconnecting, Some(*why)) == LinkState::Live {
+                if self.enter(LinkState::Reconnecting, Some(*why), date) == LinkState::Live {
                     self.reconnects.fetch_add(1, Ordering::Relaxed);
                 }
             }
             SessionEvent::Closed(why) => {
-                self.enter(LinkState::Closed, Some(*why));
+                self.enter(LinkState::Closed, Some(*why), date);
             }
             SessionEvent::UnitEvent { .. } => {}
         }
@@ -241,30 +241,32 @@ mod tests {
     use super::*;
     use crate::session::ConnectError;
 
+    const DATE: Duration = Duration::from_secs(1_800_000_000);
+
     #[test]
     fn a_report_says_since_when_and_why() {
         let status = SessionStatus::default();
         let first = status.report();
         assert_eq!(first.link.state, LinkState::Connecting);
-        status.on_event(&SessionEvent::Live);
+        status.on_event(&SessionEvent::Live, DATE);
         let live = status.wait_for_change(&first).unwrap();
         assert_eq!(
             (live.link.state, &live.link.last_error),
             (LinkState::Live, &None)
         );
-        assert!(live.link.since > 1_700_000_000);
-        status.on_event(&SessionEvent::Reconnecting(Down::Unresponsive));
+        assert_eq!(live.link.since, 1_800_000_000);
+        status.on_event(&SessionEvent::Reconnecting(Down::Unresponsive), DATE);
         let refused = Down::Connect(ConnectError::Tcp(111));
-        status.on_event(&SessionEvent::Reconnecting(refused));
+        status.on_event(&SessionEvent::Reconnecting(refused), DATE);
         let down = status.wait_for_change(&live).unwrap();
         assert_eq!(down.link.state, LinkState::Reconnecting);
         assert_eq!(down.link.last_error, Some(refused.to_string()));
         assert_eq!(status.reconnects(), 1, "one outage");
-        status.on_event(&SessionEvent::Live);
+        status.on_event(&SessionEvent::Live, DATE);
         let again = status.wait_for_change(&down).unwrap();
         assert_eq!(again.link.state, LinkState::Live);
         assert_eq!(again.link.last_error, Some(refused.to_string()), "kept");
-        status.on_event(&SessionEvent::Closed(Down::Closed));
+        status.on_event(&SessionEvent::Closed(Down::Closed), DATE);
         let closed = status.wait_for_change(&again).unwrap();
         assert_eq!(status.wait_for_change(&closed), None);
     }

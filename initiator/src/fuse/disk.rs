@@ -45,14 +45,14 @@ pub enum Caching {
     Kernel,
 }
 
-/// Whether the mount is a directory that holds the file, or the file.
+/// Layout of the mount: a directory that holds the file, or the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Layout {
     Directory { name: String },
     File,
 }
 
-/// The file system.
+/// The file system of one disk.
 pub(super) struct DiskFs<D> {
     device: Arc<ByteDevice<D>>,
     layout: Layout,

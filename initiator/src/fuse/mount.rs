@@ -27,7 +27,7 @@ pub struct FuseOptions {
     pub source: String,
     /// The cache between readers and the disk.
     pub caching: Caching,
-    /// Whether other users may use the file. Needs `user_allow_other` in `/etc/fuse.conf` where the
+    /// Other users may use the file. Needs `user_allow_other` in `/etc/fuse.conf` where the
     /// mounting user is not root.
     pub allow_other: bool,
 }
@@ -38,10 +38,10 @@ pub enum UnmountError {
     /// It is in use.
     #[error("{} is busy", .0.display())]
     Busy(PathBuf),
-    /// Something else.
+    /// Any other failure.
     #[error("cannot unmount {}", path.display())]
     Failed {
-        /// The mount.
+        /// Path of the mount.
         path: PathBuf,
         /// The error of the system.
         source: io::Error,
@@ -65,8 +65,8 @@ impl std::fmt::Debug for FuseMount {
 }
 
 impl FuseMount {
-    /// Mounts a disk. It can be used when this returns. `on_end` is called once, when nobody uses
-    /// the mount any more because somebody unmounted it.
+    /// Mounts a disk. It can be used when this returns. `on_end` is called once, when the mount
+    /// has been unmounted and has no user any longer.
     ///
     /// # Errors
     /// The path does not exist, FUSE is missing or not permitted.
@@ -117,13 +117,13 @@ impl FuseMount {
         })
     }
 
-    /// Where it is mounted.
+    /// Path of the mount.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The disk's file.
+    /// Path of the disk's file.
     #[must_use]
     pub fn file(&self) -> &Path {
         &self.file
@@ -135,7 +135,7 @@ impl FuseMount {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Takes the mount away if nobody uses it.
+    /// Takes the mount away if it is not in use.
     ///
     /// # Errors
     /// It is in use, or it cannot be unmounted; it is still mounted then.
@@ -146,8 +146,8 @@ impl FuseMount {
         unmount(&self.path, false)
     }
 
-    /// Takes the mount out of the tree, even if somebody has it open, who may go on until he closes
-    /// it or this process ends.
+    /// Takes the mount out of the tree, even if a program has it open, which may go on until it
+    /// closes the file or this process ends.
     ///
     /// # Errors
     /// It cannot be unmounted.
@@ -183,12 +183,12 @@ impl Drop for FuseMount {
         {
             tracing::warn!(%error, "cannot remove the FUSE mount");
         }
-        // Not joined: somebody may have the file open for as long as he likes.
+        // Not joined: a program may have the file open for any time.
     }
 }
 
-/// Unmounts a FUSE mount as root does, or through `fusermount3` as everybody may; with `lazy` even
-/// if somebody has it open.
+/// Unmounts a FUSE mount as root does, or through `fusermount3` as every user may; with `lazy`
+/// even if it is open.
 ///
 /// # Errors
 /// It is in use, or it cannot be unmounted.
@@ -202,6 +202,8 @@ pub fn unmount(path: &Path, lazy: bool) -> Result<(), UnmountError> {
         path: path.to_owned(),
         source,
     };
+    // The system call comes first: it needs no program, and its errors are codes. `NOFOLLOW`
+    // because a user's link must not lead root to another mount.
     match rustix::mount::unmount(path, flags | UnmountFlags::NOFOLLOW) {
         Ok(()) => return Ok(()),
         Err(rustix::io::Errno::BUSY) => return Err(UnmountError::Busy(path.to_owned())),

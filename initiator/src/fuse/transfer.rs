@@ -9,7 +9,7 @@ use fuser::ReplyData;
 
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, ExtentKind, Span, task};
 
-/// What one call of `lseek` looks at, at a time.
+/// Bytes whose allocation one step of `lseek` asks for.
 const SEEK_WINDOW: u64 = 1 << 30;
 
 /// A piece of a write: where it goes, and its bytes.
@@ -18,8 +18,8 @@ pub(super) type Piece = (Span, Option<Buffer>);
 /// Answers a read with a part of a buffer.
 pub(super) fn send(reply: ReplyData, buffer: &Buffer, span: &Span) {
     let slice = buffer.slice();
-    // SAFETY: the operation that filled the buffer is done, and whoever holds a buffer is the only
-    // one that may start another on it; so nothing writes it during the call.
+    // SAFETY: the operation that filled the buffer is done, and only the holder of a buffer may
+    // start another on it; so nothing writes it during the call.
     unsafe {
         slice
             .memory()

@@ -7,17 +7,17 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 /// A value of a field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Value {
-    /// A number.
+    /// A number of any width.
     Number(u64),
     /// A number of which one value means that there is no limit or nothing is reported.
     Optional(Option<u64>),
-    /// Yes or no.
+    /// A flag: yes or no.
     Flag(bool),
-    /// Text, made printable.
+    /// Text that was made printable.
     Text(String),
     /// Bytes; in hexadecimal when printed.
     Bytes(Vec<u8>),
-    /// Several things.
+    /// A list of values.
     List(Vec<Value>),
     /// Fields in a field.
     Fields(Fields),
@@ -28,12 +28,12 @@ pub enum Value {
 pub struct Fields(pub Vec<(&'static str, Value)>);
 
 impl Fields {
-    /// Adds a field.
+    /// Adds a field at the end.
     pub fn push(&mut self, name: &'static str, value: Value) {
         self.0.push((name, value));
     }
 
-    /// A field's value.
+    /// Value of a field, if it has that field.
     #[must_use]
     pub fn field(&self, name: &str) -> Option<&Value> {
         self.0.iter().find(|(n, _)| *n == name).map(|(_, v)| v)

@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use super::fields::{Fields, Value};
 
-/// Why bytes are no INQUIRY data.
+/// Reason why bytes are no INQUIRY data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum InquiryError {
     /// Too short for what every answer has.
@@ -27,11 +27,11 @@ pub enum InquiryError {
     },
 }
 
-/// How a field is shown.
+/// Form in which a field is shown.
 enum Shown {
     /// As yes or no.
     Flag(Field<bool>),
-    /// As a number.
+    /// Shown as a number.
     Number(Field<u64>),
     /// As a number of which 0 says that nothing is reported.
     NonZero(Field<u64>),
@@ -39,12 +39,12 @@ enum Shown {
 
 type Table = &'static [(&'static str, Shown)];
 
-/// A flag.
+/// Form of a flag.
 const fn flag(field: Field<bool>) -> Shown {
     Shown::Flag(field)
 }
 
-/// A number.
+/// Form of a number.
 const fn number<T>(field: Field<T>) -> Shown {
     Shown::Number(field.as_number())
 }
@@ -347,6 +347,8 @@ fn designator(one: &Designator<'_>) -> Value {
         _ => "reserved",
     };
     fields.push("type", Value::Text(kind.into()));
+    // Numbers are binary in four bytes, of which the first two are reserved (SPC-4 7.8.6). The
+    // code set decides for all others, because vendors put text into any type.
     let value = match (one.kind, one.code_set, one.id) {
         (
             of::RELATIVE_TARGET_PORT | of::TARGET_PORT_GROUP | of::LOGICAL_UNIT_GROUP,

@@ -19,7 +19,7 @@ use riser_memory::PAGE;
 
 use crate::block::{BufferWaiters, Span};
 
-/// Most connections.
+/// Largest number of connections.
 const MAX_CONNECTIONS: u64 = 64;
 
 /// Bytes of pages, of which a pool's buffers consist.
@@ -30,20 +30,20 @@ fn in_pages(bytes: u64) -> u64 {
 /// The buffers of a device, in bytes.
 #[derive(Debug)]
 pub(super) struct Budget {
-    /// What each connection can have at any time.
+    /// Bytes that each connection can have at any time.
     floor: u64,
     connections: u64,
-    /// What all connections together can have beyond their floors.
+    /// Bytes that all connections together can have beyond their floors.
     shared: u64,
     used: Mutex<Used>,
     /// Bounded by the requests in flight and the connections.
     waiters: BufferWaiters,
 }
 
-/// What is held, in bytes.
+/// Bytes that are held.
 #[derive(Debug, Default)]
 struct Used {
-    /// By all connections.
+    /// Bytes of all connections.
     total: u64,
     /// Of that, beyond their floors.
     shared: u64,
@@ -65,7 +65,7 @@ impl Budget {
         }
     }
 
-    /// How many connections there can be.
+    /// Number of connections that there can be.
     pub(super) fn connections(&self) -> usize {
         self.connections as usize
     }
@@ -75,7 +75,7 @@ impl Budget {
     }
 }
 
-/// What one connection holds of a [`Budget`].
+/// Account of one connection at a [`Budget`].
 #[derive(Debug)]
 pub(super) struct Account {
     budget: Arc<Budget>,
@@ -96,7 +96,7 @@ impl Account {
         self.budget.floor
     }
 
-    /// What the connection would hold beyond its floor, if it held `held`.
+    /// Bytes beyond its floor that the connection would have, if it held `held`.
     fn beyond(&self, held: u64) -> u64 {
         held.saturating_sub(self.budget.floor)
     }
@@ -105,8 +105,9 @@ impl Account {
         self.held.load(Ordering::Relaxed)
     }
 
-    /// Whether `bytes` more are within the floor, or leave at least as much of the rest free as this
-    /// connection would hold of it. A device with all buffers free serves any request.
+    /// Returns whether `bytes` more are within the floor, or leave at least as much of the rest
+    /// free as this connection would hold of it. A device with all buffers free serves any
+    /// request.
     fn may_take(&self, used: &Used, bytes: u64) -> bool {
         let (before, after) = (self.beyond(self.held()), self.beyond(self.held() + bytes));
         let shared = used.shared + after - before;
@@ -154,7 +155,7 @@ impl Account {
         .await
     }
 
-    /// Whether anything can be taken; if not, `waker` is woken when there may be more.
+    /// Returns whether anything can be taken; if not, `waker` is woken when there may be more.
     pub(super) fn has_room(&self, waker: &Waker) -> bool {
         let has_room = || self.may_take(&self.budget.used(), in_pages(1));
         has_room() || {

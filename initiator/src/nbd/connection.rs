@@ -24,7 +24,7 @@ const RECEIVE: usize = 64 << 10;
 /// Unsent bytes beyond which requests that are refused are not read any further.
 const MAX_BACKLOG: usize = 256 << 10;
 
-/// What the thread waits for.
+/// Condition that the thread waits for.
 enum Need {
     /// More bytes from the client.
     Bytes,
@@ -55,13 +55,13 @@ struct Filling {
     filled: usize,
 }
 
-/// A connection.
+/// A connection of a client.
 pub(super) struct Connection<D> {
     shared: Arc<Shared>,
     device: Arc<ByteDevice<D>>,
     machine: Machine,
     received: Vec<u8>,
-    /// The bytes in `received` that nobody has taken.
+    /// Bytes in `received` that were not taken yet.
     valid: Range<usize>,
     receiving: Option<Receiving>,
     waker: Waker,
@@ -112,7 +112,7 @@ impl<D: BlockDevice> Connection<D> {
         }
     }
 
-    /// Whether the want of room was met between noticing it and asking to be told.
+    /// Returns whether room has come back between noticing its lack and asking to be notified.
     fn could_go_on(&self) -> bool {
         // A missing buffer has its own waker, which counts as an event.
         self.receiving.is_none()
@@ -191,6 +191,8 @@ impl<D: BlockDevice> Connection<D> {
                     let Some((mut span, share)) = share else {
                         return Some(Need::Room);
                     };
+                    // Asked again after registering the waker: the last buffer may have come back
+                    // in between, and then nothing would wake this thread.
                     let buffer = try_buffer(&self.device, &mut span, offset, left).or_else(|| {
                         self.device.device().wake_when_free(&self.waker);
                         self.device.try_buffer(&span)

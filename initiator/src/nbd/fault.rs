@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-/// Reason for the stream to be of no more use. The connection ends without a further reply.
+/// Reason why the stream cannot be used any longer. The connection ends without a further reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum NbdFault {
     /// The client's flags have a bit that we do not know.
@@ -14,9 +14,9 @@ pub enum NbdFault {
     /// An option is longer than any that exists.
     #[error("option {option} is {len} bytes long")]
     OptionLength {
-        /// The option.
+        /// Number of the option.
         option: u32,
-        /// Its length.
+        /// Length of its data, in bytes.
         len: u32,
     },
     /// `EXPORT_NAME`, which knows no error, named an export that does not exist.

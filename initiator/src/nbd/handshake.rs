@@ -16,7 +16,7 @@ pub(super) fn reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
     out.extend(data);
 }
 
-/// What is left of an option's data. The slice's length is the only authority.
+/// Rest of an option's data. The slice's length is the only authority.
 struct Cursor<'a>(&'a [u8]);
 
 impl<'a> Cursor<'a> {
@@ -52,12 +52,12 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// What follows an option.
+/// Phase that follows an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Further options.
+    /// Further options may come.
     Options,
-    /// Requests.
+    /// Transmission phase, with requests.
     Transmission,
     /// Nothing: the client has aborted the negotiation.
     Closed,
@@ -67,11 +67,11 @@ pub(super) enum Phase {
 #[derive(Clone, Debug)]
 pub(super) struct Handshake {
     pub(super) export: Export,
-    /// Whether the answer to `EXPORT_NAME` has no padding.
+    /// The answer to `EXPORT_NAME` has no padding.
     pub(super) no_zeroes: bool,
-    /// Whether replies are structured.
+    /// Replies are structured.
     pub(super) structured: bool,
-    /// Whether `base:allocation` has been selected.
+    /// The context `base:allocation` has been selected.
     pub(super) base_allocation: bool,
 }
 
@@ -168,6 +168,7 @@ impl Handshake {
             reply(out, option, rep::INFO, &body);
         };
         let flags = self.export.transmission_flags(self.structured);
+        // INFO_EXPORT must be sent whether or not it was asked for; the others only if they were.
         send(info::EXPORT, &[&size.to_be_bytes(), &flags.to_be_bytes()]);
         if wants(info::NAME) {
             send(info::NAME, &[name.as_bytes()]);

@@ -35,9 +35,9 @@ pub enum Event {
 /// The progress of one call of [`Machine::handle`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// How many bytes of the input it took. 0 without an event: it needs more.
+    /// Number of bytes of the input that it took. 0 without an event: it needs more.
     pub consumed: usize,
-    /// Their outcome.
+    /// Event that these bytes have led to.
     pub event: Option<Event>,
 }
 
@@ -45,17 +45,17 @@ pub struct Progress {
 enum State {
     /// The greeting is out; four bytes of flags come.
     ClientFlags,
-    /// Options come.
+    /// Options are expected.
     Options,
     /// The rest of an option that was refused for its length.
     SkipOption { left: u32 },
-    /// Requests come.
+    /// Requests are expected.
     Request,
     /// The payload of a write that was handed out.
     Payload { left: u32 },
     /// The payload of a write that was refused; then the refusal goes out.
     SkipPayload { left: u32, reply: Refusal },
-    /// Nothing more.
+    /// The connection has ended.
     Closed,
 }
 
@@ -119,7 +119,7 @@ impl Machine {
         self.state == State::Closed
     }
 
-    /// How many bytes of a write's payload are next in the stream.
+    /// Number of bytes of a write's payload that are next in the stream.
     #[must_use]
     pub fn payload_left(&self) -> u32 {
         match self.state {
@@ -248,6 +248,8 @@ impl Machine {
                 self.become_state(State::Closed);
                 event = Some(Event::Disconnect);
             }
+            // A refused write still has its payload in the stream. Skipping it comes before the
+            // reply, so that the stream stays in step even if the client sends it late.
             Verdict::Refuse {
                 refusal,
                 chunked,

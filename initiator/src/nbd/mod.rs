@@ -35,20 +35,20 @@ pub use machine::{Event, Machine, Progress};
 pub use server::{Server, ServerHandle};
 pub use transmission::{Command, Request};
 
-/// What a machine tells its client of the export.
+/// Properties of the export, as its clients see them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Export {
     /// Name. An empty name asks for the default export, which this one is as well.
     pub name: String,
     /// A line for people; may be empty.
     pub description: String,
-    /// Size in bytes.
+    /// Size of the export in bytes.
     pub size: u64,
     /// Best size and alignment of requests in bytes; any byte range is served.
     pub preferred_block: u32,
-    /// Whether changes are refused.
+    /// The export refuses changes.
     pub read_only: bool,
-    /// Whether `TRIM` does something.
+    /// `TRIM` has an effect.
     pub can_trim: bool,
 }
 

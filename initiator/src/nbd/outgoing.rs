@@ -1,4 +1,5 @@
-//! The sending side of a connection, shared by its thread and by whoever completes requests.
+//! The sending side of a connection, shared by its thread and by the threads that complete
+//! requests.
 //!
 //! A reply that is small, alone and finds room in the socket is sent by the thread that completes
 //! the request. Everything else waits in a queue for the connection's own thread, which sends many
@@ -66,7 +67,7 @@ struct Queue {
     dead: bool,
 }
 
-/// What a connection's thread and the completions of its requests share.
+/// State that a connection's thread and the completions of its requests share.
 pub(super) struct Shared {
     socket: UnixStream,
     queue: Mutex<Queue>,
@@ -146,14 +147,15 @@ impl Shared {
         })
     }
 
-    /// Whether another request may be read; if not, `waker` or a ticket that comes back ends that.
+    /// Returns whether another request may be read; if not, `waker` or a ticket that comes back
+    /// ends that.
     pub(super) fn has_room(&self, waker: &Waker) -> bool {
         self.in_flight.load(Ordering::SeqCst) < MAX_IN_FLIGHT
             && self.bytes.load(Ordering::SeqCst) < MAX_BYTES
             && self.account.has_room(waker)
     }
 
-    /// What this connection holds of the export's buffers.
+    /// Account of the connection at the export's buffers.
     pub(super) fn account(&self) -> &Arc<Account> {
         &self.account
     }
@@ -232,6 +234,9 @@ impl Shared {
                 },
             };
             queue.sent += n;
+            // A send may end inside a piece, which stays with its buffer until the rest has gone.
+            // Pieces that are done are dropped by the caller, without the lock, as that may wake
+            // tasks.
             while let Some(first) = queue.pieces.front() {
                 let len = first.len();
                 if queue.sent < len {
@@ -244,7 +249,7 @@ impl Shared {
         }
     }
 
-    /// Tells the connection's thread that something happened.
+    /// Notifies the connection's thread that something happened.
     pub(super) fn notify(&self) {
         self.events.fetch_add(1, Ordering::SeqCst);
         if self.sleeps.swap(false, Ordering::SeqCst) {
@@ -253,7 +258,8 @@ impl Shared {
         }
     }
 
-    /// What [`Shared::sleep`] wants to be told, so that nothing that comes after is slept over.
+    /// Number of events so far, which [`Shared::sleep`] takes so that it returns at once for a
+    /// later one.
     pub(super) fn events(&self) -> u64 {
         self.events.load(Ordering::SeqCst)
     }

@@ -41,7 +41,7 @@ pub mod handshake_flag {
     pub const NO_ZEROES: u16 = 2;
 }
 
-/// Transmission flags, which tell what an export can do.
+/// Transmission flags, the abilities of an export.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod flag {
     pub const HAS_FLAGS: u16 = 1;
@@ -91,7 +91,7 @@ pub mod info {
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// Commands.
+/// Numbers of the commands.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod cmd {
     pub const READ: u16 = 0;
@@ -104,7 +104,7 @@ pub mod cmd {
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// Flags of commands.
+/// Flags that commands may have.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod cmd_flag {
     pub const FUA: u16 = 1;

@@ -1,6 +1,6 @@
-//! Requests in flight, and how they are answered.
+//! Requests in flight, and their replies.
 //!
-//! A request is answered by whoever holds it last: [`Answer`] and `LastChunk` send the reply, or its
+//! A request is answered by its last holder: [`Answer`] and `LastChunk` send the reply, or its
 //! end, when they are dropped, so that no request can be forgotten.
 
 use std::ops::Range;
@@ -82,7 +82,7 @@ impl Drop for LastChunk {
     }
 }
 
-/// The extents as `base:allocation` tells them, neighbours of one kind merged.
+/// Extents in the form of `base:allocation`, neighbours of one kind merged.
 pub(super) fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
     let mut out: Vec<(u32, u32)> = Vec::new();
     for extent in extents {
@@ -143,7 +143,7 @@ pub(super) fn try_buffer<D: BlockDevice>(
 /// A part of a reply, a buffer of the device for it, and its share of them.
 type Part = (Span, Buffer, Share);
 
-/// What a read in flight needs for its reply.
+/// State of a read in flight for its reply.
 pub(super) struct Reader<D> {
     pub(super) shared: Arc<Shared>,
     pub(super) device: Arc<ByteDevice<D>>,
@@ -189,6 +189,8 @@ impl<D: BlockDevice> Reader<D> {
             };
             let (last, device) = (last.clone(), self.device.clone());
             let cookie = self.cookie;
+            // Chunks go in the order in which their reads end, which structured replies allow. The
+            // end of the reply is sent when the last task drops its share of `last`.
             task::spawn(async move {
                 let piece = match device.read(span, buffer).await {
                     Ok(buffer) => Piece {
@@ -219,6 +221,8 @@ impl<D: BlockDevice> Reader<D> {
             Ok(whole) => whole,
             Err(error) => return self.refuse(&BlockError::Io(error.to_string()), offset),
         };
+        // Piece by piece, each in the device's memory only while it is read: the whole may be
+        // larger than what the device has, and waiting for all of it could lock up connections.
         let mut done = 0;
         while done < len as usize {
             let at = offset + done as u64;

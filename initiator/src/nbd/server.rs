@@ -26,7 +26,7 @@ const BACKLOG: i32 = 128;
 /// hundred kilobytes goes out at once.
 const SEND_BUFFER: usize = 1 << 20;
 
-/// How long a client that is being disconnected may take to read its last replies.
+/// Longest time for a client that is being disconnected to read its last replies.
 const GRACE: Duration = Duration::from_secs(5);
 
 type Clients = Arc<Mutex<Vec<(Weak<Shared>, JoinHandle<()>)>>>;
@@ -42,8 +42,8 @@ pub struct Server<D> {
 }
 
 impl<D: BlockDevice> Server<D> {
-    /// Binds the socket, with access for its owner only. A socket there that nobody listens on any
-    /// more is replaced.
+    /// Binds the socket, with access for its owner only. A socket there that no process listens on
+    /// is replaced.
     ///
     /// # Errors
     /// Those of binding it, `AddrInUse` where somebody listens or where there is another file.
@@ -54,6 +54,8 @@ impl<D: BlockDevice> Server<D> {
         description: &str,
     ) -> io::Result<Self> {
         if let Ok(meta) = path.symlink_metadata() {
+            // A socket without a listener is left over from a process that was killed. To connect
+            // is the only way to know.
             if !meta.file_type().is_socket() || UnixStream::connect(path).is_ok() {
                 return Err(io::ErrorKind::AddrInUse.into());
             }
@@ -192,7 +194,7 @@ impl std::fmt::Debug for ServerHandle {
 }
 
 impl ServerHandle {
-    /// How many clients there are.
+    /// Number of clients at present.
     #[must_use]
     pub fn connections(&self) -> usize {
         lock(&self.clients)
@@ -219,7 +221,7 @@ impl ServerHandle {
         if thread.join().is_err() {
             tracing::error!("the NBD server's thread panicked");
         }
-        // Before the clients go: nobody shall find it and wait in vain.
+        // Before the clients go: no other client shall find it and wait in vain.
         let _ = std::fs::remove_file(&self.path);
         let clients = std::mem::take(&mut *lock(&self.clients));
         for (shared, _) in &clients {

@@ -19,18 +19,18 @@ pub(super) struct Refusal {
 pub struct Request {
     /// The client's name for it.
     pub cookie: Cookie,
-    /// What it wants.
+    /// Command of the request.
     pub command: Command,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
     /// Length in bytes; 0 for a flush.
     pub len: u32,
 }
 
-/// What a request wants done with its range.
+/// Command of a request on its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Read.
+    /// Read the range.
     Read {
         /// All in one chunk.
         dont_fragment: bool,
@@ -58,27 +58,27 @@ pub enum Command {
         /// Fail rather than write zeroes the slow way.
         fast: bool,
     },
-    /// Tell what is allocated.
+    /// Report which blocks are allocated.
     BlockStatus {
-        /// One extent only.
+        /// Report one extent only.
         one: bool,
     },
 }
 
 impl Request {
-    /// How many bytes of payload follow the header, for a write.
+    /// Number of bytes of payload that follow the header of a write.
     #[must_use]
     pub fn payload(&self) -> Option<u32> {
         matches!(self.command, Command::Write { .. }).then_some(self.len)
     }
 }
 
-/// What becomes of a request.
+/// Decision on a request.
 pub(super) enum Verdict {
     Accept(Request),
     Refuse {
         refusal: Refusal,
-        /// Whether the client expects chunks.
+        /// The client expects chunks.
         chunked: bool,
         /// Payload to skip first.
         payload: u32,

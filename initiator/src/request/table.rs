@@ -4,9 +4,11 @@
 //! a started request to the target: a tag.
 
 use std::collections::VecDeque;
+use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
 use riser_scsi::srp::WireLun;
+use riser_state::{State, become_state};
 use slab::Slab;
 
 use super::{
@@ -27,14 +29,16 @@ pub(crate) enum AttemptEnd {
     Lost,
 }
 
-/// Where a request is.
+/// Where a request is. It may be completed in every state.
 ///
 /// ```text
-///            ┌──────────── Backoff ←──────────┐
-///            ↓                                │ patience asked for
-/// submit → Queued → Started ──────────→ Retiring → completed
-///            ↑         └→ Aborting ────────↑  │
-///            └────────────────────────────────┘ again, at once
+///            ┌────────────── Backoff ←──────────┐
+///            ↓                                  │ the target is busy
+/// submit → Queued → Started ────────────→ Retiring
+///            ↑ ↑       │ └──→ Aborting ──────↑  │
+///            │ └───────┴─────────┘ not sent,    │
+///            │                     or lost      │
+///            └──────────────────────────────────┘ again, at once
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RequestState<T> {
@@ -44,14 +48,29 @@ pub(crate) enum RequestState<T> {
     Started { channel: u8, tag: T, until: Instant },
     /// Took too long; task management is to end it.
     Aborting { channel: u8, tag: T },
-    /// The attempt is over; its memory is being taken back from the target.
+    /// The attempt is over; its memory is being taken back from the target, for which the connection
+    /// has until the given time.
     Retiring {
         channel: u8,
         tag: Option<T>,
         end: AttemptEnd,
+        until: Instant,
     },
     /// Waits before it is queued again.
     Backoff { until: Instant },
+}
+
+impl<T: Debug> State for RequestState<T> {
+    fn may_become(&self, next: &Self) -> bool {
+        use RequestState::{Aborting, Backoff, Queued, Retiring, Started};
+        match self {
+            Queued => matches!(next, Started { .. }),
+            Started { .. } => matches!(next, Queued | Aborting { .. } | Retiring { .. }),
+            Aborting { .. } => matches!(next, Queued | Retiring { .. }),
+            Retiring { .. } => matches!(next, Queued | Backoff { .. }),
+            Backoff { .. } => matches!(next, Queued),
+        }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -106,6 +125,8 @@ pub(crate) struct Limits {
     pub(crate) requests: usize,
     /// Attempts at one request.
     pub(crate) attempts: u8,
+    /// Longest wait for an attempt's answer, and then for its memory.
+    pub(crate) attempt: Duration,
     /// Wait before a command is repeated that the target was too busy for; doubles with every
     /// attempt.
     pub(crate) busy: Duration,
@@ -135,7 +156,7 @@ pub(crate) struct Requests<T> {
     replays: usize,
 }
 
-impl<T: Copy + PartialEq> Requests<T> {
+impl<T: Copy + Debug + PartialEq> Requests<T> {
     /// # Panics
     /// If there is no room for a request, or none may be tried.
     pub(crate) fn new(limits: Limits) -> Self {
@@ -214,19 +235,22 @@ impl<T: Copy + PartialEq> Requests<T> {
         self.is_held = false;
     }
 
-    /// A request of the queue is being sent.
-    pub(crate) fn start(&mut self, index: u32, channel: u8, tag: T, until: Instant) {
+    /// A request of the queue is being sent. Returns the time at which its attempt is late.
+    pub(crate) fn start(&mut self, index: u32, channel: u8, tag: T, now: Instant) -> Instant {
+        let until = now + self.limits.attempt;
         let at = self.queue.iter().position(|&i| i == index);
         self.queue.remove(at.expect("a request of the queue"));
         let request = &mut self.slab[index as usize];
         request.attempts = request.attempts.saturating_add(1);
         request.started = self.starts;
         self.starts += 1;
-        request.state = RequestState::Started {
+        let started = RequestState::Started {
             channel,
             tag,
             until,
         };
+        become_state(&mut request.state, started);
+        until
     }
 
     /// A started request was not sent after all: it waits in the queue again, as if it had not left it.
@@ -242,7 +266,7 @@ impl<T: Copy + PartialEq> Requests<T> {
         let RequestState::Started { channel, tag, .. } = request.state else {
             return None;
         };
-        request.state = RequestState::Aborting { channel, tag };
+        become_state(&mut request.state, RequestState::Aborting { channel, tag });
         Some((channel, tag))
     }
 
@@ -255,11 +279,25 @@ impl<T: Copy + PartialEq> Requests<T> {
         }
     }
 
-    /// An attempt is over; its memory is being taken back.
-    pub(crate) fn end_attempt(&mut self, index: u32, channel: u8, end: AttemptEnd) {
+    /// An attempt is over; its memory is being taken back. Returns the time at which that is late.
+    pub(crate) fn end_attempt(
+        &mut self,
+        index: u32,
+        channel: u8,
+        end: AttemptEnd,
+        now: Instant,
+    ) -> Instant {
+        let until = now + self.limits.attempt;
         let request = &mut self.slab[index as usize];
         let tag = request.place().map(|(_, tag)| tag);
-        request.state = RequestState::Retiring { channel, tag, end };
+        let retiring = RequestState::Retiring {
+            channel,
+            tag,
+            end,
+            until,
+        };
+        become_state(&mut request.state, retiring);
+        until
     }
 
     /// Channel and tag of the attempt whose memory is being taken back.
@@ -328,7 +366,8 @@ impl<T: Copy + PartialEq> Requests<T> {
 
     /// Queues a request again, in the order of submission.
     pub(crate) fn enqueue(&mut self, index: u32) -> Settled {
-        self.slab[index as usize].state = RequestState::Queued;
+        let request = &mut self.slab[index as usize];
+        become_state(&mut request.state, RequestState::Queued);
         let seq = self.at(index).seq;
         let at = self
             .queue
@@ -341,7 +380,7 @@ impl<T: Copy + PartialEq> Requests<T> {
         let request = &mut self.slab[index as usize];
         let doublings = u32::from(request.attempts.saturating_sub(1)).min(7);
         let until = (now + self.limits.busy * (1 << doublings)).min(request.spec.deadline);
-        request.state = RequestState::Backoff { until };
+        become_state(&mut request.state, RequestState::Backoff { until });
         Settled::Later(until)
     }
 
@@ -366,7 +405,9 @@ impl<T: Copy + PartialEq> Requests<T> {
                 RequestState::Backoff { until } | RequestState::Started { until, .. } => {
                     until.min(request.spec.deadline)
                 }
-                RequestState::Aborting { .. } | RequestState::Retiring { .. } => continue,
+                // Memory may be late after the request's deadline, at which its attempt is aborted.
+                RequestState::Retiring { until, .. } => until,
+                RequestState::Aborting { .. } => continue,
             };
             if at <= now {
                 late.push(request.late(index as u32));
@@ -434,7 +475,7 @@ impl<T: Copy + PartialEq> Requests<T> {
             if let RequestState::Started { channel, tag, .. } = request.state
                 && is_earlier(request)
             {
-                request.state = RequestState::Aborting { channel, tag };
+                become_state(&mut request.state, RequestState::Aborting { channel, tag });
                 earlier.push((channel, request.late(index as u32)));
             }
         }
@@ -450,5 +491,118 @@ impl<T: Copy + PartialEq> Requests<T> {
         self.queue.clear();
         self.replays = 0;
         ended
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::srp::TaskAttr;
+    use riser_state::testing::{assert_all_taken, table};
+
+    use super::super::{BUSY, Cdb, DataLen, Effect, GOOD};
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        requests: 4,
+        attempts: 4,
+        attempt: Duration::from_secs(30),
+        busy: Duration::from_millis(5),
+    };
+
+    fn states(now: Instant) -> [RequestState<u16>; 5] {
+        let (channel, tag) = (0, 7);
+        [
+            RequestState::Queued,
+            RequestState::Started {
+                channel,
+                tag,
+                until: now,
+            },
+            RequestState::Aborting { channel, tag },
+            RequestState::Retiring {
+                channel,
+                tag: Some(tag),
+                end: AttemptEnd::Aborted,
+                until: now,
+            },
+            RequestState::Backoff { until: now },
+        ]
+    }
+
+    /// A table with one request that has been started.
+    fn started(now: Instant) -> (Requests<u16>, u32) {
+        let mut requests = Requests::new(LIMITS);
+        let spec = RequestSpec {
+            lun: [0; 8],
+            attr: TaskAttr::Simple,
+            cdb: Cdb::new(&[0; 6]).unwrap(),
+            len: DataLen::None,
+            deadline: now + Duration::from_secs(60),
+            retry: Retry::Standard,
+            effect: Effect::None,
+        };
+        let RequestId(index) = requests.insert(spec).unwrap();
+        requests.start(index, 0, 7, now);
+        (requests, index)
+    }
+
+    fn answered(status: u8) -> AttemptEnd {
+        AttemptEnd::Answered(Answer {
+            status,
+            sense: None,
+            transferred: 0,
+            overflow: 0,
+        })
+    }
+
+    #[test]
+    fn the_table_of_requests_is_the_diagram() {
+        let expected = "Queued: Started\n\
+                        Started: Queued Aborting Retiring\n\
+                        Aborting: Queued Retiring\n\
+                        Retiring: Queued Backoff\n\
+                        Backoff: Queued\n";
+        assert_eq!(table(&states(Instant::now())), expected);
+    }
+
+    #[test]
+    fn every_transition_of_a_request_is_taken() {
+        let now = Instant::now();
+        assert_all_taken(&states(now), || {
+            // No room on the connection.
+            let (mut requests, index) = started(now);
+            requests.take_back(index);
+            // Lost with the connection, before its abort and during it.
+            requests.start(index, 0, 8, now);
+            let settled = requests.settle(index, AttemptEnd::Lost, false, now);
+            assert_eq!(settled, Settled::Queued);
+            requests.start(index, 0, 9, now);
+            assert_eq!(requests.begin_abort(index), Some((0, 9)));
+            requests.settle(index, AttemptEnd::Lost, false, now);
+            // Aborted.
+            requests.start(index, 0, 10, now);
+            requests.begin_abort(index);
+            requests.end_attempt(index, 0, AttemptEnd::Aborted, now);
+            requests.settle(index, AttemptEnd::Aborted, false, now);
+            // Busy, and then carried out.
+            let (mut requests, index) = started(now);
+            requests.end_attempt(index, 0, answered(BUSY), now);
+            let settled = requests.settle(index, answered(BUSY), false, now);
+            assert_eq!(settled, Settled::Later(now + LIMITS.busy));
+            requests.enqueue(index);
+            requests.start(index, 0, 11, now);
+            requests.end_attempt(index, 0, answered(GOOD), now);
+            let settled = requests.settle(index, answered(GOOD), false, now);
+            assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "Retiring")]
+    fn an_attempt_ends_once() {
+        let now = Instant::now();
+        let (mut requests, index) = started(now);
+        requests.end_attempt(index, 0, AttemptEnd::Aborted, now);
+        requests.end_attempt(index, 0, AttemptEnd::Aborted, now);
     }
 }

@@ -36,7 +36,7 @@ pub(super) struct Endpoint<'a> {
     qp: Option<QpId>,
     messages: Vec<RdmaInfo>,
     sent: Option<WcOpcode>,
-    /// The peer has left, as a completion or an event told.
+    /// The peer has left, by a completion or an event.
     gone: bool,
     /// The event that ends the connection has come; it comes once.
     ended: bool,
@@ -67,6 +67,7 @@ impl<'a> Endpoint<'a> {
         if !(MIN_SIZE..=MAX_SIZE).contains(&options.size) {
             return Err(RpingError::Size(options.size));
         }
+        // One region has messages and data, so one key is enough for both, here and at the peer.
         let slots = RdmaInfo::LEN * (RECEIVES as usize + 1);
         let layout = Layout {
             send: RdmaInfo::LEN * RECEIVES as usize,
@@ -254,9 +255,9 @@ impl<'a> Endpoint<'a> {
         self.send("sending the sink's address", self.info(self.layout.sink))
     }
 
-    /// Tells the client to go on; the message's content does not matter.
+    /// Sends the client the message to go on; its content does not matter.
     pub(super) fn go_on(&mut self) -> Result<(), RpingError> {
-        self.send("telling the client to go on", self.info(self.layout.sink))
+        self.send("letting the client go on", self.info(self.layout.sink))
     }
 
     pub(super) fn read(&mut self, from: RdmaInfo) -> Result<(), RpingError> {

@@ -37,14 +37,14 @@ pub const MAX_SIZE: usize = 64 << 20;
 /// Smallest ping, in bytes: the text that it begins with.
 pub const MIN_SIZE: usize = 32;
 
-/// How a run goes.
+/// Options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Pings; 0 goes on until the peer leaves.
     pub count: u64,
     /// Bytes of a ping, from [`MIN_SIZE`] to [`MAX_SIZE`].
     pub size: usize,
-    /// How long any one step may take.
+    /// Longest time for any one step.
     pub timeout: Duration,
 }
 
@@ -58,7 +58,7 @@ impl Default for Options {
     }
 }
 
-/// What a run did.
+/// Result of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Pings whose data was compared (client) or echoed (server).
@@ -69,7 +69,7 @@ pub struct Report {
     pub elapsed: Duration,
 }
 
-/// Why a run failed.
+/// Reason why a run failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum RpingError {
     /// The ping's size is out of range.
@@ -78,17 +78,17 @@ pub enum RpingError {
     /// A connection call failed.
     #[error("{step}: {source}")]
     Cm {
-        /// What was being done.
+        /// Step that was under way.
         step: &'static str,
-        /// What the connection manager said.
+        /// Error of the connection manager.
         source: CmError,
     },
-    /// A verb failed.
+    /// A call of the verbs failed.
     #[error("{step}: {source}")]
     Verbs {
-        /// What was being done.
+        /// Step that was under way.
         step: &'static str,
-        /// What the device said.
+        /// Error of the device.
         source: VerbsError,
     },
     /// The peer refused the connection.
@@ -97,9 +97,9 @@ pub enum RpingError {
     /// A request ended badly.
     #[error("{step}: {status:?}")]
     Work {
-        /// What was being done.
+        /// Step that was under way.
         step: &'static str,
-        /// How it ended.
+        /// Status of the completion.
         status: WcStatus,
     },
     /// A step took too long.
@@ -111,21 +111,21 @@ pub enum RpingError {
     /// The peer said something that is not the protocol.
     #[error("the peer sent {0} bytes where 16 were due")]
     Protocol(u32),
-    /// What came back is not what was sent.
+    /// Data that came back differ from those sent.
     #[error("ping {ping}: byte {offset} came back as {found:#04x}, sent as {sent:#04x}")]
     Mismatch {
-        /// Which ping, from 0.
+        /// Number of the ping, from 0.
         ping: u64,
-        /// Where.
+        /// Offset in the data, in bytes.
         offset: usize,
-        /// What was sent.
+        /// Byte that was sent.
         sent: u8,
-        /// What came back.
+        /// Byte that came back.
         found: u8,
     },
 }
 
-/// Where a peer's buffer is: the protocol's only message, 16 bytes in network byte order.
+/// Range of a peer's buffer: the protocol's only message, 16 bytes in network byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RdmaInfo {
     pub(crate) addr: u64,

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod core;
 mod fault;
 mod lifecycle;
 mod machine;
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use riser_scsi::srp::WireLun;
 
+pub(crate) use self::core::{Core, CoreConfig, Expired, SessionOutput};
 pub use self::fault::{ConnectError, Down, IscsiFault, SrpFault, SrpLoginError};
 pub(crate) use self::lifecycle::Lifecycle;
 pub use self::lifecycle::SessionState;
@@ -21,7 +23,8 @@ pub(crate) const PING: Duration = Duration::from_secs(5);
 /// A session's times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timing {
-    /// Longest wait for a command's answer before the command is aborted.
+    /// Longest wait for a command's answer before the command is aborted, and then for its memory
+    /// before the connection is left.
     pub attempt: Duration,
     /// Longest wait for the answer to a task-management function.
     pub tsk_mgmt: Duration,

@@ -17,13 +17,13 @@ const ANY: u32 = u32::MAX;
 /// No queue: a command is for the whole device.
 const NO_QUEUE: u16 = u16::MAX;
 
-/// What every device of ours can.
+/// Features of every device of ours.
 const FEATURES: u64 = feature::USER_RECOVERY
     | feature::USER_RECOVERY_REISSUE
     | feature::CMD_IOCTL_ENCODE
     | feature::USER_COPY;
 
-/// The driver.
+/// Control device of the driver.
 pub(super) struct Control {
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
     file: File,
@@ -95,7 +95,7 @@ impl Control {
         Ok(info)
     }
 
-    /// Returns when the dead server has let go of the device.
+    /// Returns when the dead server has released the device.
     pub(super) fn start_recovery(&mut self, id: u32) -> io::Result<()> {
         self.call(ControlOp::StartRecovery, id, 0, None)
     }

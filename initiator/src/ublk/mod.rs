@@ -7,15 +7,16 @@
 //! /dev/ublkcN        fetch a request … commit its result and fetch again   queue
 //! ```
 //!
-//! One thread has all requests of a device. It hands each to the disk as a task; whoever completes it
-//! copies its bytes between the request and the disk's buffer, by `pread` and `pwrite` on `/dev/ublkcN`,
-//! and gives the result back to the thread, which alone may commit it.
+//! One thread has all requests of a device. It hands each to the disk as a task; the thread that
+//! completes it copies its bytes between the request and the disk's buffer, by `pread` and
+//! `pwrite` on `/dev/ublkcN`, and gives the result back to the thread, which alone may commit it.
 //!
 //! # When the server dies
-//! The device stays, and what is sent to it waits. [`UblkDevice::recover`] takes it over: requests that
-//! the dead server had are given to the new one again. They may have been executed, or, worse, may be
-//! under way to the target still, and must not land after newer ones: so whoever takes over logs in with
-//! the initiator port of the dead server, which makes the target end the old session first.
+//! The device stays, and what is sent to it waits. [`UblkDevice::recover`] takes it over: requests
+//! that the dead server had are given to the new one again. They may have been executed, or,
+//! worse, may be under way to the target still, and must not land after newer ones: so the new
+//! server logs in with the initiator port of the dead server, which makes the target end the old
+//! session first.
 //!
 //! # Modules
 //! - `sys`: what the kernel and we exchange. `control`: the commands of a device's life.
@@ -39,7 +40,7 @@ use self::queue::Queue;
 use self::sys::State;
 use crate::block::BlockDevice;
 
-/// How long the device files may take to appear.
+/// Longest time until the device files appear.
 const APPEARS: Duration = Duration::from_secs(5);
 
 /// Requests of a device at once.
@@ -63,7 +64,7 @@ impl UblkDevice {
     ///
     /// # Errors
     /// `Unsupported`: the disk has blocks larger than a page. `NotFound`: the driver is not loaded. `AlreadyExists`: the number is taken. `PermissionDenied`.
-    /// Whatever the driver says to what the disk is like.
+    /// Any error of the driver for such a disk.
     pub fn add<D: BlockDevice>(disk: Arc<D>, number: Option<u32>) -> io::Result<Self> {
         sys::check(disk.geometry())?;
         let mut control = Control::open()?;
@@ -118,17 +119,17 @@ impl UblkDevice {
         }
     }
 
-    /// Its number.
+    /// Number of the device.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.id
     }
 
-    /// Takes the device away. Requests under way are answered first; whoever has it open gets errors
-    /// from then on.
+    /// Takes the device away. Requests under way are answered first; programs that have it open
+    /// get errors from then on.
     ///
     /// # Errors
-    /// Whatever the driver says.
+    /// Any error of the driver.
     pub fn stop(mut self) -> io::Result<()> {
         self.take_away()
     }
@@ -180,14 +181,14 @@ pub fn is_lost(id: u32) -> bool {
 /// Takes away the device of a server that has died. What waits in it fails.
 ///
 /// # Errors
-/// Whatever the driver says.
+/// Any error of the driver.
 pub fn remove(id: u32) -> io::Result<()> {
     let mut control = Control::open()?;
     control.stop(id)?;
     control.delete(id)
 }
 
-/// Whether somebody has the device for himself: a mounted file system, a device mapper.
+/// Returns whether the device is claimed exclusively: by a mounted file system, a device mapper.
 #[must_use]
 pub fn is_in_use(path: &Path) -> bool {
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;

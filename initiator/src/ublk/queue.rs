@@ -19,7 +19,7 @@ use zerocopy::IntoBytes;
 use super::sys::{ABORT, DATA_OFFSET, DESCS_OFFSET, IoCmd, IoDesc, IoOp, Op, TAG_SHIFT};
 use crate::block::{BlockDevice, BlockError, Buffer, ZeroOptions, task};
 
-/// What the bell's completions are known by; tags are smaller.
+/// User data of the bell's completions; tags are smaller.
 const BELL: u64 = u64::MAX;
 
 /// The thread of a device.
@@ -129,14 +129,14 @@ impl Drop for Descs {
     }
 }
 
-/// What requests use.
+/// State that requests share.
 struct Shared<D> {
     disk: Arc<D>,
     channel: File,
     results: Results,
 }
 
-/// The thread's state.
+/// State of the queue's thread.
 struct Server<D> {
     shared: Arc<Shared<D>>,
     descs: Descs,
@@ -243,7 +243,7 @@ impl<D: BlockDevice> Server<D> {
     }
 }
 
-/// Serves one request, on whatever threads complete its operations.
+/// Serves one request, on the threads that complete its operations.
 async fn serve<D: BlockDevice>(shared: Arc<Shared<D>>, tag: u16, desc: IoDesc) {
     let result = match execute(&shared, tag, desc).await {
         Ok(bytes) => bytes as i32,
@@ -294,7 +294,7 @@ async fn execute<D: BlockDevice>(
     }
 }
 
-/// The length of a transfer, which the device was told not to exceed.
+/// Length of a transfer, within the limit that the device was given.
 fn transfer_len(disk: &impl BlockDevice, len: u64) -> Result<usize, BlockError> {
     if len > u64::from(disk.geometry().max_transfer) {
         return Err(BlockError::OutOfRange);
@@ -317,7 +317,7 @@ fn copy(channel: &File, tag: u16, buffer: &Buffer, direction: Direction) -> Resu
         let at = unsafe { buffer.slice().ptr().add(done) };
         let (fd, left) = (channel.as_raw_fd(), buffer.len() - done);
         let position = (from + done as u64) as i64;
-        // SAFETY: the buffer has `left` bytes from there on; whoever holds it is the only one that uses
+        // SAFETY: the buffer has `left` bytes from there on; its holder is the only one that uses
         // it, and no operation on it is under way.
         let moved = unsafe {
             match direction {
@@ -327,7 +327,7 @@ fn copy(channel: &File, tag: u16, buffer: &Buffer, direction: Direction) -> Resu
         };
         match moved {
             1.. => done += moved as usize,
-            0 => return Err(BlockError::Io("a request has no more bytes".into())),
+            0 => return Err(BlockError::Io("a request has no bytes left".into())),
             _ => {
                 let error = io::Error::last_os_error();
                 if error.kind() != io::ErrorKind::Interrupted {

@@ -8,17 +8,17 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::block::Geometry;
 
-/// Bytes of the unit that sizes and offsets are told in.
+/// Bytes of the unit of sizes and offsets.
 pub(super) const SECTOR: u64 = 512;
 
-/// Where the requests' descriptions are in the device's file, for `mmap`.
+/// Offset of the requests' descriptions in the device's file, for `mmap`.
 pub(super) const DESCS_OFFSET: i64 = 0;
 
-/// Where the requests' data are in the device's file: for tag `t` from `DATA_OFFSET + (t << TAG_SHIFT)`
-/// on.
+/// Offset of the requests' data in the device's file: for tag `t` from `DATA_OFFSET + (t <<
+/// TAG_SHIFT)` on.
 pub(super) const DATA_OFFSET: u64 = 0x8000_0000;
 
-/// See [`DATA_OFFSET`].
+/// Bits of the offset within a tag's data; see [`DATA_OFFSET`].
 pub(super) const TAG_SHIFT: u32 = 25;
 
 /// The result of a fetch that will get nothing any more.
@@ -57,7 +57,7 @@ pub(super) enum IoOp {
 pub(super) mod feature {
     /// The device outlives its server.
     pub(crate) const USER_RECOVERY: u64 = 1 << 3;
-    /// What a dead server had is given to the next.
+    /// Requests of a dead server are given to the next.
     pub(crate) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
     /// Commands are numbered as ioctls are.
     pub(crate) const CMD_IOCTL_ENCODE: u64 = 1 << 6;
@@ -79,7 +79,7 @@ pub(super) struct ControlCmd {
     pub(super) reserved: U32,
 }
 
-/// What a device is: `struct ublksrv_ctrl_dev_info`.
+/// Description of a device: `struct ublksrv_ctrl_dev_info`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct DevInfo {
@@ -99,7 +99,7 @@ pub(super) struct DevInfo {
     pub(super) reserved2: U64,
 }
 
-/// How a device is.
+/// State of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Dead,
@@ -111,7 +111,7 @@ pub(super) enum State {
 }
 
 impl DevInfo {
-    /// How the device is; `None` for a state of a later kernel.
+    /// State of the device; `None` for a state of a later kernel.
     pub(super) fn state(&self) -> Option<State> {
         match self.state.get() {
             0 => Some(State::Dead),
@@ -145,7 +145,7 @@ pub(super) struct IoDesc {
     pub(super) addr: U64,
 }
 
-/// What a request asks for.
+/// Operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Op {
     Read,
@@ -156,7 +156,7 @@ pub(super) enum Op {
 }
 
 impl IoDesc {
-    /// What it asks for; `None` for what was never offered.
+    /// Operation of the request; `None` for one that was never offered.
     pub(super) fn op(&self) -> Option<Op> {
         match self.op_flags.get() & 0xff {
             0 => Some(Op::Read),
@@ -168,12 +168,12 @@ impl IoDesc {
         }
     }
 
-    /// Whether it is done only when it is on stable storage.
+    /// Returns whether it is done only when it is on stable storage.
     pub(super) fn fua(&self) -> bool {
         self.op_flags.get() & (1 << 13) != 0
     }
 
-    /// Whether zeroes must not be holes.
+    /// Returns whether zeroes must not be holes.
     pub(super) fn no_unmap(&self) -> bool {
         self.op_flags.get() & (1 << 15) != 0
     }
@@ -189,7 +189,7 @@ impl IoDesc {
     }
 }
 
-/// What a device can: `struct ublk_params`, as far as we tell it.
+/// Parameters of a device: `struct ublk_params`, as far as we set them.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct Params {
@@ -221,7 +221,7 @@ const ATTR_FUA: u32 = 1 << 3;
 /// Largest logical block that the driver takes: a page.
 const PAGE: u32 = 4096;
 
-/// Whether the driver can have such a disk, before a device is added for it.
+/// Checks that the driver takes such a disk, before a device is added for it.
 ///
 /// # Errors
 /// `Unsupported`: its blocks are larger than a page.
@@ -237,7 +237,7 @@ pub(super) fn check(geometry: &Geometry) -> io::Result<()> {
 }
 
 impl Params {
-    /// Those of a disk, whose requests have at most `largest` bytes.
+    /// Parameters of a disk whose requests have at most `largest` bytes.
     pub(super) fn of(geometry: &Geometry, largest: u32) -> Self {
         let shift = |bytes: u32| bytes.ilog2() as u8;
         // The largest that is a whole number of blocks and fits the field.

@@ -17,7 +17,7 @@ pub(super) const MAX_LUN: u16 = 0x3fff;
 /// The target's address, or a name for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Host {
-    /// A literal address.
+    /// A literal IP address.
     Ip(IpAddr),
     /// A host name: letters, digits, dots, hyphens and underscores.
     Name(String),
@@ -36,9 +36,9 @@ impl fmt::Display for Host {
 /// Address and port of a target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Portal {
-    /// Its host.
+    /// Host of the portal.
     pub host: Host,
-    /// Its port.
+    /// Port number, if it is given.
     pub port: u16,
 }
 
@@ -118,9 +118,9 @@ pub enum UrlError {
     /// A value is none that its key takes.
     #[error("value `{value}` of key `{key}` is not {expected}")]
     Value {
-        /// The key.
+        /// Key of the pair.
         key: String,
-        /// The value given.
+        /// Value that was given.
         value: String,
         /// The values that the key takes.
         expected: &'static str,
@@ -172,7 +172,7 @@ pub(super) fn write_query<const N: usize>(
     Ok(())
 }
 
-/// Splits `rest[?key=value[&key=value…]]`.
+/// Splits an address at `?`: `rest[?key=value[&key=value…]]`.
 pub(super) fn split_query(text: &str) -> (&str, impl Iterator<Item = Pair<'_>>) {
     let (rest, query) = match text.split_once('?') {
         Some((rest, query)) => (rest, Some(query)),
@@ -187,7 +187,7 @@ pub(super) fn split_query(text: &str) -> (&str, impl Iterator<Item = Pair<'_>>) 
     (rest, pairs)
 }
 
-/// One `key=value`.
+/// One pair `key=value` to write.
 pub(super) struct Part<'a> {
     pub(super) key: &'a str,
     pub(super) value: &'a str,

@@ -28,7 +28,7 @@ use super::secret::{PASSWORD_ENV, Secret, SecretError, Secrets, TARGET_PASSWORD_
 /// The carrier of the PDUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Carrier {
-    /// TCP.
+    /// iSCSI over TCP.
     #[default]
     Tcp,
     /// RDMA, with the iSCSI extensions for it (RFC 7145).
@@ -42,7 +42,7 @@ pub struct IscsiUrl {
     pub carrier: Carrier,
     /// Address or name of the portal.
     pub host: Host,
-    /// Its port.
+    /// Port number of the portal.
     pub port: u16,
     /// Name of the target, if the address has one.
     pub target: Option<IscsiName>,
@@ -59,7 +59,7 @@ pub struct IscsiUrl {
     pub initiator: Option<IscsiName>,
     /// `header_digest`: `crc32c` insists on it, `none` refuses it.
     pub header_digest: Option<bool>,
-    /// `data_digest`, as `header_digest`.
+    /// Key `data_digest`, as `header_digest`.
     pub data_digest: Option<bool>,
     /// `immediate_data`: whether commands may carry data.
     pub immediate_data: Option<bool>,
@@ -146,7 +146,7 @@ impl IscsiUrl {
         }
     }
 
-    /// Puts passwords back.
+    /// Puts back passwords that were taken out.
     pub fn put_secrets(&mut self, secrets: Secrets) {
         if secrets.password.is_some() {
             self.user.password = secrets.password;
@@ -157,6 +157,8 @@ impl IscsiUrl {
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), UrlError> {
+        // Each key may appear once, except `portal`: of two values neither would be the obvious
+        // one.
         let part = Part { key, value };
         let path = |p: &Part<'_>| Ok(PathBuf::from(p.value));
         let length = |p: &Part<'_>| p.number(512..=(1 << 24) - 1, LENGTH);
@@ -288,7 +290,7 @@ impl FromStr for IscsiUrl {
     }
 }
 
-/// Without passwords.
+/// Text of the address without passwords.
 impl fmt::Display for IscsiUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.carrier {
@@ -309,6 +311,8 @@ impl fmt::Display for IscsiUrl {
                 write!(f, "/{lun}")?;
             }
         }
+        // Defaults are left out, so that an address which is parsed and written again stays as
+        // short as it was typed. Passwords never appear, since this text goes into logs and lists.
         let digest = |on: Option<bool>| on.map(|on| if on { "crc32c" } else { "none" }.to_owned());
         let flag = |on: Option<bool>| on.map(|on| u8::from(on).to_string());
         let file = |user: &User| user.file.as_ref().map(|p| p.display().to_string());

@@ -21,9 +21,9 @@ pub use self::srp::SrpUrl;
 /// The address of a target, of any protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TargetUrl {
-    /// `srp://`.
+    /// An address `srp://…`.
     Srp(SrpUrl),
-    /// `iscsi://` and `iser://`.
+    /// An address `iscsi://…` or `iser://…`.
     Iscsi(IscsiUrl),
 }
 
@@ -56,7 +56,7 @@ impl TargetUrl {
         }
     }
 
-    /// Whether an RDMA device is needed to reach it.
+    /// Returns whether an RDMA device is needed to reach it.
     #[must_use]
     pub fn needs_device(&self) -> bool {
         match self {
@@ -74,7 +74,7 @@ impl TargetUrl {
         }
     }
 
-    /// Whether all the portals are to be used that there are, not only those in the address.
+    /// Returns whether all portals of the target are to be used, not only those in the address.
     #[must_use]
     pub fn wants_all(&self) -> bool {
         match self {
@@ -186,7 +186,7 @@ impl FromStr for TargetUrl {
     }
 }
 
-/// Without passwords.
+/// Text of the address without passwords.
 impl fmt::Display for TargetUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

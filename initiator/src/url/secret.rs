@@ -22,13 +22,13 @@ pub const SECRET_ENV: [&str; 2] = [PASSWORD_ENV, TARGET_PASSWORD_ENV];
 pub struct Secret(String);
 
 impl Secret {
-    /// Keeps a password.
+    /// Wraps a password, which debug output hides.
     #[must_use]
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// The password.
+    /// Password in clear text.
     #[must_use]
     pub fn reveal(&self) -> &str {
         &self.0
@@ -59,9 +59,9 @@ impl Secrets {
 /// A name for CHAP, and the place of its password.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct User {
-    /// CHAP_N.
+    /// CHAP_N, the user's name.
     pub name: Option<String>,
-    /// The password itself.
+    /// Password, if it is in the address.
     pub password: Option<Secret>,
     /// A file whose first line is the password.
     pub file: Option<PathBuf>,
@@ -73,7 +73,7 @@ pub enum SecretError {
     /// The file cannot be read.
     #[error("cannot read the password file {}: {source}", path.display())]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The error of the file system.
         source: std::io::Error,
@@ -81,7 +81,7 @@ pub enum SecretError {
     /// A user without a password.
     #[error("there is no password for user `{user}`; give it in {env} or in a file")]
     Missing {
-        /// The user.
+        /// Name of the user.
         user: String,
         /// The environment variable that could hold it.
         env: &'static str,

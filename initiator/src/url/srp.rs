@@ -30,7 +30,7 @@ const DEFAULT_PORT: u16 = 5555;
 pub struct SrpUrl {
     /// Address or name of the target.
     pub host: Host,
-    /// RDMA/CM port.
+    /// Port number of the RDMA CM.
     pub port: u16,
     /// Logical unit, if the address names one.
     pub lun: Option<u16>,
@@ -41,7 +41,7 @@ pub struct SrpUrl {
     pub ioc_guid: Option<u64>,
     /// `service_id`: InfiniBand service id, instead of the one that the port maps to.
     pub service_id: Option<u64>,
-    /// `pkey`: partition key.
+    /// Key `pkey`: the partition key.
     pub pkey: Option<u16>,
     /// `initiator_ext`: first half of the initiator port identifier. Default: random.
     pub initiator_ext: Option<u64>,
@@ -113,6 +113,8 @@ impl SrpUrl {
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), UrlError> {
+        // Keys are those of `ib_srp` where it has them, so that its parameters can be copied. Each
+        // may appear once, except `portal`.
         let part = Part { key, value };
         match key {
             "id_ext" => part.once(&mut self.id_ext, Part::hex64),

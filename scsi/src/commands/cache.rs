@@ -10,7 +10,7 @@ use crate::step::{BlockOp, DataIn, StepResult};
 pub(crate) enum Flush {
     /// Nothing more than that.
     Cache,
-    /// The unit stops.
+    /// The unit stops, so its cache goes to the medium first.
     Stop,
 }
 

@@ -14,7 +14,7 @@ use crate::lu::NO_MEDIUM;
 use crate::nexus::{Nexus, PortName};
 use crate::sense::Sense;
 
-/// VERSION: SPC-4.
+/// VERSION of standard data: the unit claims SPC-4 (SPC-4 6.6.2).
 const SPC_4: u8 = 6;
 /// Version descriptors (SPC-4 table 147).
 const SAM_5: u16 = 0x00a0;

@@ -15,7 +15,7 @@ use crate::cdb::Cdb;
 use crate::sense::Sense;
 use crate::step::StepResult;
 
-/// Plans a command.
+/// Function that checks a CDB and makes the command's machine.
 pub(crate) type PlanFn = fn(&Planner<'_>, &Cdb) -> PlanResult<Machine>;
 
 macro_rules! machines {

@@ -25,7 +25,7 @@ pub(crate) struct ModeSelect {
     flushing: bool,
 }
 
-/// Which mode parameter header the list starts with.
+/// Mode parameter header that the list starts with (SPC-4 7.5.5).
 #[derive(Clone, Copy, Debug)]
 enum Header {
     /// Four bytes, MODE SELECT (6).

@@ -13,7 +13,7 @@ use crate::sense::{AdditionalSense, Sense};
 /// SUBPAGE CODE: a page and all of its subpages.
 const ALL_SUBPAGES: u8 = 0xff;
 
-/// PC values.
+/// PAGE CONTROL: current values.
 const CURRENT: u8 = 0;
 const CHANGEABLE: u8 = 1;
 const SAVED: u8 = 3;

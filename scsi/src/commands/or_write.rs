@@ -38,7 +38,7 @@ enum OrStage {
     Writing(Write),
 }
 
-/// ORWRITE (16).
+/// Plans ORWRITE, a CDB of 16 bytes.
 pub(crate) fn plan_or_write<M: From<OrWrite>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
     let len = planner.data_out(wanted)?;

@@ -32,7 +32,7 @@ pub(crate) struct ReserveOut {
     action: Action,
 }
 
-/// PERSISTENT RESERVE OUT.
+/// Plans PERSISTENT RESERVE OUT (SPC-4 6.16).
 pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     // SCOPE and TYPE are ignored by REGISTER and CLEAR, and those of a RELEASE are compared with the
     // reservation (SPC-4 6.16.2), so they are no errors of the CDB there.
@@ -141,7 +141,7 @@ impl Steps for ReserveOut {
     }
 }
 
-/// PERSISTENT RESERVE IN.
+/// Plans PERSISTENT RESERVE IN (SPC-4 6.15).
 pub(crate) fn plan_in<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let action = cdb.get(SERVICE_ACTION);
     let data = planner.lu.with_reservations(|all| match action {

@@ -43,7 +43,7 @@ impl Transfer {
 pub(crate) enum Reason {
     /// CHECK CONDITION with this.
     Sense(Sense),
-    /// RESERVATION CONFLICT.
+    /// RESERVATION CONFLICT status, without sense data.
     Conflict,
 }
 
@@ -89,7 +89,7 @@ pub(crate) enum Next {
     },
     Block(BlockOp),
     Answer(DataIn),
-    /// RESERVATION CONFLICT.
+    /// RESERVATION CONFLICT status, without sense data.
     Conflict,
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct Unmap {
     /// Descriptors in the list, once it has been checked.
     count: Option<u32>,
     next: u32,
-    /// Whether something was unmapped that is not stable yet.
+    /// A range was unmapped that is not stable yet.
     unstable: bool,
 }
 
@@ -98,8 +98,8 @@ impl Steps for Unmap {
     }
 }
 
-/// Whether the backend has a volatile cache that the initiator has turned off, so that an operation
-/// without FUA must be followed by a flush.
+/// Returns whether the backend has a volatile cache that the initiator has turned off, so that an
+/// operation without FUA must be followed by a flush.
 fn needs_flush(lu: &LogicalUnit) -> bool {
     lu.config().write_cache && !lu.is_write_cache_enabled()
 }

@@ -31,17 +31,17 @@ pub(crate) struct Verify {
     start: u64,
     /// Bytes of the range.
     len: u64,
-    /// Bytes already verified.
+    /// Number of bytes already verified.
     done: u64,
     /// End of what can be verified before the next piece of Data-Out.
     until: u64,
     compare: Compare,
-    /// Data-Out.
+    /// Data-Out to compare with.
     data: Pieces,
     /// Place of the scratch space in the command's buffer.
     scratch: Range<u32>,
     block: u32,
-    /// Whether Data-Out is still on its way.
+    /// Data-Out has not arrived yet.
     receiving: bool,
     /// Reads the stable medium, and not what a READ would give.
     stable: bool,

@@ -8,7 +8,7 @@ use crate::lu::LogicalUnit;
 use crate::sense::Sense;
 use crate::step::{BlockOp, DataIn, StepResult};
 
-/// A WRITE SAME.
+/// State of a WRITE SAME.
 #[derive(Debug)]
 pub(crate) struct WriteSame {
     offset: u64,
@@ -17,7 +17,7 @@ pub(crate) struct WriteSame {
     unmap: bool,
     /// Bytes of pattern copies to write at a time.
     segment: u32,
-    /// Whether the write cache was on when a piece was sent.
+    /// The write cache was on when a piece was sent.
     cached: bool,
     stage: WriteSameStage,
 }

@@ -1,6 +1,6 @@
 //! READ CAPACITY data (SBC-3 5.15.2, 5.16.2).
 
-/// READ CAPACITY (10).
+/// READ CAPACITY (10) parameter data (SBC-3 5.15.2).
 pub(crate) mod capacity_10 {
     use crate::data::field::{Field, be32};
 
@@ -12,7 +12,7 @@ pub(crate) mod capacity_10 {
     pub(crate) const BLOCK_LENGTH: Field<u32> = be32(4);
 }
 
-/// READ CAPACITY (16).
+/// READ CAPACITY (16) parameter data (SBC-3 5.16.2).
 pub mod capacity_16 {
     use crate::data::field::{Field, be32, be64, bit, bits};
 

@@ -8,7 +8,7 @@ pub mod block_16 {
 
     /// FUA; also in the 10-byte and 12-byte forms.
     pub const FUA: Field<bool> = bit(1, 3);
-    /// LOGICAL BLOCK ADDRESS.
+    /// LOGICAL BLOCK ADDRESS, eight bytes.
     pub const LOGICAL_BLOCK_ADDRESS: Field<u64> = be64(2);
     /// TRANSFER LENGTH or NUMBER OF LOGICAL BLOCKS.
     pub const TRANSFER_LENGTH: Field<u32> = be32(10);
@@ -18,21 +18,21 @@ pub mod block_16 {
 pub mod request_sense {
     use super::{Field, bit, byte};
 
-    /// DESC: descriptor format.
+    /// DESC: sense data in descriptor format.
     pub const DESC: Field<bool> = bit(1, 0);
-    /// ALLOCATION LENGTH.
+    /// ALLOCATION LENGTH, in bytes.
     pub const ALLOCATION_LENGTH: Field<u8> = byte(4);
 }
 
-/// INQUIRY (SPC-4 6.6.1).
+/// INQUIRY, a CDB of 6 bytes (SPC-4 6.6.1).
 pub mod inquiry {
     use super::{Field, be16, bit, byte};
 
     /// EVPD: a page of vital product data.
     pub const EVPD: Field<bool> = bit(1, 0);
-    /// PAGE CODE.
+    /// PAGE CODE of the VPD page, with EVPD.
     pub const PAGE_CODE: Field<u8> = byte(2);
-    /// ALLOCATION LENGTH.
+    /// ALLOCATION LENGTH, in bytes.
     pub const ALLOCATION_LENGTH: Field<u16> = be16(3);
 }
 
@@ -48,7 +48,7 @@ pub mod mode_sense_6 {
     pub const PAGE_CODE: Field<u8> = bits(2, 5, 0);
     /// SUBPAGE CODE; also in the 10-byte form.
     pub const SUBPAGE_CODE: Field<u8> = byte(3);
-    /// ALLOCATION LENGTH.
+    /// ALLOCATION LENGTH, in bytes.
     pub const ALLOCATION_LENGTH: Field<u8> = byte(4);
 }
 
@@ -61,11 +61,11 @@ pub(crate) mod mode_sense_10 {
     pub(crate) const ALLOCATION_LENGTH: Field<u16> = be16(7);
 }
 
-/// UNMAP (SBC-3 5.28.1).
+/// UNMAP, a CDB of 10 bytes (SBC-3 5.28.1).
 pub mod unmap {
     use super::{Field, be16};
 
-    /// PARAMETER LIST LENGTH.
+    /// PARAMETER LIST LENGTH, in bytes.
     pub const PARAMETER_LIST_LENGTH: Field<u16> = be16(7);
 }
 
@@ -84,9 +84,9 @@ pub(crate) mod persistent_reserve {
     use super::{Field, be16, be32, bits};
 
     pub(crate) const SERVICE_ACTION: Field<u8> = bits(1, 4, 0);
-    /// SCOPE, of OUT.
+    /// SCOPE of PERSISTENT RESERVE OUT, four bits.
     pub(crate) const SCOPE: Field<u8> = bits(2, 7, 4);
-    /// TYPE, of OUT.
+    /// TYPE of PERSISTENT RESERVE OUT, four bits.
     pub(crate) const TYPE: Field<u8> = bits(2, 3, 0);
     /// PARAMETER LIST LENGTH, of OUT.
     pub(crate) const PARAMETER_LIST_LENGTH: Field<u32> = be32(5);
@@ -98,7 +98,7 @@ pub(crate) mod persistent_reserve {
 pub mod read_capacity_16 {
     use super::{Field, be32};
 
-    /// ALLOCATION LENGTH.
+    /// ALLOCATION LENGTH, in bytes.
     pub const ALLOCATION_LENGTH: Field<u32> = be32(10);
 }
 
@@ -108,7 +108,7 @@ pub mod get_lba_status {
 
     /// STARTING LOGICAL BLOCK ADDRESS.
     pub const STARTING_LBA: Field<u64> = be64(2);
-    /// ALLOCATION LENGTH.
+    /// ALLOCATION LENGTH, in bytes.
     pub const ALLOCATION_LENGTH: Field<u32> = be32(10);
 }
 
@@ -116,9 +116,9 @@ pub mod get_lba_status {
 pub mod report_luns {
     use super::{Field, be32, byte};
 
-    /// SELECT REPORT.
+    /// SELECT REPORT: the logical units to list (SPC-4 6.33).
     pub const SELECT_REPORT: Field<u8> = byte(2);
-    /// ALLOCATION LENGTH.
+    /// ALLOCATION LENGTH, in bytes.
     pub const ALLOCATION_LENGTH: Field<u32> = be32(6);
 }
 
@@ -126,6 +126,6 @@ pub mod report_luns {
 pub mod report_target_port_groups {
     use super::{Field, be32};
 
-    /// ALLOCATION LENGTH.
+    /// ALLOCATION LENGTH, in bytes.
     pub const ALLOCATION_LENGTH: Field<u32> = be32(6);
 }

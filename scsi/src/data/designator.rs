@@ -37,7 +37,7 @@ impl Naa {
         }
     }
 
-    /// The designator's bytes.
+    /// Bytes of the designator, without its header.
     #[must_use]
     pub fn bytes(self) -> Vec<u8> {
         match self {
@@ -67,7 +67,7 @@ pub const SAS: u8 = 6;
 pub const BINARY: u8 = 1;
 /// CODE SET: printable ASCII.
 pub const ASCII: u8 = 2;
-/// CODE SET: UTF-8.
+/// CODE SET of UTF-8 text.
 pub const UTF8: u8 = 3;
 
 /// ASSOCIATION (SPC-4 7.8.6.1): of the logical unit.
@@ -83,7 +83,7 @@ pub const VENDOR_SPECIFIC: u8 = 0;
 pub const T10_VENDOR: u8 = 1;
 /// DESIGNATOR TYPE: EUI-64 based.
 pub const EUI_64: u8 = 2;
-/// DESIGNATOR TYPE: NAA.
+/// DESIGNATOR TYPE of NAA names.
 pub const NAA: u8 = 3;
 /// DESIGNATOR TYPE: relative target port identifier.
 pub const RELATIVE_TARGET_PORT: u8 = 4;
@@ -101,11 +101,11 @@ pub const SCSI_NAME_STRING: u8 = 8;
 pub struct Designator<'a> {
     /// PROTOCOL IDENTIFIER, where PIV says that it is valid.
     pub protocol: Option<u8>,
-    /// CODE SET.
+    /// CODE SET of the designator, four bits.
     pub code_set: u8,
-    /// ASSOCIATION.
+    /// ASSOCIATION of the designator, two bits.
     pub association: u8,
-    /// DESIGNATOR TYPE.
+    /// DESIGNATOR TYPE, four bits.
     pub kind: u8,
     /// DESIGNATOR, as far as it was received.
     pub id: &'a [u8],

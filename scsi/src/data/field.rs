@@ -9,11 +9,11 @@ use std::marker::PhantomData;
 #[derive(Debug)]
 pub struct Field<T> {
     at: usize,
-    /// Length in bytes.
+    /// Length of the text in bytes.
     len: usize,
     /// Lowest bit of a field within a byte.
     low: u8,
-    /// Length in bits.
+    /// Length of the field in bits.
     bits: u8,
     value: PhantomData<fn() -> T>,
 }
@@ -71,7 +71,7 @@ pub(crate) const fn bits(at: usize, high: u8, low: u8) -> Field<u8> {
     Field::new(at, 1, low, high - low + 1)
 }
 
-/// A byte.
+/// Field of one byte at this offset.
 pub(crate) const fn byte(at: usize) -> Field<u8> {
     Field::new(at, 1, 0, 8)
 }

@@ -22,13 +22,13 @@ const STATUS: Field<u8> = bits(12, 3, 0);
 
 /// PROVISIONING STATUS: mapped, or unknown.
 pub const MAPPED: u8 = 0;
-/// PROVISIONING STATUS: deallocated.
+/// PROVISIONING STATUS of deallocated blocks.
 pub const DEALLOCATED: u8 = 1;
 
 /// An LBA status descriptor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LbaStatus {
-    /// First block.
+    /// LBA of the first block.
     pub lba: u64,
     /// Number of blocks that are alike.
     pub blocks: u32,

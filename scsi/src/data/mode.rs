@@ -37,7 +37,7 @@ pub mod header_6 {
     pub const WP: Field<bool> = bit(2, 7);
     /// DPOFUA: DPO and FUA are supported.
     pub const DPOFUA: Field<bool> = bit(2, 4);
-    /// BLOCK DESCRIPTOR LENGTH.
+    /// BLOCK DESCRIPTOR LENGTH, in bytes.
     pub const BLOCK_DESCRIPTOR_LENGTH: Field<u8> = byte(3);
 }
 
@@ -66,7 +66,7 @@ pub(crate) mod short_descriptor {
 
     /// NUMBER OF LOGICAL BLOCKS.
     pub(crate) const BLOCKS: Field<u32> = be32(0);
-    /// LOGICAL BLOCK LENGTH.
+    /// LOGICAL BLOCK LENGTH, in bytes.
     pub(crate) const BLOCK_LENGTH: Field<u32> = be24(5);
 }
 
@@ -78,7 +78,7 @@ pub(crate) mod long_descriptor {
 
     /// NUMBER OF LOGICAL BLOCKS.
     pub(crate) const BLOCKS: Field<u64> = be64(0);
-    /// LOGICAL BLOCK LENGTH.
+    /// LOGICAL BLOCK LENGTH, in bytes.
     pub(crate) const BLOCK_LENGTH: Field<u32> = be32(12);
 }
 

@@ -27,7 +27,7 @@ pub const CACHE_GENERATION: u8 = 0xc0;
 /// Start of the Cache Generation page, since other vendors' pages of that code mean other things.
 const GENERATION_MARK: &[u8; 8] = b"RISERGEN";
 
-/// PAGE CODE.
+/// PAGE CODE of this page.
 const PAGE_CODE: Field<u8> = byte(1);
 /// PAGE LENGTH: bytes after this field.
 const PAGE_LENGTH: Field<u16> = be16(2);
@@ -93,31 +93,31 @@ pub mod extended_inquiry {
 
     pub(crate) const LEN: usize = 64;
 
-    /// ACTIVATE MICROCODE.
+    /// ACTIVATE MICROCODE: when new microcode takes effect.
     pub const ACTIVATE_MICROCODE: Field<u8> = bits(4, 7, 6);
-    /// SPT: protection types.
+    /// SPT: types of protection that can be formatted.
     pub const SPT: Field<u8> = bits(4, 5, 3);
-    /// GRD_CHK.
+    /// GRD_CHK: the LOGICAL BLOCK GUARD is checked.
     pub const GRD_CHK: Field<bool> = bit(4, 2);
-    /// APP_CHK.
+    /// APP_CHK: the LOGICAL BLOCK APPLICATION TAG is checked.
     pub const APP_CHK: Field<bool> = bit(4, 1);
-    /// REF_CHK.
+    /// REF_CHK: the LOGICAL BLOCK REFERENCE TAG is checked.
     pub const REF_CHK: Field<bool> = bit(4, 0);
     /// UASK_SUP: unit attentions with sense key specific data.
     pub const UASK_SUP: Field<bool> = bit(5, 5);
-    /// GROUP_SUP.
+    /// GROUP_SUP: CDBs may have a GROUP NUMBER.
     pub const GROUP_SUP: Field<bool> = bit(5, 4);
-    /// PRIOR_SUP.
+    /// PRIOR_SUP: commands may have a priority.
     pub const PRIOR_SUP: Field<bool> = bit(5, 3);
     /// HEADSUP: HEAD OF QUEUE.
     pub const HEADSUP: Field<bool> = bit(5, 2);
-    /// ORDSUP: ORDERED.
+    /// ORDSUP: the ORDERED attribute is supported.
     pub const ORDSUP: Field<bool> = bit(5, 1);
-    /// SIMPSUP: SIMPLE.
+    /// SIMPSUP: the SIMPLE attribute is supported.
     pub const SIMPSUP: Field<bool> = bit(5, 0);
     /// WU_SUP: WRITE LONG marks blocks as uncorrectable.
     pub const WU_SUP: Field<bool> = bit(6, 3);
-    /// CRD_SUP: correction disable.
+    /// CRD_SUP: correction of data can be disabled.
     pub const CRD_SUP: Field<bool> = bit(6, 2);
     /// NV_SUP: there is a non-volatile cache.
     pub const NV_SUP: Field<bool> = bit(6, 1);
@@ -127,7 +127,7 @@ pub mod extended_inquiry {
     pub const P_I_I_SUP: Field<bool> = bit(7, 4);
     /// LUICLR: unit attentions of an I_T nexus loss are kept per logical unit.
     pub const LUICLR: Field<bool> = bit(7, 0);
-    /// R_SUP: referrals.
+    /// R_SUP: referrals are supported.
     pub const R_SUP: Field<bool> = bit(8, 4);
     /// CBCS: capability-based command security.
     pub const CBCS: Field<bool> = bit(8, 0);
@@ -192,17 +192,17 @@ pub mod characteristics {
     /// No medium that rotates.
     pub(crate) const NON_ROTATING: u16 = 1;
 
-    /// MEDIUM ROTATION RATE.
+    /// MEDIUM ROTATION RATE, per minute; 1 is a medium that does not rotate.
     pub const MEDIUM_ROTATION_RATE: Field<u16> = be16(4);
-    /// PRODUCT TYPE.
+    /// PRODUCT TYPE, of a removable medium.
     pub const PRODUCT_TYPE: Field<u8> = byte(6);
     /// WABEREQ: reads after a block erase.
     pub const WABEREQ: Field<u8> = bits(7, 7, 6);
     /// WACEREQ: reads after a cryptographic erase.
     pub const WACEREQ: Field<u8> = bits(7, 5, 4);
-    /// NOMINAL FORM FACTOR.
+    /// NOMINAL FORM FACTOR, an enumeration of four bits.
     pub const NOMINAL_FORM_FACTOR: Field<u8> = bits(7, 3, 0);
-    /// ZONED (SBC-4).
+    /// ZONED block device kind (SBC-4).
     pub const ZONED: Field<u8> = bits(8, 5, 4);
     /// FUAB: SYNCHRONIZE CACHE covers writes before it only.
     pub const FUAB: Field<bool> = bit(8, 1);
@@ -220,7 +220,7 @@ pub mod provisioning {
     /// PROVISIONING TYPE: thin provisioned.
     pub(crate) const THIN: u8 = 2;
 
-    /// THRESHOLD EXPONENT.
+    /// THRESHOLD EXPONENT: blocks of a threshold set, as a power of two.
     pub const THRESHOLD_EXPONENT: Field<u8> = byte(4);
     /// LBPU: UNMAP is supported.
     pub const LBPU: Field<bool> = bit(5, 7);
@@ -234,7 +234,7 @@ pub mod provisioning {
     pub const ANC_SUP: Field<bool> = bit(5, 1);
     /// DP: a descriptor follows.
     pub const DP: Field<bool> = bit(5, 0);
-    /// PROVISIONING TYPE.
+    /// PROVISIONING TYPE: 1 resource, 2 thin.
     pub const PROVISIONING_TYPE: Field<u8> = bits(6, 2, 0);
 }
 

@@ -34,7 +34,7 @@ pub struct Request<'a> {
     pub opcode: &'static Opcode,
     /// The initiator's buffer lengths.
     pub expected: Expected,
-    /// Its task attribute.
+    /// Task attribute of the command.
     pub attribute: TaskAttribute,
     /// The logical units this nexus may see, for REPORT LUNS.
     pub luns: &'a [LunId],

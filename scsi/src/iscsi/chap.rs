@@ -20,13 +20,13 @@ pub const CHALLENGE_LEN: usize = 32;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum Algorithm {
-    /// 5.
+    /// MD5, number 5 (RFC 1994).
     Md5 = 5,
-    /// 6.
+    /// SHA-1, number 6 of IANA's PPP authentication algorithms.
     Sha1 = 6,
-    /// 7.
+    /// SHA-256, number 7 of IANA's PPP authentication algorithms.
     Sha256 = 7,
-    /// 8.
+    /// SHA3-256, number 8 of IANA's PPP authentication algorithms.
     Sha3_256 = 8,
 }
 
@@ -84,9 +84,9 @@ pub fn is_equal(a: &[u8], b: &[u8]) -> bool {
 /// A name and the secret that goes with it. Debug output does not show the secret.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Credentials {
-    /// CHAP_N.
+    /// CHAP_N: the name, in UTF-8.
     pub name: String,
-    /// The secret.
+    /// Secret that both sides know.
     pub secret: Vec<u8>,
 }
 
@@ -103,9 +103,9 @@ impl std::fmt::Debug for Credentials {
 pub struct Challenge {
     /// The algorithm agreed on.
     pub algorithm: Algorithm,
-    /// CHAP_I.
+    /// CHAP_I: the identifier of the challenge.
     pub id: u8,
-    /// CHAP_C.
+    /// CHAP_C: the challenge itself.
     pub bytes: [u8; CHALLENGE_LEN],
 }
 

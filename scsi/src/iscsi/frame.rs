@@ -17,7 +17,7 @@ use super::raw::RawBhs;
 /// expected length with room to spare.
 pub const MAX_AHS: usize = 320;
 
-/// Which digests a connection uses.
+/// Digests that a connection uses (RFC 7143 11.2.3).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Digests {
     /// CRC-32C over BHS and AHS.
@@ -29,12 +29,12 @@ pub struct Digests {
 /// An error of framing, after which the connection cannot be used any longer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FrameError {
-    /// DataSegmentLength beyond MaxRecvDataSegmentLength.
+    /// DataSegmentLength is beyond our MaxRecvDataSegmentLength.
     #[error("a data segment of {len} bytes where {limit} are allowed")]
     DataSegmentLength {
-        /// As declared.
+        /// Length in bytes, as declared.
         len: u32,
-        /// Our limit.
+        /// Our limit in bytes.
         limit: u32,
     },
     /// TotalAHSLength beyond what any PDU needs.
@@ -48,9 +48,9 @@ pub enum FrameError {
 /// One PDU as received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Frame<'a> {
-    /// Basic header segment.
+    /// Basic header segment (RFC 7143 11.2.1).
     pub bhs: &'a [u8; BHS_LEN],
-    /// Additional header segments.
+    /// Additional header segments (RFC 7143 11.2.2).
     pub ahs: &'a [u8],
     /// Data segment, without padding.
     pub data: &'a [u8],
@@ -212,7 +212,7 @@ pub fn digest(pieces: &[&[u8]]) -> [u8; 4] {
 pub struct DataDigest(Digest);
 
 impl DataDigest {
-    /// Over nothing yet.
+    /// Digest of no bytes.
     #[must_use]
     pub fn new() -> Self {
         Self(Digest::new(CrcAlgorithm::Crc32Iscsi))

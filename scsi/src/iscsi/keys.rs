@@ -35,15 +35,15 @@ pub enum Rule {
 /// The side that may send a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sender {
-    /// The initiator.
+    /// Only the initiator may send it.
     Initiator,
-    /// The target.
+    /// Only the target may send it.
     Target,
-    /// Both.
+    /// Either of the two.
     Both,
 }
 
-/// When a key may be sent.
+/// Phase in which a key may be sent (RFC 7143 13).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Use {
     /// IO: in the login of every connection.
@@ -59,30 +59,30 @@ pub enum Use {
 /// Whom a value binds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Scope {
-    /// The session.
+    /// All connections of the session.
     Session,
-    /// The connection.
+    /// The connection on which it was sent.
     Connection,
 }
 
 /// A row of the table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Row {
-    /// The key.
+    /// Key of this row.
     pub key: Key,
-    /// As text.
+    /// Name on the wire, case-sensitive.
     pub name: &'static str,
     /// Rule of its negotiation.
     pub rule: Rule,
     /// The value of a key that is not negotiated.
     pub default: u32,
-    /// Whom it binds.
+    /// Connections that its value binds.
     pub scope: Scope,
     /// The side that may send it.
     pub sender: Sender,
-    /// When.
+    /// Phase in which it may be sent.
     pub usage: Use,
-    /// Whether it means something in a discovery session.
+    /// The key has a meaning in a discovery session.
     pub in_discovery: bool,
     /// The clause that defines it.
     pub clause: &'static str,
@@ -94,7 +94,7 @@ const LENGTH_MAX: u32 = (1 << 24) - 1;
 
 macro_rules! keys {
     ($($key:ident $name:literal, $rule:expr, $default:expr, $scope:ident, $sender:ident, $usage:ident, $discovery:literal, $clause:literal;)*) => {
-        /// A key.
+        /// A key of RFC 7143 or RFC 7145.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
         pub enum Key {
             $(#[doc = concat!("`", $name, "` (", $clause, ").")] $key),*
@@ -165,7 +165,7 @@ keys! {
 }
 
 impl Key {
-    /// Number of keys.
+    /// Number of keys, the rows of the table.
     pub const COUNT: usize = COUNT;
 
     /// The key with a name. Names are case-sensitive.
@@ -187,7 +187,7 @@ impl Key {
         )
     }
 
-    /// Its row.
+    /// Row of the table.
     #[must_use]
     pub fn row(self) -> &'static Row {
         &TABLE[self as usize]
@@ -238,13 +238,13 @@ impl Values {
         self.0[key as usize]
     }
 
-    /// Whether a Boolean key is Yes.
+    /// Returns whether a Boolean key is Yes.
     #[must_use]
     pub fn is(&self, key: Key) -> bool {
         self.of(key) != 0
     }
 
-    /// Sets a value.
+    /// Sets the value of a key.
     pub fn set(&mut self, key: Key, value: u32) {
         self.0[key as usize] = value;
     }
@@ -346,11 +346,11 @@ pub enum KeyError {
 pub struct Place {
     /// The side that sent it.
     pub from: Sender,
-    /// In which stage.
+    /// Stage of the login.
     pub stage: Stage,
-    /// Whether the connection is the session's first.
+    /// The connection is the session's first.
     pub leading: bool,
-    /// Whether the session is one of discovery.
+    /// The session is one of discovery.
     pub discovery: bool,
 }
 
@@ -373,7 +373,7 @@ pub struct Negotiation {
 const _: () = assert!(COUNT <= 64);
 
 impl Negotiation {
-    /// Nothing said yet.
+    /// Negotiation in which no side has sent a key.
     #[must_use]
     pub fn new(offer: Offer) -> Self {
         Self {
@@ -391,13 +391,13 @@ impl Negotiation {
         &self.agreed
     }
 
-    /// The peer's declarations.
+    /// Values that the peer has declared.
     #[must_use]
     pub fn peer(&self) -> &Values {
         &self.peer
     }
 
-    /// Our offer.
+    /// Values that we offer.
     #[must_use]
     pub fn offer(&self) -> &Offer {
         &self.offer
@@ -409,7 +409,7 @@ impl Negotiation {
         self.offer.values.is(Key::RdmaExtensions)
     }
 
-    /// Whether the peer has sent a key.
+    /// Returns whether the peer has sent a key.
     #[must_use]
     pub fn has_seen(&self, key: Key) -> bool {
         self.seen & 1 << key as u32 != 0

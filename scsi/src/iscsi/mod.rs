@@ -46,12 +46,12 @@ impl Itt {
     pub const NONE: Self = Self(NO_TAG);
 }
 
-/// Target Transfer Tag.
+/// Target Transfer Tag (RFC 7143 11.7.4).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Ttt(pub u32);
 
 impl Ttt {
-    /// The reserved tag.
+    /// The reserved tag, FFFFFFFFh.
     pub const NONE: Self = Self(NO_TAG);
 }
 
@@ -129,7 +129,7 @@ pub struct Cid(pub u16);
 /// Sequence numbers in every PDU of a target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Numbers {
-    /// Status sequence number.
+    /// StatSN, the number of a status on its connection.
     pub stat_sn: StatSn,
     /// Next command that is expected.
     pub exp_cmd_sn: CmdSn,

@@ -58,7 +58,7 @@ impl IscsiName {
         Ok(Self(name))
     }
 
-    /// As text.
+    /// Name as text, normalized.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -88,13 +88,13 @@ impl fmt::Display for IscsiName {
 pub struct TargetAddress {
     /// Address or domain name; IPv6 in brackets.
     pub host: String,
-    /// TCP port.
+    /// TCP port, 3260 by default.
     pub port: u16,
-    /// Portal group tag.
+    /// Portal group tag, if the address has one.
     pub group: Option<u16>,
 }
 
-/// The default port.
+/// Well-known port of iSCSI (RFC 7143 14).
 pub const PORT: u16 = 3260;
 
 impl TargetAddress {
@@ -151,7 +151,7 @@ impl fmt::Display for TargetAddress {
 /// A target that discovery found.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Found {
-    /// Its name.
+    /// Name of the target.
     pub name: IscsiName,
     /// Its portals; empty stands for the one that was asked.
     pub addresses: Vec<TargetAddress>,

@@ -32,7 +32,7 @@ macro_rules! bhs {
                 zerocopy::transmute_ref!(bhs)
             }
 
-            /// The bytes.
+            /// Bytes on the wire.
             #[allow(dead_code, reason = "the common header is only read")]
             pub(super) fn bytes(self) -> [u8; BHS_LEN] {
                 zerocopy::transmute!(self)

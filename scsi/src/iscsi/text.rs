@@ -19,7 +19,7 @@ pub enum TextError {
     /// A value that is not UTF-8, or has control characters.
     #[error("a value with control characters")]
     Value,
-    /// More than [`MAX_TEXT`].
+    /// The text is longer than [`MAX_TEXT`].
     #[error("text of more than {MAX_TEXT} bytes")]
     TooLong,
 }
@@ -49,7 +49,7 @@ fn pair(bytes: &[u8]) -> Result<(&str, &str), TextError> {
     Ok((key, value))
 }
 
-/// Writes a pair.
+/// Appends `key=value` and its NUL.
 pub fn put(out: &mut Vec<u8>, key: &str, value: &str) {
     out.extend_from_slice(key.as_bytes());
     out.push(b'=');
@@ -75,7 +75,7 @@ impl Collector {
         Ok((!continues).then(|| std::mem::take(&mut self.0)))
     }
 
-    /// Bytes collected.
+    /// Number of bytes collected so far.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()

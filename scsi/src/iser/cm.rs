@@ -31,7 +31,7 @@ impl CmHeader {
         }
     }
 
-    /// The bytes.
+    /// Bytes on the wire.
     #[must_use]
     pub fn bytes(self) -> [u8; CM_HEADER_LEN] {
         let zero_base = if self.zero_based { 0 } else { NO_ZERO_BASE };

@@ -52,7 +52,7 @@ pub struct Stag(pub u32);
 /// A buffer of the initiator's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RemoteBuffer {
-    /// Its key.
+    /// STag of the buffer.
     pub stag: Stag,
     /// Base Offset: the address of its first byte, as the initiator's device counts.
     pub base: u64,
@@ -93,14 +93,14 @@ pub struct HelloReply {
     pub ord: u16,
 }
 
-/// An iSER header.
+/// An iSER header (RFC 7145 9).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Header {
     /// A control-type PDU follows.
     Control(Buffers),
-    /// Nothing follows.
+    /// Hello message (RFC 7145 9.3); no PDU follows.
     Hello(Hello),
-    /// Nothing follows.
+    /// HelloReply message (RFC 7145 9.4); no PDU follows.
     HelloReply(HelloReply),
 }
 
@@ -145,7 +145,7 @@ impl Header {
         Ok((header, rest))
     }
 
-    /// The bytes.
+    /// Bytes on the wire.
     #[must_use]
     pub fn bytes(&self) -> [u8; HEADER_LEN] {
         match self {

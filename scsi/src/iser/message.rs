@@ -14,7 +14,7 @@ const SCSI_COMMAND: u8 = 0x01;
 pub enum Message<'a> {
     /// A control-type PDU, and the buffers that go with it.
     Control {
-        /// The initiator's buffers.
+        /// Buffers of the initiator that the header advertises.
         buffers: Buffers,
         /// The PDU. It has no digests: it is as whole as RDMA delivers it.
         frame: Frame<'a>,

@@ -49,7 +49,7 @@ pub enum IserError {
     /// Shorter than its fixed parts.
     #[error("{field} needs {need} bytes, {have} were received")]
     Truncated {
-        /// The incomplete field.
+        /// Name of the incomplete field.
         field: &'static str,
         /// Bytes that it needs.
         need: usize,

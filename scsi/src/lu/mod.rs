@@ -133,13 +133,13 @@ impl LogicalUnit {
         }
     }
 
-    /// Whether the names in its configuration are its own.
+    /// Returns whether the names in its configuration are its own.
     #[must_use]
     pub fn has_names(&self) -> bool {
         self.has_names
     }
 
-    /// Whether it has a medium.
+    /// Returns whether it has a medium.
     #[must_use]
     pub fn has_medium(&self) -> bool {
         self.has_medium
@@ -157,7 +157,7 @@ impl LogicalUnit {
         self.capacity.load(Ordering::Acquire)
     }
 
-    /// Capacity in bytes.
+    /// Capacity of the medium in bytes.
     #[must_use]
     pub fn capacity_bytes(&self) -> u64 {
         self.capacity_blocks() * u64::from(self.config.block_size.bytes())
@@ -364,7 +364,7 @@ impl LogicalUnit {
         self.nexuses.clear_attention(id, Attention::LunsChanged);
     }
 
-    /// Locks the nexuses.
+    /// Locks the table of nexuses.
     pub(crate) fn lock_nexuses(&self) -> NexusTable<'_> {
         self.nexuses.lock()
     }

@@ -30,14 +30,14 @@ pub(crate) struct Nexuses {
     table: Mutex<HashMap<NexusId, Entry>>,
 }
 
-/// The nexuses, locked.
+/// Table of nexuses, locked as long as it lives.
 pub(crate) struct NexusTable<'a> {
     hints: &'a Hints,
     entries: MutexGuard<'a, HashMap<NexusId, Entry>>,
 }
 
 impl Nexuses {
-    /// Without any nexus.
+    /// Table without any nexus.
     pub(super) fn new() -> Self {
         Self {
             hints: Hints([const { AtomicU64::new(0) }; WORDS]),

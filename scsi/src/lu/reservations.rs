@@ -33,7 +33,7 @@ impl LogicalUnit {
         self.with_reservations(Reservations::shown)
     }
 
-    /// Whether its reservations are what initiators have made them.
+    /// Returns whether its reservations are what initiators have made them.
     pub(crate) fn knows_reservations(&self) -> bool {
         self.knows_reservations
     }
@@ -43,7 +43,7 @@ impl LogicalUnit {
         self.restricted.load(Ordering::Acquire)
     }
 
-    /// Whether the reservation of another nexus forbids a command with these flags.
+    /// Returns whether the reservation of another nexus forbids a command with these flags.
     pub(crate) fn conflicts(&self, id: NexusId, flags: CommandFlags) -> bool {
         let nexus = self.nexus(id);
         self.with_reservations(|all| all.conflicts(id, nexus.as_ref(), flags))
@@ -60,7 +60,7 @@ impl LogicalUnit {
         result
     }
 
-    /// Whether reservations can persist through power loss (PTPL_C).
+    /// Returns whether reservations can persist through power loss (PTPL_C).
     pub(crate) fn can_persist(&self) -> bool {
         self.keeper.is_some()
     }

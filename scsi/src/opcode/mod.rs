@@ -22,7 +22,7 @@ use crate::task::{Blocks, Footprint};
 /// Direction of a command's data.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Direction {
-    /// No data.
+    /// No data in either direction.
     None,
     /// Data-In: from the logical unit to the initiator.
     In,
@@ -34,13 +34,13 @@ pub enum Direction {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum Kind {
-    /// Reads blocks.
+    /// Reads blocks, and changes nothing.
     Read,
     /// Writes blocks, with data of their own or repeated ones.
     Write,
     /// Makes what was written durable.
     Flush,
-    /// Deallocates blocks.
+    /// Deallocates blocks, whose content is lost.
     Unmap,
     /// Compares or verifies blocks.
     Compare,
@@ -62,13 +62,13 @@ pub struct Volume {
 /// One row of the table.
 #[derive(Debug)]
 pub struct Opcode {
-    /// OPERATION CODE.
+    /// OPERATION CODE, byte 0 of the CDB.
     pub code: u8,
     /// SERVICE ACTION, for operation codes that have them.
     pub service_action: Option<u8>,
     /// The command's name in its standard.
     pub name: &'static str,
-    /// CDB usage bitmap.
+    /// CDB USAGE DATA of REPORT SUPPORTED OPERATION CODES.
     pub(crate) usage: Usage,
     /// Direction of the data.
     pub direction: Direction,
@@ -188,7 +188,7 @@ impl Opcode {
         Cdb::new(self.code, self.service_action, &self.usage)
     }
 
-    /// Whether a command is known to change nothing, neither the medium nor the unit.
+    /// Returns whether a command is known to change nothing, neither the medium nor the unit.
     #[must_use]
     pub fn changes_nothing(&self) -> bool {
         let changing = CommandFlags::WRITES
@@ -204,7 +204,7 @@ impl Opcode {
         !self.is(&UNKNOWN) && !self.is(&UNKNOWN_ACTION)
     }
 
-    /// Whether it is this row.
+    /// Returns whether it is this row.
     #[must_use]
     pub fn is(&self, row: &Self) -> bool {
         std::ptr::eq(self, row)
@@ -223,8 +223,9 @@ impl Opcode {
         self.flags.contains(CommandFlags::UNDER_ATTENTION)
     }
 
-    /// Whether the command asks for the names of the unit: INQUIRY of the page Unit Serial Number
-    /// or Device Identification (SPC-4 7.8). Standard INQUIRY data do not distinguish units.
+    /// Returns whether the command asks for the names of the unit: INQUIRY of the page Unit Serial
+    /// Number or Device Identification (SPC-4 7.8). Standard INQUIRY data do not distinguish
+    /// units.
     #[must_use]
     pub fn asks_for_names(&self, cdb: &[u8]) -> bool {
         const NAMES: [u8; 2] = [vpd::UNIT_SERIAL_NUMBER, vpd::DEVICE_IDENTIFICATION];

@@ -61,12 +61,12 @@ impl ReservationType {
         )
     }
 
-    /// Whether registrants may do what the holder may.
+    /// Returns whether registrants may do what the holder may.
     fn favours_registrants(self) -> bool {
         !matches!(self, Self::WriteExclusive | Self::ExclusiveAccess)
     }
 
-    /// Whether others may not even read.
+    /// Returns whether others may not even read.
     fn forbids_reads(self) -> bool {
         matches!(
             self,
@@ -109,7 +109,7 @@ impl Ports {
     }
 }
 
-/// A registration.
+/// Registration of an I_T nexus, with its key.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Registrant {
     pub(crate) ports: Ports,
@@ -119,7 +119,7 @@ pub(crate) struct Registrant {
     generation: u32,
 }
 
-/// A persistent reservation.
+/// Persistent reservation of the unit, with its holder.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Held {
     pub(crate) kind: ReservationType,
@@ -130,13 +130,13 @@ pub(crate) struct Held {
 /// Reason for which a PERSISTENT RESERVE OUT changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReservationError {
-    /// RESERVATION CONFLICT status.
+    /// RESERVATION CONFLICT status, without sense data.
     Conflict,
     /// INVALID RELEASE OF PERSISTENT RESERVATION.
     InvalidRelease,
     /// The service action key may not be zero here.
     ZeroKey,
-    /// INSUFFICIENT REGISTRATION RESOURCES.
+    /// INSUFFICIENT REGISTRATION RESOURCES (55h/04h): the table is full.
     NoRoom,
     /// The change must persist through power loss and could not be saved.
     NotSaved,
@@ -148,7 +148,7 @@ pub(crate) enum Action {
     /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
     Register {
         ignore: bool,
-        /// The APTPL bit.
+        /// APTPL bit: persistence through power loss is asked for.
         persists: bool,
     },
     Reserve(ReservationType),
@@ -176,12 +176,12 @@ impl ReservationChange {
         self.nexus
     }
 
-    /// Whether it asks for persistence through power loss.
+    /// Returns whether it asks for persistence through power loss.
     fn wants_persistence(&self) -> bool {
         matches!(self.action, Action::Register { persists: true, .. })
     }
 
-    /// Whether commands of others are to be aborted when it has taken effect.
+    /// Returns whether commands of others are to be aborted when it has taken effect.
     pub(crate) fn aborts(&self) -> bool {
         matches!(self.action, Action::Preempt { aborts: true, .. })
     }
@@ -222,18 +222,18 @@ pub struct Preemption {
 /// Whom a change concerns, with the unit attention it means for them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Notices {
-    /// RESERVATIONS PREEMPTED.
+    /// Ports that get RESERVATIONS PREEMPTED.
     pub(crate) reservations_preempted: Vec<Ports>,
-    /// RESERVATIONS RELEASED.
+    /// Ports that get RESERVATIONS RELEASED.
     pub(crate) reservations_released: Vec<Ports>,
-    /// REGISTRATIONS PREEMPTED.
+    /// Ports that get REGISTRATIONS PREEMPTED.
     pub(crate) registrations_preempted: Vec<Ports>,
 }
 
 /// The keys of a PERSISTENT RESERVE OUT.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Keys {
-    /// RESERVATION KEY.
+    /// RESERVATION KEY of the nexus itself.
     pub(crate) own: u64,
     /// SERVICE ACTION RESERVATION KEY.
     pub(crate) action: u64,
@@ -244,7 +244,7 @@ pub(crate) struct Keys {
 pub(crate) struct Reservations {
     pub(crate) registrants: Vec<Registrant>,
     pub(crate) held: Option<Held>,
-    /// PRGENERATION.
+    /// PRGENERATION: number of changes of registrations.
     pub(crate) generation: u32,
     /// Persistence through power loss is activated (PTPL_A).
     #[serde(default)]
@@ -264,7 +264,7 @@ pub struct Registrations {
     pub generation: u32,
     /// TYPE of the persistent reservation, if there is one (SPC-4 table 40).
     pub kind: Option<u8>,
-    /// Whether they persist through power loss (PTPL_A).
+    /// Registrations persist through power loss (PTPL_A).
     pub persists: bool,
     /// The registrations, oldest first.
     pub registrants: Vec<Registration>,
@@ -275,23 +275,23 @@ pub struct Registrations {
 /// A registration, to be shown.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Registration {
-    /// The initiator port.
+    /// Name of the initiator port.
     pub initiator: PortName,
-    /// The target port.
+    /// Name of the target port.
     pub target: PortName,
     /// The target port's RELATIVE TARGET PORT IDENTIFIER.
     pub relative_id: u16,
-    /// The reservation key.
+    /// Reservation key of this registration.
     pub key: u64,
     /// PRGENERATION before it got this key.
     pub generation: u32,
-    /// Whether the persistent reservation was made by it. Of one of all registrants, every other
+    /// The persistent reservation was made by it. Of one of all registrants, every other
     /// registrant is a holder as well.
     pub has_reserved: bool,
 }
 
 impl Reservations {
-    /// Whether a command may conflict.
+    /// Returns whether a command may conflict.
     pub(crate) fn restricts(&self) -> bool {
         self.held.is_some() || self.reserved.is_some()
     }
@@ -425,7 +425,7 @@ impl Reservations {
         free
     }
 
-    /// Whether RELEASE conflicts, as it does while a nexus is registered (SPC-2 5.5.1).
+    /// Returns whether RELEASE conflicts, as it does while a nexus is registered (SPC-2 5.5.1).
     pub(crate) fn forbids_release(&self) -> bool {
         !self.registrants.is_empty()
     }

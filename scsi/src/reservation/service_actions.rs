@@ -92,7 +92,7 @@ impl Reservations {
         all.filter(|ports| Some(*ports) != but).cloned().collect()
     }
 
-    /// RESERVE.
+    /// RESERVE service action: the nexus becomes the holder.
     fn reserve(&mut self, nexus: &Nexus, keys: Keys, kind: ReservationType) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
@@ -106,7 +106,7 @@ impl Reservations {
         }
     }
 
-    /// RELEASE.
+    /// RELEASE service action: the reservation ends, the registrations stay.
     fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<ReservationType>) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
@@ -124,7 +124,7 @@ impl Reservations {
         Ok(notices)
     }
 
-    /// CLEAR.
+    /// CLEAR service action: reservation and all registrations end.
     fn clear(&mut self, nexus: &Nexus, keys: Keys) -> Outcome {
         self.proved(nexus, keys.own)?;
         let notices = Notices {

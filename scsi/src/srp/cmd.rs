@@ -80,7 +80,7 @@ impl MemDesc {
 /// An indirect table: descriptors within the command, the whole table, or both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndirectTable<'a> {
-    /// Where the whole table lies in the initiator's memory. Its length is that of the table, a
+    /// Range of the whole table in the initiator's memory. Its length is that of the table, a
     /// multiple of [`MemDesc::LEN`].
     pub table: MemDesc,
     /// Length of the data that the table describes, in bytes.
@@ -238,7 +238,7 @@ pub enum TaskAttr {
     /// No order among simple tasks.
     #[default]
     Simple = 0,
-    /// Before all others.
+    /// HEAD OF QUEUE: before all others.
     HeadOfQueue = 1,
     /// After all older ones, before all younger ones.
     Ordered = 2,
@@ -251,9 +251,9 @@ pub enum TaskAttr {
 pub struct Cmd<'a> {
     /// Chosen by the initiator, unique among its outstanding requests of the channel.
     pub tag: Tag,
-    /// Logical unit.
+    /// Logical unit number, as eight bytes of SAM-5.
     pub lun: WireLun,
-    /// Task attribute.
+    /// Task attribute of the command.
     pub task_attr: TaskAttr,
     /// SCSOLNT: notify when the command succeeds.
     pub notify_success: bool,

@@ -11,7 +11,7 @@ bitflags! {
     /// FORMATS and SUPPORTED BUFFER FORMATS).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct BufferFormats: u16 {
-        /// One memory descriptor.
+        /// A single memory descriptor.
         const DIRECT = 1 << 1;
         /// A table of memory descriptors.
         const INDIRECT = 1 << 2;
@@ -46,16 +46,16 @@ pub enum MultiChannelAction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, TryFromPrimitive)]
 #[repr(u8)]
 pub enum MultiChannelResult {
-    /// There were none.
+    /// The initiator had no other channel.
     #[default]
     NoChannels = 0,
-    /// They were terminated.
+    /// Other channels of the initiator were terminated.
     Terminated = 1,
-    /// They were kept.
+    /// Other channels of the initiator were kept.
     Maintained = 2,
 }
 
-/// Where immediate data begins, in bytes from the start of an SRP_CMD; at least the length of its
+/// Offset of immediate data, in bytes from the start of an SRP_CMD; at least the length of its
 /// fixed part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ImmediateDataOffset(u16);
@@ -89,7 +89,7 @@ pub struct LoginReq {
     pub formats: BufferFormats,
     /// Action on other channels of this nexus.
     pub multi_channel: MultiChannelAction,
-    /// Notification wishes.
+    /// Bits of REQ FLAGS: multichannel action and notifications.
     pub flags: LoginReqFlags,
     /// Immediate data is wanted, and would begin here (SRP-2). `None`: not wanted.
     pub immediate: Option<ImmediateDataOffset>,
@@ -216,9 +216,9 @@ impl LoginReq {
 /// SRP_LOGIN_RSP: the login is accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginRsp {
-    /// Initial request limit.
+    /// REQUEST LIMIT DELTA: the initial request limit.
     pub req_lim_delta: i32,
-    /// The login request's.
+    /// Tag of the login request.
     pub tag: Tag,
     /// The longest information unit the initiator may send, in bytes.
     pub max_it_iu_len: u32,
@@ -343,9 +343,9 @@ impl std::fmt::Display for LoginRejReason {
 /// SRP_LOGIN_REJ: the login is refused. Travels in the private data of a CM REJ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginRej {
-    /// The reason.
+    /// Reason of the refusal.
     pub reason: LoginRejReason,
-    /// The login request's.
+    /// Tag of the login request.
     pub tag: Tag,
     /// Formats the target supports.
     pub formats: BufferFormats,

@@ -28,15 +28,15 @@ pub enum TskMgmtFunction {
 /// SRP_TSK_MGMT: asks for a task-management function. An [`super::Rsp`] answers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TskMgmt {
-    /// Of this request.
+    /// Tag of this request.
     pub tag: Tag,
     /// SCSOLNT: notify when the function succeeds.
     pub notify_success: bool,
     /// UCSOLNT: notify when it does not.
     pub notify_failure: bool,
-    /// Logical unit.
+    /// Logical unit number, as eight bytes of SAM-5.
     pub lun: WireLun,
-    /// The function.
+    /// Function that is asked for.
     pub function: TskMgmtFunction,
     /// Tag of the task that [`TskMgmtFunction::AbortTask`] means.
     pub task_tag: Tag,
@@ -119,11 +119,11 @@ tag_only! {
     ILogout
 }
 tag_only! {
-    /// SRP_CRED_RSP: answers [`CredReq`].
+    /// SRP_CRED_RSP, which answers a [`CredReq`].
     CredRsp
 }
 tag_only! {
-    /// SRP_AER_RSP: answers [`AerReq`].
+    /// SRP_AER_RSP, which answers an [`AerReq`].
     AerRsp
 }
 
@@ -134,7 +134,7 @@ tag_only! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u32)]
 pub enum TLogoutReason {
-    /// None given.
+    /// No reason is given.
     NoReason = 0,
     /// The channel was inactive and its resources are reclaimed.
     InactiveChannel = 1,
@@ -152,7 +152,7 @@ pub enum TLogoutReason {
     InvalidDataOutCount = 8,
     /// The data-in buffer descriptor count is invalid.
     InvalidDataInCount = 9,
-    /// Another code.
+    /// A code that SRP does not define.
     #[num_enum(catch_all)]
     Other(u32),
 }
@@ -162,7 +162,7 @@ pub enum TLogoutReason {
 pub struct TLogout {
     /// SOLNT: the login asked to be notified of this.
     pub solicited: bool,
-    /// The reason.
+    /// Reason of the logout.
     pub reason: TLogoutReason,
     /// Chosen by the target.
     pub tag: Tag,

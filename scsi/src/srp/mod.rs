@@ -77,7 +77,7 @@ pub enum SrpError {
         field: &'static str,
         /// Offset at which it would end, in bytes from the start of the information unit.
         need: u64,
-        /// Bytes received.
+        /// Number of bytes received.
         have: usize,
     },
     /// Byte 0 is no information-unit type of SRP.
@@ -89,9 +89,9 @@ pub enum SrpError {
     /// A field holds a value that the standard does not define or allow.
     #[error("{field} is {value:#x}, which is not legal")]
     Illegal {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value that was received.
         value: u64,
     },
 }
@@ -106,7 +106,7 @@ pub enum Opcode {
     TskMgmt = 0x01,
     /// Initiator sends a command.
     Cmd = 0x02,
-    /// Initiator logs out.
+    /// SRP_I_LOGOUT: the initiator logs out.
     ILogout = 0x03,
     /// Initiator answers a credit request.
     CredRsp = 0x41,
@@ -222,11 +222,11 @@ port_id! {
 pub enum FromInitiator<'a> {
     /// Login request in its 64-byte form.
     LoginReq(LoginReq),
-    /// Command.
+    /// SRP_CMD: a SCSI command.
     Cmd(Cmd<'a>),
-    /// Task-management request.
+    /// SRP_TSK_MGMT: a task-management request.
     TskMgmt(TskMgmt),
-    /// Logout.
+    /// SRP_I_LOGOUT: the initiator logs out.
     ILogout(ILogout),
     /// Answer to a [`CredReq`].
     CredRsp(CredRsp),
@@ -271,17 +271,17 @@ impl<'a> FromInitiator<'a> {
 /// An information unit that a target sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FromTarget<'a> {
-    /// Login accepted.
+    /// SRP_LOGIN_RSP: the login is accepted.
     LoginRsp(LoginRsp),
-    /// Login refused.
+    /// SRP_LOGIN_REJ: the login is refused.
     LoginRej(LoginRej),
     /// Answer to a command or task-management request.
     Rsp(Rsp<'a>),
     /// Change of the request limit.
     CredReq(CredReq),
-    /// Asynchronous event.
+    /// SRP_AER_REQ: an asynchronous event.
     AerReq(AerReq<'a>),
-    /// Logout.
+    /// SRP_T_LOGOUT: the target logs out.
     TLogout(TLogout),
 }
 

@@ -18,7 +18,7 @@ const RESPONSE_DATA_LEN: usize = 4;
 /// Difference between a data buffer's length and what the command moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Residual {
-    /// None reported.
+    /// No residual is reported.
     #[default]
     None,
     /// Bytes of the buffer that were not used.
@@ -68,21 +68,21 @@ pub enum RspCode {
     RequestFieldsInvalid = 0x02,
     /// The function is not supported.
     TskMgmtNotSupported = 0x04,
-    /// The function failed.
+    /// TASK MANAGEMENT FUNCTION FAILED: it has had no effect.
     TskMgmtFailed = 0x05,
     /// A code that the standard reserves.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// SRP_RSP.
+/// Fields of an SRP_RSP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rsp<'a> {
     /// SOLNT: the request asked to be notified of this answer.
     pub solicited: bool,
     /// Added to the request limit.
     pub req_lim_delta: i32,
-    /// The request's.
+    /// Tag of the request that it answers.
     pub tag: Tag,
     /// SCSI status (SAM-5 clause 5.3). Without meaning when `response` is present.
     pub status: u8,

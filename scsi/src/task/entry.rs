@@ -24,7 +24,7 @@ pub(super) enum TaskState {
     Dormant,
     /// Waits for older commands that change the same blocks.
     Blocked,
-    /// Runs.
+    /// Enabled task: its command runs.
     Enabled,
     /// Marked by task management.
     Aborted,
@@ -88,7 +88,7 @@ impl Task {
         self.attribute == TaskAttribute::Ordered
     }
 
-    /// Whether newer commands of its nexus wait until it is in the order.
+    /// Returns whether newer commands of its nexus wait until it is in the order.
     pub(super) fn holds(&self) -> bool {
         self.is_head() || self.is_ordered()
     }

@@ -1,7 +1,7 @@
 //! Lists of tasks, linked through the tasks themselves: no list allocates, and taking a task out of
 //! the middle takes constant time.
 
-/// No task.
+/// Index that stands for no task.
 pub(super) const NIL: u32 = u32::MAX;
 
 /// A task's neighbours in a list.
@@ -30,7 +30,7 @@ impl Link {
     }
 }
 
-/// What can be in lists.
+/// Table whose entries can be in lists.
 pub(super) trait Linked {
     /// Its neighbours in the lists of a number.
     fn link_mut(&mut self, link: usize) -> &mut Link;

@@ -67,7 +67,7 @@ pub struct TaskTag(pub u128);
 /// A run of logical blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Blocks {
-    /// First block.
+    /// LBA of the first block.
     pub first: u64,
     /// The block after the last one.
     pub end: u64,
@@ -88,10 +88,10 @@ impl Blocks {
 /// The blocks that a command changes on the medium.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Footprint {
-    /// Nothing.
+    /// Changes nothing on the medium.
     #[default]
     None,
-    /// These blocks.
+    /// Changes these blocks of the medium.
     Writes(Blocks),
     /// These blocks, by what it reads there: nothing else may change them meanwhile.
     Atomic(Blocks),
@@ -113,11 +113,11 @@ impl Footprint {
 /// A command that enters a [`TaskSet`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct NewTask {
-    /// Its task attribute.
+    /// Task attribute of the command.
     pub attribute: TaskAttribute,
     /// The blocks that it changes on the medium.
     pub footprint: Footprint,
-    /// Whether its Data-Out is yet to come; [`TaskSet::data_arrived`] follows then.
+    /// Its Data-Out is yet to come; [`TaskSet::data_arrived`] follows then.
     pub awaits_data: bool,
 }
 
@@ -152,19 +152,19 @@ pub enum RegisterError {
 /// A task management function.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum TaskManagement {
-    /// ABORT TASK.
+    /// ABORT TASK of the task with this tag.
     AbortTask(TaskTag),
     /// ABORT TASK SET: the tasks of this nexus.
     AbortTaskSet,
     /// CLEAR TASK SET: the tasks of all nexuses.
     ClearTaskSet,
-    /// LOGICAL UNIT RESET.
+    /// LOGICAL UNIT RESET, for all nexuses.
     LogicalUnitReset,
-    /// I_T NEXUS RESET.
+    /// I_T NEXUS RESET, of the asking nexus.
     NexusReset,
     /// CLEAR ACA: rejected, as there never is one.
     ClearAca,
-    /// QUERY TASK.
+    /// QUERY TASK: is the task with this tag in the set?
     QueryTask(TaskTag),
     /// QUERY TASK SET: is there any task of this nexus.
     QueryTaskSet,
@@ -173,11 +173,11 @@ pub enum TaskManagement {
 /// SERVICE RESPONSE of a task management function (SAM-5 7.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum TmfResponse {
-    /// FUNCTION COMPLETE.
+    /// FUNCTION COMPLETE (SAM-5 7.1).
     Complete,
     /// FUNCTION SUCCEEDED: a queried task is there.
     Succeeded,
-    /// FUNCTION REJECTED.
+    /// FUNCTION REJECTED: not supported (SAM-5 7.1).
     Rejected,
     /// The referenced task is not in the set. SAM-5 calls this FUNCTION
     /// COMPLETE; iSCSI has an answer of its own for it.

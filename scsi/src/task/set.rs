@@ -137,8 +137,8 @@ impl TaskSet {
         Ok(TaskKey { slot, id })
     }
 
-    /// Whether a command of a nexus that comes now could not take its place in the order before other
-    /// commands of the nexus, whose data are on their way.
+    /// Returns whether a command of a nexus that comes now could not take its place in the order
+    /// before other commands of the nexus, whose data are on their way.
     #[must_use]
     pub fn would_hold(&self, nexus: NexusId, attribute: TaskAttribute) -> bool {
         self.nexuses.get(&nexus).is_some_and(|own| match attribute {

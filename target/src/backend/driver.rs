@@ -16,44 +16,13 @@ use slab::Slab;
 use super::errno::from_errno;
 use super::plan::{self, Bounds, Lacks, Stage};
 use super::request::{
-    Bounce, MAX_OPERATION, Request, State, buffer_range, cut_transfer, fill_window,
+    Bounce, DriverConfig, MAX_OPERATION, Request, State, StoreId, buffer_range, cut_transfer,
+    fill_window,
 };
 use super::store::{Medium, Store};
 use super::sys;
 use crate::log::RateLimit;
 use crate::warn_limited;
-
-/// Sizes of a driver, fixed when it is made.
-#[derive(Debug, Clone, Copy)]
-pub struct DriverConfig {
-    /// The top byte of every ring token of this driver, by which the worker knows its completions.
-    pub tag: u8,
-    /// Requests in flight at most.
-    pub depth: usize,
-    /// Pieces of one ring operation at most; the ring's own bound holds as well.
-    pub pieces: usize,
-    /// Bytes of one bounce buffer; a multiple of 4096.
-    pub bounce: usize,
-    /// Number of bounce buffers that all stores share. A store that finds none idle has one of its own;
-    /// requests that find that in use as well wait.
-    pub bounces: usize,
-}
-
-impl Default for DriverConfig {
-    fn default() -> Self {
-        Self {
-            tag: 1,
-            depth: 256,
-            pieces: 256,
-            bounce: 128 << 10,
-            bounces: 4,
-        }
-    }
-}
-
-/// A store attached to a driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct StoreId(usize);
 
 /// The driver has as many requests as it takes, or as many of this store; nothing was accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -65,7 +34,7 @@ pub struct DriverFull;
 pub struct Done {
     /// The caller's name for it.
     pub user: u64,
-    /// How it ended, in the logical unit's terms.
+    /// Result, in the logical unit's terms.
     pub result: StepResult,
 }
 
@@ -166,7 +135,7 @@ fn open_sync(medium: &Medium) -> Option<Handle> {
 /// Zeroes kept at hand for media that cannot zero by themselves.
 const ZEROES: usize = 64 << 10;
 
-/// How often it is looked whether a fault on purpose lets requests go that it holds.
+/// Interval at which requests are tried again that a fault on purpose holds.
 const HELD: Duration = Duration::from_millis(2);
 
 /// Bytes of memory that one request zeroes or frees before others are served.
@@ -314,6 +283,8 @@ impl Driver {
             bounce: None,
             window: self.spare.pop().unwrap_or_default(),
         });
+        // A flush that has failed is not tried again: the kernel reports a lost page once, and the next
+        // `fsync` would succeed without the data. Faults on purpose come later, so they do not hide it.
         let failure = match op {
             BlockOp::Flush { .. } => self.stores[store.0].store.flush_failure(),
             _ => None,
@@ -398,7 +369,7 @@ impl Driver {
         self.done.pop_front()
     }
 
-    /// When [`poll_done`](Driver::poll_done) must be called even though nothing completed.
+    /// Returns the time at which [`poll_done`](Driver::poll_done) is due even though nothing completed.
     #[must_use]
     pub fn poll_deadline(&self) -> Option<Instant> {
         self.delayed
@@ -415,6 +386,11 @@ impl Driver {
         Token((u64::from(self.config.tag) << 56) | index as u64)
     }
 
+    /// Goes on with requests that waited for something else than the ring.
+    ///
+    /// Results of helpers come first, since they end requests; what is delayed comes before what is
+    /// stalled, which it may join. Flushes are last: one call covers every request of its store that has
+    /// come this far.
     fn move_on(&mut self, ring: &mut Ring) {
         for at in 0..self.helped.len() {
             let store = self.helped[at];
@@ -439,6 +415,7 @@ impl Driver {
                 }
             }
         }
+        // As often as there are requests now: one that finds no room is put aside again.
         for _ in 0..self.stalled.len() {
             if let Some(index) = self.stalled.pop_front() {
                 self.issue(ring, index);
@@ -799,7 +776,7 @@ impl Driver {
         if asked {
             self.requests[index].state = State::Helper;
         } else {
-            // No helper can be had: a backend may always say that it cannot tell.
+            // No helper can be had: a backend may always report that it does not know.
             self.on_extent(index, Ok((true, len)));
         }
     }
@@ -823,7 +800,7 @@ impl Driver {
                 allocation: Allocation::Deallocated,
                 len: extent - extent % block,
             },
-            // Some file systems cannot tell.
+            // Some file systems do not know.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                 StepResult::Status {
                     allocation: Allocation::Mapped,
@@ -880,7 +857,7 @@ impl Driver {
         if !matches!(result, StepResult::Failed(_))
             && store.note_success(matches!(request.op, BlockOp::Write { .. }))
         {
-            // At most once in ten seconds for each backend, whatever it fails meanwhile.
+            // At most once in ten seconds for each backend, however often it fails meanwhile.
             tracing::info!(backend = store.label(), "a backend works again");
         }
         for mut list in [request.data, request.window] {

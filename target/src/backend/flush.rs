@@ -27,7 +27,7 @@ use riser_scsi::config::Identity;
 pub struct FlushFailure {
     /// The error number of the first flush that failed.
     pub errno: i32,
-    /// When that was.
+    /// Time of that.
     pub at: SystemTime,
 }
 
@@ -65,7 +65,7 @@ struct Inner {
 struct Kept {
     keeper: Arc<dyn FlushKeeper>,
     unit: Identity,
-    /// What was to be saved last has been.
+    /// The last save has succeeded.
     is_saved: bool,
 }
 
@@ -104,7 +104,7 @@ impl FlushState {
         lock(&self.inner.state).failure
     }
 
-    /// How many failures were cleared.
+    /// Returns the number of failures that were cleared.
     pub(super) fn clears(&self) -> u64 {
         lock(&self.inner.state).clears
     }

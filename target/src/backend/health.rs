@@ -98,14 +98,14 @@ impl Failing {
     }
 }
 
-/// How long a medium error counts: other blocks may work meanwhile.
+/// Time for which a medium error counts: other blocks may work meanwhile.
 const MEDIUM_ERROR: Duration = Duration::from_secs(60);
 
 /// How long after the last failure a success does not count yet. A file system that is full still takes what
 /// overwrites allocated blocks, and such a success between two failures ends nothing.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// How long a failure of a kind counts at least.
+/// Returns the time for which a failure of a kind counts at least.
 const fn time_of(kind: usize) -> Duration {
     match kind {
         MEDIUM => MEDIUM_ERROR,
@@ -150,7 +150,7 @@ impl Errors {
         let clears = Clears(self.clears.load(Ordering::Relaxed));
         if !is_due(clears) {
             if clears.counts(is_write) {
-                // Perhaps the last one for long, if nobody uses the backend.
+                // Perhaps the last one for long, if the backend is not used.
                 self.worked.store(true, Ordering::Relaxed);
             }
             return false;
@@ -172,7 +172,7 @@ impl Errors {
         self.clears.store(clears, Ordering::Relaxed);
     }
 
-    /// What it fails with at present.
+    /// Returns the present failure.
     pub(super) fn failing(&self) -> Option<Failing> {
         let failing = self.lock().clone();
         failing.filter(|failing| self.lasts(failing, Instant::now()))
@@ -216,7 +216,7 @@ impl Space {
     }
 }
 
-/// What was measured last.
+/// Last measurement.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
     allocated: AtomicU64,
@@ -231,7 +231,7 @@ impl Measured {
         Some(Space { allocated, free })
     }
 
-    /// What was measured is no longer known.
+    /// Forgets the last measurement.
     pub(super) fn forget(&self) {
         self.free.store(0, Ordering::Release);
     }
@@ -331,9 +331,9 @@ mod tests {
         let errors = Errors::default();
         let before = Instant::now().checked_sub(2 * QUIET).unwrap();
         errors.count_at(BackendError::NotReady, &"gone", before);
-        assert!(errors.failing().is_some(), "nobody has tried it since");
+        assert!(errors.failing().is_some(), "it was not tried since");
         assert!(!errors.clear_at(false, || before + Duration::from_secs(1)));
-        assert_eq!(errors.failing(), None, "nobody uses it any more");
+        assert_eq!(errors.failing(), None, "it is not used any longer");
         let since = errors.lock().as_ref().unwrap().since;
         errors.count(BackendError::NotReady, &"gone");
         let failing = errors.failing().unwrap();

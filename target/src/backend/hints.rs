@@ -3,10 +3,11 @@
 use std::io;
 use std::path::Path;
 
-use super::store::{Source, Spec};
+use riser_config::{Source, Spec};
+
 use crate::units::bytes;
 
-/// What may help against an error of opening a file, if that is known.
+/// Returns advice about an error of opening a file, if there is any.
 pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String> {
     let directory = path.parent().filter(|p| !p.as_os_str().is_empty());
     let is_denied = matches!(
@@ -30,7 +31,7 @@ pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String
     }
 }
 
-/// What an administrator should know of a backend of this many bytes that is served.
+/// Returns notes for the administrator about a backend of `size` bytes that is served.
 pub(super) fn notes(spec: &Spec, size: u64) -> Vec<String> {
     let mut notes = Vec::new();
     let tail = size % u64::from(spec.block_size);
@@ -61,6 +62,8 @@ fn memory() -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use riser_config::{Source, Spec};
+
     use super::*;
     use crate::backend::Direct;
 

@@ -12,20 +12,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::opening::{Mark, Marked};
-use super::store::{Medium, OpenError, Resized, Spec, Store};
-use crate::control::client;
+use riser_config::Spec;
 
-/// How long a file system may take to say something about an open file.
+use super::opening::{Mark, Marked};
+use super::store::{Medium, OpenError, Resized, Store};
+
+/// Time limit for an answer of a file system about an open file.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// How long the files of a configuration may take to grow, all together: that ends with writing back what
 /// initiators have written to them.
 const GROWTH: Duration = Duration::from_secs(20);
 
-// Who asked for it still waits for the answer.
 const _: () = assert!(PATIENCE.as_secs() < GROWTH.as_secs());
-const _: () = assert!(GROWTH.as_secs() + PATIENCE.as_secs() < client::PATIENCE.as_secs());
+
+/// Longest time that questions about the files of a configuration take, all together.
+pub(crate) const LONGEST: Duration = GROWTH.saturating_add(PATIENCE);
 
 /// Has both kinds of questions wait until the sender is gone.
 #[cfg(test)]
@@ -76,12 +78,12 @@ pub(crate) struct Look<T> {
     is_late: Arc<Mutex<bool>>,
 }
 
-/// When answers that are asked for now are given up.
+/// Returns the time at which answers that are asked for now are given up.
 pub(crate) fn until() -> Instant {
     Instant::now() + PATIENCE
 }
 
-/// When files that grow from now on are given up.
+/// Returns the time at which files that grow from now on are given up.
 pub(crate) fn growth_until() -> Instant {
     Instant::now() + GROWTH
 }
@@ -91,7 +93,7 @@ fn silent() -> io::Error {
 }
 
 impl<T: Send + 'static> Look<T> {
-    /// `work` asks; `undo` takes back what it has done, if nobody waits for the answer any more.
+    /// `work` asks; `undo` takes back what it has done, if the answer is not awaited any longer.
     fn start(
         store: &Arc<Store>,
         purpose: Purpose,

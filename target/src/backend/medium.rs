@@ -7,15 +7,16 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use riser_config::{Direct, Source, Spec};
 use riser_memory::Memory;
 
 use super::hints;
-use super::store::{Direct, Geometry, Made, Medium, OpenError, Source, Spec, io_error, plain};
+use super::store::{Geometry, Made, Medium, OpenError, io_error, plain};
 use super::sys::{self, Align, Lock};
 use crate::holder;
 use crate::patience;
 
-/// How often a file is opened that was removed while its lock was waited for.
+/// Attempts to open a file that was removed while its lock was waited for.
 const ATTEMPTS: usize = 3;
 
 pub(super) type Opened = Result<(Medium, Geometry), OpenError>;
@@ -69,7 +70,7 @@ pub(super) fn check_mount(source: &Source) -> Result<(), OpenError> {
     let (Source::File { path, .. } | Source::Device { path }) = source else {
         return Ok(());
     };
-    match crate::mounts::find(path) {
+    match riser_config::mounts::find(path) {
         Some(mount) => Err(OpenError::AsksUs {
             path: path.clone(),
             mount,
@@ -272,7 +273,7 @@ fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenEr
     match try_direct(spec.block_size, file) {
         Ok(align) => Ok(Some(align)),
         Err(reason) => {
-            // Whatever was tried, go on without; a failure here means it was never on.
+            // It goes on without in any case; a failure here means it was never on.
             let _ = sys::set_direct(file.as_fd(), false);
             match spec.direct {
                 Direct::On => Err(OpenError::Direct {

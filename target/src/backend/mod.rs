@@ -11,13 +11,14 @@
 //! - `plan`: what the ring does for a request, step by step; pure.
 //! - `flush`: what a failed flush means.
 //! - `ram`: the sparse memory of a RAM disk.
-//! - `fault`: errors and delays on purpose, for tests.
+//! - `file_id`: names of files that outlive a rename.
 //! - `health`: counts failures, and measures room.
 //! - `hints`: what may help where a file cannot be opened, and notes about one that can.
 //! - `medium`: opens, locks and measures files and devices.
 //! - `look`: asks for their size and room on file systems that may not answer.
 //! - `opening`: opens backends on file systems that may not answer.
 //! - `errno`: what a host error means to a logical unit.
+//! - `unit`: what a logical unit is made of on an opened backend.
 //! - `sys`: the system calls the standard library lacks.
 //!
 //! # Promises
@@ -47,7 +48,7 @@
 
 mod driver;
 mod errno;
-mod fault;
+mod file_id;
 mod flush;
 mod health;
 mod hints;
@@ -59,17 +60,21 @@ mod ram;
 mod request;
 mod store;
 mod sys;
+mod unit;
 
-pub use driver::{Done, Driver, DriverConfig, DriverFull, StoreId};
-pub use fault::{Fault, FaultOn, Faults};
+pub use driver::{Done, Driver, DriverFull};
+pub use file_id::FileId;
 pub use flush::{FlushFailure, FlushKeeper};
 pub use health::{Failing, Space};
 pub use opening::{OpenedStores, Wish, open_all, open_each, open_in_time, undo_all};
 pub use ram::Ram;
 pub(crate) use ram::random_generation;
+pub use request::{DriverConfig, StoreId};
+pub use riser_config::{Direct, Fault, FaultOn, Faults, Source, Spec};
 #[cfg(test)]
 pub(crate) use store::HANGING_UNDO;
-pub use store::{Direct, Geometry, OpenError, Resized, Source, Spec, Store};
+pub use store::{Geometry, OpenError, Resized, Store};
+pub use unit::unit_config;
 
 #[cfg(test)]
 mod tests;

@@ -10,14 +10,16 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use riser_config::{Source, Spec};
+
 use super::look;
-use super::store::{OpenError, Source, Spec, Store};
+use super::store::{OpenError, Store};
 use crate::patience;
 
 /// For how long the results of fast file systems are gathered.
 const MOMENT: Duration = Duration::from_millis(100);
 
-/// How long opening may take; more than the time for which a lock is waited for.
+/// Time limit of opening; more than the time for which a lock is waited for.
 const PATIENCE: Duration = Duration::from_secs(8);
 
 /// Paths that a thread waits for, one for each at most, with the number of the thread's mark.
@@ -69,15 +71,15 @@ impl Drop for Marked {
 pub struct Wish {
     /// The backend's name.
     pub backend: String,
-    /// What it is.
+    /// Specification of the backend.
     pub spec: Spec,
-    /// Whether a lock is waited for that another process has.
+    /// A lock that another process has is waited for.
     pub is_patient: bool,
-    /// Whether there was a file before, so that a missing one is not created: its file system may not be mounted.
+    /// There was a file before, so that a missing one is not created: its file system may not be mounted.
     pub is_known: bool,
 }
 
-/// What has been opened, by the names of backends. What nobody takes is closed, as if it had not been opened.
+/// Stores that were opened, by the names of backends. One that is not taken is closed, as if it had not been opened.
 #[derive(Debug, Default)]
 pub struct OpenedStores(BTreeMap<String, (Spec, Result<Arc<Store>, OpenError>)>);
 
@@ -146,9 +148,9 @@ pub fn open_each(wishes: Vec<Wish>, take: impl FnMut(OpenedStores)) {
 struct Round {
     /// By their paths.
     openings: BTreeMap<PathBuf, (Wish, Opening, Instant)>,
-    /// Those for whose paths there is an opening already.
+    /// Wishes for whose paths there is an opening already.
     doubled: Vec<Wish>,
-    /// Those that could not be tried.
+    /// Wishes that could not be tried.
     failed: Vec<(Wish, OpenError)>,
     wake: Sender<()>,
     woken: Receiver<()>,
@@ -208,7 +210,7 @@ impl Round {
         self.openings.is_empty() && self.failed.is_empty()
     }
 
-    /// Takes the results that there are after a time, and returns before if there are no more to come.
+    /// Takes the results that there are after a time, and returns earlier if no others are to come.
     fn gather(&mut self, time: Duration, all: &mut OpenedStores) {
         let end = Instant::now() + time;
         loop {

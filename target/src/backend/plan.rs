@@ -22,7 +22,7 @@ pub(super) fn range(op: &BlockOp) -> (u64, u64) {
     }
 }
 
-/// What an operation is called in the log.
+/// Returns the name of an operation in the log.
 pub(super) fn name(op: &BlockOp) -> &'static str {
     match op {
         BlockOp::Read { .. } => "read",
@@ -35,7 +35,7 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
     }
 }
 
-/// What a request is doing. Reads and writes move the data window by window; everything else is one
+/// Stage of a request. Reads and writes move the data window by window; everything else is one
 /// call, perhaps with another before or after it.
 ///
 /// ```text
@@ -69,14 +69,14 @@ pub(super) enum Stage {
     Extent,
 }
 
-/// What the medium has shown not to support.
+/// Operations that the medium has refused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Lacks {
     pub(super) punch: bool,
     pub(super) zero: bool,
 }
 
-/// Where a request begins. `volatile` says that completed writes may still be in a cache.
+/// Returns the first stage of a request. `volatile` says that completed writes may still be in a cache.
 pub(super) fn first_stage(op: &BlockOp, volatile: bool, lacks: Lacks) -> Stage {
     match op {
         BlockOp::Read { fua: true, .. } if volatile => Stage::SyncFirst,
@@ -119,7 +119,7 @@ fn whole_units(start: u64, end: u64, unit: u64) -> (u64, u64) {
     }
 }
 
-/// What follows a stage that is wholly done; `None` where the request is.
+/// Returns the stage after one that is wholly done; `None` where the request is.
 pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<Stage> {
     match stage {
         Stage::SyncFirst => Some(Stage::Transfer),
@@ -153,7 +153,7 @@ pub(super) struct Bounds {
 pub(super) struct Window {
     /// Bytes.
     pub(super) len: usize,
-    /// Whether direct I/O can use the memory as it lies.
+    /// Direct I/O can use the memory as it lies.
     pub(super) aligned: bool,
 }
 

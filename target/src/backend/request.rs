@@ -5,12 +5,43 @@ use std::time::Instant;
 use riser_memory::MemSlice;
 use riser_scsi::step::{BackendError, BlockOp};
 
-use super::driver::{DriverConfig, StoreId};
 use super::plan::{self, Bounds, Stage};
 use super::sys::Align;
 
 /// Bytes of one ring operation at most.
 pub(super) const MAX_OPERATION: usize = 1 << 30;
+
+/// Sizes of a driver, fixed when it is made.
+#[derive(Debug, Clone, Copy)]
+pub struct DriverConfig {
+    /// The top byte of every ring token of this driver, by which the worker knows its completions.
+    pub tag: u8,
+    /// Requests in flight at most.
+    pub depth: usize,
+    /// Pieces of one ring operation at most; the ring's own bound holds as well.
+    pub pieces: usize,
+    /// Bytes of one bounce buffer; a multiple of 4096.
+    pub bounce: usize,
+    /// Number of bounce buffers that all stores share. A store that finds none idle has one of its own;
+    /// requests that find that in use as well wait.
+    pub bounces: usize,
+}
+
+impl Default for DriverConfig {
+    fn default() -> Self {
+        Self {
+            tag: 1,
+            depth: 256,
+            pieces: 256,
+            bounce: 128 << 10,
+            bounces: 4,
+        }
+    }
+}
+
+/// A store attached to a driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StoreId(pub(super) usize);
 
 /// A request under way. It has at most one operation in the ring at a time.
 pub(super) struct Request {
@@ -28,7 +59,7 @@ pub(super) struct Request {
     pub(super) window: Vec<MemSlice>,
 }
 
-/// Where a request waits.
+/// State of a request, by what it waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     /// For the ring.
@@ -65,7 +96,7 @@ pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
 #[derive(Debug)]
 pub(super) struct Bounce {
     pub(super) memory: MemSlice,
-    /// Whether it is one of those that all stores share.
+    /// It is one of those that all stores share.
     pub(super) is_shared: bool,
 }
 

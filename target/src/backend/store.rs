@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::UNIX_EPOCH;
 
+use riser_config::{Faults, Source, Spec};
 use riser_scsi::config::Identity;
 use riser_scsi::step::BackendError;
 
-use super::fault::Faults;
+use super::file_id::FileId;
 use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
@@ -23,7 +24,6 @@ use super::opening;
 use super::ram::{self, Ram};
 use super::sys::{self, Align};
 use crate::holder::Holder;
-use crate::server::identities::FileId;
 
 /// Names the host's boot; where the kernel does not, this process.
 static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
@@ -33,94 +33,14 @@ static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
     id.unwrap_or_else(|_| ram::random_generation())
 });
 
-/// Whether to bypass the page cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Direct {
-    /// Where the file system and the block size allow it.
-    #[default]
-    Auto,
-    /// Always; opening fails where it cannot be.
-    On,
-    /// Never.
-    Off,
-}
-
-/// What a backend is made of.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
-    /// A regular file.
-    File {
-        /// Its path.
-        path: PathBuf,
-        /// Its size in bytes; by default, what it has.
-        size: Option<u64>,
-        /// Create it, or extend it to `size`, sparsely.
-        create: bool,
-    },
-    /// A block device, whole.
-    Device {
-        /// Its path.
-        path: PathBuf,
-    },
-    /// Memory of this process, allocated as it is written.
-    Ram {
-        /// Size in bytes.
-        size: u64,
-    },
-    /// Nothing: takes every write, reads zeroes.
-    Null {
-        /// Size in bytes.
-        size: u64,
-    },
-}
-
-impl Source {
-    /// Its kind, as the configuration calls it.
-    #[must_use]
-    pub const fn kind(&self) -> &'static str {
-        match self {
-            Self::File { .. } => "file",
-            Self::Device { .. } => "device",
-            Self::Ram { .. } => "ram",
-            Self::Null { .. } => "null",
-        }
-    }
-
-    /// The path of a file or device.
-    #[must_use]
-    pub fn path(&self) -> Option<&Path> {
-        match self {
-            Self::File { path, .. } | Self::Device { path } => Some(path),
-            Self::Ram { .. } | Self::Null { .. } => None,
-        }
-    }
-}
-
-/// How to open a backend.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Spec {
-    /// What it is made of.
-    pub source: Source,
-    /// Logical block size in bytes: a power of two from 512 to 4096.
-    pub block_size: u32,
-    /// Whether to bypass the page cache.
-    pub direct: Direct,
-    /// Whether completed writes may be volatile until a flush.
-    pub write_cache: bool,
-    /// Refuse writes, and let others read the file too.
-    pub read_only: bool,
-    /// Errors and delays on purpose.
-    pub faults: Option<Arc<Faults>>,
-}
-
-/// What a logical unit must know of its backend.
+/// Geometry of a backend, as its logical unit needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// Size in bytes, a multiple of `block_size`.
     pub capacity: u64,
     /// Logical block size in bytes.
     pub block_size: u32,
-    /// What the medium writes at once, in bytes; at least `block_size`.
+    /// Bytes that the medium writes at once; at least `block_size`.
     pub physical_block: u32,
     /// The unit in which space can be given back, in bytes; `None` where it cannot.
     pub unmap_granularity: Option<u32>,
@@ -143,7 +63,7 @@ pub struct Resized {
     pub to: u64,
 }
 
-/// Why a backend could not be opened.
+/// Reason for which a backend could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// A system call failed.
@@ -151,9 +71,9 @@ pub enum OpenError {
     Io {
         /// The backend.
         path: PathBuf,
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
-        /// Why it failed.
+        /// Error of the system.
         source: io::Error,
     },
     /// A file cannot be opened, and it is known what may help.
@@ -161,11 +81,11 @@ pub enum OpenError {
     File {
         /// The file.
         path: PathBuf,
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
-        /// Why it failed.
+        /// Error of the system.
         source: io::Error,
-        /// What may help.
+        /// Advice, or nothing.
         hint: String,
     },
     /// The path leads to something else than what is open.
@@ -179,7 +99,7 @@ pub enum OpenError {
     Kind {
         /// The backend.
         path: PathBuf,
-        /// What it should be.
+        /// Kind of file that it should be.
         expected: &'static str,
     },
     /// Another process, or another backend of this one, has it.
@@ -210,7 +130,7 @@ pub enum OpenError {
          restart riserd: then there are new names, and initiators see new disks"
     )]
     Unnamed {
-        /// What is wrong with the file, which it names.
+        /// Fault of the file, with its path.
         why: String,
     },
     /// The file is smaller than it should be, and nothing says to extend it.
@@ -227,11 +147,11 @@ pub enum OpenError {
         wanted: u64,
     },
     /// The path leads to a file system that asks this daemon.
-    #[error("{}", crate::mounts::why(path, mount))]
+    #[error("{}", riser_config::mounts::why(path, mount))]
     AsksUs {
         /// The backend.
         path: PathBuf,
-        /// Where that file system is mounted.
+        /// Mount point of that file system.
         mount: PathBuf,
     },
     /// A backend that is served would become smaller.
@@ -264,12 +184,12 @@ pub enum OpenError {
     Direct {
         /// The backend.
         path: PathBuf,
-        /// Why not.
+        /// Reason, for people.
         reason: String,
     },
 }
 
-/// How bytes are reached.
+/// Access to the bytes.
 #[derive(Debug)]
 pub(super) enum Medium {
     /// Through a descriptor.
@@ -278,7 +198,7 @@ pub(super) enum Medium {
         /// Alignment, where I/O is direct.
         align: Option<Align>,
         device: bool,
-        /// What it zeroes and frees at least, in bytes.
+        /// Least that it zeroes and frees, in bytes.
         unit: u64,
     },
     /// In memory.
@@ -297,7 +217,7 @@ pub struct Store {
     pub(super) faults: Option<Arc<Faults>>,
     flush: FlushState,
     geometry: Geometry,
-    /// What it is made of, for people.
+    /// Description of the source, for people.
     label: String,
     capacity: AtomicU64,
     made: Mutex<Option<Made>>,
@@ -310,7 +230,7 @@ pub struct Store {
     notes: Vec<String>,
 }
 
-/// What opening or growing a backend has changed on disk.
+/// Change on disk by opening or growing a backend.
 #[derive(Debug)]
 pub(super) struct Made {
     pub(super) path: PathBuf,
@@ -427,11 +347,13 @@ impl Store {
         }
     }
 
+    /// Opens a medium and measures it; what is changed for that is noted in `made`.
     fn open_medium(
         spec: &Spec,
         ram: Arc<Ram>,
         made: &mut Option<Made>,
     ) -> Result<(Medium, Geometry, Vec<String>), OpenError> {
+        // Before anything is opened: on an export of ours, the open itself would wait for us.
         check_mount(&spec.source)?;
         let (medium, mut geometry) = match &spec.source {
             Source::File { path, size, create } => {
@@ -454,6 +376,8 @@ impl Store {
                 },
             ),
         };
+        // What files and devices report need not be a multiple of the block size that the
+        // configuration chooses.
         let size = geometry.capacity;
         geometry.capacity = size - size % u64::from(spec.block_size);
         if geometry.capacity == 0 {
@@ -465,13 +389,13 @@ impl Store {
         Ok((medium, geometry, hints::notes(spec, size)))
     }
 
-    /// What an administrator should know of it, from when it was opened.
+    /// Returns notes for the administrator, from when it was opened.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// What a logical unit must know; the capacity is the present one.
+    /// Returns its geometry; the capacity is the present one.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         Geometry {
@@ -490,7 +414,7 @@ impl Store {
         }
     }
 
-    /// What is in it, if it is a RAM disk.
+    /// Returns its content, if it is a RAM disk.
     #[must_use]
     pub fn ram(&self) -> Option<Arc<Ram>> {
         match &self.medium {
@@ -499,7 +423,7 @@ impl Store {
         }
     }
 
-    /// Whether it would be opened again as it is: a file that was moved or replaced under us, or that
+    /// Checks that it would be opened again as it is: a file that was moved or replaced under us, or that
     /// is shorter than the configuration says, would not. Nor would one with a failure of a flush
     /// that was not cleared: the shutdown before the next program starts would fail.
     ///
@@ -517,7 +441,7 @@ impl Store {
             // execve(2) waits for all threads to end, and nothing would be served meanwhile.
             let why = "a thread waits for its file system, which does not answer";
             let error = io::Error::new(io::ErrorKind::TimedOut, why);
-            return Err(io_error(path, "let go of it")(error));
+            return Err(io_error(path, "release it")(error));
         }
         let (Medium::File { fd, device, .. }, Source::File { path, .. } | Source::Device { path }) =
             (&self.medium, &spec.source)
@@ -569,6 +493,8 @@ impl Store {
                 let error = |action| io_error(path, action);
                 let file = File::from(fd.try_clone().map_err(error("examine it"))?);
                 let actual = file.metadata().map_err(error("examine it"))?.len();
+                // A file that is longer than the configuration says is served as it is: a disk is never
+                // cut. An extension is noted, to be undone if the change fails elsewhere.
                 match *size {
                     Some(wanted) if wanted > actual && *create && !device && !spec.read_only => {
                         extend(&file, path, wanted)?;
@@ -653,13 +579,13 @@ impl Store {
         self.errors.clear(is_write)
     }
 
-    /// What operations fail with at present, if they do.
+    /// Returns the error with which operations fail at present, if they do.
     #[must_use]
     pub fn failing(&self) -> Option<Failing> {
         self.errors.failing()
     }
 
-    /// How many operations the medium failed, by kind: `medium`, `no_space`, `read_only`, `not_ready`,
+    /// Returns the number of operations that the medium failed, by kind: `medium`, `no_space`, `read_only`, `not_ready`,
     /// `internal`.
     pub fn errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.errors.counts()
@@ -700,7 +626,7 @@ impl Store {
         self.flush.wait_saved();
     }
 
-    /// How many failures of flushes were cleared.
+    /// Returns the number of failures of flushes that were cleared.
     pub(super) fn flush_clears(&self) -> u64 {
         self.flush.clears()
     }
@@ -718,7 +644,7 @@ impl Store {
         }
     }
 
-    /// What opening or growing has changed on disk is meant to stay.
+    /// Keeps what opening or growing has changed on disk.
     pub fn keep(&self) {
         *self.made() = None;
     }

@@ -7,10 +7,10 @@ use nix::fcntl::{FcntlArg, fcntl};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags};
 use rustix::io::Errno;
 
-/// Who else may have the file open.
+/// Other processes that may have the file open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lock {
-    /// Nobody.
+    /// No process.
     Exclusive,
     /// Others that only read.
     Shared,
@@ -53,7 +53,7 @@ pub(super) fn set_direct(fd: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     Ok(rustix::fs::fcntl_setfl(fd, flags)?)
 }
 
-/// What direct I/O needs of addresses and of offsets and lengths, in bytes.
+/// Alignment of addresses, and of offsets and lengths, for direct I/O, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Align {
     pub(super) memory: u32,

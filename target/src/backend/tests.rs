@@ -1,8 +1,5 @@
 //! Backends of every kind against a plain array of bytes.
 
-#[path = "../../../tests/src/skip.rs"]
-mod skip;
-
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -15,7 +12,7 @@ use riser_memory::{MemSlice, Memory};
 use riser_reactor::{Ring, RingConfig};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
-use skip::skip;
+use riser_testkit::skip::skip;
 
 use super::store::Medium;
 use super::*;

@@ -8,15 +8,15 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use hyper::Method;
+use riser_admin_api::client::{self, ClientError, Question};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Failure, print};
-use crate::control::client::{self, ClientError, Question};
 use crate::control::top::{self, Top, TopError};
 use crate::control::{report, socket, state};
 
-/// How many old contents of a file `save` keeps.
+/// Number of old contents of a file that `save` keeps.
 const GENERATIONS: u32 = 9;
 
 /// A question to a running daemon.
@@ -25,23 +25,23 @@ pub(super) struct Ask {
     /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
     #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
     pub(super) socket: Option<PathBuf>,
-    /// How to print the answer.
+    /// Format of the answer.
     #[arg(long, short, value_enum, default_value_t)]
     pub(super) output: Output,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum Output {
-    /// Lines for people.
+    /// Lines of text for people.
     #[default]
     #[value(alias = "human")]
     Text,
-    /// One JSON document.
+    /// A single JSON document.
     Json,
 }
 
 impl Ask {
-    /// Where the daemon is.
+    /// Path of the daemon's admin socket: the given one, or the default.
     pub(super) fn socket(&self) -> Result<PathBuf, Failure> {
         let socket = self.socket.clone().or_else(socket::default_path);
         socket.ok_or_else(|| ClientError::Nowhere.into())
@@ -65,10 +65,10 @@ pub(super) fn asked<T: Serialize + DeserializeOwned>(
     describe: impl Fn(&T) -> String,
 ) -> Result<(), Failure> {
     let answer: T = client::call(&ask.socket()?, question)?;
-    tell(out, ask.output, &answer, describe)
+    show(out, ask.output, &answer, describe)
 }
 
-pub(super) fn tell<T: Serialize>(
+pub(super) fn show<T: Serialize>(
     out: &mut dyn Write,
     output: Output,
     answer: &T,
@@ -163,7 +163,8 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
     let kept = beside(&file);
     // It may hold secrets.
     state::replace(&kept, &old)?;
-    // Where everybody may make files, its owner may be somebody who has waited for secrets there.
+    // In a directory that every user may write, the file's owner may be another user who has waited
+    // for secrets there.
     let dir = file.parent().unwrap_or(Path::new("/"));
     if fs::metadata(dir)?.mode() & 0o002 != 0 {
         state::replace(&file, text)?;
@@ -203,7 +204,7 @@ pub(super) fn upgrade(
 ) -> Result<(), Failure> {
     let binary = binary.map(whole).transpose()?;
     let done = client::upgrade(&ask.socket()?, binary.as_deref())?;
-    tell(out, ask.output, &done, report::upgraded)
+    show(out, ask.output, &done, report::upgraded)
 }
 
 /// A path that means the same to everybody.

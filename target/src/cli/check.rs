@@ -58,11 +58,11 @@ fn report(error: &ConfigError, text: String) -> String {
 #[derive(Debug)]
 pub(super) struct Described<'a> {
     config: &'a Config,
-    /// What names are derived from.
+    /// Identity of the host, from which names are derived.
     host: HostId,
     identities: Identities,
     notes: Vec<String>,
-    /// What could be opened, and what could not, where that was tried.
+    /// Results of opening backends and portals, if that was tried.
     probe: Option<Probe>,
 }
 
@@ -86,7 +86,7 @@ impl<'a> Described<'a> {
         }
     }
 
-    /// Whether everything could be opened.
+    /// Returns whether everything could be opened.
     pub(super) fn is_served(&self) -> bool {
         self.probe
             .as_ref()
@@ -119,6 +119,8 @@ fn describe_text(described: &Described<'_>) -> String {
         lines.push(format!("target {}", target.name));
         for portal in &target.portals {
             lines.push(match (portal.protocol, &target.iqn) {
+                // An initiator finds iSCSI and iSER by the IQN, and SRP by its GUIDs, which are
+                // derived from the host's identity if the file gives none.
                 (Protocol::Iscsi | Protocol::Iser, Some(iqn)) => {
                     format!("  {} {} {iqn}", portal.protocol, portal.listen)
                 }
@@ -196,6 +198,8 @@ fn describe_json(described: &Described<'_>) -> String {
             })
         })
         .collect();
+    // `valid` and `takes_over` are what a daemon looks at before it hands over to this program, so
+    // they stay even if the rest changes.
     let mut document = json!({
         "valid": true,
         "version": env!("CARGO_PKG_VERSION"),

@@ -12,13 +12,16 @@
 //! # Modules
 //! - `ask`: questions to a running daemon. `verbs`: those that show and change its objects by path.
 //!   `trace`: its commands.
+//! - `manual`: manual pages. [`mod@reference`]: the keys of a configuration file, for one of them and for the book.
 //! - `check`: configuration files. `probe`: whether what they name can be opened. `devices`: what a portal can use. `log`: where the log goes.
 
 mod ask;
 mod check;
 mod devices;
 mod log;
+mod manual;
 mod probe;
+pub mod reference;
 mod trace;
 mod verbs;
 
@@ -30,17 +33,17 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use hyper::Method;
+use riser_admin_api::client::{self, Question};
+use riser_admin_api::view::{Changes, HistoryView};
 use serde_json::json;
 
-use self::ask::{Ask, Output, asked, interval, tell};
+use self::ask::{Ask, Output, asked, interval, show};
 use self::check::{Described, checked, load};
 use self::probe::Probe;
 use self::trace::Trace;
 use self::verbs::Verb;
 use crate::config::{ConfigError, schema};
-use crate::control::client::{self, Question};
-use crate::control::upgrade::Inheritance;
-use crate::control::view::{Changes, HistoryView};
+use crate::control::upgrade::Handover;
 use crate::control::{Source, report};
 
 /// The exit code of a failure at run time.
@@ -56,7 +59,7 @@ const DIFFERENT: u8 = 3;
 #[derive(Debug, Parser)]
 #[command(name = "riserd", version, after_help = EXIT_CODES)]
 struct Cli {
-    /// How to print results and errors.
+    /// Format of results and errors.
     #[arg(long, short, global = true, value_enum, default_value_t)]
     output: Output,
     #[command(subcommand)]
@@ -72,7 +75,7 @@ enum Command {
     /// and applies it. Logs to standard error; the environment's RUST_LOG comes before the file's log
     /// filter.
     Run {
-        /// The configuration file.
+        /// Path of the configuration file.
         #[arg(long, short, value_name = "FILE")]
         config: PathBuf,
         /// Serve the configuration that was applied last, as the file's state directory has it. The
@@ -83,13 +86,13 @@ enum Command {
     },
     /// Check a configuration file: alone, or whether what it names can be opened on this host.
     Check {
-        /// The configuration file.
+        /// Path of the configuration file.
         file: PathBuf,
         /// Open its backends and listen on its portals' addresses for a moment. Nothing is changed, and what a
         /// daemon has is in use.
         #[arg(long)]
         open: bool,
-        /// How to print the result.
+        /// Format of the result.
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
     },
@@ -104,14 +107,14 @@ enum Command {
     /// Let a running daemon serve what a configuration file describes, whole or not at all; show what
     /// that changed.
     Apply {
-        /// The configuration file.
+        /// Path of the configuration file.
         file: PathBuf,
         #[command(flatten)]
         ask: Ask,
     },
     /// Show what `apply` would change.
     Diff {
-        /// The configuration file.
+        /// Path of the configuration file.
         file: PathBuf,
         #[command(flatten)]
         ask: Ask,
@@ -119,7 +122,7 @@ enum Command {
     /// Write down the configuration of a running daemon, secrets included: YAML, or JSON, which is
     /// YAML as well.
     Save {
-        /// Where to; standard output by default.
+        /// File to write; standard output by default.
         file: Option<PathBuf>,
         #[command(flatten)]
         ask: Ask,
@@ -127,7 +130,7 @@ enum Command {
     /// Let a running daemon serve again what it served before; show what that changed. It is a change
     /// like any other, and can be rolled back.
     Rollback {
-        /// How many configurations back.
+        /// Number of configurations to go back.
         #[arg(default_value_t = 1)]
         back: usize,
         #[command(flatten)]
@@ -177,25 +180,34 @@ enum Command {
     Schema,
     /// Print the completion script of a shell.
     Completions {
-        /// The shell.
+        /// Shell that the script is for.
         shell: Shell,
     },
-    /// Print the manual page, or write all of them.
+    /// Print a manual page, or write all of them.
     Man {
-        /// Write a page for each verb into this directory.
+        /// The page.
+        #[arg(value_enum, default_value_t, conflicts_with = "dir")]
+        page: manual::Page,
+        /// Write the page of the configuration file and one for each verb into this directory.
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
     /// List the addresses and RDMA devices a portal can use.
     Devices {
-        /// How to print them.
+        /// Format of the list.
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
     },
 }
 
-/// Whatever ends a run.
+/// Error that ends a run.
 pub type BoxError = Box<dyn Error + Send + Sync>;
+
+/// Returns the command line, by which documents are checked.
+#[must_use]
+pub fn command() -> clap::Command {
+    Cli::command()
+}
 
 /// Parses the process's arguments and does what they say; `run` serves a configuration.
 pub fn main(run: impl FnOnce(Source<'_>) -> Result<(), BoxError>) -> ExitCode {
@@ -204,14 +216,14 @@ pub fn main(run: impl FnOnce(Source<'_>) -> Result<(), BoxError>) -> ExitCode {
     match dispatch(cli.command, run, &mut io::stdout().lock()) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            // Nobody to tell where standard error is closed.
+            // If standard error is closed, there is no other place to report to.
             let _ = writeln!(io::stderr(), "{}", failure.print(output));
             ExitCode::from(failure.code)
         }
     }
 }
 
-/// How a command failed: for people, and for scripts.
+/// Failure of a command, for people and for scripts.
 #[derive(Debug)]
 struct Failure {
     text: String,
@@ -257,6 +269,7 @@ impl Failure {
     }
 }
 
+/// Does what a command asks for; returns the exit code.
 fn dispatch(
     command: Command,
     run: impl FnOnce(Source<'_>) -> Result<(), BoxError>,
@@ -265,30 +278,7 @@ fn dispatch(
     let get = |path| Question::new(Method::GET, path);
     let post = |path| Question::new(Method::POST, path);
     let done = match command {
-        Command::Run { config, restore } => {
-            let inheritance = Inheritance::take();
-            let file = config;
-            let config = match inheritance.config() {
-                Some(config) => config.clone(),
-                None => load(&file)?,
-            };
-            log::start(&config.log);
-            if let Some(why) = inheritance.broken() {
-                tracing::error!(
-                    why,
-                    "what the program before has left is of no use; starting afresh"
-                );
-            }
-            let reread = &|| load(&file).map_err(|failure| failure.text);
-            let source = Source {
-                config,
-                file: file.clone(),
-                reread,
-                restore,
-                inheritance,
-            };
-            run(source).map_err(|e| Failure::run_time(chain(&*e)))
-        }
+        Command::Run { config, restore } => serve(config, restore, run),
         Command::Check { file, open, output } => {
             let config = load(&file)?;
             let probe = open.then(|| Probe::of(&config));
@@ -321,7 +311,9 @@ fn dispatch(
         Command::Diff { file, ask } => {
             let question = post("/v1/diff").with(checked(&file)?);
             let answer: Changes = client::call(&ask.socket()?, question)?;
-            tell(out, ask.output, &answer, report::changes)?;
+            show(out, ask.output, &answer, report::changes)?;
+            // A difference has an exit code of its own, so that scripts distinguish a difference
+            // from a failure.
             let is_same = answer.changes.is_empty() && answer.drift.is_empty();
             return Ok(if is_same { 0 } else { DIFFERENT });
         }
@@ -337,18 +329,12 @@ fn dispatch(
             let schema = serde_json::to_string_pretty(&schema()).map_err(Failure::run_time)?;
             print(out, &schema)
         }
-        Command::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "riserd", &mut script);
-            write(out, &script)
-        }
-        Command::Man { dir: Some(dir) } => clap_mangen::generate_to(Cli::command(), &dir)
+        Command::Completions { shell } => print_completions(out, shell),
+        Command::Man { dir: Some(dir), .. } => manual::write_all(&dir)
             .map_err(|e| Failure::run_time(format!("{}: {e}", dir.display()))),
-        Command::Man { dir: None } => {
-            let mut page = Vec::new();
-            let rendered = clap_mangen::Man::new(Cli::command()).render(&mut page);
-            rendered.map_err(Failure::run_time)?;
-            write(out, &page)
+        Command::Man { dir: None, page } => {
+            let text = manual::render(page).map_err(Failure::run_time)?;
+            write(out, &text)
         }
         Command::Devices { output } => {
             let text = devices::devices(output).map_err(Failure::run_time)?;
@@ -358,13 +344,51 @@ fn dispatch(
     done.map(|()| 0)
 }
 
+/// Serves the configuration of a file, or that of the program before.
+fn serve(
+    file: PathBuf,
+    restore: bool,
+    run: impl FnOnce(Source<'_>) -> Result<(), BoxError>,
+) -> Result<(), Failure> {
+    // The handover state comes first: with it, the file may be wrong or gone, and initiators are
+    // served all the same. The log starts after that, since its filter is part of the
+    // configuration.
+    let handover = Handover::take();
+    let config = match handover.config() {
+        Some(config) => config.clone(),
+        None => load(&file)?,
+    };
+    log::start(&config.log);
+    if let Some(why) = handover.broken() {
+        tracing::error!(
+            why,
+            "what the program before has left is of no use; starting afresh"
+        );
+    }
+    let reread = &|| load(&file).map_err(|failure| failure.text);
+    let source = Source {
+        config,
+        file: file.clone(),
+        reread,
+        restore,
+        handover,
+    };
+    run(source).map_err(|e| Failure::run_time(chain(&*e)))
+}
+
+fn print_completions(out: &mut dyn Write, shell: Shell) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "riserd", &mut script);
+    write(out, &script)
+}
+
 fn print(out: &mut dyn Write, text: &str) -> Result<(), Failure> {
     write(out, format!("{text}\n").as_bytes())
 }
 
 fn write(out: &mut dyn Write, bytes: &[u8]) -> Result<(), Failure> {
     match out.write_all(bytes) {
-        // Somebody's `head` has seen enough.
+        // The reader of the pipe, such as `head`, has seen enough.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other.map_err(Failure::run_time),
     }

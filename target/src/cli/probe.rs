@@ -10,14 +10,14 @@ use crate::config::{Config, Protocol, Provider};
 use crate::server::addresses::Expansion;
 use crate::units::bytes;
 
-/// What could be opened, and what could not.
+/// Results of opening all backends and portals.
 #[derive(Debug, Default)]
 pub(super) struct Probe {
     pub(super) opened: Vec<Opened>,
     pub(super) problems: Vec<Problem>,
 }
 
-/// A backend.
+/// Backend that could be opened.
 #[derive(Debug, Serialize)]
 pub(super) struct Opened {
     name: String,
@@ -26,10 +26,10 @@ pub(super) struct Opened {
     notes: Vec<String>,
 }
 
-/// What cannot be served.
+/// Backend or portal that cannot be served.
 #[derive(Debug, Serialize)]
 pub(super) struct Problem {
-    /// `backend` or `portal`.
+    /// Kind of object: `backend` or `portal`.
     kind: &'static str,
     name: String,
     error: String,

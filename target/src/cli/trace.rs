@@ -4,14 +4,14 @@ use std::io::Write;
 use std::time::Duration;
 
 use hyper::Method;
+use riser_admin_api::client::{PATIENCE, Question};
+use riser_admin_api::trace::Wanted;
 
 use super::Failure;
 use super::ask::{Ask, asked};
-use crate::control::client::{PATIENCE, Question};
 use crate::control::report;
-use crate::control::trace::Wanted;
 
-/// `riserd trace`.
+/// Options of `riserd trace`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Trace {
     /// Commands to this target only.
@@ -29,7 +29,7 @@ pub(super) struct Trace {
     /// Commands that take at least so long only, such as 5ms.
     #[arg(long, value_name = "TIME", value_parser = time)]
     slower_than: Option<Duration>,
-    /// End after so many commands.
+    /// End after this number of commands.
     #[arg(long, value_name = "N", default_value_t = 100)]
     count: usize,
     /// End after so long, such as 10s.

@@ -1,7 +1,7 @@
 //! The verbs that show and change the objects of a running daemon's configuration by their paths.
 //!
 //! A change is made in the configuration that was read, which the daemon takes whole in its place, or not
-//! at all. If somebody else has changed it meanwhile, it is made again in what it is now, unless it names
+//! at all. If another user has changed it meanwhile, it is made again in what it is now, unless it names
 //! an object by its number in a list, which may be another one by then.
 
 use std::io::Write;
@@ -9,15 +9,15 @@ use std::path::Path;
 
 use clap::Subcommand;
 use hyper::Method;
+use riser_admin_api::client::{self, ClientError, Question};
+use riser_admin_api::view::Changes;
 use serde_json::Value;
 
-use super::ask::{Ask, Output, tell};
+use super::ask::{Ask, Output, show};
 use super::{Failure, print};
 use crate::config::{Config, Document, EditError, Place, Tree};
-use crate::control::client::{self, ClientError, Question};
 use crate::control::objects::{self, Facts};
 use crate::control::report;
-use crate::control::view::Changes;
 
 /// Attempts at a change that others come before.
 const ATTEMPTS: usize = 16;
@@ -30,17 +30,17 @@ stand by their names or by their numbers from 0.";
 const KEYS: &str = "\
 A key is one of the object's, such as size=1GiB, or a path to one beneath it, such as \
 portals/0/listen=192.0.2.10. Lists of values are separated by commas. A secret on the command line is \
-seen by whoever lists processes; name a file instead (secret_file).";
+seen by any user who lists processes; name a file instead (secret_file).";
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Verb {
     /// Show the objects of a running daemon as a tree: its configuration, and how they are.
     #[command(after_help = PATHS)]
     Ls {
-        /// Where to begin.
+        /// Object to begin with.
         #[arg(default_value = "/")]
         path: Place,
-        /// How many levels to show.
+        /// Number of levels to show.
         #[arg(long, short, value_name = "N")]
         depth: Option<usize>,
         #[command(flatten)]
@@ -57,7 +57,7 @@ pub(super) enum Verb {
     /// Show an object of a running daemon in full: what is set, what could be, and how it is.
     #[command(after_help = PATHS)]
     Info {
-        /// The object.
+        /// Path of the object.
         #[arg(default_value = "/")]
         path: Place,
         #[command(flatten)]
@@ -66,7 +66,7 @@ pub(super) enum Verb {
     /// Set keys of an object of a running daemon.
     #[command(after_help = KEYS)]
     Set {
-        /// The object.
+        /// Path of the object.
         path: Place,
         /// Keys and their values.
         #[arg(required = true, value_name = "KEY=VALUE", value_parser = pair)]
@@ -112,9 +112,11 @@ pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
             let facts = facts(&ask)?;
             let document = Document::new(&facts.config);
             let (place, found) = document.find(&path)?;
+            // `get` needs the configuration only, which is one request; the tree and `info` also
+            // show how the objects are, for which `facts` makes four more.
             let depth = depth.unwrap_or(usize::MAX);
             let node = objects::list(&facts, &place, found, depth);
-            tell(out, ask.output, &node, objects::tree_text)
+            show(out, ask.output, &node, objects::tree_text)
         }
         Verb::Get { path, ask } => {
             let document = Document::new(&configuration(&ask)?.0);
@@ -123,14 +125,14 @@ pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
                 return unset(out, &ask, &path, found.shape.is_structured());
             };
             let last = path.segments().last().map_or("", String::as_str);
-            tell(out, ask.output, &tree.clone().masked(last), text_of)
+            show(out, ask.output, &tree.clone().masked(last), text_of)
         }
         Verb::Info { path, ask } => {
             let facts = facts(&ask)?;
             let document = Document::new(&facts.config);
             let (place, found) = document.find(&path)?;
             let info = objects::info(&facts, &place, found);
-            tell(out, ask.output, &info, objects::info_text)
+            show(out, ask.output, &info, objects::info_text)
         }
         Verb::Set { path, keys, change } => change.apply(out, |d| d.set(&path, &keys)),
         Verb::Create { path, keys, change } => change.apply(out, |d| d.create(&path, &keys)),
@@ -138,7 +140,7 @@ pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
     }
 }
 
-/// Reads `KEY=VALUE`.
+/// Parses `KEY=VALUE`, with an empty value for `KEY=`.
 fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
@@ -146,7 +148,7 @@ fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// What `get` says where nothing is set.
+/// Prints the answer of `get` for a key that is not set.
 fn unset(out: &mut dyn Write, ask: &Ask, path: &Place, is_object: bool) -> Result<(), Failure> {
     match ask.output {
         Output::Json => print(out, &Value::Null.to_string()),
@@ -172,7 +174,7 @@ fn configuration(ask: &Ask) -> Result<(Config, Option<String>), Failure> {
     Ok((config, said.revision))
 }
 
-/// What the daemon is configured to, and how it goes.
+/// Asks the daemon for its configuration and its state.
 fn facts(ask: &Ask) -> Result<Facts, Failure> {
     let socket = ask.socket()?;
     let get = |path| Question::new(Method::GET, path);
@@ -200,6 +202,8 @@ impl Change {
             let by_number = document.is_by_number();
             let (_, yaml) = document.finish()?;
             match self.send(&socket, yaml, revision) {
+                // An edit by name means the same object in a newer configuration, so it is tried
+                // again there; a number in a list may mean another one.
                 Err(ClientError::Outdated(_)) if !by_number => {}
                 Err(ClientError::Outdated(why)) => {
                     let text = format!("{why}; a number may be another object's now");
@@ -207,7 +211,7 @@ impl Change {
                 }
                 Err(other) => return Err(other.into()),
                 Ok(changes) => {
-                    tell(out, self.ask.output, &changes, report::changes)?;
+                    show(out, self.ask.output, &changes, report::changes)?;
                     return match changes.refused {
                         Some(why) => Err(Failure::run_time(why)),
                         None => Ok(()),

@@ -23,10 +23,10 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream, unix};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::{Instant, Sleep, sleep};
 
-/// What connections may take.
+/// Limits of the connections to one listener.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Connections at once.
+    /// Number of connections at once.
     pub(super) connections: usize,
     /// Time for a whole request. The time that the answer takes here does not count.
     pub(super) request: Duration,
@@ -36,10 +36,10 @@ pub(super) struct Limits {
     pub(super) idle: Duration,
 }
 
-/// Where connections come from that may be one client's.
+/// Origin of connections that may be one client's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Origin {
-    /// A host.
+    /// A host, by its address.
     Address(IpAddr),
     /// A user of this host, where the kernel says which.
     User(Option<u32>),
@@ -67,7 +67,7 @@ impl Source for UnixListener {
 #[derive(Debug)]
 struct Entry {
     origin: Origin,
-    /// When it was accepted or its last answer was written.
+    /// Time at which it was accepted or its last answer was written.
     since: Instant,
     /// Requests that are being worked on.
     working: usize,
@@ -203,7 +203,7 @@ impl<L: Source> Listener for Bounded<L> {
     }
 }
 
-/// What a connection is at.
+/// Stage of a connection, which says which time limit applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// Its request is incomplete, or being worked on.
@@ -227,7 +227,7 @@ pub(super) struct Connection<S> {
 }
 
 impl<S> Connection<S> {
-    /// Its stream.
+    /// Stream of this connection.
     pub(super) fn stream(&self) -> &S {
         &self.stream
     }

@@ -10,7 +10,7 @@ use std::fmt::{self, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use serde::{Deserialize, Serialize};
+pub use riser_admin_api::recent::Event;
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::subscriber::Interest;
@@ -26,26 +26,9 @@ pub const KEPT: usize = 200;
 /// Bytes of an event's text that are kept; peers choose some of its words.
 pub const LONGEST: usize = 400;
 
-/// Something that happened.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Event {
-    /// Numbers the events of this process.
-    pub number: u64,
-    /// When, in seconds since 1970.
-    pub time: f64,
-    /// `info`, `warn` or `error`.
-    pub level: String,
-    /// What, and the fields that say more: `session ended reason=logout …`.
-    pub text: String,
-    /// Whether it is a line of the audit log of what was done as asked. Others are kept apart, so that logins do not
-    /// displace them.
-    #[serde(default)]
-    pub routine: bool,
-}
-
 static EVENTS: Mutex<Events> = Mutex::new(Events::new());
 
-/// Those that are kept.
+/// Events that are kept.
 #[derive(Debug)]
 struct Events {
     routine: VecDeque<Event>,
@@ -93,7 +76,7 @@ pub fn after(number: u64) -> Vec<Event> {
     lock().after(number)
 }
 
-/// Collects events.
+/// Layer of the log that collects events.
 #[derive(Debug)]
 pub struct Collector;
 
@@ -113,10 +96,10 @@ impl<S: Subscriber> Layer<S> for Collector {
     }
 }
 
-/// What is collected, whatever else the log shows.
+/// Filter of the events that are collected, apart from what the log shows.
 #[derive(Debug)]
 pub struct Noteworthy {
-    /// Whether the audit log is part of it.
+    /// The audit log is collected, too.
     pub audit: bool,
 }
 

@@ -20,13 +20,13 @@ pub struct FlushFiles {
     dir: Arc<StateDir>,
 }
 
-/// What a file holds.
+/// Content of a file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
     /// The unit's serial number. With another one it is another unit, even if the world-wide name is the same.
     serial: String,
     errno: i32,
-    /// Milliseconds since 1970.
+    /// Time of the failure, in milliseconds since 1970.
     at: u64,
 }
 

@@ -7,7 +7,7 @@ use crate::server::Server;
 use crate::server::problems::Subject;
 use crate::worker::mail::Snapshot;
 
-/// Whether every worker answers, every portal is listened on and every backend is open.
+/// Returns whether every worker answers, every portal is listened on and every backend is open.
 ///
 /// # Errors
 /// What is missing, a line each.
@@ -18,6 +18,8 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
         missing.push(format!("{answering} of {workers} workers answer"));
     }
     let problems = server.problems();
+    // Known problems come first, with their reasons; what the workers report is added only where
+    // there is no reason yet.
     for (subject, problem) in problems.iter() {
         missing.push(format!(
             "{} {}: {}",
@@ -35,7 +37,7 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
             if !is_listening(*protocol, *listen, snapshots) {
                 let name = &target.config.name;
                 missing.push(format!(
-                    "target {name}: nobody listens on {protocol} {listen}"
+                    "target {name}: no worker listens on {protocol} {listen}"
                 ));
             }
         }

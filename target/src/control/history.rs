@@ -1,8 +1,8 @@
 //! The configurations that were applied: the present one and some before it, kept in the state
 //! directory where there is one.
 //!
-//! What one process applies step by step, such as a session of `targetcli`, is one change: its last step
-//! takes the place of those before it.
+//! What one process applies step by step, such as a session of `targetcli`, is one change: its
+//! last step takes the place of those before it.
 
 use std::io;
 use std::path::Path;
@@ -86,8 +86,8 @@ pub struct History {
 }
 
 impl History {
-    /// What was kept at a location. A default location that cannot be had is no reason not to serve; one
-    /// that cannot be read is, since reservations may be kept there.
+    /// What was kept at a location. A default location that cannot be had is no reason not to
+    /// serve; one that cannot be read is, since reservations may be kept there.
     ///
     /// # Errors
     /// The location's directory cannot be had, or its file is not one of ours.
@@ -145,8 +145,8 @@ impl History {
         }
     }
 
-    /// What keeps reservations and failed flushes of logical units, and the numbers of ports, in the same
-    /// directory.
+    /// What keeps reservations and failed flushes of logical units, and the numbers of ports, in
+    /// the same directory.
     #[must_use]
     pub fn keepers(&self) -> Keepers {
         let Some(dir) = &self.dir else {

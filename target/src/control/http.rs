@@ -23,7 +23,8 @@ use super::timeline::Since;
 /// The status page: one file that needs no other.
 const PAGE: &str = include_str!("page.html");
 
-/// What connections to an address may take. Prometheus is idle for less between two scrapes, as a rule.
+/// Limits of the connections to an address. Prometheus is idle for less between two scrapes, as a
+/// rule.
 const LIMITS: Limits = Limits {
     connections: 64,
     request: Duration::from_secs(10),
@@ -31,12 +32,12 @@ const LIMITS: Limits = Limits {
     idle: Duration::from_secs(60),
 };
 
-/// The page has everything in it, and asks nobody but us.
+/// Content policy of the page, which has everything in it and loads only data of ours.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
                       connect-src 'self'; base-uri 'none'; form-action 'none'; \
                       frame-ancestors 'none'";
 
-/// The routes.
+/// Routes of the server for Prometheus and the status page.
 pub fn router() -> Router<Requests> {
     Router::new()
         .route("/", on(MethodFilter::GET, page))
@@ -189,7 +190,7 @@ impl Listening {
         self.listener
     }
 
-    /// Where.
+    /// Address that it is bound to.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.addr

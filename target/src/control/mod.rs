@@ -11,25 +11,25 @@
 //! requests for the thread that owns the [`Server`]; a request that finds it full is refused.
 //!
 //! # Modules
-//! - [`run`]: what `riserd run` does: start, tell the service manager, serve, shut down.
-//! - [`api`]: the routes. [`view`]: what they say.
+//! - [`run`]: what `riserd run` does: start, notify the service manager, serve, shut down.
+//! - [`routes`]: the paths of the admin API. [`api`]: what they ask the daemon. [`view`]: fills what
+//!   they say, whose types are those of `riser-admin-api`.
 //! - [`http`]: those that may be had on a TCP address too: [`metrics`], [`health`], the status page,
-//!   which shows what [`live`] says; [`top`] shows its [`rates`] in a terminal. [`timeline`]: what the page shows of
+//!   which shows what [`live`] says; [`top`] shows its rates in a terminal. [`timeline`]: what the page shows of
 //!   the last minutes; [`events`]: what happened.
 //! - [`trace`]: the ways of single commands.
-//! - [`socket`]: where the API is, and who may use it.
+//! - [`socket`]: place and access of the API.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
 //!   [`reservations`]: what is kept there of logical units.
 //! - [`upgrade`]: another program takes over.
 //! - `open`: what is opened at the start. `serving`: servers of HTTP that come to an end.
 //! - `bounded`: their listener, whose clients cannot keep each other out.
 //! - `watchdog`: reports to the service manager that all workers make progress, on a separate thread.
-//! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people;
+//! - [`report`]: what `riserd sessions` and its like print, whose client is that of `riser-admin-api`;
 //!   [`objects`]: the configuration's objects with what the daemon says about them.
 
 pub mod api;
 mod bounded;
-pub mod client;
 pub mod events;
 pub mod flushes;
 pub mod health;
@@ -41,10 +41,10 @@ pub mod metrics;
 pub mod objects;
 mod open;
 pub mod ports;
-pub mod rates;
 pub mod report;
 pub mod reservations;
 mod room;
+pub mod routes;
 mod serving;
 pub mod socket;
 pub mod state;
@@ -66,7 +66,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 
-use self::api::{Ask, Failure, Kept, Request};
+use self::api::{Ask, Failure, Kept, Proposal, Request};
 use self::history::{Entry, History};
 use self::http::Listening;
 use self::open::{admin_again, admin_or_problem, is_edited, open_metrics, restored, start};
@@ -74,32 +74,35 @@ use self::room::Room;
 use self::socket::Admin;
 use self::timeline::Timeline;
 use self::trace::{Search, Wanted};
-use self::upgrade::{Handed, Handing, Inheritance, Tenure};
-use self::view::{Changes, DriftView, Standing};
+use self::upgrade::{Handover, HandoverEnd, PreparedUpgrade, UpgradeRecord};
+use self::view::{Changes, Standing};
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
-use crate::backend::{OpenError, OpenedStores, open_each};
+use crate::backend::{OpenError, OpenedStores, look, open_each};
 use crate::config::{Config, Location, diff};
-use crate::server::legacy::Legacy;
+use crate::server::handover::ServerState;
 use crate::server::problems::Subject;
 use crate::server::reload::ChangeError;
 use crate::server::{Server, ServerError};
 
+// Clients of the admin API still wait when file systems have had their time to answer.
+const _: () = assert!(look::LONGEST.as_secs() < riser_admin_api::client::PATIENCE.as_secs());
+
 /// Requests that wait at most.
 pub const WAITING: usize = 16;
 
-/// Where a daemon's configuration comes from.
+/// Origin of a daemon's configuration.
 pub struct Source<'a> {
-    /// What its file says.
+    /// Configuration that the file has.
     pub config: Config,
-    /// The file.
+    /// Path of the file.
     pub file: PathBuf,
     /// Reads the file again.
     pub reread: &'a dyn Fn() -> Result<Config, String>,
-    /// Whether the configuration that was applied last comes before the file's.
+    /// The configuration that was applied last comes before the file's.
     pub restore: bool,
-    /// What was left to this process. A configuration among it comes before all others.
-    pub inheritance: Inheritance,
+    /// Handover state of the program before. A configuration among it comes before all others.
+    pub handover: Handover,
 }
 
 /// Serves a configuration until SIGTERM or SIGINT, or until another program takes over. At SIGHUP, and
@@ -114,22 +117,22 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         .enable_all()
         .build()
         .map_err(ServerError::Thread)?;
-    let Inheritance {
-        past,
-        legacy,
+    let Handover {
+        predecessor,
+        server_state,
         admin: listener,
         ..
-    } = source.inheritance;
+    } = source.handover;
     let program = upgrade::own_program().map_err(ServerError::Program)?;
     runtime.block_on(async {
         let mut signals = Signals::new().map_err(ServerError::Signal)?;
         let mut history = History::open(&source.config.state).map_err(ServerError::State)?;
-        let (tenure, how) = match past {
-            Some(past) => {
-                history.adopt(past.history);
-                (past.tenure, "upgrade")
+        let (upgrade_record, how) = match predecessor {
+            Some(predecessor) => {
+                history.adopt(predecessor.history);
+                (predecessor.upgrade_record, "upgrade")
             }
-            None => (Tenure::default(), "start"),
+            None => (UpgradeRecord::default(), "start"),
         };
         // After an upgrade the configuration that was handed over counts, not the file.
         let file = (how == "start").then(|| source.config.to_yaml());
@@ -137,7 +140,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             true => restored(source.config, &history)?,
             false => source.config,
         };
-        let mut server = start(|| Server::start_after(&config, &legacy, history.keepers()))?;
+        let mut server = start(|| Server::start_after(&config, &server_state, history.keepers()))?;
         let yaml = config.to_yaml();
         if history
             .entries()
@@ -151,7 +154,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             tolerate(&config, history.see_file(file))?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
-        let metrics = match start(|| open_metrics(&config, &legacy, &requests)) {
+        let metrics = match start(|| open_metrics(&config, &server_state, &requests)) {
             Err(error) if !config.strict => {
                 let wanted = config.metrics.as_ref();
                 server.set_metrics_problem(wanted.map(|wanted| (wanted.listen, &error)));
@@ -160,9 +163,9 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             metrics => metrics?,
         };
         let admin = admin_or_problem(&config, listener, &requests, &mut server)?;
-        // Sockets that nobody has adopted would keep those waiting who connect to them.
-        drop(legacy);
-        if let Some(from) = &tenure.upgraded_from {
+        // Clients that connect to sockets that were not adopted would wait for ever.
+        drop(server_state);
+        if let Some(from) = &upgrade_record.upgraded_from {
             tracing::info!(%from, to = env!("CARGO_PKG_VERSION"), "took over");
         }
         let asked = Asked { who: "riserd", how };
@@ -184,14 +187,14 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             retry_failed: None,
             admin,
             program,
-            tenure,
+            upgrade_record,
             handing: None,
         };
         control.serve(&mut signals, queue).await
     })
 }
 
-/// What is served need not be in the history, unless all or nothing is to be served.
+/// Logs an error of the history, which is fatal only in strict mode.
 fn tolerate(config: &Config, kept: std::io::Result<()>) -> Result<(), ServerError> {
     match kept {
         Err(error) if !config.strict => {
@@ -209,7 +212,7 @@ struct Signals {
     end: EndSignals,
 }
 
-/// Those that end it.
+/// Signals that end the daemon.
 #[derive(Debug)]
 struct EndSignals {
     terminate: Signal,
@@ -238,7 +241,7 @@ impl EndSignals {
     }
 }
 
-/// A server with those who tell it what to do.
+/// A server with the signals and requests that control it.
 struct Control<'a> {
     server: Server,
     file: ConfigFile<'a>,
@@ -249,23 +252,23 @@ struct Control<'a> {
     requests: mpsc::Sender<Request>,
     metrics: Option<Listening>,
     timeline: Timeline,
-    /// Commands that somebody looks at.
+    /// Search for commands that is under way.
     search: Option<Search>,
-    /// Why what is not served could not be tried again.
+    /// Reason why the last retry failed, so that it is logged once.
     retry_failed: Option<String>,
     admin: Option<Admin>,
-    /// Where this program was when it began.
+    /// Path of this program at the start.
     program: PathBuf,
-    tenure: Tenure,
+    upgrade_record: UpgradeRecord,
     /// An upgrade that is to be done next.
-    handing: Option<Handing>,
+    handing: Option<PreparedUpgrade>,
 }
 
-/// The configuration file.
+/// Configuration file, with its last comparison.
 struct ConfigFile<'a> {
     path: PathBuf,
     reread: &'a dyn Fn() -> Result<Config, String>,
-    /// What it said when it was compared last, and of which version of it that is known.
+    /// Version of the file at the last comparison, and its configuration if that was valid.
     last: RefCell<Option<(Version, Option<String>)>>,
 }
 
@@ -273,8 +276,8 @@ struct ConfigFile<'a> {
 type Version = (u64, u64, u64, (i64, i64), (i64, i64));
 
 impl ConfigFile<'_> {
-    /// What it says now, as [`Config::to_yaml`] writes that; `None` if it cannot be served. A file that did not
-    /// change since is not read again.
+    /// Configuration of the file now, as [`Config::to_yaml`] writes it; `None` if it cannot be
+    /// served. A file that did not change since is not read again.
     fn yaml(&self) -> Option<String> {
         let file = std::fs::metadata(&self.path).ok()?;
         let changed = (file.mtime(), file.mtime_nsec());
@@ -292,18 +295,18 @@ impl ConfigFile<'_> {
     }
 }
 
-/// How often it is tried again to serve what cannot be served.
+/// Interval of retries for what cannot be served.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// Why the daemon does no longer what it did.
+/// Reason for which the daemon stops serving as it did.
 enum Turn {
     /// It is to end.
     End(&'static str),
     /// Another program takes over.
-    HandOver(Handing),
+    HandOver(PreparedUpgrade),
 }
 
-/// Why a configuration was not applied.
+/// Reason why a configuration was not applied.
 #[derive(Debug, thiserror::Error)]
 enum ApplyError {
     #[error(transparent)]
@@ -329,14 +332,16 @@ impl Control<'_> {
                     return self.shut_down(why);
                 }
                 Turn::HandOver(handing) => {
+                    // For the service manager a hand-over is a reload: the process stays, and is
+                    // not ready until one of the two programs serves again.
                     notify_reloading();
-                    self.tell_sessions();
+                    self.notify_sessions();
                     match self
                         .hand_over(handing, &mut signals.end, &mut queue)
                         .await?
                     {
-                        Handed::Back(same) => self = same,
-                        Handed::Ended => {
+                        HandoverEnd::Back(same) => self = same,
+                        HandoverEnd::Ended => {
                             notify(&[NotifyState::Stopping]);
                             tracing::info!("ended");
                             return Ok(());
@@ -347,7 +352,7 @@ impl Control<'_> {
         }
     }
 
-    /// Does what it is told to, one thing after another.
+    /// Does what signals and requests ask for, one after another.
     async fn attend(&mut self, signals: &mut Signals, queue: &mut mpsc::Receiver<Request>) -> Turn {
         let failure = self.server.failure();
         let _watchdog = Watchdog::start(self.server.pinger());
@@ -379,7 +384,7 @@ impl Control<'_> {
         }
     }
 
-    /// What a restart would serve.
+    /// Standing of the configuration: what a restart would serve.
     fn standing(&self) -> Standing {
         let Some(file) = self.file.yaml() else {
             return Standing::Unsaved;
@@ -416,7 +421,7 @@ impl Control<'_> {
         self.retry_failed = failed;
         let config = self.server.config();
         if self.metrics.is_none() && config.metrics.is_some() {
-            let opened = open_metrics(config, &Legacy::default(), &self.requests);
+            let opened = open_metrics(config, &ServerState::default(), &self.requests);
             if let Ok(metrics) = opened {
                 self.metrics = metrics;
                 self.server.set_metrics_problem(None);
@@ -454,7 +459,7 @@ impl Control<'_> {
                 to_json(&view::status(
                     &self.server,
                     uptime,
-                    &self.tenure,
+                    &self.upgrade_record,
                     self.standing(),
                 ))
             }
@@ -472,15 +477,17 @@ impl Control<'_> {
                 .map(|()| serde_json::Value::Null)
                 .map_err(|why| Failure::Refused { why, errno: None }),
             Ask::Config => self.kept().and_then(|kept| to_json(&kept)),
-            Ask::Apply { text, replaces } => {
+            Ask::Apply { proposal, replaces } => {
                 let how = "apply";
                 let config = self
                     .check_revision(replaces.as_deref())
-                    .and_then(|()| parse(&text))
+                    .and_then(|()| self.proposed(&proposal))
                     .inspect_err(|failure| self.reject(Asked { who, how }, failure));
                 config.and_then(|config| to_json(&self.apply(config, Asked { who, how })?))
             }
-            Ask::Diff(text) => parse(&text).and_then(|config| to_json(&self.changes(&config))),
+            Ask::Diff(proposal) => self
+                .proposed(&proposal)
+                .and_then(|config| to_json(&self.changes(&config))),
             Ask::Rollback(back) => self.roll_back(back, who).and_then(|done| to_json(&done)),
             Ask::Reload => self
                 .reload(who)
@@ -512,7 +519,7 @@ impl Control<'_> {
                 .map_err(|e| Failure::Failed(e.to_string()))
                 .and_then(|()| to_json(&view::targets(&self.server))),
         };
-        // Whoever asked may have gone.
+        // The client may have disconnected.
         let _ = request.reply.send(answer);
     }
 
@@ -540,14 +547,14 @@ impl Control<'_> {
             let why = "another client is tracing commands".to_owned();
             return Err(Failure::Refused { why, errno: None });
         }
-        // The old one must have let go of the units.
+        // The old server has to release the units first.
         self.search = None;
         let refused = |why| Failure::Refused { why, errno: None };
         self.search = Some(Search::begin(&self.server, wanted).map_err(refused)?);
         Ok(())
     }
 
-    /// The configuration.
+    /// The configuration that is served, in both forms.
     fn kept(&self) -> Result<Kept, Failure> {
         let config = self.server.config();
         let yaml = config.to_yaml();
@@ -558,7 +565,7 @@ impl Control<'_> {
         })
     }
 
-    /// Whether this is the configuration's revision.
+    /// Returns an error unless this is the configuration's revision.
     fn check_revision(&self, wanted: Option<&str>) -> Result<(), Failure> {
         match wanted {
             Some(wanted) if wanted != revision(&self.server.config().to_yaml()) => {
@@ -568,13 +575,24 @@ impl Control<'_> {
         }
     }
 
-    /// What another configuration would change.
+    /// Returns the configuration that a client asks for.
+    fn proposed(&self, proposal: &Proposal) -> Result<Config, Failure> {
+        match proposal {
+            Proposal::Whole(text) => parse(text),
+            Proposal::Patch(patch) => {
+                let config = patch.apply(self.server.config());
+                config.map_err(|error| Failure::Mistake(error.to_string()))
+            }
+        }
+    }
+
+    /// Changes that another configuration would make.
     fn changes(&self, config: &Config) -> Changes {
         let refused = self.server.check(config);
         Changes {
             changes: diff(self.server.config(), config),
             refused: refused.err().map(|error| error.to_string()),
-            drift: DriftView::of(&self.server, config),
+            drift: view::drift(&self.server, config),
             unsaved: false,
             restored: false,
         }
@@ -609,7 +627,7 @@ impl Control<'_> {
         let opened = if keeps_metrics {
             Ok(None)
         } else {
-            let none = Legacy::default();
+            let none = ServerState::default();
             open_metrics(&config, &none, &self.requests).map_err(ApplyError::Metrics)
         };
         let history = &mut self.history;
@@ -634,7 +652,7 @@ impl Control<'_> {
                 for change in &changes {
                     tracing::info!(path = %change.path, old = %change.old, new = %change.new, "changed");
                 }
-                let drift = DriftView::of(&self.server, self.server.config());
+                let drift = view::drift(&self.server, self.server.config());
                 // Once, not with every change.
                 let standing = Some(self.standing()).filter(|standing| *standing != before);
                 Ok(Changes {
@@ -653,7 +671,7 @@ impl Control<'_> {
         }
     }
 
-    /// Applies the configuration so many before the present one.
+    /// Applies the configuration that was served `back` configurations before the present one.
     fn roll_back(&mut self, back: usize, who: &str) -> Result<Changes, Failure> {
         let how = format!("rollback {back}");
         let Some(entry) = self.history.entries().get(back) else {
@@ -700,14 +718,14 @@ impl Control<'_> {
     fn shut_down(self, why: &str) -> Result<(), ServerError> {
         tracing::info!(why, "shutting down");
         self.history.note_ending();
-        self.tell_sessions();
+        self.notify_sessions();
         self.server.shutdown()?;
         tracing::info!("ended");
         Ok(())
     }
 
     /// Says whose sessions end.
-    fn tell_sessions(&self) {
+    fn notify_sessions(&self) {
         tracing::info!(sessions = self.server.sessions(), "sessions end");
         for session in view::sessions(&self.server) {
             tracing::info!(
@@ -730,7 +748,7 @@ fn revision(yaml: &str) -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// What the operating system said where it is the cause of an error.
+/// Error number of the operating system, if it is the cause of an error.
 fn errno(error: &ApplyError) -> Option<i32> {
     if let ApplyError::Change(ChangeError::InUse(_)) = error {
         return Some(rustix::io::Errno::BUSY.raw_os_error());
@@ -753,17 +771,17 @@ fn to_json(view: &impl serde::Serialize) -> api::Answer {
     serde_json::to_value(view).map_err(|e| Failure::Failed(e.to_string()))
 }
 
-/// Tells the service manager that the daemon is busy with itself, until it is ready again.
+/// Notifies the service manager that the daemon is busy with itself, until it is ready again.
 fn notify_reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => notify(&[NotifyState::Reloading, now]),
-        Err(error) => tracing::debug!(%error, "the service manager was not told"),
+        Err(error) => tracing::debug!(%error, "the service manager was not notified"),
     }
 }
 
-/// Tells the service manager, if there is one.
+/// Notifies the service manager, if there is one.
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        tracing::debug!(%error, "the service manager was not told");
+        tracing::debug!(%error, "the service manager was not notified");
     }
 }

@@ -1,11 +1,11 @@
-//! What `riserd ls` and `riserd info` show: the objects of a configuration with what a running daemon
-//! says about them.
+//! What `riserd ls` and `riserd info` show: the objects of a configuration with what a running
+//! daemon says about them.
 
+use riser_admin_api::live::{Live, LiveLun, LiveReservations};
+use riser_admin_api::view::{LunView, SessionView, Status, TargetView};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::live::{Live, LiveLun, LiveReservations};
-use super::view::{LunView, SessionView, Status, TargetView};
 use crate::config::{Access, Config, Found, Kind, Place, Target, Tree};
 use crate::units::bytes;
 
@@ -138,7 +138,7 @@ impl Facts {
             ["targets", name, "access"] => match self.target(name).map(|t| &t.access) {
                 Some(Access::Open) => "open to everybody".to_owned(),
                 Some(Access::Rules(rules)) if !rules.is_empty() => count(rules.len(), "rule"),
-                _ => "nobody".to_owned(),
+                _ => "no initiator".to_owned(),
             },
             ["targets", name, "luns", number] => {
                 let mut words = scalars(found);
@@ -213,7 +213,9 @@ impl Facts {
         };
         let mut facts = json!(lun);
         if let Some(live) = live {
-            let sum = |of: fn(&super::live::LiveOp) -> u64| live.ops.values().map(of).sum::<u64>();
+            let sum = |of: fn(&riser_admin_api::live::LiveOp) -> u64| {
+                live.ops.values().map(of).sum::<u64>()
+            };
             let counted = json!({
                 "queue_depth": live.queue_depth,
                 "commands": sum(|op| op.commands),

@@ -13,13 +13,13 @@ use super::history::History;
 use super::http::Listening;
 use super::socket::{self, Admin, Place};
 use crate::config::{Config, Location};
-use crate::server::legacy::Legacy;
+use crate::server::handover::ServerState;
 use crate::server::{Server, ServerError};
 
-/// How long a daemon that was killed before may take to be gone altogether.
+/// Longest time that a killed predecessor may take to be gone.
 const PREDECESSOR: Duration = Duration::from_secs(5);
 
-/// Starts, and waits for a predecessor to let go of what it had.
+/// Starts, and waits until a predecessor has released its files and sockets.
 pub(super) fn start<S>(
     mut attempt: impl FnMut() -> Result<S, ServerError>,
 ) -> Result<S, ServerError> {
@@ -42,14 +42,14 @@ pub(super) fn start<S>(
 /// Listens for those who want metrics, if the configuration says so.
 pub(super) fn open_metrics(
     config: &Config,
-    legacy: &Legacy,
+    server_state: &ServerState,
     requests: &mpsc::Sender<Request>,
 ) -> Result<Option<Listening>, ServerError> {
     let Some(wanted) = &config.metrics else {
         return Ok(None);
     };
     let addr = wanted.listen;
-    let opened = match legacy.socket(addr, 0) {
+    let opened = match server_state.socket(addr, 0) {
         Ok(Some(socket)) => Listening::on(OwnedFd::from(socket).into(), requests.clone()),
         Ok(None) => Listening::open(addr, requests.clone()),
         Err(error) => Err(error),
@@ -58,7 +58,7 @@ pub(super) fn open_metrics(
     opened.map(Some)
 }
 
-/// What is served after a restart: the configuration that was applied last, unless the file has been
+/// Configuration to serve after a restart: the one that was applied last, unless the file has been
 /// edited since it was read last, or nothing was applied. It is the file's meaning that counts: a
 /// comment is no edit.
 pub(super) fn restored(file: Config, history: &History) -> Result<Config, ServerError> {
@@ -149,6 +149,8 @@ fn admin(
     if let Some(listener) = inherited.map_err(ServerError::Inherited)? {
         let place = Place::of(&listener, path.as_deref()).map_err(ServerError::Inherited)?;
         match place {
+            // A path in the configuration counts more than the service manager's socket; a default
+            // does not, since the administrator has chosen the socket's place by the unit.
             Place::Elsewhere if !is_default => {}
             Place::Ours(bound) => {
                 tracing::info!(socket = ?path, "admin API, on the socket that was there");

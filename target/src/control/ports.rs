@@ -20,7 +20,7 @@ pub struct PortFile {
     dir: Arc<StateDir>,
 }
 
-/// What the file holds.
+/// Content of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
     ports: Vec<WrittenPort>,

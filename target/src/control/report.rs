@@ -3,11 +3,13 @@
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use nix::unistd::{Uid, User};
+use riser_admin_api::client::Upgraded;
+use riser_admin_api::trace::Traced;
+use riser_admin_api::view::{
+    Changes, DriftView, HistoryView, LimitsView, SessionView, Status, TargetView,
+};
 use serde_json::Value;
 
-use super::client::Upgraded;
-use super::trace::Traced;
-use super::view::{Changes, DriftView, HistoryView, LimitsView, SessionView, Status, TargetView};
 use crate::config::Difference;
 use crate::units::bytes;
 
@@ -112,14 +114,14 @@ pub fn status(status: &Status) -> String {
     }));
     lines.extend(status.drift.iter().map(drift));
     lines.extend(standing(status.unsaved, status.restored));
-    let tenure = &status.tenure;
-    if let Some(from) = &tenure.upgraded_from {
+    let upgrade_record = &status.upgrade_record;
+    if let Some(from) = &upgrade_record.upgraded_from {
         lines.push(format!(
             "upgraded from riserd {from}, {} time(s) in all",
-            tenure.upgrades
+            upgrade_record.upgrades
         ));
     }
-    if let Some(error) = &tenure.upgrade_error {
+    if let Some(error) = &upgrade_record.upgrade_error {
         lines.push(format!("the last upgrade failed: {error}"));
     }
     lines.extend(status.workers.iter().map(|w| {

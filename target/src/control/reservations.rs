@@ -19,7 +19,7 @@ pub struct ReservationFiles {
     dir: Arc<StateDir>,
 }
 
-/// What a file holds.
+/// Content of a file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
     /// The unit's serial number. With another one it is another unit, even if the world-wide name is the same.

@@ -1,4 +1,4 @@
-//! Servers of HTTP that end without cutting anybody short.
+//! HTTP servers with graceful shutdown.
 
 use std::pin::Pin;
 use std::time::Duration;
@@ -7,13 +7,14 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// How long answers may take to reach those who asked, at the end.
-const GOODBYE: Duration = Duration::from_secs(1);
+/// Longest time for which answers may still be written at the end.
+const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
 /// Resolves when a server is to end.
 pub(super) type End = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// A server of HTTP. Once this is dropped it accepts nobody any more, and answers what it was asked.
+/// An HTTP server. Once this is dropped it accepts no connection, and answers the requests that it
+/// has.
 #[derive(Debug)]
 pub(super) struct Serving {
     end: oneshot::Sender<()>,
@@ -43,7 +44,7 @@ impl Serving {
     pub(super) async fn end(self) {
         let Self { end, mut task } = self;
         drop(end);
-        if timeout(GOODBYE, &mut task).await.is_err() {
+        if timeout(LAST_ANSWERS, &mut task).await.is_err() {
             task.abort();
         }
     }

@@ -8,41 +8,20 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use listenfd::ListenFd;
+pub use riser_admin_api::socket::default_path;
 
 use super::api::{self, Requests};
 use super::bounded::{Bounded, Limits};
+use super::routes;
 use super::serving::Serving;
 
-/// What connections may take. Configurations are long, and people may read answers as they come.
+/// Limits of connections. Configurations are long, and people may read answers as they come.
 const LIMITS: Limits = Limits {
     connections: 128,
     request: Duration::from_secs(60),
     answer: Duration::from_secs(60),
     idle: Duration::from_secs(60),
 };
-
-/// Its file name in a directory of its own.
-const NAME: &str = "admin.sock";
-
-/// The place where a daemon serves, and a tool looks, if nobody says otherwise: in
-/// `$RUNTIME_DIRECTORY`, which a service manager sets; for root in `/run/riserd`; for others in
-/// `$XDG_RUNTIME_DIR/riserd`. `None` where there is none of these.
-#[must_use]
-pub fn default_path() -> Option<PathBuf> {
-    let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty());
-    if let Some(dirs) = set("RUNTIME_DIRECTORY") {
-        let first = std::env::split_paths(&dirs).next()?;
-        return Some(first.join(NAME));
-    }
-    if rustix::process::geteuid().is_root() {
-        return Some(Path::new("/run/riserd").join(NAME));
-    }
-    Some(
-        Path::new(&set("XDG_RUNTIME_DIR")?)
-            .join("riserd")
-            .join(NAME),
-    )
-}
 
 /// A socket that is removed when it is dropped.
 #[derive(Debug)]
@@ -55,7 +34,7 @@ impl Drop for Bound {
     }
 }
 
-/// A server at the admin socket. Once it is dropped it answers nobody any more.
+/// A server at the admin socket. Once it is dropped it answers no further request.
 #[derive(Debug)]
 pub struct Admin {
     listener: UnixListener,
@@ -75,7 +54,7 @@ impl Admin {
     ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let socket = tokio::net::UnixListener::from_std(listener.try_clone()?)?;
-        let router = api::router(requests);
+        let router = routes::router(requests);
         let router = router.into_make_service_with_connect_info::<api::Peer>();
         let bounded = Bounded::new(socket, LIMITS);
         let serving =
@@ -103,19 +82,19 @@ pub fn inherited() -> io::Result<Option<UnixListener>> {
     ListenFd::from_env().take_unix_listener(0)
 }
 
-/// Where a socket is that this process did not bind.
+/// Place of a socket that this process did not bind.
 #[derive(Debug)]
 pub enum Place {
-    /// Where it should be, by the program that was in this process before: it is ours to remove.
+    /// At its path, bound by the program that was in this process before: it is ours to remove.
     Ours(Bound),
-    /// Where it should be, by somebody else.
+    /// At its path, bound by the service manager.
     Given,
-    /// Somewhere else.
+    /// At another path.
     Elsewhere,
 }
 
 impl Place {
-    /// Where a socket is that should be at a path.
+    /// Place of a socket that should be at a path.
     ///
     /// # Errors
     /// It has no address.
@@ -129,8 +108,8 @@ impl Place {
     }
 }
 
-/// Listens at a path, whose directory it makes if need be. A socket that nobody listens at any more
-/// is replaced.
+/// Listens at a path, whose directory it makes if need be. A socket that no process listens at is
+/// replaced.
 ///
 /// # Errors
 /// `AddrInUse` if another daemon listens there, `AlreadyExists` if the path is no socket; any error of the
@@ -145,7 +124,7 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        // A socket of a daemon that is no more.
+        // A socket of a daemon that has ended.
         Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
             use std::os::unix::fs::FileTypeExt;
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
@@ -167,7 +146,7 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     Ok((listener, Bound(path.to_owned())))
 }
 
-/// Where a socket is bound: nobody finds it under its name before its mode is right.
+/// Hidden path at which a socket is bound, so that it gets its name only with its mode.
 fn hidden(path: &Path) -> PathBuf {
     let mut hidden = path.as_os_str().to_owned();
     hidden.push(format!(".{}", std::process::id()));
@@ -187,7 +166,7 @@ mod tests {
     #[test]
     fn only_its_owner_may_use_it_and_it_goes_with_its_daemon() {
         let dir = dir("mode");
-        let path = dir.join("deep").join(NAME);
+        let path = dir.join("deep").join("admin.sock");
         let (listener, bound) = bind(&path).unwrap();
         let mode = std::fs::metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
@@ -201,7 +180,7 @@ mod tests {
     #[test]
     fn a_socket_left_behind_is_replaced_and_a_file_is_not() {
         let dir = dir("stale");
-        let path = dir.join(NAME);
+        let path = dir.join("admin.sock");
         let (listener, bound) = bind(&path).unwrap();
         drop(listener);
         std::mem::forget(bound);

@@ -1,4 +1,4 @@
-//! The state directory: files that are replaced whole, whatever happens meanwhile.
+//! The state directory: files that are replaced as a whole, also if the process is killed meanwhile.
 //!
 //! ```text
 //! hidden file written → made durable → takes the name → the directory made durable
@@ -26,18 +26,18 @@ use crate::patience::until_free;
 /// The file that says that the daemon which has the directory is ending.
 const ENDING: &str = "ending";
 
-/// How long a daemon may take to end: its sessions, then the last flush.
+/// Longest time for which a daemon may end: its sessions, then the last flush.
 const LAST_FLUSH: Duration = Duration::from_secs(90);
 
 /// A directory of ours alone: no other daemon uses it as long as this value lives.
 #[derive(Debug)]
 pub struct StateDir {
     path: PathBuf,
-    /// Holds the lock.
+    /// Keeps the lock held.
     _lock: File,
 }
 
-/// What a file of any version has.
+/// Field that a file of any version has.
 #[derive(Deserialize)]
 struct Version {
     version: u32,
@@ -51,8 +51,8 @@ struct Versioned<'a, T> {
     content: &'a T,
 }
 
-/// The place that is used if nobody says otherwise: `$STATE_DIRECTORY`, which a service manager sets;
-/// for root `/var/lib/riserd`; none for others.
+/// Default directory: `$STATE_DIRECTORY`, which a service manager sets; for root
+/// `/var/lib/riserd`; none for others.
 #[must_use]
 pub fn default_path() -> Option<PathBuf> {
     if let Some(dirs) = std::env::var_os("STATE_DIRECTORY").filter(|v| !v.is_empty()) {
@@ -115,7 +115,7 @@ impl StateDir {
         File::create(self.path.join(ENDING)).map(drop)
     }
 
-    /// Where it is.
+    /// Path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -129,7 +129,7 @@ impl StateDir {
         read(&self.path.join(name))
     }
 
-    /// What a file holds in this version of its form; `None` where there is none.
+    /// Content of a file in this version of its form; `None` where there is none.
     ///
     /// # Errors
     /// Those of the file system; or it is damaged, or of another version. All name the file.
@@ -173,8 +173,8 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// What a file of a state directory holds in this version of its form, whoever has the directory; `None`
-/// where there is none.
+/// Content of a file of a state directory in this version of its form, also while another process
+/// has the directory; `None` where there is none.
 ///
 /// # Errors
 /// As [`StateDir::load`].
@@ -208,12 +208,12 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replace_by_steps(path, bytes, None, &mut |_| Ok(()), &mut sync_dir)
 }
 
-/// Who may use a file.
+/// Users that may use a file.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
     /// User id and group id.
     pub owner: (u32, u32),
-    /// Permission bits.
+    /// Permission bits of the file.
     pub mode: u32,
 }
 
@@ -238,7 +238,7 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
     }
 }
 
-/// How far a replacement has come.
+/// Stage of a replacement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Created,

@@ -6,11 +6,11 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use riser_admin_api::live::Live;
+use riser_admin_api::rates::{OpRate, Rates, rates};
+pub use riser_admin_api::recent::{Recent, Sample, Since};
 
-use super::events::{self, Event};
-use super::live::Live;
-use super::rates::{OpRate, Rates, rates};
+use super::events;
 
 /// Time from one sample to the next.
 pub const EVERY: Duration = Duration::from_secs(1);
@@ -18,59 +18,7 @@ pub const EVERY: Duration = Duration::from_secs(1);
 /// Samples that are kept: ten minutes of them.
 pub const KEPT: usize = 600;
 
-/// All units over one interval.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Sample {
-    /// Numbers the samples of this process.
-    pub number: u64,
-    /// When it ended, in seconds since 1970, as the host's clock said then.
-    pub time: f64,
-    /// How long the daemon had served then, in seconds: no step of that clock changes this.
-    pub uptime: f64,
-    /// Reads per second.
-    pub reads: f64,
-    /// Writes per second.
-    pub writes: f64,
-    /// Other commands per second.
-    pub others: f64,
-    /// Bytes read per second.
-    pub read_bytes: f64,
-    /// Bytes written per second.
-    pub write_bytes: f64,
-    /// The time that half of all commands kept, in seconds; nothing without any.
-    pub p50: Option<f64>,
-    /// The time that 99 % of them kept.
-    pub p99: Option<f64>,
-    /// The mean time, in seconds.
-    pub mean: Option<f64>,
-    /// Commands under way at its end.
-    pub queue_depth: u64,
-    /// Errors per second.
-    pub errors: f64,
-}
-
-/// What is asked for: what is newer than what the asker has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Since {
-    /// Samples after the one with this number.
-    pub sample: u64,
-    /// Events after the one with this number.
-    pub event: u64,
-}
-
-/// The answer.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Recent {
-    /// The last interval, by unit; without sessions and workers.
-    pub rates: Rates,
-    /// Samples, oldest first.
-    pub samples: Vec<Sample>,
-    /// Events, oldest first.
-    pub events: Vec<Event>,
-}
-
-/// The samples.
+/// Samples of the last minutes.
 #[derive(Debug, Default)]
 pub struct Timeline {
     last: Option<Live>,
@@ -98,7 +46,7 @@ impl Timeline {
         self.last = Some(live);
     }
 
-    /// What is new since then.
+    /// Returns the samples and events after `since`.
     #[must_use]
     pub fn recent(&self, since: Since) -> Recent {
         let new = self
@@ -143,7 +91,7 @@ fn sample(rates: &Rates) -> Sample {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::live::{LiveLun, LiveOp};
+    use riser_admin_api::live::{LiveLun, LiveOp};
 
     fn live(second: u64) -> Live {
         let op = |n: u64| LiveOp {

@@ -5,12 +5,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use hyper::Method;
+use riser_admin_api::client::{self, ClientError, Question};
+use riser_admin_api::live::Live;
+use riser_admin_api::rates::{OpRate, Rates, rates};
 
-use super::client::{self, ClientError, Question};
-use super::live::Live;
-use super::rates::{OpRate, Rates, rates};
-
-/// How to show it.
+/// Options of the display.
 #[derive(Clone, Copy, Debug)]
 pub struct Top {
     /// Time from one look to the next.
@@ -23,7 +22,7 @@ pub struct Top {
     pub terminal: Option<(usize, usize)>,
 }
 
-/// Why it ended.
+/// Reason why the display ended.
 #[derive(Debug, thiserror::Error)]
 pub enum TopError {
     /// The daemon says nothing.
@@ -89,6 +88,8 @@ fn screen(rates: &Rates) -> Vec<String> {
         ),
         format!("total  {}", op(&rates.total)),
     ];
+    // Names come from initiators and from the configuration: control characters in them must not
+    // reach the terminal.
     if let Some(missing) = &rates.missing {
         lines.extend(
             missing
@@ -193,7 +194,7 @@ fn uptime(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::rates::{LunRate, SessionRate};
+    use riser_admin_api::rates::{LunRate, SessionRate};
 
     fn rates() -> Rates {
         Rates {

@@ -3,129 +3,21 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+pub use riser_admin_api::trace::{Traced, TracedCommand, TracedStep, Wanted};
 use riser_scsi::opcode::Opcode;
-use serde::{Deserialize, Serialize};
 
 use super::view;
 use crate::server::Server;
 use crate::stats::{Record, Tracer};
 
-/// Commands that are told at most.
-pub const MOST_COMMANDS: usize = 10_000;
-
-/// Seconds that they are looked for at most.
-pub const MOST_SECONDS: f64 = 3600.0;
-
-/// How often it is looked whether enough were found.
+/// Interval at which the number of commands is compared with the wanted one.
 pub const EVERY: Duration = Duration::from_millis(100);
 
 /// Commands that are kept from one look to the next.
 const KEPT: usize = 10_000;
 
-/// How long one that nobody asks after any more is in the way of others.
+/// Time after which a search that no client asks after gives way to another.
 const FORGOTTEN: Duration = Duration::from_secs(5);
-
-/// Which commands are wanted; what is left out does not matter.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Wanted {
-    /// Those to this target.
-    pub target: Option<String>,
-    /// Those to the logical unit of this number.
-    pub lun: Option<u16>,
-    /// Those of this initiator port, or of an initiator whose name begins so.
-    pub initiator: Option<String>,
-    /// Those of this tag: SRP's, or the initiator task tag of iSCSI.
-    pub tag: Option<u64>,
-    /// Those that take at least so long, in seconds.
-    pub slower_than: f64,
-    /// So many; 100 by default.
-    pub count: Option<usize>,
-    /// Those that end within so many seconds; 10 by default.
-    pub seconds: Option<f64>,
-}
-
-/// What was found.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Traced {
-    /// Commands, in the order of their ends.
-    pub commands: Vec<TracedCommand>,
-    /// How many more there were than could be kept.
-    pub missed: u64,
-}
-
-/// A command.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TracedCommand {
-    /// When it came, in seconds since 1970.
-    pub time: f64,
-    /// The target's name.
-    pub target: String,
-    /// The logical unit.
-    pub lun: u16,
-    /// The initiator port; none if its session is gone already.
-    pub initiator: Option<String>,
-    /// `srp`, `iser` or `iscsi`; likewise.
-    pub protocol: Option<String>,
-    /// The I_T nexus.
-    pub nexus: u64,
-    /// Its tag.
-    pub tag: u64,
-    /// Operation code.
-    pub opcode: u8,
-    /// What that is called.
-    pub name: Option<String>,
-    /// The first logical block, where the command names blocks.
-    pub lba: Option<u64>,
-    /// How many blocks; likewise.
-    pub blocks: Option<u32>,
-    /// Data both ways.
-    pub bytes: u64,
-    /// SCSI status.
-    pub status: u8,
-    /// How long it took, in seconds.
-    pub seconds: f64,
-    /// The stages that it was in.
-    pub steps: Vec<TracedStep>,
-}
-
-/// A stage of a command.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TracedStep {
-    /// `fabric_in`, `scsi`, `limits`, `backend` or `fabric_out`.
-    pub stage: String,
-    /// How long after it had come the command reached it, in seconds.
-    pub at: f64,
-}
-
-impl Wanted {
-    /// Whether it is sensible.
-    ///
-    /// # Errors
-    /// Why not.
-    pub fn check(&self) -> Result<(), String> {
-        let is_time = |seconds: f64| (0.0..=MOST_SECONDS).contains(&seconds);
-        if !is_time(self.slower_than) || !self.seconds.is_none_or(is_time) {
-            return Err(format!("times are from 0 to {MOST_SECONDS} seconds"));
-        }
-        if !(1..=MOST_COMMANDS).contains(&self.count()) {
-            return Err(format!("a count is from 1 to {MOST_COMMANDS}"));
-        }
-        Ok(())
-    }
-
-    /// How many are enough.
-    #[must_use]
-    pub fn count(&self) -> usize {
-        self.count.unwrap_or(100)
-    }
-
-    /// How long they are looked for.
-    #[must_use]
-    pub fn patience(&self) -> Duration {
-        Duration::from_secs_f64(self.seconds.unwrap_or(10.0))
-    }
-}
 
 /// A search under way. It ends when it is dropped.
 #[derive(Debug)]
@@ -134,7 +26,7 @@ pub(super) struct Search {
     tracer: Arc<Tracer>,
     units: Vec<Arc<crate::stats::LunStats>>,
     found: Traced,
-    /// When somebody last asked after it.
+    /// Time at which a client last asked after it.
     asked: Instant,
 }
 
@@ -170,7 +62,7 @@ impl Search {
         })
     }
 
-    /// Whether nobody asks after it any more.
+    /// Returns whether its client has stopped asking.
     pub(super) fn is_forgotten(&self) -> bool {
         self.asked.elapsed() > FORGOTTEN
     }
@@ -202,7 +94,7 @@ impl Search {
         name.is_some_and(|name| name.starts_with(wanted.as_str()))
     }
 
-    /// What was found, to the end.
+    /// Ends the search; returns what it has found.
     pub(super) fn end(mut self, server: &Server) -> Traced {
         self.look(server);
         let mut found = std::mem::take(&mut self.found);
@@ -223,6 +115,8 @@ fn command(
     record: Record,
     session: Option<&view::SessionView>,
     (now, time): (Instant, SystemTime),
+    // Workers measure by the monotonic clock only. The time of day is derived here from one pair of
+    // both clocks, so that a step of the wall clock does not reorder commands.
 ) -> TracedCommand {
     let ago = now.saturating_duration_since(record.begun);
     let begun = time.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -281,31 +175,6 @@ mod tests {
             (&[0x2a, 0, 0], None),
         ] {
             assert_eq!(blocks(Opcode::of(cdb), cdb), expected, "{cdb:02x?}");
-        }
-    }
-
-    #[test]
-    fn what_cannot_be_is_refused() {
-        assert_eq!(Wanted::default().check(), Ok(()));
-        for wanted in [
-            Wanted {
-                slower_than: -1.0,
-                ..Wanted::default()
-            },
-            Wanted {
-                slower_than: f64::NAN,
-                ..Wanted::default()
-            },
-            Wanted {
-                seconds: Some(1e9),
-                ..Wanted::default()
-            },
-            Wanted {
-                count: Some(0),
-                ..Wanted::default()
-            },
-        ] {
-            assert!(wanted.check().is_err(), "{wanted:?}");
         }
     }
 }

@@ -1,304 +1,60 @@
-//! What the admin API says, as JSON: names in snake case, sizes in bytes, times in seconds.
-//!
-//! Fields may be added within a version; a reader skips those that it does not know.
+//! What the admin API says of the daemon: the views of [`riser_admin_api`], filled.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use riser_admin_api::upgrade::UpgradeRecord;
+pub use riser_admin_api::view::{
+    Changes, DriftView, FlushFailureView, HistoryView, LimitsView, LunView, PortNames, PortalView,
+    ProblemView, SessionView, Status, TargetView, WorkerView,
+};
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
-use serde::{Deserialize, Serialize};
 
 use super::history::Entry;
-use super::upgrade::Tenure;
 use crate::backend::{FlushFailure, Source};
-use crate::config::{Backend, Config, Difference, Guid, Place, Protocol, diff};
+use crate::config::{Backend, Config, Guid, Place, Protocol, diff};
 use crate::fabric::Unit;
 use crate::iscsi::Phase;
 use crate::qos::{IoLimits, Waits};
 use crate::server::Server;
 use crate::server::problems::{Problem, Subject};
+use crate::sessions::catalog::{Catalog, PortalDef, TargetDef};
 use crate::srp::ChannelParams;
 use crate::worker::SessionInfo;
 use crate::worker::mail::{IscsiSession, Snapshot};
-use crate::worker::target::{Catalog, PortalDef, TargetDef};
-
-/// The daemon as a whole.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Status {
-    /// Its version.
-    pub version: String,
-    /// Its process.
-    pub pid: u32,
-    /// How long it has served, in seconds.
-    pub uptime: u64,
-    /// I_T nexuses at present.
-    pub sessions: usize,
-    /// Its workers that answered.
-    pub workers: Vec<WorkerView>,
-    /// What it should serve and cannot.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub problems: Vec<ProblemView>,
-    /// Backends that are larger than the configuration says.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub drift: Vec<DriftView>,
-    /// Whether what is served ends with the process, since no file has it and a restart does not restore it.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub unsaved: bool,
-    /// Whether the configuration file does not have what is served, and a restart serves it again all the same.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub restored: bool,
-    /// What was in its process before it.
-    #[serde(flatten)]
-    pub tenure: Tenure,
-}
-
-/// A backend that cannot be opened, or a portal that cannot be listened on. It is tried again.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProblemView {
-    /// `backend` or `portal`.
-    pub kind: String,
-    /// The backend's name, or the portal's address.
-    pub name: String,
-    /// Why.
-    pub error: String,
-    /// Since when, in seconds since 1970.
-    pub since: u64,
-}
-
-/// A worker.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WorkerView {
-    /// Its number.
-    pub worker: u16,
-    /// Logins accepted since the start.
-    pub logins: u64,
-    /// Logins refused since the start.
-    pub rejects: u64,
-    /// Commands taken in since the start.
-    pub commands: u64,
-    /// Bytes of the data-buffer pool.
-    pub pool: usize,
-    /// Bytes of it that are free.
-    pub pool_free: usize,
-    /// The least that was ever free, in bytes.
-    pub pool_lowest: usize,
-    /// Times that it slept.
-    pub parks: u64,
-}
-
-/// One connection of a session: an SRP channel, or an iSCSI connection.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SessionView {
-    /// `srp`, `iser` or `iscsi`.
-    pub protocol: String,
-    /// The target's name in the configuration; empty in a discovery session.
-    pub target: String,
-    /// The initiator port: an SRP port identifier, or an iSCSI name with its ISID.
-    pub initiator: String,
-    /// Where the initiator is.
-    pub peer: String,
-    /// The worker that has it.
-    pub worker: u16,
-    /// The I_T nexus; connections of one session share it.
-    pub nexus: Option<u64>,
-    /// Where it is in its life.
-    pub state: String,
-    /// Requests under way.
-    pub in_flight: usize,
-    /// PDUs of iSCSI whose digest was wrong.
-    #[serde(default)]
-    pub digest_errors: u64,
-    /// Logical units that it sees.
-    pub luns: usize,
-    /// What the connection occupies, in bytes.
-    pub memory: usize,
-    /// What the login agreed on, by the names of the protocol.
-    pub negotiated: BTreeMap<String, String>,
-    /// How fast the initiator may use the target, by all its sessions together.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub limits: Option<LimitsView>,
-}
-
-/// A target.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TargetView {
-    /// Its name in the configuration.
-    pub name: String,
-    /// Its iSCSI name, if it has one.
-    pub iqn: Option<String>,
-    /// Where it is served.
-    pub portals: Vec<PortalView>,
-    /// Its logical units, by number.
-    pub luns: BTreeMap<u16, LunView>,
-}
-
-/// Where a target is served.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PortalView {
-    /// `srp`, `iser` or `iscsi`.
-    pub protocol: String,
-    /// Its address and port.
-    pub listen: String,
-    /// What an SRP target port is known by.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub names: Option<PortNames>,
-}
-
-/// What an SRP target port is known by: 16 hexadecimal digits each, after `0x`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PortNames {
-    /// I/O controller GUID.
-    pub ioc_guid: String,
-    /// The InfiniBand service id.
-    pub service_guid: String,
-    /// Identifier extension.
-    pub id_ext: String,
-}
-
-/// A logical unit.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LunView {
-    /// Unit serial number.
-    pub serial: String,
-    /// Size in bytes.
-    pub size: u64,
-    /// Block size in bytes.
-    pub block_size: u32,
-    /// Whether it refuses writes.
-    pub read_only: bool,
-    /// The flush that failed: acknowledged writes may be lost, and flushes fail until it is cleared.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub flush_failure: Option<FlushFailureView>,
-    /// How fast it may be used by all initiators together.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub limits: Option<LimitsView>,
-}
-
-/// Limits, and what has waited for them.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LimitsView {
-    /// Commands or bytes a second, by the names that they have in the configuration.
-    pub rates: BTreeMap<String, u64>,
-    /// For how long what is not used is kept, in milliseconds.
-    pub burst_ms: u64,
-    /// Commands that have waited.
-    pub waits: u64,
-    /// How long they have waited, in milliseconds.
-    pub waited_ms: u64,
-}
-
-impl LimitsView {
-    fn of((limits, waits): (IoLimits, Waits)) -> Self {
-        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        let rates = limits.named().into_iter();
-        let rates = rates.filter_map(|(name, rate)| Some((name.to_owned(), rate?)));
-        Self {
-            rates: rates.collect(),
-            burst_ms: millis(limits.burst),
-            waits: waits.commands,
-            waited_ms: millis(waits.time),
-        }
-    }
-}
-
-/// A flush that failed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FlushFailureView {
-    /// Why.
-    pub error: String,
-    /// When, in seconds since 1970.
-    pub at: u64,
-}
-
-impl From<FlushFailure> for FlushFailureView {
-    fn from(failure: FlushFailure) -> Self {
-        let at = failure.at.duration_since(UNIX_EPOCH);
-        Self {
-            error: io::Error::from_raw_os_error(failure.errno).to_string(),
-            at: at.map_or(0, |at| at.as_secs()),
-        }
-    }
-}
-
-/// What another configuration changes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Changes {
-    /// Where it differs from the present one.
-    pub changes: Vec<Difference>,
-    /// Why it cannot follow while the daemon runs, if so.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub refused: Option<String>,
-    /// Backends that are larger than it says: what was grown stays grown.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub drift: Vec<DriftView>,
-    /// Whether what is served now, and was not before, ends with the process: see [`Status::unsaved`].
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub unsaved: bool,
-    /// Whether, since this change, the configuration file does not have what is served: see [`Status::restored`].
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub restored: bool,
-}
 
 /// How what is served stands to what a restart would serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
     /// The configuration file has it.
     Saved,
-    /// The file does not have it, but was not edited since it was read last: a restart serves what was applied last.
+    /// The file does not have it, but was not edited since it was read last: a restart serves what
+    /// was applied last.
     Restored,
     /// A restart serves something else, or nothing.
     Unsaved,
 }
 
-/// A backend that is larger than its configuration says.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DriftView {
-    /// The place of the size in the configuration.
-    pub path: String,
-    /// What the configuration says, in bytes.
-    pub configured: u64,
-    /// What is served, in bytes.
-    pub served: u64,
-}
-
-impl DriftView {
-    /// The backends of a configuration that are served with more than it says.
-    #[must_use]
-    pub fn of(server: &Server, config: &Config) -> Vec<Self> {
-        let drift = |backend: &Backend| {
-            let Source::File { size, .. } = backend.spec.source else {
-                return None;
-            };
-            let (configured, served) = (size?, server.capacity_of(&backend.name)?);
-            (served > configured).then(|| Self {
-                path: Place::default()
-                    .join("backends")
-                    .join(&backend.name)
-                    .join("size")
-                    .to_string(),
-                configured,
-                served,
-            })
+/// The backends of a configuration that are served with more than it says.
+#[must_use]
+pub fn drift(server: &Server, config: &Config) -> Vec<DriftView> {
+    let view = |backend: &Backend| {
+        let Source::File { size, .. } = backend.spec.source else {
+            return None;
         };
-        config.backends.iter().filter_map(drift).collect()
-    }
-}
-
-/// A configuration that the daemon has had.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HistoryView {
-    /// How many before the present one, which is 0.
-    pub back: usize,
-    /// When it was applied, in seconds since 1970.
-    pub time: u64,
-    /// Who asked for it.
-    pub who: String,
-    /// How: `start`, `upgrade`, `apply`, `reload`, `rollback 1`.
-    pub how: String,
-    /// Where it differs from the one before it, as far as that is kept.
-    #[serde(default)]
-    pub changes: Vec<Difference>,
+        let (configured, served) = (size?, server.capacity_of(&backend.name)?);
+        (served > configured).then(|| DriftView {
+            path: Place::default()
+                .join("backends")
+                .join(&backend.name)
+                .join("size")
+                .to_string(),
+            configured,
+            served,
+        })
+    };
+    config.backends.iter().filter_map(view).collect()
 }
 
 /// The configurations that the daemon has had, the newest first.
@@ -326,7 +82,12 @@ pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
 
 /// The daemon at present.
 #[must_use]
-pub fn status(server: &Server, uptime: u64, tenure: &Tenure, standing: Standing) -> Status {
+pub fn status(
+    server: &Server,
+    uptime: u64,
+    upgrade_record: &UpgradeRecord,
+    standing: Standing,
+) -> Status {
     let snapshots = server.snapshot();
     Status {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -335,10 +96,10 @@ pub fn status(server: &Server, uptime: u64, tenure: &Tenure, standing: Standing)
         sessions: server.sessions(),
         workers: snapshots.iter().map(worker).collect(),
         problems: problems(server),
-        drift: DriftView::of(server, server.config()),
+        drift: drift(server, server.config()),
         unsaved: standing == Standing::Unsaved,
         restored: standing == Standing::Restored,
-        tenure: tenure.clone(),
+        upgrade_record: upgrade_record.clone(),
     }
 }
 
@@ -409,7 +170,7 @@ fn srp(info: &SessionInfo, catalog: &Catalog) -> SessionView {
         luns: info.luns,
         memory: info.params.memory().total(),
         negotiated: srp_terms(&info.params),
-        limits: info.limits.map(LimitsView::of),
+        limits: info.limits.map(limits_view),
     }
 }
 
@@ -445,7 +206,7 @@ fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> Session
         luns: info.luns,
         memory: session.memory,
         negotiated: iscsi_terms(&info.params, &info.connection),
-        limits: info.limits.map(LimitsView::of),
+        limits: info.limits.map(limits_view),
     }
 }
 
@@ -564,10 +325,31 @@ fn lun(unit: &Unit, read_only: bool, catalog: &Catalog) -> LunView {
         size: lu.capacity_bytes(),
         block_size,
         read_only,
-        flush_failure: failure.map(Into::into),
+        flush_failure: failure.map(flush_failure_view),
         limits: unit
             .limits
             .is_active()
-            .then(|| LimitsView::of(unit.limits.view())),
+            .then(|| limits_view(unit.limits.view())),
+    }
+}
+
+/// Limits with what has waited for them.
+fn limits_view((limits, waits): (IoLimits, Waits)) -> LimitsView {
+    let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let rates = limits.named().into_iter();
+    let rates = rates.filter_map(|(name, rate)| Some((name.to_owned(), rate?)));
+    LimitsView {
+        rates: rates.collect(),
+        burst_ms: millis(limits.burst),
+        waits: waits.commands,
+        waited_ms: millis(waits.time),
+    }
+}
+
+/// A flush that failed, with its error in words.
+fn flush_failure_view(failure: FlushFailure) -> FlushFailureView {
+    FlushFailureView {
+        error: io::Error::from_raw_os_error(failure.errno).to_string(),
+        at: seconds(failure.at),
     }
 }

@@ -62,12 +62,12 @@ fn run(
     }
 }
 
-/// What the workers were asked last.
+/// Answers to the last question that the workers were asked.
 #[derive(Debug, Default)]
 struct Asked(Vec<Receiver<()>>);
 
 impl Asked {
-    /// Whether all workers have answered since the last look; asks them once more if so.
+    /// Returns whether all workers have answered since the last look; asks them once more if so.
     fn check(&mut self, ping: impl FnOnce() -> Vec<Receiver<()>>) -> bool {
         let mut was_full = false;
         self.0.retain(|answer| match answer.try_recv() {

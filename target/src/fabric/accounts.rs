@@ -8,11 +8,11 @@ use riser_scsi::srp::WireLun;
 
 use super::{LunMap, StaleLun, Unit};
 use crate::qos::Limiter;
-use crate::stats::Account;
+use crate::stats::SessionStats;
 
 /// The accounts of a session, by the places of its units in the session's map.
 #[derive(Debug, Default)]
-pub struct Accounts(Vec<Option<Arc<Account>>>);
+pub struct Accounts(Vec<Option<Arc<SessionStats>>>);
 
 /// The unit that a command addresses, as its session sees it.
 #[derive(Debug)]
@@ -21,12 +21,12 @@ pub struct AddressedUnit {
     pub unit: Arc<Unit>,
     /// The number that leads to it.
     pub lun: LunId,
-    /// Whether that number is read-only.
+    /// That number is read-only.
     pub read_only: bool,
     /// Present while the initiator may take the number for another unit.
     pub stale: Option<StaleLun>,
     /// The account that the command goes to.
-    pub account: Arc<Account>,
+    pub account: Arc<SessionStats>,
     /// The limits of its initiator.
     pub limiter: Option<Arc<Limiter>>,
 }
@@ -50,7 +50,7 @@ impl Accounts {
         if self.0.len() <= place {
             self.0.resize(luns.luns().len(), None);
         }
-        let account = Arc::new(Account::new(Arc::clone(&mapping.stats), worker));
+        let account = Arc::new(SessionStats::new(Arc::clone(&mapping.stats), worker));
         self.0[place] = Some(Arc::clone(&account));
         Some(addressed(account))
     }
@@ -78,7 +78,7 @@ impl Accounts {
     }
 
     /// Returns all accounts.
-    pub fn iter(&self) -> impl Iterator<Item = &Arc<Account>> {
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<SessionStats>> {
         self.0.iter().flatten()
     }
 }

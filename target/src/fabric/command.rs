@@ -38,7 +38,7 @@ use riser_scsi::task::{NewTask, TaskKey};
 use super::{AddressedUnit, StaleLun, TaskRef, TaskSetFull, Toll, Unit};
 use crate::pool::{Buffer, Owner, Pool};
 use crate::qos::{Cost, Limiter};
-use crate::stats::{CDB_TRACED, CommandTimer, Stage, Subject};
+use crate::stats::{CDB_TRACED, CommandTimer, Stage, TraceKey};
 
 /// Maximum time for the data of one command, in data timeouts, as long as data of others come. All
 /// pieces after the first have that together, since others may wait for the command.
@@ -200,7 +200,7 @@ impl Execution {
         self.names_unit = false;
         self.unit = addressed.map(|AddressedUnit { unit, account, .. }| {
             let cdb = &self.cdb;
-            let subject = || Subject {
+            let subject = || TraceKey {
                 tag,
                 nexus: nexus.0,
                 cdb: cdb.iter().copied().take(CDB_TRACED).collect(),
@@ -269,6 +269,8 @@ impl Execution {
             }
             return Entry::Now;
         };
+        // Data that no buffer of the pool can ever hold are not awaited: the command is refused when it
+        // starts, as if it had none.
         let data = unit.lu.data_out(&self.request(nexus, &[]));
         let data = data.filter(|data| data.buffer_len as usize <= pool.max_buffer());
         let new = NewTask {
@@ -281,6 +283,8 @@ impl Execution {
             Ok((key, started)) => {
                 self.key = Some(key);
                 match started {
+                    // It takes its place in the order when its data have come, not here: it would keep
+                    // others from their turn for as long as its initiator likes.
                     _ if new.awaits_data => {
                         self.early = Early::Awaited(data);
                         let waits = |is_write| LimitWait {

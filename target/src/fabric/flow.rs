@@ -174,6 +174,7 @@ pub(crate) trait CommandFlow {
         let Some(passage) = self.backlog().limits.enter(task, toll, now) else {
             return self.answer_status(cx, task, Status::TaskSetFull);
         };
+        // A command that may not wait gives its entry back, or those behind it would wait for it.
         let limited = passage.limited;
         if limited.is_some()
             && let Err(status) = self.check_held(cx, task, descriptors)
@@ -198,7 +199,6 @@ pub(crate) trait CommandFlow {
     fn poll_limits(&mut self, cx: &mut Self::Cx<'_>) {
         let now = cx.now();
         while let Some(task) = self.backlog().limits.poll(now) {
-            self.hold(task, Hold::Order);
             self.exec(task).pass_limits(now);
             self.prepare(cx, task);
         }

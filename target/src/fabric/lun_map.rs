@@ -17,9 +17,9 @@ use crate::stats::LunStats;
 pub struct Mapping {
     /// The unit.
     pub unit: Arc<Unit>,
-    /// Where the commands to it are counted.
+    /// Statistics of the commands to it.
     pub stats: Arc<LunStats>,
-    /// Whether writes through this LUN are refused, even if the unit allows them.
+    /// Writes through this LUN are refused, even if the unit allows them.
     pub read_only: bool,
 }
 

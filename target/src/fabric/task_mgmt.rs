@@ -71,7 +71,7 @@ impl Function {
         }
     }
 
-    /// Whether it ends tasks of other nexuses.
+    /// Returns whether it ends tasks of other nexuses.
     fn ends_others(self) -> bool {
         matches!(self, Self::ClearTaskSet | Self::LogicalUnitReset)
     }

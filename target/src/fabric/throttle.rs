@@ -4,12 +4,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use riser_config::MAX_WAIT;
+
 use super::UnitIdx;
 use crate::qos::{Cost, Limiter};
-
-/// Maximum time for which a command may have to wait behind others of its line. Linux initiators give
-/// up after 30 s by default.
-pub const MAX_WAIT: Duration = Duration::from_secs(10);
 
 /// Number of a connection's commands that may always wait.
 const MIN_WAITING: usize = 4;
@@ -137,7 +135,7 @@ pub struct Passage {
 #[derive(Clone, Copy, Debug)]
 struct Line {
     of: (UnitIdx, bool),
-    /// When that was.
+    /// Time of that.
     paid: Instant,
     /// The gate at which the first of them waits.
     gate: Gate,
@@ -494,7 +492,7 @@ mod tests {
         assert!(!slow.passes(4, limited(), now));
         assert!(!quick.passes(0, free(), now));
         assert_eq!(quick.deadline(), Some(now + tenth));
-        // What its own limit lets go waits for its turn at the unit.
+        // A command past its own limit waits for its turn at the unit.
         let second = now + Duration::from_secs(1);
         assert_eq!(quick.poll(now + tenth), Some(0));
         assert!(quick.passes(1, free(), second));

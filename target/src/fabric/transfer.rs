@@ -315,8 +315,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every byte goes once, in order, and as many requests are posted as were counted, whatever
-        /// the ranges, the buffer and the limits.
+        /// Every byte goes once, in order, and as many requests are posted as were counted, for
+        /// any ranges, buffer and limits.
         #[test]
         fn portions_conserve_bytes_and_post_what_was_counted(
             is_read in any::<bool>(),

@@ -171,6 +171,8 @@ impl Unit {
         keeps_memory: bool,
         limited: Option<bool>,
     ) -> Result<(TaskKey, bool), TaskSetFull> {
+        // One lock for all of it: between the look at those that wait for limits and its own entry, no
+        // other worker may add one.
         let mut tasks = self.lock();
         let own = limited.map(|is_write| (task.worker, task.channel, is_write));
         let others = |other: &LimitQueue| other.nexus == nexus && Some(other.line) != own;

@@ -7,12 +7,12 @@
 //! connection claims a command by its tag, and the lost one hands it over:
 //!
 //! ```text
-//!   TASK REASSIGN ──→ claim_tag ──→ TakeOver ──→ lost connection: wants data, or is answered?
+//!   TASK REASSIGN ─→ claim_tag ─→ ReassignRequest ─→ lost connection: waits for data, or is answered?
 //!                                                       │ yes, or as soon as it is
-//!   data, R2Ts, answer  ←── handle_parcel  ←── Parcel ←─┘
+//!   data, R2Ts, answer ←─ handle_reassigned ←─ ReassignedTask
 //! ```
 //!
-//! A parcel has the bytes of the data: the connections may belong to workers with a pool each.
+//! A reassigned task carries the bytes of the data: the connections may belong to workers with a pool each.
 //!
 //! # Bounds
 //! Nothing is kept beyond Time2Wait and Time2Retain, of which Time2Wait counts for [`TIME2WAIT`] at most: it
@@ -31,6 +31,7 @@ use riser_scsi::iscsi::pdu::{
 use riser_scsi::iscsi::{Cid, Itt};
 use riser_scsi::srp::WireLun;
 use riser_scsi::step::{DataIn, Response, Step};
+use riser_state::become_state;
 
 use super::channel::{Action, Channel, Cx, Phase};
 use super::datamover::{Datamover, Progress, Start};
@@ -47,26 +48,26 @@ pub const TIME2RETAIN: u32 = 20;
 /// 13.15).
 const TIME2WAIT: u32 = 2;
 
-/// How long a channel that has handed everything over still knows where to.
+/// Time for which a channel that has handed everything over still knows the new names.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Logouts of other connections that wait at once.
 const MAX_LOGOUTS: usize = 16;
 
-/// One connection is to take a command over from another.
+/// A claim of TASK REASSIGN to a command of a lost connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TakeOver {
+pub struct ReassignRequest {
     /// The command.
     pub task: TaskRef,
     /// The context that waits for it.
     pub to: TaskRef,
-    /// What the initiator has: Data-In and R2T PDUs before this one.
+    /// Number of the first Data-In or R2T PDU that the initiator does not have.
     pub exp_data_sn: u32,
 }
 
-/// A command on its way to another connection.
+/// A command on its way from a lost connection to another one.
 #[derive(Debug)]
-pub struct Parcel {
+pub struct ReassignedTask {
     exec: Execution,
     lun: WireLun,
     counted: bool,
@@ -74,33 +75,33 @@ pub struct Parcel {
     /// Milliseconds that it has waited for the initiator, while others may have waited for it.
     waited: u32,
     r2ts: u32,
-    rest: Rest,
+    point: ResumePoint,
 }
 
-/// Where a command stands.
+/// Point from which a reassigned command goes on.
 #[derive(Debug)]
-enum Rest {
+enum ResumePoint {
     /// It is answered, with data from `base` on that the initiator has up to `start`.
-    Answered {
+    Respond {
         response: Response,
         base: u32,
         start: Start,
     },
     /// It wants a piece of `len` bytes, of which `received` have arrived.
-    Wants {
+    Receive {
         from: u32,
         len: u32,
         received: Vec<u8>,
     },
     /// It sends a piece, which the initiator has up to here.
-    Sends {
+    Send {
         from: u32,
         data: Vec<u8>,
         start: Start,
     },
 }
 
-/// What a channel knows of commands that come and go.
+/// Commands of a channel that come from or go to another connection.
 #[derive(Debug, Default)]
 pub(super) struct Allegiance {
     /// Nothing is said to the initiator any more.
@@ -111,11 +112,11 @@ pub(super) struct Allegiance {
     by_itself: bool,
     /// Logouts of other connections, to be answered when these are detached.
     logouts: Vec<Itt>,
-    /// Commands that others have claimed.
-    heirs: Vec<TakeOver>,
+    /// Claims of other connections to commands of this one.
+    claims: Vec<ReassignRequest>,
     /// Old and new names of commands that were handed over.
     moved: Vec<(TaskRef, TaskRef)>,
-    parcels: VecDeque<(TaskRef, Option<Box<Parcel>>)>,
+    reassigned: VecDeque<(TaskRef, Option<Box<ReassignedTask>>)>,
 }
 
 impl Allegiance {
@@ -131,7 +132,7 @@ impl Allegiance {
     }
 
     fn is_claimed(&self, task: TaskRef) -> bool {
-        self.heirs.iter().any(|heir| heir.task == task)
+        self.claims.iter().any(|claim| claim.task == task)
     }
 }
 
@@ -142,7 +143,7 @@ impl<D: Datamover> Channel<D> {
         session.map_or(0, |s| s.params.error_recovery_level)
     }
 
-    /// How long commands outlive their connection.
+    /// Returns the time for which commands outlive their connection.
     fn retention(&self) -> Option<Duration> {
         let params = self.session.as_ref()?.params;
         let seconds = u32::from(params.time2wait).min(TIME2WAIT) + u32::from(params.time2retain);
@@ -150,7 +151,7 @@ impl<D: Datamover> Channel<D> {
         retains.then(|| Duration::from_secs(seconds.into()))
     }
 
-    /// The connection is of no more use. At level 2 its commands are kept.
+    /// Gives the connection up. At level 2 its commands are kept.
     pub(super) fn lose_connection(&mut self, now: Instant) {
         let retains = match self.phase {
             Phase::CleanupWait | Phase::Retaining | Phase::Closed => return,
@@ -191,7 +192,7 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Another connection of the session is lost: the initiator is told (RFC 7143 11.9.1).
+    /// Notifies the initiator that another connection of the session is lost (RFC 7143 11.9.1).
     pub fn handle_lost(&mut self, cx: &mut Cx<'_>, cid: Cid) {
         if let (Phase::FullFeature, Some(session)) = (self.phase, &self.session) {
             let params = session.params;
@@ -243,7 +244,7 @@ impl<D: Datamover> Channel<D> {
                 self.allegiance.by_itself = false;
                 self.give_up(cx.pool, |_| true);
                 // What was claimed is still handed over.
-                if self.allegiance.heirs.is_empty() {
+                if self.allegiance.claims.is_empty() {
                     self.drop_connection();
                 }
             }
@@ -266,7 +267,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Ends what waits here for nothing but another connection and was not claimed, if it is `meant`,
-    /// which is told whether it has a buffer.
+    /// which gets whether it has a buffer.
     fn give_up(&mut self, pool: &mut Pool, meant: impl Fn(bool) -> bool) {
         for idx in self.all() {
             let is_meant = meant(self.tasks[usize::from(idx.0)].exec.buffer.is_some());
@@ -285,7 +286,7 @@ impl<D: Datamover> Channel<D> {
         )
     }
 
-    /// What every input ends with while the connection is lost.
+    /// Ends every input while the connection is lost.
     pub(super) fn retain(&mut self, cx: &mut Cx<'_>) {
         if !self.is_quiet() {
             return;
@@ -299,17 +300,17 @@ impl<D: Datamover> Channel<D> {
             }
         }
         if self.phase == Phase::CleanupWait && self.allegiance.detached {
-            self.phase = Phase::Retaining;
+            become_state(&mut self.phase, Phase::Retaining);
             self.phase_deadline = self.retention().map(|time| cx.now + time);
             self.window().free_tags(self.member());
             self.actions.push_back(Action::Detached);
         }
-        let heirs = std::mem::take(&mut self.allegiance.heirs);
-        for heir in heirs {
-            if self.is_at_rest(heir.task.index) {
-                self.hand_over(cx, heir);
+        let claims = std::mem::take(&mut self.allegiance.claims);
+        for claim in claims {
+            if self.is_at_rest(claim.task.index) {
+                self.reassign(cx, claim);
             } else {
-                self.allegiance.heirs.push(heir);
+                self.allegiance.claims.push(claim);
             }
         }
         if self.phase == Phase::Retaining && self.in_flight() == 0 && !self.allegiance.by_itself {
@@ -325,15 +326,15 @@ impl<D: Datamover> Channel<D> {
     /// TASK REASSIGN. The answer goes before everything that follows from it.
     pub(super) fn on_task_reassign(&mut self, idx: TaskIdx, request: &TmfRequest) {
         match self.claim(request) {
-            Ok(take_over) => {
+            Ok(reassign) => {
                 self.answer_tmf(idx, FunctionAnswer::Complete);
-                self.actions.push_back(Action::TakeOver(take_over));
+                self.actions.push_back(Action::Reassign(reassign));
             }
             Err(status) => self.answer_tmf(idx, status),
         }
     }
 
-    fn claim(&mut self, request: &TmfRequest) -> Result<TakeOver, FunctionAnswer> {
+    fn claim(&mut self, request: &TmfRequest) -> Result<ReassignRequest, FunctionAnswer> {
         if self.recovery_level() < 2 {
             return Err(FunctionAnswer::ReassignmentNotSupported);
         }
@@ -352,68 +353,70 @@ impl<D: Datamover> Channel<D> {
         }
         self.tasks[usize::from(idx.0)].expected = !tag.immediate;
         self.expected += u16::from(!tag.immediate);
-        Ok(TakeOver {
+        Ok(ReassignRequest {
             task: tag.task,
             to,
             exp_data_sn: request.exp_data_sn,
         })
     }
 
-    /// Another connection takes a command of this one over.
-    pub fn handle_take_over(&mut self, cx: &mut Cx<'_>, take_over: TakeOver) {
-        let idx = take_over.task.index;
+    /// Another connection claims a command of this one.
+    pub fn handle_reassign(&mut self, cx: &mut Cx<'_>, reassign: ReassignRequest) {
+        let idx = reassign.task.index;
         let is_idle = self.tasks[usize::from(idx.0)].state == TaskState::Idle;
-        if is_idle || self.task_ref(idx) != take_over.task {
-            self.deliver(take_over.to, None);
+        if is_idle || self.task_ref(idx) != reassign.task {
+            self.deliver(reassign.to, None);
         } else {
-            self.allegiance.heirs.push(take_over);
+            self.allegiance.claims.push(reassign);
         }
         self.settle(cx);
     }
 
-    /// A task is over: who was to take it over gets nothing.
-    pub(super) fn disinherit(&mut self, idx: TaskIdx) {
+    /// Answers a claim to a task that has ended: there is nothing to reassign.
+    pub(super) fn drop_claim(&mut self, idx: TaskIdx) {
         let name = self.task_ref(idx);
-        let mut heirs = self.allegiance.heirs.iter();
-        if let Some(at) = heirs.position(|heir| heir.task == name) {
-            let heir = self.allegiance.heirs.swap_remove(at);
-            self.deliver(heir.to, None);
+        let mut claims = self.allegiance.claims.iter();
+        if let Some(at) = claims.position(|claim| claim.task == name) {
+            let claim = self.allegiance.claims.swap_remove(at);
+            self.deliver(claim.to, None);
         }
     }
 
-    fn deliver(&mut self, to: TaskRef, parcel: Option<Box<Parcel>>) {
-        self.allegiance.parcels.push_back((to, parcel));
-        self.actions.push_back(Action::HandOver);
+    fn deliver(&mut self, to: TaskRef, moved: Option<Box<ReassignedTask>>) {
+        self.allegiance.reassigned.push_back((to, moved));
+        self.actions.push_back(Action::DeliverTask);
     }
 
     /// A command for another connection, or nothing where it has ended: one for each
-    /// [`Action::HandOver`].
+    /// [`Action::DeliverTask`].
     ///
     /// # Panics
     /// If there is none.
-    pub fn take_parcel(&mut self) -> (TaskRef, Option<Box<Parcel>>) {
-        let parcel = self.allegiance.parcels.pop_front();
-        parcel.expect("an action for each parcel")
+    pub fn take_reassigned(&mut self) -> (TaskRef, Option<Box<ReassignedTask>>) {
+        let moved = self.allegiance.reassigned.pop_front();
+        moved.expect("an action for each command")
     }
 
-    fn hand_over(&mut self, cx: &mut Cx<'_>, heir: TakeOver) {
-        let idx = heir.task.index;
+    fn reassign(&mut self, cx: &mut Cx<'_>, claim: ReassignRequest) {
+        let idx = claim.task.index;
         let task = &mut self.tasks[usize::from(idx.0)];
         let waited = task.waited_by(cx.now, &self.pace);
         task.waited = 0;
         let mut exec = std::mem::take(&mut task.exec);
         let incoming = std::mem::take(&mut task.incoming);
-        let exp = heir.exp_data_sn;
+        let exp = claim.exp_data_sn;
         let mut r2ts = std::mem::take(&mut task.r2ts);
         let start = std::mem::take(&mut task.data_start);
-        let rest = if let Some(mut response) = task.response.take() {
+        // What the initiator has is said by ExpDataSN of the TASK REASSIGN (RFC 7143 11.5.6): Data-In PDUs,
+        // or R2Ts. It decides where the other connection begins.
+        let point = if let Some(mut response) = task.response.take() {
             let len = response.data_in.len().min(exec.expected.data_in);
             let end = response.data_in.from() + len;
             let base = response.data_in.from();
             if let DataIn::Buffer { .. } = response.data_in {
                 response.data_in = DataIn::Inline(bytes_of(exec.buffer.as_ref(), len));
             }
-            Rest::Answered {
+            ResumePoint::Respond {
                 response,
                 base,
                 start: acknowledged(&self.mover, start, end, exp),
@@ -421,7 +424,7 @@ impl<D: Datamover> Channel<D> {
         } else if task.state == TaskState::Send {
             let Piece { from, len, .. } = task.piece;
             self.mover.forget(idx);
-            Rest::Sends {
+            ResumePoint::Send {
                 from,
                 data: bytes_of(exec.buffer.as_ref(), len),
                 start: acknowledged(&self.mover, start, from + len, exp),
@@ -444,7 +447,7 @@ impl<D: Datamover> Channel<D> {
             let got = progress.got.clamp(from, end) - from;
             let mut received = bytes_of(exec.buffer.as_ref(), got);
             received.extend(incoming.staged);
-            Rest::Wants {
+            ResumePoint::Receive {
                 from,
                 len: end - from,
                 received,
@@ -453,33 +456,38 @@ impl<D: Datamover> Channel<D> {
         if let Some(buffer) = exec.buffer.take() {
             cx.pool.release(buffer);
         }
-        exec.rename(heir.to);
+        exec.rename(claim.to);
         exec.timer.leave();
         let (counted, lingers) = (
             std::mem::take(&mut task.counted),
             std::mem::take(&mut task.lingers),
         );
-        let parcel = Parcel {
+        let moved = ReassignedTask {
             exec,
             lun: task.lun,
             counted,
             lingers,
             waited,
             r2ts,
-            rest,
+            point,
         };
         self.counted -= u16::from(counted);
         self.lingering -= u16::from(lingers);
         self.give_back(idx);
-        self.allegiance.moved.push((heir.task, heir.to));
-        self.deliver(heir.to, Some(Box::new(parcel)));
+        self.allegiance.moved.push((claim.task, claim.to));
+        self.deliver(claim.to, Some(Box::new(moved)));
     }
 
     /// A command comes from another connection, or has ended there.
     ///
     /// # Panics
     /// If none is expected.
-    pub fn handle_parcel(&mut self, cx: &mut Cx<'_>, to: TaskRef, parcel: Option<Box<Parcel>>) {
+    pub fn handle_reassigned(
+        &mut self,
+        cx: &mut Cx<'_>,
+        to: TaskRef,
+        moved: Option<Box<ReassignedTask>>,
+    ) {
         let idx = to.index;
         assert_eq!(
             self.task_ref(idx),
@@ -489,36 +497,38 @@ impl<D: Datamover> Channel<D> {
         let task = &mut self.tasks[usize::from(idx.0)];
         assert_eq!(task.state, TaskState::Expected, "a task comes once");
         self.expected -= u16::from(std::mem::take(&mut task.expected));
-        match parcel {
-            Some(parcel) => self.unpack(cx, idx, *parcel),
+        match moved {
+            Some(moved) => self.resume_reassigned(cx, idx, *moved),
             None => self.finish(cx.pool, idx, End::Aborted),
         }
         self.settle(cx);
     }
 
-    fn unpack(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, parcel: Parcel) {
+    fn resume_reassigned(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, moved: ReassignedTask) {
         let task = &mut self.tasks[usize::from(idx.0)];
-        let before = std::mem::replace(&mut task.exec, parcel.exec);
+        // Functions may have named the context while the command was on its way: what they wait for goes
+        // on here, and an abort counts for what has come.
+        let before = std::mem::replace(&mut task.exec, moved.exec);
         task.exec.watchers.extend(before.watchers);
         let addressed = self.session.as_ref().and_then(|session| {
             let worker = self.config.worker;
             let luns = &session.luns;
-            self.accounts.addressed(luns, parcel.lun, worker)
+            self.accounts.addressed(luns, moved.lun, worker)
         });
         let account = addressed.map(|addressed| addressed.account);
         task.exec.timer.join(account);
-        task.lun = parcel.lun;
-        task.counted = parcel.counted;
-        task.lingers = parcel.lingers;
-        task.waited = parcel.waited;
-        task.r2ts = parcel.r2ts;
-        self.counted += u16::from(parcel.counted);
-        self.lingering += u16::from(parcel.lingers);
+        task.lun = moved.lun;
+        task.counted = moved.counted;
+        task.lingers = moved.lingers;
+        task.waited = moved.waited;
+        task.r2ts = moved.r2ts;
+        self.counted += u16::from(moved.counted);
+        self.lingering += u16::from(moved.lingers);
         if before.aborted {
             return self.end_aborted(cx, idx);
         }
-        match parcel.rest {
-            Rest::Answered {
+        match moved.point {
+            ResumePoint::Respond {
                 response,
                 base,
                 start,
@@ -527,7 +537,7 @@ impl<D: Datamover> Channel<D> {
                 task.piece.from = base;
                 self.respond(cx, idx, response);
             }
-            Rest::Wants {
+            ResumePoint::Receive {
                 from,
                 len,
                 received,
@@ -539,7 +549,7 @@ impl<D: Datamover> Channel<D> {
                 };
                 self.run(cx, idx, Step::ReceiveData { from, len });
             }
-            Rest::Sends { from, data, start } => {
+            ResumePoint::Send { from, data, start } => {
                 let len = data.len() as u32;
                 task.data_start = start;
                 task.incoming.staged = data;

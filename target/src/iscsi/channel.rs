@@ -22,11 +22,12 @@ use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, Numbers, StatSn, Tsih};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::step::StepResult;
+use riser_state::State;
 
-use super::allegiance::{Allegiance, TakeOver};
+use super::allegiance::{Allegiance, ReassignRequest};
 use super::datamover::Datamover;
-use super::login::Entering;
-use super::order::Waiting;
+use super::login::LoginResult;
+use super::order::QueuedRequest;
 use super::report::Counters;
 use super::task::{Task, TaskState};
 use super::text::TextState;
@@ -53,27 +54,27 @@ pub(super) const IMMEDIATE_TASKS: u16 = 16;
 /// Bytes of unsolicited data of a connection's commands that wait for limits.
 pub(super) const MAX_STAGED: usize = 256 << 10;
 
-/// How long a login may take.
+/// Time limit of a login.
 const LOGIN_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How long a silent initiator is believed to live.
+/// Silence after which an initiator is pinged.
 const PING_AFTER: Duration = Duration::from_secs(15);
 
-/// How long a ping may stay unanswered.
+/// Time limit for the answer to a ping.
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long an initiator may be silent, which then acknowledges nothing.
+/// Maximum silence of an initiator, which acknowledges nothing meanwhile.
 pub(super) const SILENCE: Duration = PING_AFTER.saturating_add(PING_TIMEOUT);
 
-/// How long a discovery session may be silent: one that has found its targets sends nothing more.
+/// Maximum silence of a discovery session: one that has found its targets sends nothing else.
 const DISCOVERY_IDLE: Duration = Duration::from_secs(15);
 
-/// How long a discovery session may last.
+/// Maximum duration of a discovery session.
 pub(super) const DISCOVERY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What the target decides about logins and discovery.
+/// Decisions of the target about logins and discovery.
 pub trait Gate {
-    /// On which terms somebody may log in.
+    /// Terms of a login.
     ///
     /// # Errors
     /// The refusal.
@@ -93,10 +94,10 @@ pub trait Gate {
     fn count(&mut self, event: SessionEvent);
 
     /// Another connection of the session is logged out for recovery; whether there is such a one.
-    /// When others may have its commands, [`Channel::handle_others_gone`] tells of that.
+    /// When others may have its commands, [`Channel::handle_others_gone`] follows.
     fn detach(&mut self, cid: Cid) -> bool;
 
-    /// Fills with random bytes that nobody can foresee.
+    /// Fills with random bytes that cannot be predicted.
     fn random(&mut self, out: &mut [u8]);
 
     /// The targets that an initiator may see: all, or the one with a name.
@@ -110,16 +111,16 @@ pub struct Admitted {
     pub tsih: Tsih,
     /// The I_T nexus and its units; none of a discovery session.
     pub nexus: Option<(NexusId, Arc<LunMap>)>,
-    /// What the session's first login agreed on.
+    /// Parameters of the session's first login.
     pub params: SessionParams,
     /// Its command numbers.
     pub window: Arc<Window>,
-    /// Whether it takes the place of others, which must let go of the devices first:
-    /// [`Channel::handle_others_gone`] tells of that.
+    /// It replaces sessions whose commands must leave the devices first:
+    /// [`Channel::handle_others_gone`] follows.
     pub waits: bool,
 }
 
-/// What the channel works with for the length of a call.
+/// The worker's part of a call.
 pub struct Cx<'a> {
     /// The time.
     pub now: Instant,
@@ -149,14 +150,15 @@ pub enum Action {
     /// End other connections of the session, then call [`Channel::handle_others_gone`].
     EndOthers(Others),
     /// The connection is lost, and what it had under way is kept: another connection of the session is
-    /// to be told, by [`Channel::handle_lost`].
+    /// to be notified, by [`Channel::handle_lost`].
     Lost,
-    /// Other connections may have what this one had under way: whoever has logged it out is to be told.
+    /// Other connections may claim what this one had under way: the one that has logged it out is to be
+    /// notified.
     Detached,
-    /// Tell a command's channel to hand it over: [`Channel::handle_take_over`].
-    TakeOver(TakeOver),
-    /// Deliver what [`Channel::take_parcel`] gives: [`Channel::handle_parcel`].
-    HandOver,
+    /// Notify the channel of a command that TASK REASSIGN claims it: [`Channel::handle_reassign`].
+    Reassign(ReassignRequest),
+    /// Deliver the command that [`Channel::take_reassigned`] gives: [`Channel::handle_reassigned`].
+    DeliverTask,
     /// Close the connection; then call [`Channel::handle_disconnected`].
     Disconnect,
     /// The channel holds nothing any more.
@@ -172,42 +174,62 @@ pub enum Others {
     One(Cid),
 }
 
-/// How far a connection has come.
+/// Phase of a connection.
 ///
 /// ```text
 ///  Login ──→ (Joining) ──→ FullFeature ──→ LoggingOut ──→ Closing ──→ Closed
 ///    └───────────┴─────────────┴──── error ───────────────────┘
 /// ```
 ///
+/// A login that fails is answered in Closing, too.
+///
 /// At error recovery level 2 a connection that is lost in full-feature phase does not end at once
 /// (RFC 7143 8.2):
 ///
 /// ```text
 ///  FullFeature ──lost──→ CleanupWait ──logged out for recovery──→ Retaining ──→ Closed
-///    │                        └─────────── time is over ────────────────────────┘
-///    └── logs itself out for recovery ──→ Closing ──→ Retaining
+///    │                      ↑ └─────────── time is over ────────────────────────┘
+///    └── logs itself out for recovery ──→ Closing
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Negotiates.
     Login,
-    /// Has logged in, and waits for those whose place it takes to let go of the devices.
+    /// Login succeeded; waits until the commands of the sessions that it replaces have left the devices.
     Joining,
     /// Works.
     FullFeature,
-    /// Lets commands end, then answers the logout.
+    /// Commands end, then the logout with this tag is answered.
     LoggingOut(Itt),
     /// Sends what is still to be sent, then closes.
     Closing,
     /// The connection is lost, and its commands wait until it is logged out.
     CleanupWait,
-    /// It is logged out, and its commands wait for another connection to take them over.
+    /// It is logged out, and its commands wait for TASK REASSIGN on another connection.
     Retaining,
-    /// The connection is gone; devices let go.
+    /// The connection is gone; devices may still use buffers.
     Closed,
 }
 
-/// What a channel is made of.
+impl State for Phase {
+    fn may_become(&self, next: &Self) -> bool {
+        match self {
+            Self::Login => matches!(next, Self::Joining | Self::Closing | Self::Closed),
+            Self::Joining => matches!(next, Self::FullFeature | Self::Closed),
+            Self::FullFeature => matches!(
+                next,
+                Self::LoggingOut(_) | Self::Closing | Self::CleanupWait | Self::Closed
+            ),
+            Self::LoggingOut(_) => matches!(next, Self::Closing | Self::Closed),
+            Self::Closing => matches!(next, Self::CleanupWait | Self::Closed),
+            Self::CleanupWait => matches!(next, Self::Retaining | Self::Closed),
+            Self::Retaining => matches!(next, Self::Closed),
+            Self::Closed => false,
+        }
+    }
+}
+
+/// Parameters of a new channel.
 #[derive(Clone, Copy, Debug)]
 pub struct ChannelConfig {
     /// The worker's number.
@@ -216,7 +238,7 @@ pub struct ChannelConfig {
     pub serial: u64,
     /// Commands at once: the window.
     pub commands: u16,
-    /// How long the initiator may take to send data that it was asked for.
+    /// Time limit for data that the initiator was asked for.
     pub data_out_timeout: Duration,
 }
 
@@ -257,28 +279,28 @@ pub struct Channel<D> {
     /// The number that the login says comes first.
     pub(super) first_cmd_sn: CmdSn,
     /// Requests whose turn has not come.
-    pub(super) waiting: Vec<Waiting>,
+    pub(super) waiting: Vec<QueuedRequest>,
     /// The answer to the login, while it waits for others to go.
-    pub(super) entering: Option<Box<Entering>>,
+    pub(super) entering: Option<Box<LoginResult>>,
     /// Others of the session are on their way out, and the logout waits for them.
     pub(super) awaits_others: bool,
     /// The session ends with the logout that is under way.
     pub(super) ends_session: bool,
-    /// The initiator has said goodbye, and was answered.
+    /// The initiator has logged out, and was answered.
     pub(super) logged_out: bool,
-    /// Why the connection came to its end, once it has.
+    /// Reason of the connection's end, once there is one.
     pub(super) ended: Option<Parting>,
     /// Commands that wait for memory or limits.
     pub(super) backlog: Backlog,
     pub(super) text: TextState,
     pub(super) cid: Cid,
     pub(super) last_input: Instant,
-    /// When data last came that were asked for, or that came with a command.
+    /// Time of the last data that were asked for, or that came with a command.
     pub(super) last_data: Instant,
-    /// When data were last taken by the initiator.
+    /// Time at which the initiator last took data.
     pub(super) last_taken: Instant,
     pub(super) pace: Pace,
-    /// When to look whether data are overdue.
+    /// Time of the next check for overdue data.
     pub(super) data_deadline: Option<Instant>,
     pub(super) ping: Option<Instant>,
     pub(super) next_ping: u32,
@@ -290,7 +312,7 @@ pub struct Channel<D> {
     pub(super) counters: Counters,
     /// Functions answered, and how.
     pub(super) functions: Functions,
-    /// Where commands are counted, by unit.
+    /// Statistics of its commands, by unit.
     pub(super) accounts: Accounts,
     pub(super) complaints: RateLimit,
 }
@@ -312,9 +334,9 @@ impl ChannelConfig {
 
 /// The contexts' buffers, for the datamover.
 #[derive(Clone, Copy)]
-pub struct Held<'a>(&'a [Task]);
+pub struct TaskBuffers<'a>(&'a [Task]);
 
-impl<'a> Held<'a> {
+impl<'a> TaskBuffers<'a> {
     /// The buffer of a task that has data under way.
     pub fn buffer(&self, task: TaskIdx) -> &'a Buffer {
         let buffer = self.0[usize::from(task.0)].exec.buffer.as_ref();
@@ -332,6 +354,7 @@ impl<D: Datamover> Channel<D> {
             session: None,
             mover,
             new_params: None,
+            // Contexts come with full-feature phase: a stranger who never logs in costs no memory.
             tasks: Vec::new(),
             idle: Vec::new(),
             staging: Vec::new(),
@@ -385,7 +408,7 @@ impl<D: Datamover> Channel<D> {
         !self.tasks.is_empty()
     }
 
-    /// What its contexts occupy, in bytes, and unsolicited data that have no buffer yet.
+    /// Returns the memory of its contexts and of unsolicited data that have no buffer yet, in bytes.
     #[must_use]
     pub fn memory(&self) -> usize {
         if self.takes_commands() {
@@ -399,19 +422,19 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// How far it has come.
+    /// Returns its phase.
     #[must_use]
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// What it was made of.
+    /// Returns its parameters.
     #[must_use]
     pub fn config(&self) -> &ChannelConfig {
         &self.config
     }
 
-    /// What it has done.
+    /// Returns its counters.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
@@ -423,7 +446,7 @@ impl<D: Datamover> Channel<D> {
         &self.functions
     }
 
-    /// What it has done at each unit.
+    /// Returns its statistics of each unit.
     #[must_use]
     pub fn accounts(&self) -> &Accounts {
         &self.accounts
@@ -462,7 +485,7 @@ impl<D: Datamover> Channel<D> {
         self.mover.queued() < MAX_QUEUED && self.mover.queued_bytes() < MAX_QUEUED_BYTES
     }
 
-    /// When [`Channel::handle_timeout`] wants to be called.
+    /// Returns the time at which [`Channel::handle_timeout`] is due.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let ping = match (self.phase, self.ping) {
@@ -485,7 +508,7 @@ impl<D: Datamover> Channel<D> {
         .min()
     }
 
-    /// What to do next, in order.
+    /// Returns the next action, in order.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
@@ -502,7 +525,7 @@ impl<D: Datamover> Channel<D> {
             .flat_map(move |b| b.slices(range.clone()))
     }
 
-    /// What a login has just agreed on for the connection, once.
+    /// Returns the connection's parameters after its login, once.
     pub fn take_new_params(&mut self) -> Option<ConnectionParams> {
         self.new_params.take()
     }
@@ -519,19 +542,19 @@ impl<D: Datamover> Channel<D> {
         &self.pace
     }
 
-    /// What waits to be sent, in PDUs and transfers.
+    /// Returns the number of PDUs and transfers that wait to be sent.
     #[must_use]
     pub fn queued(&self) -> usize {
         self.mover.queued()
     }
 
-    /// What waits to be sent of data segments of control-type PDUs, in bytes.
+    /// Returns the bytes of data segments of control-type PDUs that wait to be sent.
     #[must_use]
     pub fn queued_bytes(&self) -> usize {
         self.mover.queued_bytes()
     }
 
-    /// Returns the datamover, for what its connection tells it.
+    /// Returns the datamover, for inputs of its connection.
     pub fn mover_mut(&mut self) -> &mut D {
         &mut self.mover
     }
@@ -556,7 +579,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// What was being sent is sent, or will never be.
+    /// The batch that was being sent is sent, or never will be.
     pub fn handle_flushed(&mut self, cx: &mut Cx<'_>, ok: bool) {
         self.is_flushed = true;
         if !ok {
@@ -620,7 +643,7 @@ impl<D: Datamover> Channel<D> {
         self.session.as_ref().is_some_and(|s| s.params.discovery)
     }
 
-    /// Why the connection came to its end.
+    /// Returns the reason of the connection's end.
     #[must_use]
     pub fn end(&self) -> Parting {
         self.ended.unwrap_or(Parting::Lost)
@@ -643,7 +666,7 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Whether the initiator said goodbye before the connection went.
+    /// Whether the initiator has logged out before the connection went.
     #[must_use]
     pub fn has_logged_out(&self) -> bool {
         self.logged_out
@@ -694,7 +717,10 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Lets the datamover put something on its way; whether it did.
-    pub fn poll_mover(&mut self, poll: impl FnOnce(&mut D, Numbers, Held<'_>) -> bool) -> bool {
+    pub fn poll_mover(
+        &mut self,
+        poll: impl FnOnce(&mut D, Numbers, TaskBuffers<'_>) -> bool,
+    ) -> bool {
         if matches!(
             self.phase,
             Phase::CleanupWait | Phase::Retaining | Phase::Closed
@@ -702,7 +728,7 @@ impl<D: Datamover> Channel<D> {
             return false;
         }
         let numbers = self.numbers();
-        let is_posted = poll(&mut self.mover, numbers, Held(&self.tasks));
+        let is_posted = poll(&mut self.mover, numbers, TaskBuffers(&self.tasks));
         self.is_flushed &= !is_posted;
         is_posted
     }

@@ -8,6 +8,7 @@ use riser_scsi::iscsi::pdu::{FromTarget, RejectReason, ScsiCommand, ScsiResponse
 use riser_scsi::step::{
     DataIn, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
 };
+use riser_state::become_state;
 
 use super::channel::{Action, Channel, Cx, MAX_STAGED, Phase};
 use super::datamover::{Control, Datamover, PutData};
@@ -23,7 +24,7 @@ impl<D: Datamover> Channel<D> {
         if let Err((reason, why)) = self.check_command(&command, frame.data.len()) {
             return self.reject(cx, frame, reason, &why);
         }
-        let state = TaskState::AwaitTask;
+        let state = TaskState::New;
         let Some(idx) = self.take_in(command.itt, command.immediate, state) else {
             if command.immediate {
                 let reason = RejectReason::TooManyImmediate;
@@ -66,8 +67,8 @@ impl<D: Datamover> Channel<D> {
             .take_in(addressed, nexus, command.itt.0.into(), cx.now);
         task.incoming = Incoming {
             got: frame.data.len() as u32,
-            // Where the immediate data are all that may come unsolicited, nothing follows whatever
-            // the F bit says.
+            // Where the immediate data are all that may come unsolicited, nothing follows, with or
+            // without the F bit.
             open: command.writes && !command.is_final && (frame.data.len() as u32) < first_burst,
             staged,
             ..Incoming::default()
@@ -235,12 +236,13 @@ impl<D: Datamover> CommandFlow for Channel<D> {
     }
 
     fn hold(&mut self, idx: TaskIdx, hold: Hold) {
-        self.tasks[usize::from(idx.0)].state = match hold {
+        let next = match hold {
             Hold::Limits => TaskState::AwaitLimit,
             Hold::Order => TaskState::AwaitTask,
             Hold::Memory => TaskState::AwaitBuffer,
             Hold::Backend => TaskState::Block,
         };
+        become_state(&mut self.tasks[usize::from(idx.0)].state, next);
         self.counters.buffer_waits += u64::from(hold == Hold::Memory);
     }
 
@@ -276,7 +278,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         let task = &mut self.tasks[usize::from(idx.0)];
         task.incoming.from = from;
         task.incoming.wanted = Some(from + len);
-        task.state = TaskState::Receive;
+        become_state(&mut task.state, TaskState::Receive);
         if from > 0 && matches!(self.phase, Phase::LoggingOut(_)) {
             // The initiator is logging out, and sends no further data.
             self.abort(cx.pool, idx, None);
@@ -302,7 +304,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         {
             buffer.write(0, &staged);
         }
-        task.state = TaskState::Send;
+        become_state(&mut task.state, TaskState::Send);
         task.wait = self.pace.begin(cx.now);
         let end = from + len;
         task.piece = Piece {
@@ -347,13 +349,15 @@ impl<D: Datamover> CommandFlow for Channel<D> {
     fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
         let owner = self.backlog.owner();
         let task = &mut self.tasks[usize::from(idx.0)];
+        // No response before the F bit of unsolicited data (RFC 7143 11.4.2): what still comes could
+        // be taken for data of the next command with this tag.
         if task.incoming.open {
             self.note_left(idx);
             self.leave_task_set(idx);
             let task = &mut self.tasks[usize::from(idx.0)];
             let unwanted = std::mem::take(&mut task.incoming.staged);
             task.response = Some(response);
-            task.state = TaskState::AwaitUnsolicited;
+            become_state(&mut task.state, TaskState::AwaitUnsolicited);
             task.wait = self.pace.begin(cx.now);
             self.keep_staging(unwanted);
             return self.watch_data(cx.now);
@@ -385,7 +389,7 @@ fn residuals(expected: Expected, response: &Response) -> (Residual, Residual) {
         (true, true) => (write, read),
         (true, false) => (read, Residual::None),
         (false, true) => (write, Residual::None),
-        // A command that moves data nobody expects: what it would have moved has overflown.
+        // A command that moves data which are not expected: what it would have moved has overflown.
         (false, false) if read != Residual::None => (read, Residual::None),
         (false, false) => (write, Residual::None),
     }

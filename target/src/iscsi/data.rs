@@ -8,7 +8,7 @@ use riser_scsi::iscsi::pdu::{DataOut, RejectReason, Snack};
 use riser_scsi::step::{BackendError, StepResult};
 
 use super::channel::{Channel, Cx, Phase, SILENCE};
-use super::datamover::{Datamover, GetData, Taken};
+use super::datamover::{Datamover, GetData, SolicitedData};
 use super::task::{Task, TaskState};
 use crate::audit::Parting;
 use crate::fabric::{CommandFlow as _, End, MAX_DATA_TIMEOUTS, TaskIdx};
@@ -62,13 +62,15 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Returns the result of a command's wait for data if they are here. Asks for what is missing when
-    /// no more comes by itself.
+    /// nothing else comes by itself.
     pub(super) fn check_received(&mut self, now: Instant, idx: TaskIdx) -> Option<StepResult> {
         self.watch_data(now);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.wait = self.pace.begin(now);
         let incoming = &mut task.incoming;
         let wanted = incoming.wanted.expect("the command waits for data");
+        // What is missing is known when unsolicited data have ended; an error, too, is answered only
+        // then (RFC 7143 11.4.2).
         if incoming.open {
             return None;
         }
@@ -108,8 +110,8 @@ impl<D: Datamover> Channel<D> {
         let len = frame.data.len() as u32;
         match self.mover.take_solicited(pdu, len, frame.is_intact) {
             // Of a command that has ended meanwhile.
-            Taken::Stale => {}
-            Taken::Data {
+            SolicitedData::Stale => {}
+            SolicitedData::Data {
                 task,
                 offset,
                 complete,
@@ -124,8 +126,8 @@ impl<D: Datamover> Channel<D> {
                     self.go_on(cx, task, StepResult::Done);
                 }
             }
-            Taken::Again(task) => self.tasks[usize::from(task.0)].r2ts += 1,
-            Taken::Failed(task) => {
+            SolicitedData::Again(task) => self.tasks[usize::from(task.0)].r2ts += 1,
+            SolicitedData::Failed(task) => {
                 let failed = StepResult::Failed(BackendError::Transfer);
                 self.go_on(cx, task, failed);
             }
@@ -149,7 +151,7 @@ impl<D: Datamover> Channel<D> {
             .checked_add(len)
             .is_some_and(|got| got <= limit);
         let in_order = pdu.data_sn == incoming.next_sn && pdu.offset == incoming.got;
-        // What is missing is asked for when no more comes by itself.
+        // What is missing is asked for when nothing else comes by itself.
         let is_lost = !frame.is_intact || (fits && pdu.data_sn > incoming.next_sn);
         incoming.lost |= is_lost && self.mover.recovers();
         incoming.faulty |= !incoming.lost && (!fits || !in_order || !frame.is_intact);

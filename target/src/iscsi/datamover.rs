@@ -23,9 +23,9 @@ pub struct Control {
     pub pdu: FromTarget,
     /// Its data segment.
     pub data: Vec<u8>,
-    /// Whether it takes a status sequence number.
+    /// It takes a status sequence number.
     pub counts: bool,
-    /// Whose end it is, once it is sent.
+    /// Task that ends once it is sent.
     pub ends: Option<TaskIdx>,
 }
 
@@ -35,11 +35,11 @@ pub struct Control {
 pub struct Start {
     /// Number of the first PDU.
     pub data_sn: u32,
-    /// Where in the command's data.
+    /// Offset in the command's data.
     pub offset: u32,
 }
 
-/// How far the data of a write have come.
+/// Progress of the data of a write.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes from the first one on, without a gap.
@@ -51,7 +51,7 @@ pub struct Progress {
 /// Data for the initiator: the start of a task's buffer, which holds a piece of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutData {
-    /// Whose.
+    /// The task.
     pub task: TaskIdx,
     /// Its tag.
     pub itt: Itt,
@@ -59,11 +59,11 @@ pub struct PutData {
     pub lun: WireLun,
     /// R2T PDUs that it had.
     pub r2ts: u32,
-    /// Where the buffer begins in the command's data.
+    /// Offset of the buffer in the command's data.
     pub base: u32,
-    /// Where to begin, not before the buffer does.
+    /// First PDU and byte, not before the buffer.
     pub start: Start,
-    /// Where they end in the command's data; at least one byte after the beginning.
+    /// Offset of their end in the command's data; at least one byte after the beginning.
     pub end: u32,
     /// More pieces follow, for which the buffer is needed: when this one has left it,
     /// [`Channel::handle_done`](super::Channel::handle_done) or
@@ -76,7 +76,7 @@ pub struct PutData {
 /// Data from the initiator, into a task's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GetData {
-    /// Whose.
+    /// The task.
     pub task: TaskIdx,
     /// Its tag.
     pub itt: Itt,
@@ -84,26 +84,26 @@ pub struct GetData {
     pub lun: WireLun,
     /// Number of the first R2T.
     pub r2t_sn: u32,
-    /// Where the buffer begins in the command's data.
+    /// Offset of the buffer in the command's data.
     pub base: u32,
-    /// Where in the command's data, not before the buffer begins.
+    /// Offset in the command's data, not before the buffer.
     pub offset: u32,
     /// Bytes, at least one.
     pub len: u32,
 }
 
-/// What became of data that somebody asked for.
+/// Use of a Data-Out PDU that answers an R2T.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Taken {
+pub enum SolicitedData {
     /// Of a transfer that is over: to be dropped.
     Stale,
     /// For a task's buffer.
     Data {
-        /// Whose.
+        /// The task.
         task: TaskIdx,
-        /// Where in the command's data.
+        /// Offset in the command's data.
         offset: u32,
-        /// Whether all that was asked for is here.
+        /// All that was asked for is here.
         complete: bool,
     },
     /// Some of the data are missing, and were asked for once more.
@@ -143,7 +143,7 @@ pub trait Datamover {
     fn get_data(&mut self, get: GetData) -> u32;
 
     /// Looks at data that came as a PDU in answer to [`Datamover::get_data`].
-    fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> Taken;
+    fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> SolicitedData;
 
     /// Forgets what a task has under way, as far as it is not on its way already. Whether it is:
     /// then [`Channel::handle_arrived`](super::Channel::handle_arrived) says when it is over.
@@ -180,13 +180,13 @@ pub trait Datamover {
         false
     }
 
-    /// How far the data have come that a task has asked for.
+    /// Returns the progress of the data that a task has asked for.
     fn progress(&self, task: TaskIdx) -> Progress {
         let _ = task;
         Progress::default()
     }
 
-    /// Where the PDU with a number begins, of data of `len` bytes; `None` if they are fewer.
+    /// Returns the beginning of the PDU with a number, of data of `len` bytes; `None` if they are fewer.
     fn start_of(&self, start: Start, len: u32, data_sn: u32) -> Option<Start> {
         let _ = (start, len, data_sn);
         None
@@ -195,9 +195,9 @@ pub trait Datamover {
     /// Sends nothing of what waits to be sent, and keeps nothing to be sent once more.
     fn clear(&mut self) {}
 
-    /// What waits to be sent, in PDUs and transfers.
+    /// Returns the number of PDUs and transfers that wait to be sent.
     fn queued(&self) -> usize;
 
-    /// What waits to be sent of data segments of control-type PDUs, in bytes.
+    /// Returns the bytes of data segments of control-type PDUs that wait to be sent.
     fn queued_bytes(&self) -> usize;
 }

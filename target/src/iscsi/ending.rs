@@ -39,7 +39,7 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
         self.leave_task_set(idx);
         self.forget_tag(idx);
-        self.disinherit(idx);
+        self.drop_claim(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         match end {
             End::Answered => {}

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_scsi::config::Limits;
+use riser_scsi::config::{Config, Limits};
 use riser_scsi::iscsi::frame::{self, Digests, Framer};
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Auth, Identity, Joined, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::{
-    DataOut, FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, NopOut, ScsiCommand,
-    Stage, TaskAttr, TmfFunction, TmfRequest,
+    FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, ScsiCommand, Stage,
+    TmfFunction,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt};
 use riser_scsi::lu::LogicalUnit;
@@ -18,11 +18,14 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
-use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, Parcel, TcpChannel, Window};
+use self::pdus::{nop_out, scsi_command, tmf_request};
+use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, ReassignedTask, TcpChannel, Window};
 use crate::fabric::{LunMap, Mapping, TaskAction, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::stats::{LunStats, SessionEvent};
+
+pub(crate) mod pdus;
 
 pub(crate) const DISK: usize = 1 << 20;
 pub(super) const WINDOW: u16 = 8;
@@ -143,12 +146,17 @@ pub(super) struct Rig {
     /// What other connections of the session are concerned by.
     pub(super) elsewhere: Vec<Action>,
     /// Commands on their way to other connections.
-    pub(super) parcels: Vec<(TaskRef, Option<Box<Parcel>>)>,
+    pub(super) reassigned: Vec<(TaskRef, Option<Box<ReassignedTask>>)>,
 }
 
 /// A unit whose commands have `window` bytes of their data in memory at a time.
 pub(crate) fn unit(window: u32) -> Arc<Unit> {
-    let lu = LogicalUnit::new(windowed_unit_config((DISK / 512) as u64, window)).unwrap();
+    unit_of(windowed_unit_config((DISK / 512) as u64, window))
+}
+
+/// A unit like this, with the nexus of the initiator.
+pub(super) fn unit_of(config: Config) -> Arc<Unit> {
+    let lu = LogicalUnit::new(config).unwrap();
     let port = |name: &str| PortName::Iscsi(name.into());
     let target = TargetPort {
         name: port("iqn.2026-01.a:t0,t,0x0001"),
@@ -199,7 +207,7 @@ impl Rig {
             stalled: false,
             unread: Vec::new(),
             elsewhere: Vec::new(),
-            parcels: Vec::new(),
+            reassigned: Vec::new(),
         }
     }
 
@@ -232,7 +240,7 @@ impl Rig {
         rig
     }
 
-    fn log_in(&mut self, keys: &str) {
+    pub(super) fn log_in(&mut self, keys: &str) {
         let text = format!(
             "InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0InitialR2T=No\0{keys}"
         );
@@ -356,9 +364,9 @@ impl Rig {
             ) if name.channel != own => {
                 self.elsewhere.push(action);
             }
-            Action::HandOver => {
-                let parcel = self.channel.channel_mut().take_parcel();
-                self.parcels.push(parcel);
+            Action::DeliverTask => {
+                let moved = self.channel.channel_mut().take_reassigned();
+                self.reassigned.push(moved);
             }
             Action::Task(TaskAction::SubmitBlock { task, op, .. }) => self.blocks.push((task, op)),
             Action::Task(TaskAction::AbortBlock(task)) => {
@@ -385,7 +393,7 @@ impl Rig {
             | Action::EndOthers(_)
             | Action::Lost
             | Action::Detached
-            | Action::TakeOver(_) => self.elsewhere.push(action),
+            | Action::Reassign(_) => self.elsewhere.push(action),
             Action::Release => self.released = true,
         }
     }
@@ -462,21 +470,9 @@ impl Rig {
         data: &[u8],
         is_final: bool,
     ) -> Vec<Received> {
-        let mut whole = [0; 16];
-        whole[..cdb.len()].copy_from_slice(cdb);
         let command = ScsiCommand {
-            immediate: false,
             is_final,
-            reads: !writes && len > 0,
-            writes,
-            attribute: TaskAttr::Simple,
-            lun: [0; 8],
-            itt: Itt(tag),
-            expected_length: len,
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-            cdb: whole.into_iter().collect(),
-            bidi_read_length: None,
+            ..scsi_command(tag, self.cmd_sn, cdb, writes, len)
         };
         self.cmd_sn = self.cmd_sn.wrapping_add(1);
         self.send(&FromInitiator::ScsiCommand(command), data)
@@ -507,15 +503,7 @@ impl Rig {
         data: &[u8],
         is_final: bool,
     ) -> Vec<Received> {
-        let pdu = DataOut {
-            is_final,
-            lun: [0; 8],
-            itt: Itt(tag),
-            ttt,
-            exp_stat_sn: StatSn(0),
-            data_sn: sn,
-            offset,
-        };
+        let pdu = pdus::data_out(tag, ttt, sn, offset, is_final);
         self.send(&FromInitiator::DataOut(pdu), data)
     }
 
@@ -525,29 +513,12 @@ impl Rig {
         function: TmfFunction,
         referenced: u32,
     ) -> Vec<Received> {
-        let request = TmfRequest {
-            immediate: true,
-            function,
-            lun: [0; 8],
-            itt: Itt(tag),
-            referenced: Itt(referenced),
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-            ref_cmd_sn: CmdSn(0),
-            exp_data_sn: 0,
-        };
+        let request = tmf_request(tag, self.cmd_sn, function, referenced);
         self.send(&FromInitiator::TmfRequest(request), &[])
     }
 
     pub(super) fn nop(&mut self, tag: u32, data: &[u8]) -> Vec<Received> {
-        let nop = NopOut {
-            immediate: true,
-            lun: [0; 8],
-            itt: Itt(tag),
-            ttt: Ttt::NONE,
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-        };
+        let nop = nop_out(tag, self.cmd_sn);
         self.send(&FromInitiator::NopOut(nop), data)
     }
 

@@ -9,6 +9,7 @@ use riser_scsi::iscsi::pdu::{
     FromInitiator, FromTarget, NopIn, NopOut, PduError, Reject, RejectReason, SnackKind,
 };
 use riser_scsi::iscsi::{Itt, StatSn, Ttt};
+use riser_state::become_state;
 
 use super::channel::{Channel, Cx, IMMEDIATE_TASKS, Phase};
 use super::datamover::{Control, Datamover};
@@ -64,6 +65,11 @@ impl<D: Datamover> Channel<D> {
         let is_discovery = self.session.as_ref().is_none_or(|s| s.params.discovery);
         match pdu {
             FromInitiator::TextRequest(request) => self.on_text(cx, frame, &request),
+            // Nothing new follows a logout on its connection (RFC 7143 11.14). One that was kept until its
+            // turn may also come after the connection has begun to close.
+            FromInitiator::LogoutRequest(_) if self.phase != Phase::FullFeature => {
+                self.reject(cx, frame, RejectReason::ProtocolError, &"a second logout");
+            }
             FromInitiator::LogoutRequest(request) => self.on_logout(cx, &request),
             FromInitiator::NopOut(nop) => self.on_nop(cx, frame, &nop),
             FromInitiator::DataOut(data) => self.on_data_out(cx, frame, &data),
@@ -139,9 +145,8 @@ impl<D: Datamover> Channel<D> {
         }
         let idx = self.idle.pop()?;
         let task = &mut self.tasks[usize::from(idx.0)];
-        debug_assert_eq!(task.state, TaskState::Idle);
+        become_state(&mut task.state, state);
         task.generation = task.generation.wrapping_add(1);
-        task.state = state;
         task.itt = itt;
         Some(idx)
     }
@@ -152,7 +157,7 @@ impl<D: Datamover> Channel<D> {
         let counted = std::mem::take(&mut task.counted);
         let lingers = std::mem::take(&mut task.lingers);
         self.expected -= u16::from(std::mem::take(&mut task.expected));
-        task.state = TaskState::Idle;
+        become_state(&mut task.state, TaskState::Idle);
         self.counted -= u16::from(counted);
         self.lingering -= u16::from(lingers);
         if counted || lingers {
@@ -164,7 +169,7 @@ impl<D: Datamover> Channel<D> {
     /// The answer goes to the datamover: the window has a place again.
     pub(super) fn mark_sent(&mut self, idx: TaskIdx) {
         let task = &mut self.tasks[usize::from(idx.0)];
-        task.state = TaskState::Sent;
+        become_state(&mut task.state, TaskState::Sent);
         if std::mem::take(&mut task.counted) {
             task.lingers = true;
             self.counted -= 1;
@@ -217,7 +222,7 @@ impl<D: Datamover> Channel<D> {
         self.send(FromTarget::Reject(Reject { reason }), header, true);
     }
 
-    /// What a PDU carries is not what was sent.
+    /// Counts a PDU whose content is not what was sent.
     pub(super) fn on_digest_error(&mut self, cx: &mut Cx<'_>) {
         self.counters.digest_errors += 1;
         cx.gate.count(SessionEvent::DigestError);

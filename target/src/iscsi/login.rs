@@ -9,6 +9,7 @@ use riser_scsi::iscsi::login::{
 use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginResponse, LoginStatus};
 use riser_scsi::iscsi::{CmdSn, Tsih};
 use riser_scsi::nexus::NexusId;
+use riser_state::become_state;
 
 use super::channel::{Admitted, Channel, Cx, DISCOVERY_TIMEOUT, Gate, Phase, Session};
 use super::datamover::Datamover;
@@ -16,7 +17,7 @@ use crate::fabric::LunMap;
 
 /// A login that has succeeded, before its last answer is sent.
 #[derive(Debug)]
-pub(super) struct Entering {
+pub(super) struct LoginResult {
     response: LoginResponse,
     text: Vec<u8>,
     session: SessionParams,
@@ -83,13 +84,13 @@ impl<D: Datamover> Channel<D> {
                     luns,
                     window: admitted.window,
                 });
-                self.entering = Some(Box::new(Entering {
+                self.entering = Some(Box::new(LoginResult {
                     response: answer.response,
                     text: answer.text,
                     session: admitted.params,
                     connection: joined.connection,
                 }));
-                self.phase = Phase::Joining;
+                become_state(&mut self.phase, Phase::Joining);
                 if !admitted.waits {
                     self.enter_full_feature(cx.now);
                 }
@@ -104,7 +105,7 @@ impl<D: Datamover> Channel<D> {
         self.send(response, entering.text, true);
         self.mover.enable(&entering.session, &entering.connection);
         self.new_params = Some(entering.connection);
-        self.phase = Phase::FullFeature;
+        become_state(&mut self.phase, Phase::FullFeature);
         self.phase_deadline = if entering.session.discovery {
             Some(now + DISCOVERY_TIMEOUT)
         } else {

@@ -6,6 +6,7 @@ use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, AsyncMessage, FromTarget, LogoutReason, LogoutRequest, LogoutResponse, LogoutStatus,
 };
+use riser_state::become_state;
 
 use super::channel::{Action, Channel, Cx, Others, Phase};
 use super::datamover::Datamover;
@@ -15,7 +16,7 @@ use crate::fabric::{End, TaskIdx};
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
 
-/// How long a logout's answer, or a farewell, may take to be sent.
+/// Time limit for sending the answer to a logout, or the last PDUs of a connection that closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<D: Datamover> Channel<D> {
@@ -66,7 +67,7 @@ impl<D: Datamover> Channel<D> {
         self.ends_session =
             request.reason == LogoutReason::CloseSession || !self.window().is_unordered();
         self.ended.get_or_insert(Parting::Logout);
-        self.phase = Phase::LoggingOut(request.itt);
+        become_state(&mut self.phase, Phase::LoggingOut(request.itt));
         self.phase_deadline = Some(cx.now + CLOSE_TIMEOUT);
         // Commands that wait for something the initiator may never send end here.
         self.abort_waiting(cx);
@@ -102,7 +103,7 @@ impl<D: Datamover> Channel<D> {
         self.send(FromTarget::LogoutResponse(answer), Vec::new(), true);
     }
 
-    /// The units forget the session. Who is told of its end may count on that, however long the
+    /// The units forget the session. Once its end is reported, that has happened, however long the
     /// connection takes to go.
     fn lose_nexus(&self) {
         if let Some(session) = &self.session {
@@ -115,7 +116,7 @@ impl<D: Datamover> Channel<D> {
     /// Takes nothing more, and closes when everything is sent.
     pub fn close(&mut self, now: Instant) {
         if self.is_receiving() {
-            self.phase = Phase::Closing;
+            become_state(&mut self.phase, Phase::Closing);
             self.phase_deadline = Some(now + CLOSE_TIMEOUT);
         }
     }
@@ -131,7 +132,7 @@ impl<D: Datamover> Channel<D> {
     /// Closes the connection. Requests that it kept until their turn are discarded.
     pub(super) fn leave_for(&mut self, phase: Phase) {
         let is_closing = !matches!(self.phase, Phase::CleanupWait | Phase::Retaining);
-        self.phase = phase;
+        become_state(&mut self.phase, phase);
         self.waiting.clear();
         if let Some(session) = &self.session {
             session.window.forget(self.member());
@@ -141,7 +142,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// What every input ends with.
+    /// Ends every input.
     pub(super) fn settle(&mut self, cx: &mut Cx<'_>) {
         match self.phase {
             Phase::LoggingOut(itt) if self.in_flight() == 0 && !self.awaits_others => {
@@ -173,7 +174,9 @@ impl<D: Datamover> Channel<D> {
     /// Ends everything at once. No memory may be taken from the pool until devices and sockets have released
     /// what they still use.
     pub fn abandon(&mut self, pool: &mut Pool) {
-        self.phase = Phase::Closed;
+        if self.phase != Phase::Closed {
+            become_state(&mut self.phase, Phase::Closed);
+        }
         for idx in (0..self.tasks.len() as u16).map(TaskIdx) {
             if self.tasks[usize::from(idx.0)].state != TaskState::Idle {
                 self.finish(pool, idx, End::TornDown);

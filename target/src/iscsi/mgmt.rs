@@ -19,6 +19,7 @@ use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_tmf(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TmfRequest) {
+        // Tags of functions and commands are one number space (RFC 7143 11.2.1.8).
         if request.itt == Itt::NONE || self.find(request.itt).is_some() {
             return self.reject(
                 cx,
@@ -41,6 +42,7 @@ impl<D: Datamover> Channel<D> {
         self.counters.task_management += 1;
         let function = function_of(request.function);
         self.tasks[usize::from(idx.0)].mgmt = Some(PendingFunction::new(function));
+        // It is answered before the command goes on, so it does not wait as others do.
         if function == Function::TaskReassign {
             return self.on_task_reassign(idx, request);
         }

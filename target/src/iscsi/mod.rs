@@ -12,7 +12,7 @@
 //!
 //! # Modules
 //! - `channel`: [`Channel`]: its state and its inputs. `login`, `full_feature`, `logout`: what it does in
-//!   each phase of its life. `report`: what it tells of itself.
+//!   each phase of its life. `report`: what it reports.
 //! - `command`: the way of a SCSI command; `data`: its data; `ending`: its end; `task`: its context
 //!   ([`TaskState`]).
 //! - `window`: the command numbers that a session's connections share; `order`: requests whose turn
@@ -64,14 +64,16 @@ mod tests_allegiance;
 #[cfg(test)]
 mod tests_limits;
 #[cfg(test)]
+mod tests_states;
+#[cfg(test)]
 mod tests_stream;
 
-pub use allegiance::{Parcel, TIME2RETAIN, TakeOver};
+pub use allegiance::{ReassignRequest, ReassignedTask, TIME2RETAIN};
 pub use channel::{
-    Action, Admitted, Channel, ChannelConfig, Cx, Gate, Held, MAX_QUEUED, MAX_QUEUED_BYTES, Others,
-    Phase,
+    Action, Admitted, Channel, ChannelConfig, Cx, Gate, MAX_QUEUED, MAX_QUEUED_BYTES, Others,
+    Phase, TaskBuffers,
 };
-pub use datamover::{Control, Datamover, GetData, PutData, Taken};
+pub use datamover::{Control, Datamover, GetData, PutData, SolicitedData};
 pub use report::{Counters, SessionInfo};
 pub use task::TaskState;
 pub use tcp::{Batch, Chunk, Tcp, TcpChannel};

@@ -8,15 +8,15 @@ use super::channel::{Action, Channel, Cx};
 use super::datamover::Datamover;
 use super::window::Admission;
 
-/// A PDU that waits.
+/// A PDU that is kept until its turn.
 #[derive(Debug)]
-struct Kept {
+struct QueuedPdu {
     bhs: [u8; BHS_LEN],
     ahs: Vec<u8>,
     data: Vec<u8>,
 }
 
-impl Kept {
+impl QueuedPdu {
     fn of(frame: &Frame<'_>) -> Self {
         Self {
             bhs: *frame.bhs,
@@ -37,12 +37,12 @@ impl Kept {
 
 /// A request whose turn has not come, and the unsolicited data that followed it.
 #[derive(Debug)]
-pub(super) struct Waiting {
+pub(super) struct QueuedRequest {
     sn: CmdSn,
     immediate: bool,
     itt: Itt,
-    request: Kept,
-    data: Vec<Kept>,
+    request: QueuedPdu,
+    data: Vec<QueuedPdu>,
 }
 
 /// The number of a request, and whether it is immediate; `None` of PDUs that have none.
@@ -83,11 +83,11 @@ impl<D: Datamover> Channel<D> {
         match admission {
             Admission::Now if immediate => self.carry_out_pdu(cx, frame, pdu),
             Admission::Now => self.carry_out_admitted(cx, frame, pdu),
-            Admission::Later => self.waiting.push(Waiting {
+            Admission::Later => self.waiting.push(QueuedRequest {
                 sn,
                 immediate,
                 itt,
-                request: Kept::of(frame),
+                request: QueuedPdu::of(frame),
                 data: Vec::new(),
             }),
             Admission::Never => {}
@@ -101,7 +101,7 @@ impl<D: Datamover> Channel<D> {
         let FromInitiator::DataOut(out) = pdu else {
             return false;
         };
-        let of_it = |waiting: &&mut Waiting| waiting.itt == out.itt && !waiting.immediate;
+        let of_it = |waiting: &&mut QueuedRequest| waiting.itt == out.itt && !waiting.immediate;
         let Some(waiting) = self.waiting.iter_mut().find(of_it) else {
             return false;
         };
@@ -112,12 +112,12 @@ impl<D: Datamover> Channel<D> {
             .map(|kept| kept.data.len().max(512))
             .sum();
         if frame.is_intact && kept + frame.data.len() <= limit {
-            waiting.data.push(Kept::of(frame));
+            waiting.data.push(QueuedPdu::of(frame));
         }
         true
     }
 
-    /// Carries out what is next, or tells the connection that keeps it.
+    /// Carries out what is next, or notifies the connection that keeps it.
     fn take_turns(&mut self, cx: &mut Cx<'_>) {
         let me = self.member();
         while let Some(whose) = self.session.as_ref().and_then(|s| s.window.next_up()) {
@@ -135,7 +135,7 @@ impl<D: Datamover> Channel<D> {
     fn take_turn(&mut self, cx: &mut Cx<'_>) -> bool {
         let me = self.member();
         let window = self.window();
-        let due = |waiting: &Waiting| {
+        let due = |waiting: &QueuedRequest| {
             if waiting.immediate {
                 window.is_due(waiting.sn, me)
             } else {

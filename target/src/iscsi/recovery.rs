@@ -4,7 +4,7 @@
 //! A status PDU is kept from when it is sent until ExpStatSN acknowledges it; so is the task whose
 //! end it is, with its data. A SNACK names statuses by their numbers, and Data-In PDUs by the numbers
 //! that they had; these follow from how the data are cut, so nothing else is kept of them. Where
-//! MaxRecvDataSegmentLength has changed since, an R-Data SNACK asks for all the data, cut anew.
+//! MaxRecvDataSegmentLength has changed since, an R-Data SNACK asks for all the data, cut again.
 //!
 //! # Bounds
 //! What ends tasks is bounded by their contexts. Other PDUs count as if they waited to be sent, so a
@@ -28,12 +28,12 @@ enum Status {
 }
 
 #[derive(Clone, Debug)]
-struct Kept {
+struct SentStatus {
     stat_sn: StatSn,
     status: Status,
 }
 
-impl Kept {
+impl SentStatus {
     fn ends(&self) -> Option<TaskIdx> {
         match &self.status {
             Status::Control(control) => control.ends,
@@ -42,9 +42,9 @@ impl Kept {
     }
 }
 
-/// Something to send once more.
+/// PDUs to send once more.
 #[derive(Clone, Debug)]
-pub(super) enum Again {
+pub(super) enum Retransmission {
     /// This PDU with its old number.
     Control(Control, StatSn),
     /// Data-In PDUs with these numbers; the last one of all with its status, if that was sent.
@@ -56,11 +56,11 @@ pub(super) enum Again {
     },
 }
 
-/// What is kept of a connection.
+/// PDUs that are kept of a connection.
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
     is_on: bool,
-    kept: VecDeque<Kept>,
+    kept: VecDeque<SentStatus>,
     /// Kept PDUs that end no task.
     others: usize,
     /// Data of tasks whose answer is not acknowledged.
@@ -105,7 +105,7 @@ impl Recovery {
     pub(super) fn keep_control(&mut self, control: &Control, stat_sn: StatSn) -> bool {
         if self.is_on {
             self.others += usize::from(control.ends.is_none());
-            self.kept.push_back(Kept {
+            self.kept.push_back(SentStatus {
                 stat_sn,
                 status: Status::Control(control.clone()),
             });
@@ -116,7 +116,7 @@ impl Recovery {
     /// As [`Recovery::keep_control`], of a status that went with data.
     pub(super) fn keep_data(&mut self, put: PutData, stat_sn: StatSn) -> bool {
         if self.is_on {
-            self.kept.push_back(Kept {
+            self.kept.push_back(SentStatus {
                 stat_sn,
                 status: Status::Data(put),
             });
@@ -142,13 +142,13 @@ impl Recovery {
         ended
     }
 
-    /// A task is no more.
+    /// Forgets a task that has ended.
     pub(super) fn forget(&mut self, task: TaskIdx) {
         self.data.retain(|put| put.task != task);
     }
 
-    /// What a SNACK asks for.
-    pub(super) fn find(&self, snack: &Snack) -> Result<Vec<Again>, RejectReason> {
+    /// Returns what a SNACK asks for.
+    pub(super) fn find(&self, snack: &Snack) -> Result<Vec<Retransmission>, RejectReason> {
         match snack.kind {
             _ if !self.is_on => Err(RejectReason::SnackReject),
             SnackKind::Status => self.find_status(StatSn(snack.begin), snack.run),
@@ -194,7 +194,7 @@ impl Recovery {
         })
     }
 
-    fn find_status(&self, begin: StatSn, run: u32) -> Result<Vec<Again>, RejectReason> {
+    fn find_status(&self, begin: StatSn, run: u32) -> Result<Vec<Retransmission>, RejectReason> {
         let first = self.kept.front().ok_or(RejectReason::SnackReject)?.stat_sn;
         if begin.is_before(first) {
             // They were acknowledged.
@@ -211,7 +211,12 @@ impl Recovery {
         Ok(again)
     }
 
-    fn find_data(&self, itt: Itt, from: u32, run: u32) -> Result<Vec<Again>, RejectReason> {
+    fn find_data(
+        &self,
+        itt: Itt,
+        from: u32,
+        run: u32,
+    ) -> Result<Vec<Retransmission>, RejectReason> {
         let mut data = self.data.iter();
         let put = data.find(|put| put.itt == itt);
         let put = *put.ok_or(RejectReason::SnackReject)?;
@@ -220,9 +225,10 @@ impl Recovery {
             // They were acknowledged.
             return Err(RejectReason::SnackReject);
         }
-        let with_it =
-            |kept: &&Kept| matches!(kept.status, Status::Data(_)) && kept.ends() == Some(put.task);
-        Ok(vec![Again::Data {
+        let with_it = |kept: &&SentStatus| {
+            matches!(kept.status, Status::Data(_)) && kept.ends() == Some(put.task)
+        };
+        Ok(vec![Retransmission::Data {
             put,
             from,
             until: if run == 0 {
@@ -235,12 +241,12 @@ impl Recovery {
     }
 }
 
-fn again_of(kept: &Kept) -> Again {
+fn again_of(kept: &SentStatus) -> Retransmission {
     match &kept.status {
-        Status::Control(control) => Again::Control(control.clone(), kept.stat_sn),
-        Status::Data(put) => Again::Data {
+        Status::Control(control) => Retransmission::Control(control.clone(), kept.stat_sn),
+        Status::Data(put) => Retransmission::Data {
             put: *put,
-            // Cut to the last one by whoever knows how many there are.
+            // Cut to the last one where their number is known.
             from: u32::MAX,
             until: u32::MAX,
             stat_sn: Some(kept.stat_sn),

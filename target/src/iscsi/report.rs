@@ -1,4 +1,4 @@
-//! What a channel tells of itself, for people.
+//! State of a channel, for status pages.
 
 use riser_scsi::iscsi::Tsih;
 use riser_scsi::iscsi::login::{ConnectionParams, Identity, SessionParams};
@@ -8,7 +8,7 @@ use super::channel::{Channel, Phase};
 use super::datamover::Datamover;
 use crate::qos::{IoLimits, Waits};
 
-/// What a channel has done.
+/// Counters of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Commands taken in.
@@ -57,20 +57,20 @@ impl std::ops::Add for Counters {
     }
 }
 
-/// What is known of a session, for people.
+/// State of a session, for status pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
-    /// Who.
+    /// The initiator port.
     pub identity: Identity,
     /// Its handle.
     pub tsih: Tsih,
     /// Its nexus.
     pub nexus: NexusId,
-    /// Where the connection is in its life.
+    /// Phase of the connection.
     pub phase: Phase,
-    /// What was agreed on.
+    /// Parameters of the session.
     pub params: SessionParams,
-    /// What was agreed on for the connection.
+    /// Parameters of the connection.
     pub connection: ConnectionParams,
     /// Requests under way.
     pub in_flight: usize,

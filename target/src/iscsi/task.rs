@@ -5,6 +5,7 @@ use std::time::Instant;
 use riser_scsi::iscsi::Itt;
 use riser_scsi::srp::WireLun;
 use riser_scsi::step::Response;
+use riser_state::State;
 
 use super::datamover::Start;
 use crate::fabric::task_mgmt::{Function, PendingFunction};
@@ -13,18 +14,24 @@ use crate::fabric::{Execution, Pace, Wait};
 /// State of a context.
 ///
 /// ```text
-///  Idle → AwaitLimit → AwaitBuffer → Receive → AwaitTask → AwaitBuffer → Block (once per operation)
-///    │           (each only where it is needed)                │ ↑
-///    │                                                         │ └─→ Receive, Send (once per piece)
-///    │                                                         v
-///    │                                    AwaitUnsolicited ──→ Sent → Idle
-///    ├──→ Mgmt ─────────────────────────────────────→ Sent
-///    └──→ Expected ──→ AwaitBuffer, Receive, Sent: where the other connection has left it
+///  Idle → New → AwaitLimit → AwaitBuffer → Receive → AwaitTask → AwaitBuffer → Block
+///    │           (each only where it is needed)                    │ ↑  │ (once per operation)
+///    │                                                             │ └──┴→ Receive, Send (pieces)
+///    │                                                             v
+///    │                                        AwaitUnsolicited ──→ Sent → Idle
+///    ├──→ Mgmt ─────────────────────────────────────────→ Sent
+///    └──→ Expected ──→ AwaitBuffer, Receive, Send, Sent: where the other connection has left it
 /// ```
+///
+/// A command may be answered early in every state (it is refused, or another nexus ends it: TASK
+/// ABORTED), and ends without an answer where its own nexus or the end of the connection takes it. A state
+/// that follows itself is the next block operation, or another wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskState {
     /// Nothing.
     Idle,
+    /// Taken in, being looked at.
+    New,
     /// Waits for the limits of its unit or initiator.
     AwaitLimit,
     /// Waits in the unit's task set for older tasks.
@@ -37,7 +44,7 @@ pub enum TaskState {
     Send,
     /// A block operation runs.
     Block,
-    /// The answer is known, and waits for the end of unsolicited data that nobody wants.
+    /// The answer is known, and waits for the end of unsolicited data that are not wanted.
     AwaitUnsolicited,
     /// A task management function runs.
     Mgmt,
@@ -47,27 +54,83 @@ pub enum TaskState {
     Expected,
 }
 
+impl State for TaskState {
+    fn may_become(&self, next: &Self) -> bool {
+        // What every command that is not answered yet may come to. The answer waits for the end of
+        // unsolicited data.
+        let is_end = matches!(next, Self::AwaitUnsolicited | Self::Sent | Self::Idle);
+        match self {
+            Self::Idle => matches!(next, Self::New | Self::Mgmt | Self::Expected),
+            // It is looked at in one go, so nothing ends it before it is answered or waits.
+            Self::New => matches!(
+                next,
+                Self::AwaitLimit
+                    | Self::AwaitTask
+                    | Self::AwaitBuffer
+                    | Self::Receive
+                    | Self::Block
+                    | Self::AwaitUnsolicited
+                    | Self::Sent
+            ),
+            Self::AwaitLimit => {
+                is_end || matches!(next, Self::AwaitTask | Self::AwaitBuffer | Self::Receive)
+            }
+            // Data come before the order, but for a command that could take none when it came: the
+            // unit has grown since.
+            Self::AwaitTask => {
+                is_end || matches!(next, Self::AwaitBuffer | Self::Receive | Self::Block)
+            }
+            // A piece to send waits for memory only on the connection that takes the command over.
+            Self::AwaitBuffer => {
+                let goes_on = matches!(
+                    next,
+                    Self::AwaitBuffer | Self::Receive | Self::Send | Self::Block
+                );
+                is_end || goes_on
+            }
+            Self::Receive => is_end || matches!(next, Self::AwaitTask | Self::Block),
+            Self::Send => is_end || matches!(next, Self::Block),
+            // Parameter data that an operation has found may lack a buffer.
+            Self::Block => {
+                let goes_on = matches!(
+                    next,
+                    Self::AwaitBuffer | Self::Receive | Self::Send | Self::Block
+                );
+                is_end || goes_on
+            }
+            Self::AwaitUnsolicited => is_end || matches!(next, Self::AwaitBuffer),
+            Self::Mgmt => matches!(next, Self::Sent | Self::Idle),
+            Self::Sent => matches!(next, Self::Idle),
+            // What was open at the other connection is lost with it.
+            Self::Expected => matches!(
+                next,
+                Self::AwaitBuffer | Self::Receive | Self::Send | Self::Sent | Self::Idle
+            ),
+        }
+    }
+}
+
 /// Data that come from the initiator.
 #[derive(Debug, Default)]
 pub(super) struct Incoming {
     /// Bytes of immediate and unsolicited data so far.
     pub(super) got: u32,
-    /// Whether more unsolicited data follow.
+    /// More unsolicited data follow.
     pub(super) open: bool,
     /// DataSN that comes next.
     pub(super) next_sn: u32,
     /// Something was wrong with them.
     pub(super) faulty: bool,
-    /// Some of them were lost, and whatever follows those is passed over.
+    /// Some of them were lost, and those that follow are ignored.
     pub(super) lost: bool,
-    /// What came before there was a buffer, or is for a later piece; at most FirstBurstLength, or a
+    /// Data that came before there was a buffer, or are for a later piece; at most FirstBurstLength, or a
     /// piece that comes from another connection.
     pub(super) staged: Vec<u8>,
     /// These are a piece to send, from another connection.
     pub(super) is_moved: bool,
-    /// Where the piece that the command wants begins, which is where its buffer does.
+    /// Offset of the piece that the command wants, and of its buffer.
     pub(super) from: u32,
-    /// Where that piece ends, once the command has said so.
+    /// Offset of the end of that piece, once it is known.
     pub(super) wanted: Option<u32>,
     /// The datamover has been asked for the rest.
     pub(super) solicited: bool,
@@ -76,7 +139,7 @@ pub(super) struct Incoming {
 /// A piece of a command's data that is on its way to the initiator.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Piece {
-    /// Where it begins in the data.
+    /// Offset in the data.
     pub(super) from: u32,
     /// Bytes.
     pub(super) len: u32,
@@ -91,11 +154,11 @@ pub(super) struct Task {
     /// Counts the uses of this context.
     pub(super) generation: u32,
     pub(super) itt: Itt,
-    /// Whether it takes a place of the command window.
+    /// It takes a place of the command window.
     pub(super) counted: bool,
-    /// Whether it took one, and is answered.
+    /// It took one, and is answered.
     pub(super) lingers: bool,
-    /// Whether it took one on another connection, which it is to come from.
+    /// It took one on another connection, which it is to come from.
     pub(super) expected: bool,
     pub(super) lun: WireLun,
     pub(super) exec: Execution,
@@ -107,7 +170,7 @@ pub(super) struct Task {
     pub(super) waited: u32,
     /// The answer, while it waits for unsolicited data, and once it is sent.
     pub(super) response: Option<Response>,
-    /// Where its data begin that the initiator does not have.
+    /// First of its data that the initiator does not have.
     pub(super) data_start: Start,
     /// The piece that is being sent, in [`TaskState::Send`].
     pub(super) piece: Piece,

@@ -16,9 +16,9 @@ use riser_scsi::iscsi::{Itt, Numbers, StatSn, Ttt};
 use riser_scsi::srp::WireLun;
 use riser_scsi::step::Residual;
 
-use super::channel::{Channel, ChannelConfig, Cx, Held, Phase};
-use super::datamover::{Control, Datamover, GetData, Progress, PutData, Start, Taken};
-use super::recovery::{Again, Recovery};
+use super::channel::{Channel, ChannelConfig, Cx, Phase, TaskBuffers};
+use super::datamover::{Control, Datamover, GetData, Progress, PutData, SolicitedData, Start};
+use super::recovery::{Recovery, Retransmission};
 use crate::fabric::TaskIdx;
 use crate::pool::Buffer;
 use crate::stats::SessionEvent;
@@ -46,7 +46,7 @@ pub enum Chunk {
 pub struct Batch {
     /// Headers, digests, padding, and the data of control PDUs.
     pub heads: Vec<u8>,
-    /// What to send, in order.
+    /// Pieces to send, in order.
     pub chunks: Vec<Chunk>,
     /// Bytes in all.
     pub len: usize,
@@ -99,14 +99,14 @@ enum Item {
     /// PDUs of another length, which the initiator relies on.
     Segment(u32),
     /// Something that was sent before.
-    Again(Again),
+    Retransmission(Retransmission),
 }
 
 /// Data on their way to the initiator.
 #[derive(Debug)]
 struct Outgoing {
     put: PutData,
-    /// Where in the command's data the next PDU begins.
+    /// Offset of the next PDU in the command's data.
     sent: u32,
     data_sn: u32,
 }
@@ -165,9 +165,9 @@ struct Unacknowledged {
     next_sn: u32,
 }
 
-/// What is still to be asked for of a task; it stays until everything has come.
+/// Data that a task still has to ask for; it stays until everything has come.
 #[derive(Debug)]
-struct Wanted {
+struct DataRequest {
     get: GetData,
     r2t_sn: u32,
 }
@@ -185,7 +185,7 @@ pub struct Tcp {
     queue: VecDeque<Item>,
     stat_sn: StatSn,
     open: Vec<Open>,
-    wanted: Vec<Wanted>,
+    wanted: Vec<DataRequest>,
     unacknowledged: Vec<Unacknowledged>,
     next_ttt: u32,
     /// Tasks with data in the batch that is being sent.
@@ -271,7 +271,7 @@ impl Tcp {
     }
 
     /// A PDU of what was asked for is missing: asks for the rest once more.
-    fn ask_again(&mut self, at: usize) -> Taken {
+    fn ask_again(&mut self, at: usize) -> SolicitedData {
         let open = self.open.swap_remove(at);
         let wanted = self.wanted.iter().position(|w| w.get.task == open.task);
         let part = GetData {
@@ -284,7 +284,7 @@ impl Tcp {
             len: open.len - open.got,
         };
         self.send_r2t(wanted.expect("what is open is wanted"), part);
-        Taken::Again(open.task)
+        SolicitedData::Again(open.task)
     }
 
     /// Whether nothing uses the buffer of a task. Otherwise it is among those that end with the batch that
@@ -315,18 +315,18 @@ impl Tcp {
     /// Writes the next PDU of those that are sent once more; whether it was the last.
     fn put_again(
         &self,
-        again: &mut Again,
+        again: &mut Retransmission,
         mut numbers: Numbers,
-        held: Held<'_>,
+        held: TaskBuffers<'_>,
         batch: &mut Batch,
     ) -> bool {
         let (put, from, until, stat_sn) = match again {
-            Again::Control(control, stat_sn) => {
+            Retransmission::Control(control, stat_sn) => {
                 numbers.stat_sn = *stat_sn;
                 self.put_control(control, numbers, batch);
                 return true;
             }
-            Again::Data {
+            Retransmission::Data {
                 put,
                 from,
                 until,
@@ -354,13 +354,14 @@ impl Tcp {
     /// Sends all data of a task once more, in PDUs of the present size, then its answer with the tag of
     /// the SNACK that asks for that.
     fn resend_cut_anew(&mut self, snack: &Snack) -> Result<(), RejectReason> {
+        // The answer comes after the data once more, with the tag of the SNACK (RFC 7143 11.16.3), so one
+        // that still waits to be sent is taken back, as are data in PDUs of the former size.
         let put = self.recovery.find_all_data(snack)?;
         let task = put.task;
         let mut response = self.recovery.response_of(task);
         self.queue.retain_mut(|item| match item {
-            Item::Data(Outgoing { put, .. }) | Item::Again(Again::Data { put, .. }) => {
-                put.task != task
-            }
+            Item::Data(Outgoing { put, .. })
+            | Item::Retransmission(Retransmission::Data { put, .. }) => put.task != task,
             Item::Control(control) if control.ends == Some(task) => {
                 response = Some(control.clone());
                 false
@@ -380,7 +381,7 @@ impl Tcp {
         self.queue.push_back(Item::Data(Outgoing::new(put)));
         self.queue
             .push_back(match self.recovery.replace(task, &control) {
-                Some(stat_sn) => Item::Again(Again::Control(control, stat_sn)),
+                Some(stat_sn) => Item::Retransmission(Retransmission::Control(control, stat_sn)),
                 None => Item::Control(control),
             });
         Ok(())
@@ -401,6 +402,7 @@ impl Tcp {
         buffer: &Buffer,
         batch: &mut Batch,
     ) -> bool {
+        // A sequence ends at MaxBurstLength with the F bit (RFC 7143 13.13, 11.7.1), and no PDU crosses that.
         let put = item.put;
         let in_burst = self.max_burst - item.sent % self.max_burst;
         let len = self.piece(item);
@@ -457,7 +459,7 @@ impl Tcp {
     pub(super) fn poll_batch(
         &mut self,
         mut numbers: Numbers,
-        held: Held<'_>,
+        held: TaskBuffers<'_>,
         batch: &mut Batch,
     ) -> bool {
         if self.is_sending {
@@ -482,12 +484,12 @@ impl Tcp {
                         self.stat_sn = self.stat_sn.next();
                     }
                 }
-                Item::Again(mut again) => {
-                    if let Again::Data { put, .. } = &again {
+                Item::Retransmission(mut again) => {
+                    if let Retransmission::Data { put, .. } = &again {
                         self.in_batch.push(put.task);
                     }
                     if !self.put_again(&mut again, numbers, held, batch) {
-                        self.queue.push_front(Item::Again(again));
+                        self.queue.push_front(Item::Retransmission(again));
                     }
                 }
                 Item::Digests(digests) => self.digests = digests,
@@ -577,22 +579,24 @@ impl Datamover for Tcp {
 
     fn get_data(&mut self, get: GetData) -> u32 {
         let r2t_sn = get.r2t_sn;
-        self.wanted.push(Wanted { get, r2t_sn });
+        self.wanted.push(DataRequest { get, r2t_sn });
         self.solicit(get.task);
         r2t_sn + get.len.div_ceil(self.max_burst)
     }
 
-    fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> Taken {
+    fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> SolicitedData {
         let at = self
             .open
             .iter()
             .position(|open| open.ttt == pdu.ttt && open.itt == pdu.itt);
+        // Data may follow the end of their command, whose R2T is forgotten then.
         let Some(at) = at else {
-            return Taken::Stale;
+            return SolicitedData::Stale;
         };
         let open = &mut self.open[at];
         let task = open.task;
         let fits = open.got.checked_add(len).is_some_and(|got| got <= open.len);
+        // DataSN begins with zero for each R2T (RFC 7143 11.7.5), and DataPDUInOrder is always Yes.
         let in_order = pdu.data_sn == open.next_sn && pdu.offset == open.offset + open.got;
         let ends = fits && open.got + len == open.len;
         let is_lost = !is_intact || (fits && pdu.data_sn > open.next_sn);
@@ -601,7 +605,7 @@ impl Datamover for Tcp {
         }
         if !is_intact || !fits || !in_order || ends != pdu.is_final {
             self.forget(task);
-            return Taken::Failed(task);
+            return SolicitedData::Failed(task);
         }
         let offset = pdu.offset;
         open.got += len;
@@ -614,7 +618,7 @@ impl Datamover for Tcp {
         if complete {
             self.wanted.retain(|wanted| wanted.get.task != task);
         }
-        Taken::Data {
+        SolicitedData::Data {
             task,
             offset,
             complete,
@@ -627,7 +631,7 @@ impl Datamover for Tcp {
             return ended;
         }
         self.queue
-            .retain(|item| !matches!(item, Item::Again(Again::Data { put, .. }) if ended.contains(&put.task)));
+            .retain(|item| !matches!(item, Item::Retransmission(Retransmission::Data { put, .. }) if ended.contains(&put.task)));
         // The buffer of one whose data are being sent once more is in use until they are sent.
         ended.retain(|task| self.let_go(*task));
         ended
@@ -657,7 +661,7 @@ impl Datamover for Tcp {
         // The buffer is for the next piece, or for another command.
         self.recovery.forget(task);
         self.queue.retain(
-            |item| !matches!(item, Item::Again(Again::Data { put, .. }) if put.task == task),
+            |item| !matches!(item, Item::Retransmission(Retransmission::Data { put, .. }) if put.task == task),
         );
         Ok(self.let_go(task).then_some(task))
     }
@@ -681,7 +685,8 @@ impl Datamover for Tcp {
             return Ok(());
         }
         let again = self.recovery.find(snack)?;
-        self.queue.extend(again.into_iter().map(Item::Again));
+        self.queue
+            .extend(again.into_iter().map(Item::Retransmission));
         Ok(())
     }
 
@@ -692,10 +697,11 @@ impl Datamover for Tcp {
     fn forget(&mut self, task: TaskIdx) -> bool {
         let open = &mut self.open;
         self.queue.retain(|item| match item {
-            Item::Digests(_) | Item::Segment(_) | Item::Again(Again::Control(..)) => true,
-            Item::Data(Outgoing { put, .. }) | Item::Again(Again::Data { put, .. }) => {
-                put.task != task
-            }
+            Item::Digests(_)
+            | Item::Segment(_)
+            | Item::Retransmission(Retransmission::Control(..)) => true,
+            Item::Data(Outgoing { put, .. })
+            | Item::Retransmission(Retransmission::Data { put, .. }) => put.task != task,
             Item::Control(control) => {
                 let asks = open
                     .iter()
@@ -744,8 +750,10 @@ impl Datamover for Tcp {
 
     fn queued_bytes(&self) -> usize {
         let bytes = |item: &Item| match item {
-            Item::Control(control) | Item::Again(Again::Control(control, _)) => control.data.len(),
-            Item::Data(_) | Item::Again(Again::Data { .. }) => 0,
+            Item::Control(control) | Item::Retransmission(Retransmission::Control(control, _)) => {
+                control.data.len()
+            }
+            Item::Data(_) | Item::Retransmission(Retransmission::Data { .. }) => 0,
             Item::Digests(_) | Item::Segment(_) => 0,
         };
         self.queue.iter().map(bytes).sum::<usize>() + self.recovery.bytes_of_others()
@@ -835,7 +843,7 @@ impl TcpChannel {
             return bytes.len() - rest.len();
         }
         if !rest.is_empty() && self.channel.phase() == Phase::Joining {
-            // Whoever logs in says nothing before the answer; what it says could not be understood.
+            // An initiator that logs in sends nothing before the answer, on which the meaning of it depends.
             let event = SessionEvent::FormatError;
             self.channel
                 .handle_broken(cx, event, "data before the login is answered");
@@ -855,7 +863,7 @@ impl TcpChannel {
         self.follow_params();
     }
 
-    /// What to send next; `false` when there is nothing, or the last batch is not yet sent.
+    /// Fills the next batch; `false` when there is nothing to send, or the last one is not yet sent.
     pub fn poll_batch(&mut self, batch: &mut Batch) -> bool {
         self.channel
             .poll_mover(|mover, numbers, held| mover.poll_batch(numbers, held, batch))

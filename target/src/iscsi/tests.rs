@@ -8,8 +8,8 @@ use riser_scsi::attention::Attention;
 use riser_scsi::device_server::Request;
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, LogoutStatus,
-    NopOut, R2t, RejectReason, ScsiCommand, Snack, SnackKind, TaskAttr, TextRequest, TmfFunction,
-    TmfRequest, TmfStatus,
+    NopOut, R2t, RejectReason, ScsiCommand, Snack, SnackKind, TextRequest, TmfFunction, TmfRequest,
+    TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::lu::LogicalUnit;
@@ -19,6 +19,7 @@ use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{Expected, Residual, Step, TaskAttribute};
 use riser_scsi::task::NewTask;
 
+use super::fixture::pdus::{nop_out, scsi_command, tmf_request};
 use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, MAX_QUEUED, MAX_QUEUED_BYTES, Others, Phase, TcpChannel};
 use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
@@ -38,7 +39,7 @@ pub(super) fn status(received: &[Received]) -> (u8, Option<u8>) {
         .unwrap_or_else(|| panic!("no status in {received:?}"))
 }
 
-fn rejected(received: &[Received]) -> RejectReason {
+pub(super) fn rejected(received: &[Received]) -> RejectReason {
     match received {
         [(FromTarget::Reject(reject), ..)] => reject.reason,
         other => panic!("a reject, not {other:?}"),
@@ -344,14 +345,8 @@ fn an_abort_of_a_command_that_has_not_come_takes_its_number() {
     rig.cmd_sn = lost + 2;
     let request = TmfRequest {
         immediate: false,
-        function: TmfFunction::AbortTask,
-        lun: [0; 8],
-        itt: Itt(13),
-        referenced: Itt(11),
-        cmd_sn: CmdSn(lost + 2),
-        exp_stat_sn: StatSn(0),
         ref_cmd_sn: CmdSn(lost),
-        exp_data_sn: 0,
+        ..tmf_request(13, lost + 2, TmfFunction::AbortTask, 11)
     };
     // It has a number of its own here, so it waits for the one that will never come.
     assert!(
@@ -660,22 +655,8 @@ fn a_spoilt_command_is_sent_again() {
     let mut rig = Rig::logged_in("DataDigest=CRC32C\0ErrorRecoveryLevel=1\0");
     let first = rig.cmd_sn;
     let command = |rig: &Rig, sn| {
-        let mut cdb = [0; 16];
-        cdb[..10].copy_from_slice(&[0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
-        let command = ScsiCommand {
-            immediate: false,
-            is_final: true,
-            reads: false,
-            writes: true,
-            attribute: TaskAttr::Simple,
-            lun: [0; 8],
-            itt: Itt(sn),
-            expected_length: 512,
-            cmd_sn: CmdSn(sn),
-            exp_stat_sn: StatSn(0),
-            cdb: cdb.into_iter().collect(),
-            bidi_read_length: None,
-        };
+        let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+        let command = scsi_command(sn, sn, &cdb, true, 512);
         rig.bytes_of(&FromInitiator::ScsiCommand(command), &[sn as u8; 512])
     };
     let mut bytes = command(&rig, first);
@@ -1391,14 +1372,7 @@ fn requests_wait_until_there_is_room_for_their_answers() {
     let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=262144\0");
     rig.stalled = true;
     let ping = |rig: &Rig, tag| {
-        let nop = NopOut {
-            immediate: true,
-            lun: [0; 8],
-            itt: Itt(tag),
-            ttt: Ttt::NONE,
-            cmd_sn: CmdSn(rig.cmd_sn),
-            exp_stat_sn: StatSn(0),
-        };
+        let nop = nop_out(tag, rig.cmd_sn);
         rig.bytes_of(&FromInitiator::NopOut(nop), &[5; 8192])
     };
     let all: Vec<u8> = (0..100).flat_map(|tag| ping(&rig, tag)).collect();
@@ -1458,11 +1432,7 @@ fn numbered_requests_that_are_no_commands_leave_the_window_open() {
     for _ in 0..5 * WINDOW {
         let nop = NopOut {
             immediate: false,
-            lun: [0; 8],
-            itt: Itt(9),
-            ttt: Ttt::NONE,
-            cmd_sn: CmdSn(rig.cmd_sn),
-            exp_stat_sn: StatSn(0),
+            ..nop_out(9, rig.cmd_sn)
         };
         rig.cmd_sn += 1;
         let received = rig.send(&FromInitiator::NopOut(nop), b"ping");
@@ -1547,22 +1517,12 @@ fn a_normal_session_learns_of_its_own_target_only() {
 fn a_new_segment_length_concerns_what_is_queued_after_it() {
     let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=2048\0");
     rig.stalled = true;
-    let mut cdb = [0; 16];
-    cdb[..10].copy_from_slice(&[0x28, 0, 0, 0, 0, 0, 0, 0, 4, 0]);
+    let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, 4, 0];
     // One that says that it writes as well: its status comes in a PDU of its own.
     let command = ScsiCommand {
-        immediate: false,
-        is_final: true,
         reads: true,
-        writes: true,
-        attribute: TaskAttr::Simple,
-        lun: [0; 8],
-        itt: Itt(1),
-        expected_length: 512,
-        cmd_sn: CmdSn(rig.cmd_sn),
-        exp_stat_sn: StatSn(0),
-        cdb: cdb.into_iter().collect(),
         bidi_read_length: Some(2048),
+        ..scsi_command(1, rig.cmd_sn, &cdb, true, 512)
     };
     rig.cmd_sn += 1;
     rig.send(&FromInitiator::ScsiCommand(command), &[]);

@@ -12,23 +12,24 @@ use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
 
+use super::fixture::pdus::tmf_request;
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
 use super::{Action, Phase, TaskState};
 use crate::fabric::{TaskAction, TaskRef};
 
-const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
+pub(super) const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
      FirstBurstLength=1024\0MaxOutstandingR2T=2\0";
 
 /// DefaultTime2Wait and DefaultTime2Retain, which nobody has named.
-const RETENTION: Duration = Duration::from_secs(22);
+pub(super) const RETENTION: Duration = Duration::from_secs(22);
 
-struct Duo {
-    first: Rig,
-    second: Rig,
+pub(super) struct Duo {
+    pub(super) first: Rig,
+    pub(super) second: Rig,
 }
 
-fn logout(reason: LogoutReason, cid: u16) -> FromInitiator {
+pub(super) fn logout(reason: LogoutReason, cid: u16) -> FromInitiator {
     FromInitiator::LogoutRequest(LogoutRequest {
         immediate: true,
         reason,
@@ -47,7 +48,7 @@ fn logout_response(received: &[Received]) -> LogoutResponse {
 }
 
 impl Duo {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self::with_keys(LEVEL_2)
     }
 
@@ -55,7 +56,7 @@ impl Duo {
         Self::of_window(1 << 20, keys)
     }
 
-    fn of_window(window: u32, keys: &str) -> Self {
+    pub(super) fn of_window(window: u32, keys: &str) -> Self {
         let mut first = Rig::with_window(window, keys);
         for (at, block) in first.disk.chunks_mut(512).enumerate() {
             block.fill((at as u8).wrapping_add(1));
@@ -65,7 +66,7 @@ impl Duo {
     }
 
     /// The first connection is lost, and logged out for recovery.
-    fn cut(&mut self) {
+    pub(super) fn cut(&mut self) {
         self.lose();
         self.detach();
     }
@@ -88,14 +89,14 @@ impl Duo {
         loop {
             let mut actions = std::mem::take(&mut self.first.elsewhere);
             actions.append(&mut self.second.elsewhere);
-            let mut parcels = std::mem::take(&mut self.first.parcels);
-            parcels.append(&mut self.second.parcels);
-            if actions.is_empty() && parcels.is_empty() {
+            let mut reassigned = std::mem::take(&mut self.first.reassigned);
+            reassigned.append(&mut self.second.reassigned);
+            if actions.is_empty() && reassigned.is_empty() {
                 return received;
             }
-            for (to, parcel) in parcels {
+            for (to, moved) in reassigned {
                 let rig = self.rig(to.channel);
-                let sent = rig.with(|ch, cx| ch.channel_mut().handle_parcel(cx, to, parcel));
+                let sent = rig.with(|ch, cx| ch.channel_mut().handle_reassigned(cx, to, moved));
                 received.extend(sent);
             }
             for action in actions {
@@ -114,8 +115,8 @@ impl Duo {
 
     fn tell(&mut self, action: Action) -> Vec<Received> {
         match action {
-            Action::TakeOver(take_over) => self.rig(take_over.task.channel).with(|ch, cx| {
-                ch.channel_mut().handle_take_over(cx, take_over);
+            Action::Reassign(reassign) => self.rig(reassign.task.channel).with(|ch, cx| {
+                ch.channel_mut().handle_reassign(cx, reassign);
             }),
             Action::Task(TaskAction::AbortTask { task, watcher }) => {
                 self.rig(task.channel).with(|ch, cx| {
@@ -132,17 +133,10 @@ impl Duo {
         }
     }
 
-    fn reassign(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
+    pub(super) fn reassign(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
         let request = TmfRequest {
-            immediate: true,
-            function: TmfFunction::TaskReassign,
-            lun: [0; 8],
-            itt: Itt(900),
-            referenced: Itt(tag),
-            cmd_sn: CmdSn(self.second.cmd_sn),
-            exp_stat_sn: StatSn(0),
-            ref_cmd_sn: CmdSn(0),
             exp_data_sn,
+            ..tmf_request(900, self.second.cmd_sn, TmfFunction::TaskReassign, tag)
         };
         let mut received = self.second.send(&FromInitiator::TmfRequest(request), &[]);
         received.extend(self.route());
@@ -150,7 +144,7 @@ impl Duo {
     }
 
     /// As [`Duo::reassign`], of a command that is there: what follows the answer.
-    fn reassigned(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
+    pub(super) fn reassigned(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
         let mut received = self.reassign(tag, exp_data_sn);
         let answer = received.remove(0);
         assert_eq!(tmf_status(&[answer]), TmfStatus::Complete);
@@ -163,7 +157,7 @@ impl Duo {
         tmf_status(&received)
     }
 
-    fn end(mut self) {
+    pub(super) fn end(mut self) {
         self.first
             .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
         self.first.finish_all_blocks();
@@ -760,15 +754,8 @@ fn a_command_may_move_twice() {
     duo.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
     std::mem::swap(&mut duo.first, &mut duo.second);
     let request = |duo: &Duo, tag, exp_data_sn| TmfRequest {
-        immediate: true,
-        function: TmfFunction::TaskReassign,
-        lun: [0; 8],
-        itt: Itt(900),
-        referenced: Itt(tag),
-        cmd_sn: CmdSn(duo.first.cmd_sn),
-        exp_stat_sn: StatSn(0),
-        ref_cmd_sn: CmdSn(0),
         exp_data_sn,
+        ..tmf_request(900, duo.first.cmd_sn, TmfFunction::TaskReassign, tag)
     };
     let reassign = FromInitiator::TmfRequest(request(&duo, 1, 0));
     duo.first.send(&reassign, &[]);
@@ -931,16 +918,10 @@ proptest! {
                     duo.second.tmf(51, TmfFunction::LogicalUnitReset, 0);
                 }
                 Act::Reassign(tag, exp) => {
+                    let function = TmfFunction::TaskReassign;
                     let request = TmfRequest {
-                        immediate: true,
-                        function: TmfFunction::TaskReassign,
-                        lun: [0; 8],
-                        itt: Itt(900),
-                        referenced: Itt(u32::from(tag)),
-                        cmd_sn: exp_cmd(&duo),
-                        exp_stat_sn: StatSn(0),
-                        ref_cmd_sn: CmdSn(0),
                         exp_data_sn: u32::from(exp),
+                        ..tmf_request(900, exp_cmd(&duo).0, function, u32::from(tag))
                     };
                     duo.second.send(&FromInitiator::TmfRequest(request), &[]);
                 }

@@ -12,6 +12,7 @@ use riser_scsi::step::{BackendError, BlockOp, Residual};
 use riser_scsi::task::TaskManagement;
 
 use super::TcpChannel;
+use super::fixture::pdus::scsi_command;
 use super::fixture::{Received, Rig};
 use super::task::TaskState;
 use super::tests::{data_in, r2t, status, tmf_status};
@@ -225,21 +226,12 @@ fn a_long_read_is_one_row_of_data() {
 #[test]
 fn a_long_read_is_not_of_what_came_with_it() {
     let mut rig = rig(KEYS);
-    let mut cdb = [0; 16];
-    (cdb[0], cdb[8]) = (0x28, BLOCKS);
+    let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, BLOCKS, 0];
     let command = ScsiCommand {
-        immediate: false,
         is_final: false,
         reads: true,
-        writes: true,
-        attribute: TaskAttr::Simple,
-        lun: [0; 8],
-        itt: Itt(1),
-        expected_length: 512,
-        cmd_sn: CmdSn(rig.cmd_sn),
-        exp_stat_sn: StatSn(0),
-        cdb: cdb.into_iter().collect(),
         bidi_read_length: Some(LEN as u32),
+        ..scsi_command(1, rig.cmd_sn, &cdb, true, 512)
     };
     rig.cmd_sn += 1;
     let mut received = rig.send(&FromInitiator::ScsiCommand(command), &[0xee; 512]);
@@ -616,21 +608,10 @@ fn an_atomic_command_excludes_others_between_its_pieces() {
 fn an_ordered_command_is_one_command() {
     let mut rig = rig(KEYS);
     let data = pattern();
-    let mut cdb = [0; 16];
-    (cdb[0], cdb[8]) = (0x2a, BLOCKS);
+    let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, BLOCKS, 0];
     let command = ScsiCommand {
-        immediate: false,
-        is_final: true,
-        reads: false,
-        writes: true,
         attribute: TaskAttr::Ordered,
-        lun: [0; 8],
-        itt: Itt(1),
-        expected_length: LEN as u32,
-        cmd_sn: CmdSn(rig.cmd_sn),
-        exp_stat_sn: StatSn(0),
-        cdb: cdb.into_iter().collect(),
-        bidi_read_length: None,
+        ..scsi_command(1, rig.cmd_sn, &cdb, true, LEN as u32)
     };
     rig.cmd_sn += 1;
     let first = rig.send(&FromInitiator::ScsiCommand(command), &[]);

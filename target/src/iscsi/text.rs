@@ -36,6 +36,8 @@ impl<D: Datamover> Channel<D> {
                 &"no such text exchange",
             );
         }
+        // A request without a transfer tag begins a new exchange; the rest of an older one is dropped
+        // (RFC 7143 11.10.4).
         if !goes_on {
             self.text.collector = Collector::default();
             self.text.outgoing = Outgoing::default();

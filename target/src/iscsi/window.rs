@@ -2,7 +2,7 @@
 //!
 //! Commands of one session may come on several connections, on several workers. They are carried out
 //! in the order of their numbers: the connection that has the next one takes it; one that has a later
-//! one keeps it and enters that here, and is told when its turn has come.
+//! one keeps it and enters that here, and is notified when its turn has come.
 //!
 //! ```text
 //!                  next number → Now
@@ -11,7 +11,7 @@
 //!   next_up() → the connection that keeps what is next
 //! ```
 //!
-//! The next number is nobody's turn before the command that was admitted has entered its unit's task set
+//! The next number is not served before the command that was admitted has entered its unit's task set
 //! ([`Window::on_carried_out`]): another connection, on another worker, would get its command in first.
 //!
 //! A session of one connection over a lossless stream never enters anything: a number that is not
@@ -49,7 +49,7 @@ pub struct Member {
     pub channel: u64,
 }
 
-/// What to do with a request.
+/// Decision about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
     /// Carry it out.
@@ -64,7 +64,7 @@ pub(super) enum Admission {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ahead {
     sn: CmdSn,
-    /// Who keeps the request; nobody where the initiator has given it up.
+    /// The connection that keeps the request; none where the initiator has given it up.
     whose: Option<Member>,
     /// An immediate request, which takes no number: it waits for those before it.
     immediate: bool,
@@ -89,9 +89,9 @@ pub(super) struct Tag {
 #[derive(Debug)]
 pub struct Window {
     commands: u16,
-    /// Whether numbers may come out of order at all.
+    /// Numbers may come out of order at all.
     unordered: bool,
-    /// Whether commands outlive their connection: answered ones are known until they are
+    /// Commands outlive their connection: answered ones are known until they are
     /// acknowledged, then.
     reassigns: bool,
     numbering: Mutex<Numbering>,
@@ -198,7 +198,7 @@ impl Window {
         })
     }
 
-    /// What was admitted last is in its unit's task set, or answered: it is the next one's turn.
+    /// The command that was admitted last is in its unit's task set, or answered: it is the next one's turn.
     pub(super) fn on_carried_out(&self) {
         if self.unordered {
             self.lock().is_taken = false;
@@ -299,7 +299,7 @@ impl Window {
         *count = count.saturating_sub(1);
     }
 
-    /// Enters a command's tag. An answered command with the same tag is known no more: who uses the
+    /// Enters a command's tag. An answered command with the same tag is forgotten: an initiator that uses the
     /// tag again has its answer.
     pub(super) fn enter_tag(&self, itt: Itt, task: TaskRef, immediate: bool) {
         if self.unordered {
@@ -562,7 +562,7 @@ mod tests {
                 while let Some(whose) = window.next_up() {
                     let (exp, _) = window.bounds();
                     let next = kept.iter().position(|at| sn(*at) == exp);
-                    let at = kept.swap_remove(next.expect("somebody keeps it"));
+                    let at = kept.swap_remove(next.expect("a connection keeps it"));
                     prop_assert_eq!(whose, member(at));
                     prop_assert_eq!(admit(&window, sn(at), whose), Admission::Now);
                     done.push(at);

@@ -26,7 +26,7 @@ use crate::iscsi::{Action, Channel, Cx, Phase};
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
 
-/// How long an initiator that has been told the last there is to tell may take to disconnect. One
+/// Time in which an initiator that has got the last PDU may disconnect. One
 /// that is cut off just then reports an error, Linux at least.
 const PARTING: Duration = Duration::from_secs(1);
 
@@ -48,7 +48,7 @@ pub enum ConnState {
     Bound,
     /// The login is over.
     FullFeature,
-    /// The queue pair is in error and flushes; the last devices let go.
+    /// The queue pair is in error and flushes; devices may still use buffers.
     Terminating,
     /// Holds nothing.
     Down,
@@ -67,14 +67,14 @@ impl State for ConnState {
     }
 }
 
-/// What the worker is to do for a connection.
+/// Action that the worker carries out for a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IserAction {
-    /// What the channel asks for; neither [`Action::Disconnect`] nor [`Action::Release`].
+    /// Action of the channel; neither [`Action::Disconnect`] nor [`Action::Release`].
     Channel(Action),
     /// Post this receive.
     PostRecv(RxIdx),
-    /// Tell the CM that a message came before the one that establishes the connection.
+    /// Notify the CM that a message came before the one that establishes the connection.
     NotifyEstablished,
     /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
     /// signaled zero-length write. When it completes, call [`IserChannel::handle_drained`].
@@ -83,7 +83,7 @@ pub enum IserAction {
     Release,
 }
 
-/// What a connection is made of.
+/// Parameters of a new connection.
 #[derive(Debug)]
 pub struct IserConfig {
     /// Its limits.
@@ -98,7 +98,7 @@ pub struct IserConfig {
     pub send_ring: MemSlice,
 }
 
-/// Whether a Hello is due (RFC 7145 6.10).
+/// State of the Hello exchange (RFC 7145 6.10).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Hello {
     /// None is allowed.
@@ -176,7 +176,7 @@ impl IserChannel {
         self.channel.note_closed();
     }
 
-    /// What was fixed when it was made.
+    /// Returns its limits.
     #[must_use]
     pub fn params(&self) -> &IserParams {
         &self.params
@@ -200,7 +200,7 @@ impl IserChannel {
         self.channel.mover().outstanding()
     }
 
-    /// When [`Channel::handle_timeout`] wants to be called, as an [`IserChannel::input`].
+    /// Returns the time at which [`Channel::handle_timeout`] is due, as an [`IserChannel::input`].
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.channel
@@ -210,7 +210,7 @@ impl IserChannel {
             .min()
     }
 
-    /// What to do next, in order.
+    /// Returns the next action, in order.
     pub fn poll_action(&mut self) -> Option<IserAction> {
         self.actions.pop_front()
     }
@@ -221,7 +221,7 @@ impl IserChannel {
             .poll_mover(|mover, numbers, held| mover.poll_post(numbers, held, post))
     }
 
-    /// Where a receive descriptor lies.
+    /// Returns the memory of a receive descriptor.
     #[must_use]
     pub fn receive_slot(&self, rx: RxIdx) -> MemSlice {
         let at = usize::from(rx.0) * self.params.receive_stride();
@@ -291,7 +291,7 @@ impl IserChannel {
     /// As [`Channel::handle_terminate`].
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_terminate(cx);
-        // Also one whose initiator might disconnect by itself: somebody waits for its end.
+        // Also one whose initiator might disconnect by itself: a login waits for its end.
         self.terminate(cx);
         self.settle(cx);
     }
@@ -302,7 +302,7 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// The device is gone: whatever was posted there will neither happen nor complete.
+    /// The device is gone: nothing that was posted there will happen or complete.
     pub fn handle_device_gone(&mut self, cx: &mut Cx<'_>) {
         self.terminate(cx);
         let chains: Vec<_> = self.channel.mover().under_way().collect();
@@ -416,7 +416,7 @@ impl IserChannel {
         self.channel.handle_disconnected(cx);
     }
 
-    /// What every input ends with.
+    /// Ends every input.
     fn settle(&mut self, cx: &mut Cx<'_>) {
         if let Some(fault) = self.channel.mover_mut().take_fault() {
             self.channel
@@ -425,6 +425,7 @@ impl IserChannel {
         if self.parting.is_some_and(|until| until <= cx.now) {
             self.terminate(cx);
         }
+        // Before receives are posted again: an action may terminate, and then none is.
         while let Some(action) = self.channel.poll_action() {
             match action {
                 Action::Disconnect if self.parting.is_some() => {}

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use riser_memory::Memory;
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::pdu::{
-    DataOut, FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, LogoutReason,
-    LogoutRequest, NopOut, ScsiCommand, Stage, TaskAttr, TmfFunction, TmfRequest,
+    FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, LogoutReason, LogoutRequest,
+    ScsiCommand, Stage, TmfFunction,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt};
 use riser_scsi::iser::{
@@ -18,6 +18,7 @@ use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
 use crate::fabric::{Direction, RdmaRequest, TaskAction, TaskIdx};
+use crate::iscsi::fixture::pdus::{self, nop_out, scsi_command, tmf_request};
 use crate::iscsi::fixture::{DISK, FakeGate, unit};
 use crate::iscsi::{Action, Channel, Cx};
 use crate::pool::Pool;
@@ -398,22 +399,7 @@ impl Rig {
 
     /// A command, whose buffer has the tag as its key.
     pub(super) fn scsi(&mut self, tag: u32, cdb: &[u8], writes: bool, len: u32) -> ScsiCommand {
-        let mut whole = [0; 16];
-        whole[..cdb.len()].copy_from_slice(cdb);
-        let command = ScsiCommand {
-            immediate: false,
-            is_final: true,
-            reads: !writes && len > 0,
-            writes,
-            attribute: TaskAttr::Simple,
-            lun: [0; 8],
-            itt: Itt(tag),
-            expected_length: len,
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-            cdb: whole.into_iter().collect(),
-            bidi_read_length: None,
-        };
+        let command = scsi_command(tag, self.cmd_sn, cdb, writes, len);
         self.cmd_sn = self.cmd_sn.wrapping_add(1);
         command
     }
@@ -483,42 +469,17 @@ impl Rig {
         data: &[u8],
         is_final: bool,
     ) -> Vec<Got> {
-        let pdu = DataOut {
-            is_final,
-            lun: [0; 8],
-            itt: Itt(tag),
-            ttt: Ttt::NONE,
-            exp_stat_sn: StatSn(0),
-            data_sn: sn,
-            offset,
-        };
+        let pdu = pdus::data_out(tag, Ttt::NONE, sn, offset, is_final);
         self.send(&FromInitiator::DataOut(pdu), data)
     }
 
     pub(super) fn tmf(&mut self, tag: u32, function: TmfFunction, referenced: u32) -> Vec<Got> {
-        let request = TmfRequest {
-            immediate: true,
-            function,
-            lun: [0; 8],
-            itt: Itt(tag),
-            referenced: Itt(referenced),
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-            ref_cmd_sn: CmdSn(0),
-            exp_data_sn: 0,
-        };
+        let request = tmf_request(tag, self.cmd_sn, function, referenced);
         self.send(&FromInitiator::TmfRequest(request), &[])
     }
 
     pub(super) fn nop(&mut self, tag: u32, data: &[u8]) -> Vec<Got> {
-        let nop = NopOut {
-            immediate: true,
-            lun: [0; 8],
-            itt: Itt(tag),
-            ttt: Ttt::NONE,
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-        };
+        let nop = nop_out(tag, self.cmd_sn);
         self.send(&FromInitiator::NopOut(nop), data)
     }
 

@@ -22,7 +22,7 @@
 //! There is a posted receive for every message that a well-behaved initiator may send: the commands
 //! of the window, the unsolicited data of each, immediate requests and answers to pings. A receive is
 //! posted again as soon as its message has been looked at, so a peer never meets an RNR NAK. One that
-//! sends more than it may meets them, and that slows down nobody else; so does one that does not
+//! sends more than it may meets them, and slows down no other; so does one that does not
 //! negotiate FirstBurstLength and then sends unsolicited data up to its default, which is longer than
 //! ours.
 //!

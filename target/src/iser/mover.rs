@@ -19,7 +19,7 @@ use riser_transport::verbs::RKey;
 use super::IserParams;
 use super::ring::{LARGE_SEGMENT, TxIdx, TxRing};
 use crate::fabric::{Direction, PortionLimits, RdmaRequest, RemoteRange, TaskIdx, Transfer};
-use crate::iscsi::{Control, Datamover, GetData, Held, PutData, Taken};
+use crate::iscsi::{Control, Datamover, GetData, PutData, SolicitedData, TaskBuffers};
 
 /// Longest data segment sent in full-feature phase of a normal session, in bytes. Linux and libiscsi
 /// declare more than their descriptors hold, which is this.
@@ -60,9 +60,9 @@ impl Default for Post {
     }
 }
 
-/// What an item of the queue ends with.
+/// Work request that ends an item of the queue.
 #[derive(Debug)]
-enum Then {
+enum ItemEnd {
     /// A PDU.
     Send(Control),
     /// The answer to a Hello.
@@ -71,7 +71,7 @@ enum Then {
     Arrive,
 }
 
-impl Then {
+impl ItemEnd {
     /// Length of the message, in bytes.
     fn message_len(&self) -> Option<usize> {
         match self {
@@ -90,30 +90,30 @@ impl Then {
 struct Item {
     /// The transfer of a task's data, and the initiator's side of it.
     transfer: Option<(TaskIdx, Transfer, RemoteRange)>,
-    then: Then,
+    then: ItemEnd,
 }
 
 /// A chain that is posted.
 #[derive(Debug)]
 struct Chain {
     wrs: u32,
-    /// Whose buffer it touches.
+    /// Task whose buffer it touches.
     task: Option<TaskIdx>,
-    /// Whether the task waits for the end of the transfer, rather than for that of its answer.
+    /// The task waits for the end of the transfer, rather than for that of its answer.
     is_awaited: bool,
-    /// Whether the transfer ends with it.
+    /// The transfer ends with it.
     is_last: bool,
     tx: Option<TxIdx>,
-    /// Whose end its message is.
+    /// Task that ends with its message.
     ends: Option<TaskIdx>,
 }
 
-/// What the datamover knows of a task.
+/// Record of a task.
 #[derive(Clone, Copy, Debug, Default)]
-struct Known {
-    /// What came with its command.
+struct TaskRecord {
+    /// Buffers that its command advertised.
     buffers: Buffers,
-    /// Where the data begin that were asked for first.
+    /// Offset of the data that were asked for first.
     solicited_from: Option<u32>,
     /// Chains under way that touch its buffer.
     chains: u16,
@@ -121,9 +121,9 @@ struct Known {
     is_forgotten: bool,
 }
 
-/// What the end of a chain means to the channel.
+/// End of a chain, as the channel sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ended {
+pub(super) struct ChainEnd {
     /// The task whose answer is sent.
     pub(super) answered: Option<TaskIdx>,
     /// The task whose data have come, or a piece of whose data has gone, or will not, and whose buffer is
@@ -139,19 +139,19 @@ pub struct Iser {
     queue: VecDeque<Item>,
     /// Data that wait for the answer that they go with.
     put: Option<(PutData, RemoteBuffer)>,
-    known: Vec<Known>,
+    known: Vec<TaskRecord>,
     chains: Vec<Option<Chain>>,
     free_chains: Vec<ChainIdx>,
     /// Work requests that the send queue still takes.
     credits: u32,
     max_send_segment: u32,
-    /// Whether a write's buffer begins with the first byte of all, not the first solicited one.
+    /// A write's buffer begins with the first byte of all, not the first solicited one.
     whole_buffers: bool,
     hello_required: bool,
     stat_sn: StatSn,
-    /// What came with the PDU that is being looked at.
+    /// Buffers of the PDU that is being looked at.
     arriving: Buffers,
-    /// What the peer has done wrong.
+    /// Protocol error of the peer.
     fault: Option<&'static str>,
     scratch: Vec<u8>,
 }
@@ -171,7 +171,7 @@ impl Iser {
             ring: TxRing::new(send_ring, params.sends() as u16),
             queue: VecDeque::new(),
             put: None,
-            known: vec![Known::default(); tasks],
+            known: vec![TaskRecord::default(); tasks],
             chains: (0..chains).map(|_| None).collect(),
             free_chains: (0..chains).rev().map(ChainIdx).collect(),
             credits: params.credits(),
@@ -191,7 +191,7 @@ impl Iser {
         self.arriving = buffers;
     }
 
-    /// What the peer has done wrong since this was last asked.
+    /// Returns the peer's protocol error since the last call, if there was one.
     pub(super) fn take_fault(&mut self) -> Option<&'static str> {
         self.fault.take()
     }
@@ -205,7 +205,7 @@ impl Iser {
     pub(super) fn send_hello(&mut self, reply: HelloReply) {
         self.queue.push_back(Item {
             transfer: None,
-            then: Then::Hello(reply),
+            then: ItemEnd::Hello(reply),
         });
     }
 
@@ -223,7 +223,12 @@ impl Iser {
     }
 
     /// The next chain; `false` when there is nothing to post, or no room to post it.
-    pub(super) fn poll_post(&mut self, numbers: Numbers, held: Held<'_>, post: &mut Post) -> bool {
+    pub(super) fn poll_post(
+        &mut self,
+        numbers: Numbers,
+        held: TaskBuffers<'_>,
+        post: &mut Post,
+    ) -> bool {
         post.requests.clear();
         post.send = None;
         let Some(mut item) = self.queue.pop_front() else {
@@ -241,9 +246,11 @@ impl Iser {
         &mut self,
         item: &mut Item,
         numbers: Numbers,
-        held: Held<'_>,
+        held: TaskBuffers<'_>,
         post: &mut Post,
     ) -> Option<bool> {
+        // The message of an item needs a work request of its own behind the data, so one is kept back
+        // from these.
         let len = item.then.message_len();
         let reserve = u32::from(len.is_some());
         if self.credits < reserve + u32::from(item.transfer.is_some()) {
@@ -256,7 +263,7 @@ impl Iser {
         let mut chain = Chain {
             wrs: 0,
             task: None,
-            is_awaited: matches!(item.then, Then::Arrive),
+            is_awaited: matches!(item.then, ItemEnd::Arrive),
             is_last: true,
             tx: None,
             ends: None,
@@ -299,7 +306,7 @@ impl Iser {
     /// Writes a message into its slot.
     fn write_message(
         &mut self,
-        then: &Then,
+        then: &ItemEnd,
         mut numbers: Numbers,
         (tx, len): (TxIdx, usize),
         chain: &mut Chain,
@@ -309,7 +316,7 @@ impl Iser {
         let mut invalidate = None;
         self.scratch.clear();
         match then {
-            Then::Send(control) => {
+            ItemEnd::Send(control) => {
                 numbers.stat_sn = self.stat_sn;
                 let header = control.pdu.header(numbers);
                 let none = Buffers::default();
@@ -324,11 +331,11 @@ impl Iser {
                 let command = control.ends.filter(|_| is_command);
                 invalidate = command.and_then(|task| self.advertised(task));
             }
-            Then::Hello(reply) => {
+            ItemEnd::Hello(reply) => {
                 let header = Header::HelloReply(*reply).bytes();
                 self.scratch.extend_from_slice(&header);
             }
-            Then::Arrive => unreachable!("it has no message"),
+            ItemEnd::Arrive => unreachable!("it has no message"),
         }
         assert_eq!(self.scratch.len(), len, "a message is as long as planned");
         let bytes = self.ring.slot(tx, len);
@@ -349,7 +356,7 @@ impl Iser {
     ///
     /// # Panics
     /// If it is not under way.
-    pub(super) fn complete(&mut self, idx: ChainIdx) -> Ended {
+    pub(super) fn complete(&mut self, idx: ChainIdx) -> ChainEnd {
         let chain = self.chains[usize::from(idx.0)]
             .take()
             .expect("the chain was posted");
@@ -371,7 +378,7 @@ impl Iser {
                 arrived = is_over.then_some(task);
             }
         }
-        Ended {
+        ChainEnd {
             answered: chain.ends,
             arrived,
         }
@@ -421,9 +428,9 @@ impl Datamover for Iser {
             known.chains, 0,
             "nothing touches the buffer of an idle task"
         );
-        *known = Known {
+        *known = TaskRecord {
             buffers: std::mem::take(&mut self.arriving),
-            ..Known::default()
+            ..TaskRecord::default()
         };
     }
 
@@ -435,7 +442,7 @@ impl Datamover for Iser {
         });
         self.queue.push_back(Item {
             transfer,
-            then: Then::Send(control),
+            then: ItemEnd::Send(control),
         });
     }
 
@@ -443,7 +450,7 @@ impl Datamover for Iser {
         match self.known[usize::from(put.task.0)].buffers.read {
             Some(buffer) if put.more => self.queue.push_back(Item {
                 transfer: Some(outgoing(&put, buffer)),
-                then: Then::Arrive,
+                then: ItemEnd::Arrive,
             }),
             Some(buffer) => self.put = Some((put, buffer)),
             None => self.fault = Some("a read that names no buffer"),
@@ -471,21 +478,21 @@ impl Datamover for Iser {
         let transfer = Transfer::of_range(Direction::FromInitiator, start..start + get.len);
         self.queue.push_back(Item {
             transfer: Some((get.task, transfer, remote(buffer, at, get.len))),
-            then: Then::Arrive,
+            then: ItemEnd::Arrive,
         });
         0
     }
 
     /// There are no R2Ts, so nothing comes in answer to one.
-    fn take_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> Taken {
+    fn take_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> SolicitedData {
         self.fault = Some("data that answer an R2T");
-        Taken::Stale
+        SolicitedData::Stale
     }
 
     fn forget(&mut self, task: TaskIdx) -> bool {
         self.queue.retain(|item| {
             let is_its = item.transfer.as_ref().is_some_and(|(t, ..)| *t == task);
-            !(is_its && matches!(item.then, Then::Arrive))
+            !(is_its && matches!(item.then, ItemEnd::Arrive))
         });
         let known = &mut self.known[usize::from(task.0)];
         known.is_forgotten = known.chains > 0;
@@ -498,8 +505,8 @@ impl Datamover for Iser {
 
     fn queued_bytes(&self) -> usize {
         let bytes = |item: &Item| match &item.then {
-            Then::Send(control) => control.data.len(),
-            Then::Hello(_) | Then::Arrive => 0,
+            ItemEnd::Send(control) => control.data.len(),
+            ItemEnd::Hello(_) | ItemEnd::Arrive => 0,
         };
         self.queue.iter().map(bytes).sum()
     }

@@ -43,16 +43,16 @@ pub struct IserParams {
     pub send_queue: u32,
     /// Scatter-gather entries of a work request.
     pub max_sge: usize,
-    /// RDMA READs at once, told to an initiator that asks.
+    /// RDMA READs at once, as reported to an initiator that asks.
     pub reads: u16,
-    /// Whether answers may invalidate the initiator's keys.
+    /// Answers may invalidate the initiator's keys.
     pub remote_invalidate: bool,
-    /// How long the initiator may take to give data that it is asked for.
+    /// Time limit for data that the initiator is asked for.
     pub data_out_timeout: Duration,
 }
 
 impl IserParams {
-    /// What we have for a window of `commands`.
+    /// Limits for a window of `commands`.
     #[must_use]
     pub fn new(commands: u16) -> Self {
         Self {
@@ -104,7 +104,7 @@ impl IserParams {
         self.send_queue - RESERVED
     }
 
-    /// What a connection with these parameters occupies, its queue pair aside.
+    /// Returns the memory of a connection with these parameters, its queue pair aside.
     #[must_use]
     pub fn memory(&self) -> ConnectionMemory {
         ConnectionMemory {
@@ -114,7 +114,7 @@ impl IserParams {
         }
     }
 
-    /// What its channel is made of.
+    /// Returns the parameters of its channel.
     #[must_use]
     pub fn channel_config(&self, worker: u16, serial: u64) -> ChannelConfig {
         ChannelConfig {

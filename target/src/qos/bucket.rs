@@ -54,7 +54,7 @@ impl Bucket {
         }
     }
 
-    /// Whether something is not paid for at `now`.
+    /// Returns whether something is not paid for at `now`.
     #[must_use]
     pub fn owes(&self, now: u64) -> bool {
         self.rate().is_some() && self.paid.load(Ordering::Relaxed) > now

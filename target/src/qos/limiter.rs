@@ -4,92 +4,25 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use riser_config::{BURST, IoLimits};
+
 use super::Bucket;
 
-/// For how long what is not used of a rate is kept, where the configuration does not say it.
-pub const BURST: Duration = Duration::from_millis(100);
-
-/// Limits as they are configured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct IoLimits {
-    /// Commands a second.
-    pub iops: Option<u64>,
-    /// Commands a second that read.
-    pub read_iops: Option<u64>,
-    /// Commands a second that write.
-    pub write_iops: Option<u64>,
-    /// Bytes a second.
-    pub bandwidth: Option<u64>,
-    /// Bytes a second that are read.
-    pub read_bandwidth: Option<u64>,
-    /// Bytes a second that are written.
-    pub write_bandwidth: Option<u64>,
-    /// For how long what is not used of these is kept, to be used at once.
-    pub burst: Duration,
-}
-
-impl Default for IoLimits {
-    fn default() -> Self {
-        Self {
-            iops: None,
-            read_iops: None,
-            write_iops: None,
-            bandwidth: None,
-            read_bandwidth: None,
-            write_bandwidth: None,
-            burst: BURST,
-        }
-    }
-}
-
-impl IoLimits {
-    /// Whether it limits anything.
-    #[must_use]
-    pub fn is_any(&self) -> bool {
-        self.rates().iter().any(Option::is_some)
-    }
-
-    /// The rates by their names.
-    #[must_use]
-    pub fn named(&self) -> [(&'static str, Option<u64>); 6] {
-        [
-            ("iops", self.iops),
-            ("read_iops", self.read_iops),
-            ("write_iops", self.write_iops),
-            ("bandwidth", self.bandwidth),
-            ("read_bandwidth", self.read_bandwidth),
-            ("write_bandwidth", self.write_bandwidth),
-        ]
-    }
-
-    /// In the order of [`Limiter::buckets`].
-    fn rates(&self) -> [Option<u64>; 6] {
-        [
-            self.iops,
-            self.bandwidth,
-            self.read_iops,
-            self.read_bandwidth,
-            self.write_iops,
-            self.write_bandwidth,
-        ]
-    }
-}
-
-/// What a command takes of a rate.
+/// InitiatorStats of a rate that a command takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
     /// Whether it writes, as opposed to reads.
     pub is_write: bool,
-    /// Bytes.
+    /// Bytes that the command moves.
     pub bytes: u64,
 }
 
 /// Commands that had to wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// How many.
+    /// Number of these commands.
     pub commands: u64,
-    /// How long, in all.
+    /// Sum of the times that they waited.
     pub time: Duration,
 }
 
@@ -100,11 +33,11 @@ pub struct Limiter {
     began: OnceLock<Instant>,
     /// Commands, bytes: of all, of reads, of writes.
     buckets: [Bucket; 6],
-    /// Nanoseconds.
+    /// Burst in nanoseconds of each rate.
     burst: AtomicU64,
-    /// How many rates there are.
+    /// Number of rates that are set.
     active: AtomicU64,
-    /// How often the limits have changed.
+    /// Number of changes of the limits so far.
     epoch: AtomicU64,
     waits: AtomicU64,
     waited: AtomicU64,
@@ -151,7 +84,7 @@ impl Limiter {
         self.epoch.fetch_add(1, Ordering::Release);
     }
 
-    /// The limits.
+    /// Limits that are in force.
     #[must_use]
     pub fn limits(&self) -> IoLimits {
         let rate = |n: usize| self.buckets[n].rate();
@@ -182,7 +115,7 @@ impl Limiter {
         now + Duration::from_nanos(wait)
     }
 
-    /// How often the limits have changed.
+    /// Number of changes of the limits so far.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
@@ -199,7 +132,7 @@ impl Limiter {
         }
     }
 
-    /// How long so many commands take, which cost so much together.
+    /// Time that these commands take at the limits, which cost `all` together.
     #[must_use]
     pub fn span(&self, commands: u64, all: Cost) -> Duration {
         let own = if all.is_write { 4 } else { 2 };
@@ -213,7 +146,7 @@ impl Limiter {
         Duration::from_nanos(spans.into_iter().max().unwrap_or_default())
     }
 
-    /// Whether something has been taken that is not paid for.
+    /// Returns whether something has been taken that is not paid for.
     #[must_use]
     pub fn owes(&self, now: Instant) -> bool {
         let at = self.nanos(now);

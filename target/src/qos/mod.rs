@@ -41,7 +41,8 @@ mod limiter;
 mod table;
 
 pub use bucket::Bucket;
-pub use limiter::{BURST, Cost, IoLimits, Limiter, Waits};
+pub use limiter::{Cost, Limiter, Waits};
+pub use riser_config::{BURST, IoLimits};
 pub use table::{Initiators, LimiterKey, MAX_IDLE};
 
 #[cfg(test)]

@@ -10,14 +10,14 @@ use crate::config;
 /// Initiators without sessions whose limiters are kept, while they still owe.
 pub const MAX_IDLE: usize = 1024;
 
-/// Whose limiter it is.
+/// Owner of a limiter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct LimiterKey {
     /// The rule that says so: one at another address, or that asks for no secret, must not use up what this one grants.
     pub rule: config::RuleSubject,
     /// Its name, or its address where the rule is about no name.
     pub initiator: String,
-    /// Its limits.
+    /// Limits of this limiter.
     pub limits: IoLimits,
 }
 
@@ -48,7 +48,7 @@ impl Initiators {
         limiter
     }
 
-    /// Those that sessions use, with their names.
+    /// Limiters that sessions use, with their names.
     #[must_use]
     pub fn used(&self) -> Vec<(String, Arc<Limiter>)> {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -15,14 +15,14 @@ use riser_transport::wire::ROCE_PORT;
 use socket2::{Domain, Socket};
 
 use super::ServerError;
-use super::legacy::Legacy;
+use super::handover::ServerState;
 use super::problems::Subject;
 use crate::config::{Config, LinkFaults, Percent, Provider};
 use crate::holder::{self, HeldBy, Transport};
+use crate::sessions::catalog::Catalog;
 use crate::worker::Opened;
-use crate::worker::iscsi::TcpListener;
+use crate::worker::TcpListener;
 use crate::worker::places::{Place, Places};
-use crate::worker::target::Catalog;
 
 /// What one worker gets.
 #[derive(Debug, Default)]
@@ -105,7 +105,7 @@ pub(super) struct Wanted<'a> {
     pub(super) config: &'a Config,
     pub(super) catalog: &'a Catalog,
     /// Sockets that were left to us.
-    pub(super) legacy: &'a Legacy,
+    pub(super) server_state: &'a ServerState,
     /// The catalog before, whose sockets are open.
     pub(super) old: Option<&'a Catalog>,
     pub(super) workers: usize,
@@ -252,7 +252,7 @@ fn sockets(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             continue;
         }
         done.push(portal);
-        match bind(portal, wanted.legacy, acquired) {
+        match bind(portal, wanted.server_state, acquired) {
             Ok(()) => new.push(portal),
             Err(error) => go_without(wanted, acquired, portal, error)?,
         }
@@ -304,9 +304,13 @@ fn holder_of(error: &io::Error, address: SocketAddr, transport: Transport) -> He
     )
 }
 
-fn bind(portal: SocketAddr, legacy: &Legacy, acquired: &mut Acquired) -> Result<(), ServerError> {
+fn bind(
+    portal: SocketAddr,
+    server_state: &ServerState,
+    acquired: &mut Acquired,
+) -> Result<(), ServerError> {
     for (n, part) in acquired.parts.iter_mut().enumerate() {
-        let socket = match legacy.socket(portal, n) {
+        let socket = match server_state.socket(portal, n) {
             Ok(Some(socket)) => Ok(socket),
             Ok(None) if n > 0 => TcpListener::bind(portal),
             Ok(None) => check_free(portal, Transport::Tcp).and_then(|()| TcpListener::bind(portal)),

@@ -15,20 +15,22 @@ use riser_scsi::lu::LogicalUnit;
 use self::secrets::{Secrets, check_secrets};
 use super::ServerError;
 use super::addresses::{self, Addresses, Expansion, PortalAt};
+use super::handover::ServerState;
 use super::identities::Identities;
-use super::legacy::Legacy;
 use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
-use crate::backend::{OpenError, OpenedStores, Ram, Spec, Store, Wish, look, open_all, undo_all};
+use crate::backend::{
+    OpenError, OpenedStores, Ram, Spec, Store, Wish, look, open_all, undo_all, unit_config,
+};
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::fabric::{Unit, UnitIdx};
 use crate::qos::{Initiators, IoLimits};
+use crate::sessions::budget::SessionLimits;
+use crate::sessions::catalog::{Catalog, IscsiDef, PortalDef, TargetDef};
 use crate::srp::LoginLimits;
 use crate::stats::{LunStats, TargetStats};
-use crate::worker::registry::SessionLimits;
 use crate::worker::stage::Unserved;
-use crate::worker::target::{Catalog, IscsiDef, PortalDef, TargetDef};
 
 /// Tasks of one unit at most, of all initiators together.
 const MAX_TASKS: u32 = 1 << 16;
@@ -151,15 +153,15 @@ impl Builder {
     ///
     /// # Errors
     /// [`ServerError::Ports`].
-    pub(super) fn after(legacy: &Legacy, keepers: Keepers) -> Result<Self, ServerError> {
+    pub(super) fn after(server_state: &ServerState, keepers: Keepers) -> Result<Self, ServerError> {
         let saved = keepers.ports.as_ref().map(|keeper| keeper.load());
         let saved = saved.transpose().map_err(ServerError::Ports)?;
         let mut ports = ports::read(saved.unwrap_or_default());
-        ports.extend(legacy.ports.clone());
+        ports.extend(server_state.ports.clone());
         let mut builder = Self {
             keepers,
             ports,
-            rams: legacy.rams.clone(),
+            rams: server_state.rams.clone(),
             ..Self::default()
         };
         builder.read_identities();
@@ -283,8 +285,8 @@ impl Builder {
     }
 
     /// The first catalog was made: gives its units what is left to them.
-    pub(super) fn settle(&mut self, legacy: &Legacy) {
-        for (backend, state) in &legacy.units {
+    pub(super) fn settle(&mut self, server_state: &ServerState) {
+        for (backend, state) in &server_state.units {
             if let Some(unit) = self.units.get(backend) {
                 unit.lu.import_state(state);
             }
@@ -528,7 +530,7 @@ impl Builder {
             return Ok(Arc::clone(unit));
         }
         let geometry = store.geometry();
-        let mut unit_config = backend.unit_config(&geometry, host);
+        let mut unit_config = unit_config(backend, &geometry, host);
         let identity = &mut unit_config.identity;
         if has_names {
             let file = store.file();

@@ -15,6 +15,7 @@ use riser_scsi::config::Identity;
 use riser_scsi::data::designator::Naa;
 use serde::{Deserialize, Serialize};
 
+use crate::backend::FileId;
 use crate::config::{Backend, Config, HostId};
 
 /// Keeps names beyond the end of the process.
@@ -57,27 +58,6 @@ struct Names {
     /// How often it was missing and came back.
     #[serde(default)]
     returns: u64,
-}
-
-/// A file, independent of its path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileId {
-    /// Device number.
-    pub device: u64,
-    /// Inode number.
-    pub inode: u64,
-    /// When it was created, in nanoseconds since 1970, where the file system knows: inode numbers of files that
-    /// are gone are given to new ones.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub born: Option<u64>,
-}
-
-impl FileId {
-    /// Whether it is the same file. Numbers of devices change when the host starts again.
-    fn is_same(&self, other: &Self) -> bool {
-        let device = |file: &Self| file.born.is_none().then_some(file.device);
-        (self.inode, self.born, device(self)) == (other.inode, other.born, device(other))
-    }
 }
 
 impl Identities {

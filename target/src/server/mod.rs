@@ -19,14 +19,14 @@
 //! nothing, and acquires what it takes with the same code.
 //!
 //! # Successors
-//! [`Server::bequeath`] shuts down and gives what a restart would lose, and [`Server::start_after`]
-//! starts with it: see [`legacy`].
+//! [`Server::export_state`] shuts down and gives what a restart would lose, and [`Server::start_after`]
+//! starts with it: see [`handover`].
 
 mod acquire;
 pub(crate) mod addresses;
 mod build;
+pub mod handover;
 pub mod identities;
-pub mod legacy;
 pub mod ports;
 pub mod problems;
 pub mod reload;
@@ -53,15 +53,15 @@ use crate::backend::{FlushKeeper, OpenError, Space, Store, look, open_all};
 use crate::config::{Config, Listen};
 use crate::fabric::Unit;
 use crate::holder::HeldBy;
-use crate::worker::iscsi::IscsiSessions;
+use crate::sessions::catalog::Catalog;
+use crate::sessions::iscsi::IscsiSessions;
+use crate::sessions::nexus::Registry;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
 use crate::worker::places::Places;
-use crate::worker::registry::Registry;
 use crate::worker::stage::Unserved;
-use crate::worker::target::Catalog;
 use crate::worker::{Report, Shared, Worker, WorkerConfig, ring_capacity};
+use handover::ServerState;
 use identities::IdentityKeeper;
-use legacy::Legacy;
 use ports::PortKeeper;
 use problems::{Problems, Subject};
 
@@ -281,9 +281,9 @@ pub fn build_shared(
         reservations: keeper,
         ..Keepers::default()
     };
-    let legacy = Legacy::default();
-    let mut builder = build::Builder::after(&legacy, keepers)?;
-    let (catalog, files) = first_catalog(&mut builder, config, &legacy)?;
+    let server_state = ServerState::default();
+    let mut builder = build::Builder::after(&server_state, keepers)?;
+    let (catalog, files) = first_catalog(&mut builder, config, &server_state)?;
     files.keep();
     Ok(shared(catalog, Arc::default()))
 }
@@ -313,7 +313,7 @@ impl Drop for FirstFiles {
 fn first_catalog(
     builder: &mut build::Builder,
     config: &Config,
-    legacy: &Legacy,
+    server_state: &ServerState,
 ) -> Result<(Catalog, FirstFiles), ServerError> {
     let before = builder.clone();
     builder.look(config);
@@ -324,7 +324,7 @@ fn first_catalog(
     let catalog = built?;
     builder.save_ports(builder.ports())?;
     builder.save_identities(None)?;
-    builder.settle(legacy);
+    builder.settle(server_state);
     Ok((catalog, files))
 }
 
@@ -355,7 +355,7 @@ impl Server {
     /// # Errors
     /// [`ServerError`]; nothing runs then.
     pub fn start(config: &Config) -> Result<Self, ServerError> {
-        Self::start_after(config, &Legacy::default(), Keepers::default())
+        Self::start_after(config, &ServerState::default(), Keepers::default())
     }
 
     /// As [`Server::start`], in the place of a server that has left something, and with what is kept beyond
@@ -365,12 +365,12 @@ impl Server {
     /// [`ServerError`]; nothing runs then, and it may be tried again.
     pub fn start_after(
         config: &Config,
-        legacy: &Legacy,
+        server_state: &ServerState,
         keepers: Keepers,
     ) -> Result<Self, ServerError> {
-        let mut builder = build::Builder::after(legacy, keepers)?;
+        let mut builder = build::Builder::after(server_state, keepers)?;
         builder.set_lenient(!config.strict);
-        let (mut catalog, files) = first_catalog(&mut builder, config, legacy)?;
+        let (mut catalog, files) = first_catalog(&mut builder, config, server_state)?;
         let places = Arc::new(Places::default());
         // What is in use may be that of a daemon which is ending; the caller waits for it.
         let tolerates = |subject: &Subject, error: &ServerError| {
@@ -379,7 +379,7 @@ impl Server {
         let wanted = acquire::Wanted {
             config,
             catalog: &catalog,
-            legacy,
+            server_state,
             old: None,
             workers: build::workers(config),
             tolerates: &tolerates,
@@ -390,7 +390,7 @@ impl Server {
         problems.set_missing_portals(acquired.missing(), &[builder.unnamed_portals()]);
         problems.log_since(&Problems::default());
         builder.set_problems(problems);
-        catalog.remove_portals(builder.problems());
+        catalog.remove_portals(builder.problems().portals());
         let shared = Arc::new(shared(catalog, places));
         let parts = acquired.keep();
         // Initiators may write to them as soon as workers run.
@@ -434,7 +434,7 @@ impl Server {
         }
         problems.log_since(&before);
         let mut catalog = Catalog::clone(&self.shared.registry.catalog());
-        catalog.remove_portals(&problems);
+        catalog.remove_portals(problems.portals());
         self.builder.set_problems(problems);
         self.exchange(&Arc::new(catalog), &[]);
         Ok(())

@@ -189,7 +189,7 @@ mod tests {
 
     /// The numbers of a target's SRP ports, by their hosts, in a process that begins with what is kept.
     fn start(keeper: &std::sync::Arc<Kept>, portals: &str) -> Vec<(u8, u16)> {
-        use super::super::legacy::Legacy;
+        use super::super::handover::ServerState;
         use super::super::{Keepers, build::Builder};
         let text = format!(
             "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\
@@ -200,7 +200,7 @@ mod tests {
             ports: Some(keeper.clone()),
             ..Keepers::default()
         };
-        let mut builder = Builder::after(&Legacy::default(), keepers).unwrap();
+        let mut builder = Builder::after(&ServerState::default(), keepers).unwrap();
         let catalog = builder
             .catalog(&config, &mut crate::backend::OpenedStores::default())
             .unwrap();

@@ -132,6 +132,11 @@ impl Problems {
         })
     }
 
+    /// Returns a predicate that holds for the portals that are not listened on.
+    pub(super) fn portals(&self) -> impl Fn(Protocol, SocketAddr) -> bool + '_ {
+        |protocol, at| self.has(&Subject::portal(protocol, at))
+    }
+
     /// Why something is not served, if it is not.
     #[must_use]
     pub fn of(&self, subject: &Subject) -> Option<&Problem> {

@@ -30,16 +30,16 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use super::acquire::{self, Acquired};
-use super::legacy::Legacy;
+use super::handover::ServerState;
 use super::problems::Subject;
 use super::{PATIENCE, Server, ServerError, build};
 use crate::backend::{OpenedStores, Source, Spec, Store, Wish, look, open_all};
-use crate::config::{Backend, Config};
+use crate::config::{Backend, Config, Protocol};
 use crate::qos::IoLimits;
+use crate::sessions::catalog::Catalog;
 use crate::worker::mail::Mail;
 use crate::worker::ring_capacity;
 use crate::worker::stage::{Stage, StageError, Unserved};
-use crate::worker::target::Catalog;
 
 /// How long a worker may take to acquire what a change takes.
 const STAGING: Duration = Duration::from_secs(10);
@@ -282,12 +282,14 @@ impl Server {
         let mut unserved: Vec<Unserved> = Vec::new();
         loop {
             let mut catalog = whole.clone();
-            catalog.remove_rdma_portals(|at| unserved.iter().any(|other| other.portal == at));
+            catalog.remove_portals(|protocol, at| {
+                protocol != Protocol::Iscsi && unserved.iter().any(|other| other.portal == at)
+            });
             let tolerates = |subject: &Subject| before.has(subject) || builder.tolerates(subject);
             let wanted = acquire::Wanted {
                 config,
                 catalog: &catalog,
-                legacy: &Legacy::default(),
+                server_state: &ServerState::default(),
                 old: Some(&old),
                 workers: self.senders.len(),
                 tolerates: &|subject: &Subject, _: &ServerError| tolerates(subject),
@@ -296,7 +298,7 @@ impl Server {
             let mut problems = before.clone();
             let unserved_now = [&unserved[..], builder.unnamed_portals()];
             problems.set_missing_portals(acquired.missing(), &unserved_now);
-            catalog.remove_portals(&problems);
+            catalog.remove_portals(problems.portals());
             let catalog = Arc::new(catalog);
             let refused = match self.stage(&catalog, &mut acquired) {
                 Ok(refused) => refused,

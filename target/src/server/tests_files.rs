@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
+use super::handover::ServerState;
 use super::identities::{Identities, IdentityKeeper};
-use super::legacy::Legacy;
 use super::reload::ChangeError;
 use super::{Keepers, Server, ServerError};
 use crate::backend::{HANGING_UNDO, Wish, open_all};
@@ -76,7 +76,7 @@ fn start(config: &Config, names: &Arc<Names>) -> Result<Server, ServerError> {
         identities: Some(Arc::clone(names) as Arc<dyn IdentityKeeper>),
         ..Keepers::default()
     };
-    Server::start_after(config, &Legacy::default(), keepers)
+    Server::start_after(config, &ServerState::default(), keepers)
 }
 
 /// A start that fails leaves files as they were, and is no reason for the next one not to create them.

@@ -8,7 +8,7 @@ use crate::fabric::{TaskAction, TaskIdx};
 pub struct SendIu {
     /// Length in bytes.
     pub len: u32,
-    /// Whether the initiator asked to be notified of it.
+    /// The initiator asked to be notified of it.
     pub solicited: bool,
 }
 
@@ -40,7 +40,7 @@ pub enum Action {
     Release,
 }
 
-/// What a channel has done.
+/// Counters of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Commands taken in.

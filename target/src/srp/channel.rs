@@ -25,7 +25,7 @@ use super::action::{Action, Counters};
 use super::credit::{ReqLim, SendQueue};
 use super::ioctx::{IoctxState, RecvIdx, SendIoctx};
 use super::login::{ChannelParams, OWN_MESSAGES};
-use super::teardown::Own;
+use super::own::OwnMessages;
 use crate::audit::Parting;
 use crate::fabric::{
     Accounts, Backlog, CommandFlow, Lent, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits,
@@ -36,14 +36,14 @@ use crate::pool::Pool;
 use crate::stats::Functions;
 use crate::warn_limited;
 
-/// How long a connection may take from our accept to its establishment.
+/// Time limit from our accept to the establishment of a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long an established channel waits until the commands of the session that it replaces are gone.
+/// Time limit for the end of the commands of the session that an established channel replaces.
 /// A device that holds them longer is broken: the initiator is logged out, and may log in again.
 pub const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long an initiator may be silent before we make sure that it is there. A reliable connection
+/// Silence after which the target checks that the initiator is there. A reliable connection
 /// without traffic does not notice that its peer is gone, and its session would stay for ever.
 pub const KEEPALIVE: Duration = Duration::from_secs(15);
 
@@ -72,7 +72,7 @@ pub enum ChState {
     Joining,
     /// Works.
     Live,
-    /// Takes no more requests; tells the initiator why.
+    /// Takes no requests any longer; a T_LOGOUT with the reason is on its way.
     Disconnecting,
     /// The queue pair flushes; devices still use buffers.
     Draining,
@@ -112,7 +112,7 @@ impl Lent for Cx<'_> {
     }
 }
 
-/// What a channel is made of.
+/// Parameters of a new channel.
 #[derive(Debug)]
 pub struct ChannelConfig {
     /// Its limits.
@@ -123,7 +123,7 @@ pub struct ChannelConfig {
     pub serial: u64,
     /// The I_T nexus.
     pub nexus: NexusId,
-    /// What the initiator may see.
+    /// Logical units that the initiator may see.
     pub luns: Arc<LunMap>,
     /// Receive ring: [`ChannelParams::receives`] × [`ChannelParams::receive_stride`] bytes.
     pub receive_ring: MemSlice,
@@ -131,7 +131,7 @@ pub struct ChannelConfig {
     pub send_ring: MemSlice,
     /// Scatter-gather entries of a send request.
     pub max_sge: usize,
-    /// How long the initiator may take to give data that it is asked for.
+    /// Time limit for data that the initiator is asked for.
     pub data_out_timeout: Duration,
 }
 
@@ -151,11 +151,11 @@ pub struct Channel {
     posted_receives: u32,
     /// Received and not yet looked at, oldest first; bounded by the receive ring.
     pub(super) deferred: VecDeque<(RecvIdx, u32)>,
-    /// Where a deferred information unit is looked at.
+    /// Scratch for a deferred information unit.
     scratch: Vec<u8>,
     /// Commands that wait for memory or limits.
     pub(super) backlog: Backlog,
-    pub(super) own: Own,
+    pub(super) own: OwnMessages,
     pub(super) blocks_in_flight: u32,
     /// Chains under way that commands wait for: all but those that end with an answer.
     pub(super) transfers: u32,
@@ -169,19 +169,19 @@ pub struct Channel {
     /// Its requests end without being carried out.
     pub(super) torn_down: bool,
     pub(super) deadline: Option<Instant>,
-    /// When the initiator was last heard.
+    /// Time at which the initiator was last heard.
     heard: Instant,
-    /// When to look whether it is still there.
+    /// Time of the next check that it is still there.
     probe_at: Option<Instant>,
-    /// Whether a probe is under way.
+    /// A probe is under way.
     probing: bool,
     pub(super) actions: VecDeque<Action>,
     pub(super) counters: Counters,
     /// Functions answered, and how.
     pub(super) functions: Functions,
-    /// Why it came to its end, once it has.
+    /// Reason of its end, once there is one.
     pub(super) ended: Option<Parting>,
-    /// Where commands are counted, by unit.
+    /// Statistics of its commands, by unit.
     pub(super) accounts: Accounts,
     pub(super) complaints: RateLimit,
 }
@@ -211,7 +211,7 @@ impl Channel {
             deferred: VecDeque::with_capacity(receives as usize),
             scratch: vec![0; params.max_it_iu_len as usize],
             backlog: Backlog::new(config.serial, params.req_lim as usize),
-            own: Own::default(),
+            own: OwnMessages::default(),
             blocks_in_flight: 0,
             transfers: 0,
             data_deadline: None,
@@ -250,13 +250,13 @@ impl Channel {
         self.config.nexus
     }
 
-    /// What it was made of.
+    /// Returns its parameters.
     #[must_use]
     pub fn config(&self) -> &ChannelConfig {
         &self.config
     }
 
-    /// What it has done.
+    /// Returns its counters.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
@@ -268,7 +268,7 @@ impl Channel {
         &self.functions
     }
 
-    /// What it has done at each unit.
+    /// Returns its statistics of each unit.
     #[must_use]
     pub fn accounts(&self) -> &Accounts {
         &self.accounts
@@ -279,7 +279,7 @@ impl Channel {
         self.ended.get_or_insert(Parting::Closed);
     }
 
-    /// Why it came to its end.
+    /// Returns the reason of its end.
     #[must_use]
     pub fn end(&self) -> Parting {
         self.ended.unwrap_or(Parting::Lost)
@@ -315,7 +315,7 @@ impl Channel {
         self.backlog.waits_for_memory()
     }
 
-    /// When [`Channel::handle_timeout`] wants to be called.
+    /// Returns the time at which [`Channel::handle_timeout`] is due.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let live = |at: Option<Instant>| at.filter(|_| self.state == ChState::Live);
@@ -329,19 +329,19 @@ impl Channel {
         all.into_iter().flatten().min()
     }
 
-    /// What to do next, in order.
+    /// Returns the next action, in order.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// Where a receive context lies.
+    /// Returns the memory of a receive context.
     #[must_use]
     pub fn receive_slot(&self, recv: RecvIdx) -> MemSlice {
         let len = self.config.params.max_it_iu_len as usize;
         slot(&self.config.receive_ring, self.receive_offset(recv), len)
     }
 
-    /// Where the message of a send context lies.
+    /// Returns the memory of a send context's message.
     #[must_use]
     pub fn send_slot(&self, ioctx: TaskIdx) -> MemSlice {
         let params = &self.config.params;
@@ -509,7 +509,7 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// The device is gone: whatever was posted there will neither happen nor complete.
+    /// The device is gone: nothing that was posted there will happen or complete.
     pub fn handle_device_gone(&mut self, cx: &mut Cx<'_>) {
         self.on_queue_pair_error(cx);
         for idx in (0..self.ioctx.len() as u16).map(TaskIdx) {
@@ -628,6 +628,8 @@ impl Channel {
                     %error,
                     "malformed information unit"
                 );
+                // A request with a tag can be answered by itself; anything else leaves it open what the
+                // peer means, so the channel ends.
                 match (opcode, tag_of(bytes)) {
                     (Ok(Opcode::Cmd | Opcode::TskMgmt), Some(tag)) => self.refuse(cx, tag),
                     _ => self.logout(cx, TLogoutReason::InvalidIuType),

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use riser_memory::Memory;
 use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
 use riser_scsi::step::{Expected, Response, Status, Step, StepResult, TaskAttribute};
+use riser_state::become_state;
 
 use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
-use super::ioctx::{CommandToken, Immediate, IoctxState, RecvIdx, Then};
+use super::ioctx::{ChainKind, CommandToken, Immediate, IoctxState, RecvIdx};
 use crate::fabric::{
     Backlog, CommandFlow, Descriptors, Direction, End, Execution, Hold, MAX_CDB, TaskAction,
     TaskIdx, Transfer,
@@ -27,9 +28,8 @@ impl Channel {
         let idx = self.idle.pop().expect("an idle context");
         self.req_lim.on_request();
         let io = &mut self.ioctx[usize::from(idx.0)];
-        debug_assert_eq!(io.state, IoctxState::Done);
+        become_state(&mut io.state, state);
         io.generation = io.generation.wrapping_add(1);
-        io.state = state;
         io.tag = tag;
         io.exec.unit = None;
         io.notify_success = false;
@@ -224,7 +224,7 @@ impl Channel {
         io.response = None;
         io.code = None;
         io.mgmt = None;
-        io.state = IoctxState::Done;
+        become_state(&mut io.state, IoctxState::Done);
         let immediate = io.immediate.take();
         self.forget_tag(tag, idx);
         self.report_gone(watchers);
@@ -252,12 +252,13 @@ impl CommandFlow for Channel {
 
     fn hold(&mut self, task: TaskIdx, hold: Hold) {
         let io = &mut self.ioctx[usize::from(task.0)];
-        io.state = match hold {
+        let next = match hold {
             Hold::Limits => IoctxState::AwaitLimit,
             Hold::Order => IoctxState::AwaitTask,
             Hold::Memory => IoctxState::AwaitBuffer,
             Hold::Backend => IoctxState::DataIn,
         };
+        become_state(&mut io.state, next);
         self.counters.buffer_waits += u64::from(hold == Hold::Memory);
         self.blocks_in_flight += u32::from(hold == Hold::Backend);
     }
@@ -282,7 +283,7 @@ impl CommandFlow for Channel {
         io.exec.timer.enter(Stage::FabricIn, cx.now);
         io.tables.begin_fetch(remote, buffer);
         io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
-        self.try_post(task, Then::FetchTable);
+        self.try_post(task, ChainKind::FetchTable);
         true
     }
 
@@ -312,7 +313,7 @@ impl CommandFlow for Channel {
         self.begin_piece(cx.now, task);
         let io = &mut self.ioctx[usize::from(task.0)];
         io.transfer = Some(Transfer::of_piece(Direction::FromInitiator, from, len));
-        self.try_post(task, Then::NeedData);
+        self.try_post(task, ChainKind::NeedData);
         None
     }
 
@@ -330,7 +331,7 @@ impl CommandFlow for Channel {
         self.begin_piece(cx.now, task);
         let io = &mut self.ioctx[usize::from(task.0)];
         io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
-        self.try_post(task, Then::SendData);
+        self.try_post(task, ChainKind::SendData);
         None
     }
 
@@ -356,7 +357,7 @@ impl CommandFlow for Channel {
         }
         io.response = Some(response);
         self.begin_piece(cx.now, task);
-        self.try_post(task, Then::Respond);
+        self.try_post(task, ChainKind::Respond);
         self.leave_answering(task);
     }
 

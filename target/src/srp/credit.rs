@@ -141,7 +141,7 @@ impl SendQueue {
         self.free == self.size
     }
 
-    /// Takes credit for a chain. Nobody overtakes a context that waits already.
+    /// Takes credit for a chain. No context overtakes one that waits already.
     pub fn take(&mut self, wrs: u32) -> bool {
         assert!(wrs <= self.size, "a chain fits the queue");
         let granted = self.waiting.is_empty() && wrs <= self.free;
@@ -156,7 +156,7 @@ impl SendQueue {
         self.waiting.push_back(idx);
     }
 
-    /// Who is next, if anybody waits.
+    /// Returns the context that is next, if one waits.
     #[must_use]
     pub fn front(&self) -> Option<TaskIdx> {
         self.waiting.front().copied()

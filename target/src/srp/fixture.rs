@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
-use riser_scsi::config::Limits;
+use riser_scsi::config::{Config, Limits};
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
@@ -84,19 +84,22 @@ pub(super) fn params() -> ChannelParams {
     }
 }
 
-fn lu(window: u32) -> LogicalUnit {
-    LogicalUnit::new(windowed_unit_config((DISK / 512) as u64, window)).unwrap()
+/// Units whose commands have `window` bytes of their data in memory at a time.
+pub(super) fn windowed(window: u32) -> Config {
+    windowed_unit_config((DISK / 512) as u64, window)
 }
 
 impl Rig {
     /// Two units, LUN 0 and 1, and no channel.
     pub(super) fn new() -> Self {
-        Self::of_window(Limits::default().window)
+        Self::of_units(&windowed(Limits::default().window))
     }
 
-    fn of_window(window: u32) -> Self {
+    /// Two units like this, and no channel.
+    pub(super) fn of_units(config: &Config) -> Self {
+        let lu = || Arc::new(LogicalUnit::new(config.clone()).unwrap());
         let units: Vec<_> = (0..2)
-            .map(|i| Arc::new(Unit::new(UnitIdx(i), Arc::new(lu(window)), 64)))
+            .map(|i| Arc::new(Unit::new(UnitIdx(i), lu(), 64)))
             .collect();
         Self {
             now: Instant::now(),
@@ -124,7 +127,7 @@ impl Rig {
 
     /// The same with units whose commands have `window` bytes of their data in memory at a time.
     pub(super) fn with_window(window: u32) -> Self {
-        let mut rig = Self::of_window(window);
+        let mut rig = Self::of_units(&windowed(window));
         rig.add_channel(params(), 1);
         rig.establish(0);
         for lun in 0..2 {

@@ -1,24 +1,25 @@
 //! The contexts of a channel: one per command that it may have under way.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_scsi::srp::{RspCode, Tag, WireLun};
 use riser_scsi::step::Response;
+use riser_state::State;
 
-use super::mgmt::Cause;
 use super::table::Tables;
-use crate::fabric::task_mgmt::PendingFunction;
+use crate::fabric::task_mgmt::{Function, PendingFunction};
 use crate::fabric::{
-    Execution, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, Transfer, Wait,
+    Execution, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, Transfer, Unit, Wait,
 };
 
 /// Number of a receive context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecvIdx(pub u16);
 
-/// What a chain waits for send-queue credit to do.
+/// Purpose of a chain of work requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Then {
+pub enum ChainKind {
     /// Read an external descriptor table.
     FetchTable,
     /// Read the command's data, or a piece of them.
@@ -33,7 +34,7 @@ pub enum Then {
 /// resource that a command may have to wait for.
 ///
 /// ```text
-///  Done → New ─→ AwaitLimit ─→ FetchTable ─→ AwaitBuffer ─→ NeedData ─→ AwaitTask ─→ AwaitBuffer
+///  Done → New ─→ AwaitLimit ─→ AwaitBuffer ─→ FetchTable ─→ NeedData ─→ AwaitTask ─→ AwaitBuffer
 ///          │         (each only where it is needed, in this order)                        │
 ///          │                                                                v─────────────┘
 ///          └──────────────────────────────────────────────→ DataIn (block operations)
@@ -42,7 +43,12 @@ pub enum Then {
 ///  Done ←── CmdRspSent ←── WriteData (portions) ←───────────────────────────┘
 ///
 ///  Done → Mgmt → MgmtRspSent → Done         AwaitCredit(then) before every post
+///  New → Mgmt → New                         a command with the tag of another one
 /// ```
+///
+/// A command may be answered early in every state (it is refused, or another nexus ends it: TASK
+/// ABORTED), and ends without an answer where its own nexus or the end of the channel takes it. A state
+/// that follows itself is the next portion of a transfer, the next block operation, or another wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoctxState {
     /// Idle: processing finished, or never began.
@@ -66,13 +72,73 @@ pub enum IoctxState {
     /// Data is being written to the initiator; the answer goes with the last portion.
     WriteData,
     /// Waits for room in the send queue.
-    AwaitCredit(Then),
+    AwaitCredit(ChainKind),
     /// The answer to a command is posted.
     CmdRspSent,
     /// A task-management function runs.
     Mgmt,
     /// The answer to a task-management function is posted.
     MgmtRspSent,
+}
+
+impl State for IoctxState {
+    fn may_become(&self, next: &Self) -> bool {
+        use IoctxState::*;
+
+        // What every command that is not answered yet may come to.
+        let is_end = matches!(next, AwaitCredit(ChainKind::Respond) | CmdRspSent | Done);
+        let is_fetch = matches!(next, FetchTable | AwaitCredit(ChainKind::FetchTable));
+        let is_receive = matches!(next, NeedData | AwaitCredit(ChainKind::NeedData));
+        let is_send = matches!(next, SendData | AwaitCredit(ChainKind::SendData));
+        match self {
+            Done => matches!(next, New | Mgmt),
+            // It is looked at in one go, so nothing ends it before it is answered or waits.
+            New => {
+                let waits = matches!(next, AwaitLimit | AwaitTask | AwaitBuffer);
+                let begins = is_fetch || is_receive || matches!(next, DataIn | WriteData | Mgmt);
+                waits || begins || (is_end && *next != Done)
+            }
+            AwaitLimit => {
+                is_end || is_fetch || is_receive || matches!(next, AwaitTask | AwaitBuffer)
+            }
+            // Data come before the order, but for a command that could take none when it came: the
+            // unit has grown since.
+            AwaitTask => is_end || is_receive || matches!(next, AwaitBuffer | DataIn | WriteData),
+            // The buffer for the data was there before the table was fetched.
+            FetchTable => is_end || is_fetch || is_receive || matches!(next, AwaitTask),
+            AwaitBuffer => {
+                let goes_on = matches!(next, AwaitBuffer | AwaitTask | DataIn | WriteData);
+                is_end || is_fetch || is_receive || goes_on
+            }
+            NeedData => is_end || is_receive || matches!(next, AwaitTask | DataIn),
+            SendData => is_end || is_send || matches!(next, DataIn),
+            // Parameter data that an operation has found may lack a buffer.
+            DataIn => {
+                let goes_on = matches!(next, AwaitBuffer | DataIn | WriteData);
+                is_end || is_receive || is_send || goes_on
+            }
+            WriteData => is_end || matches!(next, WriteData),
+            AwaitCredit(ChainKind::FetchTable) => is_end || matches!(next, FetchTable),
+            AwaitCredit(ChainKind::NeedData) => is_end || matches!(next, NeedData),
+            AwaitCredit(ChainKind::SendData) => is_end || matches!(next, SendData),
+            AwaitCredit(ChainKind::Respond) => is_end || matches!(next, WriteData | MgmtRspSent),
+            // A function is answered, or a command with the tag of another one goes on to its answer.
+            Mgmt => matches!(
+                next,
+                New | AwaitCredit(ChainKind::Respond) | MgmtRspSent | Done
+            ),
+            CmdRspSent | MgmtRspSent => matches!(next, Done),
+        }
+    }
+}
+
+/// A request that ends tasks, and is answered when they are gone.
+#[derive(Clone, Debug)]
+pub enum Cause {
+    /// A task-management function.
+    Function(Function),
+    /// A command with the tag of another one; its unit, if there is such a one.
+    Overlap(Option<Arc<Unit>>),
 }
 
 /// Proof that a request was taken in. It ends in exactly one of three ways; a context that lets it
@@ -116,7 +182,7 @@ impl Drop for CommandToken {
 pub struct Immediate {
     /// The receive context that is held back for it.
     pub recv: RecvIdx,
-    /// Where it begins in the information unit.
+    /// Offset in the information unit, in bytes.
     pub offset: u32,
     /// Bytes.
     pub len: u32,
@@ -125,7 +191,7 @@ pub struct Immediate {
 /// One request under way, and everything that it holds.
 #[derive(Debug)]
 pub struct SendIoctx {
-    /// Where it stands.
+    /// State of the request.
     pub state: IoctxState,
     /// Counts the uses of this context.
     pub generation: u32,
@@ -154,7 +220,7 @@ pub struct SendIoctx {
     /// Since when a command that has started waits for the initiator to give or take a piece of its data, or
     /// its answer.
     pub wait: Option<Wait>,
-    /// How much its waits for earlier pieces count.
+    /// Time that its waits for earlier pieces count.
     pub waited: Duration,
     /// The function, in a context of a task-management request.
     pub mgmt: Option<PendingFunction<Cause>>,
@@ -202,7 +268,7 @@ impl SendIoctx {
         )
     }
 
-    /// When the piece that it waits for must have been moved; all pieces together have `time`.
+    /// Deadline of the piece that it waits for; all pieces together have `time`.
     #[must_use]
     pub fn piece_due(&self, time: Duration, pace: &Pace) -> Option<Instant> {
         let mut left = time.saturating_sub(self.waited);

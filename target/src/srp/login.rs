@@ -22,7 +22,7 @@ pub const OWN_MESSAGES: u32 = 3;
 /// The longest information unit that we send: a response with response data and the longest sense.
 pub const MAX_TI_IU: u32 = 36 + 4 + 252;
 
-/// What a portal offers, from the configuration.
+/// Limits of a portal, from the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginLimits {
     /// Requests that a channel may have outstanding.
@@ -46,7 +46,7 @@ impl Default for LoginLimits {
     }
 }
 
-/// What access control says of an initiator port at a target port.
+/// Decision of access control about an initiator port at a target port.
 #[derive(Clone, Debug)]
 pub enum Admission {
     /// It may see these logical units.
@@ -57,7 +57,7 @@ pub enum Admission {
     UnknownTarget,
 }
 
-/// Why a login is refused.
+/// Reason for which a login is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginRefused {
     /// The reason for the SRP_LOGIN_REJ.
@@ -91,14 +91,14 @@ impl From<LoginRejReason> for LoginRefused {
     }
 }
 
-/// What exists at the time of a login.
+/// State of the target at the time of a login.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoginView {
     /// Channels that the I_T nexus has.
     pub channels: u32,
-    /// Whether there is no room for another channel, in memory, queue pairs or sessions.
+    /// There is no room for another channel, in memory, queue pairs or sessions.
     pub exhausted: bool,
-    /// Whether the target is shutting down.
+    /// The target is shutting down.
     pub stopping: bool,
 }
 
@@ -113,11 +113,11 @@ pub struct ChannelParams {
     pub max_ti_iu_len: u32,
     /// Work requests of the send queue.
     pub send_queue: u32,
-    /// Where immediate data begins, if it was agreed on.
+    /// Offset of immediate data, if it was agreed on.
     pub immediate: Option<ImmediateDataOffset>,
-    /// Whether the initiator asked to be told of asynchronous events.
+    /// The initiator has asked for asynchronous events (AER_REQ).
     pub wants_events: bool,
-    /// Whether logouts and credit requests are to be solicited events.
+    /// Choice of the messages that are to be solicited events.
     pub flags: LoginReqFlags,
 }
 
@@ -146,7 +146,7 @@ impl ChannelParams {
         (self.max_ti_iu_len as usize).next_multiple_of(64)
     }
 
-    /// What a channel with these parameters occupies, its queue pair aside.
+    /// Returns the memory of a channel with these parameters, its queue pair aside.
     #[must_use]
     pub fn memory(&self) -> ConnectionMemory {
         ConnectionMemory {

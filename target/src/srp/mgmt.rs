@@ -3,28 +3,18 @@
 //! ABORT TASK names a tag of this channel, since SRP tags are unique on their channel only. All else
 //! is common to the fabrics: [`task_mgmt`].
 
-use std::sync::Arc;
-
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
 use riser_scsi::step::Response;
 use riser_scsi::task::TaskManagement;
+use riser_state::become_state;
 
 use super::channel::{Channel, Cx};
-use super::ioctx::IoctxState;
+use super::ioctx::{Cause, IoctxState};
 use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
 use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
 use crate::pool::Pool;
 use crate::warn_limited;
-
-/// A request that ends tasks, and is answered when they are gone.
-#[derive(Clone, Debug)]
-pub enum Cause {
-    /// A task-management function.
-    Function(Function),
-    /// A command with the tag of another one; its unit, if there is such a one.
-    Overlap(Option<Arc<Unit>>),
-}
 
 impl Channel {
     pub(super) fn on_tsk_mgmt(&mut self, cx: &mut Cx<'_>, request: &TskMgmt) {
@@ -64,7 +54,7 @@ impl Channel {
         );
         let io = &mut self.ioctx[usize::from(idx.0)];
         let unit = io.exec.unit.clone();
-        io.state = IoctxState::Mgmt;
+        become_state(&mut io.state, IoctxState::Mgmt);
         let cause = Cause::Overlap(unit.clone());
         // The older one.
         io.mgmt.insert(PendingFunction::new(cause)).await_tasks(1);
@@ -133,7 +123,7 @@ impl Channel {
         let sense = Sense::new(SenseKey::AbortedCommand, overlapped);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.mgmt = None;
-        io.state = IoctxState::New;
+        become_state(&mut io.state, IoctxState::New);
         let response = Response::check_condition(&sense, format, io.exec.expected);
         self.respond(cx, idx, response);
     }

@@ -11,6 +11,7 @@
 //! - `command`: the way of an SRP_CMD through its states; `respond`: its transfers and its answer.
 //! - `mgmt`: task management and aborts.
 //! - `teardown`: logouts, disconnecting, draining.
+//! - `own`: messages of our own accord.
 //! - `ioctx`: the contexts of commands ([`IoctxState`]) and the rings.
 //! - `credit`: the request limit and the send queue.
 //! - `table`: descriptor tables.
@@ -37,6 +38,7 @@ pub mod credit;
 pub mod ioctx;
 pub mod login;
 mod mgmt;
+mod own;
 mod respond;
 pub mod table;
 mod teardown;
@@ -45,6 +47,8 @@ mod teardown;
 mod fixture;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_ioctx;
 #[cfg(test)]
 mod tests_limits;
 #[cfg(test)]

@@ -2,10 +2,11 @@
 
 use riser_scsi::srp::{Residual, Rsp, RspCode};
 use riser_scsi::step::{self, BackendError, Status, StepResult};
+use riser_state::become_state;
 
 use super::action::{Action, SendIu};
 use super::channel::{Channel, Cx};
-use super::ioctx::{IoctxState, Then};
+use super::ioctx::{ChainKind, IoctxState};
 use super::login::MAX_TI_IU;
 use crate::fabric::{CommandFlow as _, End, TaskIdx, Transfer};
 
@@ -25,17 +26,18 @@ impl Channel {
     pub(super) fn answer_code(&mut self, _cx: &mut Cx<'_>, idx: TaskIdx, code: RspCode) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.code = Some(code);
-        self.try_post(idx, Then::Respond);
+        self.try_post(idx, ChainKind::Respond);
     }
 
     /// Posts the next chain of a context, or waits for credit.
-    pub(super) fn try_post(&mut self, idx: TaskIdx, then: Then) {
+    pub(super) fn try_post(&mut self, idx: TaskIdx, then: ChainKind) {
         let wrs = self.plan_chain(idx, then);
         if self.send_queue.take(wrs) {
             self.post(idx, then, wrs);
         } else {
             self.counters.credit_waits += 1;
-            self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitCredit(then);
+            let io = &mut self.ioctx[usize::from(idx.0)];
+            become_state(&mut io.state, IoctxState::AwaitCredit(then));
             self.send_queue.wait(idx);
         }
     }
@@ -55,27 +57,28 @@ impl Channel {
     }
 
     /// Plans the next chain of a context; returns its number of work requests.
-    fn plan_chain(&mut self, idx: TaskIdx, then: Then) -> u32 {
+    fn plan_chain(&mut self, idx: TaskIdx, then: ChainKind) -> u32 {
         let limits = self.portion_limits();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let wrs = io.plan_portion(limits);
-        wrs + u32::from(then == Then::Respond && io.is_last_portion())
+        wrs + u32::from(then == ChainKind::Respond && io.is_last_portion())
     }
 
-    fn post(&mut self, idx: TaskIdx, then: Then, wrs: u32) {
+    fn post(&mut self, idx: TaskIdx, then: ChainKind, wrs: u32) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.wrs = wrs;
         let last = io.is_last_portion();
-        let answers = then == Then::Respond && last;
-        io.state = match then {
-            Then::FetchTable => IoctxState::FetchTable,
-            Then::NeedData => IoctxState::NeedData,
-            Then::SendData => IoctxState::SendData,
-            Then::Respond if !last => IoctxState::WriteData,
-            Then::Respond if io.mgmt.is_some() => IoctxState::MgmtRspSent,
-            Then::Respond => IoctxState::CmdRspSent,
+        let answers = then == ChainKind::Respond && last;
+        let next = match then {
+            ChainKind::FetchTable => IoctxState::FetchTable,
+            ChainKind::NeedData => IoctxState::NeedData,
+            ChainKind::SendData => IoctxState::SendData,
+            ChainKind::Respond if !last => IoctxState::WriteData,
+            ChainKind::Respond if io.mgmt.is_some() => IoctxState::MgmtRspSent,
+            ChainKind::Respond => IoctxState::CmdRspSent,
         };
-        self.transfers += u32::from(then != Then::Respond);
+        become_state(&mut io.state, next);
+        self.transfers += u32::from(then != ChainKind::Respond);
         let send = answers.then(|| self.emit_rsp(idx));
         self.actions.push_back(Action::Post { task: idx, send });
     }
@@ -131,7 +134,7 @@ impl Channel {
         let moved = io.transfer.as_ref().map_or(0, Transfer::portion_len);
         self.pace.on_moved(if ok { moved } else { 0 });
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
-            // One that was lost has told the initiator nothing.
+            // The initiator knows nothing of one that was lost.
             if ok {
                 io.exec.arrive(cx.now);
             } else {
@@ -155,11 +158,11 @@ impl Channel {
         transfer.portion_done();
         let more = !transfer.is_last();
         match state {
-            IoctxState::WriteData => self.try_post(idx, Then::Respond),
-            IoctxState::FetchTable if more => self.try_post(idx, Then::FetchTable),
+            IoctxState::WriteData => self.try_post(idx, ChainKind::Respond),
+            IoctxState::FetchTable if more => self.try_post(idx, ChainKind::FetchTable),
             IoctxState::FetchTable => self.on_table_fetched(cx, idx),
-            IoctxState::NeedData if more => self.try_post(idx, Then::NeedData),
-            IoctxState::SendData if more => self.try_post(idx, Then::SendData),
+            IoctxState::NeedData if more => self.try_post(idx, ChainKind::NeedData),
+            IoctxState::SendData if more => self.try_post(idx, ChainKind::SendData),
             IoctxState::NeedData | IoctxState::SendData => {
                 io.transfer = None;
                 let result = if ok {

@@ -36,14 +36,14 @@ pub enum Table {
     },
     /// Descriptors that the command only points to.
     External {
-        /// Where the initiator keeps them.
+        /// The initiator's memory with them.
         remote: MemDesc,
         /// Length of the data that they describe, in bytes.
         data_len: u32,
     },
 }
 
-/// Why a command's descriptors cannot be used.
+/// Reason for which a command's descriptors cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// More descriptors than [`MAX_DESCRIPTORS`].
@@ -54,14 +54,14 @@ pub enum TableError {
     Short {
         /// Sum of the descriptors' lengths.
         described: u64,
-        /// What the command says.
+        /// Length according to the command, in bytes.
         declared: u32,
     },
 }
 
-/// A table taken from a command.
+/// Result of [`Table::take`].
 #[derive(Debug)]
-pub enum Taken {
+pub enum NewTable {
     /// The table.
     Ready(Table),
     /// The pool has no buffer to hold it at the moment.
@@ -73,11 +73,16 @@ impl Table {
     ///
     /// # Errors
     /// [`TableError`]; nothing is held then.
-    pub fn take(data: &DataBuffer<'_>, pool: &mut Pool, owner: Owner) -> Result<Taken, TableError> {
-        Ok(Taken::Ready(match data {
+    pub fn take(
+        data: &DataBuffer<'_>,
+        pool: &mut Pool,
+        owner: Owner,
+    ) -> Result<NewTable, TableError> {
+        Ok(NewTable::Ready(match data {
             DataBuffer::None | DataBuffer::Immediate { .. } => Self::Empty,
             DataBuffer::Direct(desc) => Self::Inline([*desc].into_iter().collect()),
             DataBuffer::Indirect(table) => {
+                // Before any memory is taken: the number is the peer's.
                 let entries = table.entries();
                 if entries > MAX_DESCRIPTORS {
                     return Err(TableError::TooLong(entries));
@@ -94,7 +99,7 @@ impl Table {
                     } else {
                         let bytes = table.inline.as_bytes();
                         let Some(buffer) = pool.take_table(owner, bytes.len() as u32) else {
-                            return Ok(Taken::NoBuffer);
+                            return Ok(NewTable::NoBuffer);
                         };
                         buffer.write(0, bytes);
                         Self::Pooled { buffer, entries }
@@ -170,7 +175,7 @@ impl RemoteMemory for Table {
 pub struct Tables {
     data_out: Table,
     data_in: Table,
-    /// Where an external table lies, and the buffer that it goes to.
+    /// External table that is being read, and the buffer that it goes to.
     fetch: Option<(Table, Buffer)>,
 }
 
@@ -190,8 +195,8 @@ impl Tables {
             (&cmd.data_in, &mut self.data_in),
         ] {
             match Table::take(data, pool, owner)? {
-                Taken::Ready(taken) => *table = taken,
-                Taken::NoBuffer => return Ok(false),
+                NewTable::Ready(taken) => *table = taken,
+                NewTable::NoBuffer => return Ok(false),
             }
         }
         Ok(true)
@@ -322,7 +327,8 @@ mod tests {
         for n in [1, 16, 17, 255] {
             let list = descs(n, 512);
             let data = indirect(&list, n, n * 512);
-            let Taken::Ready(mut table) = Table::take(&data, &mut pool, Owner(1)).unwrap() else {
+            let NewTable::Ready(mut table) = Table::take(&data, &mut pool, Owner(1)).unwrap()
+            else {
                 panic!("the pool is empty");
             };
             assert_eq!(table.entries(), n);
@@ -390,7 +396,7 @@ mod tests {
                 .collect();
             let total: u32 = lens.iter().sum();
             let data = indirect(&list, list.len() as u32, total);
-            let Taken::Ready(mut table) = Table::take(&data, &mut pool, Owner(0)).unwrap() else {
+            let NewTable::Ready(mut table) = Table::take(&data, &mut pool, Owner(0)).unwrap() else {
                 panic!("the pool has room");
             };
             let buffer = pool.take(total).unwrap();

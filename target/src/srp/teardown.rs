@@ -2,26 +2,23 @@
 //! AER_REQ.
 
 use std::sync::Arc;
-
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use riser_scsi::attention::Attention;
-use riser_scsi::sense::{SenseData, SenseFormat};
-use riser_scsi::srp::{
-    AerReq, CredReq, FromTarget, LoginReqFlags, TLogout, TLogoutReason, Tag, WireLun,
-};
+use riser_scsi::sense::SenseFormat;
+use riser_scsi::srp::{AerReq, CredReq, FromTarget, LoginReqFlags, TLogout, TLogoutReason, Tag};
 use riser_state::become_state;
 
 use super::action::{Action, SendIu};
 use super::channel::{ChState, Channel, Cx};
 use super::ioctx::IoctxState;
 use super::login::MAX_TI_IU;
+use super::own::{Kind, Slot};
 use crate::audit::Parting;
 use crate::fabric::{CommandFlow as _, End, LunMap, TaskAction, TaskIdx, UnitIdx};
 use crate::pool::Pool;
 
-/// How long a T_LOGOUT may take to be sent before the connection ends without it.
+/// Time limit for sending a T_LOGOUT; the connection ends without it then.
 const LOGOUT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The same for a channel that a new login replaces: its commands wait until this channel is gone.
@@ -30,52 +27,6 @@ const REPLACED_LOGOUT_TIMEOUT: Duration = Duration::from_millis(100);
 /// Events that wait for AER_REQ at most; more are not reported that way, and meet the initiator as
 /// unit attentions.
 const MAX_EVENTS: usize = 16;
-
-/// A message of our own: at most one of each kind is under way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    CredReq,
-    AerReq,
-    Logout,
-}
-
-/// Where a message of our own stands.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Slot {
-    /// Its send has not completed.
-    sending: bool,
-    /// Its answer has not come.
-    unanswered: Option<Tag>,
-}
-
-impl Slot {
-    fn is_idle(self) -> bool {
-        !self.sending && self.unanswered.is_none()
-    }
-}
-
-/// Messages of our own.
-#[derive(Debug, Default)]
-pub(super) struct Own {
-    slots: [Slot; 3],
-    next_tag: u64,
-    events: VecDeque<(WireLun, SenseData)>,
-    /// Until when commands under way may finish before the logout.
-    stopping: Option<Instant>,
-}
-
-impl Own {
-    /// None of them will complete.
-    pub(super) fn forget_sends(&mut self) {
-        for slot in &mut self.slots {
-            slot.sending = false;
-        }
-    }
-
-    pub(super) fn is_sending(&self) -> bool {
-        self.slots.iter().any(|s| s.sending)
-    }
-}
 
 impl Channel {
     /// The target is shutting down: commands under way may finish until `until`, then the initiator
@@ -120,7 +71,7 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// Something happened to a unit that initiators may want to be told of at once.
+    /// Reports an event of a unit by AER_REQ, if the initiator has asked for that.
     pub fn handle_event(&mut self, cx: &mut Cx<'_>, unit: UnitIdx, attention: Attention) {
         if self.state == ChState::Live && self.config.params.wants_events {
             let sense = attention.sense().encode(SenseFormat::Fixed);
@@ -139,7 +90,7 @@ impl Channel {
     }
 
     /// The initiator sees other units from now on. Commands under way keep theirs to their end. The
-    /// unit attention is the nexus's affair; those who want events are told at once.
+    /// unit attention is the nexus's affair; an initiator that has asked for events gets an AER_REQ at once.
     pub fn handle_luns(&mut self, cx: &mut Cx<'_>, luns: Arc<LunMap>) {
         let is_same = self.config.luns.is_same(&luns);
         self.accounts.follow(&luns);
@@ -263,6 +214,8 @@ impl Channel {
         if self.own.stopping.is_some() && self.req_lim.outstanding() == 0 {
             return self.logout(cx, TLogoutReason::NoReason);
         }
+        // Credits travel with answers. Only when none is under way that could carry them, a request
+        // of ours does, or the initiator would wait for ever.
         if self.req_lim.is_stuck() && self.slot(Kind::CredReq).is_idle() {
             let tag = self.own_tag();
             let solicited = self.wants(LoginReqFlags::CRSOLNT);

@@ -17,7 +17,7 @@ use super::fixture::{
     Answer, Data, KEY, Pending, Rig, TABLE, blocks, cmd, indirect, params, read10, table_bytes,
     tmf, write10,
 };
-use super::ioctx::{IoctxState, Then};
+use super::ioctx::{ChainKind, IoctxState};
 use super::login::ChannelParams;
 use crate::config::DATA_OUT_TIMEOUT;
 use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
@@ -576,7 +576,7 @@ fn a_full_send_queue_is_waited_for() {
     }
     assert_eq!(
         state(&rig.channels[0])[2..],
-        [IoctxState::AwaitCredit(Then::Respond); 2]
+        [IoctxState::AwaitCredit(ChainKind::Respond); 2]
     );
     rig.settle();
     assert_eq!(rig.answers().len(), 4);

@@ -9,7 +9,7 @@ use super::channel::ChState;
 use super::fixture::{
     Answer, Data, KEY, Pending, Rig, TABLE, cmd, indirect, read10, table_bytes, tmf, write10,
 };
-use super::ioctx::{IoctxState, Then};
+use super::ioctx::{ChainKind, IoctxState};
 use crate::config::DATA_OUT_TIMEOUT;
 use crate::fabric::{Direction, MAX_DATA_TIMEOUTS, RdmaRequest, TaskIdx};
 
@@ -328,7 +328,7 @@ fn what_waits_for_credit_does_not_wait_for_ever() {
         rig.complete_nth(at, true);
     }
     let states = [0, 1, 2].map(|i| rig.channels[0].ioctx_state(TaskIdx(i)));
-    assert_eq!(states[0], IoctxState::AwaitCredit(Then::NeedData));
+    assert_eq!(states[0], IoctxState::AwaitCredit(ChainKind::NeedData));
     assert_eq!(states[1..], [IoctxState::WriteData; 2]);
     rig.advance(DATA_OUT_TIMEOUT);
     assert_eq!(rig.channels[0].state(), ChState::Draining);

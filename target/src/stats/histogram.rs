@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Buckets of a histogram. The first takes up to [`bound`]`(0)`, the last whatever is longer than the
+/// Buckets of a histogram. The first takes up to [`bound`]`(0)`, the last all that is longer than the
 /// one before it takes.
 pub const BUCKETS: usize = 26;
 
@@ -13,28 +13,6 @@ const FIRST: u32 = 10;
 #[must_use]
 pub fn bound(bucket: usize) -> Option<u64> {
     (bucket < BUCKETS - 1).then(|| 1 << (FIRST + bucket as u32))
-}
-
-/// The duration that a part of all, from 0 to 1, did not exceed, in the unit of `bounds`; `None` if there are
-/// none. `bounds` are those of all buckets but the last. Durations count as spread evenly within a bucket, and
-/// those beyond the last bound as equal to it, as Prometheus' `histogram_quantile` has it.
-#[must_use]
-pub fn quantile(buckets: &[u64], bounds: &[f64], part: f64) -> Option<f64> {
-    let all: u64 = buckets.iter().sum();
-    let wanted = all as f64 * part;
-    let mut below = 0.0;
-    for (bucket, n) in buckets.iter().enumerate().filter(|(_, n)| **n > 0) {
-        let n = *n as f64;
-        if below + n >= wanted {
-            let Some(high) = bounds.get(bucket) else {
-                break;
-            };
-            let low = bucket.checked_sub(1).map_or(0.0, |before| bounds[before]);
-            return Some(low + (high - low) * (wanted - below) / n);
-        }
-        below += n;
-    }
-    bounds.last().copied().filter(|_| all > 0)
 }
 
 fn bucket_of(nanos: u64) -> usize {
@@ -53,14 +31,14 @@ impl Counter {
         self.0.store(sum, Ordering::Relaxed);
     }
 
-    /// What was counted.
+    /// Returns the count.
     #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// How long something took, each time.
+/// Distribution of durations.
 #[derive(Debug, Default)]
 pub struct Histogram {
     buckets: [Counter; BUCKETS],
@@ -69,7 +47,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// It took so many nanoseconds once more.
+    /// Counts a duration of `nanos` nanoseconds.
     pub fn record(&self, nanos: u64) {
         self.buckets[bucket_of(nanos)].add(1);
         self.sum.add(nanos);
@@ -84,17 +62,17 @@ impl Histogram {
     }
 }
 
-/// What a histogram holds, or several together.
+/// Content of a histogram, or of several together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Times {
-    /// How often, by bucket.
+    /// Counts by bucket.
     pub buckets: [u64; BUCKETS],
     /// Nanoseconds in all.
     pub nanos: u64,
 }
 
 impl Times {
-    /// How often.
+    /// Returns the number of durations.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
@@ -115,27 +93,6 @@ mod tests {
         assert_eq!(bucket_of((1 << 34) + 1), BUCKETS - 1);
         assert_eq!(bucket_of(u64::MAX), BUCKETS - 1);
         assert_eq!(bound(BUCKETS - 1), None);
-    }
-
-    #[test]
-    fn a_quantile_lies_within_its_bucket_as_prometheus_has_it() {
-        let bounds = [0.001, 0.002, 0.004];
-        let of = |buckets: &[u64], part| quantile(buckets, &bounds, part);
-        assert_eq!(of(&[0; 4], 0.5), None);
-        for (buckets, part, expected) in [
-            ([4, 0, 0, 0], 0.5, 0.0005),
-            ([4, 0, 0, 0], 1.0, 0.001),
-            ([2, 2, 0, 0], 0.75, 0.0015),
-            ([2, 0, 2, 0], 0.5, 0.001),
-            ([0, 0, 100, 0], 0.99, 0.00398),
-            ([1, 0, 0, 99], 0.99, 0.004),
-        ] {
-            let found = of(&buckets, part).unwrap();
-            assert!(
-                (found - expected).abs() < 1e-9,
-                "{buckets:?} {part}: {found}"
-            );
-        }
     }
 
     #[test]

@@ -1,23 +1,20 @@
 //! What the commands to a logical unit of a target have done and how long they took.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use riser_config::MAX_WORKERS;
 use riser_scsi::opcode::Kind;
 
 use super::histogram::{Counter, Histogram, Times};
-use super::timer::{Clock, Done};
+use super::outcome::{Clock, Done, Fault};
 use super::{CLASSES, Stage, Tally, Tracer};
-
-/// Workers that there can be.
-pub const MAX_WORKERS: usize = 64;
 
 /// Bytes that a unit takes at a worker that has served it.
 pub const WORKER_BYTES: usize = size_of::<WorkerStats>();
 
-/// One in so many commands is timed.
+/// Interval of the commands that are timed.
 pub const SAMPLE: u64 = 16;
 
 /// Whether the command with this number is in the sample. Multiples of the golden ratio are spread evenly, so
@@ -28,66 +25,6 @@ fn is_sampled(n: u64) -> bool {
 
 /// Initiators whose sessions are over and whose names a unit keeps.
 pub const MAX_INITIATORS: usize = 256;
-
-/// How a command failed: its status and, with CHECK CONDITION, the sense key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fault {
-    /// What kind of command.
-    pub class: Kind,
-    /// SCSI status.
-    pub status: u8,
-    /// Sense key.
-    pub sense_key: Option<u8>,
-}
-
-impl Fault {
-    /// Whether it is an error. A unit attention reports what has happened to the unit, and its command is
-    /// repeated; NO SENSE and RECOVERED ERROR go with commands that were carried out.
-    #[must_use]
-    pub fn is_error(&self) -> bool {
-        !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))
-    }
-
-    /// Whether it is a unit attention.
-    #[must_use]
-    pub fn is_attention(&self) -> bool {
-        self.sense_key == Some(0x6)
-    }
-
-    /// Its sense key (SPC-4 4.5.6) or status (SAM-5 5.3.1), as the standards call them.
-    #[must_use]
-    pub fn name(&self) -> Cow<'static, str> {
-        const KEYS: [&str; 16] = [
-            "NO SENSE",
-            "RECOVERED ERROR",
-            "NOT READY",
-            "MEDIUM ERROR",
-            "HARDWARE ERROR",
-            "ILLEGAL REQUEST",
-            "UNIT ATTENTION",
-            "DATA PROTECT",
-            "BLANK CHECK",
-            "VENDOR SPECIFIC",
-            "COPY ABORTED",
-            "ABORTED COMMAND",
-            "EQUAL",
-            "VOLUME OVERFLOW",
-            "MISCOMPARE",
-            "COMPLETED",
-        ];
-        if let Some(key) = self.sense_key {
-            return KEYS[usize::from(key & 0xf)].into();
-        }
-        match self.status {
-            0x02 => "CHECK CONDITION".into(),
-            0x08 => "BUSY".into(),
-            0x18 => "RESERVATION CONFLICT".into(),
-            0x28 => "TASK SET FULL".into(),
-            0x40 => "TASK ABORTED".into(),
-            other => format!("status {other:#04x}").into(),
-        }
-    }
-}
 
 /// Failed commands, by how they failed.
 #[derive(Debug, Default)]
@@ -101,7 +38,7 @@ impl Faults {
             .count(fault);
     }
 
-    /// Those that there were.
+    /// Returns the failures and their numbers.
     #[must_use]
     pub fn tally(&self) -> Tally<Fault> {
         self.0
@@ -128,7 +65,7 @@ struct WorkerStats {
     ended: Counter,
 }
 
-/// What commands of one kind have done at all workers.
+/// Totals of commands of one kind at all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassCounts {
     /// By stage, of commands that were timed.
@@ -147,10 +84,10 @@ pub struct LunStats {
     lun: u16,
     workers: Box<[OnceLock<Arc<WorkerStats>>]>,
     faults: Faults,
-    kept: Mutex<BTreeMap<String, Share>>,
+    kept: Mutex<BTreeMap<String, InitiatorStats>>,
     /// Gives the time to commands that are timed.
     clock: Option<Clock>,
-    /// Whether there is a tracer.
+    /// There is a tracer.
     is_traced: AtomicBool,
     tracer: Mutex<Option<Arc<Tracer>>>,
 }
@@ -205,7 +142,7 @@ impl LunStats {
         self.workers.iter().filter_map(|w| Some(&**w.get()?))
     }
 
-    /// What commands of a kind have done.
+    /// Returns the totals of commands of a kind.
     #[must_use]
     pub fn class(&self, class: Kind) -> ClassCounts {
         let mut counts = self.total(class);
@@ -242,7 +179,7 @@ impl LunStats {
     }
 
     /// A session is over: what it has done stays with its initiator's name, unless there are too many.
-    pub fn keep(&self, initiator: &str, share: Share) {
+    pub fn keep(&self, initiator: &str, share: InitiatorStats) {
         let mut kept = self.lock_kept();
         if let Some(sum) = kept.get_mut(initiator) {
             *sum += share;
@@ -251,13 +188,13 @@ impl LunStats {
         }
     }
 
-    /// What initiators have done in sessions that are over.
+    /// Returns the totals of initiators in sessions that are over.
     #[must_use]
-    pub fn kept(&self) -> BTreeMap<String, Share> {
+    pub fn kept(&self) -> BTreeMap<String, InitiatorStats> {
         self.lock_kept().clone()
     }
 
-    fn lock_kept(&self) -> MutexGuard<'_, BTreeMap<String, Share>> {
+    fn lock_kept(&self) -> MutexGuard<'_, BTreeMap<String, InitiatorStats>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -270,10 +207,10 @@ impl LunStats {
             + size_of_val(&*self.workers)
             + self.served().count() * WORKER_BYTES
             + names.sum::<usize>()
-            + kept.len() * size_of::<Share>()
+            + kept.len() * size_of::<InitiatorStats>()
     }
 
-    /// What a worker counts.
+    /// Returns the statistics of a worker.
     ///
     /// # Panics
     /// If there cannot be such a worker.
@@ -282,9 +219,9 @@ impl LunStats {
     }
 }
 
-/// What one session has done at a logical unit: at one worker, as the session's connection is.
+/// Statistics of one session at a logical unit: of one worker, as the session's connection is.
 #[derive(Debug)]
-pub struct Account {
+pub struct SessionStats {
     lun: Arc<LunStats>,
     stats: Arc<WorkerStats>,
     commands: [Counter; CLASSES.len()],
@@ -292,18 +229,18 @@ pub struct Account {
     faults: Faults,
 }
 
-/// What one session has done with commands of one kind.
+/// Totals of one session's commands of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AccountView {
+pub struct ClassTotals {
     /// Commands answered.
     pub commands: u64,
     /// Data both ways.
     pub bytes: u64,
 }
 
-/// What an initiator has done at a unit.
+/// Totals of an initiator at a unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Share {
+pub struct InitiatorStats {
     /// Commands answered.
     pub commands: u64,
     /// Data to the initiator, in bytes.
@@ -312,7 +249,7 @@ pub struct Share {
     pub written: u64,
 }
 
-impl std::ops::AddAssign for Share {
+impl std::ops::AddAssign for InitiatorStats {
     fn add_assign(&mut self, other: Self) {
         self.commands += other.commands;
         self.read += other.read;
@@ -320,7 +257,7 @@ impl std::ops::AddAssign for Share {
     }
 }
 
-impl Account {
+impl SessionStats {
     /// Nothing was done yet.
     #[must_use]
     pub fn new(lun: Arc<LunStats>, worker: u16) -> Self {
@@ -339,19 +276,19 @@ impl Account {
         &self.lun
     }
 
-    /// What commands of a kind have done.
+    /// Returns the totals of commands of a kind.
     #[must_use]
-    pub fn class(&self, class: Kind) -> AccountView {
-        AccountView {
+    pub fn class(&self, class: Kind) -> ClassTotals {
+        ClassTotals {
             commands: self.commands[class as usize].get(),
             bytes: self.bytes[class as usize].get(),
         }
     }
 
-    /// What was done in all. Which way data went is told by the kind of command.
+    /// Returns the totals of all commands. The kind of a command decides in which direction its data count.
     #[must_use]
-    pub fn share(&self) -> Share {
-        let mut share = Share::default();
+    pub fn share(&self) -> InitiatorStats {
+        let mut share = InitiatorStats::default();
         for class in CLASSES {
             let view = self.class(class);
             share.commands += view.commands;
@@ -369,13 +306,13 @@ impl Account {
         self.faults.tally()
     }
 
-    /// Whether somebody looks at commands to the unit.
+    /// Whether a tracer looks at commands to the unit.
     #[inline]
     pub(super) fn is_traced(&self) -> bool {
         self.lun.is_traced.load(Ordering::Relaxed)
     }
 
-    /// Who does.
+    /// Returns the tracer that does.
     pub(super) fn tracer(&self) -> Option<Arc<Tracer>> {
         let tracer = self.lun.tracer.lock();
         tracer.unwrap_or_else(PoisonError::into_inner).clone()

@@ -2,14 +2,14 @@
 //!
 //! # Modules
 //! - `histogram`: how long something took, in buckets of powers of two.
-//! - `lun`: [`LunStats`], of a logical unit of a target; [`Account`], of one session's part of it.
+//! - `lun`: [`LunStats`], of a logical unit of a target; [`SessionStats`], of one session's part of it.
 //! - `timer`: [`CommandTimer`], the way of one command through its stages.
 //! - `trace`: [`Tracer`], the ways of single commands, on request.
 //! - `tally`: [`Tally`], what happens rarely, by kind.
 //! - `target`: [`TargetStats`], how initiators of iSCSI come to a target and leave it.
 //!
 //! # Who writes
-//! A number is written by one worker and read by whoever wants to know, so an addition is a load and a
+//! A number is written by one worker and read by any thread, so an addition is a load and a
 //! store and no locked instruction. What several workers count is kept apart and added up by the
 //! reader.
 //!
@@ -20,29 +20,32 @@
 //!
 //! # Bounds
 //! A logical unit of a target takes [`lun::WORKER_BYTES`] at each worker that has served it, a session
-//! an [`Account`] for each unit that it has used; both are made with the first command and never with
+//! an [`SessionStats`] for each unit that it has used; both are made with the first command and never with
 //! a later one. A unit keeps the names of [`lun::MAX_INITIATORS`] whose sessions are over.
 
 mod histogram;
 mod lun;
+mod outcome;
 mod tally;
 mod target;
 mod timer;
 mod trace;
 
+pub use riser_config::MAX_WORKERS;
 use riser_scsi::opcode::Kind;
 
-pub use histogram::{BUCKETS, Counter, Histogram, Times, bound, quantile};
+pub use histogram::{BUCKETS, Counter, Histogram, Times, bound};
 pub use lun::{
-    Account, AccountView, ClassCounts, Fault, Faults, LunStats, MAX_INITIATORS, MAX_WORKERS,
-    SAMPLE, Share, WORKER_BYTES,
+    ClassCounts, ClassTotals, Faults, InitiatorStats, LunStats, MAX_INITIATORS, SAMPLE,
+    SessionStats, WORKER_BYTES,
 };
+pub use outcome::{Clock, Fault};
 pub use tally::{Functions, Tally};
 pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};
-pub use timer::{Clock, CommandTimer};
-pub use trace::{CDB_TRACED, Record, Subject, Tracer};
+pub use timer::CommandTimer;
+pub use trace::{CDB_TRACED, Record, TraceKey, Tracer};
 
-/// Kinds of commands that are told apart.
+/// Kinds of commands that are counted apart.
 pub const CLASSES: [Kind; 6] = [
     Kind::Read,
     Kind::Write,
@@ -65,7 +68,7 @@ pub fn class_name(class: Kind) -> &'static str {
     }
 }
 
-/// Where a command spends its time.
+/// Stage in which a command spends time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// Descriptors and data come from the initiator.
@@ -133,17 +136,17 @@ mod tests {
         }
     }
 
-    fn subject() -> Subject {
-        Subject {
+    fn subject() -> TraceKey {
+        TraceKey {
             tag: 7,
             nexus: 1,
             cdb: [0x2a, 0, 0, 0, 0, 9, 0, 0, 8, 0].into_iter().collect(),
         }
     }
 
-    fn account() -> Arc<Account> {
+    fn account() -> Arc<SessionStats> {
         let stats = Arc::new(LunStats::new("demo", 3, None));
-        Arc::new(Account::new(stats, 0))
+        Arc::new(SessionStats::new(stats, 0))
     }
 
     #[test]
@@ -189,7 +192,7 @@ mod tests {
             START.with(|start| *start) + Duration::from_micros(READ.get())
         };
         let stats = Arc::new(LunStats::new("demo", 3, Some(clock)));
-        let account = Arc::new(Account::new(stats, 0));
+        let account = Arc::new(SessionStats::new(stats, 0));
         let round = START.with(|start| *start);
         let mut timer = CommandTimer::default();
         let mut run = || {
@@ -236,7 +239,7 @@ mod tests {
             timer.answer(&response(Status::Good, &[]), 0, Instant::now());
             timer.arrive(Instant::now());
         }
-        let share = Share {
+        let share = InitiatorStats {
             commands: 3,
             read: 548,
             written: 4096,
@@ -356,7 +359,7 @@ mod tests {
         account.lun().trace(Some(Arc::clone(&tracer)));
         run(&mut timer, 50);
         assert_eq!(tracer.take(), [], "too fast");
-        // One that is not answered is not told, and leaves nothing behind.
+        // One that is not answered is not reported, and leaves nothing behind.
         timer.begin(Arc::clone(&account), subject, at(0));
         timer.enter(Stage::Scsi, at(10));
         timer.abandon();

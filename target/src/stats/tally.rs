@@ -1,6 +1,6 @@
 //! What happens rarely, counted by kind.
 
-/// How often things of each kind have happened. There are few kinds.
+/// Counts by kind. There are few kinds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tally<K>(Vec<(K, u64)>);
 
@@ -39,7 +39,7 @@ impl<K: PartialEq + Copy> Tally<K> {
         self.0.iter().copied()
     }
 
-    /// How often something has happened.
+    /// Returns the sum of all kinds.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.0.iter().map(|(_, n)| n).sum()

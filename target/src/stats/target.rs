@@ -8,7 +8,7 @@ use riser_scsi::iscsi::pdu::LoginStatus;
 
 use super::Tally;
 
-/// What happens to a session and is counted at its target.
+/// Event of a session that is counted at its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionEvent {
     /// It was logged out.
@@ -46,15 +46,15 @@ impl SessionEvent {
 pub struct Refused {
     /// With what answer.
     pub status: LoginStatus,
-    /// Whose.
+    /// Name of the initiator.
     pub initiator: String,
     /// From where.
     pub address: IpAddr,
-    /// When.
+    /// Time of the refusal.
     pub at: Instant,
 }
 
-/// What was counted at a target.
+/// Counts of a target.
 #[derive(Clone, Debug, Default)]
 pub struct TargetCounts {
     /// Logins accepted.
@@ -63,7 +63,7 @@ pub struct TargetCounts {
     pub refused: Tally<LoginStatus>,
     /// The last one of them.
     pub last_refused: Option<Refused>,
-    /// What has happened to sessions.
+    /// Events of sessions.
     pub events: Tally<SessionEvent>,
     /// The last one that was an error, and to whom it happened.
     pub last_error: Option<(SessionEvent, String)>,
@@ -100,7 +100,7 @@ impl TargetStats {
         }
     }
 
-    /// What was counted.
+    /// Returns the count.
     #[must_use]
     pub fn counts(&self) -> TargetCounts {
         self.lock().clone()

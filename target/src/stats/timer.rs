@@ -6,29 +6,15 @@ use std::time::Instant;
 use riser_scsi::opcode::Kind;
 use riser_scsi::step::{Response, Status};
 
-use super::lun::{Account, Fault};
-use super::trace::{Subject, Trace};
+use super::lun::SessionStats;
+use super::outcome::{Clock, Done, Fault};
+use super::trace::{Trace, TraceKey};
 use super::{CLASSES, Stage};
-
-/// Reads the time.
-pub type Clock = fn() -> Instant;
-
-/// The numbers of a command that was answered, for its account.
-#[derive(Debug)]
-pub(super) struct Done {
-    pub(super) class: Kind,
-    /// Total time in nanoseconds.
-    pub(super) took: u64,
-    /// Nanoseconds by stage, of a command that is timed.
-    pub(super) spent: Option<[u64; Stage::ALL.len()]>,
-    pub(super) bytes: u64,
-    pub(super) fault: Option<Fault>,
-}
 
 /// The present stage of a command and, if the command is timed, the times of those before.
 #[derive(Debug)]
 pub struct CommandTimer {
-    account: Option<Arc<Account>>,
+    account: Option<Arc<SessionStats>>,
     stage: Stage,
     /// When its present stage began, where it is timed; when it came, otherwise. `None` once it is over.
     since: Option<Instant>,
@@ -67,8 +53,8 @@ impl CommandTimer {
     /// Begins with a command that has come.
     pub fn begin(
         &mut self,
-        account: Arc<Account>,
-        subject: impl FnOnce() -> Subject,
+        account: Arc<SessionStats>,
+        subject: impl FnOnce() -> TraceKey,
         now: Instant,
     ) {
         let is_sampled = account.begin();
@@ -91,7 +77,7 @@ impl CommandTimer {
 
     /// Times each of its stages: it is in the sample, or commands to the unit are traced.
     #[cold]
-    fn time(&mut self, account: &Account, subject: Option<Subject>, now: Instant) {
+    fn time(&mut self, account: &SessionStats, subject: Option<TraceKey>, now: Instant) {
         let lun = account.lun();
         self.clock = lun.clock();
         self.done.spent = Some(Default::default());
@@ -123,7 +109,7 @@ impl CommandTimer {
 
     /// Takes the command over from another connection, on this account. One that was answered there, and
     /// only has its answer repeated, stays on the other's.
-    pub fn join(&mut self, account: Option<Arc<Account>>) {
+    pub fn join(&mut self, account: Option<Arc<SessionStats>>) {
         self.account = account.filter(|_| !self.counted);
         if let Some(account) = &self.account {
             account.begin();

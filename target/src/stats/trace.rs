@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 
 use super::Stage;
-use super::timer::Done;
+use super::outcome::Done;
 
-/// Stages of a command that are told; a write that comes in many parts goes to and fro.
+/// Stages of a command that are recorded; a write that comes in many parts goes to and fro.
 const STEPS: usize = 64;
 
 /// Bytes of a CDB that are kept: all that the opcodes with a logical block address have.
@@ -26,7 +26,7 @@ pub const CDB_TRACED: usize = 16;
 
 /// A command, as its initiator named it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Subject {
+pub struct TraceKey {
     /// The tag of the transport.
     pub tag: u64,
     /// The I_T nexus.
@@ -43,12 +43,12 @@ pub struct Record {
     /// The logical unit's number there.
     pub lun: u16,
     /// The command.
-    pub subject: Subject,
-    /// When it came.
+    pub subject: TraceKey,
+    /// Time at which it came.
     pub begun: Instant,
     /// The stages that it was in, and how long after it came it reached each.
     pub steps: ArrayVec<(Stage, Duration), STEPS>,
-    /// How long it took in all.
+    /// Total time.
     pub took: Duration,
     /// Data both ways, in bytes.
     pub bytes: u64,
@@ -67,7 +67,7 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// Looks at commands of this tag, or of any, that take at least so long; keeps so many.
+    /// A tracer of commands with this tag, or any, that take at least `slower_than`; it keeps `most` of them.
     #[must_use]
     pub fn new(tag: Option<u64>, slower_than: Duration, most: usize) -> Self {
         Self {
@@ -79,13 +79,13 @@ impl Tracer {
         }
     }
 
-    /// Those that were found since it was last asked.
+    /// Returns the records since the last call.
     #[must_use]
     pub fn take(&self) -> Vec<Record> {
         std::mem::take(&mut *self.records.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// How many did not fit.
+    /// Returns the number of records that did not fit.
     #[must_use]
     pub fn missed(&self) -> u64 {
         self.missed.load(Ordering::Relaxed)
@@ -113,7 +113,7 @@ impl Trace {
     pub(super) fn begin(
         tracer: Arc<Tracer>,
         (target, lun): (&str, u16),
-        subject: Subject,
+        subject: TraceKey,
         now: Instant,
     ) -> Option<Self> {
         if tracer.tag.is_some_and(|tag| tag != subject.tag) {
@@ -137,7 +137,7 @@ impl Trace {
     /// It leaves a stage, which it had reached at `since`.
     pub(super) fn leave(&mut self, stage: Stage, since: Instant) {
         let reached = since.saturating_duration_since(self.record.begun);
-        // The last steps of a command of very many are not told.
+        // The last steps of a command of very many are not recorded.
         let _ = self.record.steps.try_push((stage, reached));
     }
 

@@ -41,26 +41,7 @@ impl Worker {
             }
         }
         self.follow_portals();
-        let changed: Vec<_> = self
-            .sessions
-            .iter()
-            .filter_map(|(slot, session)| {
-                let nexus = session.channel.nexus();
-                let luns = self.shared.registry.luns(&session.key, nexus)?;
-                let same = Arc::ptr_eq(&luns, &session.channel.config().luns);
-                (!same).then_some((slot, luns))
-            })
-            .collect();
-        for (slot, luns) in changed {
-            self.with_channel(slot, |ch, cx| ch.handle_luns(cx, luns));
-        }
-        let slots: Vec<_> = self.sessions.iter().map(|(slot, _)| slot).collect();
-        for slot in slots {
-            self.with_channel(slot, crate::srp::Channel::handle_limits);
-        }
-        self.log_out_unserved();
-        self.follow_iscsi();
-        self.follow_iser();
+        self.follow_sessions();
     }
 
     /// Detaches backends that are served no more and that no task needs.

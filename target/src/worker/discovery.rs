@@ -13,8 +13,8 @@ use riser_transport::wire::dm::{
     ServiceEntry, Status,
 };
 
-use super::target::TargetDef;
 use super::{Device, Worker};
+use crate::sessions::catalog::TargetDef;
 
 /// Requests held at once.
 const DEPTH: u32 = 32;

@@ -5,23 +5,21 @@
     reason = "a received message is looked at in place, in the receive ring"
 )]
 
-use std::cmp::Reverse;
 use std::net::IpAddr;
 
 use riser_memory::MemSlice;
 use riser_scsi::step::{BlockOp, StepResult};
-use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, QpId, VerbsError};
+use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, VerbsError};
 
-use super::exec::{Owner, Work};
+use super::conns::{Conn, ConnKey, Connection};
+use super::fabrics::{Fabric, Input};
 use super::mail::Mail;
 use super::reservations::NO_CHANNEL;
-use super::{CQ_BATCH, Endpoint, Flushing, GRACE, Phase, Report, Worker, WorkerError};
+use super::work::{Owner, Work};
+use super::{CQ_BATCH, Flushing, GRACE, Phase, Report, Worker, WorkerError};
 use crate::audit::Who;
 use crate::config::Protocol;
-use crate::iscsi::TakeOver;
-use crate::iser::IserChannel;
-use crate::pool;
-use crate::srp::{Channel, RecvIdx};
+use crate::iscsi::ReassignRequest;
 use crate::warn_limited;
 
 /// The driver's name for flushes of the worker itself.
@@ -57,7 +55,7 @@ impl Worker {
     }
 
     fn on_cm_event(&mut self, device: usize, cm: riser_transport::verbs::CmId, kind: CmEventKind) {
-        let key = self.by_cm.get(&(device, cm)).copied();
+        let key = self.conns.by_cm(device, cm);
         match (&kind, key) {
             (
                 CmEventKind::ConnectRequest {
@@ -67,30 +65,15 @@ impl Worker {
                 },
                 _,
             ) => self.on_connect_request(device, cm, *listener, *peer, param),
-            (CmEventKind::Established { .. }, Some(place)) => self.on_established(place),
+            (CmEventKind::Established { .. }, Some(key)) => self.on_established(key),
             (
                 CmEventKind::Disconnected
                 | CmEventKind::ConnectError(_)
                 | CmEventKind::Unreachable
                 | CmEventKind::Rejected { .. }
                 | CmEventKind::DeviceRemoval,
-                Some(Endpoint::Srp(key)),
-            ) => {
-                let session = &mut self.sessions[key];
-                session.is_closed = true;
-                if matches!(kind, CmEventKind::Disconnected) {
-                    session.channel.note_closed();
-                }
-                self.with_channel(key, Channel::handle_disconnected);
-            }
-            (
-                CmEventKind::Disconnected
-                | CmEventKind::ConnectError(_)
-                | CmEventKind::Unreachable
-                | CmEventKind::Rejected { .. }
-                | CmEventKind::DeviceRemoval,
-                Some(Endpoint::Iser(key)),
-            ) => self.on_iser_closed(key, matches!(kind, CmEventKind::Disconnected)),
+                Some(key),
+            ) => self.on_closed(key, matches!(kind, CmEventKind::Disconnected)),
             (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
                 self.end_lingering(Some((device, cm)));
             }
@@ -102,27 +85,27 @@ impl Worker {
         match event {
             AsyncEvent::CqError(cq) => {
                 tracing::error!("a completion queue overran");
-                if let Some(place) = self.by_cq.get(&(device, cq)).copied() {
-                    self.on_failed(place);
+                if let Some(key) = self.conns.by_cq(device, cq) {
+                    self.input(key, Input::Disconnected);
                 }
             }
             AsyncEvent::QpFatal(qp)
             | AsyncEvent::QpReqError(qp)
             | AsyncEvent::QpAccessError(qp) => {
-                if let Some(place) = self.endpoint_of_qp(device, qp) {
+                if let Some(key) = self.conns.by_qp(device, qp) {
                     warn_limited!(
                         self.complaints,
                         self.now,
-                        ?place,
+                        ?key,
                         ?event,
                         "the connection failed"
                     );
-                    self.on_failed(place);
+                    self.input(key, Input::Disconnected);
                 }
             }
             AsyncEvent::CommEstablished(qp) => {
-                if let Some(place) = self.endpoint_of_qp(device, qp) {
-                    self.on_established(place);
+                if let Some(key) = self.conns.by_qp(device, qp) {
+                    self.on_established(key);
                 }
             }
             event => tracing::debug!(?event, "device event"),
@@ -130,34 +113,30 @@ impl Worker {
         self.drain_dirty();
     }
 
-    /// Rare events name the queue pair; looking for it is no loss.
-    fn endpoint_of_qp(&self, device: usize, qp: QpId) -> Option<Endpoint> {
-        let iser = || self.isers.with_qp(device, qp).map(Endpoint::Iser);
-        self.sessions
-            .iter()
-            .find(|(_, s)| s.device == device && s.hardware.qp == qp)
-            .map(|(key, _)| Endpoint::Srp(key))
-            .or_else(iser)
-    }
-
-    fn on_established(&mut self, place: Endpoint) {
-        match place {
-            Endpoint::Srp(key) => self.on_srp_established(key),
-            Endpoint::Iser(key) => self.on_iser_established(key),
+    fn on_established(&mut self, key: ConnKey) {
+        match self.conns.get(key).map(|conn| &conn.fabric) {
+            Some(Fabric::Srp(_)) => self.on_srp_established(key),
+            Some(Fabric::Iser(_)) => self.on_iser_established(key),
+            Some(Fabric::Tcp(_)) | None => {}
         }
     }
 
-    /// A connection is of no more use.
-    fn on_failed(&mut self, place: Endpoint) {
-        match place {
-            Endpoint::Srp(key) => self.with_channel(key, Channel::handle_disconnected),
-            Endpoint::Iser(key) => self.with_iser(key, IserChannel::handle_disconnected),
+    /// The CM reports that a connection is over; `by_peer` if the initiator has ended it.
+    fn on_closed(&mut self, key: ConnKey, by_peer: bool) {
+        if let Some(conn) = self.conns.get_mut(key) {
+            if let Some(link) = conn.fabric.rdma_mut() {
+                link.is_closed = true;
+            }
+            if by_peer {
+                conn.fabric.note_closed();
+            }
         }
+        self.input(key, Input::Disconnected);
     }
 
     fn on_cq_event(&mut self, device: usize, cq: CqId) {
-        if let Some(place) = self.by_cq.get(&(device, cq)).copied() {
-            self.make_ready(place);
+        if let Some(key) = self.conns.by_cq(device, cq) {
+            self.conns.mark_ready(key);
         } else if let Some(agent) = &mut self.discovery[device] {
             let portal = self.devices.addr(device);
             let (audit, now) = (&mut self.audit, self.now);
@@ -176,45 +155,22 @@ impl Worker {
         }
     }
 
-    fn make_ready(&mut self, place: Endpoint) {
-        let is_new = match place {
-            Endpoint::Srp(key) => !std::mem::replace(&mut self.sessions[key].is_ready, true),
-            Endpoint::Iser(key) => self.isers.mark_ready(key),
-        };
-        if is_new {
-            self.ready.push_back(place);
-        }
-    }
-
     /// Takes a batch from every completion queue that has something.
     pub(super) fn poll_ready(&mut self) -> usize {
         let mut work = 0;
-        for _ in 0..self.ready.len() {
-            let Some(place) = self.ready.pop_front() else {
+        for _ in 0..self.conns.ready() {
+            let Some((key, device, cq)) = self.conns.next_ready() else {
                 break;
             };
-            work += self.poll_endpoint(place);
+            work += self.poll_cq(key, device, cq);
         }
         work
     }
 
-    /// Device, completion queue and number of a connection, which is no longer marked as ready.
-    fn take_ready(&mut self, place: Endpoint) -> Option<(usize, CqId, u64)> {
-        match place {
-            Endpoint::Srp(key) => {
-                let session = self.sessions.get_mut(key)?;
-                session.is_ready = false;
-                let serial = session.channel.config().serial;
-                Some((session.device, session.hardware.cq, serial))
-            }
-            Endpoint::Iser(key) => self.isers.take_ready(key),
-        }
-    }
-
-    fn poll_endpoint(&mut self, place: Endpoint) -> usize {
-        let Some((device, cq, serial)) = self.take_ready(place) else {
-            return 0;
-        };
+    /// Takes a batch of a connection's completions. The queue is armed only once it is empty, since an
+    /// event for what is there already would cost a system call.
+    fn poll_cq(&mut self, key: ConnKey, device: usize, cq: CqId) -> usize {
+        let serial = self.conns.get(key).map(Conn::serial);
         if self.devices[device].is_gone() {
             return 0;
         }
@@ -222,19 +178,12 @@ impl Worker {
         completions.clear();
         let polled = self.devices[device].poll_cq(cq, CQ_BATCH, &mut completions);
         for completion in &completions {
-            match place {
-                Endpoint::Srp(key) => self.on_completion(key, completion),
-                Endpoint::Iser(key) => self.on_iser_completion(key, completion),
-            }
+            self.on_completion(key, completion);
             self.drain_dirty();
         }
         self.completions = completions;
-        // The connection may be gone by now, and its place another's.
-        let is_same = match place {
-            Endpoint::Srp(key) => self.by_serial.get(&serial) == Some(&key),
-            Endpoint::Iser(key) => self.isers.is_same(key, serial),
-        };
-        if !is_same {
+        // The connection may be gone by now, and its key another's.
+        if self.conns.get(key).map(Conn::serial) != serial {
             return 1;
         }
         match polled {
@@ -244,12 +193,12 @@ impl Worker {
                         .req_notify_cq(cq, Notify::Next)
                         .unwrap_or(false);
                 if more {
-                    self.make_ready(place);
+                    self.conns.mark_ready(key);
                 }
                 n
             }
             Err(VerbsError::CqOverrun) => {
-                self.on_failed(place);
+                self.input(key, Input::Disconnected);
                 self.drain_dirty();
                 1
             }
@@ -260,39 +209,21 @@ impl Worker {
         }
     }
 
-    fn on_completion(&mut self, key: usize, completion: &Completion) {
-        let ok = completion.status.is_ok();
-        if !ok && self.sessions.contains(key) {
+    fn on_completion(&mut self, key: ConnKey, completion: &Completion) {
+        let Some(conn) = self.conns.get(key) else {
+            return;
+        };
+        if !completion.status.is_ok() {
             tracing::debug!(
-                peer = %self.sessions[key].peer, status = ?completion.status,
+                peer = %conn.peer, status = ?completion.status,
                 work = ?Work::of(completion.wr_id), "work failed"
             );
         }
-        match Work::of(completion.wr_id) {
-            Work::Recv(recv) if ok => self.on_message(key, recv, completion.byte_len as usize),
-            Work::Recv(recv) => self.with_channel(key, |ch, cx| ch.handle_recv_flushed(cx, recv)),
-            Work::Post(ioctx) => {
-                self.with_channel(key, |ch, cx| ch.handle_post_done(cx, ioctx, ok));
-            }
-            Work::Inner => self.with_channel(key, Channel::handle_disconnected),
-            Work::Probe => self.with_channel(key, |ch, cx| ch.handle_probed(cx, ok)),
-            Work::Drain => {
-                self.with_channel(key, Channel::handle_drained);
-            }
-            Work::IserRecv(_) | Work::IserPost(_) => {
-                unreachable!("an SRP channel posts nothing of iSER's")
-            }
+        match conn.fabric {
+            Fabric::Srp(_) => self.on_srp_completion(key, completion),
+            Fabric::Iser(_) => self.on_iser_completion(key, completion),
+            Fabric::Tcp(_) => unreachable!("it has no completion queue"),
         }
-    }
-
-    fn on_message(&mut self, key: usize, recv: RecvIdx, len: usize) {
-        let Some(session) = self.sessions.get(key) else {
-            return;
-        };
-        let slot = session.channel.receive_slot(recv);
-        self.with_received(&slot, len, |worker, bytes| {
-            worker.with_channel(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
-        });
     }
 
     /// Looks at the `len` bytes that a completed receive has left in its slot. `input` hands them to
@@ -355,65 +286,47 @@ impl Worker {
         work
     }
 
-    pub(super) fn handle_mail(&mut self, mut mail: Mail) {
-        if let Some(serial) = mail.addressee()
-            && !self.by_serial.contains_key(&serial)
-            && (self.handle_iscsi_mail(serial, &mut mail) || self.handle_iser_mail(serial, &mail))
-        {
-            return;
-        }
+    pub(super) fn handle_mail(&mut self, mail: Mail) {
         match mail {
             Mail::Forwarded { device, packet } => {
                 if let Some(dev) = self.devices.get_mut(device) {
                     dev.handle_forwarded(self.now, &packet);
                 }
             }
-            Mail::StartTask(task) => {
-                if let Some(key) = self.by_serial.get(&task.channel).copied() {
-                    self.with_channel(key, |ch, cx| ch.handle_task_start(cx, task));
-                }
-            }
-            Mail::AbortTask { task, watcher } => match self.by_serial.get(&task.channel).copied() {
-                Some(key) => {
-                    self.with_channel(key, |ch, cx| ch.handle_abort(cx, task, watcher));
-                }
+            Mail::StartTask(task) => self.deliver(task.channel, Input::StartTask(task)),
+            Mail::AbortTask { task, watcher } => match self.conns.by_serial(task.channel) {
+                Some(key) => self.input(key, Input::AbortTask { task, watcher }),
+                // A connection that is gone has no tasks.
                 None => self.post_mail(watcher.worker, Mail::TaskGone(watcher)),
             },
             Mail::TaskGone(watcher) if watcher.channel == NO_CHANNEL => {
                 self.on_preempted_gone(watcher);
             }
-            Mail::TaskGone(watcher) => {
-                if let Some(key) = self.by_serial.get(&watcher.channel).copied() {
-                    self.with_channel(key, |ch, cx| ch.handle_task_gone(cx, watcher));
-                }
-            }
-            Mail::Terminate { serial } => {
-                if let Some(key) = self.by_serial.get(&serial).copied() {
-                    self.with_channel(key, Channel::handle_terminate);
-                }
-            }
+            Mail::TaskGone(watcher) => self.deliver(watcher.channel, Input::TaskGone(watcher)),
+            Mail::Terminate { serial } => self.deliver(serial, Input::Terminate),
             Mail::LogOut { serial, until } => {
-                if let Some(key) = self.by_serial.get(&serial).copied() {
+                if let Some(key) = self.conns.by_serial(serial) {
                     self.log_out(key, until);
                 }
             }
-            Mail::OthersGone { serial } => {
-                if let Some(key) = self.by_serial.get(&serial).copied() {
-                    self.with_channel(key, Channel::handle_others_gone);
+            Mail::OthersGone { serial } => self.deliver(serial, Input::OthersGone),
+            Mail::TakeTurn { serial } => self.deliver(serial, Input::Turn),
+            Mail::Detach { serial } => self.deliver(serial, Input::Detach),
+            Mail::Lost { serial, cid } => self.deliver(serial, Input::Lost(cid)),
+            Mail::Reassigned { to, moved } => {
+                self.deliver(to.channel, Input::Reassigned(to, moved));
+            }
+            Mail::Reassign(reassign) => match self.conns.by_serial(reassign.task.channel) {
+                Some(key) => self.input(key, Input::Reassign(reassign)),
+                None => {
+                    let ReassignRequest { to, .. } = reassign;
+                    self.post_mail(to.worker, Mail::Reassigned { to, moved: None });
                 }
-            }
-            // Of a connection that is gone.
-            Mail::TakeTurn { .. }
-            | Mail::Detach { .. }
-            | Mail::Lost { .. }
-            | Mail::Parcel { .. } => {}
-            Mail::TakeOver(TakeOver { to, .. }) => {
-                self.post_mail(to.worker, Mail::Parcel { to, parcel: None });
-            }
+            },
             Mail::Event { unit, attention } => {
-                let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
-                for key in keys {
-                    self.with_channel(key, |ch, cx| ch.handle_event(cx, unit, attention));
+                let is_srp = |conn: &Conn<Fabric>| matches!(conn.fabric, Fabric::Srp(_));
+                for key in self.conns.keys(is_srp) {
+                    self.input(key, Input::Event { unit, attention });
                 }
             }
             Mail::Stage(stage, reply) => {
@@ -433,28 +346,26 @@ impl Worker {
                 let _ = reply.send(());
             }
             Mail::Listeners(reply) => {
-                let _ = reply.send(self.iscsi.duplicate_listeners());
+                let _ = reply.send(self.sockets.duplicate_listeners());
             }
+        }
+    }
+
+    /// Gives an input to a connection of this worker, if it is still there.
+    fn deliver(&mut self, serial: u64, input: Input) {
+        if let Some(key) = self.conns.by_serial(serial) {
+            self.input(key, input);
         }
     }
 
     pub(super) fn poll_timers(&mut self) -> usize {
         let mut work = 0;
-        while let Some(Reverse((at, serial))) = self.timers.peek().copied() {
-            if at > self.now {
-                break;
-            }
-            self.timers.pop();
+        while let Some(timer) = self.conns.take_timer(self.now) {
             work += 1;
-            if let Some(key) = self.by_serial.get(&serial).copied() {
-                if self.sessions[key].armed.fire(at) {
-                    self.with_channel(key, Channel::handle_timeout);
-                }
-            } else {
-                self.on_iscsi_timer(serial, at);
-                self.on_iser_timer(serial, at);
+            if let Some(key) = timer {
+                self.input(key, Input::Timeout);
+                self.drain_dirty();
             }
-            self.drain_dirty();
         }
         if self.lingering.iter().any(|(_, _, at)| *at <= self.now) {
             self.end_lingering(None);
@@ -469,9 +380,9 @@ impl Worker {
             return 0;
         }
         let mut waiting = std::mem::take(&mut self.pool_line);
-        waiting.extend(self.pool.waiting());
-        for pool::Owner(serial) in &waiting {
-            self.resume_waiting(*serial);
+        self.conns.put_waiting(&self.pool, &mut waiting);
+        for key in &waiting {
+            self.input(*key, Input::Pool);
             self.drain_dirty();
         }
         let work = waiting.len();
@@ -480,35 +391,20 @@ impl Worker {
         work
     }
 
-    /// A channel may get the pool memory that its commands wait for.
-    fn resume_waiting(&mut self, serial: u64) {
-        match self.by_serial.get(&serial).copied() {
-            Some(key) => self.with_channel(key, Channel::handle_pool),
-            None => {
-                self.resume_iscsi(serial);
-                self.resume_iser(serial);
-            }
-        }
-    }
-
     /// Moves a shutdown on.
     pub(super) fn poll_phase(&mut self) {
         let Phase::Stopping(until) = self.phase else {
             return;
         };
         if self.now >= until + GRACE {
-            let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
-            for key in keys {
-                self.with_channel(key, Channel::handle_disconnected);
+            for key in self.conns.keys(|_| true) {
+                self.input(key, Input::Cut);
             }
-            self.end_iscsi();
-            self.end_iser();
             self.drain_dirty();
         }
-        // Goodbyes get their answers while there is time.
+        // Disconnect requests get their answers while there is time.
         let parting = !self.lingering.is_empty() && self.now < until;
-        let is_empty = self.sessions.is_empty() && self.iscsi.is_empty() && self.isers.is_empty();
-        if is_empty && !parting {
+        if self.conns.is_empty() && !parting {
             self.phase = Phase::Quiet;
             let _ = self.reports.send(Report::Quiet(self.index));
         }

@@ -9,17 +9,18 @@ use std::time::{Duration, Instant};
 use riser_reactor::{MailSender, SendError};
 use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Cid;
+use riser_scsi::srp::{InitiatorPortId, TargetPortId};
 use riser_transport::roce::Misdirected;
 
 use super::device::DeviceInfo;
-use super::iscsi::TcpListener;
-use super::session::SessionInfo;
+use super::listener::TcpListener;
 use super::stage::{Stage, StageError};
 use crate::config::Protocol;
 use crate::fabric::{TaskRef, UnitIdx};
-use crate::iscsi::{Parcel, TakeOver};
-use crate::srp::Counters;
-use crate::stats::{Account, Functions, Tally};
+use crate::iscsi::{ReassignRequest, ReassignedTask};
+use crate::qos::{IoLimits, Waits};
+use crate::srp::{ChState, ChannelParams, Counters};
+use crate::stats::{Functions, SessionStats, Tally};
 
 /// Messages that a worker's mailbox holds.
 pub const MAILBOX: usize = 4096;
@@ -68,13 +69,13 @@ pub enum Mail {
         cid: Cid,
     },
     /// A command of an iSCSI channel of this worker goes to another one.
-    TakeOver(TakeOver),
+    Reassign(ReassignRequest),
     /// A command that an iSCSI channel of this worker takes over, or nothing where it has ended.
-    Parcel {
+    Reassigned {
         /// The context that waits for it.
         to: TaskRef,
         /// The command.
-        parcel: Option<Box<Parcel>>,
+        moved: Option<Box<ReassignedTask>>,
     },
     /// An iSCSI channel may have its session's next command.
     TakeTurn {
@@ -118,25 +119,31 @@ pub enum Mail {
     Listeners(Sender<std::io::Result<Vec<TcpListener>>>),
 }
 
-impl Mail {
-    /// The number of the channel that it is for, if it is for one.
-    #[must_use]
-    pub fn addressee(&self) -> Option<u64> {
-        match self {
-            Self::StartTask(task) | Self::AbortTask { task, .. } | Self::TaskGone(task) => {
-                Some(task.channel)
-            }
-            Self::TakeOver(take_over) => Some(take_over.task.channel),
-            Self::Parcel { to, .. } => Some(to.channel),
-            Self::Terminate { serial, .. }
-            | Self::LogOut { serial, .. }
-            | Self::OthersGone { serial }
-            | Self::Detach { serial }
-            | Self::Lost { serial, .. }
-            | Self::TakeTurn { serial } => Some(*serial),
-            _ => None,
-        }
-    }
+/// A session's channel, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionInfo {
+    /// The worker that has it.
+    pub worker: u16,
+    /// Number at that worker.
+    pub serial: u64,
+    /// The I_T nexus.
+    pub nexus: u64,
+    /// The initiator port.
+    pub initiator: InitiatorPortId,
+    /// The target port.
+    pub target: TargetPortId,
+    /// Where the initiator is.
+    pub peer: SocketAddr,
+    /// State.
+    pub state: ChState,
+    /// Requests under way.
+    pub in_flight: usize,
+    /// What was agreed on.
+    pub params: ChannelParams,
+    /// Logical units that it sees.
+    pub luns: usize,
+    /// The initiator's limits, and what has waited for them.
+    pub limits: Option<(IoLimits, Waits)>,
 }
 
 /// A session of iSCSI, over TCP or RDMA.
@@ -160,7 +167,7 @@ pub struct SessionAccount {
     /// The initiator port.
     pub initiator: String,
     /// What it has done.
-    pub account: Arc<Account>,
+    pub account: Arc<SessionStats>,
 }
 
 /// What a worker has done, and its sessions.

@@ -2,7 +2,7 @@
 //!
 //! Everything that a worker works with belongs to it alone: the NIC's shard with its queue pairs, the
 //! ring, the backend driver, the data buffers, the channels and their timers. Workers meet in few
-//! places: logical units (shared, with their own locks), the [`Registry`] at login and logout, and
+//! places: logical units (shared, with their own locks), the [`sessions`](crate::sessions) at login and logout, and
 //! [`mail::Mail`].
 //!
 //! # A round
@@ -18,18 +18,18 @@
 //! # Modules
 //! - `catalog`: follows what is served.
 //! - `device`: [`Device`], a provider as a worker drives it, and those that a worker has.
-//! - `session`: logins, and what a channel holds besides its machine.
-//! - `exec`: carries out what channels ask for.
-//! - `events`: completions, connection events and mail into channels.
-//! - `queue`: posts on queue pairs what channels ask for.
-//! - `iscsi`: iSCSI's sockets and connections. `iser`: connections of iSCSI over RDMA.
+//! - `conns`: the connections of all fabrics, in one table. `fabrics`: the three kinds of them.
+//! - `events`: completions, connection events and mail into connections.
+//! - `exec`: carries out what connections ask for. `ends`: how they begin and end.
+//! - `srp`: channels of SRP. `iscsi`: connections and sockets of iSCSI on TCP. `iser`: on RDMA.
+//! - `gate`: who may log in by iSCSI. `listener`, `stream`: its sockets.
+//! - `rdma`: what a connection has at its device. `queue`: posts on queue pairs.
+//! - `work`: names of work requests and block operations.
 //! - `discovery`: answers device-management MADs.
-//! - `registry`, `target`: sessions and targets, shared by all workers.
 //! - `mail`: messages between workers.
 //! - `park`: where a worker sleeps. `slots`: how its ring is shared.
 //! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
 //! - `snapshot`: what a worker tells of itself. `armed`: timers of channels.
-//! - `waits`: which channels wait until others have ended. `unconfirmed`: which give their places away.
 //! - `stage`: what the next catalog takes is acquired before it is served.
 //!
 //! # Bounds
@@ -38,30 +38,32 @@
 
 mod armed;
 mod catalog;
+mod conns;
 mod device;
 mod discovery;
+mod ends;
 mod events;
 mod exec;
-pub mod iscsi;
+mod fabrics;
+mod gate;
+mod iscsi;
 mod iser;
+mod listener;
 pub mod mail;
 mod park;
 pub mod places;
 mod queue;
-mod recent;
-pub mod registry;
+mod rdma;
 mod removal;
 mod reservations;
-mod session;
 mod slots;
 mod snapshot;
+mod srp;
 pub mod stage;
-pub mod target;
-mod unconfirmed;
-mod waits;
+mod stream;
+mod work;
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -70,31 +72,32 @@ use std::time::{Duration, Instant};
 use riser_memory::MemSlice;
 use riser_reactor::{MailReceiver, Ring, RingError, Spinner};
 use riser_scsi::step::BlockOp;
-use riser_transport::verbs::{CmError, CmId, Completion, CqId};
-use slab::Slab;
+use riser_transport::verbs::{CmError, CmId, Completion};
 
 use crate::audit::Audit;
 use crate::backend::{Driver, DriverConfig, StoreId};
 use crate::config::Protocol;
 use crate::log::RateLimit;
-use crate::pool::{Owner, Pool};
-use crate::srp::{Counters, Cx};
-use crate::stats::{Functions, Tally};
+use crate::pool::Pool;
+use crate::sessions::iscsi::IscsiSessions;
+use crate::stats::Tally;
 
 pub use device::{Device, DeviceInfo, NicInfo, Opened, Reopen};
-pub use session::SessionInfo;
+pub use listener::TcpListener;
+pub use mail::SessionInfo;
 pub use slots::ring_capacity;
 
+use crate::sessions::catalog::{Catalog, Entrance, Serves};
+use crate::sessions::nexus::Registry;
 use catalog::Leaving;
+use conns::{ConnKey, Conns};
 use device::Devices;
 use discovery::DiscoveryAgent;
-use iscsi::{IscsiSessions, TcpListener};
+use fabrics::Fabric;
 use mail::{Mail, Outbox};
 use places::Places;
-use registry::Registry;
-use session::Session;
+use snapshot::Totals;
 use stage::{Staged, Unserved};
-use target::{Catalog, Entrance, Serves};
 
 /// Completions taken from one queue in a round.
 pub const CQ_BATCH: usize = 32;
@@ -195,19 +198,10 @@ struct Listener {
     serves: Serves,
 }
 
-/// Whose a connection is: its place among those of its protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Endpoint {
-    /// An SRP channel's.
-    Srp(usize),
-    /// An iSER connection's.
-    Iser(usize),
-}
-
 /// A block operation that the driver had no room for.
 #[derive(Debug)]
 struct Stalled {
-    owner: exec::Owner,
+    owner: work::Owner,
     store: StoreId,
     op: BlockOp,
 }
@@ -248,23 +242,19 @@ pub struct Worker {
     unwanted: Vec<usize>,
     /// Devices that came back and have portals where nothing listens, and when these are tried again.
     refused: Vec<(usize, Instant)>,
-    sessions: Slab<Session>,
-    by_cm: HashMap<(usize, CmId), Endpoint>,
-    by_cq: HashMap<(usize, CqId), Endpoint>,
-    by_serial: HashMap<u64, usize>,
-    next_serial: u64,
-    /// Sessions whose channel may have actions; bounded by the sessions, with few repeats.
-    dirty: VecDeque<usize>,
-    /// Connections whose completion queue may have completions; each once.
-    ready: VecDeque<Endpoint>,
-    /// Channels that [`Worker::poll_pool`] goes through.
-    pool_line: Vec<Owner>,
+    /// Connections of all fabrics.
+    conns: Conns<Fabric>,
+    /// A connection has entered a session, which may have units that this worker has not heard of.
+    has_entered: bool,
+    /// Sums over connections that are gone.
+    past: Totals,
+    /// Connections that [`Worker::poll_pool`] goes through.
+    pool_line: Vec<ConnKey>,
     /// Block operations that wait for room in the driver, by backend; no queue is empty.
     stalled: BTreeMap<StoreId, VecDeque<Stalled>>,
     saver: reservations::Saver,
     /// Devices whose descriptors are to be watched again.
     unwatched: Vec<usize>,
-    timers: BinaryHeap<Reverse<(Instant, u64)>>,
     /// Identifiers of connections whose channel is gone.
     lingering: Vec<(usize, CmId, Instant)>,
     completions: Vec<Completion>,
@@ -274,16 +264,12 @@ pub struct Worker {
     chain: queue::Chain,
     spinner: Spinner,
     phase: Phase,
-    /// iSCSI's connections.
-    iscsi: iscsi::Iscsi,
-    /// iSER's connections.
-    isers: iser::Isers,
+    /// Sockets of iSCSI.
+    sockets: iscsi::Sockets,
+    /// Lists for chains of iSER.
+    iser: iser::Scratch,
     flushing: Option<Flushing>,
     exiting: bool,
-    /// Counters of channels that are gone.
-    past: Counters,
-    /// Functions of SRP channels that are gone.
-    past_functions: Functions,
     logins: Tally<Protocol>,
     rejects: Tally<(Protocol, &'static str)>,
     parks: u64,
@@ -357,18 +343,13 @@ impl Worker {
             staged: None,
             unwanted: Vec::new(),
             refused: Vec::new(),
-            sessions: Slab::new(),
-            by_cm: HashMap::new(),
-            by_cq: HashMap::new(),
-            by_serial: HashMap::new(),
-            next_serial: 0,
-            dirty: VecDeque::new(),
-            ready: VecDeque::new(),
+            conns: Conns::default(),
+            has_entered: false,
+            past: Totals::default(),
             pool_line: Vec::new(),
             stalled: BTreeMap::new(),
             saver: reservations::Saver::default(),
             unwatched: Vec::new(),
-            timers: BinaryHeap::new(),
             lingering: Vec::new(),
             completions: Vec::with_capacity(CQ_BATCH),
             ring_completions: Vec::new(),
@@ -376,12 +357,10 @@ impl Worker {
             chain: queue::Chain::default(),
             spinner: Spinner::new(SPIN),
             phase: Phase::Serving,
-            iscsi: iscsi::Iscsi::default(),
-            isers: iser::Isers::default(),
+            sockets: iscsi::Sockets::default(),
+            iser: iser::Scratch::default(),
             flushing: None,
             exiting: false,
-            past: Counters::default(),
-            past_functions: Functions::default(),
             logins: Tally::default(),
             rejects: Tally::default(),
             parks: 0,
@@ -449,26 +428,9 @@ impl Worker {
         Ok(work)
     }
 
-    /// Gives a channel an input, and remembers to carry out what it asks for.
-    fn with_channel(
-        &mut self,
-        key: usize,
-        input: impl FnOnce(&mut crate::srp::Channel, &mut Cx<'_>),
-    ) {
-        let Some(session) = self.sessions.get_mut(key) else {
-            return;
-        };
-        let mut cx = Cx {
-            now: self.now,
-            pool: &mut self.pool,
-        };
-        input(&mut session.channel, &mut cx);
-        self.dirty.push_back(key);
-    }
-
     /// When something is due without anything happening.
     fn deadline(&self) -> Option<Instant> {
-        let timer = self.timers.peek().map(|Reverse((at, _))| *at);
+        let timer = self.conns.next_timer();
         let lingering = self.lingering.iter().map(|(_, _, at)| *at).min();
         let phase = match self.phase {
             Phase::Stopping(until) => Some(until + GRACE),
@@ -497,10 +459,8 @@ impl Drop for Worker {
     /// Without a shutdown before, connections are cut: the devices go first, then the channels.
     fn drop(&mut self) {
         self.devices.clear();
-        for (_, session) in &mut self.sessions {
-            session.channel.abandon(&mut self.pool);
+        for (_, conn) in self.conns.iter_mut() {
+            conn.fabric.abandon(&mut self.pool);
         }
-        self.abandon_isers();
-        self.abandon_iscsi();
     }
 }

@@ -76,7 +76,7 @@ impl Worker {
             Next::Poll => {}
             Next::Park(timeout) => {
                 let is_watched = self.unwatched.is_empty();
-                let is_due = !self.ready.is_empty() || self.pool.has_change();
+                let is_due = self.conns.ready() > 0 || self.pool.has_change();
                 if self.exiting || !is_watched || is_due || self.outbox.retry() > 0 {
                     return Ok(());
                 }

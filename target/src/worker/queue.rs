@@ -11,7 +11,7 @@ use riser_transport::verbs::{
 
 use super::Worker;
 use super::device::Device;
-use super::exec::Work;
+use super::work::Work;
 use crate::fabric::{Direction, RdmaRequest};
 
 /// Receives posted in one call.

@@ -11,9 +11,10 @@
 
 use std::time::{Duration, Instant};
 
+use super::conns::Connection;
+use super::fabrics::Input;
 use super::stage::Unserved;
 use super::{Phase, Worker};
-use crate::srp::Channel;
 
 /// How often portals are tried that were refused as their device came back.
 const LISTEN_AGAIN: Duration = Duration::from_secs(1);
@@ -30,16 +31,16 @@ impl Worker {
         self.lingering.retain(|(d, _, _)| *d != device);
         self.refused.retain(|(d, _)| *d != device);
         self.discovery[device] = None;
-        let sessions = self.sessions.iter();
-        let keys: Vec<usize> = sessions
-            .filter(|(_, s)| s.device == device)
-            .map(|(key, _)| key)
-            .collect();
-        for key in keys {
-            self.sessions[key].is_closed = true;
-            self.with_channel(key, Channel::handle_device_gone);
+        for key in self.conns.keys(|conn| {
+            let link = conn.fabric.rdma();
+            link.is_some_and(|link| link.device == device)
+        }) {
+            let link = self.conns.get_mut(key).and_then(|c| c.fabric.rdma_mut());
+            if let Some(link) = link {
+                link.is_closed = true;
+            }
+            self.input(key, Input::DeviceGone);
         }
-        self.remove_isers(device);
         self.drain_dirty();
     }
 
@@ -47,9 +48,7 @@ impl Worker {
     pub(super) fn poll_returns(&mut self) {
         for device in 0..self.devices.len() {
             // Sessions whose block operations still run hold objects of the old device.
-            let is_held =
-                || self.sessions.iter().any(|(_, s)| s.device == device) || self.isers.uses(device);
-            if self.devices.is_gone(device) && !is_held() {
+            if self.devices.is_gone(device) && !self.conns.uses(device) {
                 self.devices.close(device, self.now);
             } else if self.phase == Phase::Serving && self.devices.look_for(device, self.now) {
                 self.come_back(device);
@@ -63,9 +62,8 @@ impl Worker {
         let mut place = 0;
         while place < self.unwanted.len() {
             let device = self.unwanted[place];
-            let is_held = self.sessions.iter().any(|(_, s)| s.device == device)
-                || self.isers.uses(device)
-                || self.lingering.iter().any(|(d, _, _)| *d == device);
+            let is_held =
+                self.conns.uses(device) || self.lingering.iter().any(|(d, _, _)| *d == device);
             if !is_held && self.shared.places.is_over(device, self.index) {
                 tracing::info!(addr = %self.devices.addr(device), "no portal is left; closed");
                 self.close_device(device);

@@ -23,8 +23,8 @@ use riser_scsi::reservation::{Preemption, ReservationChange, ReservationError};
 use riser_scsi::step::{BackendError, StepResult};
 
 use super::Worker;
-use super::exec::Owner;
 use super::mail::Mail;
+use super::work::Owner;
 use crate::fabric::{TaskIdx, TaskRef, Unit, UnitIdx};
 
 /// A number that no channel has: a change of reservations waits for the task.

@@ -1,8 +1,6 @@
 //! How the slots of a worker's ring are shared: block operations, which may take as long as they like,
 //! never take those that connections need.
 
-use super::iscsi::connections;
-
 /// Block operations in the ring at once.
 const BLOCKS: usize = 1024;
 
@@ -11,6 +9,11 @@ const OTHERS: usize = 512;
 
 /// Slots of a connection: it receives, and it sends.
 const PER_CONNECTION: usize = 2;
+
+/// Connections of a worker that serves this many sessions at most.
+pub(super) const fn connections(sessions: u32) -> usize {
+    2 * sessions as usize + 64
+}
 
 /// Shares of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,18 +1,73 @@
-//! What a worker tells of itself.
+//! The report of a worker about itself.
+
+use std::net::SocketAddr;
 
 use super::Worker;
-use super::mail::{SessionAccount, Snapshot};
-use super::target::Entrance;
+use super::conns::Conn;
+use super::fabrics::Fabric;
+use super::mail::{IscsiSession, SessionAccount, Snapshot};
 use crate::config::Protocol;
-use crate::fabric::Accounts;
+use crate::sessions::catalog::Entrance;
 use crate::stats::Functions;
+use crate::{iscsi, srp};
 
-/// The accounts of a session, for whoever wants to know.
-pub(super) fn accounts<'a>(
-    protocol: Protocol,
-    initiator: String,
-    accounts: &'a Accounts,
-) -> impl Iterator<Item = SessionAccount> + 'a {
+/// Sums over connections.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Totals {
+    srp: srp::Counters,
+    iscsi: iscsi::Counters,
+    srp_functions: Functions,
+    iscsi_functions: Functions,
+    iser_functions: Functions,
+}
+
+impl Totals {
+    /// Adds a connection.
+    pub(super) fn add(&mut self, fabric: &Fabric) {
+        let functions = match fabric {
+            Fabric::Srp(conn) => {
+                self.srp += conn.channel.counters();
+                &mut self.srp_functions
+            }
+            Fabric::Tcp(conn) => {
+                self.iscsi += conn.channel.channel().counters();
+                &mut self.iscsi_functions
+            }
+            Fabric::Iser(conn) => {
+                self.iscsi += conn.channel.channel().counters();
+                &mut self.iser_functions
+            }
+        };
+        functions.merge(fabric.functions());
+    }
+}
+
+/// The session of an iSCSI connection, once it has one.
+fn iscsi_session(conn: &Conn<Fabric>) -> Option<IscsiSession> {
+    let (is_rdma, memory, info) = match &conn.fabric {
+        Fabric::Srp(_) => return None,
+        Fabric::Tcp(own) => {
+            let channel = own.channel.channel();
+            let memory = own.socket.memory() + channel.memory();
+            (false, memory, channel.session_info()?)
+        }
+        Fabric::Iser(own) => {
+            let memory = own.channel.params().memory().total();
+            (true, memory, own.channel.channel().session_info()?)
+        }
+    };
+    Some(IscsiSession {
+        peer: conn.peer,
+        is_rdma,
+        memory,
+        info,
+    })
+}
+
+/// The accounts of a connection's session at each unit.
+fn accounts(conn: &Conn<Fabric>) -> impl Iterator<Item = SessionAccount> + '_ {
+    let protocol = conn.fabric.protocol();
+    let (initiator, accounts) = conn.fabric.accounts();
     accounts.iter().map(move |account| SessionAccount {
         protocol,
         initiator: initiator.clone(),
@@ -22,36 +77,34 @@ pub(super) fn accounts<'a>(
 
 impl Worker {
     pub(super) fn snapshot(&self) -> Snapshot {
-        let mut counters = self.past;
-        let mut functions = self.past_functions.clone();
-        for (_, session) in &self.sessions {
-            counters += session.channel.counters();
-            functions.merge(session.channel.functions());
+        let mut totals = self.past.clone();
+        let mut sessions = Vec::new();
+        let (mut iscsi_sessions, mut session_accounts) = (Vec::new(), Vec::new());
+        for (_, conn) in self.conns.iter() {
+            totals.add(&conn.fabric);
+            if let Fabric::Srp(own) = &conn.fabric {
+                sessions.push(own.info(conn.peer, self.index));
+            }
+            iscsi_sessions.extend(iscsi_session(conn));
+            session_accounts.extend(accounts(conn));
         }
-        let srp = self.sessions.iter().flat_map(|(_, session)| {
-            let initiator = session.key.initiator.to_string();
-            accounts(Protocol::Srp, initiator, session.channel.accounts())
-        });
         Snapshot {
             worker: self.index,
-            counters,
-            sessions: self
-                .sessions
-                .iter()
-                .map(|(_, s)| s.info(self.index))
-                .collect(),
-            iscsi: self.iscsi.counters() + self.isers.counters(),
-            iscsi_sessions: self.iscsi.sessions().chain(self.isers.sessions()).collect(),
-            accounts: srp
-                .chain(self.iscsi.accounts())
-                .chain(self.isers.accounts())
-                .collect(),
-            functions: self.functions(functions).into(),
+            counters: totals.srp,
+            sessions,
+            iscsi: totals.iscsi,
+            iscsi_sessions,
+            accounts: session_accounts,
+            functions: vec![
+                (Protocol::Srp, totals.srp_functions),
+                (Protocol::Iscsi, totals.iscsi_functions),
+                (Protocol::Iser, totals.iser_functions),
+            ],
             logins: self.logins.clone(),
             rejects: self.rejects.clone(),
             devices: self.devices.info(),
             rdma_listeners: self.rdma_listeners(),
-            tcp_listeners: self.iscsi.listening().collect(),
+            tcp_listeners: self.sockets.listening().collect(),
             busy: self.busy,
             ran: self.now.saturating_duration_since(self.began),
             pool_size: self.pool.size(),
@@ -61,16 +114,8 @@ impl Worker {
         }
     }
 
-    fn functions(&self, srp: Functions) -> [(Protocol, Functions); 3] {
-        [
-            (Protocol::Srp, srp),
-            (Protocol::Iscsi, self.iscsi.functions()),
-            (Protocol::Iser, self.isers.functions()),
-        ]
-    }
-
     /// Ports of the RDMA CM on devices that work.
-    fn rdma_listeners(&self) -> Vec<std::net::SocketAddr> {
+    fn rdma_listeners(&self) -> Vec<SocketAddr> {
         let listeners = self.listeners.iter();
         let open = listeners.filter(|((device, _), _)| self.devices.is_open(*device));
         open.filter_map(|((device, _), listener)| match listener.entrance {

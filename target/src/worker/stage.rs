@@ -17,9 +17,9 @@ use std::sync::Arc;
 use riser_transport::verbs::{CmId, PortSpace};
 
 use super::device::Opened;
-use super::iscsi::TcpListener;
-use super::target::{Catalog, Entrance};
+use super::listener::TcpListener;
 use super::{BACKLOG, Listener, Worker, WorkerError};
+use crate::sessions::catalog::{Catalog, Entrance};
 
 /// What a worker needs for another catalog.
 #[derive(Debug)]

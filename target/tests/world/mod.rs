@@ -82,7 +82,7 @@ impl World {
             .into_iter()
             .flatten()
             .min();
-        // What waits for a device that nobody drives at the moment must not stop the clock.
+        // What waits for a device that is not driven at the moment must not stop the clock.
         let (least, most) = (
             now + Duration::from_micros(10),
             now + Duration::from_millis(1),

@@ -11,8 +11,8 @@ use riser_transport::wire::{
 };
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::load::Chance;
 use super::net::{HONEST, LATER, SECOND, STRANGER, TARGET};
+use riser_tests::load::Chance;
 
 const UDP: u8 = 17;
 const ICMP: u8 = 1;

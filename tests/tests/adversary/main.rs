@@ -24,8 +24,6 @@
 #![allow(unsafe_code, reason = "a network namespace of a thread's own")]
 
 mod forge;
-#[path = "../load/mod.rs"]
-mod load;
 mod net;
 
 use std::fs;
@@ -37,15 +35,15 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use forge::{Forger, Login, Reach, Sniffer, Trick};
-use load::{Chance, Op, setting};
 use net::{HONEST, LATER, TARGET, World};
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{Client, LinkState, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::url::TargetUrl;
+use riser_testkit::metered::get;
+use riser_testkit::programs::{Pair, skip};
 use riser_tests::history::{BLOCK, History, Port};
-use riser_tests::metered::get;
-use riser_tests::programs::{Pair, skip};
+use riser_tests::load::{Chance, Op, setting};
 
 const IQN: &str = "iqn.2026-01.com.example:loaded";
 const SCHEMES: [&str; 3] = ["srp", "iser", "iscsi"];

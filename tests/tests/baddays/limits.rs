@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use riser_tests::programs::succeeded;
+use riser_testkit::programs::succeeded;
 use serde_json::Value;
 
 use crate::eventually;

@@ -5,26 +5,21 @@
 
 mod initiator;
 mod limits;
-#[path = "../load/mod.rs"]
-mod load;
 mod luns;
 mod portals;
 mod space;
 mod target;
 
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long anything may take on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Waits until something is so; `what` names it.
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < until, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+/// Waits until something holds; `what` names it.
+#[track_caller]
+fn eventually(what: &str, holds: impl FnMut() -> bool) {
+    riser_testkit::eventually(what, PATIENCE, holds);
 }
 
 /// How a program ended: its exit status, what it printed, and what it complained of.

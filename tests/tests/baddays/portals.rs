@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use riser_tests::programs::{missing, skip, succeeded};
+use riser_testkit::programs::{missing, skip, succeeded};
 use serde_json::Value;
 
 use crate::target::Daemon;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 
-use riser_tests::programs::skip;
+use riser_testkit::programs::skip;
 use serde_json::Value;
 
 use crate::target::Daemon;
@@ -62,7 +62,7 @@ fn metric(name: &str) -> Option<f64> {
 }
 
 impl Daemon {
-    /// Writes so many MiB from the beginning of the disk; the exit status, and what it complained of.
+    /// Writes `mib` MiB from the beginning of the disk; returns the exit status and the messages.
     fn fill(&self, mib: usize) -> (i32, String) {
         let data = self.path("data");
         fs::write(&data, vec![7; mib << 20]).unwrap();

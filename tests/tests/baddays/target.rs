@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use riser_tests::programs::{folder, succeeded};
+use riser_testkit::programs::{folder, succeeded};
 use serde_json::Value;
 
 use crate::{ended, eventually};
@@ -162,7 +162,7 @@ fn set_len(path: &Path, len: u64) {
     file.unwrap().set_len(len).unwrap();
 }
 
-/// Two disks, of which one is a file that nobody creates, and two portals, of which one has an address that
+/// Two disks, of which one is a file that is not created, and two portals, of which one has an address that
 /// this host does not have.
 const HALF: &str = "
 backends:
@@ -222,8 +222,8 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
             "{errors}"
         );
         // The unit is there, and says who it is.
-        let told = succeeded(&mut daemon.riser(&["inquiry", &url, "-o", "json"]));
-        assert!(told.contains("RISER"), "{told}");
+        let answer = succeeded(&mut daemon.riser(&["inquiry", &url, "-o", "json"]));
+        assert!(answer.contains("RISER"), "{answer}");
     }
     let get =
         |path: &str| ended(Command::new("curl").args(["-s", &format!("127.0.186.1:9909{path}")])).1;
@@ -328,8 +328,8 @@ fn an_attached_disk_that_was_missing_at_the_start_comes_back() {
         daemon.json(&["status"])["problems"].is_null()
     });
     let mut bytes = [0; 4096];
-    crate::load::Disk::read(
-        &mut crate::load::Nbd::connect(Path::new(socket)),
+    riser_tests::load::Disk::read(
+        &mut riser_tests::load::Nbd::connect(Path::new(socket)),
         0,
         &mut bytes,
     )
@@ -486,7 +486,7 @@ fn a_daemon_that_starts_while_the_one_before_ends_takes_over() {
     }
 }
 
-/// Nobody knows who has reserved the disk, so it is not served, and the other one is.
+/// It is not known who has reserved the disk, so it is not served, and the other one is.
 #[test]
 fn unreadable_reservations_keep_one_disk_from_being_served() {
     let config = HALF.replace("127.0.186.1", "127.0.194.1");

@@ -1,5 +1,5 @@
 #: group: srpt
-#: about: README: attach from a Linux target, as it is written there
+#: about: the book: attach from a Linux target, as it is written there
 #: limit: 200
 two_hosts
 trap readme_clean EXIT
@@ -18,7 +18,7 @@ readme_clean() {
     one_host
 }
 # The first block is the target's, the second ours.
-blocks=$(readme "Attach from a Linux target" sh)
+blocks=$(book attach "From a Linux target" sh)
 typed <<<"${blocks%%riser *}"
 riser() { riser_on roce "$@"; }
 typed <<<"riser ${blocks#*riser }"

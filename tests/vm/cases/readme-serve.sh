@@ -1,17 +1,16 @@
 #: group: srp
-#: about: README: serve to a Linux host, as it is written there
+#: about: the book: serve to a Linux host, as it is written there
 #: limit: 200
 #: short: yes
 two_hosts
 trap srp_clean EXIT
 rdma link delete rxe0
 cd /tmp
-portal=$(readme "Serve to a Linux host" yaml)
-readme "Serve a disk" yaml | sed "s|^ *portals: .*|$portal|" >/tmp/readme.yaml
+book initiators "Linux: SRP" yaml >/tmp/readme.yaml
 cat /tmp/readme.yaml
 "$RISER_BIN/riserd" check /tmp/readme.yaml
 serve </tmp/readme.yaml
-readme "Serve to a Linux host" sh | typed
+book initiators "Linux: SRP" sh | typed
 wait_for 30 find_disk 0
 [ "$(blockdev --getsize64 "$DISK")" = $((1 << 30)) ] || fail "wrong size"
 verify "$DISK" 4m --bs=64k

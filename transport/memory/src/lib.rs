@@ -285,7 +285,7 @@ impl MemSlice {
         self.offset
     }
 
-    /// Length in bytes.
+    /// Length of the slice in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len

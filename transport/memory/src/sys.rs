@@ -12,7 +12,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::MemSlice;
 
-/// Bytes to send.
+/// Piece of memory whose bytes are to be sent.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct SendPiece<'a>(libc::iovec, PhantomData<&'a [u8]>);
@@ -39,7 +39,7 @@ impl<'a> SendPiece<'a> {
         Self(part_of(slice, part), PhantomData)
     }
 
-    /// Length in bytes.
+    /// Length of the piece in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.iov_len

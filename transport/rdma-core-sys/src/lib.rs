@@ -30,13 +30,13 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use bindings::*;
 use thiserror::Error;
 
-/// Why rdma-core cannot be used on this host.
+/// Reason why rdma-core cannot be used on this host.
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// A library is not installed, or cannot be opened.
     #[error("{library}: {source}")]
     Library {
-        /// The library's name.
+        /// File name of the library.
         library: &'static str,
         /// The error of the dynamic linker.
         source: libloading::Error,
@@ -44,9 +44,9 @@ pub enum LoadError {
     /// A library is too old, or not the one that was meant.
     #[error("{library} has no symbol {symbol} at version {version}")]
     Symbol {
-        /// The library's name.
+        /// File name of the library.
         library: &'static str,
-        /// The function's name.
+        /// Name of the missing function.
         symbol: &'static str,
         /// The symbol version that is wanted.
         version: &'static str,
@@ -161,9 +161,9 @@ functions! {
 /// that must not lose their code.
 #[derive(Clone, Copy, Debug)]
 pub struct RdmaCore {
-    /// libibverbs.
+    /// Functions of the library libibverbs.
     pub verbs: Verbs,
-    /// librdmacm.
+    /// Functions of the library librdmacm.
     pub cm: Cm,
 }
 

@@ -3,7 +3,7 @@
 
 use std::io;
 
-/// Why a ring could not be made or entered.
+/// Reason why a ring could not be made or entered.
 #[derive(Debug, thiserror::Error)]
 pub enum RingError {
     /// The kernel has no `io_uring` (`ENOSYS`): it is older than 5.11, was built without it, or a
@@ -17,7 +17,7 @@ pub enum RingError {
     #[error(
         "io_uring is forbidden to this process (EPERM): sysctl kernel.io_uring_disabled is {}; \
          0 allows it to everyone, 1 to the group in kernel.io_uring_group and to CAP_SYS_ADMIN, \
-         2 to nobody. A seccomp filter can have the same effect", 
+         2 to no process. A seccomp filter can have the same effect", 
         .sysctl.as_deref().unwrap_or("not readable")
     )]
     Forbidden {
@@ -70,7 +70,7 @@ impl RingError {
     }
 }
 
-/// Why an operation was not accepted. Nothing was queued; the caller still owns everything.
+/// Reason why an operation was not accepted. Nothing was queued; the caller still owns everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// Every slot is in use: reap first.
@@ -93,7 +93,8 @@ pub enum SubmitError {
     Enter(i32),
 }
 
-/// Why memory or a file was not registered. It remains usable without registration, more slowly.
+/// Reason why memory or a file was not registered. It remains usable without registration, more
+/// slowly.
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
     /// The ring's table has no free entry, or the kernel is too old for such tables.

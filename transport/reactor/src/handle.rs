@@ -32,7 +32,7 @@ impl Handle {
         }
     }
 
-    /// The descriptor, shared.
+    /// Descriptor that the handle shares.
     #[must_use]
     pub fn fd(&self) -> &Arc<OwnedFd> {
         &self.fd
@@ -86,8 +86,8 @@ impl Drop for FixedSlot {
     }
 }
 
-/// Which entries of a ring's table are in use. `free` entries hold no file; `stale` ones hold a
-/// file without a name, which the ring takes out when it next looks.
+/// Entries of a ring's table and their use. `free` entries hold no file; `stale` ones hold a file
+/// without a name, which the ring takes out when it next looks.
 #[derive(Debug, Default)]
 pub(crate) struct FileTable(Mutex<Entries>);
 

@@ -69,7 +69,7 @@ pub enum SendError<T> {
     Closed(T),
 }
 
-/// The worker's end.
+/// Receiving end of a mailbox, which the worker has.
 #[derive(Debug)]
 pub struct MailReceiver<T> {
     rx: Receiver<T>,

@@ -15,7 +15,7 @@ use crate::handle::{Handle, Target};
 use crate::ring::Ring;
 use crate::slot::{Kind, MAX_TRANSFER, Token};
 
-/// Whether a write may stay in the host's cache or is on stable storage when it completes.
+/// Durability of a write when it completes: in the host's cache, or on stable storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
     /// Complete once the host has the data.
@@ -55,7 +55,7 @@ impl Fallocate {
     }
 }
 
-/// When a receive completes.
+/// Condition on which a receive completes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Receive {
     /// With the first bytes.

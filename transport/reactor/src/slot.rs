@@ -15,7 +15,7 @@ pub struct Token(pub u64);
 /// Meaning of a slot's completion beyond its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Nothing special.
+    /// A result without a further meaning.
     Plain,
     /// A result that is not negative is a new descriptor, owned by the receiver of the completion.
     Accept,

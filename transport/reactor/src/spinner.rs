@@ -21,7 +21,7 @@ pub enum Next {
 pub struct Spinner {
     max: Duration,
     budget: Duration,
-    /// When polling began, while nothing has been found since.
+    /// Time since which polling has found nothing.
     since: Option<Instant>,
     /// Anything was found since the last park; a wake without work does not earn polling.
     worked: bool,

@@ -91,9 +91,9 @@ pub(super) struct Pending {
 pub(super) struct Unconfirmed {
     /// Its number among all REPs: their order.
     pub(super) number: u64,
-    /// When it was sent first.
+    /// Time at which it was sent first.
     pub(super) sent: Instant,
-    /// When it must have been confirmed.
+    /// Time by which it must have been confirmed.
     pub(super) until: Instant,
 }
 
@@ -173,7 +173,7 @@ impl Conn {
         known.filter_map(move |claim| Some((peer, guid?, claim)))
     }
 
-    /// Which limits a half-open connection counts towards.
+    /// Limits that a half-open connection counts towards.
     pub(super) fn holders(&self) -> impl Iterator<Item = Holder> + use<> {
         let peer = self.peer;
         let of = move |id| [Holder::Peer(id, peer), Holder::Listener(id)];

@@ -58,30 +58,30 @@ pub struct RepParams {
 /// Parameters of a SIDR_REQ.
 #[derive(Clone, Copy, Debug)]
 pub struct SidrReqParams {
-    /// The service.
+    /// ServiceID that is asked for.
     pub service_id: ServiceId,
-    /// Partition key.
+    /// Partition key of the path.
     pub pkey: PKey,
     /// Time that we wait for each answer.
     pub timeout: CmTimeout,
     /// Repetitions of the question.
     pub max_cm_retries: Bits<4>,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<216>,
 }
 
 /// Parameters of a SIDR_REP.
 #[derive(Clone, Copy, Debug)]
 pub struct SidrRepParams {
-    /// Whether there is such a service.
+    /// Result of the query: whether there is such a service.
     pub status: SidrStatus,
     /// The queue pair that serves it.
     pub qpn: Qpn,
-    /// Its queue key.
+    /// Queue key of the service's queue pair.
     pub qkey: u32,
     /// More about the answer.
     pub info: AdditionalInfo,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<136>,
 }
 
@@ -89,13 +89,13 @@ pub struct SidrRepParams {
 /// transitions to ready-to-receive and ready-to-send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpPeer {
-    /// Destination queue pair.
+    /// Number of the peer's queue pair.
     pub dest_qpn: Qpn,
     /// The first PSN we send.
     pub sq_psn: Psn,
-    /// Path MTU.
+    /// Path MTU that both sides carry.
     pub path_mtu: Mtu,
-    /// Partition key.
+    /// Partition key of the path.
     pub pkey: PKey,
     /// The path, seen from our side.
     pub path: CmPath,
@@ -103,9 +103,9 @@ pub struct QpPeer {
     pub responder_resources: u8,
     /// READs and atomics the peer may have outstanding: what we must hold.
     pub initiator_depth: u8,
-    /// Our transport retries.
+    /// Our transport retries, from 0 to 7.
     pub retry_count: Bits<3>,
-    /// Our RNR retries.
+    /// Our RNR retries; 7 is without end.
     pub rnr_retry_count: Bits<3>,
     /// The peer sends end-to-end credits.
     pub flow_control: bool,
@@ -116,9 +116,9 @@ pub struct QpPeer {
 /// Something that happened to an identifier.
 #[derive(Clone, Debug, PartialEq)]
 pub struct IbCmEvent {
-    /// The identifier.
+    /// Identifier that the event is about.
     pub id: IbCmId,
-    /// The event.
+    /// Kind of the event, with its data.
     pub kind: IbCmEventKind,
 }
 
@@ -131,11 +131,11 @@ pub enum IbCmEventKind {
     ReqReceived {
         /// The listener that matched.
         listener: IbCmId,
-        /// The peer's address.
+        /// Address of the peer.
         peer: PeerAddr,
         /// Attributes for our queue pair.
         qp: QpPeer,
-        /// The whole message.
+        /// Message as it was received.
         req: Box<ReqMsg>,
     },
     /// Active: the REQ was not answered. Last.
@@ -145,19 +145,19 @@ pub enum IbCmEventKind {
     RepReceived {
         /// Attributes for our queue pair.
         qp: QpPeer,
-        /// The whole message.
+        /// Message as it was received.
         rep: Box<RepMsg>,
     },
     /// Passive: no RTU came. In timewait.
     RepTimeout,
-    /// Passive: connected.
+    /// Passive: the connection is established.
     RtuReceived {
-        /// The peer's data.
+        /// Private data of the peer.
         private_data: Box<PrivateData<224>>,
     },
     /// The peer ends the connection. Answer with `send_drep`.
     DreqReceived {
-        /// The peer's data.
+        /// Private data of the peer.
         private_data: Box<PrivateData<220>>,
     },
     /// Our DREQ was not answered. In timewait.
@@ -169,22 +169,22 @@ pub enum IbCmEventKind {
     },
     /// The peer has our message and needs time.
     MraReceived {
-        /// Which message.
+        /// Message that the peer acknowledges.
         message: MraOf,
-        /// The additional time.
+        /// Time that the peer needs in addition.
         service_timeout: CmTimeout,
-        /// The peer's data.
+        /// Private data of the peer.
         private_data: Box<PrivateData<222>>,
     },
     /// The peer refused, or gave up.
     RejReceived {
-        /// Which message it refused.
+        /// Message that the peer refused.
         message: RejOf,
-        /// Why.
+        /// Reason of the refusal.
         reason: RejReason,
-        /// More about why.
+        /// Additional reject information of the reason.
         info: Box<AdditionalInfo>,
-        /// The peer's data.
+        /// Private data of the peer.
         private_data: Box<PrivateData<148>>,
         /// The identifier is in timewait; if not, this is the last.
         timewait: bool,
@@ -200,11 +200,11 @@ pub enum IbCmEventKind {
     },
     /// The peer's answer to our LAP. Connected as before.
     AprReceived {
-        /// The answer.
+        /// Status of the answer.
         status: AprStatus,
-        /// More about it.
+        /// Additional information of the status.
         info: Box<AdditionalInfo>,
-        /// The peer's data.
+        /// Private data of the peer.
         private_data: Box<PrivateData<148>>,
     },
     /// Our LAP was not answered. Connected as before.
@@ -214,14 +214,14 @@ pub enum IbCmEventKind {
     SidrReqReceived {
         /// The listener that matched.
         listener: IbCmId,
-        /// The peer's address.
+        /// Address of the peer.
         peer: PeerAddr,
-        /// The whole message.
+        /// Message as it was received.
         req: Box<SidrReqMsg>,
     },
     /// The answer to our SIDR_REQ. Last.
     SidrRepReceived {
-        /// The whole message.
+        /// Message as it was received.
         rep: Box<SidrRepMsg>,
     },
     /// Our SIDR_REQ was not answered. Last.
@@ -245,7 +245,7 @@ impl IbCmEventKind {
     }
 }
 
-/// Why a call was refused; nothing has changed.
+/// Reason why a call was refused; nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum IbCmError {
     /// There is no such identifier (any more).

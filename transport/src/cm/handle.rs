@@ -80,7 +80,7 @@ impl Cm {
         self.report(id, IbCmEventKind::StaleConnection);
     }
 
-    /// Why a REQ cannot be offered to anybody, if so.
+    /// Checks that a REQ can be offered to a listener.
     fn judge_req(from: PeerAddr, req: &ReqMsg) -> Result<Mtu, RejReason> {
         if req.transport != TransportType::Rc {
             return Err(RejReason::InvalidTransportType);
@@ -438,7 +438,7 @@ impl Cm {
         self.known(id).transaction = transaction;
         assert!(
             !self.conns[&id].is_orphan,
-            "whoever lets a connection go sends a DREQ"
+            "the side that releases a connection sends a DREQ"
         );
         self.report(
             id,

@@ -113,7 +113,7 @@ use crate::wire::mad::Mad;
 /// Limits and identity of one [`Cm`].
 #[derive(Clone, Copy, Debug)]
 pub struct CmConfig {
-    /// Our channel adapter.
+    /// GUID of our channel adapter.
     pub ca_guid: CaGuid,
     /// Identifiers, listeners and those in timewait included.
     pub max_ids: usize,
@@ -169,7 +169,7 @@ impl CmConfig {
 /// Counters of a [`Cm`] since its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CmCounters {
-    /// MADs handed in.
+    /// Number of MADs handed in.
     pub received: u64,
     /// Of these, no CM messages.
     pub malformed: u64,
@@ -187,8 +187,8 @@ pub struct CmCounters {
     pub displaced: u64,
 }
 
-/// Which of `1 << worker_bits` workers a MAD of the CM class belongs to; `None` if it is too short
-/// or of another class.
+/// Number of the worker, of `1 << worker_bits`, that a MAD of the CM class belongs to; `None` if
+/// it is too short or of another class.
 #[must_use]
 pub fn worker_of(mad: &[u8], worker_bits: u32) -> Option<u32> {
     routing_id(mad).map(|id| id.0 & worker_mask(worker_bits))
@@ -288,12 +288,12 @@ impl Cm {
         self.outbox.pop_front()
     }
 
-    /// The next event.
+    /// Takes the oldest event.
     pub fn poll_event(&mut self) -> Option<IbCmEvent> {
         self.events.pop_front()
     }
 
-    /// Its counters.
+    /// Counters since the start.
     #[must_use]
     pub fn counters(&self) -> CmCounters {
         self.counters
@@ -375,7 +375,7 @@ impl Cm {
         !holders.into_iter().any(|holder| self.is_full(holder))
     }
 
-    /// Whether there is room for the events of another request.
+    /// Returns whether there is room for the events of another request.
     fn may_tell_more(&self) -> bool {
         self.events.len() < self.config.max_events
     }

@@ -58,7 +58,7 @@ pub enum CmState {
     MraRepSent,
     /// Passive: REP sent, the peer asked for time.
     MraRepRcvd,
-    /// Connected.
+    /// The connection is established.
     Established,
     /// Connected: LAP sent, no answer yet.
     LapSent,

@@ -39,7 +39,7 @@ impl Listener {
     }
 }
 
-/// Which message a MAD of ours is.
+/// Returns whether a MAD of ours is this message.
 pub(super) fn is_message(mad: &Mad, attribute: CmAttribute) -> bool {
     mad[16..18] == (attribute as u16).to_be_bytes()
 }

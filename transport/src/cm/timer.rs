@@ -6,7 +6,7 @@ use super::{Cm, CmState, IbCmEventKind, IbCmId};
 use crate::wire::cm_msg::{AdditionalInfo, CmMessage, PrivateData, RejMsg, RejOf, RejReason};
 
 impl Cm {
-    /// When [`Self::handle_timeout`] has something to do.
+    /// Next time at which [`Self::handle_timeout`] has something to do.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         self.timers.first().map(|(deadline, _)| *deadline)

@@ -83,7 +83,7 @@ struct Wire {
     now: Instant,
     injector: FaultInjector<(SocketAddr, SocketAddr)>,
     queues: HashMap<IpAddr, Queue>,
-    /// Which device is at an address, by the order of their making.
+    /// Device at each address, by the order of their making.
     plugged: HashMap<IpAddr, u64>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
@@ -231,7 +231,7 @@ impl Fabric {
         self.wire().unplugged.contains(&addr)
     }
 
-    /// The present.
+    /// Present time of the virtual clock.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.wire().now
@@ -252,7 +252,7 @@ impl Fabric {
         wire.pump(now);
     }
 
-    /// When the next packet arrives somewhere, or comes out of hold.
+    /// Next time at which a packet arrives or comes out of hold.
     #[must_use]
     pub fn next_arrival(&self) -> Option<Instant> {
         let wire = self.wire();
@@ -331,7 +331,7 @@ impl Fabric {
 pub struct Endpoint {
     nic: Nic,
     fabric: Fabric,
-    /// Which device of the fabric it is.
+    /// Number of the device in its fabric.
     number: u64,
     batch: TxBatch,
     /// Until when its socket takes nothing.
@@ -359,11 +359,11 @@ impl Endpoint {
         let is_over = |(at, _): &mut (SocketAddr, CmId)| !self.fabric.wire().occupied.contains(at);
         let over: Vec<_> = self.occupied.extract_if(.., is_over).collect();
         for (_, id) in over {
-            self.destroy_id(id).expect("it is bound, and no more");
+            self.destroy_id(id).expect("it is only bound");
         }
     }
 
-    /// Its address.
+    /// Address of the device.
     #[must_use]
     pub fn addr(&self) -> IpAddr {
         self.nic.local_addr().ip()
@@ -475,16 +475,16 @@ impl Provider for Endpoint {
 /// Two devices, 127.0.0.1 and 127.0.0.2, and the wire between them.
 #[derive(Debug)]
 pub struct Pair {
-    /// The first.
+    /// First endpoint of the pair.
     pub a: Endpoint,
-    /// The second.
+    /// Second endpoint of the pair.
     pub b: Endpoint,
-    /// Wire and clock.
+    /// Wire and clock of both.
     pub fabric: Fabric,
 }
 
 impl Pair {
-    /// A pair.
+    /// Makes two connected endpoints.
     #[must_use]
     pub fn new(config: FabricConfig) -> Self {
         let fabric = Fabric::new(config);
@@ -518,7 +518,7 @@ impl Pair {
         }
     }
 
-    /// Lets `time` pass.
+    /// Advances the virtual clock by `time`.
     pub fn advance(&mut self, time: Duration) {
         let end = self.fabric.now() + time;
         self.step();

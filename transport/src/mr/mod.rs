@@ -40,7 +40,7 @@ pub use self::span::Span;
 /// Most regions of a table: 2²⁰, which leaves four bits of the index for generations.
 pub const MAX_REGIONS: u32 = 1 << 20;
 
-/// Why a key does not give access.
+/// Reason why a key does not give access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum KeyError {
     /// No valid region has this key.
@@ -134,7 +134,7 @@ impl MrTable {
         }
     }
 
-    /// Number of regions.
+    /// Number of regions in the table.
     #[must_use]
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()

@@ -26,7 +26,7 @@ impl Span<'_> {
         len: 0,
     };
 
-    /// Length in bytes.
+    /// Length of all pieces in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len

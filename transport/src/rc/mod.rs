@@ -103,7 +103,7 @@ pub const MAX_MESSAGE: u32 = 1 << 31;
 pub struct RcConfig {
     /// Its handle, put into completions and events.
     pub qp: QpId,
-    /// Its protection domain.
+    /// Protection domain of the queue pair.
     pub pd: PdId,
     /// Depths of its queues. A shared receive queue ignores the receive depths but not
     /// `max_recv_sge`, which must be that of the shared queue.
@@ -200,7 +200,7 @@ pub enum RcEvent {
 /// Resources that a queue pair uses but does not own.
 #[derive(Debug)]
 pub struct Env<'a> {
-    /// The device's keys.
+    /// Table of the device's keys.
     pub mrs: &'a mut MrTable,
     /// The queue pair's receive queue, its own or a shared one.
     pub rq: &'a mut RecvQueue,
@@ -223,7 +223,7 @@ pub struct TxPacket {
     pub segments: Vec<MemSlice>,
     /// Payload that was copied at the post.
     pub inline: Vec<u8>,
-    /// Payload bytes.
+    /// Payload without padding, in bytes.
     pub payload_len: usize,
 }
 
@@ -271,11 +271,11 @@ impl TxPacket {
 /// Counters of a queue pair since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RcCounters {
-    /// Packets sent.
+    /// Number of packets sent.
     pub tx_packets: u64,
-    /// Payload bytes sent.
+    /// Number of payload bytes sent.
     pub tx_bytes: u64,
-    /// Packets taken in.
+    /// Number of packets taken in.
     pub rx_packets: u64,
     /// Payload bytes taken in.
     pub rx_bytes: u64,
@@ -295,19 +295,19 @@ pub struct RcCounters {
     pub rx_nak_access: u64,
     /// Remote-operation NAKs taken in.
     pub rx_nak_operation: u64,
-    /// Sequence NAKs sent.
+    /// Number of PSN sequence error NAKs sent.
     pub tx_nak_sequence: u64,
-    /// RNR NAKs sent.
+    /// Number of RNR NAKs sent.
     pub tx_rnr_naks: u64,
-    /// Invalid-request NAKs sent.
+    /// Number of invalid-request NAKs sent.
     pub tx_nak_invalid: u64,
-    /// Remote-access NAKs sent.
+    /// Number of remote-access NAKs sent.
     pub tx_nak_access: u64,
-    /// Remote-operation NAKs sent.
+    /// Number of remote-operation NAKs sent.
     pub tx_nak_operation: u64,
     /// Packets taken in that a router has marked for congestion.
     pub rx_marked: u64,
-    /// Congestion notifications sent.
+    /// Number of congestion notifications sent.
     pub tx_cnps: u64,
     /// Congestion notifications taken in.
     pub rx_cnps: u64,

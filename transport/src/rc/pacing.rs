@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Interval between changes of the gap.
 const PERIOD: Duration = Duration::from_millis(1);
-/// The longest gap.
+/// Longest gap between two responses.
 const LONGEST: Duration = Duration::from_millis(2);
 /// The shortest gap that is kept.
 const SHORTEST: Duration = Duration::from_micros(1);
@@ -23,9 +23,9 @@ pub(super) const BURST: u32 = 16;
 pub(super) struct Pacer {
     /// The time from one response to the next, while there is a pace.
     gap: Option<Duration>,
-    /// When the next response is due at that pace.
+    /// Time at which the next response is due at that pace.
     next: Option<Instant>,
-    /// When the gap was last changed.
+    /// Time of the last change of the gap.
     changed: Option<Instant>,
     /// Responses since this time, of the last period or so.
     since: Option<Instant>,
@@ -38,7 +38,7 @@ impl Pacer {
         self.gap.is_some()
     }
 
-    /// When the next response may leave; `None` is now.
+    /// Time at which the next response may leave; `None` is now.
     pub(super) fn wait(&mut self, now: Instant) -> Option<Instant> {
         self.gap?;
         self.quicken(now);
@@ -48,7 +48,7 @@ impl Pacer {
         (at > now).then_some(at)
     }
 
-    /// A response leaves.
+    /// Counts a response that leaves.
     pub(super) fn on_response(&mut self, now: Instant) {
         if self.since.is_none_or(|since| now > since + PERIOD) {
             self.since = Some(now);

@@ -18,7 +18,7 @@ use super::{CNP_INTERVAL, Env, RcConfig, RcCounters, RcEvent, RtrParams, RtsPara
 /// Packets of one kind (requests or READ responses) in a row while the other kind waits.
 const BURST: u32 = 16;
 
-/// Which of the two data streams sent last.
+/// Data stream that sent last, of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stream {
     Requests,
@@ -85,19 +85,19 @@ impl RcQp {
         }
     }
 
-    /// Its state.
+    /// State of the queue pair.
     #[must_use]
     pub fn state(&self) -> QpState {
         self.state
     }
 
-    /// Its configuration.
+    /// Configuration of the queue pair.
     #[must_use]
     pub fn config(&self) -> &RcConfig {
         &self.cfg
     }
 
-    /// Its counters.
+    /// Counters since its creation.
     #[must_use]
     pub fn counters(&self) -> &RcCounters {
         &self.counters
@@ -116,7 +116,7 @@ impl RcQp {
         size_of::<Self>() + self.requester.footprint() + self.responder.footprint()
     }
 
-    /// RESET to INIT.
+    /// Transition from RESET to INIT.
     pub fn to_init(&mut self) {
         self.become_state(QpState::Init);
     }
@@ -309,7 +309,7 @@ impl RcQp {
         }
     }
 
-    /// Whether the peer has sent a request that follows the agreed sequence since RTR.
+    /// Returns whether the peer has sent a request that follows the agreed sequence since RTR.
     #[must_use]
     pub fn has_received(&self) -> bool {
         !self.awaits_first_packet
@@ -321,7 +321,7 @@ impl RcQp {
         self.requester.is_peer_silent(now)
     }
 
-    /// When [`RcQp::handle_timeout`] must be called next.
+    /// Next time at which [`RcQp::handle_timeout`] must be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         match self.state {

@@ -56,7 +56,7 @@ impl RecvWqe {
         size_of_val(&*self.sges)
     }
 
-    /// The scatter list.
+    /// Scatter list of the receive.
     #[must_use]
     pub fn sges(&self) -> &[Sge] {
         &self.sges[..self.count]
@@ -92,7 +92,7 @@ impl RecvQueue {
         self.len
     }
 
-    /// Whether none is.
+    /// Returns whether no receive is posted.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -187,7 +187,7 @@ impl RecvQueue {
         Some(id)
     }
 
-    /// Forgets every receive.
+    /// Removes all receives without completions.
     pub fn clear(&mut self) {
         self.len = 0;
     }

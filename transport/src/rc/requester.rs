@@ -80,7 +80,7 @@ pub(super) struct Requester {
     congestion: Congestion,
     /// The window before a timeout that may turn out to have been too early, and when it fired.
     undo: Option<(Congestion, Instant)>,
-    /// When the last packet left, where the window is less than one packet.
+    /// Time at which the last packet left, where the window is less than one packet.
     left: Option<Instant>,
     /// Time to look again at what waits for the window.
     paced: Option<Instant>,

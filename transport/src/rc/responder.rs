@@ -35,7 +35,7 @@ pub(super) struct Responder {
     rnr_timer: RnrTimer,
     /// The PSN that comes next.
     expected: Psn,
-    /// Messages completed.
+    /// MSN: messages completed, modulo 2^24.
     msn: Msn,
     inbound: Inbound,
     recv: RecvWqe,
@@ -126,7 +126,7 @@ impl Responder {
         self.expected
     }
 
-    /// When a READ response that waits for its time may leave.
+    /// Time at which a READ response that is paced may leave.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.paced
     }

@@ -37,13 +37,13 @@ pub enum Phase {
 pub struct SendWqe {
     /// Comes back in the completion.
     pub wr_id: WrId,
-    /// The operation.
+    /// Operation of the request.
     pub op: SendOp,
     /// Flags of the operation.
     pub flags: SendFlags,
     /// Bytes of its message.
     pub length: u32,
-    /// Its phase.
+    /// Phase of the request.
     pub phase: Phase,
     /// Number of its first packet, counted since the connection began; from `Started` on.
     pub first: u64,
@@ -71,7 +71,7 @@ impl SendWqe {
         (number - self.first) as u32
     }
 
-    /// Whether it is answered by more than an acknowledgement: a READ or an atomic.
+    /// Returns whether it is answered by more than an acknowledgement: a READ or an atomic.
     #[must_use]
     pub fn has_response(&self) -> bool {
         matches!(
@@ -101,7 +101,7 @@ impl SendWqe {
         self.op.wc_opcode()
     }
 
-    /// Its completion.
+    /// Makes the completion of the request.
     #[must_use]
     pub fn completion(&self, qp: QpId, status: WcStatus) -> crate::verbs::Completion {
         crate::verbs::Completion {
@@ -170,7 +170,7 @@ impl SendQueue {
         (self.tail - self.head) as usize
     }
 
-    /// Whether all are.
+    /// Returns whether the queue holds no request.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.head == self.tail

@@ -78,7 +78,7 @@ impl State for ResponderState {
 /// ONLY packets, READs and atomics leave it at `None`. Any other packet is an invalid request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Inbound {
-    /// Between messages.
+    /// No message is incomplete.
     None,
     /// In a SEND, whose receive is bound.
     Send {

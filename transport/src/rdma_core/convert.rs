@@ -141,7 +141,7 @@ pub(super) fn wc_opcode(theirs: ibv_wc_opcode, posted: WcOpcode) -> WcOpcode {
     }
 }
 
-/// Why a post failed, by the `errno` that it answered.
+/// Reason why a post failed, by the `errno` that it returned.
 pub(super) fn post_reason(errno: i32) -> PostReason {
     match errno.abs() {
         libc::ENOMEM | libc::ENOSPC | libc::EAGAIN => PostReason::QueueFull,

@@ -754,7 +754,7 @@ impl Verbs for RdmaCoreDevice {
             (self.core.verbs.ibv_query_qp)(ptr, &raw mut attr, mask & 0x1f_ffff, &raw mut init)
         })?;
         if attr.qp_state == IBV_QPS_RESET {
-            // Some devices go on telling what the reset has made them forget.
+            // Some devices still report the attributes that the reset has cleared.
             return Ok(QpAttr {
                 state: Some(QpState::Reset),
                 ..QpAttr::default()

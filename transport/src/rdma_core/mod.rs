@@ -74,7 +74,7 @@ use thiserror::Error;
 
 use crate::verbs::{CmError, Gid, VerbsError};
 
-/// Why no rdma-core device could be opened.
+/// Reason why no rdma-core device could be opened.
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// The libraries are missing.
@@ -93,7 +93,7 @@ pub enum OpenError {
     Call {
         /// The function that failed.
         call: &'static str,
-        /// Its error.
+        /// Error of the device.
         source: VerbsError,
     },
 }
@@ -103,7 +103,7 @@ pub enum OpenError {
 pub struct DeviceSummary {
     /// The device's name, such as `rxe0` or `mlx5_0`.
     pub name: String,
-    /// The node's GUID.
+    /// GUID of the node.
     pub guid: u64,
     /// Its first port is active.
     pub active: bool,
@@ -111,8 +111,8 @@ pub struct DeviceSummary {
     pub addrs: Vec<IpAddr>,
 }
 
-/// Whether an RDMA device has the local address at this moment: a cheap question, for waiting until
-/// a device that was unplugged is back.
+/// Returns whether an RDMA device has the local address at this moment: a cheap question, for
+/// waiting until a device that was unplugged is back.
 ///
 /// It reads the kernel's GID tables and opens nothing. A host without rdma-core or without RDMA has
 /// no device.

@@ -43,7 +43,7 @@ pub(super) fn unpack(value: u64) -> Handle {
     Handle::new(value as u32, (value >> 32) as u32)
 }
 
-/// A posted request.
+/// Request that was posted and has not completed.
 pub(super) struct Slot {
     pub(super) wr_id: WrId,
     pub(super) opcode: WcOpcode,
@@ -74,7 +74,7 @@ pub(super) struct Pd {
 }
 
 pub(super) enum Region {
-    /// Registered memory.
+    /// Memory region over memory of ours.
     Plain {
         pd: PdId,
         ptr: *mut ibv_mr,
@@ -154,11 +154,11 @@ pub(super) enum IdState {
     Idle,
     /// Has a local address.
     Bound,
-    /// Takes connection requests.
+    /// Listens for connection requests.
     Listening,
     /// Knows the device and the peer's GID.
     AddrResolved,
-    /// Knows the path.
+    /// The path to the peer is known.
     RouteResolved,
     /// A peer's request, to be accepted or rejected.
     Requested,

@@ -22,9 +22,9 @@ use riser_rdma_core_sys::bindings::*;
 /// Subject of an asynchronous event. It outlives the event, and the object that it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Occurrence {
-    /// The event.
+    /// Kind of the event, as libibverbs numbers it.
     pub(super) event: ibv_event_type,
-    /// To what.
+    /// Object that it happened to.
     pub(super) to: Object,
 }
 
@@ -34,16 +34,16 @@ pub(super) enum Object {
     /// A completion queue or shared receive queue: where the library has it, and the number that
     /// was given with it. Only both together name one object of one device.
     Queue {
-        /// Its address.
+        /// Address of the library's object.
         at: usize,
-        /// Its context.
+        /// Context that was given when it was made.
         context: u64,
     },
     /// The queue pair with this number, which is unique on the RDMA device.
     Qp(u32),
-    /// A port.
+    /// A port of the device.
     Port(u8),
-    /// The RDMA device.
+    /// The RDMA device as a whole.
     Device,
 }
 
@@ -90,7 +90,7 @@ impl Occurrence {
 #[derive(Debug)]
 struct Inbox {
     waiting: Mutex<VecDeque<Occurrence>>,
-    /// Whether there is anything, to be asked without a lock.
+    /// Flag that there is an event, which is read without a lock.
     any: AtomicBool,
     /// Readable while something waits that another device has read.
     wake: OwnedFd,

@@ -59,7 +59,7 @@ pub enum Offered {
     Taken(usize),
     /// It dropped the first, because the route to its destination cannot segment.
     Unsegmentable,
-    /// It is full.
+    /// The batch has no room for it.
     Full,
 }
 
@@ -77,14 +77,14 @@ pub enum SendOutcome {
 pub enum Piece {
     /// A range of the batch's own bytes.
     Bytes(Range<usize>),
-    /// Registered memory.
+    /// Registered memory, referred to until it is sent.
     Memory(MemSlice),
 }
 
 /// Destination of a packet, and how it is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// The destination.
+    /// Address of the destination.
     pub dst: SocketAddr,
     /// Routers may mark it for congestion (RFC 3168), since its receiver passes that on.
     pub is_markable: bool,
@@ -116,9 +116,9 @@ pub struct Group {
     pub pieces: Range<usize>,
     /// Length of every packet but the last, which may be shorter, in bytes.
     pub segment: usize,
-    /// Packets.
+    /// Number of packets in the group.
     pub count: usize,
-    /// Bytes in all.
+    /// Number of bytes in all packets.
     pub bytes: usize,
     /// It takes no other packet: a shorter one ended it, or its destination gets single ones.
     closed: bool,
@@ -224,13 +224,13 @@ impl TxBatch {
         self.groups.is_empty()
     }
 
-    /// Packets in it.
+    /// Number of packets in the batch.
     #[must_use]
     pub fn packets(&self) -> usize {
         self.packets
     }
 
-    /// Bytes in it.
+    /// Number of bytes in the batch.
     #[must_use]
     pub fn total_bytes(&self) -> usize {
         self.total

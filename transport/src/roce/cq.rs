@@ -15,7 +15,7 @@ use crate::verbs::{Completion, Notify, VerbsError};
 /// Result of adding a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Added {
-    /// Nothing besides.
+    /// No event is due.
     Quiet,
     /// The armed notification fires.
     Fire,
@@ -25,7 +25,7 @@ pub enum Added {
     Dead,
 }
 
-/// A completion queue.
+/// Completion queue of the software NIC.
 #[derive(Debug)]
 pub struct Cq {
     entries: VecDeque<Completion>,
@@ -57,13 +57,13 @@ impl Cq {
         self.capacity
     }
 
-    /// Completions that wait.
+    /// Number of completions that wait.
     #[must_use]
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether none waits.
+    /// Returns whether no completion waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
@@ -92,7 +92,7 @@ impl Cq {
         self.users = self.users.saturating_sub(1);
     }
 
-    /// Adds a completion.
+    /// Adds a completion; the result says whether an armed notification fires.
     pub fn push(&mut self, completion: Completion) -> Added {
         if self.overrun {
             return Added::Dead;

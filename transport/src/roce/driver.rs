@@ -97,7 +97,7 @@ pub struct DriverConfig {
 /// Counters of the driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DriverCounters {
-    /// Sending system calls.
+    /// Number of sending system calls.
     pub send_calls: u64,
     /// Receiving system calls that brought something.
     pub receive_calls: u64,
@@ -235,7 +235,7 @@ impl Driver {
         self.sndbuf
     }
 
-    /// Its counters.
+    /// Counters since the start.
     #[must_use]
     pub fn counters(&self) -> DriverCounters {
         self.counters

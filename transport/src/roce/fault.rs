@@ -63,13 +63,13 @@ impl FaultConfig {
 pub struct FaultCounters {
     /// Packets that went in.
     pub packets: u64,
-    /// Lost ones.
+    /// Number of lost packets.
     pub lost: u64,
-    /// Repeated ones.
+    /// Number of repeated packets.
     pub duplicated: u64,
-    /// Spoilt ones.
+    /// Number of corrupted packets.
     pub corrupted: u64,
-    /// Held-back ones.
+    /// Number of packets that were overtaken.
     pub reordered: u64,
 }
 
@@ -106,7 +106,7 @@ impl<T: Clone> FaultInjector<T> {
         }
     }
 
-    /// Its counters.
+    /// Counters since the start.
     #[must_use]
     pub fn counters(&self) -> FaultCounters {
         self.counters
@@ -176,7 +176,7 @@ impl<T: Clone> FaultInjector<T> {
         self.ready.pop_front()
     }
 
-    /// When a held-back packet comes out though no other passes.
+    /// Time at which a held-back packet comes out though no other passes.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.held.iter().map(|h| h.release_at).min()

@@ -15,7 +15,7 @@ const MAGIC_NANOSECONDS: u32 = 0xa1b2_3c4d;
 const LINKTYPE_RAW: u32 = 101;
 const SNAP_LEN: u32 = 0x4_0000;
 
-/// Writes a capture.
+/// Writer of a capture in pcap format.
 pub struct PcapWriter<W: Write> {
     out: W,
     start: Instant,

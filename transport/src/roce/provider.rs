@@ -63,7 +63,7 @@ pub struct RoceConfig {
     /// ends with [`WcStatus::RetryExcErr`](crate::verbs::WcStatus::RetryExcErr), and the next one
     /// is made with a smaller path MTU.
     pub mtu: Option<Mtu>,
-    /// Which worker this is.
+    /// Number of the worker.
     pub worker_index: u32,
     /// Bits that name a worker: 0 for a device of one worker.
     pub worker_bits: u8,
@@ -71,7 +71,7 @@ pub struct RoceConfig {
     pub max_inflight_bytes: Option<u32>,
     /// Bytes of socket buffer to ask for.
     pub socket_buffer: usize,
-    /// Limits.
+    /// Limits on the objects of the device.
     pub limits: NicLimits,
     /// Packets to lose, repeat, spoil and reorder, for tests.
     pub faults: RoceFaults,
@@ -111,13 +111,13 @@ impl RoceConfig {
 /// A datagram that belongs to another worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Misdirected {
-    /// The worker.
+    /// Number of the worker that it is for.
     pub worker: u32,
-    /// Its sender.
+    /// Address of its sender.
     pub src: SocketAddr,
     /// A router has marked it for congestion.
     pub is_marked: bool,
-    /// The packet.
+    /// Bytes of the datagram.
     pub bytes: Vec<u8>,
 }
 

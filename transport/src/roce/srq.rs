@@ -10,9 +10,9 @@ use crate::verbs::{PdId, SrqAttr, VerbsError};
 /// A receive queue that several queue pairs draw from.
 #[derive(Debug)]
 pub struct Srq {
-    /// Its protection domain.
+    /// Protection domain of the queue.
     pub pd: PdId,
-    /// The posted receives.
+    /// Receives that are posted.
     pub queue: RecvQueue,
     limit: u32,
     /// Queue pairs that use it.
@@ -20,7 +20,7 @@ pub struct Srq {
 }
 
 impl Srq {
-    /// An empty queue.
+    /// Makes an empty queue.
     #[must_use]
     pub fn new(pd: PdId, attr: SrqAttr) -> Self {
         Self {
@@ -31,7 +31,7 @@ impl Srq {
         }
     }
 
-    /// Capacity and limit.
+    /// Capacity and limit of the queue.
     #[must_use]
     pub fn attr(&self) -> SrqAttr {
         SrqAttr {

@@ -121,8 +121,8 @@ pub(super) fn enable_gro(socket: &impl AsFd) -> bool {
     setsockopt(socket, sockopt::UdpGroSegment, &true).is_ok()
 }
 
-/// Whether the kernel cuts one send into datagrams (UDP_SEGMENT). Setting the size for all sends
-/// and taking it back shows it.
+/// Returns whether the kernel cuts one send into datagrams (UDP_SEGMENT). Setting the size for all
+/// sends and taking it back shows it.
 pub(super) fn has_gso(socket: &impl AsFd) -> bool {
     let set = |size| setsockopt(socket, sockopt::UdpGsoSegment, &size).is_ok();
     set(1024) && set(0)

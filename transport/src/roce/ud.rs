@@ -83,13 +83,13 @@ impl UdQp {
         }
     }
 
-    /// Its state.
+    /// State of the queue pair.
     #[must_use]
     pub fn state(&self) -> QpState {
         self.state
     }
 
-    /// Whether a send could go out now.
+    /// Returns whether a send could go out now.
     #[must_use]
     pub fn has_work(&self) -> bool {
         !self.sends.is_empty() && matches!(self.state, QpState::Rts)

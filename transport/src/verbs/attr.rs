@@ -44,9 +44,9 @@ pub struct DeviceAttr {
     pub provider: &'static str,
     /// The node's GUID, as the CM carries it.
     pub node_guid: u64,
-    /// Most protection domains.
+    /// Largest number of protection domains.
     pub max_pd: u32,
-    /// Most memory regions.
+    /// Largest number of memory regions.
     pub max_mr: u32,
     /// Longest region, in bytes.
     pub max_mr_size: u64,
@@ -57,11 +57,11 @@ pub struct DeviceAttr {
     /// The completion of a receive names the key that the peer's send invalidated. Where it
     /// does not, ask no peer to invalidate: nothing would report that a region is free again.
     pub reports_invalidation: bool,
-    /// Most completion queues.
+    /// Largest number of completion queues.
     pub max_cq: u32,
     /// Most entries of a completion queue.
     pub max_cqe: u32,
-    /// Most queue pairs.
+    /// Largest number of queue pairs.
     pub max_qp: u32,
     /// Most requests in a send or receive queue.
     pub max_qp_wr: u32,
@@ -77,27 +77,27 @@ pub struct DeviceAttr {
     pub max_qp_rd_atom: u8,
     /// Most outgoing READs and atomics of a queue pair (initiator depth).
     pub max_qp_init_rd_atom: u8,
-    /// Most address handles.
+    /// Largest number of address handles.
     pub max_ah: u32,
-    /// Number of ports.
+    /// Number of ports, which count from 1.
     pub ports: u8,
 }
 
 /// State of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortState {
-    /// No link.
+    /// There is no link.
     Down,
-    /// Ready for traffic.
+    /// The port is ready for traffic.
     Active,
 }
 
 /// Attributes of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortAttr {
-    /// Link state.
+    /// State of the link.
     pub state: PortState,
-    /// Largest path MTU.
+    /// Largest path MTU of the port.
     pub max_mtu: Mtu,
     /// Path MTU in use.
     pub active_mtu: Mtu,
@@ -107,7 +107,7 @@ pub struct PortAttr {
     pub gid_table_len: u16,
     /// Entries of the P_Key table.
     pub pkey_table_len: u16,
-    /// The port's address.
+    /// IP address of the port.
     pub addr: IpAddr,
 }
 
@@ -115,20 +115,20 @@ pub struct PortAttr {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, TryFromPrimitive)]
 #[repr(u8)]
 pub enum Mtu {
-    /// 256 bytes.
+    /// Payload of 256 bytes.
     Mtu256 = 1,
-    /// 512 bytes.
+    /// Payload of 512 bytes.
     Mtu512 = 2,
-    /// 1024 bytes.
+    /// Payload of 1024 bytes.
     Mtu1024 = 3,
-    /// 2048 bytes.
+    /// Payload of 2048 bytes.
     Mtu2048 = 4,
-    /// 4096 bytes.
+    /// Payload of 4096 bytes.
     Mtu4096 = 5,
 }
 
 impl Mtu {
-    /// All, smallest first.
+    /// All path MTUs, smallest first.
     pub const ALL: [Self; 5] = [
         Self::Mtu256,
         Self::Mtu512,
@@ -137,7 +137,7 @@ impl Mtu {
         Self::Mtu4096,
     ];
 
-    /// Payload bytes.
+    /// Largest payload of a packet, in bytes.
     #[must_use]
     pub const fn bytes(self) -> u32 {
         match self {
@@ -175,7 +175,7 @@ impl Mtu {
 /// A registered region: its handle, its keys and where its addresses start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mr {
-    /// The handle.
+    /// Handle of the region.
     pub id: MrId,
     /// Key for local scatter lists.
     pub lkey: LKey,
@@ -183,18 +183,18 @@ pub struct Mr {
     pub rkey: RKey,
     /// Address of the first byte, as scatter lists and peers write it.
     pub addr: u64,
-    /// Length in bytes.
+    /// Length of the region in bytes.
     pub length: u64,
 }
 
 /// A region's attributes at present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MrAttr {
-    /// Its protection domain.
+    /// Protection domain of the object.
     pub pd: PdId,
     /// Keys, address and length.
     pub mr: Mr,
-    /// Its access rights.
+    /// Access rights of local and remote keys.
     pub access: Access,
     /// Its keys work: false for a fast-registration region that is not registered.
     pub valid: bool,
@@ -203,18 +203,18 @@ pub struct MrAttr {
 /// Capacity of a shared receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SrqAttr {
-    /// Requests it holds.
+    /// Number of receives that it holds.
     pub max_wr: u32,
     /// Scatter-gather entries of a request.
     pub max_sge: u32,
-    /// When fewer requests than this remain, one limit event is raised; 0 is unarmed.
+    /// Threshold: when fewer requests than this remain, one limit event is raised; 0 is unarmed.
     pub limit: u32,
 }
 
 /// Kind of queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QpType {
-    /// Reliable connection.
+    /// Reliable connection (IBTA 9.7).
     Rc,
     /// Unreliable datagram.
     ///
@@ -242,7 +242,7 @@ pub struct QpCap {
 /// Attributes that a queue pair is created with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpInitAttr {
-    /// Its protection domain.
+    /// Protection domain of the object.
     pub pd: PdId,
     /// Completion queue of sends.
     pub send_cq: CqId,
@@ -250,9 +250,9 @@ pub struct QpInitAttr {
     pub recv_cq: CqId,
     /// A shared receive queue instead of its own.
     pub srq: Option<SrqId>,
-    /// Kind.
+    /// Transport service of the queue pair.
     pub qp_type: QpType,
-    /// Depths.
+    /// Depths of its queues.
     pub cap: QpCap,
     /// Every send completes visibly, signaled or not.
     pub sq_sig_all: bool,
@@ -279,22 +279,22 @@ pub enum QpState {
     Sqd,
     /// Send queue error: a datagram send failed; receives go on.
     Sqe,
-    /// Error: everything flushes.
+    /// Error: all requests complete as flushed.
     Error,
 }
 
 /// An address for a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AhAttr {
-    /// The peer's GID.
+    /// GID of the peer.
     pub dgid: Gid,
     /// Index of our own GID.
     pub sgid_index: u16,
-    /// Hop limit.
+    /// Hop limit of the IP header.
     pub hop_limit: u8,
-    /// Traffic class.
+    /// Traffic class of the IP header.
     pub traffic_class: u8,
-    /// Our port.
+    /// Number of our port.
     pub port: u8,
 }
 
@@ -306,7 +306,7 @@ pub struct QpAttr {
     pub state: Option<QpState>,
     /// Index into the P_Key table.
     pub pkey_index: Option<u16>,
-    /// Port, from 1.
+    /// Port number, which counts from 1.
     pub port: Option<u8>,
     /// Rights of peers through this queue pair (the remote ones only).
     pub access: Option<Access>,
@@ -314,7 +314,7 @@ pub struct QpAttr {
     pub qkey: Option<QKey>,
     /// Path to the peer.
     pub ah: Option<AhAttr>,
-    /// Path MTU.
+    /// Path MTU of the connection.
     pub path_mtu: Option<Mtu>,
     /// The peer's queue pair number.
     pub dest_qp: Option<u32>,

@@ -16,7 +16,7 @@ pub const MAX_ACCEPT_PRIVATE_DATA: usize = 196;
 /// Most private data in a reject, in bytes.
 pub const MAX_REJECT_PRIVATE_DATA: usize = 148;
 
-/// Which service ids an identifier's ports map to.
+/// Range of service ids that an identifier's ports map to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PortSpace {
     /// Reliable connections: service id `0x0000000001060000 | port`.
@@ -25,7 +25,7 @@ pub enum PortSpace {
     Udp,
     /// A bare InfiniBand service id, with no address header in the private data.
     Ib {
-        /// The service id.
+        /// ServiceID of 64 bits.
         service_id: u64,
         /// Bits of it that a listener compares.
         mask: u64,
@@ -70,20 +70,20 @@ impl Default for ConnParam {
 pub struct CmEvent {
     /// The identifier; for a connection request, the new one.
     pub id: CmId,
-    /// The event.
+    /// Kind of the event.
     pub kind: CmEventKind,
 }
 
 /// The RDMA CM's events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CmEventKind {
-    /// `resolve_addr` succeeded.
+    /// The call `resolve_addr` succeeded.
     AddrResolved,
-    /// `resolve_addr` failed.
+    /// The call `resolve_addr` failed.
     AddrError(CmError),
-    /// `resolve_route` succeeded.
+    /// The call `resolve_route` succeeded.
     RouteResolved,
-    /// `resolve_route` failed.
+    /// The call `resolve_route` failed.
     RouteError(CmError),
     /// A peer asks to connect.
     ConnectRequest {
@@ -91,14 +91,14 @@ pub enum CmEventKind {
         listener: CmId,
         /// The peer's address and port.
         peer: SocketAddr,
-        /// The peer's parameters.
+        /// Parameters that the peer proposes.
         param: ConnParam,
     },
     /// The peer did not answer, or something failed on the way.
     ConnectError(CmError),
     /// The peer could not be reached: every retry timed out.
     Unreachable,
-    /// The peer refused.
+    /// The peer refused the connection.
     Rejected {
         /// The IB CM's reason (28: by the consumer, 8: no listener …).
         reason: u16,
@@ -118,7 +118,7 @@ pub enum CmEventKind {
     TimewaitExit,
 }
 
-/// Why a connection call or a connection failed.
+/// Reason why a connection call or a connection failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CmError {
     /// The identifier does not exist or is not in a state for this.
@@ -142,9 +142,9 @@ pub enum CmError {
     /// More private data than the message has room for.
     #[error("private data is {len} bytes, {max} at most")]
     PrivateDataTooLong {
-        /// Bytes given.
+        /// Number of bytes given.
         len: usize,
-        /// Bytes that fit.
+        /// Number of bytes that fit.
         max: usize,
     },
     /// No answer in time.

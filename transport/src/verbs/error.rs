@@ -4,7 +4,7 @@ use thiserror::Error;
 
 use super::QpState;
 
-/// Why a verb refused (IBTA 11.2's "verb results").
+/// Reason why a verb refused (IBTA 11.2's "verb results").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum VerbsError {
     /// The id names nothing, or something that is gone.
@@ -14,7 +14,7 @@ pub enum VerbsError {
     #[error("{0} is busy")]
     ResourceBusy(&'static str),
     /// The device's limit for this kind of object is reached.
-    #[error("no more {0}")]
+    #[error("the device has reached its limit: {0}")]
     InsufficientResources(&'static str),
     /// A value outside what the device or the standard allows.
     #[error("invalid {0}")]
@@ -44,7 +44,7 @@ pub enum VerbsError {
     MissingAttribute {
         /// The state that was asked for.
         to: QpState,
-        /// The attribute's name.
+        /// Name of the attribute.
         attribute: &'static str,
     },
     /// The transition does not allow an attribute that was given.
@@ -52,7 +52,7 @@ pub enum VerbsError {
     ForbiddenAttribute {
         /// The state that was asked for.
         to: QpState,
-        /// The attribute's name.
+        /// Name of the attribute.
         attribute: &'static str,
     },
     /// The queue pair's type has no such operation.
@@ -75,11 +75,11 @@ pub enum VerbsError {
 pub struct PostError {
     /// Position in the chain, from 0.
     pub index: usize,
-    /// Why it was refused.
+    /// Reason of the refusal.
     pub reason: PostReason,
 }
 
-/// Why a work request was refused at the post.
+/// Reason why a work request was refused at the post.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PostReason {
     /// The id names nothing.

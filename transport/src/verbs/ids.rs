@@ -16,13 +16,13 @@ impl Handle {
         Self { index, generation }
     }
 
-    /// The slot.
+    /// Index of the slot.
     #[must_use]
     pub const fn index(self) -> usize {
         self.index as usize
     }
 
-    /// Which use of the slot.
+    /// Number of the use of the slot.
     #[must_use]
     pub const fn generation(self) -> u32 {
         self.generation
@@ -56,17 +56,17 @@ macro_rules! handles {
 }
 
 handles! {
-    /// A protection domain.
+    /// Handle of a protection domain.
     PdId
     /// A memory region, registered or for fast registration.
     MrId
-    /// A completion queue.
+    /// Handle of a completion queue.
     CqId
     /// A shared receive queue.
     SrqId
-    /// A queue pair.
+    /// Handle of a queue pair.
     QpId
-    /// An address handle.
+    /// Handle of an address handle.
     AhId
     /// An identifier of the RDMA CM: a listener, a connection, or one about to be.
     CmId

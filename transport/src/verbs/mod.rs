@@ -389,8 +389,9 @@ pub trait Provider: Verbs + RdmaCm {
     /// by `now`, sends what is ready. Answers how much it did; 0 means idle.
     fn progress(&mut self, now: Instant) -> usize;
 
-    /// When [`Provider::progress`] must be called next, and events be taken, even if no descriptor
-    /// becomes readable. It has come already while an event waits that no descriptor reports.
+    /// Next time at which [`Provider::progress`] must be called, and events be taken, even if no
+    /// descriptor becomes readable. It has come already while an event waits that no descriptor
+    /// shows.
     fn deadline(&self) -> Option<Instant>;
 
     /// Descriptors that become readable when there is something to do.

@@ -12,38 +12,38 @@ use riser_state::State;
 use super::{QpAttr, QpState, QpType, VerbsError};
 
 bitflags! {
-    /// Which attributes of a [`QpAttr`] are given.
+    /// Set of the attributes of a [`QpAttr`] that are given.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Attrs: u16 {
-        /// `pkey_index`.
+        /// `pkey_index`: index of the partition key.
         const PKEY_INDEX = 1;
-        /// `port`.
+        /// `port`: number of the port.
         const PORT = 1 << 1;
-        /// `access`.
+        /// `access`: rights of remote peers.
         const ACCESS = 1 << 2;
-        /// `qkey`.
+        /// `qkey`: queue key of datagrams.
         const QKEY = 1 << 3;
-        /// `ah`.
+        /// `ah`: path to the peer.
         const AH = 1 << 4;
-        /// `path_mtu`.
+        /// `path_mtu`: path MTU of the connection.
         const PATH_MTU = 1 << 5;
-        /// `dest_qp`.
+        /// `dest_qp`: number of the peer's queue pair.
         const DEST_QP = 1 << 6;
-        /// `rq_psn`.
+        /// `rq_psn`: first PSN that is expected.
         const RQ_PSN = 1 << 7;
-        /// `sq_psn`.
+        /// `sq_psn`: first PSN that is sent.
         const SQ_PSN = 1 << 8;
-        /// `max_dest_rd_atomic`.
+        /// `max_dest_rd_atomic`: READs and atomics taken at once.
         const MAX_DEST_RD_ATOMIC = 1 << 9;
-        /// `max_rd_atomic`.
+        /// `max_rd_atomic`: READs and atomics sent at once.
         const MAX_RD_ATOMIC = 1 << 10;
-        /// `min_rnr_timer`.
+        /// `min_rnr_timer`: code of the RNR NAK timer.
         const MIN_RNR_TIMER = 1 << 11;
-        /// `timeout`.
+        /// `timeout`: code of the local ACK timeout.
         const TIMEOUT = 1 << 12;
-        /// `retry_cnt`.
+        /// `retry_cnt`: retries after a timeout.
         const RETRY_CNT = 1 << 13;
-        /// `rnr_retry`.
+        /// `rnr_retry`: retries after RNR NAKs.
         const RNR_RETRY = 1 << 14;
         /// `pkey`, which is answered and never set.
         const PKEY = 1 << 15;
@@ -110,9 +110,9 @@ pub struct Rule {
 /// A transition of the table. A kind of queue pair that does not have it has no rule.
 #[derive(Debug)]
 pub struct Transition {
-    /// State it leaves.
+    /// State that the transition leaves.
     pub from: QpState,
-    /// State it reaches.
+    /// State that the transition reaches.
     pub to: QpState,
     /// Rule for reliable connections.
     pub rc: Option<Rule>,

@@ -9,7 +9,7 @@ use super::{Access, AhId, LKey, MrId, QKey, QpId, RKey, WrId};
 pub struct Sge {
     /// Virtual address (or offset, for a zero-based region) of the first byte.
     pub addr: u64,
-    /// Length in bytes.
+    /// Length of the piece in bytes.
     pub length: u32,
     /// Key of the region that the segment lies in.
     pub lkey: LKey,
@@ -60,16 +60,16 @@ pub enum SendOp {
     FetchAdd {
         /// The eight bytes, aligned to eight.
         remote: RemoteAddr,
-        /// The addend, wrapping.
+        /// Addend; the sum wraps.
         add: u64,
     },
     /// Make a fast-registration region valid with what was mapped onto it.
     RegMr {
-        /// The region.
+        /// Region to be registered.
         mr: MrId,
         /// Its key from now on: the index of its present key with another low byte.
         key: RKey,
-        /// Its access rights.
+        /// Access rights of the new key.
         access: Access,
     },
     /// Make a key of our own invalid.
@@ -110,7 +110,7 @@ bitflags! {
 /// Destination of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UdDest {
-    /// The path.
+    /// Path to the receiver.
     pub ah: AhId,
     /// The queue pair there.
     pub qpn: u32,
@@ -123,7 +123,7 @@ pub struct UdDest {
 pub struct SendWr<'a> {
     /// Comes back in the completion.
     pub wr_id: WrId,
-    /// The operation.
+    /// Operation with its arguments.
     pub op: SendOp,
     /// Local memory: the source of sends and writes, the destination of reads and atomics.
     pub sges: &'a [Sge],
@@ -134,7 +134,7 @@ pub struct SendWr<'a> {
 }
 
 impl<'a> SendWr<'a> {
-    /// A signaled request.
+    /// Makes a signaled request.
     #[must_use]
     pub fn new(wr_id: u64, op: SendOp, sges: &'a [Sge]) -> Self {
         Self {
@@ -163,22 +163,22 @@ pub struct RecvWr<'a> {
     pub sges: &'a [Sge],
 }
 
-/// Which request a completion ends.
+/// Kind of request that a completion ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WcOpcode {
     /// A send of any kind.
     Send,
     /// An RDMA WRITE, with or without immediate.
     Write,
-    /// An RDMA READ.
+    /// An RDMA READ request.
     Read,
-    /// A compare-and-swap.
+    /// An atomic compare-and-swap request.
     CmpSwap,
-    /// A fetch-and-add.
+    /// An atomic fetch-and-add request.
     FetchAdd,
-    /// A fast registration.
+    /// A fast registration request.
     RegMr,
-    /// A local invalidation.
+    /// A local invalidation request.
     LocalInv,
     /// A receive, ended by a send.
     Recv,
@@ -197,7 +197,7 @@ impl WcOpcode {
 /// Status of a completed request (IBTA 11.6.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WcStatus {
-    /// Done.
+    /// The request has succeeded.
     Success,
     /// The message is longer than the receive, or than a message may be.
     LocLenErr,
@@ -225,7 +225,7 @@ pub enum WcStatus {
     RnrRetryExcErr,
     /// The work was aborted by the peer's reset of a shared queue.
     RemAbortErr,
-    /// Anything else.
+    /// Any other error of the provider.
     FatalErr,
 }
 
@@ -245,9 +245,9 @@ impl WcStatus {
 pub struct Completion {
     /// The request's own value.
     pub wr_id: WrId,
-    /// Its status.
+    /// Status of the request.
     pub status: WcStatus,
-    /// Its opcode.
+    /// Kind of the request.
     pub opcode: WcOpcode,
     /// The queue pair it was posted to; for a shared receive queue, the one it was used by. It may
     /// have been destroyed since, and then the handle names none.
@@ -269,13 +269,13 @@ pub struct Completion {
 /// For which completions an armed queue fires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notify {
-    /// The next completion.
+    /// The next completion of any kind.
     Next,
     /// The next solicited or failed one.
     ///
     /// No user yet.
     Solicited,
-    /// When this many have been added.
+    /// The completion by which this many have been added.
     ///
     /// No user yet.
     Count(u32),

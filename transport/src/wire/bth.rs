@@ -41,7 +41,7 @@ pub struct Bth {
 const _: () = assert!(size_of::<Bth>() == Bth::LEN);
 
 impl Bth {
-    /// Length in bytes.
+    /// Length of the header in bytes.
     pub const LEN: usize = 12;
 
     /// A header for the default partition with every flag clear.
@@ -152,25 +152,25 @@ impl Bth {
         self.flags & VERSION_MASK
     }
 
-    /// Partition key.
+    /// Partition key, 16 bits.
     #[must_use]
     pub fn pkey(&self) -> u16 {
         self.pkey.get()
     }
 
-    /// Forward congestion notification.
+    /// FECN: forward congestion notification.
     #[must_use]
     pub fn is_fecn(&self) -> bool {
         self.congestion & FECN != 0
     }
 
-    /// Backward congestion notification.
+    /// BECN: backward congestion notification.
     #[must_use]
     pub fn is_becn(&self) -> bool {
         self.congestion & BECN != 0
     }
 
-    /// Destination queue pair.
+    /// DestQP: number of the destination queue pair.
     #[must_use]
     pub fn dest_qpn(&self) -> Qpn {
         self.dest_qpn.into()
@@ -182,7 +182,7 @@ impl Bth {
         self.ack & ACK_REQUEST != 0
     }
 
-    /// Packet sequence number.
+    /// PSN: packet sequence number, 24 bits.
     #[must_use]
     pub fn psn(&self) -> Psn {
         self.psn.into()

@@ -19,9 +19,9 @@ pub const CMA_HEADER_LEN: usize = 36;
 pub enum RdmaPortSpace {
     /// Multicast and datagrams of IP over InfiniBand.
     IpoIb = 0x0002,
-    /// Reliable connections.
+    /// RDMA_PS_TCP: port space of reliable connections.
     Tcp = 0x0106,
-    /// Datagrams.
+    /// RDMA_PS_UDP: port space of datagrams.
     Udp = 0x0111,
     /// InfiniBand service ids below an address.
     Ib = 0x013f,
@@ -45,13 +45,13 @@ impl RdmaPortSpace {
     }
 }
 
-/// Why private data does not begin with a usable header.
+/// Reason why private data do not begin with a usable header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CmaError {
     /// Shorter than the header.
     #[error("{len} bytes of private data, the address header needs 36")]
     Length {
-        /// Bytes there are.
+        /// Number of bytes that there are.
         len: usize,
     },
     /// Header version other than 0.
@@ -63,7 +63,7 @@ pub enum CmaError {
     /// IP version other than 4 and 6.
     #[error("address header says IP version {version}")]
     IpVersion {
-        /// The version received.
+        /// Version that was received.
         version: u8,
     },
 }
@@ -84,25 +84,25 @@ const _: () = assert!(size_of::<CmaRaw>() == CMA_HEADER_LEN);
 /// are of one family by construction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CmaHeader {
-    /// The requester's port.
+    /// Port number of the requester.
     pub src_port: u16,
-    /// Both addresses.
+    /// Addresses of both sides.
     pub addrs: CmaAddrs,
 }
 
 /// Source and destination address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CmaAddrs {
-    /// IPv4.
+    /// Two addresses of IPv4.
     V4 {
-        /// The requester's address.
+        /// Address of the requester.
         src: Ipv4Addr,
         /// The address asked for.
         dst: Ipv4Addr,
     },
-    /// IPv6.
+    /// Two addresses of IPv6.
     V6 {
-        /// The requester's address.
+        /// Address of the requester.
         src: Ipv6Addr,
         /// The address asked for.
         dst: Ipv6Addr,
@@ -120,7 +120,7 @@ impl CmaAddrs {
         }
     }
 
-    /// The requester's address.
+    /// Address of the requester.
     #[must_use]
     pub fn src(&self) -> IpAddr {
         match *self {
@@ -183,7 +183,7 @@ impl CmaHeader {
         ))
     }
 
-    /// The header's bytes.
+    /// Bytes of the header on the wire.
     #[must_use]
     pub fn emit(&self) -> [u8; CMA_HEADER_LEN] {
         let (ip_version, src, dst) = match self.addrs {

@@ -35,23 +35,23 @@ pub const MAX_SLOTS: u8 = 255;
 pub enum Method {
     /// Asks for an attribute.
     Get = 0x01,
-    /// Answers.
+    /// DevMgtGetResp(): the answer to a Get.
     GetResp = 0x81,
-    /// Any other.
+    /// Any other value on the wire.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// Which attribute, with its modifier.
+/// Attribute of a MAD, with its modifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attribute {
-    /// ClassPortInfo.
+    /// ClassPortInfo: versions and capabilities of the class.
     ClassPortInfo,
-    /// IOUnitInfo.
+    /// IOUnitInfo: the controllers in the unit's slots.
     IoUnitInfo,
     /// IOControllerProfile of a slot, counted from 1.
     IocProfile {
-        /// The slot.
+        /// Number of the slot, from 1.
         slot: u32,
     },
     /// ServiceEntries of a slot, from one number to another, both included.
@@ -60,14 +60,14 @@ pub enum Attribute {
         slot: u16,
         /// The first service, from 0.
         first: u8,
-        /// The last service.
+        /// Number of the last service.
         last: u8,
     },
-    /// Any other.
+    /// Any other value on the wire.
     Other {
-        /// Attribute identifier.
+        /// Attribute identifier, 16 bits.
         id: u16,
-        /// Attribute modifier.
+        /// Attribute modifier, 32 bits.
         modifier: u32,
     },
 }
@@ -105,7 +105,7 @@ impl Attribute {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromPrimitive, IntoPrimitive)]
 #[repr(u16)]
 pub enum Status {
-    /// Done.
+    /// The request has succeeded.
     Success = 0,
     /// The method is not supported.
     UnsupportedMethod = 0x0008,
@@ -115,12 +115,12 @@ pub enum Status {
     InvalidField = 0x001c,
     /// There is no controller in this slot.
     NoController = 0x0100,
-    /// Another code.
+    /// A code of another meaning.
     #[num_enum(catch_all)]
     Other(u16),
 }
 
-/// Why bytes are not a device-management MAD.
+/// Reason why bytes are not a device-management MAD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DmError {
     /// Shorter than a MAD.
@@ -129,9 +129,9 @@ pub enum DmError {
     /// Another base version, class or class version.
     #[error("{field} is {value:#x}")]
     Field {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value that was received.
         value: u8,
     },
 }
@@ -156,13 +156,13 @@ const _: () = assert!(size_of::<RawHeader>() == 24);
 /// The header of a device-management MAD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmHeader {
-    /// The method.
+    /// Method of the MAD.
     pub method: Method,
     /// Status of an answer; success in a request.
     pub status: Status,
     /// Chosen by the asker, returned in the answer.
     pub transaction: u64,
-    /// The attribute.
+    /// Attribute of the MAD.
     pub attribute: Attribute,
 }
 
@@ -237,7 +237,7 @@ impl ClassPortInfo {
         })
     }
 
-    /// Writes the attribute.
+    /// Bytes of the attribute on the wire.
     #[must_use]
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut out = [0; Self::LEN];
@@ -253,7 +253,7 @@ impl ClassPortInfo {
 pub struct IoUnitInfo {
     /// Changes whenever the rest does.
     pub change_id: u16,
-    /// Number of slots.
+    /// Number of slots of the unit.
     pub slots: u8,
     present: [bool; MAX_SLOTS as usize],
 }
@@ -295,7 +295,7 @@ impl IoUnitInfo {
         })
     }
 
-    /// Writes the attribute.
+    /// Bytes of the attribute on the wire.
     #[must_use]
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut out = [0; Self::LEN];
@@ -355,7 +355,7 @@ pub struct IocProfile {
     pub send_size: u32,
     /// The longest RDMA transfer, in bytes.
     pub rdma_size: u32,
-    /// Number of services.
+    /// Number of services of the controller.
     pub services: u8,
     /// Name for people; at most 64 bytes of ASCII are carried.
     pub name: String,
@@ -369,7 +369,7 @@ impl IocProfile {
     const IO_CLASS: u16 = 0x0100;
     /// I/O subclass, "SCSI storage" with SRP.
     const IO_SUBCLASS: u16 = 0x609e;
-    /// Protocol SRP.
+    /// Protocol number of SRP.
     const PROTOCOL: u16 = 0x0108;
     /// Sends to and from the controller, RDMA READ and WRITE from it.
     const CAPABILITIES: u8 = 0x33;
@@ -392,7 +392,7 @@ impl IocProfile {
         })
     }
 
-    /// Writes the attribute.
+    /// Bytes of the attribute on the wire.
     #[must_use]
     pub fn emit(&self) -> [u8; Self::LEN] {
         let raw = RawProfile {
@@ -585,7 +585,9 @@ mod tests {
             if let Some(head) = mad.get_mut(..3) {
                 head.copy_from_slice(&[1, CLASS, 1]);
             }
-            if let Ok((header, data)) = DmHeader::parse(&mad) {
+            let parsed = DmHeader::parse(&mad);
+            prop_assert_eq!(parsed.is_ok(), mad.len() >= MAD_LEN);
+            if let Ok((header, data)) = parsed {
                 prop_assert_eq!(&header.emit(data)[..6], &mad[..6]);
                 let _ = ClassPortInfo::parse(data);
                 let _ = IoUnitInfo::parse(data).map(|i| i.controllers().count());

@@ -80,7 +80,7 @@ impl Reth {
         self.va.get()
     }
 
-    /// Remote key.
+    /// R_Key of the remote region.
     #[must_use]
     pub fn rkey(&self) -> u32 {
         self.rkey.get()
@@ -136,7 +136,7 @@ impl AtomicEth {
         self.va.get()
     }
 
-    /// Remote key.
+    /// R_Key of the remote region.
     #[must_use]
     pub fn rkey(&self) -> u32 {
         self.rkey.get()
@@ -177,7 +177,7 @@ impl Aeth {
         }
     }
 
-    /// The decoded syndrome.
+    /// Syndrome of the header, decoded.
     #[must_use]
     pub fn syndrome(&self) -> AethSyndrome {
         AethSyndrome::from_wire(self.syndrome)
@@ -197,7 +197,7 @@ pub enum AethSyndrome {
     Ack(Credit),
     /// No receive buffer: send again after the time.
     RnrNak(RnrTimer),
-    /// The request failed.
+    /// NAK: the request failed.
     Nak(NakCode),
     /// Values the specification reserves; a requester ignores such packets.
     Reserved(u8),
@@ -216,7 +216,7 @@ impl AethSyndrome {
         }
     }
 
-    /// Encode.
+    /// Encodes the syndrome's byte.
     #[must_use]
     pub const fn to_wire(self) -> u8 {
         match self {
@@ -228,7 +228,7 @@ impl AethSyndrome {
     }
 }
 
-/// Why a request failed (IBTA 9.7.5.2).
+/// Code of a NAK: why a request failed (IBTA 9.7.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, TryFromPrimitive)]
 #[repr(u8)]
 pub enum NakCode {
@@ -240,7 +240,7 @@ pub enum NakCode {
     RemoteAccess = 2,
     /// The responder could not complete the request.
     RemoteOperation = 3,
-    /// Reliable datagram only.
+    /// Invalid RD request, of reliable datagrams only.
     InvalidRdRequest = 4,
 }
 
@@ -275,7 +275,7 @@ impl Credit {
             .map(|&credits| u32::from(credits))
     }
 
-    /// The five-bit code.
+    /// Code of five bits, as on the wire.
     #[must_use]
     pub const fn code(self) -> u8 {
         self.0
@@ -316,7 +316,7 @@ impl RnrTimer {
         Duration::from_micros(RNR_TENS_OF_MICROS[self.0 as usize] as u64 * 10)
     }
 
-    /// The five-bit code.
+    /// Code of five bits, as on the wire.
     #[must_use]
     pub const fn code(self) -> u8 {
         self.0
@@ -364,7 +364,7 @@ pub struct ImmDt {
 const _: () = assert!(size_of::<ImmDt>() == 4);
 
 impl ImmDt {
-    /// Immediate data.
+    /// Header with these immediate data.
     #[must_use]
     pub fn new(data: u32) -> Self {
         Self {

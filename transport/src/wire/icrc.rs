@@ -46,14 +46,14 @@ const BTH_CONGESTION: usize = 4;
 /// there are, and some payload to fill whole blocks.
 const HEADERS_COPIED: usize = 64;
 
-/// Why a packet's ICRC is not accepted; such packets are dropped silently.
+/// Reason why a packet's ICRC is not accepted; such packets are dropped silently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum IcrcError {
     /// Too short for a BTH and an ICRC, too long for any path MTU, or not a
     /// multiple of four.
     #[error("packet length {len} is not that of a RoCEv2 packet")]
     Length {
-        /// Bytes received.
+        /// Number of bytes received.
         len: usize,
     },
     /// ICRC: no identification makes it right.
@@ -62,7 +62,7 @@ pub enum IcrcError {
     /// ICRC: right only for an identification that this peer would not use.
     #[error("ICRC implies IPv4 identification {id:#06x}, which this peer does not use")]
     UnlikelyId {
-        /// The identification implied.
+        /// IPv4 identification that the ICRC implies.
         id: u16,
     },
 }
@@ -207,7 +207,7 @@ impl Icrc {
         self.hasher.update(rest);
     }
 
-    /// A further piece.
+    /// Adds a further piece of the packet.
     pub fn update(&mut self, piece: &[u8]) {
         self.hasher.update(piece);
     }

@@ -35,7 +35,7 @@ impl U24 {
         Self([bytes[1], bytes[2], bytes[3]])
     }
 
-    /// The value, `0..=0xff_ffff`.
+    /// Value, from 0 to FFFFFFh.
     #[must_use]
     pub const fn value(self) -> u32 {
         u32::from_be_bytes([0, self.0[0], self.0[1], self.0[2]])
@@ -61,7 +61,7 @@ macro_rules! number {
                 Self(value & MASK)
             }
 
-            /// The value, `0..=0xff_ffff`.
+            /// Value, from 0 to FFFFFFh.
             #[must_use]
             pub const fn value(self) -> u32 {
                 self.0
@@ -104,7 +104,7 @@ number! {
 }
 
 number! {
-    /// A queue-pair number.
+    /// Queue-pair number, 24 bits.
     #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
     Qpn
 }
@@ -126,7 +126,7 @@ impl Psn {
         self.add(1)
     }
 
-    /// The PSN before.
+    /// PSN before this one, modulo 2^24.
     #[must_use]
     pub const fn prev(self) -> Self {
         self.sub(1)

@@ -14,7 +14,7 @@ pub const MAD_BODY_LEN: usize = MAD_LEN - size_of::<MadHeader>();
 /// The only base version.
 pub const BASE_VERSION: u8 = 1;
 
-/// One whole MAD.
+/// A MAD of 256 bytes.
 pub type Mad = [u8; MAD_LEN];
 
 /// The common header as it lies on the wire.
@@ -41,13 +41,13 @@ const _: () = assert!(size_of::<MadHeader>() == 24);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum MadClass {
-    /// Subnet administration.
+    /// SubnAdm: subnet administration class.
     SubnetAdm = 0x03,
-    /// Performance management.
+    /// Perf: performance management class.
     Performance = 0x04,
-    /// Device management.
+    /// DevMgt: device management class.
     DeviceMgmt = 0x06,
-    /// Communication management.
+    /// ComMgt: communication management class.
     ComMgt = 0x07,
 }
 
@@ -55,9 +55,9 @@ pub enum MadClass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum MadMethod {
-    /// Read an attribute.
+    /// Get(): read an attribute.
     Get = 0x01,
-    /// Write an attribute.
+    /// Set(): write an attribute.
     Set = 0x02,
     /// A datagram with no response at this layer; all CM messages.
     Send = 0x03,
@@ -69,19 +69,19 @@ pub enum MadMethod {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct TransactionId(pub u64);
 
-/// Why bytes are not a MAD.
+/// Reason why bytes are not a MAD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum MadError {
-    /// Not 256 bytes.
+    /// The length is not 256 bytes.
     #[error("MAD of {len} bytes")]
     Length {
-        /// Bytes received.
+        /// Number of bytes received.
         len: usize,
     },
     /// Base version other than 1.
     #[error("MAD base version {version}")]
     BaseVersion {
-        /// The version received.
+        /// Base version that was received.
         version: u8,
     },
 }
@@ -162,19 +162,19 @@ impl MadHeader {
         self.status.get()
     }
 
-    /// Transaction id.
+    /// TransactionID, which answers repeat.
     #[must_use]
     pub fn transaction(&self) -> TransactionId {
         TransactionId(self.transaction.get())
     }
 
-    /// Attribute id.
+    /// AttributeID of the MAD.
     #[must_use]
     pub fn attribute(&self) -> u16 {
         self.attribute.get()
     }
 
-    /// Attribute modifier.
+    /// AttributeModifier of the MAD.
     #[must_use]
     pub fn modifier(&self) -> u32 {
         self.modifier.get()

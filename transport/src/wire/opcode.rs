@@ -7,12 +7,12 @@
 
 use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
 
-/// Transport service.
+/// Transport service of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Service {
-    /// Reliable connected.
+    /// Reliable connection (RC) service.
     Rc,
-    /// Unreliable datagram.
+    /// Unreliable datagram (UD) service.
     Ud,
 }
 
@@ -23,17 +23,17 @@ pub enum Operation {
     Send,
     /// RDMA WRITE, with or without immediate data.
     Write,
-    /// RDMA READ request.
+    /// A request of an RDMA READ.
     ReadRequest,
-    /// RDMA READ response.
+    /// A response to an RDMA READ.
     ReadResponse,
     /// Acknowledgement, positive or negative.
     Acknowledge,
     /// Response to an atomic.
     AtomicAck,
-    /// Compare-and-swap.
+    /// An atomic compare-and-swap request.
     CmpSwap,
-    /// Fetch-and-add.
+    /// An atomic fetch-and-add request.
     FetchAdd,
     /// Congestion notification (annex A17).
     CongestionNotification,
@@ -48,7 +48,7 @@ pub enum Position {
     Middle,
     /// The last of several.
     Last,
-    /// The only one.
+    /// The only packet of its message.
     Only,
 }
 
@@ -69,19 +69,19 @@ impl Position {
 /// An extended header kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ExtHeader {
-    /// [`Deth`].
+    /// Datagram extended transport header: [`Deth`].
     Deth,
-    /// [`Reth`].
+    /// RDMA extended transport header: [`Reth`].
     Reth,
-    /// [`AtomicEth`].
+    /// Atomic extended transport header: [`AtomicEth`].
     AtomicEth,
-    /// [`Aeth`].
+    /// ACK extended transport header: [`Aeth`].
     Aeth,
-    /// [`AtomicAckEth`].
+    /// Atomic ACK extended transport header: [`AtomicAckEth`].
     AtomicAckEth,
-    /// [`ImmDt`].
+    /// Immediate extended transport header: [`ImmDt`].
     ImmDt,
-    /// [`Ieth`].
+    /// Invalidate extended transport header: [`Ieth`].
     Ieth,
     /// Sixteen reserved bytes, sent as zero and ignored.
     Reserved,
@@ -91,7 +91,7 @@ pub enum ExtHeader {
 pub const RESERVED_LEN: usize = 16;
 
 impl ExtHeader {
-    /// Length in bytes.
+    /// Length on the wire in bytes.
     #[must_use]
     pub const fn wire_len(self) -> usize {
         match self {
@@ -107,10 +107,10 @@ impl ExtHeader {
     }
 }
 
-/// Which payload lengths a packet may have (IBTA 9.7.4.1.6).
+/// Payload lengths that a packet may have (IBTA 9.7.4.1.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PayloadRule {
-    /// No payload.
+    /// The packet has no payload.
     Empty,
     /// Exactly the path MTU: first and middle packets.
     ExactlyMtu,
@@ -136,9 +136,9 @@ impl PayloadRule {
 /// One row of the table.
 #[derive(Debug, PartialEq, Eq)]
 pub struct OpcodeInfo {
-    /// The code.
+    /// Opcode of this row.
     pub opcode: Opcode,
-    /// Transport service.
+    /// Transport service of a packet.
     pub service: Service,
     /// Operation that the packet is part of.
     pub operation: Operation,
@@ -148,7 +148,7 @@ pub struct OpcodeInfo {
     pub headers: &'static [ExtHeader],
     /// Length of all extended headers, in bytes.
     pub ext_len: usize,
-    /// Legal payload lengths.
+    /// Payload lengths that are legal.
     pub payload: PayloadRule,
 }
 
@@ -181,13 +181,13 @@ impl OpcodeInfo {
         false
     }
 
-    /// Whether the packet carries immediate data.
+    /// Returns whether the packet carries immediate data.
     #[must_use]
     pub const fn has_imm(&self) -> bool {
         self.has(ExtHeader::ImmDt)
     }
 
-    /// Whether the packet asks for a remote key's invalidation.
+    /// Returns whether the packet asks for a remote key's invalidation.
     #[must_use]
     pub const fn has_ieth(&self) -> bool {
         self.has(ExtHeader::Ieth)
@@ -272,19 +272,19 @@ opcodes! {
     RcReadResponseLast = 0x0f, Rc ReadResponse Last [Aeth] OneToMtu;
     /// An RDMA READ response of one packet.
     RcReadResponseOnly = 0x10, Rc ReadResponse Only [Aeth] ZeroToMtu;
-    /// An acknowledgement.
+    /// Acknowledgement of requests, or a NAK.
     RcAcknowledge = 0x11, Rc Acknowledge Only [Aeth] Empty;
     /// The response to an atomic.
     RcAtomicAcknowledge = 0x12, Rc AtomicAck Only [Aeth AtomicAckEth] Empty;
-    /// Compare-and-swap.
+    /// An atomic compare-and-swap request.
     RcCmpSwap = 0x13, Rc CmpSwap Only [AtomicEth] Empty;
-    /// Fetch-and-add.
+    /// An atomic fetch-and-add request.
     RcFetchAdd = 0x14, Rc FetchAdd Only [AtomicEth] Empty;
     /// Last packet of a SEND with invalidation.
     RcSendLastInvalidate = 0x16, Rc Send Last [Ieth] OneToMtu;
     /// A SEND of one packet with invalidation.
     RcSendOnlyInvalidate = 0x17, Rc Send Only [Ieth] ZeroToMtu;
-    /// A datagram.
+    /// A datagram in one packet.
     UdSendOnly = 0x64, Ud Send Only [Deth] ZeroToMtu;
     /// A datagram with immediate data.
     UdSendOnlyImm = 0x65, Ud Send Only [Deth ImmDt] ZeroToMtu;
@@ -326,7 +326,7 @@ impl Opcode {
         OpcodeInfo::lookup(code).map(|info| info.opcode)
     }
 
-    /// This opcode's row.
+    /// Row of this opcode in the table.
     #[must_use]
     pub fn info(self) -> &'static OpcodeInfo {
         &OPCODES[usize::from(ROWS[self as usize])]

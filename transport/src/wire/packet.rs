@@ -18,31 +18,31 @@ use super::opcode::{ExtHeader, MAX_EXT_LEN, OpcodeInfo, PayloadRule, RESERVED_LE
 /// UDP destination port of RoCEv2 (IBTA annex A17).
 pub const ROCE_PORT: u16 = 4791;
 
-/// Why a datagram is not a RoCEv2 packet; such datagrams are dropped silently.
+/// Reason why a datagram is not a RoCEv2 packet; such datagrams are dropped silently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PacketError {
     /// Shorter than a BTH and an ICRC.
     #[error("packet of {len} bytes has no room for BTH and ICRC")]
     ShortBth {
-        /// Bytes received.
+        /// Number of bytes received.
         len: usize,
     },
     /// The length is not a multiple of four.
     #[error("packet length {len} is not a multiple of four")]
     Unaligned {
-        /// Bytes received.
+        /// Number of bytes received.
         len: usize,
     },
     /// BTH: transport header version other than 0.
     #[error("transport header version {version}")]
     Version {
-        /// The version received.
+        /// TVer that was received.
         version: u8,
     },
     /// BTH: the opcode is not in the table.
     #[error("unknown opcode {opcode:#04x}")]
     Opcode {
-        /// The opcode received.
+        /// Opcode that was received.
         opcode: u8,
     },
     /// Shorter than the extended headers of its opcode and an ICRC.
@@ -50,23 +50,23 @@ pub enum PacketError {
     ShortHeaders {
         /// Bytes of headers and ICRC that the opcode demands.
         need: usize,
-        /// Bytes received.
+        /// Number of bytes received.
         len: usize,
     },
     /// BTH: the pad count reaches back into the headers.
     #[error("pad count {pad} exceeds the {available} bytes between headers and ICRC")]
     Pad {
-        /// The count received.
+        /// PadCnt that was received.
         pad: usize,
-        /// Bytes there are.
+        /// Number of bytes that there are.
         available: usize,
     },
     /// Payload where the opcode has none.
     #[error("{len} bytes of payload after opcode {opcode:#04x}, which has none")]
     Payload {
-        /// The opcode received.
+        /// Opcode that was received.
         opcode: u8,
-        /// Bytes found.
+        /// Length of the payload in bytes.
         len: usize,
     },
 }
@@ -75,32 +75,32 @@ pub enum PacketError {
 /// opcode alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExtHeaders {
-    /// Datagram header.
+    /// DETH, of datagrams only.
     pub deth: Option<Deth>,
-    /// RDMA header.
+    /// RETH, of RDMA requests.
     pub reth: Option<Reth>,
-    /// Atomic header.
+    /// AtomicETH, of atomic requests.
     pub atomic_eth: Option<AtomicEth>,
-    /// Acknowledge header.
+    /// AETH, of acknowledgements and responses.
     pub aeth: Option<Aeth>,
-    /// Atomic response header.
+    /// AtomicAckETH, of atomic responses.
     pub atomic_ack: Option<AtomicAckEth>,
-    /// Immediate data.
+    /// ImmDt, where there are immediate data.
     pub imm: Option<ImmDt>,
-    /// Invalidate header.
+    /// IETH, of SEND with invalidate.
     pub ieth: Option<Ieth>,
 }
 
 /// A parsed packet that borrows its payload from the datagram.
 #[derive(Clone, Copy, Debug)]
 pub struct Packet<'a> {
-    /// Base transport header.
+    /// BTH: base transport header.
     pub bth: Bth,
     /// The row of its opcode.
     pub op: &'static OpcodeInfo,
     /// The extended headers the opcode demands; the others are `None`.
     pub ext: ExtHeaders,
-    /// Payload without padding.
+    /// Payload without padding and ICRC.
     pub payload: &'a [u8],
     /// ICRC as received, not yet checked; wire bytes are little-endian.
     pub icrc: u32,

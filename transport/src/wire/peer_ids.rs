@@ -26,7 +26,7 @@ const SEGMENTS: u16 = 128;
 const COUNT_WINDOW: u16 = 1024;
 /// Packets in a row that break the pattern, each of which passed the linear
 /// test, after which the peer has changed and is learned again. Chance does that
-/// once in 2⁶⁴ tries, and a peer that changes loses no more packets than this.
+/// once in 2⁶⁴ tries, and a peer that changes loses at most this many packets.
 const BREAKS: u8 = 4;
 
 /// The memory of one peer's identifications.
@@ -53,7 +53,7 @@ impl Default for PeerIds {
 }
 
 impl PeerIds {
-    /// Nothing known.
+    /// Peer of whom no packet was seen.
     #[must_use]
     pub const fn new() -> Self {
         Self {

@@ -17,8 +17,8 @@ use std::thread::{self, JoinHandle};
 use riser_transport::roce::{Roce, RoceConfig};
 use rustix::thread::{UnshareFlags, gettid, unshare_unsafe};
 
-use crate::skip::skip;
 use crate::software::Real;
+use riser_testkit::skip::skip;
 
 /// Ends of the link, and a stranger's address at B's end.
 const V4: [&str; 3] = ["10.9.0.1", "10.9.0.2", "10.9.0.66"];

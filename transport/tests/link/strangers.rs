@@ -18,10 +18,10 @@ use riser_transport::wire::{
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{Link, V4, V6, on_a_link, sh};
-use crate::skip::skip;
 use crate::suite::world::{
     End, Side, Wants, World, connect_on, connected, init_attr, objects, pattern,
 };
+use riser_testkit::skip::skip;
 
 /// A WRITE of 64 KiB arrives.
 fn write_arrives(w: &mut Link, a: &Side, b: &Side) {

@@ -60,7 +60,7 @@ impl Options {
         }
     }
 
-    /// Where a program of libiscsi is, if it is there.
+    /// Path of a program of libiscsi, if it is there.
     fn client(&self, program: &str) -> Option<PathBuf> {
         let Some(folder) = &self.libiscsi else {
             return sh::which(program);
@@ -72,7 +72,7 @@ impl Options {
     }
 }
 
-/// How it ended.
+/// End of a run.
 pub(crate) enum Ended {
     /// It was tried: the suite's tests and the checks beside it, and what went wrong if something did.
     Ran(Tally, Option<String>),
@@ -89,7 +89,7 @@ const CLIENT: Need = need(
     "libiscsi's conformance suite",
 );
 
-/// The target's name.
+/// Name of the target.
 const IQN: &str = "iqn.2026-01.org.example:conformance";
 
 /// Tests of a newer libiscsi than the distribution's that fail by their own mistakes.
@@ -164,8 +164,8 @@ pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     Ok(ended(options, ours))
 }
 
-/// What is in it, as it is counted where nothing of it can be tried. How many tests the suite has, only the
-/// client knows.
+/// Parts of the step, as they are counted where nothing of it can be tried. The number of tests in
+/// the suite is known to the client only.
 pub(crate) fn parts() -> Vec<(Kind, String)> {
     let checks = CHECKS.iter().map(|check| check.name).chain(qemu::CHECKS);
     let checks = checks.map(|name| (Kind::Check, name.to_owned()));
@@ -209,7 +209,7 @@ fn qemu_checks(programs: &Path, scratch: &sh::Scratch, ours: &mut Ours) {
     match qemu::run(programs, scratch) {
         Ok(outcomes) => {
             for (name, outcome) in outcomes {
-                ours.checks += tell(name, outcome.map(Some), &mut ours.failures);
+                ours.checks += report(name, outcome.map(Some), &mut ours.failures);
             }
         }
         Err(why) => {
@@ -223,7 +223,7 @@ fn qemu_checks(programs: &Path, scratch: &sh::Scratch, ours: &mut Ours) {
 
 /// Prints what came of a check, `None` if its program is missing, and keeps a failure; how many
 /// checks held.
-fn tell(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut Vec<String>) -> u64 {
+fn report(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut Vec<String>) -> u64 {
     match outcome {
         Ok(Some(said)) => {
             println!("{name:<22} ok       {said}");
@@ -242,7 +242,7 @@ fn tell(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut Vec
     0
 }
 
-/// What came of our target.
+/// Results of our target.
 struct Ours {
     run: Run,
     /// Checks beside the suite that held.
@@ -267,7 +267,7 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
         let outcome = program.map_or(Ok(None), |program| {
             check.run(&program, &portal, &of_file, &image)
         });
-        checks += tell(check.name, outcome, &mut failures);
+        checks += report(check.name, outcome, &mut failures);
     }
     // After one session has come and gone, everything that is made once is there.
     let before = Usage::of(daemon.pid())?;
@@ -337,18 +337,20 @@ fn configuration(image: &Path, port: u16) -> String {
     )
 }
 
-/// A port that nobody listens on at present.
+/// A port that is free at present.
 fn free_port() -> Result<u16, Failure> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
     Ok(listener.local_addr()?.port())
 }
 
-/// What the client is to run: one process runs all of it, and another libiscsi a process for each suite, so
-/// that a test that never ends can be left out.
+/// Tests that the client is to run: one process runs all of them, and another libiscsi a process
+/// for each suite, so that a test that never ends can be left out.
 fn all_tests(options: &Options) -> Result<Vec<String>, Failure> {
     let client = options
         .client(CLIENT.program)
         .filter(|_| options.libiscsi.is_some());
+    // One process is much faster. Only another version of the client, in which a test hangs, has
+    // to be split, and only a `--list` says which tests it has.
     let (Some(client), None) = (client, &options.tests) else {
         let tests = options.tests.clone();
         return Ok(vec![tests.unwrap_or_else(|| "ALL".to_owned())]);
@@ -400,7 +402,7 @@ fn run_suite(
     let patience = Duration::from_secs(60 * options.minutes);
     let ended = loop {
         if let Some(status) = child.try_wait()? {
-            // It exits with a failure if a test failed, which the tests tell better.
+            // It exits with a failure if a test failed, which the tests report in more detail.
             break status.signal().map(|n| format!("died of signal {n}"));
         }
         if started.elapsed() > patience {
@@ -415,7 +417,7 @@ fn run_suite(
     Ok((Run::parse(&said), ended))
 }
 
-/// What a process holds.
+/// Resources that a process holds.
 struct Usage {
     fds: usize,
     kib: u64,
@@ -450,12 +452,12 @@ struct Check {
     name: &'static str,
     program: &'static str,
     args: fn(&str, &str) -> Vec<String>,
-    /// A line that tells of success, from the output.
+    /// The line of the output that reports success.
     judge: fn(&str, &Path) -> Option<String>,
 }
 
 impl Check {
-    /// What the program said.
+    /// Runs a program; returns its output.
     fn run(
         &self,
         program: &Path,
@@ -568,6 +570,7 @@ fn print_table(ours: &Run, theirs: Option<&Run>) {
         "\n{:<28}{:>12}{:>6}{:>6}    {head}",
         "suite", "riserd: pass", "fail", "skip"
     );
+    // Suites that only the peer ran have no row: the table is about our target.
     let row = |name: &str, a: suite::Counts, b: Option<suite::Counts>| {
         let beside = match b {
             Some(b) => format!("{:>9}{:>6}{:>6}", b.passed, b.failed, b.skipped),

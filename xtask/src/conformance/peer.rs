@@ -60,6 +60,8 @@ impl Tgt {
         let tgt = Self { child, port };
         let started = Instant::now();
         let target = ["--op", "new", "--mode", "target", "--tid", "1", "-T", IQN];
+        // `tgtd` has no notification of its readiness, so the first command to it is repeated
+        // until its control socket is there.
         while let Err(error) = tgt.manage(&target) {
             if started.elapsed() > Duration::from_secs(10) {
                 return Err(error);

@@ -29,13 +29,13 @@ pub(super) const NEEDS: &[Need] = &[
 /// QEMU's block driver, which comes in a package of its own.
 const DRIVER: &str = "qemu-block-extra";
 
-/// The target's name.
+/// Name of the target.
 const IQN: &str = "iqn.2026-01.org.example:qemu";
 
 /// Bytes of the disk.
 const SIZE: u64 = 48 << 20;
 
-/// What the guest leaves in the last block of its disk.
+/// Text that the guest leaves in the last block of its disk.
 const MARK: &str = "written by the guest";
 
 /// The guest's first program: reads its whole disk, writes to it, and leaves.
@@ -54,10 +54,10 @@ blocks=$(/bin/busybox blockdev --getsz /dev/vda)
 const LOADER: &str = "SERIAL 0 115200\nDEFAULT riser\nLABEL riser\n  LINUX vmlinuz\n  INITRD initrd\n  \
                       APPEND console=ttyS0 quiet panic=-1 mitigations=off\n";
 
-/// What one check said, or how it failed.
+/// Result of one check, or its failure.
 pub(super) type Outcome = (&'static str, Result<String, Failure>);
 
-/// The checks.
+/// Names of the checks.
 pub(super) const CHECKS: [&str; 2] = ["qemu-img", "boot from iscsi://"];
 
 /// Runs the checks with a daemon of their own; why not, if something is not to be had here.
@@ -78,13 +78,13 @@ pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>
     ])
 }
 
-/// Whether QEMU's tools speak iSCSI; installs the driver if it may.
+/// Returns whether QEMU's tools speak iSCSI; installs the driver if it may.
 fn has_driver() -> bool {
     // What the tools list they may still not have, and no target listens at this port.
     let knows = || {
         let unserved = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:none/0";
-        let told = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
-        told.is_err_and(|error| !error.to_string().contains("Unknown protocol"))
+        let answer = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
+        answer.is_err_and(|error| !error.to_string().contains("Unknown protocol"))
     };
     // The package has no program by whose name it could be looked for.
     knows() || {
@@ -189,6 +189,7 @@ fn boot(
         sh::output(copy.arg(from).arg(format!("::{name}")))?;
     }
     sh::output(&mut sh::cmd("syslinux", ["--install", &image]))?;
+    // The sum is taken before the guest starts, which writes to the disk.
     let sum = sh::output(&mut sh::cmd("sha256sum", [&disk]))?;
     let sum = sum.split_whitespace().next().unwrap_or_default().to_owned();
     let (daemon, url) = serve(programs, scratch, &disk)?;

@@ -1,6 +1,6 @@
-//! What `iscsi-test-cu` says, understood.
+//! Parser of the output of `iscsi-test-cu`.
 //!
-//! CUnit prints a line per suite and per test, and between them whatever the test logs:
+//! CUnit prints a line per suite and per test, and between them the log of the test:
 //!
 //! ```text
 //! Suite: Read10
@@ -16,10 +16,10 @@
 
 use std::collections::BTreeMap;
 
-/// How a test ended.
+/// Verdict on a test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// All assertions held.
+    /// All assertions of the test held.
     Passed,
     /// Some did not; the first lines that say which.
     Failed(Vec<String>),
@@ -63,7 +63,7 @@ pub(super) struct Run {
     pub(super) is_complete: bool,
 }
 
-/// How many lines of a failure are kept.
+/// Number of lines of a failure that are kept.
 const KEPT: usize = 4;
 
 impl Run {
@@ -106,7 +106,7 @@ impl Run {
         suites
     }
 
-    /// In all.
+    /// Counts of all suites together.
     pub(super) fn counts(&self) -> Counts {
         let mut counts = Counts::default();
         for test in &self.tests {

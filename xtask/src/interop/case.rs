@@ -12,17 +12,17 @@ pub(crate) struct Case {
     pub(crate) name: String,
     /// Cases of a group may share a boot.
     pub(crate) group: String,
-    /// What it shows, in a line.
+    /// Purpose of the case, in a line.
     pub(crate) about: String,
-    /// How long it may take, without the boot.
+    /// Longest time of the case, without the boot.
     pub(crate) limit: Duration,
-    /// Whether it runs with the tests.
+    /// The case runs with the tests.
     pub(crate) short: bool,
-    /// Whether it measures, so that no other guest may run beside it.
+    /// The case measures, so no other guest may run beside it.
     pub(crate) alone: bool,
-    /// How many packets its captures have at least; none if it has no capture, or an empty one.
+    /// Smallest number of packets in its captures; none if it has no capture, or an empty one.
     pub(crate) packets: Option<u64>,
-    /// The script.
+    /// Text of the script.
     pub(crate) text: String,
 }
 
@@ -82,17 +82,38 @@ pub(crate) fn load(words: &[String], short: bool) -> Result<Vec<Case>, Failure> 
         }
     }
     cases.sort_by(|a, b| (&a.group, &a.name).cmp(&(&b.group, &b.name)));
+    // A mistyped word beside others would only make the run shorter.
+    for word in words {
+        if !cases
+            .iter()
+            .any(|c| c.is_named_by(std::slice::from_ref(word)))
+        {
+            return Err(
+                format!("no case has the name or group \"{word}\"; --list names them").into(),
+            );
+        }
+    }
     cases.retain(|c| (!short || c.short) && c.is_named_by(words));
     if cases.is_empty() {
-        Err("no case of that name; --list names them".into())
-    } else {
-        Ok(cases)
+        return Err("no short case of that name; --list names them".into());
     }
+    Ok(cases)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_word_of_no_case_is_a_failure() {
+        let load = |words: &[&str]| {
+            let words: Vec<_> = words.iter().map(|word| (*word).to_owned()).collect();
+            load(&words, false)
+        };
+        assert!(load(&["iser"]).is_ok());
+        let why = load(&["iser", "no-such-case"]).err().unwrap().to_string();
+        assert!(why.contains("\"no-such-case\""), "{why}");
+    }
 
     #[test]
     fn a_head_says_what_a_case_is() {

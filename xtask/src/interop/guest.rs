@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 use super::{initramfs, kernel::Kernel};
 use crate::{Failure, root, sh};
 
-/// How long a boot may take; a loaded machine needs several times the usual 15 seconds.
+/// Longest time of a boot; a loaded machine needs several times the usual 15 seconds.
 const BOOT: Duration = Duration::from_secs(240);
 
 /// Modules that must be there before the host's file system is.
 const MODULES: [&str; 4] = ["virtio_pci", "9pnet_virtio", "9p", "overlay"];
 
-/// How a guest is made.
+/// Shape of a virtual machine.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
-    /// Virtual CPUs.
+    /// Number of virtual CPUs.
     pub(crate) cpus: u32,
-    /// Memory, in MiB.
+    /// Size of the memory, in MiB.
     pub(crate) memory: u32,
 }
 
@@ -39,11 +39,11 @@ pub(crate) struct Guest {
     next: u32,
 }
 
-/// What a script left.
+/// Result of a script.
 pub(crate) struct Ran {
-    /// Its exit status.
+    /// Exit status of the script.
     pub(crate) status: i32,
-    /// What it printed.
+    /// Output of the script.
     pub(crate) output: String,
 }
 

@@ -31,6 +31,8 @@ pub(crate) fn build(
                 .to_string_lossy()
                 .into_owned();
             let plain = name.trim_end_matches(".xz").to_owned();
+            // Modules share dependencies. The first place of each is the right one: all that it
+            // needs is before it, and all that need it are behind.
             if order.contains(&plain) {
                 continue;
             }

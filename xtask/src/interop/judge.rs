@@ -1,7 +1,7 @@
 //! Wireshark's dissectors as judges of the captures that the cases leave.
 //!
 //! A capture holds both directions, the kernel's packets and ours. It is cut to the first bytes of
-//! each packet, which the dissectors tell from a packet that lies about itself: the one is a short
+//! each packet, which the dissectors distinguish from a packet that lies about itself: the one is a short
 //! frame, the other is malformed. Of a packet of InfiniBand that is cut they read the headers only, so one
 //! that begins a message gets zeros in the place of what was cut off ([`filled`]).
 //!
@@ -20,7 +20,7 @@ use crate::{Failure, sh};
 /// Packets that are objected to and shown, at most.
 const SHOWN: usize = 10;
 
-/// What is asked of each packet.
+/// Fields that tshark prints of each packet.
 const FIELDS: [&str; 20] = [
     "frame.number",
     "frame.cap_len",
@@ -58,19 +58,19 @@ const BEGINS_MESSAGE: [&str; 4] = ["0", "4", "5", "23"];
 /// end that the data's own length gives.
 const PARTIAL: &str = "(Inquiry Response Data)";
 
-/// How much of them Linux asks for first: the header of a page of vital product data, and the length of
-/// standard INQUIRY data in SCSI-2. Of data that we send nothing else is taken for a beginning.
+/// Lengths that Linux asks for first: the header of a page of vital product data, and the length
+/// of standard INQUIRY data in SCSI-2. Of data that we send nothing else is taken for a beginning.
 const BEGINNINGS: [&str; 2] = ["4", "36"];
 
-/// What the UDP dissector says of RoCE over IPv6 from the kernel, whose ICRC covers what the
+/// Complaint of the UDP dissector about RoCE over IPv6 from the kernel, whose ICRC covers what the
 /// checksum would. Our packets have one.
 const NO_CHECKSUM: &str = "Illegal checksum value (0)";
 
 /// Addresses of the end where the kernel's device always is, and the kernel's target where there is one.
 const KERNEL: [&str; 2] = ["10.99.0.1", "fd99::1"];
 
-/// What is wrong inside a payload that the InfiniBand dissector takes for an Ethernet frame: any that it
-/// knows no protocol for and whose third and fourth byte are zero.
+/// Complaint about the inside of a payload that the InfiniBand dissector takes for an Ethernet
+/// frame: any that it knows no protocol for and whose third and fourth byte are zero.
 const GUESSED_FRAME: &str = "[Malformed Packet: Ethertype]";
 
 /// The same of a payload that is taken for a frame with a VLAN tag, as SRP_CRED_REQ is, whose credits
@@ -81,14 +81,14 @@ const GUESSED_LENGTH: &str = "Length field value goes past the end of the payloa
 /// such a header.
 const GUESSED_LLC: &str = "[Malformed Packet: LLC]";
 
-/// What is said of a TCP segment that was sent again with other bounds, as after a link was cut. TCP is
-/// the kernel's at both ends.
+/// Complaint about a TCP segment that was sent again with other bounds, as after a link was cut.
+/// TCP is the kernel's at both ends.
 const SENT_AGAIN: &str = "New fragment overlaps old data (retransmission?)";
 
 /// Expert severity of errors; warnings are less.
 const ERROR: u32 = 0x80_0000;
 
-/// What is known of a case's captures beforehand.
+/// Expectations of a case's captures.
 #[derive(Clone, Copy)]
 pub(crate) struct Expected {
     /// Packets that there must be at least, in all captures together; without a number, there must be none.
@@ -100,7 +100,7 @@ pub(crate) struct Expected {
 }
 
 impl Expected {
-    /// What the head and the words of a case say.
+    /// Expectations from the head and the words of a case.
     pub(crate) fn of(case: &Case) -> Self {
         Self {
             least: case.packets,
@@ -110,10 +110,10 @@ impl Expected {
     }
 }
 
-/// What was judged.
+/// Result for a capture.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Judged {
-    /// Packets.
+    /// Number of packets judged.
     pub(crate) packets: u64,
     /// Packets that begin an iSER message.
     pub(crate) iser: u64,
@@ -143,6 +143,7 @@ pub(crate) fn judge(folder: &Path, expected: Expected) -> Result<Judged, Failure
         }
     }
     let Judged { packets, iser } = judged;
+    // An empty capture has nothing to object to, so too few packets are a failure of their own.
     match expected.least {
         None if packets > 0 => {
             objections.push(format!("{packets} packets, and none were expected"));
@@ -191,7 +192,8 @@ fn filled(capture: &[u8]) -> Vec<u8> {
     filled
 }
 
-/// Whether an Ethernet frame is a packet of RoCE with one of the opcodes in [`BEGINS_MESSAGE`].
+/// Returns whether an Ethernet frame is a packet of RoCE with one of the opcodes in
+/// [`BEGINS_MESSAGE`].
 fn begins_message(frame: &[u8]) -> bool {
     // The opcode follows the headers of Ethernet, IP and UDP.
     let opcode = match frame.get(12..14) {
@@ -300,7 +302,7 @@ impl Reader {
     }
 }
 
-/// What tshark says of a packet; see [`FIELDS`].
+/// Output of tshark for a packet; see [`FIELDS`].
 struct Packet<'a> {
     number: &'a str,
     captured: &'a str,
@@ -348,6 +350,8 @@ impl<'a> Packet<'a> {
             severity,
             message,
             info,
+            // In the order of [`FIELDS`]. A line with another number of columns is refused, since
+            // each would have the meaning of its neighbour.
         ] = columns[..]
         else {
             return None;
@@ -513,7 +517,7 @@ mod tests {
         is_there
     }
 
-    /// A capture with so many bytes of each packet at most.
+    /// A capture with the first bytes of each packet, as many as given.
     fn cut_to(capture: &[u8], most: usize) -> Vec<u8> {
         let mut cut = capture[..24].to_vec();
         let mut at = 24;

@@ -11,9 +11,9 @@ use crate::{Failure, sh};
 /// The package that names the kernel.
 const META_PACKAGE: &str = "linux-image-amd64";
 
-/// An unpacked kernel.
+/// Kernel package that is unpacked.
 pub(crate) struct Kernel {
-    /// The bootable image.
+    /// Path of the bootable image.
     pub(crate) image: PathBuf,
     /// The folder with `lib/modules/VERSION` below it.
     pub(crate) root: PathBuf,
@@ -109,6 +109,8 @@ impl PrivateApt {
             .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
             .ok_or("/etc/os-release names no release")?
             .to_owned();
+        // The mirror is the one that this host uses, so that a proxy or a local copy serves here,
+        // too; the rest of the host's apt is left alone.
         let targets = sh::output(&mut sh::cmd(
             "apt-get",
             [

@@ -25,7 +25,7 @@ use crate::packages::{Need, ensure, need};
 use crate::tally::Counts;
 use crate::{Failure, daemon, root, sh};
 
-/// What the rig needs.
+/// Debian packages that the rig needs.
 pub(crate) const NEEDS: &[Need] = &[
     need("qemu-system-x86_64", "qemu-system-x86", "the guest"),
     need("busybox", "busybox-static", "the guest's initramfs"),
@@ -86,7 +86,7 @@ const MEMORY_PER_GUEST: u64 = 7168;
 pub(crate) struct Options {
     /// Run only the cases whose group or name contains one of these words.
     cases: Vec<String>,
-    /// List the cases.
+    /// List the cases and end.
     #[arg(long)]
     list: bool,
     /// Only the short ones.
@@ -98,13 +98,13 @@ pub(crate) struct Options {
     /// A folder with `riserd` and `riser`, instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Where logs and captures are kept.
+    /// Folder of logs and captures.
     #[arg(long, default_value = ".build/interop")]
     logs: PathBuf,
 }
 
 impl Options {
-    /// What the test command runs: the short cases, or all.
+    /// Options of the test command: the short cases, or all.
     pub(crate) fn for_test(all: bool) -> Self {
         Self {
             cases: Vec::new(),
@@ -116,8 +116,8 @@ impl Options {
         }
     }
 
-    /// How many guests to run at once: more than one per two cores, because cases often wait, and
-    /// no more than the memory is enough for.
+    /// Number of guests at once: more than one per two cores, because cases often wait, and at
+    /// most as many as fit the memory.
     fn jobs(&self) -> usize {
         self.jobs.unwrap_or_else(|| {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -135,7 +135,7 @@ fn available_memory() -> Option<u64> {
     Some(kib >> 10)
 }
 
-/// How it ended.
+/// End of a run.
 pub(crate) enum Ended {
     /// Cases ran: how many passed and failed, and the table if one did.
     Ran(Counts, Option<String>),
@@ -178,6 +178,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
             return Ok(Ended::Unavailable(names(options)?, why));
         }
     };
+    // The transport's tests take minutes to build, so only cases that run them pay for them.
     let tests = if cases.iter().any(|c| c.text.contains("on_devices")) {
         println!("building the transport tests");
         build_tests()?
@@ -224,8 +225,8 @@ fn counts(rows: &[Row<'_>]) -> Counts {
     }
 }
 
-/// Why the failed ones failed, and a line for each case: how it went, its time, that of its boot; below
-/// it what it measured.
+/// Text with the reasons of failures, and a line for each case: its result, its time, that of its
+/// boot; below it its figures.
 fn table(rows: &[Row<'_>]) -> String {
     let reasons = rows.iter().filter_map(|r| {
         let why = r.result.as_ref().err()?;
@@ -254,6 +255,8 @@ fn table(rows: &[Row<'_>]) -> String {
         let lines: String = lines.map(|line| format!("\n        {line}")).collect();
         row + &lines
     });
+    // Reasons stand first: a failed case in a long table is found by its line, and its text would
+    // break the columns.
     reasons.chain(lines).collect::<Vec<_>>().join("\n")
 }
 

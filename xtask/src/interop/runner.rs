@@ -17,10 +17,10 @@ use super::judge::{Expected, judge};
 use super::kernel::Kernel;
 use crate::{Failure, root};
 
-/// What a line of a case's output begins with that belongs into the table.
+/// Beginning of a line of a case's output that belongs into the table.
 const FIGURE: &str = "figure: ";
 
-/// What was built for the cases; empty where no case asks for it.
+/// Programs that were built for the cases; empty where no case asks for them.
 pub(crate) struct Programs {
     /// The folder of `riserd` and `riser`.
     pub(crate) programs: PathBuf,
@@ -28,31 +28,31 @@ pub(crate) struct Programs {
     pub(crate) tests: PathBuf,
 }
 
-/// How a case went.
+/// Result of a case.
 pub(crate) struct Row<'a> {
     pub(crate) case: &'a Case,
-    /// How long the guest took to boot, if one was booted for this case.
+    /// Time that the guest took to boot, if one was booted for this case.
     pub(crate) boot: Option<Duration>,
-    /// How long the case itself took.
+    /// Time that the case itself took.
     pub(crate) took: Duration,
-    /// What it measured, a line for each, or why it failed.
+    /// Figures, a line for each, or the reason of the failure.
     pub(crate) result: Result<Vec<String>, String>,
-    /// Why the attempt before this one failed, if there was one.
+    /// Reason why the attempt before this one failed, if there was one.
     pub(crate) first: Option<String>,
 }
 
-/// What the guests share.
+/// Files that the guests share.
 pub(crate) struct Rig<'a> {
-    /// What they boot.
+    /// Kernel that they boot.
     pub(crate) kernel: &'a Kernel,
-    /// What they run.
+    /// Programs that they run.
     pub(crate) programs: &'a Programs,
-    /// Where the logs go: a folder for each group, and one for each guest.
+    /// Folder of the logs, with one for each group and one for each guest.
     pub(crate) logs: &'a Path,
 }
 
 impl Rig<'_> {
-    /// Runs the cases with so many guests at once, and answers how each went, in their order.
+    /// Runs `cases` on up to `jobs` guests at once; returns a row for each case, in their order.
     pub(crate) fn run<'a>(&self, cases: &'a [Case], jobs: usize) -> Vec<Row<'a>> {
         let (alone, together): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|c| c.alone);
         let mut rows = self.run_some(together, jobs);
@@ -87,7 +87,7 @@ impl Rig<'_> {
         let _ = fs::rename(&logs, &kept);
         let mut second = self.run_case(case, &self.logs.join("guest-1"), &mut None);
         second.first = first.result.as_ref().err().cloned();
-        tell(&second);
+        report(&second);
         second
     }
 
@@ -107,7 +107,7 @@ impl Rig<'_> {
                 group = Some(&case.group);
             }
             let row = self.run_case(case, &folder, &mut slot);
-            tell(&row);
+            report(&row);
             rows.lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .push(row);
@@ -163,6 +163,8 @@ impl Rig<'_> {
         let saved = self.logs.join(&case.group).join(&case.name);
         let _ = fs::remove_dir_all(&saved);
         fs::create_dir_all(&saved)?;
+        // Everything is kept before the result is looked at, since it is most needed of a script
+        // that failed or timed out.
         keep(guest.share(), &saved)?;
         fs::copy(folder.join("console.log"), saved.join("console.log"))?;
         let ran = ran?;
@@ -186,7 +188,7 @@ impl Rig<'_> {
 }
 
 /// Prints how a case went.
-fn tell(row: &Row<'_>) {
+fn report(row: &Row<'_>) {
     let how = if row.result.is_ok() {
         "ok    "
     } else {

@@ -24,7 +24,7 @@ refused) exit 255 ;;
 esac
 "#;
 
-/// What the case does before, and what it has from the rig.
+/// Prologue of a case: what it does before, and what it has from the rig.
 const RIG: &str = r#"set -euo pipefail
 PORTAL=10.99.0.2:3260
 IQN=iqn.2026-01.com.example:rig
@@ -34,9 +34,9 @@ stop_serving() { :; }
 . "$RISER_ROOT/tests/vm/libiscsi.sh"
 "#;
 
-/// Whether `script` succeeds after [`RIG`] with the client of such a table, and what it prints; `None`
-/// where there is no compiler. `expected` takes the place of the list of the case, and a test has `limit`
-/// seconds.
+/// Runs `script` after [`RIG`] with the client of such a table; returns whether it succeeds, and
+/// its output; `None` where there is no compiler. `expected` takes the place of the list of the
+/// case, and a test has `limit` seconds.
 fn judged(
     name: &str,
     table: &str,
@@ -80,7 +80,7 @@ fn case() -> String {
     text[at..].to_owned()
 }
 
-/// What the case expects, as the table of a client that does just that.
+/// Expectations of the case, as the table of a client that meets them exactly.
 fn as_listed() -> String {
     let text = fs::read_to_string(root().join("tests/vm/libiscsi-iser.txt")).unwrap();
     let mut table = String::new();

@@ -49,7 +49,10 @@ pub(crate) fn unused(root: &Path, packages: &[Package]) -> Result<Vec<String>, F
 }
 
 /// The entries of a list, those for single platforms included.
-fn declared<'a>(table: &'a toml::Table, list: &'a str) -> Vec<(&'a str, &'a toml::Value)> {
+pub(super) fn declared<'a>(
+    table: &'a toml::Table,
+    list: &'a str,
+) -> Vec<(&'a str, &'a toml::Value)> {
     let platforms = table.get("target").and_then(toml::Value::as_table);
     let platforms = platforms.into_iter().flat_map(toml::Table::values);
     let tables = platforms.filter_map(toml::Value::as_table).chain([table]);

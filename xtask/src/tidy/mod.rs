@@ -1,15 +1,18 @@
 //! `cargo xtask tidy`: import circles, words, and measures of the sources.
 //!
-//! Without options it fails for what is new: a circle of sibling modules that import each other, or a word
-//! of [`words`] in something that users see. What was there before it was looked for is listed in
+//! Without options it fails for what is new: a circle of sibling modules that import each other, a word
+//! of [`words`] in something that users see, a file or function that a document names and that does not
+//! exist, or a dependency that [`layers`] forbids. What was there before it was looked for is listed in
 //! [`KNOWN`], which only ever gets shorter: an entry that is not found any more fails, too. With `--report`
 //! it measures, and never fails.
 
 mod dependencies;
 mod functions;
+mod layers;
 mod lexical;
 mod measures;
 mod modules;
+mod references;
 mod report;
 mod sources;
 mod visible;
@@ -45,7 +48,9 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !options.report {
         check()?;
-        println!("no new import circle, no word to replace");
+        println!(
+            "no new import circle, no word to replace, no dead reference, no dependency on a layer above"
+        );
         return Ok(());
     }
     let trees = [root()].into_iter().chain(options.against.iter().cloned());
@@ -62,6 +67,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 
 fn measure(tree: &Path) -> Result<Report, Failure> {
     let packages = sources::read(tree)?;
+    for message in packages.iter().flat_map(|package| &package.unreadable) {
+        eprintln!("left out {message}");
+    }
     let mut all = Measures::default();
     let mut by_package = Vec::new();
     for package in &packages {
@@ -82,9 +90,25 @@ fn measure(tree: &Path) -> Result<Report, Failure> {
     })
 }
 
+/// Reads our own sources. One that cannot be read would pass every check, so it fails here.
+fn own_sources() -> Result<Vec<sources::Package>, Failure> {
+    let packages = sources::read(&root())?;
+    all_readable(&packages)?;
+    Ok(packages)
+}
+
+fn all_readable(packages: &[sources::Package]) -> Result<(), Failure> {
+    let unreadable = packages.iter().flat_map(|package| &package.unreadable);
+    let unreadable: Vec<_> = unreadable.map(String::as_str).collect();
+    if unreadable.is_empty() {
+        return Ok(());
+    }
+    Err(format!("these cannot be read:\n{}", unreadable.join("\n")).into())
+}
+
 /// Fails with a list of what is new, and of what is known and gone.
 pub(crate) fn check() -> Result<(), Failure> {
-    let packages = sources::read(&root())?;
+    let packages = own_sources()?;
     let mut found = Findings::default();
     for circle in packages.iter().flat_map(modules::circles) {
         let key = format!("circle {}", circle.name());
@@ -102,12 +126,21 @@ pub(crate) fn check() -> Result<(), Failure> {
             found.entry(key).or_default().push(about);
         }
     }
-    compare(&["circle", "word"], &found)
+    for (key, about) in references::dead(&root())? {
+        found.entry(key).or_default().push(about);
+    }
+    for crossing in layers::crossings(&packages) {
+        found
+            .entry(crossing.clone())
+            .or_default()
+            .push(format!("{crossing}: must not depend on it"));
+    }
+    compare(&["circle", "reference", "word", "layer"], &found)
 }
 
 /// Fails with the dependencies that no source uses.
 pub(crate) fn check_dependencies() -> Result<(), Failure> {
-    let unused = dependencies::unused(&root(), &sources::read(&root())?)?;
+    let unused = dependencies::unused(&root(), &own_sources()?)?;
     let unused = unused.into_iter().map(|line| {
         let about = format!("unused {line}");
         (line, vec![about])
@@ -144,6 +177,14 @@ fn judge<'a>(found: &Findings, known: impl Iterator<Item = &'a str>) -> Vec<Stri
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_source_that_cannot_be_read_fails() {
+        let of = |text| all_readable(&sources::tests::tree("tidy-readable", &[("lib.rs", text)]));
+        of("fn f() {}").unwrap();
+        let why = of("fn f() {").unwrap_err().to_string();
+        assert!(why.starts_with("these cannot be read:\nlib.rs: "), "{why}");
+    }
 
     #[test]
     fn what_is_new_and_what_is_gone_fails() {

@@ -32,6 +32,8 @@ pub(crate) struct Package {
     pub(crate) name: String,
     pub(crate) manifest: toml::Table,
     pub(crate) sources: Vec<Source>,
+    /// Files that cannot be read as Rust, each with the reason.
+    pub(crate) unreadable: Vec<String>,
 }
 
 /// A source file.
@@ -71,8 +73,8 @@ impl Source {
     }
 }
 
-/// Reads all sources below a folder. Files that are not Rust, as templates, are named on standard error
-/// and left out.
+/// Reads all sources below a folder. Files that are not Rust, as the templates of some projects, are named
+/// beside the others.
 pub(crate) fn read(root: &Path) -> Result<Vec<Package>, Failure> {
     // Positions of earlier trees would only take memory.
     invalidate_current_thread_spans();
@@ -104,11 +106,13 @@ pub(crate) fn read(root: &Path) -> Result<Vec<Package>, Failure> {
             name => name.to_string(),
         };
         let manifest = manifests.remove(&folder).unwrap_or_default();
-        let sources = Reader::new(root, &folder, &manifest, &files).read(files.clone());
+        let reader = Reader::new(root, &folder, &manifest, &files);
+        let (sources, unreadable) = reader.read(files.clone());
         packages.push(Package {
             name,
             manifest,
             sources,
+            unreadable,
         });
     }
     Ok(packages)
@@ -143,6 +147,7 @@ struct Reader<'a> {
     crates: Vec<PathBuf>,
     is_for_tests: bool,
     done: BTreeMap<PathBuf, Source>,
+    unreadable: BTreeMap<PathBuf, String>,
 }
 
 impl<'a> Reader<'a> {
@@ -171,10 +176,12 @@ impl<'a> Reader<'a> {
             crates,
             is_for_tests: is_in_test_folder(folder),
             done: BTreeMap::new(),
+            unreadable: BTreeMap::new(),
         }
     }
 
-    fn read(mut self, files: Vec<PathBuf>) -> Vec<Source> {
+    /// Reads the sources; returns also the messages about those that it cannot read.
+    fn read(mut self, files: Vec<PathBuf>) -> (Vec<Source>, Vec<String>) {
         for root in std::mem::take(&mut self.crates) {
             let module = Module {
                 root: root.clone(),
@@ -189,7 +196,9 @@ impl<'a> Reader<'a> {
                 self.take(&path, None, is_test);
             }
         }
-        self.done.into_values().collect()
+        let message = |(path, why): (PathBuf, String)| format!("{}: {why}", path.display());
+        let unreadable = self.unreadable.into_iter().map(message).collect();
+        (self.done.into_values().collect(), unreadable)
     }
 
     /// Reads a module's file and those of the modules in it.
@@ -238,23 +247,16 @@ impl<'a> Reader<'a> {
         module: Option<Module>,
         is_test: bool,
     ) -> Option<Vec<Declared>> {
-        let source = fs::read_to_string(self.root.join(path)).ok()?;
-        let source = source.trim_start_matches('\u{feff}');
-        let parsed = Text::new(source).map_err(|e| e.to_string());
-        let parsed = parsed.and_then(|(text, tokens)| {
-            let syntax = syn::parse2::<syn::File>(tokens).map_err(|e| e.to_string())?;
-            Ok((text, syntax))
-        });
-        let (text, syntax) = match parsed {
+        let (source, text, syntax) = match parsed(&self.root.join(path)) {
             Ok(parsed) => parsed,
             Err(e) => {
-                eprintln!("left out {}: {e}", path.display());
+                self.unreadable.insert(path.to_owned(), e.to_string());
                 return None;
             }
         };
         let mut items = Items::default();
         items.visit_file(&syntax);
-        let purpose = match (is_generated(path, source), is_test) {
+        let purpose = match (is_generated(path, &source), is_test) {
             (true, _) => Purpose::Generated,
             (false, true) => Purpose::Test,
             (false, false) => Purpose::Product,
@@ -270,6 +272,15 @@ impl<'a> Reader<'a> {
         self.done.insert(path.to_owned(), source);
         Some(items.declared)
     }
+}
+
+/// A file's text, its words and its syntax tree.
+fn parsed(path: &Path) -> Result<(String, Text, syn::File), Failure> {
+    let source = fs::read_to_string(path)?;
+    let plain = source.trim_start_matches('\u{feff}');
+    let (text, tokens) = Text::new(plain)?;
+    let syntax = syn::parse2(tokens)?;
+    Ok((source, text, syntax))
 }
 
 /// A module that an item declares to be in another file.
@@ -439,6 +450,22 @@ pub(crate) mod tests {
             fs::write(path, text).unwrap();
         }
         read(scratch.path()).unwrap()
+    }
+
+    #[test]
+    fn files_that_are_not_rust_are_named() {
+        let packages = tree(
+            "tidy-unreadable",
+            &[("src/lib.rs", "mod one;\n"), ("src/one.rs", "fn {{name}}")],
+        );
+        let [package] = &packages[..] else {
+            panic!("{} packages", packages.len());
+        };
+        assert_eq!(package.sources.len(), 1);
+        let [message] = &package.unreadable[..] else {
+            panic!("{:?}", package.unreadable);
+        };
+        assert!(message.starts_with("src/one.rs: "), "{message}");
     }
 
     #[test]

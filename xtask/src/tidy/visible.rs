@@ -1,6 +1,7 @@
 //! Texts that users see: messages, help, the schema's descriptions, documents, what is deployed.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use syn::visit::Visit;
@@ -36,10 +37,14 @@ pub(crate) fn texts(root: &Path, packages: &[Package]) -> Result<Vec<Visible>, F
         }));
     }
     for path in sources::paths(root)?.into_iter().filter(|p| is_document(p)) {
-        // Pictures are no text.
-        if let Ok(text) = fs::read_to_string(root.join(&path)) {
-            let text = Remark::new(1, text);
-            texts.push(Visible { path, text });
+        match fs::read_to_string(root.join(&path)) {
+            Ok(text) => {
+                let text = Remark::new(1, text);
+                texts.push(Visible { path, text });
+            }
+            // Pictures are no text.
+            Err(e) if e.kind() == ErrorKind::InvalidData => {}
+            Err(e) => return Err(format!("{}: {e}", path.display()).into()),
         }
     }
     Ok(texts)

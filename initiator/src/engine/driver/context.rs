@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use riser_scsi::iscsi::chap::CHALLENGE_LEN;
-use riser_transport::verbs::Provider;
 
+use crate::engine::env::Env;
 use crate::engine::io::Io;
 use crate::engine::rdma::{Device, Owner};
 use crate::iscsi;
@@ -25,9 +25,10 @@ pub(super) enum Report {
 }
 
 /// The surroundings of a link while it works.
-pub(super) struct Context<'a, P> {
+pub(super) struct Context<'a, E: Env> {
     /// `None` in an engine without an RDMA device.
-    pub(super) device: Option<&'a mut Device<P>>,
+    pub(super) device: Option<&'a mut Device<E::Provider>>,
+    pub(super) env: &'a mut E,
     /// The session's commands, by request.
     pub(super) ios: &'a [Option<Io>],
     /// The session's index.
@@ -35,9 +36,9 @@ pub(super) struct Context<'a, P> {
     pub(super) now: Instant,
 }
 
-impl<P: Provider> Context<'_, P> {
+impl<E: Env> Context<'_, E> {
     /// The device of a session on RDMA.
-    pub(super) fn device(&mut self) -> &mut Device<P> {
+    pub(super) fn device(&mut self) -> &mut Device<E::Provider> {
         let device = self.device.as_deref_mut();
         device.expect("an engine without a device makes no session on RDMA")
     }
@@ -61,9 +62,9 @@ pub(super) enum MoverError {
 }
 
 /// Notifies the machine that its connection is made.
-pub(super) fn log_in(machine: &mut iscsi::session::Session, now: Instant) {
+pub(super) fn log_in<E: Env>(machine: &mut iscsi::session::Session, env: &mut E, now: Instant) {
     let mut random = [0; CHALLENGE_LEN + 1];
-    match getrandom::fill(&mut random) {
+    match env.fill_random(&mut random) {
         Ok(()) => machine.handle_connected(random, now),
         // Without it a login could be foreseen.
         Err(_) => machine.handle_broken(now),

@@ -6,11 +6,12 @@ use std::time::Instant;
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
     Access, AhAttr, CqId, Gid, Mr, PdId, Provider, QKey, QpCap, QpId, QpInitAttr, QpType, RecvWr,
-    SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError, WrId, make_gsi_ready,
+    SendFlags, SendOp, SendWr, Sge, UdDest, Verbs, VerbsError, WrId, make_gsi_ready,
 };
 use riser_transport::wire::dm::MAD_LEN;
 
 use super::Driver;
+use crate::engine::env::Env;
 use crate::engine::oneshot::Sender;
 use crate::srp::discovery::{Discovery, DiscoveryError, FoundPort};
 
@@ -226,7 +227,7 @@ fn source(grh: &[u8]) -> Gid {
     Gid::from(IpAddr::from(v4))
 }
 
-impl<P: Provider> Driver<P> {
+impl<E: Env> Driver<E> {
     pub(super) fn discover(&mut self, ip: IpAddr, transaction: u64, reply: Sender<Found>) {
         let agent = match self.agent.take() {
             Some(agent) => Ok(agent),

@@ -4,12 +4,13 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::lun::LunId;
 use riser_scsi::sense::Sense;
-use riser_transport::verbs::{AsyncEvent, Completion, CqId, Provider};
+use riser_transport::verbs::{AsyncEvent, Completion, CqId, Provider, RdmaCm, Verbs};
 
 use super::inputs::Input;
 use super::multipath::PathsLink;
 use super::units::Watched;
 use super::{BATCH, Driver, MAX_RDMA, SessionGuard};
+use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoData, ScsiIo};
 use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
@@ -19,7 +20,7 @@ use crate::session::SessionEvent;
 /// at all ends the connection before.
 const PING: Duration = Duration::from_secs(60);
 
-impl<P: Provider> Driver<P> {
+impl<E: Env> Driver<E> {
     /// Drives the device, and handles its events; whether there were any.
     pub(super) fn run_device(&mut self, now: Instant) -> bool {
         let Some(device) = &mut self.device else {
@@ -172,7 +173,7 @@ impl<P: Provider> Driver<P> {
         }
         // A session with watched units is reported live when they are known to be the same.
         if !session.is_unchecked || !matches!(event, SessionEvent::Live) {
-            session.status.on_event(&event);
+            session.status.on_event(&event, self.env.date());
         }
         if let Some((paths, path)) = session.paths {
             let input = match &event {

@@ -12,6 +12,7 @@ use super::context::{Context, MoverError, Report};
 use super::iser::IserMover;
 use super::plan::IscsiOpen;
 use super::tcp::TcpMover;
+use crate::engine::env::Env;
 use crate::engine::io::Target;
 use crate::engine::iser::{IserConfig, MAX_PIECES};
 use crate::engine::oneshot::Sender;
@@ -109,7 +110,7 @@ impl IscsiLink {
         }
     }
 
-    pub(super) fn poll<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> Option<Report> {
+    pub(super) fn poll<E: Env>(&mut self, cx: &mut Context<'_, E>) -> Option<Report> {
         loop {
             while let Some(output) = self.machine.poll_output() {
                 let report = self.carry_out(output, cx);
@@ -132,11 +133,7 @@ impl IscsiLink {
         }
     }
 
-    fn carry_out<P: Provider>(
-        &mut self,
-        output: Output,
-        cx: &mut Context<'_, P>,
-    ) -> Option<Report> {
+    fn carry_out<E: Env>(&mut self, output: Output, cx: &mut Context<'_, E>) -> Option<Report> {
         let machine = &mut self.machine;
         let moved = match (output, &mut self.mover) {
             (Output::Connect(moved), _) => {
@@ -190,7 +187,7 @@ impl IscsiLink {
     }
 
     /// Begins to connect to the target, or to the portal that it has moved to.
-    fn connect<P: Provider>(&mut self, moved: Option<&TargetAddress>, cx: &mut Context<'_, P>) {
+    fn connect<E: Env>(&mut self, moved: Option<&TargetAddress>, cx: &mut Context<'_, E>) {
         let dst = match moved {
             None => Ok(self.target.dst),
             Some(moved) => literal(moved).ok_or(ConnectError::Redirected),
@@ -198,7 +195,7 @@ impl IscsiLink {
         let begun = dst.and_then(|dst| {
             let target = Target { dst, ..self.target };
             match &mut self.mover {
-                Datamover::Tcp(mover) => mover.connect(&target),
+                Datamover::Tcp(mover) => mover.connect(&target, cx.env),
                 Datamover::Iser(mover) => mover.resolve(&target, cx),
             }
         });
@@ -207,20 +204,16 @@ impl IscsiLink {
         }
     }
 
-    pub(super) fn handle_cm_event<P: Provider>(
-        &mut self,
-        event: CmEventKind,
-        cx: &mut Context<'_, P>,
-    ) {
+    pub(super) fn handle_cm_event<E: Env>(&mut self, event: CmEventKind, cx: &mut Context<'_, E>) {
         if let Some((machine, mover)) = self.on_iser() {
             mover.handle_cm_event(event, machine, cx);
         }
     }
 
-    pub(super) fn handle_completion<P: Provider>(
+    pub(super) fn handle_completion<E: Env>(
         &mut self,
         completion: &Completion,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         if let Some((machine, mover)) = self.on_iser() {
             let moved = mover.handle_completion(completion, machine, cx);
@@ -240,7 +233,7 @@ impl IscsiLink {
             .min()
     }
 
-    pub(super) fn handle_timeout<P: Provider>(&mut self, cx: &mut Context<'_, P>) {
+    pub(super) fn handle_timeout<E: Env>(&mut self, cx: &mut Context<'_, E>) {
         if let Some((machine, mover)) = self.on_iser()
             && mover.closing_until().is_some_and(|until| until <= cx.now)
         {

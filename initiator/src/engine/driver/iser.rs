@@ -7,6 +7,7 @@ use riser_scsi::iser::Message;
 use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError};
 
 use super::context::{Context, MoverError, log_in};
+use crate::engine::env::Env;
 use crate::engine::io::Target;
 use crate::engine::iser::{IserConfig, IserConn};
 use crate::engine::rdma::{CmStep, Completed, Device, Resources, Retire, WorkRequest};
@@ -63,21 +64,21 @@ impl IserMover {
     }
 
     /// Begins to find the path.
-    pub(super) fn resolve<P: Provider>(
+    pub(super) fn resolve<E: Env>(
         &mut self,
         target: &Target,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) -> Result<(), ConnectError> {
         let owner = cx.owner(0);
         self.conn = Some(IserConn::resolve(cx.device(), owner, target, self.config)?);
         Ok(())
     }
 
-    pub(super) fn handle_cm_event<P: Provider>(
+    pub(super) fn handle_cm_event<E: Env>(
         &mut self,
         event: CmEventKind,
         machine: &mut Session,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         let Some(conn) = &mut self.conn else {
             return;
@@ -89,7 +90,7 @@ impl IserMover {
                     self.fail(error, machine, cx);
                 }
             }
-            CmStep::Established(_) => log_in(machine, cx.now),
+            CmStep::Established(_) => log_in(machine, cx.env, cx.now),
             CmStep::Rejected { reason, .. } => {
                 let error = ConnectError::Login(SrpLoginError::Refused(reason));
                 self.fail(error, machine, cx);
@@ -101,7 +102,7 @@ impl IserMover {
     }
 
     /// The path is found: makes the queue pair and sends the request.
-    fn connect<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> Result<(), ConnectError> {
+    fn connect<E: Env>(&mut self, cx: &mut Context<'_, E>) -> Result<(), ConnectError> {
         let Some(conn) = &mut self.conn else {
             return Ok(());
         };
@@ -111,18 +112,18 @@ impl IserMover {
         conn.rdma.connect(cx.device(), private_data)
     }
 
-    fn fail<P: Provider>(
+    fn fail<E: Env>(
         &mut self,
         error: ConnectError,
         machine: &mut Session,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         self.release(false, cx);
         machine.handle_connect_failed(error, cx.now);
     }
 
     /// Begins to close the connection; returns whether it is closed.
-    pub(super) fn begin_close<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> bool {
+    pub(super) fn begin_close<E: Env>(&mut self, cx: &mut Context<'_, E>) -> bool {
         let conn = self.conn.as_mut();
         if conn.is_some_and(|conn| conn.rdma.begin_close(false, cx.now)) {
             return false;
@@ -132,16 +133,12 @@ impl IserMover {
     }
 
     /// Closes the connection now.
-    pub(super) fn close_now<P: Provider>(
-        &mut self,
-        machine: &mut Session,
-        cx: &mut Context<'_, P>,
-    ) {
+    pub(super) fn close_now<E: Env>(&mut self, machine: &mut Session, cx: &mut Context<'_, E>) {
         self.release(true, cx);
         machine.handle_gone(cx.now);
     }
 
-    fn release<P: Provider>(&mut self, linger: bool, cx: &mut Context<'_, P>) {
+    fn release<E: Env>(&mut self, linger: bool, cx: &mut Context<'_, E>) {
         self.receiving = None;
         if let Some(conn) = self.conn.take() {
             let now = cx.now;
@@ -149,19 +146,19 @@ impl IserMover {
         }
     }
 
-    pub(super) fn send<P: Provider>(
+    pub(super) fn send<E: Env>(
         &mut self,
         pdu: ControlPdu,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) -> Result<(), MoverError> {
         let conn = self.conn.as_mut();
         let is_sent = conn.is_some_and(|conn| conn.send_control(cx.device(), pdu));
         is_sent.then_some(()).ok_or(MoverError::Broken)
     }
 
-    pub(super) fn enter_full_feature<P: Provider>(
+    pub(super) fn enter_full_feature<E: Env>(
         &mut self,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) -> Result<(), MoverError> {
         let conn = self.conn.as_mut();
         let is_entered = conn.is_some_and(|conn| conn.enter_full_feature(cx.device()));
@@ -170,11 +167,11 @@ impl IserMover {
 
     /// Sends a command. One that was given up meanwhile has used up a number that is never sent, which
     /// only a new connection makes up for.
-    pub(super) fn start<P: Provider>(
+    pub(super) fn start<E: Env>(
         &mut self,
         request: RequestId,
         machine: &Session,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) -> Result<(), MoverError> {
         // Without a connection, its end reports all of its requests.
         let Some(conn) = &mut self.conn else {
@@ -191,10 +188,10 @@ impl IserMover {
     }
 
     /// Begins to take a request's memory back; returns whether it is back.
-    pub(super) fn retire<P: Provider>(
+    pub(super) fn retire<E: Env>(
         &mut self,
         request: RequestId,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) -> Result<bool, MoverError> {
         let Some(conn) = &mut self.conn else {
             return Ok(false);
@@ -206,11 +203,11 @@ impl IserMover {
         }
     }
 
-    pub(super) fn handle_completion<P: Provider>(
+    pub(super) fn handle_completion<E: Env>(
         &mut self,
         completion: &Completion,
         machine: &mut Session,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) -> Result<(), MoverError> {
         let work = WorkRequest::of(completion.wr_id);
         let (Some(work), Some(conn)) = (work, &mut self.conn) else {
@@ -259,10 +256,10 @@ impl IserMover {
     }
 
     /// Posts the receive again whose message has been handled; `None` if there is none.
-    pub(super) fn repost<P: Provider>(
+    pub(super) fn repost<E: Env>(
         &mut self,
         is_full_feature: bool,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) -> Option<Result<(), MoverError>> {
         let slot = self.receiving.take()?;
         let Some(conn) = &mut self.conn else {

@@ -12,6 +12,7 @@ use super::context::{Context, Report};
 use super::iscsi::IscsiLink;
 use super::multipath::PathsLink;
 use super::srp::SrpLink;
+use crate::engine::env::Env;
 use crate::engine::io::Target;
 use crate::engine::park::Waited;
 use crate::engine::rdma::Device;
@@ -39,16 +40,16 @@ macro_rules! each {
 
 impl Link {
     /// Carries out the machine's outputs up to the next one that is for the engine.
-    pub(super) fn poll<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> Option<Report> {
+    pub(super) fn poll<E: Env>(&mut self, cx: &mut Context<'_, E>) -> Option<Report> {
         each!(self, link => link.poll(cx))
     }
 
     /// Handles an event of the connection manager for a channel.
-    pub(super) fn handle_cm_event<P: Provider>(
+    pub(super) fn handle_cm_event<E: Env>(
         &mut self,
         channel: u8,
         event: CmEventKind,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         match self {
             Self::Srp(link) => link.handle_cm_event(channel, event, cx),
@@ -58,11 +59,11 @@ impl Link {
     }
 
     /// Handles a completion on a channel.
-    pub(super) fn handle_completion<P: Provider>(
+    pub(super) fn handle_completion<E: Env>(
         &mut self,
         channel: u8,
         completion: &Completion,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         match self {
             Self::Srp(link) => link.handle_completion(channel, completion, cx),
@@ -86,7 +87,7 @@ impl Link {
     }
 
     /// Does what is due.
-    pub(super) fn handle_timeout<P: Provider>(&mut self, cx: &mut Context<'_, P>) {
+    pub(super) fn handle_timeout<E: Env>(&mut self, cx: &mut Context<'_, E>) {
         each!(self, link => link.handle_timeout(cx));
     }
 

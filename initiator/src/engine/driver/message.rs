@@ -2,12 +2,12 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
 use super::discovery::Found;
 use super::plan::Plan;
 use super::units::Watch;
-use crate::engine::io::{Io, SessionKey, Target, Workload};
+use crate::engine::io::{IoEnd, ScsiIo, SessionKey, Target, Workload};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Mailbox;
 use crate::engine::status::SessionStatus;
@@ -49,11 +49,12 @@ pub(super) type Reply = Sender<Result<SessionGuard, Down>>;
 /// A message of another thread to the engine.
 pub(in crate::engine) enum Message {
     Open(Box<Open>),
-    Submit(SessionKey, Box<Io>),
+    Submit(SessionKey, Box<ScsiIo>, Sender<IoEnd>),
     Work(SessionKey, Box<dyn Workload>),
     Watch(SessionKey, Box<Watch>),
     Close(SessionKey, Option<Sender<()>>),
-    Timer(Instant, Sender<()>),
+    /// A timer of that length.
+    Timer(Duration, Sender<()>),
     Discover {
         ip: IpAddr,
         /// Number of the first question.

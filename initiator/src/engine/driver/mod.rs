@@ -1,7 +1,7 @@
-//! The engine's thread: it owns a provider, drives sessions with what the provider reports, and
-//! parks in one place.
+//! The engine itself: it owns a provider, and drives sessions with what the provider reports. It reads
+//! no clock: the loop around it gives each round its time.
 //!
-//! One round of the loop: packets and timers of the provider, connection events, completions,
+//! One round: packets and timers of the provider, connection events, completions,
 //! messages of other threads, timeouts. After each input the session's outputs are carried out until
 //! there are none, so that a session never sees an input with its outputs pending.
 
@@ -25,8 +25,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
-use riser_reactor::{Next, Spinner};
-use riser_transport::verbs::{Completion, Notify, Provider, VerbsError};
+use riser_transport::verbs::{Completion, Notify, Provider, Verbs, VerbsError};
 use slab::Slab;
 
 use self::context::{Context, Report};
@@ -43,6 +42,7 @@ pub(super) use self::plan::{
 use self::srp::SrpLink;
 pub(super) use self::units::Watch;
 use self::units::Watched;
+use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, Workload};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::{Mailbox, Waited};
@@ -58,13 +58,6 @@ use crate::unit::Evidence;
 const BATCH: usize = 64;
 /// Sessions on RDMA at most.
 const MAX_RDMA: usize = 64;
-
-/// Configuration of the thread.
-#[derive(Clone, Debug)]
-pub(super) struct DriverConfig {
-    /// Longest span of polling after the last work.
-    pub(super) spin: Duration,
-}
 
 /// A session in the engine.
 struct EngineSession {
@@ -92,12 +85,12 @@ struct EngineSession {
 }
 
 /// The thread's state.
-pub(super) struct Driver<P: Provider> {
+pub(super) struct Driver<E: Env> {
+    env: E,
     /// `None` for an engine whose sessions all run on TCP.
-    device: Option<Device<P>>,
+    device: Option<Device<E::Provider>>,
     mailbox: Arc<Mailbox<Message>>,
     pool: MemSlice,
-    config: DriverConfig,
     sessions: Slab<EngineSession>,
     next_serial: u64,
     timers: Timers,
@@ -107,21 +100,22 @@ pub(super) struct Driver<P: Provider> {
     finished: Vec<(usize, usize, u64, IoEnd)>,
     /// Inputs of sessions that are paths, or whose units are watched.
     inputs: VecDeque<Input>,
+    inbox: Vec<Message>,
     shutdown: bool,
 }
 
-impl<P: Provider> Driver<P> {
+impl<E: Env> Driver<E> {
     pub(super) fn new(
-        provider: Option<P>,
+        env: E,
+        provider: Option<E::Provider>,
         mailbox: Arc<Mailbox<Message>>,
         pool: MemSlice,
-        config: DriverConfig,
     ) -> Self {
         Self {
+            env,
             device: provider.map(Device::new),
             mailbox,
             pool,
-            config,
             sessions: Slab::new(),
             next_serial: 0,
             timers: Timers::default(),
@@ -129,35 +123,26 @@ impl<P: Provider> Driver<P> {
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
             inputs: VecDeque::new(),
+            inbox: Vec::new(),
             shutdown: false,
         }
     }
 
-    /// Runs until it is shut down and every session has ended.
-    pub(super) fn run(&mut self) {
-        let mut spinner = Spinner::new(self.config.spin);
-        let mut inbox = Vec::new();
-        loop {
-            let now = Instant::now();
-            let worked = self.round(now, &mut inbox);
-            if self.shutdown && self.is_idle() {
-                return;
-            }
-            let now = Instant::now();
-            match spinner.plan(now, worked, self.deadline()) {
-                Next::Poll => std::hint::spin_loop(),
-                Next::Park(timeout) => {
-                    if !self.arm() {
-                        let device = self.device.as_ref();
-                        let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
-                        let mut fds: Vec<Waited<'_>> =
-                            fds.into_iter().map(Waited::reading).collect();
-                        fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
-                        self.mailbox.park(&fds, timeout);
-                    }
-                }
-            }
+    /// Sleeps until there is something to do, or the time is over.
+    pub(super) fn park(&mut self, timeout: Option<Duration>) {
+        if self.arm() {
+            return;
         }
+        let device = self.device.as_ref();
+        let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
+        let mut fds: Vec<Waited<'_>> = fds.into_iter().map(Waited::reading).collect();
+        fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
+        self.mailbox.park(&fds, timeout);
+    }
+
+    /// Returns whether it was shut down, and every session has ended.
+    pub(super) fn is_over(&self) -> bool {
+        self.shutdown && self.is_idle()
     }
 
     /// Returns whether every session has ended, and every peer knows.
@@ -170,14 +155,16 @@ impl<P: Provider> Driver<P> {
     ///
     /// Paths come last, and in no other place: their machine may close the session whose event it
     /// handles. So do sessions that are over, which everything before may still name by index.
-    fn round(&mut self, now: Instant, inbox: &mut Vec<Message>) -> bool {
+    pub(super) fn round(&mut self, now: Instant) -> bool {
         let mut worked = self.run_device(now);
         worked |= self.poll_completions(now);
-        self.mailbox.receive(inbox);
+        let mut inbox = std::mem::take(&mut self.inbox);
+        self.mailbox.receive(&mut inbox);
         worked |= !inbox.is_empty();
         for message in inbox.drain(..) {
             self.handle_message(message, now);
         }
+        self.inbox = inbox;
         worked |= self.run_tcp(now);
         worked |= self.run_workloads(now);
         worked |= self.run_discovery(now);
@@ -189,7 +176,7 @@ impl<P: Provider> Driver<P> {
     }
 
     /// The time of the next round at the latest.
-    fn deadline(&self) -> Option<Instant> {
+    pub(super) fn deadline(&self) -> Option<Instant> {
         let sessions = self.sessions.iter();
         let links = sessions.filter_map(|(_, s)| s.link.next_deadline());
         links
@@ -221,7 +208,7 @@ impl<P: Provider> Driver<P> {
         &mut self,
         index: usize,
         now: Instant,
-        input: impl FnOnce(&mut Link, &mut Context<'_, P>) -> T,
+        input: impl FnOnce(&mut Link, &mut Context<'_, E>) -> T,
     ) -> T {
         let (link, mut cx) = self.context(index, now);
         let result = input(link, &mut cx);
@@ -229,10 +216,11 @@ impl<P: Provider> Driver<P> {
         result
     }
 
-    fn context(&mut self, index: usize, now: Instant) -> (&mut Link, Context<'_, P>) {
+    fn context(&mut self, index: usize, now: Instant) -> (&mut Link, Context<'_, E>) {
         let session = &mut self.sessions[index];
         let cx = Context {
             device: self.device.as_mut(),
+            env: &mut self.env,
             ios: &session.ios,
             index,
             now,
@@ -265,9 +253,12 @@ impl<P: Provider> Driver<P> {
             Message::Open(open) => {
                 self.open(*open, now);
             }
-            Message::Submit(key, io) => match self.find(key) {
-                Some(index) => self.submit(index, *io, now),
-                None => self.refuse(*io),
+            Message::Submit(key, io, sender) => match self.find(key) {
+                Some(index) => self.submit(index, Io::new(*io, Done::Future(sender), now), now),
+                None => sender.send(IoEnd {
+                    result: Err(RequestError::Closed),
+                    data: io.data,
+                }),
             },
             Message::Work(key, workload) => {
                 if let Some(index) = self.find(key) {
@@ -285,7 +276,7 @@ impl<P: Provider> Driver<P> {
                     self.close(index, now);
                 }
             }
-            Message::Timer(at, sender) => self.timers.insert(at, sender),
+            Message::Timer(limit, sender) => self.timers.insert(now + limit, sender),
             Message::Discover {
                 ip,
                 transaction,
@@ -309,16 +300,6 @@ impl<P: Provider> Driver<P> {
     fn key(&self, index: usize) -> SessionKey {
         let serial = self.sessions[index].serial;
         SessionKey { index, serial }
-    }
-
-    fn refuse(&mut self, io: Io) {
-        let end = IoEnd {
-            result: Err(RequestError::Closed),
-            data: io.io.data,
-        };
-        if let Done::Future(sender) = io.done {
-            sender.send(end);
-        }
     }
 
     /// Makes a session; `None` where it cannot be made, after its user has been notified.
@@ -387,7 +368,7 @@ impl<P: Provider> Driver<P> {
     }
 
     /// The device for one more session, and the memory to register on it.
-    fn claim_device(&mut self) -> Result<(&mut Device<P>, &MemSlice), VerbsError> {
+    fn claim_device(&mut self) -> Result<(&mut Device<E::Provider>, &MemSlice), VerbsError> {
         let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
         if rdma.count() >= MAX_RDMA {
             return Err(VerbsError::InsufficientResources("sessions of one engine"));
@@ -504,5 +485,13 @@ impl<P: Provider> Driver<P> {
                 closer.send(());
             }
         }
+    }
+}
+
+/// Refuses messages from now on, and drops those that came too late, whose senders are notified by the
+/// ends of their oneshots.
+impl<E: Env> Drop for Driver<E> {
+    fn drop(&mut self) {
+        drop(self.mailbox.close());
     }
 }

@@ -8,7 +8,6 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use riser_scsi::lun::LunId;
-use riser_transport::verbs::Provider;
 
 use super::Driver;
 use super::context::{Context, Report};
@@ -16,6 +15,7 @@ use super::inputs::{Input, answer_to_probe, probe};
 use super::message::{Open, User};
 use super::plan::{PathPlan, PathsOpen, Plan, Protocol};
 use crate::block::Buffer;
+use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target};
 use crate::engine::status::SessionStatus;
 use crate::paths::{Access, Found, Output, PathIndex, PathState, Paths, access};
@@ -154,7 +154,7 @@ impl PathsLink {
         &self.members[0].target
     }
 
-    pub(super) fn poll<P>(&mut self, _: &mut Context<'_, P>) -> Option<Report> {
+    pub(super) fn poll<E: Env>(&mut self, _: &mut Context<'_, E>) -> Option<Report> {
         Some(match self.machine.poll_output()? {
             Output::Complete(request, result) => Report::Complete(request, result),
             Output::Event(event) => Report::Event(event),
@@ -166,7 +166,7 @@ impl PathsLink {
         self.machine.next_deadline()
     }
 
-    pub(super) fn handle_timeout<P>(&mut self, cx: &mut Context<'_, P>) {
+    pub(super) fn handle_timeout<E: Env>(&mut self, cx: &mut Context<'_, E>) {
         self.machine.handle_timeout(cx.now);
     }
 
@@ -175,7 +175,7 @@ impl PathsLink {
     }
 }
 
-impl<P: Provider> Driver<P> {
+impl<E: Env> Driver<E> {
     fn paths(&mut self, key: SessionKey) -> Option<(usize, &mut PathsLink)> {
         let index = self.find(key)?;
         Some((index, self.sessions[index].link.paths_mut()?))

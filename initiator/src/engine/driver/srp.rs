@@ -8,6 +8,7 @@ use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError
 
 use super::context::{Context, Report};
 use super::plan::SrpOpen;
+use crate::engine::env::Env;
 use crate::engine::io::Target;
 use crate::engine::rdma::{CmStep, Completed, Device, Resources, Retire, WorkRequest};
 use crate::engine::srp::{
@@ -74,7 +75,7 @@ impl SrpLink {
         self.conns[usize::from(channel.0)].as_mut()
     }
 
-    pub(super) fn poll<P: Provider>(&mut self, cx: &mut Context<'_, P>) -> Option<Report> {
+    pub(super) fn poll<E: Env>(&mut self, cx: &mut Context<'_, E>) -> Option<Report> {
         loop {
             while let Some(output) = self.machine.poll_output() {
                 let report = self.carry_out(output, cx);
@@ -91,11 +92,7 @@ impl SrpLink {
         }
     }
 
-    fn carry_out<P: Provider>(
-        &mut self,
-        output: Output,
-        cx: &mut Context<'_, P>,
-    ) -> Option<Report> {
+    fn carry_out<E: Env>(&mut self, output: Output, cx: &mut Context<'_, E>) -> Option<Report> {
         match output {
             Output::Connect(channel) => self.resolve(channel, cx),
             Output::Start {
@@ -121,12 +118,12 @@ impl SrpLink {
         None
     }
 
-    fn start<P: Provider>(
+    fn start<E: Env>(
         &mut self,
         channel: ChannelIndex,
         request: RequestId,
         immediate: bool,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         let io = cx.ios.get(request.0 as usize).and_then(Option::as_ref);
         let conn = self.conns[usize::from(channel.0)].as_mut();
@@ -152,11 +149,11 @@ impl SrpLink {
         }
     }
 
-    fn retire<P: Provider>(
+    fn retire<E: Env>(
         &mut self,
         channel: ChannelIndex,
         request: RequestId,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         // Without a connection, its end reports all of its requests.
         let Some(conn) = self.conn(channel) else {
@@ -169,7 +166,7 @@ impl SrpLink {
         }
     }
 
-    fn answer<P: Provider>(&mut self, channel: ChannelIndex, iu: &[u8], cx: &mut Context<'_, P>) {
+    fn answer<E: Env>(&mut self, channel: ChannelIndex, iu: &[u8], cx: &mut Context<'_, E>) {
         let Some((from, slot)) = self.receiving.take() else {
             return;
         };
@@ -186,11 +183,11 @@ impl SrpLink {
         self.machine.handle_channel_error(channel, now);
     }
 
-    pub(super) fn handle_completion<P: Provider>(
+    pub(super) fn handle_completion<E: Env>(
         &mut self,
         channel: u8,
         completion: &Completion,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         let channel = ChannelIndex(channel);
         let work = WorkRequest::of(completion.wr_id);
@@ -232,11 +229,11 @@ impl SrpLink {
         }
     }
 
-    pub(super) fn handle_cm_event<P: Provider>(
+    pub(super) fn handle_cm_event<E: Env>(
         &mut self,
         channel: u8,
         event: CmEventKind,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         let channel = ChannelIndex(channel);
         let Some(conn) = self.conn(channel) else {
@@ -268,7 +265,7 @@ impl SrpLink {
     }
 
     /// Begins to find the path for a channel.
-    fn resolve<P: Provider>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, P>) {
+    fn resolve<E: Env>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, E>) {
         let owner = cx.owner(channel.0);
         match SrpConn::resolve(cx.device(), owner, &self.target, self.config) {
             Ok(conn) => self.conns[usize::from(channel.0)] = Some(conn),
@@ -277,10 +274,10 @@ impl SrpLink {
     }
 
     /// The path is found: makes the queue pair and sends the request with the login in it.
-    fn connect<P: Provider>(
+    fn connect<E: Env>(
         &mut self,
         channel: ChannelIndex,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) -> Result<(), ConnectError> {
         let Some(conn) = self.conns[usize::from(channel.0)].as_mut() else {
             return Ok(());
@@ -298,22 +295,22 @@ impl SrpLink {
         conn.rdma.connect(cx.device(), private_data)
     }
 
-    fn fail<P: Provider>(
+    fn fail<E: Env>(
         &mut self,
         channel: ChannelIndex,
         error: ConnectError,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         self.release(channel, false, cx);
         self.machine.handle_connect_failed(channel, error, cx.now);
     }
 
     /// Closes a channel, after its logout has been sent if there is one.
-    fn begin_close<P: Provider>(
+    fn begin_close<E: Env>(
         &mut self,
         channel: ChannelIndex,
         logout: Option<&[u8]>,
-        cx: &mut Context<'_, P>,
+        cx: &mut Context<'_, E>,
     ) {
         let now = cx.now;
         let waits = self.conn(channel).is_some_and(|conn| {
@@ -326,17 +323,12 @@ impl SrpLink {
     }
 
     /// Closes a channel now.
-    fn close_now<P: Provider>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, P>) {
+    fn close_now<E: Env>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, E>) {
         self.release(channel, true, cx);
         self.machine.handle_channel_gone(channel, cx.now);
     }
 
-    fn release<P: Provider>(
-        &mut self,
-        channel: ChannelIndex,
-        linger: bool,
-        cx: &mut Context<'_, P>,
-    ) {
+    fn release<E: Env>(&mut self, channel: ChannelIndex, linger: bool, cx: &mut Context<'_, E>) {
         if let Some(conn) = self.conns[usize::from(channel.0)].take() {
             let now = cx.now;
             conn.release(cx.device(), linger, now);
@@ -353,7 +345,7 @@ impl SrpLink {
             .min()
     }
 
-    pub(super) fn handle_timeout<P: Provider>(&mut self, cx: &mut Context<'_, P>) {
+    pub(super) fn handle_timeout<E: Env>(&mut self, cx: &mut Context<'_, E>) {
         for channel in 0..self.conns.len() {
             let channel = ChannelIndex(channel as u8);
             let until = self.conn(channel).and_then(|c| c.rdma.closing_until());

@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use riser_scsi::iscsi::login::ConnectionParams;
-use riser_transport::verbs::Provider;
 
 use super::Driver;
 use super::context::{Context, MoverError, log_in};
 use crate::block::Buffer;
+use crate::engine::env::Env;
 use crate::engine::io::{Io, Target};
 use crate::engine::park::Waited;
 use crate::engine::tcp::{Item, Received, Source, TcpConn};
@@ -35,8 +35,13 @@ impl TcpMover {
         })
     }
 
-    pub(super) fn connect(&mut self, target: &Target) -> Result<(), ConnectError> {
-        self.conn = Some(TcpConn::new(target.src, target.dst).map_err(|e| tcp_error(&e))?);
+    pub(super) fn connect<E: Env>(
+        &mut self,
+        target: &Target,
+        env: &mut E,
+    ) -> Result<(), ConnectError> {
+        let socket = env.connect_tcp(target.src, target.dst);
+        self.conn = Some(TcpConn::new(socket.map_err(|e| tcp_error(&e))?));
         Ok(())
     }
 
@@ -88,11 +93,11 @@ impl TcpMover {
     }
 
     /// Looks whether the connection has been made, or failed; returns whether it has.
-    fn poll_connected(&mut self, machine: &mut Session, now: Instant) -> bool {
+    fn poll_connected<E: Env>(&mut self, machine: &mut Session, env: &mut E, now: Instant) -> bool {
         match self.conn.as_mut().map(TcpConn::poll_connected) {
             None | Some(Ok(false)) => false,
             Some(Ok(true)) => {
-                log_in(machine, now);
+                log_in(machine, env, now);
                 true
             }
             Some(Err(error)) => {
@@ -169,7 +174,7 @@ fn tcp_error(error: &std::io::Error) -> ConnectError {
     ConnectError::Tcp(error.raw_os_error().unwrap_or(0))
 }
 
-impl<P: Provider> Driver<P> {
+impl<E: Env> Driver<E> {
     /// Sends and receives on every TCP connection; whether there was anything to do.
     pub(super) fn run_tcp(&mut self, now: Instant) -> bool {
         let mut worked = false;
@@ -187,11 +192,11 @@ impl<P: Provider> Driver<P> {
     /// what has arrived is taken PDU by PDU, and what the answers and their users have submitted
     /// meanwhile leaves at the end in one go.
     fn run_connection(&mut self, index: usize, now: Instant) -> bool {
-        let mut worked = self.on_tcp(index, now, |mover, machine, _| {
-            mover.poll_connected(machine, now)
+        let mut worked = self.on_tcp(index, now, |mover, machine, cx| {
+            mover.poll_connected(machine, cx.env, now)
         });
-        let flush = |mover: &mut TcpMover, machine: &mut Session, ios: &[Option<Io>]| {
-            mover.flush(machine, ios, now)
+        let flush = |mover: &mut TcpMover, machine: &mut Session, cx: &mut Context<'_, E>| {
+            mover.flush(machine, cx.ios, now)
         };
         worked |= self.on_tcp(index, now, flush);
         for _ in 0..ROUND {
@@ -199,8 +204,8 @@ impl<P: Provider> Driver<P> {
                 break;
             }
             worked = true;
-            while self.on_tcp(index, now, |mover, machine, ios| {
-                mover.take(machine, ios, now)
+            while self.on_tcp(index, now, |mover, machine, cx| {
+                mover.take(machine, cx.ios, now)
             }) {}
         }
         if worked {
@@ -214,11 +219,11 @@ impl<P: Provider> Driver<P> {
         &mut self,
         index: usize,
         now: Instant,
-        act: impl FnOnce(&mut TcpMover, &mut Session, &[Option<Io>]) -> bool,
+        act: impl FnOnce(&mut TcpMover, &mut Session, &mut Context<'_, E>) -> bool,
     ) -> bool {
-        self.with_link(index, now, |link, cx: &mut Context<'_, P>| {
+        self.with_link(index, now, |link, cx: &mut Context<'_, E>| {
             let (machine, mover) = link.iscsi().and_then(|link| link.on_tcp())?;
-            Some(act(mover, machine, cx.ios))
+            Some(act(mover, machine, cx))
         })
         .unwrap_or(false)
     }

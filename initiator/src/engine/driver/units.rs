@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use riser_scsi::lun::LunId;
 use riser_scsi::sense::Sense;
-use riser_transport::verbs::Provider;
 
 use super::inputs::{Input, answer_to_probe, probe};
 use super::{Driver, EngineSession};
 use crate::block::Buffer;
+use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey};
 use crate::engine::status::{LinkState, Pending};
 use crate::request::{GOOD, RequestError, RequestResult, may_change_unit};
@@ -157,7 +157,7 @@ fn inherited(watch: &Watch) -> Option<WriteCache> {
     Some(cache).filter(|cache| watch.write_cache || cache.has_lost())
 }
 
-impl<P: Provider> Driver<P> {
+impl<E: Env> Driver<E> {
     pub(super) fn watch(&mut self, index: usize, watch: Watch, now: Instant) {
         let serial = self.next_serial;
         self.next_serial += 1;
@@ -371,7 +371,8 @@ impl<P: Provider> Driver<P> {
         }
         (session.evidence, session.heard) = Default::default();
         if std::mem::take(&mut session.is_unchecked) {
-            session.status.on_event(&SessionEvent::Live);
+            let date = self.env.date();
+            session.status.on_event(&SessionEvent::Live, date);
         }
         // Only `riserd` offers the page, and it keeps SRP's promise.
         let ends_old = session.units.iter().any(|u| u.unit.cache.is_some());
@@ -385,23 +386,20 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use riser_transport::roce::Roce;
 
-    use crate::engine::driver::{DriverConfig, IscsiOpen, Open, Plan, Protocol, Transport, User};
+    use crate::engine::driver::{IscsiOpen, Open, Plan, Protocol, Transport, User};
     use crate::engine::io::{IoData, ScsiIo, Target};
     use crate::engine::oneshot::oneshot;
     use crate::engine::park::Mailbox;
     use crate::engine::pool::BufferPool;
+    use crate::engine::tests::world::Sim;
     use crate::iscsi::session::fixture::config;
 
     /// An engine without a thread, with a session whose target was heard of before.
-    fn driver(now: Instant) -> (Driver<Roce>, SessionKey) {
+    fn driver(now: Instant) -> (Driver<Sim>, SessionKey) {
         let pool = BufferPool::new(1 << 16).unwrap();
         let mailbox = Arc::new(Mailbox::new().unwrap());
-        let config_of = DriverConfig {
-            spin: Duration::ZERO,
-        };
-        let mut driver = Driver::new(None, mailbox, pool.memory().whole(), config_of);
+        let mut driver = Driver::new(Sim::new(None), None, mailbox, pool.memory().whole());
         let open = IscsiOpen {
             config: config(),
             transport: Transport::Tcp,
@@ -438,7 +436,7 @@ mod tests {
     }
 
     /// Flushes a watched unit, which answers GOOD.
-    fn flush(driver: &mut Driver<Roce>, key: SessionKey, now: Instant) -> RequestResult {
+    fn flush(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) -> RequestResult {
         let command = crate::scsi::Command::synchronize_cache();
         let lun = LunId::new(0).unwrap();
         let io = ScsiIo::new(lun, command, IoData::None, Duration::from_secs(1));
@@ -518,7 +516,7 @@ mod tests {
     }
 
     /// Whether the session would go on now.
-    fn goes_on(driver: &mut Driver<Roce>, key: SessionKey, now: Instant) -> bool {
+    fn goes_on(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) -> bool {
         driver.sessions[key.index].heard = Some(now);
         driver.release_checked(key.index, now);
         driver.sessions[key.index].heard.is_none()
@@ -528,7 +526,7 @@ mod tests {
     fn a_session_is_reported_live_when_its_units_are_checked() {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
-        let state = |driver: &Driver<Roce>| driver.sessions[key.index].status.link();
+        let state = |driver: &Driver<Sim>| driver.sessions[key.index].status.link();
         driver.handle_event(
             key.index,
             SessionEvent::Reconnecting(Down::Unresponsive),

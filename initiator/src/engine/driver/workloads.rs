@@ -2,12 +2,11 @@
 
 use std::time::Instant;
 
-use riser_transport::verbs::Provider;
-
 use super::Driver;
+use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, WorkQueue, Workload};
 
-impl<P: Provider> Driver<P> {
+impl<E: Env> Driver<E> {
     pub(super) fn start_workload(
         &mut self,
         index: usize,

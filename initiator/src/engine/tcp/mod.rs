@@ -14,8 +14,7 @@ mod send;
 mod socket;
 
 use std::io;
-use std::net::SocketAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use riser_memory::MemSlice;
 
@@ -33,14 +32,14 @@ pub(super) struct TcpConn {
 }
 
 impl TcpConn {
-    /// Begins to connect.
-    pub(super) fn new(src: Option<SocketAddr>, dst: SocketAddr) -> io::Result<Self> {
-        Ok(Self {
-            socket: Socket::connect(src, dst)?,
+    /// A connection on a socket that has begun to connect.
+    pub(super) fn new(socket: OwnedFd) -> Self {
+        Self {
+            socket: Socket::new(socket),
             connected: false,
             incoming: Incoming::new(),
             outgoing: Outgoing::default(),
-        })
+        }
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {

@@ -1,16 +1,13 @@
 //! The socket of a connection.
 
 use std::io;
-use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use arrayvec::ArrayVec;
 use riser_memory::sys::{self, ReceivePiece, SendPiece};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, SocketFlags, SocketType, bind, connect, ipproto, socket_with, sockopt,
-};
+use rustix::net::sockopt;
 
 use super::recv::Incoming;
 use super::send::{Chunk, Outgoing};
@@ -32,21 +29,8 @@ pub(super) struct Socket(OwnedFd);
 
 impl Socket {
     /// A socket that does not block and has begun to connect.
-    pub(super) fn connect(src: Option<SocketAddr>, dst: SocketAddr) -> io::Result<Self> {
-        let family = match dst {
-            SocketAddr::V4(_) => AddressFamily::INET,
-            SocketAddr::V6(_) => AddressFamily::INET6,
-        };
-        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-        let socket = socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
-        sockopt::set_tcp_nodelay(&socket, true)?;
-        if let Some(src) = src {
-            bind(&socket, &src)?;
-        }
-        match connect(&socket, &dst) {
-            Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(Self(socket)),
-            Err(error) => Err(error.into()),
-        }
+    pub(super) fn new(socket: OwnedFd) -> Self {
+        Self(socket)
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {

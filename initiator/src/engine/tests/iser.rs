@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A target's device, with one receive and one message to send in its memory.
 struct Peer {
-    nic: Roce,
+    nic: Endpoint,
     pd: PdId,
     cq: CqId,
     memory: Memory,
@@ -26,9 +26,9 @@ struct Peer {
 
 impl Peer {
     /// Listens at these ports.
-    fn new(ip: &str, ports: &[u16]) -> Self {
-        let ip = ip.parse().unwrap();
-        let mut nic = Roce::open(&RoceConfig::new(ip)).unwrap();
+    fn new(ports: &[u16]) -> Self {
+        let ip = world::address();
+        let mut nic = world::fabric().endpoint(ip);
         for port in ports {
             let listener = nic.create_id(PortSpace::Tcp).unwrap();
             nic.bind_addr(listener, (ip, *port).into()).unwrap();
@@ -58,14 +58,14 @@ impl Peer {
 
     /// Waits for what `look` looks for.
     fn wait<T>(&mut self, what: &str, mut look: impl FnMut(&mut Self) -> Option<T>) -> T {
-        let until = Instant::now() + PATIENCE;
+        let until = world::now() + PATIENCE;
         loop {
-            self.nic.progress(Instant::now());
+            self.nic.progress(world::now());
             if let Some(found) = look(self) {
                 return found;
             }
-            assert!(Instant::now() < until, "not in time: {what}");
-            std::thread::sleep(Duration::from_micros(200));
+            assert!(world::now() < until, "not in time: {what}");
+            world::step(self.nic.deadline());
         }
     }
 
@@ -132,24 +132,22 @@ impl Peer {
 /// begun while that receive is being handled, and has no queue pair yet to post it to.
 #[test]
 fn a_redirection_is_followed_by_a_connection_of_its_own() {
-    let mut peer = Peer::new("127.0.41.1", &[3260, 3261]);
-    let client = client(41);
-    let url: IscsiUrl = "iser://127.0.41.1/iqn.2026-01.com.example:disk/0"
-        .parse()
-        .unwrap();
-    std::thread::scope(|scope| {
-        let connecting = scope.spawn(|| block_on(client.connect(&url)));
-        let (qp, request) = peer.accept();
-        peer.redirect(qp, &request, "127.0.41.1:3261,1");
-        let (second, request) = peer.accept();
-        assert_ne!(second, qp);
-        assert_eq!(request[HEADER_LEN] & 0x3f, 0x03, "a login request");
-        // Its receives are posted: the session hears the answer, and goes back.
-        peer.redirect(second, &request, "127.0.41.1:3260,1");
-        let (third, _) = peer.accept();
-        assert_ne!(third, second);
-        client.shutdown();
-        let ended = connecting.join().unwrap().unwrap_err();
-        assert!(matches!(ended, EngineError::Login(Down::Closed)), "{ended}");
-    });
+    let mut peer = Peer::new(&[3260, 3261]);
+    let ip = peer.nic.addr();
+    let client = client();
+    let url = format!("iser://{ip}/iqn.2026-01.com.example:disk/0");
+    let url: IscsiUrl = url.parse().unwrap();
+    let connecting = begin(client.connect(&url));
+    let (qp, request) = peer.accept();
+    peer.redirect(qp, &request, &format!("{ip}:3261,1"));
+    let (second, request) = peer.accept();
+    assert_ne!(second, qp);
+    assert_eq!(request[HEADER_LEN] & 0x3f, 0x03, "a login request");
+    // Its receives are posted: the session hears the answer, and goes back.
+    peer.redirect(second, &request, &format!("{ip}:3260,1"));
+    let (third, _) = peer.accept();
+    assert_ne!(third, second);
+    client.shutdown();
+    let ended = block_on(connecting).unwrap_err();
+    assert!(matches!(ended, EngineError::Login(Down::Closed)), "{ended}");
 }

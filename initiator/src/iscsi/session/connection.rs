@@ -15,11 +15,11 @@ use riser_state::become_state;
 
 use super::types::{ConnState, Slot};
 use super::{ControlPdu, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, Session, TEXT_TAG};
-use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionEvent, SessionState};
+use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionState};
 
 impl Session {
     pub(super) fn connect(&mut self, now: Instant) {
-        let until = now + self.life.login_patience();
+        let until = now + self.core.life.login_patience();
         self.login = None;
         self.params = None;
         self.slots.fill(Slot::default());
@@ -32,8 +32,10 @@ impl Session {
         self.pinged = None;
         self.targets = Collector::default();
         become_state(&mut self.conn, ConnState::XptWait(until));
-        self.arm(until);
-        self.outputs.push_back(Output::Connect(self.moved.clone()));
+        self.core.arm(until);
+        self.core
+            .outputs
+            .push_back(Output::Connect(self.moved.clone()));
     }
 
     /// The connection is made. `random` must be such that nobody can foresee it.
@@ -60,7 +62,7 @@ impl Session {
         let login = login.with_algorithms(config.algorithms.clone());
         self.login = Some(Box::new(login));
         become_state(&mut self.conn, ConnState::InLogin(until));
-        self.last_heard = now;
+        self.core.last_heard = now;
         self.send_login();
     }
 
@@ -69,7 +71,8 @@ impl Session {
         if let Some((mut request, data)) = next {
             request.exp_stat_sn = self.exp_stat_sn;
             let bhs = request.header();
-            self.outputs
+            self.core
+                .outputs
                 .push_back(Output::Send(ControlPdu { bhs, data }));
         }
     }
@@ -108,7 +111,7 @@ impl Session {
                 }
                 self.moved = Some(to);
                 become_state(&mut self.conn, ConnState::CleanupWait);
-                self.outputs.push_back(Output::Disconnect);
+                self.core.outputs.push_back(Output::Disconnect);
             }
             Err(error) => self.fail_login(ConnectError::IscsiLogin(error)),
         }
@@ -142,14 +145,8 @@ impl Session {
         self.moves = 0;
         self.params = Some((session, connection));
         become_state(&mut self.conn, ConnState::LoggedIn);
-        self.outputs.push_back(Output::FullFeature(connection));
-        self.last_heard = now;
-        self.arm(now + self.config.ping);
-        self.life.on_live(self.is_guarded);
-        if self.is_guarded {
-            self.requests.hold();
-        }
-        self.outputs.push_back(Output::Event(SessionEvent::Live));
+        self.core.outputs.push_back(Output::FullFeature(connection));
+        self.core.on_live(now);
         if self.is_discovery() {
             let mut wish = Vec::new();
             text::put(&mut wish, "SendTargets", "All");
@@ -171,7 +168,8 @@ impl Session {
             exp_stat_sn: self.exp_stat_sn,
         };
         let bhs = request.header();
-        self.outputs
+        self.core
+            .outputs
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 
@@ -194,7 +192,7 @@ impl Session {
                 if refused > 0 {
                     tracing::warn!("{refused} names or addresses of targets are not legal");
                 }
-                self.outputs.push_back(Output::Found(found));
+                self.core.outputs.push_back(Output::Found(found));
                 self.close(now);
             }
         }
@@ -214,7 +212,7 @@ impl Session {
         become_state(&mut self.conn, ConnState::Free);
         self.forget_move();
         if self.state() == SessionState::LoggingIn {
-            self.life.tear_down(error.into(), false);
+            self.core.life.tear_down(error.into(), false);
         }
         self.on_down(now);
     }
@@ -246,8 +244,8 @@ impl Session {
         self.tmf = None;
         self.aborts.clear();
         self.pinged = None;
-        for (index, end) in self.requests.of_channel(0) {
-            self.settle(index, end, now);
+        for (index, end) in self.core.requests.of_channel(0) {
+            self.core.settle(index, end, now);
         }
         if self.state() == SessionState::LoggingIn {
             // The target has moved.
@@ -263,22 +261,12 @@ impl Session {
         if self.conn != ConnState::Free {
             return;
         }
-        let event = self.life.on_disconnected(now);
-        if self.state() == SessionState::Closed {
-            let ended = self.requests.end_all().into_iter();
-            let complete = ended.map(|(request, result)| Output::Complete(request, result));
-            self.outputs.extend(complete);
-            self.timer = None;
-        }
-        if let Some(until) = self.life.next_login() {
-            self.arm(until);
-        }
-        self.outputs.extend(event.map(Output::Event));
+        self.core.on_disconnected(now);
     }
 
     /// Begins to close the connection.
     pub(super) fn tear_down(&mut self, why: Down, last: bool) {
-        if self.life.tear_down(why, last) {
+        if self.core.life.tear_down(why, last) {
             self.disconnect();
         }
     }
@@ -286,7 +274,7 @@ impl Session {
     fn disconnect(&mut self) {
         if !matches!(self.conn, ConnState::Free | ConnState::CleanupWait) {
             become_state(&mut self.conn, ConnState::CleanupWait);
-            self.outputs.push_back(Output::Disconnect);
+            self.core.outputs.push_back(Output::Disconnect);
         }
     }
 
@@ -296,10 +284,10 @@ impl Session {
             self.tear_down(why, last);
             return;
         }
-        self.life.tear_down(why, last);
+        self.core.life.tear_down(why, last);
         let until = now + LOGOUT_PATIENCE;
         become_state(&mut self.conn, ConnState::InLogout(until));
-        self.arm(until);
+        self.core.arm(until);
         let request = LogoutRequest {
             immediate: true,
             reason: LogoutReason::CloseSession,
@@ -310,7 +298,8 @@ impl Session {
         };
         let bhs = request.header();
         let data = Vec::new();
-        self.outputs
+        self.core
+            .outputs
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 

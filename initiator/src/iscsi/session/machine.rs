@@ -9,11 +9,10 @@ use crate::session::{Down, Machine, SubmitError};
 
 impl Machine for Session {
     fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
-        if self.life.is_ending() || self.is_discovery() {
+        if self.is_discovery() {
             return Err(SubmitError::Closed);
         }
-        let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
-        self.arm(spec.deadline);
+        let id = self.core.submit(spec)?;
         self.pump(now);
         Ok(id)
     }
@@ -22,7 +21,7 @@ impl Machine for Session {
         match self.conn {
             ConnState::LoggedIn => self.log_out(Down::Closed, true, now),
             ConnState::InLogout(_) => {
-                self.life.tear_down(Down::Closed, true);
+                self.core.life.tear_down(Down::Closed, true);
             }
             _ => self.tear_down(Down::Closed, true),
         }
@@ -30,21 +29,15 @@ impl Machine for Session {
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        self.timer
+        self.core.next_deadline()
     }
 
     fn handle_timeout(&mut self, now: Instant) {
-        if self.timer.is_none_or(|t| t > now) {
+        if !self.core.take_due(now) {
             return;
         }
-        self.timer = None;
-        if let Some(until) = self.life.next_login() {
-            if until <= now {
-                self.life.log_in_again();
-                self.connect(now);
-            } else {
-                self.arm(until);
-            }
+        if self.core.is_login_due(now) {
+            self.connect(now);
         }
         self.expire_link(now);
         self.expire_ping(now);
@@ -54,16 +47,16 @@ impl Machine for Session {
     }
 
     fn set_guarded(&mut self, is_guarded: bool) {
-        self.is_guarded = is_guarded;
+        self.core.is_guarded = is_guarded;
     }
 
     fn hold(&mut self) {
-        self.requests.hold();
+        self.core.requests.hold();
     }
 
     fn release(&mut self, _ends_old: bool, now: Instant) {
-        self.life.on_usable();
-        self.requests.release();
+        self.core.life.on_usable();
+        self.core.requests.release();
         self.pump(now);
     }
 
@@ -74,6 +67,6 @@ impl Machine for Session {
     }
 
     fn last_heard(&self) -> Option<Instant> {
-        Some(self.last_heard)
+        Some(self.core.last_heard)
     }
 }

@@ -9,7 +9,8 @@
 //! # Memory
 //! A request is never reported while its memory is in use. When an attempt is over the session says
 //! [`Output::Retire`]; the owner answers [`Session::handle_retired`] when nothing of the memory waits
-//! to be sent and the target cannot reach it. A connection that is gone ends all use at once.
+//! to be sent and the target cannot reach it. A connection that is gone ends all use at once, and is
+//! left where the memory of an attempt does not come back for as long as its answer had.
 //!
 //! # Time
 //! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then
@@ -48,8 +49,8 @@ use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
 
 pub use self::types::{CommandPdu, ControlPdu, DataOrder, Output, Placement, SessionConfig};
 use self::types::{ConnState, Slot, TmfKind};
-use crate::request::table::{Late, Limits, Requests};
-use crate::session::{Lifecycle, SessionState};
+use crate::request::table::Late;
+use crate::session::{Core, CoreConfig, SessionState};
 
 /// Longest wait for the answer to a logout.
 const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
@@ -71,7 +72,7 @@ const TEXT_TAG: Itt = Itt(0xfff4);
 #[derive(Debug)]
 pub struct Session {
     config: SessionConfig,
-    life: Lifecycle,
+    core: Core<Itt, Output>,
     conn: ConnState,
     login: Option<Box<InitiatorLogin>>,
     params: Option<(SessionParams, ConnectionParams)>,
@@ -79,7 +80,6 @@ pub struct Session {
     /// Where the target has moved to, and how often in a row it did.
     moved: Option<TargetAddress>,
     moves: u8,
-    requests: Requests<Itt>,
     slots: Vec<Slot>,
     free: Vec<u16>,
     cmd_sn: CmdSn,
@@ -89,15 +89,9 @@ pub struct Session {
     tmf_serial: u16,
     /// Requests that wait for their ABORT TASK. Bound: the queue size.
     aborts: VecDeque<Late>,
-    /// See [`Session::set_guarded`].
-    is_guarded: bool,
-    last_heard: Instant,
     /// A ping is unanswered, until then.
     pinged: Option<Instant>,
     targets: Collector,
-    outputs: VecDeque<Output>,
-    /// Not after the earliest deadline of anything.
-    timer: Option<Instant>,
 }
 
 impl Session {
@@ -109,18 +103,22 @@ impl Session {
     pub fn new(config: SessionConfig, now: Instant) -> Self {
         assert!((1..=4096).contains(&config.queue_size));
         let mut session = Self {
-            life: Lifecycle::new(config.timing, config.reconnect),
+            core: Core::new(
+                CoreConfig {
+                    requests: config.max_requests,
+                    attempts: config.max_attempts,
+                    timing: config.timing,
+                    ping: config.ping,
+                    reconnect: config.reconnect,
+                },
+                now,
+            ),
             conn: ConnState::Free,
             login: None,
             params: None,
             portal_group: None,
             moved: None,
             moves: 0,
-            requests: Requests::new(Limits {
-                requests: config.max_requests,
-                attempts: config.max_attempts,
-                busy: config.timing.busy,
-            }),
             slots: vec![Slot::default(); config.queue_size.into()],
             free: (0..config.queue_size).rev().collect(),
             cmd_sn: CmdSn(1),
@@ -129,12 +127,8 @@ impl Session {
             tmf: None,
             tmf_serial: 0,
             aborts: VecDeque::new(),
-            is_guarded: false,
-            last_heard: now,
             pinged: None,
             targets: Collector::default(),
-            outputs: VecDeque::new(),
-            timer: None,
             config,
         };
         session.connect(now);
@@ -144,13 +138,13 @@ impl Session {
     /// The session's state.
     #[must_use]
     pub fn state(&self) -> SessionState {
-        self.life.state()
+        self.core.life.state()
     }
 
     /// Requests taken and not yet completed.
     #[must_use]
     pub fn requests(&self) -> usize {
-        self.requests.len()
+        self.core.requests.len()
     }
 
     /// What the login agreed on; `None` without a connection in full-feature phase.
@@ -173,11 +167,7 @@ impl Session {
 
     /// The next thing to do.
     pub fn poll_output(&mut self) -> Option<Output> {
-        self.outputs.pop_front()
-    }
-
-    fn arm(&mut self, at: Instant) {
-        self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
+        self.core.outputs.pop_front()
     }
 
     fn is_discovery(&self) -> bool {

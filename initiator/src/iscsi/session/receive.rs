@@ -31,7 +31,7 @@ impl Session {
         if !self.conn.is_open() {
             return;
         }
-        self.last_heard = now;
+        self.core.last_heard = now;
         if let Err(fault) = self.take_pdu(frame, now) {
             self.handle_fault(fault);
         }
@@ -57,14 +57,14 @@ impl Session {
         self.take_numbers(&pdu, numbers);
         match pdu {
             FromTarget::NopIn(nop) => self.on_nop(&nop, frame.data),
-            FromTarget::ScsiResponse(response) => self.on_response(&response, frame.data)?,
+            FromTarget::ScsiResponse(response) => self.on_response(&response, frame.data, now)?,
             FromTarget::TmfResponse(response) => {
                 if self.tmf.is_some_and(|(_, itt, _)| itt == response.itt) {
                     self.on_tmf_end(Some(response.status), now);
                 }
             }
             FromTarget::TextResponse(response) => self.on_text(&response, frame.data, now)?,
-            FromTarget::DataIn(data) => self.on_data_in(&data, 0)?,
+            FromTarget::DataIn(data) => self.on_data_in(&data, 0, now)?,
             FromTarget::LogoutResponse(response) if response.itt == LOGOUT_TAG => {
                 self.on_logged_out();
             }
@@ -131,12 +131,12 @@ impl Session {
         if !matches!(self.conn, ConnState::LoggedIn | ConnState::InLogout(_)) {
             return;
         }
-        self.last_heard = now;
+        self.core.last_heard = now;
         let taken = match parse_data_in(bhs) {
             Ok(_) if !is_intact => Err(IscsiFault::DataDigest),
             Ok((data, numbers)) => {
                 self.take_numbers(&FromTarget::DataIn(data), numbers);
-                self.on_data_in(&data, len)
+                self.on_data_in(&data, len, now)
             }
             Err(fault) => Err(fault),
         };
@@ -147,7 +147,7 @@ impl Session {
         self.pump(now);
     }
 
-    fn on_data_in(&mut self, data: &DataIn, len: u32) -> Result<(), IscsiFault> {
+    fn on_data_in(&mut self, data: &DataIn, len: u32, now: Instant) -> Result<(), IscsiFault> {
         let Some(task) = self.task_mut(data.itt) else {
             return if self.is_stale(data.itt) {
                 Ok(())
@@ -164,12 +164,17 @@ impl Session {
                     status: with.status,
                     residual: with.residual,
                 };
-                self.end_task(data.itt, &ended, &[])
+                self.end_task(data.itt, &ended, &[], now)
             }
         }
     }
 
-    fn on_response(&mut self, response: &ScsiResponse, data: &[u8]) -> Result<(), IscsiFault> {
+    fn on_response(
+        &mut self,
+        response: &ScsiResponse,
+        data: &[u8],
+        now: Instant,
+    ) -> Result<(), IscsiFault> {
         let Some(task) = self.task(response.itt) else {
             return if self.is_stale(response.itt) {
                 Ok(())
@@ -180,7 +185,7 @@ impl Session {
         let request = task.request;
         if response.response != 0 {
             let error = RequestError::TargetFailure(response.response);
-            self.end_attempt(request, response.itt, AttemptEnd::Refused(error));
+            self.end_attempt(request, response.itt, AttemptEnd::Refused(error), now);
             return Ok(());
         }
         let sense = ScsiResponse::sense_of(data)?;
@@ -188,11 +193,17 @@ impl Session {
             status: response.status,
             residual: response.residual,
         };
-        self.end_task(response.itt, &ended, sense)
+        self.end_task(response.itt, &ended, sense, now)
     }
 
     /// A command was answered.
-    fn end_task(&mut self, itt: Itt, ended: &Ended, sense: &[u8]) -> Result<(), IscsiFault> {
+    fn end_task(
+        &mut self,
+        itt: Itt,
+        ended: &Ended,
+        sense: &[u8],
+        now: Instant,
+    ) -> Result<(), IscsiFault> {
         let task = *self.task(itt).expect("the caller has looked");
         let len = match task.len {
             DataLen::None => 0,
@@ -218,7 +229,7 @@ impl Session {
             overflow,
         };
         self.on_attention(task.request, &answer);
-        self.end_attempt(task.request, itt, AttemptEnd::Answered(answer));
+        self.end_attempt(task.request, itt, AttemptEnd::Answered(answer), now);
         Ok(())
     }
 
@@ -258,11 +269,11 @@ impl Session {
             request,
             itt: r2t.itt,
             ttt: r2t.ttt,
-            lun: self.requests.at(request.0).spec.lun,
+            lun: self.core.requests.at(request.0).spec.lun,
             offset: r2t.offset,
             len: r2t.len,
         };
-        self.outputs.push_back(Output::SendData(order));
+        self.core.outputs.push_back(Output::SendData(order));
         Ok(())
     }
 
@@ -291,7 +302,8 @@ impl Session {
                 let sense: Box<[u8]> = Box::from(ScsiResponse::sense_of(data)?);
                 let lun = message.lun;
                 self.hold_if(Sense::parse(sense.as_ref()));
-                self.outputs
+                self.core
+                    .outputs
                     .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));
             }
             // A target that wants to negotiate again gets a new login, which is one.
@@ -322,7 +334,7 @@ impl Session {
                 if let Some(task) = self.task(itt) {
                     let request = task.request;
                     let error = RequestError::Rejected(reason);
-                    self.end_attempt(request, itt, AttemptEnd::Refused(error));
+                    self.end_attempt(request, itt, AttemptEnd::Refused(error), now);
                 }
                 Ok(())
             }

@@ -7,21 +7,20 @@ use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
 
 use super::types::{ConnState, TmfKind};
 use super::{ControlPdu, Output, PING_TAG, Session, TMF_TAG};
-use crate::request::RequestError;
-use crate::request::table::{AttemptEnd, Late, RequestState};
-use crate::session::{ConnectError, Down};
+use crate::request::table::{AttemptEnd, Late};
+use crate::session::{ConnectError, Down, Expired};
 
 impl Session {
     pub(super) fn expire_link(&mut self, now: Instant) {
         match self.conn {
             ConnState::XptWait(until) | ConnState::InLogin(until) if until <= now => {
                 self.forget_move();
-                self.life.on_login_timeout();
+                self.core.life.on_login_timeout();
                 self.tear_down(ConnectError::TimedOut.into(), false);
             }
             ConnState::InLogout(until) if until <= now => self.on_logged_out(),
             ConnState::XptWait(until) | ConnState::InLogin(until) | ConnState::InLogout(until) => {
-                self.arm(until);
+                self.core.arm(until);
             }
             ConnState::Free | ConnState::LoggedIn | ConnState::CleanupWait => {}
         }
@@ -31,17 +30,17 @@ impl Session {
         if self.conn != ConnState::LoggedIn {
             return;
         }
-        let due = self.last_heard + self.config.ping;
+        let due = self.core.ping_at();
         match self.pinged {
             Some(until) if until <= now => self.tear_down(Down::Unresponsive, false),
-            Some(until) => self.arm(until),
+            Some(until) => self.core.arm(until),
             None if due <= now => {
-                let until = now + self.config.ping;
+                let until = now + self.core.ping;
                 self.pinged = Some(until);
-                self.arm(until);
+                self.core.arm(until);
                 self.send_nop(PING_TAG, Ttt::NONE, [0; 8], Vec::new());
             }
-            None => self.arm(due),
+            None => self.core.arm(due),
         }
     }
 
@@ -55,43 +54,33 @@ impl Session {
             exp_stat_sn: self.exp_stat_sn,
         };
         let bhs = nop.header();
-        self.outputs
+        self.core
+            .outputs
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 
     pub(super) fn expire_tmf(&mut self, now: Instant) {
         match self.tmf {
             Some((.., until)) if until <= now => self.on_tmf_end(None, now),
-            Some((.., until)) => self.arm(until),
+            Some((.., until)) => self.core.arm(until),
             None => {}
         }
     }
 
     pub(super) fn expire_requests(&mut self, now: Instant) {
-        let (late, next) = self.requests.plan_late(now);
-        if let Some(next) = next {
-            self.arm(next);
-        }
-        for late in late {
+        for late in self.core.plan_late(now) {
             self.expire_request(late, now);
         }
     }
 
     fn expire_request(&mut self, late: Late, now: Instant) {
-        let request = self.requests.at(late.index);
-        let overdue = request.spec.deadline <= now;
-        match request.state {
-            RequestState::Queued => self.complete(late.index, Err(RequestError::TimedOut)),
-            RequestState::Backoff { .. } if overdue => {
-                self.complete(late.index, Err(RequestError::TimedOut));
-            }
-            RequestState::Backoff { .. } => drop(self.requests.enqueue(late.index)),
-            RequestState::Started { .. } => {
-                self.requests.begin_abort(late.index);
+        match self.core.expire(late, now) {
+            Expired::Nothing => {}
+            Expired::Abort(_) => {
                 self.aborts.push_back(late);
                 self.pump_tmf(now);
             }
-            RequestState::Aborting { .. } | RequestState::Retiring { .. } => {}
+            Expired::Leave => self.tear_down(Down::Unresponsive, false),
         }
     }
 
@@ -101,7 +90,7 @@ impl Session {
             let Some(late) = self.aborts.pop_front() else {
                 return;
             };
-            if self.requests.aborting(late).is_some() {
+            if self.core.requests.aborting(late).is_some() {
                 self.send_tmf(TmfKind::Abort(late), now);
             }
         }
@@ -111,8 +100,12 @@ impl Session {
         let until = now + self.config.timing.tsk_mgmt;
         let (function, lun, referenced) = match kind {
             TmfKind::Abort(late) => {
-                let lun = self.requests.at(late.index).spec.lun;
-                (TmfFunction::AbortTask, lun, self.requests.aborting(late))
+                let lun = self.core.requests.at(late.index).spec.lun;
+                (
+                    TmfFunction::AbortTask,
+                    lun,
+                    self.core.requests.aborting(late),
+                )
             }
             TmfKind::LunReset(lun) => (TmfFunction::LogicalUnitReset, lun, None),
             TmfKind::TargetReset => (TmfFunction::TargetWarmReset, [0; 8], None),
@@ -123,7 +116,7 @@ impl Session {
         self.tmf_serial = (self.tmf_serial + 1) & 0x7fff;
         let itt = Itt(u32::from(self.tmf_serial) << 16 | TMF_TAG);
         self.tmf = Some((kind, itt, until));
-        self.arm(until);
+        self.core.arm(until);
         let request = TmfRequest {
             immediate: true,
             function,
@@ -137,7 +130,8 @@ impl Session {
         };
         let bhs = request.header();
         let data = Vec::new();
-        self.outputs
+        self.core
+            .outputs
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 
@@ -150,20 +144,20 @@ impl Session {
         match kind {
             TmfKind::Abort(late) => {
                 // The answer may have come while the abort was under way.
-                if let Some(itt) = self.requests.aborting(late) {
+                if let Some(itt) = self.core.requests.aborting(late) {
                     // A task that the target does not have is over: its answer would have come
                     // before this one.
                     if done || status == Some(TmfStatus::TaskDoesNotExist) {
-                        self.end_attempt(late.index, itt, AttemptEnd::Aborted);
+                        self.end_attempt(late.index, itt, AttemptEnd::Aborted, now);
                     } else {
-                        let lun = self.requests.at(late.index).spec.lun;
+                        let lun = self.core.requests.at(late.index).spec.lun;
                         self.send_tmf(TmfKind::LunReset(lun), now);
                     }
                 }
             }
-            TmfKind::LunReset(lun) if done => self.end_tasks(Some(lun)),
+            TmfKind::LunReset(lun) if done => self.end_tasks(Some(lun), now),
             TmfKind::LunReset(_) => self.send_tmf(TmfKind::TargetReset, now),
-            TmfKind::TargetReset if done => self.end_tasks(None),
+            TmfKind::TargetReset if done => self.end_tasks(None, now),
             TmfKind::TargetReset => self.tear_down(Down::Unresponsive, false),
         }
         self.pump_tmf(now);
@@ -176,9 +170,9 @@ impl Session {
     }
 
     /// A reset: none of these commands will be answered.
-    fn end_tasks(&mut self, lun: Option<[u8; 8]>) {
-        for (index, _, itt) in self.requests.outstanding(lun) {
-            self.end_attempt(index, itt, AttemptEnd::Aborted);
+    fn end_tasks(&mut self, lun: Option<[u8; 8]>, now: Instant) {
+        for (index, _, itt) in self.core.requests.outstanding(lun) {
+            self.end_attempt(index, itt, AttemptEnd::Aborted, now);
         }
     }
 }

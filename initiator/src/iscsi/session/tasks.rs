@@ -4,16 +4,14 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::pdu::{ScsiCommand, TaskAttr as IscsiAttr};
 use riser_scsi::iscsi::{Itt, Ttt};
-use riser_scsi::sense::{Sense, SenseKey};
+use riser_scsi::sense::Sense;
 use riser_scsi::srp::TaskAttr;
 
 use super::types::{ConnState, Task};
 use super::{CommandPdu, DataOrder, Output, Session};
-use crate::request::table::{AttemptEnd, Settled};
-use crate::request::{
-    Answer, DataLen, RequestId, RequestResult, attention_of, may_change_unit, may_end_commands,
-};
-use crate::session::{Machine, SessionEvent};
+use crate::request::table::AttemptEnd;
+use crate::request::{Answer, DataLen, RequestId, attention_of, may_end_commands};
+use crate::session::Machine;
 
 impl Session {
     /// Starts what can be started: nothing while a reset is under way, so that every command which is
@@ -23,7 +21,7 @@ impl Session {
             && !self.is_resetting()
             && !self.max_cmd_sn.is_before(self.cmd_sn)
         {
-            let (Some(index), Some(&slot)) = (self.requests.next(), self.free.last()) else {
+            let (Some(index), Some(&slot)) = (self.core.requests.next(), self.free.last()) else {
                 return;
             };
             self.free.pop();
@@ -32,8 +30,7 @@ impl Session {
     }
 
     fn start(&mut self, index: u32, slot: u16, now: Instant) {
-        let until = now + self.config.timing.attempt;
-        let len = self.requests.at(index).spec.len;
+        let len = self.core.requests.at(index).spec.len;
         let place = &mut self.slots[usize::from(slot)];
         // Half of the numbers, so that no tag is the reserved one.
         place.generation = (place.generation + 1) & 0x7fff;
@@ -53,9 +50,9 @@ impl Session {
             task.expect("just made").solicited = immediate + unsolicited;
         }
         self.cmd_sn = self.cmd_sn.next();
-        self.requests.start(index, 0, itt, until);
-        self.arm(until);
-        self.outputs.push_back(Output::Start(RequestId(index)));
+        let until = self.core.requests.start(index, 0, itt, now);
+        self.core.arm(until);
+        self.core.outputs.push_back(Output::Start(RequestId(index)));
     }
 
     /// How much of a write's data goes with the command, and how much after it, unasked for.
@@ -80,7 +77,7 @@ impl Session {
     /// meanwhile, which happens on a connection that is being closed only.
     #[must_use]
     pub fn emit_command(&self, request: RequestId) -> Option<CommandPdu> {
-        let started = self.requests.find(request.0)?;
+        let started = self.core.requests.find(request.0)?;
         let (_, itt) = started.place()?;
         let spec = &started.spec;
         let task = self.task(itt)?;
@@ -165,21 +162,19 @@ impl Session {
 
     /// Nothing uses the memory of a request's last attempt any more.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
-        if let Some(end) = self.requests.retiring(request.0) {
+        if let Some(end) = self.core.requests.retiring(request.0) {
             // Not earlier: a command that is started is sent at once, so that its abort comes after it.
-            let place = self.requests.retiring_place(request.0);
+            let place = self.core.requests.retiring_place(request.0);
             self.free
                 .extend(place.map(|(_, itt)| (itt.0 & 0xffff) as u16));
-            self.settle(request.0, end, now);
+            self.core.settle(request.0, end, now);
             self.pump(now);
         }
     }
 
     /// Holds requests back where a unit attention says that the unit may be another one.
     pub(super) fn hold_if(&mut self, sense: Option<Sense>) {
-        let may_change =
-            |s: Sense| s.key == SenseKey::UnitAttention && may_change_unit(s.additional);
-        if self.is_guarded && sense.is_some_and(may_change) {
+        if self.core.may_be_another(sense) {
             self.hold();
         }
     }
@@ -191,37 +186,20 @@ impl Session {
             return;
         };
         if may_end_commands(attention) {
-            let earlier = self.requests.abort_before(index).into_iter();
+            let earlier = self.core.requests.abort_before(index).into_iter();
             self.aborts.extend(earlier.map(|(_, late)| late));
         }
-        if self.is_guarded {
-            self.hold_if(answer.sense());
-            let (lun, sense) = (self.requests.at(index).spec.lun, answer.sense.clone());
-            let sense = sense.expect("it has said which condition");
-            let event = SessionEvent::UnitEvent { lun, sense };
-            self.outputs.push_back(Output::Event(event));
-        }
+        self.hold_if(answer.sense());
+        self.core.report_attention(index, answer);
     }
 
     /// Ends an attempt: its task is over, and its memory is to be taken back. Its slot is free after that.
-    pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptEnd) {
+    pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptEnd, now: Instant) {
         self.slots[(itt.0 & 0xffff) as usize].task = None;
-        self.requests.end_attempt(index, 0, end);
-        self.outputs.push_back(Output::Retire(RequestId(index)));
-    }
-
-    /// Decides what becomes of a request whose attempt is over.
-    pub(super) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
-        match self.requests.settle(index, end, self.life.is_ending(), now) {
-            Settled::Over(result) => self.complete(index, result),
-            Settled::Queued => {}
-            Settled::Later(until) => self.arm(until),
-        }
-    }
-
-    pub(super) fn complete(&mut self, index: u32, result: RequestResult) {
-        self.requests.remove(index);
-        self.outputs
-            .push_back(Output::Complete(RequestId(index), result));
+        let until = self.core.requests.end_attempt(index, 0, end, now);
+        self.core.arm(until);
+        self.core
+            .outputs
+            .push_back(Output::Retire(RequestId(index)));
     }
 }

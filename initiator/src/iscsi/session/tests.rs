@@ -199,6 +199,26 @@ impl Rig {
 
 const READ: (DataLen, Effect) = (DataLen::In(1024), Effect::None);
 
+/// On iSER a target that holds up the send queue holds up every invalidation with it.
+#[test]
+fn a_connection_that_does_not_give_memory_back_is_left() {
+    let mut rig = Rig::live();
+    let id = rig.submit(READ);
+    let (_, command) = rig.started();
+    rig.answer(word(&command.bhs, 16), 0);
+    assert_eq!(rig.next(), Output::Retire(id));
+    // The target is there all the time.
+    for _ in 0..9 {
+        rig.advance(SEC);
+        rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+        rig.idle();
+    }
+    rig.advance(SEC);
+    rig.gone();
+    assert_eq!(rig.completed(id).unwrap().status, 0, "it was answered");
+    rig.reconnecting(Down::Unresponsive);
+}
+
 fn states() -> [ConnState; 6] {
     let until = Instant::now();
     [

@@ -15,7 +15,7 @@ use riser_state::State;
 use super::Session;
 use crate::request::table::Late;
 use crate::request::{DataLen, RequestId, RequestResult};
-use crate::session::{SessionEvent, Timing};
+use crate::session::{SessionEvent, SessionOutput, Timing};
 
 /// Configuration of a session.
 #[derive(Clone, Debug)]
@@ -128,6 +128,16 @@ pub enum Output {
     Found(Vec<Found>),
     /// Something that the session's user may want to know.
     Event(SessionEvent),
+}
+
+impl SessionOutput for Output {
+    fn complete(request: RequestId, result: RequestResult) -> Self {
+        Self::Complete(request, result)
+    }
+
+    fn event(event: SessionEvent) -> Self {
+        Self::Event(event)
+    }
 }
 
 /// The connection's state, by the names of RFC 7143 clause 8.1.3.

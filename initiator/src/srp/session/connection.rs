@@ -6,18 +6,19 @@ use riser_scsi::srp::LoginReq;
 use riser_state::become_state;
 
 use super::types::{ConnState, Member};
-use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionEvent, SessionState};
+use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
 use crate::request::Effect;
 use crate::srp::channel::InitiatorChannel;
 
 impl Session {
     pub(super) fn connect(&mut self, channel: u8, now: Instant) {
-        let until = now + self.life.login_patience();
+        let until = now + self.core.life.login_patience();
         let mut member = Member::new(&self.config, channel);
         become_state(&mut member.conn, ConnState::Connecting(until));
         self.members[usize::from(channel)] = member;
-        self.arm(until);
-        self.outputs
+        self.core.arm(until);
+        self.core
+            .outputs
             .push_back(Output::Connect(ChannelIndex(channel)));
     }
 
@@ -48,14 +49,8 @@ impl Session {
             }
         }
         if channel.0 == 0 && self.state() == SessionState::LoggingIn {
-            self.life.on_live(self.is_guarded);
-            self.last_heard = now;
-            self.arm(now + self.config.ping);
             self.is_checked = false;
-            if self.is_guarded {
-                self.requests.hold();
-            }
-            self.outputs.push_back(Output::Event(SessionEvent::Live));
+            self.core.on_live(now);
             for extra in 1..self.config.channels {
                 self.connect(extra, now);
             }
@@ -99,7 +94,7 @@ impl Session {
         member.channel.handle_disconnected();
         // The target need not grant more than one channel.
         if channel.0 == 0 && self.state() == SessionState::LoggingIn {
-            self.life.tear_down(error.into(), false);
+            self.core.life.tear_down(error.into(), false);
         }
         self.on_member_down(now);
     }
@@ -122,11 +117,11 @@ impl Session {
         member.channel.handle_disconnected();
         member.tmf = None;
         member.aborts.clear();
-        for (index, end) in self.requests.of_channel(channel.0) {
-            if self.requests.at(index).spec.effect != Effect::None {
+        for (index, end) in self.core.requests.of_channel(channel.0) {
+            if self.core.requests.at(index).spec.effect != Effect::None {
                 self.settle_at = Some(now + self.config.timing.settle);
             }
-            self.settle(index, end, now);
+            self.core.settle(index, end, now);
         }
         self.on_member_down(now);
     }
@@ -141,22 +136,12 @@ impl Session {
             self.close_members();
             return;
         }
-        let event = self.life.on_disconnected(now);
-        if self.state() == SessionState::Closed {
-            let ended = self.requests.end_all().into_iter();
-            let complete = ended.map(|(request, result)| Output::Complete(request, result));
-            self.outputs.extend(complete);
-            self.timer = None;
-        }
-        if let Some(until) = self.life.next_login() {
-            self.arm(until);
-        }
-        self.outputs.extend(event.map(Output::Event));
+        self.core.on_disconnected(now);
     }
 
     /// Begins to close every channel.
     pub(super) fn tear_down(&mut self, why: Down, last: bool) {
-        if self.life.tear_down(why, last) {
+        if self.core.life.tear_down(why, last) {
             self.close_members();
         }
     }
@@ -177,6 +162,8 @@ impl Session {
         }
         let logout = member.channel.begin_disconnect().filter(|_| last);
         become_state(&mut member.conn, ConnState::Disconnecting);
-        self.outputs.push_back(Output::Disconnect(channel, logout));
+        self.core
+            .outputs
+            .push_back(Output::Disconnect(channel, logout));
     }
 }

@@ -8,11 +8,7 @@ use crate::session::{Down, Machine, SessionState, SubmitError};
 
 impl Machine for Session {
     fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
-        if self.life.is_ending() {
-            return Err(SubmitError::Closed);
-        }
-        let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
-        self.arm(spec.deadline);
+        let id = self.core.submit(spec)?;
         self.pump(now);
         Ok(id)
     }
@@ -23,21 +19,15 @@ impl Machine for Session {
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        self.timer
+        self.core.next_deadline()
     }
 
     fn handle_timeout(&mut self, now: Instant) {
-        if self.timer.is_none_or(|t| t > now) {
+        if !self.core.take_due(now) {
             return;
         }
-        self.timer = None;
-        if let Some(until) = self.life.next_login() {
-            if until <= now {
-                self.life.log_in_again();
-                self.connect(0, now);
-            } else {
-                self.arm(until);
-            }
+        if self.core.is_login_due(now) {
+            self.connect(0, now);
         }
         if self.settle_at.is_some() {
             self.release_settled(now);
@@ -50,12 +40,12 @@ impl Machine for Session {
     }
 
     fn set_guarded(&mut self, is_guarded: bool) {
-        self.is_guarded = is_guarded;
+        self.core.is_guarded = is_guarded;
     }
 
     fn hold(&mut self) {
         self.is_checked = false;
-        self.requests.hold();
+        self.core.requests.hold();
     }
 
     fn release(&mut self, ends_old: bool, now: Instant) {
@@ -63,14 +53,14 @@ impl Machine for Session {
             self.settle_at = None;
         }
         self.is_checked = true;
-        self.life.on_usable();
+        self.core.life.on_usable();
         self.release_settled(now);
     }
 
     fn recover(&mut self, now: Instant) {
         self.settle_at = Some(now + self.config.timing.settle);
         self.is_checked = true;
-        self.requests.hold();
+        self.core.requests.hold();
         self.release_settled(now);
     }
 
@@ -82,6 +72,6 @@ impl Machine for Session {
     }
 
     fn last_heard(&self) -> Option<Instant> {
-        Some(self.last_heard)
+        Some(self.core.last_heard)
     }
 }

@@ -14,6 +14,10 @@
 //! tried again. When a channel has been torn down, so that nothing can arrive on it any more and its
 //! keys are gone, [`Session::handle_channel_gone`] says so for all of its requests at once.
 //!
+//! The memory of an attempt has as long to come back as its answer had. A target can hold up the
+//! connection's send queue without end, and with it every invalidation, by answering a command whose
+//! packets it keeps refusing (RNR NAK). Then the connection is left, which ends all keys.
+//!
 //! # Time
 //! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then a
 //! new connection, each when the one before it fails or is not answered either. A command that has no
@@ -58,7 +62,6 @@ mod recovery;
 mod requests;
 mod types;
 
-use std::collections::VecDeque;
 use std::time::Instant;
 
 use riser_scsi::sense::Sense;
@@ -69,29 +72,22 @@ use self::types::{ConnState, Member};
 use super::channel::{Agreed, Received};
 #[cfg(doc)]
 use crate::request::Effect;
-use crate::request::table::{AttemptEnd, Limits, Requests};
+use crate::request::table::AttemptEnd;
 use crate::request::{Answer, DataLen, RequestError};
-use crate::session::{ConnectError, Down, Lifecycle, SessionEvent, SessionState};
+use crate::session::{ConnectError, Core, CoreConfig, Down, SessionEvent, SessionState};
 
 /// One session. See the module's documentation.
 #[derive(Debug)]
 pub struct Session {
     config: SessionConfig,
-    life: Lifecycle,
+    core: Core<Tag, Output>,
     members: Vec<Member>,
-    requests: Requests<Tag>,
     /// A logical unit was reset, and commands that were sent on other channels are being aborted.
     is_sweeping: bool,
-    /// See [`Session::set_guarded`].
-    is_guarded: bool,
     /// The unit is known to be the same; see [`Session::release`].
     is_checked: bool,
     /// Until then commands of a connection that was lost may still change the medium.
     settle_at: Option<Instant>,
-    last_heard: Instant,
-    outputs: VecDeque<Output>,
-    /// Not after the earliest deadline of anything.
-    timer: Option<Instant>,
 }
 
 impl Session {
@@ -104,22 +100,22 @@ impl Session {
         assert!(config.channels > 0);
         let mut session = Self {
             config,
-            life: Lifecycle::new(config.timing, config.reconnect),
+            core: Core::new(
+                CoreConfig {
+                    requests: config.max_requests,
+                    attempts: config.max_attempts,
+                    timing: config.timing,
+                    ping: config.ping,
+                    reconnect: config.reconnect,
+                },
+                now,
+            ),
             members: (0..config.channels)
                 .map(|i| Member::new(&config, i))
                 .collect(),
-            requests: Requests::new(Limits {
-                requests: config.max_requests,
-                attempts: config.max_attempts,
-                busy: config.timing.busy,
-            }),
             is_sweeping: false,
-            is_guarded: false,
             is_checked: false,
             settle_at: None,
-            last_heard: now,
-            outputs: VecDeque::new(),
-            timer: None,
         };
         session.connect(0, now);
         session
@@ -128,13 +124,13 @@ impl Session {
     /// The session's state.
     #[must_use]
     pub fn state(&self) -> SessionState {
-        self.life.state()
+        self.core.life.state()
     }
 
     /// Requests taken and not yet completed.
     #[must_use]
     pub fn requests(&self) -> usize {
-        self.requests.len()
+        self.core.requests.len()
     }
 
     /// Live channels.
@@ -160,11 +156,7 @@ impl Session {
 
     /// The next thing to do.
     pub fn poll_output(&mut self) -> Option<Output> {
-        self.outputs.pop_front()
-    }
-
-    fn arm(&mut self, at: Instant) {
-        self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
+        self.core.outputs.pop_front()
     }
 
     /// Takes an information unit that arrived on a channel.
@@ -173,7 +165,7 @@ impl Session {
         if member.conn != ConnState::Established {
             return;
         }
-        self.last_heard = now;
+        self.core.last_heard = now;
         let received = match member.channel.handle_iu(iu) {
             Ok(received) => received,
             Err(fault) => {
@@ -183,7 +175,7 @@ impl Session {
         };
         match received {
             Received::Response { owner, rsp } => {
-                let len = self.requests.at(owner).spec.len;
+                let len = self.core.requests.at(owner).spec.len;
                 let end = match rsp.response {
                     None | Some(RspCode::Complete) => {
                         let answer = answer_of(&rsp, len);
@@ -192,15 +184,18 @@ impl Session {
                     }
                     Some(code) => AttemptEnd::Refused(RequestError::Refused(code)),
                 };
-                self.end_attempt(owner, channel.0, end);
+                self.end_attempt(owner, channel.0, end, now);
             }
             Received::TskMgmt(code) => self.handle_tsk_mgmt_end(channel.0, Some(code), now),
-            Received::Answer(answer) => self.outputs.push_back(Output::Answer(channel, answer)),
+            Received::Answer(answer) => {
+                self.core.outputs.push_back(Output::Answer(channel, answer));
+            }
             Received::Event { lun, sense, answer } => {
                 let sense: Box<[u8]> = Box::from(sense);
                 self.hold_if(Sense::parse(&sense));
-                self.outputs.push_back(Output::Answer(channel, answer));
-                self.outputs
+                self.core.outputs.push_back(Output::Answer(channel, answer));
+                self.core
+                    .outputs
                     .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));
             }
             Received::Logout(reason) => self.tear_down(Down::Logout(reason), false),

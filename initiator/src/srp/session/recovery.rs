@@ -6,8 +6,9 @@ use riser_scsi::srp::{RspCode, Tag, TskMgmtFunction, WireLun};
 
 use super::types::{ConnState, Member, TskMgmtKind};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
+use crate::request::Retry;
 use crate::request::table::{AttemptEnd, Late, RequestState};
-use crate::request::{RequestError, Retry};
+use crate::session::Expired;
 
 impl Session {
     pub(super) fn expire_links(&mut self, now: Instant) {
@@ -16,12 +17,12 @@ impl Session {
                 continue;
             };
             if until > now {
-                self.arm(until);
+                self.core.arm(until);
                 continue;
             }
             self.disconnect(ChannelIndex(index as u8));
             if index == 0 {
-                self.life.on_login_timeout();
+                self.core.life.on_login_timeout();
                 self.tear_down(ConnectError::TimedOut.into(), false);
             }
         }
@@ -33,14 +34,14 @@ impl Session {
         if self.state() != SessionState::Live {
             return;
         }
-        let due = self.last_heard + self.config.ping;
+        let due = self.core.ping_at();
         if due > now {
-            self.arm(due);
+            self.core.arm(due);
             return;
         }
-        self.arm(now + self.config.ping);
-        if self.requests.len() == 0 {
-            self.outputs.push_back(Output::Ping);
+        self.core.arm(now + self.core.ping);
+        if self.core.requests.len() == 0 {
+            self.core.outputs.push_back(Output::Ping);
         }
     }
 
@@ -51,40 +52,30 @@ impl Session {
                     self.members[index].channel.give_up_tsk_mgmt();
                     self.handle_tsk_mgmt_end(index as u8, None, now);
                 }
-                Some((_, until)) => self.arm(until),
+                Some((_, until)) => self.core.arm(until),
                 None => {}
             }
         }
     }
 
     pub(super) fn expire_requests(&mut self, now: Instant) {
-        let (late, next) = self.requests.plan_late(now);
-        if let Some(next) = next {
-            self.arm(next);
-        }
-        for late in late {
+        for late in self.core.plan_late(now) {
             self.expire_request(late, now);
         }
     }
 
     pub(super) fn expire_request(&mut self, late: Late, now: Instant) {
-        let request = self.requests.at(late.index);
-        let overdue = request.spec.deadline <= now;
-        match request.state {
-            RequestState::Queued => {
-                self.leave_if_starved();
-                self.complete(late.index, Err(RequestError::TimedOut));
-            }
-            RequestState::Backoff { .. } if overdue => {
-                self.complete(late.index, Err(RequestError::TimedOut));
-            }
-            RequestState::Backoff { .. } => drop(self.requests.enqueue(late.index)),
-            RequestState::Started { channel, .. } => {
-                self.requests.begin_abort(late.index);
+        let state = &self.core.requests.at(late.index).state;
+        if *state == RequestState::Queued {
+            self.leave_if_starved();
+        }
+        match self.core.expire(late, now) {
+            Expired::Nothing => {}
+            Expired::Abort(channel) => {
                 self.members[usize::from(channel)].aborts.push_back(late);
                 self.pump_tsk_mgmt(channel, now);
             }
-            RequestState::Aborting { .. } | RequestState::Retiring { .. } => {}
+            Expired::Leave => self.tear_down(Down::Unresponsive, false),
         }
     }
 
@@ -113,8 +104,8 @@ impl Session {
             let Some(late) = next else {
                 return;
             };
-            if let Some(tag) = self.requests.aborting(late) {
-                let lun = self.requests.at(late.index).spec.lun;
+            if let Some(tag) = self.core.requests.aborting(late) {
+                let lun = self.core.requests.at(late.index).spec.lun;
                 let kind = TskMgmtKind::Abort(late);
                 self.send_tsk_mgmt(channel, lun, kind, Some(tag), now);
             }
@@ -139,8 +130,9 @@ impl Session {
         member.tmf = Some((kind, until));
         match member.channel.start_tsk_mgmt(lun, function, task) {
             Some(iu) => {
-                self.arm(until);
-                self.outputs
+                self.core.arm(until);
+                self.core
+                    .outputs
                     .push_back(Output::SendTskMgmt(ChannelIndex(channel), iu));
             }
             None => self.tear_down(Down::Unresponsive, false),
@@ -156,16 +148,16 @@ impl Session {
         match kind {
             TskMgmtKind::Abort(late) => {
                 // The answer may have come while the abort was under way.
-                if let Some(tag) = self.requests.aborting(late) {
-                    let is_probe = self.requests.at(late.index).spec.retry == Retry::Probe;
+                if let Some(tag) = self.core.requests.aborting(late) {
+                    let is_probe = self.core.requests.at(late.index).spec.retry == Retry::Probe;
                     if done {
                         self.members[usize::from(channel)].channel.give_up(tag);
-                        self.end_attempt(late.index, channel, AttemptEnd::Aborted);
+                        self.end_attempt(late.index, channel, AttemptEnd::Aborted, now);
                     } else if is_probe {
                         // A reset would end the commands of every other initiator.
                         self.tear_down(Down::Unresponsive, false);
                     } else {
-                        let lun = self.requests.at(late.index).spec.lun;
+                        let lun = self.core.requests.at(late.index).spec.lun;
                         let kind = TskMgmtKind::LunReset(lun);
                         self.send_tsk_mgmt(channel, lun, kind, None, now);
                     }
@@ -190,12 +182,12 @@ impl Session {
     /// aborted on its own channel, where the request arrives behind it.
     pub(super) fn end_lun(&mut self, lun: WireLun, here: u8, now: Instant) {
         self.is_sweeping = true;
-        for (index, channel, tag) in self.requests.outstanding(Some(lun)) {
+        for (index, channel, tag) in self.core.requests.outstanding(Some(lun)) {
             if channel == here {
                 self.members[usize::from(channel)].channel.give_up(tag);
-                self.end_attempt(index, channel, AttemptEnd::Aborted);
-            } else if self.requests.begin_abort(index).is_some() {
-                let late = self.requests.at(index).late(index);
+                self.end_attempt(index, channel, AttemptEnd::Aborted, now);
+            } else if self.core.requests.begin_abort(index).is_some() {
+                let late = self.core.requests.at(index).late(index);
                 self.members[usize::from(channel)].aborts.push_back(late);
             }
         }

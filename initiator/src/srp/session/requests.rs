@@ -2,16 +2,15 @@
 
 use std::time::Instant;
 
-use riser_scsi::sense::{Sense, SenseKey};
+use riser_scsi::sense::Sense;
 
 use super::types::ConnState;
 use super::{ChannelIndex, Output, Session};
-use crate::request::table::{AttemptEnd, Request, Settled};
+use crate::request::table::{AttemptEnd, Request};
 use crate::request::{
-    Answer, DataLen, RequestError, RequestId, RequestResult, RequestSpec, attention_of,
-    may_change_unit, may_end_commands,
+    Answer, DataLen, RequestError, RequestId, RequestSpec, attention_of, may_end_commands,
 };
-use crate::session::{Machine, SessionEvent};
+use crate::session::Machine;
 #[cfg(doc)]
 use crate::srp::channel::InitiatorChannel;
 use crate::srp::channel::{CommandData, CommandIu};
@@ -23,7 +22,7 @@ impl Session {
     /// If there is none of that id.
     #[must_use]
     pub fn spec(&self, request: RequestId) -> &RequestSpec {
-        &self.requests.at(request.0).spec
+        &self.core.requests.at(request.0).spec
     }
 
     /// Starts what can be started: nothing while a reset is under way, so that every command which is
@@ -33,7 +32,7 @@ impl Session {
             return;
         }
         self.is_sweeping = false;
-        while let (Some(index), Some(channel)) = (self.requests.next(), self.pick_channel()) {
+        while let (Some(index), Some(channel)) = (self.core.requests.next(), self.pick_channel()) {
             self.start(index, channel, now);
         }
     }
@@ -48,8 +47,7 @@ impl Session {
     }
 
     pub(super) fn start(&mut self, index: u32, channel: u8, now: Instant) {
-        let until = now + self.config.timing.attempt;
-        let len = self.requests.at(index).spec.len;
+        let len = self.core.requests.at(index).spec.len;
         let member = &mut self.members[usize::from(channel)];
         let tag = member
             .channel
@@ -59,9 +57,9 @@ impl Session {
             (DataLen::Out(len), Some(immediate)) => len > 0 && len <= immediate.max_len,
             _ => false,
         };
-        self.requests.start(index, channel, tag, until);
-        self.arm(until);
-        self.outputs.push_back(Output::Start {
+        let until = self.core.requests.start(index, channel, tag, now);
+        self.core.arm(until);
+        self.core.outputs.push_back(Output::Start {
             request: RequestId(index),
             channel: ChannelIndex(channel),
             immediate,
@@ -79,7 +77,7 @@ impl Session {
         data: CommandData<'_>,
         out: &mut [u8],
     ) -> Option<usize> {
-        let request = self.requests.find(request.0)?;
+        let request = self.core.requests.find(request.0)?;
         let (channel, tag) = request.place()?;
         let command = CommandIu {
             lun: request.spec.lun,
@@ -94,10 +92,11 @@ impl Session {
 
     /// A request cannot be started, for good; nothing of it was sent.
     pub fn handle_start_failed(&mut self, request: RequestId, why: &'static str, now: Instant) {
-        let place = self.requests.find(request.0).and_then(Request::place);
+        let place = self.core.requests.find(request.0).and_then(Request::place);
         if let Some((channel, tag)) = place {
             self.members[usize::from(channel)].channel.cancel(tag);
-            self.complete(request.0, Err(RequestError::NotStarted(why)));
+            self.core
+                .complete(request.0, Err(RequestError::NotStarted(why)));
             self.pump(now);
         }
     }
@@ -106,35 +105,36 @@ impl Session {
     /// The request waits in the queue again, and the channel starts nothing before the memory of another
     /// command is back. It does not wait behind the queue, where its abort or a reset would overtake it.
     pub fn handle_no_room(&mut self, request: RequestId, now: Instant) {
-        let place = self.requests.find(request.0).and_then(Request::place);
+        let place = self.core.requests.find(request.0).and_then(Request::place);
         let Some((channel, tag)) = place else {
             return;
         };
         let member = &mut self.members[usize::from(channel)];
         member.channel.cancel(tag);
         member.is_full = member.channel.outstanding() > 0;
-        let deadline = self.requests.at(request.0).spec.deadline;
+        let deadline = self.core.requests.at(request.0).spec.deadline;
         if !member.is_full {
             let why = "connection has no room for the buffer";
-            self.complete(request.0, Err(RequestError::NotStarted(why)));
+            self.core
+                .complete(request.0, Err(RequestError::NotStarted(why)));
         } else if deadline <= now {
-            self.complete(request.0, Err(RequestError::TimedOut));
+            self.core.complete(request.0, Err(RequestError::TimedOut));
         } else {
-            self.requests.take_back(request.0);
-            self.arm(deadline);
+            self.core.requests.take_back(request.0);
+            self.core.arm(deadline);
         }
         self.pump(now);
     }
 
     /// The target can no longer reach the memory of a request's last attempt.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
-        if let Some(end) = self.requests.retiring(request.0) {
-            if let Some((channel, tag)) = self.requests.retiring_place(request.0) {
+        if let Some(end) = self.core.requests.retiring(request.0) {
+            if let Some((channel, tag)) = self.core.requests.retiring_place(request.0) {
                 let member = &mut self.members[usize::from(channel)];
                 member.channel.retire(tag);
                 member.is_full = false;
             }
-            self.settle(request.0, end, now);
+            self.core.settle(request.0, end, now);
             self.pump(now);
         }
     }
@@ -143,10 +143,10 @@ impl Session {
     pub(super) fn release_settled(&mut self, now: Instant) {
         match self.settle_at {
             _ if !self.is_checked => {}
-            Some(at) if at > now => self.arm(at),
+            Some(at) if at > now => self.core.arm(at),
             _ => {
                 self.settle_at = None;
-                self.requests.release();
+                self.core.requests.release();
                 self.pump(now);
             }
         }
@@ -154,9 +154,7 @@ impl Session {
 
     /// Holds requests back where a unit attention says that the unit may be another one.
     pub(super) fn hold_if(&mut self, sense: Option<Sense>) {
-        let may_change =
-            |s: Sense| s.key == SenseKey::UnitAttention && may_change_unit(s.additional);
-        if self.is_guarded && sense.is_some_and(may_change) {
+        if self.core.may_be_another(sense) {
             self.hold();
         }
     }
@@ -168,41 +166,22 @@ impl Session {
             return;
         };
         if may_end_commands(attention) {
-            for (channel, late) in self.requests.abort_before(index) {
+            for (channel, late) in self.core.requests.abort_before(index) {
                 self.members[usize::from(channel)].aborts.push_back(late);
                 self.pump_tsk_mgmt(channel, now);
             }
         }
-        if self.is_guarded {
-            self.hold_if(answer.sense());
-            let (lun, sense) = (self.requests.at(index).spec.lun, answer.sense.clone());
-            let sense = sense.expect("it has said which condition");
-            let event = SessionEvent::UnitEvent { lun, sense };
-            self.outputs.push_back(Output::Event(event));
-        }
+        self.hold_if(answer.sense());
+        self.core.report_attention(index, answer);
     }
 
     /// Ends an attempt: its memory is to be taken back.
-    pub(super) fn end_attempt(&mut self, index: u32, channel: u8, end: AttemptEnd) {
-        self.requests.end_attempt(index, channel, end);
-        self.outputs.push_back(Output::Retire {
+    pub(super) fn end_attempt(&mut self, index: u32, channel: u8, end: AttemptEnd, now: Instant) {
+        let until = self.core.requests.end_attempt(index, channel, end, now);
+        self.core.arm(until);
+        self.core.outputs.push_back(Output::Retire {
             request: RequestId(index),
             channel: ChannelIndex(channel),
         });
-    }
-
-    /// Decides what becomes of a request whose attempt is over.
-    pub(super) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
-        match self.requests.settle(index, end, self.life.is_ending(), now) {
-            Settled::Over(result) => self.complete(index, result),
-            Settled::Queued => {}
-            Settled::Later(until) => self.arm(until),
-        }
-    }
-
-    pub(super) fn complete(&mut self, index: u32, result: RequestResult) {
-        self.requests.remove(index);
-        self.outputs
-            .push_back(Output::Complete(RequestId(index), result));
     }
 }

@@ -245,6 +245,43 @@ fn a_command_goes_out_and_its_answer_comes_back_after_its_memory() {
     assert_eq!(rig.session.requests(), 0);
 }
 
+/// A target that holds up the send queue holds up every invalidation with it.
+#[test]
+fn a_connection_that_does_not_give_memory_back_is_left() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::None);
+    rig.started();
+    rig.answer_with(id, 0, &[]);
+    assert!(matches!(rig.next(), Output::Retire { .. }));
+    // Any other message of the target in the meantime.
+    rig.advance(9 * SEC);
+    let mut credit = [0; 16];
+    credit[0] = 0x81;
+    rig.session.handle_iu(CH0, &credit, rig.now);
+    assert!(matches!(rig.next(), Output::Answer(CH0, _)));
+    rig.idle();
+    rig.advance(SEC);
+    rig.gone(CH0);
+    assert_eq!(rig.completed(id).unwrap().status, 0, "it was answered");
+    rig.reconnecting(Down::Unresponsive);
+}
+
+#[test]
+fn a_command_whose_memory_is_stuck_after_its_abort_is_repeated_elsewhere() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(write(0, 8));
+    rig.started();
+    rig.advance(10 * SEC);
+    let (iu, channel) = rig.tsk_mgmt();
+    rig.answer_tsk_mgmt(channel, &iu, 0);
+    assert!(matches!(rig.next(), Output::Retire { .. }));
+    rig.advance(10 * SEC);
+    rig.gone(CH0);
+    rig.reconnecting(Down::Unresponsive);
+    rig.reconnect();
+    assert_eq!(rig.started(), (id, CH0));
+}
+
 #[test]
 fn the_first_login_fails_for_good() {
     let mut rig = Rig::connecting(2);
@@ -852,9 +889,9 @@ impl Rig {
     /// A session that asks a silent target after five seconds.
     fn pinging() -> Self {
         let mut rig = Self::live(1);
-        rig.session.config.ping = 5 * SEC;
+        rig.session.core.ping = 5 * SEC;
         // As the login would have done.
-        rig.session.arm(rig.now + 5 * SEC);
+        rig.session.core.arm(rig.now + 5 * SEC);
         rig
     }
 
@@ -1092,10 +1129,20 @@ fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
 impl Rig {
     /// A command that is sent, and one behind it for which the connection has no room.
     fn crowded(effect: Effect) -> (Self, RequestId, RequestId) {
+        Self::crowded_within(effect, 60 * SEC)
+    }
+
+    /// As [`Self::crowded`]; the command behind has that much time.
+    fn crowded_within(effect: Effect, patience: Duration) -> (Self, RequestId, RequestId) {
         let mut rig = Self::live(1);
         let sent = rig.submit(write(0, 4));
         rig.started();
-        let waiting = rig.submit(effect);
+        let deadline = rig.now + patience;
+        let waiting = RequestSpec {
+            deadline,
+            ..spec(&rig, effect)
+        };
+        let waiting = rig.session.submit(waiting, rig.now).unwrap();
         rig.no_room(waiting);
         rig.idle();
         (rig, sent, waiting)
@@ -1183,10 +1230,10 @@ fn what_finds_room_during_a_reset_waits_for_its_end() {
 
 #[test]
 fn what_was_not_sent_times_out_in_silence() {
-    let (mut rig, sent, waiting) = Rig::crowded(write(4, 8));
+    let (mut rig, sent, waiting) = Rig::crowded_within(write(4, 8), 5 * SEC);
     rig.answer_with(sent, 0, &[]);
     assert!(matches!(rig.next(), Output::Retire { .. }));
-    rig.advance(60 * SEC);
+    rig.advance(5 * SEC);
     assert_eq!(rig.completed(waiting), Err(RequestError::TimedOut));
     rig.idle();
     rig.session.handle_retired(sent, rig.now);

@@ -10,7 +10,7 @@ use riser_state::State;
 use super::Session;
 use crate::request::table::Late;
 use crate::request::{RequestId, RequestResult};
-use crate::session::{SessionEvent, Timing};
+use crate::session::{SessionEvent, SessionOutput, Timing};
 use crate::srp::channel::{ChannelConfig, ChannelState, InitiatorChannel};
 
 /// Configuration of a session.
@@ -75,6 +75,16 @@ pub enum Output {
     Complete(RequestId, RequestResult),
     /// Something that the session's user may want to know.
     Event(SessionEvent),
+}
+
+impl SessionOutput for Output {
+    fn complete(request: RequestId, result: RequestResult) -> Self {
+        Self::Complete(request, result)
+    }
+
+    fn event(event: SessionEvent) -> Self {
+        Self::Event(event)
+    }
 }
 
 /// The state of a channel's connection, as its owner drives it.

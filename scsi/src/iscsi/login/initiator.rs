@@ -11,15 +11,15 @@ use super::{ConnectionParams, MAX_ROUNDS, SessionParams, connection_params, sess
 /// Configuration of an initiator's login.
 #[derive(Clone, Debug)]
 pub struct InitiatorConfig {
-    /// Its name.
+    /// Name of the initiator.
     pub name: IscsiName,
     /// The target; none for a discovery session.
     pub target: Option<IscsiName>,
-    /// Session identifier.
+    /// ISID of the session.
     pub isid: Isid,
     /// The session to join; zero for a new one.
     pub tsih: Tsih,
-    /// The connection.
+    /// CID of the connection.
     pub cid: Cid,
     /// CmdSN that the session begins with.
     pub cmd_sn: CmdSn,
@@ -59,11 +59,11 @@ pub enum LoginError {
 /// The step after a response.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum LoginStep {
-    /// Send [`InitiatorLogin::poll_request`].
+    /// Send the request of [`InitiatorLogin::poll_request`].
     Send,
-    /// Full-feature phase begins.
+    /// The full-feature phase begins.
     FullFeature {
-        /// The session.
+        /// TSIH that the target has given the session.
         tsih: Tsih,
         /// The portal group that the session is with, if the target declared it (RFC 7143 13.9).
         portal_group: Option<u16>,
@@ -72,11 +72,11 @@ pub enum LoginStep {
         /// Parameters of the connection.
         connection: ConnectionParams,
     },
-    /// Log in elsewhere.
+    /// Log in at another address.
     Redirect {
-        /// The new address.
+        /// Address of the other portal.
         to: TargetAddress,
-        /// For good.
+        /// The target has moved permanently.
         permanent: bool,
     },
 }

@@ -34,13 +34,13 @@ pub const MAX_ROUNDS: u32 = 32;
 /// Parameters of a session that a login agreed on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SessionParams {
-    /// Whether the session is one of discovery.
+    /// The session is one of discovery.
     pub discovery: bool,
-    /// Connections at most.
+    /// Largest number of connections in the session.
     pub max_connections: u16,
-    /// Whether all data but immediate data wait for an R2T.
+    /// All data but immediate data wait for an R2T.
     pub initial_r2t: bool,
-    /// Whether commands may carry data.
+    /// Commands may carry data.
     pub immediate_data: bool,
     /// Longest sequence of data PDUs, in bytes.
     pub max_burst: u32,
@@ -52,18 +52,18 @@ pub struct SessionParams {
     pub time2wait: u16,
     /// Seconds that tasks are kept after that.
     pub time2retain: u16,
-    /// Error recovery level.
+    /// Error recovery level, from 0 to 2.
     pub error_recovery_level: u8,
-    /// Whether offsets grow within a sequence.
+    /// Offsets grow within a sequence.
     pub data_pdu_in_order: bool,
-    /// Whether offsets grow from sequence to sequence.
+    /// Offsets grow from sequence to sequence.
     pub data_sequence_in_order: bool,
-    /// Whether the connection is one of iSER.
+    /// The connection is one of iSER.
     pub rdma_extensions: bool,
-    /// What the initiator said of the buffer that it advertises for a write (RFC 7145 6.9): whether
-    /// it begins with the first solicited byte, rather than with the first byte of all.
+    /// Answer of the initiator about the buffer that it advertises for a write (RFC 7145 6.9):
+    /// whether it begins with the first solicited byte, rather than with the first byte of all.
     pub tagged_solicited_only: Option<bool>,
-    /// Whether the initiator begins full-feature phase with a Hello (RFC 7145 6.10).
+    /// The initiator begins full-feature phase with a Hello (RFC 7145 6.10).
     pub hello_required: bool,
     /// iSCSIProtocolLevel: from 2 on, RFC 7144 applies.
     pub protocol_level: u8,
@@ -72,7 +72,7 @@ pub struct SessionParams {
 /// Parameters of a connection that a login agreed on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConnectionParams {
-    /// Digests.
+    /// Digests of this connection.
     pub digests: Digests,
     /// Longest data segment that we send, in bytes.
     pub max_send_segment: u32,

@@ -14,26 +14,26 @@ const MAX_RESPONSE: usize = 8192;
 /// The initiator that logs in, and the target that it names.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Identity {
-    /// InitiatorName.
+    /// InitiatorName of the login.
     pub initiator: IscsiName,
     /// TargetName; none in a discovery session that names none.
     pub target: Option<IscsiName>,
-    /// Whether the session is one of discovery.
+    /// The session is one of discovery.
     pub discovery: bool,
-    /// Session identifier.
+    /// ISID of the session.
     pub isid: Isid,
     /// The session to join; zero for a new one.
     pub tsih: Tsih,
-    /// The connection.
+    /// CID of the connection.
     pub cid: Cid,
 }
 
 /// Authentication of an initiator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Auth {
-    /// It need not.
+    /// No authentication is required.
     None,
-    /// By CHAP.
+    /// CHAP is required (RFC 7143 12.1.3).
     Chap {
         /// Names and secrets that are accepted.
         accepted: Vec<Credentials>,
@@ -58,13 +58,13 @@ pub struct Terms {
 /// Reason of a refused login.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Refusal {
-    /// It may not.
+    /// The login fails with this status.
     Status(LoginStatus),
     /// It has to go elsewhere.
     Redirect {
-        /// The new address.
+        /// Address of the other portal.
         to: TargetAddress,
-        /// For good.
+        /// The target has moved permanently.
         permanent: bool,
     },
 }
@@ -105,29 +105,29 @@ pub trait Gatekeeper {
 pub enum Outcome {
     /// Wait for the next request.
     Continue,
-    /// Full-feature phase begins.
+    /// The full-feature phase begins.
     FullFeature(Box<Joined>),
-    /// Close the connection.
+    /// Close the connection after the response.
     Failed,
 }
 
 /// The answer to a request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Answer {
-    /// The response.
+    /// Header of the response.
     pub response: LoginResponse,
-    /// Its text.
+    /// Text of its data segment.
     pub text: Vec<u8>,
     /// The action once it is sent.
     pub outcome: Outcome,
 }
 
-/// Progress of CHAP.
+/// Progress of CHAP (RFC 7143 12.1.3).
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Chap {
-    /// Nothing said.
+    /// No key of CHAP was sent.
     Idle,
-    /// AuthMethod is CHAP.
+    /// AuthMethod=CHAP was agreed on.
     Chosen,
     /// A challenge was sent.
     Challenged(Challenge),
@@ -469,7 +469,7 @@ impl TargetLogin {
         Ok(name.into())
     }
 
-    /// Whether the stage has done what it is for.
+    /// Returns whether the stage has done what it is for.
     fn may_leave(&self) -> bool {
         match (self.stage, &self.auth, &self.chap) {
             (Stage::Security, Auth::Chap { .. }, chap) => matches!(chap, Chap::Proved(_)),
@@ -524,7 +524,7 @@ fn key_fault(_: KeyError) -> Refusal {
     fault(LoginStatus::INITIATOR_ERROR)
 }
 
-/// Whether an initiator says of itself what it has said before.
+/// Returns whether an initiator repeats a declaration that it has made before.
 fn repeats(identity: &Identity, name: &str, value: &str) -> bool {
     let is = |known: &IscsiName| IscsiName::new(value).is_ok_and(|name| name == *known);
     match Key::of(name) {

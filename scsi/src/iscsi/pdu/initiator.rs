@@ -25,38 +25,38 @@ pub const MAX_CDB: usize = 260;
 pub enum TaskAttr {
     /// No attribute; as SIMPLE.
     Untagged = 0,
-    /// SIMPLE.
+    /// SIMPLE: in any order with other simple tasks.
     Simple = 1,
-    /// ORDERED.
+    /// ORDERED: after older tasks, before newer ones.
     Ordered = 2,
-    /// HEAD OF QUEUE.
+    /// HEAD OF QUEUE: before all others.
     HeadOfQueue = 3,
-    /// ACA.
+    /// ACA, which we never establish.
     Aca = 4,
 }
 
-/// A SCSI command.
+/// SCSI Command (RFC 7143 11.3).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ScsiCommand {
-    /// I bit.
+    /// I bit: outside the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
     /// F bit: no unsolicited Data-Out follows.
     pub is_final: bool,
-    /// R bit.
+    /// R bit: input data are expected.
     pub reads: bool,
-    /// W bit.
+    /// W bit: output data are expected.
     pub writes: bool,
-    /// Task attribute.
+    /// Task attribute of the command.
     pub attribute: TaskAttr,
-    /// Logical unit.
+    /// Logical unit number, as eight bytes of SAM-5.
     pub lun: WireLun,
-    /// Tag.
+    /// Initiator Task Tag of this request (RFC 7143 11.2.1.8).
     pub itt: Itt,
     /// Expected Data Transfer Length in bytes: of the write, if there is one.
     pub expected_length: u32,
-    /// Sequence number.
+    /// CmdSN of this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// Acknowledges status.
+    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
     /// The CDB; at least 16 bytes, as far as the PDU carries it.
     pub cdb: ArrayVec<u8, MAX_CDB>,
@@ -172,11 +172,11 @@ pub struct DataOut {
     pub is_final: bool,
     /// Logical unit, where `ttt` is one.
     pub lun: WireLun,
-    /// The command.
+    /// Initiator Task Tag of the command.
     pub itt: Itt,
     /// The R2T that it answers, or none for unsolicited data.
     pub ttt: Ttt,
-    /// Acknowledges status.
+    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
     /// Number within its sequence.
     pub data_sn: u32,
@@ -219,7 +219,7 @@ impl DataOut {
 /// A ping, or the answer to one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NopOut {
-    /// I bit.
+    /// I bit: outside the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
     /// Logical unit, where `ttt` is one.
     pub lun: WireLun,
@@ -227,16 +227,16 @@ pub struct NopOut {
     pub itt: Itt,
     /// Of the NOP-In that it answers.
     pub ttt: Ttt,
-    /// Sequence number.
+    /// CmdSN of this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// Acknowledges status.
+    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
 }
 
 /// A text request. Its text is the data segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TextRequest {
-    /// I bit.
+    /// I bit: outside the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
     /// F bit: the initiator has sent all of its text.
     pub is_final: bool,
@@ -244,13 +244,13 @@ pub struct TextRequest {
     pub continues: bool,
     /// Logical unit, where `ttt` is one.
     pub lun: WireLun,
-    /// Tag.
+    /// Initiator Task Tag of this request (RFC 7143 11.2.1.8).
     pub itt: Itt,
     /// Of the response that it goes on from.
     pub ttt: Ttt,
-    /// Sequence number.
+    /// CmdSN of this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// Acknowledges status.
+    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
 }
 
@@ -300,9 +300,9 @@ common!(TextRequest, self, raw,
 pub enum SnackKind {
     /// Data-In or R2T again.
     DataOrR2t = 0,
-    /// Status again.
+    /// Status: statuses are sent again.
     Status = 1,
-    /// Acknowledges Data-In.
+    /// DataACK: acknowledges Data-In PDUs.
     DataAck = 2,
     /// Data-In again, with another PDU size.
     RData = 3,
@@ -311,7 +311,7 @@ pub enum SnackKind {
 /// A selective negative or sequence acknowledgment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Snack {
-    /// The type.
+    /// Type of the SNACK.
     pub kind: SnackKind,
     /// Logical unit, where `ttt` is one.
     pub lun: WireLun,
@@ -319,9 +319,9 @@ pub struct Snack {
     pub itt: Itt,
     /// Transfer tag, for a data acknowledgment.
     pub ttt: Ttt,
-    /// Acknowledges status.
+    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
-    /// First number.
+    /// BegRun: first DataSN, R2TSN or StatSN (RFC 7143 11.16.5).
     pub begin: u32,
     /// Number of PDUs; zero is all.
     pub run: u32,

@@ -13,18 +13,18 @@ use super::{CONTINUE, FINAL, IMMEDIATE, Opcode, PduError, coded};
 )]
 #[repr(u8)]
 pub enum Stage {
-    /// SecurityNegotiation.
+    /// SecurityNegotiation: authentication is agreed on and done.
     Security = 0,
-    /// LoginOperationalNegotiation.
+    /// LoginOperationalNegotiation: all other keys are negotiated.
     Operational = 1,
-    /// FullFeaturePhase.
+    /// FullFeaturePhase: commands may be sent.
     FullFeature = 3,
 }
 
 /// T, C, CSG and NSG of a login PDU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LoginFlags {
-    /// The current stage.
+    /// CSG: the current stage.
     pub current: Stage,
     /// T with NSG: the stage that the sender wants to go to, or agrees to.
     pub transit: Option<Stage>,
@@ -68,23 +68,23 @@ impl LoginFlags {
 /// A login request. Its text is the data segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LoginRequest {
-    /// Stages.
+    /// Stages and bits of byte 1.
     pub flags: LoginFlags,
     /// Highest version that the initiator has.
     pub version_max: u8,
-    /// Lowest.
+    /// Version-min: the lowest version that the initiator supports.
     pub version_min: u8,
-    /// Session identifier.
+    /// ISID of the session (RFC 7143 11.12.5).
     pub isid: Isid,
     /// The session to join; zero for a new one.
     pub tsih: Tsih,
     /// Tag, the same through the login.
     pub itt: Itt,
-    /// The connection.
+    /// CID of the connection.
     pub cid: Cid,
     /// Sequence number that the session begins with.
     pub cmd_sn: CmdSn,
-    /// Acknowledges status.
+    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
 }
 
@@ -129,7 +129,7 @@ impl LoginRequest {
 pub struct LoginStatus {
     /// 0 success, 1 redirection, 2 the initiator's error, 3 the target's.
     pub class: u8,
-    /// Status-Detail.
+    /// Status-Detail, which depends on the class.
     pub detail: u8,
 }
 
@@ -162,7 +162,7 @@ macro_rules! statuses {
 }
 
 statuses! {
-    /// Goes on.
+    /// The login goes on or is complete.
     SUCCESS = 0, 0, "success", "success";
     /// The target has moved for now; TargetAddress says where.
     MOVED_TEMPORARILY = 1, 1, "moved_temporarily", "the target has moved";
@@ -174,11 +174,11 @@ statuses! {
     AUTHENTICATION_FAILURE = 2, 1, "authentication_failure", "authentication failed";
     /// It may not use the target.
     AUTHORIZATION_FAILURE = 2, 2, "authorization_failure", "this initiator may not use the target";
-    /// There is no such target.
+    /// The target does not exist.
     NOT_FOUND = 2, 3, "not_found", "there is no such target";
     /// The target was removed.
     TARGET_REMOVED = 2, 4, "target_removed", "the target was removed";
-    /// No common version.
+    /// The initiator supports no version that we do.
     UNSUPPORTED_VERSION = 2, 5, "unsupported_version", "no common version";
     /// The session has as many connections as it may.
     TOO_MANY_CONNECTIONS = 2, 6, "too_many_connections", "too many connections";
@@ -188,11 +188,11 @@ statuses! {
     CANNOT_INCLUDE = 2, 8, "cannot_include", "the connection cannot join the session";
     /// That type of session is not supported.
     SESSION_TYPE = 2, 9, "session_type", "the type of session is not supported";
-    /// There is no such session.
+    /// The session does not exist.
     NO_SUCH_SESSION = 2, 10, "no_such_session", "there is no such session";
     /// Not a login request.
     INVALID_DURING_LOGIN = 2, 11, "invalid_during_login", "not a login request";
-    /// Our own fault.
+    /// The target itself is at fault.
     TARGET_ERROR = 3, 0, "target_error", "the target is at fault";
     /// The target does not work now.
     SERVICE_UNAVAILABLE = 3, 1, "service_unavailable", "the target does not work now";
@@ -209,7 +209,7 @@ impl std::fmt::Display for LoginStatus {
 /// A login response. Its text is the data segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LoginResponse {
-    /// Stages.
+    /// Stages and bits of byte 1.
     pub flags: LoginFlags,
     /// Highest version that the target has.
     pub version_max: u8,
@@ -221,7 +221,7 @@ pub struct LoginResponse {
     pub tsih: Tsih,
     /// As in the request.
     pub itt: Itt,
-    /// Status-Class and Status-Detail.
+    /// Status-Class and Status-Detail (RFC 7143 11.13.5).
     pub status: LoginStatus,
 }
 

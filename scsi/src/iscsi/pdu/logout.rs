@@ -13,26 +13,26 @@ use super::{FINAL, IMMEDIATE, Opcode, PduError, coded, immediate, with_numbers};
 pub enum LogoutReason {
     /// All connections, and the session.
     CloseSession = 0,
-    /// One connection.
+    /// Close one connection: its commands end.
     CloseConnection = 1,
     /// The connection's tasks may move to another.
     RemoveConnection = 2,
 }
 
-/// A logout request.
+/// Logout Request (RFC 7143 11.14).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LogoutRequest {
-    /// I bit.
+    /// I bit: outside the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
     /// The reason, which says what ends.
     pub reason: LogoutReason,
-    /// Tag.
+    /// Initiator Task Tag of this request (RFC 7143 11.2.1.8).
     pub itt: Itt,
-    /// Which connection, if it is one.
+    /// CID of the connection, where the reason is about one.
     pub cid: Cid,
-    /// Sequence number.
+    /// CmdSN of this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// Acknowledges status.
+    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
 }
 
@@ -71,7 +71,7 @@ impl LogoutRequest {
 pub enum LogoutStatus {
     /// Connection or session closed successfully.
     Closed = 0,
-    /// CID not found.
+    /// The CID was not found.
     CidNotFound = 1,
     /// Connection recovery is not supported.
     RecoveryNotSupported = 2,
@@ -79,12 +79,12 @@ pub enum LogoutStatus {
     CleanupFailed = 3,
 }
 
-/// A logout response.
+/// Logout Response (RFC 7143 11.15).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LogoutResponse {
-    /// The request.
+    /// Initiator Task Tag of the request.
     pub itt: Itt,
-    /// The answer.
+    /// Result of the logout.
     pub status: LogoutStatus,
     /// Seconds to wait before reconnecting.
     pub time2wait: u16,

@@ -42,9 +42,9 @@ pub enum PduError {
     /// A field has a value that it cannot have.
     #[error("{field} is {value:#x}")]
     Field {
-        /// Its name.
+        /// Name of the field.
         field: &'static str,
-        /// The received value.
+        /// Value that was received.
         value: u32,
     },
     /// An additional header segment runs over the end, comes twice, or has a wrong length.
@@ -53,7 +53,7 @@ pub enum PduError {
     /// Fewer bytes of data than the PDU needs.
     #[error("{field} needs {need} bytes of data, there are {have}")]
     Data {
-        /// The missing field.
+        /// Name of the missing field.
         field: &'static str,
         /// Bytes that it needs.
         need: usize,

@@ -49,11 +49,11 @@ fn numbers_of(raw: &RawTargetCommon) -> Numbers {
 /// A SCSI response. Its data segment is [`ScsiResponse::sense_segment`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ScsiResponse {
-    /// The command.
+    /// Initiator Task Tag of the command.
     pub itt: Itt,
     /// Response code: zero when the target completed the command.
     pub response: u8,
-    /// SCSI status.
+    /// SCSI status of the command (RFC 7143 11.4.2).
     pub status: u8,
     /// Residual of the write, or of the read of a command that only reads.
     pub residual: Residual,
@@ -157,7 +157,7 @@ pub struct DataIn {
     pub status: Option<DataInStatus>,
     /// Logical unit, where `ttt` is one.
     pub lun: WireLun,
-    /// The command.
+    /// Initiator Task Tag of the command.
     pub itt: Itt,
     /// Transfer tag of the acknowledgment.
     pub ttt: Ttt,
@@ -223,11 +223,11 @@ impl DataIn {
 /// Ready to transfer: asks for data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct R2t {
-    /// Logical unit.
+    /// Logical unit number, as eight bytes of SAM-5.
     pub lun: WireLun,
-    /// The command.
+    /// Initiator Task Tag of the command.
     pub itt: Itt,
-    /// Names the answer.
+    /// Target Transfer Tag, which the Data-Out PDUs repeat.
     pub ttt: Ttt,
     /// Number within the command.
     pub r2t_sn: u32,
@@ -288,7 +288,7 @@ pub struct TextResponse {
     pub is_final: bool,
     /// C bit: the text goes on in the next PDU.
     pub continues: bool,
-    /// The request.
+    /// Initiator Task Tag of the request.
     pub itt: Itt,
     /// Asks for the next request, unless none.
     pub ttt: Ttt,
@@ -330,11 +330,11 @@ pub enum AsyncEvent {
 /// An asynchronous message. Its data segment is as that of a SCSI response.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AsyncMessage {
-    /// The event.
+    /// AsyncEvent: kind of the event (RFC 7143 11.9.1).
     pub event: AsyncEvent,
     /// Logical unit, for the events of one.
     pub lun: WireLun,
-    /// Parameter1, Parameter2, Parameter3.
+    /// Parameter1, Parameter2 and Parameter3, as the event defines them.
     pub parameters: [u16; 3],
 }
 
@@ -380,30 +380,30 @@ impl AsyncMessage {
 pub enum RejectReason {
     /// Data (payload) digest error.
     DataDigestError = 0x02,
-    /// SNACK Reject.
+    /// SNACK Reject: the PDU cannot be sent again.
     SnackReject = 0x03,
-    /// Protocol Error.
+    /// Protocol Error: the PDU is not legal here.
     ProtocolError = 0x04,
-    /// Command not supported.
+    /// Command not supported: the opcode is unknown.
     CommandNotSupported = 0x05,
     /// Immediate command reject: too many immediate commands.
     TooManyImmediate = 0x06,
-    /// Task in progress.
+    /// Task in progress: the tag is in use.
     TaskInProgress = 0x07,
-    /// Invalid data ack.
+    /// Invalid data ack: a DataACK for data that were not sent.
     InvalidDataAck = 0x08,
-    /// Invalid PDU field.
+    /// Invalid PDU field: a value is not legal.
     InvalidPduField = 0x09,
     /// Long op reject: a target transfer tag cannot be generated.
     LongOperation = 0x0a,
-    /// Waiting for logout.
+    /// Waiting for logout: other requests are refused.
     WaitingForLogout = 0x0c,
 }
 
 /// A reject. Its data segment is the header of the rejected PDU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Reject {
-    /// The reason.
+    /// Reason of the reject.
     pub reason: RejectReason,
 }
 

@@ -12,29 +12,29 @@ use crate::srp::WireLun;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TmfFunction {
-    /// ABORT TASK.
+    /// ABORT TASK: one task of this nexus.
     AbortTask = 1,
-    /// ABORT TASK SET.
+    /// ABORT TASK SET: all tasks of this nexus at the unit.
     AbortTaskSet = 2,
-    /// CLEAR ACA.
+    /// CLEAR ACA: end an auto contingent allegiance.
     ClearAca = 3,
-    /// CLEAR TASK SET.
+    /// CLEAR TASK SET: all tasks of all nexuses at the unit.
     ClearTaskSet = 4,
-    /// LOGICAL UNIT RESET.
+    /// LOGICAL UNIT RESET: the unit, for all nexuses.
     LogicalUnitReset = 5,
-    /// TARGET WARM RESET.
+    /// TARGET WARM RESET: all units; sessions stay.
     TargetWarmReset = 6,
-    /// TARGET COLD RESET.
+    /// TARGET COLD RESET: all units; sessions end.
     TargetColdReset = 7,
     /// Moves a task to another connection.
     TaskReassign = 8,
-    /// QUERY TASK.
+    /// QUERY TASK: is the task there (RFC 7144)?
     QueryTask = 9,
-    /// QUERY TASK SET.
+    /// QUERY TASK SET: is any task there (RFC 7144)?
     QueryTaskSet = 10,
-    /// I_T NEXUS RESET.
+    /// I_T NEXUS RESET: all tasks of this nexus (RFC 7144).
     NexusReset = 11,
-    /// QUERY ASYNCHRONOUS EVENT.
+    /// QUERY ASYNCHRONOUS EVENT: is a unit attention pending (RFC 7144)?
     QueryAsyncEvent = 12,
     /// Another code; it is answered as not supported.
     #[num_enum(catch_all)]
@@ -44,19 +44,19 @@ pub enum TmfFunction {
 /// A task management function request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TmfRequest {
-    /// I bit.
+    /// I bit: outside the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
-    /// The function.
+    /// Function that is asked for (RFC 7143 11.5.1).
     pub function: TmfFunction,
-    /// Logical unit.
+    /// Logical unit number, as eight bytes of SAM-5.
     pub lun: WireLun,
-    /// Tag.
+    /// Initiator Task Tag of this request (RFC 7143 11.2.1.8).
     pub itt: Itt,
-    /// The task meant.
+    /// Referenced Task Tag: the task of ABORT TASK and TASK REASSIGN (RFC 7143 11.5.4).
     pub referenced: Itt,
-    /// Sequence number.
+    /// CmdSN of this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// Acknowledges status.
+    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
     /// CmdSN of the task meant.
     pub ref_cmd_sn: CmdSn,
@@ -103,32 +103,32 @@ impl TmfRequest {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TmfStatus {
-    /// Function complete.
+    /// The function is complete.
     Complete = 0,
     /// Task does not exist.
     TaskDoesNotExist = 1,
     /// LUN does not exist.
     LunDoesNotExist = 2,
-    /// Task still allegiant.
+    /// The task is still allegiant to its connection.
     TaskStillAllegiant = 3,
     /// Task allegiance reassignment not supported.
     ReassignmentNotSupported = 4,
     /// Task management function not supported.
     NotSupported = 5,
-    /// Function authorization failed.
+    /// The initiator is not authorized for the function.
     AuthorizationFailed = 6,
-    /// Function succeeded.
+    /// The queried task is there (RFC 7144).
     Succeeded = 7,
-    /// Function rejected.
+    /// The function is rejected.
     Rejected = 255,
 }
 
 /// A task management function response.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TmfResponse {
-    /// The request.
+    /// Initiator Task Tag of the request.
     pub itt: Itt,
-    /// The answer.
+    /// Response to the function (RFC 7143 11.6.1).
     pub status: TmfStatus,
 }
 

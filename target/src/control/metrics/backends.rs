@@ -32,6 +32,8 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
             allocated.add(&labels, space.allocated as f64);
             free.add(&labels, space.free as f64);
         }
+        // Without a threshold there is no series: a 0 would say that there is room, which was not
+        // measured.
         if let Some(unit) = server.unit_on(name)
             && unit.lu.threshold().is_some()
         {

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::family::Family;
 use crate::server::Server;
-use crate::stats::{AccountView, CLASSES, Fault, LunStats, Stage, Tally, class_name};
+use crate::sessions::catalog::Catalog;
+use crate::stats::{CLASSES, ClassTotals, Fault, LunStats, Stage, Tally, class_name};
 use crate::worker::mail::Snapshot;
-use crate::worker::target::Catalog;
 
 pub(super) fn families(server: &Server, snapshots: &[Snapshot]) -> Vec<Family> {
     let catalog = server.shared().registry.catalog();
@@ -84,6 +84,8 @@ fn units(catalog: &Catalog) -> Vec<Family> {
             for class in CLASSES {
                 let counts = stats.class(class);
                 let n = counts.total.count();
+                // Most kinds of commands are never sent to a unit, and each has a histogram for
+                // each stage: only those that were sent are series.
                 if n == 0 {
                     continue;
                 }
@@ -114,10 +116,10 @@ fn add_faults(family: &mut Family, labels: &[(&str, &str)], faults: &Tally<Fault
     }
 }
 
-/// What one initiator does at one unit; it may have several connections there.
+/// Commands of one initiator at one unit; it may have several connections there.
 #[derive(Default)]
 struct Part {
-    classes: [AccountView; CLASSES.len()],
+    classes: [ClassTotals; CLASSES.len()],
     faults: Tally<Fault>,
 }
 
@@ -133,6 +135,8 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
             let protocol = entry.protocol.to_string();
             let who = (protocol, &*entry.initiator, unit.target(), unit.lun());
             let part = parts.entry(who).or_default();
+            // An initiator may have several connections and several workers: a label set must
+            // appear once, so they are summed before a series is made.
             for class in CLASSES {
                 let (sum, view) = (
                     &mut part.classes[class as usize],

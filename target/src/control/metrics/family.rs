@@ -29,12 +29,12 @@ impl Family {
         Self::new(MetricType::COUNTER, name, help)
     }
 
-    /// A number.
+    /// Family of values that rise and fall.
     pub(super) fn gauge(name: &str, help: &str) -> Self {
         Self::new(MetricType::GAUGE, name, help)
     }
 
-    /// Durations.
+    /// Family of histograms of durations.
     pub(super) fn histogram(name: &str, help: &str) -> Self {
         Self::new(MetricType::HISTOGRAM, name, help)
     }

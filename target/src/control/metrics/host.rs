@@ -16,7 +16,7 @@ pub(super) fn families(snapshots: &[Snapshot]) -> Vec<Family> {
     families
 }
 
-/// Logins and functions.
+/// Families of logins and task management functions.
 fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut accepted = Tally::default();
     let mut refused = Tally::default();
@@ -30,7 +30,7 @@ fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
         }
     }
     for protocol in [Protocol::Srp, Protocol::Iscsi, Protocol::Iser] {
-        // Whoever alerts on a rate wants to see it begin at 0.
+        // An alert on a rate has to see it begin at 0.
         accepted.add(protocol, 0);
     }
     let mut logins = Family::counter("riser_logins_total", "Logins accepted.");
@@ -105,6 +105,8 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
             "riser_contexts",
             "Requests that a worker's sessions may have under way.",
             |s| {
+                // The bound of SRP is the request limit of the login; that of iSCSI is the number
+                // of commands of a session.
                 let srp = s.sessions.iter().map(|s| f64::from(s.params.req_lim));
                 srp.chain(s.iscsi_sessions.iter().map(|s| f64::from(s.info.commands)))
                     .fold(0.0, |sum, n| sum + n)
@@ -122,7 +124,7 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
     ]
 }
 
-/// What becomes of requests, by worker.
+/// Families of requests by their outcomes, for each worker.
 fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut taken = Family::counter(
         "riser_requests_total",
@@ -139,6 +141,8 @@ fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
     for snapshot in snapshots {
         let worker = snapshot.worker.to_string();
         let (srp, iscsi) = (&snapshot.counters, &snapshot.iscsi);
+        // Each request that was received ends by one of the other three outcomes, so the
+        // difference is what is under way.
         let families = [
             ("srp", "received", srp.commands + srp.task_management),
             ("srp", "answered", srp.answered),

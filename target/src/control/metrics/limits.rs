@@ -7,7 +7,7 @@ use super::family::Family;
 use crate::qos::Limiter;
 use crate::server::Server;
 
-/// What is said of one kind of limiters.
+/// Families of one kind of limiters.
 struct Families {
     rates: Family,
     waits: Family,
@@ -15,7 +15,8 @@ struct Families {
 }
 
 impl Families {
-    /// What several limiters grant together, which concern the same ones by several rules.
+    /// Adds the sum of several limiters, which concern the same sessions or units by several
+    /// rules.
     fn add(&mut self, labels: &[(&str, &str)], limiters: &[&Limiter]) {
         let mut rates = BTreeMap::new();
         let (mut commands, mut time) = (0, Duration::ZERO);
@@ -78,6 +79,8 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         ),
     };
     for target in &server.shared().registry.catalog().targets {
+        // Several rules may limit one initiator at a target; Prometheus rejects a scrape that has
+        // a label set twice.
         for same in target.initiators.used().chunk_by(|a, b| a.0 == b.0) {
             let labels = [
                 ("target", target.config.name.as_str()),

@@ -1,7 +1,7 @@
 //! What the daemon has counted, as Prometheus reads it.
 //!
-//! Numbers are counted by workers ([`crate::stats`]) and gathered when somebody asks. A family that has
-//! nothing to say is left out: the commands of a unit that nobody has used, for example.
+//! Numbers are counted by workers ([`crate::stats`]) and gathered for each answer. A family that has
+//! nothing to say is left out: the commands of a unit that was never used, for example.
 //!
 //! # Labels
 //! `target`, `lun`, `initiator`, `protocol`, `worker` and `device` name what the configuration bounds:

@@ -13,6 +13,8 @@ pub(super) fn families() -> Vec<Family> {
             families.push(family);
         }
     };
+    // `/proc` may be hidden by a sandbox: a value that cannot be read has no series, instead of a
+    // 0 that looks like a measurement.
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     gauge(
         "process_resident_memory_bytes",
@@ -63,7 +65,7 @@ fn field(status: &str, name: &str) -> Option<f64> {
 
 /// A number in `/proc/self/stat`, counted as proc(5) does, from 3 on.
 fn place(stat: &str, number: usize) -> Option<f64> {
-    // The second is the name, in parentheses, with whatever is in it.
+    // The second is the name, in parentheses, which may have any character in it.
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(number - 3)?.parse().ok()
 }

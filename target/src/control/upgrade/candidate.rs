@@ -1,8 +1,8 @@
-//! Whether a program can take over: asked of itself, as a child that checks the running configuration.
+//! Check of a program that is to take over: it runs as a child and checks the running configuration.
 //!
-//! `PROGRAM check -o json /dev/stdin` is to find the configuration valid, and to say which versions of
-//! the hand-over it takes. So what is no `riserd`, or one from before hand-overs, is told from one that
-//! can, before anything has ended.
+//! `PROGRAM check -o json /dev/stdin` is to find the configuration valid, and to report which versions of
+//! the handover state it reads. So another program, or a `riserd` from before hand-overs, is refused
+//! before anything has ended.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,25 +17,25 @@ use serde::Deserialize;
 
 use super::{VERSION, process};
 
-/// How long a program may take to check a configuration.
+/// Time limit of a check.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How often it is looked whether it has.
+/// Interval at which the end of the check is polled.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The longest answer that is read, in bytes.
+/// Longest output that is read, in bytes.
 const MAX_ANSWER: u64 = 16 << 20;
 
 /// A program that can take over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Candidate {
-    /// Where it is.
+    /// Its path.
     pub(super) program: PathBuf,
     /// Its version.
     pub(super) version: String,
 }
 
-/// Why a program cannot take over.
+/// Reason why a program cannot take over.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CandidateError {
     #[error("the path of the program is not a whole one")]
@@ -50,23 +50,25 @@ pub(super) enum CandidateError {
     Silent,
     #[error("it does not take the running configuration: {0}")]
     Refuses(String),
-    #[error("it is no riserd that can take over from a running one; restart the service instead")]
+    #[error(
+        "it is not a riserd that can take over from a running one; restart the service instead"
+    )]
     Stranger,
     #[error(
-        "riserd {version} takes over with other words than this one has ({words:?}, not {VERSION}); restart the service instead"
+        "riserd {version} reads other versions of the handover state ({versions:?}, not {VERSION}); restart the service instead"
     )]
-    OtherWords { version: String, words: Vec<u32> },
+    OtherVersions { version: String, versions: Vec<u32> },
 }
 
-/// What `check -o json` says that is of interest here.
+/// The part of the output of `check -o json` that matters here.
 #[derive(Deserialize)]
-struct Said {
+struct CheckAnswer {
     valid: bool,
     version: String,
     takes_over: Vec<u32>,
 }
 
-/// Asks a program whether it can take over with this configuration.
+/// Checks that a program can take over with this configuration.
 pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateError> {
     if !program.is_absolute() {
         return Err(CandidateError::NotAbsolute);
@@ -76,6 +78,7 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         return Err(CandidateError::NotAFile);
     }
     access(program, Access::EXEC_OK).map_err(|e| CandidateError::NotThere(e.into()))?;
+    // A file, not a pipe: a child that does not read its input cannot hold us up.
     let config = process::sealed(yaml.as_bytes()).map_err(CandidateError::NotAsked)?;
     let (status, answer, complaint) = ask(program, config)?;
     if !status.success() {
@@ -88,23 +91,24 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         let why = first.map_or_else(ended, str::to_owned);
         return Err(CandidateError::Refuses(why));
     }
-    let said: Said = serde_json::from_slice(&answer).map_err(|_| CandidateError::Stranger)?;
-    if !said.valid {
+    let answer: CheckAnswer =
+        serde_json::from_slice(&answer).map_err(|_| CandidateError::Stranger)?;
+    if !answer.valid {
         return Err(CandidateError::Stranger);
     }
-    if !said.takes_over.contains(&VERSION) {
-        return Err(CandidateError::OtherWords {
-            version: said.version,
-            words: said.takes_over,
+    if !answer.takes_over.contains(&VERSION) {
+        return Err(CandidateError::OtherVersions {
+            version: answer.version,
+            versions: answer.takes_over,
         });
     }
     Ok(Candidate {
         program: program.to_owned(),
-        version: said.version,
+        version: answer.version,
     })
 }
 
-/// Runs the check; how it ended, and what it has written.
+/// Runs the check; returns its exit status and what it has written.
 fn ask(program: &Path, config: File) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), CandidateError> {
     let mut child = Command::new(program)
         .args(["check", "-o", "json", "/dev/stdin"])
@@ -121,7 +125,7 @@ fn ask(program: &Path, config: File) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), C
     let answer = read(child.stdout.take());
     let complaint = read(child.stderr.take());
     let status = wait(&mut child, until)?;
-    // Somebody whom it has left behind may still hold the pipes.
+    // A child of its own may still hold the pipes.
     let rest = |pipe: &Receiver<Vec<u8>>| {
         let left = until.saturating_duration_since(Instant::now());
         pipe.recv_timeout(left).map_err(|_| CandidateError::Silent)
@@ -135,10 +139,10 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> Receiver<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(pipe) = pipe {
-            // What there is of it counts.
+            // An output that ends early counts as far as it came.
             let _ = pipe.take(MAX_ANSWER).read_to_end(&mut bytes);
         }
-        // Whoever asked may have given up.
+        // The check may have run out of time.
         let _ = tx.send(bytes);
     });
     rx

@@ -1,7 +1,7 @@
 //! One program in the place of another within a process, and the descriptors that stay open.
 //!
-//! They are told by the environment: `RISERD_HANDOVER=PID:WILL,FD,FD…`. The process is named so that
-//! nobody takes it for theirs who merely has inherited the environment.
+//! The environment names them: `RISERD_HANDOVER=PID:STATE,FD,FD…`. The process id is part of it, so that a
+//! child with a copy of the environment does not take them for its own.
 
 #![allow(
     unsafe_code,
@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::io::{FdFlags, fcntl_setfd};
 
-/// The variable that tells of descriptors.
+/// Variable that names the descriptors.
 const VARIABLE: &str = "RISERD_HANDOVER";
 
 /// Variables that are about descriptors of another program.
@@ -32,18 +32,18 @@ const NOT_OURS: [&str; 5] = [
     "LISTEN_FDS_FIRST_FD",
 ];
 
-/// Descriptors that were left to this process.
+/// Descriptors that the program before has passed on.
 #[derive(Debug)]
-pub(super) struct Left {
-    /// Those that are open, the will first if it is.
+pub(super) struct PassedDescriptors {
+    /// Those that are open, the file of the handover state first if it is.
     pub(super) fds: Vec<OwnedFd>,
-    /// What is wrong with what the environment says of them.
+    /// Fault of the variable.
     pub(super) problem: Option<String>,
 }
 
 /// Takes the descriptors that the environment names to this process; `None` where it names none. To be
 /// called before the process opens anything, and only the first call finds something.
-pub(super) fn take_left() -> Option<Left> {
+pub(super) fn take_passed() -> Option<PassedDescriptors> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     let value = env::var_os(VARIABLE)?;
     let value = value.to_string_lossy();
@@ -52,7 +52,7 @@ pub(super) fn take_left() -> Option<Left> {
     if !is_ours || TAKEN.swap(true, Ordering::AcqRel) {
         return None;
     }
-    let mut left = Left {
+    let mut passed = PassedDescriptors {
         fds: Vec::new(),
         problem: None,
     };
@@ -63,12 +63,12 @@ pub(super) fn take_left() -> Option<Left> {
         match new.and_then(adopt) {
             Some(fd) => {
                 seen.push(fd.as_raw_fd());
-                left.fds.push(fd);
+                passed.fds.push(fd);
             }
-            None => left.problem = Some(format!("{VARIABLE} names what is not open: {list}")),
+            None => passed.problem = Some(format!("{VARIABLE} names what is not open: {list}")),
         }
     }
-    Some(left)
+    Some(passed)
 }
 
 /// Owns a descriptor, if it is open.
@@ -77,14 +77,14 @@ fn adopt(fd: RawFd) -> Option<OwnedFd> {
     if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
         return None;
     }
-    // SAFETY: it is open, it was left to this process, which has opened nothing itself yet, and it is
+    // SAFETY: it is open, it was passed to this process, which has opened nothing itself yet, and it is
     // taken once.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     fcntl_setfd(&fd, FdFlags::CLOEXEC).ok()?;
     Some(fd)
 }
 
-/// An anonymous file with these bytes, which nobody can change.
+/// An anonymous file with these bytes, which cannot be changed.
 pub(super) fn sealed(bytes: &[u8]) -> io::Result<File> {
     let fd = memfd_create(
         "riserd-handover",
@@ -97,7 +97,7 @@ pub(super) fn sealed(bytes: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// The environment for a program that is not told of descriptors.
+/// Environment for a program that gets no descriptors.
 pub(super) fn environment() -> impl Iterator<Item = (OsString, OsString)> {
     let ours = |name: &OsStr| !NOT_OURS.iter().any(|other| name == *other);
     env::vars_os().filter(move |(name, _)| ours(name))
@@ -116,21 +116,21 @@ pub(in crate::control) fn own_program() -> io::Result<PathBuf> {
     Ok(called.filter(leads_here).unwrap_or(exe))
 }
 
-/// Runs a program in this process, with this program's arguments and these descriptors, the will
-/// first. Returns only if that was not possible, with nothing changed.
-pub(super) fn become_program(program: &Path, will: &File, fds: &[BorrowedFd<'_>]) -> io::Error {
-    let mut all = vec![will.as_fd()];
+/// Runs a program in this process, with this program's arguments and these descriptors, the
+/// handover state first. Returns only if that was not possible, with nothing changed.
+pub(super) fn become_program(program: &Path, state: &File, fds: &[BorrowedFd<'_>]) -> io::Error {
+    let mut all = vec![state.as_fd()];
     all.extend(fds);
-    let failed = match inherit_all(&all, FdFlags::empty()) {
+    let failed = match set_flags(&all, FdFlags::empty()) {
         Ok(()) => exec(program, &all),
         Err(error) => error,
     };
     // They stay here.
-    let _ = inherit_all(&all, FdFlags::CLOEXEC);
+    let _ = set_flags(&all, FdFlags::CLOEXEC);
     failed
 }
 
-fn inherit_all(fds: &[BorrowedFd<'_>], flags: FdFlags) -> io::Result<()> {
+fn set_flags(fds: &[BorrowedFd<'_>], flags: FdFlags) -> io::Result<()> {
     for fd in fds {
         fcntl_setfd(fd, flags)?;
     }
@@ -139,7 +139,7 @@ fn inherit_all(fds: &[BorrowedFd<'_>], flags: FdFlags) -> io::Result<()> {
 
 fn exec(program: &Path, fds: &[BorrowedFd<'_>]) -> io::Error {
     let numbers: Vec<_> = fds.iter().map(|fd| fd.as_raw_fd().to_string()).collect();
-    let told = format!("{VARIABLE}={}:{}", std::process::id(), numbers.join(","));
+    let variable = format!("{VARIABLE}={}:{}", std::process::id(), numbers.join(","));
     let args = std::iter::once(program.as_os_str().to_owned()).chain(env::args_os().skip(1));
     let variables = environment().map(|(name, value)| {
         let mut line = name;
@@ -147,7 +147,7 @@ fn exec(program: &Path, fds: &[BorrowedFd<'_>]) -> io::Error {
         line.push(value);
         line
     });
-    let variables = variables.chain([OsString::from(told)]);
+    let variables = variables.chain([OsString::from(variable)]);
     let lists = Strings::new(args).and_then(|args| Ok((args, Strings::new(variables)?)));
     let (args, variables) = match lists {
         Ok(lists) => lists,

@@ -193,7 +193,7 @@ mod tests {
     use crate::config::Config;
     use crate::control::identities::IdentityFile;
     use crate::control::state::StateDir;
-    use crate::server::legacy::Legacy;
+    use crate::server::handover::ServerState;
     use crate::server::problems::Subject;
     use crate::server::{Keepers, Server, ServerError};
 
@@ -224,7 +224,7 @@ mod tests {
             identities: Some(Arc::new(IdentityFile::new(Arc::clone(dir)))),
             ..Keepers::default()
         };
-        Server::start_after(config, &Legacy::default(), keepers)
+        Server::start_after(config, &ServerState::default(), keepers)
     }
 
     fn retry(server: &mut Server) {

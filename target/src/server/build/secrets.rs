@@ -7,7 +7,7 @@ use riser_scsi::iscsi::login::Auth;
 
 use crate::config::{self, Chap};
 use crate::server::ServerError;
-use crate::worker::target::TargetDef;
+use crate::sessions::catalog::TargetDef;
 
 /// Secrets that were read.
 #[derive(Clone, Debug, Default)]

@@ -121,7 +121,8 @@ impl Requester {
         piece.min(wqe.packets - wqe.index_of(self.nxt))
     }
 
-    /// Whether window, initiator depth, fence and credits allow the next packet of a request.
+    /// Returns whether window, initiator depth, fence and credits allow the next packet of a
+    /// request.
     fn may_send(&mut self, now: Instant, wqe: &SendWqe) -> bool {
         let in_flight = self.nxt - self.una;
         if in_flight > 0 {

@@ -11,25 +11,25 @@ use crate::verbs::{DeviceAttr, Mtu};
 /// Limits of a device's tables and queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NicLimits {
-    /// Protection domains.
+    /// Number of protection domains.
     pub max_pd: u32,
     /// Memory regions; rounded up to a power of two.
     pub max_mr: u32,
     /// Segments of a fast registration.
     pub max_fast_reg_segments: u32,
-    /// Completion queues.
+    /// Number of completion queues.
     pub max_cq: u32,
     /// Entries of a completion queue.
     pub max_cqe: u32,
-    /// Queue pairs.
+    /// Number of queue pairs.
     pub max_qp: u32,
     /// Requests of a queue.
     pub max_qp_wr: u32,
     /// Scatter-gather entries of a request.
     pub max_sge: u32,
-    /// Inline bytes.
+    /// Inline data of a request, in bytes.
     pub max_inline: u32,
-    /// Shared receive queues.
+    /// Number of shared receive queues.
     pub max_srq: u32,
     /// Requests of a shared receive queue.
     pub max_srq_wr: u32,
@@ -37,7 +37,7 @@ pub struct NicLimits {
     pub max_qp_rd_atom: u8,
     /// Outgoing READs and atomics of a queue pair.
     pub max_qp_init_rd_atom: u8,
-    /// Address handles.
+    /// Number of address handles.
     pub max_ah: u32,
     /// Connected queue pairs towards one peer address.
     pub max_qps_per_peer: u32,
@@ -71,13 +71,13 @@ impl Default for NicLimits {
 /// Configuration of a device.
 #[derive(Clone, Debug)]
 pub struct NicConfig {
-    /// Its address.
+    /// Address of the NIC, on UDP port 4791.
     pub addr: IpAddr,
     /// Name of the provider.
     pub provider: &'static str,
-    /// Largest path MTU.
+    /// Largest path MTU that is agreed to.
     pub mtu: Mtu,
-    /// Which worker it is.
+    /// Number of the worker that has this NIC.
     pub worker_index: u32,
     /// Low bits of queue-pair numbers and communication ids that name the worker.
     pub worker_bits: u8,
@@ -85,7 +85,7 @@ pub struct NicConfig {
     pub seed: [u8; 32],
     /// Most bytes that a queue pair has on the way.
     pub max_inflight_bytes: u32,
-    /// Limits.
+    /// Limits on the objects of the NIC.
     pub limits: NicLimits,
 }
 
@@ -151,11 +151,11 @@ pub fn device_guid(addr: IpAddr) -> u64 {
 pub struct NicCounters {
     /// Packets that came in.
     pub rx_packets: u64,
-    /// Their bytes.
+    /// Bytes of the packets received.
     pub rx_bytes: u64,
-    /// Packets handed out.
+    /// Number of packets handed out to be sent.
     pub tx_packets: u64,
-    /// Their bytes.
+    /// Bytes of the packets handed out.
     pub tx_bytes: u64,
     /// Packets whose structure is wrong.
     pub rx_malformed: u64,
@@ -178,13 +178,13 @@ pub struct NicCounters {
 /// Numbers of a device's objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicUsage {
-    /// Queue pairs.
+    /// Number of queue pairs.
     pub qps: usize,
-    /// Completion queues.
+    /// Number of completion queues.
     pub cqs: usize,
     /// Memory regions, those for fast registration included.
     pub mrs: usize,
-    /// Protection domains.
+    /// Number of protection domains.
     pub pds: usize,
 }
 

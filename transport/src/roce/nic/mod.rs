@@ -191,6 +191,8 @@ impl Nic {
     #[must_use]
     pub fn new(config: NicConfig, now: Instant) -> Self {
         let limits = config.limits;
+        // All randomness comes from the one seed, drawn in this order, so that a simulation with
+        // the same seed sends the same packets.
         let mut random = ChaCha20Rng::from_seed(config.seed);
         let mut key_seed = [0; 16];
         random.fill_bytes(&mut key_seed);
@@ -231,7 +233,7 @@ impl Nic {
         }
     }
 
-    /// Its configuration.
+    /// Configuration of the NIC.
     #[must_use]
     pub fn config(&self) -> &NicConfig {
         &self.config
@@ -260,7 +262,7 @@ impl Nic {
         self.local
     }
 
-    /// Its counters.
+    /// Counters since the start.
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         &self.counters

@@ -13,7 +13,7 @@ use crate::verbs::{
     VerbsError,
 };
 
-/// The only port.
+/// Number of the only port.
 pub(super) const PORT: u8 = 1;
 
 fn check_port(port: u8) -> Result<(), VerbsError> {
@@ -69,7 +69,7 @@ impl Nic {
         self.async_events.pop_front()
     }
 
-    /// Whether an event of the device or of its connection manager waits to be taken.
+    /// Returns whether an event of the device or of its connection manager waits to be taken.
     #[must_use]
     pub fn has_events(&self) -> bool {
         !self.async_events.is_empty() || self.has_cm_events()

@@ -37,7 +37,7 @@ impl Hasher for QpnHasher {
 /// Something for each queue-pair number.
 pub(super) type QpnMap<T> = HashMap<u32, T, BuildHasherDefault<QpnHasher>>;
 
-/// Gives out numbers.
+/// Allocator of queue pair numbers.
 #[derive(Debug)]
 pub(super) struct QpnAllocator {
     worker_index: u32,

@@ -200,7 +200,8 @@ impl Nic {
         fired
     }
 
-    /// When something is to be done though nothing comes in; the present if something is ready now.
+    /// Next time at which something is to be done though nothing comes in; the present if
+    /// something is ready now.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         if self.has_output() {
@@ -209,14 +210,14 @@ impl Nic {
         self.timer_deadline()
     }
 
-    /// When the next timer fires, without regard to what is ready.
+    /// Time at which the next timer fires, without regard to output that is ready.
     #[must_use]
     pub fn timer_deadline(&self) -> Option<Instant> {
         let timer = self.timers.peek().map(|Reverse((at, _))| *at);
         [timer, self.cm_deadline()].into_iter().flatten().min()
     }
 
-    /// Whether [`Nic::poll_transmit`] may have something now.
+    /// Returns whether [`Nic::poll_transmit`] may have something now.
     #[must_use]
     pub fn has_output(&self) -> bool {
         !self.ready.is_empty() || self.has_mads() || !self.last_answers.is_empty()

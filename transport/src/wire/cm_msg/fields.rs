@@ -7,7 +7,7 @@ use core::time::Duration;
 use num_enum::{FromPrimitive, IntoPrimitive};
 use thiserror::Error;
 
-/// Which of a node's connections a message is about, chosen by that node.
+/// Communication id: a connection of a node, numbered by that node.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CommId(pub u32);
 
@@ -42,7 +42,7 @@ impl fmt::Debug for CaGuid {
 pub struct Bits<const N: u32>(u32);
 
 impl<const N: u32> Bits<N> {
-    /// The largest value.
+    /// Largest value of `N` bits.
     pub const MAX: Self = Self((1 << N) - 1);
 
     /// The value, `None` if it needs more bits.
@@ -71,7 +71,7 @@ impl<const N: u32> Bits<N> {
         }
     }
 
-    /// The number.
+    /// Value as an integer.
     #[must_use]
     pub const fn value(self) -> u32 {
         self.0
@@ -110,13 +110,13 @@ impl CmTimeout {
             .unwrap_or(Self::new(31))
     }
 
-    /// The exponent.
+    /// Exponent of the code, from 0 to 31.
     #[must_use]
     pub const fn exponent(self) -> u8 {
         self.0.byte()
     }
 
-    /// The time.
+    /// Time that the code stands for: 4.096 µs × 2^exponent.
     #[must_use]
     pub const fn duration(self) -> Duration {
         Duration::from_nanos(4096 << self.0.value())
@@ -133,7 +133,7 @@ impl fmt::Debug for CmTimeout {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("{len} bytes for a field of {room}")]
 pub struct TooLong {
-    /// Bytes given.
+    /// Number of bytes given.
     pub len: usize,
     /// Bytes there is room for.
     pub room: usize,
@@ -145,7 +145,7 @@ pub struct TooLong {
 pub struct PrivateData<const N: usize>(pub [u8; N]);
 
 impl<const N: usize> PrivateData<N> {
-    /// Room in bytes.
+    /// Length of the field in bytes.
     pub const LEN: usize = N;
 
     /// `data` and zeros after it.
@@ -241,7 +241,7 @@ impl fmt::Debug for AdditionalInfo {
     }
 }
 
-/// Why a connection was refused or given up (IBTA 12.6.7.2).
+/// Reason of a REJ: why a connection was refused or given up (IBTA 12.6.7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u16)]
 pub enum RejReason {
@@ -249,7 +249,7 @@ pub enum RejReason {
     NoQp = 1,
     /// No end-to-end context available.
     NoEec = 2,
-    /// Resources are short.
+    /// No resources are available.
     NoResources = 3,
     /// An answer did not come in time.
     Timeout = 4,
@@ -271,45 +271,45 @@ pub enum RejReason {
     InvalidGid = 12,
     /// Primary remote port LID.
     InvalidLid = 13,
-    /// Primary service level.
+    /// Primary service level is invalid.
     InvalidSl = 14,
-    /// Primary traffic class.
+    /// Primary traffic class is invalid.
     InvalidTrafficClass = 15,
-    /// Primary hop limit.
+    /// Primary hop limit is invalid.
     InvalidHopLimit = 16,
-    /// Primary packet rate.
+    /// Primary packet rate is invalid.
     InvalidPacketRate = 17,
     /// Alternate remote port GID.
     InvalidAltGid = 18,
     /// Alternate remote port LID.
     InvalidAltLid = 19,
-    /// Alternate service level.
+    /// Alternate service level is invalid.
     InvalidAltSl = 20,
-    /// Alternate traffic class.
+    /// Alternate traffic class is invalid.
     InvalidAltTrafficClass = 21,
-    /// Alternate hop limit.
+    /// Alternate hop limit is invalid.
     InvalidAltHopLimit = 22,
-    /// Alternate packet rate.
+    /// Alternate packet rate is invalid.
     InvalidAltPacketRate = 23,
     /// Another port and another CM serve this; the answer names both.
     PortCmRedirect = 24,
     /// Another port serves this; the answer names it.
     PortRedirect = 25,
-    /// Path MTU.
+    /// Path MTU is invalid.
     InvalidMtu = 26,
     /// Too few responder resources.
     InsufficientRespResources = 27,
     /// The consumer's own reasons, in its private data.
     ConsumerDefined = 28,
-    /// RNR retry count.
+    /// RNR retry count is rejected.
     InvalidRnrRetry = 29,
     /// The local communication id is in use for another connection.
     DuplicateLocalCommId = 30,
     /// The class version is not spoken.
     InvalidClassVersion = 31,
-    /// Primary flow label.
+    /// Primary flow label is invalid.
     InvalidFlowLabel = 32,
-    /// Alternate flow label.
+    /// Alternate flow label is invalid.
     InvalidAltFlowLabel = 33,
     /// A vendor's option is not spoken.
     VendorOptionNotSupported = 35,
@@ -328,7 +328,7 @@ pub enum AprStatus {
     InvalidCommId = 1,
     /// Alternate paths are not supported.
     Unsupported = 2,
-    /// Refused.
+    /// The alternate path is refused.
     Reject = 3,
     /// Another path is suggested.
     Redirect = 4,
@@ -336,19 +336,19 @@ pub enum AprStatus {
     IsCurrent = 5,
     /// Queue pair number or end-to-end context.
     InvalidQpnEecn = 6,
-    /// LID.
+    /// LID of the path is invalid.
     InvalidLid = 7,
-    /// GID.
+    /// GID of the path is invalid.
     InvalidGid = 8,
-    /// Flow label.
+    /// Flow label of the path is invalid.
     InvalidFlowLabel = 9,
-    /// Traffic class.
+    /// Traffic class of the path is invalid.
     InvalidTrafficClass = 10,
-    /// Hop limit.
+    /// Hop limit of the path is invalid.
     InvalidHopLimit = 11,
-    /// Packet rate.
+    /// Packet rate of the path is invalid.
     InvalidPacketRate = 12,
-    /// Service level.
+    /// Service level of the path is invalid.
     InvalidSl = 13,
     /// A code that is none of the others; kept as received.
     #[num_enum(catch_all)]
@@ -363,7 +363,7 @@ pub enum SidrStatus {
     Success = 0,
     /// The service id is not offered.
     Unsupported = 1,
-    /// Refused.
+    /// The service's user refused.
     Reject = 2,
     /// No queue pair available.
     NoQp = 3,
@@ -380,11 +380,11 @@ pub enum SidrStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TransportType {
-    /// Reliable connection.
+    /// Reliable connection (RC) service.
     Rc = 0,
-    /// Unreliable connection.
+    /// Unreliable connection (UC) service.
     Uc = 1,
-    /// Reliable datagram.
+    /// Reliable datagram (RD) service.
     Rd = 2,
     /// See the extended transport type.
     Extended = 3,
@@ -393,28 +393,28 @@ pub enum TransportType {
     Other(u8),
 }
 
-/// Which message an MRA acknowledges (IBTA 12.6.6).
+/// Message that an MRA acknowledges (IBTA 12.6.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum MraOf {
-    /// REQ.
+    /// REQ: the request for a connection.
     Req = 0,
-    /// REP.
+    /// REP: the reply to a request.
     Rep = 1,
-    /// LAP.
+    /// LAP: the request for an alternate path.
     Lap = 2,
     /// A code that is none of the others; kept as received.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// Which message a REJ refuses (IBTA 12.6.7).
+/// Message that a REJ refuses (IBTA 12.6.7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum RejOf {
-    /// REQ.
+    /// REQ: the request for a connection.
     Req = 0,
-    /// REP.
+    /// REP: the reply to a request.
     Rep = 1,
     /// None: the sender gives up.
     NoMessage = 2,
@@ -423,7 +423,7 @@ pub enum RejOf {
     Other(u8),
 }
 
-/// Whether the passive side took the alternate path (IBTA 12.6.8).
+/// Failover Accepted: whether the passive side took the alternate path (IBTA 12.6.8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum Failover {

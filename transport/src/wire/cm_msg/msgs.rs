@@ -16,15 +16,15 @@ use crate::wire::ids::{Psn, Qpn};
 /// MRA (IBTA 12.6.6): the message arrived, its answer will take a while.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MraMsg {
-    /// The sender's id.
+    /// Local Communication ID: the sender's.
     pub local_comm_id: CommId,
-    /// The receiver's id.
+    /// Remote Communication ID: the receiver's.
     pub remote_comm_id: CommId,
-    /// Which message arrived.
+    /// Message that has arrived.
     pub message: MraOf,
     /// Time that the sender may take to answer it.
     pub service_timeout: CmTimeout,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<222>,
 }
 
@@ -57,13 +57,13 @@ pub struct RejMsg {
     pub local_comm_id: CommId,
     /// The receiver's id; 0 if the sender does not know it.
     pub remote_comm_id: CommId,
-    /// Which message is refused.
+    /// Message that is refused.
     pub message: RejOf,
-    /// Why.
+    /// Reason of the refusal.
     pub reason: RejReason,
     /// More about why; its form depends on the reason.
     pub info: AdditionalInfo,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<148>,
 }
 
@@ -98,7 +98,7 @@ impl RejMsg {
 pub struct RepMsg {
     /// The responder's id for the connection.
     pub local_comm_id: CommId,
-    /// The requester's id.
+    /// Remote Communication ID: the requester's.
     pub remote_comm_id: CommId,
     /// Queue key, for datagram services.
     pub qkey: u32,
@@ -126,7 +126,7 @@ pub struct RepMsg {
     pub srq: bool,
     /// The responder's channel adapter.
     pub ca_guid: CaGuid,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<196>,
 }
 
@@ -182,11 +182,11 @@ impl RepMsg {
 /// (IBTA 12.6.11): the connection is gone. They have one form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PairMsg {
-    /// The sender's id.
+    /// Local Communication ID: the sender's.
     pub local_comm_id: CommId,
-    /// The receiver's id.
+    /// Remote Communication ID: the receiver's.
     pub remote_comm_id: CommId,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<224>,
 }
 
@@ -211,13 +211,13 @@ impl PairMsg {
 /// DREQ (IBTA 12.6.10): a request to end the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DreqMsg {
-    /// The sender's id.
+    /// Local Communication ID: the sender's.
     pub local_comm_id: CommId,
-    /// The receiver's id.
+    /// Remote Communication ID: the receiver's.
     pub remote_comm_id: CommId,
     /// The receiver's queue pair.
     pub remote_qpn: Qpn,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<220>,
 }
 
@@ -245,17 +245,17 @@ impl DreqMsg {
 /// LAP (IBTA 12.8.1): a request to load another alternate path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LapMsg {
-    /// The sender's id.
+    /// Local Communication ID: the sender's.
     pub local_comm_id: CommId,
-    /// The receiver's id.
+    /// Remote Communication ID: the receiver's.
     pub remote_comm_id: CommId,
     /// The receiver's queue pair.
     pub remote_qpn: Qpn,
     /// Time that the sender waits for an answer.
     pub remote_cm_timeout: CmTimeout,
-    /// The path.
+    /// Alternate path that is proposed.
     pub alternate: CmPath,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<168>,
 }
 
@@ -286,15 +286,15 @@ impl LapMsg {
 /// APR (IBTA 12.8.2): the answer to a LAP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AprMsg {
-    /// The sender's id.
+    /// Local Communication ID: the sender's.
     pub local_comm_id: CommId,
-    /// The receiver's id.
+    /// Remote Communication ID: the receiver's.
     pub remote_comm_id: CommId,
     /// Outcome for the path.
     pub status: AprStatus,
-    /// More about it.
+    /// Additional information of the status.
     pub info: AdditionalInfo,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<148>,
 }
 
@@ -328,9 +328,9 @@ impl AprMsg {
 pub struct SidrReqMsg {
     /// The requester's id for the question.
     pub request_id: CommId,
-    /// Partition key.
+    /// Partition key of the service.
     pub pkey: PKey,
-    /// The service.
+    /// ServiceID that is asked for.
     pub service_id: ServiceId,
     /// The user's data, with the address header of the RDMA CM at its start.
     pub private_data: PrivateData<216>,
@@ -362,9 +362,9 @@ impl SidrReqMsg {
 pub struct SidrRepMsg {
     /// The requester's id for the question.
     pub request_id: CommId,
-    /// Whether there is such a service.
+    /// Result of the query: whether there is such a service.
     pub status: SidrStatus,
-    /// More about it.
+    /// Additional information of the status.
     pub info: AdditionalInfo,
     /// IEEE vendor id of the responder; usually 0.
     pub vendor_id: Bits<24>,
@@ -374,7 +374,7 @@ pub struct SidrRepMsg {
     pub service_id: ServiceId,
     /// The queue pair's queue key.
     pub qkey: u32,
-    /// The user's data.
+    /// Private data of the user.
     pub private_data: PrivateData<136>,
 }
 

@@ -37,7 +37,7 @@ pub(super) struct PathRaw {
 }
 
 layout! {
-    /// IBTA 12.6.5.
+    /// REQ as it is on the wire (IBTA 12.6.5).
     ReqRaw {
         local_comm_id: U32,
         reserved4: u8,
@@ -68,7 +68,7 @@ layout! {
 }
 
 layout! {
-    /// IBTA 12.6.6.
+    /// MRA as it is on the wire (IBTA 12.6.6).
     MraRaw {
         local_comm_id: U32,
         remote_comm_id: U32,
@@ -81,7 +81,7 @@ layout! {
 }
 
 layout! {
-    /// IBTA 12.6.7.
+    /// REJ as it is on the wire (IBTA 12.6.7).
     RejRaw {
         local_comm_id: U32,
         remote_comm_id: U32,
@@ -96,7 +96,7 @@ layout! {
 }
 
 layout! {
-    /// IBTA 12.6.8.
+    /// REP as it is on the wire (IBTA 12.6.8).
     RepRaw {
         local_comm_id: U32,
         remote_comm_id: U32,
@@ -128,7 +128,7 @@ layout! {
 }
 
 layout! {
-    /// IBTA 12.6.10.
+    /// DREQ as it is on the wire (IBTA 12.6.10).
     DreqRaw {
         local_comm_id: U32,
         remote_comm_id: U32,
@@ -139,7 +139,7 @@ layout! {
 }
 
 layout! {
-    /// IBTA 12.8.1.
+    /// LAP as it is on the wire (IBTA 12.8.1).
     LapRaw {
         local_comm_id: U32,
         remote_comm_id: U32,
@@ -166,7 +166,7 @@ layout! {
 }
 
 layout! {
-    /// IBTA 12.8.2.
+    /// APR as it is on the wire (IBTA 12.8.2).
     AprRaw {
         local_comm_id: U32,
         remote_comm_id: U32,
@@ -179,7 +179,7 @@ layout! {
 }
 
 layout! {
-    /// IBTA 12.11.1.
+    /// SIDR_REQ as it is on the wire (IBTA 12.11.1).
     SidrReqRaw {
         request_id: U32,
         pkey: U16,
@@ -190,7 +190,7 @@ layout! {
 }
 
 layout! {
-    /// IBTA 12.11.2.
+    /// SIDR_REP as it is on the wire (IBTA 12.11.2).
     SidrRepRaw {
         request_id: U32,
         status: u8,

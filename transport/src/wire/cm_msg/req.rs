@@ -17,17 +17,17 @@ pub struct CmPath {
     pub remote_lid: u16,
     /// Local GID; on RoCE the IP address.
     pub local_gid: Gid,
-    /// Remote GID.
+    /// GID of the remote port.
     pub remote_gid: Gid,
-    /// IPv6 flow label.
+    /// Flow label of the IPv6 header.
     pub flow_label: Bits<20>,
-    /// Static rate code.
+    /// Static rate, as a code of six bits.
     pub packet_rate: Bits<6>,
-    /// Traffic class.
+    /// Traffic class of the IP header.
     pub traffic_class: u8,
-    /// Hop limit.
+    /// Hop limit of the IP header.
     pub hop_limit: u8,
-    /// Service level.
+    /// Service level of the path.
     pub service_level: Bits<4>,
     /// Both ports are on one subnet, with no router between.
     pub subnet_local: bool,
@@ -117,14 +117,14 @@ impl CmPath {
     }
 }
 
-/// REQ (IBTA 12.6.5).
+/// REQ, a request for a connection (IBTA 12.6.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReqMsg {
     /// The requester's id for the connection.
     pub local_comm_id: CommId,
     /// IEEE vendor id of the requester, for vendor options; usually 0.
     pub vendor_id: Bits<24>,
-    /// The service.
+    /// ServiceID that is asked for.
     pub service_id: ServiceId,
     /// The requester's channel adapter.
     pub ca_guid: CaGuid,
@@ -152,7 +152,7 @@ pub struct ReqMsg {
     pub local_cm_timeout: CmTimeout,
     /// Transport retries that the responder's queue pair should make.
     pub retry_count: Bits<3>,
-    /// Partition key.
+    /// Partition key of the connection.
     pub pkey: PKey,
     /// Path MTU; `None` for codes that no MTU has.
     pub path_mtu: Option<Mtu>,

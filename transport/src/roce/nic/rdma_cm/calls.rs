@@ -259,7 +259,7 @@ impl Nic {
         self.cm.events.pop_front()
     }
 
-    /// Whether an event waits to be taken.
+    /// Returns whether an event waits to be taken.
     pub(in crate::roce) fn has_cm_events(&self) -> bool {
         !self.cm.events.is_empty()
     }

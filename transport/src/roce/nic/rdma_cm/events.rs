@@ -61,7 +61,7 @@ impl Nic {
         taken
     }
 
-    /// When the CM has something to do.
+    /// Next time at which the CM has something to do.
     pub(in crate::roce) fn cm_deadline(&self) -> Option<Instant> {
         if !self.cm.waiting.is_empty() {
             return Some(self.now());
@@ -69,7 +69,7 @@ impl Nic {
         self.cm.cm.poll_timeout()
     }
 
-    /// Whether a MAD may wait to be sent.
+    /// Returns whether a MAD may wait to be sent.
     pub(in crate::roce) fn has_mads(&self) -> bool {
         self.cm.may_send
     }

@@ -67,7 +67,7 @@ const MADS_PER_ROUND: u32 = 16;
 /// Messages of strangers that wait for a later round.
 const MAX_WAITING_MADS: usize = 512;
 
-/// An identifier.
+/// Identifier of the RDMA CM.
 #[derive(Debug)]
 struct Id {
     space: PortSpace,
@@ -106,7 +106,7 @@ impl Id {
     }
 }
 
-/// Which ports an identifier's port is one of; bare service ids have none.
+/// Port space of an identifier's port; bare service ids have none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Ports {
     Tcp,
@@ -133,7 +133,7 @@ pub struct CmAgent {
 }
 
 impl CmAgent {
-    /// The machine.
+    /// The CM as a machine.
     pub(in crate::roce) fn machine(&self) -> &Cm {
         &self.cm
     }
@@ -161,7 +161,7 @@ impl CmAgent {
         }
     }
 
-    /// Whether a message may be handled in this round.
+    /// Returns whether a message may be handled in this round.
     fn takes_now(&mut self, from: IpAddr, mad: &[u8]) -> bool {
         if self.cm.knows(from, mad) {
             return true;

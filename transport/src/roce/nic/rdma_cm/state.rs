@@ -26,7 +26,7 @@ use riser_state::State;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum IdState {
-    /// Just created.
+    /// Created, and not used yet.
     Idle,
     /// Has a local address.
     Bound,
@@ -34,15 +34,15 @@ pub(super) enum IdState {
     AddrResolved,
     /// Knows the path; may connect.
     RouteResolved,
-    /// Takes requests.
+    /// Listens for connection requests.
     Listening,
-    /// Sent a request.
+    /// A request was sent, and not answered.
     Connecting,
     /// Made by a request that has not been answered.
     Requested,
     /// Accepted a request; the peer has not confirmed.
     Accepting,
-    /// Connected.
+    /// The connection is established.
     Established,
     /// Asked the peer to disconnect.
     Disconnecting,

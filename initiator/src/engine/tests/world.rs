@@ -1,0 +1,182 @@
+//! Engines, their targets and the wire between them, under one virtual clock. Each test has a world of
+//! its own: what waits in it lets the others go on, and time passes when all of them are idle.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
+
+use crate::engine::fake_target::Target;
+use crate::engine::{Client, ClientBuilder, Engine, Env};
+
+/// Longest wait of a test, in virtual time.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// The shortest step of the clock, for what is due and does nothing.
+const TICK: Duration = Duration::from_micros(1);
+
+/// The surroundings of an engine in the world.
+pub(in crate::engine) struct Sim {
+    device: Option<Endpoint>,
+    random: Rng,
+    /// The other ends of its TCP connections, which say nothing.
+    peers: Vec<UnixStream>,
+}
+
+impl Sim {
+    /// Those of an engine with this device.
+    pub(in crate::engine) fn new(device: Option<Endpoint>) -> Self {
+        Self {
+            device,
+            random: Rng::with_seed(7),
+            peers: Vec::new(),
+        }
+    }
+}
+
+impl Env for Sim {
+    type Provider = Endpoint;
+
+    fn open_device(&mut self) -> io::Result<Option<Endpoint>> {
+        Ok(self.device.take())
+    }
+
+    fn connect_tcp(&mut self, _: Option<SocketAddr>, _: SocketAddr) -> io::Result<OwnedFd> {
+        let (ours, theirs) = UnixStream::pair()?;
+        ours.set_nonblocking(true)?;
+        self.peers.push(theirs);
+        Ok(ours.into())
+    }
+
+    fn fill_random(&mut self, out: &mut [u8]) -> io::Result<()> {
+        self.random.fill(out);
+        Ok(())
+    }
+
+    fn date(&self) -> Duration {
+        Duration::from_secs(1_800_000_000)
+    }
+}
+
+struct World {
+    fabric: Fabric,
+    /// Last number of the addresses that have been given out.
+    addresses: Cell<u8>,
+    engines: RefCell<Vec<Engine<Sim>>>,
+    targets: RefCell<Vec<Target>>,
+}
+
+thread_local! {
+    static WORLD: World = World {
+        fabric: Fabric::new(FabricConfig::default()),
+        addresses: Cell::new(0),
+        engines: RefCell::default(),
+        targets: RefCell::default(),
+    };
+}
+
+pub(in crate::engine) fn fabric() -> Fabric {
+    WORLD.with(|world| world.fabric.clone())
+}
+
+pub(in crate::engine) fn now() -> Instant {
+    fabric().now()
+}
+
+/// An address that no interface has.
+pub(in crate::engine) fn address() -> IpAddr {
+    WORLD.with(|world| {
+        world.addresses.update(|last| last + 1);
+        Ipv4Addr::new(127, 0, 0, world.addresses.get()).into()
+    })
+}
+
+/// Adds an engine with a device at an address of its own.
+pub(super) fn add_engine(builder: ClientBuilder) -> Client {
+    let device = fabric().endpoint(address());
+    let (client, engine) = builder.attach(Sim::new(Some(device))).unwrap();
+    WORLD.with(|world| world.engines.borrow_mut().push(engine));
+    client
+}
+
+pub(in crate::engine) fn add_target(target: Target) {
+    WORLD.with(|world| world.targets.borrow_mut().push(target));
+}
+
+/// Gives each of them a turn. If all are idle, time passes: until the next deadline, or until
+/// `own`, that of the caller. A target may call this in its own turn.
+pub(in crate::engine) fn step(own: Option<Instant>) {
+    WORLD.with(|world| {
+        let now = world.fabric.now();
+        let mut worked = false;
+        let mut next = own;
+        let mut wait_for = |at: Option<Instant>| next = next.into_iter().chain(at).min();
+        for engine in world.engines.borrow_mut().iter_mut() {
+            worked |= engine.step(now);
+            wait_for(engine.next_deadline());
+        }
+        if let Ok(mut targets) = world.targets.try_borrow_mut() {
+            for target in targets.iter_mut() {
+                worked |= target.turn();
+                wait_for(target.deadline());
+            }
+        }
+        if !worked {
+            let next = next.expect("somebody waits for something");
+            world.fabric.advance_to(next.max(now + TICK));
+        }
+    });
+}
+
+/// Waits until something is the case that happens by itself.
+pub(super) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = now() + PATIENCE;
+    while !is_so() {
+        assert!(now() < until, "not in time: {what}");
+        step(None);
+    }
+}
+
+/// Set when a future is to be polled again.
+struct Woken(AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Waits for a future while the world goes on.
+pub(super) fn block_on<F: Future>(future: F) -> F::Output {
+    let mut future = pin!(future);
+    let woken = Arc::new(Woken(AtomicBool::new(true)));
+    let waker = Waker::from(woken.clone());
+    let until = now() + PATIENCE;
+    loop {
+        if woken.0.swap(false, Ordering::SeqCst)
+            && let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker))
+        {
+            return output;
+        }
+        assert!(now() < until, "not in time: the end of a future");
+        step(None);
+    }
+}
+
+/// Begins something that goes on while the test does something else.
+pub(super) fn begin<F: Future>(future: F) -> Pin<Box<F>> {
+    let mut future = Box::pin(future);
+    let mut cx = Context::from_waker(Waker::noop());
+    assert!(future.as_mut().poll(&mut cx).is_pending(), "it is over");
+    future
+}

@@ -1,0 +1,213 @@
+//! The common part of the machines of SRP and iSCSI: a session's life, its requests and their times,
+//! and what it reports.
+
+use std::collections::VecDeque;
+use std::fmt::Debug;
+use std::time::{Duration, Instant};
+
+use riser_scsi::sense::{Sense, SenseKey};
+
+use super::{Lifecycle, SessionEvent, SessionState, SubmitError, Timing};
+use crate::request::table::{AttemptEnd, Late, Limits, RequestState, Requests, Settled};
+use crate::request::{
+    Answer, RequestError, RequestId, RequestResult, RequestSpec, may_change_unit,
+};
+
+/// The outputs that the machines of both protocols have.
+pub(crate) trait SessionOutput {
+    /// The request is over.
+    fn complete(request: RequestId, result: RequestResult) -> Self;
+
+    /// An event for the session's user.
+    fn event(event: SessionEvent) -> Self;
+}
+
+/// The next step with a request whose time has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Expired {
+    /// None.
+    Nothing,
+    /// The target, which has it on that channel, is to be asked to abort it.
+    Abort(u8),
+    /// The connection does not give its memory back, and is to be left.
+    Leave,
+}
+
+/// Bounds and times of a session.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CoreConfig {
+    /// Requests taken and not completed.
+    pub(crate) requests: usize,
+    /// Attempts at one request.
+    pub(crate) attempts: u8,
+    pub(crate) timing: Timing,
+    /// Silence of a target after which it is asked whether it is there.
+    pub(crate) ping: Duration,
+    /// Whether a connection that broke is made again.
+    pub(crate) reconnect: bool,
+}
+
+/// See the module's documentation. `T` names a started request to the target, `O` is the machine's
+/// output.
+#[derive(Debug)]
+pub(crate) struct Core<T, O> {
+    pub(crate) life: Lifecycle,
+    pub(crate) requests: Requests<T>,
+    pub(crate) outputs: VecDeque<O>,
+    /// See [`Machine::set_guarded`](super::Machine::set_guarded).
+    pub(crate) is_guarded: bool,
+    pub(crate) last_heard: Instant,
+    /// Silence of a target after which it is asked whether it is there.
+    pub(crate) ping: Duration,
+    /// Not after the earliest deadline of anything.
+    timer: Option<Instant>,
+}
+
+impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
+    pub(crate) fn new(config: CoreConfig, now: Instant) -> Self {
+        Self {
+            life: Lifecycle::new(config.timing, config.reconnect),
+            requests: Requests::new(Limits {
+                requests: config.requests,
+                attempts: config.attempts,
+                attempt: config.timing.attempt,
+                busy: config.timing.busy,
+            }),
+            outputs: VecDeque::new(),
+            is_guarded: false,
+            last_heard: now,
+            ping: config.ping,
+            timer: None,
+        }
+    }
+
+    /// Asks for a timeout at that time, at the latest.
+    pub(crate) fn arm(&mut self, at: Instant) {
+        self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
+    }
+
+    /// The time of the next timeout.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        self.timer
+    }
+
+    /// Returns whether a timeout is due. Then every deadline is to be looked at, and armed again.
+    pub(crate) fn take_due(&mut self, now: Instant) -> bool {
+        self.timer.take_if(|at| *at <= now).is_some()
+    }
+
+    /// Returns whether the wait for the next login is over, which begins then.
+    pub(crate) fn is_login_due(&mut self, now: Instant) -> bool {
+        let Some(until) = self.life.next_login() else {
+            return false;
+        };
+        if until > now {
+            self.arm(until);
+            return false;
+        }
+        self.life.log_in_again();
+        true
+    }
+
+    /// The time at which a target that stays silent is asked whether it is there.
+    pub(crate) fn ping_at(&self) -> Instant {
+        self.last_heard + self.ping
+    }
+
+    /// Logged in.
+    pub(crate) fn on_live(&mut self, now: Instant) {
+        self.life.on_live(self.is_guarded);
+        self.last_heard = now;
+        self.arm(now + self.ping);
+        if self.is_guarded {
+            self.requests.hold();
+        }
+        self.outputs.push_back(O::event(SessionEvent::Live));
+    }
+
+    /// Every connection is closed: ends the session, or waits for the next login.
+    pub(crate) fn on_disconnected(&mut self, now: Instant) {
+        let event = self.life.on_disconnected(now);
+        if self.life.state() == SessionState::Closed {
+            let ended = self.requests.end_all().into_iter();
+            let complete = ended.map(|(request, result)| O::complete(request, result));
+            self.outputs.extend(complete);
+            self.timer = None;
+        }
+        if let Some(until) = self.life.next_login() {
+            self.arm(until);
+        }
+        self.outputs.extend(event.map(O::event));
+    }
+
+    /// Takes a request into the queue.
+    pub(crate) fn submit(&mut self, spec: RequestSpec) -> Result<RequestId, SubmitError> {
+        if self.life.is_ending() {
+            return Err(SubmitError::Closed);
+        }
+        let deadline = spec.deadline;
+        let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
+        self.arm(deadline);
+        Ok(id)
+    }
+
+    /// Decides about a request whose attempt is over.
+    pub(crate) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
+        match self.requests.settle(index, end, self.life.is_ending(), now) {
+            Settled::Over(result) => self.complete(index, result),
+            Settled::Queued => {}
+            Settled::Later(until) => self.arm(until),
+        }
+    }
+
+    pub(crate) fn complete(&mut self, index: u32, result: RequestResult) {
+        self.requests.remove(index);
+        self.outputs
+            .push_back(O::complete(RequestId(index), result));
+    }
+
+    /// Requests whose time has come, in the order of submission.
+    pub(crate) fn plan_late(&mut self, now: Instant) -> Vec<Late> {
+        let (late, next) = self.requests.plan_late(now);
+        if let Some(next) = next {
+            self.arm(next);
+        }
+        late
+    }
+
+    /// Handles the end of a request's time.
+    pub(crate) fn expire(&mut self, late: Late, now: Instant) -> Expired {
+        let request = self.requests.at(late.index);
+        let overdue = request.spec.deadline <= now;
+        match request.state {
+            RequestState::Queued => self.complete(late.index, Err(RequestError::TimedOut)),
+            RequestState::Backoff { .. } if overdue => {
+                self.complete(late.index, Err(RequestError::TimedOut));
+            }
+            RequestState::Backoff { .. } => drop(self.requests.enqueue(late.index)),
+            RequestState::Started { channel, .. } => {
+                self.requests.begin_abort(late.index);
+                return Expired::Abort(channel);
+            }
+            RequestState::Retiring { .. } => return Expired::Leave,
+            RequestState::Aborting { .. } => {}
+        }
+        Expired::Nothing
+    }
+
+    /// Returns whether sense data report that the watched unit may be another one.
+    pub(crate) fn may_be_another(&self, sense: Option<Sense>) -> bool {
+        let may_change =
+            |s: Sense| s.key == SenseKey::UnitAttention && may_change_unit(s.additional);
+        self.is_guarded && sense.is_some_and(may_change)
+    }
+
+    /// Reports a unit attention that an answer to a request brought, where the unit is watched.
+    pub(crate) fn report_attention(&mut self, index: u32, answer: &Answer) {
+        if let (true, Some(sense)) = (self.is_guarded, answer.sense.clone()) {
+            let lun = self.requests.at(index).spec.lun;
+            let event = SessionEvent::UnitEvent { lun, sense };
+            self.outputs.push_back(O::event(event));
+        }
+    }
+}

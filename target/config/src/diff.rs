@@ -1,0 +1,188 @@
+//! What differs between two configurations, in the words of their files.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::items;
+use super::model::Config;
+use super::place::Place;
+use super::tree::Tree;
+
+/// A place where two configurations differ.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Difference {
+    /// The [`Place`], such as `/targets/demo/luns/1`.
+    pub path: String,
+    /// What was there; null where there was nothing, or the default. Secrets are masked.
+    pub old: Value,
+    /// What is there now; likewise.
+    pub new: Value,
+}
+
+/// All places where two configurations differ. The order of backends, targets, portals and users
+/// makes no difference.
+#[must_use]
+pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {
+    let mut out = Vec::new();
+    let (old, new) = (old.to_tree(), new.to_tree());
+    compare(&Place::default(), Some(&old), Some(&new), &mut out);
+    out
+}
+
+/// A part of a mapping or list.
+struct Part<'a> {
+    /// What makes it the same part in another configuration: its key or name, else its number.
+    key: String,
+    place: Place,
+    tree: &'a Tree,
+}
+
+fn compare(place: &Place, old: Option<&Tree>, new: Option<&Tree>, out: &mut Vec<Difference>) {
+    if old == new {
+        return;
+    }
+    let parts = old
+        .and_then(|t| parts(place, t))
+        .zip(new.and_then(|t| parts(place, t)));
+    let Some((old_parts, new_parts)) = parts else {
+        out.push(Difference {
+            path: place.to_string(),
+            old: shown(place, old),
+            new: shown(place, new),
+        });
+        return;
+    };
+    for old in &old_parts {
+        let new = new_parts.iter().find(|new| new.key == old.key);
+        compare(&old.place, Some(old.tree), new.map(|new| new.tree), out);
+    }
+    for new in &new_parts {
+        if old_parts.iter().all(|old| old.key != new.key) {
+            compare(&new.place, None, Some(new.tree), out);
+        }
+    }
+}
+
+/// The parts of a mapping, or of a list of mappings; other lists are values.
+fn parts<'a>(place: &Place, tree: &'a Tree) -> Option<Vec<Part<'a>>> {
+    match tree {
+        Tree::Map(entries) => {
+            let part = |(key, value): &'a (String, Tree)| Part {
+                key: key.clone(),
+                place: place.join(key),
+                tree: value,
+            };
+            Some(entries.iter().map(part).collect())
+        }
+        Tree::List(items) if items.iter().all(|item| matches!(item, Tree::Map(_))) => {
+            let names: Option<Vec<String>> =
+                items.iter().map(|item| items::name_of(item, ':')).collect();
+            // Two of one name are distinguished by their numbers.
+            let names = names.filter(|names| {
+                let mut all = names.iter().enumerate();
+                all.all(|(n, name)| !names[..n].contains(name))
+            });
+            let key = |n: usize| {
+                names
+                    .as_ref()
+                    .map_or_else(|| n.to_string(), |names| names[n].clone())
+            };
+            let places = items::names(items);
+            let part = |(n, tree): (usize, &'a Tree)| Part {
+                key: key(n),
+                place: place.join(&places[n]),
+                tree,
+            };
+            Some(items.iter().enumerate().map(part).collect())
+        }
+        _ => None,
+    }
+}
+
+/// A value for people.
+fn shown(place: &Place, tree: Option<&Tree>) -> Value {
+    let Some(tree) = tree else {
+        return Value::Null;
+    };
+    let key = place.segments().last().map_or("", String::as_str);
+    serde_json::to_value(tree.clone().masked(key)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn config(target: &str, rest: &str) -> Config {
+        let text = format!(
+            "backends: {{ a: {{ kind: ram, size: 1MiB }}, b: {{ kind: ram, size: 2MiB }} }}\n\
+             targets:\n  - name: t\n    iqn: iqn.2026-01.a:t\n    \
+             portals: [{{ protocol: iscsi, listen: 127.0.0.1 }}]\n{target}{rest}"
+        );
+        Config::parse(&text, "test.yaml").unwrap()
+    }
+
+    fn said(old: &Config, new: &Config) -> Vec<(String, Value, Value)> {
+        let all = diff(old, new).into_iter();
+        all.map(|d| (d.path, d.old, d.new)).collect()
+    }
+
+    #[test]
+    fn equal_files_do_not_differ_however_they_are_written() {
+        let one = config("    luns: { 0: a }\n", "");
+        let other = config(
+            "    luns: { 0x0: { backend: a, read_only: false } }\n",
+            "limits: { max_sessions: 256 }\n",
+        );
+        assert_eq!(said(&one, &other), []);
+    }
+
+    #[test]
+    fn differences_stand_at_their_places() {
+        let old = config("    luns: { 0: a, 1: b }\n    access: open\n", "");
+        let new = config(
+            "    luns: { 0: a, 2: { backend: b, read_only: true } }\n",
+            "limits: { max_sessions: 9 }\nworkers: { cpus: [1, 2], count: 2 }\n",
+        );
+        let place = |path: &str, old, new| (path.to_owned(), old, new);
+        assert_eq!(
+            said(&old, &new),
+            [
+                place("/targets/t/luns/1", json!("b"), Value::Null),
+                place(
+                    "/targets/t/luns/2",
+                    Value::Null,
+                    json!({ "backend": "b", "read_only": true })
+                ),
+                place("/targets/t/access", json!("open"), Value::Null),
+                place(
+                    "/workers",
+                    Value::Null,
+                    json!({ "count": 2, "cpus": [1, 2] })
+                ),
+                place("/limits", Value::Null, json!({ "max_sessions": 9 })),
+            ]
+        );
+    }
+
+    #[test]
+    fn secrets_are_masked_and_their_change_is_told() {
+        let chap = |secret: &str| {
+            let users = format!("users: [{{ name: u, secret: {secret} }}]");
+            config(&format!("    chap: {{ {users} }}\n"), "")
+        };
+        let found = diff(&chap("secret-number-1"), &chap("secret-number-2"));
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].path, "/targets/t/chap/users/u/secret");
+        assert_eq!(
+            (&found[0].old, &found[0].new),
+            (&json!("(secret)"), &json!("(secret)"))
+        );
+        let added = diff(&config("", ""), &chap("secret-number-1"));
+        assert_eq!(
+            added[0].new,
+            json!({ "users": [{ "name": "u", "secret": "(secret)" }] })
+        );
+    }
+}

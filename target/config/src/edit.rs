@@ -1,0 +1,564 @@
+//! [`Document`]: the objects of a configuration by their places, to be looked at and changed.
+//!
+//! What may stand where is the schema's to say ([`Shape`]), so no key is named here. What a change
+//! makes of the configuration as a whole is checked as a file is, by [`Document::finish`].
+
+use std::fmt;
+
+use serde_json::Value;
+
+use super::error::nearest;
+use super::items::{as_list, as_map, find, has_names, items, names, push, users};
+use super::shape::{Kind, Scalar, Shape};
+use super::{Config, ConfigError, Place, Tree, schema};
+
+/// A configuration as objects in objects.
+#[derive(Debug)]
+pub struct Document {
+    tree: Tree,
+    schema: Value,
+    by_number: bool,
+}
+
+/// What stands at a place.
+#[derive(Clone, Copy, Debug)]
+pub struct Found<'a> {
+    /// What is set; nothing where the default holds.
+    pub tree: Option<&'a Tree>,
+    /// What may be.
+    pub shape: Shape<'a>,
+}
+
+/// Why a configuration cannot be looked at or changed so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EditError {
+    /// Where.
+    pub place: Place,
+    /// What is wrong.
+    pub message: String,
+    /// What to do about it, where that is not plain.
+    pub hint: Option<String>,
+}
+
+impl EditError {
+    pub(super) fn new(place: &Place, message: impl Into<String>) -> Self {
+        Self {
+            place: place.clone(),
+            message: message.into(),
+            hint: None,
+        }
+    }
+
+    fn hint(self, hint: Option<String>) -> Self {
+        Self { hint, ..self }
+    }
+}
+
+impl std::error::Error for EditError {}
+
+impl fmt::Display for EditError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.place, self.message)?;
+        match &self.hint {
+            Some(hint) => write!(f, " ({hint})"),
+            None => Ok(()),
+        }
+    }
+}
+
+pub(super) type Edited<T> = Result<T, EditError>;
+
+impl Document {
+    /// A configuration's objects.
+    #[must_use]
+    pub fn new(config: &Config) -> Self {
+        let schema = schema();
+        let tree = in_full(config.to_tree(), Shape::root(&schema));
+        Self {
+            tree,
+            schema,
+            by_number: false,
+        }
+    }
+
+    /// Objects as JSON has them, which may be no configuration.
+    pub(super) fn of(json: &Value) -> Self {
+        Self {
+            tree: Tree::from(json),
+            schema: schema(),
+            by_number: false,
+        }
+    }
+
+    /// Whether a change went to an item by its number in a list: in another configuration that may
+    /// be another item.
+    #[must_use]
+    pub fn is_by_number(&self) -> bool {
+        self.by_number
+    }
+
+    /// What stands at a place.
+    ///
+    /// # Errors
+    /// Nothing does, and nothing may.
+    pub fn at(&self, place: &Place) -> Edited<Found<'_>> {
+        self.find(place).map(|(_, found)| found)
+    }
+
+    /// What stands at a place, and the place with the names of items where it has their numbers.
+    ///
+    /// # Errors
+    /// As [`Document::at`].
+    pub fn find(&self, place: &Place) -> Edited<(Place, Found<'_>)> {
+        let shape = Shape::root(&self.schema);
+        let tree = Some(&self.tree);
+        let mut found = Found { tree, shape };
+        let mut here = Place::default();
+        for segment in place.segments() {
+            let inner = found.inner(segment).map(|inner| (segment.clone(), inner));
+            let inner = inner.or_else(|| item(found, segment));
+            let (name, inner) =
+                inner.ok_or_else(|| lost(&here, found.tree, found.shape, segment))?;
+            here = here.join(&name);
+            found = inner;
+        }
+        Ok((here, found))
+    }
+
+    /// Sets keys of an object that is there. A key may be a path to something beneath that is
+    /// there.
+    ///
+    /// # Errors
+    /// There is no such object or key, or a value is of another kind.
+    pub fn set(&mut self, place: &Place, pairs: &[(String, String)]) -> Edited<()> {
+        if !self.at(place)?.kind().is_structured() {
+            return Err(EditError::new(place, "this is a key, which has no keys"));
+        }
+        self.assign(place, pairs, false)
+    }
+
+    /// Makes an object with these keys. A list's own place means a further item at its end; the
+    /// number of an item without a name is where the new one goes.
+    ///
+    /// # Errors
+    /// It is there already, there is nothing to make it in, or a key or value is wrong.
+    pub fn create(&mut self, place: &Place, pairs: &[(String, String)]) -> Edited<()> {
+        let Some((above, _)) = place.split_last() else {
+            return Err(EditError::new(place, "it is there already"));
+        };
+        let found = self.at(place);
+        if let Ok(found) = found
+            && let Kind::List(_) = found.shape.kind()
+        {
+            let count = items(found.tree).len();
+            return self.create(&place.join(&count.to_string()), pairs);
+        }
+        let above = self.at(&above)?;
+        let has_order = matches!(above.shape.kind(), Kind::List(item) if !has_names(item));
+        match found {
+            Ok(found) if !found.kind().is_structured() => {
+                let hint = Some("`set` sets it".to_owned());
+                return Err(EditError::new(place, "this is a key").hint(hint));
+            }
+            Ok(found) if found.tree.is_some() && !has_order => {
+                return Err(EditError::new(place, "it is there already"));
+            }
+            _ => {}
+        }
+        if has_order {
+            self.insert(place)?;
+        }
+        self.assign(place, pairs, true)
+    }
+
+    /// Takes away an object, or what a key is set to.
+    ///
+    /// # Errors
+    /// It is not there, or it is a backend that logical units use.
+    pub fn delete(&mut self, place: &Place) -> Edited<()> {
+        let Some((above, last)) = place.split_last() else {
+            return Err(EditError::new(
+                place,
+                "a configuration cannot be without it",
+            ));
+        };
+        if self.at(place)?.tree.is_none() {
+            return Err(EditError::new(place, "it is not set"));
+        }
+        if let [list, name] = place.segments()
+            && list == "backends"
+        {
+            let users = users(&self.tree, name);
+            if !users.is_empty() {
+                return Err(EditError::new(place, in_use(&users)));
+            }
+        }
+        let (tree, _) = self.reach(&above, false)?;
+        match tree {
+            Tree::Map(entries) => entries.retain(|(key, _)| key != last),
+            Tree::List(items) => {
+                let found = find(items, last);
+                if let Some((n, by_number)) = found {
+                    items.remove(n);
+                    self.by_number |= by_number;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// What has become of it, and the file that says so.
+    ///
+    /// # Errors
+    /// It is no configuration any more.
+    pub fn finish(self) -> Edited<(Config, String)> {
+        let yaml = self.tree.to_yaml();
+        match Config::parse(&yaml, "configuration") {
+            Ok(config) => Ok((config, yaml)),
+            Err(error) => Err(self.placed(error)),
+        }
+    }
+
+    fn assign(&mut self, place: &Place, pairs: &[(String, String)], make: bool) -> Edited<()> {
+        self.reach(place, make)?;
+        for (key, text) in pairs {
+            let beneath: Place = key.parse().map_err(|e: String| EditError::new(place, e))?;
+            let mut at = place.clone();
+            for segment in beneath.segments() {
+                at = at.join(segment);
+            }
+            let (slot, shape) = self.reach(&at, make)?;
+            *slot = value(&at, shape, text)?;
+        }
+        Ok(())
+    }
+
+    /// The value at a place, which is made where the schema's keys lead there; `make` makes items
+    /// of lists and mappings too.
+    fn reach(&mut self, place: &Place, make: bool) -> Edited<(&mut Tree, Shape<'_>)> {
+        let mut shape = Shape::root(&self.schema);
+        let mut tree = &mut self.tree;
+        let mut here = Place::default();
+        for segment in place.segments() {
+            let kind = shape.kind_of(Some(&*tree));
+            let inner = match kind {
+                Kind::Object(_) => shape.key(segment),
+                Kind::Map(inner) | Kind::List(inner) => Some(inner),
+                _ => None,
+            };
+            let Some(inner) = inner else {
+                return Err(lost(&here, Some(&*tree), shape, segment));
+            };
+            tree = match kind {
+                Kind::List(_) => {
+                    let items = as_list(tree);
+                    let n = match find(items, segment) {
+                        Some((n, by_number)) => {
+                            self.by_number |= by_number;
+                            n
+                        }
+                        None if make => push(items, inner, segment)
+                            .map_err(|message| EditError::new(&here.join(segment), message))?,
+                        None => return Err(missing(&here, segment, &names(items))),
+                    };
+                    &mut items[n]
+                }
+                kind => {
+                    let entries = as_map(tree);
+                    let n = match entries.iter().position(|(key, _)| key == segment) {
+                        Some(n) => n,
+                        None if make || matches!(kind, Kind::Object(_)) => {
+                            entries.push((segment.clone(), Tree::Map(Vec::new())));
+                            entries.len() - 1
+                        }
+                        None => {
+                            let keys: Vec<_> = entries.iter().map(|(key, _)| key.clone()).collect();
+                            return Err(missing(&here, segment, &keys));
+                        }
+                    };
+                    &mut entries[n].1
+                }
+            };
+            here = here.join(segment);
+            shape = inner;
+        }
+        Ok((tree, shape))
+    }
+
+    /// Makes room for an item of a list without names.
+    fn insert(&mut self, place: &Place) -> Edited<()> {
+        let Some((above, last)) = place.split_last() else {
+            return Ok(());
+        };
+        let (list, _) = self.reach(&above, true)?;
+        let items = as_list(list);
+        let count = items.len();
+        match last.parse() {
+            Ok(n) if n <= count => items.insert(n, Tree::Map(Vec::new())),
+            _ => {
+                let message = format!("a number from 0 to {count} is where it can go");
+                return Err(EditError::new(place, message));
+            }
+        }
+        self.by_number = true;
+        Ok(())
+    }
+
+    /// A mistake with its place.
+    pub(super) fn placed(&self, error: ConfigError) -> EditError {
+        let mut place = Place::default();
+        let mut tree = Some(&self.tree);
+        let mut rest = error.path.as_str();
+        while !rest.is_empty() {
+            let (segment, inner, after) = match tree {
+                Some(Tree::List(items)) if rest.starts_with('[') => {
+                    let (number, after) = rest[1..].split_once(']').unwrap_or((&rest[1..], ""));
+                    let n = number.parse().unwrap_or(usize::MAX);
+                    let name = names(items).into_iter().nth(n);
+                    (
+                        name.unwrap_or_else(|| number.to_owned()),
+                        items.get(n),
+                        after,
+                    )
+                }
+                Some(Tree::Map(entries)) => key_of(entries, rest.trim_start_matches('.')),
+                _ => (rest.to_owned(), None, ""),
+            };
+            place = place.join(&segment);
+            (tree, rest) = (inner, after);
+        }
+        EditError {
+            place,
+            message: error.message,
+            hint: error.hint,
+        }
+    }
+}
+
+impl<'a> Found<'a> {
+    /// What kind of thing it is.
+    #[must_use]
+    pub fn kind(self) -> Kind<'a> {
+        self.shape.kind_of(self.tree)
+    }
+
+    /// What stands at a key of an object or at a name of a mapping.
+    fn inner(self, segment: &str) -> Option<Self> {
+        let set = match self.tree {
+            Some(Tree::Map(entries)) => {
+                let mut entries = entries.iter();
+                entries.find(|(key, _)| key == segment).map(|(_, v)| v)
+            }
+            _ => None,
+        };
+        let shape = match self.kind() {
+            Kind::Object(_) => self.shape.key(segment)?,
+            Kind::Map(inner) => {
+                set?;
+                inner
+            }
+            _ => return None,
+        };
+        Some(Self { tree: set, shape })
+    }
+
+    /// The objects beneath, by their names: those that are there in their order, and those lists
+    /// and objects whose keys have defaults.
+    #[must_use]
+    pub fn children(self) -> Vec<(String, Found<'a>)> {
+        let mut children: Vec<(String, Found<'a>)> = match self.tree {
+            Some(Tree::Map(entries)) => {
+                let found = |(key, _): &'a (String, Tree)| Some((key.clone(), self.inner(key)?));
+                entries.iter().filter_map(found).collect()
+            }
+            Some(Tree::List(items)) => match self.shape.kind() {
+                Kind::List(shape) => {
+                    let found = |tree: &'a Tree| Found {
+                        tree: Some(tree),
+                        shape,
+                    };
+                    names(items)
+                        .into_iter()
+                        .zip(items.iter().map(found))
+                        .collect()
+                }
+                _ => Vec::new(),
+            },
+            _ => Vec::new(),
+        };
+        children.retain(|(_, found)| found.kind().is_structured());
+        if let Kind::Object(keys) = self.shape.kind() {
+            for key in keys.keys() {
+                let has = children.iter().any(|(name, _)| name == key);
+                match self.inner(key) {
+                    Some(found) if !has && found.is_implied() => {
+                        children.push((key.clone(), found));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        children
+    }
+
+    /// Whether it is there even if nothing is set.
+    fn is_implied(self) -> bool {
+        self.shape.is_structured() && !self.shape.is_optional()
+    }
+
+    /// The keys of an object that are not set, and what they are.
+    #[must_use]
+    pub fn unset(self) -> Vec<(String, &'a str)> {
+        let Kind::Object(keys) = self.shape.kind() else {
+            return Vec::new();
+        };
+        let found = |key: &'a String| {
+            let inner = self.inner(key)?;
+            let is_unset = inner.tree.is_none();
+            let description = inner.shape.description().unwrap_or_default();
+            is_unset.then(|| (key.clone(), description))
+        };
+        keys.keys().filter_map(found).collect()
+    }
+}
+
+/// An item of a list by its name or number, and its name.
+fn item<'a>(list: Found<'a>, segment: &str) -> Option<(String, Found<'a>)> {
+    let Kind::List(shape) = list.shape.kind() else {
+        return None;
+    };
+    let items = items(list.tree);
+    let (n, _) = find(items, segment)?;
+    let tree = Some(&items[n]);
+    Some((names(items).swap_remove(n), Found { tree, shape }))
+}
+
+/// A value as it is written on a command line.
+fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Tree> {
+    let wrong = |expected: &str| {
+        Err(EditError::new(
+            place,
+            format!("expected {expected}, not `{text}`"),
+        ))
+    };
+    let scalar = |scalar: Scalar, text: &str| match scalar {
+        Scalar::Bool => text.parse().map(Tree::Bool).map_err(|_| "true or false"),
+        Scalar::Number => {
+            let number = text.parse().map(Tree::Number);
+            number.map_err(|_| "a whole number that is not negative")
+        }
+        Scalar::Text => Ok(Tree::Text(text.to_owned())),
+    };
+    match shape.kind() {
+        Kind::Scalar(kind) => scalar(kind, text).or_else(wrong),
+        Kind::Values(kind) => {
+            let words = text
+                .split(',')
+                .map(str::trim)
+                .filter(|word| !word.is_empty());
+            let values: Result<Vec<_>, _> = words.map(|word| scalar(kind, word)).collect();
+            values.map(Tree::List).or_else(wrong)
+        }
+        Kind::Object(keys) if shape.short_for().is_none() => {
+            let keys: Vec<_> = keys.keys().map(String::as_str).collect();
+            let hint = Some(format!("its keys are {}", keys.join(", ")));
+            Err(EditError::new(place, "this is an object").hint(hint))
+        }
+        Kind::Map(_) => Err(EditError::new(place, "this holds objects, which have keys")),
+        // A word that stands for an object, or for a list: what it means is checked as a whole.
+        Kind::Object(_) | Kind::List(_) => Ok(in_full(Tree::Text(text.to_owned()), shape)),
+    }
+}
+
+/// Objects in the place of scalars that stand for them.
+fn in_full(tree: Tree, shape: Shape<'_>) -> Tree {
+    let kind = shape.kind_of(Some(&tree));
+    match (tree, kind) {
+        (Tree::Map(entries), kind) => {
+            let full = entries.into_iter().map(|(key, value)| {
+                let inner = match kind {
+                    Kind::Map(inner) => Some(inner),
+                    _ => shape.key(&key),
+                };
+                let value = match inner {
+                    Some(inner) => in_full(value, inner),
+                    None => value,
+                };
+                (key, value)
+            });
+            Tree::Map(full.collect())
+        }
+        (Tree::List(items), Kind::List(inner)) => {
+            Tree::List(items.into_iter().map(|item| in_full(item, inner)).collect())
+        }
+        (Tree::Text(text), Kind::Object(_)) => match shape.short_for() {
+            Some(key) => Tree::Map(vec![(key.to_owned(), Tree::Text(text))]),
+            None => Tree::Text(text),
+        },
+        (tree, _) => tree,
+    }
+}
+
+/// The key that a path of an error begins with, what stands there, and the path from there.
+fn key_of<'t, 'p>(
+    entries: &'t [(String, Tree)],
+    path: &'p str,
+) -> (String, Option<&'t Tree>, &'p str) {
+    let ends = |rest: &str| rest.is_empty() || rest.starts_with(['.', '[']);
+    let leads = |key: &str| path.strip_prefix(key).filter(|rest| ends(rest));
+    let keys = entries.iter().filter(|(key, _)| leads(key).is_some());
+    // A name may have a dot in it.
+    match keys.max_by_key(|(key, _)| key.len()) {
+        Some((key, value)) => (key.clone(), Some(value), leads(key).unwrap_or_default()),
+        None => (path.to_owned(), None, ""),
+    }
+}
+
+/// What to say where a path does not lead anywhere.
+fn lost(here: &Place, tree: Option<&Tree>, shape: Shape<'_>, segment: &str) -> EditError {
+    match shape.kind_of(tree) {
+        Kind::Object(keys) => {
+            let keys: Vec<&str> = keys.keys().map(String::as_str).collect();
+            let hint = match nearest(segment, keys.iter().copied()) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None => format!("the keys here are {}", keys.join(", ")),
+            };
+            EditError::new(here, format!("unknown key `{segment}`")).hint(Some(hint))
+        }
+        Kind::Map(_) => {
+            let keys: Vec<String> = match tree {
+                Some(Tree::Map(entries)) => entries.iter().map(|(key, _)| key.clone()).collect(),
+                _ => Vec::new(),
+            };
+            missing(here, segment, &keys)
+        }
+        Kind::List(_) => missing(here, segment, &names(items(tree))),
+        Kind::Values(_) | Kind::Scalar(_) => EditError::new(
+            here,
+            format!("this is a value; there is no `{segment}` beneath it"),
+        ),
+    }
+}
+
+/// Names that are told at most.
+const TOLD: usize = 16;
+
+/// What to say where an object is used by others.
+fn in_use(users: &[Place]) -> String {
+    let named: Vec<_> = users.iter().take(TOLD).map(Place::to_string).collect();
+    let more = match users.len() - named.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("is in use by {}{more}", named.join(", "))
+}
+
+fn missing(here: &Place, segment: &str, there: &[String]) -> EditError {
+    let hint = match nearest(segment, there.iter().map(String::as_str)) {
+        Some(near) => Some(format!("did you mean `{near}`?")),
+        None if there.is_empty() || there.len() > TOLD => None,
+        None => Some(format!("there is {}", there.join(", "))),
+    };
+    EditError::new(here, format!("there is no `{segment}`")).hint(hint)
+}

@@ -1,0 +1,99 @@
+//! [`ConfigError`]: what is wrong, where, and what to do.
+
+use std::fmt;
+
+/// One mistake in a configuration file.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub struct ConfigError {
+    /// The file's name, as the caller gave it.
+    pub file: String,
+    /// Line, from 1.
+    pub line: u64,
+    /// Column in characters, from 1.
+    pub column: u64,
+    /// The place in the tree, such as `targets[0].luns.3`; empty at the top.
+    pub path: String,
+    /// What is wrong.
+    pub message: String,
+    /// What to do about it, where that is not plain.
+    pub hint: Option<String>,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}:{}: ", self.file, self.line, self.column)?;
+        if !self.path.is_empty() {
+            write!(f, "{}: ", self.path)?;
+        }
+        f.write_str(&self.message)?;
+        if let Some(hint) = &self.hint {
+            write!(f, " ({hint})")?;
+        }
+        Ok(())
+    }
+}
+
+impl ConfigError {
+    /// The byte offset of the place in the text it came from, for marking it in print.
+    #[must_use]
+    pub fn offset_in(&self, text: &str) -> usize {
+        let line = usize::try_from(self.line.saturating_sub(1)).unwrap_or(usize::MAX);
+        let start: usize = text.split_inclusive('\n').take(line).map(str::len).sum();
+        let column = usize::try_from(self.column.saturating_sub(1)).unwrap_or(usize::MAX);
+        let rest = &text[start..];
+        start
+            + rest
+                .char_indices()
+                .nth(column)
+                .map_or(rest.trim_end().len(), |(i, _)| i)
+    }
+}
+
+/// The nearest of the known words, if it is near enough to be meant.
+pub(super) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    known
+        .into_iter()
+        .map(|k| (distance(word, k), k))
+        .filter(|&(d, k)| d <= k.chars().count() / 3 + 1 && d < k.chars().count())
+        .min_by_key(|&(d, _)| d)
+        .map(|(_, k)| k)
+}
+
+/// Edits between two words. Long ones are not compared, since that takes time by the product of
+/// their lengths.
+fn distance(a: &str, b: &str) -> usize {
+    match a.len().max(b.len()) {
+        0..=64 => strsim::levenshtein(a, b),
+        _ => usize::MAX,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn near_words_are_suggested_and_far_ones_are_not() {
+        let known = ["path", "block_size", "write_cache"];
+        assert_eq!(nearest("pth", known), Some("path"));
+        assert_eq!(nearest("blocksize", known), Some("block_size"));
+        assert_eq!(nearest("colour", known), None);
+        assert_eq!(nearest("", known), None);
+    }
+
+    #[test]
+    fn the_offset_counts_bytes_of_the_place() {
+        let error = |line, column| ConfigError {
+            file: "f".into(),
+            line,
+            column,
+            path: String::new(),
+            message: String::new(),
+            hint: None,
+        };
+        let text = "ä: 1\nb: ü x\n";
+        assert_eq!(&text[error(2, 6).offset_in(text)..], "x\n");
+        assert_eq!(error(9, 9).offset_in(text), text.len());
+        assert_eq!(error(0, 0).offset_in(""), 0);
+    }
+}

@@ -1,0 +1,152 @@
+//! The limits of a backend or an access rule, read and written.
+
+use std::time::Duration;
+
+use super::io_limits::{BURST, IoLimits, MAX_WAIT};
+use super::mapping::{Map, size};
+use super::mistake::{Checked, Mistake};
+use super::raw;
+use super::tree::Tree;
+use super::yaml::Located;
+
+/// The longest time for which a rate may be saved up.
+const MAX_BURST: Duration = Duration::from_secs(3600);
+
+pub(super) fn check(path: &str, written: Option<&Located<raw::IoLimits>>) -> Checked<IoLimits> {
+    let default = IoLimits::default();
+    let Some(Located { value: written, .. }) = written else {
+        return Ok(default);
+    };
+    if let Some(burst) = written.burst.as_ref().filter(|b| b.value.0 > MAX_BURST) {
+        let message = "a burst is an hour at most";
+        return Err(Mistake::new(
+            burst.at,
+            format!("{path}.limits.burst"),
+            message,
+        ));
+    }
+    Ok(IoLimits {
+        iops: written.iops.map(raw::Iops::get),
+        read_iops: written.read_iops.map(raw::Iops::get),
+        write_iops: written.write_iops.map(raw::Iops::get),
+        bandwidth: written.bandwidth.map(raw::Bandwidth::get),
+        read_bandwidth: written.read_bandwidth.map(raw::Bandwidth::get),
+        write_bandwidth: written.write_bandwidth.map(raw::Bandwidth::get),
+        burst: written
+            .burst
+            .as_ref()
+            .map_or(default.burst, |burst| burst.value.0),
+    })
+}
+
+/// What to say of limits by which the longest command keeps those behind it waiting for too long.
+pub(super) fn note(place: &str, limits: &IoLimits, longest: u32) -> Option<String> {
+    let rates = [
+        limits.bandwidth,
+        limits.read_bandwidth,
+        limits.write_bandwidth,
+    ];
+    let seconds = u64::from(longest) / rates.into_iter().flatten().min()?;
+    (seconds > MAX_WAIT.as_secs()).then(|| {
+        format!(
+            "{place}: at its bandwidth a command of {} MiB (limits.max_transfer) takes {seconds} s, and others wait \
+             behind it for longer than initiators may",
+            longest >> 20
+        )
+    })
+}
+
+pub(super) fn write(limits: &IoLimits) -> Tree {
+    let mut map = Map::default();
+    let rate = |rate: Option<u64>| rate.map(Tree::Number);
+    map.set("iops", rate(limits.iops));
+    map.set("read_iops", rate(limits.read_iops));
+    map.set("write_iops", rate(limits.write_iops));
+    map.set("bandwidth", limits.bandwidth.map(size));
+    map.set("read_bandwidth", limits.read_bandwidth.map(size));
+    map.set("write_bandwidth", limits.write_bandwidth.map(size));
+    let is_other = limits.burst != BURST;
+    map.set("burst", is_other.then(|| span(limits.burst)));
+    map.tree()
+}
+
+fn span(time: Duration) -> Tree {
+    let millis = time.as_millis();
+    Tree::Text(match millis.is_multiple_of(1000) {
+        true => format!("{}s", millis / 1000),
+        false => format!("{millis}ms"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Access, Config};
+
+    fn config(backend: &str, rule: &str) -> String {
+        format!(
+            "backends: {{ d: {{ kind: ram, size: 1MiB, limits: {backend} }} }}\n\
+             targets:\n- name: t\n  portals: [{{ protocol: srp, listen: 127.0.0.1 }}]\n  \
+             luns: {{ 0: d }}\n  access: [{{ address: 127.0.0.1, limits: {rule} }}]\n"
+        )
+    }
+
+    #[test]
+    fn limits_are_read_and_written_back() {
+        let text = config(
+            "{ iops: 5000, read_bandwidth: 100MiB, burst: 2s }",
+            "{ write_iops: 10, bandwidth: 1.5MiB, burst: 1500ms }",
+        );
+        let parsed = Config::parse(&text, "a.yaml").unwrap();
+        let unit = IoLimits {
+            iops: Some(5000),
+            read_bandwidth: Some(100 << 20),
+            burst: Duration::from_secs(2),
+            ..IoLimits::default()
+        };
+        let initiator = IoLimits {
+            write_iops: Some(10),
+            bandwidth: Some(3 << 19),
+            burst: Duration::from_millis(1500),
+            ..IoLimits::default()
+        };
+        assert_eq!(parsed.backends[0].limits, unit);
+        let Access::Rules(rules) = &parsed.targets[0].access else {
+            panic!("there is a rule");
+        };
+        assert_eq!(rules[0].limits, Some(initiator));
+        let again = Config::parse(&parsed.to_yaml(), "b.yaml").unwrap();
+        assert_eq!(again, parsed);
+        let none = Config::parse(&config("{}", "{ burst: 1m }"), "c.yaml").unwrap();
+        assert_eq!(none.backends[0].limits, IoLimits::default());
+        assert!(!none.to_yaml().contains("limits"), "{}", none.to_yaml());
+    }
+
+    #[test]
+    fn what_cannot_be_a_limit_is_refused_with_its_place() {
+        for (limits, place) in [
+            ("{ iops: 0 }", "limits.iops"),
+            ("{ iops: 2000000000 }", "limits.iops"),
+            ("{ write_bandwidth: 4095 }", "limits.write_bandwidth"),
+            ("{ burst: 61m }", "limits.burst"),
+            ("{ burst: fast }", "fast"),
+            ("{ ops: 1 }", "ops"),
+        ] {
+            let error = Config::parse(&config(limits, "{}"), "a.yaml").unwrap_err();
+            assert!(error.to_string().contains(place), "{limits}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_bandwidth_that_long_commands_exceed_for_long_is_noted() {
+        let text = config("{ read_bandwidth: 1MiB }", "{ bandwidth: 4MiB, iops: 1 }");
+        let notes = Config::parse(&text, "a.yaml").unwrap().notes;
+        assert_eq!(notes.len(), 1, "{notes:?}");
+        assert!(notes[0].starts_with("backend `d`: at its bandwidth a command of 32 MiB"));
+        assert!(notes[0].contains("takes 32 s"), "{notes:?}");
+        let text = config("{ bandwidth: 4MiB }", "{ write_bandwidth: 2MiB }");
+        let notes = Config::parse(&text, "a.yaml").unwrap().notes;
+        assert!(notes[0].starts_with("target `t`, access rule 0: "));
+        assert_eq!(notes.len(), 1, "{notes:?}");
+    }
+}

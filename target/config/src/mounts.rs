@@ -1,0 +1,158 @@
+//! Mounts that the daemon must not use: FUSE file systems whose program asks the daemon for what it shows.
+//! A system call on a path there waits for that program, and the program waits for the daemon.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Component, Path, PathBuf};
+
+/// The source of such a mount, as its program names it (`fsname` of FUSE).
+pub const SOURCE: &str = "riserd";
+
+/// Symbolic links that are followed at most, as the kernel does (`path_resolution(7)`).
+const MAX_LINKS: u32 = 40;
+
+/// The mount with [`SOURCE`] that a path leads to or through, if there is one. Nothing below such a mount is
+/// touched to find out.
+#[must_use]
+pub fn find(path: &Path) -> Option<PathBuf> {
+    let mounts = mounts(&fs::read("/proc/self/mountinfo").ok()?);
+    resolve(path, &mounts)
+}
+
+/// Text of the refusal of a path below such a mount.
+#[must_use]
+pub fn why(path: &Path, mount: &Path) -> String {
+    let (path, mount) = (path.display(), mount.display());
+    format!("{path}: lies below {mount}, which asks this daemon: it would wait for itself")
+}
+
+/// The mount points in a `mountinfo` (`proc_pid_mountinfo(5)`) that are not to be used.
+fn mounts(text: &[u8]) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for line in text.split(|b| *b == b'\n') {
+        let mut fields = line.split(|b| *b == b' ');
+        let Some(point) = fields.nth(4).map(unescape) else {
+            continue;
+        };
+        // Of several mounts at one place the last one counts.
+        found.retain(|known| *known != point);
+        let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
+        let is_fuse = rest.next().is_some_and(|kind| kind.starts_with(b"fuse"));
+        if is_fuse && rest.next() == Some(SOURCE.as_bytes()) {
+            found.push(point);
+        }
+    }
+    found
+}
+
+/// A field without the kernel's octal escapes of blanks and backslashes.
+fn unescape(field: &[u8]) -> PathBuf {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let [first, tail @ ..] = rest {
+        let code = tail.get(..3).filter(|_| *first == b'\\');
+        let code = code.and_then(|digits| std::str::from_utf8(digits).ok());
+        match code.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = &tail[3..];
+            }
+            None => {
+                bytes.push(*first);
+                rest = tail;
+            }
+        }
+    }
+    PathBuf::from(OsString::from_vec(bytes))
+}
+
+/// The first of some mounts that a path passes, symbolic links included.
+fn resolve(path: &Path, mounts: &[PathBuf]) -> Option<PathBuf> {
+    let path = std::path::absolute(path).ok()?;
+    let mut at = PathBuf::from("/");
+    let mut left = Vec::new();
+    push(&mut left, &path);
+    let mut links = 0;
+    while let Some(name) = left.pop() {
+        match name.as_bytes() {
+            b"/" => at = PathBuf::from("/"),
+            b"." => {}
+            b".." => {
+                at.pop();
+            }
+            _ => at.push(name),
+        }
+        // `canonicalize` would look below such a mount, and wait for a program that waits for this
+        // daemon. So each component is compared before anything is asked of the file system there.
+        if mounts.contains(&at) {
+            return Some(at);
+        }
+        let Ok(target) = fs::read_link(&at) else {
+            continue;
+        };
+        links += 1;
+        if links > MAX_LINKS {
+            return None;
+        }
+        at.pop();
+        push(&mut left, &target);
+    }
+    None
+}
+
+/// Puts the components of a path on a stack, the first one on top.
+fn push(stack: &mut Vec<OsString>, path: &Path) {
+    let names = path.components().rev().map(Component::as_os_str);
+    stack.extend(names.map(OsStr::to_owned));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    const MOUNTINFO: &[u8] = b"\
+        22 27 0:20 / /sys rw,nosuid shared:7 - sysfs sysfs rw\n\
+        30 22 0:25 / /sys/kernel/config rw shared:9 - configfs configfs rw\n\
+        41 27 0:40 / /run/the\\040tree rw - fuse.configfs riserd rw,user_id=0\n\
+        42 27 0:41 / /run/other rw - fuse.sshfs riser@host rw\n\
+        43 30 0:42 /target /sys/kernel/config rw shared:9 master:1 - fuse.configfs riserd rw\n\
+        44 27 0:43 / /run/hidden rw - fuse.configfs riserd rw\n\
+        45 44 0:44 / /run/hidden rw - tmpfs riserd rw\n";
+
+    #[test]
+    fn mounts_that_ask_the_daemon_are_known_by_their_source() {
+        let expected = ["/run/the tree", "/sys/kernel/config"];
+        assert_eq!(mounts(MOUNTINFO), expected.map(PathBuf::from));
+        assert!(mounts(b"\n1 2\n3 4 0:1 / /x rw -\n").is_empty());
+    }
+
+    #[test]
+    fn a_path_is_followed_until_it_meets_a_mount() {
+        let dir = std::env::temp_dir().join(format!("riserd-mounts-{}", std::process::id()));
+        let mount = dir.join("mount");
+        fs::create_dir_all(&mount).unwrap();
+        fs::create_dir_all(dir.join("deep")).unwrap();
+        symlink("../mount/target", dir.join("deep/link")).unwrap();
+        symlink("loop", dir.join("loop")).unwrap();
+        let mounts = [mount.clone()];
+        let passed = |path: &str| resolve(&dir.join(path), &mounts).is_some();
+        for path in [
+            "mount",
+            "mount/a/b",
+            "deep/../mount/x",
+            "deep/link",
+            "deep/link/x",
+        ] {
+            assert!(passed(path), "{path}");
+        }
+        for path in ["", "mounted", "deep", "deep/nothing", "loop", "loop/x"] {
+            assert!(!passed(path), "{path}");
+        }
+        // Nothing follows what may wait.
+        assert_eq!(resolve(&mount.join("../x"), &mounts), Some(mount));
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}

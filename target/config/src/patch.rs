@@ -1,0 +1,135 @@
+//! [`Patch`]: a change of a configuration as JSON.
+
+use serde_json::Value;
+
+use super::edit::{Document, EditError};
+use super::{Config, Place};
+
+/// A change of a configuration, which goes by the JSON that [`Config::to_tree`] gives.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Patch {
+    /// Values that take the place of those there are, where null takes one away (JSON Merge Patch,
+    /// RFC 7396). Lists are replaced whole.
+    Merge(Value),
+    /// Operations at JSON Pointers, one after the other, all or none (JSON Patch, RFC 6902). Items
+    /// of lists stand by their numbers; `test` makes sure of what is there.
+    Operations(json_patch::Patch),
+}
+
+impl Patch {
+    /// Media type of [`Patch::Merge`].
+    pub const MERGE: &str = "application/merge-patch+json";
+
+    /// Media type of [`Patch::Operations`].
+    pub const OPERATIONS: &str = "application/json-patch+json";
+
+    /// Reads a patch of a media type, whose parameters do not count; `None` for another one.
+    ///
+    /// # Errors
+    /// The text is not such a patch.
+    pub fn parse(media_type: &str, text: &str) -> Option<Result<Self, serde_json::Error>> {
+        let name = media_type.split(';').next().unwrap_or_default().trim();
+        match name.to_ascii_lowercase().as_str() {
+            Self::MERGE => Some(serde_json::from_str(text).map(Self::Merge)),
+            Self::OPERATIONS => Some(serde_json::from_str(text).map(Self::Operations)),
+            _ => None,
+        }
+    }
+
+    /// The configuration that a change makes of another one.
+    ///
+    /// # Errors
+    /// An operation is not possible, or the result is no configuration.
+    pub fn apply(&self, config: &Config) -> Result<Config, EditError> {
+        let top = Place::default();
+        let wrong = |message: String| EditError::new(&top, message);
+        let mut json = serde_json::to_value(config.to_tree()).map_err(|e| wrong(e.to_string()))?;
+        match self {
+            Self::Merge(patch) => json_patch::merge(&mut json, patch),
+            Self::Operations(operations) => {
+                json_patch::patch(&mut json, operations).map_err(|e| wrong(e.to_string()))?;
+            }
+        }
+        // JSON is YAML.
+        Config::parse(&json.to_string(), "configuration")
+            .map_err(|error| Document::of(&json).placed(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "\
+backends: { a: { kind: ram, size: 1MiB }, b: { kind: ram, size: 2MiB, serial: B } }
+targets:
+  - name: t
+    portals: [{ protocol: srp, listen: 127.0.0.1 }]
+    luns: { 0: a }
+    access: open
+limits: { queue_depth: 7 }
+";
+
+    fn patched(media_type: &str, patch: &str) -> Result<Config, EditError> {
+        let config = Config::parse(TEXT, "test.yaml").unwrap();
+        let patch = Patch::parse(media_type, patch).unwrap().unwrap();
+        patch.apply(&config)
+    }
+
+    #[test]
+    fn a_merge_patch_sets_and_takes_away() {
+        let text =
+            r#"{ "backends": { "b": { "serial": null, "read_only": true } }, "limits": null }"#;
+        let config = patched(Patch::MERGE, text).unwrap();
+        let expected = TEXT
+            .replace("serial: B", "read_only: true")
+            .replace("queue_depth: 7", "");
+        assert_eq!(config, Config::parse(&expected, "test.yaml").unwrap());
+    }
+
+    #[test]
+    fn operations_go_by_pointers_all_or_none() {
+        let text = r#"[
+            { "op": "test", "path": "/backends/b/serial", "value": "B" },
+            { "op": "add", "path": "/targets/0/luns/1", "value": { "backend": "b", "read_only": true } },
+            { "op": "remove", "path": "/backends/b/serial" }
+        ]"#;
+        let config = patched(Patch::OPERATIONS, text).unwrap();
+        let expected = TEXT
+            .replace(", serial: B", "")
+            .replace("{ 0: a }", "{ 0: a, 1: { backend: b, read_only: true } }");
+        assert_eq!(config, Config::parse(&expected, "test.yaml").unwrap());
+        let other = text.replace("\"B\"", "\"C\"");
+        assert!(patched(Patch::OPERATIONS, &other).is_err());
+        let nowhere = r#"[{ "op": "remove", "path": "/backends/c" }]"#;
+        assert!(patched(Patch::OPERATIONS, nowhere).is_err());
+    }
+
+    #[test]
+    fn what_is_no_configuration_is_refused_with_its_place() {
+        for (patch, said) in [
+            (
+                r#"{ "limits": { "queue_depth": 0 } }"#,
+                "/limits/queue_depth: must be from 1 to 4096, not 0",
+            ),
+            (
+                r#"{ "backends": { "a": null } }"#,
+                "/targets/t/luns/0: there is no backend `a`",
+            ),
+            (
+                r#"{ "limit": {} }"#,
+                "/limit: unknown key `limit` (did you mean `limits`?)",
+            ),
+        ] {
+            let error = patched(Patch::MERGE, patch).unwrap_err().to_string();
+            assert!(error.starts_with(said), "{error}");
+        }
+    }
+
+    #[test]
+    fn other_media_types_are_no_patches() {
+        assert!(Patch::parse("application/yaml", "{}").is_none());
+        assert!(Patch::parse("Application/Merge-Patch+JSON; charset=utf-8", "{}").is_some());
+        assert!(Patch::parse(Patch::OPERATIONS, "{}").unwrap().is_err());
+    }
+}

@@ -1,0 +1,289 @@
+//! [`Shape`]: what may stand at a place of a configuration, as the [schema](super::schema()) has
+//! it.
+
+use serde_json::{Map, Value};
+
+use super::Tree;
+
+/// What may stand at a place of a configuration.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape<'s> {
+    /// The whole schema, in which references are looked up.
+    root: &'s Value,
+    /// The schema of this place.
+    node: &'s Value,
+}
+
+/// The kinds of values.
+#[derive(Clone, Copy, Debug)]
+pub enum Kind<'s> {
+    /// An object with these keys.
+    Object(&'s Map<String, Value>),
+    /// Objects by names of the file's own.
+    Map(Shape<'s>),
+    /// Objects in order.
+    List(Shape<'s>),
+    /// Scalars in order.
+    Values(Scalar),
+    /// One scalar.
+    Scalar(Scalar),
+}
+
+/// The kinds of scalars.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scalar {
+    /// `true` or `false`.
+    Bool,
+    /// A whole number that is not negative.
+    Number,
+    /// Whatever else; what it means is checked with the configuration.
+    Text,
+}
+
+impl Kind<'_> {
+    /// Whether these are objects, or hold some.
+    #[must_use]
+    pub fn is_structured(self) -> bool {
+        matches!(self, Self::Object(_) | Self::Map(_) | Self::List(_))
+    }
+}
+
+impl<'s> Shape<'s> {
+    /// That of a whole configuration.
+    #[must_use]
+    pub fn root(schema: &'s Value) -> Self {
+        Self {
+            root: schema,
+            node: schema,
+        }
+    }
+
+    fn of(self, node: &'s Value) -> Self {
+        Self { node, ..self }
+    }
+
+    /// What may stand here.
+    #[must_use]
+    pub fn kind(self) -> Kind<'s> {
+        let ways = self.ways();
+        for way in &ways {
+            if let Some(properties) = way["properties"].as_object() {
+                return Kind::Object(properties);
+            }
+            if way["additionalProperties"].is_object() {
+                return Kind::Map(self.of(&way["additionalProperties"]));
+            }
+            if let Some(items) = way.get("items") {
+                let items = self.of(items);
+                return match items.kind() {
+                    Kind::Scalar(scalar) => Kind::Values(scalar),
+                    _ => Kind::List(items),
+                };
+            }
+        }
+        Kind::Scalar(scalar(&ways))
+    }
+
+    /// What stands here, where there is this: some places take scalars in order, or objects by
+    /// names.
+    #[must_use]
+    pub fn kind_of(self, tree: Option<&Tree>) -> Kind<'s> {
+        let kind = self.kind();
+        let (Kind::Values(_), Some(Tree::Map(_))) = (kind, tree) else {
+            return kind;
+        };
+        let ways = self.ways();
+        let mut maps = ways.iter().map(|way| &way["additionalProperties"]);
+        let inner = maps.find(|inner| inner.is_object());
+        inner.map_or(kind, |inner| Kind::Map(self.of(inner)))
+    }
+
+    /// The object's key of this name.
+    #[must_use]
+    pub fn key(self, name: &str) -> Option<Self> {
+        match self.kind() {
+            Kind::Object(keys) => keys.get(name).map(|node| self.of(node)),
+            _ => None,
+        }
+    }
+
+    /// Whether objects stand here, or beneath.
+    #[must_use]
+    pub fn is_structured(self) -> bool {
+        self.kind().is_structured()
+    }
+
+    /// Whether nothing here is something else than an empty object or list.
+    #[must_use]
+    pub fn is_optional(self) -> bool {
+        let is_null = |way: &&Value| types(way).any(|name| name == "null");
+        self.alternatives().iter().any(is_null)
+    }
+
+    /// The key of an object that a scalar in the object's place stands for, if one may stand
+    /// there.
+    #[must_use]
+    pub fn short_for(self) -> Option<&'s str> {
+        let ways = self.ways();
+        let mut objects = ways.iter().copied();
+        let object = objects.find(|way| way["properties"].is_object())?;
+        let mut required = object["required"].as_array()?.iter();
+        let (Some(Value::String(key)), None) = (required.next(), required.next()) else {
+            return None;
+        };
+        let is_scalar = |way: &&Value| types(way).any(|name| name == "string");
+        ways.iter().any(is_scalar).then_some(key)
+    }
+
+    /// Summary of what it is.
+    #[must_use]
+    pub fn description(self) -> Option<&'s str> {
+        let own = self.node["description"].as_str();
+        let text = own.or_else(|| {
+            self.ways()
+                .iter()
+                .find_map(|way| way["description"].as_str())
+        });
+        text?.lines().next()
+    }
+
+    /// The schemas of which one applies, without that of nothing.
+    fn ways(self) -> Vec<&'s Value> {
+        let mut ways = self.alternatives();
+        ways.retain(|way| way["type"] != "null");
+        ways
+    }
+
+    fn alternatives(self) -> Vec<&'s Value> {
+        if let Some(name) = self.node["$ref"].as_str() {
+            let found = self.root.pointer(name.trim_start_matches('#'));
+            return found.map_or_else(Vec::new, |node| self.of(node).alternatives());
+        }
+        let lists = ["allOf", "anyOf", "oneOf"].iter();
+        let mut lists = lists.filter_map(|key| self.node[*key].as_array());
+        match lists.next() {
+            Some(list) => list
+                .iter()
+                .flat_map(|n| self.of(n).alternatives())
+                .collect(),
+            None => vec![self.node],
+        }
+    }
+}
+
+/// The types that a schema names.
+fn types(way: &Value) -> impl Iterator<Item = &str> {
+    let one = way["type"].as_str();
+    let many = way["type"].as_array().into_iter().flatten();
+    one.into_iter().chain(many.filter_map(Value::as_str))
+}
+
+/// The scalar that all of these are.
+fn scalar(ways: &[&Value]) -> Scalar {
+    let is = |wanted: &str| {
+        let mut ways = ways.iter();
+        ways.all(|way| {
+            let mut names = types(way).filter(|name| *name != "null");
+            names.next() == Some(wanted) && names.next().is_none()
+        })
+    };
+    match () {
+        () if is("boolean") => Scalar::Bool,
+        () if is("integer") => Scalar::Number,
+        () => Scalar::Text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schema;
+
+    fn kind_of(keys: &[&str]) -> String {
+        let schema = schema();
+        let mut shape = Shape::root(&schema);
+        for key in keys {
+            shape = match shape.kind() {
+                Kind::Map(inner) | Kind::List(inner) => inner,
+                _ => shape.key(key).unwrap(),
+            };
+        }
+        match shape.kind() {
+            Kind::Object(_) => "object".to_owned(),
+            Kind::Map(_) => "map".to_owned(),
+            Kind::List(_) => "list".to_owned(),
+            Kind::Values(scalar) => format!("{scalar:?}s"),
+            Kind::Scalar(scalar) => format!("{scalar:?}"),
+        }
+    }
+
+    #[test]
+    fn every_kind_of_place_is_told_from_the_schema() {
+        for (keys, kind) in [
+            (&["identity"] as &[&str], "Text"),
+            (&["strict"], "Bool"),
+            (&["backends"], "map"),
+            (&["backends", "*"], "object"),
+            (&["backends", "*", "kind"], "Text"),
+            (&["backends", "*", "size"], "Text"),
+            (&["backends", "*", "create"], "Bool"),
+            (&["backends", "*", "block_size"], "Number"),
+            (&["backends", "*", "write_cache"], "Text"),
+            (&["targets"], "list"),
+            (&["targets", "*", "portals"], "list"),
+            (&["targets", "*", "portals", "*", "ioc_guid"], "Text"),
+            (&["targets", "*", "portals", "*", "redirect"], "object"),
+            (&["targets", "*", "luns"], "map"),
+            (&["targets", "*", "luns", "*"], "object"),
+            (&["targets", "*", "luns", "*", "read_only"], "Bool"),
+            (&["targets", "*", "access"], "list"),
+            (&["targets", "*", "access", "*", "luns"], "Numbers"),
+            (&["targets", "*", "chap", "users", "*", "secret"], "Text"),
+            (&["discovery_chap", "mutual"], "object"),
+            (&["workers", "count"], "Text"),
+            (&["workers", "cpus"], "Numbers"),
+            (&["limits", "max_sessions"], "Number"),
+            (&["transport", "faults", "loss"], "Text"),
+            (&["metrics", "remote"], "Bool"),
+            (&["log", "format"], "Text"),
+        ] {
+            assert_eq!(kind_of(keys), kind, "{keys:?}");
+        }
+    }
+
+    #[test]
+    fn a_rule_has_numbers_or_units_by_number() {
+        let schema = schema();
+        let mut shape = Shape::root(&schema);
+        for key in ["targets", "", "access", "", "luns"] {
+            shape = match shape.kind() {
+                Kind::List(inner) => inner,
+                _ => shape.key(key).unwrap(),
+            };
+        }
+        for tree in [None, Some(&Tree::List(Vec::new()))] {
+            assert!(matches!(shape.kind_of(tree), Kind::Values(Scalar::Number)));
+        }
+        let Kind::Map(lun) = shape.kind_of(Some(&Tree::Map(Vec::new()))) else {
+            panic!("no units by number");
+        };
+        assert_eq!(lun.short_for(), Some("backend"));
+    }
+
+    #[test]
+    fn a_name_may_stand_for_a_logical_unit() {
+        let schema = schema();
+        let target = match Shape::root(&schema).key("targets").unwrap().kind() {
+            Kind::List(target) => target,
+            other => panic!("{other:?}"),
+        };
+        let Kind::Map(lun) = target.key("luns").unwrap().kind() else {
+            panic!("no logical units");
+        };
+        assert_eq!(lun.short_for(), Some("backend"));
+        assert_eq!(target.short_for(), None);
+        assert!(target.key("chap").unwrap().is_optional());
+        assert!(!target.key("access").unwrap().is_optional());
+        assert!(target.key("iqn").unwrap().description().is_some());
+    }
+}

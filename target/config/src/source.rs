@@ -1,0 +1,86 @@
+//! [`Spec`]: what a backend is made of, and how it is opened.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::faults::Faults;
+
+/// Whether to bypass the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Direct {
+    /// Where the file system and the block size allow it.
+    #[default]
+    Auto,
+    /// Always; opening fails where it cannot be.
+    On,
+    /// Never.
+    Off,
+}
+
+/// What a backend is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A regular file.
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// Its size in bytes; by default, what it has.
+        size: Option<u64>,
+        /// Create it, or extend it to `size`, sparsely.
+        create: bool,
+    },
+    /// A block device, whole.
+    Device {
+        /// Its path.
+        path: PathBuf,
+    },
+    /// Memory of this process, allocated as it is written.
+    Ram {
+        /// Size in bytes.
+        size: u64,
+    },
+    /// Nothing: takes every write, reads zeroes.
+    Null {
+        /// Size in bytes.
+        size: u64,
+    },
+}
+
+impl Source {
+    /// Its kind, as the configuration calls it.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::File { .. } => "file",
+            Self::Device { .. } => "device",
+            Self::Ram { .. } => "ram",
+            Self::Null { .. } => "null",
+        }
+    }
+
+    /// The path of a file or device.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::File { path, .. } | Self::Device { path } => Some(path),
+            Self::Ram { .. } | Self::Null { .. } => None,
+        }
+    }
+}
+
+/// How to open a backend.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spec {
+    /// What it is made of.
+    pub source: Source,
+    /// Logical block size in bytes: a power of two from 512 to 4096.
+    pub block_size: u32,
+    /// Whether to bypass the page cache.
+    pub direct: Direct,
+    /// Whether completed writes may be volatile until a flush.
+    pub write_cache: bool,
+    /// Refuse writes, and let others read the file too.
+    pub read_only: bool,
+    /// Errors and delays on purpose.
+    pub faults: Option<Arc<Faults>>,
+}

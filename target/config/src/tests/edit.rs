@@ -1,0 +1,377 @@
+//! Changes of a configuration by paths.
+
+use crate::edit::{Document, Edited};
+use crate::{Config, Place, Tree};
+
+const TEXT: &str = "\
+backends: { a: { kind: ram, size: 1MiB }, b.c: { kind: ram, size: 2MiB, serial: B } }
+targets:
+  - name: t
+    iqn: iqn.2026-01.a:t
+    portals:
+      - { protocol: iscsi, listen: 127.0.0.1 }
+      - { protocol: srp, listen: \"[::1]:5555\" }
+    luns: { 0: a }
+    chap: { users: [{ name: me/2, secret: twelve bytes or so }] }
+    access: open
+";
+
+fn document() -> Document {
+    Document::new(&Config::parse(TEXT, "test.yaml").unwrap())
+}
+
+fn pairs(pairs: &[&str]) -> Vec<(String, String)> {
+    let pair = |pair: &&str| {
+        let (key, value) = pair.split_once('=').unwrap();
+        (key.to_owned(), value.to_owned())
+    };
+    pairs.iter().map(pair).collect()
+}
+
+fn place(text: &str) -> Place {
+    text.parse().unwrap()
+}
+
+/// What a change makes of it, as differences in words, or why not.
+fn changed(edit: impl FnOnce(&mut Document) -> Edited<()>) -> Result<Vec<String>, String> {
+    let mut document = document();
+    let after = edit(&mut document).and_then(|()| document.finish());
+    let (after, yaml) = after.map_err(|error| error.to_string())?;
+    assert_eq!(Config::parse(&yaml, "again.yaml").unwrap(), after);
+    let before = Config::parse(TEXT, "test.yaml").unwrap();
+    let changes = crate::diff(&before, &after).into_iter();
+    Ok(changes
+        .map(|d| format!("{} {} {}", d.path, d.old, d.new))
+        .collect())
+}
+
+#[test]
+fn keys_are_set_by_their_kinds() {
+    let set = |at: &str, keys: &[&str]| changed(|d| d.set(&place(at), &pairs(keys)));
+    for (at, keys, expected) in [
+        (
+            "/limits",
+            "max_sessions=9",
+            "/limits null {\"max_sessions\":9}",
+        ),
+        ("/backends/a", "serial=12", "/backends/a/serial null \"12\""),
+        (
+            "/backends/b.c",
+            "thin=false",
+            "/backends/b.c/thin null false",
+        ),
+        (
+            "/targets/t/luns/0",
+            "backend=b.c",
+            "/targets/t/luns/0 \"a\" \"b.c\"",
+        ),
+        (
+            "/targets/0",
+            "luns/0=b.c",
+            "/targets/t/luns/0 \"a\" \"b.c\"",
+        ),
+        (
+            "/targets/t/portals/srp:[::1]",
+            "ioc_guid=0x0200c0ffee000001",
+            "/targets/t/portals/srp:[::1]:5555/ioc_guid null \"0x0200c0ffee000001\"",
+        ),
+        ("/workers", "cpus=0, 1", "/workers null {\"cpus\":[0,1]}"),
+        (
+            "/targets/t/chap/users/0",
+            "secret=another twelve bytes",
+            "/targets/t/chap/users/0/secret \"(secret)\" \"(secret)\"",
+        ),
+    ] {
+        assert_eq!(
+            set(at, &[keys]),
+            Ok(vec![expected.to_owned()]),
+            "{at} {keys}"
+        );
+    }
+    for (at, keys, expected) in [
+        (
+            "/limits",
+            "max_sesions=9",
+            "/limits: unknown key `max_sesions` (did you mean `max_sessions`?)",
+        ),
+        (
+            "/limits",
+            "max_sessions=many",
+            "/limits/max_sessions: expected a whole number that is not negative, not `many`",
+        ),
+        (
+            "/limits",
+            "max_sessions=0",
+            "/limits/max_sessions: must be from 1 to 7500, not 0",
+        ),
+        (
+            "/targets/u",
+            "iqn=x",
+            "/targets: there is no `u` (there is t)",
+        ),
+        (
+            "/targets/t",
+            "luns/7=a",
+            "/targets/t/luns: there is no `7` (there is 0)",
+        ),
+        (
+            "/targets/t",
+            "luns/0=x",
+            "/targets/t/luns/0: there is no backend `x`",
+        ),
+        (
+            "/targets/t",
+            "chap=yes",
+            "/targets/t/chap: this is an object (its keys are algorithms, mutual, users)",
+        ),
+        (
+            "/targets/t",
+            "access=closed",
+            "/targets/t/access: expected `open`, or a list of rules, not string \"closed\"",
+        ),
+        (
+            "/backends/b.c",
+            "kind=tape",
+            "/backends/b.c/kind: `tape` is not one of file, device, ram, null",
+        ),
+        (
+            "/backends/a/size",
+            "x=1",
+            "/backends/a/size: this is a key, which has no keys",
+        ),
+        (
+            "/backends/a",
+            "thin=yes",
+            "/backends/a/thin: expected true or false, not `yes`",
+        ),
+    ] {
+        assert_eq!(set(at, &[keys]), Err(expected.to_owned()), "{at} {keys}");
+    }
+}
+
+#[test]
+fn a_rule_gets_numbers_or_units_by_number() {
+    let rule = |d: &mut Document, keys: &[&str]| {
+        d.delete(&place("/targets/t/access"))?;
+        d.create(&place("/targets/t/access/0"), &pairs(keys))
+    };
+    let said = |luns: &str| {
+        Ok(vec![format!(
+            "/targets/t/access \"open\" [{{\"address\":\"10.0.0.0/8\",\"luns\":{luns}}}]"
+        )])
+    };
+    let address = "address=10.0.0.0/8";
+    assert_eq!(changed(|d| rule(d, &[address, "luns=0"])), said("[0]"));
+    let unit = |d: &mut Document, number: u8, keys: &[&str]| {
+        let at = format!("/targets/t/access/0/luns/{number}");
+        d.create(&place(&at), &pairs(keys))
+    };
+    let mapped = changed(|d| {
+        rule(d, &[address])?;
+        unit(d, 5, &["backend=a"])?;
+        unit(d, 7, &["backend=a", "read_only=true"])
+    });
+    assert_eq!(
+        mapped,
+        said("{\"5\":\"a\",\"7\":{\"backend\":\"a\",\"read_only\":true}}")
+    );
+    let changed_again = changed(|d| {
+        rule(d, &[address])?;
+        unit(d, 5, &["backend=a"])?;
+        d.set(
+            &place("/targets/t/access/0/luns/5"),
+            &pairs(&["read_only=true"]),
+        )?;
+        unit(d, 6, &["backend=a"])?;
+        d.delete(&place("/targets/t/access/0/luns/6"))
+    });
+    assert_eq!(
+        changed_again,
+        said("{\"5\":{\"backend\":\"a\",\"read_only\":true}}")
+    );
+    let mixed = changed(|d| {
+        rule(d, &[address, "luns=0"])?;
+        unit(d, 5, &["backend=a"])
+    });
+    assert_eq!(
+        mixed.unwrap_err(),
+        "/targets/t/access/0/luns: this is a value; there is no `5` beneath it"
+    );
+}
+
+#[test]
+fn objects_come_and_go_by_their_names() {
+    let create = |at: &str, keys: &[&str]| changed(|d| d.create(&place(at), &pairs(keys)));
+    let one = |text: &str| Ok(vec![text.to_owned()]);
+    assert_eq!(
+        create("/backends/d", &["kind=null", "size=1GiB"]),
+        one("/backends/d null {\"kind\":\"null\",\"size\":\"1GiB\"}")
+    );
+    assert_eq!(
+        create("/targets/t/luns/3", &["backend=b.c", "read_only=true"]),
+        one("/targets/t/luns/3 null {\"backend\":\"b.c\",\"read_only\":true}")
+    );
+    let portal = "/targets/t/portals/iser:127.0.0.1:3260 null \
+                      {\"listen\":\"127.0.0.1:3260\",\"protocol\":\"iser\"}";
+    assert_eq!(
+        create("/targets/t/portals/iser:127.0.0.1", &[]),
+        one(portal)
+    );
+    let keys = ["protocol=iser", "listen=127.0.0.1"];
+    assert_eq!(create("/targets/t/portals", &keys), one(portal));
+    assert_eq!(create("/targets/t/portals/2", &keys), one(portal));
+    let keys = [
+        "portals/srp:127.0.0.9/ioc_guid=0x0200c0ffee000001",
+        "luns/1=a",
+        "access=open",
+    ];
+    assert_eq!(create("/targets/u", &keys).unwrap().len(), 1);
+    assert_eq!(
+        create("/targets/t/access/0", &["iqn=iqn.2026-01.a:me", "luns=0"]),
+        one("/targets/t/access \"open\" [{\"iqn\":\"iqn.2026-01.a:me\",\"luns\":[0]}]")
+    );
+    let keys = ["secret=our own twelve bytes", "name=us"];
+    assert_eq!(create("/targets/t/chap/mutual", &keys).unwrap().len(), 1);
+    for (at, keys, expected) in [
+        (
+            "/backends/a",
+            "kind=ram",
+            "/backends/a: it is there already",
+        ),
+        (
+            "/targets/t/luns/4",
+            "read_only=true",
+            "/targets/t/luns/4: the key `backend` is missing",
+        ),
+        (
+            "/targets/v/luns/4",
+            "backend=a",
+            "/targets: there is no `v` (there is t)",
+        ),
+        (
+            "/targets/t/portals/5",
+            "protocol=srp",
+            "/targets/t/portals/5: a further one has the number 2",
+        ),
+        (
+            "/targets/t/access/1",
+            "iqn=x",
+            "/targets/t/access/1: a number from 0 to 0 is where it can go",
+        ),
+        (
+            "/targets/t/iqn",
+            "x=y",
+            "/targets/t/iqn: this is a key (`set` sets it)",
+        ),
+        (
+            "/targets/v",
+            "access=open",
+            "/targets/v: the key `portals` is missing",
+        ),
+    ] {
+        assert_eq!(create(at, &[keys]), Err(expected.to_owned()), "{at} {keys}");
+    }
+    let delete = |at: &str| changed(|d| d.delete(&place(at)));
+    assert_eq!(
+        delete("/targets/t/luns/0"),
+        one("/targets/t/luns {\"0\":\"a\"} null")
+    );
+    assert_eq!(
+        delete("/targets/t/portals/srp:[::1]:5555").unwrap().len(),
+        1
+    );
+    assert_eq!(
+        delete("/backends/b.c/serial"),
+        one("/backends/b.c/serial \"B\" null")
+    );
+    assert_eq!(
+        delete("/targets/t/access"),
+        one("/targets/t/access \"open\" null")
+    );
+    assert_eq!(delete("/targets/t").unwrap().len(), 1);
+    for (at, expected) in [
+        ("/", "/: a configuration cannot be without it"),
+        ("/limits", "/limits: it is not set"),
+        (
+            "/backends/z",
+            "/backends: there is no `z` (there is a, b.c)",
+        ),
+        ("/backends/a", "/backends/a: is in use by /targets/t/luns/0"),
+        (
+            "/backends/a/serial/x",
+            "/backends/a/serial: this is a value; there is no `x` beneath it",
+        ),
+    ] {
+        assert_eq!(delete(at), Err(expected.to_owned()), "{at}");
+    }
+}
+
+#[test]
+fn rules_keep_the_order_that_they_are_given() {
+    let mut document = document();
+    for (at, name) in [
+        ("access/0", "b"),
+        ("access/0", "a"),
+        ("access", "d"),
+        ("access/2", "c"),
+    ] {
+        let keys = pairs(&[&format!("iqn=iqn.2026-01.a:{name}")]);
+        document
+            .create(&place(&format!("/targets/t/{at}")), &keys)
+            .unwrap();
+    }
+    assert!(document.is_by_number());
+    document.delete(&place("/targets/t/access/1")).unwrap();
+    let found = document.at(&place("/targets/t/access")).unwrap();
+    let names: Vec<_> = found.children().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["0", "1", "2"]);
+    let iqn = |n: usize| {
+        let place = place(&format!("/targets/t/access/{n}/iqn"));
+        document.at(&place).unwrap().tree.cloned()
+    };
+    let text = |name: &str| Some(Tree::Text(format!("iqn.2026-01.a:{name}")));
+    assert_eq!((iqn(0), iqn(1), iqn(2)), (text("a"), text("c"), text("d")));
+}
+
+#[test]
+fn a_name_is_no_number() {
+    let mut document = document();
+    document
+        .set(&place("/targets/t"), &pairs(&["iqn=iqn.2026-01.a:u"]))
+        .unwrap();
+    assert!(!document.is_by_number());
+    document
+        .set(&place("/targets/0"), &pairs(&["iqn=iqn.2026-01.a:t"]))
+        .unwrap();
+    assert!(document.is_by_number());
+}
+
+#[test]
+fn what_is_not_set_is_told() {
+    let document = document();
+    let target = document.at(&place("/targets/t")).unwrap();
+    let children: Vec<_> = target
+        .children()
+        .into_iter()
+        .map(|(name, _)| name)
+        .collect();
+    assert_eq!(children, ["portals", "luns", "chap", "access"]);
+    assert!(target.unset().is_empty());
+    let users = document.at(&place("/targets/t/chap/users")).unwrap();
+    // A slash in its name leaves but its number.
+    assert_eq!(users.children()[0].0, "0");
+    let backend = document.at(&place("/backends/a")).unwrap();
+    let unset = backend.unset();
+    assert!(
+        unset
+            .iter()
+            .any(|(key, what)| key == "serial" && what.contains("serial number"))
+    );
+    assert!(!unset.iter().any(|(key, _)| key == "kind"));
+    let top = document.at(&Place::default()).unwrap().children();
+    assert!(
+        top.iter()
+            .any(|(name, found)| name == "limits" && found.tree.is_none())
+    );
+    assert!(!top.iter().any(|(name, _)| name == "discovery_chap"));
+}

@@ -1,0 +1,25 @@
+//! Names of files that outlive a rename.
+
+use serde::{Deserialize, Serialize};
+
+/// A file, independent of its path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileId {
+    /// Device number.
+    pub device: u64,
+    /// Inode number.
+    pub inode: u64,
+    /// When it was created, in nanoseconds since 1970, where the file system knows: inode numbers of files that
+    /// are gone are given to new ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub born: Option<u64>,
+}
+
+impl FileId {
+    /// Whether it is the same file. Numbers of devices change when the host starts again.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        let device = |file: &Self| file.born.is_none().then_some(file.device);
+        (self.inode, self.born, device(self)) == (other.inode, other.born, device(other))
+    }
+}

@@ -1,0 +1,189 @@
+//! Manual pages: those of the command line, and riserd.yaml(5), which is made of the configuration's schema.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use clap::{CommandFactory, ValueEnum};
+use roff::{Inline, Roff, bold, italic, roman};
+
+use super::Cli;
+use super::reference::{Key, Object, objects};
+use crate::config::schema;
+
+/// Where every key has its default: the example of the page.
+const EXAMPLE: &str = include_str!("../../../deploy/examples/minimal.yaml");
+
+/// A page that can be printed by itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum Page {
+    /// riserd(1), the program.
+    #[default]
+    Riserd,
+    /// riserd.yaml(5), the configuration file.
+    #[value(name = "riserd.yaml")]
+    Configuration,
+}
+
+/// Renders a page.
+pub(super) fn render(page: Page) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    match page {
+        Page::Riserd => clap_mangen::Man::new(Cli::command()).render(&mut text)?,
+        Page::Configuration => configuration().to_writer(&mut text)?,
+    }
+    Ok(text)
+}
+
+/// Writes all pages into a directory.
+pub(super) fn write_all(dir: &Path) -> io::Result<()> {
+    clap_mangen::generate_to(Cli::command(), dir)?;
+    fs::write(dir.join("riserd.yaml.5"), render(Page::Configuration)?)
+}
+
+/// The page riserd.yaml(5).
+fn configuration() -> Roff {
+    let mut page = Roff::new();
+    let version = concat!("riserd ", env!("CARGO_PKG_VERSION"));
+    // No date: the page changes with the program. An empty argument would be lost.
+    page.control("TH", ["riserd.yaml", "5", " ", version, "Riser"]);
+    page.control("SH", ["NAME"]);
+    page.text([roman("riserd.yaml - configuration of riserd")]);
+    page.control("SH", ["DESCRIPTION"]);
+    page.text([roman(
+        "A YAML file with the keys below. Sizes have a suffix KiB to TiB (powers of 1024) or KB to TB (powers of \
+         1000); times have ms, s or m. Relative paths begin at the directory in which riserd was started. No other \
+         keys are allowed.",
+    )]);
+    page.control("PP", []);
+    page.text([
+        bold("riserd check"),
+        roman(" finds mistakes in a file, "),
+        bold("riserd schema"),
+        roman(" prints its JSON Schema for editors, "),
+        bold("riserd apply"),
+        roman(" lets a running daemon serve it."),
+    ]);
+    for object in objects(&schema()) {
+        describe(&mut page, &object);
+    }
+    page.control("SH", ["EXAMPLES"]);
+    page.control("nf", []);
+    for line in EXAMPLE.lines() {
+        page.text([roman(line)]);
+    }
+    page.control("fi", []);
+    page.control("SH", ["FILES"]);
+    for (file, about) in [
+        (
+            "/etc/riser/riserd.yaml",
+            "The configuration of the service.",
+        ),
+        (
+            "/usr/share/doc/riser/examples",
+            "Examples; full.yaml has every key.",
+        ),
+        (
+            "/usr/share/doc/riser/book",
+            "The book, with a page about configuration.",
+        ),
+        ("/usr/share/riser/riserd.schema.json", "The JSON Schema."),
+    ] {
+        page.control("TP", []);
+        page.text([italic(file)]);
+        page.text([roman(about)]);
+    }
+    page.control("SH", ["SEE ALSO"]);
+    page.text([
+        bold("riserd"),
+        roman("(1), "),
+        bold("riserd-check"),
+        roman("(1), "),
+        bold("riserd-apply"),
+        roman("(1), "),
+        bold("riserd-set"),
+        roman("(1)"),
+    ]);
+    page
+}
+
+/// Adds an object with its keys.
+fn describe(page: &mut Roff, object: &Object) {
+    let title = match object.places[0].as_str() {
+        "" => "KEYS OF THE FILE",
+        place => place,
+    };
+    page.control("SH", [title]);
+    if let [_, others @ ..] = object.places.as_slice()
+        && !others.is_empty()
+    {
+        page.text([roman(format!("Likewise {}.", others.join(", ")))]);
+        page.control("PP", []);
+    }
+    for paragraph in &object.text {
+        page.text(inlines(paragraph));
+        page.control("PP", []);
+    }
+    for key in &object.keys {
+        describe_key(page, key);
+    }
+}
+
+fn describe_key(page: &mut Roff, key: &Key) {
+    page.control("TP", []);
+    let mut head = vec![bold(key.name.as_str()), roman(" (")];
+    head.extend(inlines(&key.summary()));
+    head.push(roman(")"));
+    page.text(head);
+    let choices = key.choices.iter().filter(|(_, about)| !about.is_empty());
+    let choices = choices.map(|(value, about)| format!("`{value}`: {about}"));
+    // Further paragraphs are indented as the first.
+    for (paragraph, n) in key.text.iter().cloned().chain(choices).zip(0..) {
+        if n > 0 {
+            page.control("IP", []);
+        }
+        page.text(inlines(&paragraph));
+    }
+}
+
+/// Text in which words in backticks are bold.
+fn inlines(text: &str) -> Vec<Inline> {
+    let pieces = text.split('`').enumerate();
+    let pieces = pieces.map(|(n, piece)| match n % 2 {
+        0 => roman(piece),
+        _ => bold(piece),
+    });
+    pieces.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_of_the_file_has_every_object_and_key() {
+        let page = String::from_utf8(render(Page::Configuration).unwrap()).unwrap();
+        assert!(page.contains(".TH riserd.yaml 5"), "{page}");
+        for object in objects(&schema()) {
+            for key in &object.keys {
+                assert!(page.contains(&key.name.replace('-', "\\-")), "{}", key.name);
+            }
+        }
+        for part in ["NAME", "DESCRIPTION", "EXAMPLES", "FILES", "access: open"] {
+            assert!(page.contains(part), "{part}");
+        }
+    }
+
+    #[test]
+    fn all_pages_are_written() {
+        let name = format!("riserd-man-{}", std::process::id());
+        let dir = std::env::temp_dir().join(name);
+        fs::create_dir_all(&dir).unwrap();
+        write_all(&dir).unwrap();
+        for page in ["riserd.1", "riserd-apply.1", "riserd.yaml.5"] {
+            let text = fs::read_to_string(dir.join(page)).unwrap();
+            assert!(text.contains(".TH"), "{page}");
+        }
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}

@@ -1,0 +1,593 @@
+//! The tables of a connection's phases and of its contexts' states, and every transition of them.
+
+use std::time::Duration;
+
+use riser_scsi::config::Provisioning;
+use riser_scsi::iscsi::pdu::{
+    FromInitiator, FromTarget, LogoutReason, RejectReason, ScsiCommand, TaskAttr, TmfFunction,
+};
+use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
+use riser_scsi::nexus::NexusId;
+use riser_scsi::task::TaskManagement;
+use riser_state::testing::{assert_all_taken, table};
+
+use super::fixture::pdus::scsi_command;
+use super::fixture::{DISK, Received, Rig, unit_of};
+use super::tests::{r2t, rejected};
+use super::tests_allegiance::{Duo, LEVEL_2, RETENTION, logout};
+use super::{Phase, TaskState};
+use crate::fabric::TaskRef;
+use crate::fixture::windowed_unit_config;
+use crate::pool::Buffer;
+use crate::qos::IoLimits;
+
+const PHASES: [Phase; 8] = [
+    Phase::Login,
+    Phase::Joining,
+    Phase::FullFeature,
+    Phase::LoggingOut(Itt(0)),
+    Phase::Closing,
+    Phase::CleanupWait,
+    Phase::Retaining,
+    Phase::Closed,
+];
+
+const STATES: [TaskState; 12] = [
+    TaskState::Idle,
+    TaskState::New,
+    TaskState::AwaitLimit,
+    TaskState::AwaitTask,
+    TaskState::AwaitBuffer,
+    TaskState::Receive,
+    TaskState::Send,
+    TaskState::Block,
+    TaskState::AwaitUnsolicited,
+    TaskState::Mgmt,
+    TaskState::Sent,
+    TaskState::Expected,
+];
+
+/// Bytes of a command's data that are in memory at a time.
+const WINDOW: u32 = 1024;
+
+/// The unit takes ten commands a second.
+const TENTH: Duration = Duration::from_millis(100);
+
+/// The command that a script is about.
+const TAG: u32 = 1;
+
+fn phase(rig: &Rig) -> Phase {
+    rig.channel.channel().phase()
+}
+
+fn terminate(mut rig: Rig) {
+    rig.with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+    rig.end();
+}
+
+#[test]
+fn the_table_of_phases_is_the_diagram() {
+    let expected = "Login: Joining Closing Closed\n\
+                    Joining: FullFeature Closed\n\
+                    FullFeature: LoggingOut Closing CleanupWait Closed\n\
+                    LoggingOut: Closing Closed\n\
+                    Closing: CleanupWait Closed\n\
+                    CleanupWait: Retaining Closed\n\
+                    Retaining: Closed\n\
+                    Closed: \n";
+    assert_eq!(table(&PHASES), expected);
+}
+
+/// Logins that fail, that are cut, and that wait for the session whose place they take.
+fn logins() {
+    let mut rig = Rig::new();
+    rig.login("TargetName=iqn.2026-01.a:t0\0");
+    assert_eq!(phase(&rig), Phase::Closed);
+    rig.end();
+    Rig::new().end();
+    let mut rig = Rig::new();
+    rig.gate.waits = true;
+    rig.login("InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0");
+    assert_eq!(phase(&rig), Phase::Joining);
+    rig.end();
+}
+
+/// Logouts that are answered, and one that waits for a command when the connection ends.
+fn logouts() {
+    let close = logout(LogoutReason::CloseSession, 0);
+    let mut rig = Rig::logged_in("");
+    rig.send(&close, &[]);
+    assert_eq!(phase(&rig), Phase::Closed);
+    rig.end();
+    let mut rig = Rig::logged_in("");
+    rig.prompt = false;
+    rig.read(TAG, 0, 1);
+    rig.send(&close, &[]);
+    assert_eq!(phase(&rig), Phase::LoggingOut(Itt(9)));
+    rig.end();
+}
+
+/// Connections of error recovery level 2 that are lost, and one that logs itself out for recovery.
+fn losses() {
+    let lost = || {
+        let mut rig = Rig::logged_in(LEVEL_2);
+        rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+        assert_eq!(phase(&rig), Phase::CleanupWait);
+        rig
+    };
+    terminate(lost());
+    let mut rig = lost();
+    rig.with(|ch, cx| ch.channel_mut().handle_detach(cx));
+    assert_eq!(phase(&rig), Phase::Retaining);
+    rig.wait(RETENTION);
+    rig.end();
+    terminate(Rig::logged_in(LEVEL_2));
+    let mut rig = Rig::logged_in(LEVEL_2);
+    rig.send(&logout(LogoutReason::RemoveConnection, 0), &[]);
+    assert_eq!(phase(&rig), Phase::Retaining);
+    rig.wait(RETENTION);
+    rig.end();
+}
+
+#[test]
+fn every_transition_of_phases_is_taken() {
+    assert_all_taken(&PHASES, || {
+        logins();
+        logouts();
+        losses();
+    });
+}
+
+/// RFC 7143 11.14: nothing new follows a logout on its connection. The second one would otherwise be
+/// answered in the place of the first.
+#[test]
+fn a_second_logout_is_rejected() {
+    let mut rig = Rig::logged_in("");
+    rig.prompt = false;
+    rig.read(TAG, 0, 1);
+    let close = logout(LogoutReason::CloseSession, 0);
+    assert!(rig.send(&close, &[]).is_empty());
+    for reason in [
+        LogoutReason::CloseSession,
+        LogoutReason::CloseConnection,
+        LogoutReason::RemoveConnection,
+    ] {
+        let mut second = logout(reason, 0);
+        let FromInitiator::LogoutRequest(request) = &mut second else {
+            unreachable!("it is one");
+        };
+        request.itt = Itt(10);
+        let received = rig.send(&second, &[]);
+        assert_eq!(rejected(&received), RejectReason::ProtocolError);
+    }
+    assert_eq!(rig.gate.events.len(), 1, "one logout is counted");
+    let received = rig.finish_all_blocks();
+    let answers = received.iter().filter_map(|(pdu, ..)| match pdu {
+        FromTarget::LogoutResponse(response) => Some(response.itt),
+        _ => None,
+    });
+    assert_eq!(answers.collect::<Vec<_>>(), [Itt(9)]);
+    rig.end();
+}
+
+/// A connection, and what else of the pool is in use.
+struct Bench {
+    rig: Rig,
+    hog: Option<Buffer>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let mut rig = Rig::new();
+        let mut config = windowed_unit_config((DISK / 512) as u64, WINDOW);
+        // GET LBA STATUS is for thin units.
+        config.provisioning = Provisioning::Thin { granularity: 1 };
+        rig.gate.unit = unit_of(config);
+        rig.log_in("FirstBurstLength=1024\0");
+        rig.command(100, &[0; 6], false, 0, &[], true);
+        rig.prompt = false;
+        Self { rig, hog: None }
+    }
+
+    fn state(&self) -> TaskState {
+        let state = self.rig.channel.channel().task_state(Itt(TAG));
+        state.unwrap_or(TaskState::Idle)
+    }
+
+    #[track_caller]
+    fn expect(&self, state: TaskState) {
+        assert_eq!(self.state(), state);
+    }
+
+    fn send(&mut self, command: ScsiCommand, data: &[u8]) -> Vec<Received> {
+        let command = ScsiCommand {
+            cmd_sn: CmdSn(self.rig.cmd_sn),
+            ..command
+        };
+        self.rig.cmd_sn += 1;
+        self.rig.send(&FromInitiator::ScsiCommand(command), data)
+    }
+
+    /// Sends a command behind one of its nexus that is under way.
+    fn send_behind(&mut self, command: ScsiCommand) {
+        self.rig.command(7, &[0x35], false, 0, &[], true);
+        let attribute = TaskAttr::Ordered;
+        self.send(
+            ScsiCommand {
+                attribute,
+                ..command
+            },
+            &[],
+        );
+        self.expect(TaskState::AwaitTask);
+    }
+
+    fn complete_block(&mut self) -> Vec<Received> {
+        self.rig.finish_block(0);
+        self.rig.with(|_, _| ())
+    }
+
+    fn take_memory(&mut self) {
+        let all = self.rig.pool.free() as u32;
+        self.hog = Some(self.rig.pool.take(all).expect("all of it"));
+    }
+
+    fn offer_memory(&mut self) {
+        self.rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+    }
+
+    fn give_memory(&mut self) {
+        if let Some(hog) = self.hog.take() {
+            self.rig.pool.release(hog);
+        }
+        self.offer_memory();
+    }
+
+    /// The unit has taken a command, and takes the next in a tenth of a second.
+    fn limit(&mut self) {
+        self.rig.gate.unit.limits.set(&IoLimits {
+            iops: Some(10),
+            burst: Duration::ZERO,
+            ..IoLimits::default()
+        });
+        self.rig.prompt = true;
+        self.rig.read(7, 0, 1);
+        self.rig.prompt = false;
+    }
+
+    /// Another nexus clears the task set; the names of the tasks that its worker is to end.
+    fn clear_set(&mut self) -> Vec<TaskRef> {
+        let unit = &self.rig.gate.unit;
+        unit.manage(NexusId(8), TaskManagement::ClearTaskSet)
+            .aborted
+    }
+
+    fn abort(&mut self, tasks: Vec<TaskRef>) {
+        for task in tasks {
+            let watcher = TaskRef {
+                generation: u32::MAX,
+                ..task
+            };
+            self.rig
+                .with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+        }
+    }
+
+    fn clear(&mut self) {
+        let tasks = self.clear_set();
+        self.abort(tasks);
+    }
+
+    /// Ends the connection with the command in its state.
+    fn end(mut self) {
+        self.rig
+            .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+        if let Some(hog) = self.hog.take() {
+            self.rig.pool.release(hog);
+        }
+        self.rig.end();
+    }
+
+    /// Lets the command go on to its end.
+    fn finish(mut self) {
+        self.give_memory();
+        self.rig.stalled = false;
+        self.rig.prompt = true;
+        self.rig.with(|_, _| ());
+        self.expect(TaskState::Idle);
+        self.end();
+    }
+}
+
+/// READ (10) from the first block on.
+fn read(blocks: u8) -> ScsiCommand {
+    let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, blocks, 0];
+    scsi_command(TAG, 0, &cdb, false, u32::from(blocks) * 512)
+}
+
+/// WRITE (10) from the first block on.
+fn write(blocks: u8) -> ScsiCommand {
+    let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, blocks, 0];
+    scsi_command(TAG, 0, &cdb, true, u32::from(blocks) * 512)
+}
+
+/// A command without data.
+fn plain() -> ScsiCommand {
+    scsi_command(TAG, 0, &[0; 6], false, 0)
+}
+
+/// The same with unsolicited data to follow, whether it wants them or not.
+fn open(command: ScsiCommand) -> ScsiCommand {
+    let reads = command.expected_length;
+    ScsiCommand {
+        writes: true,
+        is_final: false,
+        expected_length: command.expected_length.max(512),
+        bidi_read_length: command.reads.then_some(reads),
+        ..command
+    }
+}
+
+/// READ CAPACITY (10).
+fn capacity() -> ScsiCommand {
+    scsi_command(TAG, 0, &[0x25], false, 8)
+}
+
+/// A command in a state in which its unsolicited data may be open, if `is_open` they are.
+fn reach(state: TaskState, is_open: bool) -> Bench {
+    let mut bench = Bench::new();
+    let shape = |command| if is_open { open(command) } else { command };
+    match state {
+        TaskState::AwaitLimit => {
+            bench.limit();
+            bench.send(shape(write(1)), &[]);
+        }
+        TaskState::AwaitTask => bench.send_behind(shape(plain())),
+        TaskState::AwaitBuffer => {
+            bench.take_memory();
+            bench.send(shape(write(1)), &[]);
+        }
+        TaskState::Receive => {
+            bench.send(shape(write(4)), &[]);
+        }
+        TaskState::Block => {
+            bench.send(shape(read(4)), &[]);
+        }
+        TaskState::Send => {
+            bench.send(shape(read(4)), &[]);
+            bench.rig.stalled = true;
+            bench.complete_block();
+        }
+        other => unreachable!("{other:?} is reached otherwise"),
+    }
+    bench.expect(state);
+    bench
+}
+
+/// The end of unsolicited data.
+fn close(bench: &mut Bench) {
+    bench.rig.data_out(TAG, Ttt::NONE, 0, 0, &[3; 512], true);
+}
+
+/// Commands end in every state in which they wait: with their connection, or by another nexus, with
+/// unsolicited data to come and without.
+fn commands_end_everywhere() {
+    for state in [
+        TaskState::AwaitLimit,
+        TaskState::AwaitTask,
+        TaskState::AwaitBuffer,
+        TaskState::Receive,
+        TaskState::Block,
+        TaskState::Send,
+    ] {
+        reach(state, false).end();
+        let mut bench = reach(state, false);
+        bench.clear();
+        bench.finish();
+        let mut bench = reach(state, true);
+        bench.clear();
+        bench.expect(TaskState::AwaitUnsolicited);
+        close(&mut bench);
+        bench.finish();
+    }
+}
+
+/// Answers that wait for the end of unsolicited data: it comes, or the connection ends, or another nexus
+/// has ended the command, or there is no memory then.
+fn answers_wait_for_data() {
+    let waiting = || {
+        let mut bench = Bench::new();
+        bench.send(open(plain()), &[]);
+        bench.expect(TaskState::AwaitUnsolicited);
+        bench
+    };
+    let mut bench = waiting();
+    close(&mut bench);
+    bench.finish();
+    waiting().end();
+    let mut bench = Bench::new();
+    bench.send(open(read(1)), &[]);
+    let tasks = bench.clear_set();
+    bench.complete_block();
+    bench.expect(TaskState::AwaitUnsolicited);
+    bench.abort(tasks);
+    bench.expect(TaskState::AwaitUnsolicited);
+    bench.end();
+    let mut bench = Bench::new();
+    bench.send(open(capacity()), &[]);
+    bench.take_memory();
+    close(&mut bench);
+    bench.expect(TaskState::AwaitBuffer);
+    bench.finish();
+}
+
+/// Commands of every kind, and those that wait for memory, limits or their turn.
+fn commands_go_on() {
+    let mut bench = Bench::new();
+    bench.send(plain(), &[]);
+    bench.finish();
+    let mut bench = Bench::new();
+    bench.send(write(2), &[5; 1024]);
+    bench.finish();
+    let mut bench = Bench::new();
+    let asked = bench.send(write(4), &[5; 1024]);
+    assert!(asked.is_empty());
+    let asked = r2t(&bench.complete_block());
+    bench.expect(TaskState::Receive);
+    let data = [5; 1024];
+    bench.rig.data_out(TAG, asked.ttt, 0, 1024, &data, true);
+    bench.finish();
+    let mut bench = Bench::new();
+    bench.send(read(4), &[]);
+    bench.finish();
+    // WRITE AND VERIFY (10): two operations.
+    let mut bench = Bench::new();
+    let cdb = [0x2e, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    bench.send(scsi_command(TAG, 0, &cdb, true, 512), &[5; 512]);
+    bench.finish();
+    // GET LBA STATUS, without memory for what it finds.
+    let mut bench = Bench::new();
+    let mut cdb = [0; 16];
+    (cdb[0], cdb[1], cdb[13]) = (0x9e, 0x12, 24);
+    bench.send(scsi_command(TAG, 0, &cdb, false, 24), &[]);
+    bench.take_memory();
+    bench.complete_block();
+    bench.expect(TaskState::AwaitBuffer);
+    bench.finish();
+    for command in [read(1), write(1), capacity()] {
+        let mut bench = Bench::new();
+        bench.take_memory();
+        bench.send(command, &[]);
+        bench.expect(TaskState::AwaitBuffer);
+        bench.offer_memory();
+        bench.give_memory();
+        bench.end();
+    }
+    for command in [read(1), write(1)] {
+        let mut bench = Bench::new();
+        bench.limit();
+        bench.send(command, &[]);
+        bench.expect(TaskState::AwaitLimit);
+        bench.rig.wait(TENTH);
+        bench.end();
+    }
+    let mut bench = reach(TaskState::AwaitLimit, false);
+    bench.take_memory();
+    bench.rig.wait(TENTH);
+    bench.expect(TaskState::AwaitBuffer);
+    bench.end();
+    for command in [plain(), read(1)] {
+        let mut bench = Bench::new();
+        bench.send_behind(command);
+        bench.finish();
+    }
+    let mut bench = Bench::new();
+    bench.send_behind(read(1));
+    bench.take_memory();
+    bench.complete_block();
+    bench.expect(TaskState::AwaitBuffer);
+    bench.finish();
+    // A write for blocks that there are only by the time that its turn comes.
+    let mut bench = Bench::new();
+    let blocks = (DISK / 512) as u32;
+    let [a, b, c, d] = blocks.to_be_bytes();
+    let cdb = [0x2a, 0, a, b, c, d, 0, 0, 1, 0];
+    bench.send_behind(scsi_command(TAG, 0, &cdb, true, 512));
+    let unit = std::sync::Arc::clone(&bench.rig.gate.unit);
+    unit.lu.set_capacity(u64::from(2 * blocks)).unwrap();
+    // It takes the unit attention.
+    let attribute = TaskAttr::HeadOfQueue;
+    let other = scsi_command(6, 0, &[0; 6], false, 0);
+    bench.send(ScsiCommand { attribute, ..other }, &[]);
+    bench.complete_block();
+    bench.expect(TaskState::Receive);
+    bench.end();
+}
+
+/// Functions that are answered, and one whose connection ends first.
+fn functions_end() {
+    let mut bench = reach(TaskState::Block, false);
+    bench.rig.tmf(5, TmfFunction::AbortTask, TAG);
+    bench.finish();
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.first.read(TAG, 0, 1);
+    duo.second.tmf(5, TmfFunction::AbortTask, TAG);
+    let state = duo.second.channel.channel().task_state(Itt(5));
+    assert_eq!(state, Some(TaskState::Mgmt));
+    duo.second
+        .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+    duo.end();
+}
+
+/// Commands that another connection takes over: answered, in the middle of their data, without memory
+/// for those, or ended before.
+fn commands_move() {
+    let state = |duo: &Duo| duo.second.channel.channel().task_state(Itt(TAG));
+    let mut duo = Duo::new();
+    duo.first.read(TAG, 0, 1);
+    duo.cut();
+    duo.reassigned(TAG, 0);
+    duo.end();
+    let mut duo = Duo::new();
+    duo.first.write(TAG, 8, &[], true);
+    duo.cut();
+    duo.reassigned(TAG, 0);
+    assert_eq!(state(&duo), Some(TaskState::Receive));
+    duo.end();
+    for has_memory in [true, false] {
+        let mut duo = Duo::of_window(WINDOW, LEVEL_2);
+        duo.first.read(TAG, 0, 4);
+        duo.cut();
+        let free = duo.second.pool.free() as u32;
+        let hog = (!has_memory).then(|| duo.second.pool.take(free).unwrap());
+        duo.second.stalled = true;
+        duo.reassign(TAG, 0);
+        let expected = match has_memory {
+            true => TaskState::Send,
+            false => TaskState::AwaitBuffer,
+        };
+        assert_eq!(state(&duo), Some(expected));
+        if let Some(hog) = hog {
+            duo.second.pool.release(hog);
+            duo.second.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+            assert_eq!(state(&duo), Some(TaskState::Send));
+        }
+        duo.end();
+    }
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.first.read(TAG, 0, 1);
+    duo.cut();
+    duo.reassigned(TAG, 0);
+    assert_eq!(state(&duo), Some(TaskState::Expected));
+    duo.end();
+}
+
+#[test]
+fn the_table_of_contexts_is_the_diagram() {
+    let expected = "Idle: New Mgmt Expected\n\
+        New: AwaitLimit AwaitTask AwaitBuffer Receive Block AwaitUnsolicited Sent\n\
+        AwaitLimit: Idle AwaitTask AwaitBuffer Receive AwaitUnsolicited Sent\n\
+        AwaitTask: Idle AwaitBuffer Receive Block AwaitUnsolicited Sent\n\
+        AwaitBuffer: Idle AwaitBuffer Receive Send Block AwaitUnsolicited Sent\n\
+        Receive: Idle AwaitTask Block AwaitUnsolicited Sent\n\
+        Send: Idle Block AwaitUnsolicited Sent\n\
+        Block: Idle AwaitBuffer Receive Send Block AwaitUnsolicited Sent\n\
+        AwaitUnsolicited: Idle AwaitBuffer AwaitUnsolicited Sent\n\
+        Mgmt: Idle Sent\n\
+        Sent: Idle\n\
+        Expected: Idle AwaitBuffer Receive Send Sent\n";
+    assert_eq!(table(&STATES), expected);
+}
+
+#[test]
+fn every_transition_of_contexts_is_taken() {
+    assert_all_taken(&STATES, || {
+        commands_go_on();
+        commands_end_everywhere();
+        answers_wait_for_data();
+        functions_end();
+        commands_move();
+    });
+}

@@ -1,0 +1,244 @@
+//! Handover state of a server: what the next one imports, in this process or in the program that takes
+//! its place.
+//!
+//! A start from the same configuration finds files and devices again, but not
+//! - the numbers of ports, which initiators know and registrations refer to, and which give the
+//!   order in which portals were added;
+//! - registrations, persistent reservations and modes of logical units;
+//! - what is in RAM disks;
+//! - the sockets that listen for iSCSI: while they stay open, connections wait that would be refused.
+//!
+//! Sessions are not part of it. They end, as in every shutdown, and initiators log in again.
+//!
+//! # How it travels
+//! [`ServerState::export`] makes of it a document ([`StateDocument`]) and open files, one for each RAM disk;
+//! [`ServerState::import`] the other way round. The files are emptied and filled chunk by chunk, so that a
+//! RAM disk is never in memory twice.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use riser_scsi::lu::UnitState;
+use rustix::fs::{MemfdFlags, memfd_create};
+use serde::{Deserialize, Serialize};
+
+use super::ports::{self, AllPortIds, WrittenPort};
+use super::{Server, ServerError};
+use crate::backend::Ram;
+use crate::worker::TcpListener;
+use crate::worker::mail::Mail;
+
+/// How long workers may take to give duplicates of their sockets.
+const SOCKETS: Duration = Duration::from_secs(5);
+
+/// Handover state of a server: see the module's header.
+#[derive(Debug, Default)]
+pub struct ServerState {
+    pub(super) ports: AllPortIds,
+    /// By the name of the backend, and whether the unit is read-only.
+    pub(super) units: BTreeMap<String, UnitState>,
+    /// By the name of the backend.
+    pub(super) rams: BTreeMap<String, Arc<Ram>>,
+    sockets: Vec<TcpListener>,
+}
+
+/// The part of the state that is written down.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct StateDocument {
+    ports: Vec<WrittenPort>,
+    units: Vec<UnitDocument>,
+    rams: Vec<RamDocument>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct UnitDocument {
+    backend: String,
+    /// Never set. Programs before had a unit of its own for read-only numbers, written after the
+    /// other one, which counts.
+    read_only: bool,
+    state: UnitState,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct RamDocument {
+    backend: String,
+    /// The file's descriptor.
+    content: RawFd,
+    /// Of the content; programs before this one did not write it down.
+    #[serde(default)]
+    generation: Option<[u8; 16]>,
+}
+
+/// RAM disks in files, by the names of their backends.
+#[derive(Debug, Default)]
+pub struct RamFiles(BTreeMap<String, File>);
+
+impl RamFiles {
+    /// The files.
+    pub fn files(&self) -> impl Iterator<Item = &File> {
+        self.0.values()
+    }
+}
+
+impl StateDocument {
+    /// Whether a descriptor is that of a RAM disk.
+    #[must_use]
+    pub fn has_file(&self, fd: RawFd) -> bool {
+        self.rams.iter().any(|ram| ram.content == fd)
+    }
+}
+
+impl ServerState {
+    /// Adds listening sockets.
+    pub fn add_sockets(&mut self, sockets: Vec<TcpListener>) {
+        self.sockets.extend(sockets);
+    }
+
+    /// The sockets.
+    #[must_use]
+    pub fn sockets(&self) -> &[TcpListener] {
+        &self.sockets
+    }
+
+    /// Duplicates the `n`th of the sockets at an address. Those that are not duplicated close with this
+    /// value.
+    ///
+    /// # Errors
+    /// Those of `fcntl(2)`.
+    pub fn socket(&self, at: SocketAddr, n: usize) -> io::Result<Option<TcpListener>> {
+        let mut there = self.sockets.iter().filter(|s| s.address() == at);
+        there.nth(n).map(TcpListener::try_clone).transpose()
+    }
+
+    /// Writes the state down, and moves the content of RAM disks to `files`, whose descriptors the document
+    /// names.
+    ///
+    /// # Errors
+    /// There is no room. [`ServerState::restore`] undoes it, then as well as after a success.
+    pub fn export(&self, files: &mut RamFiles) -> io::Result<StateDocument> {
+        let mut document = StateDocument {
+            ports: ports::write(&self.ports),
+            ..StateDocument::default()
+        };
+        for (backend, state) in &self.units {
+            document.units.push(UnitDocument {
+                backend: backend.clone(),
+                read_only: false,
+                state: state.clone(),
+            });
+        }
+        for (backend, ram) in &self.rams {
+            let file = File::from(memfd_create("riserd-ram", MemfdFlags::CLOEXEC)?);
+            document.rams.push(RamDocument {
+                backend: backend.clone(),
+                content: file.as_raw_fd(),
+                generation: Some(ram.generation()),
+            });
+            let file = files.0.entry(backend.clone()).or_insert(file);
+            ram.give_away(file)?;
+        }
+        Ok(document)
+    }
+
+    /// Takes back what [`ServerState::export`] has moved.
+    ///
+    /// # Errors
+    /// What reading says.
+    pub fn restore(&self, files: RamFiles) -> io::Result<()> {
+        for (backend, file) in files.0 {
+            if let Some(ram) = self.rams.get(&backend) {
+                ram.take_back(&file)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a state that was written down, with the files that `file_of` gives for descriptors. It has no
+    /// sockets.
+    ///
+    /// # Errors
+    /// A file is missing, or is none of ours.
+    pub fn import(
+        document: StateDocument,
+        mut file_of: impl FnMut(RawFd) -> Option<File>,
+    ) -> io::Result<Self> {
+        let mut state = Self {
+            ports: ports::read(document.ports),
+            ..Self::default()
+        };
+        for unit in document.units {
+            let units = &mut state.units;
+            units.entry(unit.backend).or_insert(unit.state);
+        }
+        for RamDocument {
+            backend,
+            content,
+            generation,
+        } in document.rams
+        {
+            let file = file_of(content).ok_or(io::ErrorKind::NotFound)?;
+            let ram = generation.map_or_else(Ram::default, Ram::of_generation);
+            let ram = Arc::new(ram);
+            ram.take_back(&file)?;
+            state.rams.insert(backend, ram);
+        }
+        Ok(state)
+    }
+}
+
+impl Server {
+    /// Shuts down as [`Server::shutdown`] does, and returns the state for the next server, with these
+    /// sockets.
+    ///
+    /// # Errors
+    /// [`ServerError`]. Nothing runs any more then, as after a shutdown that fails.
+    pub fn export_state(self, sockets: Vec<TcpListener>) -> Result<ServerState, ServerError> {
+        let (ports, units) = (self.builder.ports().clone(), self.builder.units().clone());
+        let rams = self.builder.open_rams();
+        self.shutdown()?;
+        let states = units.iter();
+        Ok(ServerState {
+            ports,
+            units: states
+                .map(|(key, unit)| (key.clone(), unit.lu.export_state()))
+                .collect(),
+            rams,
+            sockets,
+        })
+    }
+
+    /// Duplicates the sockets that listen for iSCSI. While the duplicates are open, connections that are not
+    /// accepted wait.
+    ///
+    /// # Errors
+    /// [`ServerError`]: a worker does not answer, or there are too many descriptors.
+    pub fn duplicate_sockets(&self) -> Result<Vec<TcpListener>, ServerError> {
+        let until = Instant::now() + SOCKETS;
+        let mut sockets = Vec::new();
+        for sender in &self.senders {
+            let (tx, rx) = channel();
+            // A worker that is gone hangs up.
+            let _ = sender.send_blocking(Mail::Listeners(tx));
+            let left = until.saturating_duration_since(Instant::now());
+            let answer = rx.recv_timeout(left);
+            let answer = answer.map_err(|_| ServerError::Timeout("a worker"))?;
+            sockets.extend(answer.map_err(ServerError::Duplicate)?);
+        }
+        Ok(sockets)
+    }
+
+    /// Checks that another server can serve the same, before a shutdown that could not be undone. Secrets
+    /// are read, and files looked for.
+    ///
+    /// # Errors
+    /// [`ServerError`]: why not.
+    pub fn check_successor(&self) -> Result<(), ServerError> {
+        self.builder.check_successor(&self.config)
+    }
+}

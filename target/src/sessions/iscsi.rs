@@ -1,0 +1,851 @@
+//! Sessions of iSCSI, over TCP and RDMA.
+//!
+//! A session may have several connections, on any workers: they share its numbers ([`Window`]). It ends
+//! with the first of them that is lost; at error recovery level 2 with the last of them, those that are
+//! kept for what they had under way included. A session that is replaced stays here until its commands at
+//! the devices have ended, and the one that replaces it waits for that (RFC 7143 6.3.5).
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use riser_scsi::iscsi::login::{Identity, SessionParams};
+use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::pdu::LoginStatus;
+use riser_scsi::iscsi::{Cid, Isid, Tsih};
+use riser_scsi::nexus::{Nexus, NexusId};
+
+use super::ChannelRef;
+use super::budget::{Bounds, Budget, Permit};
+use super::catalog::Catalog;
+use super::recent::Recent;
+use super::units::UnitEntries;
+use super::waits::Waits;
+use crate::fabric::{KnownUnits, LunMap};
+use crate::iscsi::{Others, Window};
+
+/// Connections of a session that are lost, and kept for what they had under way.
+const MAX_KEPT: usize = 8;
+
+/// Discovery sessions at once. They are no I_T nexuses and have a budget of their own: a host that only
+/// lists targets, perhaps without authentication, keeps no other from its disks.
+const DISCOVERIES: Bounds = Bounds {
+    sessions: 64,
+    per_address: 16,
+};
+
+/// The initiator port and the target of a session. An initiator may have several sessions to one target,
+/// with an ISID each.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct SessionKey {
+    initiator: IscsiName,
+    isid: Isid,
+    /// None of a discovery session.
+    target: Option<IscsiName>,
+    /// Where a discovery session comes from. As a rule nothing has been proved in one, so none takes the
+    /// place of another address's.
+    address: Option<IpAddr>,
+}
+
+impl SessionKey {
+    /// Returns the key of a session whose first connection comes from `address`.
+    pub fn of(identity: &Identity, address: IpAddr) -> Self {
+        let target = identity.target.as_ref().filter(|_| !identity.discovery);
+        Self {
+            initiator: identity.initiator.clone(),
+            isid: identity.isid,
+            target: target.cloned(),
+            address: identity.discovery.then_some(address),
+        }
+    }
+}
+
+/// The session of a connection that has logged in, as its worker knows it.
+#[derive(Clone, Debug)]
+pub struct Membership {
+    /// The initiator's name.
+    pub initiator: IscsiName,
+    /// Initiator part of the session's identifier.
+    pub isid: Isid,
+    /// None in a discovery session.
+    pub target: Option<IscsiName>,
+    /// The handle of the session.
+    pub tsih: Tsih,
+    /// Number of the nexus; 0 in a discovery session.
+    pub nexus: NexusId,
+}
+
+/// A session that logs in.
+#[derive(Debug)]
+pub struct NewSession {
+    /// Number of the nexus with its permit; `None` of a discovery session.
+    pub nexus: Option<(NexusId, Permit)>,
+    /// The units that it sees.
+    pub luns: Arc<LunMap>,
+    /// The session.
+    pub session: Session,
+}
+
+/// A session, without its connections.
+#[derive(Clone, Debug)]
+pub struct Session {
+    /// The initiator port and the target.
+    pub key: SessionKey,
+    /// The address of its first connection. Others have the same rights at theirs.
+    pub address: IpAddr,
+    /// The name under which the initiator has proved its identity, if it had to.
+    pub chap_name: Option<String>,
+    /// Ports of the nexus; none of a discovery session, which has no units either.
+    pub ports: Option<Nexus>,
+    /// Parameters that hold for all its connections.
+    pub params: SessionParams,
+    /// Numbers that its connections share.
+    pub window: Arc<Window>,
+}
+
+/// A connection that has entered its session.
+#[derive(Debug)]
+pub struct SessionGrant {
+    /// The handle of the session.
+    pub tsih: Tsih,
+    /// Number of the nexus; 0 of a discovery session.
+    pub nexus: NexusId,
+    /// The units that it sees.
+    pub luns: Arc<LunMap>,
+    /// The session.
+    pub session: Session,
+    /// Connections that this one replaces, and waits for.
+    pub replaced: Vec<ChannelRef>,
+}
+
+/// Ways in which a connection is ended by others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// With all its commands.
+    Terminate,
+    /// Its commands are kept for other connections.
+    Detach,
+}
+
+impl Ending {
+    /// Returns how a connection ends that a login replaces (RFC 7143 6.3.4).
+    pub fn of_reinstatement(params: &SessionParams) -> Self {
+        if params.error_recovery_level > 1 {
+            Self::Detach
+        } else {
+            Self::Terminate
+        }
+    }
+}
+
+/// States of a connection in its session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Link {
+    /// All, as far as we know.
+    Up,
+    /// It is lost, and not logged out.
+    Lost,
+    /// It is logged out, and what it had under way is kept.
+    Detached,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Connection {
+    cid: Cid,
+    channel: ChannelRef,
+    address: IpAddr,
+    link: Link,
+}
+
+impl Connection {
+    fn new(candidate: &Candidate) -> Self {
+        Self {
+            cid: candidate.cid,
+            channel: candidate.channel,
+            address: candidate.address,
+            link: Link::Up,
+        }
+    }
+}
+
+/// A connection that is to become one of a session.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate {
+    /// Its number in the session.
+    pub cid: Cid,
+    /// Its channel.
+    pub channel: ChannelRef,
+    /// The initiator's address.
+    pub address: IpAddr,
+    /// Commands that it can hold.
+    pub commands: u16,
+}
+
+#[derive(Debug)]
+struct Entry {
+    session: Session,
+    units: UnitEntries,
+    connections: Vec<Connection>,
+    /// Given back with the entry.
+    _permit: Permit,
+}
+
+impl Entry {
+    fn set_link(&mut self, channel: ChannelRef, link: Link) {
+        let mut connections = self.connections.iter_mut();
+        if let Some(connection) = connections.find(|c| c.channel == channel) {
+            connection.link = link;
+        }
+    }
+
+    fn channels(&self) -> impl Iterator<Item = ChannelRef> + '_ {
+        self.connections.iter().map(|c| c.channel)
+    }
+
+    /// Grants a connection of the session that replaces these.
+    fn grant(&self, tsih: Tsih, replaced: Vec<ChannelRef>) -> SessionGrant {
+        SessionGrant {
+            tsih,
+            nexus: self.units.nexus(),
+            luns: Arc::clone(self.units.luns()),
+            session: self.session.clone(),
+            replaced,
+        }
+    }
+
+    /// Returns the oldest of the connections that are kept without being up, beyond the bound.
+    fn surplus(&self) -> Vec<ChannelRef> {
+        let kept = self.connections.iter().filter(|c| c.link != Link::Up);
+        let surplus = kept.clone().count().saturating_sub(MAX_KEPT);
+        kept.take(surplus).map(|c| c.channel).collect()
+    }
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    entries: HashMap<Tsih, Entry>,
+    current: HashMap<SessionKey, Tsih>,
+    waits: Waits,
+    discoveries: Budget,
+    /// Sessions that have ended without a logout of the initiator's own.
+    recent: Recent<Owner>,
+}
+
+/// The owner of a session: its key, its address, and the name that was proved. A host that knows only the
+/// key must not hold up the owner.
+type Owner = (SessionKey, IpAddr, Option<String>);
+
+/// Consequences of the end of a connection.
+#[derive(Debug, Default)]
+pub struct Left {
+    /// Channels that wait for no others any longer.
+    pub notify: Vec<ChannelRef>,
+    /// Channels of the session, which ends with a connection that was lost.
+    pub terminate: Vec<ChannelRef>,
+}
+
+/// Consequences of the loss of a connection whose commands are kept.
+#[derive(Debug, Default)]
+pub struct Lost {
+    /// The channel that reports the loss to the initiator.
+    pub reporter: Option<ChannelRef>,
+    /// Channels that are kept no longer.
+    pub terminate: Vec<ChannelRef>,
+}
+
+/// Sessions of iSCSI at all workers. There are no more than permits of the budget.
+#[derive(Debug, Default)]
+pub struct IscsiSessions(Mutex<Table>);
+
+impl IscsiSessions {
+    /// Checks that a connection that can hold `commands` commands may join a session.
+    ///
+    /// # Errors
+    /// The status with which its login is refused.
+    pub fn check_join(
+        &self,
+        key: &SessionKey,
+        tsih: Tsih,
+        cid: Cid,
+        commands: u16,
+    ) -> Result<(), LoginStatus> {
+        self.lock().check_room(key, tsih, cid, commands)
+    }
+
+    /// Returns the address of the session that another one with this key replaces.
+    pub fn address_of(&self, key: &SessionKey) -> Option<IpAddr> {
+        let table = self.lock();
+        let entry = table.entries.get(table.current.get(key)?)?;
+        Some(entry.session.address)
+    }
+
+    /// Returns the units that the initiator of a session that logs in takes its LUNs for: from the
+    /// session that it replaces, or that has just ended.
+    pub fn known_units(
+        &self,
+        key: &SessionKey,
+        address: IpAddr,
+        chap_name: Option<&str>,
+        now: Instant,
+    ) -> Option<KnownUnits> {
+        let mut table = self.lock();
+        let there = table.current.get(key);
+        if let Some(entry) = there.and_then(|tsih| table.entries.get(tsih)) {
+            return Some(entry.units.luns().known_units());
+        }
+        let owner = (key.clone(), address, chap_name.map(str::to_owned));
+        table.recent.find(&owner, now)
+    }
+
+    /// Enters a session, if `check` finds nothing against its replacing the one that is there (RFC 7143
+    /// 6.3.5). The handle is `random`, or the next one that is free: a number that can be guessed
+    /// would help to join another initiator's session.
+    ///
+    /// # Errors
+    /// The status with which the login is refused; nothing was entered, and the permit is given back.
+    pub fn enter(
+        &self,
+        new: NewSession,
+        first: &Candidate,
+        random: u16,
+        check: impl FnOnce(&Session) -> Result<(), LoginStatus>,
+    ) -> Result<SessionGrant, LoginStatus> {
+        let NewSession {
+            nexus,
+            luns,
+            session,
+        } = new;
+        let mut table = self.lock();
+        if let Some(there) = table.current.get(&session.key) {
+            check(&table.entries[there].session)?;
+        }
+        let tsih = table
+            .free_handle(random)
+            .ok_or(LoginStatus::OUT_OF_RESOURCES)?;
+        let discovery = || {
+            let permit = table
+                .discoveries
+                .acquire(DISCOVERIES, session.address, None);
+            permit.map(|permit| (NexusId(0), permit))
+        };
+        let (nexus, permit) = nexus
+            .or_else(discovery)
+            .ok_or(LoginStatus::OUT_OF_RESOURCES)?;
+        // Nothing fails from here on.
+        let old = table.current.insert(session.key.clone(), tsih);
+        let old = old.and_then(|tsih| table.entries.get(&tsih));
+        let replaced: Vec<_> = old.map_or_else(Vec::new, |old| old.channels().collect());
+        table.waits.wait_for(&replaced, first.channel);
+        let ports = session.ports.as_ref();
+        let units = UnitEntries::enter(nexus, ports, luns, !replaced.is_empty());
+        let entry = Entry {
+            session,
+            units,
+            connections: vec![Connection::new(first)],
+            _permit: permit,
+        };
+        let grant = entry.grant(tsih, replaced);
+        table.entries.insert(tsih, entry);
+        Ok(grant)
+    }
+
+    /// Enters a connection into its session if `check` finds nothing against it. It replaces the one
+    /// with its number (RFC 7143 6.3.4).
+    ///
+    /// # Errors
+    /// The status with which its login is refused; nothing was entered.
+    pub fn join(
+        &self,
+        key: &SessionKey,
+        tsih: Tsih,
+        new: &Candidate,
+        check: impl FnOnce(&Session, &LunMap) -> Result<(), LoginStatus>,
+    ) -> Result<SessionGrant, LoginStatus> {
+        let mut table = self.lock();
+        let entry = table.entry_of(key, tsih)?;
+        check(&entry.session, entry.units.luns())?;
+        table.check_room(key, tsih, new.cid, new.commands)?;
+        let entry = table.entries.get_mut(&tsih).expect("just found");
+        let same = |c: &&Connection| c.cid == new.cid && c.link != Link::Detached;
+        let old = entry.connections.iter().filter(same);
+        let replaced: Vec<_> = old.map(|c| c.channel).collect();
+        entry.connections.push(Connection::new(new));
+        let grant = entry.grant(tsih, replaced);
+        table.waits.wait_for(&grant.replaced, new.channel);
+        Ok(grant)
+    }
+
+    /// Returns the other connections of a session that are to end; `channel` waits for them.
+    pub fn end_others(&self, tsih: Tsih, channel: ChannelRef, others: Others) -> Vec<ChannelRef> {
+        let mut table = self.lock();
+        let Some(entry) = table.entries.get(&tsih) else {
+            return Vec::new();
+        };
+        let meant = |c: &&Connection| {
+            c.channel != channel && (others == Others::All || others == Others::One(c.cid))
+        };
+        let ending = entry.connections.iter().filter(meant);
+        let ending: Vec<_> = ending.map(|c| c.channel).collect();
+        table.waits.wait_for(&ending, channel);
+        ending
+    }
+
+    /// Returns the connections of a session with a number, which are to be detached; `channel` waits for
+    /// that.
+    pub fn detach(&self, tsih: Tsih, channel: ChannelRef, cid: Cid) -> Vec<ChannelRef> {
+        let mut table = self.lock();
+        let Some(entry) = table.entries.get(&tsih) else {
+            return Vec::new();
+        };
+        let meant =
+            |c: &&Connection| c.channel != channel && c.cid == cid && c.link != Link::Detached;
+        let found = entry.connections.iter().filter(meant);
+        let found: Vec<_> = found.map(|c| c.channel).collect();
+        table.waits.wait_for(&found, channel);
+        found
+    }
+
+    /// A connection is lost, and what it had under way is kept.
+    pub fn lose(&self, tsih: Tsih, channel: ChannelRef) -> Lost {
+        let mut table = self.lock();
+        let Some(entry) = table.entries.get_mut(&tsih) else {
+            return Lost::default();
+        };
+        entry.set_link(channel, Link::Lost);
+        let mut up = entry.connections.iter().filter(|c| c.link == Link::Up);
+        Lost {
+            reporter: up.next().map(|c| c.channel),
+            terminate: entry.surplus(),
+        }
+    }
+
+    /// Others may have what a connection had under way.
+    pub fn detached(&self, tsih: Tsih, channel: ChannelRef) -> Left {
+        let mut table = self.lock();
+        let notify = table.waits.end(channel);
+        let entry = table.entries.get_mut(&tsih);
+        let terminate = entry.map_or_else(Vec::new, |entry| {
+            entry.set_link(channel, Link::Detached);
+            entry.surplus()
+        });
+        Left { notify, terminate }
+    }
+
+    /// A connection is gone, and nothing of it is left; with the last one its session ends. At `again`
+    /// the initiator may log in again and go on with its disks: it has not logged out by itself.
+    pub fn leave(
+        &self,
+        tsih: Tsih,
+        channel: ChannelRef,
+        logged_out: bool,
+        again: Option<Instant>,
+    ) -> Left {
+        let mut table = self.lock();
+        let was_expected = table.waits.is_awaited(channel);
+        let mut left = Left {
+            notify: table.waits.end(channel),
+            ..Left::default()
+        };
+        let Some(entry) = table.entries.get_mut(&tsih) else {
+            return left;
+        };
+        entry.connections.retain(|c| c.channel != channel);
+        if !entry.connections.is_empty() {
+            let survives = entry.session.params.error_recovery_level > 1;
+            if !logged_out && !was_expected && !survives {
+                left.terminate.extend(entry.channels());
+            }
+            return left;
+        }
+        let entry = table.entries.remove(&tsih).expect("just found");
+        if table.current.get(&entry.session.key) == Some(&tsih) {
+            table.current.remove(&entry.session.key);
+            if !entry.session.is_discovery() {
+                let session = &entry.session;
+                let owner = (
+                    session.key.clone(),
+                    session.address,
+                    session.chap_name.clone(),
+                );
+                match again {
+                    Some(now) => {
+                        let known = entry.units.luns().known_units();
+                        table.recent.keep(owner, known, now);
+                    }
+                    None => table.recent.forget(&owner),
+                }
+            }
+        }
+        left
+    }
+
+    /// Returns the units that a session sees at present.
+    pub fn luns(&self, tsih: Tsih) -> Option<Arc<LunMap>> {
+        let table = self.lock();
+        let entry = table.entries.get(&tsih)?;
+        Some(Arc::clone(entry.units.luns()))
+    }
+
+    /// Another catalog is served: sessions whose units are others now are notified. Returns the
+    /// connections to log out, those of initiators that may not log in any longer.
+    pub fn change(&self, catalog: &Catalog) -> Vec<ChannelRef> {
+        let mut table = self.lock();
+        let mut ended = Vec::new();
+        for entry in table.entries.values_mut() {
+            let Some(ports) = &entry.session.ports else {
+                continue;
+            };
+            let (key, address) = (&entry.session.key, entry.session.address);
+            let name = key.target.as_ref();
+            let target = name.and_then(|name| catalog.target_named(name));
+            let luns = target.and_then(|t| t.luns_of_name(&key.initiator, address));
+            let rule_at = |address| target.and_then(|t| t.rule_of(&key.initiator, address));
+            let may_stay =
+                |c: &&Connection| luns.is_some() && rule_at(c.address) == rule_at(address);
+            let others = entry.connections.iter().filter(|c| !may_stay(c));
+            ended.extend(others.map(|c| c.channel));
+            entry.units.change(luns.unwrap_or_default(), ports);
+        }
+        ended
+    }
+
+    /// A panic elsewhere cannot have left the table half changed, so poison is ignored.
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Session {
+    fn is_discovery(&self) -> bool {
+        self.params.discovery
+    }
+}
+
+impl Table {
+    fn entry_of(&self, key: &SessionKey, tsih: Tsih) -> Result<&Entry, LoginStatus> {
+        let current = self.current.get(key).filter(|known| **known == tsih);
+        let entry = current.and_then(|tsih| self.entries.get(tsih));
+        entry.ok_or(LoginStatus::NO_SUCH_SESSION)
+    }
+
+    /// Whether a session has room for a connection that can hold `commands` commands.
+    fn check_room(
+        &self,
+        key: &SessionKey,
+        tsih: Tsih,
+        cid: Cid,
+        commands: u16,
+    ) -> Result<(), LoginStatus> {
+        let entry = self.entry_of(key, tsih)?;
+        if entry.session.params.rdma_extensions {
+            // It has one connection, of another transport.
+            return Err(LoginStatus::TOO_MANY_CONNECTIONS);
+        }
+        if entry.session.window.commands() > commands {
+            return Err(LoginStatus::OUT_OF_RESOURCES);
+        }
+        let is_other = |c: &&Connection| c.cid != cid && c.link == Link::Up;
+        let others = entry.connections.iter().filter(is_other).count();
+        let params = &entry.session.params;
+        // At level 2 there may be a second one in any case, to log the first one out (RFC 7143 6.3.4).
+        let least = if params.error_recovery_level > 1 {
+            2
+        } else {
+            1
+        };
+        if others < usize::from(params.max_connections).max(least) {
+            Ok(())
+        } else {
+            Err(LoginStatus::TOO_MANY_CONNECTIONS)
+        }
+    }
+
+    fn free_handle(&self, random: u16) -> Option<Tsih> {
+        let mut handles = (0..=u16::MAX).map(|n| Tsih(random.wrapping_add(n)));
+        handles.find(|tsih| tsih.0 != 0 && !self.entries.contains_key(tsih))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::iscsi::CmdSn;
+
+    use super::*;
+
+    const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+    fn channel(serial: u64) -> ChannelRef {
+        ChannelRef { worker: 0, serial }
+    }
+
+    fn new(cid: u16, serial: u64) -> Candidate {
+        Candidate {
+            cid: Cid(cid),
+            channel: channel(serial),
+            address: HERE,
+            commands: 4,
+        }
+    }
+
+    fn fits(_: &Session) -> Result<(), LoginStatus> {
+        Ok(())
+    }
+
+    fn joins(_: &Session, _: &LunMap) -> Result<(), LoginStatus> {
+        Ok(())
+    }
+
+    fn entered(granted: Result<SessionGrant, LoginStatus>) -> (Tsih, Vec<ChannelRef>) {
+        let grant = granted.unwrap();
+        (grant.tsih, grant.replaced)
+    }
+
+    fn joined(granted: Result<SessionGrant, LoginStatus>) -> (Session, Vec<ChannelRef>) {
+        let grant = granted.unwrap();
+        (grant.session, grant.replaced)
+    }
+
+    fn params(max_connections: u16) -> SessionParams {
+        SessionParams {
+            discovery: false,
+            max_connections,
+            initial_r2t: true,
+            immediate_data: true,
+            max_burst: 65536,
+            first_burst: 65536,
+            max_outstanding_r2t: 1,
+            time2wait: 0,
+            time2retain: 0,
+            error_recovery_level: 0,
+            data_pdu_in_order: true,
+            data_sequence_in_order: true,
+            rdma_extensions: false,
+            tagged_solicited_only: None,
+            hello_required: false,
+            protocol_level: 1,
+        }
+    }
+
+    fn session(isid: u8) -> NewSession {
+        counted(&Budget::default(), isid)
+    }
+
+    /// A session with a permit of a budget.
+    fn counted(budget: &Budget, isid: u8) -> NewSession {
+        let bounds = Bounds {
+            sessions: 100,
+            per_address: 100,
+        };
+        let permit = budget.acquire(bounds, HERE, None).unwrap();
+        NewSession {
+            nexus: Some((NexusId(1), permit)),
+            luns: Arc::default(),
+            session: bare(isid),
+        }
+    }
+
+    fn bare(isid: u8) -> Session {
+        Session {
+            key: SessionKey {
+                initiator: IscsiName::new("iqn.2026-01.a:i").unwrap(),
+                isid: Isid([isid; 6]),
+                target: None,
+                address: None,
+            },
+            address: HERE,
+            chap_name: None,
+            ports: None,
+            params: params(2),
+            window: Arc::new(Window::new(4, CmdSn(1), true)),
+        }
+    }
+
+    #[test]
+    fn a_session_that_takes_another_s_place_waits_for_its_end() {
+        let sessions = IscsiSessions::default();
+        let (first, old) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
+        assert!(old.is_empty());
+        let (second, old) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
+        assert_eq!(old, [channel(1)]);
+        // A third one comes while the second still waits, whose client gives up.
+        let (third, old) = entered(sessions.enter(session(1), &new(0, 3), 7, fits));
+        assert_eq!(old, [channel(2)]);
+        let left = sessions.leave(second, channel(2), false, None);
+        assert!(left.notify.is_empty(), "the first is still there");
+        let left = sessions.leave(first, channel(1), false, None);
+        assert_eq!(left.notify, [channel(3)]);
+        assert!(left.terminate.is_empty());
+        let key = bare(1).key;
+        assert_eq!(sessions.check_join(&key, third, Cid(1), 4), Ok(()));
+        let stranger = sessions.check_join(&key, first, Cid(1), 4);
+        assert_eq!(stranger, Err(LoginStatus::NO_SUCH_SESSION));
+    }
+
+    #[test]
+    fn a_session_that_may_not_take_another_s_place_leaves_it_alone() {
+        let (sessions, budget) = (IscsiSessions::default(), Budget::default());
+        let (first, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        let refuse = |_: &Session| Err(LoginStatus::AUTHORIZATION_FAILURE);
+        let refused = sessions.enter(counted(&budget, 1), &new(0, 2), 7, refuse);
+        assert_eq!(refused.unwrap_err(), LoginStatus::AUTHORIZATION_FAILURE);
+        assert_eq!(budget.sessions(), 1, "its permit is given back");
+        let key = bare(1).key;
+        assert_eq!(sessions.check_join(&key, first, Cid(1), 4), Ok(()));
+        // Without one to replace nothing is asked.
+        sessions.enter(session(2), &new(0, 3), 7, refuse).unwrap();
+    }
+
+    #[test]
+    fn discovery_sessions_are_bounded_by_address_and_in_all() {
+        let sessions = IscsiSessions::default();
+        let mut serial = 0;
+        let mut enter = |host: u8| {
+            serial += 1;
+            let mut session = bare(0);
+            session.key.isid = Isid([0, 0, 0, 0, host, serial as u8]);
+            session.address = IpAddr::from([10, 0, 0, host]);
+            session.params.discovery = true;
+            let new_session = NewSession {
+                nexus: None,
+                luns: Arc::default(),
+                session,
+            };
+            let entered = sessions.enter(new_session, &new(0, serial), 7, fits);
+            entered.ok().map(|grant| (grant.tsih, channel(serial)))
+        };
+        let first = enter(1).unwrap();
+        for _ in 1..DISCOVERIES.per_address {
+            enter(1).unwrap();
+        }
+        assert!(enter(1).is_none());
+        for host in 2..=(DISCOVERIES.sessions / DISCOVERIES.per_address) as u8 {
+            for _ in 0..DISCOVERIES.per_address {
+                enter(host).unwrap();
+            }
+        }
+        assert!(enter(99).is_none());
+        let left = sessions.leave(first.0, first.1, true, None);
+        assert!(left.notify.is_empty() && left.terminate.is_empty());
+        assert!(enter(99).is_some());
+    }
+
+    #[test]
+    fn connections_join_up_to_the_limit_and_replace_each_other() {
+        let (sessions, budget) = (IscsiSessions::default(), Budget::default());
+        let key = bare(1).key;
+        let (tsih, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        let (_, old) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
+        assert!(old.is_empty());
+        let third = sessions.join(&key, tsih, &new(2, 3), joins);
+        assert_eq!(third.unwrap_err(), LoginStatus::TOO_MANY_CONNECTIONS);
+        let small = sessions.join(
+            &key,
+            tsih,
+            &Candidate {
+                commands: 3,
+                ..new(1, 3)
+            },
+            joins,
+        );
+        assert_eq!(small.unwrap_err(), LoginStatus::OUT_OF_RESOURCES);
+        let (_, old) = joined(sessions.join(&key, tsih, &new(1, 4), joins));
+        assert_eq!(old, [channel(2)]);
+        let left = sessions.leave(tsih, channel(2), false, None);
+        assert_eq!(left.notify, [channel(4)]);
+        assert!(left.terminate.is_empty(), "its place was taken");
+        // The session does not survive the loss of a connection.
+        let left = sessions.leave(tsih, channel(1), false, None);
+        assert_eq!(left.terminate, [channel(4)]);
+        assert_eq!(budget.sessions(), 1);
+        sessions.leave(tsih, channel(4), false, None);
+        assert_eq!(budget.sessions(), 0);
+    }
+
+    #[test]
+    fn handles_are_random_and_free() {
+        let sessions = IscsiSessions::default();
+        let mut serial = 0;
+        let mut enter = |isid, random| {
+            serial += 1;
+            let entered = sessions.enter(session(isid), &new(0, serial), random, fits);
+            entered.unwrap().tsih
+        };
+        assert_eq!(enter(1, 0x5a5a), Tsih(0x5a5a));
+        assert_eq!(enter(2, 0x5a5a), Tsih(0x5a5b));
+        assert_eq!(enter(3, u16::MAX), Tsih(u16::MAX));
+        assert_eq!(enter(4, u16::MAX), Tsih(1), "zero stands for a new session");
+    }
+
+    #[test]
+    fn a_logout_of_the_session_ends_the_others() {
+        let (sessions, budget) = (IscsiSessions::default(), Budget::default());
+        let key = bare(1).key;
+        let (tsih, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        sessions.join(&key, tsih, &new(1, 2), joins).unwrap();
+        let one = sessions.end_others(tsih, channel(1), Others::One(Cid(7)));
+        assert!(one.is_empty());
+        assert_eq!(
+            sessions.end_others(tsih, channel(1), Others::All),
+            [channel(2)]
+        );
+        let left = sessions.leave(tsih, channel(2), false, None);
+        assert_eq!(left.notify, [channel(1)]);
+        assert_eq!(budget.sessions(), 1);
+        sessions.leave(tsih, channel(1), true, None);
+        assert_eq!(budget.sessions(), 0);
+    }
+
+    /// A session at error recovery level 2, of one connection at most.
+    fn recoverable(budget: &Budget) -> NewSession {
+        let mut new = counted(budget, 1);
+        new.session.params.error_recovery_level = 2;
+        new.session.params.max_connections = 1;
+        new
+    }
+
+    #[test]
+    fn a_session_of_level_2_survives_a_connection_that_is_lost() {
+        let (sessions, budget) = (IscsiSessions::default(), Budget::default());
+        let key = bare(1).key;
+        let (tsih, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+        // Another one may come in any case, to log it out (RFC 7143 6.3.4); not a third.
+        sessions.join(&key, tsih, &new(1, 2), joins).unwrap();
+        let third = sessions.check_join(&key, tsih, Cid(2), 4);
+        assert_eq!(third, Err(LoginStatus::TOO_MANY_CONNECTIONS));
+        let lost = sessions.lose(tsih, channel(1));
+        assert_eq!(
+            (lost.reporter, lost.terminate),
+            (Some(channel(2)), Vec::new())
+        );
+        assert!(sessions.detach(tsih, channel(2), Cid(7)).is_empty());
+        assert_eq!(sessions.detach(tsih, channel(2), Cid(0)), [channel(1)]);
+        assert_eq!(sessions.detached(tsih, channel(1)).notify, [channel(2)]);
+        let twice = sessions.detach(tsih, channel(2), Cid(0));
+        assert!(twice.is_empty(), "it is logged out already");
+        let left = sessions.leave(tsih, channel(1), false, None);
+        assert!(left.terminate.is_empty() && budget.sessions() == 1);
+        sessions.leave(tsih, channel(2), true, None);
+        assert_eq!(budget.sessions(), 0);
+    }
+
+    #[test]
+    fn connections_that_are_kept_are_bounded_and_end_with_their_session() {
+        let (sessions, budget) = (IscsiSessions::default(), Budget::default());
+        let key = bare(1).key;
+        let (tsih, _) = entered(sessions.enter(recoverable(&budget), &new(0, 0), 7, fits));
+        let most = MAX_KEPT as u64;
+        for serial in 1..=most {
+            let (session, old) = joined(sessions.join(&key, tsih, &new(0, serial), joins));
+            assert_eq!(old, [channel(serial - 1)]);
+            assert_eq!(Ending::of_reinstatement(&session.params), Ending::Detach);
+            let left = sessions.detached(tsih, channel(serial - 1));
+            assert_eq!(left.notify, [channel(serial)]);
+            assert!(left.terminate.is_empty());
+        }
+        let lost = sessions.lose(tsih, channel(most));
+        assert_eq!((lost.reporter, lost.terminate), (None, vec![channel(0)]));
+        let (_, old) = entered(sessions.enter(recoverable(&budget), &new(0, 50), 7, fits));
+        assert_eq!(old.len(), MAX_KEPT + 1);
+    }
+}

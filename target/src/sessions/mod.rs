@@ -1,0 +1,33 @@
+//! Sessions and what is served to them: shared by all workers, and touched at login, logout and changes of
+//! the configuration only.
+//!
+//! A session holds a [`Permit`](budget::Permit) of the budget and its entries at the units
+//! (`units::UnitEntries`). Both undo themselves when they are dropped. So a login that fails
+//! half-way leaves nothing behind, and a session that ends is simply removed from its table.
+//!
+//! # Modules
+//! - [`catalog`]: what is served, to whom.
+//! - [`nexus`]: SRP's sessions, and the numbers of all I_T nexuses.
+//! - [`iscsi`]: sessions of iSCSI, over TCP and RDMA.
+//! - [`budget`]: how many sessions there may be. `units`: where a nexus is entered at its units.
+//! - `waits`: channels that wait until others have ended.
+//! - [`unconfirmed`]: which connection gives way to a newer one before it has proved anything.
+//! - `recent`: units that the initiators of sessions which have just ended take their LUNs for.
+
+pub mod budget;
+pub mod catalog;
+pub mod iscsi;
+pub mod nexus;
+mod recent;
+pub mod unconfirmed;
+mod units;
+mod waits;
+
+/// A channel, by its worker and its number there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChannelRef {
+    /// Number of the worker.
+    pub worker: u16,
+    /// Number of the channel, never used twice at that worker.
+    pub serial: u64,
+}

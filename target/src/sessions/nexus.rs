@@ -1,0 +1,827 @@
+//! Sessions of SRP: which channels an I_T nexus has, on which workers.
+//!
+//! # A login that replaces a session
+//! ```text
+//!  Requested ──established──→ Current ──a newer login is established──→ Replaced ──last channel gone──→
+//!      └──── place given to another, or no place is left ────→ Displaced ──last channel gone──→
+//! ```
+//! A connection request comes in one datagram, whose source address may be forged. So it ends nothing:
+//! the session that it asks for is beside the one that is there until its own connection is
+//! established, which only the owner of the address can do. Then the channels of older sessions are
+//! terminated, and the new session's commands wait until these channels and their disk operations have
+//! ended. It is a new I_T nexus, which receives I_T NEXUS LOSS; RESERVE ends with the old one.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
+use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId};
+
+use super::ChannelRef;
+use super::budget::{Budget, Permit};
+use super::catalog::{Catalog, Entrance, TargetDef};
+use super::recent::Recent;
+use super::unconfirmed::{self, Unconfirmed};
+use super::units::UnitEntries;
+use super::waits::Waits;
+use crate::fabric::LunMap;
+use crate::srp::{Admission, JOIN_TIMEOUT, LoginOutcome, LoginRefused, LoginView, plan_login};
+
+/// Replaced sessions of one pair of ports at most, while their commands are still at a device.
+const MAX_REPLACED: usize = 4;
+
+/// Channels at once whose connections are not established yet.
+const MAX_UNCONFIRMED: usize = 256;
+
+/// The ports of an I_T nexus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct NexusKey {
+    /// The initiator port.
+    pub initiator: InitiatorPortId,
+    /// The target port.
+    pub target: TargetPortId,
+}
+
+/// States of a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The connection of its first channel is not established yet.
+    Requested,
+    /// It is the session of its I_T nexus.
+    Current,
+    /// A newer one has replaced it at that time. Its channels are being torn down.
+    Replaced(Instant),
+    /// It was never established and will not be. Its channels are being torn down.
+    Displaced,
+}
+
+/// A session, and its channels with the addresses that they come from.
+#[derive(Debug)]
+struct Entry {
+    stage: Stage,
+    /// The channel that asked for the session.
+    leader: ChannelRef,
+    address: IpAddr,
+    channels: Vec<(ChannelRef, IpAddr)>,
+    units: UnitEntries,
+    /// Of a session that is or was established.
+    permit: Option<Permit>,
+}
+
+#[derive(Debug)]
+struct Table {
+    /// Sessions of each pair of ports, in the order of their requests.
+    nexuses: HashMap<NexusKey, Vec<Entry>>,
+    waits: Waits,
+    /// Sessions of all protocols.
+    budget: Budget,
+    /// Channels whose connections are not established, the oldest first.
+    unconfirmed: Vec<Unconfirmed<(NexusKey, ChannelRef)>>,
+    /// Sessions that have ended, by their addresses: a host that knows a port's identifier must not hold
+    /// up its owner.
+    recent: Recent<(NexusKey, IpAddr)>,
+    next_id: u64,
+    stopping: bool,
+    catalog: Arc<Catalog>,
+}
+
+impl Table {
+    fn is_unconfirmed(&self, channel: ChannelRef) -> bool {
+        self.unconfirmed.iter().any(|u| u.what.1 == channel)
+    }
+
+    /// These channels are established, or are ending.
+    fn forget_unconfirmed(&mut self, channels: &[ChannelRef]) {
+        self.unconfirmed.retain(|u| !channels.contains(&u.what.1));
+    }
+
+    /// A channel that is not established gives its place away, and the session with it that only this
+    /// channel can establish. Returns the channels to terminate.
+    fn displace(&mut self, key: NexusKey, channel: ChannelRef) -> Vec<ChannelRef> {
+        let entries = self.nexuses.get_mut(&key).into_iter().flatten();
+        let mut led = entries.filter(|e| e.leader == channel && e.stage == Stage::Requested);
+        let ending = match led.next() {
+            Some(entry) => {
+                entry.stage = Stage::Displaced;
+                entry.refs().collect()
+            }
+            None => vec![channel],
+        };
+        self.forget_unconfirmed(&ending);
+        ending
+    }
+
+    fn next_id(&mut self) -> NexusId {
+        let id = NexusId(self.next_id);
+        self.next_id += 1;
+        id
+    }
+}
+
+/// All sessions of SRP at a server, the catalog that is served, and the budget of all sessions.
+#[derive(Debug)]
+pub struct Registry {
+    table: Mutex<Table>,
+}
+
+/// Both ends of the connection that a login comes by.
+#[derive(Clone, Copy, Debug)]
+pub struct Endpoints {
+    /// The initiator's address.
+    pub peer: SocketAddr,
+    /// The address of the device that it has reached.
+    pub local: IpAddr,
+    /// The listener there.
+    pub entrance: Entrance,
+}
+
+/// A login that was accepted, and its nexus.
+#[derive(Debug)]
+pub struct SessionGrant {
+    /// Number of the nexus.
+    pub nexus: NexusId,
+    /// What the login response says, and the units.
+    pub outcome: LoginOutcome,
+    /// Channels to terminate: they were not established, and give way to this one.
+    pub displaced: Vec<ChannelRef>,
+}
+
+/// Consequences of the establishment of a channel.
+#[derive(Debug, Default)]
+pub struct Established {
+    /// Whether the channel may take commands now; otherwise it is notified when it may.
+    pub may_start: bool,
+    /// Other channels of the session that may, too.
+    pub start: Vec<ChannelRef>,
+    /// Channels to terminate.
+    pub terminate: Vec<ChannelRef>,
+}
+
+/// Consequences of the end of a channel.
+#[derive(Debug, Default)]
+pub struct Left {
+    /// Channels that may take commands now.
+    pub start: Vec<ChannelRef>,
+    /// Channels to terminate.
+    pub terminate: Vec<ChannelRef>,
+}
+
+impl Registry {
+    /// Makes a registry without sessions.
+    #[must_use]
+    pub fn new(catalog: Catalog) -> Self {
+        catalog.set_limits();
+        Self {
+            table: Mutex::new(Table {
+                nexuses: HashMap::new(),
+                waits: Waits::default(),
+                budget: Budget::default(),
+                unconfirmed: Vec::new(),
+                recent: Recent::default(),
+                next_id: 1,
+                stopping: false,
+                catalog: Arc::new(catalog),
+            }),
+        }
+    }
+
+    /// Returns what is served at present.
+    #[must_use]
+    pub fn catalog(&self) -> Arc<Catalog> {
+        Arc::clone(&self.lock().catalog)
+    }
+
+    /// Returns what a nexus sees at present; `None` without such a nexus.
+    #[must_use]
+    pub fn luns(&self, key: &NexusKey, nexus: NexusId) -> Option<Arc<LunMap>> {
+        let table = self.lock();
+        let mut entries = table.nexuses.get(key)?.iter();
+        let entry = entries.find(|e| e.units.nexus() == nexus)?;
+        Some(Arc::clone(entry.units.luns()))
+    }
+
+    /// Serves something else from now on: nexuses whose units are others now are notified. Returns
+    /// the channels to log out: those of initiators that may not log in any longer, and those whose
+    /// address may no longer see what their session sees.
+    pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ChannelRef> {
+        let mut table = self.lock();
+        let mut ended = Vec::new();
+        catalog.set_limits();
+        for (key, entries) in &mut table.nexuses {
+            let target = catalog.target_of(&key.target);
+            let luns_at = |address| target?.luns_of(&key.initiator, address);
+            for entry in entries {
+                let luns = luns_at(entry.address);
+                let may_stay = |address| {
+                    let own = luns_at(address);
+                    own.zip(luns.as_ref()).is_some_and(|(a, b)| a.is_same(b))
+                };
+                let channels = entry.channels.iter();
+                let others = channels.filter(|(_, address)| !may_stay(*address));
+                ended.extend(others.map(|(channel, _)| *channel));
+                entry
+                    .units
+                    .change(luns.unwrap_or_default(), &ports(*key, target));
+            }
+        }
+        table.catalog = catalog;
+        ended
+    }
+
+    /// Refuses every login from now on.
+    pub fn stop(&self) {
+        self.lock().stopping = true;
+    }
+
+    /// Sessions at present that are or were established.
+    #[must_use]
+    pub fn sessions(&self) -> usize {
+        self.lock().budget.sessions() as usize
+    }
+
+    /// Channels at present whose connections are not established.
+    #[must_use]
+    pub fn unconfirmed(&self) -> usize {
+        self.lock().unconfirmed.len()
+    }
+
+    /// Decides on a login and enters its channel. Channels that are established are not concerned before
+    /// [`Registry::establish`]; others may have to give their places to this one.
+    ///
+    /// # Errors
+    /// Why it is refused; nothing was entered.
+    pub fn login(
+        &self,
+        req: &LoginReq,
+        ends: Endpoints,
+        channel: ChannelRef,
+        now: Instant,
+    ) -> Result<SessionGrant, LoginRefused> {
+        let key = NexusKey {
+            initiator: req.initiator_port,
+            target: req.target_port,
+        };
+        let address = ends.peer.ip().to_canonical();
+        let mut guard = self.lock();
+        let table = &mut *guard;
+        let catalog = Arc::clone(&table.catalog);
+        // By the portals of other targets a target does not exist: they may lead to other networks.
+        let is_served = catalog.has_entrance(&key.target, ends.local, ends.entrance);
+        let target = catalog.target_of(&key.target).filter(|_| is_served);
+        let known = table.nexuses.get(&key).map_or(&[][..], Vec::as_slice);
+        let met = match req.multi_channel {
+            MultiChannelAction::Multi => joinable(known, address),
+            _ => known.iter().position(|e| e.stage == Stage::Current),
+        };
+        let admission = match target {
+            None => Admission::UnknownTarget,
+            Some(target) => match target.luns_of(&key.initiator, address) {
+                // Port identifiers are no secret: an address that sees other units does not get at
+                // this session by its identifiers.
+                Some(mut luns) if met.is_none_or(|at| known[at].units.luns().is_same(&luns)) => {
+                    let latest = known.iter().rev().find(|e| e.has_been_current());
+                    let latest = latest.map(|entry| entry.units.luns().known_units());
+                    if let Some(units) = latest.or_else(|| table.recent.find(&(key, address), now))
+                    {
+                        let own = Arc::get_mut(&mut luns);
+                        own.expect("made for this nexus").set_known_units(units);
+                    }
+                    Admission::Allowed(luns)
+                }
+                _ => Admission::Denied,
+            },
+        };
+        let joins = met.filter(|_| req.multi_channel == MultiChannelAction::Multi);
+        let replaced = met.map(|at| known[at].address);
+        // Of a session whose channels are all taken, one that is not established gives way.
+        let most = catalog.limits.login.max_channels as usize;
+        let crowded = joins.filter(|at| known[*at].channels.len() >= most);
+        let crowded = crowded.and_then(|at| {
+            let mut members = known[at].refs().filter(|own| *own != known[at].leader);
+            members.find(|own| table.is_unconfirmed(*own))
+        });
+        let gone = u32::from(crowded.is_some());
+        let view = LoginView {
+            channels: met.map_or(0, |at| known[at].channels.len() as u32 - gone),
+            exhausted: joins.is_none()
+                && (is_held_up(known, now)
+                    || !table
+                        .budget
+                        .has_room(catalog.limits.bounds(), address, replaced)),
+            stopping: table.stopping,
+        };
+        let planned = plan_login(req, &catalog.limits.login, &admission, view);
+        let mut outcome = planned.map_err(|reason| LoginRefused::new(reason, &admission))?;
+        let is_loss = known.iter().any(Entry::has_been_current);
+        let mut displaced = Vec::new();
+        if let Some(crowded) = crowded {
+            let entry = &mut table.nexuses.get_mut(&key).expect("just found")[met.expect("joins")];
+            entry.channels.retain(|(own, _)| *own != crowded);
+            table.forget_unconfirmed(&[crowded]);
+            displaced.push(crowded);
+        } else if table.unconfirmed.len() >= MAX_UNCONFIRMED
+            && let Some((key, oldest)) = unconfirmed::displaceable(&table.unconfirmed)
+        {
+            displaced = table.displace(key, oldest);
+        }
+        table.unconfirmed.push(Unconfirmed {
+            address,
+            what: (key, channel),
+        });
+        if let Some(at) = joins {
+            let entry = &mut table.nexuses.get_mut(&key).expect("just found")[at];
+            if entry.stage == Stage::Current {
+                table.waits.wait_like(entry.leader, channel);
+            }
+            entry.channels.push((channel, address));
+            outcome.luns = Arc::clone(entry.units.luns());
+            let nexus = entry.units.nexus();
+            return Ok(SessionGrant {
+                nexus,
+                outcome,
+                displaced,
+            });
+        }
+        let id = table.next_id();
+        let luns = Arc::clone(&outcome.luns);
+        let units = UnitEntries::enter(id, Some(&ports(key, target)), luns, is_loss);
+        table.nexuses.entry(key).or_default().push(Entry {
+            stage: Stage::Requested,
+            leader: channel,
+            address,
+            channels: vec![(channel, address)],
+            units,
+            permit: None,
+        });
+        Ok(SessionGrant {
+            nexus: id,
+            outcome,
+            displaced,
+        })
+    }
+
+    /// A channel's connection is established: if the channel has asked for a session, that is the
+    /// session of its nexus from now on, unless others have taken the last place meanwhile.
+    pub fn establish(&self, key: NexusKey, channel: ChannelRef, now: Instant) -> Established {
+        let mut table = self.lock();
+        let limits = table.catalog.limits;
+        table.forget_unconfirmed(&[channel]);
+        let Table {
+            nexuses,
+            waits,
+            budget,
+            ..
+        } = &mut *table;
+        let entries = nexuses.get_mut(&key).map_or(&mut [][..], Vec::as_mut_slice);
+        let mut done = Established::default();
+        let Some(at) = entries.iter().position(|e| e.has(channel)) else {
+            return done;
+        };
+        let (older, rest) = entries.split_at_mut(at);
+        let entry = &mut rest[0];
+        // A request that is older than the present session has been displaced.
+        if entry.stage == Stage::Requested && entry.leader == channel {
+            let replaced = older.iter().find(|e| e.stage == Stage::Current);
+            let replaced = replaced.map(|e| e.address);
+            entry.permit = budget.acquire(limits.bounds(), entry.address, replaced);
+            if entry.permit.is_none() {
+                entry.stage = Stage::Displaced;
+                done.terminate = entry.refs().collect();
+                table.forget_unconfirmed(&done.terminate);
+                return done;
+            }
+            entry.stage = Stage::Current;
+            done.terminate = older.iter().flat_map(Entry::refs).collect();
+            older.iter_mut().for_each(|e| e.give_way(now));
+            for own in entry.refs() {
+                waits.wait_for(&done.terminate, own);
+            }
+            let is_ready = |own: &ChannelRef| *own != channel && !waits.is_waiting(*own);
+            done.start = entry.refs().filter(is_ready).collect();
+        }
+        done.may_start = entry.stage == Stage::Current && !waits.is_waiting(channel);
+        table.forget_unconfirmed(&done.terminate);
+        done
+    }
+
+    /// Numbers an I_T nexus of another protocol, within the same bounds; `None` where they are
+    /// reached, or the server is stopping. `replaced` is the address of the session that it replaces.
+    pub fn open_nexus(
+        &self,
+        address: IpAddr,
+        replaced: Option<IpAddr>,
+    ) -> Option<(NexusId, Permit)> {
+        let mut table = self.lock();
+        if table.stopping {
+            return None;
+        }
+        let bounds = table.catalog.limits.bounds();
+        let permit = table.budget.acquire(bounds, address, replaced)?;
+        Some((table.next_id(), permit))
+    }
+
+    /// A channel is gone; with the last one its session ends. At `again` the initiator may log in
+    /// again and go on with its disks: it has not logged out by itself.
+    pub fn logout(&self, key: NexusKey, channel: ChannelRef, again: Option<Instant>) -> Left {
+        let mut table = self.lock();
+        table.forget_unconfirmed(&[channel]);
+        let Table {
+            nexuses,
+            waits,
+            recent,
+            ..
+        } = &mut *table;
+        let mut left = Left::default();
+        let Some(entries) = nexuses.get_mut(&key) else {
+            return left;
+        };
+        if let Some(at) = entries.iter().position(|e| e.has(channel)) {
+            let entry = &mut entries[at];
+            entry.channels.retain(|(c, _)| *c != channel);
+            if entry.channels.is_empty() {
+                let entry = entries.remove(at);
+                if entry.stage == Stage::Current {
+                    let owner = (key, entry.address);
+                    match again {
+                        Some(now) => recent.keep(owner, entry.units.luns().known_units(), now),
+                        None => recent.forget(&owner),
+                    }
+                }
+            } else if entry.leader == channel {
+                match entry.stage {
+                    // No other channel can establish the session.
+                    Stage::Requested | Stage::Displaced => {
+                        entry.stage = Stage::Displaced;
+                        left.terminate = entry.refs().collect();
+                    }
+                    _ => entry.leader = entry.channels[0].0,
+                }
+            }
+        }
+        if entries.is_empty() {
+            nexuses.remove(&key);
+        }
+        // Last, so that the channels that start now find the units without the old nexus.
+        left.start = waits.end(channel);
+        left
+    }
+
+    /// A panic elsewhere cannot have left the table half changed, so poison is ignored.
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The session that another channel from an address joins: the newest from there, or of all, since the
+/// message that establishes the newest one may be late.
+fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
+    let alive = entries.iter().enumerate();
+    let alive = alive.filter(|(_, e)| matches!(e.stage, Stage::Requested | Stage::Current));
+    let best = alive.max_by_key(|(at, e)| (e.address == address, *at));
+    best.map(|(at, _)| at)
+}
+
+/// Whether replaced sessions are still there that should have ended long since, or too many of them: a
+/// device holds their commands, and another login would only wait for it as well.
+fn is_held_up(entries: &[Entry], now: Instant) -> bool {
+    let replaced = entries.iter().filter_map(|e| match e.stage {
+        Stage::Replaced(since) => Some(since),
+        _ => None,
+    });
+    let is_late = |since: Instant| now.saturating_duration_since(since) >= JOIN_TIMEOUT;
+    replaced.clone().count() >= MAX_REPLACED || replaced.into_iter().any(is_late)
+}
+
+impl Entry {
+    fn has(&self, channel: ChannelRef) -> bool {
+        self.refs().any(|own| own == channel)
+    }
+
+    fn refs(&self) -> impl Iterator<Item = ChannelRef> + '_ {
+        self.channels.iter().map(|(channel, _)| *channel)
+    }
+
+    /// Whether it was established, which makes it count as a session until its last channel is gone.
+    fn has_been_current(&self) -> bool {
+        self.permit.is_some()
+    }
+
+    /// A newer session is established.
+    fn give_way(&mut self, now: Instant) {
+        self.stage = match self.stage {
+            Stage::Requested | Stage::Displaced => Stage::Displaced,
+            Stage::Current => Stage::Replaced(now),
+            Stage::Replaced(since) => Stage::Replaced(since),
+        };
+    }
+}
+
+fn ports(key: NexusKey, target: Option<&TargetDef>) -> Nexus {
+    Nexus {
+        initiator: PortName::Srp(key.initiator.0),
+        target: TargetPort {
+            name: PortName::Srp(key.target.0),
+            relative_id: target.map_or(1, |t| t.relative_port(&key.target)),
+            group: 0,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use riser_scsi::srp::{BufferFormats, LoginRejReason, LoginReqFlags, Tag};
+
+    use super::*;
+    use crate::config::Config;
+
+    const A: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 2));
+    const B: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 3));
+
+    fn registry(rest: &str) -> Registry {
+        let text = format!(
+            "backends: {{ a: {{ kind: ram, size: 1MiB }}, b: {{ kind: ram, size: 1MiB }} }}\n\
+             targets: [{{ name: t, portals: [{{ protocol: srp, listen: 10.0.0.1 }}], {rest} }}]\n\
+             limits: {{ max_sessions: 2 }}\nworkers: {{ count: 1 }}\n"
+        );
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        crate::server::build_shared(&config, None).unwrap().registry
+    }
+
+    fn open() -> Registry {
+        registry("luns: { 0: a }, access: open")
+    }
+
+    fn channel(serial: u64) -> ChannelRef {
+        ChannelRef { worker: 0, serial }
+    }
+
+    struct Host<'a> {
+        registry: &'a Registry,
+        key: NexusKey,
+        now: Instant,
+    }
+
+    impl<'a> Host<'a> {
+        fn new(registry: &'a Registry, initiator: u8) -> Self {
+            let target = registry.catalog().targets[0].portals[0].target_port();
+            let initiator = InitiatorPortId([initiator; 16]);
+            Self {
+                registry,
+                key: NexusKey { initiator, target },
+                now: Instant::now(),
+            }
+        }
+
+        fn request(
+            &self,
+            address: IpAddr,
+            multi_channel: MultiChannelAction,
+            serial: u64,
+        ) -> Result<SessionGrant, LoginRejReason> {
+            let req = LoginReq {
+                tag: Tag(1),
+                req_it_iu_len: 8260,
+                formats: BufferFormats::DIRECT,
+                multi_channel,
+                flags: LoginReqFlags::empty(),
+                immediate: None,
+                initiator_port: self.key.initiator,
+                target_port: self.key.target,
+            };
+            let portal = self.registry.catalog().targets[0].portals[0].listen;
+            let ends = Endpoints {
+                peer: SocketAddr::new(address, 1),
+                local: portal.ip(),
+                entrance: Entrance::Port(portal.port()),
+            };
+            let entered = self.registry.login(&req, ends, channel(serial), self.now);
+            entered.map_err(|refused| refused.reason)
+        }
+
+        fn single(&self, serial: u64) -> Result<SessionGrant, LoginRejReason> {
+            self.request(A, MultiChannelAction::Single, serial)
+        }
+
+        fn establish(&self, serial: u64) -> Established {
+            self.registry.establish(self.key, channel(serial), self.now)
+        }
+
+        fn log_in(&self, serial: u64) -> NexusId {
+            let entered = self.single(serial).unwrap();
+            self.establish(serial);
+            entered.nexus
+        }
+
+        fn leave(&self, serial: u64) -> Left {
+            self.registry.logout(self.key, channel(serial), None)
+        }
+    }
+
+    #[test]
+    fn a_newer_session_waits_for_every_channel_of_older_ones() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        let first = host.log_in(1);
+        let multi = MultiChannelAction::Multi;
+        assert_eq!(host.request(A, multi, 2).unwrap().nexus, first);
+        assert!(host.establish(2).may_start);
+        assert_ne!(host.single(3).unwrap().nexus, first);
+        let done = host.establish(3);
+        assert_eq!(done.terminate, [channel(1), channel(2)]);
+        assert!(!done.may_start);
+        // Another channel of the new session waits as well.
+        host.request(A, multi, 4).unwrap();
+        assert!(!host.establish(4).may_start);
+        assert!(host.leave(1).start.is_empty());
+        assert_eq!(host.leave(2).start, [channel(3), channel(4)]);
+    }
+
+    #[test]
+    fn a_second_channel_may_be_established_before_the_first_one() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        let new = host.single(2).unwrap().nexus;
+        let joined = host.request(A, MultiChannelAction::Multi, 3).unwrap();
+        assert_eq!(joined.nexus, new, "the login that is under way");
+        let done = host.establish(3);
+        assert!(
+            !done.may_start && done.terminate.is_empty(),
+            "it replaces nothing"
+        );
+        host.leave(1);
+        let done = host.establish(2);
+        assert!(done.may_start);
+        assert_eq!(done.start, [channel(3)]);
+        // Without its first channel the session would never be established.
+        host.single(4).unwrap();
+        host.request(A, MultiChannelAction::Multi, 5).unwrap();
+        assert_eq!(host.leave(4).terminate, [channel(5)]);
+    }
+
+    #[test]
+    fn of_two_requests_the_later_one_counts() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.single(1).unwrap();
+        host.single(2).unwrap();
+        assert_eq!(host.establish(2).terminate, [channel(1)]);
+        let late = host.establish(1);
+        assert!(!late.may_start && late.terminate.is_empty());
+    }
+
+    #[test]
+    fn replaced_sessions_that_stay_are_bounded_and_hold_logins_up() {
+        let registry = open();
+        let mut host = Host::new(&registry, 1);
+        for serial in 1..=3 {
+            host.log_in(serial);
+        }
+        let full = Some(LoginRejReason::InsufficientResources);
+        assert_eq!(host.single(4).err(), full, "they count as sessions");
+        host.leave(2);
+        host.leave(3);
+        host.now += JOIN_TIMEOUT - Duration::from_secs(1);
+        host.single(4).unwrap();
+        host.leave(4);
+        host.now += Duration::from_secs(1);
+        assert_eq!(host.single(5).err(), full, "a device holds the first one");
+        host.leave(1);
+        host.log_in(6);
+        assert_eq!(registry.sessions(), 1);
+    }
+
+    #[test]
+    fn an_address_that_sees_other_units_neither_joins_nor_replaces_a_session() {
+        let rules = "luns: { 0: a, 1: b }, \
+            access: [{ address: 10.0.0.2 }, { address: 10.0.0.3, luns: [0] }]";
+        let registry = registry(rules);
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        let denied = Some(LoginRejReason::UnableToAssociateChannel);
+        for action in [MultiChannelAction::Multi, MultiChannelAction::Single] {
+            assert_eq!(host.request(B, action, 2).err(), denied);
+        }
+        host.leave(1);
+        let luns = &host.request(B, MultiChannelAction::Single, 3).unwrap();
+        assert_eq!(luns.outcome.luns.luns().len(), 1);
+    }
+
+    #[test]
+    fn sessions_that_are_never_established_give_their_places_to_others() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        // Each in another host's name, from another address.
+        let address = |n: u64| IpAddr::from([10, 1, (n >> 8) as u8, n as u8]);
+        let forger = |n: u64| Host::new(&registry, 100 + (n % 100) as u8);
+        let mut forged = 0;
+        let mut forge = || {
+            forged += 1;
+            let (action, serial) = (MultiChannelAction::Single, 1000 + forged);
+            let entered = forger(forged).request(address(forged), action, serial);
+            entered.unwrap().displaced
+        };
+        let most = MAX_UNCONFIRMED as u64;
+        assert!((0..most).all(|_| forge().is_empty()));
+        assert_eq!(forge(), [channel(1001)], "the oldest");
+        // An honest host gets a place, and the forgers have to fill all others before they can take it.
+        host.single(1).unwrap();
+        for _ in 1..most {
+            assert_ne!(forge(), [channel(1)]);
+        }
+        assert!(host.establish(1).may_start);
+        for _ in 0..2 * most {
+            assert_ne!(forge(), [channel(1)], "an established one stays");
+        }
+        assert_eq!(registry.sessions(), 1);
+        // What ends leaves nothing behind.
+        for n in 1..=forged {
+            forger(n).leave(1000 + n);
+        }
+        assert!(registry.lock().unconfirmed.is_empty());
+        assert_eq!(registry.sessions(), 1);
+        host.leave(1);
+        assert_eq!(registry.sessions(), 0);
+        assert!(registry.lock().nexuses.is_empty());
+    }
+
+    #[test]
+    fn requests_in_a_host_s_name_take_the_oldest_of_that_host_only() {
+        let registry = open();
+        let (one, two) = (Host::new(&registry, 1), Host::new(&registry, 2));
+        two.request(B, MultiChannelAction::Single, 1).unwrap();
+        for n in 1..MAX_UNCONFIRMED as u64 {
+            one.single(100 + n).unwrap();
+        }
+        let entered = one.single(999).unwrap();
+        assert_eq!(entered.displaced, [channel(101)]);
+        assert!(two.establish(1).may_start);
+        let late = one.establish(101);
+        assert!(
+            !late.may_start && late.terminate.is_empty(),
+            "its place is taken"
+        );
+    }
+
+    #[test]
+    fn a_request_that_finds_no_place_when_it_is_established_ends() {
+        let registry = open();
+        let hosts = [1, 2, 3].map(|n| Host::new(&registry, n));
+        for (host, serial) in hosts.iter().zip(1..) {
+            host.single(serial).unwrap();
+        }
+        assert!(hosts[0].establish(1).may_start && hosts[1].establish(2).may_start);
+        let late = hosts[2].establish(3);
+        assert!(!late.may_start);
+        assert_eq!(late.terminate, [channel(3)]);
+        let full = Some(LoginRejReason::InsufficientResources);
+        assert_eq!(hosts[2].single(4).err(), full);
+        hosts[2].leave(3);
+        hosts[0].leave(1);
+        hosts[2].log_in(5);
+        assert_eq!(registry.sessions(), 2);
+    }
+
+    #[test]
+    fn channels_that_are_never_established_leave_their_session_to_others() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        let most = u64::from(registry.catalog().limits.login.max_channels);
+        let multi = MultiChannelAction::Multi;
+        for serial in 2..=most {
+            host.request(A, multi, serial).unwrap();
+        }
+        assert!(host.establish(2).may_start);
+        let entered = host.request(A, multi, 100).unwrap();
+        assert_eq!(entered.displaced, [channel(3)]);
+        for serial in 4..=most {
+            host.establish(serial);
+        }
+        host.establish(100);
+        let full = Some(LoginRejReason::ChannelLimitReached);
+        assert_eq!(host.request(A, multi, 101).err(), full);
+        assert!(!host.establish(3).may_start);
+    }
+
+    #[test]
+    fn sessions_of_all_protocols_have_one_budget() {
+        let registry = open();
+        let (one, two) = (Host::new(&registry, 1), Host::new(&registry, 2));
+        one.log_in(1);
+        let other = registry.open_nexus(B, None).unwrap();
+        let full = Some(LoginRejReason::InsufficientResources);
+        assert_eq!(two.single(2).err(), full);
+        assert!(registry.open_nexus(B, None).is_none());
+        // An initiator with a session may replace it.
+        one.log_in(3);
+        one.leave(1);
+        assert!(registry.open_nexus(B, Some(B)).is_some());
+        drop(other);
+        assert_eq!(registry.sessions(), 1);
+    }
+}

@@ -1,0 +1,61 @@
+//! Channels that wait until others have ended, and their commands with them.
+//!
+//! A login that replaces a session must not start a command while one of the old session can still
+//! reach the disk: the old one would overwrite what the new one has written. So its channels wait for
+//! those that they replace, in either protocol (SRP r16a, MULTI-CHANNEL ACTION; RFC 7143 6.3.5).
+
+use super::ChannelRef;
+
+/// `who` waits until `on` is gone.
+#[derive(Clone, Copy, Debug)]
+struct Wait {
+    on: ChannelRef,
+    who: ChannelRef,
+}
+
+/// The channels that wait for others. Bounded by the number of channels: a pair for each.
+#[derive(Debug, Default)]
+pub(super) struct Waits(Vec<Wait>);
+
+impl Waits {
+    /// A channel waits until these are gone.
+    pub(super) fn wait_for(&mut self, others: &[ChannelRef], who: ChannelRef) {
+        self.0.extend(others.iter().map(|on| Wait { on: *on, who }));
+    }
+
+    /// A channel waits for the same channels as another one.
+    pub(super) fn wait_like(&mut self, other: ChannelRef, who: ChannelRef) {
+        let same: Vec<_> = self.of(other).collect();
+        self.wait_for(&same, who);
+    }
+
+    /// Whether a channel waits for another one.
+    pub(super) fn is_waiting(&self, who: ChannelRef) -> bool {
+        self.of(who).next().is_some()
+    }
+
+    /// Whether a channel waits for this one.
+    pub(super) fn is_awaited(&self, on: ChannelRef) -> bool {
+        self.0.iter().any(|wait| wait.on == on)
+    }
+
+    /// A channel is gone. Returns those that have nothing left to wait for.
+    ///
+    /// A channel that waited for it also waits for what it waited for itself, since that is older.
+    pub(super) fn end(&mut self, gone: ChannelRef) -> Vec<ChannelRef> {
+        let still: Vec<_> = self.of(gone).collect();
+        let heirs = self.0.iter().filter(|wait| wait.on == gone);
+        let heirs: Vec<_> = heirs.map(|wait| wait.who).collect();
+        self.0.retain(|wait| wait.on != gone && wait.who != gone);
+        for heir in &heirs {
+            self.wait_for(&still, *heir);
+        }
+        let is_free = |heir: &ChannelRef| !self.is_waiting(*heir);
+        heirs.into_iter().filter(is_free).collect()
+    }
+
+    fn of(&self, who: ChannelRef) -> impl Iterator<Item = ChannelRef> + '_ {
+        let own = self.0.iter().filter(move |wait| wait.who == who);
+        own.map(|wait| wait.on)
+    }
+}

@@ -1,0 +1,587 @@
+//! Contexts: the table of their states, and every transition of it.
+
+use std::time::Duration;
+
+use riser_scsi::config::{Config, Provisioning};
+use riser_scsi::nexus::NexusId;
+use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
+use riser_scsi::task::TaskManagement;
+use riser_state::State as _;
+use riser_state::testing::{assert_all_taken, table};
+
+use super::channel::Channel;
+use super::fixture::*;
+use super::ioctx::{ChainKind, IoctxState, SendIoctx};
+use super::login::ChannelParams;
+use crate::fabric::{TaskIdx, TaskRef};
+use crate::pool::{Buffer, MIN_BLOCK, Owner};
+use crate::qos::IoLimits;
+
+const STATES: [IoctxState; 17] = [
+    IoctxState::Done,
+    IoctxState::New,
+    IoctxState::AwaitLimit,
+    IoctxState::AwaitTask,
+    IoctxState::FetchTable,
+    IoctxState::AwaitBuffer,
+    IoctxState::NeedData,
+    IoctxState::SendData,
+    IoctxState::DataIn,
+    IoctxState::WriteData,
+    IoctxState::AwaitCredit(ChainKind::FetchTable),
+    IoctxState::AwaitCredit(ChainKind::NeedData),
+    IoctxState::AwaitCredit(ChainKind::SendData),
+    IoctxState::AwaitCredit(ChainKind::Respond),
+    IoctxState::CmdRspSent,
+    IoctxState::Mgmt,
+    IoctxState::MgmtRspSent,
+];
+
+/// Send queue of a channel that posts two work requests at once, and one of a transfer.
+const NARROW: u32 = 7;
+
+/// Send queue of a channel that posts fifteen, and seven of a transfer.
+const WIDE: u32 = 20;
+
+/// Bytes of a command's data that are in memory at a time.
+const WINDOW: u32 = 1024;
+
+/// The unit takes ten commands a second.
+const TENTH: Duration = Duration::from_millis(100);
+
+/// The command that a script is about.
+const TAG: u64 = 1;
+
+/// Two channels of two nexuses, and what else of the pool is in use.
+struct Bench {
+    rig: Rig,
+    hog: Option<Buffer>,
+    tables: Vec<Buffer>,
+}
+
+impl Bench {
+    fn new(send_queue: u32) -> Self {
+        // GET LBA STATUS is for thin units.
+        let granularity = 1;
+        let mut rig = Rig::of_units(&Config {
+            provisioning: Provisioning::Thin { granularity },
+            ..windowed(WINDOW)
+        });
+        let first = ChannelParams {
+            req_lim: 8,
+            send_queue,
+            ..params()
+        };
+        for (chan, params) in [first, params()].into_iter().enumerate() {
+            rig.add_channel(params, chan as u64 + 1);
+            rig.establish(chan);
+            for lun in 0..2 {
+                rig.send(chan, &cmd(&[0; 6]).lun(lun).bytes());
+                rig.settle();
+            }
+        }
+        rig.sent.clear();
+        rig.remote.insert(KEY, vec![7; 1 << 16]);
+        Self {
+            rig,
+            hog: None,
+            tables: Vec::new(),
+        }
+    }
+
+    fn send(&mut self, command: &CmdBuilder) {
+        self.rig.send(0, &command.bytes());
+    }
+
+    /// The state of the command's context.
+    fn state(&self) -> IoctxState {
+        let contexts = &self.rig.channels[0].ioctx;
+        let of_it = |io: &&SendIoctx| io.tag.0 == TAG && io.state != IoctxState::Done;
+        let found = contexts.iter().find(of_it);
+        found.map_or(IoctxState::Done, |io| io.state)
+    }
+
+    #[track_caller]
+    fn expect(&self, state: IoctxState) {
+        assert_eq!(self.state(), state);
+    }
+
+    /// Completes work, oldest first, until the command is in a state.
+    #[track_caller]
+    fn complete_until(&mut self, state: IoctxState) {
+        while self.state() != state {
+            assert!(!self.rig.pending.is_empty(), "never {state:?}");
+            self.rig.complete();
+        }
+    }
+
+    /// Completes the block operation that runs.
+    fn complete_block(&mut self) {
+        let is_block = |work: &Pending| matches!(work, Pending::Block { .. });
+        let at = self.rig.pending.iter().position(is_block);
+        self.rig.complete_nth(at.expect("an operation runs"), true);
+    }
+
+    /// Leaves no credit, and lets commands for another unit wait for some.
+    fn take_credit(&mut self) {
+        for tag in [8, 9, 10] {
+            self.send(&cmd(&[0; 6]).lun(1).tag(tag));
+        }
+    }
+
+    /// Leaves one of fifteen credits: two transfers for another unit have portions of seven.
+    fn leave_one_credit(&mut self) {
+        let descs: Vec<_> = (0..16).map(|i| MemDesc::new(i, KEY, 1)).collect();
+        for tag in [8, 9] {
+            let inquiry = cmd(&[0x12, 0, 0, 0, 16, 0]).lun(1).tag(tag);
+            self.send(&inquiry.into(indirect(&descs, 16)));
+        }
+        assert_eq!(self.rig.channels[0].send_queue().free(), 1);
+    }
+
+    fn take_memory(&mut self) {
+        let all = self.rig.pool.free() as u32;
+        self.hog = Some(self.rig.pool.take(all).expect("all of it"));
+    }
+
+    fn give_memory(&mut self) {
+        if let Some(hog) = self.hog.take() {
+            self.rig.pool.release(hog);
+        }
+        self.rig.pump();
+    }
+
+    /// Leaves the memory of tables in pieces, so that a long table takes several work requests.
+    fn cut_table_memory(&mut self) {
+        let pool = &mut self.rig.pool;
+        let mut taken: Vec<_> = (100..)
+            .map_while(|owner| pool.take_table(Owner(owner), MIN_BLOCK as u32))
+            .collect();
+        let mut is_kept = false;
+        while let Some(buffer) = taken.pop() {
+            is_kept = !is_kept;
+            match is_kept {
+                true => self.tables.push(buffer),
+                false => pool.release(buffer),
+            }
+        }
+    }
+
+    /// The unit has taken a command, and takes the next in a tenth of a second.
+    fn limit(&mut self) {
+        self.rig.units[0].limits.set(&IoLimits {
+            iops: Some(10),
+            burst: Duration::ZERO,
+            ..IoLimits::default()
+        });
+        self.rig.send(1, &read(1).bytes());
+        self.rig.settle();
+    }
+
+    /// Sends a command behind one of its nexus that is under way.
+    fn send_behind(&mut self, command: CmdBuilder) {
+        self.send(&cmd(&[0x35]).tag(7));
+        self.send(&command.attr(TaskAttr::Ordered));
+    }
+
+    /// Sends a write for blocks that there are only by the time that its turn comes.
+    fn send_before_growth(&mut self) {
+        let blocks = DISK as u32 / 512;
+        let data = Data::Direct(MemDesc::new(0, KEY, 512));
+        self.send_behind(write10(blocks, 1).tag(TAG).out(data));
+        self.rig.disks[0].resize(2 * DISK, 0);
+        let unit = &self.rig.units[0].lu;
+        unit.set_capacity(u64::from(2 * blocks)).unwrap();
+        // It takes the unit attention.
+        self.send(&plain().tag(6).attr(TaskAttr::HeadOfQueue));
+        self.rig.complete_nth(1, true);
+    }
+
+    /// Another nexus clears the task set.
+    fn clear(&mut self) {
+        let clear = tmf(99, 0, TskMgmtFunction::ClearTaskSet, 0);
+        self.rig.send(1, &clear);
+    }
+
+    /// Ends the channel with the command in its state.
+    fn end(mut self) {
+        self.rig.with(0, Channel::handle_disconnected);
+        self.give_memory();
+        for table in self.tables.drain(..) {
+            self.rig.pool.release(table);
+        }
+        self.rig.end();
+    }
+
+    /// Lets the command go on to its end.
+    fn finish(mut self) {
+        self.give_memory();
+        self.rig.settle();
+        self.expect(IoctxState::Done);
+        self.end();
+    }
+}
+
+/// Descriptors of 256 bytes for `count` blocks.
+fn quarters(count: u32) -> Vec<MemDesc> {
+    (0..2 * u64::from(count))
+        .map(|i| MemDesc::new(i * 256, KEY, 256))
+        .collect()
+}
+
+fn read(count: u16) -> CmdBuilder {
+    let descs = quarters(count.into());
+    let inline = descs.len();
+    read10(0, count).tag(TAG).into(indirect(&descs, inline))
+}
+
+fn write(count: u16) -> CmdBuilder {
+    let descs = quarters(count.into());
+    let inline = descs.len();
+    write10(0, count).tag(TAG).out(indirect(&descs, inline))
+}
+
+/// A write whose table the initiator keeps.
+fn external(bench: &mut Bench) -> CmdBuilder {
+    let descs = quarters(1);
+    bench.rig.remote.insert(TABLE, table_bytes(&descs));
+    write10(0, 1).tag(TAG).out(indirect(&descs, 0))
+}
+
+/// A write whose table, which the initiator keeps, takes two work requests.
+fn long_external(bench: &mut Bench) -> CmdBuilder {
+    bench.cut_table_memory();
+    let descs: Vec<_> = (0..1100).map(|i| MemDesc::new(i, KEY, 1)).collect();
+    bench.rig.remote.insert(TABLE, table_bytes(&descs));
+    write10(0, 1).tag(TAG).out(indirect(&descs, 0))
+}
+
+fn immediate() -> CmdBuilder {
+    write10(0, 1).tag(TAG).out(Data::Immediate(vec![1; 512]))
+}
+
+/// A command without data.
+fn plain() -> CmdBuilder {
+    cmd(&[0; 6]).tag(TAG)
+}
+
+/// READ CAPACITY (10) into as many ranges.
+fn capacity(ranges: u32) -> CmdBuilder {
+    let len = 8 / ranges;
+    let descs: Vec<_> = (0..ranges)
+        .map(|i| MemDesc::new(u64::from(i * len), KEY, len))
+        .collect();
+    let data = indirect(&descs, ranges as usize);
+    cmd(&[0x25]).tag(TAG).into(data)
+}
+
+/// A command in a state in which it may be ended.
+fn reach(state: IoctxState) -> Bench {
+    let mut bench = Bench::new(NARROW);
+    match state {
+        IoctxState::AwaitLimit => {
+            bench.limit();
+            bench.send(&write(1));
+        }
+        IoctxState::AwaitTask => bench.send_behind(plain()),
+        IoctxState::FetchTable => {
+            let command = external(&mut bench);
+            bench.send(&command);
+        }
+        IoctxState::AwaitBuffer => {
+            bench.take_memory();
+            bench.send(&write(1));
+        }
+        IoctxState::NeedData => bench.send(&write(4)),
+        IoctxState::SendData | IoctxState::DataIn | IoctxState::WriteData => {
+            bench.send(&read(4));
+            bench.complete_until(state);
+        }
+        IoctxState::AwaitCredit(ChainKind::FetchTable) => {
+            bench.take_credit();
+            let command = external(&mut bench);
+            bench.send(&command);
+        }
+        IoctxState::AwaitCredit(ChainKind::NeedData) => {
+            bench.take_credit();
+            bench.send(&write(1));
+        }
+        IoctxState::AwaitCredit(ChainKind::SendData) => {
+            bench.send(&read(4));
+            bench.take_credit();
+            bench.complete_block();
+        }
+        IoctxState::AwaitCredit(ChainKind::Respond) => {
+            bench.take_credit();
+            bench.send(&plain());
+        }
+        other => unreachable!("nothing ends a command in {other:?}"),
+    }
+    bench.expect(state);
+    bench
+}
+
+/// Commands end in every state: with their channel, or by another nexus, with credit for the answer
+/// and without.
+fn commands_end_everywhere() {
+    for state in STATES {
+        let may_end = state.may_become(&IoctxState::Done)
+            && state.may_become(&IoctxState::AwaitCredit(ChainKind::Respond))
+            && state != IoctxState::Mgmt;
+        if !may_end {
+            continue;
+        }
+        reach(state).end();
+        let mut bench = reach(state);
+        bench.clear();
+        bench.finish();
+        let mut bench = reach(state);
+        bench.take_credit();
+        bench.clear();
+        bench.finish();
+    }
+}
+
+/// Another nexus ends what waits for more credit than there is, though the answer needs less.
+fn answers_overtake_transfers() {
+    let mut bench = Bench::new(WIDE);
+    let command = long_external(&mut bench);
+    bench.leave_one_credit();
+    bench.send(&command);
+    bench.expect(IoctxState::AwaitCredit(ChainKind::FetchTable));
+    bench.clear();
+    bench.expect(IoctxState::CmdRspSent);
+    bench.finish();
+    let mut bench = Bench::new(WIDE);
+    bench.leave_one_credit();
+    bench.send(&write(2));
+    bench.expect(IoctxState::AwaitCredit(ChainKind::NeedData));
+    bench.clear();
+    bench.expect(IoctxState::CmdRspSent);
+    bench.finish();
+    let mut bench = Bench::new(WIDE);
+    bench.send(&read(4));
+    bench.leave_one_credit();
+    bench.complete_block();
+    bench.expect(IoctxState::AwaitCredit(ChainKind::SendData));
+    bench.clear();
+    bench.expect(IoctxState::CmdRspSent);
+    bench.finish();
+}
+
+/// Another nexus has ended a command that is answered before its channel is notified.
+fn an_abort_comes_late() {
+    let mut bench = Bench::new(NARROW);
+    bench.send(&read(1));
+    bench.expect(IoctxState::DataIn);
+    let function = TaskManagement::ClearTaskSet;
+    let aborted = bench.rig.units[0].manage(NexusId(2), function).aborted;
+    bench.take_credit();
+    bench.complete_block();
+    bench.expect(IoctxState::AwaitCredit(ChainKind::Respond));
+    let watcher = TaskRef {
+        worker: 0,
+        channel: 1,
+        index: TaskIdx(0),
+        generation: u32::MAX,
+    };
+    for task in aborted {
+        bench
+            .rig
+            .with(0, |ch, cx| ch.handle_abort(cx, task, watcher));
+    }
+    bench.expect(IoctxState::AwaitCredit(ChainKind::Respond));
+    bench.finish();
+}
+
+/// Commands go on from every state in which they wait, and wait for the next thing.
+fn commands_go_on() {
+    let ways: [fn(&mut Bench); 10] = [
+        |b| b.send(&write(4)),
+        |b| {
+            let data = Data::Direct(MemDesc::new(0, KEY, 512));
+            let write_and_verify = cmd(&[0x2e, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
+            b.send(&write_and_verify.tag(TAG).out(data));
+        },
+        |b| b.send(&read(4)),
+        |b| b.send(&immediate()),
+        |b| b.send(&plain()),
+        |b| b.send(&capacity(4)),
+        |b| {
+            let command = external(b);
+            b.send(&command);
+        },
+        |b| {
+            let command = long_external(b);
+            b.send(&command);
+        },
+        |b| {
+            let descs = quarters(1);
+            b.rig.remote.insert(TABLE, table_bytes(&descs));
+            b.send(&read10(0, 1).tag(TAG).into(indirect(&descs, 0)));
+        },
+        |b| {
+            let mut status = [0; 16];
+            (status[0], status[1], status[13]) = (0x9e, 0x12, 24);
+            let data = Data::Direct(MemDesc::new(0, KEY, 24));
+            b.send(&cmd(&status).tag(TAG).into(data));
+            b.take_memory();
+            b.complete_block();
+            b.expect(IoctxState::AwaitBuffer);
+        },
+    ];
+    for way in ways {
+        let mut bench = Bench::new(NARROW);
+        way(&mut bench);
+        bench.finish();
+        // Without credit from the beginning.
+        let mut bench = Bench::new(NARROW);
+        bench.take_credit();
+        way(&mut bench);
+        bench.finish();
+        // As soon as the first thing has been posted.
+        let mut bench = Bench::new(NARROW);
+        way(&mut bench);
+        bench.take_credit();
+        bench.finish();
+    }
+    // Between two pieces.
+    let mut bench = reach(IoctxState::SendData);
+    bench.take_credit();
+    bench.finish();
+    let mut bench = reach(IoctxState::NeedData);
+    bench.complete_until(IoctxState::DataIn);
+    bench.take_credit();
+    bench.finish();
+}
+
+/// Commands that wait for memory, with credit afterwards and without.
+fn commands_get_memory() {
+    let ways: [fn(&mut Bench) -> CmdBuilder; 6] = [
+        |_| write(1),
+        |_| read(1),
+        |_| immediate(),
+        external,
+        |_| capacity(1),
+        |_| capacity(4),
+    ];
+    for (way, has_credit) in ways.into_iter().flat_map(|way| [(way, true), (way, false)]) {
+        let mut bench = Bench::new(NARROW);
+        bench.take_memory();
+        let command = way(&mut bench);
+        bench.send(&command);
+        if !has_credit {
+            bench.take_credit();
+        }
+        bench.finish();
+    }
+}
+
+/// Commands that wait for limits.
+fn commands_get_past_limits() {
+    let ways: [fn(&mut Bench) -> CmdBuilder; 3] = [|_| write(1), |_| read(1), external];
+    for (way, has_credit) in ways.into_iter().flat_map(|way| [(way, true), (way, false)]) {
+        let mut bench = Bench::new(NARROW);
+        bench.limit();
+        let command = way(&mut bench);
+        bench.send(&command);
+        bench.expect(IoctxState::AwaitLimit);
+        if !has_credit {
+            bench.take_credit();
+        }
+        bench.rig.advance(TENTH);
+        bench.finish();
+    }
+    let mut bench = reach(IoctxState::AwaitLimit);
+    bench.take_memory();
+    bench.rig.advance(TENTH);
+    bench.expect(IoctxState::AwaitBuffer);
+    bench.finish();
+}
+
+/// Commands that wait for their turn.
+fn commands_get_their_turn() {
+    let ways: [fn(&mut Bench); 4] = [
+        |b| b.send_behind(plain()),
+        |b| b.send_behind(read(1)),
+        |b| b.send_behind(capacity(4)),
+        Bench::send_before_growth,
+    ];
+    for (way, has_credit) in ways.into_iter().flat_map(|way| [(way, true), (way, false)]) {
+        let mut bench = Bench::new(NARROW);
+        way(&mut bench);
+        bench.expect(IoctxState::AwaitTask);
+        if !has_credit {
+            bench.take_credit();
+        }
+        bench.finish();
+    }
+    let mut bench = Bench::new(NARROW);
+    bench.send_behind(read(1));
+    bench.take_memory();
+    bench.complete_block();
+    bench.finish();
+}
+
+/// Functions, and a command with the tag of another one.
+fn functions_are_answered() {
+    for has_credit in [true, false] {
+        let mut bench = reach(IoctxState::DataIn);
+        if !has_credit {
+            bench.take_credit();
+        }
+        let abort = tmf(5, 0, TskMgmtFunction::AbortTask, TAG);
+        bench.rig.send(0, &abort);
+        bench.finish();
+    }
+    let mut bench = reach(IoctxState::DataIn);
+    let abort = tmf(5, 0, TskMgmtFunction::AbortTask, TAG);
+    bench.rig.send(0, &abort);
+    bench.end();
+    let mut bench = reach(IoctxState::DataIn);
+    bench.send(&plain());
+    bench.finish();
+}
+
+#[test]
+fn the_table_is_the_diagram() {
+    let expected = "Done: New Mgmt\n\
+        New: AwaitLimit AwaitTask FetchTable AwaitBuffer NeedData DataIn WriteData \
+        AwaitCredit(FetchTable) AwaitCredit(NeedData) AwaitCredit(Respond) CmdRspSent Mgmt\n\
+        AwaitLimit: Done AwaitTask FetchTable AwaitBuffer NeedData \
+        AwaitCredit(FetchTable) AwaitCredit(NeedData) AwaitCredit(Respond) CmdRspSent\n\
+        AwaitTask: Done AwaitBuffer NeedData DataIn WriteData \
+        AwaitCredit(NeedData) AwaitCredit(Respond) CmdRspSent\n\
+        FetchTable: Done AwaitTask FetchTable NeedData \
+        AwaitCredit(FetchTable) AwaitCredit(NeedData) AwaitCredit(Respond) CmdRspSent\n\
+        AwaitBuffer: Done AwaitTask FetchTable AwaitBuffer NeedData DataIn WriteData \
+        AwaitCredit(FetchTable) AwaitCredit(NeedData) AwaitCredit(Respond) CmdRspSent\n\
+        NeedData: Done AwaitTask NeedData DataIn \
+        AwaitCredit(NeedData) AwaitCredit(Respond) CmdRspSent\n\
+        SendData: Done SendData DataIn AwaitCredit(SendData) AwaitCredit(Respond) CmdRspSent\n\
+        DataIn: Done AwaitBuffer NeedData SendData DataIn WriteData \
+        AwaitCredit(NeedData) AwaitCredit(SendData) AwaitCredit(Respond) CmdRspSent\n\
+        WriteData: Done WriteData AwaitCredit(Respond) CmdRspSent\n\
+        AwaitCredit(FetchTable): Done FetchTable AwaitCredit(Respond) CmdRspSent\n\
+        AwaitCredit(NeedData): Done NeedData AwaitCredit(Respond) CmdRspSent\n\
+        AwaitCredit(SendData): Done SendData AwaitCredit(Respond) CmdRspSent\n\
+        AwaitCredit(Respond): Done WriteData AwaitCredit(Respond) CmdRspSent MgmtRspSent\n\
+        CmdRspSent: Done\n\
+        Mgmt: Done New AwaitCredit(Respond) MgmtRspSent\n\
+        MgmtRspSent: Done\n";
+    assert_eq!(table(&STATES), expected);
+}
+
+#[test]
+fn every_transition_is_taken() {
+    assert_all_taken(&STATES, || {
+        commands_go_on();
+        commands_get_memory();
+        commands_get_past_limits();
+        commands_get_their_turn();
+        functions_are_answered();
+        commands_end_everywhere();
+        answers_overtake_transfers();
+        an_abort_comes_late();
+    });
+}

@@ -1,0 +1,84 @@
+//! Outcome of a command that was answered, as its timer hands it to the statistics.
+
+use std::borrow::Cow;
+use std::time::Instant;
+
+use riser_scsi::opcode::Kind;
+
+use super::Stage;
+
+/// Reads the time.
+pub type Clock = fn() -> Instant;
+
+/// The numbers of a command that was answered, for its account.
+#[derive(Debug)]
+pub(super) struct Done {
+    pub(super) class: Kind,
+    /// Total time in nanoseconds.
+    pub(super) took: u64,
+    /// Nanoseconds by stage, of a command that is timed.
+    pub(super) spent: Option<[u64; Stage::ALL.len()]>,
+    pub(super) bytes: u64,
+    pub(super) fault: Option<Fault>,
+}
+
+/// Failure of a command: its status and, with CHECK CONDITION, the sense key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Kind of the command.
+    pub class: Kind,
+    /// SCSI status.
+    pub status: u8,
+    /// Sense key.
+    pub sense_key: Option<u8>,
+}
+
+impl Fault {
+    /// Whether it is an error. A unit attention reports what has happened to the unit, and its command is
+    /// repeated; NO SENSE and RECOVERED ERROR go with commands that were carried out.
+    #[must_use]
+    pub fn is_error(&self) -> bool {
+        !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))
+    }
+
+    /// Whether it is a unit attention.
+    #[must_use]
+    pub fn is_attention(&self) -> bool {
+        self.sense_key == Some(0x6)
+    }
+
+    /// Its sense key (SPC-4 4.5.6) or status (SAM-5 5.3.1), as the standards call them.
+    #[must_use]
+    pub fn name(&self) -> Cow<'static, str> {
+        const KEYS: [&str; 16] = [
+            "NO SENSE",
+            "RECOVERED ERROR",
+            "NOT READY",
+            "MEDIUM ERROR",
+            "HARDWARE ERROR",
+            "ILLEGAL REQUEST",
+            "UNIT ATTENTION",
+            "DATA PROTECT",
+            "BLANK CHECK",
+            "VENDOR SPECIFIC",
+            "COPY ABORTED",
+            "ABORTED COMMAND",
+            "EQUAL",
+            "VOLUME OVERFLOW",
+            "MISCOMPARE",
+            "COMPLETED",
+        ];
+        // A sense key says more than CHECK CONDITION, the status that comes with it.
+        if let Some(key) = self.sense_key {
+            return KEYS[usize::from(key & 0xf)].into();
+        }
+        match self.status {
+            0x02 => "CHECK CONDITION".into(),
+            0x08 => "BUSY".into(),
+            0x18 => "RESERVATION CONFLICT".into(),
+            0x28 => "TASK SET FULL".into(),
+            0x40 => "TASK ABORTED".into(),
+            other => format!("status {other:#04x}").into(),
+        }
+    }
+}

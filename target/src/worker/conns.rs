@@ -1,0 +1,393 @@
+//! The connections of a worker, whatever their fabric: one table, one list of those that may want
+//! something, one heap of timers.
+//!
+//! A connection has two names. Its key is its place in the table, which another connection may have
+//! after it: completions and block operations carry it, which all end before their connection does.
+//! Its serial number is never used twice: mail and timers carry it, which may come late.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use riser_transport::verbs::{CmId, CqId, QpId};
+use slab::Slab;
+
+use super::armed::Armed;
+use super::rdma::RdmaLink;
+use crate::pool::{Owner, Pool};
+
+/// Place of a connection in its worker's table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ConnKey(pub(super) usize);
+
+/// The part of a connection that is its fabric's, as the table sees it.
+pub(super) trait Connection {
+    /// Its queue pair, unless it is on TCP.
+    fn rdma(&self) -> Option<&RdmaLink>;
+
+    /// As [`Connection::rdma`].
+    fn rdma_mut(&mut self) -> Option<&mut RdmaLink>;
+
+    /// When it wants to be called without anything happening.
+    fn deadline(&self) -> Option<Instant>;
+
+    /// Whether commands of it wait for pool memory.
+    fn waits_for_pool(&self) -> bool;
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct Conn<F> {
+    serial: u64,
+    pub(super) peer: SocketAddr,
+    pub(super) fabric: F,
+    armed: Armed,
+    /// Whether it waited for pool memory when it was last looked at.
+    waits_for_pool: bool,
+    /// The initiator was asked to log out.
+    is_leaving: bool,
+}
+
+impl<F> Conn<F> {
+    /// Number of the connection, never used twice.
+    pub(super) fn serial(&self) -> u64 {
+        self.serial
+    }
+}
+
+/// The connections of a worker. Their number is bounded by those who insert them.
+#[derive(Debug)]
+pub(super) struct Conns<F> {
+    slab: Slab<Conn<F>>,
+    by_serial: HashMap<u64, ConnKey>,
+    by_cm: HashMap<(usize, CmId), ConnKey>,
+    by_cq: HashMap<(usize, CqId), ConnKey>,
+    next_serial: u64,
+    /// Connections that may ask for something; bounded by their number, with few repeats.
+    dirty: VecDeque<ConnKey>,
+    /// Connections whose completion queue may have completions; each once.
+    ready: VecDeque<ConnKey>,
+    timers: BinaryHeap<Reverse<(Instant, u64)>>,
+}
+
+impl<F> Default for Conns<F> {
+    fn default() -> Self {
+        Self {
+            slab: Slab::new(),
+            by_serial: HashMap::new(),
+            by_cm: HashMap::new(),
+            by_cq: HashMap::new(),
+            next_serial: 0,
+            dirty: VecDeque::new(),
+            ready: VecDeque::new(),
+            timers: BinaryHeap::new(),
+        }
+    }
+}
+
+impl<F: Connection> Conns<F> {
+    /// Returns the number of a new connection. Peers make connections, so it is of a width that they
+    /// cannot exhaust.
+    pub(super) fn take_serial(&mut self) -> u64 {
+        let serial = self.next_serial;
+        self.next_serial += 1;
+        serial
+    }
+
+    /// Enters a connection.
+    pub(super) fn insert(&mut self, serial: u64, peer: SocketAddr, fabric: F) -> ConnKey {
+        let names = fabric.rdma().map(RdmaLink::names);
+        let key = ConnKey(self.slab.insert(Conn {
+            serial,
+            peer,
+            fabric,
+            armed: Armed::default(),
+            waits_for_pool: false,
+            is_leaving: false,
+        }));
+        self.by_serial.insert(serial, key);
+        if let Some((cm, cq)) = names {
+            self.by_cm.insert(cm, key);
+            self.by_cq.insert(cq, key);
+        }
+        key
+    }
+
+    /// Removes a connection from all tables. Its timers stay in the heap, and are passed over.
+    ///
+    /// # Panics
+    /// Without such a connection.
+    pub(super) fn remove(&mut self, key: ConnKey) -> Conn<F> {
+        let conn = self.slab.remove(key.0);
+        self.by_serial.remove(&conn.serial);
+        if let Some((cm, cq)) = conn.fabric.rdma().map(RdmaLink::names) {
+            self.by_cm.remove(&cm);
+            self.by_cq.remove(&cq);
+            self.ready.retain(|&ready| ready != key);
+        }
+        conn
+    }
+
+    pub(super) fn get(&self, key: ConnKey) -> Option<&Conn<F>> {
+        self.slab.get(key.0)
+    }
+
+    pub(super) fn get_mut(&mut self, key: ConnKey) -> Option<&mut Conn<F>> {
+        self.slab.get_mut(key.0)
+    }
+
+    pub(super) fn by_serial(&self, serial: u64) -> Option<ConnKey> {
+        self.by_serial.get(&serial).copied()
+    }
+
+    pub(super) fn by_cm(&self, device: usize, cm: CmId) -> Option<ConnKey> {
+        self.by_cm.get(&(device, cm)).copied()
+    }
+
+    pub(super) fn by_cq(&self, device: usize, cq: CqId) -> Option<ConnKey> {
+        self.by_cq.get(&(device, cq)).copied()
+    }
+
+    /// Returns the connection with a queue pair. Only rare events name one, so there is no table.
+    pub(super) fn by_qp(&self, device: usize, qp: QpId) -> Option<ConnKey> {
+        let mut conns = self.iter();
+        let is_meant = |link: &RdmaLink| link.device == device && link.hardware.qp == qp;
+        let found = conns.find(|(_, conn)| conn.fabric.rdma().is_some_and(is_meant));
+        found.map(|(key, _)| key)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (ConnKey, &Conn<F>)> {
+        self.slab.iter().map(|(key, conn)| (ConnKey(key), conn))
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (ConnKey, &mut Conn<F>)> {
+        let conns = self.slab.iter_mut();
+        conns.map(|(key, conn)| (ConnKey(key), conn))
+    }
+
+    /// Returns the keys of the connections that are meant, for a loop that changes the table.
+    pub(super) fn keys(&self, is_meant: impl Fn(&Conn<F>) -> bool) -> Vec<ConnKey> {
+        let meant = self.iter().filter(|(_, conn)| is_meant(conn));
+        meant.map(|(key, _)| key).collect()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.slab.is_empty()
+    }
+
+    /// Whether a connection is on a device.
+    pub(super) fn uses(&self, device: usize) -> bool {
+        let is_there = |link: &RdmaLink| link.device == device;
+        let mut conns = self.iter();
+        conns.any(|(_, conn)| conn.fabric.rdma().is_some_and(is_there))
+    }
+
+    /// Notes that a connection may ask for something.
+    pub(super) fn mark_dirty(&mut self, key: ConnKey) {
+        self.dirty.push_back(key);
+    }
+
+    /// Takes the next connection that may ask for something.
+    pub(super) fn next_dirty(&mut self) -> Option<ConnKey> {
+        self.dirty.pop_front()
+    }
+
+    /// Notes that the completion queue of a connection may have something.
+    pub(super) fn mark_ready(&mut self, key: ConnKey) {
+        let link = self.get_mut(key).and_then(|conn| conn.fabric.rdma_mut());
+        if link.is_some_and(|link| !std::mem::replace(&mut link.is_ready, true)) {
+            self.ready.push_back(key);
+        }
+    }
+
+    /// Connections whose completion queues may have something.
+    pub(super) fn ready(&self) -> usize {
+        self.ready.len()
+    }
+
+    /// Takes the next of them, with its device and its completion queue.
+    pub(super) fn next_ready(&mut self) -> Option<(ConnKey, usize, CqId)> {
+        let key = self.ready.pop_front()?;
+        let link = self.get_mut(key)?.fabric.rdma_mut()?;
+        link.is_ready = false;
+        Some((key, link.device, link.hardware.cq))
+    }
+
+    /// Sets a timer for a connection's deadline, if it is earlier than the one that is set.
+    pub(super) fn arm(&mut self, key: ConnKey) {
+        let Some(conn) = self.slab.get_mut(key.0) else {
+            return;
+        };
+        if let Some(at) = conn.fabric.deadline()
+            && conn.armed.set(at)
+        {
+            self.timers.push(Reverse((at, conn.serial)));
+        }
+    }
+
+    /// Returns the time of the next timer.
+    pub(super) fn next_timer(&self) -> Option<Instant> {
+        self.timers.peek().map(|Reverse((at, _))| *at)
+    }
+
+    /// Takes a timer that is due: `Some(None)` for one that no connection waits for any longer.
+    pub(super) fn take_timer(&mut self, now: Instant) -> Option<Option<ConnKey>> {
+        self.next_timer().filter(|at| *at <= now)?;
+        let Reverse((at, serial)) = self.timers.pop()?;
+        let key = self.by_serial(serial);
+        Some(key.filter(|key| self.slab[key.0].armed.fire(at)))
+    }
+
+    /// Whether a connection has begun to wait for pool memory since this was asked last.
+    pub(super) fn begins_to_wait(&mut self, key: ConnKey) -> bool {
+        let Some(conn) = self.slab.get_mut(key.0) else {
+            return false;
+        };
+        let waits = conn.fabric.waits_for_pool();
+        let has_waited = std::mem::replace(&mut conn.waits_for_pool, waits);
+        waits && !has_waited
+    }
+
+    /// Appends the connections that wait for pool memory, of all fabrics in one order: the one whose
+    /// turn it is comes first.
+    pub(super) fn put_waiting(&self, pool: &Pool, waiting: &mut Vec<ConnKey>) {
+        let known = pool
+            .waiting()
+            .filter_map(|Owner(serial)| self.by_serial(serial));
+        waiting.extend(known);
+    }
+
+    /// Notes that the initiator of a connection is asked to log out; whether it was not before.
+    pub(super) fn begin_leaving(&mut self, key: ConnKey) -> bool {
+        let conn = self.get_mut(key);
+        conn.is_some_and(|conn| !std::mem::replace(&mut conn.is_leaving, true))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::Protocol;
+
+    /// A connection of some fabric, without a wire.
+    struct Fake {
+        protocol: Protocol,
+        deadline: Option<Instant>,
+        waits: bool,
+    }
+
+    impl Connection for Fake {
+        fn rdma(&self) -> Option<&RdmaLink> {
+            None
+        }
+
+        fn rdma_mut(&mut self) -> Option<&mut RdmaLink> {
+            None
+        }
+
+        fn deadline(&self) -> Option<Instant> {
+            self.deadline
+        }
+
+        fn waits_for_pool(&self) -> bool {
+            self.waits
+        }
+    }
+
+    fn enter(conns: &mut Conns<Fake>, protocol: Protocol) -> (u64, ConnKey) {
+        let serial = conns.take_serial();
+        let peer = SocketAddr::from(([10, 0, 0, 1], 1024));
+        let fake = Fake {
+            protocol,
+            deadline: None,
+            waits: false,
+        };
+        (serial, conns.insert(serial, peer, fake))
+    }
+
+    #[test]
+    fn a_connection_is_found_by_its_number_while_it_is_there() {
+        let mut conns = Conns::default();
+        let all: Vec<_> = [Protocol::Srp, Protocol::Iscsi, Protocol::Iser]
+            .into_iter()
+            .map(|protocol| enter(&mut conns, protocol))
+            .collect();
+        for (serial, key) in &all {
+            assert_eq!(conns.by_serial(*serial), Some(*key));
+            assert_eq!(conns.get(*key).map(Conn::serial), Some(*serial));
+        }
+        let (serial, key) = all[1];
+        assert_eq!(conns.remove(key).serial(), serial);
+        assert!(conns.by_serial(serial).is_none() && conns.get(key).is_none());
+        let (successor, same) = enter(&mut conns, Protocol::Srp);
+        assert_eq!(same, key, "a key is used again");
+        assert_ne!(successor, serial, "a number never is");
+        assert_eq!(conns.by_serial(serial), None);
+    }
+
+    #[test]
+    fn timers_of_a_connection_that_is_gone_do_not_fire_for_its_successor() {
+        let mut conns = Conns::default();
+        let now = Instant::now();
+        let due = now + Duration::from_secs(1);
+        let arm = |conns: &mut Conns<Fake>, key, at| {
+            conns.get_mut(key).unwrap().fabric.deadline = Some(at);
+            conns.arm(key);
+        };
+        let (_, first) = enter(&mut conns, Protocol::Srp);
+        arm(&mut conns, first, due);
+        conns.remove(first);
+        let (_, second) = enter(&mut conns, Protocol::Iser);
+        assert_eq!(second, first);
+        let later = due + Duration::from_secs(1);
+        arm(&mut conns, second, later);
+        assert_eq!(conns.take_timer(now), None);
+        assert_eq!(conns.take_timer(due), Some(None), "its connection is gone");
+        assert_eq!(conns.take_timer(due), None);
+        assert_eq!(conns.take_timer(later), Some(Some(second)));
+        assert_eq!(conns.next_timer(), None);
+    }
+
+    #[test]
+    fn connections_of_all_fabrics_wait_for_memory_in_one_order() {
+        let mut conns = Conns::default();
+        let mut pool = Pool::new(1 << 20).unwrap();
+        let order = [
+            Protocol::Iser,
+            Protocol::Srp,
+            Protocol::Iscsi,
+            Protocol::Srp,
+            Protocol::Iser,
+        ];
+        for protocol in order {
+            let (serial, key) = enter(&mut conns, protocol);
+            conns.get_mut(key).unwrap().fabric.waits = true;
+            assert!(conns.begins_to_wait(key) && !conns.begins_to_wait(key));
+            pool.wait(Owner(serial));
+        }
+        let line = |conns: &Conns<Fake>, pool: &Pool| {
+            let mut waiting = Vec::new();
+            conns.put_waiting(pool, &mut waiting);
+            let protocols = waiting.iter().map(|key| conns.get(*key).unwrap());
+            protocols
+                .map(|conn| conn.fabric.protocol)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(line(&conns, &pool), order);
+        // The first has got its memory, and waits for more: it is the last one then.
+        pool.leave_line(Owner(0));
+        pool.wait(Owner(0));
+        assert_eq!(
+            line(&conns, &pool)[..2],
+            [Protocol::Srp, Protocol::Iscsi],
+            "the others are next"
+        );
+        // One that is gone is passed over.
+        let srp = conns.by_serial(1).unwrap();
+        conns.remove(srp);
+        assert_eq!(line(&conns, &pool)[0], Protocol::Iscsi);
+    }
+}

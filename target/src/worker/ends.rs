@@ -1,0 +1,189 @@
+//! The beginning and the end of connections of every fabric.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use riser_transport::verbs::{CmId, ConnParam};
+
+use super::conns::{Conn, ConnKey, Connection};
+use super::fabrics::{Fabric, Input};
+use super::gate::is_served;
+use super::mail::Mail;
+use super::rdma::{SetupError, answer};
+use super::{LINGER, PATIENCE, Phase, Worker};
+use crate::sessions::ChannelRef;
+use crate::sessions::iscsi::Ending;
+
+impl Worker {
+    /// Accepts a connection on RDMA that has just been made, with our private data. Where that fails,
+    /// nothing of it is left but its session.
+    pub(super) fn accept(
+        &mut self,
+        key: ConnKey,
+        param: &ConnParam,
+        private_data: &[u8],
+    ) -> Result<(), SetupError> {
+        // The receives must be there before the peer may send.
+        self.pump(key);
+        let link = self.conns.get(key).and_then(|conn| conn.fabric.rdma());
+        let link = link.expect("it was just made");
+        let (device, cm) = (link.device, link.cm);
+        let accepted = self.devices[device].accept(cm, &answer(param, private_data));
+        if let Err(error) = accepted {
+            let mut conn = self.conns.remove(key);
+            conn.fabric.abandon(&mut self.pool);
+            if let Some(link) = conn.fabric.rdma() {
+                link.hardware.destroy(&mut self.devices[device]);
+            }
+            return Err(error.into());
+        }
+        Ok(())
+    }
+
+    /// A connection holds nothing any longer: what is left of it goes, and its session is notified.
+    pub(super) fn release(&mut self, key: ConnKey) {
+        let conn = self.conns.remove(key);
+        if let Some(link) = conn.fabric.rdma() {
+            let dev = &mut self.devices[link.device];
+            link.hardware.destroy(dev);
+            if link.owes_disconnect() {
+                let until = self.now + LINGER;
+                self.lingering.push((link.device, link.cm, until));
+            } else {
+                let _ = dev.destroy_id(link.cm);
+            }
+        }
+        self.past.add(&conn.fabric);
+        let (serial, peer) = (conn.serial(), conn.peer);
+        match &conn.fabric {
+            Fabric::Srp(own) => self.leave_srp(serial, peer, own),
+            Fabric::Tcp(own) => self.leave_iscsi(own.channel.channel(), &conn),
+            Fabric::Iser(own) => self.leave_iscsi(own.channel.channel(), &conn),
+        }
+    }
+
+    /// Ends identifiers whose disconnect request was answered, or was not in time.
+    pub(super) fn end_lingering(&mut self, closed: Option<(usize, CmId)>) {
+        let now = self.now;
+        let devices = &mut self.devices;
+        self.lingering.retain(|&(device, cm, at)| {
+            let over = at <= now || closed == Some((device, cm));
+            if over && let Some(dev) = devices.get_mut(device) {
+                let _ = dev.destroy_id(cm);
+            }
+            !over
+        });
+    }
+
+    /// The name of a connection of this worker among all workers.
+    pub(super) fn channel_ref(&self, serial: u64) -> ChannelRef {
+        ChannelRef {
+            worker: self.index,
+            serial,
+        }
+    }
+
+    /// Ends connections, of any worker.
+    pub(super) fn end_all(&mut self, channels: Vec<(ChannelRef, Ending)>) {
+        for (channel, how) in channels {
+            let serial = channel.serial;
+            let mail = match how {
+                Ending::Terminate => Mail::Terminate { serial },
+                Ending::Detach => Mail::Detach { serial },
+            };
+            self.post_mail(channel.worker, mail);
+        }
+    }
+
+    /// Ends connections for good, of any worker.
+    pub(super) fn terminate_all(&mut self, channels: Vec<ChannelRef>) {
+        let all = channels.into_iter().map(|c| (c, Ending::Terminate));
+        self.end_all(all.collect());
+    }
+
+    /// Channels wait for no others any longer.
+    pub(super) fn notify_waiting(&mut self, waiting: Vec<ChannelRef>) {
+        for ChannelRef { worker, serial } in waiting {
+            self.post_mail(worker, Mail::OthersGone { serial });
+        }
+    }
+
+    /// Asks an initiator to log out, once; the connection is cut at `until`.
+    pub(super) fn log_out(&mut self, key: ConnKey, until: Instant) {
+        if self.conns.begin_leaving(key) {
+            self.input(key, Input::Shutdown(until));
+        }
+    }
+
+    /// Gives sessions the units and limits that they have now, and logs those out that are not served
+    /// any longer.
+    pub(super) fn follow_sessions(&mut self) {
+        let until = self.now + PATIENCE;
+        let catalog = Arc::clone(&self.catalog);
+        // Once more, for sessions of iSCSI that have been entered by the old catalog meanwhile.
+        for ChannelRef { worker, serial } in self.shared.iscsi.change(&catalog) {
+            self.post_mail(worker, Mail::LogOut { serial, until });
+        }
+        for key in self.conns.keys(|_| true) {
+            let luns = self.conns.get(key).and_then(|conn| match &conn.fabric {
+                Fabric::Srp(own) => {
+                    let luns = self.shared.registry.luns(&own.key, own.channel.nexus())?;
+                    let is_same = Arc::ptr_eq(&luns, &own.channel.config().luns);
+                    (!is_same).then_some(luns)
+                }
+                Fabric::Tcp(_) | Fabric::Iser(_) => {
+                    let (_, login) = conn.fabric.login()?;
+                    self.shared.iscsi.luns(login.membership.as_ref()?.tsih)
+                }
+            });
+            if let Some(luns) = luns {
+                self.input(key, Input::Luns(luns));
+            }
+            self.input(key, Input::Limits);
+        }
+        self.log_out_unserved();
+        self.drain_dirty();
+    }
+
+    /// Logs out connections whose portal is gone, or is another target's now.
+    pub(super) fn log_out_unserved(&mut self) {
+        let until = self.now + PATIENCE;
+        for key in self.conns.keys(|conn| self.is_unserved(conn)) {
+            self.log_out(key, until);
+        }
+    }
+
+    fn is_unserved(&self, conn: &Conn<Fabric>) -> bool {
+        match &conn.fabric {
+            Fabric::Srp(own) => self.is_unserved_srp(own),
+            Fabric::Tcp(_) | Fabric::Iser(_) => {
+                let login = conn.fabric.login();
+                let is_served = |(transport, login): (_, &super::fabrics::Login)| {
+                    is_served(
+                        &self.catalog,
+                        transport,
+                        login.listen,
+                        login.membership.as_ref(),
+                    )
+                };
+                !login.is_some_and(is_served)
+            }
+        }
+    }
+
+    /// Stops listening, and asks all initiators to log out.
+    pub(super) fn begin_shutdown(&mut self, until: Instant) {
+        if self.phase != Phase::Serving {
+            return;
+        }
+        self.phase = Phase::Stopping(until);
+        for ((device, cm), _) in self.listeners.drain() {
+            let _ = self.devices[device].destroy_id(cm);
+        }
+        self.stop_listening(|_| true);
+        for key in self.conns.keys(|_| true) {
+            self.log_out(key, until);
+        }
+        self.drain_dirty();
+    }
+}

@@ -1,0 +1,490 @@
+//! The fabrics of connections: the one place that knows all three of them.
+//!
+//! Inputs that reach a connection from its worker, and from others by mail, are an [`Input`]; which of
+//! them a fabric takes, and how, is said once, in [`Input::apply`]. Inputs of one fabric only, such as
+//! bytes and completions, come from `tcp`, `srp` and `iser`.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use riser_memory::MemSlice;
+use riser_scsi::attention::Attention;
+use riser_scsi::iscsi::Cid;
+use riser_scsi::step::StepResult;
+
+use super::Worker;
+use super::conns::{Conn, ConnKey, Connection, Conns};
+use super::gate::{Transport, WorkerGate};
+use super::rdma::RdmaLink;
+use super::stream::Stream;
+use crate::config::Protocol;
+use crate::fabric::{Accounts, LunMap, TaskIdx, TaskRef, UnitIdx};
+use crate::iscsi::{self, Channel, Datamover, Phase, ReassignRequest, ReassignedTask, TcpChannel};
+use crate::iser::IserChannel;
+use crate::pool::Pool;
+use crate::sessions::ChannelRef;
+use crate::sessions::catalog::Entrance;
+use crate::sessions::iscsi::Membership;
+use crate::sessions::nexus::NexusKey;
+use crate::srp;
+use crate::stats::Functions;
+
+/// A connection of some fabric. Boxed, since their sizes differ.
+#[derive(Debug)]
+pub(super) enum Fabric {
+    Srp(Box<SrpConn>),
+    Tcp(Box<TcpConn>),
+    Iser(Box<IserConn>),
+}
+
+/// An SRP channel.
+#[derive(Debug)]
+pub(super) struct SrpConn {
+    pub(super) channel: srp::Channel,
+    pub(super) key: NexusKey,
+    /// The listener that it came by.
+    pub(super) entrance: Entrance,
+    pub(super) rdma: RdmaLink,
+}
+
+/// An iSCSI connection on TCP.
+#[derive(Debug)]
+pub(super) struct TcpConn {
+    pub(super) channel: TcpChannel,
+    pub(super) socket: Stream,
+    pub(super) login: Login,
+}
+
+/// An iSCSI connection on RDMA.
+#[derive(Debug)]
+pub(super) struct IserConn {
+    pub(super) channel: IserChannel,
+    pub(super) rdma: RdmaLink,
+    pub(super) login: Login,
+}
+
+/// An iSCSI connection's portal, and its session once it has one.
+#[derive(Debug)]
+pub(super) struct Login {
+    pub(super) listen: SocketAddr,
+    pub(super) membership: Option<Membership>,
+}
+
+impl Login {
+    /// Makes the record of a connection that has not logged in.
+    pub(super) fn at(listen: SocketAddr) -> Self {
+        Self {
+            listen,
+            membership: None,
+        }
+    }
+}
+
+impl Connection for Fabric {
+    fn rdma(&self) -> Option<&RdmaLink> {
+        match self {
+            Self::Srp(conn) => Some(&conn.rdma),
+            Self::Tcp(_) => None,
+            Self::Iser(conn) => Some(&conn.rdma),
+        }
+    }
+
+    fn rdma_mut(&mut self) -> Option<&mut RdmaLink> {
+        match self {
+            Self::Srp(conn) => Some(&mut conn.rdma),
+            Self::Tcp(_) => None,
+            Self::Iser(conn) => Some(&mut conn.rdma),
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        match self {
+            Self::Srp(conn) => conn.channel.deadline(),
+            Self::Tcp(conn) => conn.channel.channel().deadline(),
+            Self::Iser(conn) => conn.channel.deadline(),
+        }
+    }
+
+    fn waits_for_pool(&self) -> bool {
+        match self {
+            Self::Srp(conn) => conn.channel.waits_for_pool(),
+            Self::Tcp(conn) => conn.channel.channel().waits_for_pool(),
+            Self::Iser(conn) => conn.channel.channel().waits_for_pool(),
+        }
+    }
+}
+
+impl Fabric {
+    pub(super) fn protocol(&self) -> Protocol {
+        match self {
+            Self::Srp(_) => Protocol::Srp,
+            Self::Tcp(_) => Protocol::Iscsi,
+            Self::Iser(_) => Protocol::Iser,
+        }
+    }
+
+    /// The portal and session of an iSCSI connection, over either.
+    pub(super) fn login(&self) -> Option<(Transport, &Login)> {
+        match self {
+            Self::Srp(_) => None,
+            Self::Tcp(conn) => Some((Transport::Tcp, &conn.login)),
+            Self::Iser(conn) => Some((Transport::Iser, &conn.login)),
+        }
+    }
+
+    /// Appends the data buffer of a task, for a block operation.
+    pub(super) fn put_slices(&self, task: TaskIdx, out: &mut Vec<MemSlice>) {
+        let all = 0..u32::MAX;
+        match self {
+            Self::Srp(conn) => out.extend(conn.channel.block_slices(task, all)),
+            Self::Tcp(conn) => out.extend(conn.channel.channel().block_slices(task, all)),
+            Self::Iser(conn) => out.extend(conn.channel.channel().block_slices(task, all)),
+        }
+    }
+
+    /// Notes that the initiator has ended the connection.
+    pub(super) fn note_closed(&mut self) {
+        match self {
+            Self::Srp(conn) => conn.channel.note_closed(),
+            Self::Tcp(conn) => conn.channel.channel_mut().note_closed(),
+            Self::Iser(conn) => conn.channel.note_closed(),
+        }
+    }
+
+    /// Ends everything at once: the devices are closed, and the ring is next.
+    pub(super) fn abandon(&mut self, pool: &mut Pool) {
+        match self {
+            Self::Srp(conn) => conn.channel.abandon(pool),
+            Self::Tcp(conn) => conn.channel.channel_mut().abandon(pool),
+            Self::Iser(conn) => conn.channel.abandon(pool),
+        }
+    }
+
+    /// Task-management functions that it has answered.
+    pub(super) fn functions(&self) -> &Functions {
+        match self {
+            Self::Srp(conn) => conn.channel.functions(),
+            Self::Tcp(conn) => conn.channel.channel().functions(),
+            Self::Iser(conn) => conn.channel.channel().functions(),
+        }
+    }
+
+    /// Accounts of its session at each unit, and its initiator.
+    pub(super) fn accounts(&self) -> (String, &Accounts) {
+        match self {
+            Self::Srp(conn) => (conn.key.initiator.to_string(), conn.channel.accounts()),
+            Self::Tcp(conn) => accounts_of(conn.channel.channel()),
+            Self::Iser(conn) => accounts_of(conn.channel.channel()),
+        }
+    }
+}
+
+fn accounts_of<M: Datamover>(channel: &Channel<M>) -> (String, &Accounts) {
+    let initiator = channel.initiator().unwrap_or_default();
+    (initiator, channel.accounts())
+}
+
+/// A machine with what it works with for the length of a call.
+pub(super) enum Machine<'a, 'b> {
+    Srp(&'a mut srp::Channel, &'a mut srp::Cx<'b>),
+    Tcp(&'a mut TcpChannel, &'a mut iscsi::Cx<'b>),
+    Iser(&'a mut IserChannel, &'a mut iscsi::Cx<'b>),
+}
+
+/// An input that does not come by the connection's own wire.
+#[derive(Debug)]
+pub(super) enum Input {
+    /// A block operation of a task has ended.
+    BlockDone(TaskIdx, StepResult),
+    /// There may be pool memory for commands that wait for it.
+    Pool,
+    /// The deadline has come.
+    Timeout,
+    /// The limits of units or initiators are others.
+    Limits,
+    /// Its session sees these units now.
+    Luns(Arc<LunMap>),
+    /// The initiator is to be logged out until then.
+    Shutdown(Instant),
+    /// A newer login replaces the connection.
+    Terminate,
+    /// The time of a shutdown is over.
+    Cut,
+    /// The connection is of no further use.
+    Disconnected,
+    /// The drain marker has completed, or was not taken.
+    Drained,
+    /// The device is gone, and will complete nothing.
+    DeviceGone,
+    /// The session that this one replaces has ended.
+    OthersGone,
+    /// A task may start.
+    StartTask(TaskRef),
+    /// A task is to be aborted, for which a function waits.
+    AbortTask { task: TaskRef, watcher: TaskRef },
+    /// A task that a function waits for is gone.
+    TaskGone(TaskRef),
+    /// Something happened to a unit.
+    Event { unit: UnitIdx, attention: Attention },
+    /// It may have its session's next command.
+    Turn,
+    /// It was logged out for recovery.
+    Detach,
+    /// Another connection of its session is lost.
+    Lost(Cid),
+    /// Another connection takes a command over.
+    Reassign(ReassignRequest),
+    /// A command that it takes over, or nothing where that has ended.
+    Reassigned(TaskRef, Option<Box<ReassignedTask>>),
+}
+
+impl Input {
+    /// Gives the input to a machine. Inputs that its fabric does not know are dropped: they were meant
+    /// for a connection that is gone.
+    fn apply(self, machine: Machine<'_, '_>) {
+        match machine {
+            Machine::Srp(channel, cx) => self.apply_srp(channel, cx),
+            Machine::Tcp(channel, cx) => match self {
+                // The answer to a login that waited may change how bytes are taken.
+                Self::OthersGone => channel.handle_others_gone(cx),
+                Self::Disconnected => channel.channel_mut().handle_disconnected(cx),
+                Self::Cut if channel.channel().phase() == Phase::Closed => {}
+                Self::Cut => channel.channel_mut().handle_terminate(cx),
+                input => input.apply_iscsi(channel.channel_mut(), cx),
+            },
+            // Whatever ends the connection is for the RDMA beneath the channel first.
+            Machine::Iser(conn, cx) => match self {
+                Self::OthersGone => conn.handle_others_gone(cx),
+                Self::Terminate => conn.handle_terminate(cx),
+                Self::Cut if conn.channel().phase() == Phase::Closed => {}
+                Self::Disconnected | Self::Cut => conn.handle_disconnected(cx),
+                Self::Drained => conn.handle_drained(cx),
+                Self::DeviceGone => conn.handle_device_gone(cx),
+                input => conn.input(cx, |channel, cx| input.apply_iscsi(channel, cx)),
+            },
+        }
+    }
+
+    fn apply_srp(self, channel: &mut srp::Channel, cx: &mut srp::Cx<'_>) {
+        match self {
+            Self::BlockDone(task, result) => channel.handle_block_done(cx, task, result),
+            Self::Pool => channel.handle_pool(cx),
+            Self::Timeout => channel.handle_timeout(cx),
+            Self::Limits => channel.handle_limits(cx),
+            Self::Luns(luns) => channel.handle_luns(cx, luns),
+            Self::Shutdown(until) => channel.handle_shutdown(cx, until),
+            Self::Terminate => channel.handle_terminate(cx),
+            Self::Cut | Self::Disconnected => channel.handle_disconnected(cx),
+            Self::Drained => channel.handle_drained(cx),
+            Self::DeviceGone => channel.handle_device_gone(cx),
+            Self::OthersGone => channel.handle_others_gone(cx),
+            Self::StartTask(task) => channel.handle_task_start(cx, task),
+            Self::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
+            Self::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
+            Self::Event { unit, attention } => channel.handle_event(cx, unit, attention),
+            Self::Turn
+            | Self::Detach
+            | Self::Lost(_)
+            | Self::Reassign(_)
+            | Self::Reassigned(..) => {}
+        }
+    }
+
+    fn apply_iscsi<M: Datamover>(self, channel: &mut Channel<M>, cx: &mut iscsi::Cx<'_>) {
+        match self {
+            Self::BlockDone(task, result) => channel.handle_block_done(cx, task, result),
+            Self::Pool => channel.handle_pool(cx),
+            Self::Timeout => channel.handle_timeout(cx),
+            Self::Limits => channel.handle_limits(cx),
+            Self::Luns(luns) => channel.handle_luns(luns),
+            Self::Shutdown(until) => channel.handle_shutdown(cx, until),
+            Self::Terminate => channel.handle_terminate(cx),
+            Self::StartTask(task) => channel.handle_task_start(cx, task),
+            Self::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
+            Self::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
+            Self::Turn => channel.handle_turn(cx),
+            Self::Detach => channel.handle_detach(cx),
+            Self::Lost(cid) => channel.handle_lost(cx, cid),
+            Self::Reassign(reassign) => channel.handle_reassign(cx, reassign),
+            Self::Reassigned(to, moved) => channel.handle_reassigned(cx, to, moved),
+            // Asynchronous events of units have no way to an iSCSI initiator; it reads unit attentions.
+            Self::Event { .. } => {}
+            Self::Cut
+            | Self::Disconnected
+            | Self::Drained
+            | Self::DeviceGone
+            | Self::OthersGone => unreachable!("the connection takes these itself"),
+        }
+    }
+}
+
+impl Conns<Fabric> {
+    pub(super) fn srp(&self, key: ConnKey) -> Option<&SrpConn> {
+        match &self.get(key)?.fabric {
+            Fabric::Srp(conn) => Some(conn),
+            _ => None,
+        }
+    }
+
+    pub(super) fn srp_mut(&mut self, key: ConnKey) -> Option<&mut SrpConn> {
+        match &mut self.get_mut(key)?.fabric {
+            Fabric::Srp(conn) => Some(conn),
+            _ => None,
+        }
+    }
+
+    pub(super) fn tcp_mut(&mut self, key: ConnKey) -> Option<&mut TcpConn> {
+        match &mut self.get_mut(key)?.fabric {
+            Fabric::Tcp(conn) => Some(conn),
+            _ => None,
+        }
+    }
+
+    pub(super) fn iser(&self, key: ConnKey) -> Option<&IserConn> {
+        match &self.get(key)?.fabric {
+            Fabric::Iser(conn) => Some(conn),
+            _ => None,
+        }
+    }
+
+    pub(super) fn iser_mut(&mut self, key: ConnKey) -> Option<&mut IserConn> {
+        match &mut self.get_mut(key)?.fabric {
+            Fabric::Iser(conn) => Some(conn),
+            _ => None,
+        }
+    }
+
+    /// Connections on TCP, with their common parts.
+    pub(super) fn tcps(&self) -> impl Iterator<Item = (ConnKey, &Conn<Fabric>, &TcpConn)> {
+        self.iter().filter_map(|(key, conn)| match &conn.fabric {
+            Fabric::Tcp(tcp) => Some((key, conn, &**tcp)),
+            _ => None,
+        })
+    }
+
+    /// Connections of iSER, with their common parts.
+    pub(super) fn isers(&self) -> impl Iterator<Item = (ConnKey, &Conn<Fabric>, &IserConn)> {
+        self.iter().filter_map(|(key, conn)| match &conn.fabric {
+            Fabric::Iser(iser) => Some((key, conn, &**iser)),
+            _ => None,
+        })
+    }
+}
+
+impl Worker {
+    /// Gives a connection an input, and notes that it may ask for something.
+    pub(super) fn input(&mut self, key: ConnKey, input: Input) {
+        self.with(key, |machine| input.apply(machine));
+    }
+
+    /// Gives an SRP channel an input of its own.
+    pub(super) fn with_srp(
+        &mut self,
+        key: ConnKey,
+        input: impl FnOnce(&mut srp::Channel, &mut srp::Cx<'_>),
+    ) {
+        self.with(key, |machine| {
+            if let Machine::Srp(channel, cx) = machine {
+                input(channel, cx);
+            }
+        });
+    }
+
+    /// Gives a connection on TCP an input of its own.
+    pub(super) fn with_tcp(
+        &mut self,
+        key: ConnKey,
+        input: impl FnOnce(&mut TcpChannel, &mut iscsi::Cx<'_>),
+    ) {
+        self.with(key, |machine| {
+            if let Machine::Tcp(channel, cx) = machine {
+                input(channel, cx);
+            }
+        });
+    }
+
+    /// Gives a connection of iSER an input of its own.
+    pub(super) fn with_iser(
+        &mut self,
+        key: ConnKey,
+        input: impl FnOnce(&mut IserChannel, &mut iscsi::Cx<'_>),
+    ) {
+        self.with(key, |machine| {
+            if let Machine::Iser(channel, cx) = machine {
+                input(channel, cx);
+            }
+        });
+    }
+
+    /// Lends a machine what it works with for the length of a call. What it asks for is carried out
+    /// later, from the list of those that may ask: an input may come while actions are carried out.
+    fn with(&mut self, key: ConnKey, input: impl FnOnce(Machine<'_, '_>)) {
+        let Some(conn) = self.conns.get_mut(key) else {
+            return;
+        };
+        let (now, peer) = (self.now, conn.peer);
+        let channel = ChannelRef {
+            worker: self.index,
+            serial: conn.serial(),
+        };
+        let (machine, login, transport, commands) = match &mut conn.fabric {
+            Fabric::Srp(own) => {
+                let mut cx = srp::Cx {
+                    now,
+                    pool: &mut self.pool,
+                };
+                input(Machine::Srp(&mut own.channel, &mut cx));
+                return self.conns.mark_dirty(key);
+            }
+            Fabric::Tcp(own) => {
+                let own = &mut **own;
+                let commands = own.channel.channel().config().commands;
+                let machine = IscsiMachine::Tcp(&mut own.channel);
+                (machine, &mut own.login, Transport::Tcp, commands)
+            }
+            Fabric::Iser(own) => {
+                let own = &mut **own;
+                let commands = own.channel.params().commands;
+                let machine = IscsiMachine::Iser(&mut own.channel);
+                (machine, &mut own.login, Transport::Iser, commands)
+            }
+        };
+        let had_session = login.membership.is_some();
+        let mut ending = Vec::new();
+        let mut gate = WorkerGate {
+            shared: &self.shared,
+            catalog: &self.catalog,
+            now,
+            transport,
+            listen: login.listen,
+            peer,
+            channel,
+            commands,
+            membership: &mut login.membership,
+            ending: &mut ending,
+            audit: &mut self.audit,
+            logins: &mut self.logins,
+            rejects: &mut self.rejects,
+            detail: None,
+        };
+        let mut cx = iscsi::Cx {
+            now,
+            pool: &mut self.pool,
+            gate: &mut gate,
+        };
+        match machine {
+            IscsiMachine::Tcp(channel) => input(Machine::Tcp(channel, &mut cx)),
+            IscsiMachine::Iser(channel) => input(Machine::Iser(channel, &mut cx)),
+        }
+        self.has_entered |= !had_session && login.membership.is_some();
+        self.conns.mark_dirty(key);
+        self.end_all(ending);
+    }
+}
+
+/// A machine of iSCSI without what it works with.
+enum IscsiMachine<'a> {
+    Tcp(&'a mut TcpChannel),
+    Iser(&'a mut IserChannel),
+}

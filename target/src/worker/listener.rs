@@ -1,0 +1,92 @@
+//! Sockets that listen for iSCSI, between the server, its workers and the next program.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+
+/// Connections that wait to be accepted. The kernel holds them; neither pool memory nor a place in a
+/// table is taken for one before it is accepted.
+const BACKLOG: i32 = 256;
+
+/// A socket that listens, on its way to a worker or to the next program.
+#[derive(Debug)]
+pub struct TcpListener {
+    pub(super) address: SocketAddr,
+    pub(super) fd: OwnedFd,
+}
+
+impl TcpListener {
+    /// Binds a socket; it takes no connections yet.
+    ///
+    /// # Errors
+    /// Those of `socket(2)` and `bind(2)`.
+    pub fn bind(address: SocketAddr) -> io::Result<Self> {
+        let fd = bind(address)?.into();
+        Ok(Self { address, fd })
+    }
+
+    /// Lets it take connections, which wait until a worker has it.
+    ///
+    /// # Errors
+    /// Those of `listen(2)`.
+    pub fn listen(&self) -> io::Result<()> {
+        SockRef::from(&self.fd).listen(BACKLOG)
+    }
+
+    /// A socket that listens already, wherever it does.
+    ///
+    /// # Errors
+    /// It is no socket of TCP.
+    pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
+        let address = SockRef::from(&fd).local_addr()?.as_socket();
+        let address = address.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Self { address, fd })
+    }
+
+    /// The same socket once more.
+    ///
+    /// # Errors
+    /// Those of `fcntl(2)`.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self {
+            address: self.address,
+            fd: self.fd.try_clone()?,
+        })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl AsFd for TcpListener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl From<TcpListener> for OwnedFd {
+    fn from(listener: TcpListener) -> Self {
+        listener.fd
+    }
+}
+
+fn bind(address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
+    socket.set_reuse_address(true)?;
+    // Every worker listens; the kernel deals the connections out.
+    socket.set_reuse_port(true)?;
+    if address.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    socket.bind(&address.into())?;
+    Ok(socket)
+}

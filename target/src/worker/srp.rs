@@ -1,0 +1,416 @@
+//! SRP on a worker: logins, the channel's actions and completions, and its end.
+
+use std::fmt::Display;
+use std::net::SocketAddr;
+
+use arrayvec::ArrayVec;
+use riser_memory::Memory;
+use riser_scsi::srp::{BufferFormats, LoginRej, LoginRejReason, LoginReq, Tag};
+use riser_transport::verbs::{CmId, Completion, ConnParam, SendFlags, SendOp};
+
+use super::Worker;
+use super::conns::ConnKey;
+use super::fabrics::{Fabric, Input, SrpConn};
+use super::mail::SessionInfo;
+use super::queue::{ChainSend, RECV_BATCH, Receive};
+use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError};
+use super::work::Work;
+use crate::audit::{Parting, Who};
+use crate::config::Protocol;
+use crate::fabric::{ConnectionMemory, MAX_SGE, TaskIdx};
+use crate::sessions::ChannelRef;
+use crate::sessions::catalog::{Entrance, Serves};
+use crate::sessions::nexus::{Endpoints, NexusKey, SessionGrant};
+use crate::srp::{Action, ChState, Channel, ChannelConfig, LoginRefused, RecvIdx, SendIu};
+
+/// A login that was granted, on its way to a channel.
+struct Login<'a> {
+    device: usize,
+    cm: CmId,
+    serial: u64,
+    peer: SocketAddr,
+    entrance: Entrance,
+    key: NexusKey,
+    grant: SessionGrant,
+    /// Parameters of the request for a connection.
+    param: &'a ConnParam,
+}
+
+impl SrpConn {
+    pub(super) fn info(&self, peer: SocketAddr, worker: u16) -> SessionInfo {
+        let config = self.channel.config();
+        SessionInfo {
+            worker,
+            serial: config.serial,
+            nexus: config.nexus.0,
+            initiator: self.key.initiator,
+            target: self.key.target,
+            peer,
+            state: self.channel.state(),
+            in_flight: self.channel.in_flight(),
+            params: config.params,
+            luns: config.luns.luns().len(),
+            limits: config.luns.limiter().map(|limiter| limiter.view()),
+        }
+    }
+}
+
+impl Worker {
+    /// A peer asks for a connection: of SRP, with its login in the private data, or of iSER.
+    pub(super) fn on_connect_request(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        listener: CmId,
+        peer: SocketAddr,
+        param: &ConnParam,
+    ) {
+        let Some(listener) = self.listeners.get(&(device, listener)).copied() else {
+            // It is being closed.
+            let who = self.who_srp(device, None, peer, None);
+            let reason = LoginRejReason::UnableToEstablishChannel;
+            return self.refuse(device, cm, Tag(0), reason, &who, None);
+        };
+        let entrance = listener.entrance;
+        let parsed = match (listener.serves, entrance) {
+            (Serves::Iser(listen), _) => {
+                return self.on_iser_request(device, cm, listen, peer, param);
+            }
+            (Serves::Srp, Entrance::Port(_)) => LoginReq::parse_rdma(&param.private_data),
+            (Serves::Srp, Entrance::Service(_)) => LoginReq::parse(&param.private_data),
+        };
+        let req = match parsed {
+            Ok(req) => req,
+            Err(error) => {
+                let who = self.who_srp(device, Some(entrance), peer, None);
+                let reason = LoginRejReason::UnableToEstablishChannel;
+                return self.refuse(device, cm, Tag(0), reason, &who, Some(&error));
+            }
+        };
+        let serial = self.conns.take_serial();
+        let channel = ChannelRef {
+            worker: self.index,
+            serial,
+        };
+        let shared = std::sync::Arc::clone(&self.shared);
+        let key = NexusKey {
+            initiator: req.initiator_port,
+            target: req.target_port,
+        };
+        let mut who = self.who_srp(device, Some(entrance), peer, Some(&key));
+        let ends = Endpoints {
+            peer,
+            local: self.devices.addr(device),
+            entrance,
+        };
+        let mut grant = match shared.registry.login(&req, ends, channel, self.now) {
+            Ok(grant) => grant,
+            Err(refused) => {
+                return self.refuse(device, cm, req.tag, refused, &who, None);
+            }
+        };
+        // The login may have met units that this worker has not heard of yet.
+        self.follow_catalog();
+        self.terminate_all(std::mem::take(&mut grant.displaced));
+        let nexus = grant.nexus;
+        let login = Login {
+            device,
+            cm,
+            serial,
+            peer,
+            entrance,
+            key,
+            grant,
+            param,
+        };
+        match self.accept_srp(login) {
+            Ok(memory) => {
+                self.log_out_unserved();
+                self.logins.count(Protocol::Srp);
+                who.nexus = Some(nexus.0);
+                // It may have met a target that was not known here before.
+                who.target = self.who_srp(device, None, peer, Some(&key)).target;
+                self.audit.login(self.now, &who);
+                tracing::debug!(
+                    %peer, nexus = nexus.0, channel = serial, worker = self.index,
+                    memory = memory.total(), "channel made"
+                );
+            }
+            Err(error) => {
+                let left = shared.registry.logout(key, channel, None);
+                self.notify_waiting(left.start);
+                self.terminate_all(left.terminate);
+                let reason = LoginRejReason::InsufficientResources;
+                self.refuse(device, cm, req.tag, reason, &who, Some(&error));
+            }
+        }
+    }
+
+    /// A channel's connection is established. Only now its login ends other channels: a request alone
+    /// may have come from anywhere.
+    pub(super) fn on_srp_established(&mut self, key: ConnKey) {
+        let Some(conn) = self.conns.srp_mut(key) else {
+            return;
+        };
+        conn.rdma.was_established = true;
+        if conn.channel.state() != ChState::Connecting {
+            return;
+        }
+        let nexus = conn.key;
+        let channel = ChannelRef {
+            worker: self.index,
+            serial: conn.channel.config().serial,
+        };
+        let done = self.shared.registry.establish(nexus, channel, self.now);
+        // First, since those that it waits for may be gone by the end of this call.
+        self.with_srp(key, |ch, cx| ch.handle_established(cx, done.may_start));
+        self.notify_waiting(done.start);
+        self.terminate_all(done.terminate);
+    }
+
+    /// Who is at the other end of a connection, for the audit log.
+    fn who_srp(
+        &self,
+        device: usize,
+        entrance: Option<Entrance>,
+        peer: SocketAddr,
+        key: Option<&NexusKey>,
+    ) -> Who {
+        let addr = self.devices.addr(device);
+        let target = key.map(|key| match self.catalog.target_of(&key.target) {
+            Some(target) => target.config.name.clone(),
+            None => key.target.to_string(),
+        });
+        Who {
+            protocol: Protocol::Srp,
+            peer: peer.to_string(),
+            portal: match entrance {
+                Some(Entrance::Port(port)) => SocketAddr::new(addr, port).to_string(),
+                _ => addr.to_string(),
+            },
+            initiator: key.map(|key| key.initiator.to_string()),
+            target,
+            nexus: None,
+        }
+    }
+
+    fn refuse(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        tag: Tag,
+        refused: impl Into<LoginRefused>,
+        who: &Who,
+        detail: Option<&dyn Display>,
+    ) {
+        let LoginRefused { reason, audit } = refused.into();
+        self.audit.denied(self.now, who, audit, detail);
+        self.rejects.count((Protocol::Srp, reason.name()));
+        let rej = LoginRej {
+            reason,
+            tag,
+            formats: BufferFormats::DIRECT | BufferFormats::INDIRECT,
+        };
+        let mut bytes = [0; riser_scsi::srp::LOGIN_REJ_LEN];
+        rej.emit(&mut bytes);
+        let dev = &mut self.devices[device];
+        // The peer may have given up meanwhile; then no answer is due.
+        let _ = dev.reject(cm, &bytes);
+        let _ = dev.destroy_id(cm);
+    }
+
+    /// Makes the channel and accepts the connection.
+    fn accept_srp(&mut self, login: Login<'_>) -> Result<ConnectionMemory, SetupError> {
+        let Login { device, grant, .. } = login;
+        let params = grant.outcome.params;
+        let memory = params.memory();
+        let receive_ring = Memory::new(memory.receive_ring)?.whole();
+        let send_ring = Memory::new(memory.send_ring)?.whole();
+        let dev = &mut self.devices[device];
+        let max_sge = (dev.device_attr().max_sge as usize).min(MAX_SGE);
+        let queues = Queues {
+            receives: params.receives(),
+            sends: params.send_queue,
+            max_sge,
+        };
+        let regions = Regions {
+            receive_ring: &receive_ring,
+            send_ring: &send_ring,
+            pool: self.pool.memory(),
+        };
+        let hardware = Hardware::make(dev, login.cm, queues, regions)?;
+        let config = ChannelConfig {
+            params,
+            worker: self.index,
+            serial: login.serial,
+            nexus: grant.nexus,
+            luns: grant.outcome.luns,
+            receive_ring,
+            send_ring,
+            max_sge,
+            data_out_timeout: self.catalog.data_out_timeout,
+        };
+        let conn = SrpConn {
+            channel: Channel::new(config, self.now),
+            key: login.key,
+            entrance: login.entrance,
+            rdma: RdmaLink::new(device, login.cm, hardware),
+        };
+        let fabric = Fabric::Srp(Box::new(conn));
+        let key = self.conns.insert(login.serial, login.peer, fabric);
+        let mut rsp = [0; riser_scsi::srp::LOGIN_RSP_LEN];
+        grant.outcome.rsp.emit(&mut rsp);
+        self.accept(key, login.param, &rsp)?;
+        Ok(memory)
+    }
+
+    /// Carries out the actions of a channel.
+    pub(super) fn pump_srp(&mut self, key: ConnKey) {
+        let mut receives = ArrayVec::<RecvIdx, RECV_BATCH>::new();
+        let mut released = false;
+        while let Some(conn) = self.conns.srp_mut(key) {
+            let Some(action) = conn.channel.poll_action() else {
+                break;
+            };
+            match action {
+                Action::PostRecv(recv) => {
+                    receives.push(recv);
+                    if receives.is_full() {
+                        self.post_srp_receives(key, &mut receives);
+                    }
+                }
+                Action::Post { task, send } => self.post_srp(key, task, send),
+                Action::Task(action) => self.carry_out_task(key, action),
+                Action::NotifyEstablished => self.notify_established(key),
+                Action::Probe => {
+                    let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
+                    if !self.post_empty_write(device, qp, Work::Probe) {
+                        self.with_srp(key, |ch, cx| ch.handle_probed(cx, false));
+                    }
+                }
+                Action::Disconnect => self.disconnect(key),
+                Action::Release => {
+                    released = true;
+                    break;
+                }
+            }
+        }
+        if released {
+            self.release(key);
+            return;
+        }
+        self.post_srp_receives(key, &mut receives);
+    }
+
+    fn post_srp_receives(&mut self, key: ConnKey, receives: &mut ArrayVec<RecvIdx, RECV_BATCH>) {
+        let Some(conn) = self.conns.srp(key) else {
+            return;
+        };
+        let slots: ArrayVec<Receive, RECV_BATCH> = receives
+            .iter()
+            .map(|recv| (Work::Recv(*recv).id(), conn.channel.receive_slot(*recv)))
+            .collect();
+        let (device, hardware) = (conn.rdma.device, &conn.rdma.hardware);
+        let (qp, lkey) = (hardware.qp, hardware.receive_key);
+        let taken = self.post_recvs(device, qp, lkey, &slots);
+        for recv in receives.drain(..).skip(taken) {
+            self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv));
+        }
+    }
+
+    /// Posts a chain: RDMA requests and a message, in one go.
+    fn post_srp(&mut self, key: ConnKey, task: TaskIdx, send: Option<SendIu>) {
+        let Some(conn) = self.conns.srp(key) else {
+            return;
+        };
+        let requests = conn.channel.requests(task);
+        let (pool, lkey) = (self.pool.memory(), conn.rdma.hardware.pool_key);
+        let built = self.chain.build(requests, pool, lkey);
+        let slot = conn.channel.send_slot(task);
+        let send = send.map(|iu| ChainSend {
+            bytes: slot
+                .slice(0..iu.len as usize)
+                .expect("the message lies in its slot"),
+            lkey: conn.rdma.hardware.send_key,
+            op: SendOp::Send,
+            flags: if iu.solicited {
+                SendFlags::SOLICITED
+            } else {
+                SendFlags::empty()
+            },
+        });
+        let (qp, id) = (conn.rdma.hardware.qp, Work::Post(task).id());
+        let is_posted = match built {
+            Ok(()) => self
+                .chain
+                .post(&mut self.devices[conn.rdma.device], qp, id, send.as_ref()),
+            Err(error) => {
+                tracing::debug!(%error, "a descriptor names no memory");
+                false
+            }
+        };
+        if !is_posted {
+            self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false));
+        }
+    }
+
+    /// A completion of a channel's queue.
+    pub(super) fn on_srp_completion(&mut self, key: ConnKey, completion: &Completion) {
+        let ok = completion.status.is_ok();
+        match Work::of(completion.wr_id) {
+            Work::Recv(recv) if ok => self.on_srp_message(key, recv, completion.byte_len as usize),
+            Work::Recv(recv) => self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv)),
+            Work::Post(task) => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, ok)),
+            Work::Inner => self.input(key, Input::Disconnected),
+            Work::Probe => self.with_srp(key, |ch, cx| ch.handle_probed(cx, ok)),
+            Work::Drain => self.input(key, Input::Drained),
+            Work::IserRecv(_) | Work::IserPost(_) => {
+                unreachable!("an SRP channel posts nothing of iSER's")
+            }
+        }
+    }
+
+    fn on_srp_message(&mut self, key: ConnKey, recv: RecvIdx, len: usize) {
+        let Some(conn) = self.conns.srp(key) else {
+            return;
+        };
+        let slot = conn.channel.receive_slot(recv);
+        self.with_received(&slot, len, |worker, bytes| {
+            worker.with_srp(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
+        });
+    }
+
+    /// A channel is gone, and holds nothing any longer.
+    pub(super) fn leave_srp(&mut self, serial: u64, peer: SocketAddr, conn: &SrpConn) {
+        let channel = ChannelRef {
+            worker: self.index,
+            serial,
+        };
+        // One that only disconnects, as Linux does before it connects again, goes on with its disks.
+        let again = (conn.channel.end() != Parting::Logout).then_some(self.now);
+        let left = self.shared.registry.logout(conn.key, channel, again);
+        self.notify_waiting(left.start);
+        self.terminate_all(left.terminate);
+        let initiator = conn.key.initiator.to_string();
+        conn.channel.accounts().keep(&initiator);
+        let (device, entrance) = (conn.rdma.device, Some(conn.entrance));
+        let who = Who {
+            nexus: Some(conn.channel.nexus().0),
+            ..self.who_srp(device, entrance, peer, Some(&conn.key))
+        };
+        self.audit.end(self.now, &who, conn.channel.end());
+    }
+
+    /// Whether the listener of a channel is gone, or is another target's now.
+    pub(super) fn is_unserved_srp(&self, conn: &SrpConn) -> bool {
+        let device = conn.rdma.device;
+        let mut listeners = self.listeners.iter();
+        let is_open = listeners.any(|((d, _), l)| *d == device && l.entrance == conn.entrance);
+        let addr = self.devices.addr(device);
+        let is_home = || {
+            self.catalog
+                .has_entrance(&conn.key.target, addr, conn.entrance)
+        };
+        self.devices.is_open(device) && (!is_open || !is_home())
+    }
+}

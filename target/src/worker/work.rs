@@ -1,0 +1,80 @@
+//! Names of work requests and block operations, by which their completions find their connection.
+
+use riser_transport::verbs::WrId;
+
+use super::conns::ConnKey;
+use crate::fabric::TaskIdx;
+use crate::iser::{ChainIdx, RxIdx};
+use crate::srp::RecvIdx;
+
+/// Kinds of work requests, in the top byte of their identifiers; the context is in the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    /// A receive.
+    Recv(RecvIdx),
+    /// The last request of a chain.
+    Post(TaskIdx),
+    /// One before the last: it completes only if it fails.
+    Inner,
+    /// The drain marker.
+    Drain,
+    /// A probe.
+    Probe,
+    /// A receive of an iSER connection.
+    IserRecv(RxIdx),
+    /// The last request of a chain of an iSER connection.
+    IserPost(ChainIdx),
+}
+
+impl Work {
+    const KIND: u64 = 56;
+
+    pub(super) fn id(self) -> WrId {
+        WrId(match self {
+            Self::Recv(idx) => 1 << Self::KIND | u64::from(idx.0),
+            Self::Post(idx) => 2 << Self::KIND | u64::from(idx.0),
+            Self::Inner => 3 << Self::KIND,
+            Self::Drain => 4 << Self::KIND,
+            Self::Probe => 5 << Self::KIND,
+            Self::IserRecv(idx) => 6 << Self::KIND | u64::from(idx.0),
+            Self::IserPost(idx) => 7 << Self::KIND | u64::from(idx.0),
+        })
+    }
+
+    /// # Panics
+    /// If the identifier is none of ours.
+    pub(super) fn of(id: WrId) -> Self {
+        match id.0 >> Self::KIND {
+            1 => Self::Recv(RecvIdx(id.0 as u16)),
+            2 => Self::Post(TaskIdx(id.0 as u16)),
+            3 => Self::Inner,
+            4 => Self::Drain,
+            5 => Self::Probe,
+            6 => Self::IserRecv(RxIdx(id.0 as u16)),
+            7 => Self::IserPost(ChainIdx(id.0 as u16)),
+            other => panic!("no work request of ours has kind {other}"),
+        }
+    }
+}
+
+/// The task of a connection that has a block operation under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Owner {
+    pub(super) conn: ConnKey,
+    pub(super) task: TaskIdx,
+}
+
+impl Owner {
+    /// The driver's name for the operation.
+    pub(super) fn user(self) -> u64 {
+        (self.conn.0 as u64) << 16 | u64::from(self.task.0)
+    }
+
+    /// Returns the owner of the operation with such a name.
+    pub(super) fn of(user: u64) -> Self {
+        Self {
+            conn: ConnKey((user >> 16) as usize),
+            task: TaskIdx(user as u16),
+        }
+    }
+}

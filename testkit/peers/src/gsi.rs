@@ -1,0 +1,131 @@
+//! Queue pair 1 of an initiator, for tests: asks an I/O unit for its attributes.
+
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use riser_memory::{MemSlice, Memory};
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::{
+    Access, AhAttr, CqId, Gid, Mr, PdId, Provider, QKey, QpCap, QpId, QpInitAttr, QpType, RecvWr,
+    SendOp, SendWr, Sge, UdDest, Verbs, WrId, make_gsi_ready,
+};
+use riser_transport::wire::dm::{Attribute, DmHeader, Method, Status};
+
+use crate::mini::real;
+
+/// Queue pair 1 of an initiator's device.
+pub struct Gsi {
+    pub dev: Roce,
+    pd: PdId,
+    cq: CqId,
+    qp: QpId,
+    memory: MemSlice,
+    mr: Mr,
+}
+
+impl Gsi {
+    pub fn open(addr: IpAddr) -> Self {
+        let mut dev = Roce::open(&RoceConfig::new(addr)).unwrap();
+        let pd = dev.alloc_pd().unwrap();
+        let memory = Memory::new(4096).unwrap().whole();
+        let mr = dev.reg_mr(pd, &memory, Access::LOCAL_WRITE).unwrap();
+        let cq = dev.create_cq(16).unwrap();
+        let qp = dev
+            .create_qp(&QpInitAttr {
+                pd,
+                send_cq: cq,
+                recv_cq: cq,
+                srq: None,
+                qp_type: QpType::Gsi,
+                cap: QpCap {
+                    max_send_wr: 4,
+                    max_recv_wr: 4,
+                    max_send_sge: 1,
+                    max_recv_sge: 1,
+                    max_inline: 0,
+                },
+                sq_sig_all: false,
+            })
+            .unwrap();
+        make_gsi_ready(&mut dev, qp).unwrap();
+        Self {
+            dev,
+            pd,
+            cq,
+            qp,
+            memory,
+            mr,
+        }
+    }
+
+    fn sge(&self, at: u64, length: u32) -> [Sge; 1] {
+        [Sge {
+            addr: self.memory.addr() + at,
+            length,
+            lkey: self.mr.lkey,
+        }]
+    }
+
+    /// Asks for an attribute, again after a while as one does with datagrams.
+    pub fn ask(
+        &mut self,
+        server: IpAddr,
+        method: Method,
+        attribute: Attribute,
+    ) -> (Status, Vec<u8>) {
+        let header = DmHeader {
+            method,
+            status: Status::Success,
+            transaction: 0x1234,
+            attribute,
+        };
+        self.memory.write(0, &header.emit(&[]));
+        for _ in 0..5 {
+            self.post(server);
+            let until = Instant::now() + Duration::from_secs(1);
+            while Instant::now() < until {
+                real(&mut self.dev);
+                let mut done = Vec::new();
+                self.dev.poll_cq(self.cq, 4, &mut done).unwrap();
+                if done.iter().any(|c| c.opcode.is_recv()) {
+                    let mut mad = vec![0; 256];
+                    self.memory.read(1024 + 40, &mut mad);
+                    let (answer, data) = DmHeader::parse(&mad).unwrap();
+                    assert_eq!(answer.method, Method::GetResp);
+                    assert_eq!(answer.transaction, 0x1234);
+                    assert_eq!(answer.attribute, attribute);
+                    return (answer.status, data.to_vec());
+                }
+            }
+        }
+        panic!("no answer");
+    }
+
+    fn post(&mut self, server: IpAddr) {
+        let recv = RecvWr {
+            wr_id: WrId(1),
+            sges: &self.sge(1024, 296),
+        };
+        self.dev.post_recv(self.qp, &[recv]).unwrap();
+        let ah = AhAttr {
+            dgid: Gid::from(server),
+            sgid_index: 0,
+            hop_limit: 64,
+            traffic_class: 0,
+            port: 1,
+        };
+        let ah = self.dev.create_ah(self.pd, ah).unwrap();
+        let sge = self.sge(0, 256);
+        let send = SendWr {
+            ud: Some(UdDest {
+                ah,
+                qpn: 1,
+                qkey: QKey::GSI,
+            }),
+            ..SendWr::new(2, SendOp::Send, &sge)
+        };
+        self.dev.post_send(self.qp, &[send]).unwrap();
+        self.dev.progress(Instant::now());
+        self.dev.destroy_ah(ah).unwrap();
+    }
+}

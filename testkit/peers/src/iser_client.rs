@@ -1,0 +1,552 @@
+//! A minimal iSER initiator for tests: one connection, our own login machine, no recovery.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use riser_memory::{MemSlice, Memory};
+use riser_scsi::iscsi::keys::{Key, Offer};
+use riser_scsi::iscsi::login::{
+    ConnectionParams, InitiatorConfig, InitiatorLogin, LoginError, LoginStep, SessionParams,
+};
+use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::pdu::{
+    DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, ScsiCommand, TaskAttr,
+    TextRequest, TmfFunction, TmfRequest, TmfStatus,
+};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, StatSn, Tsih, Ttt, text};
+use riser_scsi::iser::{Buffers, CmHeader, Message, RemoteBuffer, Stag, put_control};
+use riser_transport::mr_pool::{MrPool, PooledMr};
+use riser_transport::verbs::{
+    Access, CmEvent, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PortSpace, Provider,
+    QpCap, QpId, QpInitAttr, QpType, RecvWr, SendOp, SendWr, Sge, WrId,
+};
+
+const RECEIVES: usize = 160;
+const RX: usize = 8448;
+const TX: usize = 8448;
+const TX_SLOTS: usize = 32;
+const DATA: usize = 72 << 20;
+/// Where data that the target writes go.
+const READ_AT: usize = 36 << 20;
+
+/// What moves the world on while the initiator waits.
+pub type Pump<'a, P> = &'a mut dyn FnMut(&mut P);
+
+pub struct Client<P: Provider> {
+    pub dev: P,
+    cm: CmId,
+    qp: QpId,
+    cq: CqId,
+    rx: MemSlice,
+    rx_mr: Mr,
+    tx: MemSlice,
+    tx_mr: Mr,
+    data: MemSlice,
+    /// For a target that invalidates nothing.
+    data_mr: Mr,
+    /// For one that does: a region for each command.
+    pool: Option<MrPool>,
+    regions: Vec<PooledMr>,
+    next_tx: usize,
+    cmd_sn: u32,
+    said: VecDeque<(FromTarget, Vec<u8>)>,
+    /// What the target said in its private data.
+    pub answer: CmHeader,
+    pub session: Option<SessionParams>,
+    connection: Option<ConnectionParams>,
+    /// Answers that asked to invalidate a key.
+    pub invalidated: usize,
+    closed: bool,
+}
+
+fn wait_event<P: Provider>(dev: &mut P, pump: Pump<'_, P>) -> CmEvent {
+    for _ in 0..2_000_000 {
+        if let Some(event) = dev.poll_cm_event() {
+            return event;
+        }
+        pump(dev);
+    }
+    panic!("no connection event");
+}
+
+pub fn cdb10(op: u8, lba: u32, blocks: u16) -> [u8; 10] {
+    let [a, b, c, d] = lba.to_be_bytes();
+    let [e, f] = blocks.to_be_bytes();
+    [op, 0, a, b, c, d, 0, e, f, 0]
+}
+
+impl<P: Provider> Client<P> {
+    /// Connects; whether keys may be invalidated is said in the private data.
+    pub fn connect(
+        dev: P,
+        dst: SocketAddr,
+        remote_invalidate: bool,
+        pump: Pump<'_, P>,
+    ) -> Result<Self, String> {
+        match Self::try_connect(dev, dst, remote_invalidate, pump) {
+            (client, None) => Ok(client),
+            (_, Some(error)) => Err(error),
+        }
+    }
+
+    /// As [`Client::connect`]; gives the device back with the error.
+    pub fn try_connect(
+        mut dev: P,
+        dst: SocketAddr,
+        remote_invalidate: bool,
+        pump: Pump<'_, P>,
+    ) -> (Self, Option<String>) {
+        let pd = dev.alloc_pd().unwrap();
+        let region = |len| Memory::new(len).unwrap().whole();
+        let (rx, tx, data) = (region(RECEIVES * RX), region(TX_SLOTS * TX), region(DATA));
+        let local = Access::LOCAL_WRITE;
+        let remote = local | Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let rx_mr = dev.reg_mr(pd, &rx, local).unwrap();
+        let tx_mr = dev.reg_mr(pd, &tx, local).unwrap();
+        let data_mr = dev.reg_mr(pd, &data, remote).unwrap();
+        let cq = dev.create_cq(1024).unwrap();
+        let cm = dev.create_id(PortSpace::Tcp).unwrap();
+        let second = Duration::from_secs(1);
+        dev.resolve_addr(cm, None, dst, second).unwrap();
+        assert_eq!(wait_event(&mut dev, pump).kind, CmEventKind::AddrResolved);
+        dev.resolve_route(cm, second).unwrap();
+        assert_eq!(wait_event(&mut dev, pump).kind, CmEventKind::RouteResolved);
+        let init = QpInitAttr {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            qp_type: QpType::Rc,
+            cap: QpCap {
+                max_send_wr: 256,
+                max_recv_wr: RECEIVES as u32,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 0,
+            },
+            sq_sig_all: false,
+        };
+        let qp = dev.create_cm_qp(cm, &init).unwrap();
+        let mut client = Self {
+            dev,
+            cm,
+            qp,
+            cq,
+            rx,
+            rx_mr,
+            tx,
+            tx_mr,
+            data,
+            data_mr,
+            pool: None,
+            regions: Vec::new(),
+            next_tx: 0,
+            cmd_sn: 1,
+            said: VecDeque::new(),
+            answer: CmHeader::default(),
+            session: None,
+            connection: None,
+            invalidated: 0,
+            closed: false,
+        };
+        (0..RECEIVES).for_each(|slot| client.post_recv(slot));
+        let offer = CmHeader {
+            zero_based: false,
+            remote_invalidate,
+        };
+        let param = ConnParam {
+            private_data: offer.bytes().to_vec(),
+            responder_resources: 16,
+            initiator_depth: 1,
+            ..ConnParam::default()
+        };
+        client.dev.connect(cm, &param).unwrap();
+        match wait_event(&mut client.dev, pump).kind {
+            CmEventKind::Established { param } => {
+                client.answer = CmHeader::parse(&param.private_data);
+                if client.answer.remote_invalidate {
+                    client.pool = Some(MrPool::new(&mut client.dev, pd, 16, 1).unwrap());
+                }
+                (client, None)
+            }
+            other => (client, Some(format!("{other:?}"))),
+        }
+    }
+
+    /// Gives the device back, and leaves the connection as it is.
+    pub fn leave_open(self) -> P {
+        self.dev
+    }
+
+    /// Logs in to a target, or for discovery.
+    pub fn login(
+        &mut self,
+        target: Option<&str>,
+        isid: u8,
+        keys: &[(Key, u32)],
+        pump: Pump<'_, P>,
+    ) -> Result<(), LoginError> {
+        let mut offer = Offer::default()
+            .with(Key::RdmaExtensions, 1)
+            .with(Key::TargetRecvDataSegmentLength, 8192)
+            .with(Key::InitiatorRecvDataSegmentLength, 8192);
+        let mut said = vec![
+            Key::RdmaExtensions,
+            Key::TargetRecvDataSegmentLength,
+            Key::InitiatorRecvDataSegmentLength,
+        ];
+        for (key, value) in keys {
+            offer = offer.with(*key, *value);
+            said.push(*key);
+        }
+        let config = InitiatorConfig {
+            name: IscsiName::new("iqn.2026-01.org.example:client").unwrap(),
+            target: target.map(|name| IscsiName::new(name).unwrap()),
+            isid: Isid([0x80, 0, 0, 0, 0, isid]),
+            tsih: Tsih(0),
+            cid: Cid(0),
+            cmd_sn: CmdSn(1),
+            credentials: None,
+            target_credentials: None,
+            offer,
+            keys: said,
+        };
+        let mut login = InitiatorLogin::new(config, [9; 33]);
+        loop {
+            if let Some((request, text)) = login.poll_request() {
+                self.send(
+                    Buffers::default(),
+                    &FromInitiator::LoginRequest(request),
+                    &text,
+                );
+            }
+            let (FromTarget::LoginResponse(response), text) = self.next(pump) else {
+                panic!("a login is answered");
+            };
+            match login.handle_response(&response, &text)? {
+                LoginStep::Send => {}
+                LoginStep::FullFeature {
+                    session,
+                    connection,
+                    ..
+                } => {
+                    self.session = Some(session);
+                    self.connection = Some(connection);
+                    return Ok(());
+                }
+                LoginStep::Redirect { .. } => panic!("nowhere to go"),
+            }
+        }
+    }
+
+    fn post_recv(&mut self, slot: usize) {
+        let sge = [Sge {
+            addr: self.rx.addr() + (slot * RX) as u64,
+            length: RX as u32,
+            lkey: self.rx_mr.lkey,
+        }];
+        let wr = RecvWr {
+            wr_id: WrId(slot as u64),
+            sges: &sge,
+        };
+        let _ = self.dev.post_recv(self.qp, &[wr]);
+    }
+
+    fn send(&mut self, buffers: Buffers, pdu: &FromInitiator, data: &[u8]) {
+        let mut bytes = Vec::new();
+        put_control(buffers, pdu.header(), &pdu.ahs(), data, &mut bytes);
+        let slot = self.next_tx % TX_SLOTS;
+        self.next_tx += 1;
+        self.tx.write(slot * TX, &bytes);
+        let sge = [Sge {
+            addr: self.tx.addr() + (slot * TX) as u64,
+            length: bytes.len() as u32,
+            lkey: self.tx_mr.lkey,
+        }];
+        self.dev
+            .post_send(self.qp, &[SendWr::new(1 << 32, SendOp::Send, &sge)])
+            .unwrap();
+    }
+
+    /// Takes what has arrived.
+    fn poll(&mut self) {
+        let mut completions: Vec<Completion> = Vec::new();
+        let _ = self.dev.poll_cq(self.cq, 64, &mut completions);
+        for c in completions {
+            if !c.status.is_ok() {
+                self.closed = true;
+                continue;
+            }
+            if !c.opcode.is_recv() {
+                continue;
+            }
+            let slot = c.wr_id.0 as usize;
+            let mut bytes = vec![0; c.byte_len as usize];
+            self.rx.read(slot * RX, &mut bytes);
+            if let Some(key) = c.invalidated {
+                let at = self.regions.iter().position(|mr| mr.rkey() == key);
+                let mut mr = self.regions.swap_remove(at.expect("a key of ours"));
+                mr.on_invalidated(key);
+                self.put(mr);
+                self.invalidated += 1;
+            }
+            let Ok(Message::Control { frame, .. }) = Message::parse(&bytes) else {
+                panic!("{bytes:x?}");
+            };
+            let (pdu, _) = FromTarget::parse(&frame).unwrap();
+            self.said.push_back((pdu, frame.data.to_vec()));
+            self.post_recv(slot);
+        }
+        while let Some(event) = self.dev.poll_cm_event() {
+            self.closed |= event.kind == CmEventKind::Disconnected;
+        }
+    }
+
+    fn put(&mut self, mr: PooledMr) {
+        let pool = self.pool.as_mut().expect("it came from there");
+        pool.put(&mut self.dev, mr).unwrap();
+    }
+
+    /// Waits for the next PDU.
+    fn next(&mut self, pump: Pump<'_, P>) -> (FromTarget, Vec<u8>) {
+        for _ in 0..2_000_000 {
+            self.poll();
+            if let Some(said) = self.said.pop_front() {
+                // What it acknowledges goes out even if this device is not driven for a while.
+                pump(&mut self.dev);
+                return said;
+            }
+            assert!(!self.closed, "the connection ended");
+            pump(&mut self.dev);
+        }
+        panic!("nothing was said");
+    }
+
+    fn status(&mut self, tag: u32, pump: Pump<'_, P>) -> u8 {
+        match self.next(pump).0 {
+            FromTarget::ScsiResponse(response) => {
+                assert_eq!(response.itt, Itt(tag));
+                response.status
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn scsi(&mut self, tag: u32, cdb: &[u8], writes: bool, len: u32) -> ScsiCommand {
+        let mut whole = [0; 16];
+        whole[..cdb.len()].copy_from_slice(cdb);
+        self.cmd_sn += 1;
+        ScsiCommand {
+            immediate: false,
+            is_final: true,
+            reads: !writes && len > 0,
+            writes,
+            attribute: TaskAttr::Simple,
+            lun: [0; 8],
+            itt: Itt(tag),
+            expected_length: len,
+            cmd_sn: CmdSn(self.cmd_sn - 1),
+            exp_stat_sn: StatSn(0),
+            cdb: whole.into_iter().collect(),
+            bidi_read_length: None,
+        }
+    }
+
+    /// Advertises the data memory from `at` on.
+    fn buffer(&mut self, at: usize) -> Option<RemoteBuffer> {
+        let Some(pool) = &mut self.pool else {
+            return Some(RemoteBuffer {
+                stag: Stag(self.data_mr.rkey.0),
+                base: self.data_mr.addr + at as u64,
+            });
+        };
+        let mut mr = pool.get().expect("few commands at once");
+        let rest = self.data.slice(at..DATA).unwrap();
+        mr.map(&mut self.dev, &[rest]).unwrap();
+        let access = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let wr = mr.reg_wr(WrId(2 << 32), access);
+        self.dev.post_send(self.qp, &[wr]).unwrap();
+        let remote = mr.remote();
+        self.regions.push(mr);
+        Some(RemoteBuffer {
+            stag: Stag(remote.rkey.0),
+            base: remote.addr,
+        })
+    }
+
+    /// Sends a write: `immediate` bytes with the command, more up to `first_burst` unsolicited, the
+    /// rest to be fetched.
+    pub fn send_write(
+        &mut self,
+        tag: u32,
+        lba: u32,
+        data: &[u8],
+        immediate: usize,
+        first_burst: usize,
+    ) {
+        let immediate = immediate.min(data.len());
+        let unsolicited = first_burst.min(data.len()).max(immediate);
+        let cdb = cdb10(0x2a, lba, (data.len() / 512) as u16);
+        let mut command = self.scsi(tag, &cdb, true, data.len() as u32);
+        command.is_final = unsolicited == immediate;
+        self.data.write(0, data);
+        let buffers = Buffers {
+            write: match unsolicited < data.len() {
+                true => self.buffer(unsolicited),
+                false => None,
+            },
+            read: None,
+        };
+        let pdu = FromInitiator::ScsiCommand(command);
+        self.send(buffers, &pdu, &data[..immediate]);
+        let (mut at, mut sn) = (immediate, 0);
+        while at < unsolicited {
+            // Pieces of no particular length.
+            let end = (at + 3001).min(unsolicited);
+            let pdu = DataOut {
+                is_final: end == unsolicited,
+                lun: [0; 8],
+                itt: Itt(tag),
+                ttt: Ttt::NONE,
+                exp_stat_sn: StatSn(0),
+                data_sn: sn,
+                offset: at as u32,
+            };
+            let pdu = FromInitiator::DataOut(pdu);
+            self.send(Buffers::default(), &pdu, &data[at..end]);
+            (at, sn) = (end, sn + 1);
+        }
+    }
+
+    /// As [`Client::send_write`], and waits for the answer.
+    pub fn write(
+        &mut self,
+        lba: u32,
+        data: &[u8],
+        immediate: usize,
+        first_burst: usize,
+        pump: Pump<'_, P>,
+    ) -> u8 {
+        self.send_write(77, lba, data, immediate, first_burst);
+        self.status(77, pump)
+    }
+
+    /// Reads blocks: status and data.
+    pub fn read(&mut self, lba: u32, blocks: u16, pump: Pump<'_, P>) -> (u8, Vec<u8>) {
+        let len = usize::from(blocks) * 512;
+        let command = self.scsi(78, &cdb10(0x28, lba, blocks), false, len as u32);
+        let buffers = Buffers {
+            write: None,
+            read: self.buffer(READ_AT),
+        };
+        self.send(buffers, &FromInitiator::ScsiCommand(command), &[]);
+        let status = self.status(78, pump);
+        let read = self.data.slice(READ_AT..READ_AT + len).unwrap();
+        (status, read.to_vec())
+    }
+
+    /// Takes the unit attention of a new nexus.
+    pub fn settle(&mut self, pump: Pump<'_, P>) {
+        for status in [2, 0] {
+            let command = self.scsi(79, &[0; 6], false, 0);
+            let pdu = FromInitiator::ScsiCommand(command);
+            self.send(Buffers::default(), &pdu, &[]);
+            assert_eq!(self.status(79, pump), status);
+        }
+    }
+
+    /// Asks a discovery session for all targets.
+    pub fn send_targets(&mut self, pump: Pump<'_, P>) -> Vec<u8> {
+        let mut out = Vec::new();
+        text::put(&mut out, "SendTargets", "All");
+        let request = TextRequest {
+            immediate: true,
+            is_final: true,
+            continues: false,
+            lun: [0; 8],
+            itt: Itt(80),
+            ttt: Ttt::NONE,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        let pdu = FromInitiator::TextRequest(request);
+        self.send(Buffers::default(), &pdu, &out);
+        match self.next(pump) {
+            (FromTarget::TextResponse(_), text) => text,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Logs out and sees the connection end.
+    /// Resets LUN 0.
+    pub fn reset_unit(&mut self, pump: Pump<'_, P>) -> TmfStatus {
+        let request = TmfRequest {
+            immediate: true,
+            function: TmfFunction::LogicalUnitReset,
+            lun: [0; 8],
+            itt: Itt(82),
+            referenced: Itt::NONE,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            ref_cmd_sn: CmdSn(0),
+            exp_data_sn: 0,
+        };
+        let pdu = FromInitiator::TmfRequest(request);
+        self.send(Buffers::default(), &pdu, &[]);
+        match self.next(pump).0 {
+            FromTarget::TmfResponse(response) => response.status,
+            other => panic!("a function is answered, not {other:?}"),
+        }
+    }
+
+    pub fn logout(&mut self, pump: Pump<'_, P>) {
+        let request = LogoutRequest {
+            immediate: true,
+            reason: LogoutReason::CloseSession,
+            itt: Itt(81),
+            cid: Cid(0),
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        let pdu = FromInitiator::LogoutRequest(request);
+        self.send(Buffers::default(), &pdu, &[]);
+        let (FromTarget::LogoutResponse(_), _) = self.next(pump) else {
+            panic!("a logout is answered");
+        };
+        self.wait_closed(pump);
+    }
+
+    /// Waits for the end of the connection.
+    pub fn wait_closed(&mut self, pump: Pump<'_, P>) {
+        for _ in 0..2_000_000 {
+            self.poll();
+            if self.closed {
+                return;
+            }
+            pump(&mut self.dev);
+        }
+        panic!("the connection did not end");
+    }
+
+    /// Disconnects, and releases the device.
+    pub fn disconnect(mut self, pump: Pump<'_, P>) {
+        for mr in std::mem::take(&mut self.regions) {
+            self.put(mr);
+        }
+        let _ = self.dev.disconnect(self.cm);
+        for _ in 0..100_000 {
+            self.poll();
+            if self.closed {
+                break;
+            }
+            pump(&mut self.dev);
+        }
+        let _ = self.dev.destroy_qp(self.qp);
+        let _ = self.dev.destroy_id(self.cm);
+        let _ = self.dev.destroy_cq(self.cq);
+        for _ in 0..100 {
+            pump(&mut self.dev);
+        }
+    }
+}

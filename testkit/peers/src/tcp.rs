@@ -1,0 +1,301 @@
+//! A minimal iSCSI initiator on a socket, for tests: our own login machine, one command at a time.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use riser_scsi::iscsi::frame::{self, Digests, Framer};
+use riser_scsi::iscsi::keys::{Key, Offer};
+use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
+use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::pdu::{
+    FromInitiator, FromTarget, ScsiCommand, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
+};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, chap};
+use socket2::{Domain, Socket, Type};
+
+/// A connection of an initiator.
+pub struct Client {
+    pub socket: TcpStream,
+    framer: Framer,
+    buffer: Vec<u8>,
+    pub digests: Digests,
+    pub cmd_sn: u32,
+    pub tsih: Tsih,
+}
+
+impl Client {
+    pub fn login(
+        port: u16,
+        target: &str,
+        isid: u8,
+        secret: Option<&str>,
+    ) -> Result<Self, LoginError> {
+        Self::join(port, target, isid, (0, 0), secret)
+    }
+
+    pub fn login_at(
+        to: SocketAddr,
+        target: &str,
+        isid: u8,
+        secret: Option<&str>,
+    ) -> Result<Self, LoginError> {
+        let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        match Self::attempt_from(here, to, target, isid, (0, 0), secret)? {
+            (client, None) => Ok(client),
+            (_, Some(elsewhere)) => panic!("sent to {elsewhere:?}"),
+        }
+    }
+
+    /// A connection with a number, for a new session or an existing one.
+    pub fn join(
+        port: u16,
+        target: &str,
+        isid: u8,
+        numbers: (u16, u16),
+        secret: Option<&str>,
+    ) -> Result<Self, LoginError> {
+        match Self::attempt(port, target, isid, numbers, secret)? {
+            (client, None) => Ok(client),
+            (_, Some(elsewhere)) => panic!("sent to {elsewhere:?}"),
+        }
+    }
+
+    /// Where a login is sent, and whether for good.
+    pub fn redirected(port: u16, target: &str) -> (String, bool) {
+        let (_, elsewhere) = Self::attempt(port, target, 1, (0, 0), None).unwrap();
+        elsewhere.expect("sent elsewhere")
+    }
+
+    pub fn attempt(
+        port: u16,
+        target: &str,
+        isid: u8,
+        numbers: (u16, u16),
+        secret: Option<&str>,
+    ) -> Result<(Self, Option<(String, bool)>), LoginError> {
+        let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        let to = SocketAddr::from(([127, 0, 0, 1], port));
+        Self::attempt_from(here, to, target, isid, numbers, secret)
+    }
+
+    pub fn attempt_from(
+        here: SocketAddr,
+        to: SocketAddr,
+        target: &str,
+        isid: u8,
+        numbers: (u16, u16),
+        secret: Option<&str>,
+    ) -> Result<(Self, Option<(String, bool)>), LoginError> {
+        Self::attempt_at_level(here, to, (Some(target), secret), isid, numbers, 0)
+    }
+
+    /// A discovery session.
+    pub fn discovery(port: u16, isid: u8) -> Result<Self, LoginError> {
+        Self::rediscovery(port, isid, 0)
+    }
+
+    /// A connection for a discovery session that may be there.
+    pub fn rediscovery(port: u16, isid: u8, tsih: u16) -> Result<Self, LoginError> {
+        let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        Self::discovery_from(here, port, isid, tsih)
+    }
+
+    pub fn discovery_from(
+        here: SocketAddr,
+        port: u16,
+        isid: u8,
+        tsih: u16,
+    ) -> Result<Self, LoginError> {
+        let to = SocketAddr::from(([127, 0, 0, 1], port));
+        let attempt = Self::attempt_at_level(here, to, (None, None), isid, (tsih, 0), 0)?;
+        Ok(attempt.0)
+    }
+
+    /// A connection at error recovery level 2, for a new session or an existing one.
+    pub fn recoverable(port: u16, target: &str, isid: u8, numbers: (u16, u16)) -> Self {
+        let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        let to = SocketAddr::from(([127, 0, 0, 1], port));
+        let attempt = Self::attempt_at_level(here, to, (Some(target), None), isid, numbers, 2);
+        attempt.unwrap().0
+    }
+
+    fn attempt_at_level(
+        here: SocketAddr,
+        to: SocketAddr,
+        (target, secret): (Option<&str>, Option<&str>),
+        isid: u8,
+        (tsih, cid): (u16, u16),
+        level: u32,
+    ) -> Result<(Self, Option<(String, bool)>), LoginError> {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.bind(&here.into()).unwrap();
+        socket.connect(&to.into()).unwrap();
+        let socket = TcpStream::from(socket);
+        socket
+            .set_read_timeout(Some(Duration::from_secs(20)))
+            .unwrap();
+        let mut client = Self {
+            socket,
+            framer: Framer::new(1 << 20),
+            buffer: Vec::new(),
+            digests: Digests::default(),
+            cmd_sn: 1,
+            tsih: Tsih(0),
+        };
+        let config = InitiatorConfig {
+            name: IscsiName::new("iqn.2026-01.org.example:client").unwrap(),
+            target: target.map(|target| IscsiName::new(target).unwrap()),
+            isid: Isid([0x80, 0, 0, 0, 0, isid]),
+            tsih: Tsih(tsih),
+            cid: Cid(cid),
+            cmd_sn: CmdSn(1),
+            // Alice's, unless another name is in front of it.
+            credentials: secret.map(|secret| {
+                let (name, secret) = secret.split_once(':').unwrap_or(("alice", secret));
+                let (name, secret) = (name.into(), secret.into());
+                chap::Credentials { name, secret }
+            }),
+            target_credentials: None,
+            offer: Offer::default()
+                .with(Key::MaxConnections, 2)
+                .with(Key::ErrorRecoveryLevel, level)
+                .with_list(Key::HeaderDigest, 2)
+                .with_list(Key::DataDigest, 2),
+            keys: if tsih == 0 && target.is_some() {
+                vec![
+                    Key::MaxConnections,
+                    Key::ErrorRecoveryLevel,
+                    Key::HeaderDigest,
+                    Key::DataDigest,
+                ]
+            } else {
+                vec![Key::HeaderDigest, Key::DataDigest]
+            },
+        };
+        let mut login = InitiatorLogin::new(config, [9; 33]);
+        loop {
+            if let Some((request, text)) = login.poll_request() {
+                client.send(request.header(), &text);
+            }
+            let (pdu, _, data) = client.receive().expect("an answer");
+            let FromTarget::LoginResponse(response) = pdu else {
+                panic!("{pdu:?}");
+            };
+            match login.handle_response(&response, &data)? {
+                LoginStep::Send => {}
+                LoginStep::FullFeature { connection, .. } => {
+                    client.tsih = response.tsih;
+                    client.digests = connection.digests;
+                    client.framer.set(1 << 20, connection.digests);
+                    return Ok((client, None));
+                }
+                LoginStep::Redirect { to, permanent } => {
+                    return Ok((client, Some((to.to_string(), permanent))));
+                }
+            }
+        }
+    }
+
+    pub fn send(&mut self, bhs: [u8; 48], data: &[u8]) {
+        let mut bytes = Vec::new();
+        frame::put(bhs, &[], data, self.digests, &mut bytes);
+        self.socket.write_all(&bytes).unwrap();
+    }
+
+    /// The next PDU; `None` at the end of the connection.
+    pub fn receive(&mut self) -> Option<(FromTarget, Numbers, Vec<u8>)> {
+        loop {
+            let (used, frame) = self.framer.next(&self.buffer).unwrap();
+            let got = frame.map(|frame| {
+                assert!(frame.is_intact);
+                let (pdu, numbers) = FromTarget::parse(&frame).unwrap();
+                (pdu, numbers, frame.data.to_vec())
+            });
+            self.buffer.drain(..used);
+            if got.is_some() {
+                return got;
+            }
+            let mut bytes = [0; 4096];
+            match self.socket.read(&mut bytes) {
+                Ok(n) if n > 0 => self.buffer.extend_from_slice(&bytes[..n]),
+                _ => return None,
+            }
+        }
+    }
+
+    /// A command; its status and data.
+    pub fn command(&mut self, cdb: &[u8], writes: bool, len: u32, data: &[u8]) -> (u8, Vec<u8>) {
+        self.send_command(cdb, writes, len, data);
+        self.answer()
+    }
+
+    pub fn send_command(&mut self, cdb: &[u8], writes: bool, len: u32, data: &[u8]) {
+        self.send_with(TaskAttr::Simple, cdb, writes, len, data);
+    }
+
+    pub fn send_with(
+        &mut self,
+        attribute: TaskAttr,
+        cdb: &[u8],
+        writes: bool,
+        len: u32,
+        data: &[u8],
+    ) {
+        let mut whole = [0; 16];
+        whole[..cdb.len()].copy_from_slice(cdb);
+        let command = ScsiCommand {
+            immediate: false,
+            is_final: true,
+            reads: !writes && len > 0,
+            writes,
+            attribute,
+            lun: [0; 8],
+            itt: Itt(self.cmd_sn),
+            expected_length: len,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            cdb: whole.into_iter().collect(),
+            bidi_read_length: None,
+        };
+        self.cmd_sn += 1;
+        self.send(command.header(), data);
+    }
+
+    /// Resets LUN 0.
+    pub fn reset_unit(&mut self) -> TmfStatus {
+        let request = TmfRequest {
+            immediate: true,
+            function: TmfFunction::LogicalUnitReset,
+            lun: [0; 8],
+            itt: Itt(0x7000),
+            referenced: Itt::NONE,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            ref_cmd_sn: CmdSn(0),
+            exp_data_sn: 0,
+        };
+        self.send(FromInitiator::TmfRequest(request).header(), &[]);
+        match self.receive() {
+            Some((FromTarget::TmfResponse(response), ..)) => response.status,
+            other => panic!("a function is answered, not {other:?}"),
+        }
+    }
+
+    pub fn answer(&mut self) -> (u8, Vec<u8>) {
+        let mut read = Vec::new();
+        loop {
+            let (pdu, _, data) = self.receive().expect("an answer");
+            match pdu {
+                FromTarget::DataIn(pdu) => {
+                    read.extend(data);
+                    if let Some(with) = pdu.status {
+                        return (with.status, read);
+                    }
+                }
+                FromTarget::ScsiResponse(response) => return (response.status, read),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}

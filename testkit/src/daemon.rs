@@ -1,0 +1,163 @@
+//! The daemon's program in a directory of its own.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use crate::eventually;
+
+/// The path of `riserd`, which Cargo builds for the tests of its package before it runs them.
+pub static RISERD: LazyLock<String> = LazyLock::new(|| {
+    let test = std::env::current_exe().expect("a test has a name");
+    let folder = test.parent().and_then(Path::parent);
+    let folder = folder.expect("tests lie in a folder below the programs");
+    folder.join("riserd").display().to_string()
+});
+
+/// A running daemon in a directory of its own.
+pub struct Daemon {
+    pub process: Child,
+    pub dir: PathBuf,
+}
+
+impl Daemon {
+    pub fn start(name: &str, address: &str) -> Self {
+        Self::start_as(name, |daemon| daemon.configure(address, "{ 0: a }"))
+    }
+
+    /// A daemon that serves nothing yet.
+    pub fn start_empty(name: &str) -> Self {
+        Self::start_as(name, |daemon| daemon.write("targets: []\n"))
+    }
+
+    /// A daemon of this configuration, whose log is kept.
+    pub fn start_logging(name: &str, text: &str) -> Self {
+        Self::start_as(name, |daemon| {
+            daemon.write(text);
+            std::fs::write(daemon.log(), "").unwrap();
+        })
+    }
+
+    fn start_as(name: &str, configure: impl FnOnce(&Self)) -> Self {
+        let dir = std::env::temp_dir().join(format!("riserd-admin-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let daemon = Self {
+            process: Command::new("true").spawn().unwrap(),
+            dir,
+        };
+        configure(&daemon);
+        let mut daemon = daemon;
+        daemon.process.wait().unwrap();
+        daemon.run(&[]);
+        daemon
+    }
+
+    /// Starts the program, and waits until it serves.
+    pub fn run(&mut self, more: &[&str]) {
+        let mut command = Command::new(&*RISERD);
+        command
+            .args(["run", "--config"])
+            .arg(self.dir.join("riserd.yaml"))
+            .args(more)
+            .stderr(self.stderr());
+        self.spawn(command);
+    }
+
+    /// Starts it with this command, likewise.
+    pub fn spawn(&mut self, mut command: Command) {
+        let daemon = self;
+        let _ = std::fs::remove_file(daemon.socket());
+        command
+            .env("CREDENTIALS_DIRECTORY", &daemon.dir)
+            .env_remove("RUST_LOG");
+        daemon.process = command.spawn().unwrap();
+        eventually("the daemon serves", Duration::from_secs(20), || {
+            daemon.socket().exists()
+        });
+    }
+
+    /// Kills it at once, and starts it again.
+    pub fn restart(&mut self, more: &[&str]) {
+        self.kill();
+        self.run(more);
+    }
+
+    pub fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    pub fn configure(&self, address: &str, luns: &str) {
+        let text = format!(
+            "backends:\n  a: {{ kind: ram, size: 1MiB }}\n  b: {{ kind: ram, size: 2MiB }}\n\
+             targets:\n  - name: demo\n    iqn: iqn.2026-01.com.example:demo\n    portals:\n      \
+             - {{ protocol: srp, listen: \"{address}\" }}\n      \
+             - {{ protocol: iscsi, listen: \"{address}:3290\" }}\n    \
+             luns: {luns}\n    access: open\n"
+        );
+        self.write(&text);
+    }
+
+    /// Writes a configuration, with what all of them have.
+    pub fn write(&self, text: &str) {
+        let text = format!(
+            "{text}admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: 1 }}\n",
+            self.socket().display(),
+            self.dir.join("state").display()
+        );
+        std::fs::write(self.dir.join("riserd.yaml"), text).unwrap();
+    }
+
+    /// Where its log is, if it is kept.
+    pub fn log(&self) -> PathBuf {
+        self.dir.join("riserd.log")
+    }
+
+    fn stderr(&self) -> Stdio {
+        let file = std::fs::OpenOptions::new().append(true).open(self.log());
+        file.map_or_else(|_| Stdio::null(), Stdio::from)
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.dir.join("admin.sock")
+    }
+
+    pub fn ask(&self, args: &[&str]) -> Output {
+        ask(&self.socket(), args)
+    }
+
+    pub fn json(&self, verb: &str) -> serde_json::Value {
+        let output = self.ask(&[verb, "-o", "json"]);
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    pub fn http(&self, request: &str) -> String {
+        let mut stream = UnixStream::connect(self.socket()).unwrap();
+        write!(
+            stream,
+            "{request} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        )
+        .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+}
+
+pub fn ask(socket: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(&*RISERD);
+    command.args(args).arg("--socket").arg(socket);
+    command.output().unwrap()
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}

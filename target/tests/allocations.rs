@@ -2,12 +2,8 @@
 //! neither the channel nor the backend nor the software NIC, with real sockets and a real ring. Other
 //! commands may allocate, and so may what comes out of order or has to wait.
 
-#![allow(
-    unsafe_code,
-    reason = "counting allocations takes an allocator of one's own"
-)]
+#![allow(unsafe_code, reason = "the name of a thread takes a system call")]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -25,9 +21,8 @@ use riser_test_peers::iser_client;
 use riser_test_peers::mini;
 use riser_test_peers::mini::{Mini, cdb10, login_req, real};
 use riser_test_peers::tcp;
+use riser_testkit::alloc::Counting;
 use riser_transport::roce::{Roce, RoceConfig};
-
-struct Counting;
 
 /// Whether allocations count; those of workers, that is.
 static COUNTS: AtomicBool = AtomicBool::new(false);
@@ -61,22 +56,8 @@ fn count() {
     RECORDS.set(false);
 }
 
-// SAFETY: everything is passed on to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
-        // SAFETY: the caller's promises are the system allocator's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are the system allocator's.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting = Counting::new(count);
 
 const IQN: &str = "iqn.2026-01.org.example:disk";
 const LENGTHS: [usize; 4] = [512, 4096, 8192, 256 << 10];

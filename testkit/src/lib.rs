@@ -4,6 +4,7 @@
 //! - [`skip`](mod@skip) reports that a test cannot run on this machine, so that it is counted.
 //! - [`programs`] starts `riserd` and `riser` as processes, and tools that judge them; [`daemon`] runs a
 //!   `riserd` in a folder of its own, and [`metered`] one that reports its metrics over TCP.
+//! - [`alloc`] counts allocations, and what is allocated and not freed.
 //!
 //! No crate of ours is beneath this one, so every crate's tests can use it, unit tests included, without
 //! building that crate twice. Peers that speak our protocols are in `riser-test-peers`.
@@ -14,6 +15,7 @@
     reason = "for tests, which say what they skip"
 )]
 
+pub mod alloc;
 pub mod daemon;
 pub mod metered;
 pub mod programs;

@@ -1,16 +1,11 @@
 //! Once a connection has warmed up, moving messages allocates nothing: not the requester, not the
 //! responder, not the key table, not registrations.
 
-#![allow(
-    unsafe_code,
-    reason = "counting allocations takes an allocator of one's own"
-)]
-
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
+use riser_testkit::alloc::Counting;
 use riser_transport::mr::MrTable;
 use riser_transport::rc::{
     Env, RcConfig, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
@@ -20,29 +15,17 @@ use riser_transport::verbs::{
 };
 use riser_transport::wire::{Packet, Psn, Qpn, RnrTimer};
 
-struct Counting;
-
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
-// SAFETY: everything is passed on to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // A thread that is ending has no counter any more.
-        let _ = ALLOCATIONS.try_with(|n| n.set(n.get() + 1));
-        // SAFETY: the caller's promises are the system allocator's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are the system allocator's.
-        unsafe { System.dealloc(ptr, layout) }
-    }
+fn count() {
+    // A thread that is ending has no counter any more.
+    let _ = ALLOCATIONS.try_with(|n| n.set(n.get() + 1));
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting = Counting::new(count);
 
 const PD: PdId = PdId(Handle::new(1, 1));
 const LEN: usize = 32 * 1024;

@@ -1,24 +1,22 @@
 //! The connections of a worker, whatever their fabric: one table, one list of those that may want
-//! something, one heap of timers.
+//! something, one set of timers.
 //!
 //! A connection has two names. Its key is its place in the table, which another connection may have
-//! after it: completions and block operations carry it, which all end before their connection does.
-//! Its serial number is never used twice: mail and timers carry it, which may come late.
+//! after it: completions and block operations carry it, which all end before their connection does, and
+//! timers, which go with it. Its serial number is never used twice: mail carries it, which may come late.
 
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::time::Instant;
 
 use riser_transport::verbs::{CmId, CqId, QpId};
 use slab::Slab;
 
-use super::armed::Armed;
 use super::rdma::RdmaLink;
 use crate::pool::{Owner, Pool};
 
 /// Place of a connection in its worker's table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct ConnKey(pub(super) usize);
 
 /// The part of a connection that is its fabric's, as the table sees it.
@@ -42,7 +40,8 @@ pub(super) struct Conn<F> {
     serial: u64,
     pub(super) peer: SocketAddr,
     pub(super) fabric: F,
-    armed: Armed,
+    /// When its timer fires, if one is set. It may be earlier than the deadline, never later.
+    timer: Option<Instant>,
     /// Whether it waited for pool memory when it was last looked at.
     waits_for_pool: bool,
     /// The initiator was asked to log out.
@@ -68,7 +67,8 @@ pub(super) struct Conns<F> {
     dirty: VecDeque<ConnKey>,
     /// Connections whose completion queue may have completions; each once.
     ready: VecDeque<ConnKey>,
-    timers: BinaryHeap<Reverse<(Instant, u64)>>,
+    /// One timer of a connection at most, so their number is bounded too.
+    timers: BTreeSet<(Instant, ConnKey)>,
 }
 
 impl<F> Default for Conns<F> {
@@ -81,7 +81,7 @@ impl<F> Default for Conns<F> {
             next_serial: 0,
             dirty: VecDeque::new(),
             ready: VecDeque::new(),
-            timers: BinaryHeap::new(),
+            timers: BTreeSet::new(),
         }
     }
 }
@@ -102,7 +102,7 @@ impl<F: Connection> Conns<F> {
             serial,
             peer,
             fabric,
-            armed: Armed::default(),
+            timer: None,
             waits_for_pool: false,
             is_leaving: false,
         }));
@@ -114,13 +114,16 @@ impl<F: Connection> Conns<F> {
         key
     }
 
-    /// Removes a connection from all tables. Its timers stay in the heap, and are passed over.
+    /// Removes a connection and its timer from all tables.
     ///
     /// # Panics
     /// Without such a connection.
     pub(super) fn remove(&mut self, key: ConnKey) -> Conn<F> {
         let conn = self.slab.remove(key.0);
         self.by_serial.remove(&conn.serial);
+        if let Some(at) = conn.timer {
+            self.timers.remove(&(at, key));
+        }
         if let Some((cm, cq)) = conn.fabric.rdma().map(RdmaLink::names) {
             self.by_cm.remove(&cm);
             self.by_cq.remove(&cq);
@@ -214,29 +217,37 @@ impl<F: Connection> Conns<F> {
         Some((key, link.device, link.hardware.cq))
     }
 
-    /// Sets a timer for a connection's deadline, if it is earlier than the one that is set.
+    /// Sets the timer of a connection for its deadline, unless it fires earlier anyhow: a deadline that
+    /// is put off with every command costs nothing here.
     pub(super) fn arm(&mut self, key: ConnKey) {
         let Some(conn) = self.slab.get_mut(key.0) else {
             return;
         };
-        if let Some(at) = conn.fabric.deadline()
-            && conn.armed.set(at)
-        {
-            self.timers.push(Reverse((at, conn.serial)));
+        let Some(at) = conn.fabric.deadline() else {
+            return;
+        };
+        if conn.timer.is_some_and(|timer| timer <= at) {
+            return;
         }
+        if let Some(later) = conn.timer.replace(at) {
+            self.timers.remove(&(later, key));
+        }
+        self.timers.insert((at, key));
     }
 
     /// Returns the time of the next timer.
     pub(super) fn next_timer(&self) -> Option<Instant> {
-        self.timers.peek().map(|Reverse((at, _))| *at)
+        self.timers.first().map(|(at, _)| *at)
     }
 
-    /// Takes a timer that is due: `Some(None)` for one that no connection waits for any longer.
-    pub(super) fn take_timer(&mut self, now: Instant) -> Option<Option<ConnKey>> {
+    /// Takes a timer that is due, and with it the connection whose deadline may have come.
+    pub(super) fn take_timer(&mut self, now: Instant) -> Option<ConnKey> {
         self.next_timer().filter(|at| *at <= now)?;
-        let Reverse((at, serial)) = self.timers.pop()?;
-        let key = self.by_serial(serial);
-        Some(key.filter(|key| self.slab[key.0].armed.fire(at)))
+        let (_, key) = self.timers.pop_first()?;
+        if let Some(conn) = self.get_mut(key) {
+            conn.timer = None;
+        }
+        Some(key)
     }
 
     /// Whether a connection has begun to wait for pool memory since this was asked last.
@@ -328,27 +339,48 @@ mod tests {
         assert_eq!(conns.by_serial(serial), None);
     }
 
+    fn arm(conns: &mut Conns<Fake>, key: ConnKey, at: Instant) {
+        conns.get_mut(key).unwrap().fabric.deadline = Some(at);
+        conns.arm(key);
+    }
+
     #[test]
-    fn timers_of_a_connection_that_is_gone_do_not_fire_for_its_successor() {
+    fn a_timer_goes_with_its_connection() {
         let mut conns = Conns::default();
-        let now = Instant::now();
-        let due = now + Duration::from_secs(1);
-        let arm = |conns: &mut Conns<Fake>, key, at| {
-            conns.get_mut(key).unwrap().fabric.deadline = Some(at);
-            conns.arm(key);
-        };
+        let due = Instant::now() + Duration::from_secs(1);
+        let later = due + Duration::from_secs(1);
         let (_, first) = enter(&mut conns, Protocol::Srp);
         arm(&mut conns, first, due);
         conns.remove(first);
+        assert_eq!(conns.next_timer(), None);
         let (_, second) = enter(&mut conns, Protocol::Iser);
         assert_eq!(second, first);
-        let later = due + Duration::from_secs(1);
         arm(&mut conns, second, later);
-        assert_eq!(conns.take_timer(now), None);
-        assert_eq!(conns.take_timer(due), Some(None), "its connection is gone");
-        assert_eq!(conns.take_timer(due), None);
-        assert_eq!(conns.take_timer(later), Some(Some(second)));
+        assert_eq!(conns.take_timer(due), None, "its successor is not called");
+        assert_eq!(conns.take_timer(later), Some(second));
         assert_eq!(conns.next_timer(), None);
+    }
+
+    /// A command at a time waits a millisecond for its limit, and a ping is due 15 seconds after each.
+    #[test]
+    fn a_deadline_that_comes_and_goes_has_one_timer() {
+        let mut conns = Conns::default();
+        let mut now = Instant::now();
+        let (wait, ping) = (Duration::from_millis(1), Duration::from_secs(15));
+        let (_, key) = enter(&mut conns, Protocol::Iscsi);
+        for _ in 0..1000 {
+            arm(&mut conns, key, now + ping);
+            arm(&mut conns, key, now + wait);
+            // A deadline that is put off leaves its timer, which finds that out.
+            arm(&mut conns, key, now + ping);
+            assert_eq!(conns.timers.len(), 1);
+            assert_eq!(conns.take_timer(now + wait / 2), None);
+            now += wait;
+            assert_eq!(conns.take_timer(now), Some(key));
+            assert_eq!(conns.take_timer(now), None);
+        }
+        arm(&mut conns, key, now + ping);
+        assert_eq!(conns.next_timer(), Some(now + ping));
     }
 
     #[test]

@@ -360,12 +360,10 @@ impl Worker {
 
     pub(super) fn poll_timers(&mut self) -> usize {
         let mut work = 0;
-        while let Some(timer) = self.conns.take_timer(self.now) {
+        while let Some(key) = self.conns.take_timer(self.now) {
             work += 1;
-            if let Some(key) = timer {
-                self.input(key, Input::Timeout);
-                self.drain_dirty();
-            }
+            self.input(key, Input::Timeout);
+            self.drain_dirty();
         }
         if self.lingering.iter().any(|(_, _, at)| *at <= self.now) {
             self.end_lingering(None);

@@ -29,14 +29,13 @@
 //! - `mail`: messages between workers.
 //! - `park`: where a worker sleeps. `slots`: how its ring is shared.
 //! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
-//! - `snapshot`: what a worker tells of itself. `armed`: timers of channels.
+//! - `snapshot`: what a worker reports of itself.
 //! - `stage`: what the next catalog takes is acquired before it is served.
 //!
 //! # Bounds
 //! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
 //! others waiting. Channels, their memory and the pool are bounded by the configuration.
 
-mod armed;
 mod catalog;
 mod conns;
 mod device;

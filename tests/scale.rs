@@ -1,0 +1,355 @@
+//! Many sessions at once, and many one after the other: a real target and real initiators on
+//! loopback, in one process.
+//!
+//! `RISER_CONNECT_CYCLES` sets how many sessions come and go (default 200); the long test command
+//! takes 10,000.
+
+#![allow(
+    clippy::print_stdout,
+    reason = "figures are for the person who runs the test"
+)]
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::Client;
+use riser_initiator::lun::Lun;
+use riser_initiator::url::IscsiUrl;
+use riser_initiator::url::SrpUrl;
+use riser_target::config::Config;
+use riser_target::server::Server;
+use riser_testkit::alloc::Counting;
+use riser_testkit::eventually;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting::new(|| ());
+
+/// Resident memory is the process's, so one test runs at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+const SESSIONS: u64 = 64;
+const REGION: u64 = 1 << 20;
+
+/// A target at `host` with one RAM disk that has a region for each session.
+fn serve(host: &str) -> (Server, SocketAddr) {
+    let text = format!(
+        "identity: scale\nbackends: {{ ram: {{ kind: ram, size: {}MiB }} }}\n\
+         targets:\n  - name: scale\n    portals: [{{ protocol: srp, listen: {host} }}]\n    luns: {{ 0: ram }}\n\
+         \x20   access: open\nworkers: {{ count: 2 }}\n",
+        (SESSIONS * REGION) >> 20
+    );
+    let server = Server::start(&Config::parse(&text, "scale.yaml").unwrap()).unwrap();
+    let addr = server.addresses()[0];
+    (server, addr)
+}
+
+/// The address of LUN 0, for an initiator port of its own.
+fn url(addr: SocketAddr, initiator: u64) -> SrpUrl {
+    format!("srp://{addr}/0?initiator_ext={initiator:x}&queue_size=8")
+        .parse()
+        .unwrap()
+}
+
+/// Bytes that only the session and the round could have written.
+fn pattern(session: u64, round: u64, len: usize) -> Vec<u8> {
+    let mut x = session << 32 | round | 1 << 63;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+#[test]
+fn sixty_four_sessions_write_and_read_at_once() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (server, addr) = serve("127.0.0.81");
+    let client = Client::builder()
+        .pool(32 << 20)
+        .open("127.0.0.82".parse().unwrap())
+        .unwrap();
+    let logged_in = Arc::new(Barrier::new(SESSIONS as usize + 1));
+    let done = Arc::new(Barrier::new(SESSIONS as usize + 1));
+    let threads: Vec<_> = (0..SESSIONS)
+        .map(|n| {
+            let (client, logged_in, done) = (client.clone(), logged_in.clone(), done.clone());
+            std::thread::spawn(move || {
+                let session = block_on(client.connect(&url(addr, 0x100 + n)));
+                let lun = session.map(|session| (block_on(session.lun(0)), session));
+                // A thread that has failed lets the others notice.
+                logged_in.wait();
+                let (lun, _session) = lun.unwrap();
+                let lun = lun.unwrap();
+                for round in 0..32 {
+                    let len = 4096 << (round % 4);
+                    let offset = n * REGION + round * (32 << 10);
+                    let data = pattern(n, round, len);
+                    let buffer = block_on(client.buffers().take(len));
+                    buffer.slice().write(0, &data);
+                    let buffer = block_on(lun.write(offset, buffer, false)).unwrap();
+                    buffer.slice().fill(0, len, 0);
+                    let buffer = block_on(lun.read(offset, buffer)).unwrap();
+                    let mut found = vec![0; len];
+                    buffer.slice().read(0, &mut found);
+                    assert!(found == data, "session {n}, round {round}");
+                }
+                done.wait();
+            })
+        })
+        .collect();
+    logged_in.wait();
+    assert_eq!(server.sessions(), SESSIONS as usize);
+    let snapshots = server.snapshot();
+    let memory = snapshots
+        .iter()
+        .flat_map(|s| &s.sessions)
+        .map(|s| s.params.memory().total())
+        .max()
+        .unwrap();
+    println!(
+        "figure: memory of one session with the default queue depth of 128: {} KiB",
+        memory >> 10
+    );
+    assert!(memory < 4 << 20, "{memory} bytes for a session");
+    done.wait();
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    eventually("the sessions end", Duration::from_secs(60), || {
+        server.sessions() == 0
+    });
+    server.shutdown().unwrap();
+}
+
+#[test]
+fn many_searches_at_once_find_what_there_is() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (server, addr) = serve("127.0.0.83");
+    let client = Client::builder()
+        .pool(1 << 20)
+        .open("127.0.0.84".parse().unwrap())
+        .unwrap();
+    let bare: SrpUrl = format!("srp://{addr}/").parse().unwrap();
+    let searches: Vec<_> = (0..300)
+        .map(|_| {
+            let (client, bare) = (client.clone(), bare.clone());
+            std::thread::spawn(move || block_on(client.discover(&bare)))
+        })
+        .collect();
+    for search in searches {
+        let found = search.join().unwrap().unwrap();
+        assert!(found.iter().any(|f| f.port() == Some(addr.port())));
+    }
+    server.shutdown().unwrap();
+}
+
+/// Sessions over TCP, and as many over iSER.
+const ISCSI_SESSIONS: u64 = 128;
+/// Commands under way at once in each of them.
+const DEPTH: u64 = 32;
+const BLOCK: u64 = 4096;
+const IQN: &str = "iqn.2026-01.com.example:scale";
+
+#[test]
+fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let text = format!(
+        "identity: scale\nbackends: {{ ram: {{ kind: ram, size: {}MiB }} }}\n\
+         targets:\n  - name: scale\n    iqn: {IQN}\n    portals:\n      \
+         - {{ protocol: iscsi, listen: 127.0.0.85 }}\n      \
+         - {{ protocol: iser, listen: 127.0.0.85 }}\n    \
+         luns: {{ 0: ram }}\n    access: open\nworkers: {{ count: 2 }}\n\
+         limits: {{ max_sessions: 512, sessions_per_address: 512, queue_depth: {DEPTH} }}\n",
+        (2 * ISCSI_SESSIONS * DEPTH * BLOCK) >> 20
+    );
+    let server = Server::start(&Config::parse(&text, "scale.yaml").unwrap()).unwrap();
+    // One engine has too few completion queues for all sessions.
+    let clients = [86, 87].map(|host| {
+        Client::builder()
+            // Each session keeps a buffer of its own to identify the unit.
+            .pool((ISCSI_SESSIONS * (DEPTH + 1) * BLOCK) as usize)
+            .open(format!("127.0.0.{host}").parse().unwrap())
+            .unwrap()
+    });
+    let luns: Vec<_> = (0..2 * ISCSI_SESSIONS)
+        .map(|n| {
+            let scheme = ["iscsi", "iser"][(n % 2) as usize];
+            let url: IscsiUrl =
+                format!("{scheme}://127.0.0.85/{IQN}/0?initiator=iqn.2026-01.com.example:host{n}")
+                    .parse()
+                    .unwrap();
+            let client = &clients[(n / ISCSI_SESSIONS) as usize];
+            block_on(block_on(client.connect(&url)).unwrap().lun(0)).unwrap()
+        })
+        .collect();
+    for round in 0..4 {
+        let at = |n: u64, i: u64| (n * DEPTH + i) * BLOCK;
+        let writes: Vec<_> = (0..DEPTH)
+            .flat_map(|i| (0..).zip(&luns).map(move |(n, lun)| (n, i, lun)))
+            .map(|(n, i, lun)| {
+                let buffer = block_on(lun.buffers().take(BLOCK as usize));
+                let data = pattern(n << 8 | i, round, BLOCK as usize);
+                buffer.slice().write(0, &data);
+                let io = lun.write_io(at(n, i), buffer, false).unwrap();
+                lun.session().submit(io)
+            })
+            .collect();
+        for write in writes {
+            Lun::judge(block_on(write)).unwrap();
+        }
+        let reads: Vec<_> = (0..DEPTH)
+            .flat_map(|i| (0..).zip(&luns).map(move |(n, lun)| (n, i, lun)))
+            .map(|(n, i, lun)| {
+                let buffer = block_on(lun.buffers().take(BLOCK as usize));
+                let io = lun.read_io(at(n, i), buffer).unwrap();
+                (n, i, lun.session().submit(io))
+            })
+            .collect();
+        for (n, i, read) in reads {
+            let found = Lun::judge(block_on(read)).unwrap().slice().to_vec();
+            assert!(
+                found == pattern(n << 8 | i, round, BLOCK as usize),
+                "session {n}, command {i}, round {round}"
+            );
+        }
+    }
+    assert_eq!(server.sessions(), 2 * ISCSI_SESSIONS as usize);
+    let sessions: Vec<_> = server
+        .snapshot()
+        .into_iter()
+        .flat_map(|s| s.iscsi_sessions)
+        .collect();
+    for (name, iser) in [("TCP", false), ("iSER", true)] {
+        let memory = sessions
+            .iter()
+            .filter(|s| s.is_rdma == iser)
+            .map(|s| s.memory);
+        assert_eq!(memory.clone().count() as u64, ISCSI_SESSIONS, "{name}");
+        let memory = memory.max().unwrap();
+        println!(
+            "figure: memory of one session over {name} with a queue depth of {DEPTH}: {} KiB",
+            memory >> 10
+        );
+        assert!(memory < 4 << 20, "{memory} bytes for a session over {name}");
+    }
+    drop(luns);
+    eventually("the sessions end", Duration::from_secs(60), || {
+        server.sessions() == 0
+    });
+    server.shutdown().unwrap();
+}
+
+/// Sessions that are open at once while others come and go.
+const OPEN: usize = 4;
+
+/// Most that resident memory may grow while thousands of sessions come and go, in bytes: a leak of 120
+/// bytes in each of 9,000 is more.
+const GROWTH: usize = 1 << 20;
+
+/// A session over one protocol after the other, each with a name of its own, and what it reads and writes.
+fn come(client: &Client, addr: SocketAddr, n: u64) -> Lun {
+    let who = 0x1000 + n;
+    let lun = match ["srp", "iscsi", "iser"][(n % 3) as usize] {
+        "srp" => {
+            let session = block_on(client.connect(&url(addr, who))).unwrap();
+            assert_eq!(block_on(session.luns()).unwrap().len(), 1);
+            block_on(session.lun(0))
+        }
+        scheme => {
+            let host = addr.ip();
+            let name = format!("iqn.2026-01.com.example:host{who}");
+            let url = format!("{scheme}://{host}/{IQN}/0?initiator={name}&queue_size=8");
+            let url: IscsiUrl = url.parse().unwrap();
+            let session = block_on(client.connect(&url)).unwrap();
+            assert_eq!(block_on(session.luns()).unwrap().len(), 1);
+            block_on(session.lun(0))
+        }
+    }
+    .unwrap();
+    let data = pattern(who, n, 8192);
+    let buffer = block_on(lun.buffers().take(data.len()));
+    buffer.slice().write(0, &data);
+    let buffer = block_on(lun.write(n % 64 * 8192, buffer, false)).unwrap();
+    buffer.slice().fill(0, data.len(), 0);
+    let buffer = block_on(lun.read(n % 64 * 8192, buffer)).unwrap();
+    assert!(buffer.slice().to_vec() == data, "session {n}");
+    lun
+}
+
+#[test]
+fn sessions_that_come_and_go_leave_nothing() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let cycles: u64 = std::env::var("RISER_CONNECT_CYCLES").map_or(200, |n| n.parse().unwrap());
+    let text = format!(
+        "identity: scale\nbackends: {{ ram: {{ kind: ram, size: 1MiB }} }}\n\
+         targets:\n  - name: scale\n    iqn: {IQN}\n    portals:\n      \
+         - {{ protocol: srp, listen: 127.0.0.83 }}\n      \
+         - {{ protocol: iscsi, listen: 127.0.0.83 }}\n      \
+         - {{ protocol: iser, listen: 127.0.0.83 }}\n    \
+         luns: {{ 0: ram }}\n    access: open\nworkers: {{ count: 1 }}\n"
+    );
+    let server = Server::start(&Config::parse(&text, "scale.yaml").unwrap()).unwrap();
+    let addr = SocketAddr::from(([127, 0, 0, 83], 5555));
+    let client = Client::builder()
+        .pool(4 << 20)
+        .open("127.0.0.84".parse().unwrap())
+        .unwrap();
+    let run = |sessions: Range<u64>| {
+        let mut open = VecDeque::new();
+        for n in sessions {
+            open.push_back(come(&client, addr, n));
+            if open.len() > OPEN {
+                open.pop_front();
+            }
+        }
+        drop(open);
+        eventually("the sessions end", Duration::from_secs(60), || {
+            server.sessions() == 0
+        });
+    };
+    // The least of several looks: what has just ended may not be given back yet.
+    let looks = |from: u64| {
+        let look = |n: u64| {
+            run(from + n * 20..from + n * 20 + 20);
+            (ALLOCATOR.in_use(), resident())
+        };
+        let looks: Vec<_> = (0..5).map(look).collect();
+        println!("{looks:?}");
+        *looks.iter().min().unwrap()
+    };
+    // What a process keeps for its longest queues is there after the first sessions.
+    let first = (cycles / 10).max(300);
+    run(0..first);
+    let before = looks(first);
+    let started = Instant::now();
+    run(first..first + cycles);
+    let took = started.elapsed();
+    let after = looks(first + cycles);
+    let in_use = after.0.saturating_sub(before.0); println!("IN USE {in_use}");
+    let grown = after.1.saturating_sub(before.1);
+    println!(
+        "figure: {cycles} sessions came and went, {:.2} ms each; resident memory grew by {} KiB",
+        took.as_secs_f64() * 1e3 / cycles as f64,
+        grown >> 10
+    );
+    assert!(grown < GROWTH, "resident memory grew by {grown} bytes");
+    server.shutdown().unwrap();
+}
+
+/// Resident memory of this process, in bytes.
+fn resident() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm
+        .split_whitespace()
+        .nth(1)
+        .unwrap()
+        .parse::<usize>()
+        .unwrap()
+        * 4096
+}

@@ -174,6 +174,8 @@ impl LogicalUnit {
             ..self.config.clone()
         };
         config.validate()?;
+        // Before the attention: an initiator that meets it asks for the capacity, and must get the
+        // new one.
         self.capacity.store(blocks, Ordering::Release);
         self.raise(Attention::CapacityChanged, AttentionScope::All);
         if self.threshold().is_some() {
@@ -196,8 +198,11 @@ impl LogicalUnit {
     /// Returns the new state, if it has changed: whether the threshold is reached.
     pub fn note_space(&self, used: u64, space: u64) -> Option<bool> {
         let percent = self.threshold()?;
+        // Wider than 64 bits: a space of exabytes times a hundred does not fit.
         let is_beyond =
             |percent: u8| u128::from(used) * 100 >= u128::from(space) * u128::from(percent);
+        // Use that goes to and fro about the threshold would notify every nexus each time, hence
+        // two marks. The lower one is 1 % at least: with 0 % the state could never end.
         let is_filling = match self.is_filling.load(Ordering::Relaxed) {
             true => is_beyond(percent.saturating_sub(HYSTERESIS).max(1)),
             false => is_beyond(percent),
@@ -241,6 +246,7 @@ impl LogicalUnit {
     /// Forgets a nexus and what was pending for it (I_T nexus loss). The last one starts a unit
     /// that was stopped: the next initiator to log in has not stopped it.
     pub fn remove_nexus(&self, id: NexusId) {
+        // RESERVE ends with its nexus, a persistent reservation does not.
         self.release_unit(id);
         let mut nexuses = self.lock_nexuses();
         nexuses.remove(id);
@@ -265,6 +271,8 @@ impl LogicalUnit {
     /// the task set's part.
     pub fn reset(&self) {
         self.update_reservations(Reservations::reset);
+        // One lock for the modes and the attention, as in `change_mode`: a MODE SELECT comes before
+        // both or after both.
         let mut nexuses = self.lock_nexuses();
         self.store_flags(initial_flags(&self.config));
         nexuses.raise(Attention::DeviceReset, AttentionScope::All);
@@ -291,6 +299,7 @@ impl LogicalUnit {
     /// The sense of commands that need the medium, where they are refused.
     pub(crate) fn not_ready(&self) -> Option<Sense> {
         match self.has_medium {
+            // An initiator could start a stopped unit, and would try in vain, so this comes first.
             false => Some(NO_MEDIUM),
             true => self.is_stopped().then_some(STOPPED),
         }
@@ -343,6 +352,7 @@ impl LogicalUnit {
         let mut nexuses = self.lock_nexuses();
         let before = self.flags();
         let after = (before - mask) | (values & mask);
+        // Writing the value that is there already is no change, and notifies no nexus.
         if before != after {
             self.store_flags(after);
             nexuses.raise(Attention::ModeChanged, AttentionScope::AllBut(by));

@@ -56,6 +56,8 @@ impl Nexuses {
     /// Takes the next pending unit attention of a nexus.
     #[inline]
     pub(super) fn take_attention(&self, id: NexusId) -> Option<Attention> {
+        // The bit may be that of another nexus. Then the table is locked in vain, which costs time and
+        // nothing else.
         if !self.hints.is_set(id) {
             return None;
         }
@@ -125,6 +127,8 @@ impl NexusTable<'_> {
 
     /// Clears the hint of a nexus unless one that shares it has something pending.
     fn update_hint(&self, id: NexusId) {
+        // All nexuses are looked at. This happens after an attention was taken or a nexus has
+        // left, and not for reads and writes.
         let is_needed = self
             .entries
             .iter()

@@ -45,6 +45,8 @@ impl LogicalUnit {
 
     /// Returns whether the reservation of another nexus forbids a command with these flags.
     pub(crate) fn conflicts(&self, id: NexusId, flags: CommandFlags) -> bool {
+        // Looked up before the reservations are locked: their mutex and that of the nexuses are never
+        // held together, so their order can never be wrong.
         let nexus = self.nexus(id);
         self.with_reservations(|all| all.conflicts(id, nexus.as_ref(), flags))
     }
@@ -56,6 +58,8 @@ impl LogicalUnit {
     pub(crate) fn update_reservations<T>(&self, change: impl FnOnce(&mut Reservations) -> T) -> T {
         let mut all = self.lock_reservations();
         let result = change(&mut all);
+        // Under the mutex, so that the flag cannot fall behind a later change. A READ or WRITE
+        // that has seen it clear a moment before counts as older than the reservation.
         self.restricted.store(all.restricts(), Ordering::Release);
         result
     }
@@ -72,10 +76,14 @@ impl LogicalUnit {
         change: &ReservationChange,
     ) -> Option<Result<(), ReservationError>> {
         let nexus = self.nexus(change.nexus);
+        // The question and the change are one critical section: a save that began between them
+        // would replace what is changed here by its older copy.
         let outcome = self.update_reservations(|all| {
             if all.is_step(change) {
                 return None;
             }
+            // The nexus may have logged out while its command waited. It must not register any
+            // more: its ports are not known.
             let nexus = nexus.ok_or(ReservationError::Conflict);
             Some(nexus.and_then(|nexus| all.change(&nexus, change)))
         })?;
@@ -99,18 +107,28 @@ impl LogicalUnit {
         &self,
         change: &ReservationChange,
     ) -> Result<Option<Preemption>, ReservationError> {
+        // Two mutexes: this one makes changes wait for each other as long as a save blocks; that
+        // of the reservations is held for moments, so that commands go on being checked against
+        // the state before.
         let _turn = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
         let nexus = self.nexus(change.nexus).ok_or(ReservationError::Conflict)?;
+        // Only a copy is changed until it is durable. The other order would report a reservation
+        // that a power loss takes back.
         let mut after = self.update_reservations(Reservations::begin_saving);
         let before = after.saved();
         let outcome = after.change(&nexus, change).and_then(|notices| {
+            // PREEMPT AND ABORT comes here also where nothing persists; then there is nothing to
+            // save.
             let is_new = after.saved() != before;
             let saved = !is_new || self.keep(&before, &after);
             saved.then_some(notices).ok_or(ReservationError::NotSaved)
         });
         let saved = outcome.is_ok().then_some(after);
+        // Also after a failure: every other change waits until the save is over.
         self.update_reservations(|all| all.end_saving(saved));
         let notices = outcome?;
+        // After the change: an initiator that is notified asks for the reservations and must see
+        // the new ones.
         self.notify(&notices);
         Ok(change.aborts().then_some(Preemption {
             by: change.nexus,

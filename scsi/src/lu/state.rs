@@ -65,11 +65,13 @@ impl LogicalUnit {
         let (kept, new) = self.update_reservations(|all| {
             let kept = all.saved();
             *all = reservations.clone();
+            // PTPL_A would promise what this unit cannot keep.
             if !can_persist {
                 all.stop_persisting();
             }
             (kept, all.saved())
         });
+        // The keeper may be a disk, so what it has already is not written again.
         if kept != new {
             self.save(new.as_ref());
         }

@@ -352,6 +352,7 @@ impl Reservations {
     /// The end of what [`Reservations::begin_saving`] began: a state that was saved takes effect.
     pub(crate) fn end_saving(&mut self, saved: Option<Self>) {
         self.saving = false;
+        // Where the change failed, the state before it goes on, and the next change may begin.
         if let Some(saved) = saved {
             *self = Self {
                 saving: false,
@@ -389,17 +390,22 @@ impl Reservations {
         nexus: Option<&Arc<Nexus>>,
         flags: CommandFlags,
     ) -> bool {
+        // RESERVE comes first: while a nexus has the unit by it, only that nexus can have registered.
         if self.reserved.is_some_and(|holder| holder != id) {
             return !flags.intersects(CommandFlags::UNDER_ATTENTION | CommandFlags::UNDER_RESERVE);
         }
         let Some(held) = &self.held else {
             return false;
         };
+        // The registrant that made a reservation of all registrants may have gone since, so to be
+        // its maker is not enough: only who is registered holds it.
         let registered = nexus.and_then(|nexus| self.registrant(nexus)).is_some();
         let holds = registered && nexus.is_some_and(|nexus| held.maker.is_of(nexus));
         if holds || (registered && held.kind.favours_registrants()) {
             return false;
         }
+        // What is in neither set is allowed under any reservation of others: INQUIRY, REPORT LUNS,
+        // PERSISTENT RESERVE IN and the like, by which an initiator finds out who holds the unit.
         let forbidden = if held.kind.forbids_reads() {
             CommandFlags::CHANGES | CommandFlags::WRITES | CommandFlags::READS
         } else {
@@ -432,6 +438,7 @@ impl Reservations {
 
     /// RELEASE, or the end of a nexus: of what others have, nothing changes.
     pub(crate) fn release_unit(&mut self, id: NexusId) {
+        // RELEASE from a nexus that does not hold the unit is no error, and changes nothing.
         self.reserved = self.reserved.filter(|holder| *holder != id);
     }
 
@@ -443,6 +450,8 @@ impl Reservations {
     /// Whether a nexus holds the persistent reservation.
     pub(crate) fn is_holder(&self, ports: &Ports) -> bool {
         self.held.as_ref().is_some_and(|held| {
+            // As in `conflicts`: the maker of a reservation of all registrants need not be
+            // registered any longer.
             let registered = self.registrants.iter().any(|r| r.ports == *ports);
             registered && (held.kind.is_of_all() || held.maker == *ports)
         })
@@ -451,6 +460,8 @@ impl Reservations {
     /// The key that READ RESERVATION reports.
     pub(crate) fn held_key(&self) -> u64 {
         match &self.held {
+            // A reservation of all registrants has several holders and so no key of its own: zero
+            // is reported, and PREEMPT takes zero for it.
             Some(held) if !held.kind.is_of_all() => self
                 .registrants
                 .iter()

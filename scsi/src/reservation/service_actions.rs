@@ -15,6 +15,8 @@ impl Reservations {
         match change.action {
             Action::Register { ignore, persists } => {
                 let notices = self.register(nexus, keys, ignore)?;
+                // Only a registration that succeeded decides about persistence, so this comes
+                // after the error.
                 self.persists = persists;
                 Ok(notices)
             }
@@ -27,6 +29,7 @@ impl Reservations {
 
     /// The registration of a nexus that has proved to know its key.
     fn proved(&self, nexus: &Nexus, key: u64) -> Result<usize, ReservationError> {
+        // A wrong key and a nexus that is not registered get the same answer.
         self.registrant(nexus)
             .filter(|at| self.registrants[*at].key == key)
             .ok_or(ReservationError::Conflict)
@@ -41,8 +44,13 @@ impl Reservations {
             return Err(ReservationError::Conflict);
         }
         match (at, keys.action) {
+            // Zero takes a registration away. Where there is none, nothing changes, PRGENERATION
+            // included.
             (None, 0) => return Ok(Notices::default()),
             (None, key) => {
+                // A registration outlives its nexus, and an iSCSI initiator chooses its own ISID,
+                // so one that registers under ever new ports would fill the memory without this
+                // bound.
                 if self.registrants.len() == MAX_REGISTRANTS {
                     return Err(ReservationError::NoRoom);
                 }
@@ -72,12 +80,15 @@ impl Reservations {
         let Some(held) = &self.held else {
             return notices;
         };
+        // A reservation must not be left without a holder who could release it.
         let ends = if held.kind.is_of_all() {
             self.registrants.is_empty()
         } else {
             held.maker == removed.ports
         };
         if ends {
+            // The other registrants shared this reservation and lose what it gave them, so they
+            // are notified. A plain one was the holder's alone.
             if held.kind.favours_registrants() {
                 notices.reservations_released = self.others(None);
             }
@@ -101,6 +112,8 @@ impl Reservations {
                 self.held = Some(Held { kind, maker: ports });
                 Ok(Notices::default())
             }
+            // An initiator that did not see the first answer repeats the command. Another type is
+            // a conflict: PREEMPT changes that.
             Some(held) if held.kind == kind && self.is_holder(&ports) => Ok(Notices::default()),
             Some(_) => Err(ReservationError::Conflict),
         }
@@ -110,13 +123,17 @@ impl Reservations {
     fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<ReservationType>) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
+        // Who does not hold it has nothing to release, which is no error: it may have been
+        // preempted a moment ago.
         let Some(held) = self.held.as_ref().filter(|_| self.is_holder(&ports)) else {
             return Ok(Notices::default());
         };
+        // A holder that names another type does not know what it would give up.
         if kind != Some(held.kind) {
             return Err(ReservationError::InvalidRelease);
         }
         let mut notices = Notices::default();
+        // As in `unregister`; the nexus that releases knows it already.
         if held.kind.favours_registrants() {
             notices.reservations_released = self.others(Some(&ports));
         }
@@ -127,6 +144,7 @@ impl Reservations {
     /// CLEAR service action: reservation and all registrations end.
     fn clear(&mut self, nexus: &Nexus, keys: Keys) -> Outcome {
         self.proved(nexus, keys.own)?;
+        // Taken before the list is emptied: all of these lose their registration.
         let notices = Notices {
             reservations_preempted: self.others(Some(&Ports::of(nexus))),
             ..Notices::default()
@@ -142,11 +160,14 @@ impl Reservations {
         self.proved(nexus, keys.own)?;
         let own = Ports::of(nexus);
         let all = self.held.as_ref().is_some_and(|held| held.kind.is_of_all());
+        // Whether the key names the holder of the reservation, which is then replaced; otherwise
+        // only registrations are removed. Zero names the holders of one of all registrants.
         let takes = match &self.held {
             None => false,
             Some(_) if all => keys.action == 0,
             Some(_) => keys.action == self.held_key(),
         };
+        // No registration has the key zero, so it could only be a mistake.
         if keys.action == 0 && !all {
             return Err(ReservationError::ZeroKey);
         }
@@ -157,10 +178,12 @@ impl Reservations {
         };
         let (gone, left): (Vec<_>, Vec<_>) = self.registrants.drain(..).partition(meant);
         self.registrants = left;
+        // Nothing has changed so far: the list has been divided and is whole again.
         if gone.is_empty() && !takes {
             return Err(ReservationError::Conflict);
         }
         self.generation = self.generation.wrapping_add(1);
+        // A nexus that removes its own registration by its key needs no notice of it.
         let mut notices = Notices {
             registrations_preempted: gone
                 .into_iter()

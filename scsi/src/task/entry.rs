@@ -94,6 +94,9 @@ impl Task {
     }
 
     pub(super) fn conflicts(&self, other: &Self) -> bool {
+        // Two plain writes of the same blocks do not conflict: their order is the initiator's
+        // business, which it settles by ORDERED or by waiting for the first status. Only an atomic
+        // command relies on what it has read.
         (self.footprint.is_atomic() || other.footprint.is_atomic())
             && self
                 .footprint

@@ -104,15 +104,20 @@ impl TaskSet {
         tag: TaskTag,
         new: NewTask,
     ) -> Result<TaskKey, RegisterError> {
+        // The tag is looked at before the share: with TASK SET FULL an initiator would send the
+        // command once more, and never learn that it uses a tag twice.
         if let Some(old) = self.find(nexus, tag) {
             return Err(RegisterError::Overlapped(old));
         }
         let tasks = self.nexuses.get(&nexus).map_or(0, |own| own.tasks);
+        // Without a share, one initiator that never lets its commands end could fill the set, and
+        // every other one would get TASK SET FULL.
         if tasks >= self.share {
             return Err(RegisterError::Full);
         }
         // Nothing is entered before the last refusal, so none has to be undone.
         let slot = self.free.pop().ok_or(RegisterError::Full)?;
+        // Slots are used again and ids are not, so a key that outlives its task names none.
         let id = self.next_id;
         self.next_id += 1;
         self.slots[slot as usize] = Some(Task {
@@ -141,6 +146,7 @@ impl TaskSet {
     /// before other commands of the nexus, whose data are on their way.
     #[must_use]
     pub fn would_hold(&self, nexus: NexusId, attribute: TaskAttribute) -> bool {
+        // As `settle` decides, for a command that is younger than all in the set.
         self.nexuses.get(&nexus).is_some_and(|own| match attribute {
             TaskAttribute::HeadOfQueue => false,
             TaskAttribute::Ordered => own.arriving.first().is_some(),
@@ -181,6 +187,7 @@ impl TaskSet {
     /// Starts a task that may start, if there is one. To be asked again after every
     /// [`data_arrived`](Self::data_arrived) and [`remove`](Self::remove) until it has none.
     pub fn poll_start(&mut self) -> Option<TaskKey> {
+        // The order has let these start before any that is dormant, and nothing has their blocks.
         if let Some(slot) = self.unblocked.first() {
             self.unlink(QUEUE, slot, |set| &mut set.unblocked);
             become_state(&mut self.at_mut(slot).state, TaskState::Enabled);
@@ -219,6 +226,9 @@ impl TaskSet {
         let Some(&task) = self.task(key) else {
             return false;
         };
+        // A task can end in any state, so it is taken out of every list that it may be in: the
+        // queue in which it waits, what stands for its place in the order, and what changes the
+        // medium.
         let slot = key.slot;
         self.leave_queue(slot);
         if task.age.is_none() {
@@ -251,6 +261,7 @@ impl TaskSet {
     /// [`LogicalUnit::reset`](crate::lu::LogicalUnit::reset).
     pub fn manage(&mut self, nexus: NexusId, function: TaskManagement) -> TmfOutcome {
         match function {
+            // Tags belong to a nexus, so the search cannot find a task of another one.
             TaskManagement::AbortTask(tag) => match self.find(nexus, tag) {
                 None => TmfOutcome::answer(TmfResponse::TaskDoesNotExist),
                 Some(key) => {
@@ -267,6 +278,7 @@ impl TaskSet {
             TaskManagement::ClearTaskSet | TaskManagement::LogicalUnitReset => {
                 self.aborting(nexus, |_| true)
             }
+            // NORMACA is zero: no command can have asked for such an allegiance.
             TaskManagement::ClearAca => TmfOutcome::answer(TmfResponse::Rejected),
             TaskManagement::QueryTask(tag) => {
                 TmfOutcome::answer(presence(self.find(nexus, tag).is_some()))
@@ -293,8 +305,11 @@ impl TaskSet {
             .filter(|(_, task)| matches(task))
             .map(|(slot, task)| TaskKey { slot, id: task.id })
             .collect();
+        // Slots come in no order; ids are the order of arrival.
         keys.sort_unstable_by_key(|key| key.id);
         for key in &keys {
+            // By CLEAR TASK SET a nexus also ends tasks of its own, for which it expects no
+            // status.
             let is_other = by != Some(self.at(key.slot).nexus);
             self.mark(key.slot, is_other);
         }
@@ -304,6 +319,9 @@ impl TaskSet {
     fn mark(&mut self, slot: u32, is_other: bool) {
         self.leave_queue(slot);
         let task = self.at_mut(slot);
+        // Where both have ended it, its own nexus decides, in either order. That initiator takes
+        // the response to its function for the end of the task and may use the tag again: a TASK
+        // ABORTED that follows would seem to answer the new command.
         let was_aborted = task.state == TaskState::Aborted;
         let was_ended_by_own = was_aborted && !task.is_cleared;
         task.is_cleared = is_other && !was_ended_by_own;
@@ -317,6 +335,8 @@ impl TaskSet {
         if task.is_head() {
             return true;
         }
+        // The lists are in the order of age, so one look at the first of each is enough: if that
+        // is not older, none is.
         let is_older = |slot: u32| self.at(slot).age < task.age;
         let others = if task.is_ordered() {
             self.order
@@ -333,8 +353,10 @@ impl TaskSet {
     fn settle(&mut self, slot: u32) {
         let task = *self.at(slot);
         let own = self.nexuses[&task.nexus];
+        // ACA queues as SIMPLE here. The device server refuses it when its turn comes.
         let is_held = match task.attribute {
             TaskAttribute::HeadOfQueue => false,
+            // It waits for all that came before it, whether those hold others or not.
             TaskAttribute::Ordered => own.arriving.first() != Some(slot),
             TaskAttribute::Simple | TaskAttribute::Aca => own
                 .holding
@@ -362,6 +384,7 @@ impl TaskSet {
     /// going altogether. What it held follows.
     fn leave_arriving(&mut self, slot: u32, enters: bool) {
         let task = *self.at(slot);
+        // Read before the removal clears the link: what this one held stands behind it.
         let next = task.links[GATE].next;
         let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
         let was_first = own.arriving.first() == Some(slot);
@@ -372,6 +395,8 @@ impl TaskSet {
         if enters {
             self.enter(slot);
         }
+        // A task that holds others frees all up to the next one that does. A plain one holds only
+        // an ORDERED one directly behind it, and only where nothing older is arriving.
         if task.holds() || was_first {
             self.release_held(next, task.holds());
         }
@@ -383,6 +408,8 @@ impl TaskSet {
         while slot != NIL {
             let task = *self.at(slot);
             let is_first = task.links[GATE].prev == NIL;
+            // What is still arriving is passed over and keeps its place. An ORDERED one may go
+            // only when nothing older of its nexus is left here.
             let may = task.state == TaskState::Held && (!task.is_ordered() || is_first);
             if may {
                 let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
@@ -395,12 +422,15 @@ impl TaskSet {
             } else if task.holds() || !all {
                 break;
             }
+            // From the copy: in the set the link may belong to `ordered` by now.
             slot = task.links[GATE].next;
         }
     }
 
     /// Gives a task its place in the order.
     fn enter(&mut self, slot: u32) {
+        // The age is that of the entry, and not of the arrival: to other nexuses a command is as
+        // old as its data, so none can hold them up by withholding its own.
         let age = self.next_age;
         self.next_age += 1;
         let task = self.at_mut(slot);
@@ -442,6 +472,9 @@ impl TaskSet {
             TaskState::Blocked if task.blockers == 0 => {
                 self.unlink(QUEUE, slot, |set| &mut set.unblocked);
             }
+            // Before a task has its place in the order, the link is that of `holding`, which
+            // `leave_arriving` serves; a running task waits nowhere, nor does one whose blockers
+            // are still to leave.
             _ => {}
         }
     }
@@ -452,9 +485,13 @@ impl TaskSet {
         let pass = self.next_pass;
         self.next_pass += 1;
         let task = *self.at(slot);
+        // Blockers are counted once. Each of them takes itself off when it leaves, so no pass
+        // looks again at tasks that still wait.
         let mut blockers = 0;
         if task.footprint != Footprint::None {
             blockers = self.conflicts(&task, self.atomics);
+            // It enters its list although it may be blocked itself: newer commands wait for it
+            // then. Otherwise a steady stream of writes would keep it waiting for ever.
             if task.footprint.is_atomic() {
                 blockers += self.conflicts(&task, self.writers);
                 self.atomics.push(&mut self.slots, MEDIUM, slot);
@@ -493,6 +530,8 @@ impl TaskSet {
             Footprint::None => return,
             Footprint::Writes(_) => self.unlink(MEDIUM, slot, |set| &mut set.writers),
             Footprint::Atomic(_) => {
+                // Plain writes have waited for atomic commands only, so only the end of one of
+                // these frees them.
                 self.unlink(MEDIUM, slot, |set| &mut set.atomics);
                 self.unblock(&task, self.writers);
             }
@@ -511,6 +550,8 @@ impl TaskSet {
             if other.conflicts(gone) {
                 let left = other.blockers - 1;
                 self.at_mut(slot).blockers = left;
+                // One that was aborted meanwhile counts on, since it is in the list until it is
+                // removed, but it never starts.
                 if left == 0 && other.state == TaskState::Blocked {
                     self.unblocked.push(&mut self.slots, QUEUE, slot);
                 }
@@ -520,6 +561,8 @@ impl TaskSet {
     }
 
     fn unlink(&mut self, link: usize, slot: u32, list: impl Fn(&mut Self) -> &mut List) {
+        // The ends of the list go out and in again, since both they and the tasks are parts of the
+        // set.
         let mut taken = *list(self);
         taken.remove(&mut self.slots, link, slot);
         *list(self) = taken;

@@ -26,6 +26,8 @@ impl Flush {
 
 impl Steps for Flush {
     fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
+        // Stopped only when the flush has succeeded: after an error data may still be in the
+        // cache, and the unit goes on.
         if matches!(self, Self::Stop) {
             context.lu.set_stopped(true);
         }

@@ -35,6 +35,7 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
     if blocks > planner.lu.config().max_compare_write() || is_empty {
         return Err(Sense::cdb_field(BLOCKS_BYTE, None).into());
     }
+    // No blocks and no data: there is nothing to do, which is no error.
     if blocks == 0 {
         return Ok(Plan::good());
     }
@@ -60,6 +61,8 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
         first: Next::receive(received),
         machine: Some(
             CompareAndWrite {
+                // What a READ would give is compared, which needs no flush: other initiators
+                // decide by READs, too.
                 verify: Some(verify.after_receive().of_cache()),
                 write: Write::from_buffer(offset, len, len, fua),
             }
@@ -72,6 +75,8 @@ impl Steps for CompareAndWrite {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
         if let Some(verify) = &mut self.verify {
             match verify.advance(context, result)? {
+                // Equal. The write begins by the `advance` below, since its data are in the buffer
+                // already.
                 Next::Answer(_) => self.verify = None,
                 next => return Ok(next),
             }

@@ -34,6 +34,8 @@ pub(crate) fn plan_get_lba_status<M: From<GetLbaStatus>>(
     };
     let (offset, _) = planner.byte_range(start)?;
     let allocation_length = cdb.get(ALLOCATION_LENGTH);
+    // No more than the initiator has room for, since each descriptor is a question to the backend;
+    // one at least, to have anything to report; and a number that bounds the answer.
     let room = allocation_length
         .saturating_sub(HEADER_LEN as u32)
         .div_ceil(DESCRIPTOR_LEN as u32)
@@ -76,11 +78,14 @@ impl Steps for GetLbaStatus {
             Allocation::Mapped => len.next_multiple_of(block),
             Allocation::Deallocated => len - len % block,
         };
+        // A backend that reports less than a block as deallocated would make no progress, so that
+        // block counts as mapped.
         let (allocation, len) = if len == 0 {
             (Allocation::Mapped, block)
         } else {
             (allocation, len)
         };
+        // The field has 32 bits. What is beyond is the next descriptor.
         let blocks = (len.min(rest) / block).min(u64::from(u32::MAX)) as u32;
         self.runs.push(LbaStatus {
             lba: self.offset / block,
@@ -92,6 +97,8 @@ impl Steps for GetLbaStatus {
         });
         self.offset += u64::from(blocks) * block;
         self.room -= 1;
+        // No blocks means that the unit has shrunk to before this place: asking again would not
+        // end.
         if self.room > 0 && self.offset < context.lu.capacity_bytes() && blocks > 0 {
             return Ok(self.ask(context.lu));
         }

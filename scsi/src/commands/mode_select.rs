@@ -78,6 +78,9 @@ impl Steps for ModeSelect {
         copy_out(context.data, 0, &mut list);
         let (mask, values) = parse(&list, self.header, context.lu)?;
         let before = context.lu.flags();
+        // First the bit, then the flush: writes that start from here on go through, and those
+        // under way flush for themselves. The other order would leave what is written between the
+        // two in the cache.
         context.lu.change_mode(mask, values, context.nexus);
         let cache_off = (mask - values).contains(Flags::WRITE_CACHE);
         if cache_off && before.contains(Flags::WRITE_CACHE) {
@@ -107,6 +110,7 @@ fn parse(list: &[u8], header: Header, lu: &LogicalUnit) -> Result<(Flags, Flags)
         }
     };
     let (long_lba, descriptor_len) = long_lba.zip(descriptor_len).ok_or(LENGTH_ERROR)?;
+    // The list is cut by its own lengths, each of which is compared with what came.
     let at = header_len + descriptor_len;
     let descriptor = list.get(header_len..at).ok_or(LENGTH_ERROR)?;
     check_descriptor(descriptor, header_len, long_lba, lu)?;
@@ -123,6 +127,7 @@ fn check_descriptor(
 ) -> Result<(), Sense> {
     let field = |len: Field<u32>| len.get(descriptor).unwrap_or_default();
     let (blocks, unchanged, len) = match (descriptor.len(), long_lba) {
+        // Without a descriptor the medium stays as it is.
         (0, _) => return Ok(()),
         (short_descriptor::LEN, false) => (
             u64::from(field(short_descriptor::BLOCKS)),
@@ -134,6 +139,7 @@ fn check_descriptor(
             u64::MAX,
             long_descriptor::BLOCK_LENGTH,
         ),
+        // The length field is the last of the header, in both forms.
         _ => return Err(Sense::parameter_field(at as u16 - 1, Some(7))),
     };
     if blocks != 0 && blocks != unchanged && blocks != lu.capacity_blocks() {
@@ -152,6 +158,8 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
         let &[first, len, ..] = rest else {
             return Err(LENGTH_ERROR);
         };
+        // Reserved in MODE SELECT. MODE SENSE never sets it here, so an initiator that sends a
+        // page back has it at zero.
         if PS.get(rest) == Some(true) {
             return Err(Sense::parameter_field(at as u16, Some(7)));
         }
@@ -168,11 +176,15 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
         }
         let current =
             render(first, lu.flags()).ok_or(Sense::parameter_field(at as u16, Some(5)))?;
+        // A page of another length is of another version of the standard, and its fields may lie
+        // elsewhere.
         if current[1] != len {
             return Err(Sense::parameter_field(at as u16 + 1, Some(7)));
         }
         let page = list.get(at..at + current.len()).ok_or(LENGTH_ERROR)?;
         check_page(page, &current, at)?;
+        // Nothing takes effect here. A later page may be illegal, and then the whole list changes
+        // nothing.
         for (_, field, flag) in FLAGS.into_iter().filter(|(code, ..)| *code == first) {
             mask |= flag;
             values.set(flag, field.get(page) == Some(true));
@@ -192,6 +204,8 @@ fn check_page(page: &[u8], current: &[u8], at: usize) -> Result<(), Sense> {
         .enumerate()
         .skip(PAGE_HEADER_LEN)
     {
+        // A bit that cannot change may be sent as it is: initiators read a page, change one bit,
+        // and send it back.
         let wrong = (new ^ old) & !mask;
         if wrong != 0 {
             let bit = 7 - wrong.leading_zeros() as u8;

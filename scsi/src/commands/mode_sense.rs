@@ -55,6 +55,7 @@ pub(crate) fn plan_mode_sense_6<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResu
     BLOCK_DESCRIPTOR_LENGTH.set(&mut data, descriptor.len() as u8);
     data.extend(descriptor);
     data.extend(pages);
+    // All pages with a descriptor are far below 256 bytes, so the length fits.
     let len = data.len() as u8;
     DATA_LENGTH.set(&mut data, len - 1);
     Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH).into()))
@@ -88,6 +89,7 @@ fn pages(lu: &LogicalUnit, cdb: &Cdb) -> Result<Vec<u8>, Sense> {
     let one = |code: u8| match values {
         CURRENT => render(code, lu.flags()),
         CHANGEABLE => changeable(code),
+        // Default values: those of the configuration, to which a reset returns.
         _ => render(code, lu.default_flags()),
     };
     if values == SAVED {

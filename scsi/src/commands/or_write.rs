@@ -81,6 +81,7 @@ impl OrWrite {
 impl Steps for OrWrite {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
         match &mut self.stage {
+            // The piece is in the buffer, and nothing of it has the medium's bits yet.
             OrStage::Receiving => self.stage = OrStage::Reading,
             OrStage::Reading => {
                 let segment = self.segment();
@@ -98,6 +99,8 @@ impl Steps for OrWrite {
                 return Ok(self.data.receive());
             }
         }
+        // The result is written over the blocks that it was made of. None of them can have changed
+        // since: the command is atomic, and the task set keeps others away.
         if self.done == self.data.len() {
             let mut write = Write::from_buffer(self.start(), self.data.len(), 0, self.fua);
             let next = write.advance(context, result);
@@ -108,6 +111,7 @@ impl Steps for OrWrite {
             offset: self.start() + u64::from(self.done),
             len: self.segment(),
             buffer_offset: self.scratch_offset,
+            // What a READ gives is what counts, in the cache or not.
             fua: false,
         }))
     }

@@ -62,6 +62,7 @@ pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) ->
         },
     };
     let len = cdb.get(PARAMETER_LIST_LENGTH);
+    // Without SPEC_I_PT, which is not supported, the list has no variable part.
     if len != out::LEN as u32 {
         return Err(Sense::illegal(AdditionalSense::PARAMETER_LIST_LENGTH_ERROR).into());
     }
@@ -77,6 +78,7 @@ impl ReserveOut {
             Sense::parameter_field(field.at() as u16, Some(field.highest_bit()))
         };
         let has = |field: Field<bool>| field.get(&list) == Some(true);
+        // Refused rather than ignored: the initiator would believe that it has registered others.
         if has(out::SPEC_I_PT) {
             return Err(refused(out::SPEC_I_PT));
         }
@@ -85,6 +87,8 @@ impl ReserveOut {
             if has(out::ALL_TG_PT) {
                 return Err(refused(out::ALL_TG_PT));
             }
+            // Refused rather than ignored: a cluster would count on a fence that a restart takes
+            // away.
             if has(out::APTPL) && !context.lu.can_persist() {
                 return Err(refused(out::APTPL));
             }
@@ -113,6 +117,8 @@ impl ReserveOut {
             Err(ReservationError::NoRoom) => {
                 Err(Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES))
             }
+            // The initiator learns of the lack in the words of its request. RELEASE and CLEAR take
+            // nothing up, so there it can only be a failure.
             Err(ReservationError::NotSaved) => Err(match self.action {
                 Action::Register { .. } => {
                     Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES)
@@ -130,9 +136,13 @@ impl ReserveOut {
 
 impl Steps for ReserveOut {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
+        // The second step: the change was carried out elsewhere, since it had to be saved or to
+        // abort commands.
         if let StepResult::Reservations(outcome) = result {
             return self.answer(outcome);
         }
+        // The parameters are read when they are here, so the checks of a change happen when it
+        // takes place, and not when the command was planned.
         let change = self.parse(context)?;
         match context.lu.change_reservations(&change) {
             Some(outcome) => self.answer(outcome),
@@ -144,6 +154,7 @@ impl Steps for ReserveOut {
 /// Plans PERSISTENT RESERVE IN (SPC-4 6.15).
 pub(crate) fn plan_in<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let action = cdb.get(SERVICE_ACTION);
+    // All of it under one lock: PRGENERATION and the list must be of the same moment.
     let data = planner.lu.with_reservations(|all| match action {
         0 => read_keys(all),
         1 => read_reservation(all),
@@ -196,6 +207,7 @@ fn read_full_status(all: &Reservations) -> Vec<u8> {
     };
     let mut entries = Vec::new();
     for registrant in &all.registrants {
+        // TYPE is that of the reservation, and is reported of its holders only.
         let holds = all.is_holder(&registrant.ports);
         let kind = all
             .held

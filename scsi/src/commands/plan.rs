@@ -147,6 +147,7 @@ impl Pieces {
 
     /// Goes on to the next piece, if there is one.
     pub(crate) fn advance(&mut self) -> bool {
+        // It never leaves the last piece, so the length is always that of a piece, and not zero.
         let more = self.end() < self.total;
         if more {
             self.from = self.end();
@@ -249,6 +250,8 @@ impl Planner<'_> {
     ///
     /// A run of zero blocks may start right behind the last block.
     pub(crate) fn byte_range(&self, extent: Extent) -> Result<(u64, u64), Sense> {
+        // The sum is checked, since an LBA of 64 bits may wrap it. The products below cannot: a
+        // unit has 2^63 bytes at most.
         let capacity = self.lu.capacity_blocks();
         extent
             .lba
@@ -276,6 +279,7 @@ impl Planner<'_> {
     /// offers is processed, as long as these are whole blocks; a part of a
     /// block is refused (as FCP-4 9.4.2.9 does, which libiscsi demands too).
     pub(crate) fn data_out(&self, wanted: u32) -> Result<u32, Refusal> {
+        // A longer buffer is no error: what the command does not take is a residual.
         let offered = self.expected.data_out;
         if offered >= wanted {
             return Ok(wanted);
@@ -288,6 +292,8 @@ impl Planner<'_> {
 
     /// A parameter list in one piece: the initiator must offer all of it.
     pub(crate) fn list<M>(&self, len: u32, machine: M) -> PlanResult<M> {
+        // A part of a list says nothing reliable, so it is not taken at all, unlike a part of the
+        // blocks of a WRITE.
         if self.expected.data_out < len {
             return Err(Self::short_data_out(len));
         }

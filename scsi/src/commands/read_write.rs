@@ -23,6 +23,7 @@ pub(crate) struct Read {
 /// READ (6), (10), (12) and (16).
 pub(crate) fn plan_read<M: From<Read>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
+    // In READ (6) this bit belongs to the LBA.
     let fua = cdb.byte(0) != 0x08 && cdb.get(FUA);
     let block = planner.block();
     // Blocks that the initiator has no room for are not read at all.
@@ -34,6 +35,7 @@ pub(crate) fn plan_read<M: From<Read>>(planner: &Planner<'_>, cdb: &Cdb) -> Plan
             .saturating_mul(block),
     );
     let transfer = Transfer::data_in(wanted);
+    // A transfer of no blocks is no error, even right behind the last block.
     if len == 0 {
         return Ok(Plan::nothing(transfer));
     }
@@ -64,12 +66,15 @@ impl Read {
 
 impl Steps for Read {
     fn advance(&mut self, _context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
+        // The buffer holds one piece, so the next one is read only when this one has been sent.
         if self.is_sending {
             self.is_sending = false;
             self.data.advance();
             return Ok(self.read());
         }
         let (from, len) = (self.data.from(), self.data.len());
+        // The last piece goes with the response, which saves a step, and for most reads is the
+        // only one.
         if self.data.end() == self.data.total() {
             return Ok(Next::Answer(DataIn::Buffer { from, len }));
         }
@@ -111,6 +116,7 @@ enum WriteStage {
 
 /// WRITE (6), (10), (12) and (16).
 pub(crate) fn plan_write<M: From<Write>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
+    // As in READ (6): the bit belongs to the LBA.
     let fua = cdb.byte(0) != 0x0a && cdb.get(FUA);
     plan(planner, cdb, fua, None)
 }
@@ -162,6 +168,8 @@ fn plan<M: From<Write>>(
                 offset,
                 data,
                 buffer_offset: 0,
+                // The initiator turns the cache off where it wants every status to mean stable
+                // data, so each write goes through as if it had FUA.
                 fua: fua || !planner.lu.is_write_cache_enabled(),
                 verify,
                 stage: WriteStage::Receiving,
@@ -187,6 +195,8 @@ impl Write {
 
     /// A piece is on the medium: the next one, or the end.
     fn end_piece(&mut self, context: &Context<'_>) -> Next {
+        // Only now may the buffer be overwritten: the piece is on the medium, and verified where
+        // that is asked for.
         if self.data.advance() {
             self.stage = WriteStage::Receiving;
             return self.data.receive();

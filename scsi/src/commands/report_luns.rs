@@ -11,6 +11,8 @@ use crate::sense::Sense;
 /// HAS CHANGED.
 pub(crate) fn plan_report_luns<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let data = luns_data(cdb.get(SELECT_REPORT), planner.luns)?;
+    // After the data are made, so that a command with an illegal SELECT REPORT acknowledges
+    // nothing.
     planner.lu.acknowledge_luns(planner.nexus);
     Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH)))
 }

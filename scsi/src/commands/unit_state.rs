@@ -16,6 +16,7 @@ pub(crate) fn plan_test_unit_ready<M>(_planner: &Planner<'_>, _cdb: &Cdb) -> Pla
 /// parameter data with GOOD status (SPC-4 6.39).
 pub(crate) fn plan_request_sense<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let lu = planner.lu;
+    // Taken and not only looked at: what is reported here, the next command must not meet again.
     let sense = match lu.take_attention(planner.nexus) {
         Some(attention) => attention.sense(),
         None => lu.not_ready().unwrap_or_else(Sense::none),
@@ -41,6 +42,7 @@ pub(crate) fn plan_start_stop_unit<M: From<Flush>>(
     cdb: &Cdb,
 ) -> PlanResult<M> {
     let lu = planner.lu;
+    // Not left to READY, which would refuse START for a stopped unit, too.
     if !lu.has_medium() {
         return Err(NO_MEDIUM.into());
     }
@@ -56,6 +58,8 @@ pub(crate) fn plan_start_stop_unit<M: From<Flush>>(
     }
     let (start, no_flush) = (cdb.bit(4, 0), cdb.bit(4, 2));
     let may_stop = lu.config().stoppable;
+    // Neither of these has anything to flush: a start, and a stop whose initiator gives up what
+    // the cache holds.
     if start || no_flush {
         lu.set_stopped(!start && may_stop);
         return Ok(Plan::good());

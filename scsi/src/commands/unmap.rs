@@ -24,6 +24,7 @@ pub(crate) struct Unmap {
 
 pub(crate) fn plan_unmap<M: From<Unmap>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let len = u32::from(cdb.get(PARAMETER_LIST_LENGTH));
+    // An empty list unmaps nothing, which is no error; one that ends within its header is.
     if len == 0 {
         return Ok(Plan::good());
     }
@@ -50,12 +51,16 @@ impl Unmap {
         let count =
             u32::from(declared).min(self.list_len - HEADER_LEN as u32) / DESCRIPTOR_LEN as u32;
         let limits = &context.lu.config().limits;
+        // Both limits are those of the Block Limits page. Without them a list of 64 KiB could name
+        // the whole medium thousands of times.
         if count > limits.max_unmap_descriptors {
             return Err(Sense::parameter_field(DESCRIPTORS_LENGTH.at() as u16, None));
         }
         let mut total = 0_u64;
         for index in 0..count {
             let (lba, blocks) = descriptor(context, index);
+            // The list is the initiator's, so the sum may wrap. The total below cannot: 4095
+            // numbers of 32 bits.
             let end = lba.checked_add(u64::from(blocks));
             if end.is_none_or(|end| end > context.lu.capacity_blocks()) {
                 return Err(Sense::illegal(AdditionalSense::LBA_OUT_OF_RANGE));
@@ -76,11 +81,14 @@ impl Steps for Unmap {
     fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         let count = match self.count {
             Some(count) => count,
+            // Once, before the first range is unmapped: a list with a fault in its last descriptor
+            // must change nothing, since nothing could be undone.
             None => *self.count.insert(self.check(context)?),
         };
         while self.next < count {
             let (lba, blocks) = descriptor(context, self.next);
             self.next += 1;
+            // A descriptor of no blocks is legal and has nothing to do.
             if blocks > 0 {
                 self.unstable = true;
                 let block = u64::from(context.lu.config().block_size.bytes());
@@ -90,6 +98,7 @@ impl Steps for Unmap {
                 }));
             }
         }
+        // BlockOp::Discard has no FUA. One flush at the end serves all ranges.
         if std::mem::take(&mut self.unstable) && needs_flush(context.lu) {
             let len = context.lu.capacity_bytes();
             return Ok(Next::Block(BlockOp::Flush { offset: 0, len }));

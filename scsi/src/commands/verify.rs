@@ -64,6 +64,7 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
         Compare::Buffer => range,
         Compare::OneBlock => block.min(range),
     };
+    // VERIFY without Data-Out (BYTCHK zero) wants nothing, and so takes any buffer.
     let received = planner.data_out(wanted)?;
     if compare != Compare::Readable && received < wanted {
         // Only whole blocks that the initiator offers can be compared.
@@ -81,6 +82,7 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
     let buffer_len = data.len() + planner.segment(len);
     let scratch = data.len()..buffer_len;
     let mut verify = Verify::new(offset, len, compare, data, scratch, block);
+    // Data-Out comes first: with nothing to compare with, the medium would be read in vain.
     let first = if received > 0 {
         verify = verify.after_receive();
         data.receive()
@@ -106,6 +108,8 @@ impl Verify {
         scratch: Range<u32>,
         block: u32,
     ) -> Self {
+        // Against Data-Out only the blocks of the piece in the buffer can be compared; the other
+        // forms need no further data.
         let until = match compare {
             Compare::Buffer => data.end().into(),
             Compare::Readable | Compare::OneBlock => len,
@@ -163,6 +167,8 @@ impl Verify {
     /// more to compare for the moment.
     pub(crate) fn compare_segment(&mut self, context: &Context<'_>) -> Result<Option<Next>, Sense> {
         let segment = self.segment();
+        // INFORMATION is the offset from the first byte of the range, so that the initiator finds
+        // the byte without knowing our segments.
         if let Some(index) = self.difference(context, segment) {
             return Err(Sense::new(
                 SenseKey::Miscompare,
@@ -180,6 +186,8 @@ impl Verify {
         match self.compare {
             Compare::Readable => None,
             Compare::Buffer => {
+                // The buffer holds the present piece only, so offsets in the data become offsets
+                // in it.
                 let done = u32::try_from(self.done).expect("Data-Out is below 4 GiB");
                 first_difference(context.data, scratch, done - self.data.from(), segment)
             }
@@ -196,6 +204,7 @@ impl Steps for Verify {
             self.receiving = false;
             return Ok(self.begin());
         }
+        // The piece in the buffer is compared to its end before the next one takes its place.
         if let Some(next) = self.compare_segment(context)? {
             return Ok(next);
         }

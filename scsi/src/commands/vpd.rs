@@ -63,11 +63,14 @@ fn device_identification(config: &Config, nexus: Option<&Nexus>) -> Vec<u8> {
     let identity = &config.identity;
     let mut body = Vec::new();
     Designator::new(BINARY, LOGICAL_UNIT, NAA, &identity.naa.bytes()).encode(&mut body);
+    // T10 VENDOR IDENTIFICATION has eight bytes here, too, so a shorter name is padded.
     let t10 = format!(
         "{:<8}{} {}",
         identity.vendor, identity.product, identity.serial
     );
     Designator::new(ASCII, LOGICAL_UNIT, T10_VENDOR, t10.as_bytes()).encode(&mut body);
+    // Ports are those of the nexus that asks: another path to the same unit reports other ones, by
+    // which multipath software knows the paths.
     if let Some(target) = nexus.map(|nexus| &nexus.target) {
         let protocol = target.name.protocol_identifier();
         let mut push = |code_set, association, kind, id: &[u8]| {
@@ -91,6 +94,7 @@ fn device_identification(config: &Config, nexus: Option<&Nexus>) -> Vec<u8> {
             // SRP ports are named by a 16-byte EUI-64 based designator.
             PortName::Srp(id) => push(BINARY, TARGET_PORT, EUI_64, id),
             PortName::Iscsi(name) => {
+                // A port's name begins with that of its device, before the first comma.
                 let device = name.split(',').next().unwrap_or(name);
                 for (association, name) in [(TARGET_PORT, name.as_str()), (TARGET_DEVICE, device)] {
                     let name = designator::scsi_name_string(name);

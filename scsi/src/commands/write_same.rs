@@ -45,6 +45,7 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
 ) -> PlanResult<M> {
+    // The limit is one of blocks and not of MAXIMUM TRANSFER LENGTH: only one block moves.
     let extent = cdb.extent();
     let (offset, len) = planner.byte_range(extent)?;
     // WSNZ: zero does not mean the rest of the medium here.
@@ -77,6 +78,7 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
             ..Plan::good()
         });
     }
+    // One block is the pattern; with more or less, initiator and unit disagree about its length.
     if planner.expected.data_out != block {
         return Err(Planner::short_data_out(block));
     }
@@ -91,6 +93,8 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
 impl WriteSame {
     fn zero(&mut self, lu: &LogicalUnit) -> Next {
         self.stage = WriteSameStage::Zeroing;
+        // Looked at when the operation is sent: MODE SELECT may turn the cache off while it is
+        // under way.
         self.cached = lu.is_write_cache_enabled();
         Next::Block(BlockOp::WriteZeroes {
             offset: self.offset,
@@ -119,6 +123,7 @@ impl WriteSame {
 
     /// Fills the buffer with copies of its first block.
     fn fill(&self, context: &mut Context<'_>, block: u32) {
+        // As long as the longest logical block, on the stack, so that nothing is allocated.
         let mut pattern = [0; 4096];
         let pattern = &mut pattern[..block as usize];
         copy_out(context.data, 0, pattern);
@@ -133,6 +138,9 @@ impl Steps for WriteSame {
         match self.stage {
             WriteSameStage::Receiving => {
                 let block = context.lu.config().block_size.bytes();
+                // Zeroes are left to the backend, which may make them without writing. Any other
+                // pattern is written although UNMAP is set: that bit is a permission, and unmapped
+                // blocks would read as zeroes.
                 if is_zero(context.data, 0, block) {
                     return Ok(self.zero(context.lu));
                 }
@@ -146,6 +154,8 @@ impl Steps for WriteSame {
         if self.done == self.len {
             return Ok(self.end(context.lu));
         }
+        // Each segment goes by the state of its moment. If one of them went into the cache, the
+        // end flushes for all.
         let cache = context.lu.is_write_cache_enabled();
         self.cached |= cache;
         Ok(Next::Block(BlockOp::Write {

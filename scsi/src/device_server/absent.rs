@@ -19,6 +19,8 @@ pub fn respond_absent(request: &Request<'_>) -> Response {
         Ok((mut data, allocation_length)) => {
             data.truncate(allocation_length as usize);
             let wanted = data.len() as u32;
+            // ALLOCATION LENGTH is part of the command, so what it cuts off is no residual; what
+            // the initiator's buffer cuts off is one.
             data.truncate(request.expected.data_in as usize);
             Response {
                 data_in: DataIn::Inline(data),
@@ -26,6 +28,7 @@ pub fn respond_absent(request: &Request<'_>) -> Response {
                 ..Response::status_only(Status::Good, request.expected)
             }
         }
+        // Without a unit there is no D_SENSE that could ask for descriptors.
         Err(sense) => Response::check_condition(&sense, SenseFormat::Fixed, request.expected),
     }
 }

@@ -145,6 +145,8 @@ impl Command {
         result: StepResult,
         data: &mut dyn DataAccess,
     ) -> Step {
+        // The machines see no failed steps. All commands end alike then, with the sense of the
+        // step that was under way.
         if let StepResult::Failed(error) = result {
             let sense = self.failure_sense(lu, error);
             return self.fail(lu, &sense);
@@ -179,6 +181,8 @@ impl Command {
         match next {
             Next::Receive { from, len } => {
                 self.received = from + len;
+                // A failure of this step is one of the transport, and says nothing of a place on
+                // the medium.
                 self.flight = Flight::Other;
                 Step::ReceiveData { from, len }
             }
@@ -200,11 +204,14 @@ impl Command {
         self.machine = None;
         let expected = self.expected;
         let (data_in, wanted) = match data_in {
+            // Parameter data were cut to the ALLOCATION LENGTH when they were made, so their
+            // length is what the command wants to move.
             DataIn::Inline(mut bytes) => {
                 let wanted = bytes.len() as u32;
                 bytes.truncate(expected.data_in as usize);
                 (DataIn::Inline(bytes), wanted)
             }
+            // The residual is that of the whole transfer, and not of this last piece.
             DataIn::Buffer { from, len } => {
                 let len = len.min(expected.data_in.saturating_sub(from));
                 (DataIn::Buffer { from, len }, self.transfer.data_in)
@@ -237,6 +244,7 @@ impl Command {
             status: Status::CheckCondition,
             sense: sense.encode(lu.sense_format()),
             data_in: DataIn::None,
+            // Pieces that were sent before the failure count as transferred.
             residual_in: Residual::between(self.sent, self.expected.data_in),
             residual_out: Residual::between(out, self.expected.data_out),
         })
@@ -260,6 +268,8 @@ impl Command {
             (BackendError::ReadOnly, _) => Sense::new(SenseKey::DataProtect, Code::WRITE_PROTECTED),
             (BackendError::NotReady, _) => Sense::new(SenseKey::NotReady, Code::NOT_READY),
             (BackendError::Aborted, _) => Sense::new(SenseKey::AbortedCommand, Code::NONE),
+            // The command may be tried again: unlike with HARDWARE ERROR, nothing of the unit is
+            // broken.
             (BackendError::Transfer, _) => {
                 Sense::new(SenseKey::AbortedCommand, Code::DATA_PHASE_ERROR)
             }

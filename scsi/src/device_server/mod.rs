@@ -74,8 +74,11 @@ impl LogicalUnit {
         if request.expected.data_out == 0 || row.direction != Direction::Out {
             return None;
         }
+        // A command that is going to be refused takes no data. Its sense is made when it starts,
+        // after the checks that come before.
         let cdb = Cdb::parse(request.cdb, &row.usage).ok()?;
-        // Planning what takes data changes nothing yet.
+        // What takes data changes nothing as it is planned. RESERVE and START STOP UNIT do, and have
+        // another direction.
         let plan = (row.plan)(&request.planner(self), &cdb).ok()?;
         match plan.first {
             Next::Receive { len, .. } if len > 0 => Some(DataOut {
@@ -87,15 +90,17 @@ impl LogicalUnit {
     }
 
     /// Whether a command would be refused before its first step if it started now, unit attentions
-    /// apart.
+    /// apart. Of commands with an [`Opcode::volume`] only: some of the others take effect as they
+    /// are planned.
     #[must_use]
     pub fn is_refused(&self, request: &Request<'_>) -> bool {
-        // Planning changes nothing yet.
+        // A whole plan, so that no check of the start can be forgotten here.
         plan_allowed(self, request).is_err()
     }
 }
 
 fn plan(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
+    // Before the attention: a command that is refused in any state must not use it up.
     if request.attribute == TaskAttribute::Aca {
         // There is never an auto contingent allegiance (NORMACA is zero).
         return Err(Sense::illegal(AdditionalSense::INVALID_MESSAGE_ERROR).into());
@@ -116,15 +121,20 @@ fn plan(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
 fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
     let row = request.opcode;
     let flags = row.flags;
+    // The flag first, which is one atomic: without a reservation no command takes the mutex.
     if lu.is_restricted() && lu.conflicts(request.nexus, row.flags_under_reservation(request.cdb)) {
         return Err(Refusal::conflict());
     }
+    // As an unknown command, and before its CDB is looked at: to a thick unit the operation code
+    // means nothing.
     if flags.contains(CommandFlags::THIN) && !lu.config().is_thin() {
         return Err(row.unsupported().into());
     }
     let cdb = Cdb::parse(request.cdb, &row.usage)?;
     let needs_reservations =
         CommandFlags::RESERVATIONS | CommandFlags::SETTINGS | CommandFlags::CHANGES;
+    // Where reservations could not be loaded, the unit does not know who may change it, and must
+    // not take new ones, which would contradict those.
     let needs_unit = flags.contains(CommandFlags::READY)
         || (!lu.knows_reservations() && flags.intersects(needs_reservations));
     if needs_unit && let Some(sense) = lu.not_ready() {
@@ -135,6 +145,8 @@ fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> 
     {
         return Err(sense.into());
     }
+    // SETTINGS, too: an initiator that may not write must not hold up the others by a mode or a
+    // reservation.
     if request.read_only && flags.intersects(CommandFlags::WRITES | CommandFlags::SETTINGS) {
         return Err(Sense::new(SenseKey::DataProtect, AdditionalSense::WRITE_PROTECTED).into());
     }

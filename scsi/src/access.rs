@@ -107,6 +107,8 @@ pub(crate) fn first_difference(
             "the data buffer is shorter than the command asked"
         );
         if left[..take] != right[..take] {
+            // Whole chunks are compared first, which is fast; only in the one that differs are the
+            // bytes looked at.
             let index = (0..take).find(|&i| left[i] != right[i])?;
             return Some(done + index as u32);
         }
@@ -118,6 +120,8 @@ pub(crate) fn first_difference(
 /// Sets in one range of the buffer the bits that another one has. The ranges do
 /// not overlap.
 pub(crate) fn or_into(data: &mut dyn DataAccess, into: u32, from: u32, len: u32) {
+    // Through a piece on the stack: the buffer cannot be borrowed in two places, one of them to be
+    // written.
     let mut piece = [0; 4096];
     let mut done = 0;
     while done < len {

@@ -111,6 +111,7 @@ impl Attentions {
     /// Establishes a condition. A power on or reset says everything that the
     /// lesser conditions would, and replaces them (SAM-5 5.14.2).
     pub(crate) fn raise(&mut self, attention: Attention) {
+        // Power on and reset are the first two variants, so one comparison names both.
         if attention <= Attention::DeviceReset {
             self.0 = 0;
         }

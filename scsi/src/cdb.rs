@@ -90,6 +90,7 @@ impl Cdb {
     ///
     /// Fails with a pointer behind the end where bytes are missing, or at the first reserved bit.
     pub(crate) fn parse(received: &[u8], usage: &Usage) -> Result<Self, Sense> {
+        // Missing bytes are pointed at behind the end, where the initiator would have to go on.
         let cdb =
             Self::take(received, usage.len).ok_or(Sense::cdb_field(received.len() as u16, None))?;
         // One comparison for all bytes but the operation code.
@@ -98,6 +99,8 @@ impl Cdb {
         if reserved == 0 {
             return Ok(cdb);
         }
+        // Big-endian, so the leading zeroes count from the first bit of the CDB to the first wrong
+        // one.
         let position = reserved.leading_zeros();
         Err(Sense::cdb_field(
             (position / 8) as u16,

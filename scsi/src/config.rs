@@ -161,6 +161,7 @@ impl Config {
         let block = self.block_size.bytes();
         self.blocks
             .checked_mul(u64::from(block))
+            // Offsets of files and devices are signed numbers of 64 bits.
             .filter(|&bytes| bytes > 0 && bytes <= i64::MAX as u64)
             .ok_or(ConfigError::Capacity)?;
         text(&self.identity.vendor, 8, "vendor")?;
@@ -188,7 +189,9 @@ impl Config {
             1,
             "max_compare_write_blocks",
         )?;
+        // A segment holds whole blocks, of either size.
         limit(limits.segment, 4096, "segment")?;
+        // A VERIFY has both in one buffer, whose length has 32 bits.
         if limits.window.checked_add(limits.segment).is_none() {
             return Err(ConfigError::Limit("window"));
         }

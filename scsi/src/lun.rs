@@ -102,6 +102,8 @@ impl LunAddress {
             3 if method == 0xd2 => (flat(u32::from_be_bytes([0, b1, b2, b3])), 4),
             _ => return Err(LunError::Method(method)),
         };
+        // What follows the first level must be zero: ignored, a unit would answer to many
+        // addresses.
         if U64::from_bytes(lun).get() << (8 * used) != 0 {
             return Err(LunError::Hierarchical);
         }

@@ -303,11 +303,14 @@ impl Sense {
     fn encode_fixed(&self) -> SenseData {
         let mut out = [0_u8; 18];
         out[0] = 0x70;
+        // Half of an LBA would name another block, so one that does not fit is left out.
         if let Some(Ok(information)) = self.information.map(u32::try_from) {
             out[0] |= 0x80;
             out[3..7].copy_from_slice(&information.to_be_bytes());
         }
         out[2] = self.key.into();
+        // ADDITIONAL SENSE LENGTH: all of the 18 bytes are sent, so it does not depend on what is
+        // in them.
         out[7] = 10;
         out[12] = self.additional.code;
         out[13] = self.additional.qualifier;
@@ -333,6 +336,7 @@ impl Sense {
             out.extend(self.key_specific());
             out.push(0);
         }
+        // At last, when it is known which descriptors there are.
         out[7] = (out.len() - 8) as u8;
         out
     }
@@ -352,6 +356,8 @@ impl Sense {
     fn parse_fixed(bytes: &[u8]) -> Option<Self> {
         let key = SenseKey::try_from(bytes.get(2)? & 0x0f).ok()?;
         let additional = AdditionalSense {
+            // A target may cut its sense data anywhere behind the key. What is missing counts as
+            // zero, for the key alone is worth reporting.
             code: bytes.get(12).copied().unwrap_or(0),
             qualifier: bytes.get(13).copied().unwrap_or(0),
         };
@@ -360,6 +366,7 @@ impl Sense {
             .flatten()
             .and_then(|field| field.try_into().ok())
             .map(|field| u64::from(u32::from_be_bytes(field)));
+        // Of other keys these bytes mean other things, as the progress of a format.
         let field = (key == SenseKey::IllegalRequest)
             .then(|| bytes.get(15..18).and_then(parse_field_pointer))
             .flatten();
@@ -379,6 +386,7 @@ impl Sense {
         };
         let mut sense = Self::new(key, additional);
         let declared = 8 + usize::from(*bytes.get(7)?);
+        // A target may declare more than it sent, or a transport deliver more than was declared.
         let list = &bytes[8..declared.min(bytes.len())];
         let (_, descriptors) = many0(descriptor).parse(list).ok()?;
         for (kind, body) in descriptors {

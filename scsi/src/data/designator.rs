@@ -155,6 +155,8 @@ impl<'a> Designator<'a> {
     fn parse(data: &'a [u8]) -> IResult<&'a [u8], Self, ()> {
         let (data, [first, second, _, len]) = header(data)?;
         let declared = usize::from(len);
+        // The last descriptor is cut where the initiator's ALLOCATION LENGTH ended. A part of a
+        // name is worth showing, and marked as one.
         let (data, id) = take(declared.min(data.len()))(data)?;
         let designator = Self {
             protocol: (second & PIV != 0).then_some(first >> 4),
@@ -183,6 +185,7 @@ pub fn parse(body: &[u8]) -> Vec<Designator<'_>> {
 /// A SCSI name string: UTF-8, ended and padded to four bytes by zeroes (SPC-4 7.8.6).
 pub(crate) fn scsi_name_string(name: &str) -> Vec<u8> {
     let mut bytes = name.as_bytes().to_vec();
+    // With its NUL and the padding it must fit the one byte of the descriptor's length.
     bytes.truncate(248);
     bytes.push(0);
     bytes.resize(bytes.len().next_multiple_of(4), 0);

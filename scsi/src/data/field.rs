@@ -136,6 +136,7 @@ impl<T: Value> Field<T> {
     pub fn get(self, data: &[u8]) -> Option<T> {
         let field = data.get(self.at..)?.get(..self.len)?;
         let mut bytes = [0; 8];
+        // To the right of eight bytes: a big-endian number of any length is read alike.
         bytes[8 - self.len..].copy_from_slice(field);
         let number = u64::from_be_bytes(bytes);
         Some(T::from_number(number >> self.low & self.mask()))
@@ -151,6 +152,7 @@ impl<T: Value> Field<T> {
         assert!(number <= self.mask(), "a value that the field has room for");
         let field = &mut data[self.at..][..self.len];
         if self.len == 1 {
+            // Other fields share the byte, and what they were set to stays.
             let others = field[0] & !((self.mask() << self.low) as u8);
             field[0] = others | (number << self.low) as u8;
         } else {

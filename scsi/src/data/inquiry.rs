@@ -60,6 +60,7 @@ pub const VERSION_DESCRIPTORS: [Field<u16>; 8] = [
 #[must_use]
 pub fn received(data: &[u8]) -> Option<&[u8]> {
     let additional = ADDITIONAL_LENGTH.get(data.get(..MIN_LEN)?)?;
+    // The fixed part was received, so it counts even where the length field says less.
     let declared = ADDITIONAL_LENGTH.at() + 1 + usize::from(additional);
     Some(&data[..declared.max(MIN_LEN).min(data.len())])
 }

@@ -55,6 +55,7 @@ pub(crate) fn encode(runs: &[LbaStatus]) -> Vec<u8> {
 /// The descriptors that were received whole, in order.
 #[must_use]
 pub fn parse(data: &[u8]) -> Vec<LbaStatus> {
+    // The length counts from behind itself, and four reserved bytes come before the descriptors.
     let declared = DATA_LENGTH.get(data).unwrap_or(0).saturating_sub(4) as usize;
     let list = data.get(HEADER_LEN..).unwrap_or_default();
     let parsed = many0(descriptor).parse(&list[..declared.min(list.len())]);

@@ -30,6 +30,8 @@ pub fn parse(data: &[u8]) -> Vec<LunId> {
     let Ok((_, luns)) = list(data) else {
         return Vec::new();
     };
+    // Well-known units and hierarchies are passed over: an initiator of ours can do nothing with
+    // them.
     let luns = luns.into_iter().map(u64::to_be_bytes);
     luns.filter_map(LunId::addressed).collect()
 }

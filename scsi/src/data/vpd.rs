@@ -62,6 +62,8 @@ pub fn code(data: &[u8]) -> Option<u8> {
 /// or its header is not complete.
 #[must_use]
 pub fn received(data: &[u8], code: u8) -> Option<&[u8]> {
+    // A target that does not know the page may answer with standard INQUIRY data, whose second
+    // byte is another code.
     (self::code(data)? == code).then_some(())?;
     let declared = HEADER_LEN + usize::from(PAGE_LENGTH.get(data)?);
     Some(&data[..declared.min(data.len())])

@@ -110,6 +110,7 @@ static FIRST: [u8; 256] = {
     let mut first = [NO_ROW; 256];
     let mut row = table::TABLE.len();
     while row > 0 {
+        // From the last row to the first, so that the first of an operation code stays.
         row -= 1;
         first[table::TABLE[row].code as usize] = row as u8;
     }
@@ -141,6 +142,8 @@ impl Opcode {
     /// The row of a CDB. That of a command that is not in the table refuses it.
     #[must_use]
     pub fn of(cdb: &[u8]) -> &'static Self {
+        // A transport may deliver nothing at all. Even that is refused by a row, so no caller
+        // needs a case of its own.
         let Some(&code) = cdb.first() else {
             return &UNKNOWN;
         };
@@ -149,6 +152,8 @@ impl Opcode {
             None => &UNKNOWN,
             Some(row) if row.service_action.is_none() => row,
             Some(_) => {
+                // A CDB that ends before its service action finds no row, and is refused as an
+                // unknown one.
                 let action = cdb.get(1).map(|byte| byte & ACTION_MASK);
                 with_code(code)
                     .find(|row| row.service_action == action)
@@ -258,6 +263,8 @@ impl Opcode {
     /// The blocks that the command changes on the medium, for the task set.
     #[must_use]
     pub fn footprint(&self, cdb: &[u8]) -> Footprint {
+        // Only what changes the medium can be in the way of an atomic command, or have to wait for
+        // one.
         if !self.flags.contains(CommandFlags::WRITES) {
             return Footprint::None;
         }
@@ -279,9 +286,13 @@ impl Opcode {
         if matches!(self.kind, Kind::Unmap | Kind::Other) {
             return None;
         }
+        // Masked, and not parsed: this is asked before the CDB has been checked, and makes no
+        // sense data.
         let extent = Cdb::masked(cdb, &self.usage)?.extent();
         Some(Blocks {
             first: extent.lba,
+            // Nothing has compared the LBA with the capacity yet. A run that would wrap reaches to
+            // the end of all blocks, so it overlaps what it could.
             end: extent.lba.saturating_add(extent.blocks),
         })
     }
@@ -310,6 +321,8 @@ impl Opcode {
         Some(Volume {
             is_write,
             bytes,
+            // WRITE SAME takes one block however many it writes, so the length of its Data-Out
+            // bounds nothing.
             is_sent: is_write && !repeats,
         })
     }

@@ -23,6 +23,7 @@ pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
     let data = match cdb.byte(2) & 0x7 {
         0 => all(config, timeouts),
         option @ 1..=3 => {
+            // A THIN command of a thick unit exists in the table, and not for this unit.
             let entry = one(option, cdb.byte(3), cdb.be16(4))?;
             describe(entry.filter(|entry| is_offered(entry, config)), timeouts)
         }
@@ -36,16 +37,20 @@ pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
 /// Option 1 is for opcodes without service actions, option 2 for those with,
 /// option 3 for either.
 fn one(option: u8, code: u8, action: u16) -> Result<Option<&'static Opcode>, Sense> {
+    // An unknown command is no error here: that it is not supported is the answer.
     let Some(first) = with_code(code).next() else {
         return Ok(None);
     };
     let has_actions = first.service_action.is_some();
     match option {
+        // An option that does not fit the command is an error of the initiator, which would take
+        // the answer for that of another command.
         1 if has_actions => return Err(Sense::cdb_field(2, Some(2))),
         2 if !has_actions => return Err(Sense::cdb_field(2, Some(2))),
         _ => {}
     }
     if !has_actions {
+        // By option 3 a command without service actions has the action zero and no other.
         return Ok((option == 1 || action == 0).then_some(first));
     }
     Ok(with_code(code).find(|entry| entry.service_action.map(u16::from) == Some(action)))

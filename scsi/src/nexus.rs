@@ -22,7 +22,7 @@ pub enum PortName {
     /// (SRP r16a 4.4, SPC-4 7.6.4 TransportID format for SRP).
     Srp([u8; 16]),
     /// An iSCSI port name as text: `<iSCSI name>,i,0x<ISID>` for an initiator,
-    /// `<iSCSI name>,t,0x<tag>` for a target (RFC 7143 4.4.4).
+    /// `<iSCSI name>,t,0x<tag>` for a target (RFC 7143 4.4.2).
     Iscsi(String),
 }
 

@@ -113,6 +113,7 @@ impl Challenge {
     /// Whether a response in CHAP_R proves the knowledge of a secret.
     #[must_use]
     pub fn is_answered_by(&self, response: &str, secret: &[u8]) -> bool {
+        // No digest is longer. A longer response is wrong without being decoded whole.
         let mut bytes = [0; MAX_RESPONSE];
         let Some(len) = decode_into(response, &mut bytes) else {
             return false;
@@ -154,6 +155,8 @@ pub fn decode(value: &str) -> Option<Vec<u8>> {
 /// Reads a binary value into `out`, never past its end; its length.
 #[must_use]
 pub fn decode_into(value: &str, out: &mut [u8]) -> Option<usize> {
+    // Bytes, and not characters: a value may be any UTF-8, in which an index could lie within a
+    // character.
     let (form, digits) = value.as_bytes().split_at_checked(2)?;
     if digits.is_empty() {
         return None;
@@ -169,6 +172,7 @@ pub fn decode_into(value: &str, out: &mut [u8]) -> Option<usize> {
 fn decode_hex(digits: &[u8], out: &mut [u8]) -> Option<usize> {
     let len = digits.len().div_ceil(2);
     let out = out.get_mut(..len)?;
+    // RFC 7143 6.1: n digits stand for (n + 1) / 2 bytes, most significant digit first.
     let (mut at, skipped) = (0, digits.len() % 2);
     out.fill(0);
     for (place, digit) in digits.iter().enumerate() {
@@ -187,6 +191,7 @@ fn decode_base64(digits: &[u8], out: &mut [u8]) -> Option<usize> {
         .position(|d| *d == b'=')
         .unwrap_or(digits.len());
     let (digits, pad) = digits.split_at(end);
+    // The padding may be left out, but not be wrong. A single digit has no whole byte.
     let pad_is_right = match digits.len() % 4 {
         0 => pad.is_empty(),
         2 => pad.is_empty() || pad == b"==",

@@ -78,6 +78,8 @@ struct Layout {
 
 impl Layout {
     fn of(bhs: &[u8; BHS_LEN], limit: u32, digests: Digests) -> Result<Self, FrameError> {
+        // Both lengths are judged as soon as the basic header is here. A peer that declares 16 MiB
+        // must not have us wait for them, or keep them.
         let raw = RawBhs::of(bhs);
         let ahs = usize::from(raw.total_ahs_length) * 4;
         if ahs > MAX_AHS {
@@ -108,6 +110,7 @@ impl Layout {
     }
 
     fn total(self) -> usize {
+        // A PDU without data has no data digest (RFC 7143 11.2.3).
         let digest = self.digests.data && self.data > 0;
         self.padded_end() + if digest { 4 } else { 0 }
     }
@@ -115,10 +118,14 @@ impl Layout {
     /// Lays the layout over a PDU's bytes, of which there are exactly [`Self::total`].
     fn frame(self, pdu: &[u8]) -> Result<Frame<'_>, FrameError> {
         let header = &pdu[..self.header_end()];
+        // The lengths by which the digest was found may themselves be wrong then, so the next PDU
+        // cannot be found: the connection is closed (RFC 7143 7.8).
         if self.digests.header && digest(&[header]) != pdu[self.header_end()..][..4] {
             return Err(FrameError::HeaderDigest);
         }
         let padded = &pdu[self.data_start()..self.padded_end()];
+        // Wrong data are no error of framing: the lengths hold, so the PDU can be rejected, and
+        // the next one found.
         let is_intact =
             self.total() == self.padded_end() || digest(&[padded]) == pdu[self.padded_end()..][..4];
         Ok(Frame {
@@ -163,9 +170,11 @@ impl Framer {
         &'a mut self,
         input: &'a [u8],
     ) -> Result<(usize, Option<Frame<'a>>), FrameError> {
+        // The frame borrowed these bytes until this call.
         if std::mem::take(&mut self.given) {
             self.held.clear();
         }
+        // The usual case: the PDU is whole in what was received, and nothing is copied.
         if self.held.is_empty()
             && let Some(bhs) = input.first_chunk()
         {
@@ -174,6 +183,8 @@ impl Framer {
                 return Ok((pdu.len(), Some(layout.frame(pdu)?)));
             }
         }
+        // First the header, which says how long the rest is, then exactly the rest: what follows
+        // belongs to the next PDU.
         let mut rest = input;
         if !self.fill(&mut rest, BHS_LEN) {
             return Ok((input.len(), None));
@@ -256,6 +267,7 @@ pub fn put_header(
     assert!(ahs.len().is_multiple_of(4) && ahs.len() <= 255 * 4);
     let [high, len @ ..] = data_len.to_be_bytes();
     assert_eq!(high, 0, "a data segment is shorter than 16 MiB");
+    // Set here and nowhere else, so that a header cannot disagree with what is written behind it.
     bhs[4] = (ahs.len() / 4) as u8;
     bhs[5..8].copy_from_slice(&len);
     out.extend_from_slice(&bhs);

@@ -149,7 +149,7 @@ keys! {
     ErrorRecoveryLevel "ErrorRecoveryLevel", Min(0, 2), 0, Session, Both, LeadingLogin, true, "RFC 7143 13.20";
     SessionType "SessionType", Text, 0, Session, Initiator, LeadingLogin, true, "RFC 7143 13.21";
     TaskReporting "TaskReporting", List(TASK_REPORTING), 0, Session, Both, LeadingLogin, false, "RFC 7143 13.23";
-    NodeArchitecture "X#NodeArchitecture", Text, 0, Session, Both, LeadingLogin, true, "RFC 7143 13.24";
+    NodeArchitecture "X#NodeArchitecture", Text, 0, Session, Both, LeadingLogin, true, "RFC 7143 13.26";
     IscsiProtocolLevel "iSCSIProtocolLevel", Min(0, 31), 1, Session, Both, LeadingLogin, false, "RFC 7144 7.1.1";
     IfMarker "IFMarker", And, 0, Connection, Both, Login, true, "RFC 3720 A.3.1";
     OfMarker "OFMarker", And, 0, Connection, Both, Login, true, "RFC 3720 A.3.1";
@@ -174,7 +174,7 @@ impl Key {
         TABLE.iter().find(|row| row.name == name).map(|row| row.key)
     }
 
-    /// Whether it means something on connections of iSER only (RFC 7145 6.4 to 6.10).
+    /// Whether it means something on connections of iSER only (RFC 7145 6.4, 6.5, 6.7, 6.9, 6.10).
     #[must_use]
     pub fn is_for_rdma(self) -> bool {
         matches!(
@@ -297,6 +297,8 @@ impl Offer {
         match key.row().rule {
             List(names) => {
                 let bits = self.lists[key as usize];
+                // The best comes last in our lists, and first in an offer: the other side takes
+                // the first one that it supports (RFC 7143 6.2.1).
                 let offered = names.iter().enumerate().rev();
                 let offered: Vec<_> = offered
                     .filter(|(place, _)| bits & 1 << place != 0)
@@ -418,6 +420,7 @@ impl Negotiation {
     /// Says a key of ours, unless it was said.
     pub fn say(&mut self, key: Key, out: &mut Vec<u8>) {
         let bit = 1 << key as u32;
+        // A key may be said once in a login (RFC 7143 6.3); the stages ask for it in every round.
         if self.sent & bit == 0 {
             self.sent |= bit;
             text::put(out, key.row().name, &self.offer.text(key));
@@ -446,6 +449,8 @@ impl Negotiation {
         };
         let row = key.row();
         self.admit(row, place)?;
+        // The key is known but means nothing here. One that is negotiated wants an answer all the
+        // same (RFC 7143 6.2).
         let is_irrelevant =
             (place.discovery && !row.in_discovery) || (key.is_for_rdma() && !self.is_rdma());
         if is_irrelevant {
@@ -455,6 +460,7 @@ impl Negotiation {
         let ours = self.offer.values.of(key);
         let result = match row.rule {
             Text | Security => return Ok(Some(key)),
+            // The intervals of markers, which are never agreed on: Reject.
             Obsolete => None,
             Declare(low, high) => {
                 // A declaration has no answer, unless it is not legal.
@@ -479,10 +485,13 @@ impl Negotiation {
         };
         match result {
             Some(result) => {
+                // An answer of ours is said: it must not be offered again later.
                 self.agreed.set(key, result);
                 self.sent |= 1 << key as u32;
                 text::put(out, row.name, &value_text(key, result));
             }
+            // The value was not legal, so the key keeps its default (RFC 7143 6.2). The login goes
+            // on: whether it can live with that is for the initiator to decide.
             None => text::put(out, row.name, "Reject"),
         }
         bounded(Some(key), out)
@@ -509,6 +518,8 @@ impl Negotiation {
         self.admit(row, place)?;
         let offered = self.sent & 1 << key as u32 != 0;
         let ours = self.offer.values.of(key);
+        // A result that does not follow from our offer is a protocol error (RFC 7143 6.2.2): the
+        // target would go by a limit that we have not agreed to.
         let fault = KeyError::Result(key);
         let agreed = match row.rule {
             Text | Security | Obsolete => return Ok(Some(key)),
@@ -532,6 +543,8 @@ impl Negotiation {
     }
 
     fn choose(&self, key: Key, names: &[&str], value: &str) -> Option<u32> {
+        // In the order of the side that offers (RFC 7143 6.2.1). Unknown names in its list are
+        // passed over.
         let bits = self.offer.lists[key as usize];
         value.split(',').find_map(|choice| {
             let place = names.iter().position(|name| *name == choice)?;
@@ -540,6 +553,8 @@ impl Negotiation {
     }
 
     fn admit(&mut self, row: &Row, place: Place) -> Result<(), KeyError> {
+        // Sender, time and stage before anything is noted: a key at a wrong place must not count
+        // as sent.
         let is_login = place.stage != Stage::FullFeature;
         if row.sender != Sender::Both && row.sender != place.from {
             return Err(KeyError::Sender(row.key));
@@ -583,6 +598,7 @@ fn number_in(value: &str, low: u32, high: u32) -> Option<u32> {
 }
 
 fn bounded(key: Option<Key>, out: &[u8]) -> Result<Option<Key>, KeyError> {
+    // A text of 16 KiB of short unknown keys would have an answer several times as long.
     if out.len() > MAX_ANSWER {
         return Err(KeyError::TooMany);
     }

@@ -110,7 +110,7 @@ impl std::fmt::Debug for Isid {
     }
 }
 
-/// Twelve hexadecimal digits after `0x`, as in port names (RFC 7143 4.4.4).
+/// Twelve hexadecimal digits after `0x`, as in port names (RFC 7143 4.4.2).
 impl std::fmt::Display for Isid {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "0x")?;

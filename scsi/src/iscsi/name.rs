@@ -44,8 +44,11 @@ impl IscsiName {
         if !name.chars().all(legal) {
             return Err(NameError::Character);
         }
+        // Names are compared byte for byte after this, and access rules depend on it. Letters of
+        // other scripts are left as they are: their profile (RFC 3722) is not implemented.
         let name = name.to_ascii_lowercase();
         let is_hex = |digits: &str| digits.chars().all(|c| c.is_ascii_hexdigit());
+        // By checked splitting: the fourth byte may lie within a character of another script.
         let is_good = match name.split_at_checked(4) {
             Some(("iqn.", rest)) => is_date_and_domain(rest),
             Some(("eui.", rest)) => rest.len() == 16 && is_hex(rest),
@@ -94,7 +97,7 @@ pub struct TargetAddress {
     pub group: Option<u16>,
 }
 
-/// Well-known port of iSCSI (RFC 7143 14).
+/// Well-known port of iSCSI (RFC 7143 15).
 pub const PORT: u16 = 3260;
 
 impl TargetAddress {
@@ -121,6 +124,8 @@ impl TargetAddress {
         };
         let split = match address.strip_prefix('[') {
             Some(rest) => {
+                // Behind the bracket: one for the one that was stripped, one for the bracket
+                // itself.
                 let end = rest.find(']')? + 2;
                 address.split_at(end)
             }
@@ -132,6 +137,8 @@ impl TargetAddress {
             None => return None,
             Some(port) => port.parse().ok()?,
         };
+        // The address comes from a target and reaches logs and the resolver, so nothing else may
+        // be in it.
         let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | ':' | '[' | ']');
         (!host.is_empty() && host.len() <= 255 && host.chars().all(legal)).then(|| Self {
             host: host.to_owned(),

@@ -33,7 +33,10 @@ pub fn pairs(text: &[u8]) -> impl Iterator<Item = Result<(&str, &str), TextError
 
 fn pair(bytes: &[u8]) -> Result<(&str, &str), TextError> {
     let equals = bytes.iter().position(|byte| *byte == b'=');
+    // At the first `=`: the value may have more of them (RFC 7143 6.1), as base64 has at its end.
     let (key, value) = bytes.split_at(equals.ok_or(TextError::NoEquals)?);
+    // A key should begin with a capital letter (RFC 7143 6.1), but iSCSIProtocolLevel and
+    // iSERHelloRequired do not. `#` is for X#NodeArchitecture.
     let is_key = (1..=MAX_KEY).contains(&key.len())
         && key
             .iter()
@@ -43,6 +46,7 @@ fn pair(bytes: &[u8]) -> Result<(&str, &str), TextError> {
     }
     let key = std::str::from_utf8(key).map_err(|_| TextError::Key)?;
     let value = std::str::from_utf8(&value[1..]).map_err(|_| TextError::Value)?;
+    // Values reach logs and terminals.
     if value.chars().any(char::is_control) {
         return Err(TextError::Value);
     }
@@ -67,6 +71,8 @@ impl Collector {
     /// # Errors
     /// The text is longer than [`MAX_TEXT`]; what was collected is gone.
     pub fn take(&mut self, part: &[u8], continues: bool) -> Result<Option<Vec<u8>>, TextError> {
+        // Checked before it is kept: with the C bit set for ever, a peer could have us collect
+        // without end.
         if self.0.len() + part.len() > MAX_TEXT {
             self.0 = Vec::new();
             return Err(TextError::TooLong);

@@ -40,7 +40,7 @@ pub const HEADER_LEN: usize = 28;
 /// Length of both headers of a control-type PDU, in bytes: the least that such a message has.
 pub const HEADERS_LEN: usize = HEADER_LEN + super::iscsi::BHS_LEN;
 
-/// Port of an iSER target where none is said (RFC 7145 5.1 refers to the port of iSCSI).
+/// Port of an iSER target where none is said: that of iSCSI, since RFC 7145 names no other.
 pub const DEFAULT_PORT: u16 = 3260;
 
 /// An illegal message. The connection it came on cannot be used any longer.

@@ -185,6 +185,8 @@ impl InitiatorLogin {
         data: &[u8],
     ) -> Result<LoginStep, LoginError> {
         self.rounds += 1;
+        // A target that answers for ever without T would keep the login going, each answer in
+        // time.
         if self.rounds > MAX_ROUNDS {
             return Err(LoginError::Protocol("a login without end"));
         }
@@ -195,20 +197,26 @@ impl InitiatorLogin {
         if response.isid != self.config.isid || response.version_active != 0 {
             return Err(LoginError::Protocol("another session or version"));
         }
+        // A stage is left by T and NSG only, so the response to a request is of the stage of that
+        // request.
         if response.flags.current != self.stage {
             return Err(LoginError::Protocol("another stage"));
         }
+        // More of the text follows, and is asked for by an empty request (RFC 7143 6.2).
         let Some(text) = self.collector.take(data, response.flags.continues)? else {
             self.next = Some(Vec::new());
             return Ok(LoginStep::Send);
         };
         let pairs = text::pairs(&text).collect::<Result<Vec<_>, _>>()?;
+        // Keys come before the stage changes: they belong to the stage that is about to end.
         self.take_keys(&pairs)?;
         let answer = match self.stage {
             Stage::Security => self.authenticate(&pairs)?,
             _ => Vec::new(),
         };
         match response.flags.transit {
+            // A target must not go on where it was not asked to (RFC 7143 11.13.6), and could skip
+            // CHAP so.
             Some(next) if Some(next) != self.wants => {
                 Err(LoginError::Protocol("a stage that was not asked for"))
             }
@@ -245,6 +253,8 @@ impl InitiatorLogin {
                     let numbers = self.algorithms.iter().map(|a| (*a as u8).to_string());
                     text::put(&mut out, "CHAP_A", &numbers.collect::<Vec<_>>().join(","));
                 }
+                // Only where no proof of the target is wanted: otherwise any target could get out
+                // of it by this answer.
                 "None" if self.config.target_credentials.is_none() => {
                     self.is_unasked = true;
                     self.wants = Some(Stage::Operational);
@@ -256,10 +266,12 @@ impl InitiatorLogin {
             return Ok(out);
         };
         if let Some(challenge) = value("CHAP_C") {
+            // A target that may ask again and again could have many challenges of others answered.
             if std::mem::replace(&mut self.challenged, true) {
                 return Err(LoginError::Protocol("a second challenge"));
             }
             let algorithm = value("CHAP_A").and_then(Algorithm::of);
+            // It must be one that was offered, or a target could choose a weaker digest.
             let algorithm = algorithm.filter(|a| self.algorithms.contains(a));
             let id = value("CHAP_I").and_then(chap::parse_id);
             let (Some(algorithm), Some(id), Some(bytes)) = (algorithm, id, chap::decode(challenge))
@@ -272,6 +284,8 @@ impl InitiatorLogin {
             text::put(&mut out, "CHAP_N", &own.name);
             text::put(&mut out, "CHAP_R", &chap::encode(&proof));
             if self.config.target_credentials.is_some() {
+                // RFC 7143 9.2.1: a target that does not know the secret could have us answer the
+                // challenge that we are about to send.
                 if chap::is_equal(&bytes, &self.challenge.bytes) {
                     return Err(LoginError::Protocol("our own challenge"));
                 }
@@ -281,6 +295,8 @@ impl InitiatorLogin {
             self.wants = Some(Stage::Operational);
         }
         if let (Some(response), Some(theirs)) = (value("CHAP_R"), &self.config.target_credentials) {
+            // The name is checked with the response: a secret of another target proves nothing
+            // about this one.
             let is_named = value("CHAP_N") == Some(theirs.name.as_str());
             self.proved = self.challenged
                 && is_named
@@ -313,6 +329,8 @@ impl InitiatorLogin {
         }
         self.wants = Some(Stage::FullFeature);
         let mut out = Vec::new();
+        // Over RDMA two other keys take its place (RFC 7145 6.2), except in discovery sessions,
+        // where those have no meaning.
         if discovery || !self.keys.is_rdma() {
             self.keys.say(Key::MaxRecvDataSegmentLength, &mut out);
         }
@@ -328,6 +346,8 @@ impl InitiatorLogin {
 
 /// A refusal, or the way to where the target has gone.
 fn refused(status: LoginStatus, data: &[u8]) -> Result<LoginStep, LoginError> {
+    // Class 1 is a redirection and must name an address (RFC 7143 11.13.5); every other one ends
+    // the login.
     if status.class != 1 {
         return Err(LoginError::Refused(status));
     }

@@ -84,6 +84,8 @@ pub struct ConnectionParams {
 
 fn session_params(keys: &Negotiation, discovery: bool) -> SessionParams {
     let agreed = keys.agreed();
+    // Both burst lengths are minima of two sides, so each may be legal while the pair is not:
+    // FirstBurstLength must not exceed MaxBurstLength (RFC 7143 13.14).
     let max_burst = agreed.of(Key::MaxBurstLength);
     SessionParams {
         discovery,
@@ -120,6 +122,8 @@ fn connection_params(keys: &Negotiation, side: Sender, discovery: bool) -> Conne
             _ => (to_initiator, to_target),
         }
     } else {
+        // Each side declares what it takes, so what we may send is the peer's word, and what we
+        // take our own (RFC 7143 13.12).
         (
             keys.peer().of(Key::MaxRecvDataSegmentLength),
             keys.offer().values.of(Key::MaxRecvDataSegmentLength),

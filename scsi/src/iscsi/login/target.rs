@@ -245,12 +245,16 @@ impl TargetLogin {
         answer: &mut Answer,
     ) -> Result<(), Refusal> {
         self.check_header(request)?;
+        // While the C bit is set, the answer has no text (RFC 7143 6.2), and nothing is judged
+        // before the text is whole.
         let collected = self.collector.take(data, request.flags.continues);
         let Some(text) = collected.map_err(|_| fault(LoginStatus::INITIATOR_ERROR))? else {
             return Ok(());
         };
         let pairs = text::pairs(&text).collect::<Result<Vec<_>, _>>();
         let pairs = pairs.map_err(|_| fault(LoginStatus::INITIATOR_ERROR))?;
+        // Who it is comes before everything else, since that decides what is offered, and whether
+        // CHAP is needed. Names must be in the first request (RFC 7143 6.3).
         if self.identity.is_none() {
             self.identify(request, &pairs, gate, &mut answer.text)?;
         }
@@ -260,6 +264,8 @@ impl TargetLogin {
         } else {
             self.declare(&mut answer.text);
         }
+        // At last, with what this request has brought: the stage may be left only when its own
+        // work is done. Otherwise the initiator gets an answer without T, and goes on.
         match request.flags.transit {
             Some(next) if self.may_leave() => self.leave(next, gate, answer),
             _ => Ok(()),
@@ -271,8 +277,12 @@ impl TargetLogin {
             return Err(fault(LoginStatus::UNSUPPORTED_VERSION));
         }
         self.rounds += 1;
+        // A login is one task of one connection, so these stay the same throughout (RFC 7143 6.3,
+        // 11.12.6).
         let this = (request.isid, request.tsih, request.itt, request.cid);
         let stage = request.flags.current;
+        // The initiator chooses the stage that it begins with (RFC 7143 6.3.1). Later only `leave`
+        // changes it.
         let first = *self.first.get_or_insert_with(|| {
             self.stage = stage;
             this
@@ -299,6 +309,7 @@ impl TargetLogin {
             |value: &str| IscsiName::new(value).map_err(|_| fault(LoginStatus::INITIATOR_ERROR));
         let initiator = value(Key::InitiatorName);
         let initiator = name(initiator.ok_or(fault(LoginStatus::MISSING_PARAMETER))?)?;
+        // Read here and not by the negotiation: the terms that it begins with depend on them.
         let discovery = match value(Key::SessionType) {
             None | Some("Normal") => false,
             Some("Discovery") => true,
@@ -322,11 +333,14 @@ impl TargetLogin {
         };
         let identity = self.identity.insert(identity);
         let terms = gate.admit(identity)?;
+        // The initiator has skipped SecurityNegotiation where the target insists on it (RFC 7143
+        // 6.3.1).
         if self.stage == Stage::Operational && terms.auth != Auth::None {
             return Err(fault(LoginStatus::AUTHENTICATION_FAILURE));
         }
         let group = u32::from(terms.portal_group);
         self.keys = Negotiation::new(terms.offer.with(Key::TargetPortalGroupTag, group));
+        // With the first response, and where the initiator has named a target (RFC 7143 13.9).
         if identity.target.is_some() {
             self.keys.say(Key::TargetPortalGroupTag, out);
         }
@@ -343,6 +357,8 @@ impl TargetLogin {
         let place = Place {
             from: Sender::Initiator,
             stage: self.stage,
+            // A connection that joins a session finds its parameters fixed, so keys of the leading
+            // login are refused there.
             leading: identity.tsih == Tsih(0),
             discovery: identity.discovery,
         };
@@ -362,6 +378,8 @@ impl TargetLogin {
                 Some(Key::ChapR) => &mut chap.response,
                 _ => continue,
             };
+            // The table lets authentication keys come again, since CHAP takes several rounds.
+            // Within one request they must not.
             if slot.replace(value).is_some() {
                 return Err(fault(LoginStatus::INITIATOR_ERROR));
             }
@@ -396,6 +414,8 @@ impl TargetLogin {
                 Auth::None => "None",
                 Auth::Chap { .. } => "CHAP",
             };
+            // CHAP is begun once. A second AuthMethod would take back what was proved, and begin
+            // again.
             if self.chap != Chap::Idle || !methods.split(',').any(|method| method == wanted) {
                 return Err(failure());
             }
@@ -411,6 +431,7 @@ impl TargetLogin {
                 let Auth::Chap { algorithms, .. } = &self.auth else {
                     return Err(failure());
                 };
+                // The first of the initiator's list that is taken here (RFC 7143 12.1.3).
                 let mut offered = offered.split(',').filter_map(Algorithm::of);
                 let first = offered.find(|algorithm| algorithms.contains(algorithm));
                 let challenge = new_challenge(first.ok_or_else(failure)?, gate);
@@ -449,6 +470,8 @@ impl TargetLogin {
         if !sent.is_answered_by(response, secret) || known.is_none() {
             return Err(failure());
         }
+        // The initiator asks for no proof of ours. An identifier without a challenge asks for
+        // nothing that could be answered.
         let Some(challenge) = keys.challenge else {
             return if keys.id.is_none() {
                 Ok(name.into())
@@ -456,6 +479,8 @@ impl TargetLogin {
                 Err(failure())
             };
         };
+        // A proof that is not configured cannot be given. This status says that, too (RFC 7143
+        // 11.13.5: target authentication is not supported).
         let own = own.as_ref().ok_or_else(failure)?;
         let id = keys.id.and_then(chap::parse_id).ok_or_else(failure)?;
         let challenge = chap::decode(challenge).ok_or_else(failure)?;
@@ -498,6 +523,8 @@ impl TargetLogin {
             },
             identity,
         };
+        // Joined at the very end. A login that fails before leaves no session, and ends none that
+        // it would have replaced.
         answer.response.tsih = gate.join(&joined).map_err(fault)?;
         answer.outcome = Outcome::FullFeature(Box::new(joined));
         Ok(())
@@ -507,6 +534,8 @@ impl TargetLogin {
 fn new_challenge(algorithm: Algorithm, gate: &mut dyn Gatekeeper) -> Challenge {
     let mut random = [0; CHALLENGE_LEN + 1];
     gate.random(&mut random);
+    // RFC 1994 wants another identifier with each challenge. A random one needs no counter that
+    // the connections share.
     let [id, bytes @ ..] = random;
     debug_assert!(ALGORITHMS.contains(&algorithm));
     Challenge {

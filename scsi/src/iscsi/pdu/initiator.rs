@@ -90,6 +90,7 @@ impl ScsiCommand {
             expected_length: raw.expected_length.get(),
             cmd_sn: CmdSn(raw.cmd_sn.get()),
             exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
+            // All 16 bytes, padding included: where the CDB ends is for its operation code to say.
             cdb: raw.cdb.into_iter().collect(),
             bidi_read_length: None,
         };
@@ -104,10 +105,14 @@ impl ScsiCommand {
             ahs = rest;
             let is_legal = match kind {
                 AHS_EXTENDED_CDB => {
+                    // A CDB is extended once. A second segment would make it of parts that no
+                    // initiator sent as one.
                     let is_first = self.cdb.len() == 16;
                     is_first && self.cdb.try_extend_from_slice(content).is_ok()
                 }
                 AHS_BIDI_READ => {
+                    // Of another length than four bytes it is no length at all, and guessing one
+                    // would move a wrong number of bytes.
                     let len = content.try_into().map(u32::from_be_bytes);
                     let is_first = self.bidi_read_length.is_none();
                     self.bidi_read_length = len.ok();
@@ -126,6 +131,7 @@ impl ScsiCommand {
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         let mut cdb = [0; 16];
+        // What is beyond goes into an additional segment, which `ahs` writes.
         let short = self.cdb.len().min(16);
         cdb[..short].copy_from_slice(&self.cdb[..short]);
         RawScsiCommand {
@@ -317,13 +323,13 @@ pub struct Snack {
     pub lun: WireLun,
     /// The command, for data.
     pub itt: Itt,
-    /// Transfer tag, for a data acknowledgment.
+    /// Target Transfer Tag of a DataACK, SNACK Tag of an R-Data SNACK (RFC 7143 11.16.5).
     pub ttt: Ttt,
     /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
-    /// BegRun: first DataSN, R2TSN or StatSN (RFC 7143 11.16.5).
+    /// BegRun: first DataSN, R2TSN or StatSN (RFC 7143 11.16.6).
     pub begin: u32,
-    /// Number of PDUs; zero is all.
+    /// RunLength: number of PDUs; zero is all from BegRun on (RFC 7143 11.16.7).
     pub run: u32,
 }
 
@@ -387,6 +393,7 @@ impl FromInitiator {
     /// [`PduError`].
     pub fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
         let opcode = Opcode::of(frame.bhs);
+        // Both kinds of segments that exist are those of SCSI commands (RFC 7143 11.2.2.1).
         if !frame.ahs.is_empty() && opcode != Ok(Opcode::ScsiCommand) {
             return Err(PduError::Ahs);
         }

@@ -35,17 +35,21 @@ pub struct LoginFlags {
 impl LoginFlags {
     fn parse(byte: u8) -> Result<Self, PduError> {
         let current = coded("CSG", byte >> 2 & 3)?;
+        // NSG is reserved while T is zero (RFC 7143 11.12.3), so it is not even looked at.
         let transit: Option<Stage> = match byte & FINAL {
             0 => None,
             _ => Some(coded("NSG", byte & 3)?),
         };
         let continues = byte & CONTINUE != 0;
+        // Stages only go forward, and no login PDU belongs to the full-feature phase (RFC 7143
+        // 6.3).
         if current == Stage::FullFeature || transit.is_some_and(|next| next <= current) {
             return Err(PduError::Field {
                 field: "CSG and NSG",
                 value: u32::from(byte),
             });
         }
+        // A stage cannot end in the middle of a text (RFC 7143 6.2).
         if continues && transit.is_some() {
             return Err(PduError::Field {
                 field: "T and C",

@@ -69,6 +69,7 @@ impl ScsiResponse {
     /// Sense data with the length before them (RFC 7143 11.4.7.2).
     #[must_use]
     pub fn sense_segment(sense: &[u8]) -> Vec<u8> {
+        // No segment at all, rather than one that says that it is empty.
         if sense.is_empty() {
             return Vec::new();
         }
@@ -83,6 +84,7 @@ impl ScsiResponse {
     /// # Errors
     /// The length that they say is more than there is.
     pub fn sense_of(data: &[u8]) -> Result<&[u8], PduError> {
+        // Less than a length is none: a response with GOOD status has no data segment.
         let Some((len, rest)) = data.split_first_chunk() else {
             return Ok(&[]);
         };
@@ -178,6 +180,8 @@ impl DataIn {
                 (flags | 0x01, with.status, n)
             }
         };
+        // Only a status takes a number. Data-In PDUs without one do not count (RFC 7143 11.7.3),
+        // so the field stays reserved.
         let stat_sn = match self.status {
             None => 0,
             Some(_) => numbers.stat_sn.0,

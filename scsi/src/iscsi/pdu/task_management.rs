@@ -8,7 +8,7 @@ use super::super::{BHS_LEN, CmdSn, Itt, Numbers, StatSn};
 use super::{FINAL, IMMEDIATE, Opcode, PduError, coded, immediate, with_numbers};
 use crate::srp::WireLun;
 
-/// Task management function (RFC 7143 11.5.1, RFC 7144 4.1).
+/// Task management function (RFC 7143 11.5.1, RFC 7144 6.3).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TmfFunction {
@@ -85,6 +85,7 @@ impl TmfRequest {
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawTmfRequest {
             opcode: u8::from(Opcode::TmfRequest) | immediate(self.immediate),
+            // A code that was caught may have any value, but the field has seven bits.
             flags: FINAL | u8::from(self.function) & 0x7f,
             lun: self.lun,
             itt: self.itt.0.into(),
@@ -99,7 +100,7 @@ impl TmfRequest {
     }
 }
 
-/// Answer to a task management function (RFC 7143 11.6.1, RFC 7144 4.2).
+/// Answer to a task management function (RFC 7143 11.6.1, RFC 7144 6.4.2).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TmfStatus {

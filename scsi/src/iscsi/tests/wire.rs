@@ -98,7 +98,7 @@ fn cve_2026_53176_90413_90414_and_2021_28361_a_declared_length_is_not_believed()
 
 #[test]
 fn digests_are_crc32c_and_are_checked() {
-    // RFC 7143 appendix B: 32 bytes of zeroes, of ones, and rising.
+    // RFC 7143 A.4: 32 bytes of zeroes, of ones, and rising.
     assert_eq!(frame::digest(&[&[0; 32]]), [0xaa, 0x36, 0x91, 0x8a]);
     assert_eq!(frame::digest(&[&[0xff; 32]]), [0x43, 0xab, 0xa8, 0x62]);
     let rising: Vec<u8> = (0..32).collect();

@@ -22,6 +22,8 @@ impl CmHeader {
     /// first implementations said; it means that nothing is offered.
     #[must_use]
     pub fn parse(private_data: &[u8]) -> Self {
+        // Padding of the CM reads as a byte of zero here, which offers both. The caller takes of
+        // that only what it offers itself.
         match private_data.first() {
             Some(flags) => Self {
                 zero_based: flags & NO_ZERO_BASE == 0,

@@ -184,6 +184,7 @@ impl Header {
 }
 
 fn control(raw: &RawControl) -> Buffers {
+    // Without its flag a STag is not looked at, even if it is not zero (RFC 7145 9.2).
     let buffer = |bit, stag: U32, base: U64| {
         (raw.flags & bit != 0).then(|| RemoteBuffer {
             stag: Stag(stag.get()),
@@ -202,9 +203,13 @@ impl Hello {
     #[must_use]
     pub fn answer(&self, ord: u16) -> HelloReply {
         HelloReply {
+            // RFC 5046 has version 1, whose messages are the same here, so an initiator that knows
+            // no newer one is not refused. A range whose ends are exchanged is.
             rejected: self.min_version > VERSION || self.min_version > self.max_version,
             max_version: VERSION,
             current_version: self.max_version.min(VERSION),
+            // The smaller of both (RFC 7145 5.1.3): more READs at once than the initiator has room
+            // for would end the connection.
             ord: ord.min(self.ird),
         }
     }

@@ -49,6 +49,7 @@ impl<'a> Message<'a> {
 /// that it advertises. So a SCSI command with such a buffer may end where its announced data would
 /// begin: it has none then.
 fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
+    // Errors count from the start of the message, the iSER header included.
     let have = bytes.len() + HEADER_LEN;
     let truncated = |field, need| IserError::Truncated {
         field,
@@ -69,11 +70,14 @@ fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
         BHS_LEN + ahs_len,
     ))?;
     let is_command = bhs[0] & OPCODE == SCSI_COMMAND;
+    // All or nothing: a part of the announced data is a message that was cut.
     let is_tagged = is_command && buffers.write.is_some() && rest.is_empty();
     let data_len = if is_tagged { 0 } else { data_len };
     let (data, pad) = rest
         .split_at_checked(data_len)
         .ok_or(truncated("the data segment", BHS_LEN + ahs_len + data_len))?;
+    // Padding may be missing. What is more than it belongs to no field, so one of the lengths is
+    // wrong.
     if pad.len() > frame::padding(data_len) {
         return Err(IserError::Trailing(pad.len()));
     }

@@ -215,15 +215,21 @@ fn parse_indirect<'a>(
     let table = *at.view::<MemDesc>(names.descriptor)?;
     let len = at.view::<U32>(names.descriptor)?.get();
     let bytes = at.take(names.descriptor, u64::from(count) * MemDesc::LEN as u64)?;
+    // A view of the received bytes: the descriptors are not copied, and there is no bound to
+    // choose for an array of them.
     let inline = <[MemDesc]>::ref_from_bytes(bytes).expect("a whole number of descriptors");
     let illegal = |field, value| Err(SrpError::Illegal { field, value });
     if !(table.data_len() as usize).is_multiple_of(MemDesc::LEN) {
         return illegal(names.table, table.data_len().into());
     }
     let indirect = IndirectTable { table, len, inline };
+    // More descriptors in the command than in the table: one of the two numbers is wrong, and with
+    // it the data they lead to.
     if u32::from(count) > indirect.entries() {
         return illegal(names.count, count.into());
     }
+    // In 64 bits: 255 lengths of 32 bits do not wrap there. A table that is read later is checked
+    // when it is here.
     let described: u64 = inline.iter().map(|d| u64::from(d.data_len())).sum();
     if indirect.is_complete() && described < u64::from(len) {
         return illegal(names.descriptor, len.into());
@@ -285,13 +291,19 @@ impl<'a> Cmd<'a> {
             field: "TASK ATTRIBUTE",
             value: task_attr.into(),
         })?;
+        // The additional CDB, the data-out descriptors and the data-in descriptors follow each
+        // other without offsets, so each is found by the lengths of those before it.
         let mut at = Cursor::new(iu, CMD_LEN);
+        // The field counts words of four bytes in its upper six bits. With the lower two masked it
+        // is the number of bytes.
         let additional_cdb = at.take("additional CDB", u64::from(raw.add_cdb_len & 0xfc))?;
         let out_format = raw.buf_fmt >> 4;
         let data_out = match out_format {
             DataBuffer::IMMEDIATE => {
                 // The data lies behind every descriptor; it is cut out below, when they are known.
                 let len = at.view::<U32>(DATA_OUT.descriptor)?.get();
+                // Only where the login agreed on it. Without that SRP r16a has no such format, and
+                // nothing says where the data begin.
                 let offset = immediate.ok_or(SrpError::Illegal {
                     field: DATA_OUT.format,
                     value: out_format.into(),
@@ -304,15 +316,22 @@ impl<'a> Cmd<'a> {
             }
             format => parse_buffer(&mut at, format, raw.data_out_desc_cnt, &DATA_OUT)?,
         };
+        // Immediate data are no format of data-in, which `parse_buffer` refuses: they travel in
+        // the command, and that goes the other way.
         let data_in = parse_buffer(&mut at, raw.buf_fmt & 0x0f, raw.data_in_desc_cnt, &DATA_IN)?;
         let data_out = match data_out {
             DataBuffer::Immediate { offset, len, .. } => {
+                // The offset was agreed on before the number of descriptors was known, so they may
+                // reach into the data.
                 if offset.bytes() < at.position() {
                     return Err(SrpError::Illegal {
                         field: "immediate data offset",
                         value: offset.bytes() as u64,
                     });
                 }
+                // The cursor must begin within what was received. The gap to the offset is then
+                // taken like a field, so that a short information unit is reported, and not read
+                // beyond.
                 let header = iu.len().min(offset.bytes());
                 let mut at = Cursor::new(iu, header);
                 at.take("immediate data", (offset.bytes() - header) as u64)?;
@@ -397,6 +416,8 @@ impl<'a> Cmd<'a> {
         if let DataBuffer::Immediate { offset, .. } = self.data_out {
             assert!(at <= offset.bytes(), "immediate data overlaps descriptors");
         }
+        // The gap before immediate data goes over the wire, and must not carry what the buffer
+        // held before.
         out[at..].fill(0);
         len
     }

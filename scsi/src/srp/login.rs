@@ -111,6 +111,7 @@ impl LoginReq {
     pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawLoginReq::split(iu)?;
         expect(raw.opcode, Opcode::LoginReq)?;
+        // The same fields in another arrangement. One place judges them for both.
         Self::from_fields(&RawLoginReqRdma {
             tag: raw.tag,
             req_buf_fmt: raw.req_buf_fmt,
@@ -140,6 +141,8 @@ impl LoginReq {
             field: "MULTI-CHANNEL ACTION",
             value: code.into(),
         })?;
+        // The offset counts only with its flag. An initiator of SRP without immediate data has
+        // reserved bytes there.
         let immediate = if raw.req_flags & IMMED_REQUESTED == 0 {
             None
         } else {

@@ -189,6 +189,8 @@ impl<'a> Cursor<'a> {
 
     /// The next `len` bytes.
     pub(super) fn take(&mut self, field: &'static str, len: u64) -> Result<&'a [u8], SrpError> {
+        // In 64 bits and saturating: `len` is a peer's, up to the product of a count and a length,
+        // and must not wrap to a place inside.
         let need = (self.at as u64).saturating_add(len);
         let short = SrpError::Truncated {
             field,

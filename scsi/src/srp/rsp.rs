@@ -124,6 +124,8 @@ impl<'a> Rsp<'a> {
         let mut response = None;
         if flags & RSPVALID != 0 {
             let len = raw.resp_data_len.get();
+            // As long as it says, though four bytes are all that is defined: sense data begin
+            // behind it.
             let data = at.take("response data", len.into())?;
             let code = data.get(3).ok_or(SrpError::Illegal {
                 field: "RESPONSE DATA LENGTH",

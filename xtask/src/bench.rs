@@ -214,6 +214,7 @@ impl Rig {
             ])
             .args(engine),
         )?;
+        // fio may print warnings before its JSON.
         let v: Value = serde_json::from_str(json.get(json.find('{').unwrap_or(0)..).unwrap_or(""))?;
         figure(&v["jobs"][0]["read"])
     }
@@ -242,6 +243,8 @@ impl Rig {
 
     fn riser(&self, w: &Workload) -> Result<Figure, Failure> {
         let config = self.scratch.join("riserd.yaml");
+        // A daemon for each measurement, as with qemu-nbd: what one has cached in itself helps
+        // none after it.
         let daemon = Daemon::start(
             &self.programs.join("riserd"),
             &config,

@@ -47,6 +47,8 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
     };
     let file = root().join("deploy/container/Containerfile");
     let bases = bases(&fs::read_to_string(&file)?);
+    // Base images are fetched apart from the build: to lack a network is no failure of ours, but a
+    // build that fails is.
     for base in &bases {
         let is_here = sh::output(&mut cmd(engine, ["image", "inspect", base])).is_ok();
         if is_here {

@@ -63,6 +63,7 @@ impl Daemon {
         // Short, since a daemon that ends at its start never sends anything: its exit is looked
         // for between two reads.
         notify.set_read_timeout(Some(Duration::from_millis(200)))?;
+        // Appended: a case that starts the daemon again must not lose what it said before.
         let out = File::options().create(true).append(true).open(log)?;
         let child = sh::cmd(program, ["run", "--config"])
             .arg(config)

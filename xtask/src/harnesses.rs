@@ -44,6 +44,8 @@ impl Results {
             Err(e) => (e.to_string(), false),
         };
         let mut counts = Counts::default();
+        // The output may be that of several harnesses, as of `cargo test`: each that has begun
+        // must have given its result.
         let (mut begun, mut ended) = (0, 0);
         for line in text.lines() {
             begun += usize::from(is_beginning(line));
@@ -54,6 +56,7 @@ impl Results {
             counts.passed += number_before(line, " passed");
             counts.failed += number_before(line, " failed");
         }
+        // Figures are shown also of what succeeds, whose output is not printed otherwise.
         let figures = text.lines().filter_map(|l| Some(&l[l.find("figure: ")?..]));
         figures.for_each(|figure| println!("{figure}"));
         let failed = failed_functions(&text);
@@ -114,7 +117,10 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
         Ok(harnesses) => harnesses,
         Err(e) => return Results::of(Err(e)),
     };
+    // From here on Cargo holds no lock of its output folder, so what works ahead waits for no
+    // build of the tests.
     once_built();
+    // One lane needs no namespaces, and so no root: nothing else uses its addresses.
     let is_isolated = lanes > 1;
     let (queue, results) = (
         Mutex::new(harnesses.into_iter()),
@@ -123,6 +129,8 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     thread::scope(|scope| {
         for _ in 0..lanes {
             scope.spawn(|| {
+                // Each lane takes what is next when it is free. The harnesses differ too much in
+                // their time to be shared out beforehand.
                 let next = || queue.lock().expect("no lane panics").next();
                 while let Some(harness) = next() {
                     let began = Instant::now();
@@ -139,6 +147,7 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
         }
     });
     let mut results = results.into_inner().expect("no lane panics");
+    // These have no harness that could be run by itself.
     results.add(cargo_test(&["--workspace", "--doc"], &[]));
     results
 }
@@ -153,6 +162,8 @@ impl Harness {
     /// Reads a message of Cargo; none if it is about something else.
     fn of(message: &Value) -> Option<Self> {
         let is_test = message["profile"]["test"] == true;
+        // Cargo also names the programs that it has built beside the tests. Only what was built
+        // with `cfg(test)` is a harness.
         let program = message["executable"].as_str().filter(|_| is_test)?;
         let manifest = PathBuf::from(message["manifest_path"].as_str()?);
         Some(Self {

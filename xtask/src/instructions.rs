@@ -47,10 +47,14 @@ fn each(
     program: &Path,
     (subject, function, [few, many]): (&str, &str, [u64; 2]),
 ) -> Result<f64, Failure> {
+    // Two runs, and their difference: the start, the login and all that is made once cost the same
+    // in both.
     let few_cost = collected(program, subject, function, few)?;
     let many_cost = collected(program, subject, function, many)?;
     let cost = many_cost.checked_sub(few_cost);
     let cost = cost.ok_or("more commands cost less")?;
+    // A pattern that no function matches collects nothing, in both runs: a cost of zero would look
+    // like a result.
     if few_cost == 0 {
         return Err(format!("{function} is not in {}", program.display()).into());
     }
@@ -81,6 +85,7 @@ fn own(line: &str) -> Option<u64> {
     let (number, rest) = line.trim_start().split_once(" (")?;
     let (_, function) = rest.split_once("%)  ")?;
     let counts = function.contains(':') && !function.contains("riser_transport::loopback::");
+    // Totals have no colon, and functions have their file before it.
     counts.then(|| number.replace(',', "").parse().ok())?
 }
 

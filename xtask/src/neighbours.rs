@@ -83,6 +83,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 
 /// Fails if a limited neighbour disturbs the quiet initiator.
 fn check_quiet(alone: Figure, beside: Figure) -> Result<(), Failure> {
+    // Asked so that a quotient which is no number fails.
     let ratio = beside.p99 / alone.p99;
     if ratio < TOO_MUCH {
         return Ok(());
@@ -200,6 +201,8 @@ impl Noisy {
             .stdout(Stdio::piped())
             .spawn()?;
         let load = Self { child, since };
+        // Until it is at full load. This is no order of events: a load that comes late only makes
+        // a figure better, and `check_noisy` looks at what it has done.
         std::thread::sleep(Duration::from_secs(1));
         Ok(load)
     }
@@ -211,6 +214,7 @@ impl Noisy {
         }
         let mut json = String::new();
         let mut out = self.child.stdout.take().ok_or("it has an output")?;
+        // Read to the end before the process is waited for: with a full pipe it would never end.
         out.read_to_string(&mut json)?;
         let status = self.child.wait()?;
         let seconds = self.since.elapsed().as_secs_f64();

@@ -68,6 +68,7 @@ pub(crate) const WANTS_ROOT: &str = "a Debian root is made and entered by root o
 pub(crate) fn build_and_install() -> Result<(), Failure> {
     let version = env!("CARGO_PKG_VERSION");
     let deb = build_package(version)?;
+    // The same programs under a later version: an upgrade is tried, and not another program.
     let later = package(&folder(), &format!("{version}+later"))?;
     test(&folder(), &deb, &later)
 }
@@ -99,6 +100,7 @@ fn build() -> Result<(), Failure> {
     sh::run(&mut sh::cargo(args))?;
     let release = root().join(".build/release");
     let texts = release.join("package");
+    // Emptied: a page of a command that is gone must not be packed.
     let _ = fs::remove_dir_all(&texts);
     let man = texts.join("man");
     fs::create_dir_all(&man)?;
@@ -149,6 +151,8 @@ fn package(out: &Path, version: &str) -> Result<PathBuf, Failure> {
 
 /// Installs in a root of its own; see the script.
 fn test(out: &Path, deb: &Path, later: &Path) -> Result<(), Failure> {
+    // The bare root is kept, since it takes long to make; what is tried is unpacked from it each
+    // time.
     let tar = out.join("debian.tar");
     if !tar.is_file() {
         println!("making a Debian root");
@@ -198,6 +202,8 @@ fn test(out: &Path, deb: &Path, later: &Path) -> Result<(), Failure> {
         .status()?;
     let log = fs::read_to_string(dir.join("test/log")).unwrap_or_default();
     println!("{log}");
+    // The last line besides the status: a container that ends before the script has begun may end
+    // well, too.
     if status.success() && log.ends_with("--- all is well\n") {
         let _ = fs::remove_dir_all(&dir);
         Ok(())
@@ -213,6 +219,7 @@ fn debian(tar: &Path) -> Result<(), Failure> {
         .lines()
         .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
         .ok_or("/etc/os-release names no suite")?;
+    // Under another name until it is whole: a root that was ended halfway would be used for ever.
     let half = tar.with_extension("half");
     let mut command = cmd(
         "mmdebstrap",

@@ -104,6 +104,8 @@ pub(crate) fn install(packages: &[(&str, String)]) {
     if !may_install(&format!("Debian packages:\n{}", lines.join("\n"))) {
         return;
     }
+    // Lists of a fresh container are empty, and old ones name versions that the archive no longer
+    // has.
     apt(&["update", "-qq"]);
     let mut args = vec!["install", "-y", "-qq", "--no-install-recommends"];
     args.extend(packages.iter().map(|(package, _)| *package));
@@ -127,6 +129,8 @@ fn may_install(what: &str) -> bool {
     match DECISION.get() {
         Some(false) => return false,
         Some(true) => println!("installing {what}"),
+        // Both ends: a question that is redirected to a file, or that has no reader, would hold up
+        // the run.
         None if io::stdin().is_terminal() && io::stdout().is_terminal() => {
             println!("These are missing: {what}");
             let _ = DECISION.set(is_yes("Install them, and what else this run needs? [Y/n] "));

@@ -13,6 +13,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
         .stdin(Stdio::null())
         .output()
         .map_err(|e| format!("{shown}: {e}"))?;
+    // Standard error of a success is not shown: progress and warnings would hide what a step says.
     if out.status.success() {
         return Ok(String::from_utf8_lossy(&out.stdout).into_owned());
     }
@@ -63,6 +64,8 @@ pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Comma
 pub(crate) fn at_lowest_priority(command: &Command) -> Command {
     let mut nice = cmd("nice", ["-n", "19"]);
     nice.arg(command.get_program()).args(command.get_args());
+    // `Command` cannot be put behind another program, so it is built again, as far as it can be
+    // read back.
     for (name, value) in command.get_envs() {
         if let Some(value) = value {
             nice.env(name, value);
@@ -87,6 +90,8 @@ pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
 /// Path of a program, by `PATH` and the administrator's folders.
 pub(crate) fn which(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
+    // `PATH` of an ordinary user may lack the folders of the administrator's programs, which work
+    // all the same.
     std::env::split_paths(&path)
         .chain(["/usr/sbin", "/sbin"].map(PathBuf::from))
         .map(|dir| dir.join(program))

@@ -161,6 +161,7 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     let steps = chosen(steps, selection, run)?;
     // All together, so that a question about them comes before hours of work, and once.
     ensure(steps.iter().flat_map(|step| step.all_needs()));
+    // What an earlier process with this number has left.
     let _ = fs::remove_file(skip_log());
     let (mut tally, mut rows) = (Tally::default(), Vec::new());
     for step in steps {
@@ -174,6 +175,8 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
         let (how, mut counts) = match outcome {
             Outcome::Ran(counts, None) => ("ok", counts),
             Outcome::Ran(mut counts, Some(why)) => {
+                // At once and not with the summary: a run of hours may be ended by hand before
+                // that.
                 println!("{why}");
                 // Something that is no test of its own went wrong, as a build.
                 if counts.total().failed == 0 {
@@ -186,6 +189,8 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
                 ("skipped", without(step.name, things, &why))
             }
         };
+        // Skips that the step has not taken itself are still its own, so they are read before the
+        // next one begins.
         counts.take_skips(noted(), &BTreeSet::new());
         let row = row(step.name, how, took, &counts.in_a_row());
         println!("{row}");

@@ -60,6 +60,7 @@ pub(crate) fn collect(to: &Path, enough: u64) -> Result<u64, Failure> {
 fn copy(from: &Path, to: &Path, enough: u64, bytes: &mut u64) -> Result<(), Failure> {
     fs::create_dir_all(to)?;
     let mut entries: Vec<_> = fs::read_dir(from)?.filter_map(Result::ok).collect();
+    // Sorted, so that the same machine copies the same files in every run.
     entries.sort_by_key(fs::DirEntry::file_name);
     for entry in entries {
         if *bytes >= enough {
@@ -71,6 +72,7 @@ fn copy(from: &Path, to: &Path, enough: u64, bytes: &mut u64) -> Result<(), Fail
             copy(&path, &target, enough, bytes)?;
         } else if kind.is_symlink() {
             std::os::unix::fs::symlink(fs::read_link(&path)?, &target)?;
+        // Sockets and what may not be read are left out: any real files will do.
         } else if kind.is_file() && File::open(&path).is_ok() {
             *bytes += fs::copy(&path, &target)?;
         }

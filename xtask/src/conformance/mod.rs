@@ -184,6 +184,8 @@ fn ended(options: &Options, ours: Ours) -> Ended {
             Verdict::Skipped(reasons) => note(Kind::SuiteTest, &name, &reasons.join("; ")),
             Verdict::Failed(_) | Verdict::Unfinished => {
                 let fault = CLIENT_FAULTS.iter().find(|(test, _)| *test == name);
+                // The distribution's version does not have these faults, so there a failure is
+                // ours.
                 if let (Some((_, why)), true) = (fault, options.libiscsi.is_some()) {
                     println!("{name} fails, but not by our fault: {why}");
                     continue;
@@ -285,6 +287,8 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
     if let Some(keep) = &options.log {
         fs::write(keep, said)?;
     }
+    // Only tests that were skipped for this reason: what has passed on the first LUN need not run
+    // again.
     for (lun, lacking) in OTHER_LUNS {
         let url = format!("{portal}/{IQN}/{lun}");
         for test in run.skipped_for(lacking) {
@@ -299,6 +303,8 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
             run.take(again);
         }
     }
+    // Descriptors decide and memory is only shown: pools and tables of a daemon may grow once and
+    // stay.
     let after = Usage::settled(daemon.pid(), &before)?;
     println!(
         "file descriptors: {} before the suite, {} after",
@@ -314,6 +320,7 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
     if let Err(error) = daemon.stop() {
         failures.push(error.to_string());
     }
+    // Read after the end, which flushes the log and may have complaints of its own.
     let said = fs::read_to_string(&log).unwrap_or_default();
     let complaints = said
         .lines()

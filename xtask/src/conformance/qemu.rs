@@ -118,6 +118,8 @@ fn serve(
 /// An image goes in and is the same; one changed byte is found.
 fn images(programs: &Path, scratch: &sh::Scratch) -> Result<String, Failure> {
     let (image, disk) = (scratch.join("image"), scratch.join("qemu.img"));
+    // Bytes that differ from block to block, so that one at a wrong place is found; the same in
+    // every run.
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut bytes = vec![0; SIZE as usize];
     // Every fourth MiB stays a hole.
@@ -149,6 +151,8 @@ fn images(programs: &Path, scratch: &sh::Scratch) -> Result<String, Failure> {
         )
     };
     let said = compare()?;
+    // Beside the comparison by the same client: one that wrote and read at the same wrong place
+    // would find its data equal.
     if fs::read(&disk)? != bytes {
         return Err("what qemu-img wrote is not in riserd's file".into());
     }

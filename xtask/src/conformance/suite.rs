@@ -184,6 +184,7 @@ fn verdict(said: &str) -> Verdict {
                 .collect(),
         );
     }
+    // Neither word: the program ended within the test.
     if !ended("passed") {
         return Verdict::Unfinished;
     }

@@ -50,6 +50,8 @@ pub(crate) struct Ran {
 impl Guest {
     /// Boots a guest whose shared folder is `folder/share`; it appears as `/vm` inside.
     pub(crate) fn boot(kernel: &Kernel, folder: &Path, shape: Shape) -> Result<Self, Failure> {
+        // Emptied first: the guest runs what it finds there by number, and would begin with the
+        // scripts of an earlier one.
         let share = folder.join("share");
         let _ = fs::remove_dir_all(&share);
         fs::create_dir_all(&share)?;
@@ -70,6 +72,8 @@ impl Guest {
         )?;
         let initrd = initramfs::build(kernel, folder, &root().join("tests/vm/init.sh"), &MODULES)?;
         let console = File::create(folder.join("console.log"))?;
+        // The host's file system is the guest's, so that it has the same programs and libraries
+        // without an image. `multidevs=remap` keeps inodes of several file systems apart.
         let virtfs = |path: &Path, tag: &str, more: &str| {
             format!(
                 "local,path={},mount_tag={tag},security_model=none,multidevs=remap{more}",
@@ -85,11 +89,15 @@ impl Guest {
                 "-m",
                 &shape.memory.to_string(),
             ])
+            // No network card: both ends of a case are in the guest, and nothing of it may reach
+            // the host's network.
             .args(["-nographic", "-no-reboot", "-nic", "none"])
             .arg("-kernel")
             .arg(&kernel.image)
             .arg("-initrd")
             .arg(initrd)
+            // A panic ends the guest at once (`-no-reboot`), instead of a time-out. Mitigations
+            // cost time where no foreign code runs.
             .args(["-append", "console=ttyS0 panic=-1 mitigations=off quiet"])
             .args([
                 "-virtfs",
@@ -106,6 +114,8 @@ impl Guest {
             share,
             next: 1,
         };
+        // The boot is over when a script runs. Its answer also shows that the kernel is the one
+        // whose modules are in the initramfs.
         let hello = guest.run("uname -r", BOOT)?;
         if hello.output.trim() != kernel.version {
             return Err(format!(
@@ -128,6 +138,8 @@ impl Guest {
         let n = self.next;
         self.next += 1;
         let at = |suffix: &str| self.share.join(format!("{n}.{suffix}"));
+        // Under another name first: the guest takes a script as soon as its name is there, and
+        // could read half of it.
         fs::write(at("new"), script)?;
         fs::rename(at("new"), at("sh"))?;
         let started = Instant::now();
@@ -155,6 +167,8 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
+        // The guest is asked first, so that it can write out what it has. It gets two seconds for
+        // that.
         let _ = fs::write(self.share.join("stop"), "");
         for _ in 0..40 {
             if matches!(self.qemu.try_wait(), Ok(Some(_))) {

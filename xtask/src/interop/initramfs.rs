@@ -19,6 +19,7 @@ pub(crate) fn build(
     let _ = fs::remove_dir_all(&tree);
     fs::create_dir_all(tree.join("bin"))?;
     fs::create_dir_all(tree.join("modules"))?;
+    // Debian's static busybox: there are no libraries in the archive.
     fs::copy("/bin/busybox", tree.join("bin/busybox"))?;
     fs::copy(init, tree.join("init"))?;
     fs::set_permissions(tree.join("init"), fs::Permissions::from_mode(0o755))?;

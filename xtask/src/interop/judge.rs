@@ -172,6 +172,8 @@ fn filled(capture: &[u8]) -> Vec<u8> {
         Some(u32::from_le_bytes(bytes.try_into().ok()?) as usize)
     };
     let mut filled = capture[..FILE_HEADER.min(capture.len())].to_vec();
+    // The file is cut by its own lengths. It comes from a guest that may have been killed, so each
+    // of them may lead beyond the end.
     let mut at = FILE_HEADER;
     while let (Some(kept), Some(length)) = (word(at + 8), word(at + 12)) {
         let start = at + PACKET_HEADER;
@@ -180,6 +182,8 @@ fn filled(capture: &[u8]) -> Vec<u8> {
         };
         let missing = length.saturating_sub(kept);
         let missing = if begins_message(packet) { missing } else { 0 };
+        // The time stamps stay, then the new number of bytes that are there, then the length on
+        // the wire.
         filled.extend(&capture[at..at + 8]);
         filled.extend(((kept + missing) as u32).to_le_bytes());
         filled.extend(&capture[at + 12..start]);
@@ -267,6 +271,8 @@ impl Reader {
         self.learn(packet);
         let begins = packet.is_rc() && BEGINS_MESSAGE.contains(&packet.opcode);
         let is_iser = begins && self.iser.contains(&packet.to());
+        // A payload that the dissector of iSER has read ends in these names, or has SCSI behind
+        // them.
         let is_read =
             packet.protocols.ends_with(":iser:iscsi") || packet.protocols.contains(":iscsi:");
         if is_iser {
@@ -284,6 +290,8 @@ impl Reader {
 
     /// Learns from the connection manager's messages which connections carry iSER.
     fn learn(&mut self, packet: &Packet<'_>) {
+        // Queue pairs are used again within a capture. A new request for one ends what was known
+        // of it.
         if !packet.asks.is_empty() {
             let end = (packet.src().to_owned(), packet.asking_qp.to_owned());
             self.iser.remove(&end);
@@ -419,6 +427,8 @@ impl<'a> Packet<'a> {
                 .severity
                 .split(',')
                 .filter_map(|s| s.parse::<u32>().ok())
+                // A packet may have several complaints, separated by commas. The worst of them
+                // decides.
                 .any(|s| s >= ERROR);
         // Several PDUs may be in one packet; reading ends with the one that is complained of.
         let last_length = self.data_length.rsplit(',').next().unwrap_or_default();

@@ -57,6 +57,8 @@ pub(crate) fn ensure() -> Result<Kernel, Failure> {
         .map(|e| e.path())
         .find(|p| p.extension().is_some_and(|e| e == "deb"))
         .ok_or("the kernel package did not arrive")?;
+    // Unpacked beside its place and renamed: a run that is ended meanwhile leaves no half kernel
+    // for the next one.
     let unpacking = cache().join(format!("kernel-{}", std::process::id()));
     let _ = fs::remove_dir_all(&unpacking);
     sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(&unpacking))?;
@@ -65,6 +67,8 @@ pub(crate) fn ensure() -> Result<Kernel, Failure> {
     let _ = fs::remove_dir_all(&root);
     fs::rename(&unpacking, &root)?;
     fs::remove_file(&archive)?;
+    // Looked for as at the beginning, so that a package of another layout is noticed now and not
+    // at the boot.
     find(&root).ok_or_else(|| "the kernel package has no kernel in it".into())
 }
 
@@ -86,6 +90,7 @@ fn find(root: &Path) -> Option<Kernel> {
         .join(&version)
         .join("modules.dep")
         .exists()
+        // `modules.dep` is what is made last, so a folder that has it is complete.
         .then(|| Kernel {
             image,
             root: root.to_path_buf(),
@@ -142,6 +147,7 @@ impl PrivateApt {
             format!("Dir::Etc::sourceparts={}", at("parts")),
             format!("Dir::State::Lists={}", at("lists")),
             format!("Dir::Cache={}", at("cache")),
+            // The cache may be in a home that apt's own user cannot enter.
             "APT::Sandbox::User=root".to_owned(),
         ];
         let mut command = sh::cmd(program, settings.iter().flat_map(|s| ["-o", s.as_str()]));

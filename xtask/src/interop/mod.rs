@@ -167,6 +167,8 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         }
         return Ok(Ended::Ran(Counts::default(), None));
     }
+    // A missing rig is reported with the names of the cases, so that they are counted as skipped,
+    // and not as none.
     if let Some(n) = ensure(NEEDS).first() {
         let why = format!("{} (Debian package {}) is missing", n.program, n.package);
         return Ok(Ended::Unavailable(names(options)?, why));

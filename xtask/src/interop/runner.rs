@@ -54,9 +54,11 @@ pub(crate) struct Rig<'a> {
 impl Rig<'_> {
     /// Runs `cases` on up to `jobs` guests at once; returns a row for each case, in their order.
     pub(crate) fn run<'a>(&self, cases: &'a [Case], jobs: usize) -> Vec<Row<'a>> {
+        // Cases that measure come last, when no other guest takes time from theirs.
         let (alone, together): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|c| c.alone);
         let mut rows = self.run_some(together, jobs);
         rows.extend(self.run_some(alone, 1));
+        // After all others, so that the second attempt has the machine to itself.
         for row in rows.iter_mut().filter(|row| row.result.is_err()) {
             *row = self.try_again(row);
         }
@@ -102,6 +104,7 @@ impl Rig<'_> {
                 group,
             );
             let Some(case) = next else { return };
+            // What one group has set up in a guest must not be met by another.
             if group != Some(case.group.as_str()) {
                 slot = None;
                 group = Some(&case.group);
@@ -151,6 +154,7 @@ impl Rig<'_> {
         case: &Case,
         folder: &Path,
     ) -> Result<Vec<String>, Failure> {
+        // The variables and the library come first, so that a case is only what it does.
         let script = format!(
             "export RISER_ROOT='{}' RISER_BIN='{}' RISER_TESTS='{}' CASE='{}'\n. /vm/lib.sh\n{}",
             root().display(),

@@ -29,6 +29,7 @@ pub(crate) fn unused(root: &Path, packages: &[Package]) -> Result<Vec<String>, F
                 if !used.contains(&plain(name)) {
                     unused.push(format!("dependency {}: {name}", package.name));
                 }
+                // What no member inherits is unused although every member's own list is right.
                 if declared.get("workspace").is_some() {
                     inherited.insert(name.to_owned());
                 }

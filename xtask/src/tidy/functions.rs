@@ -124,6 +124,8 @@ impl Nesting {
 impl<'ast> Visit<'ast> for Nesting {
     fn visit_expr_if(&mut self, branch: &'ast syn::ExprIf) {
         self.deeper(|nesting| {
+            // A loop along the `else if`s: visited as expressions they would each count as one
+            // level deeper.
             let mut branch = branch;
             loop {
                 nesting.visit_expr(&branch.cond);

@@ -51,6 +51,8 @@ fn follow<'a>(
     for need in needs.into_iter().flatten() {
         let mut way = way.clone();
         way.push(need);
+        // Not followed beyond: what a forbidden package needs is its own affair, and the shortest
+        // way is what has to be cut.
         if forbidden.contains(need) {
             crossings.push(format!("layer {}", way.join(" → ")));
         } else {

@@ -180,6 +180,7 @@ impl Text {
         for (at, line) in source.lines().enumerate() {
             let behind: String = line.chars().skip(self.ends[at]).collect();
             let behind = behind.trim();
+            // A line within a long literal has no token of its own. It is text, and no comment.
             if behind.is_empty() || (self.lines[at] == Line::Code && !behind.starts_with('/')) {
                 continue;
             }

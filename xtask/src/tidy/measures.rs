@@ -136,6 +136,8 @@ impl Measures {
 
     fn take_tokens(&mut self, source: &Source) {
         let is_product = |token: &Token| source.purpose_of(token.line) == Purpose::Product;
+        // Tokens and not the syntax tree: arguments of macros are not parsed there, and have
+        // calls, too.
         for tokens in source.text.tokens.windows(3) {
             let [first, second, third] = tokens else {
                 unreachable!("windows have three tokens");
@@ -203,6 +205,7 @@ impl Measures {
     }
 
     fn functions(&self) -> Vec<Row> {
+        // Sorted once: the median, the longest and the shares are all read from it.
         let lengths = sorted(self.functions.iter().map(|f| f.what.len()));
         let (all, sum) = (lengths.len(), lengths.iter().sum());
         let over = |limit| lengths.iter().filter(|len| **len > limit).count();

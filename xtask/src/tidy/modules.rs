@@ -128,6 +128,8 @@ impl Crate {
                 let Some(target) = self.resolve(module, &reference.names, MAX_STEPS) else {
                     continue;
                 };
+                // The siblings are where the two ways part. With one end within the other there
+                // are none, and no arrow.
                 let pairs = module.iter().zip(&target);
                 let common = pairs.take_while(|(a, b)| a == b).count();
                 if let (Some(from), Some(to)) = (module.get(common), target.get(common)) {
@@ -163,6 +165,7 @@ impl Crate {
     /// The module that defines what names mean in a module, or the innermost one that is known on the way
     /// there; none if they lead out of the crate.
     fn resolve(&self, module: &[String], names: &[String], steps: usize) -> Option<ModulePath> {
+        // Re-exports may form a circle of their own, which would be followed for ever.
         let steps = steps.checked_sub(1)?;
         let (first, rest) = names.split_first()?;
         let up = names.iter().take_while(|name| *name == "super").count();
@@ -225,6 +228,8 @@ fn components<T>(arrows: &BTreeMap<(String, String), T>) -> BTreeSet<BTreeSet<St
     let mut reached = BTreeMap::<&str, BTreeSet<&str>>::new();
     for (from, _) in arrows.keys() {
         let mut seen = BTreeSet::new();
+        // All that can be reached, for each end: a circle is those that reach each other. The
+        // graphs have dozens of ends, so nothing quicker is needed.
         let mut open = vec![from.as_str()];
         while let Some(at) = open.pop() {
             let next = arrows.keys().filter(|(from, _)| from == at);
@@ -319,6 +324,7 @@ impl Visitor<'_> {
             match &token {
                 TokenTree::Punct(punct) if punct.as_char() == ':' => colons += 1,
                 TokenTree::Ident(ident) => {
+                    // Two colons join names to a path; anything else begins a new one.
                     if colons != 2 || names.is_empty() {
                         self.refer(line, std::mem::take(&mut names));
                         line = ident.span().start().line;

@@ -44,6 +44,7 @@ fn dead_in(root: &Path, text: &str) -> Vec<(usize, String)> {
         if line.starts_with("```") {
             is_code = !is_code;
         }
+        // Blocks of code show input and output, whose paths are those of the reader's machine.
         if is_code {
             continue;
         }
@@ -56,6 +57,7 @@ fn dead_in(root: &Path, text: &str) -> Vec<(usize, String)> {
                 _ => dead.push((number, (*span).to_owned())),
             }
         }
+        // A function without a file on its line could be anybody's.
         if sources.is_empty() {
             continue;
         }

@@ -43,6 +43,7 @@ pub(crate) fn table(reports: &[Report]) -> String {
         .collect();
     let mut text = String::new();
     let titles = columns[0].1.iter().map(|row| row.title.chars().count());
+    // Counted in characters, since titles have signs of several bytes.
     let width = titles.max().unwrap_or_default();
     let _ = write!(text, "{:width$}", "");
     for (name, _) in &columns {
@@ -56,6 +57,7 @@ pub(crate) fn table(reports: &[Report]) -> String {
         }
         text.push('\n');
     }
+    // Only of the first tree: lists of another project's functions would hide our own.
     let own = &reports[0];
     by_package(&mut text, own);
     let all = &own.all;
@@ -119,6 +121,7 @@ pub(crate) fn json(reports: &[Report]) -> Json {
         rows.map(|row| (row.key.to_owned(), json!(row.value.number())))
             .collect()
     };
+    // Raw numbers without units or thresholds, for programs that set their own.
     let functions = |functions: &[At<Function>]| -> Json {
         let shown = functions.iter().map(|f| {
             json!({

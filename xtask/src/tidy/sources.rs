@@ -93,6 +93,7 @@ pub(crate) fn read(root: &Path) -> Result<Vec<Package>, Failure> {
     }
     let mut owned = BTreeMap::<PathBuf, Vec<PathBuf>>::new();
     for file in files {
+        // The nearest manifest above: packages lie within each other's folders here.
         let owner = file.ancestors().find(|a| manifests.contains_key(*a));
         let owner = owner.unwrap_or(Path::new("")).to_owned();
         owned.entry(owner).or_default().push(file);
@@ -203,6 +204,8 @@ impl<'a> Reader<'a> {
 
     /// Reads a module's file and those of the modules in it.
     fn follow(&mut self, path: &Path, module: Module, is_test: bool, is_root: bool) {
+        // A file belongs to the module that reaches it first. A second crate of the package may
+        // name it again.
         if self.done.contains_key(path) {
             return;
         }
@@ -211,6 +214,8 @@ impl<'a> Reader<'a> {
         };
         let folder = path.parent().unwrap_or(Path::new(""));
         let stem = path.file_stem().unwrap_or_default();
+        // As rustc looks for it: children of `mod.rs` and of a root lie beside it, those of
+        // another file in a folder of its name.
         let inner = if is_root || stem == "mod" {
             folder.to_owned()
         } else {
@@ -225,6 +230,8 @@ impl<'a> Reader<'a> {
             let (name, nesting) = names.split_last().expect("a module has a name");
             let below = nesting.iter().fold(inner.clone(), |at, n| at.join(n));
             let candidates = match &file {
+                // A `path` attribute counts from the folder of the file, or, within an inline
+                // module, from the folder of that.
                 Some(file) if nesting.is_empty() => vec![normal(&folder.join(file))],
                 Some(file) => vec![normal(&below.join(file))],
                 None => vec![
@@ -254,6 +261,8 @@ impl<'a> Reader<'a> {
                 return None;
             }
         };
+        // By the syntax and not by words: `#[cfg(test)]` may stand before a module, a function or
+        // a single import.
         let mut items = Items::default();
         items.visit_file(&syntax);
         let purpose = match (is_generated(path, &source), is_test) {

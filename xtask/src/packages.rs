@@ -39,7 +39,7 @@ pub(crate) struct Need {
     pub(crate) program: &'static str,
     /// The Debian package that has it.
     pub(crate) package: &'static str,
-    /// What is skipped without it.
+    /// The work that is skipped without it.
     pub(crate) purpose: &'static str,
 }
 
@@ -83,7 +83,7 @@ pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a N
     missing
 }
 
-/// What of this is missing now.
+/// The needs that are not met now.
 pub(crate) fn missing<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
     needs.into_iter().filter(is_missing).collect()
 }

@@ -9,7 +9,7 @@ use crate::packages::{Need, ensure, have_subcommand, missing};
 use crate::tally::{Kind, Skip, Tally, noted, skip_log};
 use crate::{Failure, sh, tidy};
 
-/// How a step ended.
+/// End of a step.
 pub(crate) enum Outcome {
     /// It was tried: its counts, and what went wrong if something did.
     Ran(Tally, Option<String>),
@@ -32,7 +32,7 @@ impl Outcome {
     }
 }
 
-/// A step.
+/// A step of a run: it has a name, needs, and a result that is counted.
 pub(crate) struct Step {
     pub(crate) name: &'static str,
     /// Runs with `--all` only.
@@ -48,7 +48,7 @@ pub(crate) struct Step {
 
 /// The run that a step is part of.
 pub(crate) struct Run {
-    /// With `--all`.
+    /// Steps of `--all` are part of it.
     pub(crate) all: bool,
     /// No word selects steps.
     pub(crate) is_whole: bool,

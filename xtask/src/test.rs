@@ -13,7 +13,7 @@ use crate::steps::{
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{Failure, conformance, container, demo, instructions, interop, package, sh};
 
-/// What the tests use beyond Rust.
+/// Programs that the tests use beyond Rust.
 const NEEDS: &[Need] = &[
     need(
         "tshark",
@@ -78,7 +78,7 @@ struct Long {
     test: &'static str,
     /// The variable that makes it long, and its value.
     size: (&'static str, &'static str),
-    /// What its harness is asked for.
+    /// Arguments of its harness.
     args: &'static [&'static str],
 }
 

@@ -12,9 +12,9 @@ pub(crate) struct Function {
     pub(crate) name: String,
     /// From the line of its signature to that of its last brace.
     pub(crate) lines: RangeInclusive<usize>,
-    /// With `self`.
+    /// Number of parameters, `self` included.
     pub(crate) parameters: usize,
-    /// How deep conditions, loops and closures are nested in each other.
+    /// Deepest nesting of conditions, loops and closures in each other.
     pub(crate) depth: usize,
 }
 

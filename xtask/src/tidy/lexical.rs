@@ -12,7 +12,7 @@ pub(crate) enum Line {
     Code,
     /// A doc comment, inner or outer.
     Doc,
-    /// An ordinary comment.
+    /// An ordinary comment on a line of its own.
     Comment,
 }
 
@@ -175,7 +175,7 @@ impl Text {
         self.ends[to.line - 1] = to.column;
     }
 
-    /// What no token covers is a comment or white space.
+    /// Takes the comments: all that no token covers, white space apart.
     fn take_comments(&mut self, source: &str) {
         for (at, line) in source.lines().enumerate() {
             let behind: String = line.chars().skip(self.ends[at]).collect();

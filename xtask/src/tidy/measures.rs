@@ -57,7 +57,7 @@ pub(crate) struct Measures {
 }
 
 impl Measures {
-    /// Measures a package.
+    /// Measures of one package alone.
     pub(crate) fn of(package: &Package) -> Self {
         let mut measures = Self::default();
         for source in &package.sources {

@@ -27,7 +27,7 @@ use report::Report;
 
 use crate::{Failure, root};
 
-/// What is known and still to be repaired, a line each.
+/// List of what is known and still to be repaired, a line each.
 const KNOWN: &str = "xtask/tidy-known.txt";
 
 /// Options of `cargo xtask tidy`.
@@ -44,7 +44,7 @@ pub(crate) struct Options {
     json: bool,
 }
 
-/// Checks or measures.
+/// Checks the sources, or measures them with `--report`.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !options.report {
         check()?;
@@ -162,10 +162,10 @@ fn compare(kinds: &[&str], found: &Findings) -> Result<(), Failure> {
     Err(format!("{}\n{} to repair", wrong.join("\n"), wrong.len()).into())
 }
 
-/// What was found, by its line in the list of what is known.
+/// Messages about what was found, by the line in the list of what is known.
 type Findings = BTreeMap<String, Vec<String>>;
 
-/// What is found and not known, then what is known and not found.
+/// Names what is found and not known, then what is known and not found.
 fn judge<'a>(found: &Findings, known: impl Iterator<Item = &'a str>) -> Vec<String> {
     let known: BTreeSet<_> = known.collect();
     let new = found

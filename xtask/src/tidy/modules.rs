@@ -94,7 +94,7 @@ struct Crate {
     modules: BTreeMap<ModulePath, Contents>,
 }
 
-/// What a module has.
+/// Names and references of a module.
 #[derive(Default)]
 struct Contents {
     /// Names that it defines.
@@ -255,7 +255,7 @@ fn components<T>(arrows: &BTreeMap<(String, String), T>) -> BTreeSet<BTreeSet<St
 struct Visitor<'a> {
     modules: &'a mut BTreeMap<ModulePath, Contents>,
     source: &'a Source,
-    /// The current module.
+    /// The module that is being visited, which may be inline.
     module: ModulePath,
 }
 

@@ -26,7 +26,7 @@ const BY_PACKAGE: &[(&str, &str)] = &[
     ("words", "words"),
 ];
 
-/// What was measured in a tree.
+/// Measures of a tree.
 pub(crate) struct Report {
     pub(crate) name: String,
     pub(crate) all: Measures,

@@ -13,7 +13,7 @@ use walkdir::WalkDir;
 use super::lexical::Text;
 use crate::Failure;
 
-/// What lines are for.
+/// Purpose of a line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Purpose {
     Product,
@@ -36,7 +36,7 @@ pub(crate) struct Package {
     pub(crate) unreadable: Vec<String>,
 }
 
-/// A source file.
+/// A source file of a package, taken apart and parsed.
 pub(crate) struct Source {
     /// Relative to the tree's root.
     pub(crate) path: PathBuf,
@@ -59,7 +59,7 @@ pub(crate) struct Module {
 }
 
 impl Source {
-    /// What a line is for, by its number from 1.
+    /// The purpose of a line, by its number from 1.
     pub(crate) fn purpose_of(&self, line: usize) -> Purpose {
         if self.tests.iter().any(|range| range.contains(&line)) {
             return Purpose::Test;
@@ -67,7 +67,7 @@ impl Source {
         self.purpose
     }
 
-    /// What the file is for, apart from tests within it.
+    /// The purpose of the file, apart from tests within it.
     pub(crate) fn purpose(&self) -> Purpose {
         self.purpose
     }
@@ -144,7 +144,7 @@ pub(crate) fn paths(root: &Path) -> Result<Vec<PathBuf>, Failure> {
 struct Reader<'a> {
     root: &'a Path,
     own: BTreeSet<&'a Path>,
-    /// Crates' root files.
+    /// Root files of the crates, at which reading begins.
     crates: Vec<PathBuf>,
     is_for_tests: bool,
     done: BTreeMap<PathBuf, Source>,
@@ -301,7 +301,7 @@ struct Declared {
     is_test: bool,
 }
 
-/// What the items of a file say about purposes and other files.
+/// Purposes and other files, as the items of a file name them.
 #[derive(Default)]
 struct Items {
     tests: Vec<RangeInclusive<usize>>,

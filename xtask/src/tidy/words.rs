@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-/// The list.
+/// The list, as it is in `words.txt`.
 static WORDS: LazyLock<Vec<Word>> = LazyLock::new(|| {
     let lines = include_str!("../../words.txt").lines();
     let entries = lines.filter(|line| !line.starts_with('#'));
@@ -34,7 +34,7 @@ impl Word {
         })
     }
 
-    /// Whether the phrase is what these words begin with.
+    /// Returns whether these words begin with the phrase.
     fn opens(&self, words: &[(usize, String)]) -> bool {
         let mut words = words.iter().map(|(_, word)| word.as_str());
         let is_here = self

@@ -35,8 +35,8 @@ pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
         let data = standard(&planner.lu.config().identity, nexus.as_deref());
         return Ok(Plan::data(data, allocation_length));
     }
-    // An initiator distinguishes disks by these pages. With an invented name it would take this one
-    // for another disk, or for a new one.
+    // An initiator distinguishes disks by these pages. With an invented name it would take this
+    // one for another disk, or for a new one.
     if !planner.lu.has_names() && vpd::NAMING.contains(&page) {
         return Err(NO_MEDIUM.into());
     }

@@ -81,7 +81,6 @@ impl OrWrite {
 impl Steps for OrWrite {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
         match &mut self.stage {
-            // The piece is in the buffer, and nothing of it has the medium's bits yet.
             OrStage::Receiving => self.stage = OrStage::Reading,
             OrStage::Reading => {
                 let segment = self.segment();

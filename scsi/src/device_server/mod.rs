@@ -77,8 +77,8 @@ impl LogicalUnit {
         // A command that is going to be refused takes no data. Its sense is made when it starts,
         // after the checks that come before.
         let cdb = Cdb::parse(request.cdb, &row.usage).ok()?;
-        // What takes data changes nothing as it is planned. RESERVE and START STOP UNIT do, and have
-        // another direction.
+        // What takes data changes nothing as it is planned. RESERVE and START STOP UNIT do, and
+        // have another direction.
         let plan = (row.plan)(&request.planner(self), &cdb).ok()?;
         match plan.first {
             Next::Receive { len, .. } if len > 0 => Some(DataOut {

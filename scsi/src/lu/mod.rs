@@ -271,8 +271,8 @@ impl LogicalUnit {
     /// the task set's part.
     pub fn reset(&self) {
         self.update_reservations(Reservations::reset);
-        // One lock for the modes and the attention, as in `change_mode`: a MODE SELECT comes before
-        // both or after both.
+        // One lock for the modes and the attention, as in `change_mode`: a MODE SELECT comes
+        // before both or after both.
         let mut nexuses = self.lock_nexuses();
         self.store_flags(initial_flags(&self.config));
         nexuses.raise(Attention::DeviceReset, AttentionScope::All);

@@ -56,8 +56,8 @@ impl Nexuses {
     /// Takes the next pending unit attention of a nexus.
     #[inline]
     pub(super) fn take_attention(&self, id: NexusId) -> Option<Attention> {
-        // The bit may be that of another nexus. Then the table is locked in vain, which costs time and
-        // nothing else.
+        // The bit may be that of another nexus. Then the table is locked in vain, which costs time
+        // and nothing else.
         if !self.hints.is_set(id) {
             return None;
         }

@@ -45,8 +45,8 @@ impl LogicalUnit {
 
     /// Returns whether the reservation of another nexus forbids a command with these flags.
     pub(crate) fn conflicts(&self, id: NexusId, flags: CommandFlags) -> bool {
-        // Looked up before the reservations are locked: their mutex and that of the nexuses are never
-        // held together, so their order can never be wrong.
+        // Looked up before the reservations are locked: their mutex and that of the nexuses are
+        // never held together, so their order can never be wrong.
         let nexus = self.nexus(id);
         self.with_reservations(|all| all.conflicts(id, nexus.as_ref(), flags))
     }

@@ -29,7 +29,8 @@ impl Reservations {
 
     /// The registration of a nexus that has proved to know its key.
     fn proved(&self, nexus: &Nexus, key: u64) -> Result<usize, ReservationError> {
-        // A wrong key and a nexus that is not registered get the same answer.
+        // One answer for a wrong key and for no registration: it must not say which of them it
+        // was.
         self.registrant(nexus)
             .filter(|at| self.registrants[*at].key == key)
             .ok_or(ReservationError::Conflict)

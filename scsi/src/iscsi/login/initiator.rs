@@ -306,7 +306,7 @@ impl InitiatorLogin {
     }
 
     fn enter(&mut self, next: Stage, tsih: Tsih) -> Result<LoginStep, LoginError> {
-        // A target that skips CHAP must not pass for the one that was meant (RFC 7143 9.2.1).
+        // A target that skips CHAP must not pass for the one that was meant (RFC 7143 12.1.3).
         if self.stage == Stage::Security {
             if self.config.credentials.is_some() && !self.challenged && !self.is_unasked {
                 return Err(LoginError::TargetNotProved);

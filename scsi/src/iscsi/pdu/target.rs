@@ -66,7 +66,7 @@ pub struct ScsiResponse {
 }
 
 impl ScsiResponse {
-    /// Sense data with the length before them (RFC 7143 11.4.7.2).
+    /// Sense data with the length before them (RFC 7143 11.4.7).
     #[must_use]
     pub fn sense_segment(sense: &[u8]) -> Vec<u8> {
         // No segment at all, rather than one that says that it is empty.

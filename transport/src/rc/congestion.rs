@@ -67,11 +67,15 @@ pub(super) struct Congestion {
 impl Congestion {
     /// A window of at most `max` packets of `mtu` bytes.
     pub(super) fn new(max: u32, mtu: u32) -> Self {
+        // By bytes, as that is what a queue on the path holds, so short packets may be more.
         let initial =
             (INITIAL_BYTES / mtu.max(1)).clamp(*INITIAL_PACKETS.start(), *INITIAL_PACKETS.end());
+        // At least one packet, or nothing would ever leave; at most what the fixed-point window
+        // can hold.
         let max = max.clamp(1, u32::MAX / PACKET) * PACKET;
         Self {
             window: max.min(initial * PACKET),
+            // No threshold is known before the first cut, so slow start goes on to the maximum.
             threshold: max,
             max,
             recover: 0,
@@ -94,6 +98,7 @@ impl Congestion {
     /// The time from one packet to the next where the window is less than one packet.
     pub(super) fn gap(&self, round_trip: Duration) -> Option<Duration> {
         (self.window < PACKET).then(|| {
+            // A round trip that was measured behind a long queue must not stretch the pause.
             let gap = round_trip * PACKET / self.window;
             gap.min(MAX_GAP)
         })
@@ -103,6 +108,8 @@ impl Congestion {
     pub(super) fn on_progress(&mut self, packets: u32, una: u64, nxt: u64) {
         // A window that was not needed has not been tried.
         let in_flight = nxt.saturating_sub(una) + u64::from(packets);
+        // Half of it at least was in flight. An acknowledgement in the middle of a window finds
+        // some of it acknowledged already, hence not the whole.
         if self.window == self.max || in_flight * 2 < u64::from(self.packets()) {
             return;
         }
@@ -111,12 +118,19 @@ impl Congestion {
             self.window = wider.min(self.threshold);
             return;
         }
+        // A round trip ends when what was sent at its beginning is acknowledged.
         if una >= self.round_end {
             self.round_end = nxt;
             self.rounds = self.rounds.saturating_add(1);
         }
+        // Bounded: with 64 times the gain it grows as in slow start.
         let doublings = (self.rounds / QUIET_ROUNDS).min(6);
         let gain = match (self.is_marking, self.is_partial()) {
+            // Without marks the only signal is a loss, which costs a window of packets, hence a
+            // part of the window in a round trip. With marks a 32nd of a packet in a round trip
+            // keeps it near the point where the router begins to mark. Below one packet each
+            // packet is a round trip of its own, and the gain follows the window, as the pace
+            // does.
             (false, false) => GAIN,
             (false, true) => self.window / 200 + PACKET / 500,
             (true, false) => PACKET / 32 / (self.window / PACKET),
@@ -129,6 +143,7 @@ impl Congestion {
 
     /// A packet from `una` on was lost, the peer says. `nxt` is what would have been sent next.
     pub(super) fn on_loss(&mut self, una: u64, nxt: u64) {
+        // Packets before `recover` were sent with the wider window; their loss has been paid for.
         if una >= self.recover {
             self.cut(self.loss(), nxt);
         }
@@ -140,6 +155,8 @@ impl Congestion {
         // Where nothing was sent since the last cut, there is nothing that another mark could be
         // about.
         if una >= self.recover && nxt > self.recover {
+            // In slow start the window doubles in a round trip, so by the time of a mark it may
+            // be twice what the path takes.
             let part = if self.window < self.threshold { 2 } else { 8 };
             self.cut(self.window / part, nxt);
             self.is_marking = true;
@@ -148,11 +165,17 @@ impl Congestion {
 
     /// Nothing came for so long that packets must have been lost.
     pub(super) fn on_timeout(&mut self, nxt: u64) {
+        // Without regard to `recover`: a timeout in a recovery is news, since repeated packets
+        // were lost.
         self.cut(self.loss(), nxt);
+        // Nothing is known about the path, so it is tried with a few packets; the threshold of
+        // the cut says up to where it may then double.
         self.window = self.window.min(RECOVERY_WINDOW * PACKET);
     }
 
     fn loss(&self) -> u32 {
+        // Below one packet each packet is a round trip of its own, so each loss would halve the
+        // rate.
         if self.is_partial() {
             self.window / 4
         } else {

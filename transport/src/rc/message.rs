@@ -15,6 +15,7 @@ pub(super) fn payload_len(pkt: &Packet<'_>) -> u32 {
 
 /// Packets of a message of `length` bytes; a message of none takes one.
 pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {
+    // A message without payload is one packet: it needs a PSN to be acknowledged.
     length.div_ceil(mtu).max(1)
 }
 
@@ -26,6 +27,8 @@ pub(super) fn walk(
     len: usize,
     mut f: impl FnMut(&Sge, usize, usize, usize) -> Result<(), KeyError>,
 ) -> Result<(), KeyError> {
+    // From the beginning each time: lists have a few entries, and a cursor would have to follow
+    // every going back.
     let (mut skip, mut done) = (offset, 0);
     for sge in sges {
         let length = sge.length as usize;
@@ -41,6 +44,8 @@ pub(super) fn walk(
         done += take;
         skip = 0;
     }
+    // Lengths are checked when a request is posted and when a packet arrives, so this is a
+    // mistake of ours.
     assert_eq!(done, len, "a scatter list shorter than its message");
     Ok(())
 }

@@ -254,6 +254,8 @@ impl TxPacket {
         for slice in &self.segments {
             let at = out.len();
             out.resize(at + slice.len(), 0);
+            // A copy: no Rust reference may point into registered memory, which its owner or a
+            // peer may write meanwhile.
             slice.read(0, &mut out[at..]);
         }
         out.resize(end, 0);

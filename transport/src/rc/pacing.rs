@@ -41,6 +41,7 @@ impl Pacer {
     /// Time at which the next response may leave; `None` is now.
     pub(super) fn wait(&mut self, now: Instant) -> Option<Instant> {
         self.gap?;
+        // A gap that was set long ago has become shorter since, or has ended.
         self.quicken(now);
         let (gap, next) = (self.gap?, self.next?);
         // A pause is made up for by a burst.
@@ -50,6 +51,7 @@ impl Pacer {
 
     /// Counts a response that leaves.
     pub(super) fn on_response(&mut self, now: Instant) {
+        // Counted also without a pace, as the first notification needs the rate that there was.
         if self.since.is_none_or(|since| now > since + PERIOD) {
             self.since = Some(now);
             self.count = 0;
@@ -65,9 +67,12 @@ impl Pacer {
     /// A notification has come.
     pub(super) fn on_cnp(&mut self, now: Instant) {
         self.quicken(now);
+        // Several notifications within a period are about the same queue: a change has not had
+        // time to show.
         if self.changed.is_some_and(|at| now < at + PERIOD) {
             return;
         }
+        // Before responses were sent there is nothing to slow down.
         let Some(gap) = self.gap.or_else(|| self.measured(now)) else {
             return;
         };
@@ -78,6 +83,7 @@ impl Pacer {
     /// The mean gap of late; `None` where hardly a response was sent.
     fn measured(&self, now: Instant) -> Option<Duration> {
         let taken = now.saturating_duration_since(self.since?);
+        // Two periods at most: an old count says nothing about the rate that a router marked.
         (self.count > 1 && taken < PERIOD * 2).then(|| taken / self.count)
     }
 
@@ -90,6 +96,8 @@ impl Pacer {
             self.gap = (shorter >= SHORTEST).then_some(shorter);
             self.changed = Some(at + PERIOD);
             if self.gap.is_none() {
+                // Forgotten as well, or the first response of a later pace would be due at a time
+                // of this one.
                 self.next = None;
                 self.changed = None;
             }

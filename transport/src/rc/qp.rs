@@ -129,11 +129,15 @@ impl RcQp {
             mtu: params.path_mtu,
         });
         self.responder.start(params);
+        // Set again for each connection: a queue pair comes back from RESET for another peer,
+        // whose first packet has not come.
         self.awaits_first_packet = true;
     }
 
     /// RTR to RTS: requests are sent from now on.
     pub fn to_rts(&mut self, params: &RtsParams) {
+        // The table allows SQD to RTS as well, but there the requester keeps its packet numbers:
+        // `start` would give it the first PSN again while packets are outstanding.
         assert_eq!(self.state, QpState::Rtr, "SQD is left by `resume`");
         self.become_state(QpState::Rts);
         let link = self.link.expect("a path from RTR on");
@@ -145,6 +149,7 @@ impl RcQp {
     pub fn to_sqd(&mut self, env: &mut Env<'_>) {
         self.become_state(QpState::Sqd);
         self.awaits_drain = true;
+        // With nothing begun no acknowledgement will come to raise the event later.
         self.check_drained(env);
     }
 
@@ -169,6 +174,9 @@ impl RcQp {
     /// [`RcQp::poll_transmit`].
     pub fn poll_last_answer(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         tx.clear();
+        // READs need the owner's memory, which may be freed right after this call. They are
+        // dropped here, so that what is left (an acknowledgement, atomics, a NAK) is made of
+        // numbers only.
         self.responder.close();
         if !self.responder.has_output() {
             return false;
@@ -185,8 +193,12 @@ impl RcQp {
     /// Any state to RESET: everything is forgotten, nothing completes. The caller clears the queue
     /// pair's own receive queue.
     pub fn to_reset(&mut self) {
+        // Retransmissions of the old connection must not be sent in the new one, whose packet
+        // numbers begin elsewhere.
         self.requester.reset();
         self.responder.reset();
+        // The packets of the old peer find no path from here on: RESET takes none in, and RTR
+        // sets the path before the first one is taken.
         self.link = None;
         self.cnp = None;
         self.cnp_until = None;
@@ -209,6 +221,9 @@ impl RcQp {
     /// # Errors
     /// The index of the first request that was not posted, and why. RESET, INIT and RTR take none.
     pub fn post_send(&mut self, wrs: &[SendWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
+        // ERROR takes posts, since the owner may post before it has seen the first flushed
+        // completion; each then completes as flushed. Refusing them would leave the owner with
+        // requests that have no completion.
         if matches!(self.state, QpState::Reset | QpState::Init | QpState::Rtr) {
             return Err(PostError {
                 index: 0,
@@ -222,6 +237,7 @@ impl RcQp {
                 break;
             }
         }
+        // After the loop: a chain that stops in its middle flushes what was posted before that.
         if self.state == QpState::Error {
             self.requester.flush(self.cfg.qp, env.out);
         }
@@ -236,6 +252,8 @@ impl RcQp {
     /// queue pair with a shared receive queue.
     pub fn post_recv(&mut self, wrs: &[RecvWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
         let refuse = |reason| Err(PostError { index: 0, reason });
+        // Its receives are posted to the shared queue itself, where no single queue pair could
+        // flush them.
         if self.cfg.has_srq {
             return refuse(PostReason::InvalidOpcode);
         }
@@ -252,6 +270,8 @@ impl RcQp {
     /// Takes in a packet for this queue pair.
     pub fn handle_packet(&mut self, now: Instant, pkt: &Packet<'_>, env: &mut Env<'_>) {
         let is_up = matches!(self.state, QpState::Rts | QpState::Sqd);
+        // RTR has no requester: a response there belongs to an earlier connection with the same
+        // number, or is forged.
         let takes = match self.state {
             QpState::Rtr => !pkt.op.is_response(),
             _ => is_up,
@@ -262,16 +282,23 @@ impl RcQp {
             return;
         }
         if pkt.op.operation == Operation::CongestionNotification {
+            // A notification has no PSN that means anything and answers no request, so it goes
+            // round both directions. The peer does not say which of them it is about: both slow
+            // down.
             self.counters.rx_packets += 1;
             self.counters.rx_cnps += 1;
             self.requester.on_mark();
             self.responder.on_cnp(now);
             return;
         }
-        // Only a request that begins the agreed sequence shows that the peer is ready.
+        // Only a request that begins the agreed sequence shows that the peer is ready. Any other
+        // packet may be left from an earlier connection, and would establish a connection whose
+        // peer has not confirmed it.
         let is_next = pkt.op.is_request() && pkt.bth.psn() == self.responder.expected();
         if self.awaits_first_packet && is_next {
             self.awaits_first_packet = false;
+            // The event is for an owner that waits in RTR for its connection. One that has gone
+            // on to RTS asks `has_received`.
             if self.state == QpState::Rtr {
                 let event = AsyncEvent::CommEstablished(self.cfg.qp);
                 env.out.push(RcEvent::Async(event));
@@ -296,14 +323,22 @@ impl RcQp {
     /// [`RcQp::handle_packet`].
     pub fn handle_mark(&mut self, now: Instant, pkt: &Packet<'_>) {
         let is_up = matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
+        // Only packets with data answer to a change of pace: acknowledgements are not sent as
+        // ECN-capable, so a mark on one is a mistake or a forgery.
         if !is_up || pkt.payload.is_empty() {
             return;
         }
         self.counters.rx_marked += 1;
+        // The data of a READ was sent at our request, so our window caused the congestion. Marked
+        // SENDs and WRITEs are the peer's, whom the notification below slows.
         if pkt.op.operation == Operation::ReadResponse {
             self.requester.on_mark();
         }
+        // Otherwise a full link, where every packet is marked, would carry as many notifications
+        // back.
         if self.cnp_until.is_none_or(|until| now >= until) {
+            // The notification carries the partition key of the packet that it answers: the peer
+            // drops a packet of another partition.
             self.cnp = Some(pkt.bth.pkey());
             self.cnp_until = Some(now + CNP_INTERVAL);
         }
@@ -336,6 +371,8 @@ impl RcQp {
 
     /// Does what is due by `now`. Calling it early or twice does nothing.
     pub fn handle_timeout(&mut self, now: Instant, env: &mut Env<'_>) {
+        // The responder also in RTR, where READ responses may already be paced. What ends in
+        // ERROR has no timers: its last answers leave with the next poll.
         self.responder.handle_timeout(now);
         if matches!(self.state, QpState::Rts | QpState::Sqd) {
             let result = self.requester.handle_timeout(&mut ctx!(self, now, env));
@@ -349,7 +386,10 @@ impl RcQp {
     /// turns in bursts of 16, so that the packets of one message come in a row.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         loop {
+            // Each turn begins with an empty packet: an attempt that fails may have gathered a
+            // part of its payload.
             tx.clear();
+            // ERROR still sends what was done before it, and the NAK that explains it.
             let (responds, requests) = match self.state {
                 QpState::Rtr => (true, false),
                 QpState::Rts | QpState::Sqd => (true, true),
@@ -367,6 +407,8 @@ impl RcQp {
             }
             let turn = self.stream == Stream::Responses && self.burst < BURST
                 || self.stream == Stream::Requests && self.burst >= BURST;
+            // Acknowledgements, NAKs and atomics' answers are single small packets that the
+            // peer's window waits for, so they do not wait for the end of a burst of requests.
             let responds_first = responds && (self.responder.is_urgent() || turn || !requests);
             let order = if responds_first {
                 [Stream::Responses, Stream::Requests]
@@ -381,6 +423,8 @@ impl RcQp {
                         self.responder.poll(&mut ctx!(self, now, env), tx)
                     }
                     Stream::Requests if requests => {
+                        // In SQD what has begun goes on, since its completion is what ends the
+                        // draining.
                         let may_start = self.state == QpState::Rts;
                         self.requester
                             .poll(&mut ctx!(self, now, env), tx, may_start)
@@ -393,6 +437,8 @@ impl RcQp {
                         return true;
                     }
                     Ok(false) => {}
+                    // The queue pair is in ERROR now. Another round, for a NAK that the fault may
+                    // have left.
                     Err(Fault) => {
                         self.settle(Err(Fault), env);
                         failed = true;
@@ -400,6 +446,7 @@ impl RcQp {
                     }
                 }
             }
+            // A local operation may have been the last to complete, which no packet will show.
             self.check_drained(env);
             if !failed {
                 return false;
@@ -422,6 +469,8 @@ impl RcQp {
     fn note_sent(&mut self, stream: Stream, tx: &TxPacket) {
         self.counters.tx_packets += 1;
         self.counters.tx_bytes += tx.payload_len as u64;
+        // The count goes on beyond `BURST` while the other stream has nothing: that one then has
+        // its turn at once when it has something.
         if self.stream == stream {
             self.burst = self.burst.saturating_add(1);
         } else {
@@ -447,14 +496,20 @@ impl RcQp {
 
     fn enter_error(&mut self, env: &mut Env<'_>) {
         let was_in_error = self.state == QpState::Error;
-        // A refusal leaves behind the answers of the requests before it.
+        // A refusal leaves behind the answers of the requests before it and its NAK, and those
+        // still go out. In any other case nothing may touch the owner's memory from here on.
         if !self.responder.has_failed() {
             self.responder.close();
         }
         self.become_state(QpState::Error);
         self.awaits_drain = false;
+        // Sends before receives, always, so that an owner sees one order whichever direction
+        // failed.
         self.requester.flush(self.cfg.qp, env.out);
         self.flush_receives(env);
+        // The owner of a shared queue waits for this event before it destroys the queue pair: no
+        // receive of the shared queue is taken for it any longer. A second error in ERROR is
+        // possible, when a READ that is still being answered loses its key.
         if self.cfg.has_srq && !was_in_error {
             let event = AsyncEvent::QpLastWqeReached(self.cfg.qp);
             env.out.push(RcEvent::Async(event));
@@ -462,6 +517,8 @@ impl RcQp {
     }
 
     fn flush_receives(&mut self, env: &mut Env<'_>) {
+        // The receive of a half-received message is older than all in the queue, and its owner
+        // still has to get it back.
         let bound = self.responder.unbind();
         let mut flush = |wr_id| {
             env.out.push(RcEvent::Recv(Completion {
@@ -480,6 +537,7 @@ impl RcQp {
         if let Some(wr_id) = bound {
             flush(wr_id);
         }
+        // A shared queue serves other queue pairs, which still need what is in it.
         if !self.cfg.has_srq {
             while let Some(wr_id) = env.rq.pop_id() {
                 flush(wr_id);

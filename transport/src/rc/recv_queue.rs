@@ -65,6 +65,7 @@ impl RecvWqe {
 
 /// The length of a scatter list, if a message may be that long.
 pub(super) fn message_len(sges: &[Sge]) -> Result<u32, PostReason> {
+    // Summed in 64 bits: the lengths of two entries may exceed 32.
     let sum: u64 = sges.iter().map(|s| u64::from(s.length)).sum();
     match u32::try_from(sum) {
         Ok(sum) if sum <= MAX_MESSAGE => Ok(sum),
@@ -136,6 +137,8 @@ impl RecvQueue {
         if self.len == self.heads.len() {
             return Err(PostReason::QueueFull);
         }
+        // All checks come before the slot is written: nothing remains of a receive that was
+        // refused.
         let slot = (self.first + self.len) % self.heads.len();
         #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
         let sges = wr.sges.len() as u32;
@@ -167,6 +170,8 @@ impl RecvQueue {
         let head = self.heads[self.first];
         let at = self.first * self.max_sge as usize;
         let count = head.sges as usize;
+        // Copied out, so that the slot is free for a new post while the message is still
+        // arriving.
         out.sges[..count].copy_from_slice(&self.sges[at..at + count]);
         out.count = count;
         out.wr_id = head.wr_id;

@@ -140,6 +140,7 @@ impl RoundTrip {
 
 /// The ACK timeout of a code: 4.096 µs × 2^n, `None` for 0 (IBTA 9.7.6.1.3).
 fn plan_ack_timeout(code: u8) -> Option<Duration> {
+    // A code has five bits; the cut keeps the shift in range for any value.
     (code != 0).then(|| Duration::from_nanos(4096 << code.min(31)))
 }
 
@@ -149,7 +150,8 @@ impl Requester {
     }
 
     fn with_queue(sq: SendQueue) -> Self {
-        // The queue keeps its memory over a reset; everything else begins again.
+        // The queue keeps its memory over a reset, so that a queue pair that is used again
+        // allocates nothing; everything else begins again.
         Self {
             sq,
             state: RequesterState::Ready,
@@ -188,15 +190,20 @@ impl Requester {
     }
 
     pub(super) fn start(&mut self, params: &RtsParams, mtu: Mtu, cfg: &RcConfig) {
+        // The first PSN is the one that the peer expects; the CM has exchanged both. `una`, `nxt`
+        // and `sent` stay at 0, since they count packets from this connection's first.
         self.base = params.sq_psn;
         self.mtu = mtu.bytes();
         self.max_reads = usize::from(params.max_rd_atomic);
         self.reads = VecDeque::with_capacity(self.max_reads);
         self.pieces = VecDeque::with_capacity(self.max_reads);
+        // In packets, each at its cost in the peer's socket buffer and not at its payload: what
+        // exceeds that buffer is dropped there.
         self.congestion = Congestion::new(cfg.max_inflight_bytes / packet_cost(mtu), self.mtu);
         self.random = cfg.seed;
         self.ack_every = cfg.ack_every.max(1);
         self.ack_timeout = plan_ack_timeout(params.timeout);
+        // A first retransmission after the ACK timeout would be later than the owner asked for.
         let longest = self.longest();
         self.first_retransmit = cfg.first_retransmit.min(longest);
         self.min_retransmit = cfg.min_retransmit.min(longest);
@@ -224,6 +231,8 @@ impl Requester {
 
     /// Whether no request has begun without being complete.
     pub(super) fn is_drained(&self) -> bool {
+        // Requests start in order, so the oldest one decides. A local operation that waits for
+        // its turn is `Posted` too.
         self.sq
             .peek(self.sq.head())
             .is_none_or(|w| w.phase == Phase::Posted)
@@ -246,10 +255,12 @@ impl Requester {
             let wqe = self.sq.retire();
             out.push(RcEvent::Send(wqe.completion(qp, WcStatus::WrFlushErr)));
         }
+        // The positions go on counting; a later post begins at the new head.
         self.cur = self.sq.head();
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
+        // During an RNR wait no other timer runs: nothing has been sent that could be overdue.
         match self.state {
             RequesterState::RnrWait(until) => Some(until),
             RequesterState::Ready => [self.timer, self.paced].into_iter().flatten().min(),
@@ -277,11 +288,14 @@ impl Requester {
             RequesterState::Ready => {}
         }
         // What waited for this is sent by the next poll.
+        // A pace is not a timeout: nothing is repeated and no retry spent.
         self.paced = self.paced.filter(|&at| at > ctx.now);
         if self.timer.is_none_or(|at| at > ctx.now) {
             return Ok(());
         }
         ctx.counters.timeouts += 1;
+        // The time is added up, since timers between retransmissions grow. It is 0 again after
+        // each progress, so only silence in a row counts.
         self.waited += self.interval;
         if let Some(timeout) = self.ack_timeout
             && self.waited >= timeout * TIMEOUTS_PER_RETRY
@@ -292,10 +306,17 @@ impl Requester {
             self.retries -= 1;
             self.waited = Duration::ZERO;
         }
+        // Doubled, as after any sign of overload: a peer that is merely slow is not sent the same
+        // packets at a steady rate.
         let most = self.first_retransmit * MOST_BACKOFF;
         self.interval = (self.interval * 2).min(most).min(self.longest());
+        // The oldest window is kept if several timers fire in a row: the later ones only see the
+        // window that the first has cut.
         self.undo.get_or_insert((self.congestion, ctx.now));
+        // Before `go_back`, which moves `nxt`: signals about packets sent until now belong to
+        // this cut.
         self.congestion.on_timeout(self.nxt);
+        // A timeout may ask for lost responses again although an implied NAK already has.
         self.implied_at = None;
         self.go_back(ctx.now);
         Ok(())
@@ -309,18 +330,22 @@ impl Requester {
     /// Returns whether a timeout fired for packets that were not lost: the acknowledgement covers
     /// more than was sent again, or comes sooner than one for what was sent again could.
     fn was_early(&self, now: Instant, fired: Instant) -> bool {
+        // An acknowledgement needs a whole round trip to answer a repeated packet. One that comes
+        // in less than half of the mean answers the packet that was sent first.
         let soonest = self.round_trip.map_or(Duration::ZERO, |r| r.mean / 2);
         self.una > self.nxt || now.saturating_duration_since(fired) < soonest
     }
 
     /// Whether nothing has been acknowledged for so long that the peer may be gone.
     pub(super) fn is_peer_silent(&self, now: Instant) -> bool {
+        // `undo` has the time of the first timeout without progress since: any progress takes it.
         let fired = self.undo.map(|(_, fired)| fired);
         fired.is_some_and(|fired| now.saturating_duration_since(fired) >= SILENCE)
     }
 
     /// Takes the round trip of the packet being timed, once it is acknowledged.
     fn measure(&mut self, now: Instant) {
+        // `number` itself must be acknowledged, not only its predecessors.
         if let Some((number, left)) = self.timed
             && number < self.una
         {
@@ -328,6 +353,8 @@ impl Requester {
             let sample = now.saturating_duration_since(left);
             let estimate = RoundTrip::update(self.round_trip, sample);
             self.round_trip = Some(estimate);
+            // Bounded below, since a peer whose core is busy answers late by milliseconds on any
+            // path, and above by the ACK timeout.
             let longest = self.longest();
             self.first_retransmit = estimate.patience().clamp(self.min_retransmit, longest);
         }
@@ -335,8 +362,12 @@ impl Requester {
 
     /// Sends again from the oldest packet not acknowledged.
     pub(super) fn go_back(&mut self, now: Instant) {
+        // Everything after a lost packet is repeated, although some of it may have arrived: the
+        // responder drops all that is ahead of the packet that it waits for (IBTA 9.7.5).
         self.nxt = self.una;
         self.cur = self.locate(self.nxt);
+        // READs and atomics will be requested again, and be counted again then. `pieces` stays:
+        // repeated requests must end where the first ones did.
         while self.reads.back().is_some_and(|&end| end > self.una) {
             self.reads.pop_back();
         }
@@ -349,9 +380,13 @@ impl Requester {
 
     /// A time up to a quarter longer.
     fn vary(&mut self, time: Duration) -> Duration {
+        // Xorshift: a few instructions, no state beside the word, and good enough to keep apart
+        // the timers of connections that lost packets in the same moment.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 17;
         self.random ^= self.random << 5;
+        // Only longer, never shorter: a timer must not fire before the acknowledgement is
+        // overdue.
         time + time / 1024 * (self.random & 0xff)
     }
 
@@ -368,11 +403,14 @@ impl Requester {
     /// A response showed that the response to a READ or an atomic before it was lost. It is asked
     /// for again once; if that fails too, the timer does it.
     pub(super) fn on_implied_nak(&mut self, ctx: &mut Ctx<'_>) {
+        // A burst of responses behind the lost one would otherwise ask for it once for each of
+        // them.
         if self.implied_at == Some(self.una) {
             return;
         }
         self.implied_at = Some(self.una);
         ctx.counters.implied_naks += 1;
+        // The window that was too large is ours: it let the request ask for what was lost.
         self.narrow();
         self.go_back(ctx.now);
     }
@@ -383,13 +421,17 @@ impl Requester {
             // Nothing has been sent since the NAK that began the wait, so this one is a copy of it.
             return Ok(());
         }
+        // Counted in NAKs, not in time: the peer sets the time of a wait itself.
         if self.rnr_retry != RNR_FOREVER {
             if self.rnr_retries == 0 {
                 return Err(self.fail_head(ctx, WcStatus::RnrRetryExcErr));
             }
             self.rnr_retries -= 1;
         }
+        // The peer has dropped this packet and all that followed it, so all of it is sent again.
+        // That is not a loss: the window stays.
         self.go_back(ctx.now);
+        // The wait replaces the timer, and the NAK ended any silence before it.
         self.timer = None;
         self.waited = Duration::ZERO;
         become_state(&mut self.state, RequesterState::RnrWait(ctx.now + wait));
@@ -404,16 +446,20 @@ impl Requester {
 
     /// `una` has moved on by `packets`.
     pub(super) fn on_progress(&mut self, now: Instant, packets: u32) {
+        // Progress decides about the last timeout at once, before the window grows from it.
         if let Some((congestion, fired)) = self.undo.take()
             && self.was_early(now, fired)
         {
             self.congestion = congestion;
         }
         self.congestion.on_progress(packets, self.una, self.nxt);
+        // A retry count is for one packet: progress proves that path and peer are alive, so the
+        // next packet that is lost has all of them again.
         self.retries = self.retry_cnt;
         self.rnr_retries = self.rnr_retry;
         self.waited = Duration::ZERO;
         self.measure(now);
+        // The backoff ends with the first progress.
         self.interval = self.first_retransmit;
         self.implied_at = None;
         while self.reads.front().is_some_and(|&end| end <= self.una) {
@@ -422,22 +468,30 @@ impl Requester {
         while self.pieces.front().is_some_and(|&end| end <= self.una) {
             self.pieces.pop_front();
         }
+        // An acknowledgement may come for packets that were to be sent again, because the first
+        // copies arrived late. They need not be repeated.
         if self.nxt < self.una {
             self.nxt = self.una;
             self.cur = self.locate(self.nxt);
         }
+        // For the oldest packet that is still in flight the time begins again. With none in
+        // flight there is no timer, so an idle connection is never taken for a dead one.
         self.timer = (self.una < self.nxt).then(|| now + self.interval);
     }
 
     /// The peer has room for `credits` more messages after those complete; `None` is no limit.
     pub(super) fn set_credits(&mut self, credits: Option<u32>) {
+        // Absolute, not relative: `limit` is compared with the number of each request, which
+        // stays right for requests that are sent later or again.
         self.limit = credits.map(|c| self.consumed + u64::from(c));
     }
 
     /// Position of the request that packet number `number` belongs to, or of the first not started.
     fn locate(&self, number: u64) -> u64 {
+        // From the head: after a loss that is near, and no index has to be kept for it.
         let mut at = self.sq.head();
         while let Some(wqe) = self.sq.peek(at)
+            // It stops at a request that failed, too: nothing behind that one will be sent again.
             && matches!(wqe.phase, Phase::Started | Phase::Executed)
             && wqe.end() <= number
         {
@@ -451,25 +505,31 @@ impl Requester {
     /// Completes what is done, in order.
     pub(super) fn retire(&mut self, ctx: &mut Ctx<'_>) -> Result<(), Fault> {
         while let Some(wqe) = self.sq.peek(self.sq.head()) {
+            // In the order of posting: a completion says that everything posted before it is done
+            // as well, which is how a consumer frees unsignaled requests.
             match wqe.phase {
                 Phase::Executed => {}
                 Phase::Started if wqe.end() <= self.una => {}
+                // The turn of a local failure has come: all requests before it are complete.
                 Phase::Failed(status) => return Err(self.fail_head(ctx, status)),
                 Phase::Started | Phase::Posted => break,
             }
             let wqe = self.sq.retire();
+            // Counted also for unsignaled requests: credits are about receives, not completions.
             self.consumed = wqe.recv_seq;
             if ctx.cfg.sq_sig_all || wqe.flags.contains(SendFlags::SIGNALED) {
                 let done = wqe.completion(ctx.cfg.qp, WcStatus::Success);
                 ctx.out.push(RcEvent::Send(done));
             }
         }
+        // A request that completes while it is being repeated leaves `cur` behind the head.
         self.cur = self.cur.max(self.sq.head());
         Ok(())
     }
 
     /// Ends the oldest request with an error.
     pub(super) fn fail_head(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) -> Fault {
+        // With an empty queue there is no request to blame, but the connection ends all the same.
         if !self.sq.is_empty() {
             let wqe = self.sq.retire();
             let failed = wqe.completion(ctx.cfg.qp, status);
@@ -480,6 +540,8 @@ impl Requester {
 
     /// Ends the request being cut with an error, once those before it are complete.
     fn fail_current(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) -> Result<(), Fault> {
+        // Not completed at once: a consumer takes an error for the first of the requests that did
+        // not happen, and those before it may still succeed.
         self.sq.wqe_mut(self.cur).phase = Phase::Failed(status);
         self.retire(ctx)
     }

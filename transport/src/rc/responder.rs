@@ -86,6 +86,7 @@ impl Responder {
         self.access = params.access & Access::REMOTE;
         self.rnr_timer = params.min_rnr_timer;
         self.max_resources = usize::from(params.max_dest_rd_atomic);
+        // The room for all of them is allocated here, so that accepting a READ allocates nothing.
         self.resources = VecDeque::with_capacity(self.max_resources);
     }
 
@@ -95,6 +96,7 @@ impl Responder {
 
     /// Forgets everything, as a queue pair in RESET does.
     pub(super) fn reset(&mut self) {
+        // The scatter list's memory is kept for the next connection.
         let recv = std::mem::replace(&mut self.recv, RecvWqe::new(0));
         *self = Self::with_recv(recv);
     }
@@ -151,10 +153,13 @@ impl Responder {
         ctx: &mut Ctx<'_>,
         pkt: &Packet<'_>,
     ) -> Result<(), Fault> {
+        // Nothing behind a refused request may be carried out: the peer takes it for not done.
         if self.state == ResponderState::Failed {
             return Ok(());
         }
         let psn = pkt.bth.psn();
+        // A PSN from the half of the numbers before the expected one has been taken in. A
+        // requester must never have more than that half outstanding, so the distinction is exact.
         if psn.is_before(self.expected) {
             ctx.counters.duplicates += 1;
             self.on_duplicate(ctx, pkt);
@@ -162,6 +167,8 @@ impl Responder {
         }
         if psn != self.expected {
             ctx.counters.out_of_order += 1;
+            // One NAK for each gap: every packet behind a lost one arrives here, and a NAK for
+            // each would make the requester go back as often.
             if self.state == ResponderState::Expecting {
                 self.announce(AethSyndrome::Nak(NakCode::PsnSequence));
             }
@@ -177,6 +184,8 @@ impl Responder {
     }
 
     fn on_expected(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), Refusal> {
+        // A request is refused where it stands, with all before it intact, so the first check is
+        // on the order of opcodes (IBTA 9.7.4.1.1).
         let is_start = pkt.op.position.is_start();
         let fits = match (self.inbound, pkt.op.operation) {
             (Inbound::None, _) => is_start,
@@ -185,6 +194,8 @@ impl Responder {
             _ => false,
         };
         let mtu = ctx.link.mtu.bytes() as usize;
+        // A packet in the middle has to be full (IBTA C9-92). Otherwise sender and receiver would
+        // disagree about where the next one's data belongs.
         if !fits || !pkt.op.payload.allows(pkt.payload.len(), mtu) {
             return Err(Refusal::InvalidRequest);
         }
@@ -194,11 +205,14 @@ impl Responder {
             Operation::ReadRequest => return self.on_read(ctx, pkt),
             _ => return self.on_atomic(ctx, pkt),
         };
+        // Neither PSN nor MSN nor a byte of memory has changed: the repetition finds what this
+        // one found.
         if !is_taken {
             self.announce(AethSyndrome::RnrNak(self.rnr_timer));
             return Ok(());
         }
         self.expected = self.expected.next();
+        // Messages are counted for requesters that go by the MSN; ours goes by the PSN alone.
         if pkt.op.position.is_end() {
             self.msn = self.msn.next();
         }
@@ -209,14 +223,18 @@ impl Responder {
     /// Sends a NAK for the packet that comes next, once: the packets behind it are dropped until it
     /// arrives (IBTA 9.7.5).
     fn announce(&mut self, syndrome: AethSyndrome) {
+        // A NAK says which packet comes next, so it acknowledges all before it at the same time.
         become_state(&mut self.state, ResponderState::NakSent);
         self.nak = Some((self.expected, syndrome));
     }
 
     /// Acknowledges all that has been taken in, if the packet asks for that or enough have not.
     fn count(&mut self, ctx: &Ctx<'_>, pkt: &Packet<'_>) {
+        // Peers that ask only at the end of a long message would not move their window in its
+        // middle. Hence also without being asked.
         self.unacked += 1;
         if pkt.bth.is_ack_requested() || self.unacked >= ctx.cfg.ack_every {
+            // The newest alone: an acknowledgement covers everything before it.
             self.ack = Some(self.expected.prev());
             self.unacked = 0;
         }
@@ -228,13 +246,16 @@ impl Responder {
             Inbound::Send { received } => received,
             _ => 0,
         };
-        // The key is checked before the payload is written, and invalidated after all of it is.
+        // The key is checked before the payload is written: a packet that is refused must change
+        // nothing. It is invalidated last, when nothing can fail any more.
         let invalidated = pkt.ext.ieth.map(|i| RKey(i.rkey()));
         if let Some(key) = invalidated {
             ctx.mrs
                 .check_invalidate(ctx.cfg.pd, key)
                 .map_err(|_| Refusal::RemoteAccess)?;
         }
+        // The receive is taken with the first packet and stays bound. A shared queue could have
+        // given the next one to another connection meanwhile.
         if !self.is_bound {
             if !ctx.rq.pop(&mut self.recv) {
                 return Ok(false);
@@ -242,9 +263,12 @@ impl Responder {
             self.is_bound = true;
         }
         let total = received + payload_len(pkt);
+        // The peer's fault: it has to know how long our receives are. Both ends report it.
         if total > self.recv.length {
             return Err(self.fail_receive(ctx, WcStatus::LocLenErr, Refusal::InvalidRequest));
         }
+        // Our owner's fault: a receive with a bad key. The peer learns of an operational error
+        // only.
         if self.scatter(ctx, received as usize, pkt.payload).is_err() {
             return Err(self.fail_receive(ctx, WcStatus::LocProtErr, Refusal::RemoteOperation));
         }
@@ -264,6 +288,8 @@ impl Responder {
     fn scatter(&self, ctx: &Ctx<'_>, offset: usize, data: &[u8]) -> Result<(), KeyError> {
         let (pd, mrs) = (ctx.cfg.pd, &*ctx.mrs);
         let sges = self.recv.sges();
+        // Two passes: an entry with a bad key behind a good one must not leave half a packet in
+        // the good one.
         walk(sges, offset, data.len(), |sge, _, _, _| {
             mrs.resolve_local(pd, sge, true).map(drop)
         })?;
@@ -279,6 +305,8 @@ impl Responder {
         let len = payload_len(pkt);
         let (rkey, addr, remaining, total) = match (self.inbound, pkt.ext.reth) {
             (
+                // A first packet brings address and length in its RETH; later ones go on from
+                // what is left.
                 Inbound::Write {
                     rkey,
                     addr,
@@ -290,6 +318,9 @@ impl Responder {
             (_, Some(reth)) => (RKey(reth.rkey()), reth.va(), reth.dma_len(), reth.dma_len()),
             _ => return Err(Refusal::InvalidRequest),
         };
+        // The length is compared with the RETH packet by packet, so that no payload reaches
+        // beyond the range that the key was checked for, and a last packet that comes too early
+        // is an error and not a short message.
         let is_end = pkt.op.position.is_end();
         let fits = if is_end {
             len == remaining
@@ -299,14 +330,20 @@ impl Responder {
         if !fits || total > MAX_MESSAGE {
             return Err(Refusal::InvalidRequest);
         }
-        // A WRITE of no bytes needs neither right nor key: peers send one to wake a connection.
+        // A WRITE of no bytes needs neither right nor key (IBTA C9-88): peers send one to wake a
+        // connection, `ib_srpt` with address and key 0.
         if total > 0 && !self.access.contains(Access::REMOTE_WRITE) {
             return Err(Refusal::InvalidRequest);
         }
+        // The whole rest of the range, not this packet's part: a message that would leave the
+        // region is refused before its first byte. And again with each packet, since the owner
+        // may have invalidated the key in the middle of a message.
         let span = ctx
             .mrs
             .resolve_remote(ctx.cfg.pd, rkey, addr, remaining, Access::REMOTE_WRITE)
             .map_err(|_| Refusal::RemoteAccess)?;
+        // Before the payload is written, so that a WRITE that must wait for a receive has done
+        // nothing.
         if pkt.op.has_imm() {
             if !ctx.rq.pop(&mut self.recv) {
                 return Ok(false);
@@ -325,6 +362,7 @@ impl Responder {
         }
         self.inbound = Inbound::None;
         if pkt.op.has_imm() {
+            // The length of the WRITE; the receive itself gets no data.
             self.complete_receive(ctx, pkt, WcOpcode::RecvWriteImm, total, None);
         }
         Ok(true)
@@ -333,10 +371,14 @@ impl Responder {
     fn on_read(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), Refusal> {
         let reth = pkt.ext.reth.ok_or(Refusal::InvalidRequest)?;
         let (rkey, addr, len) = (RKey(reth.rkey()), reth.va(), reth.dma_len());
+        // The right of the queue pair is an attribute of the connection, so its lack makes the
+        // opcode an invalid one; a key without the right is an access error.
         let may_read = self.access.contains(Access::REMOTE_READ);
         if !may_read || len > MAX_MESSAGE {
             return Err(Refusal::InvalidRequest);
         }
+        // Checked now, although every response resolves the key again: a READ that cannot be
+        // answered is refused by its own PSN and takes no resource.
         ctx.mrs
             .resolve_remote(ctx.cfg.pd, rkey, addr, len, Access::REMOTE_READ)
             .map_err(|_| Refusal::RemoteAccess)?;
@@ -347,9 +389,11 @@ impl Responder {
     fn on_atomic(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), Refusal> {
         let eth = pkt.ext.atomic_eth.ok_or(Refusal::InvalidRequest)?;
         let may_run = self.access.contains(Access::REMOTE_ATOMIC);
+        // An address that is not aligned is an invalid request, with a valid key too.
         if !may_run || !eth.va().is_multiple_of(8) {
             return Err(Refusal::InvalidRequest);
         }
+        // Before the memory changes: an atomic that was refused must not have run.
         self.check_room()?;
         let span = ctx
             .mrs
@@ -363,6 +407,8 @@ impl Responder {
             .map_err(|_| Refusal::RemoteAccess)?;
         let mut bytes = [0; 8];
         span.read(0, &mut bytes);
+        // In the byte order of this host, as the memory is its own; the operands were converted
+        // on the wire (`wire/ext.rs`).
         let original = u64::from_ne_bytes(bytes);
         let value = match pkt.op.operation {
             Operation::FetchAdd => original.wrapping_add(eth.swap_or_add()),
@@ -370,6 +416,8 @@ impl Responder {
             _ => original,
         };
         span.write(0, &value.to_ne_bytes());
+        // The old value is kept with the resource. A duplicate gets it again, since a second
+        // execution would add twice.
         self.accept(ResourceKind::Atomic { original }, 1)
     }
 
@@ -398,6 +446,8 @@ impl Responder {
     }
 
     fn fail_receive(&mut self, ctx: &mut Ctx<'_>, status: WcStatus, refusal: Refusal) -> Refusal {
+        // Its completion is made here with the error; without this the flush would complete it
+        // twice.
         self.is_bound = false;
         ctx.recv_failed(self.recv.wr_id, status);
         refusal
@@ -410,9 +460,12 @@ impl Responder {
             Refusal::RemoteAccess => (NakCode::RemoteAccess, AsyncEvent::QpAccessError(qp)),
             Refusal::RemoteOperation => (NakCode::RemoteOperation, AsyncEvent::QpFatal(qp)),
         };
+        // A key that goes away during a READ response can fail a responder that has failed.
         if !self.has_failed() {
             become_state(&mut self.state, ResponderState::Failed);
         }
+        // The NAK names the refused packet, which is the expected one: all before it is
+        // acknowledged.
         self.nak = Some((self.expected, AethSyndrome::Nak(code)));
         ctx.out.push(RcEvent::Async(event));
         Fault

@@ -229,6 +229,8 @@ impl SendQueue {
     /// # Errors
     /// The reason of a refusal; nothing has then changed.
     pub fn push(&mut self, wr: &SendWr<'_>, pd: PdId, mrs: &MrTable) -> Result<(), PostReason> {
+        // A connection's destination is fixed at RTR; one in the request would be ignored, which
+        // the consumer would not notice.
         if wr.ud.is_some() {
             return Err(PostReason::InvalidRequest(
                 "a destination on a connected queue pair",
@@ -236,6 +238,7 @@ impl SendQueue {
         }
         let length = check_shape(wr)?;
         let is_inline = wr.flags.contains(SendFlags::INLINE);
+        // Inline data is limited by bytes, not by entries: the entries are gone after the post.
         if is_inline && length as usize > self.max_inline {
             return Err(PostReason::InvalidInline);
         }
@@ -247,6 +250,7 @@ impl SendQueue {
             return Err(PostReason::QueueFull);
         }
         let slot = self.slot(self.tail);
+        // Copied now, because the consumer may reuse its memory as soon as the post returns.
         if is_inline {
             let mut at = slot * self.max_inline;
             for sge in wr.sges {
@@ -273,6 +277,8 @@ impl SendQueue {
             recv_seq: self.recv_seq,
             sges,
         };
+        // Credits count receives of the peer's, so each request has the number of the receive
+        // that it will take. One that takes none has that of the request before it.
         if wqe.consumes_receive() {
             self.recv_seq += 1;
             wqe.recv_seq = self.recv_seq;
@@ -296,18 +302,22 @@ impl SendQueue {
         self.wqes.fill(None);
         self.head = 0;
         self.tail = 0;
+        // Numbered from the first again: the credits of the next connection begin at 0.
         self.recv_seq = 0;
     }
 }
 
 /// Checks a request by itself, without regard to a queue; returns the length of its message.
 fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
+    // Shape is checked at the post, and keys when the request starts: a chain may register a
+    // region in front of the request that uses it.
     let length = message_len(wr.sges)?;
     let remote = match wr.op {
         SendOp::CmpSwap { remote, .. } | SendOp::FetchAdd { remote, .. } => Some(remote),
         _ => None,
     };
     if let Some(remote) = remote {
+        // The peer would refuse these, and a refusal ends the connection.
         if length != 8 {
             return Err(PostReason::InvalidRequest("an atomic returns eight bytes"));
         }
@@ -323,6 +333,7 @@ fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
             "a local operation has no scatter list",
         ));
     }
+    // READs and atomics write into the scatter list, so it cannot be data that was copied.
     let may_inline = !is_local && remote.is_none() && !matches!(wr.op, SendOp::Read(_));
     if wr.flags.contains(SendFlags::INLINE) && !may_inline {
         return Err(PostReason::InvalidInline);

@@ -25,12 +25,18 @@ impl Requester {
             if ctx.now < until {
                 return Ok(false);
             }
+            // The caller may poll before the timer has fired.
             self.end_rnr_wait();
         }
         while let Some(&wqe) = self.sq.peek(self.cur) {
             match wqe.phase {
+                // Its error is reported once the requests before it are complete; until then
+                // nothing behind it may start, since it would complete as flushed although the
+                // peer had carried it out.
                 Phase::Failed(_) => return Ok(false),
                 Phase::Executed => self.cur += 1,
+                // Local operations begin nothing that the peer sees, but a send queue that drains
+                // starts no request at all.
                 Phase::Posted if !may_start => return Ok(false),
                 Phase::Posted if wqe.is_local() => {
                     if !self.execute(ctx, &wqe)? {
@@ -66,6 +72,8 @@ impl Requester {
     /// Runs a local operation whose turn has come; false if it must wait.
     fn execute(&mut self, ctx: &mut Ctx<'_>, wqe: &SendWqe) -> Result<bool, Fault> {
         let pd = ctx.cfg.pd;
+        // A registration changes only our own table, so it need not wait for requests in flight,
+        // unless its owner fences it behind READs.
         let is_fenced = wqe.flags.contains(SendFlags::FENCE) && !self.reads.is_empty();
         let result = match wqe.op {
             SendOp::RegMr { .. } if is_fenced => return Ok(false),
@@ -79,6 +87,8 @@ impl Requester {
             self.fail_current(ctx, WcStatus::MwBindErr)?;
             return Ok(false);
         }
+        // It has a place between the packets but none of its own, so `locate` finds the way past
+        // it.
         let first = self.nxt;
         let done = self.sq.wqe_mut(self.cur);
         done.phase = Phase::Executed;
@@ -90,9 +100,13 @@ impl Requester {
 
     /// Checks what holds for all packets of a request, before the first one.
     fn check_start(&self, ctx: &Ctx<'_>, wqe: &SendWqe) -> Result<(), WcStatus> {
+        // The peer has agreed to no READs or atomics. It would refuse the request and end the
+        // connection; this way the owner sees which request was wrong.
         if wqe.has_response() && self.max_reads == 0 {
             return Err(WcStatus::LocQpOpErr);
         }
+        // All entries, although the first packet may need a few only: once the peer has that, the
+        // message can no longer be taken back.
         for sge in self.sq.sges(self.cur) {
             ctx.mrs
                 .resolve_local(ctx.cfg.pd, sge, wqe.has_response())
@@ -103,11 +117,15 @@ impl Requester {
 
     /// Packet numbers that the next packet of a request uses up.
     fn next_count(&self, wqe: &SendWqe) -> u32 {
+        // Every packet of a SEND or WRITE has a number of its own, and an atomic is answered by
+        // one.
         if !matches!(wqe.op, SendOp::Read(_)) {
             return 1;
         }
         let window = self.congestion.packets();
         if self.nxt < self.sent {
+            // A repeated READ request ends where the first one ended, since the responder has a
+            // resource for that range and answers nothing that reaches beyond it.
             let end = self.pieces.iter().find(|&&end| end > self.nxt);
             let end = end.copied().unwrap_or(wqe.end()).min(wqe.end());
             return window.min(wqe.index_of(end) - wqe.index_of(self.nxt));
@@ -125,6 +143,8 @@ impl Requester {
     /// request.
     fn may_send(&mut self, now: Instant, wqe: &SendWqe) -> bool {
         let in_flight = self.nxt - self.una;
+        // The responses of a READ count as in flight as soon as they are asked for: the responder
+        // sends them without regard to our window.
         if in_flight > 0 {
             let count = u64::from(self.next_count(wqe));
             let fits = in_flight + count <= u64::from(self.congestion.packets());
@@ -134,13 +154,20 @@ impl Requester {
                 return false;
             }
         }
+        // The part under way has to be answered first: the responder keeps one place for each
+        // request, and a second part would replace what it still has to send of the first.
         if self.is_part_under_way() {
             return false;
         }
+        // One more than the peer has resources would be refused as an invalid request, and end
+        // the connection.
         if wqe.has_response() && self.reads.len() >= self.max_reads && self.max_reads > 0 {
             return false;
         }
         let is_first = self.nxt == wqe.first;
+        // Only the first packet is held back: READs in front of the request have been answered
+        // when it leaves. SENDs and WRITEs in front need no fence, since they take effect in
+        // their order anyway.
         if is_first && wqe.flags.contains(SendFlags::FENCE) && !self.reads.is_empty() {
             return false;
         }
@@ -150,6 +177,8 @@ impl Requester {
             return if is_first {
                 self.una == self.nxt
             } else {
+                // Once the first packet has found a receive, the rest of the message has it as
+                // well.
                 self.una > wqe.first
             };
         }
@@ -163,10 +192,13 @@ impl Requester {
             return true;
         };
         let round_trip = self.round_trip.map_or(FIRST_ROUND_TRIP, |r| r.mean);
+        // A window of a packet or more is paced by its acknowledgements.
         let Some(gap) = self.congestion.gap(round_trip) else {
             self.left = None;
             return true;
         };
+        // Sooner than the timer, which runs while a repeated packet waits here, and would take
+        // the pause for silence.
         let at = left + gap.min(self.interval / 2);
         if at <= now {
             return true;
@@ -204,24 +236,32 @@ impl Requester {
         // time.
         if !wqe.has_response() {
             let len = (wqe.length - offset).min(self.mtu) as usize;
+            // The key may have been invalidated, or the region deregistered, since the last
+            // packet.
             if self.gather(ctx, tx, offset as usize, len).is_err() {
+                // Some entries may be gathered already, and `tx` goes on to the next user.
                 tx.clear();
                 self.fail_current(ctx, WcStatus::LocProtErr)?;
                 return Ok(false);
             }
             tx.payload_len = len;
         }
+        // READs and atomics are answered in any case. They count as having asked, since their
+        // answer moves the window like an acknowledgement.
         let asks = wqe.has_response() || self.asks_for_ack(wqe, is_last, may_start);
         self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
         let wakes = wqe.flags.contains(SendFlags::SOLICITED) && wqe.consumes_receive();
         let bth = Bth::new(opcode, ctx.link.dest, self.psn(self.nxt))
             .with_ack_request(asks)
+            // The event is for the receiver's completion, which only the last packet makes.
             .with_solicited(wakes && is_last)
             .with_pad_for(tx.payload_len);
         tx.headers = emit_headers(&bth, &ext);
 
         if self.nxt < self.sent {
             ctx.counters.retransmits += 1;
+        // Only first copies are timed, and only packets that are answered at once: what is not
+        // asked for may be acknowledged with a later packet.
         } else if asks && self.timed.is_none() {
             self.timed = Some((self.nxt, ctx.now));
         }
@@ -230,13 +270,17 @@ impl Requester {
         self.sent = self.sent.max(self.nxt);
         if wqe.has_response() {
             self.reads.push_back(self.nxt);
+            // An atomic is never repeated in parts, so its end need not be remembered.
             if is_first_time && matches!(wqe.op, SendOp::Read(_)) {
                 self.pieces.push_back(self.nxt);
             }
         }
+        // The next packet's time counts from here.
         if self.congestion.is_partial() {
             self.left = Some(ctx.now);
         }
+        // A timer that runs belongs to the oldest packet in flight, and is not put off by newer
+        // ones: a steady stream would never time out.
         if self.timer.is_none() {
             self.timer = Some(ctx.now + self.vary(self.interval));
         }
@@ -249,8 +293,12 @@ impl Requester {
         let window = self.congestion.packets();
         // Twice in a window, so that packets follow acknowledgements and not one burst the other.
         let most = self.ack_every.min(window.div_ceil(2));
+        // A full window, of which nothing asks for an acknowledgement, would stand still until
+        // the timer.
         self.nxt + 1 - self.una >= u64::from(window)
             || self.since_ack_request + 1 >= most
+            // This packet is the one beyond the limit: only its acknowledgement lets the rest
+            // follow.
             || self.is_limited(wqe)
             || is_last && !self.is_followed(may_start)
     }
@@ -264,6 +312,8 @@ impl Requester {
                 Phase::Executed | Phase::Failed(_) => false,
             };
             may_run
+                // Anything that may wait, for its turn, a response or credits, could wait for the
+                // very acknowledgement that this message does not ask for.
                 && !next.is_local()
                 && !next.has_response()
                 && !self.is_limited(next)
@@ -279,6 +329,7 @@ impl Requester {
         offset: usize,
         len: usize,
     ) -> Result<(), KeyError> {
+        // Copied at the post, so neither key nor memory is looked at again.
         if let Some(data) = self.sq.inline(self.cur) {
             tx.inline.extend_from_slice(&data[offset..offset + len]);
             return Ok(());

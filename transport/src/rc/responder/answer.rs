@@ -46,6 +46,8 @@ impl Responder {
 
     /// Whether the next answer is an acknowledgement, a NAK or an atomic's.
     pub(in crate::rc) fn is_urgent(&self) -> bool {
+        // An acknowledgement that may leave before the next READ response is as urgent as one
+        // that is alone.
         match self.front() {
             Some(at) => {
                 let resource = &self.resources[at];
@@ -63,10 +65,14 @@ impl Responder {
         if self.waiting == 0 {
             return None;
         }
+        // A scan, over a handful: the ring is no longer than the responder resources that the CM
+        // agreed to.
         self.resources.iter().position(|r| r.pending.is_some())
     }
 
     fn credit(&self, ctx: &Ctx<'_>) -> AethSyndrome {
+        // A limit would be wrong with a shared queue, whose receives other queue pairs take as
+        // well (IBTA 9.7.7.2).
         AethSyndrome::Ack(if ctx.cfg.has_srq {
             Credit::UNLIMITED
         } else {
@@ -78,6 +84,8 @@ impl Responder {
     /// The peer must not have more READs and atomics outstanding than there are resources. One that
     /// waits only to be answered again does not count: the peer has its answer.
     pub(super) fn check_room(&self) -> Result<(), Refusal> {
+        // The oldest decides, since they are answered in order: behind one that has been
+        // answered, room is made by forgetting it.
         let is_full = self.resources.len() >= self.max_resources;
         let oldest = self.resources.front().and_then(|r| r.pending);
         if is_full && (self.max_resources == 0 || oldest.is_some_and(|p| !p.is_replay)) {
@@ -88,13 +96,19 @@ impl Responder {
 
     pub(super) fn accept(&mut self, kind: ResourceKind, packets: u32) -> Result<(), Refusal> {
         self.check_room()?;
+        // What was pushed out can no longer be repeated. A peer within its depth has had the
+        // whole answer, or it would not have sent a further request.
         if self.resources.len() == self.max_resources
             && let Some(oldest) = self.resources.pop_front()
             && oldest.pending.is_some()
         {
             self.waiting -= 1;
         }
+        // The count includes the READ before it is answered (IBTA C9-148): its response carries
+        // it.
         self.msn = self.msn.next();
+        // The range of PSNs that it takes is that of its responses, so the next request is
+        // expected after the last of them.
         self.resources.push_back(Resource {
             first: self.expected,
             packets,
@@ -108,6 +122,7 @@ impl Responder {
             }),
         });
         self.waiting += 1;
+        // Its response acknowledges all that came before.
         self.unacked = 0;
         self.expected = self.expected.add(packets);
         Ok(())
@@ -128,17 +143,25 @@ impl Responder {
             .iter_mut()
             .rev()
             .find(|r| psn.is_within(r.first, r.packets));
+        // Nothing is executed twice. SENDs and WRITEs only count towards the next acknowledgement
+        // (IBTA C9-105).
         match (pkt.op.operation, found) {
             (Operation::Send | Operation::Write, _) => self.count(ctx, pkt),
+            // A READ or an atomic that was forgotten is dropped silently: a NAK would end a
+            // connection for an old copy that the network kept.
             (_, None) => {}
             (operation, Some(resource)) => {
                 let start = resource.first.distance_to(psn);
+                // A part that was never asked for is not a repetition, but a mistake or a
+                // forgery. It must not reach memory that the first request was not checked for.
                 let Some(end) = resource.plan_replay(operation, pkt, start, mtu) else {
                     return;
                 };
                 if resource.pending.is_none() {
                     self.waiting += 1;
                 }
+                // From the part that is asked for on, instead of what was still waiting: the
+                // requester has thrown away, or will, what comes behind a missing packet.
                 resource.pending = Some(Pending {
                     start,
                     next: start,
@@ -154,14 +177,20 @@ impl Responder {
     /// what was delivered for lost, and does not learn why the connection ended.
     pub(in crate::rc) fn close(&mut self) {
         let is_atomic = |r: &Resource| matches!(r.kind, ResourceKind::Atomic { .. });
+        // Atomics are kept, since their answers hold their result. A READ would read the owner's
+        // memory.
         self.resources.retain(is_atomic);
+        // The wait was for READ responses, which are gone.
         self.paced = None;
         let waiting = self.resources.iter().filter(|r| r.pending.is_some());
         self.waiting = waiting.count();
+        // What has been taken in is acknowledged unasked, as there will be no further packet to
+        // ask.
         if self.unacked > 0 {
             self.ack = Some(self.expected.prev());
             self.unacked = 0;
         }
+        // A sequence or RNR NAK asks the peer to send again what would now be dropped.
         if !self.has_failed() {
             self.nak = None;
         }
@@ -182,13 +211,17 @@ impl Responder {
             {
                 break;
             }
+            // The others wait as well: they are behind it in PSN order.
             if self.is_early(ctx.now, at) {
                 return Ok(false);
             }
+            // False if a replay lost its key and was dropped: then the next one is looked at.
             if self.answer(ctx, tx, at)? {
                 return Ok(true);
             }
         }
+        // The credits are counted now and not when the packet came: more receives may have been
+        // posted since.
         if let Some(psn) = self.ack.take() {
             let syndrome = self.credit(ctx);
             self.emit(
@@ -200,6 +233,8 @@ impl Responder {
             );
             return Ok(true);
         }
+        // After the acknowledgement, whose PSN is older: a NAK is the last word about everything
+        // before it.
         let Some((psn, syndrome)) = self.nak.take() else {
             return Ok(false);
         };
@@ -243,6 +278,7 @@ impl Responder {
         let Some(mut pending) = resource.pending else {
             return Ok(false);
         };
+        // The MSN is that of the request, not of the newest message.
         let mut ext = aeth(self.credit(ctx), resource.msn);
         let opcode = match resource.kind {
             ResourceKind::Atomic { original } => {
@@ -251,6 +287,8 @@ impl Responder {
             }
             ResourceKind::Read { rkey, addr, len } => {
                 let mtu = ctx.link.mtu.bytes();
+                // `packets` comes from the length, so an empty READ has one packet of no bytes
+                // here and `offset` never exceeds `len`.
                 let offset = pending.next * mtu;
                 let take = (len - offset).min(mtu);
                 let addr = addr.wrapping_add(u64::from(offset));
@@ -263,6 +301,8 @@ impl Responder {
                 }
                 tx.payload_len = take as usize;
                 self.pacer.on_response(ctx.now);
+                // First and last of what is asked for now: a repeated part is a response of its
+                // own, which begins with First or Only.
                 match (
                     pending.next == pending.start,
                     pending.next + 1 == pending.end,
@@ -290,11 +330,15 @@ impl Responder {
         let psn = self.resources[at].next_psn();
         self.resources[at].pending = None;
         self.waiting -= 1;
+        // The connection goes on: this peer has had its answer once.
         if pending.is_replay {
             return Ok(false);
         }
+        // The NAK ends the connection for the peer, so answers behind it would not be looked at.
         self.silence();
         let fault = self.refuse(ctx, Refusal::RemoteAccess);
+        // It is about the response that could not be made, not the request that comes next: the
+        // answers before it stand.
         self.nak = self.nak.map(|(_, syndrome)| (psn, syndrome));
         Err(fault)
     }
@@ -328,9 +372,12 @@ impl Resource {
     ) -> Option<u32> {
         match self.kind {
             ResourceKind::Atomic { .. } => {
+                // Which of the two atomics it is, is not compared further: the answer is the old
+                // one in any case.
                 matches!(operation, Operation::CmpSwap | Operation::FetchAdd).then_some(1)
             }
             ResourceKind::Read { rkey, addr, len } => {
+                // The lengths are the peer's, hence the checked arithmetic.
                 let reth = pkt.ext.reth?;
                 let offset = start.checked_mul(mtu)?;
                 let part = reth.dma_len();
@@ -340,9 +387,12 @@ impl Resource {
                 let is_whole_packets = part.is_multiple_of(mtu) || stop == len;
                 let is_part = operation == Operation::ReadRequest
                     && reth.rkey() == rkey.0
+                    // Same key and the address that belongs to the PSN: so the part lies inside
+                    // the range that was checked when the request was accepted.
                     && reth.va() == addr.wrapping_add(u64::from(offset))
                     && stop <= len
                     && is_whole_packets;
+                // A part of no bytes counts as one packet, which may lie behind the last.
                 let end = start + plan_packets(part, mtu);
                 (is_part && end <= self.packets).then_some(end)
             }

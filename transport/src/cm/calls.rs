@@ -22,6 +22,7 @@ impl Cm {
         peer: PeerAddr,
         params: &ReqParams,
     ) -> Result<IbCmId, IbCmError> {
+        // Room first: nothing leaves for an identifier that cannot be kept.
         self.make_room()?;
         let id = self.new_id();
         let transaction = self.new_transaction();
@@ -61,6 +62,7 @@ impl Cm {
             transaction,
         );
         conn.local_qpn = params.local_qpn;
+        // How long, and how often, the peer is asked is what the REQ itself says to it.
         conn.interval = self.interval(params.remote_cm_timeout);
         conn.max_retries = params.max_cm_retries.value() as u8;
         conn.timewait = params
@@ -111,6 +113,7 @@ impl Cm {
         // The REP is kept: a repeated REQ means that it was lost, and is answered with it.
         conn.req = None;
         conn.answer = Some(Box::new(rep.emit(transaction)));
+        // Before `ask`, whose first wait is bounded by the life of a half-open connection.
         self.note_rep(now, id);
         self.ask(now, id, transaction, &rep);
         Ok(())
@@ -250,6 +253,7 @@ impl Cm {
             remote_qpn: conn.remote_qpn.expect("connected"),
             private_data,
         });
+        // A DREQ begins a transaction of its own, whose number the DREP repeats.
         let transaction = self.new_transaction();
         self.become_state(id, CmState::DreqSent);
         self.ask(now, id, transaction, &dreq);
@@ -287,12 +291,14 @@ impl Cm {
     ///
     /// [`IbCmError::NoSuchId`].
     pub fn destroy(&mut self, now: Instant, id: IbCmId) -> Result<(), IbCmError> {
+        // The listener's half-open connections stay the user's, who may still answer them.
         if self.listeners.remove(&id).is_some() {
             return Ok(());
         }
         // Every state ends by the message that the peer understands in it: a REJ before the
         // connection is established, a DREQ after.
         match self.conn(id)?.state {
+            // No REP has come, so the peer may not know our REQ, and we know no id of the peer's.
             CmState::ReqSent | CmState::MraReqRcvd => {
                 self.send_timeout_rej(id);
                 self.free(id);
@@ -307,6 +313,7 @@ impl Cm {
                 let (info, data) = (AdditionalInfo::default(), PrivateData::default());
                 self.send_rej(now, id, RejReason::ConsumerDefined, info, data)?;
             }
+            // The peer's DREQ is still unanswered, and would be repeated.
             CmState::DreqRcvd => self.send_drep(now, id, PrivateData::default())?,
             CmState::SidrReqSent => {
                 self.free(id);
@@ -327,6 +334,7 @@ impl Cm {
             state if state.is_connected() => self.send_dreq(now, id, PrivateData::default())?,
             _ => {}
         }
+        // The CM keeps what it may have to repeat, until timewait ends or the place is needed.
         self.release(id);
         Ok(())
     }

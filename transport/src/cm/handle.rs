@@ -32,6 +32,7 @@ impl Cm {
         from: PeerAddr,
         mad: &[u8],
     ) -> Result<(), CmMsgError> {
+        // One form for an IPv4 address, in which the indices find it.
         let from = from.to_canonical();
         self.counters.received += 1;
         let parsed = CmMessage::parse(mad);
@@ -63,6 +64,7 @@ impl Cm {
     ) -> Option<(IbCmId, CmState)> {
         let id = IbCmId(ours);
         let conn = self.conns.get(&id)?;
+        // Until its REP has come the active side does not know the peer's id, and takes any.
         if conn.peer != from || conn.remote_id.is_some_and(|known| known != theirs) {
             self.counters.illegal += 1;
             return None;
@@ -85,9 +87,12 @@ impl Cm {
         if req.transport != TransportType::Rc {
             return Err(RejReason::InvalidTransportType);
         }
+        // On RoCE a GID is an address. One that is not the sender's names a host that has not
+        // asked.
         if req.primary.local_gid.ip() != from {
             return Err(RejReason::InvalidGid);
         }
+        // Id 0 means "unknown" in answers, and special queue pairs cannot be connected.
         if is_special(req.qpn) || req.local_comm_id == CommId(0) {
             return Err(RejReason::Unsupported);
         }
@@ -117,6 +122,7 @@ impl Cm {
             Err(reason) => return refuse(self, reason),
         };
         let identity = ReqIdentity::new(transaction, req);
+        // A repetition has its place already, so it is recognised before any limit is looked at.
         if let Some(&id) = self.by_req.get(&(from, identity)) {
             return self.on_duplicate_req(id);
         }
@@ -131,6 +137,7 @@ impl Cm {
             self.counters.dropped += 1;
             return;
         }
+        // Before the displaced one ends, which would otherwise end in vain.
         if self.make_room().is_err() {
             return refuse(self, RejReason::NoResources);
         }
@@ -146,6 +153,7 @@ impl Cm {
         conn.remote_qpn = Some(req.qpn);
         conn.remote_guid = Some(req.ca_guid);
         conn.identity = Some(identity);
+        // The peer's own times, within limits, decide how long it is waited for.
         conn.interval = self.interval(req.local_cm_timeout);
         conn.max_retries = req.max_cm_retries.value() as u8;
         conn.timewait = req
@@ -153,7 +161,9 @@ impl Cm {
             .ack_timeout
             .duration()
             .min(self.config.max_timewait);
+        // Kept until the answer: it says for how long a refusal may have to be repeated.
         conn.req = Some(Box::new(*req));
+        // Entered before the event, so that a repetition of this REQ finds it.
         self.insert(id, conn);
         self.learn_remote(id);
         let qp = QpPeer {
@@ -185,6 +195,7 @@ impl Cm {
         match conn.state {
             // MRA or REP: the peer did not get it, or will soon.
             CmState::MraReqSent | CmState::RepSent => self.answer_again(id),
+            // The refusal was lost: it is repeated as long as it is kept.
             CmState::Timewait
                 if conn
                     .answer
@@ -204,6 +215,7 @@ impl Cm {
         transaction: TransactionId,
         rep: &RepMsg,
     ) {
+        // Without a REJ the peer would repeat its REP to the end and hold a queue pair for it.
         if !self.conns.contains_key(&IbCmId(rep.remote_comm_id)) {
             let ids = (rep.remote_comm_id, rep.local_comm_id);
             return self.refuse(from, transaction, ids, RejOf::Rep, RejReason::InvalidCommId);
@@ -214,6 +226,7 @@ impl Cm {
         match state {
             CmState::ReqSent | CmState::MraReqRcvd => self.on_rep(now, id, transaction, rep),
             // RTU or MRA was lost.
+            // Only the active side owes an RTU: the passive one has an `identity`.
             CmState::MraRepSent | CmState::Established if self.conns[&id].identity.is_none() => {
                 self.answer_again(id);
             }
@@ -229,6 +242,7 @@ impl Cm {
     }
 
     fn on_rep(&mut self, now: Instant, id: IbCmId, transaction: TransactionId, rep: &RepMsg) {
+        // A connection to these could be neither used nor ended.
         if is_special(rep.qpn) || rep.local_comm_id == CommId(0) {
             return self.illegal();
         }
@@ -275,8 +289,10 @@ impl Cm {
         };
         match state {
             CmState::RepSent | CmState::MraRepRcvd => {
+                // The RTU names our random id, so the REP was received at the peer's address.
                 self.answered(id);
                 self.become_state(id, CmState::Established);
+                // Only now: before this the request might have been forged.
                 self.end_superseded(now, id);
                 self.report(
                     id,
@@ -294,6 +310,7 @@ impl Cm {
         let Some((id, state)) = self.addressed(from, mra.remote_comm_id, mra.local_comm_id) else {
             return;
         };
+        // Each of our messages can be answered by one MRA, which bounds what a peer can prolong.
         let next = match (state, mra.message) {
             (CmState::ReqSent, MraOf::Req) => CmState::MraReqRcvd,
             (CmState::RepSent, MraOf::Rep) => CmState::MraRepRcvd,
@@ -319,6 +336,7 @@ impl Cm {
         if let Some(rep) = &mut conn.unconfirmed {
             rep.until = rep.sent + longest;
         }
+        // The time that the MRA asks for, and after it the usual time for an answer.
         self.wait_until(id, now + service + interval);
         self.report(
             id,
@@ -337,9 +355,12 @@ impl Cm {
             return self.addressed(from, rej.remote_comm_id, rej.local_comm_id);
         }
         let guid = rej.info.first_chunk().map(|guid| u64::from_be_bytes(*guid));
+        // Only a time-out is announced without our id. Any other such REJ could be about
+        // anything.
         let guid = CaGuid(guid.filter(|_| rej.reason == RejReason::Timeout)?);
         let all = ReqIdentity::all_of(guid, rej.local_comm_id);
         let requests = self.by_req.range((from, *all.start())..=(from, *all.end()));
+        // A REJ without our id is easily forged, so it ends no established connection.
         let mut half_open = requests
             .map(|(_, id)| (*id, self.conns[id].state))
             .filter(|(_, state)| state.is_half_open());
@@ -375,6 +396,8 @@ impl Cm {
             self.enter_timewait(now, id);
             self.report(id, event);
         } else {
+            // Reported before it is freed, since the report looks up whether the user has
+            // released it.
             self.report(id, event);
             self.free(id);
         }
@@ -400,10 +423,12 @@ impl Cm {
         else {
             return;
         };
+        // A DREQ names our queue pair as well as our id: a stale one hardly fits both.
         if self.conns[&id].remote_id.is_none() || self.conns[&id].local_qpn != dreq.remote_qpn {
             return self.illegal();
         }
         match state {
+            // The peer may end a connection at once, and its RTU may be lost or overtaken.
             CmState::RepSent | CmState::MraRepRcvd => self.on_dreq(now, id, transaction, dreq),
             state if state.is_connected() => self.on_dreq(now, id, transaction, dreq),
             CmState::DreqSent => {
@@ -419,6 +444,8 @@ impl Cm {
             }
             CmState::Timewait => {
                 self.counters.duplicates += 1;
+                // The answer of before; or the first, where a DREQ of our own had ended the
+                // connection.
                 let kept = self.conns[&id]
                     .answer
                     .as_deref()
@@ -434,6 +461,7 @@ impl Cm {
     fn on_dreq(&mut self, now: Instant, id: IbCmId, transaction: TransactionId, dreq: &DreqMsg) {
         self.answered(id);
         self.become_state(id, CmState::DreqRcvd);
+        // A DREQ proves as much as an RTU: the peer has received the REP.
         self.end_superseded(now, id);
         self.known(id).transaction = transaction;
         assert!(

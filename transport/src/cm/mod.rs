@@ -308,6 +308,7 @@ impl Cm {
     /// The state of an identifier; `Idle` for those that are gone.
     #[must_use]
     pub fn state(&self, id: IbCmId) -> CmState {
+        // Listeners and connections share the numbers, so an id names one of them at most.
         if self.listeners.contains_key(&id) {
             return CmState::Listen;
         }
@@ -327,6 +328,8 @@ impl Cm {
         mask: u64,
         backlog: usize,
     ) -> Result<IbCmId, IbCmError> {
+        // With two listeners for a service id, their random ids would decide which one gets a
+        // REQ.
         if self
             .listeners
             .values()
@@ -349,6 +352,7 @@ impl Cm {
     }
 
     fn listener_of(&self, service_id: ServiceId) -> Option<IbCmId> {
+        // A walk: there are a handful of listeners, and one may take a range of service ids.
         self.listeners
             .iter()
             .find(|(_, listener)| listener.takes(service_id))
@@ -359,6 +363,7 @@ impl Cm {
     /// names one has seen a message of ours; requests, which anyone can make, name none.
     #[must_use]
     pub fn knows(&self, from: PeerAddr, mad: &[u8]) -> bool {
+        // The source address as well: an id alone might be seen, or guessed, by another host.
         let conn = receiver_id(mad).and_then(|id| self.conns.get(&IbCmId(id)));
         conn.is_some_and(|conn| conn.peer == from.to_canonical())
     }
@@ -371,6 +376,7 @@ impl Cm {
     }
 
     fn has_room_for(&self, listener: IbCmId, from: PeerAddr) -> bool {
+        // Both limits, since a peer within its share may still meet a full backlog.
         let holders = [Holder::Peer(listener, from), Holder::Listener(listener)];
         !holders.into_iter().any(|holder| self.is_full(holder))
     }
@@ -386,6 +392,8 @@ impl Cm {
         let free = listener.backlog.saturating_sub(listener.half_open);
         match holder {
             Holder::Listener(_) => free == 0,
+            // Beyond its share a peer may go while a whole share is left to others, so a host
+            // that opens many channels at once is not held back at an idle target.
             Holder::Peer(_, addr) => {
                 let count = self.half_open.get(&(id, addr)).copied().unwrap_or(0);
                 let share = self.config.max_half_open_per_peer;

@@ -100,6 +100,7 @@ impl Cm {
     }
 
     pub(super) fn handle_lap(&mut self, from: PeerAddr, transaction: TransactionId, lap: &LapMsg) {
+        // The sender's connection is gone here; refused, it stops asking.
         if !self.conns.contains_key(&IbCmId(lap.remote_comm_id)) {
             return self.refuse_lap(from, transaction, lap, AprStatus::InvalidCommId);
         }
@@ -116,6 +117,7 @@ impl Cm {
             return self.refuse_lap(from, transaction, lap, AprStatus::InvalidQpnEecn);
         }
         let conn = &self.conns[&id];
+        // Each LAP is a transaction of its own, so the number shows a repetition.
         let is_repeated = conn.transaction == transaction;
         let has_apr = conn
             .answer
@@ -216,6 +218,7 @@ impl Cm {
             private_data: params.private_data,
         });
         let (peer, transaction) = (conn.peer, conn.transaction);
+        // Not kept: a SIDR_REQ that comes again after this is asked, and answered, again.
         self.send(peer, message.emit(transaction));
         self.free_sidr(id);
         Ok(())
@@ -252,6 +255,7 @@ impl Cm {
             });
             return self.send(from, message.emit(transaction));
         };
+        // As for a REQ, but nothing is displaced: a question that is lost is repeated.
         if !self.has_room_for(listener, from) || !self.may_tell_more() || self.make_room().is_err()
         {
             self.counters.dropped += 1;

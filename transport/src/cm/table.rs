@@ -35,6 +35,7 @@ impl Listener {
     }
 
     pub(super) fn overlaps(&self, service_id: ServiceId, mask: u64) -> bool {
+        // Where both masks have a bit the ids must agree in it; elsewhere some id fits both.
         (self.service_id.0 ^ service_id.0) & self.mask & mask == 0
     }
 }
@@ -67,6 +68,8 @@ impl Cm {
     /// Makes room for one more identifier, at the cost of a finished one that
     /// has no user if need be.
     pub(super) fn make_room(&mut self) -> Result<(), IbCmError> {
+        // Only timewait without a user is cut short. Everything else is a connection, or its user
+        // still expects an event.
         if self.id_count() < self.config.max_ids {
             return Ok(());
         }
@@ -92,6 +95,8 @@ impl Cm {
         let mut oldest = self.unconfirmed.range((holder, 0)..=(holder, u64::MAX));
         let (_, &id) = oldest.next()?;
         let sent = self.conns[&id].unconfirmed.map(|rep| rep.sent)?;
+        // A REP needs a round trip to be confirmed. Without this grace a flood of REQs would
+        // displace each half-open connection before its RTU could arrive.
         (now >= sent + self.config.half_open_grace).then_some(id)
     }
 
@@ -104,12 +109,15 @@ impl Cm {
     /// Remember an identifier that may go as soon as another is needed.
     fn note_finished(&mut self, id: IbCmId) {
         let conn = &self.conns[&id];
+        // A released identifier in any other state still has a message to repeat.
         if let (true, CmState::Timewait, Some(at)) = (conn.is_orphan, conn.state, conn.deadline) {
             self.finished.insert((at, id));
         }
     }
 
     pub(super) fn insert(&mut self, id: IbCmId, conn: Conn) {
+        // Counted by its state where it enters; every change of state after that goes by
+        // `become_state`.
         self.count_half_open(&conn, conn.state, true);
         let before = self.conns.insert(id, conn);
         assert!(before.is_none(), "a new identifier is new");
@@ -117,6 +125,7 @@ impl Cm {
 
     /// The connection of an id from a call of the user, who may have released it.
     pub(super) fn conn(&self, id: IbCmId) -> Result<&Conn, IbCmError> {
+        // A released identifier is not the user's any longer, though it may still be in timewait.
         self.conns
             .get(&id)
             .filter(|conn| !conn.is_orphan)
@@ -155,9 +164,11 @@ impl Cm {
         self.count_half_open(&conn, conn.state, false);
         self.count_half_open(&conn, next, true);
         become_state(&mut conn.state, next);
+        // Confirmed or given up: it cannot be displaced any more.
         if !next.is_half_open() {
             self.forget_rep(&mut conn);
         }
+        // Once in a connection's life, for all its changes between connected states.
         if next.is_connected() && !conn.is_proven {
             conn.is_proven = true;
             *self.proven.entry(conn.peer).or_insert(0) += 1;
@@ -167,6 +178,7 @@ impl Cm {
 
     /// The identifier ends here.
     pub(super) fn free(&mut self, id: IbCmId) {
+        // The indices first: their keys are made from the record.
         self.arm(id, None);
         self.forget_claims(id);
         let mut conn = self
@@ -194,6 +206,8 @@ impl Cm {
         self.reps += 1;
         let (number, longest) = (self.reps, self.config.max_half_open);
         let conn = self.known(id);
+        // As often, and at the interval, that the peer wants to be asked. Within the limit for
+        // half-open connections, or a REQ could hold its place for minutes.
         let patience = conn.interval * (u32::from(conn.max_retries) + 1);
         conn.unconfirmed = Some(Unconfirmed {
             number,
@@ -251,6 +265,7 @@ impl Cm {
     /// Set or clear the identifier's one timer.
     pub(super) fn arm(&mut self, id: IbCmId, deadline: Option<Instant>) {
         let before = std::mem::replace(&mut self.known(id).deadline, deadline);
+        // Each identifier is listed under the time of its timer, so it leaves both sets by that.
         if let Some(before) = before {
             self.timers.remove(&(before, id));
             self.finished.remove(&(before, id));
@@ -263,6 +278,8 @@ impl Cm {
     /// Queue a MAD; a full queue loses it, as the network might.
     pub(super) fn send(&mut self, to: PeerAddr, mad: Mad) {
         if self.outbox.len() < self.config.max_outbox {
+            // A peer that sends requests faster than we send answers must not make the queue
+            // grow.
             self.outbox.push_back((to, mad));
         } else {
             self.counters.dropped += 1;
@@ -272,6 +289,7 @@ impl Cm {
     /// Send a message of the connection that needs no answer, and keep it for
     /// when its question is repeated.
     pub(super) fn answer(&mut self, id: IbCmId, transaction: TransactionId, message: &CmMessage) {
+        // UDP loses messages: a repeated question has to get the same answer as the first.
         let mad = message.emit(transaction);
         let conn = self.known(id);
         conn.answer = Some(Box::new(mad));
@@ -299,6 +317,8 @@ impl Cm {
     ) {
         let mad = message.emit(transaction);
         let is_rep = matches!(message, CmMessage::Rep(_));
+        // An address that has proved nothing may be made up, and its owner would get every
+        // repetition.
         let most_retries = if is_rep && !self.proven.contains_key(&self.conns[&id].peer) {
             self.config.max_unproven_retries
         } else {
@@ -326,6 +346,7 @@ impl Cm {
     /// Wait for the peer until `at`, but not beyond what a half-open connection has.
     pub(super) fn wait_until(&mut self, id: IbCmId, at: Instant) {
         let rep = self.conns[&id].unconfirmed;
+        // The life of a half-open connection ends even if a repetition would be due later.
         self.arm(id, Some(rep.map_or(at, |rep| rep.until.min(at))));
     }
 
@@ -342,6 +363,7 @@ impl Cm {
     }
 
     pub(super) fn enter_timewait_for(&mut self, now: Instant, id: IbCmId, time: Duration) {
+        // Nothing of it is repeated from here on. Its last answer stays, for a repeated question.
         self.answered(id);
         self.become_state(id, CmState::Timewait);
         // A new connection may use the peer's id and queue pair; the request
@@ -354,6 +376,7 @@ impl Cm {
 
     /// Notify the user, unless it has released the identifier.
     pub(super) fn report(&mut self, id: IbCmId, kind: IbCmEventKind) {
+        // A user that has released an identifier has forgotten its name.
         if self.conns.get(&id).is_none_or(|conn| !conn.is_orphan) {
             self.events.push_back(IbCmEvent { id, kind });
         }
@@ -361,6 +384,8 @@ impl Cm {
 
     /// A peer's time, within what is configured.
     pub(super) fn interval(&self, time: CmTimeout) -> Duration {
+        // The peer chooses this time. Too short, it would make us send without pause; too long,
+        // it would keep our memory.
         time.duration()
             .clamp(self.config.min_interval, self.config.max_interval)
     }

@@ -17,6 +17,7 @@ impl Cm {
         while let Some(&(deadline, id)) = self.timers.first()
             && deadline <= now
         {
+            // Before the step, which may arm it again or free the identifier.
             self.arm(id, None);
             self.on_timeout(now, id);
         }
@@ -25,6 +26,8 @@ impl Cm {
     fn on_timeout(&mut self, now: Instant, id: IbCmId) {
         let conn = self.known(id);
         if conn.state == CmState::Timewait {
+            // Reported before it is freed, since the report looks up whether the user has
+            // released it.
             self.report(id, IbCmEventKind::TimewaitExit);
             return self.free(id);
         }
@@ -34,6 +37,7 @@ impl Cm {
             .pending
             .as_deref_mut()
             .expect("timers run for timewait and for pending messages");
+        // The life of a half-open connection is over, with repetitions left or not.
         if until.is_some_and(|until| until <= now) {
             return self.give_up(now, id);
         }
@@ -45,6 +49,7 @@ impl Cm {
             };
         }
         pending.retries_left -= 1;
+        // DREQs and REPs begin sooner than the peer's time for an answer, and approach it.
         pending.interval = (pending.interval * 2).min(longest);
         let (mad, interval) = (pending.mad, pending.interval);
         self.counters.retries += 1;
@@ -56,21 +61,28 @@ impl Cm {
     pub(super) fn give_up(&mut self, now: Instant, id: IbCmId) {
         match self.conns[&id].state {
             CmState::ReqSent | CmState::MraReqRcvd => {
+                // The peer may have begun a connection for this REQ, so it is taken back. No
+                // queue pair has been in use that would have to be waited out.
                 self.send_timeout_rej(id);
                 self.report(id, IbCmEventKind::ReqTimeout);
                 self.free(id);
             }
             CmState::RepSent | CmState::MraRepRcvd => {
+                // The peer may have had the REP and used the queue pair, so packets of it may be
+                // under way.
                 self.send_timeout_rej(id);
                 self.enter_timewait(now, id);
                 self.report(id, IbCmEventKind::RepTimeout);
             }
             CmState::LapSent | CmState::MraLapRcvd => {
+                // An alternate path that is not agreed on leaves the connection as it was.
                 self.answered(id);
                 self.become_state(id, CmState::Established);
                 self.report(id, IbCmEventKind::LapTimeout);
             }
             CmState::DreqSent => {
+                // The peer is gone, or its DREPs were lost: the connection is over in either
+                // case.
                 self.enter_timewait(now, id);
                 self.report(id, IbCmEventKind::DreqTimeout);
             }

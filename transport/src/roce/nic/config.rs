@@ -115,6 +115,8 @@ impl NicConfig {
             max_mr: l.max_mr,
             max_mr_size: u64::MAX,
             max_fast_reg_segments: l.max_fast_reg_segments,
+            // Segments need no page alignment or equal lengths: the key table looks them up one
+            // by one.
             sg_gaps: true,
             reports_invalidation: true,
             max_cq: l.max_cq,
@@ -143,6 +145,7 @@ pub fn device_guid(addr: IpAddr) -> u64 {
     };
     let mut hash = FnvHasher::default();
     hash.write(&bytes);
+    // As in an EUI-64: not a group, and locally administered.
     hash.finish() & !(0x03 << 56) | 0x02 << 56
 }
 

@@ -306,6 +306,7 @@ impl Nic {
 
     /// Sets the time, for calls that have no such argument.
     pub fn set_now(&mut self, now: Instant) {
+        // Time never goes back: a caller may have taken its time before the last call.
         self.now = self.now.max(now);
     }
 
@@ -321,6 +322,8 @@ impl Nic {
     }
 
     fn raise(&mut self, event: AsyncEvent) {
+        // One entry for each object and kind. So a peer cannot make the queue grow, and no event
+        // is lost.
         if !self.async_events.contains(&event) {
             self.async_events.push_back(event);
         }

@@ -129,6 +129,7 @@ impl Nic {
         if self.cqs.get(cq)?.users() > 0 {
             return Err(VerbsError::ResourceBusy("completion queue"));
         }
+        // An event that waits would name a queue that no longer exists.
         self.cq_events.retain(|&c| c != cq);
         self.async_events.retain(|&e| e != AsyncEvent::CqError(cq));
         self.cqs.remove(cq).map(drop)
@@ -201,6 +202,7 @@ impl Nic {
             return Err(VerbsError::InvalidParameter("shared receive queue size"));
         }
         self.srqs.get_mut(srq)?.modify(max_wr, limit)?;
+        // A limit above what is posted is reached already.
         self.check_srq_limit(srq);
         Ok(())
     }
@@ -225,6 +227,8 @@ impl Nic {
             index: 0,
             reason: PostReason::InvalidHandle,
         })?;
+        // Queue pairs that found no receive need no turn now: their peers repeat what was
+        // refused.
         queue.queue.post(wrs)
     }
 
@@ -244,6 +248,7 @@ impl Nic {
     pub(super) fn reachable(&self, attr: &AhAttr) -> Result<IpAddr, VerbsError> {
         check_index(attr.port, attr.sgid_index)?;
         let ip = attr.dgid.ip();
+        // One address means one family; the rest names no single host.
         if ip.is_ipv4() != self.config.addr.is_ipv4() || ip.is_unspecified() || ip.is_multicast() {
             return Err(VerbsError::InvalidParameter("destination address"));
         }

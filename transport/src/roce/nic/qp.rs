@@ -47,6 +47,8 @@ impl Nic {
         self.pds.get(init.pd)?;
         self.cqs.get(init.send_cq)?;
         self.cqs.get(init.recv_cq)?;
+        // With a shared queue the queue pair has no receives of its own, but takes entries of
+        // that queue's size.
         let mut cap = init.cap;
         if let Some(srq) = init.srq {
             if init.qp_type != QpType::Rc {
@@ -55,9 +57,12 @@ impl Nic {
             cap.max_recv_sge = self.srqs.get(srq)?.attr().max_sge;
             cap.max_recv_wr = 0;
         }
+        // A device has one queue pair 1. The messages of the CM do not pass it: the device
+        // handles those itself.
         if init.qp_type == QpType::Gsi && self.gsi.is_some() {
             return Err(VerbsError::ResourceBusy("queue pair 1"));
         }
+        // Before a number is drawn, which a failed insertion would leave taken.
         if self.qps.is_full() {
             return Err(VerbsError::InsufficientResources("queue pair"));
         }
@@ -183,6 +188,8 @@ impl Nic {
 
     pub fn modify_qp(&mut self, id: QpId, attr: &QpAttr) -> Result<(), VerbsError> {
         let qp = self.qps.get(id)?;
+        // All that may be refused is found out before anything changes, so that a modify that
+        // fails has done nothing.
         let from = qp.state();
         let to = plan_modify(qp.qp_type, from, attr)?;
         self.check_values(attr)?;
@@ -191,10 +198,12 @@ impl Nic {
         }
         let peer = self.plan_peer(id, attr)?;
         if let Some(peer) = peer {
+            // The old address is left before the new one is counted: they may be the same.
             self.leave_peer(id);
             *self.peers.entry(peer.addr.ip()).or_default() += 1;
             self.qps.get_mut(id)?.peer = Some(peer);
         }
+        // While the peer is still known, since the last answers go to it.
         if matches!(to, QpState::Error | QpState::Reset) {
             self.keep_last_answers(id);
         }
@@ -208,6 +217,7 @@ impl Nic {
 
     fn check_values(&self, attr: &QpAttr) -> Result<(), VerbsError> {
         let l = &self.config.limits;
+        // The tables of partition keys and ports have one entry each.
         if let Some(index) = attr.pkey_index.filter(|&i| i != 0) {
             return Err(VerbsError::InvalidIndex(index));
         }
@@ -237,6 +247,8 @@ impl Nic {
             l.max_qp_init_rd_atom.into(),
             "max_rd_atomic",
         )?;
+        // A queue pair whose packets the interface does not carry would lose them all and end by
+        // retries.
         if attr.path_mtu.is_some_and(|m| m > self.config.mtu) {
             return Err(VerbsError::InvalidParameter("path_mtu"));
         }
@@ -248,6 +260,8 @@ impl Nic {
         let Some(ah) = attr.ah else {
             return Ok(None);
         };
+        // A queue pair that stays with its peer does not count twice. The limit keeps one host
+        // from taking all queue pairs of the device.
         let ip = self.reachable(&ah)?;
         let has = self.peers.get(&ip).copied().unwrap_or(0);
         let is_there = self.qps.get(id)?.peer.is_some_and(|p| p.addr.ip() == ip);
@@ -267,6 +281,7 @@ impl Nic {
         let Ok(qp) = self.qps.get_mut(id) else {
             return;
         };
+        // The next peer proves its port again.
         qp.source_port = None;
         let Some(peer) = qp.peer.take() else {
             return;
@@ -275,6 +290,8 @@ impl Nic {
         if let Some(n) = self.peers.get_mut(&ip) {
             *n -= 1;
             if *n == 0 {
+                // Without queue pairs a peer has no packets to be verified, so what is remembered
+                // of it goes as well.
                 self.peers.remove(&ip);
                 self.forget_peer(ip);
             }
@@ -303,6 +320,7 @@ impl Nic {
         match &mut qp.machine {
             Machine::Rc(rc) => {
                 move_rc(rc, from, to, attr, &merged, &mut env);
+                // Nothing completes in RESET, so the receives go without completions.
                 if to == QpState::Reset && !has_srq {
                     env.rq.clear();
                 }
@@ -314,6 +332,7 @@ impl Nic {
                 if let Some(psn) = attr.sq_psn {
                     ud.set_sq_psn(psn);
                 }
+                // Also from ERROR to ERROR: receives that were posted meanwhile are flushed.
                 if from != to || to == QpState::Error {
                     ud.on_state(to, env.rq, env.out);
                 }
@@ -337,6 +356,7 @@ impl Nic {
 
     pub fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
         self.qps.get(id)?;
+        // While queue pair and peer still exist.
         self.keep_last_answers(id);
         self.leave_peer(id);
         let qp = self.qps.remove(id)?;
@@ -375,6 +395,8 @@ impl Nic {
                 let ahs = &self.ahs;
                 let pd = qp.pd;
                 wrs.iter().enumerate().try_for_each(|(index, wr)| {
+                    // An address handle of another protection domain is as good as none: it was
+                    // made for another owner's queue pairs.
                     let dst = wr
                         .ud
                         .and_then(|u| ahs.get(u.ah).ok())
@@ -405,6 +427,8 @@ impl Nic {
             Machine::Ud(ud) => {
                 let result = env.rq.post(wrs);
                 if state == QpState::Error {
+                    // A receive that is posted in ERROR completes as flushed at once, as for
+                    // connections.
                     ud.on_state(QpState::Error, env.rq, env.out);
                 }
                 result

@@ -26,6 +26,8 @@ impl Hasher for QpnHasher {
     }
 
     fn write_u32(&mut self, n: u32) {
+        // The numbers of a worker agree in their low bits, by which a table would put them all
+        // together. The product spreads the others upwards, and `finish` folds them down.
         self.0 = (self.0 ^ u64::from(n)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 
@@ -65,6 +67,7 @@ impl QpnAllocator {
     pub(super) fn take(&mut self, random: &mut ChaCha20Rng) -> u32 {
         // Far more numbers exist than queue pairs and resting numbers, so a few draws do.
         loop {
+            // The low bits name the worker: by them the kernel picks its socket (`steer.rs`).
             let n = random.next_u32() & 0x00ff_ffff & !self.worker_mask | self.worker_index;
             if (FIRST..=LAST).contains(&n) && self.taken.insert(n) {
                 return n;
@@ -75,6 +78,8 @@ impl QpnAllocator {
     /// Gives a number back, to rest.
     pub(super) fn give_back(&mut self, qpn: u32) {
         self.resting.push_back(qpn);
+        // A quarter of a worker's numbers at most, so that draws stay few where many workers
+        // share them.
         let most = RESTING.min((0x00ff_ffff / (self.worker_mask as usize + 1)) / 4);
         while self.resting.len() > most {
             if let Some(n) = self.resting.pop_front() {

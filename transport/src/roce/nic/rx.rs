@@ -41,6 +41,7 @@ impl Nic {
         }
         let key = (src.ip(), src.port());
         let known = self.verifiers.get(&key).copied();
+        // Addresses of two families share no packet, so there is no ICRC to compare with.
         let Some(mut verifier) =
             known.or_else(|| IcrcFlow::new(src, self.local).map(IcrcVerifier::new))
         else {
@@ -48,6 +49,7 @@ impl Nic {
             return;
         };
         let mut is_peer = known.is_some();
+        // A train of length 0 cannot be cut.
         for packet in bytes.chunks(segment.max(1)) {
             is_peer |= self.handle_packet(src, packet, &mut verifier, is_marked);
         }
@@ -106,6 +108,8 @@ impl Nic {
             }
             return false;
         }
+        // The number is looked up before the ICRC is computed over the whole packet, and the
+        // sender compared: a flood that does not know both costs little.
         let Some(&id) = self.by_qpn.get(&qpn.value()) else {
             self.counters.rx_unknown_qp += 1;
             return false;
@@ -133,10 +137,14 @@ impl Nic {
                 if is_marked && !is_new_port {
                     rc.handle_mark(now, &packet);
                 }
+                // Only the queue pair knows whether the packet was in sequence. It counts what it
+                // does not take, so with an equal count the port is taken for the peer's.
                 let refused = rc.counters().refused();
                 rc.handle_packet(now, &packet, &mut env);
                 if is_new_port && refused == rc.counters().refused() {
                     qp.source_port = Some(src.port());
+                    // A mark on the first packet from a new port counts as soon as the port is
+                    // proved.
                     if is_marked {
                         rc.handle_mark(now, &packet);
                     }
@@ -151,6 +159,8 @@ impl Nic {
         };
         qp.awaits_first_packet &= !is_up;
         self.settle(id);
+        // Data shows as well as an RTU that the peer is ready. The RTU may be lost, and the peer
+        // repeats it only when it is asked by another REP.
         if is_up {
             self.on_first_packet(id);
         }
@@ -167,6 +177,7 @@ impl Nic {
             (Machine::Rc(_), None) => (Service::Rc, false),
             (Machine::Ud(_), _) => (Service::Ud, true),
         };
+        // A packet of another service is not for this queue pair, even from its peer.
         if packet.op.service != service {
             self.counters.rx_unknown_qp += 1;
             return false;
@@ -229,6 +240,8 @@ impl Nic {
     }
 
     fn drain(&mut self, id: QpId) {
+        // Taken out, since passing the events on changes the device, and put back with its
+        // memory.
         let mut out = std::mem::take(&mut self.out);
         let mut broken: Vec<CqId> = Vec::new();
         let mut shared = None;
@@ -251,9 +264,12 @@ impl Nic {
         }
         out.clear();
         self.out = out;
+        // After the receives that this round took.
         if let Some(srq) = shared {
             self.check_srq_limit(srq);
         }
+        // A queue that overran has lost completions, so the queue pairs that complete there
+        // cannot go on.
         for cq in broken {
             let users: Vec<QpId> = self
                 .qps

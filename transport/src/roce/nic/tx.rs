@@ -24,18 +24,23 @@ impl Nic {
             self.tx.headers = headers;
             emit(batch, &peer.flow, Way::to(peer.addr), &mut self.tx);
         }
+        // Then the messages of the CM, whose peers wait by timers. They are few; queue pairs
+        // share what is left of the budget.
         self.transmit_mads(batch);
         while batch.total_bytes() < budget {
             let Some(id) = self.ready.pop_front() else {
                 break;
             };
+            // A queue pair that was destroyed while it waited for its turn.
             let has_more = match self.qps.get(id) {
                 Ok(_) => self.take_turn(id, batch, budget),
                 Err(_) => continue,
             };
+            // A turn may have completed or failed requests.
             if !self.out.is_empty() {
                 self.settle(id);
             }
+            // At the end of the line: a queue pair that has much to send waits for all others.
             if let Ok(qp) = self.qps.get_mut(id) {
                 qp.is_queued = has_more;
                 if has_more {
@@ -59,9 +64,11 @@ impl Nic {
         let peer = qp.peer;
         let (local, to_strangers, cm) = (self.local, self.to_strangers, self.cm.machine());
         with_env!(self, qp, env);
+        // Bounded also where the packets are small, so that a turn is short for those that wait.
         for _ in 0..TURN {
             match &mut qp.machine {
                 Machine::Rc(rc) => {
+                    // RESET forgets the peer; the turn was asked for before.
                     let Some(peer) = peer else {
                         return false;
                     };
@@ -70,6 +77,9 @@ impl Nic {
                     }
                     // What a congested router should make rarer is data.
                     let is_data = self.tx.payload_len > 0;
+                    // What is repeated for a peer that is gone may wait in the socket for its
+                    // neighbour entry. By a socket of its own it holds up no other peer's
+                    // packets.
                     let is_silent = rc.is_peer_silent(now);
                     let flow = match is_silent {
                         true => IcrcFlow::new(to_strangers, peer.addr),
@@ -101,6 +111,7 @@ impl Nic {
                     }
                 }
             }
+            // It has more, for all that is known: the next turn finds out.
             if batch.total_bytes() >= budget {
                 break;
             }
@@ -121,6 +132,7 @@ impl Nic {
         let (Machine::Rc(rc), Some(peer)) = (&mut qp.machine, peer) else {
             return;
         };
+        // Bounded, since a peer decides how many connections end at once.
         while self.last_answers.len() < MAX_LAST_ANSWERS
             && rc.poll_last_answer(now, &mut env, &mut self.tx)
         {
@@ -182,6 +194,7 @@ impl Nic {
             let Ok(qp) = self.qps.get_mut(id) else {
                 continue;
             };
+            // Another entry has taken its place, and comes later or came earlier.
             if qp.armed != Some(at) {
                 continue;
             }
@@ -194,6 +207,7 @@ impl Nic {
                 fired += 1;
                 self.settle(id);
             } else {
+                // The deadline has moved away since, with every acknowledgement that arrived.
                 self.arm(id);
             }
         }
@@ -227,6 +241,8 @@ impl Nic {
 /// Appends a packet with its ICRC.
 pub(in crate::roce) fn emit(batch: &mut TxBatch, flow: &IcrcFlow, way: Way, tx: &mut TxPacket) {
     let len = tx.len() + ICRC_LEN;
+    // The ICRC covers the IPv4 identification, which is the packet's place in its segmented send.
+    // Hence the place first.
     let id = batch.begin(way, destination(&tx.headers), len);
     let mut icrc = flow.start(len as u16, id);
     icrc.update_headers(&tx.headers);
@@ -236,6 +252,9 @@ pub(in crate::roce) fn emit(batch: &mut TxBatch, flow: &IcrcFlow, way: Way, tx: 
         icrc.update(&tx.inline);
         batch.push_bytes(&tx.inline);
     }
+    // The ICRC is taken from memory now, and the kernel copies the payload when it sends. If the
+    // owner writes in between, the peer drops the packet as corrupt and it is sent again: owners
+    // must leave the memory of a request alone until it completes.
     for slice in tx.segments.drain(..) {
         update_icrc(&mut icrc, &slice);
         batch.push_memory(slice);

@@ -80,6 +80,7 @@ impl Nic {
     fn bind(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
         let own = self.local_addr().ip();
         let ip = addr.ip().to_canonical();
+        // The unspecified address stands for the only one that the device has.
         let is_ours = ip == own || ip.is_unspecified() && ip.is_ipv4() == own.is_ipv4();
         if !is_ours {
             return Err(CmError::AddressNotAvailable);
@@ -165,6 +166,7 @@ impl Nic {
 
     pub fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
         let entry = self.cm_id(id, "create_cm_qp")?;
+        // An identifier belongs to a device only once it has an address, as with librdmacm.
         let has_device = matches!(
             entry.state,
             IdState::Bound | IdState::AddrResolved | IdState::RouteResolved | IdState::Requested
@@ -202,6 +204,7 @@ impl Nic {
         }
         let port = entry.local.map_or(0, |a| a.port());
         let (service, mask) = service_id(entry.space, port);
+        // A backlog of 0 would drop every request.
         let ib = self.cm.cm.listen(service, mask, backlog.max(1) as usize)?;
         let entry = self.cm_id(id, "listen")?;
         entry.ib = Some(ib);
@@ -220,6 +223,7 @@ impl Nic {
         {
             self.cm.ports.remove(&(space, local.port()));
         }
+        // The queue pair stays: it belongs to the user, who may destroy it before or after.
         if let Some(qp) = entry.qp {
             self.cm.by_qp.remove(&qp);
         }
@@ -243,6 +247,7 @@ impl Nic {
             // Each is alive: only this event names it.
             let _ = self.destroy_id(request);
         }
+        // Releasing a connection has made a REJ or a DREQ, which has to be sent.
         self.pump_cm();
         Ok(())
     }

@@ -64,6 +64,8 @@ impl Nic {
             return Err(CmError::InvalidState("connect"));
         }
         let mut param = param.clone();
+        // More than the device can hold would be refused when the queue pair is connected, after
+        // the peer has been promised it.
         param.responder_resources = param.responder_resources.min(max_resources);
         param.initiator_depth = param.initiator_depth.min(max_depth);
         self.send_request(id, &param, mtu)?;
@@ -138,6 +140,8 @@ impl Nic {
             .min(request.responder_resources);
         let rq_psn = Psn::new(self.random().next_u32());
         let local_qpn = Qpn::new(self.qp_num(qp)?);
+        // The queue pair is ready before the REP leaves, since the peer may send as soon as it
+        // has it.
         self.connect_qp(
             qp,
             peer.ip(),
@@ -160,6 +164,7 @@ impl Nic {
         };
         let now = self.now();
         self.cm.cm.send_rep(now, ib, &params)?;
+        // From now on the first packet establishes the connection, if the RTU is lost.
         self.await_first_packet(qp);
         let entry = self.cm_id(id, "accept")?;
         entry.request = None;
@@ -204,7 +209,10 @@ impl Nic {
             &QpAttr {
                 state: Some(QpState::Rts),
                 sq_psn: Some(said.sq_psn.value()),
+                // Never more than the peer holds: it would take one more for an invalid request.
                 max_rd_atomic: Some(initiator_depth.min(said.responder_resources)),
+                // The peer's proposal in bounds: too short, and a busy peer would be taken for a
+                // dead one; too long, and a dead one for a busy one.
                 timeout: Some(ack_timeout.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end())),
                 retry_cnt: Some(said.retry_count.value() as u8),
                 rnr_retry: Some(said.rnr_retry_count.value() as u8),
@@ -264,12 +272,16 @@ impl Nic {
         match state {
             IdState::Established => {
                 become_state(&mut entry.state, IdState::Disconnecting);
+                // First the queue pair: nothing new may be sent on a connection whose end is
+                // announced. What it still has to answer leaves before the DREQ.
                 self.fail_cm_qp(id);
                 if let Some(ib) = ib {
                     self.cm.cm.send_dreq(now, ib, PrivateData::default())?;
                 }
             }
             IdState::Connecting | IdState::Accepting => {
+                // There is no connection to end by a DREQ. The IB CM takes the REQ or the REP
+                // back by a REJ.
                 become_state(&mut entry.state, IdState::Closed);
                 entry.ib = None;
                 self.fail_cm_qp(id);
@@ -294,6 +306,7 @@ fn request_data(
     peer: SocketAddr,
     user: &[u8],
 ) -> Result<PrivateData<92>, CmError> {
+    // A bare service id belongs to no port space, so the peer expects no address header.
     if matches!(space, PortSpace::Ib { .. }) {
         check_len(user, MAX_IB_PRIVATE_DATA)?;
         return Ok(padded(user));

@@ -31,6 +31,7 @@ impl Nic {
             self.take_mad(from, mad);
             return true;
         }
+        // What does not fit is lost like any datagram; peers repeat their requests.
         let fits = self.cm.waiting.len() < MAX_WAITING_MADS;
         if fits {
             self.cm.waiting.push_back((from, *mad));
@@ -63,6 +64,7 @@ impl Nic {
 
     /// Next time at which the CM has something to do.
     pub(in crate::roce) fn cm_deadline(&self) -> Option<Instant> {
+        // Waiting messages are due at once, in the next round.
         if !self.cm.waiting.is_empty() {
             return Some(self.now());
         }
@@ -100,6 +102,7 @@ impl Nic {
                 true => self.stranger_addr(),
                 false => self.local_addr(),
             };
+            // An address of the other family cannot be answered at all.
             let Some(flow) = IcrcFlow::new(from, dst) else {
                 continue;
             };
@@ -173,6 +176,7 @@ impl Nic {
                     }
                 }
             }
+            // After its last event the IB CM may give the id to another connection.
             if is_last
                 && let Some(id) = self.cm.by_ib.remove(&ib)
                 && let Ok(entry) = self.cm.ids.get_mut(id)
@@ -217,6 +221,7 @@ impl Nic {
             .ids
             .get(listener_id)
             .map_err(|_| RejReason::InvalidServiceId)?;
+        // A path MTU above what our interface carries would lose every long packet.
         if qp.path_mtu > self.config().mtu {
             return Err(RejReason::InvalidMtu);
         }
@@ -252,6 +257,8 @@ impl Nic {
             .cm
             .ids
             .insert(new)
+            // No event without an identifier: the request is refused, and the peer may come
+            // again.
             .map_err(|_| RejReason::NoResources)?;
         self.cm.by_ib.insert(ib, id);
         self.report(id, kind);
@@ -290,6 +297,9 @@ impl Nic {
                 private_data,
                 ..
             } => {
+                // A peer that gives up after we consider the connection established, since it
+                // never had our RTU or our first packets, refuses late. To the user that
+                // connection is over, not refused.
                 let was_up = self.cm.ids.get(id).is_ok_and(|e| {
                     matches!(e.state, IdState::Established | IdState::Disconnecting)
                 });
@@ -327,6 +337,7 @@ impl Nic {
         let Ok(entry) = self.cm.ids.get_mut(id) else {
             return false;
         };
+        // Once: a peer that refuses every path MTU must not keep us asking.
         if entry.state != IdState::Connecting || entry.ib != Some(ib) || entry.retried {
             return false;
         }
@@ -334,6 +345,7 @@ impl Nic {
         let Some(param) = entry.param.clone() else {
             return false;
         };
+        // The refused id has ended with the REJ.
         self.cm.by_ib.remove(&ib);
         self.send_request(id, &param, mtu).is_ok()
     }
@@ -348,6 +360,7 @@ impl Nic {
             .param
             .as_ref()
             .map_or((0, 0), |p| (p.responder_resources, p.initiator_depth));
+        // The queue pair is ready before the RTU leaves: with it the peer may send.
         let outcome = match (entry.qp, entry.peer) {
             (Some(q), Some(peer)) => self
                 .connect_qp(q, peer.ip(), qp, rq_psn, resources, depth)
@@ -360,6 +373,7 @@ impl Nic {
                 let _ = self.cm.cm.send_rtu(ib, PrivateData::default());
                 self.on_established(id, param_of(qp, data));
             }
+            // The peer holds a queue pair for us until its REP times out; a REJ frees it now.
             Err(e) => {
                 let (info, none) = (AdditionalInfo::default(), PrivateData::default());
                 // As above.
@@ -373,6 +387,7 @@ impl Nic {
     }
 
     pub(super) fn on_established(&mut self, id: CmId, param: ConnParam) {
+        // RTU and first packet may both arrive: the first of them counts.
         if let Ok(entry) = self.cm.ids.get_mut(id)
             && matches!(entry.state, IdState::Connecting | IdState::Accepting)
         {

@@ -142,6 +142,8 @@ impl CmAgent {
     #[must_use]
     pub fn new(guid: u64, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {
         let config = CmConfig {
+            // Twice, since ids of the IB CM stay in timewait after their identifiers are
+            // destroyed.
             max_ids: max_ids as usize * 2,
             // On a network that suits RoCE, connecting does not take long.
             max_timewait: Duration::from_secs(2),
@@ -163,9 +165,13 @@ impl CmAgent {
 
     /// Returns whether a message may be handled in this round.
     fn takes_now(&mut self, from: IpAddr, mad: &[u8]) -> bool {
+        // Who names a connection has been sent a message of ours, so it is no flood of forged
+        // requests.
         if self.cm.knows(from, mad) {
             return true;
         }
+        // A message may not overtake those that wait: they are handled in the order of their
+        // arrival.
         let takes = self.turns > 0 && self.waiting.is_empty();
         self.turns -= u32::from(takes);
         takes

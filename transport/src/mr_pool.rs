@@ -113,8 +113,10 @@ impl PooledMr {
         if verbs.map_mr_sg(self.id, segments)? != want {
             return Err(VerbsError::InvalidParameter("number of segments"));
         }
+        // The device decides by which address peers name the region.
         self.addr = verbs.query_mr(self.id)?.mr.addr;
         self.len = want;
+        // Another key byte for each use: a packet with the key of before is refused.
         self.key = self.key.next();
         become_state(&mut self.state, MrState::Mapped);
         Ok(())
@@ -125,6 +127,7 @@ impl PooledMr {
     /// # Panics
     /// If nothing is mapped.
     pub fn reg_wr(&mut self, wr_id: WrId, access: Access) -> SendWr<'static> {
+        // From the post on, since the device may execute it before the call returns.
         become_state(&mut self.state, MrState::Registered);
         SendWr {
             wr_id,
@@ -171,6 +174,7 @@ impl PooledMr {
     /// region's.
     pub fn on_invalidated(&mut self, key: RKey) -> bool {
         let ours =
+            // A late completion may be about the key of an earlier use.
             key == self.key && matches!(self.state, MrState::Registered | MrState::Invalidating);
         if ours {
             become_state(&mut self.state, MrState::Idle);
@@ -255,6 +259,7 @@ impl MrPool {
 
     /// Takes a region, the one put back longest ago.
     pub fn get(&mut self) -> Option<PooledMr> {
+        // The one that has rested longest, so that its key bytes come round as late as possible.
         let mr = self.free.pop_front()?;
         self.out += 1;
         Some(mr)

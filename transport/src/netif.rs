@@ -67,6 +67,7 @@ pub fn interface_mtu(addr: IpAddr) -> Option<u32> {
     let holding = all
         .iter()
         .filter_map(|entry| Some((entry.common_bits(addr)?, entry)));
+    // The longest prefix, as routing would decide.
     let (_, best) = holding.reduce(|best, next| if next.0 > best.0 { next } else { best })?;
     mtu_of(best.name)
 }
@@ -134,6 +135,7 @@ impl Entry<'_> {
         match (self.address, self.netmask?, addr) {
             (IpAddr::V4(a), IpAddr::V4(m), IpAddr::V4(b)) => {
                 let m = m.to_bits();
+                // A mask of no bits holds every address, and says nothing.
                 (m != 0 && a.to_bits() & m == b.to_bits() & m).then(|| m.count_ones())
             }
             (IpAddr::V6(a), IpAddr::V6(m), IpAddr::V6(b)) => {

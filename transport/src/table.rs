@@ -73,7 +73,8 @@ where
     pub(crate) fn insert(&mut self, value: T) -> Result<I, VerbsError> {
         self.check_room()?;
         self.len += 1;
-        // A slot is used again only when no untouched one is left, up to the limit.
+        // The first 64 slots are made before one is used again, so that handles age in small
+        // tables as well. Beyond that a vacated slot comes first, which keeps the table small.
         if (self.slots.len() as u32) < self.limit.min(64) || self.free.is_empty() {
             let index = self.slots.len() as u32;
             self.slots.push(Slot {
@@ -131,6 +132,7 @@ where
             .filter(|s| s.generation == h.generation())
             .and_then(|s| {
                 let v = s.value.take()?;
+                // A generation of 0 is left out: a handle of zeros names nothing.
                 s.generation = s.generation.wrapping_add(1).max(1);
                 Some(v)
             })

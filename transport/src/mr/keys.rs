@@ -55,6 +55,7 @@ pub(super) struct Prf {
 impl Prf {
     pub(super) fn new(seed: [u8; 16]) -> Self {
         let (low, high) = seed.split_at(8);
+        // SipHash takes its key as little-endian words.
         let word = |b: &[u8]| b.iter().rev().fold(0, |w, &b| w << 8 | u64::from(b));
         Self {
             key: [word(low), word(high)],
@@ -71,6 +72,8 @@ impl Prf {
             k0 ^ 0x6c79_6765_6e65_7261,
             k1 ^ 0x7465_6462_7974_6573,
         ];
+        // The counter is a message of eight bytes; the length in the highest byte of the last
+        // block is SipHash's padding.
         for block in [self.counter, 8 << 56] {
             v[3] ^= block;
             sip_round(&mut v);

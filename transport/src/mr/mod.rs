@@ -191,6 +191,7 @@ impl MrTable {
         let id = self.take_slot(pd)?;
         let region = &mut self.slots[id.0.index()];
         region.kind = Kind::Fast(max_segments);
+        // Room for all segments now, so that a registration in the data path allocates nothing.
         region.segments.reserve_exact(max_segments as usize);
         Ok(region.describe(id))
     }
@@ -206,6 +207,7 @@ impl MrTable {
         let Kind::Fast(room) = region.kind else {
             return Err(VerbsError::InvalidState("not a fast-registration region"));
         };
+        // A key that works must not come to mean other memory: the peer would read or write that.
         if region.valid {
             return Err(VerbsError::InvalidState("the region is still valid"));
         }
@@ -247,10 +249,13 @@ impl MrTable {
     /// [`VerbsError::InvalidHandle`].
     pub fn dereg(&mut self, id: MrId) -> Result<(), VerbsError> {
         let region = self.region_mut(id)?;
+        // The slot keeps its generation until it is taken again. Until then a stale handle is
+        // refused by the slot's kind.
         region.kind = Kind::Free;
         region.valid = false;
         region.length = 0;
         region.segments = Vec::new();
+        // Behind all other free slots, so that this key comes back as late as possible.
         self.free.push_back(id.0.index() as u32);
         Ok(())
     }
@@ -271,6 +276,7 @@ impl MrTable {
         if region.pd != pd {
             return Err(KeyError::Domain);
         }
+        // A second registration would take the region from under the key that a peer still has.
         if !matches!(region.kind, Kind::Fast(_)) || region.valid || region.segments.is_empty() {
             return Err(KeyError::Kind);
         }
@@ -284,6 +290,7 @@ impl MrTable {
         } else {
             region.segments[0].slice.addr()
         };
+        // Peers name places in the region by sums, which must not wrap.
         if region.base.checked_add(region.length).is_none() {
             return Err(KeyError::Range);
         }
@@ -371,6 +378,8 @@ impl MrTable {
         if len == 0 {
             return Ok(Span::EMPTY);
         }
+        // The order of the checks only decides what a log says: a peer gets the same NAK for
+        // each.
         let region = &self.slots[self.find_key(key)?];
         if region.pd != pd {
             return Err(KeyError::Domain);
@@ -382,6 +391,8 @@ impl MrTable {
     }
 
     fn find_key(&self, key: u32) -> Result<usize, KeyError> {
+        // The whole key is compared. One of an earlier registration leads to the slot as well,
+        // but differs in its generation or its low byte.
         let index = self.permutation.backward(key >> 8);
         let slot = (index & ((1 << self.slot_bits) - 1)) as usize;
         let region = &self.slots[slot];
@@ -398,6 +409,8 @@ impl MrTable {
         if region.pd != pd {
             return Err(KeyError::Domain);
         }
+        // A peer may take back only what a work request has given. An ordinary region stays its
+        // owner's.
         if !matches!(region.kind, Kind::Fast(_)) {
             return Err(KeyError::Kind);
         }
@@ -428,6 +441,7 @@ impl MrTable {
         let generations = 1u32 << (INDEX_BITS - self.slot_bits);
         let index = loop {
             region.generation = region.generation.wrapping_add(1);
+            // Generations come round after as many uses of the slot as the index has room for.
             let generation = region.generation % generations;
             let index = self
                 .permutation

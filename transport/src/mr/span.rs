@@ -41,6 +41,7 @@ impl Span<'_> {
     /// Calls `f` with each piece of `len` bytes from `offset` on: the segment, the piece's offset
     /// in it, and the piece's range within the requested bytes.
     fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&MemSlice, usize, usize, usize)) {
+        // The range was checked before there was a span, so this is a mistake of ours.
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
             "range {offset}+{len} beyond {}",
@@ -48,6 +49,8 @@ impl Span<'_> {
         );
         let mut at = self.start + offset as u64;
         let mut done = 0;
+        // Nearly all regions have one segment; in others the first one is searched for, not
+        // walked to.
         let mut index = if self.segments.len() > 1 {
             self.segments.partition_point(|s| s.end <= at)
         } else {

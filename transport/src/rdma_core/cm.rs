@@ -32,6 +32,8 @@ impl RdmaCoreDevice {
         self.ids
             .get(id)
             .ok()
+            // One that was destroyed by the user, and waits for its queue pair, is not there for
+            // calls.
             .filter(|i| !i.zombie)
             .ok_or(CmError::InvalidState(call))
     }
@@ -69,6 +71,7 @@ impl RdmaCoreDevice {
         entry.qp = None;
         // SAFETY: the identifier is alive and has a queue pair of librdmacm's.
         unsafe { (self.core.cm.rdma_destroy_qp)(entry.ptr) };
+        // The identifier waited for this.
         if entry.zombie {
             self.free_id(owner);
         }
@@ -121,12 +124,14 @@ impl RdmaCoreDevice {
             self.gone = true;
             self.async_events.push_back(AsyncEvent::DeviceFatal);
         }
+        // A request comes with an identifier of its own, which no call of ours has made.
         let id = if event.event == RDMA_CM_EVENT_CONNECT_REQUEST {
             self.enter(event.id).ok()?
         } else {
             *self.by_id.get(&(event.id as usize))?
         };
         if self.ids.get(id).is_ok_and(|i| i.zombie) {
+            // Its user has destroyed it and expects no more events.
             return None;
         }
         self.follow(id, event);
@@ -232,6 +237,8 @@ impl RdmaCm for RdmaCoreDevice {
         } else {
             addr.ip()
         };
+        // The device belongs to one address; at another, the identifier would be on another
+        // device.
         if ip != self.addr {
             return Err(CmError::AddressNotAvailable);
         }
@@ -359,6 +366,7 @@ impl RdmaCm for RdmaCoreDevice {
         if entry.zombie {
             return Err(CmError::InvalidState("destroy"));
         }
+        // Requests that the user has not seen have no other owner.
         if entry.state == IdState::Listening {
             self.refuse_waiting(id);
         }
@@ -373,6 +381,7 @@ impl RdmaCm for RdmaCoreDevice {
         } else {
             self.free_id(id);
         }
+        // No event may name an identifier that is gone.
         self.cm_events.retain(|e| e.id != id);
         Ok(())
     }

@@ -41,6 +41,8 @@ impl RdmaCoreDevice {
             max_pd: count(d.max_pd),
             max_mr: count(d.max_mr),
             max_mr_size: d.max_mr_size,
+            // A window takes one segment; see the module's docs for what stands in for fast
+            // registration.
             max_fast_reg_segments: u32::from(d.max_mw > 0),
             sg_gaps: true,
             reports_invalidation: d.vendor_id != RXE_VENDOR_ID,
@@ -152,6 +154,7 @@ impl RdmaCoreDevice {
     fn forget_qp(&mut self, id: QpId) {
         let Ok(qp) = self.qps.remove(id) else { return };
         self.qpns.remove(&qp.qpn);
+        // A completion that comes for one of these after all names no slot.
         for slot in qp.sent.into_iter().chain(qp.received) {
             let _ = self.slots.remove(slot);
         }
@@ -174,6 +177,8 @@ impl RdmaCoreDevice {
             if unsafe { (self.core.verbs.ibv_get_async_event)(self.context, &raw mut event) } != 0 {
                 return;
             }
+            // Acknowledged at once: until then the library keeps the object of the event alive,
+            // and its destruction waits.
             // SAFETY: the event was just taken, and is acknowledged only then.
             unsafe {
                 self.seat.report(Occurrence::of(&event));
@@ -189,6 +194,8 @@ impl RdmaCoreDevice {
         let count = occurrences.len();
         for occurrence in occurrences.drain(..) {
             if let Some(ours) = self.async_event(occurrence)
+                // Each kind once, so that a device that repeats itself cannot make the queue
+                // grow.
                 && !self.async_events.contains(&ours)
             {
                 self.async_events.push_back(ours);
@@ -205,6 +212,8 @@ impl RdmaCoreDevice {
         let event = occurrence.event;
         match occurrence.to {
             Object::Queue { at, context } if event == IBV_EVENT_CQ_ERR => {
+                // Remembered, so that polls report the loss: the library itself goes on to answer
+                // them.
                 let id = CqId(unpack(context));
                 let cq = self.cqs.get_mut(id).ok()?;
                 (cq.ptr as usize == at).then(|| cq.overrun = true)?;
@@ -253,6 +262,7 @@ impl RdmaCoreDevice {
             if r != 0 {
                 return count;
             }
+            // Acknowledged at once, or the destruction of the queue would wait for it.
             // SAFETY: the event was just taken from this queue.
             unsafe { (self.core.verbs.ibv_ack_cq_events)(cq, 1) };
             count += 1;
@@ -293,6 +303,8 @@ impl Provider for RdmaCoreDevice {
         if events {
             self.read_async_events();
         }
+        // Events that another device has read come by the seat, which needs no system call to
+        // look at.
         let mut count = self.reap_async_events();
         if completions {
             count += self.reap_cq_events();
@@ -304,6 +316,7 @@ impl Provider for RdmaCoreDevice {
     }
 
     fn deadline(&self) -> Option<Instant> {
+        // Everything else wakes its owner by a descriptor.
         let is_waiting =
             !self.cm_events.is_empty() || !self.async_events.is_empty() || !self.fired.is_empty();
         is_waiting.then(Instant::now)
@@ -399,6 +412,7 @@ impl Verbs for RdmaCoreDevice {
             ));
         }
         let domain = self.pd_ptr(pd)?;
+        // Before the library makes what would have to be destroyed again.
         self.regions.check_room()?;
         // Any region may get windows, which stand for its fast registrations.
         let flags = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
@@ -460,6 +474,7 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError> {
+        // A region in which windows are mapped stays until they are gone.
         let pd = match self.regions.get(mr)? {
             Region::Plain { windows: 1.., .. } => {
                 return Err(VerbsError::ResourceBusy("memory region"));
@@ -526,6 +541,8 @@ impl Verbs for RdmaCoreDevice {
             return Err(VerbsError::InvalidParameter("scatter list"));
         };
         let pd = self.regions.get(mr)?.pd();
+        // The first segment only: a window is one range, and the caller learns how many bytes it
+        // covers.
         let (start, end) = (segment.addr(), segment.addr() + segment.len() as u64);
         // A window is bound within one region, so the segment must lie in one of the same domain.
         let covers = |r: &Region| match r {
@@ -548,6 +565,7 @@ impl Verbs for RdmaCoreDevice {
         if w.valid {
             return Err(VerbsError::InvalidState("the region is still valid"));
         }
+        // The window lets its old region be deregistered only now that it has another.
         let before = w.mapped.replace((base, segment.clone())).map(|(id, _)| id);
         w.mr.addr = start;
         w.mr.length = segment.len() as u64;
@@ -562,6 +580,7 @@ impl Verbs for RdmaCoreDevice {
         if entries == 0 || entries > self.attr.max_cqe {
             return Err(VerbsError::InvalidParameter("number of entries"));
         }
+        // The library gets our handle with the queue, so the handle exists first.
         let id = self.cqs.insert(Cq {
             ptr: ptr::null_mut(),
             users: 0,
@@ -582,6 +601,8 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError> {
+        // Completions that were peeked at are counted too; they are no longer in the library's
+        // queue.
         let held = self.peek_cq(cq, entries as usize + 1)?;
         if entries == 0 || entries > self.attr.max_cqe || held > entries as usize {
             return Err(VerbsError::InvalidParameter("number of entries"));
@@ -639,6 +660,7 @@ impl Verbs for RdmaCoreDevice {
             attr: ibv_srq_attr {
                 max_wr: attr.max_wr,
                 max_sge: attr.max_sge,
+                // The limit is set below, since the library ignores it here.
                 srq_limit: 0,
             },
         };
@@ -697,6 +719,7 @@ impl Verbs for RdmaCoreDevice {
         // SAFETY: nothing uses it; it leaves the table.
         checked(unsafe { (self.core.verbs.ibv_destroy_srq)(entry.ptr) })?;
         let gone = self.srqs.remove(srq)?;
+        // Receives of a shared queue that is gone complete no more, so their slots go with it.
         for slot in gone.posted {
             let _ = self.slots.remove(slot);
         }
@@ -726,8 +749,10 @@ impl Verbs for RdmaCoreDevice {
 
     fn modify_qp(&mut self, qp: QpId, attr: &QpAttr) -> Result<(), VerbsError> {
         let entry = self.qps.get(qp)?;
+        // The state is asked of the device: it may have gone to ERROR by itself.
         let now = self.query_qp(qp)?.state.unwrap_or(QpState::Error);
         crate::verbs::qp_state::plan_modify(entry.init.qp_type, now, attr)?;
+        // A value that does not fit its field would be cut, and be another one.
         for (value, name) in [
             (attr.dest_qp, "dest_qp"),
             (attr.rq_psn, "rq_psn"),

@@ -47,7 +47,7 @@ pub(super) fn unpack(value: u64) -> Handle {
 pub(super) struct Slot {
     pub(super) wr_id: WrId,
     pub(super) opcode: WcOpcode,
-    /// The window that the request unbinds, if it is one of ours.
+    /// Queue that the request was posted to, whose order says which others are done with it.
     pub(super) queue: SlotQueue,
 }
 
@@ -368,6 +368,8 @@ impl Drop for RdmaCoreDevice {
         // SAFETY: every pointer in the tables is alive, is freed here once, and nothing can use it
         // afterwards; the order is that of the objects' dependencies.
         unsafe {
+            // Queue pairs before their identifiers, queues and domain; librdmacm frees those that
+            // it made.
             for (_, qp) in self.qps.iter() {
                 match qp.owner.and_then(|id| self.ids.get(id).ok()) {
                     Some(id) => (cm.rdma_destroy_qp)(id.ptr),
@@ -383,6 +385,7 @@ impl Drop for RdmaCoreDevice {
             for (_, ah) in self.ahs.iter() {
                 (verbs.ibv_destroy_ah)(*ah);
             }
+            // Windows before the regions that they are bound to.
             for (_, region) in self.regions.iter() {
                 if let Region::Window(w) = region {
                     riser_rdma_core_sys::ops::ibv_dealloc_mw(w.ptr);
@@ -430,6 +433,7 @@ fn probe(
     let bound = checked_cm(unsafe { (core.cm.rdma_bind_addr)(id, at.as_mut_ptr()) });
     // SAFETY: the identifier is alive.
     let (context, port) = unsafe { ((*id).verbs, (*id).port_num) };
+    // An address of this host without an RDMA device can be bound as well, and has no context.
     if bound.is_err() || context.is_null() {
         // SAFETY: made above and not used again.
         unsafe { (core.cm.rdma_destroy_id)(id) };

@@ -112,6 +112,7 @@ impl Inbox {
     }
 
     fn put(&self, occurrence: Occurrence, wake: bool) {
+        // A port that flaps, say, repeats one occurrence without end.
         let mut waiting = locked(&self.waiting);
         if !waiting.contains(&occurrence) {
             waiting.push_back(occurrence);
@@ -129,6 +130,7 @@ impl Inbox {
             return;
         }
         let mut waiting = locked(&self.waiting);
+        // Under the lock, so that an event that is put meanwhile raises it again.
         self.any.store(false, Ordering::Release);
         out.extend(waiting.drain(..));
         let mut count = [0u8; 8];
@@ -176,6 +178,8 @@ impl Seat {
 
     /// Hands what was read to all seats at the context.
     pub(super) fn report(&self, occurrence: Occurrence) {
+        // Also to the reader's own inbox, so that all events are handled in one place; it needs
+        // no wake.
         for (context, inbox) in locked(&SEATS).iter() {
             if *context == self.context {
                 inbox.put(occurrence, !Arc::ptr_eq(inbox, &self.inbox));

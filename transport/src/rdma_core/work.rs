@@ -48,6 +48,7 @@ impl RdmaCoreDevice {
             return Ok(());
         }
         let (ptr, init) = (entry.ptr, entry.init);
+        // Taken out, since building needs `self`; it comes back with its memory.
         let mut scratch = std::mem::take(&mut self.scratch);
         // What precedes a request that cannot be built is posted all the same, as ibv_post_send(3)
         // does.
@@ -65,12 +66,14 @@ impl RdmaCoreDevice {
             }
         }
         let posted = result.err().map_or(wrs.len(), |e| e.index);
+        // Requests that the library did not take have no completion that would free their slots.
         for slot in scratch.slots.drain(posted.min(scratch.slots.len())..) {
             let _ = self.slots.remove(slot);
         }
         if let Ok(entry) = self.qps.get_mut(qp) {
             entry.sent.extend(scratch.slots.iter());
         }
+        // Only what was posted changes the state of windows.
         for wr in &wrs[..posted] {
             self.on_posted(&wr.op);
         }
@@ -112,10 +115,12 @@ impl RdmaCoreDevice {
         }
         let mut sge = scratch.sges.as_mut_ptr();
         let mut next: *mut ibv_send_wr = ptr::null_mut();
+        // Pointers are set when both lists are complete, since they move as they grow.
         for (i, wr) in scratch.sends.iter_mut().enumerate() {
             wr.sg_list = sge;
             sge = sge.wrapping_add(wrs[i].sges.len());
         }
+        // From the end, so that each request can name the next.
         for wr in scratch.sends.iter_mut().rev() {
             wr.next = next;
             next = wr;
@@ -155,6 +160,7 @@ impl RdmaCoreDevice {
         init: &QpInitAttr,
         scratch: &mut Scratch,
     ) -> Result<(), PostReason> {
+        // Checked here, where the reason is known: the library has one errno for several.
         if sges.len() > init.cap.max_send_sge.max(1) as usize {
             return Err(PostReason::TooManySges);
         }
@@ -269,6 +275,7 @@ impl RdmaCoreDevice {
                 mr: *ptr,
                 addr: segment.addr(),
                 length: segment.len() as u64,
+                // A window grants what a peer may do; local rights are those of its region.
                 mw_access_flags: convert::access_flags(access & Access::REMOTE),
             },
         })
@@ -300,6 +307,7 @@ impl RdmaCoreDevice {
         match *op {
             SendOp::RegMr { mr, key, access } => {
                 if let Ok(Region::Window(w)) = self.regions.get_mut(mr) {
+                    // From now on a peer's invalidation finds the window by its new key.
                     self.rkeys.remove(&w.mr.rkey.0);
                     self.rkeys.insert(key.0, mr);
                     w.mr.rkey = key;
@@ -432,6 +440,7 @@ impl RdmaCoreDevice {
             None
         };
         let posted = error.map_or(wrs.len(), |e| e.index);
+        // As for sends: what was not taken never completes.
         for slot in scratch.slots.drain(posted.min(scratch.slots.len())..) {
             let _ = self.slots.remove(slot);
         }
@@ -465,6 +474,7 @@ impl RdmaCoreDevice {
                 let n = unsafe {
                     ops::ibv_poll_cq(entry.ptr, room.min(BATCH) as i32, wcs.as_mut_ptr())
                 };
+                // A negative answer: the queue cannot be read any more.
                 count = usize::try_from(n).map_err(|_| VerbsError::CqOverrun)?;
             }
             if count == 0 {
@@ -478,6 +488,7 @@ impl RdmaCoreDevice {
     }
 
     pub(super) fn peek(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
+        // The library cannot look without taking, so what was taken is kept for the next poll.
         let entry = self.cqs.get(cq)?;
         let mut peeked = entry.peeked.borrow_mut();
         while peeked.len() < max {
@@ -522,6 +533,7 @@ impl RdmaCoreDevice {
                 self.qpns.get(&wc.qp_num).copied().unwrap_or(GONE)
             }
         };
+        // Of a failed request only number, status and queue pair are valid (ibv_poll_cq(3)).
         let ok = wc.status == IBV_WC_SUCCESS;
         let has = |flag| ok && wc.wc_flags & flag != 0;
         // SAFETY: both members of the union are plain 32-bit numbers; the flags say which is meant.

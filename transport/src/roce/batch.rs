@@ -173,16 +173,22 @@ impl TxBatch {
         now: Instant,
         mut send: impl FnMut(&Self, &[Group]) -> Offered,
     ) -> SendOutcome {
+        // Routes change, so a destination has another attempt after a while.
         self.unsegmented.retain(|(_, until)| *until > now);
         while let Some(group) = self.groups.get(self.taken) {
             let dst = group.way.dst.ip();
             match send(self, &self.groups[self.taken..]) {
+                // In order, so that a full socket keeps the rest in their order.
                 Offered::Taken(n) => self.taken += n,
                 Offered::Unsegmentable => {
+                    // Its packets are lost; their queue pairs repeat them, one by one from now
+                    // on.
                     self.taken += 1;
                     self.stop_segmenting(dst, now + SEGMENT_RETRY);
                 }
                 Offered::Full => {
+                    // From here on the caller may complete requests, whose memory must not be
+                    // sent any more.
                     self.copy_payload();
                     return SendOutcome::Blocked;
                 }
@@ -265,11 +271,14 @@ impl TxBatch {
                 && g.qpn == qpn
                 && qpn != Qpn::GSI
                 && !g.closed
+                // A longer packet begins another group: the kernel cuts all segments to one
+                // length.
                 && len <= g.segment
                 && g.count < self.max_segments
                 && g.bytes + len <= MAX_GROUP_BYTES
                 && g.pieces.len() < MAX_GROUP_PIECES;
             if fits {
+                // A short segment can only be the last.
                 g.closed = len < g.segment;
                 g.count += 1;
                 g.bytes += len;
@@ -299,6 +308,8 @@ impl TxBatch {
         self.bytes.extend_from_slice(data);
         let end = self.bytes.len();
         let first = self.group().pieces.start;
+        // Bytes that follow on bytes of the same group are one vector. Those of the group before
+        // must not grow into this one, which is another message.
         if self.pieces.len() > first
             && let Some(Piece::Bytes(last)) = self.pieces.last_mut()
             && last.end == start

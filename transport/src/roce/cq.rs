@@ -94,14 +94,18 @@ impl Cq {
 
     /// Adds a completion; the result says whether an armed notification fires.
     pub fn push(&mut self, completion: Completion) -> Added {
+        // An overrun queue completes nothing any more: its user could not know what is missing.
         if self.overrun {
             return Added::Dead;
         }
         if self.entries.len() >= self.capacity {
             self.overrun = true;
+            // What waits would look like a complete record of what was done.
             self.entries.clear();
             return Added::Overrun;
         }
+        // An error wakes a user that waits for solicited completions only, or it would never
+        // learn of it.
         let wakes = completion.solicited || !completion.status.is_ok();
         self.entries.push_back(completion);
         let fires = match &mut self.armed {
@@ -139,11 +143,13 @@ impl Cq {
     pub fn arm(&mut self, notify: Notify) -> bool {
         let weaker = self.armed == Some(Notify::Next) && notify == Notify::Solicited;
         if !weaker {
+            // A count of 0 would never be reached.
             self.armed = Some(match notify {
                 Notify::Count(0) => Notify::Count(1),
                 other => other,
             });
         }
+        // An overrun queue reports completions, so that its user polls and meets the error.
         !self.entries.is_empty() || self.overrun
     }
 

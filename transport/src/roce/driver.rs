@@ -158,6 +158,7 @@ impl Driver {
     pub fn open(config: &DriverConfig) -> io::Result<Self> {
         let local = SocketAddr::new(config.addr, ROCE_PORT);
         let socket = make_socket(local, config.on_link)?;
+        // IPv6 demands a UDP checksum, which RoCE senders leave out.
         if local.is_ipv6() {
             allow_no_checksum(&socket)?;
         }
@@ -183,6 +184,7 @@ impl Driver {
         if config.worker_bits > 0 {
             attach_selector(&socket, config.worker_bits)?;
         }
+        // Trains save a system call for each packet; without them the packets come one by one.
         let gro = enable_gro(&socket);
         let gso = !config.no_segmentation && has_gso(&socket);
         info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
@@ -265,6 +267,8 @@ impl Driver {
         if groups[0].way.is_to_stranger {
             return self.offer_to_stranger(batch, &groups[..1]);
         }
+        // Only what goes by the ordinary socket, up to the first that does not: the order is
+        // kept.
         let others = groups.iter().take_while(|g| !g.way.is_to_stranger);
         let groups = &groups[..others.count()];
         let fd = self.socket.as_raw_fd();
@@ -273,6 +277,8 @@ impl Driver {
                 Ok(sent) => return Offered::Taken(sent),
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EINTR) => {}
+                    // ENOBUFS is a full queue of the network device, which drains as a socket's
+                    // buffer does.
                     Some(libc::EAGAIN | libc::ENOBUFS) => {
                         self.counters.blocked += 1;
                         return Offered::Full;
@@ -286,6 +292,8 @@ impl Driver {
     /// Sends a message to a stranger, or to a peer that may be gone, by the first socket for such
     /// that has room for it. It is never held back.
     fn offer_to_stranger(&mut self, batch: &TxBatch, group: &[Group]) -> Offered {
+        // Messages of the CM and data of silent peers have sockets of their own each, or one kind
+        // could fill those of the other.
         let sockets = match group[0].qpn {
             Qpn::GSI => SILENT_SOCKETS..self.strangers.len(),
             _ => 0..SILENT_SOCKETS,
@@ -295,11 +303,14 @@ impl Driver {
             match self.send_some(fd, batch, group) {
                 Ok(_) => return Offered::Taken(1),
                 Err(e) => match e.raw_os_error() {
+                    // This socket waits for neighbours; the next may have room.
                     Some(libc::EAGAIN | libc::ENOBUFS | libc::EINTR) => {}
                     errno => return self.drop_group(&group[0], errno),
                 },
             }
         }
+        // Dropped, not held back: a batch that waited for these would hold up all peers behind
+        // it.
         self.counters.strangers_dropped += 1;
         Offered::Taken(1)
     }
@@ -309,6 +320,8 @@ impl Driver {
         match errno {
             Some(libc::EMSGSIZE) => {
                 self.counters.too_long += 1;
+                // Each power of two, so that a wrong path MTU is logged but does not fill the
+                // log.
                 if self.counters.too_long.is_power_of_two() {
                     warn!(dst = %group.way.dst, packet = group.segment, dropped = self.counters.too_long,
                         "the interface does not carry packets of this length: lower the path MTU");
@@ -393,6 +406,7 @@ impl Driver {
         if self.wants_write == on {
             return;
         }
+        // Level-triggered: readiness to write that is of no use would wake the loop without end.
         self.wants_write = on;
         if let Err(e) = watch_output(&self.epoll, &self.socket, on) {
             warn!(%e, "cannot change what the device waits for");
@@ -426,6 +440,7 @@ impl Driver {
                 },
             };
             taken += n;
+            // Fewer than asked for: the socket is empty, and another call would only say so.
             if n < RX_SLOTS {
                 break;
             }
@@ -476,15 +491,19 @@ impl Driver {
             let Some(src) = read_addr(&names[i]) else {
                 continue;
             };
+            // What is left of it would fail its ICRC; the sender repeats it.
             if header.msg_flags & libc::MSG_TRUNC != 0 {
                 self.counters.truncated += 1;
                 continue;
             }
+            // A router lowers the hop limit, so 255 shows that none has had the packet (RFC
+            // 5082).
             if self.on_link && hop_limit(header) != Some(HOP_LIMIT.into()) {
                 self.counters.off_link += 1;
                 continue;
             }
             let segment = segment_size(header).unwrap_or(len);
+            // An empty datagram is no packet, and a train of length 0 cannot be cut.
             if len > 0 && segment > 0 {
                 let bytes = &self.rx[i * RX_BUFFER..][..len];
                 handle(src, segment, bytes, is_marked(header));
@@ -512,6 +531,8 @@ fn make_socket(local: SocketAddr, on_link: bool) -> io::Result<Socket> {
 /// The sockets for messages to strangers and to silent peers, and their port. Nothing is received
 /// there.
 fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
+    // The first socket gets a port from the kernel and the others share it: the ICRC covers the
+    // port, so it must not depend on which socket has room.
     let mut local = SocketAddr::new(config.addr, 0);
     let mut sockets = Vec::with_capacity(STRANGER_SOCKETS);
     for _ in 0..SILENT_SOCKETS + STRANGER_SOCKETS {
@@ -522,6 +543,7 @@ fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
             sockopt::SndBuf,
             STRANGER_BUFFER,
         );
+        // Nothing is read there, so as little as possible is kept.
         socket.set_recv_buffer_size(1)?;
         socket.set_reuse_port(true)?;
         socket.bind(&local.into())?;

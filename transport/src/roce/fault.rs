@@ -140,6 +140,7 @@ impl<T: Clone> FaultInjector<T> {
 
     fn pass(&mut self, now: Instant, tag: T, bytes: Vec<u8>) {
         let depth = u64::from(self.config.reorder_depth);
+        // Bounded by the depth, so that a rate of a million does not hold back everything.
         if (self.held.len() as u64) < depth && self.happens(self.config.reorder) {
             self.counters.reordered += 1;
             let by = 1 + self.random.u64(..depth);
@@ -153,6 +154,7 @@ impl<T: Clone> FaultInjector<T> {
         }
         self.passed += 1;
         self.ready.push_back((tag, bytes));
+        // Each packet that passes may be the one that a held-back one waited for.
         self.release(|h, passed| h.release_after <= passed);
     }
 
@@ -170,6 +172,7 @@ impl<T: Clone> FaultInjector<T> {
 
     /// The next packet that comes out.
     pub fn poll_packet(&mut self, now: Instant) -> Option<(T, Vec<u8>)> {
+        // Time releases only where no packets do, which keeps the order a matter of the seed.
         if self.ready.is_empty() {
             self.release(|h, _| h.release_at <= now);
         }

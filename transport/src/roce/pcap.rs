@@ -78,6 +78,7 @@ impl<W: Write> PcapWriter<W> {
     ) -> io::Result<()> {
         self.scratch.clear();
         frame(&mut self.scratch, src, dst, ip_id, payload);
+        // Instants have no date: it is counted from the one at the start.
         let time = self.wall + now.saturating_duration_since(self.start);
         let mut head = [0; 16];
         head[..4].copy_from_slice(&(time.as_secs() as u32).to_ne_bytes());

@@ -159,6 +159,7 @@ impl Roce {
     /// file, and [`io::ErrorKind::InvalidInput`] for an interface that carries no RoCE packet or a
     /// worker that does not exist.
     pub fn open(config: &RoceConfig) -> io::Result<Self> {
+        // Shifts are checked, since the configuration may name any number of bits.
         let workers = 1u32.checked_shl(config.worker_bits.into()).unwrap_or(0);
         if u32::from(config.worker_bits) > MAX_WORKER_BITS || config.worker_index >= workers {
             return Err(io::Error::new(
@@ -166,6 +167,7 @@ impl Roce {
                 format!("no worker {} of {workers}", config.worker_index),
             ));
         }
+        // Neither a GID nor this configuration can say on which interface such an address is.
         if is_link_local(config.addr) {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
@@ -187,11 +189,14 @@ impl Roce {
         let limits = [carried_mtu(config.addr)?, config.mtu];
         let mtu = limits.into_iter().flatten().min();
         let mtu = mtu.unwrap_or(Mtu::Mtu1024);
+        // Secret: queue-pair numbers, PSNs, keys and ids of the CM follow from it.
         let mut seed = config.seed.unwrap_or_default();
         if config.seed.is_none() {
             getrandom::fill(&mut seed).map_err(io::Error::other)?;
         }
         let inflight = config.max_inflight_bytes.unwrap_or_else(|| {
+            // Our own buffer stands for the peer's, which is not known. A quarter of it, since
+            // several queue pairs send at once.
             (driver.receive_buffer() / 4).clamp(INFLIGHT_MIN, INFLIGHT_MAX) as u32
         });
         info!(addr = %config.addr, mtu = mtu.bytes(), inflight, "RoCE device");
@@ -346,6 +351,8 @@ impl Roce {
                 }
                 for packet in bytes.chunks(segment) {
                     if let Some(to) = steer(packet, bits).filter(|&to| to != worker) {
+                        // Bounded: workers that are busy elsewhere lose packets, as a full socket
+                        // would.
                         if misdirected.len() < MISDIRECTED {
                             misdirected.push_back(Misdirected {
                                 worker: to,
@@ -373,6 +380,7 @@ impl Roce {
 
     fn transmit(&mut self, now: Instant) -> usize {
         let mut sent = 0;
+        // A bounded number of batches, so that receiving has its turn.
         for _ in 0..TX_BATCHES {
             if self.tx_faults.is_some() {
                 let n = self.transmit_spoilt(now);
@@ -382,6 +390,7 @@ impl Roce {
                 }
                 continue;
             }
+            // What was left by a full socket goes before anything new.
             if self.batch.is_empty() {
                 sent += self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
                 if self.batch.is_empty() {
@@ -429,6 +438,7 @@ impl Roce {
 impl Provider for Roce {
     fn progress(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
+        // Now and then only: it is a system call that the data path does not need.
         if now >= self.mtu_due {
             self.follow_mtu(now);
         }
@@ -441,6 +451,7 @@ impl Provider for Roce {
     }
 
     fn deadline(&self) -> Option<Instant> {
+        // A user that has not taken its events yet is not to sleep.
         if self.nic.has_events() {
             return Some(self.nic.now());
         }
@@ -465,6 +476,7 @@ fn carried_mtu(addr: IpAddr) -> io::Result<Option<Mtu>> {
     let Some(link) = interface_mtu(addr) else {
         return Ok(None);
     };
+    // An MTU counts whole IP packets.
     let headers = if addr.is_ipv4() {
         HEADERS_V4
     } else {
@@ -504,6 +516,7 @@ fn capture_sent(capture: &mut Capture, now: Instant, nic: &Nic, batch: &TxBatch)
             true => nic.stranger_addr(),
             false => nic.local_addr(),
         };
+        // The number in the group is the identification that the kernel gives the packet.
         for (id, packet) in batch.copy_packets(group).iter().enumerate() {
             write_capture(capture, now, local, group.way.dst, id as u16, packet);
         }

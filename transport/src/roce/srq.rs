@@ -48,6 +48,7 @@ impl Srq {
     /// nothing has changed then.
     pub fn modify(&mut self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), VerbsError> {
         let capacity = max_wr.unwrap_or(self.queue.capacity() as u32);
+        // Everything is checked before the queue is resized.
         if limit.is_some_and(|l| l > capacity) {
             return Err(VerbsError::InvalidParameter("shared receive queue limit"));
         }
@@ -64,6 +65,8 @@ impl Srq {
 
     /// Returns whether the limit has been reached; it is unarmed then.
     pub fn take_limit_event(&mut self) -> bool {
+        // Below the limit, not at it. The event comes once; the user arms it again when it has
+        // posted.
         let reached = self.limit > 0 && (self.queue.len() as u64) < u64::from(self.limit);
         if reached {
             self.limit = 0;

@@ -30,10 +30,12 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
 #[must_use]
 pub fn steer(datagram: &[u8], worker_bits: u8) -> Option<u32> {
     let qpn = word(datagram, BTH_DEST)? & 0x00ff_ffff;
+    // Queue pair 1 is every worker's, so its number says nothing.
     if qpn != 1 {
         return Some(qpn & ((1 << worker_bits) - 1));
     }
     let mad = datagram.get(MAD..)?;
+    // Only CM messages carry ids. The rest, such as queries of the I/O unit, is worker 0's.
     if *mad.get(MAD_CLASS_OFFSET)? != MadClass::ComMgt as u8 {
         return Some(0);
     }

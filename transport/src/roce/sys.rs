@@ -62,6 +62,7 @@ pub(super) fn grow_buffer<F: AsFd>(
     plain: impl SetSockOpt<Val = usize> + GetSockOpt<Val = usize>,
     bytes: usize,
 ) -> usize {
+    // The kernel takes a signed number.
     let bytes = bytes.min(i32::MAX as usize);
     if setsockopt(socket, force, &bytes).is_err() {
         // The plain option takes as much as the limit allows.
@@ -124,6 +125,8 @@ pub(super) fn enable_gro(socket: &impl AsFd) -> bool {
 /// Returns whether the kernel cuts one send into datagrams (UDP_SEGMENT). Setting the size for all
 /// sends and taking it back shows it.
 pub(super) fn has_gso(socket: &impl AsFd) -> bool {
+    // The kernel refuses the option where it does not have it. 0 is off again: sizes are given
+    // for each send.
     let set = |size| setsockopt(socket, sockopt::UdpGsoSegment, &size).is_ok();
     set(1024) && set(0)
 }
@@ -180,6 +183,7 @@ fn control_value(
         // SAFETY: not null, so within the control data.
         let (level, kind) = unsafe { ((*c).cmsg_level, (*c).cmsg_type) };
         if is_wanted(level, kind) {
+            // IPv4's type of service comes as one byte, everything else as an integer.
             // SAFETY: computes a length, and reads the header that is there.
             if unsafe { (*c).cmsg_len < libc::CMSG_LEN(size_of::<libc::c_int>() as _) as _ } {
                 // SAFETY: the kernel writes one byte at least.

@@ -182,6 +182,7 @@ impl UdQp {
             SendOp::SendImm(imm) => Some(imm),
             _ => return Err(PostReason::InvalidOpcode),
         };
+        // A datagram queue pair has no peer; each send names its own.
         let ud = wr.ud.ok_or(PostReason::InvalidRequest("no destination"))?;
         let length: u64 = wr.sges.iter().map(|s| u64::from(s.length)).sum();
         if length > self.mtu as u64 {
@@ -190,6 +191,7 @@ impl UdQp {
         let most = (self.cap.max_send_sge as usize).min(MAX_UD_SGE);
         let is_inline = wr.flags.contains(SendFlags::INLINE);
         if wr.sges.len() > most && !is_inline {
+            // Inline data is copied, so its entries take no place.
             return Err(PostReason::TooManySges);
         }
         if is_inline && length > u64::from(self.cap.max_inline) {
@@ -225,6 +227,7 @@ impl UdQp {
             send.sges.extend(wr.sges.iter().copied());
         }
         self.sends.push_back(send);
+        // Posted in a state that sends nothing, it completes as flushed at once.
         if matches!(self.state, QpState::Sqe | QpState::Error) {
             self.flush_sends(out);
         }
@@ -238,6 +241,7 @@ impl UdQp {
         out: &mut Vec<RcEvent>,
         tx: &mut TxPacket,
     ) -> Option<SocketAddr> {
+        // SQD holds back what was posted, until RTS.
         if self.state != QpState::Rts {
             return None;
         }
@@ -279,9 +283,11 @@ impl UdQp {
             imm: send.imm.map(ImmDt::new),
             ..ExtHeaders::default()
         };
+        // No receiver looks at a datagram's number, but each must have one.
         self.psn = self.psn.next();
         tx.headers = emit_headers(&bth, &ext);
         tx.payload_len = send.length as usize;
+        // At once, since nothing acknowledges a datagram.
         if self.sq_sig_all || send.flags.contains(SendFlags::SIGNALED) {
             let mut c = self.completion(send.wr_id, WcOpcode::Send, WcStatus::Success);
             c.byte_len = send.length;
@@ -304,6 +310,7 @@ impl UdQp {
             self.state,
             QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe
         );
+        // The state first: a queue pair in INIT or ERROR takes nothing.
         let Some(deth) = packet.ext.deth.filter(|_| receives) else {
             self.dropped += 1;
             return;
@@ -315,6 +322,8 @@ impl UdQp {
             self.dropped += 1;
             return;
         }
+        // Taken out while `self` is used, without an allocation: a scatter list of no entries is
+        // empty.
         let mut wqe = std::mem::replace(&mut self.wqe, RecvWqe::new(0));
         rq.pop(&mut wqe);
         let grh = route_header(src, dst, packet.payload.len());
@@ -328,6 +337,7 @@ impl UdQp {
             c.solicited = packet.bth.is_solicited();
         }
         out.push(RcEvent::Recv(c));
+        // The receive itself was wrong, which is our owner's mistake, unlike all above.
         if !status.is_ok() {
             self.on_state(QpState::Error, rq, out);
         }

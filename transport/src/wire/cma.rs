@@ -163,6 +163,7 @@ impl CmaHeader {
                 version: raw.version,
             });
         }
+        // The low nibble is reserved, and not looked at.
         let addrs = match raw.ip_version >> 4 {
             4 => CmaAddrs::V4 {
                 src: right_aligned(raw.src),

@@ -125,6 +125,7 @@ impl<'a> Packet<'a> {
         let Some(bth) = take::<Bth>(&mut rest) else {
             return Err(PacketError::ShortBth { len });
         };
+        // Padding makes every packet a multiple of four bytes.
         if !len.is_multiple_of(4) {
             return Err(PacketError::Unaligned { len });
         }
@@ -141,10 +142,12 @@ impl<'a> Packet<'a> {
         };
         let ext = ExtHeaders::parse(op, &mut rest).ok_or(short)?;
 
+        // The pad count is the sender's, and may reach back into the headers.
         let (pad, available) = (bth.pad(), rest.len());
         let payload_len = available
             .checked_sub(pad)
             .ok_or(PacketError::Pad { pad, available })?;
+        // Padding counts too: an opcode without payload has none.
         if op.payload == PayloadRule::Empty && available != 0 {
             return Err(PacketError::Payload {
                 opcode,

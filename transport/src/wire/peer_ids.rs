@@ -88,6 +88,7 @@ impl PeerIds {
     /// say whether this peer would use it.
     pub fn admit(&mut self, id: u16) -> bool {
         if self.pattern == IdPattern::Segments && id >= SEGMENTS {
+            // The last number stays: a corrupt packet says nothing about the peer.
             self.broken += 1;
             if self.broken == BREAKS {
                 *self = Self::new();
@@ -103,8 +104,10 @@ impl PeerIds {
     }
 
     fn learn(&mut self, id: u16) {
+        // Forward or back, since packets may be reordered.
         let ahead = id.wrapping_sub(self.last);
         let is_step = ahead <= COUNT_WINDOW || ahead >= COUNT_WINDOW.wrapping_neg();
+        // The first packet has none before it to step from.
         self.steps &= self.seen == 0 || is_step;
         self.largest = self.largest.max(id);
         self.zeroes += u16::from(id == 0);

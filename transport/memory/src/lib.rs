@@ -83,6 +83,7 @@ impl Memory {
     /// # Errors
     /// The error of `mmap(2)`, `ENOMEM` as a rule.
     pub fn new(len: usize) -> io::Result<Self> {
+        // At least one page, since mmap refuses a length of 0.
         let len = len
             .max(1)
             .checked_next_multiple_of(PAGE)
@@ -132,6 +133,7 @@ impl Memory {
     /// If `offset` is beyond the end.
     #[must_use]
     pub fn ptr(&self, offset: usize) -> *mut u8 {
+        // One past the end is allowed: an empty range may end there.
         assert!(
             offset <= self.0.len,
             "offset {offset} beyond {}",
@@ -180,6 +182,7 @@ impl Memory {
         src.check(src_offset, len);
         dst.check(dst_offset, len);
         let (from, to) = (src.ptr(src_offset), dst.ptr(dst_offset));
+        // Forward copying is wrong only where the destination begins within the source.
         let is_ahead = to.addr() > from.addr() && to.addr() - from.addr() < len;
         if !is_ahead {
             // SAFETY: both ranges were checked; the destination is outside of the source or before
@@ -213,6 +216,7 @@ impl Memory {
     /// memory or holds a range keeps a handle as long as anything of that may write the bytes. So a
     /// buffer whose requests have completed can be read in place.
     pub fn get_mut(&mut self) -> Option<&mut [u8]> {
+        // The count says that no range, no posted request and no device's table has a handle.
         let mapping = Arc::get_mut(&mut self.0)?;
         // SAFETY: the range is mapped and initialised. No other handle exists, so neither a device
         // nor a copy of ours writes it, and none comes to be as long as this one is borrowed.
@@ -247,6 +251,7 @@ impl Memory {
     /// A range of the mapping, or `None` where it is not within it.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Option<MemSlice> {
+        // `start <= end` as well, since the length of a reversed range would wrap.
         (range.start <= range.end && range.end <= self.len()).then(|| MemSlice {
             memory: self.clone(),
             offset: range.start,
@@ -339,6 +344,8 @@ impl MemSlice {
     /// checksums and comparing.
     pub fn for_each_chunk(&self, mut f: impl FnMut(&[u8])) {
         let mut done = 0;
+        // In pieces on the stack: a checksum needs neither the heap nor a reference into the
+        // mapping.
         while done < self.len {
             let n = (self.len - done).min(CHUNK);
             self.memory.with_copy(self.offset + done, n, &mut f);

@@ -102,6 +102,7 @@ impl<'a> ReceivePiece<'a> {
 /// pieces.
 pub fn send(socket: BorrowedFd<'_>, pieces: &[SendPiece<'_>]) -> io::Result<usize> {
     let message = header(pieces.as_ptr().cast_mut().cast(), pieces.len());
+    // A peer that is gone is an error of this connection, not a signal to the process.
     let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
     // SAFETY: every piece is bytes or a range of a mapping that is borrowed beyond the call, which
     // only reads them.

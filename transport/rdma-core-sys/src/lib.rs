@@ -185,6 +185,7 @@ fn open(library: &'static str) -> Result<*mut c_void, LoadError> {
     use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
     // SAFETY: loading rdma-core runs its initialisers, which have no preconditions.
     unsafe { Library::open(Some(library), RTLD_NOW | RTLD_LOCAL) }
+        // Never closed: devices keep threads and fork handlers whose code must stay.
         .map(Library::into_raw)
         .map_err(|source| LoadError::Library { library, source })
 }
@@ -208,6 +209,7 @@ fn lookup(
     ) else {
         return Err(missing);
     };
+    // By version, since a library may have several functions of one name whose structures differ.
     // SAFETY: the handle is open, both strings end in NUL.
     let address = unsafe { libc::dlvsym(handle, name.as_ptr(), at.as_ptr()) };
     if address.is_null() {

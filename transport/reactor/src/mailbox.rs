@@ -39,10 +39,13 @@ impl<T> MailSender<T> {
     /// # Errors
     /// Gives the message back where the queue is full or the worker is gone.
     pub fn send(&self, message: T) -> Result<(), SendError<T>> {
+        // `try_send`: a worker that waited for another one's room could wait for one that waits
+        // for it.
         self.tx.try_send(message).map_err(|e| match e {
             TrySendError::Full(m) => SendError::Full(m),
             TrySendError::Disconnected(m) => SendError::Closed(m),
         })?;
+        // After the message is in the queue, or the worker might look before it.
         self.waker.wake();
         Ok(())
     }

@@ -56,6 +56,7 @@ impl<R: Send + 'static> Offload<R> {
             .name("riser-offload".into())
             .spawn(move || {
                 while let Ok((token, job)) = inbox.recv() {
+                    // A helper that was left alone begins no further job, whose owner is gone.
                     if is_over.load(Ordering::Acquire) || outbox.send((token, job())).is_err() {
                         break;
                     }
@@ -84,6 +85,7 @@ impl<R: Send + 'static> Offload<R> {
         token: Token,
         job: impl FnOnce() -> R + Send + 'static,
     ) -> Result<(), OffloadFull> {
+        // Counted until the result is collected, which bounds the results as well.
         if self.outstanding >= self.capacity {
             return Err(OffloadFull);
         }
@@ -114,6 +116,7 @@ impl<R: Send + 'static> Offload<R> {
 
 impl<R> Drop for Offload<R> {
     fn drop(&mut self) {
+        // Closing the queue ends the thread once it has done what is in it.
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
             let until = Instant::now() + FAREWELL;

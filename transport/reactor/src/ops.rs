@@ -254,6 +254,7 @@ impl Ring {
         token: Token,
     ) -> Result<(), SubmitError> {
         let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
+        // Sign-extended, the bits of a negative number would be other events.
         let events = u32::from(events as u16);
         let entry = with_target(
             file.target(&self.files),
@@ -270,6 +271,7 @@ impl Ring {
     /// See [`SubmitError`]; nothing was queued.
     pub fn submit_accept(&mut self, listener: &Handle, token: Token) -> Result<(), SubmitError> {
         let (_, user_data) = self.prepare(token, Kind::Accept, Some(listener), &[])?;
+        // The peer's address is not asked for, since it would need room that outlives the call.
         macro_rules! build {
             ($t:expr) => {
                 opcode::Accept::new($t, ptr::null_mut(), ptr::null_mut())
@@ -299,6 +301,7 @@ impl Ring {
             Receive::All => libc::MSG_WAITALL,
         };
         let (index, user_data) = self.prepare(token, Kind::Plain, Some(socket), into)?;
+        // The header is boxed in its slot: the kernel may read it until the operation ends.
         let msg: *mut libc::msghdr = &raw mut *self.slots.slot(index).msg;
         macro_rules! build {
             ($t:expr) => {
@@ -323,6 +326,8 @@ impl Ring {
     ) -> Result<(), SubmitError> {
         let (index, user_data) = self.prepare(token, Kind::Plain, Some(socket), from)?;
         let msg: *const libc::msghdr = &raw const *self.slots.slot(index).msg;
+        // With `MSG_WAITALL` io_uring itself goes on after a short send, which saves a completion
+        // and a submission for the rest.
         let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32;
         macro_rules! build {
             ($t:expr) => {
@@ -348,6 +353,7 @@ impl Ring {
         // SAFETY: `vectors` gave the pointer to `count` initialised entries of a busy slot.
         let iov = unsafe { *iov };
         let start = iov.iov_base.addr();
+        // The kernel takes a fixed transfer only within one registered buffer.
         let index = self
             .buffers
             .iter()

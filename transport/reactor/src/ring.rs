@@ -159,6 +159,8 @@ impl Ring {
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(RingError::Missing);
         }
+        // Tables of older kernels cannot be sparse; everything works without them, by descriptor
+        // and address.
         let files = match uring.submitter().register_files_sparse(config.files) {
             Ok(()) => config.files,
             Err(_) => 0,
@@ -167,6 +169,7 @@ impl Ring {
             Ok(()) => config.memories as usize,
             Err(_) => 0,
         };
+        // The waker's read outlives any call, so its room does too.
         let waker_counter = Memory::new(8)
             .map_err(RingError::Setup)?
             .slice(0..8)
@@ -227,6 +230,8 @@ impl Ring {
         if self.buffers.iter().any(|b| b.addr == base) {
             return Ok(());
         }
+        // All pieces of a mapping or none: a half that is registered would help no transfer
+        // across it.
         if self.buffers.len() + memory.len().div_ceil(MAX_BUFFER) > self.max_buffers {
             return Err(RegisterError::NoRoom);
         }
@@ -262,6 +267,7 @@ impl Ring {
     /// # Errors
     /// The file stays usable through [`Handle::new`]; see [`RegisterError`].
     pub fn register_file(&mut self, fd: Arc<OwnedFd>) -> Result<Handle, RegisterError> {
+        // Entries whose last handle is gone are taken out first, so that they can be used again.
         self.drop_stale_files();
         let index = self.files.take().ok_or(RegisterError::NoRoom)?;
         match self
@@ -296,6 +302,7 @@ impl Ring {
         let doomed: Vec<u64> = self.slots.with_token(token).collect();
         for &user_data in &doomed {
             self.make_room()?;
+            // Its completion is not awaited: what counts is that of the operation that it ends.
             self.push(opcode::AsyncCancel::new(user_data).build(), CANCEL);
         }
         Ok(doomed.len())
@@ -315,6 +322,8 @@ impl Ring {
     /// [`RingError::Enter`]: the ring is of no further use.
     pub fn reap(&mut self, out: &mut Vec<Completion>) -> Result<Reaped, RingError> {
         let sq = self.uring.submission();
+        // With `DEFER_TASKRUN` the kernel posts completions only when its thread enters, and says
+        // so in a flag. Without anything to do the look costs no system call.
         let must_enter = !sq.is_empty() || sq.taskrun() || sq.cq_overflow();
         drop(sq);
         if must_enter {
@@ -330,6 +339,7 @@ impl Ring {
     /// # Errors
     /// [`RingError::Enter`]: the ring is of no further use.
     pub fn park(&mut self, timeout: Option<Duration>) -> Result<(), RingError> {
+        // A worker that parks has time for it. A stale entry keeps a closed file open.
         self.drop_stale_files();
         if !self.waker_armed {
             self.arm_waker();
@@ -357,6 +367,8 @@ impl Ring {
         if self.uring.submission().is_full() {
             self.enter(None)
                 .map_err(|e| SubmitError::Enter(e.raw_os_error().unwrap_or(0)))?;
+            // The kernel copies what it takes, so a queue that is still full means that it takes
+            // nothing now.
             if self.uring.submission().is_full() {
                 return Err(SubmitError::Full);
             }
@@ -395,6 +407,8 @@ impl Ring {
             let more = cqueue::more(cqe.flags());
             match busy.kind {
                 Kind::Waker => {
+                    // Before the caller looks at its mailboxes: a message that comes after this
+                    // wakes again.
                     self.waker.acknowledge();
                     self.waker_armed = false;
                     reaped.woken = true;
@@ -415,6 +429,7 @@ impl Ring {
                 self.slots.release(user_data);
             }
         }
+        // A wake ends the read, which has to be posted again for the next.
         if !self.waker_armed {
             self.arm_waker();
         }
@@ -452,6 +467,8 @@ impl Ring {
     fn quiesce(&mut self) -> bool {
         let deadline = Instant::now() + DROP_PATIENCE;
         while self.slots.in_flight() > 0 {
+            // In each round, since an operation that had not begun may have missed the first
+            // cancellation.
             let doomed: Vec<u64> = self.slots.all().collect();
             for user_data in doomed {
                 if Instant::now() > deadline || self.make_room().is_err() {
@@ -465,6 +482,8 @@ impl Ring {
             for cqe in self.uring.completion() {
                 let user_data = cqe.user_data();
                 if let Some(busy) = self.slots.busy(user_data) {
+                    // A socket that was accepted while the ring is dropped has no owner, and
+                    // closes.
                     drop(new_socket(busy.kind, cqe.result()));
                     if !cqueue::more(cqe.flags()) {
                         self.slots.release(user_data);
@@ -514,6 +533,7 @@ fn build_patiently(entries: u32) -> io::Result<IoUring> {
             Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && Instant::now() < deadline => {
                 std::thread::sleep(SETUP_PATIENCE / 50);
             }
+            // Anything but a lack of memory does not mend by waiting.
             other => return other,
         }
     }
@@ -531,6 +551,8 @@ fn build(entries: u32) -> io::Result<IoUring> {
         .setup_taskrun_flag()
         .build(entries);
     match newer {
+        // An old kernel refuses flags that it does not know; without them it takes locks that are
+        // not needed.
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
             IoUring::builder().setup_cqsize(cq).build(entries)
         }

@@ -88,6 +88,7 @@ impl Slots {
         file: Option<Handle>,
         slices: &[MemSlice],
     ) -> Result<(u32, u64), SubmitError> {
+        // Taken off the list at the end, so that an error leaves the slot idle.
         let index = *self.idle.last().ok_or(SubmitError::Full)?;
         let slot = &mut self.slots[index as usize];
         slot.iovecs.clear();
@@ -112,6 +113,8 @@ impl Slots {
                 });
             }
         }
+        // Linux would cut a longer transfer short. An empty one with pieces is a mistake of the
+        // caller.
         if total > MAX_TRANSFER || (total == 0 && !slices.is_empty()) {
             return Err(SubmitError::Length { len: total });
         }
@@ -122,6 +125,7 @@ impl Slots {
         };
         slot.msg.msg_iovlen = slot.iovecs.len() as _;
         debug_assert!(slot.keep.is_empty());
+        // Clones keep the mappings: the caller may drop its own while the kernel still writes.
         slot.keep.extend_from_slice(slices);
         slot.busy = Some(Busy {
             token,
@@ -140,6 +144,7 @@ impl Slots {
     pub(crate) fn busy(&self, user_data: u64) -> Option<&Busy> {
         let (index, generation) = split(user_data);
         let slot = self.slots.get(index as usize)?;
+        // A completion of an operation that is over names an older generation.
         (slot.generation == generation)
             .then_some(slot.busy.as_ref())
             .flatten()
@@ -153,6 +158,7 @@ impl Slots {
             slot.generation == generation && slot.busy.is_some(),
             "slot {index} released twice"
         );
+        // Before the slot is idle, so that no late completion can mean its next operation.
         slot.generation = slot.generation.wrapping_add(1) & GENERATION;
         slot.busy = None;
         slot.keep.clear();
@@ -171,6 +177,7 @@ impl Slots {
     pub(crate) fn with_token(&self, token: Token) -> impl Iterator<Item = u64> + '_ {
         self.slots.iter().enumerate().filter_map(move |(i, s)| {
             let busy = s.busy.as_ref()?;
+            // The waker's token is not the caller's, though it may be the same number.
             (busy.token == token && busy.kind != Kind::Waker)
                 .then(|| user_data(i as u32, s.generation))
         })

@@ -54,14 +54,18 @@ impl Spinner {
             return Next::Poll;
         }
         let remaining = deadline.map(|d| d.saturating_duration_since(now));
+        // A timer that is due is work: parking would only come back at once.
         if remaining.is_some_and(|r| r.is_zero()) {
             return Next::Poll;
         }
+        // After a wake without work the worker sleeps again at once.
         if self.worked {
             let since = *self.since.get_or_insert(now);
             if now.saturating_duration_since(since) < self.budget {
                 return Next::Poll;
             }
+            // Polling found nothing for a whole span, so the next one is shorter. It never goes
+            // below the floor, from which one success doubles it.
             self.budget = (self.budget / 2).max(self.max / FLOOR);
         }
         self.since = None;

@@ -99,13 +99,16 @@ impl Wire {
     /// Takes what comes out of the injector onto the queues.
     fn pump(&mut self, now: Instant) {
         while let Some(((src, dst), bytes)) = self.injector.poll_packet(now) {
+            // A packet to an address without a device is lost, as on a network.
             let Some(queue) = self.queues.get_mut(&dst.ip()) else {
                 continue;
             };
+            // As a socket buffer does: what comes last is lost.
             if queue.len() >= QUEUE {
                 self.overflows += 1;
                 continue;
             }
+            // Packets of one instant arrive in the order in which they were sent.
             self.sequence += 1;
             let at = now + self.config.latency;
             queue.insert((at, self.sequence), (src, bytes));
@@ -285,6 +288,8 @@ impl Fabric {
     /// the old one's by its seed.
     pub fn set_faults(&self, faults: FaultConfig) {
         let mut wire = self.wire();
+        // An hour from now nothing is held back any longer: what is under way comes out and goes
+        // through the new faults, so that a change of faults loses nothing by itself.
         let now = wire.now + Duration::from_secs(3600);
         let mut held = Vec::new();
         while let Some(p) = wire.injector.poll_packet(now) {
@@ -301,6 +306,7 @@ impl Fabric {
     /// Packets that a device's socket takes, and how long it is full then.
     fn socket(&self) -> (usize, Duration) {
         let config = self.wire().config;
+        // Virtual time has to pass, or a full socket would never be ready.
         let latency = config.latency.max(Duration::from_nanos(1));
         (config.socket_room, latency)
     }
@@ -316,6 +322,7 @@ impl Fabric {
     fn take(&self, now: Instant, addr: IpAddr) -> Option<(SocketAddr, Vec<u8>)> {
         let mut wire = self.wire();
         let entry = wire.queues.get_mut(&addr)?.first_entry()?;
+        // The first is the one that arrives first; nothing behind it can be due.
         (entry.key().0 <= now).then(|| entry.remove())
     }
 
@@ -430,6 +437,7 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
+        // Another device may have its address by now, and keeps its queue.
         if !self.is_gone() {
             let addr = self.addr();
             let mut wire = self.fabric.wire();
@@ -454,12 +462,14 @@ impl Provider for Endpoint {
             self.nic.handle_datagram(now, src, packet.len(), &packet);
             did += 1;
         }
+        // Arrivals before timers: an acknowledgement that has come in time stops the timer.
         did += self.nic.handle_timeouts(now);
         did + self.transmit(now)
     }
 
     fn deadline(&self) -> Option<Instant> {
         let arrival = self.fabric.next_for(self.addr());
+        // A full socket takes nothing, so output that is ready is no reason to wake.
         let nic = match self.full_until {
             Some(_) => self.nic.timer_deadline(),
             None => self.nic.deadline(),

@@ -330,7 +330,8 @@ pub struct QpAttr {
     pub min_rnr_timer: Option<u8>,
     /// ACK timeout is 4.096 µs × 2^n; 0 waits for ever.
     pub timeout: Option<u8>,
-    /// Retries after a timeout or a sequence NAK, up to 7.
+    /// Retries after a timeout or a sequence NAK, up to 7. The software NIC spends none on sequence
+    /// NAKs, which prove that the peer lives.
     pub retry_cnt: Option<u8>,
     /// Retries after an RNR NAK; 7 is without end.
     pub rnr_retry: Option<u8>,
@@ -367,7 +368,8 @@ pub enum AsyncEvent {
     DeviceFatal,
 }
 
-/// A key's index part: what stays when its low byte changes.
+/// A key is an index of the device's and a low byte of its owner's (IBTA 10.6.3.2). The low byte
+/// changes from one use of a region to the next.
 impl RKey {
     /// The same key with another low byte, as fast registration requires.
     #[must_use]

@@ -200,6 +200,7 @@ transitions! {
 /// The rule of a transition, `None` where the table has none.
 #[must_use]
 pub fn rule(qp_type: QpType, from: QpState, to: QpState) -> Option<Rule> {
+    // From any state, a queue pair that has failed included, since these are the ways out of it.
     if matches!(to, QpState::Reset | QpState::Error) {
         return Some(Rule {
             required: Attrs::empty(),
@@ -228,6 +229,7 @@ impl std::fmt::Debug for OfType {
 impl State for OfType {
     fn may_become(&self, next: &Self) -> bool {
         let Self(qp_type, from) = *self;
+        // A datagram queue pair stops sending by itself where a connection would go to ERROR.
         let fails = qp_type != QpType::Rc && (from, next.1) == (QpState::Rts, QpState::Sqe);
         fails || rule(qp_type, from, next.1).is_some()
     }
@@ -248,6 +250,7 @@ pub(crate) fn become_state(state: &mut QpState, qp_type: QpType, next: QpState) 
 /// [`VerbsError::InvalidTransition`], [`VerbsError::MissingAttribute`],
 /// [`VerbsError::ForbiddenAttribute`].
 pub fn plan_modify(qp_type: QpType, from: QpState, attr: &QpAttr) -> Result<QpState, VerbsError> {
+    // Without a state only attributes change, which the table treats as staying in it.
     let to = attr.state.unwrap_or(from);
     let rule = rule(qp_type, from, to).ok_or(VerbsError::InvalidTransition { from, to })?;
     let given = Attrs::of(attr);

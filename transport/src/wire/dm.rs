@@ -285,6 +285,8 @@ impl IoUnitInfo {
         let data = data.get(..Self::LEN)?;
         let mut present = [false; MAX_SLOTS as usize];
         for (slot, here) in present.iter_mut().enumerate() {
+            // The first of two slots is in the upper half of a byte. 1 is "present"; everything
+            // else is none.
             let nibble = data[4 + slot / 2] >> (4 * (1 - slot % 2)) & 0xf;
             *here = nibble == 1;
         }
@@ -301,6 +303,8 @@ impl IoUnitInfo {
         let mut out = [0; Self::LEN];
         out[..2].copy_from_slice(&self.change_id.to_be_bytes());
         out[2] = self.slots;
+        // All 256 nibbles, also those beyond the unit's slots, for which 0xf says that there is
+        // no slot.
         for slot in 0..256usize {
             let nibble = match self.present.get(slot) {
                 _ if slot >= usize::from(self.slots) => 0xf,
@@ -378,6 +382,7 @@ impl IocProfile {
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
         let (raw, _) = RawProfile::ref_from_prefix(data).ok()?;
+        // Controllers of other protocols may be in other slots.
         let srp = raw.io_class.get() == Self::IO_CLASS
             && raw.io_subclass.get() == Self::IO_SUBCLASS
             && raw.protocol.get() == Self::PROTOCOL;
@@ -453,6 +458,7 @@ impl ServiceEntry {
     #[must_use]
     pub fn srp_extension(&self) -> Option<u64> {
         let digits = self.name.strip_prefix(SRP_SERVICE_PREFIX)?;
+        // `from_str_radix` would take a sign.
         let plain = digits.len() == 16 && digits.bytes().all(|b| b.is_ascii_hexdigit());
         plain.then(|| u64::from_str_radix(digits, 16).ok())?
     }
@@ -461,6 +467,7 @@ impl ServiceEntry {
     #[must_use]
     pub fn parse_list(data: &[u8], count: usize) -> Vec<Self> {
         data.chunks_exact(Self::LEN)
+            // The count is the sender's claim; the room in the MAD bounds it.
             .take(count.min(SERVICES_PER_MAD))
             .map(|entry| {
                 let (name, id) = entry.split_at(40);

@@ -75,6 +75,7 @@ impl RejMsg {
             remote_comm_id: CommId(raw.remote_comm_id.get()),
             message: RejOf::from(raw.message >> 6),
             reason: RejReason::from(raw.reason.get()),
+            // Seven bits can claim more than the field holds.
             info: AdditionalInfo::from_wire(raw.info_len >> 1, raw.info)?,
             private_data: PrivateData(raw.private_data),
         })

@@ -127,7 +127,8 @@ impl PooledMr {
     /// # Panics
     /// If nothing is mapped.
     pub fn reg_wr(&mut self, wr_id: WrId, access: Access) -> SendWr<'static> {
-        // From the post on, since the device may execute it before the call returns.
+        // Its key counts as working from here on, since the device may execute the request before
+        // the post returns.
         become_state(&mut self.state, MrState::Registered);
         SendWr {
             wr_id,

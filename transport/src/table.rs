@@ -2,7 +2,7 @@
 //!
 //! A slot that is vacated takes a new generation, so a handle kept beyond its object's life names
 //! nothing. Vacated slots are used again in the order in which they were vacated, which keeps the
-//! time between two uses of one slot as long as the table allows.
+//! time between two uses of one slot as long as the slots that there are allow.
 //!
 //! Bound: the limit given at creation.
 

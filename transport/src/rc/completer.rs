@@ -96,8 +96,9 @@ impl Requester {
             NakCode::RemoteOperation => (&mut ctx.counters.rx_nak_operation, WcStatus::RemOpErr),
         };
         *counter += 1;
-        // The NAK is for the oldest packet only if all before it is done. Otherwise it would
-        // blame another request, and the NAK comes again when that packet is repeated.
+        // The NAK is for the oldest packet only if all before it is done. Otherwise it would blame
+        // the request whose response is missing. That one is asked for again, and ends by its
+        // retries where the peer has closed.
         if self.acknowledge_before(ctx, number)? {
             return Err(self.fail_head(ctx, status));
         }

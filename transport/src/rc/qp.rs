@@ -320,7 +320,7 @@ impl RcQp {
     }
 
     /// A packet arrives with a router's mark of congestion. To be called before
-    /// [`RcQp::handle_packet`].
+    /// [`RcQp::handle_packet`], or after it where only that shows that the packet is the peer's.
     pub fn handle_mark(&mut self, now: Instant, pkt: &Packet<'_>) {
         let is_up = matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
         // Only packets with data answer to a change of pace: acknowledgements are not sent as

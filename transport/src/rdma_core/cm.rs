@@ -131,7 +131,7 @@ impl RdmaCoreDevice {
             *self.by_id.get(&(event.id as usize))?
         };
         if self.ids.get(id).is_ok_and(|i| i.zombie) {
-            // Its user has destroyed it and expects no more events.
+            // Its user has destroyed it and expects none of its events.
             return None;
         }
         self.follow(id, event);

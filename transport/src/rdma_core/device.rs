@@ -719,7 +719,7 @@ impl Verbs for RdmaCoreDevice {
         // SAFETY: nothing uses it; it leaves the table.
         checked(unsafe { (self.core.verbs.ibv_destroy_srq)(entry.ptr) })?;
         let gone = self.srqs.remove(srq)?;
-        // Receives of a shared queue that is gone complete no more, so their slots go with it.
+        // Receives of a shared queue that is gone do not complete, so their slots go with it.
         for slot in gone.posted {
             let _ = self.slots.remove(slot);
         }

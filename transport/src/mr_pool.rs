@@ -220,6 +220,7 @@ impl MrPool {
         for _ in 0..count {
             match pool.alloc(verbs) {
                 Ok(mr) => pool.free.push_back(mr),
+                // Those that exist are given back: the caller has no pool to destroy.
                 Err(e) => {
                     pool.destroy(verbs);
                     return Err(e);

@@ -168,6 +168,7 @@ impl Cm {
         private_data: PrivateData<222>,
     ) -> Result<(), IbCmError> {
         let conn = self.in_state(id, &[CmState::ReqRcvd, CmState::RepRcvd, CmState::LapRcvd])?;
+        // An MRA buys time from the message that the peer repeats, so it names that message.
         let (next, message) = match conn.state {
             CmState::ReqRcvd => (CmState::MraReqSent, MraOf::Req),
             CmState::RepRcvd => (CmState::MraRepSent, MraOf::Rep),

@@ -118,6 +118,7 @@ impl State for CmState {
             DreqRcvd, DreqSent, Established, LapRcvd, LapSent, MraLapRcvd, MraLapSent, MraRepRcvd,
             MraRepSent, MraReqRcvd, MraReqSent, RepRcvd, RepSent, Timewait,
         };
+        // Idle is not entered by a change: an identifier that ends is removed from the table.
         match self {
             Self::Idle | Self::Listen | Self::SidrReqSent | Self::SidrReqRcvd | Timewait => false,
             Self::ReqSent => matches!(next, MraReqRcvd | RepRcvd),

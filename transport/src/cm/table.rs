@@ -400,6 +400,7 @@ impl Cm {
         reason: RejReason,
     ) {
         self.counters.refused += 1;
+        // Nothing is kept for it. A question that is repeated is judged, and refused, again.
         let rej = CmMessage::Rej(RejMsg {
             local_comm_id: ids.0,
             remote_comm_id: ids.1,

@@ -413,6 +413,7 @@ impl Endpoint {
         if self.full_until.is_some_and(|at| at > now) {
             return 0;
         }
+        // What a full socket has left goes first, as with a real one (`roce/provider.rs`).
         let made = match self.batch.is_empty() {
             true => self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET),
             false => 0,

@@ -171,6 +171,7 @@ impl MrTable {
         } else {
             range.addr()
         };
+        // A segment of no bytes would be in the way of the search for an address.
         if !range.is_empty() {
             region.segments.push(Segment {
                 end: region.length,

@@ -323,8 +323,8 @@ impl RcQp {
     /// [`RcQp::handle_packet`], or after it where only that shows that the packet is the peer's.
     pub fn handle_mark(&mut self, now: Instant, pkt: &Packet<'_>) {
         let is_up = matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
-        // Only packets with data answer to a change of pace: acknowledgements are not sent as
-        // ECN-capable, so a mark on one is a mistake or a forgery.
+        // Only data can be slowed down. Acknowledgements are not sent as ECN-capable, so a mark on
+        // one is a mistake or a forgery.
         if !is_up || pkt.payload.is_empty() {
             return;
         }

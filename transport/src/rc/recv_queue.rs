@@ -202,6 +202,7 @@ impl RecvQueue {
         if (max_wr as usize) < self.len {
             return false;
         }
+        // Posted again one by one, since the ring may wrap at another place now.
         let mut next = Self::new(max_wr, self.max_sge);
         let mut wqe = RecvWqe::new(self.max_sge);
         while self.pop(&mut wqe) {

@@ -429,6 +429,8 @@ impl Responder {
         byte_len: u32,
         invalidated: Option<RKey>,
     ) {
+        // The receive goes back to its owner with the completion, so nothing may be written to it
+        // after this.
         self.is_bound = false;
         self.inbound = Inbound::None;
         ctx.out.push(RcEvent::Recv(Completion {

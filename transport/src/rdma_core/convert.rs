@@ -128,6 +128,7 @@ pub(super) fn wc_status(theirs: ibv_wc_status) -> WcStatus {
         IBV_WC_RETRY_EXC_ERR | IBV_WC_RESP_TIMEOUT_ERR => WcStatus::RetryExcErr,
         IBV_WC_RNR_RETRY_EXC_ERR => WcStatus::RnrRetryExcErr,
         IBV_WC_REM_ABORT_ERR => WcStatus::RemAbortErr,
+        // A status without a name here has still ended its request.
         _ => WcStatus::FatalErr,
     }
 }

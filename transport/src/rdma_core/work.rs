@@ -137,6 +137,7 @@ impl RdmaCoreDevice {
     ) -> Result<(), PostReason> {
         let theirs = self.send_wr(init, wr)?;
         self.push_sges(wr.sges, wr.flags.contains(SendFlags::INLINE), init, scratch)?;
+        // The slot last: what is refused before it leaves none behind.
         let slot = Slot {
             wr_id: wr.wr_id,
             opcode: wr.op.wc_opcode(),

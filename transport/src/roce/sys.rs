@@ -93,6 +93,8 @@ pub(super) fn set_hop_limit(
     limit: u8,
     report: bool,
 ) -> io::Result<()> {
+    // Received hop limits are asked for only where they are checked: each costs a control
+    // message.
     let limit = libc::c_int::from(limit);
     if is_v6 {
         setsockopt(socket, Ipv6UnicastHops, &limit)?;

@@ -348,6 +348,8 @@ impl UdQp {
 fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
     let mut sges = sges.iter();
     let mut span = None;
+    // One span goes on across the parts: the route header and the payload are one message to the
+    // user.
     let mut within = 0;
     for part in parts {
         let mut left = *part;

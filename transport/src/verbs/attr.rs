@@ -330,8 +330,8 @@ pub struct QpAttr {
     pub min_rnr_timer: Option<u8>,
     /// ACK timeout is 4.096 µs × 2^n; 0 waits for ever.
     pub timeout: Option<u8>,
-    /// Retries after a timeout or a sequence NAK, up to 7. The software NIC spends none on sequence
-    /// NAKs, which prove that the peer lives.
+    /// Retries after a timeout or a sequence NAK, up to 7. The software NIC spends none on a
+    /// sequence NAK, which proves that the peer lives.
     pub retry_cnt: Option<u8>,
     /// Retries after an RNR NAK; 7 is without end.
     pub rnr_retry: Option<u8>,

@@ -12,6 +12,7 @@ pub fn make_gsi_ready<V: Verbs + ?Sized>(verbs: &mut V, qp: QpId) -> Result<(), 
         state: Some(state),
         ..QpAttr::default()
     };
+    // Without destination and PSN of a peer: queue pair 1 talks to all of them.
     let steps = [
         QpAttr {
             pkey_index: Some(0),

@@ -263,6 +263,7 @@ impl Credit {
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "a row of 31")]
     pub fn at_most(count: usize) -> Self {
+        // Code 0 promises none, so there is always one that is not above.
         let above = CREDITS.partition_point(|&credits| usize::from(credits) <= count);
         Self((above - 1) as u8)
     }

@@ -155,12 +155,15 @@ impl IcrcFlow {
     /// identification for which the ICRC is right; 0 on IPv6.
     pub fn check(&self, datagram: &[u8], likely_id: u16) -> Result<u16, IcrcError> {
         let len = datagram.len();
+        // The length bounds the table of `implied_id`, which is indexed by it.
         if !(Bth::LEN + ICRC_LEN..=MAX_DATAGRAM).contains(&len) || !len.is_multiple_of(4) {
             return Err(IcrcError::Length { len });
         }
         let (body, icrc) = datagram
             .split_last_chunk::<ICRC_LEN>()
             .ok_or(IcrcError::Length { len })?;
+        // With the right guess the difference is 0, and the search for another identification is
+        // saved.
         let difference = self.compute(body, likely_id) ^ u32::from_le_bytes(*icrc);
         match (difference, self.is_v6) {
             (0, true) => Ok(0),

@@ -116,6 +116,7 @@ impl MadHeader {
         let mad: &Mad = mad.try_into().map_err(|_| error)?;
         let (header, body) = Self::read_from_prefix(mad).map_err(|_| error)?;
         let body = body.try_into().map_err(|_| error)?;
+        // A MAD of another base version may be laid out in another way.
         if header.base_version != BASE_VERSION {
             return Err(MadError::BaseVersion {
                 version: header.base_version,

@@ -72,7 +72,7 @@ impl Responder {
 
     fn credit(&self, ctx: &Ctx<'_>) -> AethSyndrome {
         // A limit would be wrong with a shared queue, whose receives other queue pairs take as
-        // well (IBTA 9.7.7.2).
+        // well.
         AethSyndrome::Ack(if ctx.cfg.has_srq {
             Credit::UNLIMITED
         } else {

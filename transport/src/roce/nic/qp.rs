@@ -146,6 +146,7 @@ impl Nic {
 
     fn check_cap(&self, cap: &QpCap, qp_type: QpType) -> Result<(), VerbsError> {
         let l = &self.config.limits;
+        // The scatter list of a datagram has a fixed place in its queue entry.
         let sge = match qp_type {
             QpType::Rc => l.max_sge,
             _ => l.max_sge.min(MAX_UD_SGE as u32),

@@ -205,6 +205,8 @@ impl Nic {
     /// A datagram for queue pair 1: connection management is the device's own business, everything
     /// else goes to the user's queue pair.
     fn handle_gsi(&mut self, src: SocketAddr, packet: &Packet<'_>) {
+        // Queue pair 1 has a Q_Key that every CM knows. It keeps out datagrams that were meant
+        // for another queue pair, not strangers.
         let is_datagram = packet.op.service == Service::Ud
             && packet.ext.deth.is_some_and(|d| d.qkey() == GSI_QKEY);
         let mad = <&Mad>::try_from(packet.payload).ok();

@@ -85,6 +85,8 @@ fn word(mad: &[u8], at: usize) -> Option<u32> {
 /// class; apart from that, the bytes need not be a valid message.
 fn second_id(mad: &[u8]) -> Result<Option<CommId>, CmMsgError> {
     let short = || CmMsgError::Mad(MadError::Length { len: mad.len() });
+    // Only the bytes that are needed: this runs for each message before it is parsed, and decides
+    // which worker parses it.
     let class = *mad.get(MAD_CLASS_OFFSET).ok_or_else(short)?;
     if class != MadClass::ComMgt as u8 {
         return Err(CmMsgError::Class { class });

@@ -228,6 +228,7 @@ impl Nic {
         let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("reject"));
         };
+        // Closed even if sending fails: the user has given its answer.
         become_state(&mut entry.state, IdState::Closed);
         entry.ib = None;
         entry.request = None;

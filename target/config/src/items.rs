@@ -23,21 +23,30 @@ pub(super) fn names(items: &[Tree]) -> Vec<String> {
     named.filter(is_good).unwrap_or_else(numbers)
 }
 
-/// The number of an item, and whether only that was said. A portal may go without its port.
+/// The number of an item, and whether only that was said. A portal may go without its port where no other
+/// has its protocol and address; a name may end like a port, and is meant only in full.
 pub(super) fn find(items: &[Tree], segment: &str) -> Option<(usize, bool)> {
     let names = names(items);
-    let is_meant = |name: &String| {
-        let port = name
-            .strip_prefix(segment)
-            .and_then(|rest| rest.strip_prefix(':'));
-        let port = port.map(str::parse::<u16>);
-        name == segment || matches!(port, Some(Ok(_)))
+    let named = |n: usize| (n, names[n].parse::<usize>().is_ok());
+    if let Some(n) = names.iter().position(|name| name == segment) {
+        return Some(named(n));
+    }
+    let is_meant = |n: &usize| {
+        let port = names[*n].strip_prefix(segment);
+        let port = port.and_then(|rest| rest.strip_prefix(':'));
+        is_nameless(&items[*n]) && port.is_some_and(|port| port.parse::<u16>().is_ok())
     };
-    if let Some(n) = names.iter().position(is_meant) {
-        return Some((n, names[n].parse::<usize>().is_ok()));
+    let mut portals = (0..items.len()).filter(is_meant);
+    if let (Some(n), None) = (portals.next(), portals.next()) {
+        return Some(named(n));
     }
     let n: usize = segment.parse().ok()?;
     (n < items.len()).then_some((n, true))
+}
+
+/// Whether an item is not known by a name of its own.
+fn is_nameless(item: &Tree) -> bool {
+    child(item, "name").is_none()
 }
 
 /// Whether the items of a list have names.

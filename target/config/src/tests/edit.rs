@@ -306,6 +306,40 @@ fn objects_come_and_go_by_their_names() {
     }
 }
 
+/// A name may end like a port.
+#[test]
+fn a_name_is_not_meant_by_its_beginning() {
+    let text = "\
+backends: { a: { kind: ram, size: 1MiB } }
+targets:
+  - name: disk:1
+    portals:
+      - { protocol: srp, listen: \"127.0.0.1:5555\" }
+      - { protocol: srp, listen: \"127.0.0.1:5556\" }
+  - name: disk
+    portals: [{ protocol: srp, listen: 127.0.0.2 }]
+";
+    let mut document = Document::new(&Config::parse(text, "test.yaml").unwrap());
+    let names = |document: &Document| {
+        let targets = document.at(&place("/targets")).unwrap();
+        let names = targets.children().into_iter().map(|(name, _)| name);
+        names.collect::<Vec<_>>()
+    };
+    document.delete(&place("/targets/disk")).unwrap();
+    assert_eq!(names(&document), ["disk:1"]);
+    document.delete(&place("/targets/disk")).unwrap_err();
+    let keys = pairs(&["portals/srp:127.0.0.2/id_ext=0000000000000001"]);
+    document.create(&place("/targets/disk"), &keys).unwrap();
+    assert_eq!(names(&document), ["disk:1", "disk"]);
+    // Two portals of one address are known by their ports.
+    let either = place("/targets/disk:1/portals/srp:127.0.0.1");
+    document.delete(&either).unwrap_err();
+    document
+        .delete(&place("/targets/disk:1/portals/srp:127.0.0.1:5555"))
+        .unwrap();
+    document.delete(&either).unwrap();
+}
+
 #[test]
 fn rules_keep_the_order_that_they_are_given() {
     let mut document = document();

@@ -1,9 +1,17 @@
 //! [`Patch`]: a change of a configuration as JSON.
 
+use json_patch::PatchOperation;
 use serde_json::Value;
 
 use super::edit::{Document, EditError};
 use super::{Config, Place};
+
+/// Levels of a document that operations make, at most. A configuration has fewer, and what reads and frees a
+/// document calls itself for every level.
+const MAX_DEPTH: usize = 128;
+
+/// Bytes that the operations of a patch copy together, at most: each could double the document.
+const MAX_COPIED: usize = 16 << 20;
 
 /// A change of a configuration, which goes by the JSON that [`Config::to_tree`] gives.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,13 +54,70 @@ impl Patch {
         let mut json = serde_json::to_value(config.to_tree()).map_err(|e| wrong(e.to_string()))?;
         match self {
             Self::Merge(patch) => json_patch::merge(&mut json, patch),
-            Self::Operations(operations) => {
-                json_patch::patch(&mut json, operations).map_err(|e| wrong(e.to_string()))?;
-            }
+            Self::Operations(operations) => operate(&mut json, operations).map_err(wrong)?,
         }
         // JSON is YAML.
         Config::parse(&json.to_string(), "configuration")
             .map_err(|error| Document::of(&json).placed(error))
+    }
+}
+
+/// Carries out operations. After an error the document is of no use: nothing is undone, since not every
+/// operation can be.
+fn operate(json: &mut Value, operations: &[PatchOperation]) -> Result<(), String> {
+    let mut copied = 0;
+    for (n, operation) in operations.iter().enumerate() {
+        let too_much = |what: &str| format!("operation '/{n}' makes the document too {what}");
+        if let Some((depth, size)) = growth(json, operation) {
+            if depth > MAX_DEPTH {
+                return Err(too_much("deep"));
+            }
+            copied += size;
+            if copied > MAX_COPIED {
+                return Err(too_much("large"));
+            }
+        }
+        let done = json_patch::patch_unsafe(json, std::slice::from_ref(operation));
+        done.map_err(|mut error| {
+            error.operation = n;
+            error.to_string()
+        })?;
+    }
+    Ok(())
+}
+
+/// The depth to which the value of an operation reaches, and the bytes of the document that it copies.
+fn growth(json: &Value, operation: &PatchOperation) -> Option<(usize, usize)> {
+    let (path, value) = match operation {
+        PatchOperation::Add(op) => (&op.path, &op.value),
+        PatchOperation::Replace(op) => (&op.path, &op.value),
+        PatchOperation::Move(op) => (&op.path, json.pointer(op.from.as_str())?),
+        PatchOperation::Copy(op) => (&op.path, json.pointer(op.from.as_str())?),
+        PatchOperation::Remove(_) | PatchOperation::Test(_) => return None,
+    };
+    let (depth, size) = extent(value);
+    let is_copy = matches!(operation, PatchOperation::Copy(_));
+    let above = path.as_str().matches('/').count();
+    Some((above + depth, if is_copy { size } else { 0 }))
+}
+
+/// The levels of a value, and about the bytes that it occupies.
+fn extent(value: &Value) -> (usize, usize) {
+    let join = |(depth, size): (usize, usize), (inner, more): (usize, usize)| {
+        (depth.max(inner + 1), size + more)
+    };
+    let own = (1, size_of::<Value>());
+    match value {
+        Value::Array(items) => items.iter().map(extent).fold(own, join),
+        Value::Object(entries) => {
+            let entry = |(key, value): (&String, &Value)| {
+                let (depth, size) = extent(value);
+                (depth, size + size_of::<String>() + key.len())
+            };
+            entries.iter().map(entry).fold(own, join)
+        }
+        Value::String(text) => (1, size_of::<Value>() + text.len()),
+        Value::Null | Value::Bool(_) | Value::Number(_) => own,
     }
 }
 
@@ -124,6 +189,42 @@ limits: { queue_depth: 7 }
             let error = patched(Patch::MERGE, patch).unwrap_err().to_string();
             assert!(error.starts_with(said), "{error}");
         }
+    }
+
+    /// What a patch has moved to the top cannot be moved back from there.
+    #[test]
+    fn operations_that_fail_after_others_have_replaced_the_top_are_refused() {
+        let text = r#"[
+            { "op": "move", "from": "/limits", "path": "" },
+            { "op": "test", "path": "/queue_depth", "value": 8 }
+        ]"#;
+        let error = patched(Patch::OPERATIONS, text).unwrap_err().to_string();
+        assert!(error.contains("operation"), "{error}");
+    }
+
+    /// Every operation makes the configuration twice as large.
+    #[test]
+    fn a_short_patch_makes_no_large_configuration() {
+        let double = |n: usize| format!(r#"{{ "op": "copy", "from": "", "path": "/a{n}" }}"#);
+        let operations: Vec<_> = (0..24).map(double).collect();
+        let text = format!("[{}]", operations.join(","));
+        assert!(text.len() < 2000);
+        let error = patched(Patch::OPERATIONS, &text).unwrap_err().to_string();
+        assert!(error.ends_with("too large"), "{error}");
+    }
+
+    /// A stack has a bound, too.
+    #[test]
+    fn a_patch_makes_no_deep_configuration() {
+        let mut operations = vec![r#"{"op":"add","path":"/a","value":{}}"#.to_owned()];
+        for _ in 0..20_000 {
+            operations.push(r#"{"op":"add","path":"/b","value":{}}"#.to_owned());
+            operations.push(r#"{"op":"move","from":"/a","path":"/b/a"}"#.to_owned());
+            operations.push(r#"{"op":"move","from":"/b","path":"/a"}"#.to_owned());
+        }
+        let text = format!("[{}]", operations.join(","));
+        let error = patched(Patch::OPERATIONS, &text).unwrap_err().to_string();
+        assert!(error.ends_with("too deep"), "{error}");
     }
 
     #[test]

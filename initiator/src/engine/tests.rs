@@ -180,6 +180,35 @@ fn pieces_become_tables_within_and_outside_the_command() {
     assert!(matches!(end.result, Err(RequestError::NotStarted(_))));
 }
 
+/// A command that waits for room may be over as soon as it has some.
+#[test]
+fn a_command_that_cannot_be_sent_leaves_its_room_to_those_that_wait() {
+    let target = FakeTarget::start(BLOCKS);
+    let mut builder = Client::builder().pool(8 << 20).timing(timing());
+    builder.max_requests = 1;
+    let client = world::add_engine(builder.region_segments(1).queue_size(1));
+    let url: SrpUrl = format!("srp://{}/?cmd_sg_entries=4&immediate=0", target.addr)
+        .parse()
+        .unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    let lun = block_on(session.lun(0)).unwrap();
+    let read = |pieces: usize| {
+        let buffers = (0..pieces).map(|_| block_on(lun.buffers().take(BLOCK)));
+        let blocks = crate::scsi::BlockRange {
+            lba: 0,
+            blocks: pieces as u32,
+        };
+        let command = Command::read(blocks, (pieces * BLOCK) as u32);
+        let data = IoData::Many(buffers.collect());
+        ScsiIo::new(lun.info().lun, command, data, Duration::from_secs(5))
+    };
+    let ends = [1, 64, 1].map(|pieces| session.submit(read(pieces)));
+    let [first, second, third] = ends.map(|end| block_on(end).result);
+    assert_eq!(first.unwrap().status, 0);
+    assert!(matches!(second, Err(RequestError::NotStarted(_))));
+    assert_eq!(third.unwrap().status, 0);
+}
+
 #[test]
 fn patience_is_had_and_errors_are_told() {
     let rig = rig("");

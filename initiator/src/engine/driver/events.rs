@@ -151,16 +151,20 @@ impl<E: Env> Driver<E> {
         self.sessions[index].report_pending();
     }
 
-    /// Submits a command that had no room before.
+    /// Submits commands that had no room before, as far as there is some. Of several commands that are over
+    /// at once, or one that is over as soon as it begins, the first call sees to the room of all.
     fn refill(&mut self, index: usize, now: Instant) {
-        let session = &mut self.sessions[index];
-        if let Some(io) = session.overflow.pop_front() {
-            let rest = std::mem::take(&mut session.overflow);
-            self.submit(index, io, now);
-            // If it was put back, it goes before the rest.
-            let session = &mut self.sessions[index];
-            session.overflow.extend(rest);
+        if std::mem::replace(&mut self.sessions[index].is_refilling, true) {
+            return;
         }
+        while let Some(mut io) = self.sessions[index].overflow.pop_front() {
+            self.sessions[index].mark_flush(&mut io);
+            if let Some(io) = self.begin(index, io, now) {
+                self.sessions[index].overflow.push_front(io);
+                break;
+            }
+        }
+        self.sessions[index].is_refilling = false;
     }
 
     /// Handles an event of a session: for its units first, then for its status, for the paths that it

@@ -67,6 +67,8 @@ struct EngineSession {
     ios: Vec<Option<Io>>,
     /// Commands beyond what the machine takes.
     overflow: VecDeque<Io>,
+    /// They are being given to the machine.
+    is_refilling: bool,
     workloads: Slab<(Box<dyn Workload>, usize)>,
     status: Arc<SessionStatus>,
     reply: Option<Reply>,
@@ -329,6 +331,7 @@ impl<E: Env> Driver<E> {
             link,
             ios: Vec::new(),
             overflow: VecDeque::new(),
+            is_refilling: false,
             workloads: Slab::new(),
             status: open.status,
             reply,
@@ -386,6 +389,18 @@ impl<E: Env> Driver<E> {
             self.deliver(index, io, Err(RequestError::NotStarted(why)));
             return;
         }
+        let must_wait = !session.overflow.is_empty() && !session.closed;
+        let left = match must_wait {
+            true => Some(io),
+            false => self.begin(index, io, now),
+        };
+        let session = &mut self.sessions[index];
+        session.overflow.extend(left);
+        session.report_pending();
+    }
+
+    /// Gives a command to the session's machine; returns it if there is no room.
+    fn begin(&mut self, index: usize, io: Io, now: Instant) -> Option<Io> {
         let spec = RequestSpec {
             lun: io.io.lun.encode(),
             attr: io.io.attr,
@@ -395,11 +410,7 @@ impl<E: Env> Driver<E> {
             retry: io.io.retry,
             effect: io.io.command.effect,
         };
-        if !session.overflow.is_empty() && !session.closed {
-            session.overflow.push_back(io);
-            session.report_pending();
-            return;
-        }
+        let session = &mut self.sessions[index];
         match session.link.submit(spec, now) {
             Ok(RequestId(id)) => {
                 let id = id as usize;
@@ -409,10 +420,10 @@ impl<E: Env> Driver<E> {
                 session.ios[id] = Some(io);
                 self.drain(index, now);
             }
-            Err(SubmitError::Full) => session.overflow.push_back(io),
+            Err(SubmitError::Full) => return Some(io),
             Err(SubmitError::Closed) => self.deliver(index, io, Err(RequestError::Closed)),
         }
-        self.sessions[index].report_pending();
+        None
     }
 
     /// Delivers a command's end to its receiver.

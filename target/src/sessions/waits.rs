@@ -7,7 +7,7 @@
 use super::ChannelRef;
 
 /// `who` waits until `on` is gone.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wait {
     on: ChannelRef,
     who: ChannelRef,
@@ -18,9 +18,13 @@ struct Wait {
 pub(super) struct Waits(Vec<Wait>);
 
 impl Waits {
-    /// A channel waits until these are gone.
+    /// A channel waits until these are gone, for each of them once, however often that is asked for.
     pub(super) fn wait_for(&mut self, others: &[ChannelRef], who: ChannelRef) {
-        self.0.extend(others.iter().map(|on| Wait { on: *on, who }));
+        for wait in others.iter().map(|on| Wait { on: *on, who }) {
+            if !self.0.contains(&wait) {
+                self.0.push(wait);
+            }
+        }
     }
 
     /// A channel waits for the same channels as another one.
@@ -57,5 +61,26 @@ impl Waits {
     fn of(&self, who: ChannelRef) -> impl Iterator<Item = ChannelRef> + '_ {
         let own = self.0.iter().filter(move |wait| wait.who == who);
         own.map(|wait| wait.on)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An initiator may ask for the end of a connection again and again.
+    #[test]
+    fn a_channel_waits_for_another_one_once() {
+        let [first, second, third] = [1, 2, 3].map(|serial| ChannelRef { worker: 0, serial });
+        let mut waits = Waits::default();
+        for _ in 0..100 {
+            waits.wait_for(&[first], second);
+            waits.wait_for(&[second], third);
+        }
+        assert_eq!(waits.0.len(), 2);
+        assert_eq!(waits.end(second), []);
+        assert_eq!(waits.0.len(), 1);
+        assert_eq!(waits.end(first), [third]);
+        assert_eq!(waits.0.len(), 0);
     }
 }

@@ -1,12 +1,13 @@
 //! A disk that takes its time, with more commands under way than a worker may have in its ring.
 
+use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use riser_scsi::iscsi::pdu::{FromTarget, NopOut};
-use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::iscsi::pdu::{FromTarget, LogoutReason, LogoutRequest, LogoutStatus, NopOut};
+use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt, frame};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_test_peers::tcp::Client;
@@ -78,6 +79,7 @@ fn serve(at: &str, port: u16) -> Server {
          \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
          \x20 luns: {{ 0: f }}\n\
          \x20 access: open\n\
+         limits: {{ connections_per_session: 8 }}\n\
          workers: {{ count: 1 }}\n"
     );
     Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap()
@@ -193,5 +195,58 @@ fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
     assert_eq!(other.answer().0, 0);
     let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
     assert_eq!(other.command(&read, false, 512, &[]), (0, vec![7; 512]));
+    server.shutdown().unwrap();
+}
+
+/// The end of a session is reported when nothing of it can reach the disk any more, whatever else was
+/// asked for before: the logout of a connection that is not there waits for nothing.
+#[test]
+fn the_end_of_a_session_waits_for_all_of_its_connections() {
+    let mount = match Mount::new() {
+        Ok(mount) => mount,
+        Err(why) => return skip("a disk that takes its time", why),
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    let server = serve(&mount.at, port);
+    let target = "iqn.2026-01.org.example:t";
+    let mut first = Client::login(port, target, 1, None).unwrap();
+    assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut second = Client::join(port, target, 1, (first.tsih.0, 1), None).unwrap();
+    second.cmd_sn = first.cmd_sn;
+    assert!(run("fsfreeze", &["-f", &mount.at]));
+    second.send_command(&[0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0], true, 512, &[7; 512]);
+    // What comes behind it on the connection is answered, so it has been taken in.
+    assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 0);
+    let logout = |reason, cid, itt| LogoutRequest {
+        immediate: true,
+        reason,
+        itt: Itt(itt),
+        cid: Cid(cid),
+        cmd_sn: CmdSn(second.cmd_sn),
+        exp_stat_sn: StatSn(0),
+    };
+    let mut bytes = Vec::new();
+    for logout in [
+        logout(LogoutReason::CloseConnection, 99, 0x1000),
+        logout(LogoutReason::CloseSession, 0, 0x1001),
+    ] {
+        frame::put(logout.header(), &[], &[], first.digests, &mut bytes);
+    }
+    first.socket.write_all(&bytes).unwrap();
+    let (answer, ..) = first.receive().expect("an answer");
+    assert!(matches!(answer, FromTarget::LogoutResponse(r) if r.itt == Itt(0x1000)));
+    let soon = Some(Duration::from_millis(500));
+    first.socket.set_read_timeout(soon).unwrap();
+    let early = first.receive();
+    mount.thaw();
+    assert!(
+        early.is_none(),
+        "the session is over while the disk still writes: {early:?}"
+    );
+    first.socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let (answer, ..) = first.receive().expect("an answer");
+    assert!(matches!(answer, FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed));
     server.shutdown().unwrap();
 }

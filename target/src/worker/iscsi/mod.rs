@@ -125,7 +125,8 @@ impl Worker {
         let ending = member.map_or_else(Vec::new, |member| {
             sessions.end_others(member.tsih, channel, others)
         });
-        if ending.is_empty() {
+        // Only the end of a whole session is waited for: what another logout finds says nothing of that.
+        if ending.is_empty() && others == Others::All {
             self.post_mail(self.index, Mail::OthersGone { serial });
         }
         self.terminate_all(ending);

@@ -134,10 +134,11 @@ fn text_of<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// The revision of the configuration that a request is to replace; `None` for any.
+/// The revision of the configuration that a request is to replace; `None` for any. What is no text is a
+/// condition, too, and no revision meets it.
 fn replaced(headers: &HeaderMap) -> Option<String> {
-    let tag = text_of(headers, &IF_MATCH).filter(|tag| *tag != "*");
-    tag.map(|tag| tag.trim_matches('"').to_owned())
+    let tag = headers.get(&IF_MATCH)?.to_str().unwrap_or_default();
+    (tag != "*").then(|| tag.trim_matches('"').to_owned())
 }
 
 async fn apply(
@@ -282,4 +283,22 @@ async fn upgrade(
         return said(Err(Failure::Refused { why, errno: None }));
     }
     said(forward(&requests, Ask::Upgrade(program), peer).await)
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn a_condition_that_cannot_be_read_is_not_met() {
+        let replaced = |value: &[u8]| {
+            let value = HeaderValue::from_bytes(value).unwrap();
+            replaced(&HeaderMap::from_iter([(IF_MATCH, value)]))
+        };
+        assert_eq!(replaced(b"*"), None);
+        assert_eq!(replaced(b"\"0123\"").as_deref(), Some("0123"));
+        assert_eq!(replaced(b"\"\xe9\"").as_deref(), Some(""));
+    }
 }

@@ -56,10 +56,22 @@ impl Patch {
             Self::Merge(patch) => json_patch::merge(&mut json, patch),
             Self::Operations(operations) => operate(&mut json, operations).map_err(wrong)?,
         }
-        // JSON is YAML.
-        Config::parse(&json.to_string(), "configuration")
+        Config::parse(&yaml_of(&json), "configuration")
             .map_err(|error| Document::of(&json).placed(error))
     }
+}
+
+/// JSON as YAML, which it is but for characters that YAML has only as escapes. They stand in strings only.
+fn yaml_of(json: &Value) -> String {
+    let is_printable = |c: char| !matches!(c, '\u{7f}'..='\u{9f}' | '\u{fffe}' | '\u{ffff}');
+    let mut yaml = String::new();
+    for c in json.to_string().chars() {
+        match is_printable(c) {
+            true => yaml.push(c),
+            false => yaml.push_str(&format!("\\u{:04x}", u32::from(c))),
+        }
+    }
+    yaml
 }
 
 /// Carries out operations. After an error the document is of no use: nothing is undone, since not every
@@ -225,6 +237,18 @@ limits: { queue_depth: 7 }
         let text = format!("[{}]", operations.join(","));
         let error = patched(Patch::OPERATIONS, &text).unwrap_err().to_string();
         assert!(error.ends_with("too deep"), "{error}");
+    }
+
+    /// What a file may say, a change of something else keeps.
+    #[test]
+    fn every_character_outlives_a_patch() {
+        for c in ('\u{1}'..'\u{100}').chain(['\u{2028}', '\u{feff}', '\u{fffe}', '\u{1f512}']) {
+            let text = format!("{TEXT}identity: \"a\\U{:08x}b\"\n", u32::from(c));
+            let config = Config::parse(&text, "test.yaml").unwrap();
+            assert_eq!(config.identity, Some(format!("a{c}b")));
+            let nothing = Patch::Merge(serde_json::json!({}));
+            assert_eq!(nothing.apply(&config).as_ref(), Ok(&config), "{c:?}");
+        }
     }
 
     #[test]

@@ -180,6 +180,30 @@ fn pieces_become_tables_within_and_outside_the_command() {
     assert!(matches!(end.result, Err(RequestError::NotStarted(_))));
 }
 
+/// What is asked after a login, before anything is repeated, finds room where commands have taken all.
+#[test]
+fn a_unit_is_checked_though_a_session_is_full() {
+    let target = FakeTarget::start(BLOCKS);
+    let mut builder = Client::builder().pool(8 << 20).timing(timing());
+    builder.max_requests = 1;
+    let client = world::add_engine(builder.region_segments(1).queue_size(1));
+    let url: SrpUrl = format!("srp://{}", target.addr).parse().unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    let lun = block_on(session.lun(0)).unwrap();
+    target.knobs.disconnect.store(true, Ordering::SeqCst);
+    let write = |seed: usize| {
+        let buffer = block_on(lun.buffers().take(BLOCK));
+        buffer.slice().write(0, &pattern(seed, BLOCK));
+        lun.write((seed * BLOCK) as u64, buffer, false)
+    };
+    let (mut first, second) = (begin(write(0)), write(1));
+    block_on(&mut first).unwrap();
+    block_on(second).unwrap();
+    assert_eq!(get(&lun, 0, BLOCK), pattern(0, BLOCK));
+    assert_eq!(get(&lun, BLOCK as u64, BLOCK), pattern(1, BLOCK));
+    assert!(session.status().reconnects() >= 1);
+}
+
 /// A command that waits for room may be over as soon as it has some.
 #[test]
 fn a_command_that_cannot_be_sent_leaves_its_room_to_those_that_wait() {

@@ -146,7 +146,7 @@ pub(crate) struct Late {
 pub(crate) struct Requests<T> {
     limits: Limits,
     slab: Slab<Request<T>>,
-    /// Requests in state Queued, in order of submission. Bound: `limits.requests`.
+    /// Requests in state Queued, in order of submission. Bound: `limits.requests`, and probes.
     queue: VecDeque<u32>,
     next_seq: u64,
     starts: u64,
@@ -184,9 +184,11 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         &self.slab[index as usize]
     }
 
-    /// Takes a request into the queue; `None` where there is no room.
+    /// Takes a request into the queue; `None` where there is no room. There always is for a probe: while
+    /// requests are held, none of them gives its room away before the probe is answered. Their number is
+    /// the session's affair.
     pub(crate) fn insert(&mut self, spec: RequestSpec) -> Option<RequestId> {
-        if self.slab.len() >= self.limits.requests {
+        if self.slab.len() >= self.limits.requests && spec.retry != Retry::Probe {
             return None;
         }
         let seq = self.next_seq;

@@ -50,7 +50,7 @@ use crate::engine::rdma::Device;
 use crate::engine::status::SessionStatus;
 use crate::engine::timer::Timers;
 use crate::paths::PathIndex;
-use crate::request::{RequestError, RequestId, RequestResult, RequestSpec};
+use crate::request::{RequestError, RequestId, RequestResult, RequestSpec, Retry};
 use crate::session::{ConnectError, SubmitError};
 use crate::unit::Evidence;
 
@@ -389,7 +389,9 @@ impl<E: Env> Driver<E> {
             self.deliver(index, io, Err(RequestError::NotStarted(why)));
             return;
         }
-        let must_wait = !session.overflow.is_empty() && !session.closed;
+        // What waits may be held until a probe is answered.
+        let is_probe = io.io.retry == Retry::Probe;
+        let must_wait = !session.overflow.is_empty() && !session.closed && !is_probe;
         let left = match must_wait {
             true => Some(io),
             false => self.begin(index, io, now),

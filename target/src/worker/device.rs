@@ -296,12 +296,14 @@ impl Devices {
         self.0.iter().filter_map(info).collect()
     }
 
-    /// When one of them wants to be driven or looked for.
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    /// When one of them wants to be driven or, where devices are looked for at all, looked for.
+    pub(super) fn deadline(&self, looks: bool) -> Option<Instant> {
         let due = |p: &Place| match &p.state {
             State::Open { is_gone: true, .. } | State::Vacant => None,
             State::Open { device, .. } => device.deadline(),
-            State::Closed { reopen, look_at } => reopen.as_ref().map(|_| *look_at),
+            State::Closed { reopen, look_at } => {
+                reopen.as_ref().filter(|_| looks).map(|_| *look_at)
+            }
         };
         self.0.iter().filter_map(due).min()
     }

@@ -432,7 +432,8 @@ impl Worker {
         let timer = self.conns.next_timer();
         let lingering = self.lingering.iter().map(|(_, _, at)| *at).min();
         let phase = match self.phase {
-            Phase::Stopping(until) => Some(until + GRACE),
+            // Connections are cut once then. What is at a disk reports its end.
+            Phase::Stopping(until) => Some(until + GRACE).filter(|at| *at > self.now),
             Phase::Serving | Phase::Quiet => None,
         };
         let leaves = !self.leaving.is_empty() || !self.unwanted.is_empty();
@@ -441,7 +442,7 @@ impl Worker {
             self.accept_deadline(),
             timer,
             leaving,
-            self.devices.deadline(),
+            self.devices.deadline(self.phase == Phase::Serving),
             self.listen_deadline(),
             lingering,
             phase,

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::sense::{Sense, SenseKey};
 
+use super::functions::TaskFunctions;
 use super::{Lifecycle, SessionEvent, SessionState, SubmitError, Timing};
 use crate::request::table::{AttemptEnd, Late, Limits, RequestState, Requests, Settled};
 use crate::request::{
-    Answer, RequestError, RequestId, RequestResult, RequestSpec, may_change_unit,
+    Answer, Effect, RequestError, RequestId, RequestResult, RequestSpec, may_change_unit,
 };
 
 /// The outputs that the machines of both protocols have.
@@ -36,6 +37,8 @@ pub(crate) enum Expired {
 /// Bounds and times of a session.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CoreConfig {
+    /// Channels, each with task management of its own.
+    pub(crate) channels: u8,
     /// Requests taken and not completed.
     pub(crate) requests: usize,
     /// Attempts at one request.
@@ -53,6 +56,7 @@ pub(crate) struct CoreConfig {
 pub(crate) struct Core<T, O> {
     pub(crate) life: Lifecycle,
     pub(crate) requests: Requests<T>,
+    pub(crate) functions: TaskFunctions,
     pub(crate) outputs: VecDeque<O>,
     /// See [`Machine::set_guarded`](super::Machine::set_guarded).
     pub(crate) is_guarded: bool,
@@ -73,6 +77,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
                 attempt: config.timing.attempt,
                 busy: config.timing.busy,
             }),
+            functions: TaskFunctions::new(config.channels, config.timing.tsk_mgmt),
             outputs: VecDeque::new(),
             is_guarded: false,
             last_heard: now,
@@ -193,6 +198,27 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
             RequestState::Aborting { .. } => {}
         }
         Expired::Nothing
+    }
+
+    /// Begins to abort a request on its own channel, after a reset on another one.
+    pub(super) fn sweep(&mut self, index: u32, channel: u8) {
+        self.functions.begin_sweep();
+        if self.requests.begin_abort(index).is_some() {
+            let late = self.requests.at(index).late(index);
+            self.functions.queue_abort(channel, late);
+        }
+    }
+
+    /// A channel has gone, and with it the target's way to the memory of its requests. Returns
+    /// whether one of them can have changed the medium.
+    pub(crate) fn end_channel(&mut self, channel: u8, now: Instant) -> bool {
+        self.functions.clear(channel);
+        let mut changes = false;
+        for (index, end) in self.requests.of_channel(channel) {
+            changes |= self.requests.at(index).spec.effect != Effect::None;
+            self.settle(index, end, now);
+        }
+        changes
     }
 
     /// Returns whether sense data report that the watched unit may be another one.

@@ -4,18 +4,22 @@
 
 mod core;
 mod fault;
+mod functions;
 mod lifecycle;
 mod machine;
+mod task_manager;
 
 use std::time::Duration;
 
 use riser_scsi::srp::WireLun;
 
-pub(crate) use self::core::{Core, CoreConfig, Expired, SessionOutput};
+pub(crate) use self::core::{Core, CoreConfig, SessionOutput};
 pub use self::fault::{ConnectError, Down, IscsiFault, SrpFault, SrpLoginError};
+pub(crate) use self::functions::{FunctionEnd, TaskFunction};
 pub(crate) use self::lifecycle::Lifecycle;
 pub use self::lifecycle::SessionState;
 pub use self::machine::Machine;
+pub(crate) use self::task_manager::TaskManager;
 
 /// Silence of a target after which it is asked whether it is there.
 pub(crate) const PING: Duration = Duration::from_secs(5);

@@ -15,7 +15,7 @@ use riser_state::become_state;
 
 use super::types::{ConnState, Slot};
 use super::{ControlPdu, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, Session, TEXT_TAG};
-use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionState};
+use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionState, TaskManager};
 
 impl Session {
     pub(super) fn connect(&mut self, now: Instant) {
@@ -27,8 +27,7 @@ impl Session {
         self.cmd_sn = CmdSn(1);
         self.max_cmd_sn = CmdSn(1);
         self.exp_stat_sn = StatSn(0);
-        self.tmf = None;
-        self.aborts.clear();
+        self.core.functions.clear(0);
         self.pinged = None;
         self.targets = Collector::default();
         become_state(&mut self.conn, ConnState::XptWait(until));
@@ -241,12 +240,8 @@ impl Session {
     pub fn handle_gone(&mut self, now: Instant) {
         become_state(&mut self.conn, ConnState::Free);
         self.params = None;
-        self.tmf = None;
-        self.aborts.clear();
         self.pinged = None;
-        for (index, end) in self.core.requests.of_channel(0) {
-            self.core.settle(index, end, now);
-        }
+        self.core.end_channel(0, now);
         if self.state() == SessionState::LoggingIn {
             // The target has moved.
             self.connect(now);
@@ -265,13 +260,7 @@ impl Session {
     }
 
     /// Begins to close the connection.
-    pub(super) fn tear_down(&mut self, why: Down, last: bool) {
-        if self.core.life.tear_down(why, last) {
-            self.disconnect();
-        }
-    }
-
-    fn disconnect(&mut self) {
+    pub(super) fn disconnect(&mut self) {
         if !matches!(self.conn, ConnState::Free | ConnState::CleanupWait) {
             become_state(&mut self.conn, ConnState::CleanupWait);
             self.core.outputs.push_back(Output::Disconnect);

@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::Session;
 use super::types::ConnState;
 use crate::request::{RequestId, RequestSpec};
-use crate::session::{Down, Machine, SubmitError};
+use crate::session::{Down, Machine, SubmitError, TaskManager};
 
 impl Machine for Session {
     fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
@@ -41,7 +41,7 @@ impl Machine for Session {
         }
         self.expire_link(now);
         self.expire_ping(now);
-        self.expire_tmf(now);
+        self.expire_functions(now);
         self.expire_requests(now);
         self.pump(now);
     }

@@ -39,7 +39,6 @@ mod recovery;
 mod tasks;
 mod types;
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::login::{ConnectionParams, InitiatorLogin, SessionParams};
@@ -48,8 +47,7 @@ use riser_scsi::iscsi::text::Collector;
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
 
 pub use self::types::{CommandPdu, ControlPdu, DataOrder, Output, Placement, SessionConfig};
-use self::types::{ConnState, Slot, TmfKind};
-use crate::request::table::Late;
+use self::types::{ConnState, Slot};
 use crate::session::{Core, CoreConfig, SessionState};
 
 /// Longest wait for the answer to a logout.
@@ -85,10 +83,8 @@ pub struct Session {
     cmd_sn: CmdSn,
     max_cmd_sn: CmdSn,
     exp_stat_sn: StatSn,
-    tmf: Option<(TmfKind, Itt, Instant)>,
+    /// Number of the last task-management request, a part of its tag.
     tmf_serial: u16,
-    /// Requests that wait for their ABORT TASK. Bound: the queue size.
-    aborts: VecDeque<Late>,
     /// A ping is unanswered, until then.
     pinged: Option<Instant>,
     targets: Collector,
@@ -105,6 +101,7 @@ impl Session {
         let mut session = Self {
             core: Core::new(
                 CoreConfig {
+                    channels: 1,
                     requests: config.max_requests,
                     attempts: config.max_attempts,
                     timing: config.timing,
@@ -124,9 +121,7 @@ impl Session {
             cmd_sn: CmdSn(1),
             max_cmd_sn: CmdSn(1),
             exp_stat_sn: StatSn(0),
-            tmf: None,
             tmf_serial: 0,
-            aborts: VecDeque::new(),
             pinged: None,
             targets: Collector::default(),
             config,

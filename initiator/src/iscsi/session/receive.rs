@@ -5,6 +5,7 @@ use std::time::Instant;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, AsyncMessage, DataIn, FromTarget, NopIn, Opcode, R2t, Reject, ScsiResponse,
+    TmfStatus,
 };
 use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, Ttt};
 use riser_scsi::sense::Sense;
@@ -14,7 +15,7 @@ use super::types::ConnState;
 use super::{DataOrder, LOGOUT_TAG, Output, PING_TAG, Placement, Session};
 use crate::request::table::AttemptEnd;
 use crate::request::{Answer, DataLen, GOOD, RequestError, RequestId};
-use crate::session::{Down, IscsiFault, SessionEvent};
+use crate::session::{Down, FunctionEnd, IscsiFault, SessionEvent, TaskManager};
 
 /// Longest ping that is answered with its data, in bytes.
 const MAX_ECHO: usize = 8192;
@@ -35,7 +36,6 @@ impl Session {
         if let Err(fault) = self.take_pdu(frame, now) {
             self.handle_fault(fault);
         }
-        self.pump_tmf(now);
         self.pump(now);
     }
 
@@ -59,8 +59,13 @@ impl Session {
             FromTarget::NopIn(nop) => self.on_nop(&nop, frame.data),
             FromTarget::ScsiResponse(response) => self.on_response(&response, frame.data, now)?,
             FromTarget::TmfResponse(response) => {
-                if self.tmf.is_some_and(|(_, itt, _)| itt == response.itt) {
-                    self.on_tmf_end(Some(response.status), now);
+                if self.is_tmf_pending(response.itt) {
+                    let end = match response.status {
+                        TmfStatus::Complete => FunctionEnd::Complete,
+                        TmfStatus::TaskDoesNotExist => FunctionEnd::NoTask,
+                        _ => FunctionEnd::Failed,
+                    };
+                    self.on_function_end(0, end, now);
                 }
             }
             FromTarget::TextResponse(response) => self.on_text(&response, frame.data, now)?,
@@ -143,7 +148,6 @@ impl Session {
         if let Err(fault) = taken {
             self.handle_fault(fault);
         }
-        self.pump_tmf(now);
         self.pump(now);
     }
 
@@ -230,6 +234,7 @@ impl Session {
         };
         self.on_attention(task.request, &answer);
         self.end_attempt(task.request, itt, AttemptEnd::Answered(answer), now);
+        self.pump_functions(0, now);
         Ok(())
     }
 
@@ -338,8 +343,8 @@ impl Session {
                 }
                 Ok(())
             }
-            Ok(Opcode::TmfRequest) if self.tmf.is_some_and(|(_, tag, _)| tag == itt) => {
-                self.on_tmf_end(None, now);
+            Ok(Opcode::TmfRequest) if self.is_tmf_pending(itt) => {
+                self.on_function_end(0, FunctionEnd::Failed, now);
                 Ok(())
             }
             _ => Err(IscsiFault::Rejected(reason)),

@@ -2,13 +2,14 @@
 
 use std::time::Instant;
 
-use riser_scsi::iscsi::pdu::{NopOut, TmfFunction, TmfRequest, TmfStatus};
+use riser_scsi::iscsi::pdu::{NopOut, TmfFunction, TmfRequest};
 use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
+use riser_scsi::srp::WireLun;
 
-use super::types::{ConnState, TmfKind};
+use super::types::ConnState;
 use super::{ControlPdu, Output, PING_TAG, Session, TMF_TAG};
-use crate::request::table::{AttemptEnd, Late};
-use crate::session::{ConnectError, Down, Expired};
+use crate::request::table::AttemptEnd;
+use crate::session::{ConnectError, Core, Down, TaskFunction, TaskManager};
 
 impl Session {
     pub(super) fn expire_link(&mut self, now: Instant) {
@@ -59,70 +60,52 @@ impl Session {
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 
-    pub(super) fn expire_tmf(&mut self, now: Instant) {
-        match self.tmf {
-            Some((.., until)) if until <= now => self.on_tmf_end(None, now),
-            Some((.., until)) => self.core.arm(until),
-            None => {}
-        }
+    /// The tag of the last task-management request.
+    pub(super) fn tmf_tag(&self) -> Itt {
+        Itt(u32::from(self.tmf_serial) << 16 | TMF_TAG)
     }
 
-    pub(super) fn expire_requests(&mut self, now: Instant) {
-        for late in self.core.plan_late(now) {
-            self.expire_request(late, now);
-        }
+    /// Returns whether the answer to the task-management request of that tag is awaited.
+    pub(super) fn is_tmf_pending(&self, itt: Itt) -> bool {
+        self.core.functions.is_pending(0) && itt == self.tmf_tag()
+    }
+}
+
+impl TaskManager for Session {
+    type Tag = Itt;
+    type Output = Output;
+
+    fn core(&mut self) -> &mut Core<Itt, Output> {
+        &mut self.core
     }
 
-    fn expire_request(&mut self, late: Late, now: Instant) {
-        match self.core.expire(late, now) {
-            Expired::Nothing => {}
-            Expired::Abort(_) => {
-                self.aborts.push_back(late);
-                self.pump_tmf(now);
-            }
-            Expired::Leave => self.tear_down(Down::Unresponsive, false),
-        }
+    fn is_established(&self, _channel: u8) -> bool {
+        self.conn == ConnState::LoggedIn
     }
 
-    /// Sends the next ABORT TASK, if there is one and nothing is under way.
-    pub(super) fn pump_tmf(&mut self, now: Instant) {
-        while self.conn == ConnState::LoggedIn && self.tmf.is_none() {
-            let Some(late) = self.aborts.pop_front() else {
-                return;
-            };
-            if self.core.requests.aborting(late).is_some() {
-                self.send_tmf(TmfKind::Abort(late), now);
-            }
-        }
-    }
-
-    fn send_tmf(&mut self, kind: TmfKind, now: Instant) {
-        let until = now + self.config.timing.tsk_mgmt;
-        let (function, lun, referenced) = match kind {
-            TmfKind::Abort(late) => {
-                let lun = self.core.requests.at(late.index).spec.lun;
-                (
-                    TmfFunction::AbortTask,
-                    lun,
-                    self.core.requests.aborting(late),
-                )
-            }
-            TmfKind::LunReset(lun) => (TmfFunction::LogicalUnitReset, lun, None),
-            TmfKind::TargetReset => (TmfFunction::TargetWarmReset, [0; 8], None),
+    fn send_function(
+        &mut self,
+        _channel: u8,
+        function: TaskFunction,
+        lun: WireLun,
+        task: Option<Itt>,
+    ) -> bool {
+        let function = match function {
+            TaskFunction::AbortTask(_) => TmfFunction::AbortTask,
+            TaskFunction::LogicalUnitReset(_) => TmfFunction::LogicalUnitReset,
+            TaskFunction::TargetReset => TmfFunction::TargetWarmReset,
         };
-        let ref_cmd_sn = referenced
+        let ref_cmd_sn = task
             .and_then(|itt| self.task(itt))
             .map_or(CmdSn(0), |task| task.cmd_sn);
+        // Half of the numbers, so that no tag is the reserved one.
         self.tmf_serial = (self.tmf_serial + 1) & 0x7fff;
-        let itt = Itt(u32::from(self.tmf_serial) << 16 | TMF_TAG);
-        self.tmf = Some((kind, itt, until));
-        self.core.arm(until);
         let request = TmfRequest {
             immediate: true,
             function,
             lun,
-            itt,
-            referenced: referenced.unwrap_or(Itt::NONE),
+            itt: self.tmf_tag(),
+            referenced: task.unwrap_or(Itt::NONE),
             cmd_sn: self.cmd_sn,
             exp_stat_sn: self.exp_stat_sn,
             ref_cmd_sn,
@@ -133,46 +116,25 @@ impl Session {
         self.core
             .outputs
             .push_back(Output::Send(ControlPdu { bhs, data }));
+        true
     }
 
-    /// A task-management request was answered, or not in time (`None`).
-    pub(super) fn on_tmf_end(&mut self, status: Option<TmfStatus>, now: Instant) {
-        let Some((kind, ..)) = self.tmf.take() else {
-            return;
-        };
-        let done = status == Some(TmfStatus::Complete);
-        match kind {
-            TmfKind::Abort(late) => {
-                // The answer may have come while the abort was under way.
-                if let Some(itt) = self.core.requests.aborting(late) {
-                    // A task that the target does not have is over: its answer would have come
-                    // before this one.
-                    if done || status == Some(TmfStatus::TaskDoesNotExist) {
-                        self.end_attempt(late.index, itt, AttemptEnd::Aborted, now);
-                    } else {
-                        let lun = self.core.requests.at(late.index).spec.lun;
-                        self.send_tmf(TmfKind::LunReset(lun), now);
-                    }
-                }
+    fn plan_escalation(&mut self, failed: TaskFunction) -> Option<TaskFunction> {
+        match failed {
+            TaskFunction::AbortTask(late) => {
+                let lun = self.core.requests.at(late.index).spec.lun;
+                Some(TaskFunction::LogicalUnitReset(lun))
             }
-            TmfKind::LunReset(lun) if done => self.end_tasks(Some(lun), now),
-            TmfKind::LunReset(_) => self.send_tmf(TmfKind::TargetReset, now),
-            TmfKind::TargetReset if done => self.end_tasks(None, now),
-            TmfKind::TargetReset => self.tear_down(Down::Unresponsive, false),
+            TaskFunction::LogicalUnitReset(_) => Some(TaskFunction::TargetReset),
+            TaskFunction::TargetReset => None,
         }
-        self.pump_tmf(now);
     }
 
-    /// Whether a reset is under way: no command may be sent behind it.
-    pub(super) fn is_resetting(&self) -> bool {
-        let kind = self.tmf.map(|(kind, ..)| kind);
-        matches!(kind, Some(TmfKind::LunReset(_) | TmfKind::TargetReset))
+    fn on_aborted(&mut self, index: u32, _channel: u8, itt: Itt, now: Instant) {
+        self.end_attempt(index, itt, AttemptEnd::Aborted, now);
     }
 
-    /// A reset: none of these commands will be answered.
-    fn end_tasks(&mut self, lun: Option<[u8; 8]>, now: Instant) {
-        for (index, _, itt) in self.core.requests.outstanding(lun) {
-            self.end_attempt(index, itt, AttemptEnd::Aborted, now);
-        }
+    fn disconnect_all(&mut self) {
+        self.disconnect();
     }
 }

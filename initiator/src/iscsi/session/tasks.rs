@@ -4,23 +4,20 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::pdu::{ScsiCommand, TaskAttr as IscsiAttr};
 use riser_scsi::iscsi::{Itt, Ttt};
-use riser_scsi::sense::Sense;
 use riser_scsi::srp::TaskAttr;
 
 use super::types::{ConnState, Task};
 use super::{CommandPdu, DataOrder, Output, Session};
 use crate::request::table::AttemptEnd;
-use crate::request::{Answer, DataLen, RequestId, attention_of, may_end_commands};
-use crate::session::Machine;
+use crate::request::{DataLen, RequestId};
 
 impl Session {
-    /// Starts what can be started: nothing while a reset is under way, so that every command which is
-    /// outstanding when it is answered was sent before it, and is ended by it.
+    /// Starts the requests that can be started, within the target's window of command numbers.
     pub(super) fn pump(&mut self, now: Instant) {
-        while self.conn == ConnState::LoggedIn
-            && !self.is_resetting()
-            && !self.max_cmd_sn.is_before(self.cmd_sn)
-        {
+        if self.conn != ConnState::LoggedIn || !self.core.functions.may_start() {
+            return;
+        }
+        while !self.max_cmd_sn.is_before(self.cmd_sn) {
             let (Some(index), Some(&slot)) = (self.core.requests.next(), self.free.last()) else {
                 return;
             };
@@ -170,27 +167,6 @@ impl Session {
             self.core.settle(request.0, end, now);
             self.pump(now);
         }
-    }
-
-    /// Holds requests back where a unit attention says that the unit may be another one.
-    pub(super) fn hold_if(&mut self, sense: Option<Sense>) {
-        if self.core.may_be_another(sense) {
-            self.hold();
-        }
-    }
-
-    /// Handles what a unit attention means for the unit and for other commands. A reset may have
-    /// ended those that were sent before without an answer; aborting them shows which.
-    pub(super) fn on_attention(&mut self, index: u32, answer: &Answer) {
-        let Some(attention) = attention_of(answer) else {
-            return;
-        };
-        if may_end_commands(attention) {
-            let earlier = self.core.requests.abort_before(index).into_iter();
-            self.aborts.extend(earlier.map(|(_, late)| late));
-        }
-        self.hold_if(answer.sense());
-        self.core.report_attention(index, answer);
     }
 
     /// Ends an attempt: its task is over, and its memory is to be taken back. Its slot is free after that.

@@ -13,7 +13,6 @@ use riser_state::State;
 
 #[cfg(doc)]
 use super::Session;
-use crate::request::table::Late;
 use crate::request::{DataLen, RequestId, RequestResult};
 use crate::session::{SessionEvent, SessionOutput, Timing};
 
@@ -206,15 +205,4 @@ pub(super) struct Task {
 pub(super) struct Slot {
     pub(super) generation: u16,
     pub(super) task: Option<Task>,
-}
-
-/// What a task-management request is about, from the mildest to the strongest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum TmfKind {
-    /// That request.
-    Abort(Late),
-    /// Every request of the logical unit.
-    LunReset(WireLun),
-    /// Every request.
-    TargetReset,
 }

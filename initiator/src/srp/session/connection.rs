@@ -7,7 +7,7 @@ use riser_state::become_state;
 
 use super::types::{ConnState, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
-use crate::request::Effect;
+use crate::session::TaskManager;
 use crate::srp::channel::InitiatorChannel;
 
 impl Session {
@@ -16,6 +16,7 @@ impl Session {
         let mut member = Member::new(&self.config, channel);
         become_state(&mut member.conn, ConnState::Connecting(until));
         self.members[usize::from(channel)] = member;
+        self.core.functions.clear(channel);
         self.core.arm(until);
         self.core
             .outputs
@@ -115,13 +116,8 @@ impl Session {
         let member = &mut self.members[usize::from(channel.0)];
         become_state(&mut member.conn, ConnState::Free);
         member.channel.handle_disconnected();
-        member.tmf = None;
-        member.aborts.clear();
-        for (index, end) in self.core.requests.of_channel(channel.0) {
-            if self.core.requests.at(index).spec.effect != Effect::None {
-                self.settle_at = Some(now + self.config.timing.settle);
-            }
-            self.core.settle(index, end, now);
+        if self.core.end_channel(channel.0, now) {
+            self.settle_at = Some(now + self.config.timing.settle);
         }
         self.on_member_down(now);
     }
@@ -140,13 +136,7 @@ impl Session {
     }
 
     /// Begins to close every channel.
-    pub(super) fn tear_down(&mut self, why: Down, last: bool) {
-        if self.core.life.tear_down(why, last) {
-            self.close_members();
-        }
-    }
-
-    fn close_members(&mut self) {
+    pub(super) fn close_members(&mut self) {
         for index in 0..self.config.channels {
             self.disconnect(ChannelIndex(index));
         }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::Session;
 use crate::request::{RequestId, RequestSpec};
-use crate::session::{Down, Machine, SessionState, SubmitError};
+use crate::session::{Down, Machine, SessionState, SubmitError, TaskManager};
 
 impl Machine for Session {
     fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
@@ -34,7 +34,7 @@ impl Machine for Session {
         }
         self.expire_links(now);
         self.expire_ping(now);
-        self.expire_tsk_mgmt(now);
+        self.expire_functions(now);
         self.expire_requests(now);
         self.pump(now);
     }

@@ -74,7 +74,9 @@ use super::channel::{Agreed, Received};
 use crate::request::Effect;
 use crate::request::table::AttemptEnd;
 use crate::request::{Answer, DataLen, RequestError};
-use crate::session::{ConnectError, Core, CoreConfig, Down, SessionEvent, SessionState};
+use crate::session::{
+    ConnectError, Core, CoreConfig, Down, FunctionEnd, SessionEvent, SessionState, TaskManager,
+};
 
 /// One session. See the module's documentation.
 #[derive(Debug)]
@@ -82,8 +84,6 @@ pub struct Session {
     config: SessionConfig,
     core: Core<Tag, Output>,
     members: Vec<Member>,
-    /// A logical unit was reset, and commands that were sent on other channels are being aborted.
-    is_sweeping: bool,
     /// The unit is known to be the same; see [`Session::release`].
     is_checked: bool,
     /// Until then commands of a connection that was lost may still change the medium.
@@ -102,6 +102,7 @@ impl Session {
             config,
             core: Core::new(
                 CoreConfig {
+                    channels: config.channels,
                     requests: config.max_requests,
                     attempts: config.max_attempts,
                     timing: config.timing,
@@ -113,7 +114,6 @@ impl Session {
             members: (0..config.channels)
                 .map(|i| Member::new(&config, i))
                 .collect(),
-            is_sweeping: false,
             is_checked: false,
             settle_at: None,
         };
@@ -179,14 +179,23 @@ impl Session {
                 let end = match rsp.response {
                     None | Some(RspCode::Complete) => {
                         let answer = answer_of(&rsp, len);
-                        self.on_attention(owner, &answer, now);
+                        self.on_attention(owner, &answer);
+                        for channel in 0..self.config.channels {
+                            self.pump_functions(channel, now);
+                        }
                         AttemptEnd::Answered(answer)
                     }
                     Some(code) => AttemptEnd::Refused(RequestError::Refused(code)),
                 };
                 self.end_attempt(owner, channel.0, end, now);
             }
-            Received::TskMgmt(code) => self.handle_tsk_mgmt_end(channel.0, Some(code), now),
+            Received::TskMgmt(code) => {
+                let end = match code {
+                    RspCode::Complete => FunctionEnd::Complete,
+                    _ => FunctionEnd::Failed,
+                };
+                self.on_function_end(channel.0, end, now);
+            }
             Received::Answer(answer) => {
                 self.core.outputs.push_back(Output::Answer(channel, answer));
             }

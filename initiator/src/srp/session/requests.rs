@@ -2,15 +2,10 @@
 
 use std::time::Instant;
 
-use riser_scsi::sense::Sense;
-
 use super::types::ConnState;
 use super::{ChannelIndex, Output, Session};
 use crate::request::table::{AttemptEnd, Request};
-use crate::request::{
-    Answer, DataLen, RequestError, RequestId, RequestSpec, attention_of, may_end_commands,
-};
-use crate::session::Machine;
+use crate::request::{DataLen, RequestError, RequestId, RequestSpec};
 #[cfg(doc)]
 use crate::srp::channel::InitiatorChannel;
 use crate::srp::channel::{CommandData, CommandIu};
@@ -25,13 +20,11 @@ impl Session {
         &self.core.requests.at(request.0).spec
     }
 
-    /// Starts what can be started: nothing while a reset is under way, so that every command which is
-    /// outstanding on its channel when it is answered was sent before it, and is ended by it.
+    /// Starts the requests that can be started.
     pub(super) fn pump(&mut self, now: Instant) {
-        if self.is_resetting() {
+        if !self.core.functions.may_start() {
             return;
         }
-        self.is_sweeping = false;
         while let (Some(index), Some(channel)) = (self.core.requests.next(), self.pick_channel()) {
             self.start(index, channel, now);
         }
@@ -150,29 +143,6 @@ impl Session {
                 self.pump(now);
             }
         }
-    }
-
-    /// Holds requests back where a unit attention says that the unit may be another one.
-    pub(super) fn hold_if(&mut self, sense: Option<Sense>) {
-        if self.core.may_be_another(sense) {
-            self.hold();
-        }
-    }
-
-    /// Handles what a unit attention means for the unit and for other commands. A reset may have
-    /// ended those that were sent before without an answer; aborting them shows which.
-    pub(super) fn on_attention(&mut self, index: u32, answer: &Answer, now: Instant) {
-        let Some(attention) = attention_of(answer) else {
-            return;
-        };
-        if may_end_commands(attention) {
-            for (channel, late) in self.core.requests.abort_before(index) {
-                self.members[usize::from(channel)].aborts.push_back(late);
-                self.pump_tsk_mgmt(channel, now);
-            }
-        }
-        self.hold_if(answer.sense());
-        self.core.report_attention(index, answer);
     }
 
     /// Ends an attempt: its memory is to be taken back.

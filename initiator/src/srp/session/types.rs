@@ -1,14 +1,12 @@
 //! Configuration and outputs of a session, and the parts of its state.
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use riser_scsi::srp::{MultiChannelAction, SHORT_IU_LEN, TSK_MGMT_LEN, WireLun};
+use riser_scsi::srp::{MultiChannelAction, SHORT_IU_LEN, TSK_MGMT_LEN};
 use riser_state::State;
 
 #[cfg(doc)]
 use super::Session;
-use crate::request::table::Late;
 use crate::request::{RequestId, RequestResult};
 use crate::session::{SessionEvent, SessionOutput, Timing};
 use crate::srp::channel::{ChannelConfig, ChannelState, InitiatorChannel};
@@ -126,22 +124,10 @@ impl State for ConnState {
     }
 }
 
-/// The subject of a task-management request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum TskMgmtKind {
-    /// That request.
-    Abort(Late),
-    /// Every request of the logical unit.
-    LunReset(WireLun),
-}
-
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) channel: InitiatorChannel,
     pub(super) conn: ConnState,
-    pub(super) tmf: Option<(TskMgmtKind, Instant)>,
-    /// Requests that wait for their ABORT TASK. Bound: the channel's queue size.
-    pub(super) aborts: VecDeque<Late>,
     /// Its connection had no room for a command, and the memory of no other has come back since.
     pub(super) is_full: bool,
 }
@@ -162,8 +148,6 @@ impl Member {
         Self {
             channel,
             conn: ConnState::Free,
-            tmf: None,
-            aborts: VecDeque::new(),
             is_full: false,
         }
     }

@@ -96,6 +96,8 @@ pub(in crate::engine) enum Completed {
     Sent(u16),
     /// The request's memory is back.
     Retired(RequestId),
+    /// The work request failed, and with it the connection.
+    Failed,
 }
 
 /// Progress of taking a request's memory back.
@@ -443,13 +445,20 @@ impl<const R: usize> RdmaConn<R> {
         is_posted
     }
 
-    /// Handles the completion of a work request that succeeded.
+    /// Handles the completion of a work request.
     pub(in crate::engine) fn handle_completion<P: Provider>(
         &mut self,
         device: &mut Device<P>,
-        work: WorkRequest,
         completion: &Completion,
     ) -> Completed {
+        let Some(work) = WorkRequest::of(completion.wr_id) else {
+            return Completed::Nothing;
+        };
+        if !completion.status.is_ok() {
+            let owner = self.owner;
+            tracing::debug!(?work, status = ?completion.status, ?owner, "work request failed");
+            return Completed::Failed;
+        }
         let slot = match work {
             WorkRequest::Recv(slot) => {
                 // A key that the target may not invalidate is still ours to invalidate: that fails,

@@ -8,12 +8,16 @@
 
 mod start;
 
+use std::time::Instant;
+
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::srp::{MemDesc, SHORT_IU_LEN, TSK_MGMT_LEN};
 use riser_transport::verbs::{Access, Mr, PortSpace, Provider, VerbsError};
 
 use super::io::Target;
-use super::rdma::{Device, MAX_REGIONS, Owner, RdmaConn, RdmaLimits, Resources, new_memory};
+use super::rdma::{
+    Device, MAX_REGIONS, Owner, RdmaConn, RdmaLimits, RdmaProtocol, Resources, new_memory,
+};
 use crate::request::RequestId;
 use crate::session::ConnectError;
 use crate::srp::session::{ChannelIndex, Session};
@@ -173,40 +177,6 @@ impl SrpConn {
         })
     }
 
-    /// Makes the queue pair and the tables, and posts the receives. After an error, what has been made
-    /// goes with [`Self::release`].
-    pub(super) fn set_up<P: Provider>(
-        &mut self,
-        device: &mut Device<P>,
-        resources: &Resources,
-    ) -> Result<(), VerbsError> {
-        self.rdma.set_up(device, resources)?;
-        let len = self.config.table_len() * usize::from(self.config.queue_size);
-        if len > 0 {
-            let memory = new_memory(len)?;
-            let (pd, access) = (resources.pd, Access::REMOTE_READ);
-            let mr = device.provider.reg_mr(pd, &memory.whole(), access)?;
-            self.tables = Some((memory, mr));
-        }
-        match (0..self.config.receives()).all(|slot| self.post_recv(device, slot)) {
-            true => Ok(()),
-            false => Err(VerbsError::InvalidState("queue pair takes no receives")),
-        }
-    }
-
-    /// As [`RdmaConn::release`].
-    pub(super) fn release<P: Provider>(
-        self,
-        device: &mut Device<P>,
-        linger: bool,
-        now: std::time::Instant,
-    ) {
-        self.rdma.release(device, linger, now);
-        if let Some((_, mr)) = self.tables {
-            let _ = device.provider.dereg_mr(mr.id);
-        }
-    }
-
     /// Copies a received information unit out.
     pub(super) fn received(&self, slot: u16, out: &mut [u8]) {
         self.rdma.read(SrpConfig::recv_at(slot), out);
@@ -269,5 +239,38 @@ impl SrpConn {
     /// Sends the logout; false if the connection is broken.
     pub(super) fn post_logout<P: Provider>(&mut self, device: &mut Device<P>, iu: &[u8]) -> bool {
         self.post_short(device, ShortIu::Logout, iu)
+    }
+}
+
+impl RdmaProtocol<MAX_REGIONS> for SrpConn {
+    fn rdma(&self) -> &RdmaConn<MAX_REGIONS> {
+        &self.rdma
+    }
+
+    fn rdma_mut(&mut self) -> &mut RdmaConn<MAX_REGIONS> {
+        &mut self.rdma
+    }
+
+    /// Makes the tables, too.
+    fn prepare<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        resources: &Resources,
+    ) -> Result<bool, VerbsError> {
+        let len = self.config.table_len() * usize::from(self.config.queue_size);
+        if len > 0 {
+            let memory = new_memory(len)?;
+            let (pd, access) = (resources.pd, Access::REMOTE_READ);
+            let mr = device.provider.reg_mr(pd, &memory.whole(), access)?;
+            self.tables = Some((memory, mr));
+        }
+        Ok((0..self.config.receives()).all(|slot| self.post_recv(device, slot)))
+    }
+
+    fn release<P: Provider>(self, device: &mut Device<P>, linger: bool, now: Instant) {
+        self.rdma.release(device, linger, now);
+        if let Some((_, mr)) = self.tables {
+            let _ = device.provider.dereg_mr(mr.id);
+        }
     }
 }

@@ -14,20 +14,19 @@
 //! for each command. Send queue: three entries for each command, and one for each control message.
 //! A control message that finds no buffer waits in a queue, whose bound is the session's.
 
-use std::collections::VecDeque;
+mod start;
 
-use arrayvec::ArrayVec;
-use riser_memory::MemSlice;
+use std::collections::VecDeque;
+use std::time::Instant;
+
 use riser_scsi::iscsi::frame::MAX_AHS;
-use riser_scsi::iser::{Buffers, CmHeader, Header, RemoteBuffer, Stag, put_control};
-use riser_transport::mr_pool::PooledMr;
-use riser_transport::verbs::{Mr, PortSpace, Provider, Sge, VerbsError};
+use riser_scsi::iser::{Buffers, CmHeader, put_control};
+use riser_transport::verbs::{PortSpace, Provider, VerbsError};
 
 use super::io::Target;
-use super::rdma::{Device, MAX_SEND_SGE, Owner, RdmaConn, RdmaLimits, Resources};
+use super::rdma::{Device, MAX_SEND_SGE, Owner, RdmaConn, RdmaLimits, RdmaProtocol, Resources};
 use crate::iscsi::ISER_RECV;
-use crate::iscsi::session::{CommandPdu, ControlPdu, MAX_CONTROLS};
-use crate::request::{DataLen, RequestId};
+use crate::iscsi::session::{ControlPdu, MAX_CONTROLS};
 use crate::session::ConnectError;
 
 /// Headers before a data segment, in bytes.
@@ -138,20 +137,6 @@ impl IserConn {
         })
     }
 
-    /// Makes the queue pair and posts the receives of the login. After an error, what has been made
-    /// goes with [`RdmaConn::release`].
-    pub(super) fn set_up<P: Provider>(
-        &mut self,
-        device: &mut Device<P>,
-        resources: &Resources,
-    ) -> Result<(), VerbsError> {
-        self.rdma.set_up(device, resources)?;
-        match self.post_recvs(device, 0..LARGE) {
-            true => Ok(()),
-            false => Err(VerbsError::InvalidState("queue pair takes no receives")),
-        }
-    }
-
     /// Posts the receives of full-feature phase; false if the connection is broken.
     pub(super) fn enter_full_feature<P: Provider>(&mut self, device: &mut Device<P>) -> bool {
         self.post_recvs(device, LARGE..self.config.receives())
@@ -236,82 +221,26 @@ impl IserConn {
         self.control_free.push(slot);
         self.feed_controls(device)
     }
-
-    /// Starts a command whose data lies in `pieces`, at most [`MAX_PIECES`]; false if the connection is
-    /// broken. There is a slot, since the session bounds the commands whose memory is not back.
-    ///
-    /// The header is written by hand up to the data segment, which is behind it in the gather list and
-    /// not in memory of ours; so its length goes into the basic header segment here.
-    pub(super) fn start<P: Provider>(
-        &mut self,
-        device: &mut Device<P>,
-        request: RequestId,
-        command: &CommandPdu,
-        len: DataLen,
-        pieces: &[MemSlice],
-        pool: &Mr,
-    ) -> bool {
-        let immediate = command.immediate as usize;
-        let total: usize = pieces.iter().map(MemSlice::len).sum();
-        // Data that all go with the command need no key.
-        let has_key = total > immediate || (total > 0 && matches!(len, DataLen::In(_)));
-        let Some(mut new) = self.rdma.begin(request, has_key.into()) else {
-            return false;
-        };
-        if has_key && self.rdma.map(device, &mut new, pieces).is_err() {
-            self.rdma.abandon(device, new);
-            return false;
-        }
-        let buffers = advertise(new.regions().first(), len, immediate);
-        let mut bhs = command.bhs;
-        bhs[4] = (command.ahs.len() / 4) as u8;
-        bhs[5..8].copy_from_slice(&command.immediate.to_be_bytes()[1..]);
-        self.message.clear();
-        self.message
-            .extend_from_slice(&Header::Control(buffers).bytes());
-        self.message.extend_from_slice(&bhs);
-        self.message.extend_from_slice(&command.ahs);
-        let at = self.config.command_at(new.slot);
-        self.rdma.write(at, &self.message);
-        let mut data: ArrayVec<Sge, MAX_PIECES> = ArrayVec::new();
-        let mut left = immediate;
-        for piece in pieces {
-            let here = left.min(piece.len());
-            left -= here;
-            if here > 0 {
-                data.push(Sge {
-                    addr: piece.addr(),
-                    length: here as u32,
-                    lkey: pool.lkey,
-                });
-            }
-        }
-        let header = (at, self.message.len());
-        self.rdma.post_command(device, new, header, &data, len)
-    }
 }
 
-/// The advertisement of a command's buffer in its header: of a write, from the first byte on that does
-/// not go with the command (TaggedBufferForSolicitedDataOnly).
-fn advertise(region: Option<&PooledMr>, len: DataLen, immediate: usize) -> Buffers {
-    let Some(remote) = region.map(PooledMr::remote) else {
-        return Buffers::default();
-    };
-    let buffer = |skip: usize| {
-        Some(RemoteBuffer {
-            stag: Stag(remote.rkey.0),
-            base: remote.addr + skip as u64,
-        })
-    };
-    match len {
-        DataLen::None => Buffers::default(),
-        DataLen::In(_) => Buffers {
-            read: buffer(0),
-            write: None,
-        },
-        DataLen::Out(_) => Buffers {
-            write: buffer(immediate),
-            read: None,
-        },
+impl RdmaProtocol<1> for IserConn {
+    fn rdma(&self) -> &RdmaConn<1> {
+        &self.rdma
+    }
+
+    fn rdma_mut(&mut self) -> &mut RdmaConn<1> {
+        &mut self.rdma
+    }
+
+    fn prepare<P: Provider>(
+        &mut self,
+        device: &mut Device<P>,
+        _resources: &Resources,
+    ) -> Result<bool, VerbsError> {
+        Ok(self.post_recvs(device, 0..LARGE))
+    }
+
+    fn release<P: Provider>(self, device: &mut Device<P>, linger: bool, now: Instant) {
+        self.rdma.release(device, linger, now);
     }
 }

@@ -1,21 +1,20 @@
 //! Sessions of SRP: carries out what the machine asks for on the channels' connections.
 
+mod events;
+
 use std::time::Instant;
 
 use riser_memory::MemSlice;
-use riser_scsi::srp::LOGIN_REQ_LEN;
-use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError};
+use riser_transport::verbs::{CqId, Provider, VerbsError};
 
 use super::context::{Context, Report};
 use super::plan::SrpOpen;
 use crate::engine::env::Env;
 use crate::engine::io::Target;
-use crate::engine::rdma::{CmStep, Completed, Device, Resources, Retire, WorkRequest};
-use crate::engine::srp::{
-    DataKeys, RECV_LEN, Scratch, ShortIu, SrpConfig, SrpConn, Start, StartArgs,
-};
+use crate::engine::rdma::{ConnSlot, Device, MAX_REGIONS, Resources, Retire};
+use crate::engine::srp::{DataKeys, Scratch, SrpConfig, SrpConn, Start, StartArgs};
 use crate::request::RequestId;
-use crate::session::{ConnectError, Machine};
+use crate::session::Machine;
 use crate::srp::session::{ChannelIndex, Output, Session};
 
 /// A session and its channels' connections.
@@ -25,7 +24,7 @@ pub(super) struct SrpLink {
     config: SrpConfig,
     resources: Resources,
     keys: DataKeys,
-    conns: Vec<Option<SrpConn>>,
+    slots: Vec<ConnSlot<SrpConn, MAX_REGIONS>>,
     /// The receive whose information unit is being handled. It is posted again after the machine's
     /// outputs, unless an answer takes it over, which is sent before the receive is posted.
     receiving: Option<(ChannelIndex, u16)>,
@@ -52,7 +51,7 @@ impl SrpLink {
                 pool_wide: open.pool_wide,
             },
             resources,
-            conns: (0..channels).map(|_| None).collect(),
+            slots: (0..channels).map(|_| ConnSlot::default()).collect(),
             receiving: None,
             scratch: Scratch::default(),
         })
@@ -67,12 +66,16 @@ impl SrpLink {
     }
 
     pub(super) fn release_device<P: Provider>(&self, device: &mut Device<P>) {
-        debug_assert!(self.conns.iter().all(Option::is_none));
+        debug_assert!(self.slots.iter().all(ConnSlot::is_empty));
         self.resources.release(device);
     }
 
+    fn slot(&mut self, channel: ChannelIndex) -> &mut ConnSlot<SrpConn, MAX_REGIONS> {
+        &mut self.slots[usize::from(channel.0)]
+    }
+
     fn conn(&mut self, channel: ChannelIndex) -> Option<&mut SrpConn> {
-        self.conns[usize::from(channel.0)].as_mut()
+        self.slot(channel).conn()
     }
 
     pub(super) fn poll<E: Env>(&mut self, cx: &mut Context<'_, E>) -> Option<Report> {
@@ -126,7 +129,7 @@ impl SrpLink {
         cx: &mut Context<'_, E>,
     ) {
         let io = cx.ios.get(request.0 as usize).and_then(Option::as_ref);
-        let conn = self.conns[usize::from(channel.0)].as_mut();
+        let conn = self.slots[usize::from(channel.0)].conn();
         let outcome = match (io, conn) {
             (Some(io), Some(conn)) => {
                 io.io.data.slices(&mut self.scratch.slices);
@@ -155,11 +158,7 @@ impl SrpLink {
         request: RequestId,
         cx: &mut Context<'_, E>,
     ) {
-        // Without a connection, its end reports all of its requests.
-        let Some(conn) = self.conn(channel) else {
-            return;
-        };
-        match conn.rdma.retire(cx.device(), request) {
+        match self.slot(channel).retire(cx.device(), request) {
             Retire::Done => self.machine.handle_retired(request, cx.now),
             Retire::Pending => {}
             Retire::Broken => self.machine.handle_channel_error(channel, cx.now),
@@ -178,131 +177,13 @@ impl SrpLink {
         }
     }
 
-    pub(super) fn handle_broken(&mut self, channel: u8, now: Instant) {
-        let channel = ChannelIndex(channel);
-        self.machine.handle_channel_error(channel, now);
-    }
-
-    pub(super) fn handle_completion<E: Env>(
-        &mut self,
-        channel: u8,
-        completion: &Completion,
-        cx: &mut Context<'_, E>,
-    ) {
-        let channel = ChannelIndex(channel);
-        let work = WorkRequest::of(completion.wr_id);
-        let (Some(work), Some(conn)) = (work, self.conn(channel)) else {
-            return;
-        };
-        if !completion.status.is_ok() {
-            if conn.rdma.closing_until().is_some() {
-                self.close_now(channel, cx);
-                return;
-            }
-            tracing::debug!(?work, status = ?completion.status, ?channel, "work request failed");
-            self.machine.handle_channel_error(channel, cx.now);
-            return;
-        }
-        match conn.rdma.handle_completion(cx.device(), work, completion) {
-            Completed::Nothing => {}
-            Completed::Message(slot) => self.receive(channel, slot, completion.byte_len, cx.now),
-            Completed::Retired(request) => self.machine.handle_retired(request, cx.now),
-            Completed::Sent(number) => match conn.sent(number) {
-                ShortIu::Answer(slot) => {
-                    if !conn.post_recv(cx.device(), slot) {
-                        self.machine.handle_channel_error(channel, cx.now);
-                    }
-                }
-                ShortIu::TskMgmt(slot) => conn.on_tsk_mgmt_sent(slot),
-                ShortIu::Logout => self.close_now(channel, cx),
-            },
-        }
-    }
-
-    fn receive(&mut self, channel: ChannelIndex, slot: u16, len: u32, now: Instant) {
-        let mut iu = [0; RECV_LEN];
-        let len = (len as usize).min(RECV_LEN);
-        if let Some(conn) = self.conn(channel) {
-            conn.received(slot, &mut iu[..len]);
-            self.receiving = Some((channel, slot));
-            self.machine.handle_iu(channel, &iu[..len], now);
-        }
-    }
-
-    pub(super) fn handle_cm_event<E: Env>(
-        &mut self,
-        channel: u8,
-        event: CmEventKind,
-        cx: &mut Context<'_, E>,
-    ) {
-        let channel = ChannelIndex(channel);
-        let Some(conn) = self.conn(channel) else {
-            return;
-        };
-        match conn.rdma.handle_event(cx.device(), event) {
-            CmStep::Pending => {}
-            CmStep::Connect => {
-                if let Err(error) = self.connect(channel, cx) {
-                    self.fail(channel, error, cx);
-                }
-            }
-            CmStep::Established(private_data) => {
-                self.machine
-                    .handle_connected(channel, &private_data, cx.now);
-            }
-            CmStep::Rejected {
-                reason,
-                private_data,
-            } => {
-                self.release(channel, false, cx);
-                self.machine
-                    .handle_rejected(channel, reason, &private_data, cx.now);
-            }
-            CmStep::Failed(error) => self.fail(channel, error, cx),
-            CmStep::Lost => self.machine.handle_channel_error(channel, cx.now),
-            CmStep::Closed => self.close_now(channel, cx),
-        }
-    }
-
     /// Begins to find the path for a channel.
     fn resolve<E: Env>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, E>) {
         let owner = cx.owner(channel.0);
         match SrpConn::resolve(cx.device(), owner, &self.target, self.config) {
-            Ok(conn) => self.conns[usize::from(channel.0)] = Some(conn),
+            Ok(conn) => self.slot(channel).set(conn),
             Err(error) => self.machine.handle_connect_failed(channel, error, cx.now),
         }
-    }
-
-    /// The path is found: makes the queue pair and sends the request with the login in it.
-    fn connect<E: Env>(
-        &mut self,
-        channel: ChannelIndex,
-        cx: &mut Context<'_, E>,
-    ) -> Result<(), ConnectError> {
-        let Some(conn) = self.conns[usize::from(channel.0)].as_mut() else {
-            return Ok(());
-        };
-        let made = conn.set_up(cx.device(), &self.resources);
-        made.map_err(ConnectError::Local)?;
-        let login = self.machine.begin_login(channel);
-        let mut private_data = vec![0; LOGIN_REQ_LEN];
-        // The RDMA CM's address header leaves no room for the information unit as such.
-        let len = match self.target.service_id {
-            Some(_) => login.emit(&mut private_data),
-            None => login.emit_rdma(&mut private_data),
-        };
-        private_data.truncate(len);
-        conn.rdma.connect(cx.device(), private_data)
-    }
-
-    fn fail<E: Env>(
-        &mut self,
-        channel: ChannelIndex,
-        error: ConnectError,
-        cx: &mut Context<'_, E>,
-    ) {
-        self.release(channel, false, cx);
-        self.machine.handle_connect_failed(channel, error, cx.now);
     }
 
     /// Closes a channel, after its logout has been sent if there is one.
@@ -313,31 +194,24 @@ impl SrpLink {
         cx: &mut Context<'_, E>,
     ) {
         let now = cx.now;
-        let waits = self.conn(channel).is_some_and(|conn| {
-            let has_logout = logout.is_some_and(|iu| conn.post_logout(cx.device(), iu));
-            conn.rdma.begin_close(has_logout, now)
-        });
-        if !waits {
-            self.close_now(channel, cx);
+        let slot = self.slot(channel);
+        let has_logout = slot
+            .conn()
+            .is_some_and(|conn| logout.is_some_and(|iu| conn.post_logout(cx.device(), iu)));
+        if slot.begin_close(cx.device(), has_logout, now) {
+            self.machine.handle_channel_gone(channel, now);
         }
     }
 
     /// Closes a channel now.
     fn close_now<E: Env>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, E>) {
-        self.release(channel, true, cx);
-        self.machine.handle_channel_gone(channel, cx.now);
-    }
-
-    fn release<E: Env>(&mut self, channel: ChannelIndex, linger: bool, cx: &mut Context<'_, E>) {
-        if let Some(conn) = self.conns[usize::from(channel.0)].take() {
-            let now = cx.now;
-            conn.release(cx.device(), linger, now);
-        }
+        let now = cx.now;
+        self.slot(channel).release(cx.device(), true, now);
+        self.machine.handle_channel_gone(channel, now);
     }
 
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        let conns = self.conns.iter().flatten();
-        let closings = conns.filter_map(|conn| conn.rdma.closing_until());
+        let closings = self.slots.iter().filter_map(ConnSlot::closing_until);
         self.machine
             .next_deadline()
             .into_iter()
@@ -346,9 +220,9 @@ impl SrpLink {
     }
 
     pub(super) fn handle_timeout<E: Env>(&mut self, cx: &mut Context<'_, E>) {
-        for channel in 0..self.conns.len() {
+        for channel in 0..self.slots.len() {
             let channel = ChannelIndex(channel as u8);
-            let until = self.conn(channel).and_then(|c| c.rdma.closing_until());
+            let until = self.slot(channel).closing_until();
             if until.is_some_and(|until| until <= cx.now) {
                 self.close_now(channel, cx);
             }

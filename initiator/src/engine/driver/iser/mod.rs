@@ -1,0 +1,156 @@
+//! iSER (RFC 7145) as the datamover of a session.
+
+mod events;
+
+use std::time::Instant;
+
+use riser_memory::MemSlice;
+use riser_transport::verbs::{CqId, Provider, VerbsError};
+
+use super::context::{Context, MoverError};
+use crate::engine::env::Env;
+use crate::engine::io::Target;
+use crate::engine::iser::{IserConfig, IserConn};
+use crate::engine::rdma::{ConnSlot, Device, Resources, Retire};
+use crate::iscsi::session::{ControlPdu, Session};
+use crate::request::RequestId;
+use crate::session::ConnectError;
+
+/// The connection of a session.
+pub(super) struct IserMover {
+    config: IserConfig,
+    resources: Resources,
+    slot: ConnSlot<IserConn, 1>,
+    /// The receive whose message is being handled, to be posted again after the machine's outputs.
+    receiving: Option<u16>,
+    /// The message that is being handled.
+    message: Vec<u8>,
+    /// Pieces of the memory of the command that is being started.
+    slices: Vec<MemSlice>,
+}
+
+impl IserMover {
+    pub(super) fn new<P: Provider>(
+        device: &mut Device<P>,
+        pool: &MemSlice,
+        config: IserConfig,
+    ) -> Result<Self, VerbsError> {
+        let completions = config.limits().completions();
+        Ok(Self {
+            config,
+            resources: Resources::new(device, pool, completions, false)?,
+            slot: ConnSlot::default(),
+            receiving: None,
+            message: Vec::new(),
+            slices: Vec::new(),
+        })
+    }
+
+    pub(super) fn cq(&self) -> CqId {
+        self.resources.cq
+    }
+
+    pub(super) fn region_segments(&self) -> usize {
+        self.config.region_segments as usize
+    }
+
+    pub(super) fn release_device<P: Provider>(&self, device: &mut Device<P>) {
+        debug_assert!(self.slot.is_empty());
+        self.resources.release(device);
+    }
+
+    /// The time at which a connection that is being closed is closed at the latest.
+    pub(super) fn closing_until(&self) -> Option<Instant> {
+        self.slot.closing_until()
+    }
+
+    /// Begins to find the path.
+    pub(super) fn resolve<E: Env>(
+        &mut self,
+        target: &Target,
+        cx: &mut Context<'_, E>,
+    ) -> Result<(), ConnectError> {
+        let owner = cx.owner(0);
+        let conn = IserConn::resolve(cx.device(), owner, target, self.config)?;
+        self.slot.set(conn);
+        Ok(())
+    }
+
+    /// Begins to close the connection; returns whether it is closed.
+    pub(super) fn begin_close<E: Env>(&mut self, cx: &mut Context<'_, E>) -> bool {
+        let now = cx.now;
+        let is_closed = self.slot.begin_close(cx.device(), false, now);
+        if is_closed {
+            self.receiving = None;
+        }
+        is_closed
+    }
+
+    pub(super) fn send<E: Env>(
+        &mut self,
+        pdu: ControlPdu,
+        cx: &mut Context<'_, E>,
+    ) -> Result<(), MoverError> {
+        let conn = self.slot.conn();
+        let is_sent = conn.is_some_and(|conn| conn.send_control(cx.device(), pdu));
+        is_sent.then_some(()).ok_or(MoverError::Broken)
+    }
+
+    pub(super) fn enter_full_feature<E: Env>(
+        &mut self,
+        cx: &mut Context<'_, E>,
+    ) -> Result<(), MoverError> {
+        let conn = self.slot.conn();
+        let is_entered = conn.is_some_and(|conn| conn.enter_full_feature(cx.device()));
+        is_entered.then_some(()).ok_or(MoverError::Broken)
+    }
+
+    /// Sends a command. One that was given up meanwhile has used up a number that is never sent, which
+    /// only a new connection makes up for.
+    pub(super) fn start<E: Env>(
+        &mut self,
+        request: RequestId,
+        machine: &Session,
+        cx: &mut Context<'_, E>,
+    ) -> Result<(), MoverError> {
+        // Without a connection, its end reports all of its requests.
+        let Some(conn) = self.slot.conn() else {
+            return Ok(());
+        };
+        let io = cx.ios.get(request.0 as usize).and_then(Option::as_ref);
+        let (Some(io), Some(command)) = (io, machine.emit_command(request)) else {
+            return Err(MoverError::Broken);
+        };
+        io.io.data.slices(&mut self.slices);
+        let (len, pool) = (io.io.command.len, &self.resources.pool);
+        let is_sent = conn.start(cx.device(), request, &command, len, &self.slices, pool);
+        is_sent.then_some(()).ok_or(MoverError::Broken)
+    }
+
+    /// Begins to take a request's memory back; returns whether it is back.
+    pub(super) fn retire<E: Env>(
+        &mut self,
+        request: RequestId,
+        cx: &mut Context<'_, E>,
+    ) -> Result<bool, MoverError> {
+        match self.slot.retire(cx.device(), request) {
+            Retire::Done => Ok(true),
+            Retire::Pending => Ok(false),
+            Retire::Broken => Err(MoverError::Broken),
+        }
+    }
+
+    /// Posts the receive again whose message has been handled; `None` if there is none.
+    pub(super) fn repost<E: Env>(
+        &mut self,
+        is_full_feature: bool,
+        cx: &mut Context<'_, E>,
+    ) -> Option<Result<(), MoverError>> {
+        let slot = self.receiving.take()?;
+        let Some(conn) = self.slot.conn() else {
+            return Some(Ok(()));
+        };
+        let is_posted = conn.repost(cx.device(), slot, is_full_feature);
+        Some(is_posted.then_some(()).ok_or(MoverError::Broken))
+    }
+}

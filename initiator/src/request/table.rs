@@ -302,6 +302,14 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         until
     }
 
+    /// Some of the data that keep a request's memory have left: the rest has as long again.
+    pub(crate) fn on_retiring_progress(&mut self, index: u32, now: Instant) {
+        let request = self.slab.get_mut(index as usize);
+        if let Some(RequestState::Retiring { until, .. }) = request.map(|r| &mut r.state) {
+            *until = now + self.limits.attempt;
+        }
+    }
+
     /// Channel and tag of the attempt whose memory is being taken back.
     pub(crate) fn retiring_place(&self, index: u32) -> Option<(u8, T)> {
         match self.find(index)?.state {

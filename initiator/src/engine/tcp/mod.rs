@@ -51,6 +51,11 @@ impl TcpConn {
         !self.connected || self.outgoing.has_work()
     }
 
+    /// Returns whether something waits that the socket had no room for.
+    pub(super) fn is_backed_up(&self) -> bool {
+        self.connected && self.outgoing.has_work()
+    }
+
     /// Whether the connection has been made since the last call.
     ///
     /// # Errors

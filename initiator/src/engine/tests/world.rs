@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
+use rustix::net::sockopt;
 
 use crate::engine::fake_target::Target;
 use crate::engine::{Client, ClientBuilder, Engine, Env};
@@ -25,12 +26,13 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// The shortest step of the clock, for what is due and does nothing.
 const TICK: Duration = Duration::from_micros(1);
 
+/// Bytes that a socket of an engine takes before its peer reads any.
+const SEND_BUFFER: usize = 4096;
+
 /// The surroundings of an engine in the world.
 pub(in crate::engine) struct Sim {
     device: Option<Endpoint>,
     random: Rng,
-    /// The other ends of its TCP connections, which say nothing.
-    peers: Vec<UnixStream>,
 }
 
 impl Sim {
@@ -39,7 +41,6 @@ impl Sim {
         Self {
             device,
             random: Rng::with_seed(7),
-            peers: Vec::new(),
         }
     }
 }
@@ -53,8 +54,10 @@ impl Env for Sim {
 
     fn connect_tcp(&mut self, _: Option<SocketAddr>, _: SocketAddr) -> io::Result<OwnedFd> {
         let (ours, theirs) = UnixStream::pair()?;
+        sockopt::set_socket_send_buffer_size(&ours, SEND_BUFFER)?;
         ours.set_nonblocking(true)?;
-        self.peers.push(theirs);
+        theirs.set_nonblocking(true)?;
+        WORLD.with(|world| world.streams.borrow_mut().push(theirs));
         Ok(ours.into())
     }
 
@@ -74,6 +77,8 @@ struct World {
     addresses: Cell<u8>,
     engines: RefCell<Vec<Engine<Sim>>>,
     targets: RefCell<Vec<Target>>,
+    /// The targets' ends of TCP connections that no test has accepted.
+    streams: RefCell<Vec<UnixStream>>,
 }
 
 thread_local! {
@@ -82,6 +87,7 @@ thread_local! {
         addresses: Cell::new(0),
         engines: RefCell::default(),
         targets: RefCell::default(),
+        streams: RefCell::default(),
     };
 }
 
@@ -107,6 +113,14 @@ pub(super) fn add_engine(builder: ClientBuilder) -> Client {
     let (client, engine) = builder.attach(Sim::new(Some(device))).unwrap();
     WORLD.with(|world| world.engines.borrow_mut().push(engine));
     client
+}
+
+/// Accepts the oldest TCP connection that has been made, if there is one.
+pub(super) fn accept_tcp() -> Option<UnixStream> {
+    WORLD.with(|world| {
+        let mut streams = world.streams.borrow_mut();
+        (!streams.is_empty()).then(|| streams.remove(0))
+    })
 }
 
 pub(in crate::engine) fn add_target(target: Target) {

@@ -10,7 +10,9 @@
 //! A request is never reported while its memory is in use. When an attempt is over the session says
 //! [`Output::Retire`]; the owner answers [`Session::handle_retired`] when nothing of the memory waits
 //! to be sent and the target cannot reach it. A connection that is gone ends all use at once, and is
-//! left where the memory of an attempt does not come back for as long as its answer had.
+//! left where the memory of an attempt does not come back for as long as its answer had. That time
+//! begins again as long as data leave ([`Session::handle_progress`]): a target may answer a write
+//! before it has all of its data, and a slow network keeps them long after that.
 //!
 //! # Time
 //! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then

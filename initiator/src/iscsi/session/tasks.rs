@@ -157,6 +157,17 @@ impl Session {
         }
     }
 
+    /// Data that had to wait for the socket are leaving, behind them those of `retiring`: the target
+    /// reads, however slowly. A ping has waited behind the same data.
+    pub fn handle_progress(&mut self, retiring: &[RequestId], now: Instant) {
+        if let Some(until) = &mut self.pinged {
+            *until = now + self.core.ping;
+        }
+        for request in retiring {
+            self.core.requests.on_retiring_progress(request.0, now);
+        }
+    }
+
     /// Nothing uses the memory of a request's last attempt any more.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
         if let Some(end) = self.core.requests.retiring(request.0) {

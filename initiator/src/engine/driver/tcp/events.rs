@@ -54,7 +54,12 @@ impl TcpMover {
                 }
                 keep
             });
+            // What a socket with room takes at once shows nothing of the target.
+            if self.is_backed_up {
+                machine.handle_progress(&self.retiring, now);
+            }
         }
+        self.is_backed_up = conn.is_backed_up();
         sent
     }
 

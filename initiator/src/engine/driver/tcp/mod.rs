@@ -19,6 +19,8 @@ pub(super) struct TcpMover {
     conn: Option<TcpConn>,
     /// Requests whose memory still waits to be sent. Bound: the queue size.
     retiring: Vec<RequestId>,
+    /// The socket had no room for everything that there was to send.
+    is_backed_up: bool,
 }
 
 impl TcpMover {
@@ -84,6 +86,7 @@ impl TcpMover {
     pub(super) fn disconnect(&mut self) -> bool {
         self.conn = None;
         self.retiring.clear();
+        self.is_backed_up = false;
         true
     }
 }

@@ -1,0 +1,217 @@
+//! Sessions of iSCSI on TCP, with a target that the test plays by hand.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
+use riser_scsi::iscsi::BHS_LEN;
+use riser_scsi::iscsi::frame::{self, Digests};
+use riser_scsi::lun::LunId;
+
+use super::*;
+use crate::engine::{IoData, IoEnd, ScsiIo};
+use crate::scsi::BlockRange;
+use crate::url::IscsiUrl;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// RESERVATION CONFLICT, which nobody repeats.
+const CONFLICT: u8 = 0x18;
+
+/// Length of the write, in bytes.
+const LEN: u32 = 256 << 10;
+
+/// A target's end of a connection.
+struct Peer {
+    stream: UnixStream,
+    bytes: Vec<u8>,
+    stat_sn: u32,
+    exp_cmd_sn: u32,
+}
+
+impl Peer {
+    /// Accepts the next connection.
+    fn accept() -> Self {
+        let mut stream = None;
+        eventually("a connection", || {
+            stream = stream.take().or_else(world::accept_tcp);
+            stream.is_some()
+        });
+        Self {
+            stream: stream.expect("it has been accepted"),
+            bytes: Vec::new(),
+            stat_sn: 1,
+            exp_cmd_sn: 1,
+        }
+    }
+
+    /// Reads what has arrived, at most `max` bytes; returns how many.
+    fn read(&mut self, max: usize) -> usize {
+        let mut part = vec![0; max];
+        match self.stream.read(&mut part) {
+            Ok(len) => {
+                self.bytes.extend_from_slice(&part[..len]);
+                len
+            }
+            Err(e) if e.kind() == ErrorKind::WouldBlock => 0,
+            Err(e) => panic!("{e}"),
+        }
+    }
+
+    /// Reads the next PDU: its header, and the length of its data.
+    fn pdu(&mut self) -> ([u8; BHS_LEN], u32) {
+        let until = world::now() + PATIENCE;
+        loop {
+            if let Some(bhs) = self.bytes.first_chunk::<BHS_LEN>() {
+                let (bhs, len) = (*bhs, word(bhs, 4) & 0xff_ffff);
+                let end = BHS_LEN + (len as usize).next_multiple_of(4);
+                if self.bytes.len() >= end {
+                    self.bytes.drain(..end);
+                    return (bhs, len);
+                }
+            }
+            assert!(world::now() < until, "not in time: a PDU");
+            if self.read(8192) == 0 {
+                world::step(Some(until));
+            }
+        }
+    }
+
+    /// Sends a PDU with the next status number.
+    fn send(&mut self, mut bhs: [u8; BHS_LEN], data: &[u8]) {
+        bhs[24..28].copy_from_slice(&self.stat_sn.to_be_bytes());
+        bhs[28..32].copy_from_slice(&self.exp_cmd_sn.to_be_bytes());
+        bhs[32..36].copy_from_slice(&(self.exp_cmd_sn + 63).to_be_bytes());
+        self.stat_sn += 1;
+        let mut out = Vec::new();
+        frame::put(bhs, &[], data, Digests::default(), &mut out);
+        self.stream.write_all(&out).unwrap();
+    }
+
+    /// Answers the login requests of a session without CHAP.
+    fn log_in(&mut self) {
+        for text in [&b"AuthMethod=None\0"[..], b"InitialR2T=Yes\0"] {
+            let (request, _) = self.pdu();
+            let mut bhs = [0; BHS_LEN];
+            (bhs[0], bhs[1]) = (0x23, request[1]);
+            bhs[8..14].copy_from_slice(&request[8..14]);
+            bhs[15] = 1;
+            bhs[16..20].copy_from_slice(&request[16..20]);
+            self.send(bhs, text);
+        }
+    }
+
+    /// Asks for the rest of a write's data, and answers it before any of them have come.
+    fn answer_early(&mut self) {
+        let (command, immediate) = self.pdu();
+        assert_eq!(command[0] & 0x3f, 0x01, "a command");
+        self.exp_cmd_sn += 1;
+        let mut r2t = [0; BHS_LEN];
+        (r2t[0], r2t[1]) = (0x31, 0x80);
+        r2t[8..24].copy_from_slice(&command[8..24]);
+        r2t[20..24].copy_from_slice(&1u32.to_be_bytes());
+        r2t[40..44].copy_from_slice(&immediate.to_be_bytes());
+        r2t[44..48].copy_from_slice(&(LEN - immediate).to_be_bytes());
+        self.send(r2t, &[]);
+        // It says the next status number without using it.
+        self.stat_sn -= 1;
+        let mut response = [0; BHS_LEN];
+        (response[0], response[1], response[3]) = (0x21, 0x80, CONFLICT);
+        response[16..20].copy_from_slice(&command[16..20]);
+        self.send(response, &[]);
+    }
+}
+
+fn word(bhs: &[u8; BHS_LEN], at: usize) -> u32 {
+    u32::from_be_bytes(bhs[at..at + 4].try_into().unwrap())
+}
+
+/// Lets the world go on for a while.
+fn pass(wait: Duration) {
+    let until = world::now() + wait;
+    while world::now() < until {
+        world::step(Some(until));
+    }
+}
+
+/// A session with a write that has been answered early.
+struct Written {
+    session: Session,
+    client: Client,
+    peer: Peer,
+    end: Box<dyn FnMut() -> Option<IoEnd>>,
+}
+
+impl Written {
+    fn new() -> Self {
+        let client = client();
+        let url = "iscsi://127.0.0.9/iqn.2026-01.com.example:disk/0";
+        let url: IscsiUrl = url.parse().unwrap();
+        let connect = client.connect(&url);
+        let mut connecting = begin(connect);
+        let mut peer = Peer::accept();
+        peer.log_in();
+        let session = block_on(connecting.as_mut()).unwrap();
+        drop(connecting);
+        let buffer = block_on(client.buffers().take(LEN as usize));
+        let range = BlockRange {
+            lba: 0,
+            blocks: LEN / 512,
+        };
+        let io = ScsiIo::new(
+            LunId::new(0).unwrap(),
+            Command::write(range, LEN, false),
+            IoData::One(buffer),
+            Duration::from_secs(60),
+        );
+        let mut write = begin(session.submit(io));
+        peer.answer_early();
+        Self {
+            session,
+            client,
+            peer,
+            end: Box::new(move || {
+                let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+                match write.as_mut().poll(&mut cx) {
+                    std::task::Poll::Ready(end) => Some(end),
+                    std::task::Poll::Pending => None,
+                }
+            }),
+        }
+    }
+}
+
+/// The data that a target has asked for still leave when it has answered. As long as they do, their
+/// memory is late for no reason of the target's, and the ping behind them is not unanswered.
+#[test]
+fn data_that_leave_slowly_end_no_connection() {
+    let mut written = Written::new();
+    let begun = world::now();
+    let end = loop {
+        pass(Duration::from_millis(100));
+        written.peer.read(2048);
+        if let Some(end) = (written.end)() {
+            break end;
+        }
+        assert!(world::now() < begun + PATIENCE, "not in time: the write");
+    };
+    let took = world::now() - begun;
+    assert!(
+        took > 2 * crate::session::PING,
+        "it leaves slowly: {took:?}"
+    );
+    assert_eq!(end.result.unwrap().status, CONFLICT);
+    assert!(world::accept_tcp().is_none(), "there is one connection");
+    assert_eq!(written.session.status().link(), LinkState::Live);
+    written.client.shutdown();
+}
+
+#[test]
+fn data_that_do_not_leave_end_the_connection() {
+    let written = Written::new();
+    let begun: Instant = world::now();
+    Peer::accept();
+    let took = world::now() - begun;
+    assert!(took < 3 * timing().attempt, "{took:?}");
+    written.client.shutdown();
+}

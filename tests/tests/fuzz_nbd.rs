@@ -1,7 +1,7 @@
 //! Fuzz targets: a connection of the NBD server, driven by a client's bytes.
 
 use riser_initiator::nbd::proto::{self, MAX_REQUEST, NBD_MAGIC, OPTION_MAGIC, REQUEST_MAGIC};
-use riser_initiator::nbd::{Command, Event, Export, Machine, Request};
+use riser_initiator::nbd::{Command, Event, Export, Machine, NbdRequest};
 use riser_tests::seeds;
 
 const SIZE: u64 = 1 << 20;
@@ -119,7 +119,7 @@ fn run(stream: &[u8], piece: usize, read_only: bool) -> (Vec<u8>, Vec<Event>) {
 }
 
 /// What is handed to a disk is within it, and allowed.
-fn check(machine: &Machine, request: &Request, read_only: bool) {
+fn check(machine: &Machine, request: &NbdRequest, read_only: bool) {
     let end = request.offset.checked_add(request.len.into());
     assert!(end.is_some_and(|end| end <= SIZE), "{request:?}");
     let moves = matches!(

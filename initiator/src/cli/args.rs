@@ -154,7 +154,7 @@ pub enum ProviderChoice {
 /// Options of the connection to a target.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Connection options")]
-pub struct Link {
+pub struct ConnectOptions {
     /// Provider by which the target is reached
     #[arg(
         long,
@@ -309,7 +309,7 @@ pub struct TargetArgs {
     pub url: Address,
     /// Options of the connection.
     #[command(flatten)]
-    pub link: Link,
+    pub link: ConnectOptions,
 }
 
 /// Arguments of `riser discover`.
@@ -320,7 +320,7 @@ pub struct DiscoverArgs {
     pub url: Address,
     /// Options of the connection.
     #[command(flatten)]
-    pub link: Link,
+    pub link: ConnectOptions,
 }
 
 /// Arguments of `riser attach`.
@@ -361,7 +361,7 @@ pub struct AttachArgs {
     pub read_only: bool,
     /// Options of the connection.
     #[command(flatten)]
-    pub link: Link,
+    pub link: ConnectOptions,
 }
 
 /// The number of a block device: one, or any that is free.
@@ -423,7 +423,7 @@ pub struct MountArgs {
     pub serve: ServeArgs,
     /// Options of the connection.
     #[command(flatten)]
-    pub link: Link,
+    pub link: ConnectOptions,
 }
 
 /// Arguments of `riser detach`.
@@ -454,7 +454,7 @@ pub struct ReadArgs {
     pub length: Option<u64>,
     /// Options of the connection.
     #[command(flatten)]
-    pub link: Link,
+    pub link: ConnectOptions,
 }
 
 /// Arguments of `riser write`.
@@ -480,7 +480,7 @@ pub struct WriteArgs {
     pub overwrite: bool,
     /// Options of the connection.
     #[command(flatten)]
-    pub link: Link,
+    pub link: ConnectOptions,
 }
 
 /// Order and direction of a benchmark.
@@ -555,7 +555,7 @@ pub struct BenchArgs {
     pub seed: u64,
     /// Options of the connection.
     #[command(flatten)]
-    pub link: Link,
+    pub link: ConnectOptions,
 }
 
 #[cfg(test)]

@@ -20,8 +20,8 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
     serve::run(&args.serve, global, |events, sender, ready| {
         let access = serve::access(&args.serve, global, args.read_only);
         let mut link = args.link.clone();
-        let place = match args.ublk {
-            Some(number) => Some(blockdev::Place::find(number, &args.url)?),
+        let choice = match args.ublk {
+            Some(number) => Some(blockdev::DeviceChoice::find(number, &args.url)?),
             None => None,
         };
         match (&args.fuse, &args.nbd) {
@@ -30,24 +30,24 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
             (None, None) => {}
         }
         // A block device keeps its port in the list of attachments.
-        let port = match (&place, args.fuse.as_ref().or(args.nbd.as_ref())) {
+        let port = match (&choice, args.fuse.as_ref().or(args.nbd.as_ref())) {
             (None, Some(path)) => serve::export_port(path, &args.url)?,
             _ => None,
         };
         let own = port.as_ref().map(ExportPort::port);
-        link.port = place.as_ref().map(blockdev::Place::port).or(own);
-        link.recovers = matches!(place, Some(blockdev::Place::Lost { .. }))
+        link.port = choice.as_ref().map(blockdev::DeviceChoice::port).or(own);
+        link.recovers = matches!(choice, Some(blockdev::DeviceChoice::Lost { .. }))
             || port.as_ref().is_some_and(ExportPort::is_inherited);
         let noted = port.as_ref().and_then(ExportPort::noted_cache);
-        link.noted = place
+        link.noted = choice
             .as_ref()
-            .and_then(blockdev::Place::noted_cache)
+            .and_then(blockdev::DeviceChoice::noted_cache)
             .or(noted);
         ready.port = port.as_ref().and_then(ExportPort::entry);
         let disk = Arc::new(Disk::open(&args.url, &link, access)?);
         let bytes = || Arc::new(ByteDevice::new(disk.clone()));
-        let result = match (place, &args.fuse, &args.nbd) {
-            (Some(place), ..) => blockdev::serve(place, &args.url, &disk, events, ready),
+        let result = match (choice, &args.fuse, &args.nbd) {
+            (Some(choice), ..) => blockdev::serve(choice, &args.url, &disk, events, ready),
             (None, Some(path), _) => serve_fuse(args, path, &bytes(), events, sender, ready),
             (None, None, Some(socket)) => serve_nbd(args, socket, &bytes(), events, ready),
             (None, None, None) => Err(CliError::new(

@@ -26,7 +26,7 @@ use crate::ublk::{self, UblkDevice};
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Device by which a logical unit is to show.
-pub(super) enum Place {
+pub(super) enum DeviceChoice {
     /// A device that is added.
     New {
         /// Its number, if it has to be that.
@@ -42,7 +42,7 @@ pub(super) enum Place {
     },
 }
 
-impl Place {
+impl DeviceChoice {
     /// Looks whether the number is of a device that waits.
     pub(super) fn find(number: UblkNumber, url: &Address) -> Result<Self, CliError> {
         let new = Self::New {
@@ -106,30 +106,30 @@ impl Place {
 
 /// Serves a disk until a signal.
 pub(super) fn serve(
-    place: Place,
+    choice: DeviceChoice,
     url: &Address,
     disk: &Arc<Disk>,
     events: &mpsc::Receiver<Event>,
     ready: &mut Ready<'_>,
 ) -> Result<(), CliError> {
     let properties = udev::properties(url, disk);
-    let before = match &place {
-        Place::New { .. } => None,
-        Place::Lost { before, .. } => {
+    let before = match &choice {
+        DeviceChoice::New { .. } => None,
+        DeviceChoice::Lost { before, .. } => {
             check_same(before, disk.geometry(), &properties)?;
             Some(&**before)
         }
     };
-    let device = match &place {
-        Place::New { number, .. } => UblkDevice::add(disk.clone(), *number),
-        Place::Lost { number, .. } => UblkDevice::recover(disk.clone(), *number),
+    let device = match &choice {
+        DeviceChoice::New { number, .. } => UblkDevice::add(disk.clone(), *number),
+        DeviceChoice::Lost { number, .. } => UblkDevice::recover(disk.clone(), *number),
     };
     let mut device = device.map_err(cannot_start)?;
     let path = ublk::path(device.id());
     let export = Export::Ublk {
         number: device.id(),
         device: path.clone(),
-        port: place.port(),
+        port: choice.port(),
         properties,
     };
     // Before it can be used: a device that no list names could not be taken away again.

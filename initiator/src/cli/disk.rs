@@ -16,7 +16,7 @@ use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::CmError;
 
 use super::address::Address;
-use super::args::{Inject, Link, ProviderChoice};
+use super::args::{ConnectOptions, Inject, ProviderChoice};
 use super::exit::{CliError, Exit};
 use crate::block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, ZeroOptions, task,
@@ -58,7 +58,11 @@ impl From<Inject> for RoceFaults {
 ///
 /// # Errors
 /// No local address, no connection, or no login.
-pub fn connect(url: &TargetUrl, link: &Link, timeout: Duration) -> Result<Session, CliError> {
+pub fn connect(
+    url: &TargetUrl,
+    link: &ConnectOptions,
+    timeout: Duration,
+) -> Result<Session, CliError> {
     let client = start_engine(url, link, timeout)?;
     login(&client, url, link, timeout)
 }
@@ -68,7 +72,7 @@ pub fn connect(url: &TargetUrl, link: &Link, timeout: Duration) -> Result<Sessio
 pub(super) fn login(
     client: &Client,
     url: &TargetUrl,
-    link: &Link,
+    link: &ConnectOptions,
     timeout: Duration,
 ) -> Result<Session, CliError> {
     let url = with_link(url, link);
@@ -101,7 +105,7 @@ pub(super) fn login(
 
 /// The address with what the options say of the connection: channels for SRP, the local address for
 /// TCP, which has no device to be opened at it.
-pub(super) fn with_link(url: &TargetUrl, link: &Link) -> TargetUrl {
+pub(super) fn with_link(url: &TargetUrl, link: &ConnectOptions) -> TargetUrl {
     let mut url = url.clone();
     match &mut url {
         TargetUrl::Srp(url) => url.channels = link.channels.or(url.channels),
@@ -173,7 +177,7 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
 /// Starts an engine on the address that was asked for, or on a fitting one.
 pub(super) fn start_engine(
     url: &TargetUrl,
-    link: &Link,
+    link: &ConnectOptions,
     timeout: Duration,
 ) -> Result<Client, CliError> {
     let timing = Timing {
@@ -340,7 +344,11 @@ impl Disk {
     ///
     /// # Errors
     /// Those of [`connect`]; or there is no such disk.
-    pub fn open(address: &Address, link: &Link, access: Access) -> Result<Self, CliError> {
+    pub fn open(
+        address: &Address,
+        link: &ConnectOptions,
+        access: Access,
+    ) -> Result<Self, CliError> {
         let kind = match address {
             Address::Memory {
                 capacity,
@@ -480,7 +488,7 @@ impl BlockDevice for Disk {
 /// Opens a disk for a verb that uses it and ends.
 pub(super) fn open(
     address: &Address,
-    link: &Link,
+    link: &ConnectOptions,
     timeout: Duration,
     read_only: bool,
 ) -> Result<Arc<Disk>, CliError> {
@@ -565,10 +573,10 @@ mod tests {
 
     #[test]
     fn options_of_the_connection_go_into_the_address() {
-        let link = Link {
+        let link = ConnectOptions {
             addr: Some("127.0.0.9".parse().unwrap()),
             channels: Some(3),
-            ..Link::default()
+            ..ConnectOptions::default()
         };
         for (url, want) in [
             ("srp://127.0.0.1/0", "srp://127.0.0.1/0?channels=3"),

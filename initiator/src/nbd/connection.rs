@@ -15,7 +15,7 @@ use super::machine::{Event, Machine};
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
 use super::reply::{Answer, Reader, first_pieces, state_flags, try_buffer};
-use super::transmission::{Command, Request};
+use super::transmission::{Command, NbdRequest};
 use crate::block::{BlockDevice, Buffer, ByteDevice, Span, ZeroOptions, task};
 
 /// Size of the receive buffer: several options, or thousands of requests.
@@ -285,8 +285,8 @@ impl<D: BlockDevice> Connection<D> {
         Ok(true)
     }
 
-    fn start(&mut self, request: Request) {
-        let Request {
+    fn start(&mut self, request: NbdRequest) {
+        let NbdRequest {
             cookie,
             command,
             offset,
@@ -343,7 +343,7 @@ impl<D: BlockDevice> Connection<D> {
         }
     }
 
-    fn start_read(&self, request: Request, dont_fragment: bool, ticket: Arc<Ticket>) {
+    fn start_read(&self, request: NbdRequest, dont_fragment: bool, ticket: Arc<Ticket>) {
         let reader = Reader {
             shared: self.shared.clone(),
             device: self.device.clone(),

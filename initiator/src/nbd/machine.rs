@@ -21,13 +21,13 @@ use super::handshake::{self, Handshake, Phase};
 use super::proto::{
     self, MAX_OPTION, MAX_SKIPPED_OPTION, OPTION_LEN, REQUEST_LEN, handshake_flag, opt,
 };
-use super::transmission::{self, Refusal, Request, Verdict};
+use super::transmission::{self, NbdRequest, Refusal, Verdict};
 
 /// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The client wants something done. It is valid, and within the export.
-    Request(Request),
+    Request(NbdRequest),
     /// The client leaves; requests in flight may still be answered.
     Disconnect,
 }

@@ -33,7 +33,7 @@ mod transmission;
 pub use fault::NbdFault;
 pub use machine::{Event, Machine, Progress};
 pub use server::{Server, ServerHandle};
-pub use transmission::{Command, Request};
+pub use transmission::{Command, NbdRequest};
 
 /// Properties of the export, as its clients see them.
 #[derive(Clone, Debug, PartialEq, Eq)]

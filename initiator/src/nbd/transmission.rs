@@ -16,7 +16,7 @@ pub(super) struct Refusal {
 
 /// A request that may be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct NbdRequest {
     /// The client's name for it.
     pub cookie: Cookie,
     /// Command of the request.
@@ -65,7 +65,7 @@ pub enum Command {
     },
 }
 
-impl Request {
+impl NbdRequest {
     /// Number of bytes of payload that follow the header of a write.
     #[must_use]
     pub fn payload(&self) -> Option<u32> {
@@ -75,7 +75,7 @@ impl Request {
 
 /// Decision on a request.
 pub(super) enum Verdict {
-    Accept(Request),
+    Accept(NbdRequest),
     Refuse {
         refusal: Refusal,
         /// The client expects chunks.
@@ -103,7 +103,7 @@ pub(super) fn judge(
         return Ok(Verdict::Disconnect);
     }
     Ok(match plan_command(kind, flags, offset, len, handshake) {
-        Ok(command) => Verdict::Accept(Request {
+        Ok(command) => Verdict::Accept(NbdRequest {
             cookie,
             command,
             offset,

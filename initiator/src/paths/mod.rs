@@ -82,8 +82,8 @@ use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 use slab::Slab;
 
 pub use self::access::Access;
+use self::types::{Assignment, Path, PathRequest, Stage};
 pub use self::types::{Found, Output, PathIndex, PathState, PathView, PathsConfig, PortTag};
-use self::types::{Path, Place, Request, Stage};
 use crate::request::{
     Answer, CHECK_CONDITION, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
@@ -97,7 +97,7 @@ pub struct Paths {
     paths: Vec<Path>,
     /// Who the unit is, once a path has told.
     unit: Option<Snapshot>,
-    requests: Slab<Request>,
+    requests: Slab<PathRequest>,
     /// Requests that are on no path, in order of submission. Bound: `config.max_requests`.
     waiting: VecDeque<u32>,
     next_seq: u64,
@@ -172,7 +172,7 @@ impl Paths {
             self.paths[path].outstanding += 1;
             let path = PathIndex(path as u8);
             let request = &mut self.requests[index as usize];
-            request.place = Place::On(path);
+            request.assignment = Assignment::On(path);
             request.behind = None;
             let request = RequestId(index);
             self.outputs.push_back(Output::Start { request, path });
@@ -208,8 +208,8 @@ impl Paths {
     /// A path's session has ended a request.
     pub fn handle_ended(&mut self, request: RequestId, result: RequestResult, now: Instant) {
         let index = request.0;
-        let Some(Request {
-            place: Place::On(path),
+        let Some(PathRequest {
+            assignment: Assignment::On(path),
             ..
         }) = self.requests.get(index as usize)
         else {
@@ -286,7 +286,7 @@ impl Paths {
     /// Puts a request back among those that wait, in the order of submission.
     fn wait_again(&mut self, index: u32) {
         let request = &mut self.requests[index as usize];
-        request.place = Place::Waiting;
+        request.assignment = Assignment::Waiting;
         let (seq, deadline) = (request.seq, request.spec.deadline);
         let requests = &self.requests;
         let at = self
@@ -326,15 +326,15 @@ impl Machine for Paths {
         }
         let seq = self.next_seq;
         self.next_seq += 1;
-        let index = self.requests.insert(Request {
+        let index = self.requests.insert(PathRequest {
             spec,
             seq,
-            place: Place::Waiting,
+            assignment: Assignment::Waiting,
             behind: None,
         }) as u32;
         self.waiting.push_back(index);
         self.pump();
-        if self.requests[index as usize].place == Place::Waiting {
+        if self.requests[index as usize].assignment == Assignment::Waiting {
             self.arm(spec.deadline);
         }
         Ok(RequestId(index))

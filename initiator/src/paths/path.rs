@@ -5,7 +5,7 @@ use std::time::Instant;
 use riser_scsi::srp::WireLun;
 use riser_state::become_state;
 
-use super::types::{Path, Place, Proof, Stage};
+use super::types::{Assignment, Path, Proof, Stage};
 use super::{Access, Found, Output, PathIndex, Paths, PortTag};
 use crate::request::{Effect, RequestError};
 use crate::scsi::Identity;
@@ -363,7 +363,10 @@ impl Paths {
             return;
         };
         let is_quiet = self.paths.iter().all(|p| p.stage == Stage::Over)
-            && self.requests.iter().all(|(_, r)| r.place == Place::Waiting);
+            && self
+                .requests
+                .iter()
+                .all(|(_, r)| r.assignment == Assignment::Waiting);
         if !is_quiet {
             return;
         }

@@ -247,21 +247,22 @@ impl Path {
     }
 }
 
-/// Where a request is.
+/// Assignment of a request to a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum Assignment {
     /// On no path.
     Waiting,
     /// With the session of that path.
     On(PathIndex),
 }
 
+/// A request for the unit, whichever path it takes.
 #[derive(Debug)]
-pub(super) struct Request {
+pub(super) struct PathRequest {
     pub(super) spec: RequestSpec,
     /// Order of submission.
     pub(super) seq: u64,
-    pub(super) place: Place,
+    pub(super) assignment: Assignment,
     /// It was lost with that path, which must be fenced before it may start again.
     pub(super) behind: Option<PathIndex>,
 }

@@ -15,7 +15,7 @@ pub struct Segment {
 
 /// How a command carries its descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placement {
+pub enum DescriptorLayout {
     /// There is no data.
     None,
     /// The only descriptor is in the command.
@@ -74,15 +74,15 @@ pub fn plan_descriptors(
 ///
 /// # Errors
 /// [`TooManyDescriptors`] where neither the command nor a table may hold that many.
-pub fn plan_placement(
+pub fn plan_layout(
     count: usize,
     limits: DescriptorLimits,
-) -> Result<Placement, TooManyDescriptors> {
+) -> Result<DescriptorLayout, TooManyDescriptors> {
     match count {
-        0 => Ok(Placement::None),
-        1 => Ok(Placement::Direct),
-        _ if count <= usize::from(limits.inline) => Ok(Placement::Inline),
-        _ if count <= limits.external as usize => Ok(Placement::External {
+        0 => Ok(DescriptorLayout::None),
+        1 => Ok(DescriptorLayout::Direct),
+        _ if count <= usize::from(limits.inline) => Ok(DescriptorLayout::Inline),
+        _ if count <= limits.external as usize => Ok(DescriptorLayout::External {
             inline: limits.inline,
         }),
         _ => Err(TooManyDescriptors {
@@ -104,18 +104,18 @@ mod tests {
             inline: 4,
             external: 16,
         };
-        let place = |count| plan_placement(count, limits);
-        assert_eq!(place(0), Ok(Placement::None));
-        assert_eq!(place(1), Ok(Placement::Direct));
-        assert_eq!(place(4), Ok(Placement::Inline));
-        assert_eq!(place(5), Ok(Placement::External { inline: 4 }));
-        assert_eq!(place(16), Ok(Placement::External { inline: 4 }));
+        let place = |count| plan_layout(count, limits);
+        assert_eq!(place(0), Ok(DescriptorLayout::None));
+        assert_eq!(place(1), Ok(DescriptorLayout::Direct));
+        assert_eq!(place(4), Ok(DescriptorLayout::Inline));
+        assert_eq!(place(5), Ok(DescriptorLayout::External { inline: 4 }));
+        assert_eq!(place(16), Ok(DescriptorLayout::External { inline: 4 }));
         assert_eq!(place(17), Err(TooManyDescriptors { count: 17, max: 16 }));
         let limits = DescriptorLimits {
             inline: 4,
             external: 0,
         };
-        assert!(plan_placement(5, limits).is_err());
+        assert!(plan_layout(5, limits).is_err());
     }
 
     proptest! {

@@ -62,7 +62,11 @@ pub(super) enum MoverError {
 }
 
 /// Notifies the machine that its connection is made.
-pub(super) fn log_in<E: Env>(machine: &mut iscsi::session::Session, env: &mut E, now: Instant) {
+pub(super) fn log_in<E: Env>(
+    machine: &mut iscsi::session::IscsiSession,
+    env: &mut E,
+    now: Instant,
+) {
     let mut random = [0; CHALLENGE_LEN + 1];
     match env.fill_random(&mut random) {
         Ok(()) => machine.handle_connected(random, now),

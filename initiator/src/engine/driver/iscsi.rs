@@ -18,7 +18,7 @@ use crate::engine::iser::{IserConfig, MAX_PIECES};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Waited;
 use crate::engine::rdma::Device;
-use crate::iscsi::session::{Output, Session};
+use crate::iscsi::session::{IscsiSession, Output};
 use crate::session::{ConnectError, IscsiFault, Machine};
 
 /// The datamover of a session. A connection is at most one, and made and lost many times.
@@ -29,7 +29,7 @@ enum Datamover {
 
 /// A session and its datamover.
 pub(super) struct IscsiLink {
-    pub(super) machine: Session,
+    pub(super) machine: IscsiSession,
     target: Target,
     mover: Datamover,
     found: Option<Sender<Vec<Found>>>,
@@ -38,7 +38,7 @@ pub(super) struct IscsiLink {
 impl IscsiLink {
     fn new(target: Target, open: IscsiOpen, mover: Datamover, now: Instant) -> Self {
         Self {
-            machine: Session::new(open.config, now),
+            machine: IscsiSession::new(open.config, now),
             target,
             mover,
             found: open.found,
@@ -96,14 +96,14 @@ impl IscsiLink {
     }
 
     /// The session and its TCP connection.
-    pub(super) fn on_tcp(&mut self) -> Option<(&mut Session, &mut TcpMover)> {
+    pub(super) fn on_tcp(&mut self) -> Option<(&mut IscsiSession, &mut TcpMover)> {
         match &mut self.mover {
             Datamover::Tcp(mover) => Some((&mut self.machine, mover)),
             Datamover::Iser(_) => None,
         }
     }
 
-    fn on_iser(&mut self) -> Option<(&mut Session, &mut IserMover)> {
+    fn on_iser(&mut self) -> Option<(&mut IscsiSession, &mut IserMover)> {
         match &mut self.mover {
             Datamover::Tcp(_) => None,
             Datamover::Iser(mover) => Some((&mut self.machine, mover)),

@@ -95,7 +95,7 @@ impl IscsiOpen {
 pub(in crate::engine) struct PathsOpen {
     pub(in crate::engine) config: PathsConfig,
     pub(in crate::engine) lun: LunId,
-    /// See [`Paths::recover`].
+    /// See [`Machine::recover`](crate::session::Machine::recover).
     pub(in crate::engine) recovers: bool,
     pub(in crate::engine) paths: Vec<PathPlan>,
 }

@@ -20,7 +20,7 @@ use super::rdma::{
 };
 use crate::request::RequestId;
 use crate::session::ConnectError;
-use crate::srp::session::{ChannelIndex, Session};
+use crate::srp::session::{ChannelIndex, SrpSession};
 
 /// Length of a receive, in bytes: the longest information unit that we take. An SRP_RSP with the
 /// longest sense data is 292 bytes.
@@ -138,7 +138,7 @@ pub(super) struct Scratch {
 
 /// A command to start.
 pub(super) struct StartArgs<'a> {
-    pub(super) session: &'a Session,
+    pub(super) session: &'a SrpSession,
     pub(super) channel: ChannelIndex,
     pub(super) request: RequestId,
     pub(super) immediate: bool,

@@ -8,7 +8,7 @@ use zerocopy::IntoBytes;
 use super::{Scratch, SrpConn, Start, StartArgs};
 use crate::engine::rdma::{Device, MAX_REGIONS, MAX_SEND_SGE};
 use crate::srp::channel::CommandData;
-use crate::srp::descriptor::{Placement, Segment, plan_descriptors, plan_placement};
+use crate::srp::descriptor::{DescriptorLayout, Segment, plan_descriptors, plan_layout};
 
 impl SrpConn {
     /// Starts a command whose data lies in `scratch.slices`.
@@ -62,11 +62,11 @@ impl SrpConn {
             plan_descriptors(segments, u32::MAX, &mut scratch.descriptors);
         }
         let count = scratch.descriptors.len();
-        let Ok(placement) = plan_placement(count, agreed.descriptors) else {
+        let Ok(layout) = plan_layout(count, agreed.descriptors) else {
             self.rdma.abandon(device, new);
             return Start::Impossible("buffer needs more descriptors than the target takes");
         };
-        let Some(header) = self.write_command(new.slot, args, placement, immediate, scratch) else {
+        let Some(header) = self.write_command(new.slot, args, layout, immediate, scratch) else {
             self.rdma.abandon(device, new);
             return Start::Dropped;
         };
@@ -91,23 +91,23 @@ impl SrpConn {
         &self,
         slot: u16,
         args: &StartArgs<'_>,
-        placement: Placement,
+        layout: DescriptorLayout,
         immediate: bool,
         scratch: &mut Scratch,
     ) -> Option<usize> {
         let descriptors = scratch.descriptors.as_slice();
         let total: u64 = descriptors.iter().map(|d| u64::from(d.data_len())).sum();
         let table_bytes = (descriptors.len() * MemDesc::LEN) as u32;
-        let data = match placement {
+        let data = match layout {
             _ if immediate => CommandData::Immediate,
-            Placement::None => CommandData::None,
-            Placement::Direct => CommandData::Direct(descriptors[0]),
-            Placement::Inline => CommandData::Indirect(IndirectTable {
+            DescriptorLayout::None => CommandData::None,
+            DescriptorLayout::Direct => CommandData::Direct(descriptors[0]),
+            DescriptorLayout::Inline => CommandData::Indirect(IndirectTable {
                 table: MemDesc::new(0, 0, table_bytes),
                 len: total as u32,
                 inline: descriptors,
             }),
-            Placement::External { inline } => {
+            DescriptorLayout::External { inline } => {
                 let (memory, mr) = self.tables.as_ref()?;
                 let at = usize::from(slot) * self.config.table_len();
                 memory.write(at, descriptors.as_bytes());

@@ -18,7 +18,7 @@ use riser_scsi::iscsi::pdu::DataOut;
 use super::{cut, read_parts};
 use crate::block::Buffer;
 use crate::engine::io::Io;
-use crate::iscsi::session::{ControlPdu, DataOrder, MAX_CONTROLS, Session};
+use crate::iscsi::session::{ControlPdu, DataOrder, IscsiSession, MAX_CONTROLS};
 use crate::request::RequestId;
 
 /// A batch takes no further PDU once it has this many bytes.
@@ -59,7 +59,7 @@ struct Sequence {
 
 /// What PDUs are made of.
 pub(in crate::engine) struct Source<'a> {
-    pub(in crate::engine) session: &'a Session,
+    pub(in crate::engine) session: &'a IscsiSession,
     pub(in crate::engine) ios: &'a [Option<Io>],
 }
 

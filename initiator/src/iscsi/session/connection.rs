@@ -14,10 +14,12 @@ use riser_scsi::iscsi::{Cid, CmdSn, Numbers, StatSn, Tsih, Ttt};
 use riser_state::become_state;
 
 use super::types::{ConnState, Slot};
-use super::{ControlPdu, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, Session, TEXT_TAG};
+use super::{
+    ControlPdu, IscsiSession, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, TEXT_TAG,
+};
 use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionState, TaskManager};
 
-impl Session {
+impl IscsiSession {
     pub(super) fn connect(&mut self, now: Instant) {
         let until = now + self.core.life.login_patience();
         self.login = None;

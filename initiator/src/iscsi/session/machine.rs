@@ -2,12 +2,12 @@
 
 use std::time::Instant;
 
-use super::Session;
+use super::IscsiSession;
 use super::types::ConnState;
 use crate::request::{RequestId, RequestSpec};
 use crate::session::{Down, Machine, SubmitError, TaskManager};
 
-impl Machine for Session {
+impl Machine for IscsiSession {
     fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
         if self.is_discovery() {
             return Err(SubmitError::Closed);
@@ -39,7 +39,7 @@ impl Machine for Session {
         if self.core.is_login_due(now) {
             self.connect(now);
         }
-        self.expire_link(now);
+        self.expire_connection(now);
         self.expire_ping(now);
         self.expire_functions(now);
         self.expire_requests(now);

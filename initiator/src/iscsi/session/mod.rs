@@ -1,17 +1,17 @@
 //! A session: an initiator port, a target, one connection, and the requests on it.
 //!
-//! [`Session`] is a machine with no I/O in it. Its owner reports what happened (`handle_*`),
-//! asks it what to do ([`Session::poll_output`]) and when to wake it
+//! [`IscsiSession`] is a machine with no I/O in it. Its owner reports what happened (`handle_*`),
+//! asks it what to do ([`IscsiSession::poll_output`]) and when to wake it
 //! ([`next_deadline`](crate::session::Machine::next_deadline)). The same machine serves TCP and
 //! iSER: moving a command's data is up to the owner. On TCP the machine sees every PDU; on iSER the
 //! transport moves the data, and there are neither Data-In nor R2T.
 //!
 //! # Memory
 //! A request is never reported while its memory is in use. When an attempt is over the session says
-//! [`Output::Retire`]; the owner answers [`Session::handle_retired`] when nothing of the memory waits
-//! to be sent and the target cannot reach it. A connection that is gone ends all use at once, and is
-//! left where the memory of an attempt does not come back for as long as its answer had. That time
-//! begins again as long as data leave ([`Session::handle_progress`]): a target may answer a write
+//! [`Output::Retire`]; the owner answers [`IscsiSession::handle_retired`] when nothing of the memory
+//! waits to be sent and the target cannot reach it. A connection that is gone ends all use at once,
+//! and is left where the memory of an attempt does not come back for as long as its answer had. That time
+//! begins again as long as data leave ([`IscsiSession::handle_progress`]): a target may answer a write
 //! before it has all of its data, and a slow network keeps them long after that.
 //!
 //! # Time
@@ -70,7 +70,7 @@ const TEXT_TAG: Itt = Itt(0xfff4);
 
 /// One session. See the module's documentation.
 #[derive(Debug)]
-pub struct Session {
+pub struct IscsiSession {
     config: SessionConfig,
     core: Core<Itt, Output>,
     conn: ConnState,
@@ -92,7 +92,7 @@ pub struct Session {
     targets: Collector,
 }
 
-impl Session {
+impl IscsiSession {
     /// A session that begins to connect at once.
     ///
     /// # Panics

@@ -12,7 +12,7 @@ use riser_scsi::sense::Sense;
 use riser_scsi::step::Residual;
 
 use super::types::ConnState;
-use super::{DataOrder, LOGOUT_TAG, Output, PING_TAG, Placement, Session};
+use super::{DataOrder, IscsiSession, LOGOUT_TAG, Output, PING_TAG, Placement};
 use crate::request::table::AttemptEnd;
 use crate::request::{Answer, DataLen, GOOD, RequestError, RequestId};
 use crate::session::{Down, FunctionEnd, IscsiFault, SessionEvent, TaskManager};
@@ -26,7 +26,7 @@ struct Ended {
     residual: Residual,
 }
 
-impl Session {
+impl IscsiSession {
     /// Takes a PDU that is no Data-In with data.
     pub fn handle_pdu(&mut self, frame: &Frame<'_>, now: Instant) {
         if !self.conn.is_open() {

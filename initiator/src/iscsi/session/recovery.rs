@@ -7,12 +7,12 @@ use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
 use riser_scsi::srp::WireLun;
 
 use super::types::ConnState;
-use super::{ControlPdu, Output, PING_TAG, Session, TMF_TAG};
+use super::{ControlPdu, IscsiSession, Output, PING_TAG, TMF_TAG};
 use crate::request::table::AttemptEnd;
 use crate::session::{ConnectError, Core, Down, TaskFunction, TaskManager};
 
-impl Session {
-    pub(super) fn expire_link(&mut self, now: Instant) {
+impl IscsiSession {
+    pub(super) fn expire_connection(&mut self, now: Instant) {
         match self.conn {
             ConnState::XptWait(until) | ConnState::InLogin(until) if until <= now => {
                 self.forget_move();
@@ -71,7 +71,7 @@ impl Session {
     }
 }
 
-impl TaskManager for Session {
+impl TaskManager for IscsiSession {
     type Tag = Itt;
     type Output = Output;
 

@@ -7,11 +7,11 @@ use riser_scsi::iscsi::{Itt, Ttt};
 use riser_scsi::srp::TaskAttr;
 
 use super::types::{ConnState, Task};
-use super::{CommandPdu, DataOrder, Output, Session};
+use super::{CommandPdu, DataOrder, IscsiSession, Output};
 use crate::request::table::AttemptEnd;
 use crate::request::{DataLen, RequestId};
 
-impl Session {
+impl IscsiSession {
     /// Starts the requests that can be started, within the target's window of command numbers.
     pub(super) fn pump(&mut self, now: Instant) {
         if self.conn != ConnState::LoggedIn || !self.core.functions.may_start() {

@@ -22,7 +22,7 @@ const SEC: Duration = Duration::from_secs(1);
 
 /// A session, and a target that the test plays by hand.
 struct Rig {
-    session: Session,
+    session: IscsiSession,
     now: Instant,
     stat_sn: u32,
     exp_cmd_sn: u32,
@@ -54,7 +54,7 @@ fn out(len: u32, start: u64) -> (DataLen, Effect) {
 impl Rig {
     fn connecting(config: SessionConfig) -> Self {
         let now = Instant::now();
-        let mut session = Session::new(config, now);
+        let mut session = IscsiSession::new(config, now);
         assert_eq!(session.poll_output(), Some(Output::Connect(None)));
         Self {
             session,
@@ -906,7 +906,7 @@ impl Model {
         let now = Instant::now();
         let mut model = Self {
             rig: Rig {
-                session: Session::new(config(), now),
+                session: IscsiSession::new(config(), now),
                 now,
                 stat_sn: 100,
                 exp_cmd_sn: 1,

@@ -12,7 +12,7 @@ use riser_scsi::srp::WireLun;
 use riser_state::State;
 
 #[cfg(doc)]
-use super::Session;
+use super::IscsiSession;
 use crate::request::{DataLen, RequestId, RequestResult};
 use crate::session::{SessionEvent, SessionOutput, Timing};
 
@@ -106,20 +106,21 @@ pub enum Placement {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Connect to the target's address, or to the one it has moved to; then
-    /// [`Session::handle_connected`].
+    /// [`IscsiSession::handle_connected`].
     Connect(Option<TargetAddress>),
     /// Send a PDU.
     Send(ControlPdu),
     /// The login is over: what is sent and received from now on goes by this.
     FullFeature(ConnectionParams),
-    /// Make the request's memory ready, and send the command that [`Session::emit_command`] writes.
+    /// Make the request's memory ready, and send the command that
+    /// [`IscsiSession::emit_command`] writes.
     Start(RequestId),
-    /// Send data, after what was to be sent before; then [`Session::handle_data_sent`].
+    /// Send data, after what was to be sent before; then [`IscsiSession::handle_data_sent`].
     SendData(DataOrder),
     /// See that neither target nor connection touches the request's memory any more, then
-    /// [`Session::handle_retired`].
+    /// [`IscsiSession::handle_retired`].
     Retire(RequestId),
-    /// Close the connection, then [`Session::handle_gone`].
+    /// Close the connection, then [`IscsiSession::handle_gone`].
     Disconnect,
     /// The request is over, and nobody but its issuer can reach its memory.
     Complete(RequestId, RequestResult),

@@ -6,11 +6,11 @@ use riser_scsi::srp::LoginReq;
 use riser_state::become_state;
 
 use super::types::{ConnState, Member};
-use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
+use super::{ChannelIndex, ConnectError, Down, Output, SessionState, SrpSession};
 use crate::session::TaskManager;
 use crate::srp::channel::InitiatorChannel;
 
-impl Session {
+impl SrpSession {
     pub(super) fn connect(&mut self, channel: u8, now: Instant) {
         let until = now + self.core.life.login_patience();
         let mut member = Member::new(&self.config, channel);

@@ -2,11 +2,11 @@
 
 use std::time::Instant;
 
-use super::Session;
+use super::SrpSession;
 use crate::request::{RequestId, RequestSpec};
 use crate::session::{Down, Machine, SessionState, SubmitError, TaskManager};
 
-impl Machine for Session {
+impl Machine for SrpSession {
     fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
         let id = self.core.submit(spec)?;
         self.pump(now);
@@ -32,7 +32,7 @@ impl Machine for Session {
         if self.settle_at.is_some() {
             self.release_settled(now);
         }
-        self.expire_links(now);
+        self.expire_connections(now);
         self.expire_ping(now);
         self.expire_functions(now);
         self.expire_requests(now);

@@ -1,7 +1,7 @@
 //! A session: one initiator port, one target port, one or more channels, and the requests on them.
 //!
-//! [`Session`] is a machine with no I/O in it. Its owner reports what happened (`handle_*`),
-//! asks it what to do ([`Session::poll_output`]) and when to wake it
+//! [`SrpSession`] is a machine with no I/O in it. Its owner reports what happened (`handle_*`),
+//! asks it what to do ([`SrpSession::poll_output`]) and when to wake it
 //! ([`next_deadline`](crate::session::Machine::next_deadline)).
 //!
 //! # Memory
@@ -10,9 +10,9 @@
 //! data buffers as long as the session lasts, as it may with Linux's `ib_srp` and that option, and is
 //! trusted not to.) When an
 //! attempt is over, for whatever reason, the session says [`Output::Retire`]; the owner invalidates
-//! the memory's keys and answers [`Session::handle_retired`]; only then is the request completed or
+//! the memory's keys and answers [`SrpSession::handle_retired`]; only then is the request completed or
 //! tried again. When a channel has been torn down, so that nothing can arrive on it any more and its
-//! keys are gone, [`Session::handle_channel_gone`] says so for all of its requests at once.
+//! keys are gone, [`SrpSession::handle_channel_gone`] says so for all of its requests at once.
 //!
 //! The memory of an attempt has as long to come back as its answer had. A target can hold up the
 //! connection's send queue without end, and with it every invalidation, by answering a command whose
@@ -80,17 +80,18 @@ use crate::session::{
 
 /// One session. See the module's documentation.
 #[derive(Debug)]
-pub struct Session {
+pub struct SrpSession {
     config: SessionConfig,
     core: Core<Tag, Output>,
     members: Vec<Member>,
-    /// The unit is known to be the same; see [`Session::release`].
+    /// The unit is known to be the same; see
+    /// [`Machine::release`](crate::session::Machine::release).
     is_checked: bool,
     /// Until then commands of a connection that was lost may still change the medium.
     settle_at: Option<Instant>,
 }
 
-impl Session {
+impl SrpSession {
     /// A session that begins to connect at once.
     ///
     /// # Panics

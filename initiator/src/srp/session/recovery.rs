@@ -5,13 +5,13 @@ use std::time::Instant;
 use riser_scsi::srp::{Tag, TskMgmtFunction, WireLun};
 
 use super::types::{ConnState, Member};
-use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
+use super::{ChannelIndex, ConnectError, Down, Output, SessionState, SrpSession};
 use crate::request::Retry;
 use crate::request::table::AttemptEnd;
 use crate::session::{Core, TaskFunction, TaskManager};
 
-impl Session {
-    pub(super) fn expire_links(&mut self, now: Instant) {
+impl SrpSession {
+    pub(super) fn expire_connections(&mut self, now: Instant) {
         for index in 0..self.members.len() {
             let ConnState::Connecting(until) = self.members[index].conn else {
                 continue;
@@ -61,7 +61,7 @@ impl Session {
     }
 }
 
-impl TaskManager for Session {
+impl TaskManager for SrpSession {
     type Tag = Tag;
     type Output = Output;
 

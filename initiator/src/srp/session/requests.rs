@@ -3,14 +3,14 @@
 use std::time::Instant;
 
 use super::types::ConnState;
-use super::{ChannelIndex, Output, Session};
+use super::{ChannelIndex, Output, SrpSession};
 use crate::request::table::{AttemptEnd, Request};
 use crate::request::{DataLen, RequestError, RequestId, RequestSpec};
 #[cfg(doc)]
 use crate::srp::channel::InitiatorChannel;
 use crate::srp::channel::{CommandData, CommandIu};
 
-impl Session {
+impl SrpSession {
     /// The request that has been submitted.
     ///
     /// # Panics

@@ -19,7 +19,7 @@ const CH1: ChannelIndex = ChannelIndex(1);
 
 /// A session, and a target that the test plays by hand.
 struct Rig {
-    session: Session,
+    session: SrpSession,
     now: Instant,
     /// Tags of the commands sent, by request.
     sent: Vec<(RequestId, ChannelIndex, u64)>,
@@ -75,7 +75,7 @@ impl Rig {
 
     fn with(config: SessionConfig) -> Self {
         let now = Instant::now();
-        let mut session = Session::new(config, now);
+        let mut session = SrpSession::new(config, now);
         assert_eq!(session.poll_output(), Some(Output::Connect(CH0)));
         Self {
             session,
@@ -381,7 +381,7 @@ fn a_connection_that_is_rejected_after_its_login_is_lost() {
 /// An engine that shuts down closes a session before it has begun to connect.
 #[test]
 fn a_session_that_is_closed_before_it_cannot_connect_ends_once() {
-    let mut session = Session::new(config(1), Instant::now());
+    let mut session = SrpSession::new(config(1), Instant::now());
     let now = Instant::now();
     session.close(now);
     assert_eq!(session.poll_output(), Some(Output::Connect(CH0)));
@@ -1331,7 +1331,7 @@ proptest! {
     /// is with the target.
     #[test]
     fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {
-        let mut rig = Rig { sent: Vec::new(), now: Instant::now(), session: Session::new(config(2), Instant::now()) };
+        let mut rig = Rig { sent: Vec::new(), now: Instant::now(), session: SrpSession::new(config(2), Instant::now()) };
         let mut open = std::collections::HashSet::new();
         let mut exposed = std::collections::HashMap::new();
         let mut retiring = Vec::new();
@@ -1417,7 +1417,7 @@ proptest! {
 }
 
 /// The tag that a request has now.
-fn exposed_tag(session: &Session, id: RequestId) -> Option<u64> {
+fn exposed_tag(session: &SrpSession, id: RequestId) -> Option<u64> {
     let mut iu = [0; 128];
     session.emit_command(id, CommandData::None, &mut iu)?;
     Some(u64::from_be_bytes(iu[8..16].try_into().unwrap()))

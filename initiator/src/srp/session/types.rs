@@ -6,7 +6,7 @@ use riser_scsi::srp::{MultiChannelAction, SHORT_IU_LEN, TSK_MGMT_LEN};
 use riser_state::State;
 
 #[cfg(doc)]
-use super::Session;
+use super::SrpSession;
 use crate::request::{RequestId, RequestResult};
 use crate::session::{SessionEvent, SessionOutput, Timing};
 use crate::srp::channel::{ChannelConfig, ChannelState, InitiatorChannel};
@@ -39,11 +39,11 @@ pub struct ChannelIndex(pub u8);
 /// A request to the session's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// Find the path to the target, take [`Session::begin_login`]'s request and connect with it.
+    /// Find the path to the target, take [`SrpSession::begin_login`]'s request and connect with it.
     Connect(ChannelIndex),
     /// Make the request's memory known to the target, write the command with
-    /// [`Session::emit_command`] and send it, before anything else is done; or answer at once
-    /// [`Session::handle_no_room`] or [`Session::handle_start_failed`].
+    /// [`SrpSession::emit_command`] and send it, before anything else is done; or answer at once
+    /// [`SrpSession::handle_no_room`] or [`SrpSession::handle_start_failed`].
     Start {
         /// The request.
         request: RequestId,
@@ -52,7 +52,7 @@ pub enum Output {
         /// Send the data within the command instead.
         immediate: bool,
     },
-    /// Take the request's memory back from the target, then [`Session::handle_retired`].
+    /// Take the request's memory back from the target, then [`SrpSession::handle_retired`].
     Retire {
         /// The request.
         request: RequestId,
@@ -67,7 +67,7 @@ pub enum Output {
     /// SRP has no message to ask whether the target is there.
     Ping,
     /// Tear the channel down, after sending the logout if there is one; then
-    /// [`Session::handle_channel_gone`].
+    /// [`SrpSession::handle_channel_gone`].
     Disconnect(ChannelIndex, Option<[u8; SHORT_IU_LEN]>),
     /// The request is over, and nobody but its issuer can reach its memory.
     Complete(RequestId, RequestResult),

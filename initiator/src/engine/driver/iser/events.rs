@@ -9,14 +9,14 @@ use super::IserMover;
 use crate::engine::driver::context::{Context, MoverError, log_in};
 use crate::engine::env::Env;
 use crate::engine::rdma::{Completed, ConnEvent};
-use crate::iscsi::session::Session;
+use crate::iscsi::session::IscsiSession;
 use crate::session::{ConnectError, IscsiFault, SrpLoginError};
 
 impl IserMover {
     pub(in crate::engine::driver) fn handle_cm_event<E: Env>(
         &mut self,
         event: CmEventKind,
-        machine: &mut Session,
+        machine: &mut IscsiSession,
         cx: &mut Context<'_, E>,
     ) {
         let (now, config) = (cx.now, self.config);
@@ -44,7 +44,7 @@ impl IserMover {
     /// Closes the connection now.
     pub(in crate::engine::driver) fn close_now<E: Env>(
         &mut self,
-        machine: &mut Session,
+        machine: &mut IscsiSession,
         cx: &mut Context<'_, E>,
     ) {
         let now = cx.now;
@@ -56,7 +56,7 @@ impl IserMover {
     pub(in crate::engine::driver) fn handle_completion<E: Env>(
         &mut self,
         completion: &Completion,
-        machine: &mut Session,
+        machine: &mut IscsiSession,
         cx: &mut Context<'_, E>,
     ) -> Result<(), MoverError> {
         let Some(conn) = self.slot.conn() else {
@@ -81,7 +81,7 @@ impl IserMover {
         &mut self,
         slot: u16,
         len: u32,
-        machine: &mut Session,
+        machine: &mut IscsiSession,
         now: Instant,
     ) -> Result<(), MoverError> {
         let Some(conn) = self.slot.conn() else {

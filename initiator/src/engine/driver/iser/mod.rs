@@ -12,7 +12,7 @@ use crate::engine::env::Env;
 use crate::engine::io::Target;
 use crate::engine::iser::{IserConfig, IserConn};
 use crate::engine::rdma::{ConnSlot, Device, Resources, Retire};
-use crate::iscsi::session::{ControlPdu, Session};
+use crate::iscsi::session::{ControlPdu, IscsiSession};
 use crate::request::RequestId;
 use crate::session::ConnectError;
 
@@ -110,7 +110,7 @@ impl IserMover {
     pub(super) fn start<E: Env>(
         &mut self,
         request: RequestId,
-        machine: &Session,
+        machine: &IscsiSession,
         cx: &mut Context<'_, E>,
     ) -> Result<(), MoverError> {
         // Without a connection, its end reports all of its requests.

@@ -15,11 +15,11 @@ use crate::engine::rdma::{ConnSlot, Device, MAX_REGIONS, Resources, Retire};
 use crate::engine::srp::{DataKeys, Scratch, SrpConfig, SrpConn, Start, StartArgs};
 use crate::request::RequestId;
 use crate::session::Machine;
-use crate::srp::session::{ChannelIndex, Output, Session};
+use crate::srp::session::{ChannelIndex, Output, SrpSession};
 
 /// A session and its channels' connections.
 pub(super) struct SrpLink {
-    pub(super) machine: Session,
+    pub(super) machine: SrpSession,
     target: Target,
     config: SrpConfig,
     resources: Resources,
@@ -43,7 +43,7 @@ impl SrpLink {
         let completions = open.conn.limits().completions() * u32::from(channels);
         let resources = Resources::new(device, pool, completions, open.pool_wide)?;
         Ok(Self {
-            machine: Session::new(open.config, now),
+            machine: SrpSession::new(open.config, now),
             target,
             config: open.conn,
             keys: DataKeys {

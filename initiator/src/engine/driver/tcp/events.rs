@@ -9,7 +9,7 @@ use crate::engine::driver::context::{Context, log_in};
 use crate::engine::env::Env;
 use crate::engine::io::Io;
 use crate::engine::tcp::{Received, Source, TcpConn};
-use crate::iscsi::session::Session;
+use crate::iscsi::session::IscsiSession;
 use crate::request::RequestId;
 
 /// Receives of one connection in one round at most, so that no session starves another.
@@ -17,7 +17,12 @@ const ROUND: usize = 8;
 
 impl TcpMover {
     /// Looks whether the connection has been made, or failed; returns whether it has.
-    fn poll_connected<E: Env>(&mut self, machine: &mut Session, env: &mut E, now: Instant) -> bool {
+    fn poll_connected<E: Env>(
+        &mut self,
+        machine: &mut IscsiSession,
+        env: &mut E,
+        now: Instant,
+    ) -> bool {
         match self.conn.as_mut().map(TcpConn::poll_connected) {
             None | Some(Ok(false)) => false,
             Some(Ok(true)) => {
@@ -33,7 +38,7 @@ impl TcpMover {
     }
 
     /// Sends as much as the socket takes; returns whether there was anything.
-    fn flush(&mut self, machine: &mut Session, ios: &[Option<Io>], now: Instant) -> bool {
+    fn flush(&mut self, machine: &mut IscsiSession, ios: &[Option<Io>], now: Instant) -> bool {
         let Some(conn) = &mut self.conn else {
             return false;
         };
@@ -64,7 +69,7 @@ impl TcpMover {
     }
 
     /// Receives once; returns whether anything came.
-    fn receive(&mut self, machine: &mut Session, now: Instant) -> bool {
+    fn receive(&mut self, machine: &mut IscsiSession, now: Instant) -> bool {
         match self.conn.as_mut().map(TcpConn::receive) {
             None | Some(Ok(None)) => false,
             Some(Ok(Some(_))) => true,
@@ -76,7 +81,7 @@ impl TcpMover {
     }
 
     /// Takes the next PDU of what has arrived; returns whether there was one.
-    fn take(&mut self, machine: &mut Session, ios: &[Option<Io>], now: Instant) -> bool {
+    fn take(&mut self, machine: &mut IscsiSession, ios: &[Option<Io>], now: Instant) -> bool {
         let Some(conn) = &mut self.conn else {
             return false;
         };
@@ -120,7 +125,7 @@ impl<E: Env> Driver<E> {
         let mut worked = self.on_tcp(index, now, |mover, machine, cx| {
             mover.poll_connected(machine, cx.env, now)
         });
-        let flush = |mover: &mut TcpMover, machine: &mut Session, cx: &mut Context<'_, E>| {
+        let flush = |mover: &mut TcpMover, machine: &mut IscsiSession, cx: &mut Context<'_, E>| {
             mover.flush(machine, cx.ios, now)
         };
         worked |= self.on_tcp(index, now, flush);
@@ -144,7 +149,7 @@ impl<E: Env> Driver<E> {
         &mut self,
         index: usize,
         now: Instant,
-        act: impl FnOnce(&mut TcpMover, &mut Session, &mut Context<'_, E>) -> bool,
+        act: impl FnOnce(&mut TcpMover, &mut IscsiSession, &mut Context<'_, E>) -> bool,
     ) -> bool {
         self.with_link(index, now, |link, cx: &mut Context<'_, E>| {
             let (machine, mover) = link.iscsi().and_then(|link| link.on_tcp())?;

@@ -8,9 +8,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 /// A descriptor, and what it is waited for.
 #[derive(Clone, Copy, Debug)]
 pub struct Waited<'a> {
-    /// The descriptor.
+    /// File descriptor to wait for.
     pub fd: BorrowedFd<'a>,
-    /// Whether it is also waited for until it takes bytes, besides until it has some.
+    /// It is also waited for until it takes bytes, besides until it has some.
     pub to_write: bool,
 }
 

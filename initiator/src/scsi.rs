@@ -42,7 +42,7 @@ pub const UNMAP_LIST_LEN: u16 = (list::HEADER_LEN + list::DESCRIPTOR_LEN) as u16
 pub struct BlockRange {
     /// First logical block address.
     pub lba: u64,
-    /// Number of blocks.
+    /// Length in logical blocks.
     pub blocks: u32,
 }
 
@@ -65,11 +65,11 @@ impl BlockRange {
 /// A command to send to a logical unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Command {
-    /// Command descriptor block.
+    /// Command descriptor block to send.
     pub cdb: Cdb,
     /// Direction and length of the data.
     pub len: DataLen,
-    /// What it changes.
+    /// Change that it makes to the unit.
     pub effect: Effect,
 }
 
@@ -86,14 +86,14 @@ impl Command {
         Self::new(cdb, DataLen::In(len.into()), Effect::None)
     }
 
-    /// TEST UNIT READY.
+    /// TEST UNIT READY, without data.
     #[must_use]
     pub fn test_unit_ready() -> Self {
         const ROW: &Opcode = Opcode::named("TEST UNIT READY");
         Self::new(ROW.cdb(), DataLen::None, Effect::None)
     }
 
-    /// INQUIRY, standard data.
+    /// INQUIRY of the standard data.
     #[must_use]
     pub fn inquiry() -> Self {
         Self::inquiry_of(None, INQUIRY_LEN)
@@ -127,7 +127,7 @@ impl Command {
         Self::data_in(cdb, REPORT_LUNS_LEN)
     }
 
-    /// READ CAPACITY (16).
+    /// READ CAPACITY (16), all of its parameter data.
     #[must_use]
     pub fn read_capacity() -> Self {
         Self::read_capacity_of(CAPACITY_LEN)
@@ -165,7 +165,7 @@ impl Command {
         Self::data_in(cdb, MODE_SENSE_LEN)
     }
 
-    /// READ (16).
+    /// READ (16) of `len` bytes.
     #[must_use]
     pub fn read(range: BlockRange, len: u32) -> Self {
         const ROW: &Opcode = Opcode::named("READ (16)");
@@ -253,11 +253,11 @@ pub struct Inquiry {
     pub qualifier: u8,
     /// PERIPHERAL DEVICE TYPE: 0 is a direct-access block device.
     pub device_type: u8,
-    /// T10 VENDOR IDENTIFICATION.
+    /// T10 VENDOR IDENTIFICATION, without padding.
     pub vendor: String,
-    /// PRODUCT IDENTIFICATION.
+    /// PRODUCT IDENTIFICATION, without padding.
     pub product: String,
-    /// PRODUCT REVISION LEVEL.
+    /// PRODUCT REVISION LEVEL, without padding.
     pub revision: String,
 }
 
@@ -275,7 +275,7 @@ impl Inquiry {
         })
     }
 
-    /// Whether it is a direct-access block device that is there.
+    /// Returns whether it is a direct-access block device that is there.
     #[must_use]
     pub fn is_disk(&self) -> bool {
         self.qualifier == 0 && self.device_type == standard::TYPE_DISK
@@ -360,7 +360,7 @@ pub struct Provisioning {
 }
 
 impl Provisioning {
-    /// Reads the page.
+    /// Reads the Logical Block Provisioning page.
     #[must_use]
     pub fn parse(page: &[u8]) -> Self {
         Self {
@@ -370,10 +370,10 @@ impl Provisioning {
     }
 }
 
-/// What identifies a logical unit (pages 80h and 83h, SPC-4 clause 7.8).
+/// Identity of a logical unit (pages 80h and 83h, SPC-4 clause 7.8).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// Unit serial number.
+    /// Unit serial number (page 80h).
     pub serial: Option<String>,
     /// NAA designator, in hexadecimal.
     pub naa: Option<String>,
@@ -381,7 +381,7 @@ pub struct Identity {
     pub eui: Option<String>,
     /// T10 vendor identification designator.
     pub t10: Option<String>,
-    /// SCSI name string.
+    /// SCSI name string (page 83h).
     pub name: Option<String>,
 }
 

@@ -1,4 +1,5 @@
-//! Which logical unit is behind an address, and whether it still has what it acknowledged.
+//! Identity of the logical unit behind an address, and proof that it still has what it
+//! acknowledged.
 //!
 //! No I/O here: [`Check`] makes the commands that identify a unit and reads the answers,
 //! [`Snapshot`] is the result, [`Evidence`] weighs what was seen of a new login, [`WriteCache`]
@@ -57,7 +58,7 @@ use crate::session::{ConnectError, Down, SrpLoginError};
 /// is noticed within ten seconds, and made again within a few.
 pub const REBOOT: Duration = Duration::from_secs(20);
 
-/// What a unit says of itself.
+/// Identity that a unit reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Standard INQUIRY data; `None` where it refused, or is not there.
@@ -68,7 +69,7 @@ pub struct Snapshot {
     pub capacity: Option<Capacity>,
     /// The generation of its volatile cache; `None` where it offers none.
     pub cache: Option<[u8; 16]>,
-    /// Whether it has a volatile cache (WCE); `None` where it did not say.
+    /// It has a volatile cache (WCE); `None` where it did not say.
     pub write_cache: Option<bool>,
 }
 
@@ -123,7 +124,7 @@ impl fmt::Display for Snapshot {
     }
 }
 
-/// What a unit is asked, in this order.
+/// Questions to a unit, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     /// First, since INQUIRY does not report unit attentions (SPC-4 clause 6.6.1), and what they say
@@ -176,9 +177,10 @@ impl Check {
         }
     }
 
-    /// Whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither carried out nor refused
-    /// (ILLEGAL REQUEST) leaves the identity open. The other questions are not about that, nor is
-    /// the vendor specific page, to which some target may answer anything.
+    /// Returns whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither
+    /// carried out nor refused (ILLEGAL REQUEST) leaves the identity open. The other questions
+    /// are not about that, nor is the vendor specific page, to which some target may answer
+    /// anything.
     #[must_use]
     pub fn is_conclusive(&self, answer: &Answer) -> bool {
         let is_refused = || {
@@ -229,7 +231,7 @@ impl Check {
         true
     }
 
-    /// Whether the unit has said that it is there.
+    /// Returns whether the unit has said that it is there.
     #[must_use]
     pub fn is_there(&self) -> bool {
         self.found
@@ -238,7 +240,7 @@ impl Check {
             .is_some_and(|i| i.qualifier == 0)
     }
 
-    /// What the unit has said of itself so far.
+    /// Identity that the unit has reported so far.
     #[must_use]
     pub fn found(&self) -> &Snapshot {
         &self.found
@@ -257,10 +259,12 @@ impl Check {
     }
 }
 
-/// What was seen of a target since a unit was last known to be the same. See the module's documentation.
+/// Observations of a target since a unit was last known to be the same. See the module's
+/// documentation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Evidence {
-    /// How long the target was not heard of before it was logged in to again; `None` without a login.
+    /// Duration for which the target was not heard of before it was logged in to again; `None`
+    /// without a login.
     pub outage: Option<Duration>,
     /// A connection was refused.
     pub refused: bool,
@@ -295,7 +299,8 @@ impl Evidence {
         }
     }
 
-    /// Whether a unit may have lost its volatile cache, whose generation was `was` and is `is`.
+    /// Returns whether a unit may have lost its volatile cache, whose generation was `was` and is
+    /// `is`.
     #[must_use]
     pub fn is_cache_lost(&self, was: Option<[u8; 16]>, is: Option<[u8; 16]>) -> bool {
         if was.is_some() || is.is_some() {
@@ -309,20 +314,21 @@ impl Evidence {
     }
 }
 
-/// Whether acknowledged writes wait for a flush, and whether one has to fail.
+/// Volatile cache of a unit: acknowledged writes that wait for a flush, and losses that one
+/// reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriteCache {
     /// Writes acknowledged that may be in the cache.
     written: u64,
-    /// How many of them are on the medium, or are known to be lost.
+    /// Number of them that are on the medium, or known to be lost.
     settled: u64,
-    /// How often acknowledged writes were lost.
+    /// Number of times that acknowledged writes were lost.
     losses: u64,
-    /// How many writes had been acknowledged at the last loss, until that is reported.
+    /// Writes that had been acknowledged at the last loss, until that is reported.
     lost: Option<u64>,
 }
 
-/// What a flush covers.
+/// Writes that a flush covers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FlushMark {
     written: u64,
@@ -339,7 +345,7 @@ impl WriteCache {
         }
     }
 
-    /// Whether a flush has to fail.
+    /// Returns whether a flush has to fail.
     #[must_use]
     pub fn has_lost(&self) -> bool {
         self.lost.is_some()
@@ -368,7 +374,7 @@ impl WriteCache {
         self.written += 1;
     }
 
-    /// Whether nothing waits for a flush, and none has to fail.
+    /// Returns whether nothing waits for a flush, and none has to fail.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         self.written == self.settled && self.lost.is_none()
@@ -395,16 +401,16 @@ pub fn books(cache: Option<WriteCache>, is_on: Option<bool>) -> Option<WriteCach
     }
 }
 
-/// Whether a command puts everything that was acknowledged onto the medium: SYNCHRONIZE CACHE (SBC-3
-/// clauses 5.25 and 5.26) of the whole medium.
+/// Returns whether a command puts everything that was acknowledged onto the medium: SYNCHRONIZE
+/// CACHE (SBC-3 clauses 5.25 and 5.26) of the whole medium.
 #[must_use]
 pub fn is_flush(command: &Command) -> bool {
     let row = Opcode::of(command.cdb.as_bytes());
     row.kind == Kind::Flush && command.effect == Effect::Medium
 }
 
-/// Whether a command leaves something in a volatile cache: all that change the medium, but for flushes
-/// and writes with FUA.
+/// Returns whether a command leaves something in a volatile cache: all that change the medium,
+/// but for flushes and writes with FUA.
 #[must_use]
 pub fn is_cached(command: &Command) -> bool {
     const WITH_FUA: [&Opcode; 3] = [

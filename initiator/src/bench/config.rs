@@ -1,4 +1,4 @@
-//! What a benchmark does.
+//! Configuration of a benchmark.
 
 use std::ops::Range;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What a benchmark found.
+//! Results of a benchmark.
 //!
 //! Units bear their names: `_ns` nanoseconds, `_bytes` bytes, `bytes_per_second` bytes, `iops`
 //! operations per second. They are those of fio's JSON (`lat_ns`, `bw_bytes`, `iops`).
@@ -92,7 +92,7 @@ pub struct Report {
     pub block_size: u32,
     /// Operations of one job in flight.
     pub depth: u32,
-    /// Number of jobs.
+    /// Number of concurrent jobs.
     pub jobs: u32,
     /// Time that the figures are from, in seconds.
     pub runtime_seconds: f64,

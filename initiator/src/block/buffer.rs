@@ -60,7 +60,7 @@ impl Buffer {
         self.slice.len()
     }
 
-    /// Whether it holds no byte.
+    /// Returns whether it holds no byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slice.is_empty()

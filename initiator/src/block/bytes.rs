@@ -49,7 +49,7 @@ impl Span {
         }
     }
 
-    /// Whether the range is whole blocks.
+    /// Returns whether the range is whole blocks.
     #[must_use]
     pub fn is_aligned(&self) -> bool {
         self.covering == self.len

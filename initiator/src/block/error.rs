@@ -1,4 +1,4 @@
-//! Why a block operation failed.
+//! Failures of block operations.
 
 use thiserror::Error;
 

@@ -96,8 +96,9 @@ pub struct Extent {
 
 /// A disk with many operations in flight, in any order.
 ///
-/// Who checks what: the caller keeps offsets, lengths and buffers within [`Geometry`] and on block
-/// boundaries; a device may assert it. Overlapping operations in flight have no order among them.
+/// Division of checks: the caller keeps offsets, lengths and buffers within [`Geometry`] and on
+/// block boundaries; a device may assert it. Overlapping operations in flight have no order among
+/// them.
 pub trait BlockDevice: Send + Sync + 'static {
     /// Size and limits. They stay the same for the life of the device.
     fn geometry(&self) -> &Geometry;

@@ -50,7 +50,7 @@ pub struct Args {
     pub verb: Verb,
 }
 
-/// Format of results.
+/// Format in which results are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// Text for people

@@ -96,7 +96,8 @@ fn not_found(args: &DetachArgs) -> CliError {
     .help("`riser list` shows what is attached")
 }
 
-/// Whether an id still means the same attachment: that of the same process, or of one that has taken it over.
+/// Returns whether an id still means the same attachment: that of the same process, or of one
+/// that has taken it over.
 fn is_same(before: &Attachment, now: &Attachment) -> bool {
     (before.pid, before.started) == (now.pid, now.started)
         || (&before.url, before.export.path()) == (&now.url, now.export.path())

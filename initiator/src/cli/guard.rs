@@ -1,5 +1,5 @@
-//! What must not be overwritten by mistake: a unit that this host has attached, or one that carries a file
-//! system, a partition table or the like.
+//! Units that must not be overwritten by mistake: a unit that this host has attached, or one that
+//! carries a file system, a partition table or the like.
 
 use std::fs;
 use std::io::ErrorKind;

@@ -15,7 +15,7 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 /// Wait for a lock after which it is logged.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// Interval of attempts.
+/// Interval between two attempts.
 const INTERVAL: Duration = Duration::from_millis(10);
 
 /// Longest part of a command line that is shown, in characters.

@@ -1,5 +1,5 @@
-//! What other users of this host have attached, as far as this one can see it: their lists of attachments,
-//! which root can read, and their FUSE mounts, which everybody can.
+//! Attachments of other users of this host, as far as this one can see it: their lists of
+//! attachments, which root can read, and their FUSE mounts, which everybody can.
 //!
 //! These files are written by other users, so nothing is changed or waited for, and what cannot be read as
 //! an attachment is left out.
@@ -62,9 +62,9 @@ fn read(path: &Path) -> Option<Attachment> {
     serde_json::from_slice(&text).ok()
 }
 
-/// Whether users other than root can have such an attachment. Only root has block devices and mounts: a caller
-/// opens the former, and does not mount a unit of the latter, so a user could have root open any file, or
-/// keep it from mounting.
+/// Returns whether users other than root can have such an attachment. Only root has block devices
+/// and mounts: a caller opens the former, and does not mount a unit of the latter, so a user
+/// could have root open any file, or keep it from mounting.
 fn is_of_users(attachment: &Attachment) -> bool {
     matches!(attachment.export, Export::Fuse { .. } | Export::Nbd { .. })
 }

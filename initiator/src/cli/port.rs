@@ -123,7 +123,7 @@ impl ExportPort {
         self.port
     }
 
-    /// Whether a process had it that did not end properly.
+    /// Returns whether a process had it that did not end properly.
     pub(super) fn is_inherited(&self) -> bool {
         self.is_inherited
     }

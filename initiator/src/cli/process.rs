@@ -1,4 +1,4 @@
-//! What a process that serves a disk asks of the kernel for itself.
+//! Requests of a process that serves a disk to the kernel, for itself.
 
 #![allow(
     unsafe_code,

@@ -163,7 +163,7 @@ impl Attachment {
         }
     }
 
-    /// Whether the process that serves it is alive.
+    /// Returns whether the process that serves it is alive.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         process_start(self.pid) == Some(self.started)

@@ -51,7 +51,7 @@ impl ClientBuilder {
         self
     }
 
-    /// Times of sessions.
+    /// Waits and intervals of sessions.
     #[must_use]
     pub fn timing(mut self, timing: Timing) -> Self {
         self.timing = timing;
@@ -89,8 +89,8 @@ impl ClientBuilder {
         self
     }
 
-    /// Whether [`Self::port`] is that of an earlier life which ended without closing its sessions: its
-    /// commands may still be on their way. Default: no.
+    /// Says whether [`Self::port`] is that of an earlier life which ended without closing its
+    /// sessions: its commands may still be on their way. Default: no.
     #[must_use]
     pub fn recovers(mut self, recovers: bool) -> Self {
         self.recovers = recovers;

@@ -37,7 +37,7 @@ impl Client {
         ClientBuilder::default()
     }
 
-    /// The device's name.
+    /// Name of the RDMA device.
     #[must_use]
     pub fn device(&self) -> &str {
         &self.0.device.name
@@ -72,13 +72,13 @@ pub(super) struct DeviceInfo {
     pub(super) name: String,
     pub(super) guid: u64,
     pub(super) region_segments: u32,
-    /// Whether a receive reports which key the peer has invalidated.
+    /// A receive reports which key the peer has invalidated.
     pub(super) reports_invalidation: bool,
     pub(super) pkeys: Vec<PKey>,
 }
 
 impl DeviceInfo {
-    /// Those of an engine without a device.
+    /// Attributes of an engine without a device.
     pub(super) fn none() -> Self {
         Self {
             name: "none".to_owned(),
@@ -107,7 +107,7 @@ impl DeviceInfo {
         }
     }
 
-    /// Whether the device is in a partition, as a full member or a limited one.
+    /// Returns whether the device is in a partition, as a full member or a limited one.
     pub(super) fn has_pkey(&self, pkey: u16) -> bool {
         self.pkeys.iter().any(|p| p.0 & 0x7fff == pkey & 0x7fff)
     }
@@ -126,7 +126,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// A random number.
+    /// A random number from the surroundings.
     pub(super) fn random(&self) -> u64 {
         let random = self.random.lock();
         random.unwrap_or_else(PoisonError::into_inner).u64(..)

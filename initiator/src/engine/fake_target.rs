@@ -31,7 +31,7 @@ const STAGING: usize = RECVS * RECV_LEN;
 const REPLY: usize = STAGING + (4 << 20);
 const REPLY_LEN: usize = 512;
 
-/// What the target does wrong, and what it saw.
+/// Misbehaviour of the target, and its observations.
 #[derive(Default)]
 pub(crate) struct Knobs {
     /// So many commands get no answer.

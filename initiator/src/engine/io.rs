@@ -37,26 +37,26 @@ pub enum IoData {
     /// The command has no data.
     #[default]
     None,
-    /// One buffer.
+    /// One buffer for all data.
     One(Buffer),
-    /// Several, in order.
+    /// Several buffers, in order.
     Many(Vec<Buffer>),
 }
 
 impl IoData {
-    /// Length in bytes.
+    /// Length of the data, in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.buffers().iter().map(Buffer::len).sum()
     }
 
-    /// Whether there is no byte.
+    /// Returns whether there is no byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The buffers.
+    /// Buffers in the order of the data.
     #[must_use]
     pub fn buffers(&self) -> &[Buffer] {
         match self {
@@ -86,15 +86,15 @@ impl IoData {
 /// A command for a logical unit, with its memory.
 #[derive(Debug)]
 pub struct ScsiIo {
-    /// Logical unit.
+    /// Logical unit of the command.
     pub lun: LunId,
-    /// What to do.
+    /// SCSI command to carry out.
     pub command: Command,
-    /// Task attribute.
+    /// Task attribute of the command.
     pub attr: TaskAttr,
     /// Memory of the data.
     pub data: IoData,
-    /// How long it may take, retries and reconnections included.
+    /// Longest duration, retries and reconnections included.
     pub timeout: Duration,
     /// Repetition on the target's wish.
     pub retry: Retry,
@@ -115,7 +115,7 @@ impl ScsiIo {
     }
 }
 
-/// How a command ended, and its memory.
+/// End of a command, with its memory.
 #[derive(Debug)]
 pub struct IoEnd {
     /// The target's answer, or why there is none.
@@ -173,7 +173,7 @@ pub trait Workload: Send {
     /// Begins: submit the first commands.
     fn start(&mut self, queue: &mut WorkQueue);
 
-    /// A command ended.
+    /// Handles the end of the command with that token.
     fn complete(&mut self, token: u64, end: IoEnd, queue: &mut WorkQueue);
 }
 

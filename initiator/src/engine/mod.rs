@@ -58,10 +58,10 @@ use crate::session::Down;
 use crate::srp::discovery::DiscoveryError;
 use crate::url::SecretError;
 
-/// How long a call of a session may take unless told otherwise.
+/// Longest duration of a call of a session, by default.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Why the engine could not do something.
+/// Failure of the engine.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The device or the operating system refused at the start.

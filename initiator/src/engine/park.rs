@@ -1,4 +1,4 @@
-//! Where the engine sleeps, and how others wake it.
+//! Sleep of the engine's thread, and its wake-up by others.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -26,7 +26,7 @@ pub struct BufferPool(Arc<Inner>);
 struct Inner {
     memory: Memory,
     state: Mutex<State>,
-    /// Those that poll [`BufferPool::try_take`] instead of standing in the queue.
+    /// Waiters that poll [`BufferPool::try_take`] instead of standing in the queue.
     pollers: BufferWaiters,
 }
 
@@ -144,7 +144,7 @@ impl BufferPool {
         })))
     }
 
-    /// The mapping.
+    /// Memory that holds every buffer.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.0.memory

@@ -16,7 +16,8 @@ use crate::session::Timing;
 use crate::url::IscsiUrl;
 use crate::url::{Host, MAX_PORTALS, Portal, TargetUrl};
 
-/// How often a unit that offers asymmetric access is asked about it, and a path that it refused.
+/// Interval at which a unit that offers asymmetric access is asked about it, and a path that it
+/// refused.
 const RECHECK: Duration = Duration::from_secs(5);
 
 impl Client {

@@ -44,7 +44,7 @@ impl std::fmt::Debug for Session {
 }
 
 impl Session {
-    /// The engine.
+    /// Engine that the session belongs to.
     #[must_use]
     pub fn client(&self) -> &Client {
         &self.handle.client
@@ -63,7 +63,7 @@ impl Session {
         self
     }
 
-    /// How long a call may take.
+    /// Longest duration of a call.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.timeout
@@ -81,7 +81,7 @@ impl Session {
         }
     }
 
-    /// Whether it works, and what happened to it.
+    /// State of the session, and its history.
     #[must_use]
     pub fn status(&self) -> &SessionStatus {
         &self.handle.status

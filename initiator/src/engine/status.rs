@@ -1,4 +1,4 @@
-//! What anybody may know of a session at any time.
+//! State of a session, for readers on every thread at any time.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,17 +9,17 @@ use serde::{Deserialize, Serialize};
 use crate::paths::{PathState, PathView};
 use crate::session::{Down, SessionEvent};
 
-/// Whether a session works.
+/// State of the link between a session and its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LinkState {
     /// Logging in for the first time.
     Connecting = 0,
-    /// Commands flow.
+    /// Logged in; commands flow.
     Live = 1,
     /// The connection broke; a new one is being made.
     Reconnecting = 2,
-    /// Over.
+    /// The session is over.
     Closed = 3,
 }
 
@@ -43,16 +43,16 @@ struct Details {
     cache: Option<[u8; 16]>,
 }
 
-/// What the end of a session would lose that is down.
+/// Losses that the end of a session would cause while it is down.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pending {
     /// Operations that wait for the target.
     pub operations: usize,
-    /// Whether acknowledged writes may be in the target's volatile cache only.
+    /// Acknowledged writes may be in the target's volatile cache only.
     pub unflushed: bool,
 }
 
-/// How a session is at one moment.
+/// State of a session at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionReport {
     /// The session as a whole.
@@ -64,14 +64,14 @@ pub struct SessionReport {
     pub cache: Option<[u8; 16]>,
 }
 
-/// How a session is as a whole.
+/// State of a session as a whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkReport {
-    /// Whether it works.
+    /// State of the link to the target.
     pub state: LinkState,
     /// Since when, in seconds since 1970.
     pub since: u64,
-    /// Why it was down the last time.
+    /// Reason for its last outage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
     /// While it is down, what its end would lose.
@@ -82,19 +82,19 @@ pub struct LinkReport {
 /// One of several paths to a unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PathReport {
-    /// Where it leads through.
+    /// Portal of the target through which it leads.
     pub portal: String,
-    /// How it is.
+    /// State of the path.
     pub state: PathState,
-    /// How often it was lost after it had been live.
+    /// Losses after it had been live.
     pub losses: u64,
-    /// Why it is not live, or was not the last time.
+    /// Reason for not being live, now or the last time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
 }
 
 impl SessionStatus {
-    /// Whether it works.
+    /// State of the link to the target.
     #[must_use]
     pub fn link(&self) -> LinkState {
         match self.state.load(Ordering::Acquire) {
@@ -105,19 +105,19 @@ impl SessionStatus {
         }
     }
 
-    /// How often it had to reconnect.
+    /// Number of times that it had to reconnect.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
         self.reconnects.load(Ordering::Relaxed)
     }
 
-    /// Why it was last down.
+    /// Reason for its last outage.
     #[must_use]
     pub fn last_down(&self) -> Option<Down> {
         self.lock().last
     }
 
-    /// How it is.
+    /// State of the session at this moment.
     #[must_use]
     pub fn report(&self) -> SessionReport {
         self.report_of(&self.lock())
@@ -199,7 +199,7 @@ impl SessionStatus {
         before
     }
 
-    /// What waits for the target, while that is away.
+    /// Sets the work that waits for the target while that is away.
     pub(super) fn set_pending(&self, pending: Pending) {
         let mut details = self.lock();
         if details.pending != pending {
@@ -208,7 +208,7 @@ impl SessionStatus {
         }
     }
 
-    /// See [`SessionReport::cache`].
+    /// Sets the generation that [`SessionReport::cache`] reports.
     pub(super) fn set_cache(&self, generation: Option<[u8; 16]>) {
         let mut details = self.lock();
         if details.cache != generation {

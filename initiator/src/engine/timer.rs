@@ -83,7 +83,7 @@ impl Timers {
         self.0.push(Entry { at, sender });
     }
 
-    /// When the next one is due.
+    /// Time at which the next one is due.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.0.peek().map(|entry| entry.at)
     }

@@ -38,7 +38,7 @@ pub enum UnmountError {
     /// It is in use.
     #[error("{} is busy", .0.display())]
     Busy(PathBuf),
-    /// Any other failure.
+    /// Any other failure of the mount.
     #[error("cannot unmount {}", path.display())]
     Failed {
         /// Path of the mount.
@@ -129,7 +129,7 @@ impl FuseMount {
         &self.file
     }
 
-    /// Whether it is unmounted and everything is answered.
+    /// Returns whether it is unmounted and everything is answered.
     #[must_use]
     pub fn is_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)

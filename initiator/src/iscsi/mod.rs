@@ -18,10 +18,10 @@ use self::session::SessionConfig;
 use crate::session::{PING, Timing};
 use crate::url::{Carrier, IscsiUrl, SecretError};
 
-/// Where open-iscsi keeps the name of this host's initiator.
+/// File in which open-iscsi keeps the name of this host's initiator.
 const NAME_FILE: &str = "/etc/iscsi/initiatorname.iscsi";
 
-/// What the name begins with where nobody has given this host one.
+/// Beginning of the name of a host that has not been given one.
 const OWN_NAME: &str = "iqn.2026-01.local.riser:";
 
 /// Longest data segment that we take unless told otherwise, in bytes.
@@ -68,14 +68,14 @@ const ISER_KEYS: &[Key] = &[
     Key::TaggedBufferForSolicitedDataOnly,
 ];
 
-/// What bounds a session besides its address.
+/// Bounds of a session that its address does not set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Commands outstanding where the address says nothing else.
     pub queue_size: u16,
     /// Requests taken and not yet completed at most.
     pub max_requests: usize,
-    /// Times.
+    /// Waits and intervals of the session.
     pub timing: Timing,
 }
 
@@ -86,7 +86,7 @@ pub fn isid(random: u64) -> Isid {
     Isid([0x80, a, b, c, d, e])
 }
 
-/// What a session at an address is made with.
+/// Plans the configuration of a session at an address.
 ///
 /// # Errors
 /// The address has users whose passwords are not to be had.

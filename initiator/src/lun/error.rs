@@ -1,4 +1,4 @@
-//! Why operations on logical units fail.
+//! Failures of operations on logical units.
 
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 
@@ -9,16 +9,16 @@ use crate::request::{Answer, GOOD, RequestError};
 /// SCSI status RESERVATION CONFLICT.
 const RESERVATION_CONFLICT: u8 = 0x18;
 
-/// Why an operation on a logical unit failed.
+/// Failure of an operation on a logical unit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LunError {
     /// There is no answer.
     #[error(transparent)]
     Request(#[from] RequestError),
-    /// CHECK CONDITION.
+    /// The unit answered CHECK CONDITION.
     #[error("{key}: {additional}")]
     Check {
-        /// Sense key.
+        /// Sense key of the answer.
         key: SenseKey,
         /// Additional sense code and qualifier.
         additional: AdditionalSense,
@@ -29,12 +29,12 @@ pub enum LunError {
     /// The command moved less than it should have.
     #[error("{got} of {want} bytes transferred")]
     Short {
-        /// Bytes asked for.
+        /// Bytes that were asked for.
         want: u32,
-        /// Bytes moved.
+        /// Bytes that have been moved.
         got: u32,
     },
-    /// What the target told of the unit cannot be.
+    /// The target reported something of the unit that cannot be.
     #[error("target's {0} cannot be worked with")]
     Malformed(&'static str),
     /// The target has no logical unit of that number: LOGICAL UNIT NOT SUPPORTED (SPC-4

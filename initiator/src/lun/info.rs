@@ -16,20 +16,20 @@ use crate::request::RequestError;
 use crate::scsi::{BlockLimits, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning};
 use crate::unit::Snapshot;
 
-/// What a logical unit is.
+/// Properties of a logical unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LunInfo {
-    /// Its number.
+    /// Number of the unit.
     pub lun: LunId,
-    /// Who made it.
+    /// Standard INQUIRY data: vendor, product, revision.
     pub inquiry: Inquiry,
     /// Serial number and designators.
     pub identity: Identity,
-    /// Size.
+    /// Number of blocks, and their length.
     pub capacity: Capacity,
-    /// Limits.
+    /// Limits of single commands.
     pub limits: BlockLimits,
-    /// What deallocation it knows.
+    /// Kinds of deallocation that it supports.
     pub provisioning: Provisioning,
     /// Caching and write protection.
     pub caching: CachingPage,

@@ -42,7 +42,7 @@ const STATUS_LEN: u32 = (lba_status::HEADER_LEN + lba_status::DESCRIPTOR_LEN * S
 struct LunShared {
     info: LunInfo,
     geometry: Geometry,
-    /// Whether WRITE SAME has not been refused so far.
+    /// WRITE SAME has not been refused so far.
     writes_same: AtomicBool,
     /// The session sees to it that the unit stays the same as long as this lives.
     _watch: Arc<()>,
@@ -56,7 +56,7 @@ pub struct Lun {
 }
 
 impl Lun {
-    /// What it is.
+    /// Properties found when it was opened.
     #[must_use]
     pub fn info(&self) -> &LunInfo {
         &self.shared.info
@@ -284,7 +284,7 @@ impl Lun {
         Ok(())
     }
 
-    /// What the range holds, from its start on, as far as one command tells.
+    /// Asks for the extents of a range, from its start on, as far as one command reports them.
     ///
     /// # Errors
     /// [`LunError`].

@@ -1,4 +1,4 @@
-//! How the connections of an export share the device's buffers.
+//! Shares of the connections of an export in the device's buffers.
 //!
 //! A reply holds its buffer until the client has taken it, so a client that does not read holds what
 //! it was given for as long as it likes, on as many connections as it likes. Half of the buffers are

@@ -69,7 +69,6 @@ pub(super) struct Handshake {
     pub(super) export: Export,
     /// The answer to `EXPORT_NAME` has no padding.
     pub(super) no_zeroes: bool,
-    /// Replies are structured.
     pub(super) structured: bool,
     /// The context `base:allocation` has been selected.
     pub(super) base_allocation: bool,

@@ -45,16 +45,21 @@ pub struct Progress {
 enum State {
     /// The greeting is out; four bytes of flags come.
     ClientFlags,
-    /// Options are expected.
     Options,
     /// The rest of an option that was refused for its length.
-    SkipOption { left: u32 },
-    /// Requests are expected.
+    SkipOption {
+        left: u32,
+    },
     Request,
     /// The payload of a write that was handed out.
-    Payload { left: u32 },
+    Payload {
+        left: u32,
+    },
     /// The payload of a write that was refused; then the refusal goes out.
-    SkipPayload { left: u32, reply: Refusal },
+    SkipPayload {
+        left: u32,
+        reply: Refusal,
+    },
     /// The connection has ended.
     Closed,
 }
@@ -107,13 +112,13 @@ impl Machine {
         (!self.output.is_empty()).then(|| std::mem::take(&mut self.output))
     }
 
-    /// Whether reads and status requests must be answered in chunks.
+    /// Returns whether reads and status requests must be answered in chunks.
     #[must_use]
     pub fn is_structured(&self) -> bool {
         self.handshake.structured
     }
 
-    /// Whether nothing more is expected from the client.
+    /// Returns whether nothing more is expected from the client.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.state == State::Closed

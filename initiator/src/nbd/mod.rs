@@ -71,7 +71,7 @@ impl Export {
         flags | flag::SEND_FUA | flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO
     }
 
-    /// Whether a name that a client gives means this export.
+    /// Returns whether a name that a client gives means this export.
     #[must_use]
     pub fn is_named(&self, name: &[u8]) -> bool {
         name.is_empty() || name == self.name.as_bytes()

@@ -160,7 +160,7 @@ impl Shared {
         &self.account
     }
 
-    /// Whether every request is answered and every answer sent.
+    /// Returns whether every request is answered and every answer sent.
     pub(super) fn is_idle(&self) -> bool {
         self.in_flight.load(Ordering::SeqCst) == 0 && self.lock().pieces.is_empty()
     }

@@ -30,7 +30,7 @@ pub struct NbdRequest {
 /// Command of a request on its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Read the range.
+    /// Read the range from the device.
     Read {
         /// All in one chunk.
         dont_fragment: bool,

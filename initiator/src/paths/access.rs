@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-/// How a unit may be used on a path; the best first.
+/// Access to a unit on a path; the best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Access {
     /// As well as on any.
@@ -27,7 +27,8 @@ impl Access {
     }
 }
 
-/// Whether a unit tells its access states: TPGS of standard INQUIRY data (SPC-4 clause 6.6.2).
+/// Returns whether a unit tells its access states: TPGS of standard INQUIRY data (SPC-4 clause
+/// 6.6.2).
 #[must_use]
 pub fn is_offered(inquiry: &[u8]) -> bool {
     inquiry.get(5).is_some_and(|b| b & 0x30 != 0)

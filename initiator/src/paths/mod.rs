@@ -95,7 +95,7 @@ use crate::unit::Snapshot;
 pub struct Paths {
     config: PathsConfig,
     paths: Vec<Path>,
-    /// Who the unit is, once a path has told.
+    /// Identity of the unit, once a path has reported it.
     unit: Option<Snapshot>,
     requests: Slab<PathRequest>,
     /// Requests that are on no path, in order of submission. Bound: `config.max_requests`.
@@ -103,7 +103,7 @@ pub struct Paths {
     next_seq: u64,
     /// The path that the last request took.
     last: usize,
-    /// What was last told of the whole; `None` until every path has been tried once.
+    /// State of the whole that was reported last; `None` until every path has been tried once.
     is_live: Option<bool>,
     /// It is being closed, for this reason.
     ending: Option<Down>,
@@ -146,7 +146,7 @@ impl Paths {
         self.outputs.pop_front()
     }
 
-    /// How each path is.
+    /// State of each path.
     pub fn views(&self) -> impl Iterator<Item = PathView> + '_ {
         self.paths.iter().map(Path::view)
     }
@@ -188,8 +188,8 @@ impl Paths {
             .min_by_key(|&i| (self.paths[i].access, self.paths[i].outstanding))
     }
 
-    /// Whether something has to end before a request may start: an earlier request with which its
-    /// order matters, or what may still be on its way from a lost path.
+    /// Returns whether something has to end before a request may start: an earlier request with
+    /// which its order matters, or what may still be on its way from a lost path.
     fn must_wait(&self, index: u32) -> bool {
         let request = &self.requests[index as usize];
         let RequestSpec { lun, effect, .. } = request.spec;
@@ -233,7 +233,8 @@ impl Paths {
         self.pump();
     }
 
-    /// Whether the unit refused a command because of the path it came by, without carrying it out.
+    /// Returns whether the unit refused a command because of the path it came by, without
+    /// carrying it out.
     fn is_refused(&self, index: u32, answer: &Answer) -> bool {
         let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
         let refused = matches!(
@@ -250,8 +251,8 @@ impl Paths {
         is_ours && refused && answer.status == CHECK_CONDITION && self.ending.is_none()
     }
 
-    /// Whether a path no longer leads to the unit: LOGICAL UNIT NOT SUPPORTED. The command was not
-    /// carried out.
+    /// Returns whether a path no longer leads to the unit: LOGICAL UNIT NOT SUPPORTED. The
+    /// command was not carried out.
     fn is_gone(&self, index: u32, answer: &Answer) -> bool {
         let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
         let is_missing = matches!(

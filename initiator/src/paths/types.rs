@@ -1,4 +1,4 @@
-//! What paths are made with, what they ask for, and what they tell.
+//! Configuration, outputs and reports of paths.
 
 use std::time::{Duration, Instant};
 
@@ -13,16 +13,16 @@ use crate::request::{Effect, RequestId, RequestResult, RequestSpec};
 use crate::session::{Down, SessionEvent, Timing};
 use crate::unit::Snapshot;
 
-/// What paths are made with.
+/// Configuration of the paths to a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathsConfig {
-    /// How many there are.
+    /// Number of paths to the unit.
     pub paths: u8,
     /// Requests taken and not yet completed at most.
     pub max_requests: usize,
     /// Times: of logins and of the waits between them.
     pub timing: Timing,
-    /// How often a unit that offers asymmetric access is asked about it.
+    /// Interval at which a unit that offers asymmetric access is asked about it.
     pub recheck: Duration,
 }
 
@@ -30,8 +30,8 @@ pub struct PathsConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PathIndex(pub u8);
 
-/// What a session is with. Two sessions of one initiator port with the same are never there at once:
-/// the later takes the place of the earlier.
+/// Target port of a session. Two sessions of one initiator port with the same are never there at
+/// once: the later takes the place of the earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortTag {
     /// A portal group of the target, for iSCSI.
@@ -40,22 +40,22 @@ pub enum PortTag {
     Port(TargetPortId),
 }
 
-/// What a unit tells of itself on a path.
+/// Report of a unit on a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Who it is.
+    /// Identity of the unit.
     pub unit: Snapshot,
-    /// How it may be used there; `None` where the unit makes no difference among paths.
+    /// Access to it there; `None` where the unit makes no difference among paths.
     pub access: Option<Access>,
 }
 
-/// How a path is.
+/// State of a path, for users.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PathState {
     /// It has not been usable yet.
     Connecting,
-    /// In use.
+    /// In use for requests.
     Live,
     /// It works, but the unit wants to be used by another.
     Standby,
@@ -65,28 +65,28 @@ pub enum PathState {
     OtherUnit,
 }
 
-/// How a path is, with what people want to know besides.
+/// State of a path, and its history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathView {
-    /// How it is.
+    /// State of the path.
     pub state: PathState,
-    /// How often it was lost after it had been live.
+    /// Losses after it had been live.
     pub losses: u64,
-    /// Why it is not live, or was not the last time.
+    /// Reason for not being live, now or the last time.
     pub why: Option<Down>,
 }
 
-/// What the owner is to do.
+/// A request to the owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Make a session of the path's own initiator port, at the portal of the path `through`, in the
     /// given time; then [`Paths::handle_live`] or [`Paths::handle_closed`].
     Open {
-        /// Whose initiator port.
+        /// Path whose initiator port logs in.
         path: PathIndex,
-        /// Whose portal.
+        /// Path whose portal is logged in to.
         through: PathIndex,
-        /// How long the login may take.
+        /// Longest duration of the login.
         patience: Duration,
     },
     /// Identify the unit and its access state on the path, then [`Paths::handle_checked`].
@@ -95,9 +95,9 @@ pub enum Output {
     Close(PathIndex),
     /// Hand the request to the path's session, then [`Paths::handle_ended`].
     Start {
-        /// The request.
+        /// The request to submit.
         request: RequestId,
-        /// By which path.
+        /// Path by which it goes.
         path: PathIndex,
     },
     /// The request is over.
@@ -139,7 +139,7 @@ impl State for Stage {
     }
 }
 
-/// Which login shows that the commands of a lost session are over.
+/// Login that shows that the commands of a lost session are over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Proof {
     /// One at that target port, which the session was with.
@@ -153,32 +153,32 @@ pub(super) enum Proof {
 #[derive(Debug)]
 pub(super) struct Path {
     pub(super) stage: Stage,
-    /// What the last session through the own portal was with.
+    /// Target port of the last session through the own portal.
     pub(super) port: Option<PortTag>,
     pub(super) access: Access,
     /// Requests handed to the session.
     pub(super) outstanding: u32,
     /// Commands of a lost session may still be carried out.
     pub(super) unfenced: bool,
-    /// What shows that they are over, while [`Self::unfenced`].
+    /// Login that shows that they are over, while [`Self::unfenced`].
     pub(super) proof: Proof,
-    /// When they are taken to be over without a proof; `None` where one is waited for.
+    /// Time at which they are taken to be over without a proof; `None` where one is waited for.
     pub(super) settled_at: Option<Instant>,
     /// Its session was in use, and its end is awaited.
     pub(super) is_ending: bool,
     /// The target ends a session's commands before it answers the login that takes its place.
     pub(super) is_trusted: bool,
-    /// What those of them change that are no requests any more. Bound: the requests that were
+    /// Effects of those of them that are no requests any more. Bound: the requests that were
     /// outstanding when the path was lost.
     pub(super) ghosts: Vec<(WireLun, Effect)>,
     pub(super) backoff: Duration,
-    /// How long the next login may take.
+    /// Longest duration of the next login.
     pub(super) patience: Duration,
     /// The next attempt goes to the own portal, whatever there is to fence.
     pub(super) own_next: bool,
     /// It has been live, or an attempt has failed.
     pub(super) is_decided: bool,
-    /// When the unit is asked about its access again.
+    /// Time at which the unit is asked about its access again.
     pub(super) recheck: Option<Instant>,
     pub(super) is_foreign: bool,
     pub(super) was_live: bool,
@@ -211,9 +211,9 @@ impl Path {
         }
     }
 
-    /// Whether a login at that target port, by the own portal or another one, shows that nothing of the
-    /// lost session can be carried out any more. A session of SRP may belong to one port of the target's
-    /// device, so that only its own portal leads to it.
+    /// Returns whether a login at that target port, by the own portal or another one, shows that
+    /// nothing of the lost session can be carried out any more. A session of SRP may belong to
+    /// one port of the target's device, so that only its own portal leads to it.
     pub(super) fn is_proved(&self, port: Option<PortTag>, is_own: bool) -> bool {
         let is_kept = match port {
             Some(PortTag::Group(_)) => true,
@@ -250,7 +250,7 @@ impl Path {
 /// Assignment of a request to a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Assignment {
-    /// On no path.
+    /// With no path, in the queue.
     Waiting,
     /// With the session of that path.
     On(PathIndex),
@@ -260,7 +260,6 @@ pub(super) enum Assignment {
 #[derive(Debug)]
 pub(super) struct PathRequest {
     pub(super) spec: RequestSpec,
-    /// Order of submission.
     pub(super) seq: u64,
     pub(super) assignment: Assignment,
     /// It was lost with that path, which must be fenced before it may start again.

@@ -22,13 +22,13 @@ impl Cdb {
         Some(cdb)
     }
 
-    /// The bytes.
+    /// Bytes of the CDB, as they are sent.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.len)]
     }
 
-    /// Byte 0.
+    /// Operation code, in byte 0.
     #[must_use]
     pub fn opcode(&self) -> u8 {
         self.bytes[0]
@@ -52,14 +52,14 @@ impl std::fmt::Debug for Cdb {
     }
 }
 
-/// Which way a command's data goes, and how much, in bytes.
+/// Direction of a command's data, and their length in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DataLen {
-    /// No data.
+    /// The command has no data.
     #[default]
     None,
-    /// From the target.
+    /// Data from the target.
     In(u32),
-    /// To the target.
+    /// Data to the target.
     Out(u32),
 }

@@ -1,4 +1,4 @@
-//! What a session of any protocol carries out: requests, their ends, and what may be done twice.
+//! Work of a session of any protocol: requests, their ends, and which of them may be done twice.
 //!
 //! `table` holds a session's requests, and decides what becomes of one whose attempt is over.
 
@@ -19,22 +19,22 @@ pub use self::command::{Cdb, DataLen, MAX_CDB};
 pub const GOOD: u8 = 0x00;
 /// SCSI status CHECK CONDITION.
 pub const CHECK_CONDITION: u8 = 0x02;
-/// SCSI status BUSY.
+/// SCSI status BUSY (SAM-5).
 pub const BUSY: u8 = 0x08;
 /// SCSI status TASK SET FULL.
 pub const TASK_SET_FULL: u8 = 0x28;
 /// SCSI status TASK ABORTED.
 pub const TASK_ABORTED: u8 = 0x40;
 
-/// What a command changes, and so whether it may be carried out twice.
+/// Effect of a command, which decides whether it may be carried out twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing: reads, inquiries.
+    /// It changes nothing: reads, inquiries.
     None,
     /// Blocks of the logical unit, to a state that does not depend on what they held: writes,
     /// unmaps. Doing it twice leaves what doing it once leaves.
     Blocks {
-        /// First block.
+        /// First logical block address.
         start: u64,
         /// Block after the last.
         end: u64,
@@ -46,13 +46,13 @@ pub enum Effect {
 }
 
 impl Effect {
-    /// Whether the command may be sent again when nobody knows if it was carried out.
+    /// Returns whether the command may be sent again when nobody knows if it was carried out.
     #[must_use]
     pub fn is_replayable(self) -> bool {
         self != Self::Other
     }
 
-    /// Whether the order of two commands matters for the medium.
+    /// Returns whether the order of two commands matters for the medium.
     #[must_use]
     pub fn conflicts(self, other: Self) -> bool {
         match (self, other) {
@@ -65,7 +65,7 @@ impl Effect {
     }
 }
 
-/// Whether a session repeats a command by itself when the target is busy or not ready.
+/// Repetition of a command by the session itself, when the target is busy or not ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retry {
     /// After BUSY, TASK SET FULL, a unit attention and the like: conditions under which the command
@@ -81,32 +81,32 @@ pub enum Retry {
 /// A request for a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestSpec {
-    /// Logical unit.
+    /// Logical unit, as on the wire.
     pub lun: WireLun,
-    /// Task attribute.
+    /// Task attribute of the command.
     pub attr: TaskAttr,
-    /// Command descriptor block.
+    /// Command descriptor block to send.
     pub cdb: Cdb,
     /// Data direction and length.
     pub len: DataLen,
-    /// When it must have ended.
+    /// Time at which it ends at the latest.
     pub deadline: Instant,
     /// Repetition on the target's wish.
     pub retry: Retry,
-    /// What it changes.
+    /// Change that it makes to the unit.
     pub effect: Effect,
 }
 
 /// A target's answer to a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// SCSI status.
+    /// SCSI status of the command.
     pub status: u8,
     /// Sense data, if any came.
     pub sense: Option<Box<[u8]>>,
     /// Bytes of the buffer that the command used.
     pub transferred: u32,
-    /// How many bytes more it would have used.
+    /// Bytes more that it would have used.
     pub overflow: u32,
 }
 
@@ -118,7 +118,7 @@ impl Answer {
     }
 }
 
-/// Why a request has no answer.
+/// Reason for a request to have no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// It did not end in time. It may have been carried out if it was sent. The target carries it out
@@ -149,17 +149,17 @@ pub enum RequestError {
     NotStarted(&'static str),
 }
 
-/// How a request ended.
+/// End of a request.
 pub type RequestResult = Result<Answer, RequestError>;
 
 /// Names a request of a session until it is completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u32);
 
-/// What to do after an answer.
+/// Next step after an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Tell the caller.
+    /// Report it to the issuer.
     Report,
     /// Send it again at once.
     Again,
@@ -173,9 +173,10 @@ pub(crate) fn attention_of(answer: &Answer) -> Option<AdditionalSense> {
     (sense.key == SenseKey::UnitAttention).then_some(sense.additional)
 }
 
-/// Whether the unit may be another one after a unit attention, or of another size: a reset of any
-/// kind (29h), CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED
-/// (SPC-4 annex F); or whether it may have a volatile cache from now on: MODE PARAMETERS CHANGED.
+/// Returns whether the unit may be another one after a unit attention, or of another size: a
+/// reset of any kind (29h), CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS
+/// DATA HAS CHANGED (SPC-4 annex F); or whether it may have a volatile cache from now on: MODE
+/// PARAMETERS CHANGED.
 pub(crate) fn may_change_unit(attention: AdditionalSense) -> bool {
     matches!(
         (attention.code, attention.qualifier),
@@ -183,8 +184,8 @@ pub(crate) fn may_change_unit(attention: AdditionalSense) -> bool {
     )
 }
 
-/// Whether commands of ours may have ended without an answer before a unit attention: a reset
-/// (29h), COMMANDS CLEARED BY ANOTHER INITIATOR and its kin (2Fh; SAM-5 clause 5.6).
+/// Returns whether commands of ours may have ended without an answer before a unit attention: a
+/// reset (29h), COMMANDS CLEARED BY ANOTHER INITIATOR and its kin (2Fh; SAM-5 clause 5.6).
 pub(crate) fn may_end_commands(attention: AdditionalSense) -> bool {
     matches!(attention.code, 0x29 | 0x2f)
 }

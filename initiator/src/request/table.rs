@@ -16,20 +16,18 @@ use super::{
     plan_verdict,
 };
 
-/// How one attempt at a request ended.
+/// End of one attempt at a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AttemptEnd {
-    /// The target answered.
     Answered(Answer),
     /// The target refused the request as such.
     Refused(RequestError),
     /// Task management ended it.
     Aborted,
-    /// The connection broke.
     Lost,
 }
 
-/// Where a request is. It may be completed in every state.
+/// State of a request. It may be completed in every state.
 ///
 /// ```text
 ///            ┌────────────── Backoff ←──────────┐
@@ -78,7 +76,7 @@ pub(crate) struct Request<T> {
     pub(crate) spec: RequestSpec,
     /// Order of submission; also tells a request from a later one in the same place.
     pub(crate) seq: u64,
-    /// Attempts begun.
+    /// Attempts that have begun.
     pub(crate) attempts: u8,
     /// Place of the last attempt in the order in which the session began attempts.
     started: u64,
@@ -107,7 +105,7 @@ impl<T: Copy> Request<T> {
     }
 }
 
-/// What became of a request whose attempt is over.
+/// Outcome for a request whose attempt is over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Settled {
     /// It is over; it is to be completed with this.
@@ -118,7 +116,7 @@ pub(crate) enum Settled {
     Later(Instant),
 }
 
-/// What bounds a session's requests.
+/// Bounds of a session's requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Limits {
     /// Requests taken and not completed.
@@ -137,7 +135,8 @@ pub(crate) struct Limits {
 pub(crate) struct Late {
     pub(crate) seq: u64,
     pub(crate) index: u32,
-    /// Which attempt: what ends an earlier one says nothing of the one that is under way.
+    /// Number of the attempt: the end of an earlier one says nothing of the one that is under
+    /// way.
     started: u64,
 }
 
@@ -215,7 +214,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         (self.replays == 0 || !self.must_wait(index)).then_some(index)
     }
 
-    /// Whether an earlier request with an overlapping effect is outstanding.
+    /// Returns whether an earlier request with an overlapping effect is outstanding.
     fn must_wait(&self, index: u32) -> bool {
         let request = self.at(index);
         let effect = request.spec.effect;
@@ -232,7 +231,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         self.is_held = true;
     }
 
-    /// Starts everything again.
+    /// Ends [`Self::hold`]: starts every request again.
     pub(crate) fn release(&mut self) {
         self.is_held = false;
     }
@@ -318,7 +317,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// How the attempt ended whose memory is being taken back.
+    /// End of the attempt whose memory is being taken back.
     pub(crate) fn retiring(&self, index: u32) -> Option<AttemptEnd> {
         match &self.find(index)?.state {
             RequestState::Retiring { end, .. } => Some(end.clone()),

@@ -26,7 +26,6 @@ pub(crate) trait SessionOutput {
 /// The next step with a request whose time has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Expired {
-    /// None.
     Nothing,
     /// The target, which has it on that channel, is to be asked to abort it.
     Abort(u8),
@@ -46,7 +45,7 @@ pub(crate) struct CoreConfig {
     pub(crate) timing: Timing,
     /// Silence of a target after which it is asked whether it is there.
     pub(crate) ping: Duration,
-    /// Whether a connection that broke is made again.
+    /// A connection that broke is made again.
     pub(crate) reconnect: bool,
 }
 
@@ -58,7 +57,8 @@ pub(crate) struct Core<T, O> {
     pub(crate) requests: Requests<T>,
     pub(crate) functions: TaskFunctions,
     pub(crate) outputs: VecDeque<O>,
-    /// See [`Machine::set_guarded`](super::Machine::set_guarded).
+    /// Requests are held after each login; see
+    /// [`Machine::set_guarded`](super::Machine::set_guarded).
     pub(crate) is_guarded: bool,
     pub(crate) last_heard: Instant,
     /// Silence of a target after which it is asked whether it is there.
@@ -119,7 +119,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.last_heard + self.ping
     }
 
-    /// Logged in.
+    /// The login is complete: requests flow, unless the unit is checked first.
     pub(crate) fn on_live(&mut self, now: Instant) {
         self.life.on_live(self.is_guarded);
         self.last_heard = now;

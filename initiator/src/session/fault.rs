@@ -67,7 +67,7 @@ pub enum ConnectError {
     /// SRP or iSER login refused.
     #[error(transparent)]
     Login(SrpLoginError),
-    /// iSCSI login failed.
+    /// The iSCSI login failed.
     #[error(transparent)]
     IscsiLogin(IscsiLoginError),
     /// The target has moved, to where it cannot be followed.
@@ -112,7 +112,7 @@ pub enum SrpFault {
     Unexpected {
         /// The information unit's type.
         opcode: Opcode,
-        /// The channel's state.
+        /// State of the channel then.
         state: &'static str,
     },
     /// An answer names a request that is not outstanding.
@@ -124,9 +124,9 @@ pub enum SrpFault {
     /// A residual is larger than the buffer it is about.
     #[error("residual of {residual} bytes for a buffer of {len}")]
     Residual {
-        /// The residual.
+        /// Residual of the answer, in bytes.
         residual: u32,
-        /// The buffer's length.
+        /// Length of the buffer, in bytes.
         len: u32,
     },
     /// The login's answer cannot be worked with.
@@ -150,7 +150,7 @@ pub enum IscsiFault {
     /// A message of iSER is malformed.
     #[error(transparent)]
     Iser(#[from] IserError),
-    /// Text is malformed.
+    /// The text of a negotiation is malformed.
     #[error(transparent)]
     Text(#[from] TextError),
     /// Data were damaged on their way.
@@ -174,9 +174,9 @@ pub enum IscsiFault {
     /// A residual larger than the buffer it is about.
     #[error("a residual of {residual} bytes for a buffer of {len}")]
     Residual {
-        /// The residual.
+        /// Residual of the answer, in bytes.
         residual: u32,
-        /// The buffer's length.
+        /// Length of the buffer, in bytes.
         len: u32,
     },
     /// More PDUs that want an answer than answers can be sent.

@@ -23,9 +23,9 @@ pub enum SessionState {
     Live,
     /// Every channel is being closed; then a new login, or the end.
     TearingDown {
-        /// The reason.
+        /// Reason that is reported when every channel is closed.
         why: Down,
-        /// Whether it is the end.
+        /// The session is closed afterwards, and no login follows.
         last: bool,
     },
     /// Between two attempts to log in.
@@ -33,7 +33,7 @@ pub enum SessionState {
         /// The time of the next attempt.
         until: Instant,
     },
-    /// Over.
+    /// Closed for good, with every request completed.
     Closed,
 }
 
@@ -56,7 +56,7 @@ impl State for SessionState {
 pub(crate) struct Lifecycle {
     state: SessionState,
     timing: Timing,
-    /// Whether a connection that broke is made again.
+    /// A connection that broke is made again.
     reconnect: bool,
     ever_live: bool,
     /// Wait before the next login, if that is needed.

@@ -24,7 +24,7 @@ pub(crate) use self::task_manager::TaskManager;
 /// Silence of a target after which it is asked whether it is there.
 pub(crate) const PING: Duration = Duration::from_secs(5);
 
-/// A session's times.
+/// Waits of a session, and intervals between its attempts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timing {
     /// Longest wait for a command's answer before the command is aborted, and then for its memory
@@ -91,7 +91,7 @@ pub enum SessionEvent {
     Reconnecting(Down),
     /// A logical unit reported an event.
     UnitEvent {
-        /// Logical unit.
+        /// Logical unit that reports it.
         lun: WireLun,
         /// The event, as sense data.
         sense: Box<[u8]>,

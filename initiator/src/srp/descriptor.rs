@@ -7,13 +7,13 @@ use riser_scsi::srp::MemDesc;
 pub struct Segment {
     /// Address that the target writes.
     pub va: u64,
-    /// Remote key.
+    /// Remote key of the memory.
     pub key: u32,
-    /// Length in bytes.
+    /// Length of the range, in bytes.
     pub len: u64,
 }
 
-/// How a command carries its descriptors.
+/// Layout of the descriptors of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DescriptorLayout {
     /// There is no data.
@@ -29,7 +29,7 @@ pub enum DescriptorLayout {
     },
 }
 
-/// What a channel allows.
+/// Descriptors that a channel allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DescriptorLimits {
     /// Descriptors in a command: at most 255, and no more than fit the information unit.
@@ -42,9 +42,9 @@ pub struct DescriptorLimits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{count} memory descriptors, {max} at most")]
 pub struct TooManyDescriptors {
-    /// Descriptors needed.
+    /// Descriptors that the command needs.
     pub count: usize,
-    /// Descriptors allowed.
+    /// Descriptors that the channel allows.
     pub max: usize,
 }
 

@@ -16,10 +16,10 @@ use riser_transport::wire::dm::{
 /// Controllers that are asked about.
 pub const MAX_CONTROLLERS: usize = 16;
 
-/// How long a question waits for its answer.
+/// Longest wait for the answer to a question.
 const PATIENCE: Duration = Duration::from_millis(400);
 
-/// How often a question is asked.
+/// Times that a question is asked at most.
 const TRIES: u8 = 4;
 
 /// A service id of the RDMA CM is this and the port.
@@ -30,9 +30,9 @@ const RDMA_CM_SERVICE: u64 = 0x0000_0000_0106_0000;
 pub struct FoundPort {
     /// Second half of its identifier.
     pub ioc_guid: u64,
-    /// First half.
+    /// First half of the target port.
     pub id_ext: u64,
-    /// Where it listens.
+    /// Service id at which it listens.
     pub service_id: u64,
     /// The controller's name, printable.
     pub name: String,
@@ -46,13 +46,13 @@ impl FoundPort {
     }
 }
 
-/// Why nothing was found out.
+/// Failure of a discovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiscoveryError {
     /// The device cannot ask.
     #[error("device has no access to queue pair 1")]
     Unsupported,
-    /// Nobody answered.
+    /// No answer came in time.
     #[error("no answer from that address")]
     NoAnswer,
 }
@@ -75,7 +75,7 @@ pub struct Discovery {
     found: Vec<FoundPort>,
     transaction: u64,
     tries: u8,
-    /// When the question is asked again; `None`: it is to be asked now.
+    /// Time at which the question is asked again; `None`: it is to be asked now.
     until: Option<Instant>,
     failed: bool,
 }
@@ -137,13 +137,13 @@ impl Discovery {
         Some(header.emit(&[]))
     }
 
-    /// When [`Self::poll_question`] should be called; `None` once there is a result.
+    /// Time for the next [`Self::poll_question`]; `None` once there is a result.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.until.filter(|_| self.step != Step::Done)
     }
 
-    /// What was found, once there is nothing more to ask.
+    /// Result, once there is nothing more to ask.
     ///
     /// # Errors
     /// Within the option: [`DiscoveryError::NoAnswer`].
@@ -240,8 +240,9 @@ pub fn plan_port(found: &[FoundPort], port: u16) -> Option<&FoundPort> {
         .then_some(first)
 }
 
-/// What to log in to, of all that was found: each port once. A port that the RDMA connection manager reaches
-/// may be offered by other service ids as well, which such a target has for hosts that use InfiniBand.
+/// Ports to log in to, of all that were found: each port once. A port that the RDMA connection
+/// manager reaches may be offered by other service ids as well, which such a target has for hosts
+/// that use InfiniBand.
 #[must_use]
 pub fn plan_logins(found: Vec<FoundPort>) -> Vec<FoundPort> {
     let name = |f: &FoundPort| (f.ioc_guid, f.id_ext);

@@ -160,7 +160,7 @@ pub fn path(id: u32) -> PathBuf {
     format!("/dev/ublkb{id}").into()
 }
 
-/// Whether there is a device with that number, in use or not.
+/// Returns whether there is a device with that number, in use or not.
 #[must_use]
 pub fn is_added(id: u32) -> bool {
     channel_path(id).exists()
@@ -170,7 +170,7 @@ fn channel_path(id: u32) -> PathBuf {
     format!("/dev/ublkc{id}").into()
 }
 
-/// Whether the device's server has died, and the device waits for another one.
+/// Returns whether the device's server has died, and the device waits for another one.
 #[must_use]
 pub fn is_lost(id: u32) -> bool {
     Control::open()

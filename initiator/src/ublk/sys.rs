@@ -1,5 +1,5 @@
-//! What the kernel's `ublk_drv` and its servers exchange: the structures of `linux/ublk_cmd.h`, in the
-//! host's byte order.
+//! Messages between the kernel's `ublk_drv` and its servers: the structures of
+//! `linux/ublk_cmd.h`, in the host's byte order.
 
 use std::io;
 

@@ -28,7 +28,7 @@ use super::secret::{PASSWORD_ENV, Secret, SecretError, Secrets, TARGET_PASSWORD_
 /// The carrier of the PDUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Carrier {
-    /// iSCSI over TCP.
+    /// iSCSI over TCP (RFC 7143).
     #[default]
     Tcp,
     /// RDMA, with the iSCSI extensions for it (RFC 7145).
@@ -112,7 +112,7 @@ impl IscsiUrl {
         }
     }
 
-    /// Whether RDMA carries the PDUs.
+    /// Returns whether RDMA carries the PDUs.
     #[must_use]
     pub fn is_iser(&self) -> bool {
         self.carrier == Carrier::Iser

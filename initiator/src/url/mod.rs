@@ -21,7 +21,7 @@ pub use self::srp::SrpUrl;
 /// The address of a target, of any protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TargetUrl {
-    /// An address `srp://…`.
+    /// An SRP address, `srp://…`.
     Srp(SrpUrl),
     /// An address `iscsi://…` or `iser://…`.
     Iscsi(IscsiUrl),
@@ -83,7 +83,7 @@ impl TargetUrl {
         }
     }
 
-    /// Whether it is one that several paths lead to.
+    /// Returns whether it is one that several paths lead to.
     #[must_use]
     pub fn is_multipath(&self) -> bool {
         self.wants_all() || !self.portals().is_empty()

@@ -49,7 +49,7 @@ pub struct Secrets {
 }
 
 impl Secrets {
-    /// Whether there is none.
+    /// Returns whether there is none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.password.is_none() && self.target_password.is_none()

@@ -31,7 +31,7 @@ pub(super) struct Context<'a, E: Env> {
     pub(super) env: &'a mut E,
     /// The session's commands, by request.
     pub(super) ios: &'a [Option<Io>],
-    /// The session's index.
+    /// Index of the session in the engine.
     pub(super) index: usize,
     pub(super) now: Instant,
 }

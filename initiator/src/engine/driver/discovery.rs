@@ -23,7 +23,7 @@ const RECV_LEN: usize = GRH + MAD_LEN;
 /// Queue pair 1 takes and gives management datagrams.
 const GSI: u32 = 1;
 
-/// What a search found.
+/// Result of a search for target ports.
 pub(in crate::engine) type Found = Result<Vec<FoundPort>, DiscoveryError>;
 
 /// Queue pair 1, as long as searches are under way.
@@ -218,7 +218,8 @@ impl Agent {
     }
 }
 
-/// Who sent a datagram: the source of the IPv6 header, or of the IPv4 header in its last 20 bytes.
+/// Sender of a datagram: the source of the IPv6 header, or of the IPv4 header in its last 20
+/// bytes.
 fn source(grh: &[u8]) -> Gid {
     if grh[0] >> 4 == 6 {
         return Gid(grh[8..24].try_into().expect("sixteen bytes"));
@@ -262,7 +263,7 @@ impl<E: Env> Driver<E> {
         worked
     }
 
-    /// When a question is to be repeated.
+    /// Time at which a question is repeated.
     pub(super) fn discovery_deadline(&self) -> Option<Instant> {
         let searches = &self.agent.as_ref()?.searches;
         searches.iter().filter_map(|s| s.machine.deadline()).min()

@@ -167,7 +167,6 @@ impl Link {
         }
     }
 
-    /// Takes a request.
     pub(super) fn submit(
         &mut self,
         spec: RequestSpec,

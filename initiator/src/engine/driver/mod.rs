@@ -63,7 +63,7 @@ const MAX_RDMA: usize = 64;
 struct EngineSession {
     serial: u64,
     link: Link,
-    /// By request.
+    /// Commands that the machine has, by request.
     ios: Vec<Option<Io>>,
     /// Commands beyond what the machine takes.
     overflow: VecDeque<Io>,
@@ -86,7 +86,7 @@ struct EngineSession {
     is_unchecked: bool,
 }
 
-/// The thread's state.
+/// State of the engine's thread.
 pub(super) struct Driver<E: Env> {
     env: E,
     /// `None` for an engine whose sessions all run on TCP.

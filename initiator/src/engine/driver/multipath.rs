@@ -41,7 +41,8 @@ struct Member {
     /// The generation of the unit's cache when it was last checked with success; `None` before.
     cache: Option<Option<[u8; 16]>>,
     evidence: Evidence,
-    /// When the target was last heard of on the path, while it is not known to be the same.
+    /// Time at which the target was last heard of on the path, while it is not known to be the
+    /// same.
     heard: Option<Instant>,
 }
 

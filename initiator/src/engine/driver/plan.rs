@@ -19,7 +19,7 @@ pub(in crate::engine) const CHECK_LEN: usize = VPD_LEN as usize;
 
 /// A session to make.
 pub(in crate::engine) enum Plan {
-    /// With one target.
+    /// A session with one target.
     One(Protocol),
     /// Over several paths, which are sessions of their own.
     Paths(Box<PathsOpen>),
@@ -46,7 +46,7 @@ impl Protocol {
 pub(in crate::engine) struct SrpOpen {
     pub(in crate::engine) config: srp::session::SessionConfig,
     pub(in crate::engine) conn: SrpConfig,
-    /// Whether commands use the pool's own remote key.
+    /// Commands use the pool's own remote key.
     pub(in crate::engine) pool_wide: bool,
 }
 
@@ -91,11 +91,12 @@ impl IscsiOpen {
     }
 }
 
-/// Paths to make.
+/// Paths to one unit, to be made.
 pub(in crate::engine) struct PathsOpen {
     pub(in crate::engine) config: PathsConfig,
     pub(in crate::engine) lun: LunId,
-    /// See [`Machine::recover`](crate::session::Machine::recover).
+    /// Commands of an earlier process may be on their way; see
+    /// [`Machine::recover`](crate::session::Machine::recover).
     pub(in crate::engine) recovers: bool,
     pub(in crate::engine) paths: Vec<PathPlan>,
 }

@@ -21,15 +21,15 @@ use crate::unit::{Check, Snapshot, WriteCache, books, is_cached, is_flush};
 /// A unit to watch.
 pub(in crate::engine) struct Watch {
     pub(in crate::engine) lun: LunId,
-    /// What it was when its user found it.
+    /// Identity of the unit when its user found it.
     pub(in crate::engine) unit: Snapshot,
-    /// Whether it has a volatile cache (WCE).
+    /// It has a volatile cache (WCE).
     pub(in crate::engine) write_cache: bool,
     /// An earlier process with the same initiator port was killed.
     pub(in crate::engine) recovers: bool,
     /// The generation of the unit's cache that it had noted, if it had.
     pub(in crate::engine) noted: Option<[u8; 16]>,
-    /// How often the session had reconnected by then.
+    /// Reconnects of the session by then.
     pub(in crate::engine) reconnects: u64,
     /// Watched as long as this lives.
     pub(in crate::engine) owner: Weak<()>,
@@ -54,7 +54,6 @@ pub(super) struct Watched {
 }
 
 impl Watched {
-    /// Its number.
     pub(super) fn lun(&self) -> LunId {
         self.lun
     }
@@ -92,7 +91,7 @@ impl EngineSession {
         Err(RequestError::CacheLost)
     }
 
-    /// What its end would lose.
+    /// Work that would be lost with the session.
     pub(super) fn pending(&self) -> Pending {
         let mut caches = self.units.iter().filter_map(|unit| unit.cache.as_ref());
         // Pings and the checks of a unit's identity are our own.
@@ -515,7 +514,7 @@ mod tests {
         assert!(!flushed.has_lost());
     }
 
-    /// Whether the session would go on now.
+    /// Returns whether the session would go on now.
     fn goes_on(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) -> bool {
         driver.sessions[key.index].heard = Some(now);
         driver.release_checked(key.index, now);

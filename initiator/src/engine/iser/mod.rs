@@ -39,7 +39,7 @@ const LARGE_DATA: usize = 8192;
 /// Length of a message buffer for such PDUs.
 const LARGE_LEN: usize = HEADERS + LARGE_DATA;
 
-/// How many such receives, and message buffers for sending, there are.
+/// Number of such receives, and of message buffers for sending.
 const LARGE: u16 = 4;
 
 /// Length of a receive in full-feature phase.
@@ -57,9 +57,9 @@ pub(super) struct IserConfig {
     pub(super) queue_size: u16,
     /// Segments of one fast registration.
     pub(super) region_segments: u32,
-    /// Whether the session is one of discovery, and large PDUs go on.
+    /// The session is one of discovery, so large PDUs go on.
     pub(super) discovery: bool,
-    /// Whether the device reports which key a SEND has invalidated.
+    /// The device reports which key a SEND has invalidated.
     pub(super) remote_invalidate: bool,
 }
 

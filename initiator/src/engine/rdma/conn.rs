@@ -38,7 +38,7 @@ const CLOSING_PATIENCE: Duration = Duration::from_millis(500);
 /// Sizes of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct RdmaLimits {
-    /// Commands outstanding.
+    /// Commands that may be outstanding.
     pub(in crate::engine) commands: u16,
     /// Send-queue entries that commands share: a SEND, and two for each region.
     pub(in crate::engine) command_entries: u32,
@@ -50,8 +50,8 @@ pub(in crate::engine) struct RdmaLimits {
     pub(in crate::engine) region_segments: u32,
     /// Length of the connection's own memory, in bytes.
     pub(in crate::engine) memory: usize,
-    /// Whether the target may invalidate keys. No completion of ours then shows that a command's SEND
-    /// is over, so each SEND has one of its own.
+    /// The target may invalidate keys. No completion of ours then shows that a command's SEND is
+    /// over, so each SEND has one of its own.
     pub(in crate::engine) remote_invalidate: bool,
 }
 
@@ -69,17 +69,19 @@ impl RdmaLimits {
 /// The next step of a connection after an event of the connection manager.
 #[derive(Debug)]
 pub(in crate::engine) enum CmStep {
-    /// Nothing.
     Pending,
     /// The route is known: [`RdmaConn::set_up`] and [`RdmaConn::connect`].
     Connect,
     /// Connected; the peer's private data.
     Established(Vec<u8>),
     /// Refused, with the CM's reason and private data.
-    Rejected { reason: u16, private_data: Vec<u8> },
+    Rejected {
+        reason: u16,
+        private_data: Vec<u8>,
+    },
     /// It could not be made.
     Failed(ConnectError),
-    /// It is gone.
+    /// The peer or the device ended it.
     Lost,
     /// It was being closed, and can be released now.
     Closed,
@@ -88,7 +90,6 @@ pub(in crate::engine) enum CmStep {
 /// The meaning of a completion for the connection's user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Completed {
-    /// None.
     Nothing,
     /// That receive has a message.
     Message(u16),
@@ -103,7 +104,7 @@ pub(in crate::engine) enum Completed {
 /// Progress of taking a request's memory back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Retire {
-    /// It is back.
+    /// The memory is back.
     Done,
     /// A completion reports it.
     Pending,

@@ -24,7 +24,7 @@ pub(in crate::engine) trait RdmaProtocol<const R: usize> {
         resources: &Resources,
     ) -> Result<bool, VerbsError>;
 
-    /// As [`RdmaConn::release`].
+    /// Releases everything, as [`RdmaConn::release`] does.
     fn release<P: Provider>(self, device: &mut Device<P>, linger: bool, now: Instant);
 }
 

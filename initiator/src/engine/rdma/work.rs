@@ -6,7 +6,7 @@ use riser_transport::verbs::{RKey, WrId};
 /// two, and a key in the four before those.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum WorkRequest {
-    /// A receive.
+    /// A receive, by its slot.
     Recv(u16),
     /// The SEND of a command.
     Command(u16),

@@ -29,7 +29,7 @@ pub(super) const RECV_LEN: usize = 1024;
 /// Receives, send-queue entries and regions beyond those of the commands.
 const SPARE: u16 = 8;
 
-/// Task-management buffers.
+/// Buffers for task-management requests.
 const TSK_MGMT_SLOTS: u16 = 4;
 
 /// Sizes of a channel.
@@ -109,7 +109,7 @@ pub(super) enum ShortIu {
 pub(super) struct DataKeys {
     /// The pool's registration, for immediate data.
     pub(super) pool: Mr,
-    /// Whether the pool's remote key is given to the target, instead of one for each command.
+    /// The pool's remote key is given to the target, instead of one for each command.
     pub(super) pool_wide: bool,
 }
 
@@ -145,7 +145,7 @@ pub(super) struct StartArgs<'a> {
     pub(super) keys: &'a DataKeys,
 }
 
-/// A channel's connection.
+/// Connection of a channel, with its information units and tables.
 pub(super) struct SrpConn {
     pub(super) rdma: RdmaConn<MAX_REGIONS>,
     config: SrpConfig,

@@ -22,7 +22,7 @@ pub(super) use self::recv::{Incoming, Item as Received};
 pub(super) use self::send::{Item, Outgoing, Source};
 use self::socket::{Connecting, Socket};
 
-/// A connection.
+/// A socket with its two streams.
 #[derive(Debug)]
 pub(super) struct TcpConn {
     socket: Socket,
@@ -46,7 +46,7 @@ impl TcpConn {
         self.socket.fd()
     }
 
-    /// Whether the engine waits for room to send, or for the connection to be made.
+    /// Returns whether the engine waits for room to send, or for the connection to be made.
     pub(super) fn wants_write(&self) -> bool {
         !self.connected || self.outgoing.has_work()
     }
@@ -56,7 +56,7 @@ impl TcpConn {
         self.connected && self.outgoing.has_work()
     }
 
-    /// Whether the connection has been made since the last call.
+    /// Returns whether the connection has been made since the last call.
     ///
     /// # Errors
     /// It could not be made.

@@ -19,18 +19,18 @@ const DATA_IN: u8 = 0x25;
 const LOGIN_RESPONSE: u8 = 0x23;
 const REJECT: u8 = 0x3f;
 
-/// What has arrived.
+/// A part of the stream that has arrived as a whole.
 #[derive(Debug)]
 pub(in crate::engine) enum Item<'a> {
     /// A whole PDU without a command's data.
     Pdu(Frame<'a>),
     /// A Data-In whose data are in place.
     Data {
-        /// Its header.
+        /// Header of the Data-In.
         bhs: [u8; BHS_LEN],
         /// Bytes of its data.
         len: u32,
-        /// Whether the data digest matched, where there is one.
+        /// The data digest matched, or there is none.
         is_intact: bool,
     },
 }
@@ -54,13 +54,13 @@ pub(in crate::engine) struct Incoming {
     limit: u32,
     digests: Digests,
     buffer: Box<[u8]>,
-    /// What of the buffer has not been looked at.
+    /// The part of the buffer that has not been parsed.
     start: usize,
     end: usize,
     /// Something has arrived, and the peer speaks iSCSI.
     has_begun: bool,
     arriving: Option<Arriving>,
-    /// Where the rest of the arriving data goes.
+    /// Memory for the rest of the arriving data.
     direct: Vec<MemSlice>,
 }
 
@@ -86,7 +86,8 @@ impl Incoming {
         self.has_begun = true;
     }
 
-    /// Where the next bytes go: the pieces in their order, then the buffer, which always has room.
+    /// Room for the next bytes: the pieces in their order, then the buffer, which always has
+    /// room.
     pub(super) fn room(&mut self) -> (&[MemSlice], &mut [u8]) {
         // Bytes in the buffer come first.
         let mut direct: &[MemSlice] = &[];
@@ -175,7 +176,7 @@ impl Incoming {
         Ok(())
     }
 
-    /// Whether a Data-In is next; one byte tells.
+    /// Returns whether a Data-In is next; one byte tells.
     fn is_data_in(&self) -> bool {
         self.framer.held() == 0
             && self.start < self.end

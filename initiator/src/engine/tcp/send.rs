@@ -27,7 +27,7 @@ const BATCH_BYTES: usize = 256 << 10;
 /// A batch takes no further PDU once it has this many pieces; one more PDU adds a few.
 const BATCH_CHUNKS: usize = 48;
 
-/// Something to send.
+/// A PDU or a sequence of PDUs to send.
 #[derive(Debug)]
 pub(in crate::engine) enum Item {
     /// A PDU without a command's data.
@@ -45,7 +45,7 @@ pub(in crate::engine) enum Item {
 pub(super) enum Chunk {
     /// These bytes of the heads.
     Head(Range<usize>),
-    /// A command's data.
+    /// A part of a command's data.
     Data(MemSlice),
 }
 
@@ -57,7 +57,7 @@ struct Sequence {
     data_sn: u32,
 }
 
-/// What PDUs are made of.
+/// Material of PDUs: commands and their memory.
 pub(in crate::engine) struct Source<'a> {
     pub(in crate::engine) session: &'a IscsiSession,
     pub(in crate::engine) ios: &'a [Option<Io>],
@@ -114,7 +114,7 @@ impl Outgoing {
         true
     }
 
-    /// Whether something of a request's memory waits to be sent.
+    /// Returns whether something of a request's memory waits to be sent.
     pub(in crate::engine) fn is_pending(&self, request: RequestId) -> bool {
         self.pending.get(request.0 as usize).is_some_and(|n| *n > 0)
     }
@@ -124,7 +124,7 @@ impl Outgoing {
         self.done.pop()
     }
 
-    /// Whether there is something to send.
+    /// Returns whether there is something to send.
     pub(super) fn has_work(&self) -> bool {
         self.sent < self.len || self.sequence.is_some() || !self.queue.is_empty()
     }

@@ -15,12 +15,12 @@ use super::send::{Chunk, Outgoing};
 /// Pieces of one system call at most.
 pub(super) const MAX_PIECES: usize = 64;
 
-/// How far a connection is.
+/// Progress of a connection that is being made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Connecting {
     /// The peer has not answered.
     Pending,
-    /// It is made.
+    /// The connection is made.
     Done,
 }
 
@@ -89,7 +89,7 @@ impl Socket {
     }
 }
 
-/// Whether a call failed only for want of room or bytes, or because of a signal.
+/// Returns whether a call failed only for want of room or bytes, or because of a signal.
 fn is_temporary(error: &io::Error) -> bool {
     matches!(
         error.kind(),

@@ -77,7 +77,7 @@ pub struct IscsiSession {
     login: Option<Box<InitiatorLogin>>,
     params: Option<(SessionParams, ConnectionParams)>,
     portal_group: Option<u16>,
-    /// Where the target has moved to, and how often in a row it did.
+    /// Address to which the target has moved; `moves` counts the times in a row.
     moved: Option<TargetAddress>,
     moves: u8,
     slots: Vec<Slot>,
@@ -132,7 +132,7 @@ impl IscsiSession {
         session
     }
 
-    /// The session's state.
+    /// State of the session's life.
     #[must_use]
     pub fn state(&self) -> SessionState {
         self.core.life.state()
@@ -144,7 +144,7 @@ impl IscsiSession {
         self.core.requests.len()
     }
 
-    /// What the login agreed on; `None` without a connection in full-feature phase.
+    /// Parameters that the login agreed on; `None` without a connection in full-feature phase.
     #[must_use]
     pub fn params(&self) -> Option<&(SessionParams, ConnectionParams)> {
         self.params.as_ref()

@@ -1,4 +1,4 @@
-//! What arrives.
+//! PDUs that arrive, and the data in them.
 
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ use crate::session::{Down, FunctionEnd, IscsiFault, SessionEvent, TaskManager};
 /// Longest ping that is answered with its data, in bytes.
 const MAX_ECHO: usize = 8192;
 
-/// What the status of a command says besides its sense data.
+/// Status of a command, without its sense data.
 struct Ended {
     status: u8,
     residual: Residual,
@@ -103,7 +103,7 @@ impl IscsiSession {
         }
     }
 
-    /// Where the data of a Data-In go, of which only the header has come.
+    /// Finds the place of the data of a Data-In of which only the header has come.
     ///
     /// # Errors
     /// [`IscsiFault`]: the connection is to be closed; [`Self::handle_fault`] does so.

@@ -52,7 +52,8 @@ impl IscsiSession {
         self.core.outputs.push_back(Output::Start(RequestId(index)));
     }
 
-    /// How much of a write's data goes with the command, and how much after it, unasked for.
+    /// Splits the unsolicited data of a write, in bytes: those that go with the command, and
+    /// those after it.
     fn plan_unsolicited(&self, len: u32) -> (u32, u32) {
         let Some((session, connection)) = &self.params else {
             return (0, 0);
@@ -143,7 +144,7 @@ impl IscsiSession {
         (u32::from(slot.generation) == itt.0 >> 16).then_some(task)
     }
 
-    /// Whether a tag may be that of a task which was given up.
+    /// Returns whether a tag may be that of a task which was given up.
     pub(super) fn is_stale(&self, itt: Itt) -> bool {
         itt.0 >> 31 == 0 && ((itt.0 & 0xffff) as usize) < self.slots.len()
     }

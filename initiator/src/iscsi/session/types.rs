@@ -19,19 +19,19 @@ use crate::session::{SessionEvent, SessionOutput, Timing};
 /// Configuration of a session.
 #[derive(Clone, Debug)]
 pub struct SessionConfig {
-    /// Who logs in.
+    /// Name of the initiator that logs in.
     pub name: IscsiName,
-    /// Where; none for a discovery session.
+    /// Target to log in to; none for a discovery session.
     pub target: Option<IscsiName>,
     /// With the name it makes the initiator port. A session with the same port is replaced.
     pub isid: Isid,
-    /// The initiator's credentials.
+    /// Credentials by which the initiator proves itself.
     pub credentials: Option<Credentials>,
-    /// What the target has to prove; only together with `credentials`.
+    /// Credentials that the target has to prove; only together with `credentials`.
     pub target_credentials: Option<Credentials>,
     /// Digests that it takes for CHAP, the best first.
     pub algorithms: Vec<Algorithm>,
-    /// What the initiator agrees on.
+    /// Values that the initiator agrees on.
     pub offer: Offer,
     /// Keys that it offers, besides MaxRecvDataSegmentLength.
     pub keys: Vec<Key>,
@@ -43,11 +43,11 @@ pub struct SessionConfig {
     pub max_requests: usize,
     /// Attempts at one request at most.
     pub max_attempts: u8,
-    /// Whether a connection that broke is made again. Without, the session ends with its connection,
-    /// and its requests with [`RequestError::Closed`](crate::request::RequestError::Closed), for its
+    /// A connection that broke is made again. Without, the session ends with its connection, and
+    /// its requests with [`RequestError::Closed`](crate::request::RequestError::Closed), for its
     /// user to repeat or not.
     pub reconnect: bool,
-    /// Times.
+    /// Waits and intervals of the session.
     pub timing: Timing,
     /// After this span without a PDU the target is asked whether it is there, and it has as long
     /// again to answer.
@@ -59,7 +59,7 @@ pub struct SessionConfig {
 pub struct ControlPdu {
     /// Basic header segment; its lengths are set by who sends it.
     pub bhs: [u8; BHS_LEN],
-    /// Data segment.
+    /// Data segment, without padding.
     pub data: Vec<u8>,
 }
 
@@ -68,7 +68,7 @@ pub struct ControlPdu {
 pub struct CommandPdu {
     /// Basic header segment; its lengths are set by who sends it.
     pub bhs: [u8; BHS_LEN],
-    /// Additional header segments.
+    /// Additional header segments, in whole words.
     pub ahs: Vec<u8>,
     /// Bytes of the data that go with the command.
     pub immediate: u32,
@@ -79,21 +79,21 @@ pub struct CommandPdu {
 /// A sequence of Data-Out PDUs to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataOrder {
-    /// Whose data.
+    /// Request whose data are sent.
     pub request: RequestId,
-    /// Its tag.
+    /// Initiator Task Tag of the command.
     pub itt: Itt,
     /// The R2T that is answered, or none.
     pub ttt: Ttt,
-    /// Logical unit.
+    /// Logical unit of the command.
     pub lun: WireLun,
     /// First byte of the data.
     pub offset: u32,
-    /// How many bytes.
+    /// Length of the sequence, in bytes.
     pub len: u32,
 }
 
-/// Where data that have been announced go.
+/// Destination of data that have been announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// Into the memory of that request, at that offset.
@@ -108,7 +108,7 @@ pub enum Output {
     /// Connect to the target's address, or to the one it has moved to; then
     /// [`IscsiSession::handle_connected`].
     Connect(Option<TargetAddress>),
-    /// Send a PDU.
+    /// Send a PDU that carries no command's data.
     Send(ControlPdu),
     /// The login is over: what is sent and received from now on goes by this.
     FullFeature(ConnectionParams),

@@ -28,7 +28,7 @@ use super::descriptor::DescriptorLimits;
 use crate::request::{DataLen, MAX_CDB};
 use crate::session::{SrpFault, SrpLoginError};
 
-/// Where immediate data begins: behind the fixed part, sixteen more bytes of CDB, and the length.
+/// Offset of immediate data: behind the fixed part, sixteen more bytes of CDB, and the length.
 const IMMEDIATE_OFFSET: u16 = 48 + 16 + 4;
 
 /// Requests of the limit kept back for task management.
@@ -60,7 +60,6 @@ pub struct InitiatorChannel {
     free: Vec<u16>,
     /// Tag of the outstanding task-management request.
     tmf: Option<Tag>,
-    /// Task-management requests made.
     tmfs: u32,
 }
 
@@ -87,13 +86,13 @@ impl InitiatorChannel {
         }
     }
 
-    /// The channel's state.
+    /// State of the channel's life.
     #[must_use]
     pub fn state(&self) -> ChannelState {
         self.state
     }
 
-    /// What the login agreed on; `None` before.
+    /// Parameters that the login agreed on; `None` before.
     #[must_use]
     pub fn agreed(&self) -> Option<&Agreed> {
         self.agreed.as_ref()
@@ -202,7 +201,7 @@ impl InitiatorChannel {
         }
     }
 
-    /// Whether a command can start now.
+    /// Returns whether a command can start now.
     #[must_use]
     pub fn can_start(&self) -> bool {
         self.state == ChannelState::Live && self.req_lim > self.reserved && !self.free.is_empty()
@@ -355,7 +354,7 @@ impl InitiatorChannel {
         self.tmf = None;
     }
 
-    /// Whether a task-management request is outstanding.
+    /// Returns whether a task-management request is outstanding.
     #[must_use]
     pub fn has_tsk_mgmt(&self) -> bool {
         self.tmf.is_some()

@@ -22,11 +22,11 @@ pub struct ChannelConfig {
     pub external_descriptors: u32,
     /// The longest immediate data, in bytes; 0: none is asked for.
     pub max_immediate: u32,
-    /// Who logs in.
+    /// Initiator port that logs in.
     pub initiator_port: InitiatorPortId,
-    /// Where.
+    /// Target port to log in to.
     pub target_port: TargetPortId,
-    /// What becomes of other channels of this nexus.
+    /// Action of the target on other channels of this nexus.
     pub multi_channel: MultiChannelAction,
 }
 
@@ -86,16 +86,16 @@ pub struct Agreed {
     pub max_it_iu_len: u32,
     /// Descriptors that a command or a table may hold.
     pub descriptors: DescriptorLimits,
-    /// Where immediate data begins and how long it may be; `None`: not agreed.
+    /// Offset and longest length of immediate data; `None`: not agreed.
     pub immediate: Option<Immediate>,
-    /// What became of other channels of this nexus.
+    /// Result for other channels of this nexus.
     pub multi_channel: MultiChannelResult,
 }
 
 /// Immediate data as agreed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Immediate {
-    /// Where it begins in a command.
+    /// Offset in a command, in bytes.
     pub offset: ImmediateDataOffset,
     /// Its longest, in bytes.
     pub max_len: u32,
@@ -104,7 +104,7 @@ pub struct Immediate {
 /// A command's data as it goes into the information unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommandData<'a> {
-    /// None.
+    /// The command has no data.
     None,
     /// In the information unit, behind its header.
     Immediate,
@@ -117,15 +117,15 @@ pub enum CommandData<'a> {
 /// A command to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommandIu<'a> {
-    /// Logical unit.
+    /// Logical unit, as on the wire.
     pub lun: WireLun,
-    /// Task attribute.
+    /// Task attribute of the command.
     pub attr: TaskAttr,
-    /// Command descriptor block.
+    /// Command descriptor block to send.
     pub cdb: &'a Cdb,
     /// Direction and length of the data.
     pub len: DataLen,
-    /// Where the data is.
+    /// Descriptors of the data, or the data themselves.
     pub data: CommandData<'a>,
 }
 
@@ -136,7 +136,7 @@ pub enum Received<'a> {
     Response {
         /// The value given when the tag was taken.
         owner: u32,
-        /// The answer.
+        /// The answer, as parsed.
         rsp: Rsp<'a>,
     },
     /// The task-management request was answered.
@@ -145,11 +145,11 @@ pub enum Received<'a> {
     Answer([u8; SHORT_IU_LEN]),
     /// An event of a logical unit, and the answer to send.
     Event {
-        /// Logical unit.
+        /// Logical unit that reports it.
         lun: WireLun,
-        /// What happened.
+        /// The event, as sense data.
         sense: &'a [u8],
-        /// To send.
+        /// SRP_AER_RSP to send back.
         answer: [u8; SHORT_IU_LEN],
     },
     /// The target logged us out and will disconnect.

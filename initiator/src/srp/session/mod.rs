@@ -122,7 +122,7 @@ impl SrpSession {
         session
     }
 
-    /// The session's state.
+    /// State of the session's life.
     #[must_use]
     pub fn state(&self) -> SessionState {
         self.core.life.state()
@@ -134,7 +134,7 @@ impl SrpSession {
         self.core.requests.len()
     }
 
-    /// Live channels.
+    /// Number of live channels.
     #[must_use]
     pub fn live_channels(&self) -> usize {
         self.members
@@ -143,7 +143,7 @@ impl SrpSession {
             .count()
     }
 
-    /// What a channel's login agreed on; `None` before.
+    /// Parameters that a channel's login agreed on; `None` before.
     #[must_use]
     pub fn agreed(&self, channel: ChannelIndex) -> Option<&Agreed> {
         self.members[usize::from(channel.0)].channel.agreed()
@@ -215,7 +215,7 @@ impl SrpSession {
     }
 }
 
-/// What a response says of a command with data of this length.
+/// Answer in a response to a command with data of this length.
 fn answer_of(rsp: &Rsp<'_>, len: DataLen) -> Answer {
     let (residual, len) = match len {
         DataLen::None => (Residual::None, 0),

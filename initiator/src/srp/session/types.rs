@@ -20,14 +20,14 @@ pub struct SessionConfig {
     pub channel: ChannelConfig,
     /// Requests taken and not yet completed at most, queued ones included.
     pub max_requests: usize,
-    /// Times.
+    /// Waits and intervals of the session.
     pub timing: Timing,
     /// Silence of a target, with nothing outstanding, after which it is asked whether it is there.
     pub ping: Duration,
     /// Attempts at one request at most.
     pub max_attempts: u8,
-    /// Whether a connection that broke is made again. Without, the session ends with its connection,
-    /// and its requests with [`RequestError::Closed`](crate::request::RequestError::Closed), for its
+    /// A connection that broke is made again. Without, the session ends with its connection, and
+    /// its requests with [`RequestError::Closed`](crate::request::RequestError::Closed), for its
     /// user to repeat or not.
     pub reconnect: bool,
 }
@@ -45,18 +45,18 @@ pub enum Output {
     /// [`SrpSession::emit_command`] and send it, before anything else is done; or answer at once
     /// [`SrpSession::handle_no_room`] or [`SrpSession::handle_start_failed`].
     Start {
-        /// The request.
+        /// The request to start.
         request: RequestId,
-        /// Where to send it.
+        /// Channel to send it on.
         channel: ChannelIndex,
         /// Send the data within the command instead.
         immediate: bool,
     },
     /// Take the request's memory back from the target, then [`SrpSession::handle_retired`].
     Retire {
-        /// The request.
+        /// The request whose attempt is over.
         request: RequestId,
-        /// Where it was sent.
+        /// Channel on which it was sent.
         channel: ChannelIndex,
     },
     /// Send a task-management request.
@@ -95,7 +95,7 @@ impl SessionOutput for Output {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnState {
-    /// There is none.
+    /// There is no connection.
     Free,
     /// Being made, until the given time.
     Connecting(Instant),

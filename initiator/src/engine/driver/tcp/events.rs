@@ -1,4 +1,4 @@
-//! What sockets are ready for.
+//! Events of sockets: connected, room to send, bytes that have arrived.
 
 use std::time::Instant;
 

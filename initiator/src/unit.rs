@@ -203,6 +203,7 @@ impl Check {
             Step::Inquiry => {
                 self.found.inquiry = Inquiry::parse(data);
                 self.inquiry = data.to_vec();
+                // A number without a unit has no pages to ask for.
                 if !self.is_there() {
                     return false;
                 }

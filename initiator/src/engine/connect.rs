@@ -197,6 +197,8 @@ impl Client {
             Some(false) => 0,
             _ => config.max_immediate,
         };
+        // Large enough for the longest immediate data behind a command with 16 more bytes of
+        // CDB, and for the largest table in a command.
         let immediate_iu = 68 + max_immediate;
         let table_iu = 84 + 16 * u32::from(inline_descriptors);
         let asked = url.max_it_iu_size.unwrap_or(immediate_iu.max(table_iu));
@@ -272,6 +274,8 @@ impl Client {
                 queue_size: config.queue_size,
                 region_segments: segments.max(1),
                 discovery: url.target.is_none(),
+                // A key that the target has invalidated without our notice would be
+                // invalidated again, which fails and breaks the connection.
                 remote_invalidate: self.0.device.reports_invalidation,
             }),
         };

@@ -230,6 +230,7 @@ impl Future for TakeBuffer {
         let this = self.get_mut();
         let pool = this.pool.clone();
         let mut state = pool.0.state();
+        // In the order of tickets, so that small requests do not keep a large one waiting.
         let first = match (this.ticket, state.queue.front()) {
             (None, None) => true,
             (Some(number), Some(front)) => front.number == number,

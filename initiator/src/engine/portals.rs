@@ -92,6 +92,7 @@ impl Client {
             && url.wants_all()
         {
             let told = self.ask_for_portals(iscsi).await?;
+            // From an address of one family no portal of the other can be reached.
             let fits = |p: &Portal| match (&p.host, url.src()) {
                 (Host::Ip(ip), Some(src)) => ip.is_ipv4() == src.is_ipv4(),
                 _ => true,

@@ -60,6 +60,8 @@ impl LunInfo {
         let block = self.capacity.block_size;
         let bytes = |blocks: u64| blocks.saturating_mul(block.into());
         let runs = u64::from(u32::MAX);
+        // A MAXIMUM UNMAP LBA COUNT of 0 means that UNMAP is not to be used, a MAXIMUM WRITE
+        // SAME LENGTH of 0 that no limit is reported.
         let max_discard = if self.provisioning.unmap {
             match self.limits.max_unmap {
                 0 => 0,
@@ -141,6 +143,8 @@ impl Session {
     /// [`LunError::NotADisk`] where there is none of that number; others as they come.
     pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
         let lun = LunId::new(number).ok_or(LunError::Number(number))?;
+        // Read before the questions, so that a reconnect among them is noticed when the unit
+        // is watched.
         let reconnects = self.status().reconnects();
         let info = self.discover(lun).await?;
         let pool = self.client().buffers().memory().len();

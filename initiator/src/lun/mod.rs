@@ -262,6 +262,8 @@ impl Lun {
                         key: SenseKey::IllegalRequest,
                         ..
                     }) => {
+                        // It will refuse the next one as well: the rest is written as data,
+                        // from here on.
                         self.shared.writes_same.store(false, Ordering::Relaxed);
                         break;
                     }

@@ -271,6 +271,8 @@ impl Paths {
             path.why = Some(why);
             path.is_foreign = false;
         }
+        // A target with much to clean up before it answers a login would never be heard
+        // otherwise.
         if why == Down::Connect(ConnectError::TimedOut) {
             path.patience = (path.patience * 2).min(self.config.timing.login_max);
         }

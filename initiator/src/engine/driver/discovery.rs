@@ -56,6 +56,7 @@ impl Agent {
         let pd = provider.alloc_pd()?;
         let made = (|| {
             let mr = provider.reg_mr(pd, &memory, Access::LOCAL_WRITE)?;
+            // Room for each send and each receive, so that the queue cannot overflow.
             let cq = provider.create_cq(2 * DEPTH as u32)?;
             let depth = DEPTH as u32;
             let cap = QpCap {

@@ -257,6 +257,7 @@ impl<E: Env> Driver<E> {
             }
             Message::Submit(key, io, sender) => match self.find(key) {
                 Some(index) => self.submit(index, Io::new(*io, Done::Future(sender), now), now),
+                // The session is over, and its issuer would wait without end.
                 None => sender.send(IoEnd {
                     result: Err(RequestError::Closed),
                     data: io.data,
@@ -286,6 +287,7 @@ impl<E: Env> Driver<E> {
             } => self.discover(ip, transaction, reply),
             Message::Shutdown => {
                 self.shutdown = true;
+                // Collected first, since closing a session works on the whole driver.
                 let all: Vec<usize> = self.sessions.iter().map(|(index, _)| index).collect();
                 for index in all {
                     self.close(index, now);
@@ -343,6 +345,8 @@ impl<E: Env> Driver<E> {
             heard: None,
             is_unchecked: false,
         });
+        // One that was on its way when the engine was shut down ends as the others do, so that
+        // its user hears of it.
         match self.shutdown {
             true => self.close(index, now),
             false => self.drain(index, now),
@@ -389,7 +393,8 @@ impl<E: Env> Driver<E> {
             self.deliver(index, io, Err(RequestError::NotStarted(why)));
             return;
         }
-        // What waits may be held until a probe is answered.
+        // Behind those that wait already, so that commands start in the order of their submission.
+        // A probe does not wait: they may be held until it is answered.
         let is_probe = io.io.retry == Retry::Probe;
         let must_wait = !session.overflow.is_empty() && !session.closed && !is_probe;
         let left = match must_wait {

@@ -204,6 +204,7 @@ impl<E: Env> Driver<E> {
                     let member = link.member(path);
                     member.session = None;
                     member.evidence.on_down(why);
+                    // Where no cache was found yet, an outage cannot have lost what was in it.
                     if member.cache.is_some() {
                         member.heard = member.heard.or(heard);
                     }

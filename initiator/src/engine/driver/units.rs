@@ -214,6 +214,7 @@ impl<E: Env> Driver<E> {
                 self.inputs.push_back(Input::Check(key));
             }
             SessionEvent::Reconnecting(why) => {
+                // Since the first of several outages nothing was checked, so that one counts.
                 session.heard = session.heard.or(session.link.machine().last_heard());
                 session.evidence.on_down(*why);
             }
@@ -292,6 +293,7 @@ impl<E: Env> Driver<E> {
         let is_answered = matches!(&end.result, Ok(answer) if unit.check.is_conclusive(answer));
         let (buffer, data) = answer_to_probe(end);
         unit.buffer = buffer;
+        // Something happened after the first question, so the answers may be of two units.
         if is_answered && std::mem::take(&mut unit.is_stale) {
             unit.check = Check::default();
             self.ask_unit(index, serial, now);

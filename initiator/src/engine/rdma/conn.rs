@@ -223,6 +223,8 @@ impl<const R: usize> RdmaConn<R> {
             sq_sig_all: false,
         };
         let provider = &mut device.provider;
+        // Until all parts exist, each error gives back the ones before it: a release knows
+        // them only as a whole.
         let mut regions = MrPool::new(provider, pd, limits.regions, limits.region_segments)?;
         let mr = match provider.reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE) {
             Ok(mr) => mr,

@@ -26,6 +26,8 @@ impl SrpConn {
         };
         let immediate = args.immediate && scratch.slices.len() < MAX_SEND_SGE;
         let per_region = self.config.region_segments.max(1) as usize;
+        // Immediate data travel in the SEND, and the pool has a key of its own: neither is
+        // registered.
         let regions = match immediate || args.keys.pool_wide {
             true => 0,
             false => scratch.slices.len().div_ceil(per_region),
@@ -109,6 +111,8 @@ impl SrpConn {
             }),
             DescriptorLayout::External { inline } => {
                 let (memory, mr) = self.tables.as_ref()?;
+                // Each slot has a table, since the target may read it until the command is
+                // over.
                 let at = usize::from(slot) * self.config.table_len();
                 memory.write(at, descriptors.as_bytes());
                 CommandData::Indirect(IndirectTable {

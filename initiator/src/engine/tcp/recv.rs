@@ -198,6 +198,8 @@ impl Incoming {
             return Ok(());
         }
         let bhs: [u8; BHS_LEN] = *input.first_chunk().expect("long enough");
+        // Before anything is placed: a damaged header would lead into the memory of another
+        // command.
         if self.digests.header && digest(&[&bhs]) != input[BHS_LEN..header_len] {
             return Err(FrameError::HeaderDigest.into());
         }
@@ -235,6 +237,8 @@ impl Incoming {
         if here > 0 {
             let bytes = &self.buffer[self.start..self.start + here];
             self.start += here;
+            // Data of a command that was given up are checked too: a wrong digest shows that
+            // the stream is damaged.
             if arriving.is_discarded {
                 if let Some(digest) = &mut arriving.digest {
                     digest.update(bytes);

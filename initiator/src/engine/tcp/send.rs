@@ -170,6 +170,7 @@ impl Outgoing {
             match self.queue.pop_front() {
                 None => break,
                 Some(Item::Params(digests, max_segment)) => {
+                    // Not earlier: what was queued before still belongs to the login.
                     (self.digests, self.max_segment) = (digests, max_segment);
                 }
                 Some(Item::Control(pdu)) => {

@@ -106,6 +106,7 @@ impl IscsiSession {
             }
             Ok(LoginStep::Redirect { to, .. }) => {
                 self.moves += 1;
+                // Two portals may redirect to each other without end.
                 if self.moves > MAX_REDIRECTIONS {
                     self.fail_login(ConnectError::Redirected);
                     return;

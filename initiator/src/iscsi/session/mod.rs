@@ -119,6 +119,7 @@ impl IscsiSession {
             moved: None,
             moves: 0,
             slots: vec![Slot::default(); config.queue_size.into()],
+            // The last is taken first, so slots in use stay close together.
             free: (0..config.queue_size).rev().collect(),
             cmd_sn: CmdSn(1),
             max_cmd_sn: CmdSn(1),

@@ -45,6 +45,7 @@ impl IscsiSession {
         }
         let (pdu, numbers) = FromTarget::parse(frame)?;
         if let FromTarget::LoginResponse(response) = &pdu {
+            // Its numbers begin the sequences, and have none before them to be compared with.
             if !matches!(self.conn, ConnState::InLogin(_)) {
                 return Err(IscsiFault::Unexpected("a login response"));
             }
@@ -259,6 +260,8 @@ impl IscsiSession {
             return Err(IscsiFault::R2t);
         };
         let end = r2t.offset.checked_add(r2t.len).filter(|end| *end <= room);
+        // Each R2T begins where the data before it end (DataSequenceInOrder, which no target
+        // can decline), so no byte is sent twice.
         let is_legal = r2t.ttt != Ttt::NONE
             && r2t.len > 0
             && r2t.len <= session.max_burst

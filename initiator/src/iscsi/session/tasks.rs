@@ -98,6 +98,7 @@ impl IscsiSession {
         }
         let command = ScsiCommand {
             immediate: false,
+            // F bit: no unsolicited Data-Out follows.
             is_final: after == 0,
             reads: matches!(spec.len, DataLen::In(_)),
             writes: matches!(spec.len, DataLen::Out(_)),

@@ -301,6 +301,7 @@ impl InitiatorChannel {
                 }
             }
         };
+        // The target moves as much as the descriptors hold, so they must agree with the CDB.
         debug_assert_eq!(buffer.data_len(), len);
         let (data_out, data_in) = if is_out {
             (buffer, DataBuffer::None)
@@ -399,6 +400,8 @@ impl InitiatorChannel {
         }
         match message {
             FromTarget::Rsp(rsp) => self.handle_rsp(rsp),
+            // Requests of the target carry credit as well: a delta that is missed starves the
+            // channel.
             FromTarget::CredReq(req) => {
                 self.add_credit(req.req_lim_delta)?;
                 let mut answer = [0; SHORT_IU_LEN];

@@ -181,6 +181,7 @@ impl SrpSession {
                     None | Some(RspCode::Complete) => {
                         let answer = answer_of(&rsp, len);
                         self.on_attention(owner, &answer);
+                        // The commands to abort may be on every channel.
                         for channel in 0..self.config.channels {
                             self.pump_functions(channel, now);
                         }

@@ -142,6 +142,7 @@ impl SrpLink {
                 };
                 conn.start(cx.device(), &args, &mut self.scratch)
             }
+            // The end of the connection reports all of its requests.
             _ => Start::Dropped,
         };
         match outcome {

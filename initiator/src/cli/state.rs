@@ -629,7 +629,7 @@ mod tests {
     fn what_a_dead_process_left_is_removed() {
         let dir = dir("stale");
         let socket = dir.path().join("socket");
-        // A socket that nobody listens on any more.
+        // A socket without a listener.
         drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
         let mut stale = attachment(&socket);
         // A process with our id, but of another time.

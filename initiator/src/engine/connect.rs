@@ -29,7 +29,7 @@ impl Client {
     /// Asks an address which SRP ports it offers. A host name is looked up on the calling thread.
     ///
     /// # Errors
-    /// [`EngineError::Discovery`] where nobody answers, or the device cannot ask.
+    /// [`EngineError::Discovery`] where no port answers, or the device cannot ask.
     pub async fn discover(&self, url: &SrpUrl) -> Result<Vec<FoundPort>, EngineError> {
         let ip = resolve(&url.into())?.dst.ip();
         let (reply, answer) = oneshot();

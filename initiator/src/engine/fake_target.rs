@@ -34,11 +34,11 @@ const REPLY_LEN: usize = 512;
 /// Misbehaviour of the target, and its observations.
 #[derive(Default)]
 pub(crate) struct Knobs {
-    /// So many commands get no answer.
+    /// Number of commands that get no answer.
     pub(crate) swallow: AtomicU32,
-    /// So many commands get BUSY.
+    /// Number of commands that get BUSY.
     pub(crate) busy: AtomicU32,
-    /// So many commands are answered with a unit attention.
+    /// Number of commands that are answered with a unit attention.
     pub(crate) attention: AtomicU32,
     /// INQUIRYs for pages still to be answered NOT READY, with sense data that ask for no retry.
     pub(crate) no_pages: AtomicU32,
@@ -99,7 +99,7 @@ struct Channel {
     replies: usize,
 }
 
-/// Queue pair 1: tells who asks that there is one port.
+/// Queue pair 1: answers questions for ports with one port.
 struct Gsi {
     qp: QpId,
     cq: CqId,
@@ -496,7 +496,7 @@ impl Target {
             false => SendOp::Send,
         };
         let wr = SendWr::new(0, op, &sges);
-        // On a connection that has broken meanwhile nobody waits for it.
+        // On a connection that has broken meanwhile no receiver waits for it.
         let _ = self.nic.post_send(qp, &[wr]);
     }
 

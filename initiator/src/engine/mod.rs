@@ -16,11 +16,11 @@
 //! - [`Workload`]: submissions from the engine's own thread, for benchmarks at high queue depth.
 //!
 //! # Invariants
-//! - The engine owns a command's buffers from submission to its end, whatever becomes of the future
+//! - The engine owns a command's buffers from submission to its end, with or without the future
 //!   that waits. Dropping a future abandons the wait, never the memory.
 //! - A buffer is reachable for the target only while its command is outstanding: it is registered
-//!   for that command and invalidated before the end is told. The exception is a session made with
-//!   `register_always=0`, whose target may reach the whole pool while the session lasts.
+//!   for that command and invalidated before the end is reported. The exception is a session made
+//!   with `register_always=0`, whose target may reach the whole pool while the session lasts.
 //! - Wakers are called on the engine's thread with no lock held. What they run must not block.
 mod builder;
 mod client;

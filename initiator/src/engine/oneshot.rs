@@ -1,4 +1,4 @@
-//! One value from the engine to a future, whatever executor polls it.
+//! One value from the engine to a future, on any executor.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -22,7 +22,7 @@ impl<T> Shared<T> {
     }
 }
 
-/// Sends the value; dropping it instead tells the receiver that none comes.
+/// Sends the value; dropping it instead shows the receiver that none comes.
 #[derive(Debug)]
 pub(crate) struct Sender<T>(Arc<Shared<T>>);
 
@@ -42,7 +42,7 @@ pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
 }
 
 impl<T> Sender<T> {
-    /// Sends the value. If nobody waits any more it is dropped with the pair.
+    /// Sends the value. If its receiver has gone, it is dropped with the pair.
     pub(crate) fn send(self, value: T) {
         self.0.state().value = Some(value);
         // Dropping `self` closes the pair and wakes.

@@ -1,8 +1,9 @@
 //! The memory that data buffers are cut from.
 //!
 //! [`BufferPool`] is one mapping. A buffer is a run of its pages, taken first-fit and given back when
-//! it is dropped, wherever it is then. Whoever finds no run that is large enough waits in a queue:
-//! buffers are granted in the order of asking, so that a large request is not starved by small ones.
+//! it is dropped, wherever it is then. A user that finds no run that is large enough waits in a
+//! queue: buffers are granted in the order of asking, so that a large request is not starved by
+//! small ones.
 //!
 //! Bound: the mapping's length, fixed when the pool is made. Waiters are bounded by the futures that
 //! their callers hold.
@@ -34,7 +35,7 @@ struct Inner {
 struct State {
     /// Free runs of pages, by start, neighbours joined.
     free: Vec<Run>,
-    /// Whoever waits, first come first.
+    /// Users that wait, first come first.
     queue: VecDeque<Ticket>,
     next_ticket: u64,
 }
@@ -215,7 +216,7 @@ pub struct TakeBuffer {
 }
 
 impl TakeBuffer {
-    /// Leaves the queue; whoever is first then is told to look.
+    /// Leaves the queue; the first one then is woken to look.
     fn leave(&mut self, state: &mut State) -> Option<Waker> {
         let number = self.ticket.take()?;
         state.queue.retain(|ticket| ticket.number != number);

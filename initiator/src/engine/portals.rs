@@ -122,7 +122,7 @@ impl Client {
         Ok(all)
     }
 
-    /// The portals of a target, as it tells them (SendTargets).
+    /// The portals of a target, as it reports them (SendTargets).
     async fn ask_for_portals(&self, url: &IscsiUrl) -> Result<Vec<Portal>, EngineError> {
         let found = self.discover_targets(url).await?;
         let ours = found

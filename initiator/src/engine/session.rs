@@ -87,7 +87,7 @@ impl Session {
         &self.handle.status
     }
 
-    /// As [`Self::status`], for whoever goes on watching when the session is gone.
+    /// As [`Self::status`], for a watcher that goes on when the session is gone.
     #[must_use]
     pub fn watch(&self) -> Arc<SessionStatus> {
         self.handle.status.clone()

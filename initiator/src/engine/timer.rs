@@ -43,7 +43,7 @@ impl<F: Future> Future for Timeout<F> {
         if let Poll::Ready(output) = self.future.as_mut().poll(cx) {
             return Poll::Ready(Ok(output));
         }
-        // An engine that is gone has no more time to give.
+        // An engine that is gone counts no time any longer.
         Pin::new(&mut self.timer).poll(cx).map(|_| Err(Elapsed))
     }
 }

@@ -24,7 +24,7 @@ const NAME_FILE: &str = "/etc/iscsi/initiatorname.iscsi";
 /// Beginning of the name of a host that has not been given one.
 const OWN_NAME: &str = "iqn.2026-01.local.riser:";
 
-/// Longest data segment that we take unless told otherwise, in bytes.
+/// Longest data segment that we take by default, in bytes.
 const MAX_RECV: u32 = 256 << 10;
 
 /// Longest sequence of data PDUs that we offer, in bytes.

@@ -207,7 +207,7 @@ impl Session {
         }
         let capacity = self.fetch(lun, Command::read_capacity()).await?;
         let capacity = Capacity::parse(&capacity).ok_or(LunError::Malformed("capacity"))?;
-        // A unit that does not tell is taken to have a cache: a flush too many does no harm.
+        // A unit that does not report it is taken to have a cache: a flush too many does no harm.
         let unknown = CachingPage {
             write_cache: true,
             write_protected: false,

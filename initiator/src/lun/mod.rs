@@ -31,7 +31,7 @@ use crate::request::{Cdb, DataLen};
 use crate::request::{RequestError, Retry};
 use crate::scsi::{BlockRange, Command, unmap_list};
 
-/// Largest transfer of one command, whatever the target would take.
+/// Largest transfer of one command, even if the target would take more.
 const MAX_TRANSFER: u32 = 4 << 20;
 
 /// Runs that one GET LBA STATUS asks for.
@@ -207,7 +207,7 @@ impl Lun {
         Ok(split(range.start / block..range.end / block, max / block))
     }
 
-    /// Tells the disk that nobody needs the range's contents any more.
+    /// Reports to the disk that the range's contents are not needed any longer.
     ///
     /// # Errors
     /// [`LunError::Unsupported`] where it does not want to know.

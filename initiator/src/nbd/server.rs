@@ -46,7 +46,7 @@ impl<D: BlockDevice> Server<D> {
     /// is replaced.
     ///
     /// # Errors
-    /// Those of binding it, `AddrInUse` where somebody listens or where there is another file.
+    /// Those of binding it, `AddrInUse` where a server listens or where there is another file.
     pub fn bind(
         path: &Path,
         device: Arc<ByteDevice<D>>,

@@ -27,7 +27,7 @@ impl Access {
     }
 }
 
-/// Returns whether a unit tells its access states: TPGS of standard INQUIRY data (SPC-4 clause
+/// Returns whether a unit reports its access states: TPGS of standard INQUIRY data (SPC-4 clause
 /// 6.6.2).
 #[must_use]
 pub fn is_offered(inquiry: &[u8]) -> bool {

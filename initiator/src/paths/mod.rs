@@ -1,11 +1,11 @@
 //! Several paths to one logical unit: which of them a command takes, and what becomes of the commands
 //! of a path that is lost.
 //!
-//! [`Paths`] is a machine with no I/O in it, like the sessions below it, whatever their protocol. A
+//! [`Paths`] is a machine with no I/O in it, like the sessions below it, of any protocol. A
 //! path is a portal and a session through it, with an initiator port of its own. The owner makes and
-//! closes the sessions as it is told ([`Output`]), and tells what becomes of them and of the commands
-//! on them (`handle_*`). Sessions below do not reconnect by themselves: one whose connection breaks is
-//! over, and gives its requests back.
+//! closes the sessions as it is asked to ([`Output`]), and reports what becomes of them and of
+//! the commands on them (`handle_*`). Sessions below do not reconnect by themselves: one whose
+//! connection breaks is over, and gives its requests back.
 //!
 //! ```text
 //!           ┌──────────────── lost, refused, another unit ─────────────┐
@@ -24,7 +24,7 @@
 //! its queue for the disk. A write that is repeated elsewhere, or a later one to the same blocks, could
 //! be overwritten by the old copy long after it was acknowledged. So:
 //! - **Fence before replay.** What writes and was outstanding on a lost path starts again, on
-//!   whichever path, only after the path's initiator port has logged in anew at the same target port
+//!   any path, only after the path's initiator port has logged in again at the same target port
 //!   (the same portal group, for iSCSI). That takes the place of the old session: the target answers
 //!   such a login when the old session's commands have ended (RFC 7143 6.3.5; SRP MULTI-CHANNEL ACTION
 //!   0), and what arrives on the old connection later belongs to no session. Any portal of an iSCSI

@@ -226,8 +226,8 @@ impl Paths {
         }
     }
 
-    /// A path's session is over, or of no more use. Of one that was in use, commands may still be
-    /// carried out at the target.
+    /// A path's session is over, or of no use any longer. Of one that was in use, commands may
+    /// still be carried out at the target.
     pub(super) fn end_session(&mut self, index: usize) {
         let path = &mut self.paths[index];
         let was_live = path.stage == Stage::Live;
@@ -321,7 +321,7 @@ impl Paths {
         }
     }
 
-    /// Tells what has changed.
+    /// Reports what has changed.
     fn tell(&mut self) {
         self.outputs.push_back(Output::Changed);
         let is_usable = self.paths.iter().any(Path::is_usable);

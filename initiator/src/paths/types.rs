@@ -174,7 +174,7 @@ pub(super) struct Path {
     pub(super) backoff: Duration,
     /// Longest duration of the next login.
     pub(super) patience: Duration,
-    /// The next attempt goes to the own portal, whatever there is to fence.
+    /// The next attempt goes to the own portal, even if there is something to fence.
     pub(super) own_next: bool,
     /// It has been live, or an attempt has failed.
     pub(super) is_decided: bool,

@@ -46,7 +46,7 @@ pub enum Effect {
 }
 
 impl Effect {
-    /// Returns whether the command may be sent again when nobody knows if it was carried out.
+    /// Returns whether the command may be sent again when it is not known if it was carried out.
     #[must_use]
     pub fn is_replayable(self) -> bool {
         self != Self::Other

@@ -1,7 +1,7 @@
 //! A session's requests: taken, queued, started, ended, repeated.
 //!
-//! [`Requests`] decides; the session around it knows channels and tells its owner. `T` is what names
-//! a started request to the target: a tag.
+//! [`Requests`] decides; the session around it knows channels and reports to its owner. `T` is
+//! what names a started request to the target: a tag.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -74,7 +74,7 @@ impl<T: Debug> State for RequestState<T> {
 #[derive(Clone, Debug)]
 pub(crate) struct Request<T> {
     pub(crate) spec: RequestSpec,
-    /// Order of submission; also tells a request from a later one in the same place.
+    /// Order of submission; also distinguishes a request from a later one in the same place.
     pub(crate) seq: u64,
     /// Attempts that have begun.
     pub(crate) attempts: u8,

@@ -4,7 +4,8 @@
 //! at a time, and repeats a question that is not answered. Its owner sends
 //! [`Discovery::poll_question`]'s MADs to queue pair 1 of the address and hands in what comes back.
 //!
-//! Bound: [`MAX_CONTROLLERS`] controllers and 255 services of each, whatever a peer says it has.
+//! Bound: [`MAX_CONTROLLERS`] controllers and 255 services of each, even if a peer says that it
+//! has more.
 
 use std::time::{Duration, Instant};
 

@@ -35,8 +35,8 @@ pub(super) struct Agent {
     memory: MemSlice,
     /// Next place for a question.
     turn: usize,
-    /// Sends whose completions have not been taken. The completion queue has room for so many, however
-    /// soon a send queue has room again.
+    /// Sends whose completions have not been taken. The completion queue has room for them,
+    /// however soon a send queue has room again.
     sends: usize,
     searches: Vec<Search>,
 }
@@ -140,7 +140,7 @@ impl Agent {
         let _ = provider.post_recv(self.qp, &[wr]);
     }
 
-    /// Takes what arrived, asks what is to be asked, and tells what was found. Whether it did
+    /// Takes what arrived, asks what is to be asked, and reports what was found. Whether it did
     /// anything.
     fn turn<P: Provider>(&mut self, provider: &mut P, now: Instant) -> bool {
         let mut completions = Vec::new();

@@ -36,7 +36,7 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Tells workloads of the ends of their commands; whether there were any.
+    /// Reports the ends of their commands to workloads; whether there were any.
     pub(super) fn run_workloads(&mut self, now: Instant) -> bool {
         let mut finished = std::mem::take(&mut self.finished);
         let any = !finished.is_empty();

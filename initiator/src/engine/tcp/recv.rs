@@ -42,7 +42,7 @@ struct Arriving {
     len: u32,
     /// Bytes of the data still to come.
     left: usize,
-    /// Nobody wants the data any more.
+    /// The data are not wanted any longer.
     is_discarded: bool,
     digest: Option<DataDigest>,
 }
@@ -143,7 +143,7 @@ impl Incoming {
     /// the buffers of a request.
     ///
     /// # Errors
-    /// [`IscsiFault`]: the stream is of no more use.
+    /// [`IscsiFault`]: the stream is of no use any longer.
     pub(in crate::engine) fn next<'b>(
         &mut self,
         place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, IscsiFault>,
@@ -167,7 +167,7 @@ impl Incoming {
         Ok(frame.map(Item::Pdu))
     }
 
-    /// Looks at the first byte of a connection: a target answers a login, whatever else it may say later.
+    /// Looks at the first byte of a connection: a target answers a login before anything else.
     fn check_peer(&mut self) -> Result<(), IscsiFault> {
         if !matches!(self.buffer[self.start] & 0x3f, LOGIN_RESPONSE | REJECT) {
             return Err(IscsiFault::NotIscsi);
@@ -176,7 +176,7 @@ impl Incoming {
         Ok(())
     }
 
-    /// Returns whether a Data-In is next; one byte tells.
+    /// Returns whether a Data-In is next, which its first byte shows.
     fn is_data_in(&self) -> bool {
         self.framer.held() == 0
             && self.start < self.end

@@ -15,7 +15,7 @@ use crate::url::IscsiUrl;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// RESERVATION CONFLICT, which nobody repeats.
+/// RESERVATION CONFLICT, after which no session repeats a command.
 const CONFLICT: u8 = 0x18;
 
 /// Length of the write, in bytes.

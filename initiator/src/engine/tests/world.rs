@@ -146,7 +146,7 @@ pub(in crate::engine) fn step(own: Option<Instant>) {
             }
         }
         if !worked {
-            let next = next.expect("somebody waits for something");
+            let next = next.expect("an engine waits for something");
             world.fabric.advance_to(next.max(now + TICK));
         }
     });

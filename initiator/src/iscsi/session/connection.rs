@@ -39,7 +39,7 @@ impl IscsiSession {
             .push_back(Output::Connect(self.moved.clone()));
     }
 
-    /// The connection is made. `random` must be such that nobody can foresee it.
+    /// The connection is made. `random` must be such that it cannot be foreseen.
     pub fn handle_connected(&mut self, random: [u8; CHALLENGE_LEN + 1], now: Instant) {
         let ConnState::XptWait(until) = self.conn else {
             return;

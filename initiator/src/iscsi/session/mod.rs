@@ -20,7 +20,7 @@
 //! either. A target that says nothing for a while is pinged; one that does not answer is left.
 //!
 //! # Replay
-//! Error recovery level 0: whatever goes wrong on the connection ends it, and the session logs in
+//! Error recovery level 0: each failure on the connection ends it, and the session logs in
 //! again with the same ISID and no TSIH. That reinstates the session (RFC 7143 6.3.5): the target
 //! ends the tasks of the old one before it answers the login. So the requests for which it makes no
 //! difference to be carried out twice are sent again, in the order of their submission and none while
@@ -28,7 +28,7 @@
 //! [`crate::srp::session`]. Others end with [`RequestError::ConnectionLost`](crate::request::RequestError::ConnectionLost).
 //!
 //! # Discovery
-//! A session without a target asks for all targets (SendTargets=All), tells them
+//! A session without a target asks for all targets (SendTargets=All), reports them
 //! ([`Output::Found`]) and logs out.
 //!
 //! # Not implemented
@@ -151,7 +151,7 @@ impl IscsiSession {
         self.params.as_ref()
     }
 
-    /// The portal group of the last login, if the target told it.
+    /// The portal group of the last login, if the target reported it.
     #[must_use]
     pub fn portal_group(&self) -> Option<u16> {
         self.portal_group

@@ -94,7 +94,7 @@ impl IscsiSession {
         }
         let has_status = match pdu {
             FromTarget::DataIn(data) => data.status.is_some(),
-            // An unasked NOP-In and an R2T tell the next number without using it.
+            // An unasked NOP-In and an R2T report the next number without using it.
             FromTarget::NopIn(nop) => nop.itt != Itt::NONE,
             FromTarget::R2t(_) => false,
             _ => true,
@@ -222,7 +222,7 @@ impl IscsiSession {
                 (moved.ok_or(IscsiFault::Residual { residual, len })?, 0)
             }
         };
-        // On iSER nobody but the target knows how much it wrote.
+        // On iSER only the target knows how much it wrote.
         let transferred = match task.len {
             DataLen::In(_) if !self.is_rdma() => transferred.min(task.received),
             _ => transferred,
@@ -334,7 +334,7 @@ impl IscsiSession {
         let itt = Itt(u32::from_be_bytes([bhs[16], bhs[17], bhs[18], bhs[19]]));
         match Opcode::of(bhs) {
             Ok(Opcode::NopOut) if itt == PING_TAG || itt == Itt::NONE => {
-                // It is there, whatever it thinks of pings.
+                // It is there, even if it rejects pings.
                 self.pinged = None;
                 Ok(())
             }

@@ -122,7 +122,7 @@ pub enum Output {
     Retire(RequestId),
     /// Close the connection, then [`IscsiSession::handle_gone`].
     Disconnect,
-    /// The request is over, and nobody but its issuer can reach its memory.
+    /// The request is over, and only its issuer can reach its memory.
     Complete(RequestId, RequestResult),
     /// The discovery is over: these targets there are.
     Found(Vec<Found>),

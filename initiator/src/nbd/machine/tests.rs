@@ -207,7 +207,7 @@ fn each_option_has_its_answer() {
         (7, name(b"disk", b"\0\x02\0\0"), vec![0x8000_0003]),
         (7, name(b"disk", b"\0\0\0"), vec![0x8000_0003]),
         (7, b"\xff\xff\xff\xff\0\0".to_vec(), vec![0x8000_0003]),
-        // STARTTLS, PEEK_EXPORT, EXTENDED_HEADERS and what nobody knows.
+        // STARTTLS, PEEK_EXPORT, EXTENDED_HEADERS and options that do not exist.
         (5, vec![], vec![0x8000_0001]),
         (4, vec![], vec![0x8000_0001]),
         (11, vec![], vec![0x8000_0001]),

@@ -7,9 +7,9 @@
 //! # Invariants
 //! - At most `queue_size` commands and one task-management request are outstanding, and never more
 //!   than the request limit allows; one unit of the limit is kept back for task management.
-//! - A tag is a slot and the slot's generation, so that an answer to an older use of a slot is told
-//!   from the answer that is awaited.
-//! - Whatever the target sends, nothing here panics: a violation is a [`SrpFault`], upon which
+//! - A tag is a slot and the slot's generation, so that an answer to an older use of a slot is not
+//!   taken for the answer that is awaited.
+//! - Nothing that the target sends makes this panic: a violation is a [`SrpFault`], upon which
 //!   the owner closes the channel.
 
 mod types;
@@ -480,8 +480,8 @@ impl InitiatorChannel {
     }
 }
 
-/// An underflow cannot exceed the buffer. An overflow may be anything: it tells what a larger buffer
-/// would have got.
+/// An underflow cannot exceed the buffer. An overflow may be anything: it reports what a larger
+/// buffer would have got.
 fn check_residual(residual: Residual, len: u32) -> Result<(), SrpFault> {
     match residual {
         Residual::Under(residual) if residual > len => Err(SrpFault::Residual { residual, len }),

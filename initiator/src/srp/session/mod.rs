@@ -9,7 +9,7 @@
 //! request. (With `register_always=0` there are no such keys: the target may reach the whole pool of
 //! data buffers as long as the session lasts, as it may with Linux's `ib_srp` and that option, and is
 //! trusted not to.) When an
-//! attempt is over, for whatever reason, the session says [`Output::Retire`]; the owner invalidates
+//! attempt is over, for any reason, the session says [`Output::Retire`]; the owner invalidates
 //! the memory's keys and answers [`SrpSession::handle_retired`]; only then is the request completed or
 //! tried again. When a channel has been torn down, so that nothing can arrive on it any more and its
 //! keys are gone, [`SrpSession::handle_channel_gone`] says so for all of its requests at once.
@@ -29,9 +29,10 @@
 //! but a new connection, since a reset would end the commands of every other initiator.
 //!
 //! # Replay
-//! When a connection breaks, nobody knows which of its outstanding commands were carried out. After
-//! the new login those are sent again for which that makes no difference ([`Effect`]): commands
-//! that change nothing, and commands that set blocks to a given content. That is safe because
+//! When a connection breaks, it is not known which of its outstanding commands were carried out.
+//! After the new login those are sent again for which that makes no difference ([`Effect`]):
+//! commands that change nothing, and commands that set blocks to a given content. That is safe
+//! because
 //! - the first channel of the new login asks the target to terminate the old ones
 //!   (MULTI-CHANNEL ACTION 0), and the target answers it only when their commands have ended, so no
 //!   command of the old connection is carried out after one of the new;
@@ -149,7 +150,7 @@ impl SrpSession {
         self.members[usize::from(channel.0)].channel.agreed()
     }
 
-    /// The target port that it is with; `None` where nobody has told which that is.
+    /// The target port that it is with; `None` where that is not known.
     #[must_use]
     pub fn target_port(&self) -> Option<TargetPortId> {
         Some(self.config.channel.target_port).filter(|port| port.0 != [0; 16])

@@ -69,7 +69,7 @@ pub enum Output {
     /// Tear the channel down, after sending the logout if there is one; then
     /// [`SrpSession::handle_channel_gone`].
     Disconnect(ChannelIndex, Option<[u8; SHORT_IU_LEN]>),
-    /// The request is over, and nobody but its issuer can reach its memory.
+    /// The request is over, and only its issuer can reach its memory.
     Complete(RequestId, RequestResult),
     /// Something that the session's user may want to know.
     Event(SessionEvent),

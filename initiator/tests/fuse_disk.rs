@@ -17,6 +17,7 @@ use riser_initiator::block::{
     BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
 };
 use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
+use riser_testkit::eventually;
 use riser_testkit::skip::skip;
 
 const SIZE: u64 = 192 << 20;
@@ -88,15 +89,13 @@ impl Bed {
 
     fn end(self) {
         // The kernel may still be closing what a child had open.
-        for attempt in 0.. {
+        eventually("the unmount", Duration::from_secs(10), || {
             match self.mount.try_unmount() {
-                Ok(()) => break,
-                Err(UnmountError::Busy(_)) if attempt < 100 => {
-                    std::thread::sleep(Duration::from_millis(20));
-                }
+                Ok(()) => true,
+                Err(UnmountError::Busy(_)) => false,
                 Err(e) => panic!("{e}"),
             }
-        }
+        });
         self.ended.recv_timeout(Duration::from_secs(10)).unwrap();
         self.mount.wait().unwrap();
         std::fs::remove_dir_all(&self.dir).unwrap();

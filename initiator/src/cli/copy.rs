@@ -4,13 +4,14 @@
 //! order.
 
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Instant;
 
+use indicatif::ProgressBar;
 use serde::Serialize;
 
 use super::args::{Global, ReadArgs, WriteArgs};
@@ -171,57 +172,18 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     if !args.overwrite {
         guard::check(&disk, &args.url, global)?;
     }
-    let source = |e| CliError::io(format!("cannot read {}", args.file.display()), e);
-    let (mut stream, known): (Box<dyn Read>, _) = if is_standard(&args.file) {
-        (Box::new(io::stdin().lock()), args.length)
-    } else {
-        let file = OpenOptions::new()
-            .read(true)
-            .open(&args.file)
-            .map_err(source)?;
-        let meta = file.metadata().map_err(source)?;
-        let known = meta.is_file().then_some(meta.len());
-        (Box::new(file), args.length.or(known))
-    };
-    if known.is_some_and(|len| len > most) {
-        return Err(CliError::new(
-            Exit::Usage,
-            format!(
-                "{} has {} bytes, and the disk {most} from byte {} on",
-                args.file.display(),
-                known.unwrap_or(0),
-                args.offset
-            ),
-        ));
+    let mut source = Source::open(args)?;
+    // Nothing is written of a file that does not fit.
+    if let Some(len) = source.len.filter(|len| *len > most) {
+        let (file, offset) = (args.file.display(), args.offset);
+        let what = format!("{file} has {len} bytes, and the disk {most} from byte {offset} on");
+        return Err(CliError::new(Exit::Usage, what));
     }
-    let bar = output::progress(known, global);
+    let bar = output::progress(source.len, global);
     let began = Instant::now();
     let device = Arc::new(ByteDevice::new(disk.clone()));
-    let failed = |at: u64| format!("writing {} at byte {at} failed", args.url);
-    let mut pieces: VecDeque<(u64, u64, Finished<()>)> = VecDeque::new();
-    let mut at = args.offset;
     let end = args.offset + args.length.unwrap_or(most);
-    let mut scratch = vec![0; PIECE as usize];
-    loop {
-        let span = device.first_piece(at, (end - at).min(PIECE));
-        let got = fill(&mut stream, &mut scratch[..span.len]).map_err(source)?;
-        if got == 0 {
-            break;
-        }
-        if pieces.len() == IN_FLIGHT
-            && let Some((at, len, piece)) = pieces.pop_front()
-        {
-            wait(&piece, || failed(at))?;
-            bar.inc(len);
-        }
-        let span = device.span(at, got);
-        pieces.push_back((at, got as u64, start_write(&device, span, &scratch[..got])));
-        at += got as u64;
-    }
-    for (at, len, piece) in pieces {
-        wait(&piece, || failed(at))?;
-        bar.inc(len);
-    }
+    let at = write_pieces(args, &mut source, &device, end, &bar)?;
     let written = at - args.offset;
     if args.length.is_some_and(|length| written < length) {
         let what = format!("{} ended after {written} bytes", args.file.display());
@@ -229,7 +191,7 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     }
     // A stream of unknown length may have more than the disk has room for; one byte more shows
     // that.
-    if args.length.is_none() && at == end && fill(&mut stream, &mut [0]).map_err(source)? > 0 {
+    if args.length.is_none() && at == end && source.fill(&mut [0])? > 0 {
         let what = format!("the disk ended before {} did", args.file.display());
         return Err(CliError::new(Exit::Failure, what));
     }
@@ -246,6 +208,43 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     })
 }
 
+/// Writes the stream from the offset up to `end`, or as far as it goes; returns the offset behind
+/// its last byte.
+fn write_pieces(
+    args: &WriteArgs,
+    source: &mut Source<'_>,
+    device: &Arc<ByteDevice<Disk>>,
+    end: u64,
+    bar: &ProgressBar,
+) -> Result<u64, CliError> {
+    let failed = |at: u64| format!("writing {} at byte {at} failed", args.url);
+    let mut pieces: VecDeque<(u64, u64, Finished<()>)> = VecDeque::new();
+    let mut at = args.offset;
+    let mut scratch = vec![0; PIECE as usize];
+    loop {
+        let span = device.first_piece(at, (end - at).min(PIECE));
+        let got = source.fill(&mut scratch[..span.len])?;
+        if got == 0 {
+            break;
+        }
+        // The oldest is awaited first, so a failure is reported with the lowest offset.
+        if pieces.len() == IN_FLIGHT
+            && let Some((at, len, piece)) = pieces.pop_front()
+        {
+            wait(&piece, || failed(at))?;
+            bar.inc(len);
+        }
+        let span = device.span(at, got);
+        pieces.push_back((at, got as u64, start_write(device, span, &scratch[..got])));
+        at += got as u64;
+    }
+    for (at, len, piece) in pieces {
+        wait(&piece, || failed(at))?;
+        bar.inc(len);
+    }
+    Ok(at)
+}
+
 fn start_write(device: &Arc<ByteDevice<Disk>>, span: Span, data: &[u8]) -> Finished<()> {
     let (done, finished) = mpsc::sync_channel(1);
     let buffer = task::block_on(device.device().buffer(span.covering));
@@ -257,16 +256,47 @@ fn start_write(device: &Arc<ByteDevice<Disk>>, span: Span, data: &[u8]) -> Finis
     finished
 }
 
-/// Reads until the buffer is full or the stream ends.
-fn fill(stream: &mut dyn Read, buffer: &mut [u8]) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < buffer.len() {
-        match stream.read(&mut buffer[filled..]) {
-            Ok(0) => break,
-            Ok(n) => filled += n,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
+/// File or standard input that is written to a disk.
+struct Source<'a> {
+    path: &'a Path,
+    stream: Box<dyn Read>,
+    /// Bytes to write, where that is known before the end of the stream.
+    len: Option<u64>,
+}
+
+impl<'a> Source<'a> {
+    fn open(args: &'a WriteArgs) -> Result<Self, CliError> {
+        let path = args.file.as_path();
+        if is_standard(path) {
+            let stream = Box::new(io::stdin().lock());
+            let len = args.length;
+            return Ok(Self { path, stream, len });
         }
+        let file = File::open(path).map_err(|e| unreadable(path, e))?;
+        let meta = file.metadata().map_err(|e| unreadable(path, e))?;
+        let known = meta.is_file().then_some(meta.len());
+        Ok(Self {
+            path,
+            stream: Box::new(file),
+            len: args.length.or(known),
+        })
     }
-    Ok(filled)
+
+    /// Reads until the buffer is full or the stream ends.
+    fn fill(&mut self, buffer: &mut [u8]) -> Result<usize, CliError> {
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match self.stream.read(&mut buffer[filled..]) {
+                Ok(0) => break,
+                Ok(n) => filled += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(unreadable(self.path, e)),
+            }
+        }
+        Ok(filled)
+    }
+}
+
+fn unreadable(path: &Path, error: io::Error) -> CliError {
+    CliError::io(format!("cannot read {}", path.display()), error)
 }

@@ -269,45 +269,20 @@ fn report(outcome: &Outcome) -> Result<(), CliError> {
 
 /// Starts the background process and waits for its report.
 fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliError> {
-    let failed = |e| CliError::io("cannot start the background process", e);
     // That process needs it too, and what it says of waiting goes to its log.
     drop(
         StateDir::open()
             .and_then(|dir| dir.with_patience(global.timeout).lock())
-            .map_err(failed)?,
+            .map_err(not_started)?,
     );
     let log = match &args.log_file {
-        Some(log) => std::path::absolute(log).map_err(failed)?,
+        Some(log) => std::path::absolute(log).map_err(not_started)?,
         None => {
-            let dir = StateDir::open().map_err(failed)?;
+            let dir = StateDir::open().map_err(not_started)?;
             dir.path().join(format!("{}.log", std::process::id()))
         }
     };
-    let to_log = File::create(&log)
-        .map_err(|e| CliError::io(format!("cannot create {}", log.display()), e))?;
-    let mut command = Command::new(std::env::current_exe().map_err(failed)?);
-    let (arguments, secrets) = arguments(&log);
-    let stdin = if secrets.is_empty() {
-        Stdio::null()
-    } else {
-        Stdio::piped()
-    };
-    for name in SECRET_ENV {
-        command.env_remove(name);
-    }
-    command
-        .args(arguments)
-        .stdin(stdin)
-        .stdout(Stdio::piped())
-        .stderr(to_log);
-    if global.log.is_none() && global.verbose == 0 && !global.quiet {
-        command.env("RISER_LOG", "info");
-    }
-    let mut child = command.spawn().map_err(failed)?;
-    if let Some(mut stdin) = child.stdin.take() {
-        let text = serde_json::to_vec(&secrets).expect("strings serialize");
-        stdin.write_all(&text).map_err(failed)?;
-    }
+    let mut child = spawn_background(&log, global)?;
     let stdout = child.stdout.take().expect("it is piped");
     let (sender, outcome) = mpsc::channel();
     thread::Builder::new()
@@ -318,7 +293,7 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
             let _ = BufReader::new(stdout).read_line(&mut line);
             let _ = sender.send(line);
         })
-        .map_err(failed)?;
+        .map_err(not_started)?;
     let Ok(line) = outcome.recv_timeout(global.timeout + SLACK) else {
         return Err(give_up(&mut child, &log));
     };
@@ -350,6 +325,41 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
             .help(format!("its log is {}", log.display())))
         }
     }
+}
+
+fn not_started(error: io::Error) -> CliError {
+    CliError::io("cannot start the background process", error)
+}
+
+/// Starts the background process. Passwords go to it by its standard input, since every user can
+/// read arguments, and children inherit the environment.
+fn spawn_background(log: &Path, global: &Global) -> Result<Child, CliError> {
+    let to_log = File::create(log)
+        .map_err(|e| CliError::io(format!("cannot create {}", log.display()), e))?;
+    let mut command = Command::new(std::env::current_exe().map_err(not_started)?);
+    let (arguments, secrets) = arguments(log);
+    let stdin = if secrets.is_empty() {
+        Stdio::null()
+    } else {
+        Stdio::piped()
+    };
+    for name in SECRET_ENV {
+        command.env_remove(name);
+    }
+    command
+        .args(arguments)
+        .stdin(stdin)
+        .stdout(Stdio::piped())
+        .stderr(to_log);
+    if global.log.is_none() && global.verbose == 0 && !global.quiet {
+        command.env("RISER_LOG", "info");
+    }
+    let mut child = command.spawn().map_err(not_started)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        let text = serde_json::to_vec(&secrets).expect("strings serialize");
+        stdin.write_all(&text).map_err(not_started)?;
+    }
+    Ok(child)
 }
 
 /// Asks a background process that is late to end. It is never killed: it may serve a disk that the

@@ -70,7 +70,7 @@ enum OwnBounce {
 /// A worker's engine: takes block operations, works them through the ring, and gives results.
 ///
 /// Every accepted request gives exactly one [`Done`]. Calls, in the worker's loop:
-/// [`submit`](Driver::submit) for new requests, [`handle_completion`](Driver::handle_completion)
+/// [`begin_round`](Driver::begin_round) with the time, [`submit`](Driver::submit) for new requests, [`handle_completion`](Driver::handle_completion)
 /// for every completion whose token has the driver's tag, then [`poll_done`](Driver::poll_done)
 /// until it gives nothing.
 pub struct Driver {
@@ -90,6 +90,8 @@ pub struct Driver {
     helped: Vec<usize>,
     /// Empty lists with their memory, two per request that ended; at most twice `depth`.
     spare: Vec<Vec<MemSlice>>,
+    /// Time of the worker's round.
+    now: Instant,
 }
 
 impl OwnBounce {
@@ -149,7 +151,7 @@ impl Driver {
     ///
     /// # Panics
     /// If a size in the configuration is zero or not a multiple as stated.
-    pub fn new(ring: &mut Ring, mut config: DriverConfig) -> io::Result<Self> {
+    pub fn new(ring: &mut Ring, now: Instant, mut config: DriverConfig) -> io::Result<Self> {
         config.pieces = config.pieces.min(ring.max_slices());
         assert!(config.depth > 0 && config.pieces > 0 && config.bounces > 0);
         assert!(config.bounce > 0 && config.bounce.is_multiple_of(4096));
@@ -172,7 +174,13 @@ impl Driver {
             zeroes: zeroes.whole(),
             helped: Vec::new(),
             spare: Vec::new(),
+            now,
         })
+    }
+
+    /// Takes the time of the worker's round, which counts for all calls until the next one.
+    pub fn begin_round(&mut self, now: Instant) {
+        self.now = now;
     }
 
     /// Attaches a store, registering its file with the ring where there is room.
@@ -300,7 +308,7 @@ impl Driver {
                 self.delayed.push(index);
             }
             Some((delay, error)) if !delay.is_zero() => {
-                let until = Instant::now() + delay;
+                let until = self.now + delay;
                 self.requests[index].state = State::Delayed { until, error };
                 self.delayed.push(index);
             }
@@ -376,7 +384,7 @@ impl Driver {
             .iter()
             .filter_map(|&i| match self.requests[i].state {
                 State::Delayed { until, .. } => Some(until),
-                State::Held => Some(Instant::now() + HELD),
+                State::Held => Some(self.now + HELD),
                 State::Ring | State::Helper | State::Flush | State::Stalled => None,
             })
             .min()
@@ -403,7 +411,7 @@ impl Driver {
             }
         }
         if !self.delayed.is_empty() {
-            let now = Instant::now();
+            let now = self.now;
             for index in std::mem::take(&mut self.delayed) {
                 match self.requests[index].state {
                     State::Delayed { until, .. } if until > now => self.delayed.push(index),
@@ -501,7 +509,7 @@ impl Driver {
         let request = &mut self.requests[index];
         request.done = done;
         request.state = State::Delayed {
-            until: Instant::now(),
+            until: self.now,
             error: None,
         };
         self.delayed.push(index);
@@ -724,7 +732,9 @@ impl Driver {
         let mut served = std::mem::take(&mut attached.flushing);
         if let Some(errno) = errno {
             let why = std::io::Error::from_raw_os_error(errno);
-            attached.store.count_error(from_errno(errno, 0), &why);
+            attached
+                .store
+                .count_error(self.now, from_errno(errno, 0), &why);
             attached.store.on_flush_failed(errno);
         }
         let failure = attached.store.flush_failure();
@@ -841,10 +851,10 @@ impl Driver {
     fn fail(&mut self, index: usize, error: BackendError, why: &dyn std::fmt::Display) {
         let request = &self.requests[index];
         let attached = &mut self.stores[request.store.0];
-        if attached.store.count_error(error, why) {
+        if attached.store.count_error(self.now, error, why) {
             let (offset, len) = plan::range(&request.op);
             let (backend, op) = (attached.store.label(), plan::name(&request.op));
-            let now = Instant::now();
+            let now = self.now;
             warn_limited!(attached.complaints, now, backend, op, offset, len, %why, "a backend fails");
         }
         self.finish(index, StepResult::Failed(error));
@@ -855,7 +865,7 @@ impl Driver {
         let request = self.requests.remove(index);
         let store = &self.stores[request.store.0].store;
         if !matches!(result, StepResult::Failed(_))
-            && store.note_success(matches!(request.op, BlockOp::Write { .. }))
+            && store.note_success(self.now, matches!(request.op, BlockOp::Write { .. }))
         {
             // At most once in ten seconds for each backend, however often it fails meanwhile.
             tracing::info!(backend = store.label(), "a backend works again");

@@ -38,7 +38,7 @@ pub(super) struct Errors {
     clears: AtomicU64,
     /// What failed has succeeded since the last failure.
     worked: AtomicBool,
-    failing: Mutex<Option<Failing>>,
+    failing: Mutex<Option<Failure>>,
 }
 
 impl Default for Errors {
@@ -87,7 +87,6 @@ pub struct Failing {
     /// The last failure.
     pub why: String,
     kind: usize,
-    last: Instant,
 }
 
 impl Failing {
@@ -96,6 +95,17 @@ impl Failing {
     pub fn is_gone(&self) -> bool {
         self.kind == NOT_READY
     }
+}
+
+/// A failure as workers note it: they have no date.
+#[derive(Debug)]
+struct Failure {
+    since: Instant,
+    /// The date of that, from the first report on: it stays, though the date is set in between.
+    date: Option<SystemTime>,
+    why: String,
+    kind: usize,
+    last: Instant,
 }
 
 /// Time for which a medium error counts: other blocks may work meanwhile.
@@ -115,20 +125,17 @@ const fn time_of(kind: usize) -> Duration {
 
 impl Errors {
     /// An operation failed; whether that is a failure of the medium.
-    pub(super) fn count(&self, error: BackendError, why: &dyn Display) -> bool {
-        self.count_at(error, why, Instant::now())
-    }
-
-    fn count_at(&self, error: BackendError, why: &dyn Display, now: Instant) -> bool {
+    pub(super) fn count(&self, now: Instant, error: BackendError, why: &dyn Display) -> bool {
         let Some(kind) = kind_of(error) else {
             return false;
         };
         self.counts[kind].fetch_add(1, Ordering::Relaxed);
         let mut failing = self.lock();
         let before = failing.as_ref().filter(|failing| self.lasts(failing, now));
-        let since = before.map(|failing| failing.since);
-        *failing = Some(Failing {
-            since: since.unwrap_or_else(SystemTime::now),
+        let (since, date) = before.map_or((now, None), |failing| (failing.since, failing.date));
+        *failing = Some(Failure {
+            since,
+            date,
             why: why.to_string(),
             kind,
             last: now,
@@ -139,14 +146,9 @@ impl Errors {
     }
 
     /// An operation succeeded; whether the backend works again by that, which is so once in [`QUIET`] at most.
-    pub(super) fn clear(&self, is_write: bool) -> bool {
-        self.clear_at(is_write, Instant::now)
-    }
-
-    fn clear_at(&self, is_write: bool, now: impl Fn() -> Instant) -> bool {
-        let is_due = |clears: Clears| {
-            clears.is_due(is_write, || now().saturating_duration_since(self.start))
-        };
+    pub(super) fn clear(&self, now: Instant, is_write: bool) -> bool {
+        let is_due =
+            |clears: Clears| clears.is_due(is_write, || now.saturating_duration_since(self.start));
         let clears = Clears(self.clears.load(Ordering::Relaxed));
         if !is_due(clears) {
             if clears.counts(is_write) {
@@ -156,30 +158,41 @@ impl Errors {
             return false;
         }
         let mut failing = self.lock();
-        let works = |failing: &Failing| is_due(self.clears_of(failing));
+        let works = |failing: &Failure| is_due(self.clears_of(failing));
         let works = failing.take_if(|failing| works(failing)).is_some();
         self.store_clears(failing.as_ref());
         works
     }
 
-    fn clears_of(&self, failing: &Failing) -> Clears {
+    fn clears_of(&self, failing: &Failure) -> Clears {
         let last = failing.last.saturating_duration_since(self.start);
         Clears::new(failing.kind, last)
     }
 
-    fn store_clears(&self, failing: Option<&Failing>) {
+    fn store_clears(&self, failing: Option<&Failure>) {
         let clears = failing.map_or(Clears::NEVER, |failing| self.clears_of(failing).0);
         self.clears.store(clears, Ordering::Relaxed);
     }
 
-    /// Returns the present failure.
-    pub(super) fn failing(&self) -> Option<Failing> {
-        let failing = self.lock().clone();
-        failing.filter(|failing| self.lasts(failing, Instant::now()))
+    /// Returns the failure at present, whose date is `date`.
+    pub(super) fn failing(&self, now: Instant, date: SystemTime) -> Option<Failing> {
+        let mut failing = self.lock();
+        let failure = failing
+            .as_mut()
+            .filter(|failing| self.lasts(failing, now))?;
+        let since = *failure.date.get_or_insert_with(|| {
+            let ago = now.saturating_duration_since(failure.since);
+            date.checked_sub(ago).unwrap_or(date)
+        });
+        Some(Failing {
+            since,
+            why: failure.why.clone(),
+            kind: failure.kind,
+        })
     }
 
     /// Whether a failure still counts without another operation: for ever, unless it ends with time.
-    fn lasts(&self, failing: &Failing, now: Instant) -> bool {
+    fn lasts(&self, failing: &Failure, now: Instant) -> bool {
         let ends = failing.kind == MEDIUM || self.worked.load(Ordering::Relaxed);
         !ends || now.saturating_duration_since(failing.last) < time_of(failing.kind)
     }
@@ -192,7 +205,7 @@ impl Errors {
     }
 
     /// Every change is whole, so poison is ignored.
-    fn lock(&self) -> MutexGuard<'_, Option<Failing>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Failure>> {
         self.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -257,13 +270,14 @@ mod tests {
     #[test]
     fn failures_of_the_medium_are_counted_by_kind() {
         let errors = Errors::default();
+        let now = Instant::now();
         assert!(
-            errors.count(BackendError::NoSpace, &"why")
-                && errors.count(BackendError::NoSpace, &"why")
+            errors.count(now, BackendError::NoSpace, &"why")
+                && errors.count(now, BackendError::NoSpace, &"why")
         );
-        assert!(errors.count(BackendError::Medium { offset: None }, &"why"));
+        assert!(errors.count(now, BackendError::Medium { offset: None }, &"why"));
         assert!(
-            !errors.count(BackendError::Aborted, &"why"),
+            !errors.count(now, BackendError::Aborted, &"why"),
             "the initiator asked for it"
         );
         let counts: Vec<_> = errors.counts().collect();
@@ -301,26 +315,26 @@ mod tests {
     fn a_backend_fails_until_what_failed_succeeds_and_has_not_failed_for_a_while() {
         let errors = Errors::default();
         let start = Instant::now();
-        let clear =
-            |is_write, secs| errors.clear_at(is_write, || start + Duration::from_secs(secs));
-        let count = |error, why: &str, secs| {
-            let at = start + Duration::from_secs(secs);
-            assert!(errors.count_at(error, &why, at));
-        };
-        assert!(!clear(true, 0) && errors.failing().is_none());
+        let at = |secs| start + Duration::from_secs(secs);
+        let date = |secs| SystemTime::UNIX_EPOCH + Duration::from_secs(1000 + secs);
+        let failing = |secs| errors.failing(at(secs), date(secs));
+        let clear = |is_write, secs| errors.clear(at(secs), is_write);
+        let count = |error, why: &str, secs| assert!(errors.count(at(secs), error, &why));
+        assert!(!clear(true, 0) && failing(0).is_none());
         count(BackendError::NoSpace, "first", 1);
-        let since = errors.failing().unwrap().since;
         // What overwrites blocks that it has succeeds, and what needs new ones fails.
         for secs in 2..20 {
             count(BackendError::NoSpace, "it is full", secs);
             assert!(!clear(true, secs), "it is still full");
         }
-        let failing = errors.failing().unwrap();
-        assert_eq!((failing.why.as_str(), failing.since), ("it is full", since));
+        let full = failing(20).unwrap();
+        assert_eq!((full.why.as_str(), full.since), ("it is full", date(1)));
+        let later = errors.failing(at(21), date(5000)).unwrap();
+        assert_eq!(later.since, date(1), "though the date was set");
         assert!(!clear(true, 28));
         assert!(!clear(false, 30), "reads need no space");
-        assert!(errors.failing().is_some());
-        assert!(clear(true, 30) && errors.failing().is_none());
+        assert!(failing(28).is_some());
+        assert!(clear(true, 30) && failing(30).is_none());
         assert!(!clear(true, 31), "it works already");
         count(BackendError::NotReady, "gone", 31);
         assert!(!clear(false, 40) && clear(false, 41) && !clear(false, 42));
@@ -329,28 +343,29 @@ mod tests {
     #[test]
     fn a_failure_ends_with_time_once_it_has_worked_again() {
         let errors = Errors::default();
-        let before = Instant::now().checked_sub(2 * QUIET).unwrap();
-        errors.count_at(BackendError::NotReady, &"gone", before);
-        assert!(errors.failing().is_some(), "it was not tried since");
-        assert!(!errors.clear_at(false, || before + Duration::from_secs(1)));
-        assert_eq!(errors.failing(), None, "it is not used any longer");
+        let start = Instant::now();
+        let failing = |now| errors.failing(now, SystemTime::now());
+        errors.count(start, BackendError::NotReady, &"gone");
+        let later = start + 2 * QUIET;
+        assert!(failing(later).is_some(), "it was not tried since");
+        assert!(!errors.clear(start + Duration::from_secs(1), false));
+        assert_eq!(failing(later), None, "it is not used any longer");
         let since = errors.lock().as_ref().unwrap().since;
-        errors.count(BackendError::NotReady, &"gone");
-        let failing = errors.failing().unwrap();
-        assert!(failing.since > since, "another failure");
+        errors.count(later, BackendError::NotReady, &"gone");
+        assert!(failing(later).is_some());
+        let another = errors.lock().as_ref().unwrap().since;
+        assert!(another > since, "another failure");
     }
 
     #[test]
     fn a_medium_error_counts_while_other_blocks_work() {
         let errors = Errors::default();
-        let last = Instant::now().checked_sub(MEDIUM_ERROR).unwrap();
-        errors.count(BackendError::Medium { offset: None }, &"a bad block");
-        assert!(!errors.clear(false) && errors.failing().is_some());
-        let mut failing = errors.lock();
-        failing.as_mut().unwrap().last = last;
-        drop(failing);
-        assert!(errors.failing().is_none());
-        let later = Instant::now() + MEDIUM_ERROR;
-        assert!(errors.clear_at(false, || later));
+        let start = Instant::now();
+        let failing = |now| errors.failing(now, SystemTime::now());
+        errors.count(start, BackendError::Medium { offset: None }, &"a bad block");
+        assert!(!errors.clear(start, false) && failing(start).is_some());
+        let later = start + MEDIUM_ERROR;
+        assert!(failing(later).is_none());
+        assert!(errors.clear(later + Duration::from_millis(1), false));
     }
 }

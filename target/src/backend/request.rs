@@ -43,6 +43,14 @@ impl Default for DriverConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StoreId(pub(super) usize);
 
+#[cfg(test)]
+impl StoreId {
+    /// Names a store of no driver.
+    pub(crate) fn test(index: usize) -> Self {
+        Self(index)
+    }
+}
+
 /// A request under way. It has at most one operation in the ring at a time.
 pub(super) struct Request {
     pub(super) user: u64,

@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
-use std::time::UNIX_EPOCH;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use riser_config::{Faults, Source, Spec};
 use riser_scsi::config::Identity;
@@ -570,19 +570,24 @@ impl Store {
     }
 
     /// An operation failed; whether that is a failure of the medium, which is counted.
-    pub(super) fn count_error(&self, error: BackendError, why: &dyn fmt::Display) -> bool {
-        self.errors.count(error, why)
+    pub(super) fn count_error(
+        &self,
+        now: Instant,
+        error: BackendError,
+        why: &dyn fmt::Display,
+    ) -> bool {
+        self.errors.count(now, error, why)
     }
 
     /// An operation succeeded; whether the medium works again by that.
-    pub(super) fn note_success(&self, is_write: bool) -> bool {
-        self.errors.clear(is_write)
+    pub(super) fn note_success(&self, now: Instant, is_write: bool) -> bool {
+        self.errors.clear(now, is_write)
     }
 
     /// Returns the error with which operations fail at present, if they do.
     #[must_use]
     pub fn failing(&self) -> Option<Failing> {
-        self.errors.failing()
+        self.errors.failing(Instant::now(), SystemTime::now())
     }
 
     /// Returns the number of operations that the medium failed, by kind: `medium`, `no_space`, `read_only`, `not_ready`,

@@ -89,7 +89,7 @@ impl Rig {
 
     fn with(store: Arc<Store>, ring: RingConfig, driver: DriverConfig) -> Self {
         let mut ring = Ring::new(ring).unwrap();
-        let mut driver = Driver::new(&mut ring, driver).unwrap();
+        let mut driver = Driver::new(&mut ring, Instant::now(), driver).unwrap();
         let id = driver.attach(&mut ring, store);
         Self {
             ring,
@@ -100,6 +100,7 @@ impl Rig {
     }
 
     fn submit(&mut self, op: BlockOp, data: &[MemSlice], user: u64) {
+        self.driver.begin_round(Instant::now());
         self.driver
             .submit(&mut self.ring, self.id, op, data, user)
             .unwrap();
@@ -110,6 +111,7 @@ impl Rig {
         let mut done = Vec::new();
         let limit = Instant::now() + Duration::from_secs(60);
         loop {
+            self.driver.begin_round(Instant::now());
             done.extend(std::iter::from_fn(|| self.driver.poll_done(&mut self.ring)));
             if done.len() >= n {
                 assert_eq!(done.len(), n);

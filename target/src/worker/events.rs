@@ -8,22 +8,19 @@
 use std::net::IpAddr;
 
 use riser_memory::MemSlice;
-use riser_scsi::step::{BlockOp, StepResult};
 use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, VerbsError};
 
+use super::blocks::BlockEnd;
 use super::conns::{Conn, ConnKey, Connection};
 use super::fabrics::{Fabric, Input};
 use super::mail::Mail;
 use super::reservations::NO_CHANNEL;
-use super::work::{Owner, Work};
-use super::{CQ_BATCH, Flushing, GRACE, Phase, Report, Worker, WorkerError};
+use super::work::Work;
+use super::{CQ_BATCH, GRACE, Phase, Report, Worker, WorkerError};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::iscsi::ReassignRequest;
 use crate::warn_limited;
-
-/// The driver's name for flushes of the worker itself.
-const FLUSH: u64 = u64::MAX;
 
 impl Worker {
     /// Drives the devices, and takes what they tell.
@@ -248,27 +245,25 @@ impl Worker {
         completions.clear();
         let reaped = self.ring.reap(&mut completions)?;
         for completion in &mut completions {
-            if self.driver.owns(completion.token) {
-                self.driver.handle_completion(&mut self.ring, completion);
-            } else if !self.on_iscsi_completion(completion) {
+            let is_block = self.blocks.handle_completion(&mut self.ring, completion);
+            if !is_block && !self.on_iscsi_completion(completion) {
                 self.on_watch(completion);
             }
         }
         self.ring_completions = completions;
         let mut work = reaped.completions;
-        while let Some(done) = self.driver.poll_done(&mut self.ring) {
+        while let Some(end) = self.blocks.poll_end(&mut self.ring) {
             work += 1;
-            if done.user == FLUSH {
-                self.on_flushed(done.result);
-            } else {
-                self.on_block_done(Owner::of(done.user), done.result);
-                self.drain_dirty();
+            match end {
+                BlockEnd::Flush => self.report_flush(),
+                BlockEnd::Task(owner, result) => {
+                    self.on_block_done(owner, result);
+                    self.drain_dirty();
+                }
             }
         }
         work += self.poll_reservations();
-        if !self.stalled.is_empty() {
-            self.retry_stalled();
-        }
+        self.blocks.retry(&mut self.ring, &self.conns);
         Ok(work)
     }
 
@@ -410,45 +405,12 @@ impl Worker {
 
     /// Makes durable what was written, on every backend.
     fn begin_flush(&mut self) {
-        let mut flushing = Flushing {
-            left: 0,
-            failed: None,
-        };
-        for (store, id) in self.catalog.stores.iter().zip(&self.stores) {
-            let (Some(store), Some(id)) = (store, *id) else {
-                continue;
-            };
-            if store.geometry().read_only {
-                continue;
-            }
-            let op = BlockOp::Flush {
-                offset: 0,
-                len: store.capacity(),
-            };
-            match self.driver.submit(&mut self.ring, id, op, &[], FLUSH) {
-                Ok(()) => flushing.left += 1,
-                Err(error) => flushing.failed = Some(error.to_string()),
-            }
-        }
-        self.flushing = Some(flushing);
-        self.check_flushed();
+        self.blocks.begin_flush(&mut self.ring, &self.catalog);
+        self.report_flush();
     }
 
-    fn on_flushed(&mut self, result: StepResult) {
-        if let Some(flushing) = &mut self.flushing {
-            flushing.left -= 1;
-            if let StepResult::Failed(error) = result {
-                flushing.failed = Some(format!("{error:?}"));
-            }
-        }
-        self.check_flushed();
-    }
-
-    fn check_flushed(&mut self) {
-        if self.flushing.as_ref().is_some_and(|f| f.left == 0)
-            && let Some(flushing) = self.flushing.take()
-        {
-            let result = flushing.failed.map_or(Ok(()), Err);
+    fn report_flush(&mut self) {
+        if let Some(result) = self.blocks.take_flush_result() {
             let _ = self.reports.send(Report::Flushed(result));
         }
     }

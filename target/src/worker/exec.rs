@@ -2,11 +2,12 @@
 
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
+use super::Worker;
+use super::blocks::BlockRequest;
 use super::conns::{ConnKey, Connection};
 use super::fabrics::{Fabric, Input};
 use super::mail::Mail;
 use super::work::Owner;
-use super::{Stalled, Worker};
 use crate::fabric::{TaskAction, UnitIdx};
 
 impl Worker {
@@ -62,74 +63,18 @@ impl Worker {
         if let BlockOp::ChangeReservations(change) = op {
             return self.change_reservations(owner, unit, change);
         }
-        let store = self.store_of(unit);
-        self.submit_or_stall(Stalled { owner, store, op });
-    }
-
-    fn store_of(&self, unit: UnitIdx) -> crate::backend::StoreId {
-        self.stores[self.catalog.unit_stores[unit.0 as usize]]
-            .expect("a backend stays attached while a unit has tasks")
-    }
-
-    /// Hands a block operation to the driver, behind those of its backend that wait for room: one that
-    /// hangs stops none of the others.
-    fn submit_or_stall(&mut self, op: Stalled) {
-        if self.stalled.contains_key(&op.store) || !self.submit_block(&op) {
-            self.stalled.entry(op.store).or_default().push_back(op);
-        }
-    }
-
-    /// Hands a block operation to the driver; `false` if it has no room.
-    fn submit_block(&mut self, op: &Stalled) -> bool {
-        let mut slices = std::mem::take(&mut self.slices);
-        slices.clear();
-        let conn = self.conns.get(op.owner.conn);
-        let is_there = conn.is_some();
-        if let Some(conn) = conn {
-            conn.fabric.put_slices(op.owner.task, &mut slices);
-        }
-        let taken = !is_there
-            || self
-                .driver
-                .submit(&mut self.ring, op.store, op.op, &slices, op.owner.user())
-                .is_ok();
-        slices.clear();
-        self.slices = slices;
-        taken
-    }
-
-    /// Hands over the block operations that waited for room.
-    pub(super) fn retry_stalled(&mut self) {
-        let stores: Vec<_> = self.stalled.keys().copied().collect();
-        for store in stores {
-            let mut queue = self.stalled.remove(&store).unwrap_or_default();
-            while let Some(op) = queue.pop_front() {
-                if !self.submit_block(&op) {
-                    queue.push_front(op);
-                    self.stalled.insert(store, queue);
-                    break;
-                }
-            }
-        }
+        let store = self.blocks.store_of(&self.catalog, unit);
+        let request = BlockRequest { owner, store, op };
+        self.blocks.submit(&mut self.ring, &self.conns, request);
     }
 
     pub(super) fn abort_block(&mut self, owner: Owner) {
         if self.abandon_change(owner) {
             return;
         }
-        let mut queues = self.stalled.iter_mut();
-        let waiting = queues.find_map(|(store, queue)| {
-            let at = queue.iter().position(|s| s.owner == owner)?;
-            queue.remove(at);
-            Some((*store, queue.is_empty()))
-        });
-        let Some((store, is_empty)) = waiting else {
-            return self.driver.cancel(&mut self.ring, owner.user());
-        };
-        if is_empty {
-            self.stalled.remove(&store);
+        if self.blocks.abort(&mut self.ring, owner) {
+            self.on_block_done(owner, StepResult::Failed(BackendError::Aborted));
         }
-        self.on_block_done(owner, StepResult::Failed(BackendError::Aborted));
     }
 
     /// A block operation ended.

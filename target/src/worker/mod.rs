@@ -16,7 +16,7 @@
 //! ```
 //!
 //! # Modules
-//! - `catalog`: follows what is served.
+//! - `blocks`: block operations and backends. `catalog`: follows what is served.
 //! - `device`: [`Device`], a provider as a worker drives it, and those that a worker has.
 //! - `conns`: the connections of all fabrics, in one table. `fabrics`: the three kinds of them.
 //! - `events`: completions, connection events and mail into connections.
@@ -36,6 +36,7 @@
 //! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
 //! others waiting. Channels, their memory and the pool are bounded by the configuration.
 
+mod blocks;
 mod catalog;
 mod conns;
 mod device;
@@ -62,7 +63,7 @@ pub mod stage;
 mod stream;
 mod work;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -70,11 +71,9 @@ use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_reactor::{MailReceiver, Ring, RingError, Spinner};
-use riser_scsi::step::BlockOp;
 use riser_transport::verbs::{CmError, CmId, Completion};
 
 use crate::audit::Audit;
-use crate::backend::{Driver, DriverConfig, StoreId};
 use crate::config::Protocol;
 use crate::log::RateLimit;
 use crate::pool::Pool;
@@ -88,7 +87,7 @@ pub use slots::ring_capacity;
 
 use crate::sessions::catalog::{Catalog, Entrance, Serves};
 use crate::sessions::nexus::Registry;
-use catalog::Leaving;
+use blocks::Blocks;
 use conns::{ConnKey, Conns};
 use device::Devices;
 use discovery::DiscoveryAgent;
@@ -197,14 +196,6 @@ struct Listener {
     serves: Serves,
 }
 
-/// A block operation that the driver had no room for.
-#[derive(Debug)]
-struct Stalled {
-    owner: work::Owner,
-    store: StoreId,
-    op: BlockOp,
-}
-
 /// How far a shutdown has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -222,13 +213,10 @@ pub struct Worker {
     shared: Arc<Shared>,
     devices: Devices,
     ring: Ring,
-    driver: Driver,
+    /// Block operations, and the backends.
+    blocks: Blocks,
     /// What is served, as this worker has last seen it.
     catalog: Arc<Catalog>,
-    /// Its backends, by their places there.
-    stores: Vec<Option<StoreId>>,
-    /// Backends that are served no more, and the units whose tasks still use them.
-    leaving: Vec<Leaving>,
     pool: Pool,
     mailbox: MailReceiver<Mail>,
     outbox: Outbox,
@@ -249,8 +237,6 @@ pub struct Worker {
     past: Totals,
     /// Connections that [`Worker::poll_pool`] goes through.
     pool_line: Vec<ConnKey>,
-    /// Block operations that wait for room in the driver, by backend; no queue is empty.
-    stalled: BTreeMap<StoreId, VecDeque<Stalled>>,
     saver: reservations::Saver,
     /// Devices whose descriptors are to be watched again.
     unwatched: Vec<usize>,
@@ -267,7 +253,6 @@ pub struct Worker {
     sockets: iscsi::Sockets,
     /// Lists for chains of iSER.
     iser: iser::Scratch,
-    flushing: Option<Flushing>,
     exiting: bool,
     logins: Tally<Protocol>,
     rejects: Tally<(Protocol, &'static str)>,
@@ -279,13 +264,6 @@ pub struct Worker {
     complaints: RateLimit,
     audit: Audit,
     now: Instant,
-}
-
-/// A flush of all backends under way.
-#[derive(Debug)]
-struct Flushing {
-    left: usize,
-    failed: Option<String>,
 }
 
 impl Worker {
@@ -313,27 +291,17 @@ impl Worker {
         if let Err(error) = ring.register_memory(pool.memory()) {
             tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
         }
-        let driver_config = DriverConfig {
-            depth: slots::Slots::of(ring.capacity()).blocks,
-            ..DriverConfig::default()
-        };
-        let mut driver = Driver::new(&mut ring, driver_config).map_err(WorkerError::Memory)?;
         let catalog = shared.registry.catalog();
-        let stores = catalog
-            .stores
-            .iter()
-            .map(|store| Some(driver.attach(&mut ring, Arc::clone(store.as_ref()?))))
-            .collect();
+        let now = Instant::now();
+        let blocks = Blocks::new(&mut ring, now, &catalog).map_err(WorkerError::Memory)?;
         let mut worker = Self {
             index,
             shared,
             discovery: (0..devices.len()).map(|_| None).collect(),
             devices,
             ring,
-            driver,
+            blocks,
             catalog,
-            stores,
-            leaving: Vec::new(),
             pool,
             mailbox,
             outbox,
@@ -346,7 +314,6 @@ impl Worker {
             has_entered: false,
             past: Totals::default(),
             pool_line: Vec::new(),
-            stalled: BTreeMap::new(),
             saver: reservations::Saver::default(),
             unwatched: Vec::new(),
             lingering: Vec::new(),
@@ -358,16 +325,15 @@ impl Worker {
             phase: Phase::Serving,
             sockets: iscsi::Sockets::default(),
             iser: iser::Scratch::default(),
-            flushing: None,
             exiting: false,
             logins: Tally::default(),
             rejects: Tally::default(),
             parks: 0,
-            began: Instant::now(),
+            began: now,
             busy: Duration::ZERO,
             complaints: RateLimit::default(),
             audit: Audit::default(),
-            now: Instant::now(),
+            now,
         };
         let catalog = Arc::clone(&worker.catalog);
         worker.check_devices(&catalog)?;
@@ -404,6 +370,7 @@ impl Worker {
     /// As [`Worker::run`].
     pub fn step(&mut self, now: Instant) -> Result<usize, WorkerError> {
         self.now = now;
+        self.blocks.begin_round(now);
         let mut work = self.poll_devices();
         work += self.poll_ready();
         work += self.poll_blocks()?;
@@ -413,7 +380,7 @@ impl Worker {
         work += self.poll_timers();
         work += self.poll_pool();
         self.poll_accepts();
-        self.poll_leaving();
+        self.blocks.detach_unused();
         self.poll_returns();
         self.poll_unwanted();
         self.poll_phase();
@@ -436,7 +403,7 @@ impl Worker {
             Phase::Stopping(until) => Some(until + GRACE).filter(|at| *at > self.now),
             Phase::Serving | Phase::Quiet => None,
         };
-        let leaves = !self.leaving.is_empty() || !self.unwanted.is_empty();
+        let leaves = self.blocks.has_leaving() || !self.unwanted.is_empty();
         let leaving = leaves.then(|| self.now + LEAVING);
         [
             self.accept_deadline(),
@@ -446,7 +413,7 @@ impl Worker {
             self.listen_deadline(),
             lingering,
             phase,
-            self.driver.poll_deadline(),
+            self.blocks.deadline(),
             self.audit.deadline(),
         ]
         .into_iter()

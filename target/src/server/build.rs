@@ -30,7 +30,7 @@ use crate::sessions::budget::SessionLimits;
 use crate::sessions::catalog::{Catalog, IscsiDef, PortalDef, TargetDef};
 use crate::srp::LoginLimits;
 use crate::stats::{LunStats, TargetStats};
-use crate::worker::stage::Unserved;
+use crate::worker::portals::Unserved;
 
 /// Tasks of one unit at most, of all initiators together.
 const MAX_TASKS: u32 = 1 << 16;

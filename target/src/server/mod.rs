@@ -58,7 +58,7 @@ use crate::sessions::iscsi::IscsiSessions;
 use crate::sessions::nexus::Registry;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
 use crate::worker::places::Places;
-use crate::worker::stage::Unserved;
+use crate::worker::portals::Unserved;
 use crate::worker::{Report, Shared, Worker, WorkerConfig, ring_capacity};
 use handover::ServerState;
 use identities::IdentityKeeper;

@@ -19,7 +19,7 @@ use std::time::SystemTime;
 use super::ServerError;
 use crate::backend::Failing;
 use crate::config::{Listen, Protocol};
-use crate::worker::stage::Unserved;
+use crate::worker::portals::Unserved;
 
 /// What the log knows the lines about problems by.
 pub const TARGET: &str = "riserd::problems";

@@ -38,8 +38,8 @@ use crate::config::{Backend, Config, Protocol};
 use crate::qos::IoLimits;
 use crate::sessions::catalog::Catalog;
 use crate::worker::mail::Mail;
+use crate::worker::portals::{Stage, StageError, Unserved};
 use crate::worker::ring_capacity;
-use crate::worker::stage::{Stage, StageError, Unserved};
 
 /// How long a worker may take to acquire what a change takes.
 const STAGING: Duration = Duration::from_secs(10);

@@ -14,7 +14,10 @@ impl Worker {
         }
         let old = std::mem::replace(&mut self.catalog, Arc::clone(&new));
         self.blocks.follow(&mut self.ring, &old, &new);
-        self.follow_portals();
+        let sockets = self.portals.follow(&mut self.devices, &new);
+        self.add_sockets(sockets);
+        let tcp: Vec<_> = new.tcp_portals().collect();
+        self.stop_listening(|address| !tcp.contains(&address));
         self.follow_sessions();
     }
 }

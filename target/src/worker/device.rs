@@ -2,8 +2,10 @@
 
 use std::net::IpAddr;
 use std::ops::{Index, IndexMut};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use riser_reactor::{Completion, Handle, Ring, RingError, SubmitError, Token};
 use riser_transport::cm::CmCounters;
 use riser_transport::loopback::Endpoint;
 use riser_transport::rc::RcCounters;
@@ -11,7 +13,10 @@ use riser_transport::rdma_core::{RdmaCoreDevice, has_device};
 use riser_transport::roce::driver::DriverCounters;
 use riser_transport::roce::nic::{NicCounters, NicUsage};
 use riser_transport::roce::{Misdirected, Roce};
-use riser_transport::verbs::{Provider, VerbsError};
+use riser_transport::verbs::{CqId, Provider, VerbsError};
+
+use super::discovery::{DiscoveryAgent, IoUnit};
+use crate::sessions::catalog::Catalog;
 
 /// A provider that a worker drives. Where several workers share one address, packets may reach the
 /// wrong one; it hands them on.
@@ -162,28 +167,51 @@ impl Opened {
 /// How often a device that was taken away is looked for.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// A worker's devices, by number: their places, which are the same for all workers. Indexing is for what is known to be there, such as the device of a
-/// session; it panics where the device is closed.
-pub(super) struct Devices(Vec<Place>);
+/// The top byte of the tokens of watched descriptors; the driver has another.
+const WATCH: u64 = 2 << 56;
 
-struct Place {
-    addr: IpAddr,
-    state: State,
+fn watch_token(device: usize) -> Token {
+    Token(WATCH | device as u64)
 }
 
-impl Place {
+/// A worker's devices, by number: their slots, which are the same for all workers. Indexing is for what is
+/// known to be there, such as the device of a session; it panics where the device is closed.
+#[derive(Default)]
+pub(super) struct Devices {
+    slots: Vec<Slot>,
+    /// Devices whose descriptors are to be watched again.
+    unwatched: Vec<usize>,
+}
+
+struct Slot {
+    addr: IpAddr,
+    state: State,
+    /// Whether it has portals.
+    is_wanted: bool,
+}
+
+impl Slot {
     fn open(device: Box<dyn Device>) -> Result<Self, VerbsError> {
         let addr = device.query_port(1)?.addr;
-        let is_gone = false;
-        let state = State::Open { device, is_gone };
-        Ok(Self { addr, state })
+        let state = State::open(device);
+        let is_wanted = true;
+        Ok(Self {
+            addr,
+            state,
+            is_wanted,
+        })
     }
 
     fn vacant() -> Self {
         Self {
             addr: IpAddr::from([0, 0, 0, 0]),
             state: State::Vacant,
+            is_wanted: true,
         }
+    }
+
+    fn is_vacant(&self) -> bool {
+        matches!(self.state, State::Vacant)
     }
 }
 
@@ -199,6 +227,8 @@ enum State {
     /// It is there.
     Open {
         device: Box<dyn Device>,
+        /// Answers device-management MADs, if they come to this worker.
+        discovery: Option<DiscoveryAgent>,
         /// Or was taken away, and sessions still hold objects of it.
         is_gone: bool,
     },
@@ -211,108 +241,149 @@ enum State {
     },
 }
 
+impl State {
+    fn open(device: Box<dyn Device>) -> Self {
+        Self::Open {
+            device,
+            discovery: None,
+            is_gone: false,
+        }
+    }
+}
+
 impl Devices {
     /// All of them open.
     ///
     /// # Errors
     /// A device does not tell its address.
     pub(super) fn new(devices: Vec<Box<dyn Device>>) -> Result<Self, VerbsError> {
-        let places = devices.into_iter().map(Place::open);
-        places.collect::<Result<_, _>>().map(Self)
+        let slots = devices.into_iter().map(Slot::open);
+        let slots = slots.collect::<Result<_, _>>()?;
+        let unwatched = Vec::new();
+        Ok(Self { slots, unwatched })
     }
 
-    /// Puts a device at a vacant place.
+    /// Puts a device into a vacant slot.
     ///
     /// # Errors
     /// It does not tell its address.
-    pub(super) fn put(&mut self, place: usize, device: Box<dyn Device>) -> Result<(), VerbsError> {
-        while self.0.len() <= place {
-            self.0.push(Place::vacant());
+    pub(super) fn put(&mut self, slot: usize, device: Box<dyn Device>) -> Result<(), VerbsError> {
+        while self.slots.len() <= slot {
+            self.slots.push(Slot::vacant());
         }
-        self.0[place] = Place::open(device)?;
+        self.slots[slot] = Slot::open(device)?;
         Ok(())
     }
 
     /// Closes a device for good.
-    pub(super) fn remove(&mut self, place: usize) {
-        self.0[place] = Place::vacant();
+    pub(super) fn remove(&mut self, ring: &mut Ring, device: usize) {
+        self.unwatch(ring, device);
+        self.slots[device] = Slot::vacant();
     }
 
     pub(super) fn len(&self) -> usize {
-        self.0.len()
+        self.slots.len()
     }
 
     pub(super) fn addr(&self, device: usize) -> IpAddr {
-        self.0[device].addr
+        self.slots[device].addr
     }
 
     pub(super) fn has_addr(&self, addr: IpAddr) -> bool {
-        let is_there = |p: &Place| p.addr == addr && !matches!(p.state, State::Vacant);
-        self.0.iter().any(is_there)
+        let mut slots = self.slots.iter();
+        slots.any(|slot| slot.addr == addr && !slot.is_vacant())
     }
 
     /// A device, unless it is closed.
     pub(super) fn get_mut(&mut self, device: usize) -> Option<&mut (dyn Device + 'static)> {
-        match &mut self.0.get_mut(device)?.state {
+        match &mut self.slots.get_mut(device)?.state {
             State::Open { device, .. } => Some(device.as_mut()),
             State::Closed { .. } | State::Vacant => None,
         }
     }
 
-    /// Whether there is a device at a place, be it closed.
-    pub(super) fn is_there(&self, place: usize) -> bool {
-        !matches!(self.0[place].state, State::Vacant)
+    /// Whether there is a device in a slot, be it closed.
+    pub(super) fn is_there(&self, slot: usize) -> bool {
+        !self.slots[slot].is_vacant()
     }
 
     /// Whether a device works.
     pub(super) fn is_open(&self, device: usize) -> bool {
-        matches!(self.0[device].state, State::Open { is_gone: false, .. })
+        matches!(self.slots[device].state, State::Open { is_gone: false, .. })
     }
 
     /// Whether a device was taken away and is not closed yet.
     pub(super) fn is_gone(&self, device: usize) -> bool {
-        matches!(self.0[device].state, State::Open { is_gone: true, .. })
+        matches!(self.slots[device].state, State::Open { is_gone: true, .. })
     }
 
     /// Those that work.
     pub(super) fn open_mut(&mut self) -> impl Iterator<Item = &mut Box<dyn Device>> {
-        self.0.iter_mut().filter_map(|p| match &mut p.state {
-            State::Open { device, is_gone } => (!*is_gone).then_some(device),
-            State::Closed { .. } | State::Vacant => None,
-        })
+        self.slots
+            .iter_mut()
+            .filter_map(|slot| match &mut slot.state {
+                State::Open {
+                    device, is_gone, ..
+                } => (!*is_gone).then_some(device),
+                State::Closed { .. } | State::Vacant => None,
+            })
     }
 
     /// All that are there, for people.
     pub(super) fn info(&self) -> Vec<DeviceInfo> {
-        let info = |place: &Place| {
-            let (is_open, nic) = match &place.state {
+        let info = |slot: &Slot| {
+            let (is_open, nic) = match &slot.state {
                 State::Vacant => return None,
-                State::Open { device, is_gone } => (!is_gone, device.nic()),
+                State::Open {
+                    device, is_gone, ..
+                } => (!is_gone, device.nic()),
                 State::Closed { .. } => (false, None),
             };
-            let addr = place.addr;
+            let addr = slot.addr;
             Some(DeviceInfo { addr, is_open, nic })
         };
-        self.0.iter().filter_map(info).collect()
+        self.slots.iter().filter_map(info).collect()
     }
 
     /// When one of them wants to be driven or, where devices are looked for at all, looked for.
     pub(super) fn deadline(&self, looks: bool) -> Option<Instant> {
-        let due = |p: &Place| match &p.state {
+        let due = |slot: &Slot| match &slot.state {
             State::Open { is_gone: true, .. } | State::Vacant => None,
             State::Open { device, .. } => device.deadline(),
             State::Closed { reopen, look_at } => {
                 reopen.as_ref().filter(|_| looks).map(|_| *look_at)
             }
         };
-        self.0.iter().filter_map(due).min()
+        self.slots.iter().filter_map(due).min()
+    }
+
+    /// Notes whether a device has portals.
+    pub(super) fn set_wanted(&mut self, device: usize, is_wanted: bool) {
+        self.slots[device].is_wanted = is_wanted;
+    }
+
+    /// Whether a device has lost its last portal.
+    pub(super) fn is_unwanted(&self, device: usize) -> bool {
+        !self.slots[device].is_wanted
+    }
+
+    /// Whether one of them has.
+    pub(super) fn has_unwanted(&self) -> bool {
+        self.slots.iter().any(|slot| !slot.is_wanted)
     }
 
     /// Whether a device has been taken away; answers so once.
     pub(super) fn note_gone(&mut self, device: usize) -> bool {
-        match &mut self.0[device].state {
-            State::Open { device, is_gone } => {
+        match &mut self.slots[device].state {
+            State::Open {
+                device,
+                discovery,
+                is_gone,
+            } => {
                 let before = std::mem::replace(is_gone, *is_gone || device.is_gone());
+                if *is_gone {
+                    *discovery = None;
+                }
                 *is_gone && !before
             }
             State::Closed { .. } | State::Vacant => false,
@@ -321,7 +392,7 @@ impl Devices {
 
     /// Closes a device that nothing holds.
     pub(super) fn close(&mut self, device: usize, now: Instant) {
-        let state = &mut self.0[device].state;
+        let state = &mut self.slots[device].state;
         if let State::Open { device, .. } = state {
             let reopen = device.reopen();
             let look_at = now + RETRY;
@@ -331,7 +402,7 @@ impl Devices {
 
     /// Looks for a device that is closed, where that is due; whether it is back.
     pub(super) fn look_for(&mut self, device: usize, now: Instant) -> bool {
-        let state = &mut self.0[device].state;
+        let state = &mut self.slots[device].state;
         let State::Closed { reopen, look_at } = state else {
             return false;
         };
@@ -342,14 +413,121 @@ impl Devices {
         let Some(device) = reopen.as_ref().and_then(|reopen| reopen()) else {
             return false;
         };
-        let is_gone = false;
-        *state = State::Open { device, is_gone };
+        *state = State::open(device);
         true
     }
 
     /// Closes all of them for good.
     pub(super) fn clear(&mut self) {
-        self.0.clear();
+        self.slots.clear();
+    }
+
+    /// Sets discovery up on a device; without it the device works, but is not found.
+    pub(super) fn start_discovery(&mut self, device: usize, catalog: &Catalog) {
+        let Slot { addr, state, .. } = &mut self.slots[device];
+        let State::Open {
+            device, discovery, ..
+        } = state
+        else {
+            return;
+        };
+        let unit = IoUnit::new(&catalog.targets, *addr, catalog.limits.login);
+        *discovery = DiscoveryAgent::start(device.as_mut(), unit)
+            .inspect_err(|error| tracing::warn!(%error, ip = %addr, "targets cannot be discovered"))
+            .ok();
+    }
+
+    /// Has discovery answer from now on with what a catalog serves.
+    pub(super) fn follow_discovery(&mut self, catalog: &Catalog) {
+        for Slot { addr, state, .. } in &mut self.slots {
+            if let State::Open {
+                discovery: Some(agent),
+                ..
+            } = state
+            {
+                agent.follow(IoUnit::new(&catalog.targets, *addr, catalog.limits.login));
+            }
+        }
+    }
+
+    /// Answers what has arrived for discovery, if a completion queue is its. `report` is given each
+    /// initiator that begins to look for targets, the portal, and the number of controllers.
+    pub(super) fn poll_discovery(
+        &mut self,
+        device: usize,
+        cq: CqId,
+        mut report: impl FnMut(IpAddr, IpAddr, usize),
+    ) {
+        let Slot { addr, state, .. } = &mut self.slots[device];
+        if let State::Open {
+            device,
+            discovery: Some(agent),
+            ..
+        } = state
+        {
+            let mut report = |peer, found| report(peer, *addr, found);
+            agent.poll(device.as_mut(), cq, &mut report);
+        }
+    }
+
+    /// Watches the descriptors of a device. Where the ring has no slot for that, it is watched as soon
+    /// as there is one.
+    ///
+    /// # Errors
+    /// The ring is of no further use.
+    pub(super) fn watch(&mut self, ring: &mut Ring, device: usize) -> Result<(), RingError> {
+        for fd in self[device].event_fds() {
+            let fd = fd.try_clone_to_owned().map_err(RingError::Enter)?;
+            let handle = Handle::new(Arc::new(fd));
+            match ring.submit_poll(&handle, libc::POLLIN, watch_token(device)) {
+                Ok(()) => {}
+                Err(SubmitError::Full) => {
+                    self.unwatched.push(device);
+                    return Ok(());
+                }
+                Err(error) => return Err(RingError::Enter(std::io::Error::other(error))),
+            }
+        }
+        Ok(())
+    }
+
+    /// Watches a device no more. A process that holds a descriptor of an RDMA device keeps the kernel from
+    /// taking it away.
+    pub(super) fn unwatch(&mut self, ring: &mut Ring, device: usize) {
+        if let Err(error) = ring.cancel(watch_token(device)) {
+            tracing::warn!(%error, "a device's descriptors stay open");
+        }
+    }
+
+    /// Watches devices again whose watch has ended.
+    ///
+    /// # Errors
+    /// As [`Devices::watch`].
+    pub(super) fn renew_watches(&mut self, ring: &mut Ring) -> Result<(), RingError> {
+        let mut unwatched = std::mem::take(&mut self.unwatched);
+        unwatched.dedup();
+        for device in unwatched {
+            // The descriptors of a device that is gone are always readable.
+            if self.is_open(device) {
+                self.unwatch(ring, device);
+                self.watch(ring, device)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a completion of the ring. It may say that a device has something, which the next round looks
+    /// for in any case; the device is watched again where that ended.
+    pub(super) fn on_watch(&mut self, completion: &Completion) {
+        let is_end = !completion.more && completion.result != -libc::ECANCELED;
+        if completion.token.0 & (0xff << 56) == WATCH && is_end {
+            self.unwatched.push((completion.token.0 & 0xffff) as usize);
+        }
+    }
+
+    /// Whether every device is watched that is to be.
+    pub(super) fn is_watched(&self) -> bool {
+        self.unwatched.is_empty()
     }
 }
 
@@ -357,7 +535,7 @@ impl Index<usize> for Devices {
     type Output = dyn Device;
 
     fn index(&self, device: usize) -> &Self::Output {
-        match &self.0[device].state {
+        match &self.slots[device].state {
             State::Open { device, .. } => device.as_ref(),
             State::Closed { .. } | State::Vacant => panic!("nothing uses a device that is closed"),
         }
@@ -368,5 +546,63 @@ impl IndexMut<usize> for Devices {
     fn index_mut(&mut self, device: usize) -> &mut Self::Output {
         self.get_mut(device)
             .expect("nothing uses a device that is closed")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_transport::loopback::{Fabric, FabricConfig};
+
+    use super::*;
+
+    fn devices(fabric: &Fabric, hosts: &[u8]) -> Devices {
+        let open = |host: &u8| -> Box<dyn Device> { Box::new(fabric.endpoint(addr(*host))) };
+        Devices::new(hosts.iter().map(open).collect()).unwrap()
+    }
+
+    fn addr(host: u8) -> IpAddr {
+        IpAddr::from([10, 0, 0, host])
+    }
+
+    fn end_of_watch(device: usize, result: i32) -> Completion {
+        Completion {
+            token: watch_token(device),
+            result,
+            more: false,
+            fd: None,
+        }
+    }
+
+    #[test]
+    fn a_slot_is_vacant_until_a_device_is_put_there() {
+        let fabric = Fabric::new(FabricConfig::default());
+        let mut devices = devices(&fabric, &[1]);
+        devices.put(2, Box::new(fabric.endpoint(addr(3)))).unwrap();
+        assert_eq!(devices.len(), 3);
+        assert!(devices.is_open(0) && !devices.is_there(1) && devices.is_open(2));
+        assert!(devices.has_addr(addr(3)) && !devices.has_addr(addr(2)));
+        assert!(
+            !devices.has_addr(IpAddr::from([0, 0, 0, 0])),
+            "a vacant slot"
+        );
+        devices.set_wanted(2, false);
+        assert!(devices.is_unwanted(2) && devices.has_unwanted());
+        devices.put(2, Box::new(fabric.endpoint(addr(4)))).unwrap();
+        assert!(!devices.has_unwanted(), "another device");
+    }
+
+    #[test]
+    fn a_watch_that_has_ended_is_renewed_unless_we_ended_it() {
+        let mut devices = devices(&Fabric::new(FabricConfig::default()), &[1, 2]);
+        devices.on_watch(&end_of_watch(0, -libc::ECANCELED));
+        assert!(devices.is_watched());
+        let still = Completion {
+            more: true,
+            ..end_of_watch(0, 1)
+        };
+        devices.on_watch(&still);
+        assert!(devices.is_watched());
+        devices.on_watch(&end_of_watch(1, 1));
+        assert_eq!(devices.unwatched, [1]);
     }
 }

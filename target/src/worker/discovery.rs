@@ -13,7 +13,7 @@ use riser_transport::wire::dm::{
     ServiceEntry, Status,
 };
 
-use super::{Device, Worker};
+use super::Device;
 use crate::sessions::catalog::TargetDef;
 
 /// Requests held at once.
@@ -151,7 +151,11 @@ const RECV_LEN: usize = GRH + MAD_LEN;
 const SEND_BASE: usize = DEPTH as usize * RECV_LEN;
 
 impl DiscoveryAgent {
-    fn start(dev: &mut dyn Device, unit: IoUnit) -> Result<Self, CmError> {
+    /// Sets it up on a device.
+    ///
+    /// # Errors
+    /// The device has no room for its objects.
+    pub(super) fn start(dev: &mut dyn Device, unit: IoUnit) -> Result<Self, CmError> {
         let pd = dev.alloc_pd()?;
         let len = SEND_BASE + DEPTH as usize * MAD_LEN;
         let memory = Memory::new(len)
@@ -190,6 +194,11 @@ impl DiscoveryAgent {
         Ok(agent)
     }
 
+    /// Answers from now on with another unit.
+    pub(super) fn follow(&mut self, unit: IoUnit) {
+        self.unit = unit;
+    }
+
     fn sge(&self, offset: usize, len: usize) -> [Sge; 1] {
         [Sge {
             addr: self.memory.addr() + offset as u64,
@@ -210,12 +219,12 @@ impl DiscoveryAgent {
 
     /// Takes what arrived, and answers it.
     ///
-    /// `tell` is told of whoever asks which controllers there are, and how many there are.
+    /// `report` is given each initiator that asks which controllers there are, and their number.
     pub(super) fn poll(
         &mut self,
         dev: &mut dyn Device,
         cq: CqId,
-        tell: &mut dyn FnMut(IpAddr, usize),
+        report: &mut dyn FnMut(IpAddr, usize),
     ) {
         if cq != self.cq {
             return;
@@ -233,7 +242,7 @@ impl DiscoveryAgent {
                         slot,
                         completion.byte_len as usize,
                         completion.src_qp,
-                        tell,
+                        report,
                     );
                 if !answered {
                     // A send is over, or nothing is to be sent: the slot takes the next request.
@@ -254,7 +263,7 @@ impl DiscoveryAgent {
         slot: usize,
         len: usize,
         src_qp: u32,
-        tell: &mut dyn FnMut(IpAddr, usize),
+        report: &mut dyn FnMut(IpAddr, usize),
     ) -> bool {
         let mut bytes = [0; RECV_LEN];
         self.memory.read(slot * RECV_LEN, &mut bytes);
@@ -266,7 +275,7 @@ impl DiscoveryAgent {
         };
         let source = source_gid(&bytes[..GRH]);
         if is_first_question(mad) {
-            tell(source.ip(), self.unit.controllers.len());
+            report(source.ip(), self.unit.controllers.len());
         }
         let at = SEND_BASE + slot * MAD_LEN;
         self.memory.write(at, &reply);
@@ -312,28 +321,5 @@ fn source_gid(grh: &[u8]) -> Gid {
     } else {
         let v4: [u8; 4] = grh[32..36].try_into().expect("four bytes");
         Gid::from(std::net::IpAddr::from(v4))
-    }
-}
-
-impl Worker {
-    /// Answers from now on with what is served now.
-    pub(super) fn follow_discovery(&mut self) {
-        let limits = self.catalog.limits.login;
-        for device in 0..self.devices.len() {
-            let addr = self.devices.addr(device);
-            if let Some(agent) = &mut self.discovery[device] {
-                agent.unit = IoUnit::new(&self.catalog.targets, addr, limits);
-            }
-        }
-    }
-
-    /// Sets discovery up on a device; without it the device works, but is not found.
-    pub(super) fn start_discovery(&mut self, device: usize) -> Option<DiscoveryAgent> {
-        let dev = &mut self.devices[device];
-        let ip = dev.query_port(1).ok()?.addr;
-        let unit = IoUnit::new(&self.catalog.targets, ip, self.catalog.limits.login);
-        DiscoveryAgent::start(dev, unit)
-            .inspect_err(|error| tracing::warn!(%error, %ip, "targets cannot be discovered"))
-            .ok()
     }
 }

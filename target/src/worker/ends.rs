@@ -48,7 +48,7 @@ impl Worker {
             link.hardware.destroy(dev);
             if link.owes_disconnect() {
                 let until = self.now + LINGER;
-                self.lingering.push((link.device, link.cm, until));
+                self.disconnects.add(link.device, link.cm, until);
             } else {
                 let _ = dev.destroy_id(link.cm);
             }
@@ -62,17 +62,17 @@ impl Worker {
         }
     }
 
-    /// Ends identifiers whose disconnect request was answered, or was not in time.
-    pub(super) fn end_lingering(&mut self, closed: Option<(usize, CmId)>) {
-        let now = self.now;
-        let devices = &mut self.devices;
-        self.lingering.retain(|&(device, cm, at)| {
-            let over = at <= now || closed == Some((device, cm));
-            if over && let Some(dev) = devices.get_mut(device) {
-                let _ = dev.destroy_id(cm);
-            }
-            !over
-        });
+    /// A peer has answered the disconnect request of a connection whose channel is gone.
+    pub(super) fn on_disconnect_answered(&mut self, device: usize, cm: CmId) {
+        if self.disconnects.take_answered(device, cm) {
+            self.destroy_id(device, cm);
+        }
+    }
+
+    pub(super) fn destroy_id(&mut self, device: usize, cm: CmId) {
+        if let Some(dev) = self.devices.get_mut(device) {
+            let _ = dev.destroy_id(cm);
+        }
     }
 
     /// The name of a connection of this worker among all workers.
@@ -177,9 +177,7 @@ impl Worker {
             return;
         }
         self.phase = Phase::Stopping(until);
-        for ((device, cm), _) in self.listeners.drain() {
-            let _ = self.devices[device].destroy_id(cm);
-        }
+        self.portals.stop(&mut self.devices);
         self.stop_listening(|_| true);
         for key in self.conns.keys(|_| true) {
             self.log_out(key, until);

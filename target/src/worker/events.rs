@@ -5,8 +5,6 @@
     reason = "a received message is looked at in place, in the receive ring"
 )]
 
-use std::net::IpAddr;
-
 use riser_memory::MemSlice;
 use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, VerbsError};
 
@@ -72,7 +70,7 @@ impl Worker {
                 Some(key),
             ) => self.on_closed(key, matches!(kind, CmEventKind::Disconnected)),
             (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
-                self.end_lingering(Some((device, cm)));
+                self.on_disconnect_answered(device, cm);
             }
             (event, _) => tracing::debug!(?event, "connection event"),
         }
@@ -134,10 +132,11 @@ impl Worker {
     fn on_cq_event(&mut self, device: usize, cq: CqId) {
         if let Some(key) = self.conns.by_cq(device, cq) {
             self.conns.mark_ready(key);
-        } else if let Some(agent) = &mut self.discovery[device] {
-            let portal = self.devices.addr(device);
-            let (audit, now) = (&mut self.audit, self.now);
-            let mut tell = |peer: IpAddr, found| {
+            return;
+        }
+        let (audit, now) = (&mut self.audit, self.now);
+        self.devices
+            .poll_discovery(device, cq, |peer, portal, found| {
                 let who = Who {
                     protocol: Protocol::Srp,
                     peer: peer.to_string(),
@@ -147,9 +146,7 @@ impl Worker {
                     nexus: None,
                 };
                 audit.discovery(now, &who, found);
-            };
-            agent.poll(&mut self.devices[device], cq, &mut tell);
-        }
+            });
     }
 
     /// Takes a batch from every completion queue that has something.
@@ -247,7 +244,7 @@ impl Worker {
         for completion in &mut completions {
             let is_block = self.blocks.handle_completion(&mut self.ring, completion);
             if !is_block && !self.on_iscsi_completion(completion) {
-                self.on_watch(completion);
+                self.devices.on_watch(completion);
             }
         }
         self.ring_completions = completions;
@@ -325,10 +322,12 @@ impl Worker {
                 }
             }
             Mail::Stage(stage, reply) => {
-                // Whoever asked may have given up, and lets go of it then.
-                let _ = reply.send(self.stage(*stage));
+                let (ring, devices) = (&mut self.ring, &mut self.devices);
+                let result = self.portals.stage(ring, devices, &self.catalog, *stage);
+                // The server may have given up, and lets go of it then.
+                let _ = reply.send(result);
             }
-            Mail::Unstage => self.unstage(),
+            Mail::Unstage => self.portals.unstage(&mut self.ring, &mut self.devices),
             Mail::Changed => self.follow_catalog(),
             Mail::Shutdown { until } => self.begin_shutdown(until),
             Mail::Flush => self.begin_flush(),
@@ -360,8 +359,8 @@ impl Worker {
             self.input(key, Input::Timeout);
             self.drain_dirty();
         }
-        if self.lingering.iter().any(|(_, _, at)| *at <= self.now) {
-            self.end_lingering(None);
+        while let Some((device, cm)) = self.disconnects.take_expired(self.now) {
+            self.destroy_id(device, cm);
         }
         work
     }
@@ -396,7 +395,7 @@ impl Worker {
             self.drain_dirty();
         }
         // Disconnect requests get their answers while there is time.
-        let parting = !self.lingering.is_empty() && self.now < until;
+        let parting = !self.disconnects.is_empty() && self.now < until;
         if self.conns.is_empty() && !parting {
             self.phase = Phase::Quiet;
             let _ = self.reports.send(Report::Quiet(self.index));

@@ -14,7 +14,7 @@ use riser_transport::roce::Misdirected;
 
 use super::device::DeviceInfo;
 use super::listener::TcpListener;
-use super::stage::{Stage, StageError};
+use super::portals::{Stage, StageError};
 use crate::config::Protocol;
 use crate::fabric::{TaskRef, UnitIdx};
 use crate::iscsi::{ReassignRequest, ReassignedTask};

@@ -18,6 +18,8 @@
 //! # Modules
 //! - `blocks`: block operations and backends. `catalog`: follows what is served.
 //! - `device`: [`Device`], a provider as a worker drives it, and those that a worker has.
+//! - `portals`: where it listens on them, and what the next catalog takes is acquired before it is served.
+//!   `listeners`: at their connection managers. `disconnects`: identifiers whose peer has not answered.
 //! - `conns`: the connections of all fabrics, in one table. `fabrics`: the three kinds of them.
 //! - `events`: completions, connection events and mail into connections.
 //! - `exec`: carries out what connections ask for. `ends`: how they begin and end.
@@ -30,7 +32,6 @@
 //! - `park`: where a worker sleeps. `slots`: how its ring is shared.
 //! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
 //! - `snapshot`: what a worker reports of itself.
-//! - `stage`: what the next catalog takes is acquired before it is served.
 //!
 //! # Bounds
 //! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
@@ -40,6 +41,7 @@ mod blocks;
 mod catalog;
 mod conns;
 mod device;
+mod disconnects;
 mod discovery;
 mod ends;
 mod events;
@@ -49,9 +51,11 @@ mod gate;
 mod iscsi;
 mod iser;
 mod listener;
+mod listeners;
 pub mod mail;
 mod park;
 pub mod places;
+pub mod portals;
 mod queue;
 mod rdma;
 mod removal;
@@ -59,11 +63,9 @@ mod reservations;
 mod slots;
 mod snapshot;
 mod srp;
-pub mod stage;
 mod stream;
 mod work;
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -71,7 +73,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_reactor::{MailReceiver, Ring, RingError, Spinner};
-use riser_transport::verbs::{CmError, CmId, Completion};
+use riser_transport::verbs::{CmError, Completion};
 
 use crate::audit::Audit;
 use crate::config::Protocol;
@@ -85,23 +87,20 @@ pub use listener::TcpListener;
 pub use mail::SessionInfo;
 pub use slots::ring_capacity;
 
-use crate::sessions::catalog::{Catalog, Entrance, Serves};
+use crate::sessions::catalog::Catalog;
 use crate::sessions::nexus::Registry;
 use blocks::Blocks;
 use conns::{ConnKey, Conns};
 use device::Devices;
-use discovery::DiscoveryAgent;
+use disconnects::Disconnects;
 use fabrics::Fabric;
 use mail::{Mail, Outbox};
 use places::Places;
+use portals::{Portals, Unserved};
 use snapshot::Totals;
-use stage::{Staged, Unserved};
 
 /// Completions taken from one queue in a round.
 pub const CQ_BATCH: usize = 32;
-
-/// Connection requests that a listener holds.
-const BACKLOG: u32 = 256;
 
 /// How long after the last work a worker goes on looking before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
@@ -187,15 +186,6 @@ pub enum WorkerError {
     NoDevice(String),
 }
 
-/// A listener of a device.
-#[derive(Clone, Copy, Debug)]
-struct Listener {
-    /// Where it listens.
-    entrance: Entrance,
-    /// For what.
-    serves: Serves,
-}
-
 /// How far a shutdown has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -221,14 +211,8 @@ pub struct Worker {
     mailbox: MailReceiver<Mail>,
     outbox: Outbox,
     reports: Sender<Report>,
-    listeners: HashMap<(usize, CmId), Listener>,
-    discovery: Vec<Option<DiscoveryAgent>>,
-    /// What was acquired for the next catalog.
-    staged: Option<Staged>,
-    /// Devices without portals.
-    unwanted: Vec<usize>,
-    /// Devices that came back and have portals where nothing listens, and when these are tried again.
-    refused: Vec<(usize, Instant)>,
+    /// Portals on devices, and what was acquired for the next catalog.
+    portals: Portals,
     /// Connections of all fabrics.
     conns: Conns<Fabric>,
     /// A connection has entered a session, which may have units that this worker has not heard of.
@@ -238,10 +222,8 @@ pub struct Worker {
     /// Connections that [`Worker::poll_pool`] goes through.
     pool_line: Vec<ConnKey>,
     saver: reservations::Saver,
-    /// Devices whose descriptors are to be watched again.
-    unwatched: Vec<usize>,
     /// Identifiers of connections whose channel is gone.
-    lingering: Vec<(usize, CmId, Instant)>,
+    disconnects: Disconnects,
     completions: Vec<Completion>,
     ring_completions: Vec<riser_reactor::Completion>,
     slices: Vec<MemSlice>,
@@ -297,7 +279,6 @@ impl Worker {
         let mut worker = Self {
             index,
             shared,
-            discovery: (0..devices.len()).map(|_| None).collect(),
             devices,
             ring,
             blocks,
@@ -306,17 +287,13 @@ impl Worker {
             mailbox,
             outbox,
             reports,
-            listeners: HashMap::new(),
-            staged: None,
-            unwanted: Vec::new(),
-            refused: Vec::new(),
+            portals: Portals::new(index == 0),
             conns: Conns::default(),
             has_entered: false,
             past: Totals::default(),
             pool_line: Vec::new(),
             saver: reservations::Saver::default(),
-            unwatched: Vec::new(),
-            lingering: Vec::new(),
+            disconnects: Disconnects::default(),
             completions: Vec::with_capacity(CQ_BATCH),
             ring_completions: Vec::new(),
             slices: Vec::new(),
@@ -335,11 +312,17 @@ impl Worker {
             audit: Audit::default(),
             now,
         };
-        let catalog = Arc::clone(&worker.catalog);
-        worker.check_devices(&catalog)?;
+        let Self {
+            portals,
+            devices,
+            ring,
+            catalog,
+            ..
+        } = &mut worker;
+        portals.check_devices(devices, catalog)?;
         let mut unserved = Vec::new();
-        for device in 0..worker.devices.len() {
-            unserved.extend(worker.serve_on(device)?);
+        for device in 0..devices.len() {
+            unserved.extend(portals.serve_on(ring, devices, device, catalog)?);
         }
         worker.add_sockets(sockets);
         Ok((worker, unserved))
@@ -375,7 +358,7 @@ impl Worker {
         work += self.poll_ready();
         work += self.poll_blocks()?;
         self.poll_stalled();
-        self.poll_watches()?;
+        self.devices.renew_watches(&mut self.ring)?;
         work += self.poll_mail();
         work += self.poll_timers();
         work += self.poll_pool();
@@ -397,21 +380,21 @@ impl Worker {
     /// When something is due without anything happening.
     fn deadline(&self) -> Option<Instant> {
         let timer = self.conns.next_timer();
-        let lingering = self.lingering.iter().map(|(_, _, at)| *at).min();
         let phase = match self.phase {
             // Connections are cut once then. What is at a disk reports its end.
             Phase::Stopping(until) => Some(until + GRACE).filter(|at| *at > self.now),
             Phase::Serving | Phase::Quiet => None,
         };
-        let leaves = self.blocks.has_leaving() || !self.unwanted.is_empty();
+        let listening = self.portals.deadline();
+        let leaves = self.blocks.has_leaving() || self.devices.has_unwanted();
         let leaving = leaves.then(|| self.now + LEAVING);
         [
             self.accept_deadline(),
             timer,
             leaving,
             self.devices.deadline(self.phase == Phase::Serving),
-            self.listen_deadline(),
-            lingering,
+            listening.filter(|_| self.phase == Phase::Serving),
+            self.disconnects.deadline(),
             phase,
             self.blocks.deadline(),
             self.audit.deadline(),

@@ -1,13 +1,10 @@
 //! The report of a worker about itself.
 
-use std::net::SocketAddr;
-
 use super::Worker;
 use super::conns::Conn;
 use super::fabrics::Fabric;
 use super::mail::{IscsiSession, SessionAccount, Snapshot};
 use crate::config::Protocol;
-use crate::sessions::catalog::Entrance;
 use crate::stats::Functions;
 use crate::{iscsi, srp};
 
@@ -103,7 +100,7 @@ impl Worker {
             logins: self.logins.clone(),
             rejects: self.rejects.clone(),
             devices: self.devices.info(),
-            rdma_listeners: self.rdma_listeners(),
+            rdma_listeners: self.portals.listeners.ports(&self.devices),
             tcp_listeners: self.sockets.listening().collect(),
             busy: self.busy,
             ran: self.now.saturating_duration_since(self.began),
@@ -112,16 +109,5 @@ impl Worker {
             pool_lowest: self.pool.lowest_free(),
             parks: self.parks,
         }
-    }
-
-    /// Ports of the RDMA CM on devices that work.
-    fn rdma_listeners(&self) -> Vec<SocketAddr> {
-        let listeners = self.listeners.iter();
-        let open = listeners.filter(|((device, _), _)| self.devices.is_open(*device));
-        open.filter_map(|((device, _), listener)| match listener.entrance {
-            Entrance::Port(port) => Some((self.devices.addr(*device), port).into()),
-            Entrance::Service(_) => None,
-        })
-        .collect()
     }
 }

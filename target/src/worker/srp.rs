@@ -65,7 +65,7 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) {
-        let Some(listener) = self.listeners.get(&(device, listener)).copied() else {
+        let Some(listener) = self.portals.listeners.get(device, listener) else {
             // It is being closed.
             let who = self.who_srp(device, None, peer, None);
             let reason = LoginRejReason::UnableToEstablishChannel;
@@ -404,8 +404,7 @@ impl Worker {
     /// Whether the listener of a channel is gone, or is another target's now.
     pub(super) fn is_unserved_srp(&self, conn: &SrpConn) -> bool {
         let device = conn.rdma.device;
-        let mut listeners = self.listeners.iter();
-        let is_open = listeners.any(|((d, _), l)| *d == device && l.entrance == conn.entrance);
+        let is_open = self.portals.listeners.has(device, conn.entrance);
         let addr = self.devices.addr(device);
         let is_home = || {
             self.catalog

@@ -11,7 +11,7 @@ use crate::config::{Backend, Config, Portal, Protocol};
 use crate::server::ServerError;
 use crate::server::identities::Identities;
 use crate::server::problems::Subject;
-use crate::worker::stage::Unserved;
+use crate::worker::portals::Unserved;
 
 impl Builder {
     /// Reads the names that are kept.

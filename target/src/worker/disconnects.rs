@@ -1,0 +1,91 @@
+//! Disconnect requests of a worker that are to be answered.
+//!
+//! The identifier of a connection outlives its channel until the peer has answered, or has had its time: an
+//! identifier that is destroyed before cannot repeat a request that was lost.
+
+use std::time::Instant;
+
+use riser_transport::verbs::CmId;
+
+/// Identifiers of connections whose channel is gone.
+#[derive(Debug, Default)]
+pub(super) struct Disconnects(Vec<Disconnect>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Disconnect {
+    device: usize,
+    cm: CmId,
+    until: Instant,
+}
+
+impl Disconnects {
+    /// Keeps an identifier until its peer has answered, or until `until`.
+    pub(super) fn add(&mut self, device: usize, cm: CmId, until: Instant) {
+        self.0.push(Disconnect { device, cm, until });
+    }
+
+    /// Takes an identifier whose peer has answered; whether it is there.
+    pub(super) fn take_answered(&mut self, device: usize, cm: CmId) -> bool {
+        let is_this = |one: &Disconnect| one.device == device && one.cm == cm;
+        let at = self.0.iter().position(is_this);
+        at.map(|at| self.0.swap_remove(at)).is_some()
+    }
+
+    /// Takes an identifier whose peer has had its time, and its device.
+    pub(super) fn take_expired(&mut self, now: Instant) -> Option<(usize, CmId)> {
+        let at = self.0.iter().position(|one| one.until <= now)?;
+        let Disconnect { device, cm, .. } = self.0.swap_remove(at);
+        Some((device, cm))
+    }
+
+    /// Forgets the identifiers of a device that is gone.
+    pub(super) fn forget(&mut self, device: usize) {
+        self.0.retain(|one| one.device != device);
+    }
+
+    /// Whether identifiers of a device are kept.
+    pub(super) fn uses(&self, device: usize) -> bool {
+        self.0.iter().any(|one| one.device == device)
+    }
+
+    /// Whether none is kept.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// When the next peer has had its time.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.0.iter().map(|one| one.until).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use riser_transport::verbs::Handle;
+
+    use super::*;
+
+    #[test]
+    fn an_identifier_is_kept_until_its_peer_has_answered_or_had_its_time() {
+        let now = Instant::now();
+        let later = now + Duration::from_secs(1);
+        let [a, b, c] = [1, 2, 3].map(|number| CmId(Handle::new(number, 1)));
+        let mut disconnects = Disconnects::default();
+        disconnects.add(0, a, later);
+        disconnects.add(1, a, later);
+        disconnects.add(0, b, now);
+        disconnects.add(1, c, later);
+        assert_eq!(disconnects.deadline(), Some(now));
+        assert_eq!(disconnects.take_expired(now), Some((0, b)));
+        assert_eq!(disconnects.take_expired(now), None);
+        assert!(disconnects.take_answered(1, a), "not the one of device 0");
+        assert!(!disconnects.take_answered(1, a));
+        assert!(disconnects.uses(0) && disconnects.uses(1));
+        disconnects.forget(1);
+        assert!(disconnects.uses(0) && !disconnects.uses(1));
+        assert_eq!(disconnects.take_expired(later), Some((0, a)));
+        assert!(disconnects.is_empty() && disconnects.deadline().is_none());
+    }
+}

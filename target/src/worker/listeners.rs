@@ -1,0 +1,195 @@
+//! A worker's listeners at the connection managers of its devices.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use riser_transport::verbs::{CmError, CmId, PortSpace};
+
+use super::device::{Device, Devices};
+use crate::sessions::catalog::{Entrance, Serves};
+
+/// Connection requests that a listener holds.
+const BACKLOG: u32 = 256;
+
+/// A listener of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Listener {
+    /// Where it listens.
+    pub(super) entrance: Entrance,
+    /// For what.
+    pub(super) serves: Serves,
+}
+
+/// The listeners of all devices.
+#[derive(Debug, Default)]
+pub(super) struct Listeners {
+    all: HashMap<(usize, CmId), Listener>,
+    /// Devices that came back and have portals where nothing listens, and when these are tried again.
+    refused: Vec<(usize, Instant)>,
+}
+
+impl Listeners {
+    pub(super) fn get(&self, device: usize, cm: CmId) -> Option<Listener> {
+        self.all.get(&(device, cm)).copied()
+    }
+
+    pub(super) fn insert(&mut self, device: usize, cm: CmId, listener: Listener) {
+        self.all.insert((device, cm), listener);
+    }
+
+    /// Whether there is a listener at an entrance of a device.
+    pub(super) fn has(&self, device: usize, entrance: Entrance) -> bool {
+        let mut all = self.all.iter();
+        all.any(|((own, _), listener)| *own == device && listener.entrance == entrance)
+    }
+
+    /// Forgets the listeners of a device that is closed, or gone.
+    pub(super) fn forget(&mut self, device: usize) {
+        self.all.retain(|(own, _), _| *own != device);
+        self.refused.retain(|(own, _)| *own != device);
+    }
+
+    /// Takes all listeners.
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = (usize, CmId)> + '_ {
+        self.all.drain().map(|(name, _)| name)
+    }
+
+    /// Keeps the listeners of a device at these entrances, for what they serve now, and removes the others:
+    /// `destroy` is given their identifiers.
+    pub(super) fn follow(
+        &mut self,
+        device: usize,
+        entrances: &BTreeMap<Entrance, Serves>,
+        mut destroy: impl FnMut(CmId),
+    ) {
+        self.all.retain(|(own, cm), listener| {
+            if *own != device {
+                return true;
+            }
+            let Some(serves) = entrances.get(&listener.entrance) else {
+                destroy(*cm);
+                return false;
+            };
+            listener.serves = *serves;
+            true
+        });
+    }
+
+    /// Ports of the RDMA CM on devices that work.
+    pub(super) fn ports(&self, devices: &Devices) -> Vec<SocketAddr> {
+        let open = self
+            .all
+            .iter()
+            .filter(|((own, _), _)| devices.is_open(*own));
+        open.filter_map(|((device, _), listener)| match listener.entrance {
+            Entrance::Port(port) => Some((devices.addr(*device), port).into()),
+            Entrance::Service(_) => None,
+        })
+        .collect()
+    }
+
+    /// Notes a device some of whose portals were refused, to be tried again.
+    pub(super) fn note_refused(&mut self, device: usize, again: Instant) {
+        self.refused.push((device, again));
+    }
+
+    /// Whether portals of a device were refused, and are tried again.
+    pub(super) fn is_refused(&self, device: usize) -> bool {
+        self.refused.iter().any(|(own, _)| *own == device)
+    }
+
+    /// When refused portals are tried again.
+    pub(super) fn next_try(&self) -> Option<Instant> {
+        self.refused.iter().map(|(_, at)| *at).min()
+    }
+
+    /// Takes a device whose refused portals are due.
+    pub(super) fn take_due(&mut self, now: Instant) -> Option<usize> {
+        let at = self.refused.iter().position(|(_, at)| *at <= now)?;
+        Some(self.refused.remove(at).0)
+    }
+}
+
+/// Makes a listener at an entrance of a device at `addr`.
+///
+/// # Errors
+/// Those of the connection manager, such as an address in use; nothing is made then.
+pub(super) fn listen(
+    dev: &mut (dyn Device + 'static),
+    addr: std::net::IpAddr,
+    entrance: Entrance,
+) -> Result<CmId, CmError> {
+    let space = match entrance {
+        Entrance::Port(_) => PortSpace::Tcp,
+        Entrance::Service(service_id) => PortSpace::Ib {
+            service_id,
+            mask: u64::MAX,
+        },
+    };
+    let id = dev.create_id(space)?;
+    let bound = match entrance {
+        Entrance::Port(port) => dev.bind_addr(id, (addr, port).into()),
+        Entrance::Service(_) => Ok(()),
+    };
+    if let Err(error) = bound.and_then(|()| dev.listen(id, BACKLOG)) {
+        // It never listened.
+        let _ = dev.destroy_id(id);
+        return Err(error);
+    }
+    Ok(id)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use riser_transport::verbs::Handle;
+
+    use super::*;
+
+    fn cm(number: u32) -> CmId {
+        CmId(Handle::new(number, 1))
+    }
+
+    fn listener(port: u16) -> Listener {
+        Listener {
+            entrance: Entrance::Port(port),
+            serves: Serves::Srp,
+        }
+    }
+
+    #[test]
+    fn listeners_follow_the_entrances_of_their_device() {
+        let mut listeners = Listeners::default();
+        listeners.insert(0, cm(1), listener(5000));
+        listeners.insert(0, cm(2), listener(5001));
+        listeners.insert(1, cm(1), listener(5001));
+        let portal = SocketAddr::from(([10, 0, 0, 1], 5000));
+        let entrances = BTreeMap::from([(Entrance::Port(5000), Serves::Iser(portal))]);
+        let mut destroyed = Vec::new();
+        listeners.follow(0, &entrances, |cm| destroyed.push(cm));
+        assert_eq!(destroyed, [cm(2)]);
+        let kept = listeners.get(0, cm(1)).unwrap();
+        assert_eq!(kept.serves, Serves::Iser(portal));
+        assert!(!listeners.has(0, Entrance::Port(5001)));
+        assert!(listeners.has(1, Entrance::Port(5001)), "another device");
+        listeners.forget(1);
+        assert_eq!(listeners.take_all().collect::<Vec<_>>(), [(0, cm(1))]);
+    }
+
+    #[test]
+    fn refused_portals_are_tried_again_when_they_are_due() {
+        let now = Instant::now();
+        let later = now + Duration::from_secs(1);
+        let mut listeners = Listeners::default();
+        listeners.note_refused(0, later);
+        listeners.note_refused(1, now);
+        assert_eq!(listeners.next_try(), Some(now));
+        assert_eq!(listeners.take_due(now), Some(1));
+        assert_eq!(listeners.take_due(now), None);
+        assert!(listeners.is_refused(0) && !listeners.is_refused(1));
+        listeners.forget(0);
+        assert_eq!(listeners.next_try(), None);
+    }
+}

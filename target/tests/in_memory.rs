@@ -3,11 +3,13 @@
 mod world;
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use riser_reactor::RingConfig;
 use riser_scsi::config::Identity;
 use riser_scsi::opcode::Kind;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
@@ -17,13 +19,13 @@ use riser_scsi::srp::{
     TargetPortId, TskMgmtFunction,
 };
 use riser_target::backend::{Fault, FaultOn, Faults};
-use riser_target::config::Config;
+use riser_target::config::{Config, Protocol};
 use riser_target::server::build_shared;
 use riser_target::sessions::ChannelRef;
 use riser_target::sessions::catalog::Entrance;
 use riser_target::sessions::nexus::{Endpoints, NexusKey};
-use riser_target::worker::Report;
 use riser_target::worker::mail::Mail;
+use riser_target::worker::{Report, TcpListener};
 use riser_test_peers::mini::{Mini, Refused, Said, cdb10, config, login_req};
 use riser_testkit::eventually;
 use riser_transport::loopback::Endpoint;
@@ -866,6 +868,35 @@ fn logins_that_are_none_are_refused() {
         assert_eq!(refused.err().unwrap().1, Refused::Login(reason));
     }
     assert_eq!(world.shared.registry.sessions(), 0);
+}
+
+/// The audit log holds lines back, so an operator learns from the counter that hosts stay outside.
+#[test]
+fn a_connection_for_which_there_is_no_room_is_counted() {
+    let text = config(SERVER, 1, "");
+    let shared = build_shared(&Config::parse(&text, "test.yaml").unwrap(), None).unwrap();
+    let socket = TcpListener::bind(([127, 0, 0, 1], 0).into()).unwrap();
+    socket.listen().unwrap();
+    let portal = socket.as_fd().try_clone_to_owned().unwrap();
+    let portal = std::net::TcpListener::from(portal).local_addr().unwrap();
+    // Such a ring has slots for one connection.
+    let ring = RingConfig {
+        capacity: 8,
+        ..RingConfig::default()
+    };
+    let mut world = World::with(FaultConfig::default(), shared, ring, vec![socket]);
+    let initiators = [(); 3].map(|()| TcpStream::connect(portal).unwrap());
+    let mut idle = world.client(97);
+    eventually("both are refused", Duration::from_secs(20), || {
+        world.pump(&mut idle);
+        let (tx, rx) = channel();
+        world.mail.send(Mail::Snapshot(tx)).unwrap();
+        world.pump(&mut idle);
+        let rejects = rx.try_recv().unwrap().rejects;
+        let counted: Vec<_> = rejects.iter().collect();
+        counted == [((Protocol::Iscsi, "out_of_resources"), 2)]
+    });
+    drop(initiators);
 }
 
 #[test]

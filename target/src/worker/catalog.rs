@@ -15,9 +15,10 @@ impl Worker {
         let old = std::mem::replace(&mut self.catalog, Arc::clone(&new));
         self.blocks.follow(&mut self.ring, &old, &new);
         let sockets = self.portals.follow(&mut self.devices, &new);
-        self.add_sockets(sockets);
+        self.sockets.add(&mut self.ring, self.now, sockets);
         let tcp: Vec<_> = new.tcp_portals().collect();
-        self.stop_listening(|address| !tcp.contains(&address));
+        let is_over = |address| !tcp.contains(&address);
+        self.sockets.close(&mut self.ring, is_over);
         self.follow_sessions();
     }
 }

@@ -178,7 +178,7 @@ impl Worker {
         }
         self.phase = Phase::Stopping(until);
         self.portals.stop(&mut self.devices);
-        self.stop_listening(|_| true);
+        self.sockets.close(&mut self.ring, |_| true);
         for key in self.conns.keys(|_| true) {
             self.log_out(key, until);
         }

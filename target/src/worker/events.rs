@@ -134,7 +134,7 @@ impl Worker {
             self.conns.mark_ready(key);
             return;
         }
-        let (audit, now) = (&mut self.audit, self.now);
+        let (audit, now) = (&mut self.logins.audit, self.now);
         self.devices
             .poll_discovery(device, cq, |peer, portal, found| {
                 let who = Who {

@@ -463,9 +463,7 @@ impl Worker {
             commands,
             membership: &mut login.membership,
             ending: &mut ending,
-            audit: &mut self.audit,
             logins: &mut self.logins,
-            rejects: &mut self.rejects,
             detail: None,
         };
         let mut cx = iscsi::Cx {

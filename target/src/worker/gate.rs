@@ -14,7 +14,8 @@ use riser_scsi::iscsi::{Cid, CmdSn, Isid};
 use riser_scsi::nexus::{Nexus, PortName, TargetPort};
 
 use super::Shared;
-use crate::audit::{Audit, Who};
+use super::login_log::{LoginLog, Reason};
+use crate::audit::Who;
 use crate::config::Protocol;
 use crate::fabric::{LunMap, Unit};
 use crate::iscsi::{Admitted, Gate, TIME2RETAIN, Window};
@@ -24,7 +25,7 @@ use crate::sessions::catalog::{Catalog, IscsiDef, TargetDef};
 use crate::sessions::iscsi::{
     Candidate, Ending, Membership, NewSession, Session, SessionGrant, SessionKey,
 };
-use crate::stats::{Refused, SessionEvent, Tally};
+use crate::stats::{Refused, SessionEvent};
 
 /// Longest data segment that we take, in bytes.
 const MAX_RECV_SEGMENT: u32 = 256 << 10;
@@ -65,12 +66,8 @@ pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) membership: &'a mut Option<Membership>,
     /// Channels whose place has been taken, or that were logged out.
     pub(in crate::worker) ending: &'a mut Vec<(ChannelRef, Ending)>,
-    /// Logins that succeeded.
-    pub(in crate::worker) logins: &'a mut Tally<Protocol>,
-    /// The audit log.
-    pub(in crate::worker) audit: &'a mut Audit,
-    /// Logins that failed.
-    pub(in crate::worker) rejects: &'a mut Tally<(Protocol, &'static str)>,
+    /// Logins that succeeded or failed.
+    pub(in crate::worker) logins: &'a mut LoginLog,
     /// Why the login failed, beyond its status. For the log, not for the initiator.
     pub(in crate::worker) detail: Option<String>,
 }
@@ -405,9 +402,8 @@ impl Gate for WorkerGate<'_> {
             nexus: grant.nexus,
         };
         let who = self.place().who(self.catalog, &entered);
-        self.audit.login(self.now, &who);
+        self.logins.accept(self.now, &who);
         *self.membership = Some(entered);
-        self.logins.count(self.transport.protocol());
         if let Some(target) = name.and_then(|name| self.catalog.target_named(name)) {
             target.counts.count_login();
         }
@@ -432,9 +428,8 @@ impl Gate for WorkerGate<'_> {
         }
         let detail = self.detail.take();
         let detail = detail.as_ref().map(|detail| detail as &dyn Display);
-        self.audit.denied(self.now, &who, status.name(), detail);
-        let protocol = self.transport.protocol();
-        self.rejects.count((protocol, status.name()));
+        let reason = Reason::of(status.name());
+        self.logins.refuse(self.now, &who, reason, detail);
         let Some(identity) = identity.filter(|identity| !identity.discovery) else {
             return;
         };
@@ -500,7 +495,7 @@ impl Gate for WorkerGate<'_> {
             Some(entered) => place.who(self.catalog, entered),
             None => place.nobody(),
         };
-        self.audit.discovery(self.now, &who, visible.len());
+        self.logins.audit.discovery(self.now, &who, visible.len());
         visible
     }
 }

@@ -24,7 +24,7 @@
 //! - `events`: completions, connection events and mail into connections.
 //! - `exec`: carries out what connections ask for. `ends`: how they begin and end.
 //! - `srp`: channels of SRP. `iscsi`: connections and sockets of iSCSI on TCP. `iser`: on RDMA.
-//! - `gate`: who may log in by iSCSI. `listener`, `stream`: its sockets.
+//! - `gate`: who may log in by iSCSI. `login_log`: the lines and counts of logins. `listener`, `stream`: its sockets.
 //! - `rdma`: what a connection has at its device. `queue`: posts on queue pairs.
 //! - `work`: names of work requests and block operations.
 //! - `discovery`: answers device-management MADs.
@@ -52,6 +52,7 @@ mod iscsi;
 mod iser;
 mod listener;
 mod listeners;
+mod login_log;
 pub mod mail;
 mod park;
 pub mod places;
@@ -75,12 +76,9 @@ use riser_memory::MemSlice;
 use riser_reactor::{MailReceiver, Ring, RingError, Spinner};
 use riser_transport::verbs::{CmError, Completion};
 
-use crate::audit::Audit;
-use crate::config::Protocol;
 use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::sessions::iscsi::IscsiSessions;
-use crate::stats::Tally;
 
 pub use device::{Device, DeviceInfo, NicInfo, Opened, Reopen};
 pub use listener::TcpListener;
@@ -94,6 +92,7 @@ use conns::{ConnKey, Conns};
 use device::Devices;
 use disconnects::Disconnects;
 use fabrics::Fabric;
+use login_log::LoginLog;
 use mail::{Mail, Outbox};
 use places::Places;
 use portals::{Portals, Unserved};
@@ -236,15 +235,14 @@ pub struct Worker {
     /// Lists for chains of iSER.
     iser: iser::Scratch,
     exiting: bool,
-    logins: Tally<Protocol>,
-    rejects: Tally<(Protocol, &'static str)>,
+    /// Logins, and the audit log.
+    logins: LoginLog,
     parks: u64,
     /// When it began.
     began: Instant,
     /// How long its rounds have taken that had something to do.
     busy: Duration,
     complaints: RateLimit,
-    audit: Audit,
     now: Instant,
 }
 
@@ -303,13 +301,11 @@ impl Worker {
             sockets: iscsi::Sockets::default(),
             iser: iser::Scratch::default(),
             exiting: false,
-            logins: Tally::default(),
-            rejects: Tally::default(),
+            logins: LoginLog::default(),
             parks: 0,
             began: now,
             busy: Duration::ZERO,
             complaints: RateLimit::default(),
-            audit: Audit::default(),
             now,
         };
         let Self {
@@ -324,7 +320,7 @@ impl Worker {
         for device in 0..devices.len() {
             unserved.extend(portals.serve_on(ring, devices, device, catalog)?);
         }
-        worker.add_sockets(sockets);
+        worker.sockets.add(&mut worker.ring, now, sockets);
         Ok((worker, unserved))
     }
 
@@ -343,7 +339,7 @@ impl Worker {
             }
             now = next;
         }
-        self.audit.finish(now);
+        self.logins.audit.finish(now);
         Ok(())
     }
 
@@ -362,12 +358,12 @@ impl Worker {
         work += self.poll_mail();
         work += self.poll_timers();
         work += self.poll_pool();
-        self.poll_accepts();
+        self.sockets.accept(&mut self.ring, now);
         self.blocks.detach_unused();
         self.poll_returns();
         self.poll_unwanted();
         self.poll_phase();
-        self.audit.poll(now);
+        self.logins.audit.poll(now);
         // What this round asked for goes out now rather than in the next one.
         if work > 0 {
             for device in self.devices.open_mut() {
@@ -389,7 +385,7 @@ impl Worker {
         let leaves = self.blocks.has_leaving() || self.devices.has_unwanted();
         let leaving = leaves.then(|| self.now + LEAVING);
         [
-            self.accept_deadline(),
+            self.sockets.deadline(),
             timer,
             leaving,
             self.devices.deadline(self.phase == Phase::Serving),
@@ -397,7 +393,7 @@ impl Worker {
             self.disconnects.deadline(),
             phase,
             self.blocks.deadline(),
-            self.audit.deadline(),
+            self.logins.audit.deadline(),
         ]
         .into_iter()
         .flatten()

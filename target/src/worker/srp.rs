@@ -11,6 +11,7 @@ use riser_transport::verbs::{CmId, Completion, ConnParam, SendFlags, SendOp};
 use super::Worker;
 use super::conns::ConnKey;
 use super::fabrics::{Fabric, Input, SrpConn};
+use super::login_log::Reason;
 use super::mail::SessionInfo;
 use super::queue::{ChainSend, RECV_BATCH, Receive};
 use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError};
@@ -126,11 +127,10 @@ impl Worker {
         match self.accept_srp(login) {
             Ok(memory) => {
                 self.log_out_unserved();
-                self.logins.count(Protocol::Srp);
                 who.nexus = Some(nexus.0);
                 // It may have met a target that was not known here before.
                 who.target = self.who_srp(device, None, peer, Some(&key)).target;
-                self.audit.login(self.now, &who);
+                self.logins.accept(self.now, &who);
                 tracing::debug!(
                     %peer, nexus = nexus.0, channel = serial, worker = self.index,
                     memory = memory.total(), "channel made"
@@ -204,8 +204,11 @@ impl Worker {
         detail: Option<&dyn Display>,
     ) {
         let LoginRefused { reason, audit } = refused.into();
-        self.audit.denied(self.now, who, audit, detail);
-        self.rejects.count((Protocol::Srp, reason.name()));
+        let names = Reason {
+            logged: audit,
+            counted: reason.name(),
+        };
+        self.logins.refuse(self.now, who, names, detail);
         let rej = LoginRej {
             reason,
             tag,
@@ -398,7 +401,7 @@ impl Worker {
             nexus: Some(conn.channel.nexus().0),
             ..self.who_srp(device, entrance, peer, Some(&conn.key))
         };
-        self.audit.end(self.now, &who, conn.channel.end());
+        self.logins.audit.end(self.now, &who, conn.channel.end());
     }
 
     /// Whether the listener of a channel is gone, or is another target's now.

@@ -11,7 +11,7 @@ use riser_reactor::{MailSender, Ring, RingConfig, mailbox};
 use riser_target::config::Config;
 use riser_target::server::build_shared;
 use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
-use riser_target::worker::{Report, Shared, Worker, WorkerConfig};
+use riser_target::worker::{Report, Shared, TcpListener, Worker, WorkerConfig};
 use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::verbs::Provider;
@@ -36,12 +36,22 @@ impl World {
 
     /// A wire with these faults, and a worker that serves what is given.
     pub(crate) fn over(faults: FaultConfig, shared: Shared) -> Self {
+        Self::with(faults, shared, RingConfig::default(), Vec::new())
+    }
+
+    /// Likewise, with a ring of its own size and sockets of TCP portals.
+    pub(crate) fn with(
+        faults: FaultConfig,
+        shared: Shared,
+        ring: RingConfig,
+        sockets: Vec<TcpListener>,
+    ) -> Self {
         let fabric = Fabric::new(FabricConfig {
             faults,
             ..FabricConfig::default()
         });
         let shared = Arc::new(shared);
-        let ring = Ring::new(RingConfig::default()).unwrap();
+        let ring = Ring::new(ring).unwrap();
         let (mail, inbox) = mailbox(MAILBOX, ring.waker());
         let (reports_tx, reports) = channel();
         let (worker, unserved) = Worker::new(WorkerConfig {
@@ -49,7 +59,7 @@ impl World {
             pool: 16 << 20,
             shared: Arc::clone(&shared),
             devices: vec![Box::new(fabric.endpoint(SERVER))],
-            sockets: Vec::new(),
+            sockets,
             ring,
             mailbox: inbox,
             outbox: Outbox::new(vec![mail.clone()]),

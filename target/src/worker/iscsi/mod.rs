@@ -181,7 +181,7 @@ impl Worker {
             peer: conn.peer,
         };
         let who = addrs.who(&self.catalog, member);
-        self.audit.end(self.now, &who, channel.end());
+        self.logins.audit.end(self.now, &who, channel.end());
         self.notify_waiting(left.notify);
         self.terminate_all(left.terminate);
     }

@@ -7,15 +7,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
-use riser_reactor::{Completion, Handle, Receive, SubmitError, Token};
+use riser_reactor::{Completion, Handle, Receive, Ring, SubmitError, Token};
+
 use socket2::SockRef;
 
+use super::Sockets;
 use crate::iscsi::{ChannelConfig, Phase, TcpChannel};
 use crate::worker::Worker;
 use crate::worker::conns::ConnKey;
 use crate::worker::fabrics::{Fabric, Input, Login, TcpConn};
 use crate::worker::gate::{ConnAddrs, Transport};
 use crate::worker::listener::TcpListener;
+use crate::worker::login_log::Reason;
 use crate::worker::slots::{Slots, connections};
 use crate::worker::stream::{Sending, Stream};
 
@@ -70,11 +73,16 @@ impl Listener {
     }
 }
 
-impl Worker {
+impl Sockets {
     /// Accepts from sockets that listen already.
-    pub(in crate::worker) fn add_sockets(&mut self, sockets: Vec<TcpListener>) {
+    pub(in crate::worker) fn add(
+        &mut self,
+        ring: &mut Ring,
+        now: Instant,
+        sockets: Vec<TcpListener>,
+    ) {
         for socket in sockets {
-            self.sockets.listeners.insert(Listener {
+            self.listeners.insert(Listener {
                 handle: Handle::new(Arc::new(socket.fd)),
                 address: socket.address,
                 accepting: false,
@@ -83,13 +91,16 @@ impl Worker {
                 rests_until: None,
             });
         }
-        self.poll_accepts();
+        self.accept(ring, now);
     }
 
-    /// Accepts no more where nobody should listen.
-    pub(in crate::worker) fn stop_listening(&mut self, is_over: impl Fn(SocketAddr) -> bool) {
-        let ring = &mut self.ring;
-        self.sockets.listeners.retain(|place, listener| {
+    /// Accepts no more at addresses that are over.
+    pub(in crate::worker) fn close(
+        &mut self,
+        ring: &mut Ring,
+        is_over: impl Fn(SocketAddr) -> bool,
+    ) {
+        self.listeners.retain(|place, listener| {
             if listener.closing || !is_over(listener.address) {
                 return true;
             }
@@ -101,29 +112,44 @@ impl Worker {
     }
 
     /// Accepts again where that has ended, and ends it where it goes on though it should not.
-    pub(in crate::worker) fn poll_accepts(&mut self) {
-        for (place, listener) in &mut self.sockets.listeners {
+    pub(in crate::worker) fn accept(&mut self, ring: &mut Ring, now: Instant) {
+        for (place, listener) in &mut self.listeners {
             if listener.closing && !listener.is_cancelled {
-                listener.is_cancelled = self.ring.cancel(token(Op::Accept, place)).is_ok();
+                listener.is_cancelled = ring.cancel(token(Op::Accept, place)).is_ok();
             }
-            let rests = listener.rests_until.is_some_and(|until| until > self.now);
+            let rests = listener.rests_until.is_some_and(|until| until > now);
             if listener.accepting || listener.closing || rests {
                 continue;
             }
-            let submitted = self
-                .ring
-                .submit_accept(&listener.handle, token(Op::Accept, place));
+            let submitted = ring.submit_accept(&listener.handle, token(Op::Accept, place));
             listener.accepting = submitted.is_ok();
-            listener.rests_until = submitted.is_err().then(|| self.now + REST);
+            listener.rests_until = submitted.is_err().then(|| now + REST);
         }
     }
 
     /// When a listener has rested.
-    pub(in crate::worker) fn accept_deadline(&self) -> Option<Instant> {
-        let resting = self.sockets.listeners.iter().filter(|(_, l)| !l.accepting);
+    pub(in crate::worker) fn deadline(&self) -> Option<Instant> {
+        let resting = self.listeners.iter().filter(|(_, l)| !l.accepting);
         resting.filter_map(|(_, l)| l.rests_until).min()
     }
 
+    /// Takes the end of an accept, of a socket or of none; returns its listener's address, unless that is on
+    /// its way out.
+    fn end_accept(&mut self, place: usize, now: Instant, is_socket: bool) -> Option<SocketAddr> {
+        let listener = self.listeners.get_mut(place)?;
+        listener.accepting = false;
+        if listener.closing {
+            self.listeners.remove(place);
+            return None;
+        }
+        if !is_socket {
+            listener.rests_until = Some(now + REST);
+        }
+        Some(listener.address)
+    }
+}
+
+impl Worker {
     /// Takes a completion, if it is one of ours.
     pub(in crate::worker) fn on_iscsi_completion(&mut self, completion: &mut Completion) -> bool {
         let id = completion.token.0;
@@ -141,34 +167,24 @@ impl Worker {
     }
 
     fn on_accepted(&mut self, place: usize, fd: Option<OwnedFd>) {
-        let Some(listener) = self.sockets.listeners.get_mut(place) else {
+        let Some(listen) = self.sockets.end_accept(place, self.now, fd.is_some()) else {
             return;
         };
-        listener.accepting = false;
-        if listener.closing {
-            self.sockets.listeners.remove(place);
-            return;
-        }
-        let listen = listener.address;
-        match fd {
-            None => listener.rests_until = Some(self.now + REST),
-            Some(fd) => {
-                let peer = SockRef::from(&fd).peer_addr().ok();
-                let refused = self.open_connection(fd, listen).err();
-                // A peer that has disconnected gets no audit line.
-                if let (Some(error), Some(peer)) = (refused, peer.and_then(|p| p.as_socket())) {
-                    let who = ConnAddrs {
-                        transport: Transport::Tcp,
-                        listen,
-                        peer,
-                    }
-                    .nobody();
-                    let reason = "out_of_resources";
-                    self.audit.denied(self.now, &who, reason, Some(&error));
-                }
+        if let Some(fd) = fd {
+            let peer = SockRef::from(&fd).peer_addr().ok();
+            let refused = self.open_connection(fd, listen).err();
+            // A peer that has disconnected gets no audit line.
+            if let (Some(error), Some(peer)) = (refused, peer.and_then(|p| p.as_socket())) {
+                let addrs = ConnAddrs {
+                    transport: Transport::Tcp,
+                    listen,
+                    peer,
+                };
+                let (who, reason) = (addrs.nobody(), Reason::OUT_OF_RESOURCES);
+                self.logins.refuse(self.now, &who, reason, Some(&error));
             }
         }
-        self.poll_accepts();
+        self.sockets.accept(&mut self.ring, self.now);
     }
 
     fn open_connection(&mut self, fd: OwnedFd, listen: SocketAddr) -> io::Result<()> {
@@ -429,8 +445,30 @@ impl Worker {
 mod tests {
     use std::os::unix::net::UnixStream;
 
+    use riser_reactor::RingConfig;
+
     use super::*;
     use crate::worker::conns::Conn;
+
+    #[test]
+    fn a_listener_that_could_not_accept_rests() {
+        let mut ring = Ring::new(RingConfig::default()).unwrap();
+        let (mut sockets, start) = (Sockets::default(), Instant::now());
+        let socket = TcpListener::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        socket.listen().unwrap();
+        sockets.add(&mut ring, start, vec![socket]);
+        assert_eq!(sockets.deadline(), None, "it accepts");
+        let address = sockets.listening().next();
+        assert_eq!(sockets.end_accept(0, start, false), address);
+        sockets.accept(&mut ring, start);
+        assert_eq!(sockets.deadline(), Some(start + REST));
+        sockets.accept(&mut ring, start + REST);
+        assert_eq!(sockets.deadline(), None, "it accepts again");
+        sockets.close(&mut ring, |_| true);
+        assert_eq!(sockets.listening().next(), None);
+        assert_eq!(sockets.end_accept(0, start, false), None, "it is closed");
+        assert!(sockets.listeners.is_empty());
+    }
 
     /// There may be many that connect and say nothing.
     #[test]

@@ -6,13 +6,13 @@ use riser_memory::Memory;
 use riser_scsi::iser::CmHeader;
 use riser_transport::verbs::{CmId, ConnParam};
 
-use crate::config::Protocol;
 use crate::fabric::MAX_SGE;
 use crate::iser::{ConnState, IserChannel, IserConfig, IserParams};
 use crate::sessions::unconfirmed::{self, Unconfirmed};
 use crate::worker::conns::ConnKey;
 use crate::worker::fabrics::{Fabric, Input, IserConn, Login};
 use crate::worker::gate::{ConnAddrs, Transport};
+use crate::worker::login_log::Reason;
 use crate::worker::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError, reads};
 use crate::worker::{Phase, Worker};
 
@@ -59,9 +59,8 @@ impl Worker {
                 peer,
             };
             let who = place.nobody();
-            self.audit
-                .denied(self.now, &who, "out_of_resources", Some(&error));
-            self.rejects.count((Protocol::Iser, "out_of_resources"));
+            let reason = Reason::OUT_OF_RESOURCES;
+            self.logins.refuse(self.now, &who, reason, Some(&error));
             let dev = &mut self.devices[device];
             // The peer may have given up meanwhile; then no answer is due.
             let _ = dev.reject(cm, &[]);

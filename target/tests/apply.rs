@@ -119,7 +119,7 @@ fn a_target_comes_with_its_device_and_goes_with_it() {
         // One round comes back while the device may still be open, the others after that.
         if round > 0 {
             eventually("the device is closed", Duration::from_secs(30), || {
-                server.shared().places.addresses() == [addr(net, 1)]
+                server.shared().device_slots.addresses() == [addr(net, 1)]
             });
         }
         assert_eq!(ready(&mut stays), GOOD);
@@ -218,7 +218,7 @@ fn what_cannot_be_had_leaves_no_trace() {
     assert!(matches!(error, ChangeError::Server(_)), "{error}");
     assert!(error.to_string().contains("cannot listen on"), "{error}");
     assert_eq!(image.len(), None, "the file was created and is removed");
-    assert_eq!(server.shared().places.addresses(), [addr(net, 1)]);
+    assert_eq!(server.shared().device_slots.addresses(), [addr(net, 1)]);
     assert!(
         TcpListener::bind((addr(net, 7), 3260)).is_ok(),
         "it is free"

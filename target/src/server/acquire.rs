@@ -22,23 +22,26 @@ use crate::holder::{self, HeldBy, Transport};
 use crate::sessions::catalog::Catalog;
 use crate::worker::Opened;
 use crate::worker::TcpListener;
-use crate::worker::places::{Place, Places};
+use crate::worker::device_slots::{DeviceSlot, DeviceSlots};
+
+/// How long workers may take to close a device that none of them needs.
+const CLOSING: Duration = Duration::from_secs(5);
 
 /// What one worker gets.
 #[derive(Debug, Default)]
 pub(super) struct Part {
-    /// Devices, by place.
+    /// Devices, by slot.
     pub(super) devices: Vec<(usize, Opened)>,
     /// Sockets of TCP portals.
     pub(super) sockets: Vec<TcpListener>,
 }
 
-/// What was acquired. Unless it is kept, the places of devices are given back when it is dropped,
+/// What was acquired. Unless it is kept, the slots of devices are given back when it is dropped,
 /// which must not be before workers have closed theirs.
 #[derive(Debug)]
 pub(super) struct Acquired {
-    places: Arc<Places>,
-    taken: Vec<Place>,
+    slots: Arc<DeviceSlots>,
+    taken: Vec<DeviceSlot>,
     parts: Vec<Part>,
     missing: Vec<(Subject, ServerError)>,
 }
@@ -60,27 +63,27 @@ impl Acquired {
         &self.missing
     }
 
-    /// A place for the device at an address; the number of a new one.
-    fn place(&mut self, addr: IpAddr) -> Result<Option<usize>, ServerError> {
-        let taken = self.places.take(addr);
-        let place = taken.ok_or(ServerError::Closing(addr))?;
-        self.taken.push(place);
-        Ok(match place {
-            Place::New(place) => Some(place),
-            Place::Open { .. } => None,
+    /// Takes a slot for the device at an address; returns the number of a new one.
+    fn slot(&mut self, addr: IpAddr) -> Result<Option<usize>, ServerError> {
+        let taken = self.slots.take(addr, CLOSING);
+        let slot = taken.ok_or(ServerError::Closing(addr))?;
+        self.taken.push(slot);
+        Ok(match slot {
+            DeviceSlot::New(slot) => Some(slot),
+            DeviceSlot::Open { .. } => None,
         })
     }
 
     /// Takes back what was taken last, and what was opened there.
     fn give_back(&mut self, addr: IpAddr) {
         let taken = self.taken.pop().expect("just taken");
-        if let Place::New(place) = taken {
-            tracing::debug!(%addr, place, "its device is given back");
+        if let DeviceSlot::New(slot) = taken {
+            tracing::debug!(%addr, slot, "its device is given back");
             for part in &mut self.parts {
-                part.devices.retain(|(other, _)| *other != place);
+                part.devices.retain(|(other, _)| *other != slot);
             }
         }
-        self.places.give_back(taken);
+        self.slots.give_back(taken);
     }
 
     fn drop_sockets(&mut self, portal: SocketAddr) {
@@ -92,10 +95,10 @@ impl Acquired {
 
 impl Drop for Acquired {
     fn drop(&mut self) {
-        // Sockets are closed before their places are free.
+        // Sockets are closed before their slots are free.
         self.parts.clear();
-        for place in self.taken.drain(..) {
-            self.places.give_back(place);
+        for slot in self.taken.drain(..) {
+            self.slots.give_back(slot);
         }
     }
 }
@@ -117,9 +120,12 @@ pub(super) struct Wanted<'a> {
 ///
 /// # Errors
 /// [`ServerError`]; nothing is open then.
-pub(super) fn acquire(wanted: &Wanted<'_>, places: &Arc<Places>) -> Result<Acquired, ServerError> {
+pub(super) fn acquire(
+    wanted: &Wanted<'_>,
+    slots: &Arc<DeviceSlots>,
+) -> Result<Acquired, ServerError> {
     let mut acquired = Acquired {
-        places: Arc::clone(places),
+        slots: Arc::clone(slots),
         taken: Vec::new(),
         parts: (0..wanted.workers).map(|_| Part::default()).collect(),
         missing: Vec::new(),
@@ -148,8 +154,8 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     let addresses = ours.into_iter().map(|addr| (addr, false));
     let addresses = addresses.chain(on_host.into_iter().map(|addr| (addr, true)));
     for (addr, is_on_host) in addresses {
-        let place = match acquired.place(addr) {
-            Ok(Some(place)) => place,
+        let slot = match acquired.slot(addr) {
+            Ok(Some(slot)) => slot,
             Ok(None) => continue,
             Err(error) => {
                 do_without(wanted, acquired, addr, error)?;
@@ -157,8 +163,8 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             }
         };
         let opened = match is_on_host {
-            true => open_on_host(addr, place, acquired),
-            false => open_ours(wanted.config, addr, place, acquired),
+            true => open_on_host(addr, slot, acquired),
+            false => open_ours(wanted.config, addr, slot, acquired),
         };
         if let Err(error) = opened {
             acquired.give_back(addr);
@@ -197,7 +203,7 @@ fn do_without(
 fn open_ours(
     config: &Config,
     addr: IpAddr,
-    place: usize,
+    slot: usize,
     acquired: &mut Acquired,
 ) -> Result<(), ServerError> {
     let workers = acquired.parts.len();
@@ -225,19 +231,19 @@ fn open_ours(
             source,
         })?;
         let device = Opened::Roce(Box::new(device));
-        acquired.parts[index].devices.push((place, device));
+        acquired.parts[index].devices.push((slot, device));
     }
-    acquired.places.fill(place, workers as u16);
+    acquired.slots.fill(slot, workers as u16);
     Ok(())
 }
 
-fn open_on_host(addr: IpAddr, place: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
+fn open_on_host(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
     let device = RdmaCoreDevice::open(addr)?;
     // Whether it can be listened on there is another question, which is asked again every few seconds.
     tracing::debug!(%addr, device = %device.device_attr().name, "opened an RDMA device");
     let device = Opened::RdmaCore(Box::new(device));
-    acquired.parts[0].devices.push((place, device));
-    acquired.places.fill(place, 1);
+    acquired.parts[0].devices.push((slot, device));
+    acquired.slots.fill(slot, 1);
     Ok(())
 }
 

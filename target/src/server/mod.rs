@@ -56,10 +56,10 @@ use crate::holder::HeldBy;
 use crate::sessions::catalog::Catalog;
 use crate::sessions::iscsi::IscsiSessions;
 use crate::sessions::nexus::Registry;
+use crate::worker::device_slots::DeviceSlots;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
-use crate::worker::places::Places;
 use crate::worker::portals::Unserved;
-use crate::worker::{Report, Shared, Worker, WorkerConfig, ring_capacity};
+use crate::worker::{Report, Shared, System, Worker, WorkerConfig, ring_capacity};
 use handover::ServerState;
 use identities::IdentityKeeper;
 use ports::PortKeeper;
@@ -328,11 +328,11 @@ fn first_catalog(
     Ok((catalog, files))
 }
 
-fn shared(catalog: Catalog, places: Arc<Places>) -> Shared {
+fn shared(catalog: Catalog, device_slots: Arc<DeviceSlots>) -> Shared {
     Shared {
         registry: Registry::new(catalog),
         iscsi: IscsiSessions::default(),
-        places,
+        device_slots,
     }
 }
 
@@ -371,7 +371,7 @@ impl Server {
         let mut builder = build::Builder::after(server_state, keepers)?;
         builder.set_lenient(!config.strict);
         let (mut catalog, files) = first_catalog(&mut builder, config, server_state)?;
-        let places = Arc::new(Places::default());
+        let device_slots = Arc::new(DeviceSlots::default());
         // What is in use may be that of a daemon which is ending; the caller waits for it.
         let tolerates = |subject: &Subject, error: &ServerError| {
             builder.tolerates(subject) && !error.is_in_use()
@@ -384,14 +384,14 @@ impl Server {
             workers: build::workers(config),
             tolerates: &tolerates,
         };
-        let acquired = acquire::acquire(&wanted, &places)?;
+        let acquired = acquire::acquire(&wanted, &device_slots)?;
         builder.set_lenient(false);
         let mut problems = builder.problems().clone();
         problems.set_missing_portals(acquired.missing(), &[builder.unnamed_portals()]);
         problems.log_since(&Problems::default());
         builder.set_problems(problems);
         catalog.remove_portals(builder.problems().portals());
-        let shared = Arc::new(shared(catalog, places));
+        let shared = Arc::new(shared(catalog, device_slots));
         let parts = acquired.keep();
         // Initiators may write to them as soon as workers run.
         files.keep();
@@ -887,10 +887,12 @@ impl ThreadParts {
         let Ok(senders) = setup.recv() else {
             return Ok(());
         };
-        // The first devices have the first places.
+        // The first devices have the first slots.
         let devices = self.part.devices.into_iter();
         let (mut worker, unserved) = Worker::new(WorkerConfig {
             index: self.index,
+            now: Instant::now(),
+            env: Box::new(System),
             pool: self.pool,
             shared: self.shared,
             devices: devices.map(|(_, device)| device.into_device()).collect(),

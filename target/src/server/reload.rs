@@ -294,7 +294,7 @@ impl Server {
                 workers: self.senders.len(),
                 tolerates: &|subject: &Subject, _: &ServerError| tolerates(subject),
             };
-            let mut acquired = acquire::acquire(&wanted, &self.shared.places)?;
+            let mut acquired = acquire::acquire(&wanted, &self.shared.device_slots)?;
             let mut problems = before.clone();
             let unserved_now = [&unserved[..], builder.unnamed_portals()];
             problems.set_missing_portals(acquired.missing(), &unserved_now);
@@ -477,7 +477,7 @@ impl Server {
         }
         // A mailbox keeps its order: a worker that answers this has applied the change.
         let _ = self.snapshot();
-        self.shared.places.want(wanted);
+        self.shared.device_slots.want(wanted);
     }
 }
 

@@ -454,6 +454,7 @@ impl Worker {
         let mut ending = Vec::new();
         let mut gate = WorkerGate {
             shared: &self.shared,
+            env: &mut *self.env,
             catalog: &self.catalog,
             now,
             transport,

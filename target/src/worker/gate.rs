@@ -13,8 +13,8 @@ use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Isid};
 use riser_scsi::nexus::{Nexus, PortName, TargetPort};
 
-use super::Shared;
 use super::login_log::{LoginLog, Reason};
+use super::{Env, Shared};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::fabric::{LunMap, Unit};
@@ -54,6 +54,7 @@ pub(in crate::worker) enum Transport {
 /// Decides about the logins of one connection.
 pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) shared: &'a Shared,
+    pub(in crate::worker) env: &'a mut dyn Env,
     pub(in crate::worker) catalog: &'a Catalog,
     pub(in crate::worker) now: Instant,
     pub(in crate::worker) transport: Transport,
@@ -468,7 +469,7 @@ impl Gate for WorkerGate<'_> {
     }
 
     fn random(&mut self, out: &mut [u8]) {
-        getrandom::fill(out).expect("the system has random numbers");
+        self.env.fill_random(out);
     }
 
     fn targets(&mut self, initiator: &IscsiName, wanted: Option<&IscsiName>) -> Vec<Found> {

@@ -1,6 +1,6 @@
 //! A worker's listeners at the connection managers of its devices.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ pub(super) struct Listener {
 /// The listeners of all devices.
 #[derive(Debug, Default)]
 pub(super) struct Listeners {
-    all: HashMap<(usize, CmId), Listener>,
+    all: BTreeMap<(usize, CmId), Listener>,
     /// Devices that came back and have portals where nothing listens, and when these are tried again.
     refused: Vec<(usize, Instant)>,
 }
@@ -51,8 +51,8 @@ impl Listeners {
     }
 
     /// Takes all listeners.
-    pub(super) fn take_all(&mut self) -> impl Iterator<Item = (usize, CmId)> + '_ {
-        self.all.drain().map(|(name, _)| name)
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = (usize, CmId)> {
+        std::mem::take(&mut self.all).into_keys()
     }
 
     /// Keeps the listeners of a device at these entrances, for what they serve now, and removes the others:

@@ -26,11 +26,12 @@
 //! - `srp`: channels of SRP. `iscsi`: connections and sockets of iSCSI on TCP. `iser`: on RDMA.
 //! - `gate`: who may log in by iSCSI. `login_log`: the lines and counts of logins. `listener`, `stream`: its sockets.
 //! - `rdma`: what a connection has at its device. `queue`: posts on queue pairs.
-//! - `work`: names of work requests and block operations.
+//! - `work`: names of work requests and block operations. `env`: where random bytes come from.
 //! - `discovery`: answers device-management MADs.
 //! - `mail`: messages between workers.
 //! - `park`: where a worker sleeps. `slots`: how its ring is shared.
-//! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
+//! - `removal`: devices that are taken away. `device_slots`: which are open,
+//!   and how all workers close one together.
 //! - `snapshot`: what a worker reports of itself.
 //!
 //! # Bounds
@@ -41,9 +42,11 @@ mod blocks;
 mod catalog;
 mod conns;
 mod device;
+pub mod device_slots;
 mod disconnects;
 mod discovery;
 mod ends;
+mod env;
 mod events;
 mod exec;
 mod fabrics;
@@ -55,7 +58,6 @@ mod listeners;
 mod login_log;
 pub mod mail;
 mod park;
-pub mod places;
 pub mod portals;
 mod queue;
 mod rdma;
@@ -81,6 +83,7 @@ use crate::pool::Pool;
 use crate::sessions::iscsi::IscsiSessions;
 
 pub use device::{Device, DeviceInfo, NicInfo, Opened, Reopen};
+pub use env::{Env, System};
 pub use listener::TcpListener;
 pub use mail::SessionInfo;
 pub use slots::ring_capacity;
@@ -90,11 +93,11 @@ use crate::sessions::nexus::Registry;
 use blocks::Blocks;
 use conns::{ConnKey, Conns};
 use device::Devices;
+use device_slots::DeviceSlots;
 use disconnects::Disconnects;
 use fabrics::Fabric;
 use login_log::LoginLog;
 use mail::{Mail, Outbox};
-use places::Places;
 use portals::{Portals, Unserved};
 use snapshot::Totals;
 
@@ -124,8 +127,8 @@ pub struct Shared {
     pub registry: Registry,
     /// Sessions of iSCSI.
     pub iscsi: IscsiSessions,
-    /// Which devices are open.
-    pub places: Arc<Places>,
+    /// Slots of the devices that are open.
+    pub device_slots: Arc<DeviceSlots>,
 }
 
 /// What a worker tells the server.
@@ -145,11 +148,15 @@ pub enum Report {
 pub struct WorkerConfig {
     /// Its number.
     pub index: u16,
+    /// When it begins.
+    pub now: Instant,
+    /// Its surroundings.
+    pub env: Box<dyn Env>,
     /// Bytes of its data-buffer pool.
     pub pool: usize,
     /// What all share.
     pub shared: Arc<Shared>,
-    /// Its devices, by place.
+    /// Its devices, by slot.
     pub devices: Vec<Box<dyn Device>>,
     /// Sockets of the TCP portals.
     pub sockets: Vec<TcpListener>,
@@ -199,6 +206,7 @@ enum Phase {
 /// One worker. Built and run on its own thread, since its ring belongs to that thread.
 pub struct Worker {
     index: u16,
+    env: Box<dyn Env>,
     shared: Arc<Shared>,
     devices: Devices,
     ring: Ring,
@@ -254,6 +262,8 @@ impl Worker {
     pub fn new(config: WorkerConfig) -> Result<(Self, Vec<Unserved>), WorkerError> {
         let WorkerConfig {
             index,
+            now,
+            env,
             pool,
             shared,
             devices,
@@ -272,10 +282,10 @@ impl Worker {
             tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
         }
         let catalog = shared.registry.catalog();
-        let now = Instant::now();
         let blocks = Blocks::new(&mut ring, now, &catalog).map_err(WorkerError::Memory)?;
         let mut worker = Self {
             index,
+            env,
             shared,
             devices,
             ring,

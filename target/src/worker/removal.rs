@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A device whose last portal the configuration has taken away is closed by all workers together,
-//! once none of them has a session on it any more: see [`Places`](super::places::Places).
+//! once none of them has a session on it any more: see [`DeviceSlots`](super::device_slots::DeviceSlots).
 
 use super::conns::Connection;
 use super::fabrics::Input;
@@ -59,12 +59,12 @@ impl Worker {
             let is_held = || self.conns.uses(device) || self.disconnects.uses(device);
             if self.devices.is_unwanted(device)
                 && !is_held()
-                && self.shared.places.is_over(device, self.index)
+                && self.shared.device_slots.is_over(device, self.index)
             {
                 tracing::info!(addr = %self.devices.addr(device), "no portal is left; closed");
                 let (ring, devices) = (&mut self.ring, &mut self.devices);
                 self.portals.close_device(ring, devices, device);
-                self.shared.places.closed(device);
+                self.shared.device_slots.closed(device);
             }
         }
     }

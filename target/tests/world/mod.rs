@@ -11,13 +11,29 @@ use riser_reactor::{MailSender, Ring, RingConfig, mailbox};
 use riser_target::config::Config;
 use riser_target::server::build_shared;
 use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
-use riser_target::worker::{Report, Shared, TcpListener, Worker, WorkerConfig};
+use riser_target::worker::{Env, Report, Shared, TcpListener, Worker, WorkerConfig};
 use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::verbs::Provider;
 
 /// Where the worker is.
 pub(crate) const SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
+
+/// Surroundings whose random numbers come from a seed, so that each run is the same.
+struct SeededEnv(u64);
+
+impl Env for SeededEnv {
+    fn fill_random(&mut self, out: &mut [u8]) {
+        for byte in out {
+            // The generator of Knuth's MMIX.
+            self.0 = self
+                .0
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            *byte = (self.0 >> 56) as u8;
+        }
+    }
+}
 
 /// The world: a wire, and a worker at one end.
 pub(crate) struct World {
@@ -56,6 +72,8 @@ impl World {
         let (reports_tx, reports) = channel();
         let (worker, unserved) = Worker::new(WorkerConfig {
             index: 0,
+            now: fabric.now(),
+            env: Box::new(SeededEnv(1)),
             pool: 16 << 20,
             shared: Arc::clone(&shared),
             devices: vec![Box::new(fabric.endpoint(SERVER))],

@@ -20,8 +20,8 @@ use riser_scsi::srp::{
 };
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::{Config, Protocol};
+use riser_target::fabric::ConnRef;
 use riser_target::server::build_shared;
-use riser_target::sessions::ChannelRef;
 use riser_target::sessions::catalog::Entrance;
 use riser_target::sessions::nexus::{Endpoints, NexusKey};
 use riser_target::worker::mail::Mail;
@@ -362,14 +362,14 @@ fn preempt_and_abort_ends_the_commands_of_the_preempted() {
 }
 
 /// A channel of a worker that is not there: it stands for one whose commands a device holds.
-fn held_channel(world: &World) -> (NexusKey, ChannelRef) {
+fn held_channel(world: &World) -> (NexusKey, ConnRef) {
     let req = login_req(1, world.target());
     let key = NexusKey {
         initiator: req.initiator_port,
         target: req.target_port,
     };
     let (worker, serial) = (7, 1);
-    let channel = ChannelRef { worker, serial };
+    let channel = ConnRef { worker, serial };
     let ends = Endpoints {
         peer: SocketAddr::from(([10, 0, 0, 101], 1)),
         local: SERVER,
@@ -393,7 +393,7 @@ fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
     }
     assert_eq!(new.said, [], "the old session still has commands");
     let left = world.shared.registry.logout(key, held, None);
-    let [ChannelRef { serial, .. }] = left.start[..] else {
+    let [ConnRef { serial, .. }] = left.start[..] else {
         panic!("one channel waits: {left:?}");
     };
     world.mail.send(Mail::OthersGone { serial }).unwrap();

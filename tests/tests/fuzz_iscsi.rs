@@ -4,7 +4,7 @@ use riser_scsi::iscsi::chap;
 use riser_scsi::iscsi::frame::{Digests, Framer};
 use riser_scsi::iscsi::keys::Offer;
 use riser_scsi::iscsi::login::{
-    Auth, Gatekeeper, Identity, Joined, Outcome, Refusal, TargetLogin, Terms,
+    Auth, CompletedLogin, Gatekeeper, Identity, Outcome, Refusal, TargetLogin, Terms,
 };
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress, parse_targets};
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, ScsiResponse};
@@ -113,7 +113,7 @@ impl Gatekeeper for Gate {
         })
     }
 
-    fn join(&mut self, _: &Joined) -> Result<Tsih, LoginStatus> {
+    fn join(&mut self, _: &CompletedLogin) -> Result<Tsih, LoginStatus> {
         panic!("no initiator proves to know the secret")
     }
 

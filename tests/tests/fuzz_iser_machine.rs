@@ -11,7 +11,7 @@ use riser_scsi::config::{BlockSize, Config, Identity as UnitIdentity, Limits, Pr
 use riser_scsi::data::designator::Naa;
 use riser_scsi::iscsi::frame::{self, Digests};
 use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::login::{Auth, Identity, Joined, Refusal, Terms};
+use riser_scsi::iscsi::login::{Auth, CompletedLogin, Identity, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Tsih};
@@ -21,7 +21,7 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, StepResult};
 use riser_target::fabric::{LunMap, Mapping, TaskAction, TaskIdx, Unit, UnitIdx};
-use riser_target::iscsi::{Action, Admitted, Channel, Cx, Gate, MAX_QUEUED, Window};
+use riser_target::iscsi::{Action, Channel, Cx, Gate, LoginGrant, MAX_QUEUED, Window};
 use riser_target::iser::{
     ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx,
 };
@@ -44,14 +44,14 @@ impl Gate for Open {
         })
     }
 
-    fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
+    fn join(&mut self, joined: &CompletedLogin, first: CmdSn) -> Result<LoginGrant, LoginStatus> {
         let mapping = Mapping {
             unit: Arc::clone(&self.0),
             stats: Arc::new(LunStats::new("t", 0, None)),
             read_only: false,
         };
         let luns = LunMap::new([(LunId::ZERO, mapping)]);
-        Ok(Admitted {
+        Ok(LoginGrant {
             tsih: Tsih(1),
             nexus: (!joined.session.discovery).then(|| (NEXUS, Arc::new(luns))),
             params: joined.session,

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{
-    Auth, Gatekeeper, Identity, Joined, Outcome, Refusal, TargetLogin, Terms,
+    Auth, CompletedLogin, Gatekeeper, Identity, Outcome, Refusal, TargetLogin, Terms,
 };
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus};
 use riser_scsi::iscsi::{CmdSn, Numbers, StatSn, Tsih};
@@ -180,7 +180,7 @@ impl Gatekeeper for Gate {
         })
     }
 
-    fn join(&mut self, _: &Joined) -> Result<Tsih, LoginStatus> {
+    fn join(&mut self, _: &CompletedLogin) -> Result<Tsih, LoginStatus> {
         Ok(Tsih(1))
     }
 

@@ -481,7 +481,7 @@ mod only {
             let mut forward = Vec::new();
             for (index, worker) in server.iter_mut().enumerate() {
                 worker.progress(Instant::now());
-                while let Some(m) = worker.poll_misdirected() {
+                while let Some(m) = worker.poll_forwarded() {
                     forward.push(m);
                 }
                 while let Some(e) = worker.poll_cm_event() {

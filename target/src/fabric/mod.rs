@@ -42,7 +42,7 @@ pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
 pub use memory::ConnectionMemory;
 pub use pace::{Pace, SLOWEST, Wait};
 pub use riser_config::MAX_WAIT;
-pub use task::{TaskIdx, TaskRef};
+pub use task::{ConnRef, TaskIdx, TaskRef};
 pub use throttle::{Passage, Throttle, Toll};
 pub use transfer::{
     Direction, MAX_SGE, PortionLimits, RdmaRequest, RemoteMemory, RemoteRange, Requests, Transfer,

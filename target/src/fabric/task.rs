@@ -1,4 +1,4 @@
-//! Names of tasks.
+//! Names of connections and tasks.
 
 use riser_scsi::task::TaskTag;
 
@@ -6,6 +6,15 @@ use riser_scsi::task::TaskTag;
 /// target's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TaskIdx(pub u16);
+
+/// A connection's name on all workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ConnRef {
+    /// Number of the worker.
+    pub worker: u16,
+    /// Serial number of the connection at that worker, never used again.
+    pub serial: u64,
+}
 
 /// A task's name on all workers: worker, connection, context, and the context's use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -21,6 +30,15 @@ pub struct TaskRef {
 }
 
 impl TaskRef {
+    /// Returns the name of the task's connection.
+    #[must_use]
+    pub fn conn(self) -> ConnRef {
+        ConnRef {
+            worker: self.worker,
+            serial: self.channel,
+        }
+    }
+
     /// Returns the tag under which the task is in its unit's task set: the whole name, which no
     /// other task has. A fabric's own tags do not do: SRP's are unique on their channel only, and
     /// a nexus may have channels at several workers.

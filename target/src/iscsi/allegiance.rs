@@ -302,7 +302,7 @@ impl<D: Datamover> Channel<D> {
         if self.phase == Phase::CleanupWait && self.allegiance.detached {
             become_state(&mut self.phase, Phase::Retaining);
             self.phase_deadline = self.retention().map(|time| cx.now + time);
-            self.window().free_tags(self.member());
+            self.window().free_tags(self.conn_ref());
             self.actions.push_back(Action::Detached);
         }
         let claims = std::mem::take(&mut self.allegiance.claims);

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::login::{
-    ConnectionParams, Identity, Joined, Refusal, SessionParams, TargetLogin, Terms,
+    CompletedLogin, ConnectionParams, Identity, Refusal, SessionParams, TargetLogin, Terms,
 };
 use riser_scsi::iscsi::name::{Found, IscsiName};
 use riser_scsi::iscsi::pdu::LoginStatus;
@@ -31,10 +31,10 @@ use super::order::QueuedRequest;
 use super::report::Counters;
 use super::task::{Task, TaskState};
 use super::text::TextState;
-use super::window::{Member, WINDOWS, Window};
+use super::window::{WINDOWS, Window};
 use crate::audit::Parting;
 use crate::fabric::{
-    Accounts, Backlog, CommandFlow, Lent, LunMap, Pace, TaskAction, TaskIdx, TaskRef,
+    Accounts, Backlog, CommandFlow, ConnRef, Lent, LunMap, Pace, TaskAction, TaskIdx, TaskRef,
 };
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
@@ -85,7 +85,7 @@ pub trait Gate {
     ///
     /// # Errors
     /// The status that refuses it.
-    fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus>;
+    fn join(&mut self, joined: &CompletedLogin, first: CmdSn) -> Result<LoginGrant, LoginStatus>;
 
     /// A login has failed, with this status. Whose it was, if it came so far.
     fn refused(&mut self, status: LoginStatus, identity: Option<&Identity>);
@@ -106,7 +106,7 @@ pub trait Gate {
 
 /// A session that was entered.
 #[derive(Clone, Debug)]
-pub struct Admitted {
+pub struct LoginGrant {
     /// Its handle.
     pub tsih: Tsih,
     /// The I_T nexus and its units; none of a discovery session.
@@ -146,9 +146,9 @@ pub enum Action {
     /// A request for a command or a function.
     Task(TaskAction),
     /// Notify a connection of the session that it may have the command that is next.
-    TakeTurn(Member),
+    TakeTurn(ConnRef),
     /// End other connections of the session, then call [`Channel::handle_others_gone`].
-    EndOthers(Others),
+    EndOthers(LogoutScope),
     /// The connection is lost, and what it had under way is kept: another connection of the session is
     /// to be notified, by [`Channel::handle_lost`].
     Lost,
@@ -165,13 +165,13 @@ pub enum Action {
     Release,
 }
 
-/// Which other connections of a session.
+/// Other connections of its session that a logout closes (RFC 7143 11.14.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Others {
-    /// All.
-    All,
-    /// The one with this number; there may be none.
-    One(Cid),
+pub enum LogoutScope {
+    /// All of them: "close the session".
+    Session,
+    /// The one with this number, if there is one: "close the connection".
+    Connection(Cid),
 }
 
 /// Phase of a connection.
@@ -678,10 +678,10 @@ impl<D: Datamover> Channel<D> {
         self.cid
     }
 
-    pub(super) fn member(&self) -> Member {
-        Member {
+    pub(super) fn conn_ref(&self) -> ConnRef {
+        ConnRef {
             worker: self.config.worker,
-            channel: self.config.serial,
+            serial: self.config.serial,
         }
     }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use riser_scsi::config::{Config, Limits};
 use riser_scsi::iscsi::frame::{self, Digests, Framer};
 use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::login::{Auth, Identity, Joined, Refusal, Terms};
+use riser_scsi::iscsi::login::{Auth, CompletedLogin, Identity, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::{
     FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, ScsiCommand, Stage,
@@ -19,7 +19,9 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use self::pdus::{nop_out, scsi_command, tmf_request};
-use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, ReassignedTask, TcpChannel, Window};
+use super::{
+    Action, Batch, ChannelConfig, Cx, Gate, LoginGrant, ReassignedTask, TcpChannel, Window,
+};
 use crate::fabric::{LunMap, Mapping, TaskAction, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
@@ -78,7 +80,7 @@ impl Gate for FakeGate {
         })
     }
 
-    fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
+    fn join(&mut self, joined: &CompletedLogin, first: CmdSn) -> Result<LoginGrant, LoginStatus> {
         self.joined += 1;
         let mapping = Mapping {
             unit: Arc::clone(&self.unit),
@@ -86,7 +88,7 @@ impl Gate for FakeGate {
             read_only: false,
         };
         let luns = LunMap::new([(LunId::ZERO, mapping)]);
-        Ok(Admitted {
+        Ok(LoginGrant {
             tsih: Tsih(1),
             nexus: (!joined.session.discovery).then(|| (NexusId(7), Arc::new(luns))),
             params: joined.session,

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use riser_scsi::iscsi::login::{
-    ConnectionParams, Gatekeeper, Identity, Joined, Outcome, Refusal, SessionParams, Terms,
+    CompletedLogin, ConnectionParams, Gatekeeper, Identity, Outcome, Refusal, SessionParams, Terms,
 };
 use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginResponse, LoginStatus};
 use riser_scsi::iscsi::{CmdSn, Tsih};
 use riser_scsi::nexus::NexusId;
 use riser_state::become_state;
 
-use super::channel::{Admitted, Channel, Cx, DISCOVERY_TIMEOUT, Gate, Phase, Session};
+use super::channel::{Channel, Cx, DISCOVERY_TIMEOUT, Gate, LoginGrant, Phase, Session};
 use super::datamover::Datamover;
 use crate::fabric::LunMap;
 
@@ -28,7 +28,7 @@ pub(super) struct LoginResult {
 struct Keeper<'a> {
     gate: &'a mut dyn Gate,
     first: CmdSn,
-    admitted: Option<Admitted>,
+    admitted: Option<LoginGrant>,
 }
 
 impl Gatekeeper for Keeper<'_> {
@@ -36,7 +36,7 @@ impl Gatekeeper for Keeper<'_> {
         self.gate.admit(identity)
     }
 
-    fn join(&mut self, joined: &Joined) -> Result<Tsih, LoginStatus> {
+    fn join(&mut self, joined: &CompletedLogin) -> Result<Tsih, LoginStatus> {
         let admitted = self.gate.join(joined, self.first)?;
         let tsih = admitted.tsih;
         self.admitted = Some(admitted);

@@ -8,7 +8,7 @@ use riser_scsi::iscsi::pdu::{
 };
 use riser_state::become_state;
 
-use super::channel::{Action, Channel, Cx, Others, Phase};
+use super::channel::{Action, Channel, Cx, LogoutScope, Phase};
 use super::datamover::Datamover;
 use super::task::TaskState;
 use crate::audit::Parting;
@@ -60,7 +60,8 @@ impl<D: Datamover> Channel<D> {
             }
             LogoutReason::CloseSession if self.window().is_unordered() => {
                 self.awaits_others = true;
-                self.actions.push_back(Action::EndOthers(Others::All));
+                self.actions
+                    .push_back(Action::EndOthers(LogoutScope::Session));
             }
             LogoutReason::CloseSession | LogoutReason::CloseConnection => {}
         }
@@ -82,7 +83,7 @@ impl<D: Datamover> Channel<D> {
         let has_others = self.window().is_unordered();
         if has_others {
             self.actions
-                .push_back(Action::EndOthers(Others::One(request.cid)));
+                .push_back(Action::EndOthers(LogoutScope::Connection(request.cid)));
         }
         let status = if has_others {
             LogoutStatus::Closed
@@ -135,7 +136,7 @@ impl<D: Datamover> Channel<D> {
         become_state(&mut self.phase, phase);
         self.waiting.clear();
         if let Some(session) = &self.session {
-            session.window.forget(self.member());
+            session.window.forget(self.conn_ref());
         }
         if is_closing && self.is_connected {
             self.actions.push_back(Action::Disconnect);

@@ -70,11 +70,11 @@ mod tests_stream;
 
 pub use allegiance::{ReassignRequest, ReassignedTask, TIME2RETAIN};
 pub use channel::{
-    Action, Admitted, Channel, ChannelConfig, Cx, Gate, MAX_QUEUED, MAX_QUEUED_BYTES, Others,
-    Phase, TaskBuffers,
+    Action, Channel, ChannelConfig, Cx, Gate, LoginGrant, LogoutScope, MAX_QUEUED,
+    MAX_QUEUED_BYTES, Phase, TaskBuffers,
 };
 pub use datamover::{Control, Datamover, GetData, PutData, SolicitedData};
 pub use report::{Counters, SessionInfo};
 pub use task::TaskState;
 pub use tcp::{Batch, Chunk, Tcp, TcpChannel};
-pub use window::{Member, Window};
+pub use window::Window;

@@ -68,7 +68,7 @@ impl<D: Datamover> Channel<D> {
             }
             return;
         };
-        let me = self.member();
+        let me = self.conn_ref();
         let window = self.window();
         let admission = match (&pdu, immediate) {
             // What is reassigned has come, and numbers may be missing with the connection that is lost.
@@ -119,7 +119,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Carries out what is next, or notifies the connection that keeps it.
     fn take_turns(&mut self, cx: &mut Cx<'_>) {
-        let me = self.member();
+        let me = self.conn_ref();
         while let Some(whose) = self.session.as_ref().and_then(|s| s.window.next_up()) {
             if whose != me {
                 self.actions.push_back(Action::TakeTurn(whose));
@@ -133,7 +133,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Carries out the request of this connection that is next; whether there was one.
     fn take_turn(&mut self, cx: &mut Cx<'_>) -> bool {
-        let me = self.member();
+        let me = self.conn_ref();
         let window = self.window();
         let due = |waiting: &QueuedRequest| {
             if waiting.immediate {

@@ -21,7 +21,7 @@ use riser_scsi::task::NewTask;
 
 use super::fixture::pdus::{nop_out, scsi_command, tmf_request};
 use super::fixture::{Received, Rig, WINDOW};
-use super::{Action, MAX_QUEUED, MAX_QUEUED_BYTES, Others, Phase, TcpChannel};
+use super::{Action, LogoutScope, MAX_QUEUED, MAX_QUEUED_BYTES, Phase, TcpChannel};
 use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::stats::SessionEvent;
 
@@ -401,12 +401,15 @@ fn a_logout_of_the_session_waits_for_its_other_connections() {
         other[0].0,
         FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed
     ));
-    assert_eq!(rig.elsewhere, [Action::EndOthers(Others::One(Cid(3)))]);
+    assert_eq!(
+        rig.elsewhere,
+        [Action::EndOthers(LogoutScope::Connection(Cid(3)))]
+    );
     assert!(
         rig.send(&logout(LogoutReason::CloseSession, 0), &[])
             .is_empty()
     );
-    assert_eq!(rig.elsewhere[1], Action::EndOthers(Others::All));
+    assert_eq!(rig.elsewhere[1], Action::EndOthers(LogoutScope::Session));
     let received = rig.with(TcpChannel::handle_others_gone);
     assert!(matches!(received[0].0, FromTarget::LogoutResponse(_)));
     assert!(rig.channel.channel().has_logged_out());

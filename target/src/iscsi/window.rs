@@ -30,7 +30,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use riser_scsi::iscsi::login::SessionParams;
 use riser_scsi::iscsi::{CmdSn, Itt};
 
-use crate::fabric::TaskRef;
+use crate::fabric::{ConnRef, TaskRef};
 
 /// Windows of contexts per connection: one for commands that run, one for those whose answers are
 /// being sent, and one for those whose answers wait behind these. An answer opens the window before
@@ -39,15 +39,6 @@ pub(super) const WINDOWS: u16 = 3;
 
 /// Immediate functions that wait for earlier commands, and numbers that were given up.
 const MAX_AHEAD: usize = 64;
-
-/// A connection of a session: its worker, and its number there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Member {
-    /// The worker.
-    pub worker: u16,
-    /// The channel's number.
-    pub channel: u64,
-}
 
 /// Decision about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +56,7 @@ pub(super) enum Admission {
 struct Ahead {
     sn: CmdSn,
     /// The connection that keeps the request; none where the initiator has given it up.
-    whose: Option<Member>,
+    whose: Option<ConnRef>,
     /// An immediate request, which takes no number: it waits for those before it.
     immediate: bool,
 }
@@ -171,7 +162,7 @@ impl Window {
     /// window, in the same step: connections of one session may belong to different workers. The place
     /// is free again with [`Window::on_answered`] or [`Window::on_gone`]; the turn is the next one's with
     /// [`Window::on_carried_out`].
-    pub(super) fn admit(&self, sn: CmdSn, who: Member) -> Admission {
+    pub(super) fn admit(&self, sn: CmdSn, who: ConnRef) -> Admission {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
         let steps = sn.since(numbering.exp);
@@ -207,7 +198,7 @@ impl Window {
 
     /// Looks at an immediate function: it concerns the commands before its number, so these must
     /// have come.
-    pub(super) fn admit_function(&self, sn: CmdSn, who: Member) -> Admission {
+    pub(super) fn admit_function(&self, sn: CmdSn, who: ConnRef) -> Admission {
         let mut numbering = self.lock();
         let steps = sn.since(numbering.exp);
         let is_due = steps == 0 && !numbering.is_taken;
@@ -222,7 +213,7 @@ impl Window {
     }
 
     /// The connection that keeps what is to be carried out next.
-    pub(super) fn next_up(&self) -> Option<Member> {
+    pub(super) fn next_up(&self) -> Option<ConnRef> {
         if !self.unordered {
             return None;
         }
@@ -246,7 +237,7 @@ impl Window {
     }
 
     /// Whether a kept immediate request may be carried out; it is entered no longer then.
-    pub(super) fn is_due(&self, sn: CmdSn, who: Member) -> bool {
+    pub(super) fn is_due(&self, sn: CmdSn, who: ConnRef) -> bool {
         let mut numbering = self.lock();
         if numbering.is_taken || numbering.exp.is_before(sn) {
             return false;
@@ -275,7 +266,7 @@ impl Window {
     }
 
     /// A connection is gone, and what it kept with it.
-    pub(super) fn forget(&self, who: Member) {
+    pub(super) fn forget(&self, who: ConnRef) {
         if self.unordered {
             self.lock().ahead.retain(|a| a.whose != Some(who));
         }
@@ -367,10 +358,10 @@ impl Window {
     }
 
     /// A connection is logged out for recovery: other connections may have its commands.
-    pub(super) fn free_tags(&self, of: Member) {
+    pub(super) fn free_tags(&self, of: ConnRef) {
         let mut numbering = self.lock();
         let tags = numbering.tags.values_mut();
-        tags.filter(|tag| (tag.task.worker, tag.task.channel) == (of.worker, of.channel))
+        tags.filter(|tag| tag.task.conn() == of)
             .for_each(|tag| tag.is_free = true);
     }
 
@@ -415,17 +406,17 @@ mod tests {
 
     use super::*;
 
-    const A: Member = Member {
+    const A: ConnRef = ConnRef {
         worker: 0,
-        channel: 1,
+        serial: 1,
     };
-    const B: Member = Member {
+    const B: ConnRef = ConnRef {
         worker: 1,
-        channel: 1,
+        serial: 1,
     };
 
     /// A request is carried out at once, where it may be.
-    fn admit(window: &Window, sn: CmdSn, who: Member) -> Admission {
+    fn admit(window: &Window, sn: CmdSn, who: ConnRef) -> Admission {
         let admission = window.admit(sn, who);
         if admission == Admission::Now {
             window.on_carried_out();

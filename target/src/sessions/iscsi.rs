@@ -16,14 +16,13 @@ use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, Isid, Tsih};
 use riser_scsi::nexus::{Nexus, NexusId};
 
-use super::ChannelRef;
 use super::budget::{Bounds, Budget, Permit};
 use super::catalog::Catalog;
 use super::recent::Recent;
 use super::units::UnitEntries;
 use super::waits::Waits;
-use crate::fabric::{KnownUnits, LunMap};
-use crate::iscsi::{Others, Window};
+use crate::fabric::{ConnRef, KnownUnits, LunMap};
+use crate::iscsi::{LogoutScope, Window};
 
 /// Connections of a session that are lost, and kept for what they had under way.
 const MAX_KEPT: usize = 8;
@@ -116,7 +115,7 @@ pub struct SessionGrant {
     /// The session.
     pub session: Session,
     /// Connections that this one replaces, and waits for.
-    pub replaced: Vec<ChannelRef>,
+    pub replaced: Vec<ConnRef>,
 }
 
 /// Ways in which a connection is ended by others.
@@ -153,7 +152,7 @@ enum Link {
 #[derive(Clone, Copy, Debug)]
 struct Connection {
     cid: Cid,
-    channel: ChannelRef,
+    channel: ConnRef,
     address: IpAddr,
     link: Link,
 }
@@ -175,7 +174,7 @@ pub struct Candidate {
     /// Its number in the session.
     pub cid: Cid,
     /// Its channel.
-    pub channel: ChannelRef,
+    pub channel: ConnRef,
     /// The initiator's address.
     pub address: IpAddr,
     /// Commands that it can hold.
@@ -192,19 +191,19 @@ struct Entry {
 }
 
 impl Entry {
-    fn set_link(&mut self, channel: ChannelRef, link: Link) {
+    fn set_link(&mut self, channel: ConnRef, link: Link) {
         let mut connections = self.connections.iter_mut();
         if let Some(connection) = connections.find(|c| c.channel == channel) {
             connection.link = link;
         }
     }
 
-    fn channels(&self) -> impl Iterator<Item = ChannelRef> + '_ {
+    fn channels(&self) -> impl Iterator<Item = ConnRef> + '_ {
         self.connections.iter().map(|c| c.channel)
     }
 
     /// Grants a connection of the session that replaces these.
-    fn grant(&self, tsih: Tsih, replaced: Vec<ChannelRef>) -> SessionGrant {
+    fn grant(&self, tsih: Tsih, replaced: Vec<ConnRef>) -> SessionGrant {
         SessionGrant {
             tsih,
             nexus: self.units.nexus(),
@@ -215,7 +214,7 @@ impl Entry {
     }
 
     /// Returns the oldest of the connections that are kept without being up, beyond the bound.
-    fn surplus(&self) -> Vec<ChannelRef> {
+    fn surplus(&self) -> Vec<ConnRef> {
         let kept = self.connections.iter().filter(|c| c.link != Link::Up);
         let surplus = kept.clone().count().saturating_sub(MAX_KEPT);
         kept.take(surplus).map(|c| c.channel).collect()
@@ -240,18 +239,18 @@ type Owner = (SessionKey, IpAddr, Option<String>);
 #[derive(Debug, Default)]
 pub struct Left {
     /// Channels that wait for no others any longer.
-    pub notify: Vec<ChannelRef>,
+    pub notify: Vec<ConnRef>,
     /// Channels of the session, which ends with a connection that was lost.
-    pub terminate: Vec<ChannelRef>,
+    pub terminate: Vec<ConnRef>,
 }
 
 /// Consequences of the loss of a connection whose commands are kept.
 #[derive(Debug, Default)]
 pub struct Lost {
     /// The channel that reports the loss to the initiator.
-    pub reporter: Option<ChannelRef>,
+    pub reporter: Option<ConnRef>,
     /// Channels that are kept no longer.
-    pub terminate: Vec<ChannelRef>,
+    pub terminate: Vec<ConnRef>,
 }
 
 /// Sessions of iSCSI at all workers. There are no more than permits of the budget.
@@ -377,13 +376,14 @@ impl IscsiSessions {
     }
 
     /// Returns the other connections of a session that are to end; `channel` waits for them.
-    pub fn end_others(&self, tsih: Tsih, channel: ChannelRef, others: Others) -> Vec<ChannelRef> {
+    pub fn end_others(&self, tsih: Tsih, channel: ConnRef, scope: LogoutScope) -> Vec<ConnRef> {
         let mut table = self.lock();
         let Some(entry) = table.entries.get(&tsih) else {
             return Vec::new();
         };
         let meant = |c: &&Connection| {
-            c.channel != channel && (others == Others::All || others == Others::One(c.cid))
+            c.channel != channel
+                && (scope == LogoutScope::Session || scope == LogoutScope::Connection(c.cid))
         };
         let ending = entry.connections.iter().filter(meant);
         let ending: Vec<_> = ending.map(|c| c.channel).collect();
@@ -393,7 +393,7 @@ impl IscsiSessions {
 
     /// Returns the connections of a session with a number, which are to be detached; `channel` waits for
     /// that.
-    pub fn detach(&self, tsih: Tsih, channel: ChannelRef, cid: Cid) -> Vec<ChannelRef> {
+    pub fn detach(&self, tsih: Tsih, channel: ConnRef, cid: Cid) -> Vec<ConnRef> {
         let mut table = self.lock();
         let Some(entry) = table.entries.get(&tsih) else {
             return Vec::new();
@@ -407,7 +407,7 @@ impl IscsiSessions {
     }
 
     /// A connection is lost, and what it had under way is kept.
-    pub fn lose(&self, tsih: Tsih, channel: ChannelRef) -> Lost {
+    pub fn lose(&self, tsih: Tsih, channel: ConnRef) -> Lost {
         let mut table = self.lock();
         let Some(entry) = table.entries.get_mut(&tsih) else {
             return Lost::default();
@@ -421,7 +421,7 @@ impl IscsiSessions {
     }
 
     /// Others may have what a connection had under way.
-    pub fn detached(&self, tsih: Tsih, channel: ChannelRef) -> Left {
+    pub fn detached(&self, tsih: Tsih, channel: ConnRef) -> Left {
         let mut table = self.lock();
         let notify = table.waits.end(channel);
         let entry = table.entries.get_mut(&tsih);
@@ -437,7 +437,7 @@ impl IscsiSessions {
     pub fn leave(
         &self,
         tsih: Tsih,
-        channel: ChannelRef,
+        channel: ConnRef,
         logged_out: bool,
         again: Option<Instant>,
     ) -> Left {
@@ -489,7 +489,7 @@ impl IscsiSessions {
 
     /// Another catalog is served: sessions whose units are others now are notified. Returns the
     /// connections to log out, those of initiators that may not log in any longer.
-    pub fn change(&self, catalog: &Catalog) -> Vec<ChannelRef> {
+    pub fn change(&self, catalog: &Catalog) -> Vec<ConnRef> {
         let mut table = self.lock();
         let mut ended = Vec::new();
         for entry in table.entries.values_mut() {
@@ -575,8 +575,8 @@ mod tests {
 
     const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
-    fn channel(serial: u64) -> ChannelRef {
-        ChannelRef { worker: 0, serial }
+    fn channel(serial: u64) -> ConnRef {
+        ConnRef { worker: 0, serial }
     }
 
     fn new(cid: u16, serial: u64) -> Candidate {
@@ -596,12 +596,12 @@ mod tests {
         Ok(())
     }
 
-    fn entered(granted: Result<SessionGrant, LoginStatus>) -> (Tsih, Vec<ChannelRef>) {
+    fn entered(granted: Result<SessionGrant, LoginStatus>) -> (Tsih, Vec<ConnRef>) {
         let grant = granted.unwrap();
         (grant.tsih, grant.replaced)
     }
 
-    fn joined(granted: Result<SessionGrant, LoginStatus>) -> (Session, Vec<ChannelRef>) {
+    fn joined(granted: Result<SessionGrant, LoginStatus>) -> (Session, Vec<ConnRef>) {
         let grant = granted.unwrap();
         (grant.session, grant.replaced)
     }
@@ -783,10 +783,10 @@ mod tests {
         let key = bare(1).key;
         let (tsih, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
         sessions.join(&key, tsih, &new(1, 2), joins).unwrap();
-        let one = sessions.end_others(tsih, channel(1), Others::One(Cid(7)));
+        let one = sessions.end_others(tsih, channel(1), LogoutScope::Connection(Cid(7)));
         assert!(one.is_empty());
         assert_eq!(
-            sessions.end_others(tsih, channel(1), Others::All),
+            sessions.end_others(tsih, channel(1), LogoutScope::Session),
             [channel(2)]
         );
         let left = sessions.leave(tsih, channel(2), false, None);

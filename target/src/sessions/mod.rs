@@ -22,12 +22,3 @@ mod recent;
 pub mod unconfirmed;
 mod units;
 mod waits;
-
-/// A channel, by its worker and its number there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ChannelRef {
-    /// Number of the worker.
-    pub worker: u16,
-    /// Number of the channel, never used twice at that worker.
-    pub serial: u64,
-}

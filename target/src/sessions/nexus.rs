@@ -19,14 +19,13 @@ use std::time::Instant;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId};
 
-use super::ChannelRef;
 use super::budget::{Budget, Permit};
 use super::catalog::{Catalog, Entrance, TargetDef};
 use super::recent::Recent;
 use super::unconfirmed::{self, Unconfirmed};
 use super::units::UnitEntries;
 use super::waits::Waits;
-use crate::fabric::LunMap;
+use crate::fabric::{ConnRef, LunMap};
 use crate::srp::{Admission, JOIN_TIMEOUT, LoginOutcome, LoginRefused, LoginView, plan_login};
 
 /// Replaced sessions of one pair of ports at most, while their commands are still at a device.
@@ -62,9 +61,9 @@ enum Stage {
 struct Entry {
     stage: Stage,
     /// The channel that asked for the session.
-    leader: ChannelRef,
+    leader: ConnRef,
     address: IpAddr,
-    channels: Vec<(ChannelRef, IpAddr)>,
+    channels: Vec<(ConnRef, IpAddr)>,
     units: UnitEntries,
     /// Of a session that is or was established.
     permit: Option<Permit>,
@@ -78,7 +77,7 @@ struct Table {
     /// Sessions of all protocols.
     budget: Budget,
     /// Channels whose connections are not established, the oldest first.
-    unconfirmed: Vec<Unconfirmed<(NexusKey, ChannelRef)>>,
+    unconfirmed: Vec<Unconfirmed<(NexusKey, ConnRef)>>,
     /// Sessions that have ended, by their addresses: a host that knows a port's identifier must not hold
     /// up its owner.
     recent: Recent<(NexusKey, IpAddr)>,
@@ -88,18 +87,18 @@ struct Table {
 }
 
 impl Table {
-    fn is_unconfirmed(&self, channel: ChannelRef) -> bool {
+    fn is_unconfirmed(&self, channel: ConnRef) -> bool {
         self.unconfirmed.iter().any(|u| u.what.1 == channel)
     }
 
     /// These channels are established, or are ending.
-    fn forget_unconfirmed(&mut self, channels: &[ChannelRef]) {
+    fn forget_unconfirmed(&mut self, channels: &[ConnRef]) {
         self.unconfirmed.retain(|u| !channels.contains(&u.what.1));
     }
 
     /// A channel that is not established gives its place away, and the session with it that only this
     /// channel can establish. Returns the channels to terminate.
-    fn displace(&mut self, key: NexusKey, channel: ChannelRef) -> Vec<ChannelRef> {
+    fn displace(&mut self, key: NexusKey, channel: ConnRef) -> Vec<ConnRef> {
         let entries = self.nexuses.get_mut(&key).into_iter().flatten();
         let mut led = entries.filter(|e| e.leader == channel && e.stage == Stage::Requested);
         let ending = match led.next() {
@@ -145,7 +144,7 @@ pub struct SessionGrant {
     /// What the login response says, and the units.
     pub outcome: LoginOutcome,
     /// Channels to terminate: they were not established, and give way to this one.
-    pub displaced: Vec<ChannelRef>,
+    pub displaced: Vec<ConnRef>,
 }
 
 /// Consequences of the establishment of a channel.
@@ -154,18 +153,18 @@ pub struct Established {
     /// Whether the channel may take commands now; otherwise it is notified when it may.
     pub may_start: bool,
     /// Other channels of the session that may, too.
-    pub start: Vec<ChannelRef>,
+    pub start: Vec<ConnRef>,
     /// Channels to terminate.
-    pub terminate: Vec<ChannelRef>,
+    pub terminate: Vec<ConnRef>,
 }
 
 /// Consequences of the end of a channel.
 #[derive(Debug, Default)]
 pub struct Left {
     /// Channels that may take commands now.
-    pub start: Vec<ChannelRef>,
+    pub start: Vec<ConnRef>,
     /// Channels to terminate.
-    pub terminate: Vec<ChannelRef>,
+    pub terminate: Vec<ConnRef>,
 }
 
 impl Registry {
@@ -205,7 +204,7 @@ impl Registry {
     /// Serves something else from now on: nexuses whose units are others now are notified. Returns
     /// the channels to log out: those of initiators that may not log in any longer, and those whose
     /// address may no longer see what their session sees.
-    pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ChannelRef> {
+    pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ConnRef> {
         let mut table = self.lock();
         let mut ended = Vec::new();
         catalog.set_limits();
@@ -256,7 +255,7 @@ impl Registry {
         &self,
         req: &LoginReq,
         ends: Endpoints,
-        channel: ChannelRef,
+        channel: ConnRef,
         now: Instant,
     ) -> Result<SessionGrant, LoginRefused> {
         let key = NexusKey {
@@ -364,7 +363,7 @@ impl Registry {
 
     /// A channel's connection is established: if the channel has asked for a session, that is the
     /// session of its nexus from now on, unless others have taken the last place meanwhile.
-    pub fn establish(&self, key: NexusKey, channel: ChannelRef, now: Instant) -> Established {
+    pub fn establish(&self, key: NexusKey, channel: ConnRef, now: Instant) -> Established {
         let mut table = self.lock();
         let limits = table.catalog.limits;
         table.forget_unconfirmed(&[channel]);
@@ -398,7 +397,7 @@ impl Registry {
             for own in entry.refs() {
                 waits.wait_for(&done.terminate, own);
             }
-            let is_ready = |own: &ChannelRef| *own != channel && !waits.is_waiting(*own);
+            let is_ready = |own: &ConnRef| *own != channel && !waits.is_waiting(*own);
             done.start = entry.refs().filter(is_ready).collect();
         }
         done.may_start = entry.stage == Stage::Current && !waits.is_waiting(channel);
@@ -424,7 +423,7 @@ impl Registry {
 
     /// A channel is gone; with the last one its session ends. At `again` the initiator may log in
     /// again and go on with its disks: it has not logged out by itself.
-    pub fn logout(&self, key: NexusKey, channel: ChannelRef, again: Option<Instant>) -> Left {
+    pub fn logout(&self, key: NexusKey, channel: ConnRef, again: Option<Instant>) -> Left {
         let mut table = self.lock();
         table.forget_unconfirmed(&[channel]);
         let Table {
@@ -495,11 +494,11 @@ fn is_held_up(entries: &[Entry], now: Instant) -> bool {
 }
 
 impl Entry {
-    fn has(&self, channel: ChannelRef) -> bool {
+    fn has(&self, channel: ConnRef) -> bool {
         self.refs().any(|own| own == channel)
     }
 
-    fn refs(&self) -> impl Iterator<Item = ChannelRef> + '_ {
+    fn refs(&self) -> impl Iterator<Item = ConnRef> + '_ {
         self.channels.iter().map(|(channel, _)| *channel)
     }
 
@@ -555,8 +554,8 @@ mod tests {
         registry("luns: { 0: a }, access: open")
     }
 
-    fn channel(serial: u64) -> ChannelRef {
-        ChannelRef { worker: 0, serial }
+    fn channel(serial: u64) -> ConnRef {
+        ConnRef { worker: 0, serial }
     }
 
     struct Host<'a> {

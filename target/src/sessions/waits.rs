@@ -4,13 +4,13 @@
 //! reach the disk: the old one would overwrite what the new one has written. So its channels wait for
 //! those that they replace, in either protocol (SRP r16a, MULTI-CHANNEL ACTION; RFC 7143 6.3.5).
 
-use super::ChannelRef;
+use crate::fabric::ConnRef;
 
 /// `who` waits until `on` is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wait {
-    on: ChannelRef,
-    who: ChannelRef,
+    on: ConnRef,
+    who: ConnRef,
 }
 
 /// The channels that wait for others. Bounded by the number of channels: a pair for each.
@@ -19,7 +19,7 @@ pub(super) struct Waits(Vec<Wait>);
 
 impl Waits {
     /// A channel waits until these are gone, for each of them once, however often that is asked for.
-    pub(super) fn wait_for(&mut self, others: &[ChannelRef], who: ChannelRef) {
+    pub(super) fn wait_for(&mut self, others: &[ConnRef], who: ConnRef) {
         for wait in others.iter().map(|on| Wait { on: *on, who }) {
             if !self.0.contains(&wait) {
                 self.0.push(wait);
@@ -28,25 +28,25 @@ impl Waits {
     }
 
     /// A channel waits for the same channels as another one.
-    pub(super) fn wait_like(&mut self, other: ChannelRef, who: ChannelRef) {
+    pub(super) fn wait_like(&mut self, other: ConnRef, who: ConnRef) {
         let same: Vec<_> = self.of(other).collect();
         self.wait_for(&same, who);
     }
 
     /// Whether a channel waits for another one.
-    pub(super) fn is_waiting(&self, who: ChannelRef) -> bool {
+    pub(super) fn is_waiting(&self, who: ConnRef) -> bool {
         self.of(who).next().is_some()
     }
 
     /// Whether a channel waits for this one.
-    pub(super) fn is_awaited(&self, on: ChannelRef) -> bool {
+    pub(super) fn is_awaited(&self, on: ConnRef) -> bool {
         self.0.iter().any(|wait| wait.on == on)
     }
 
     /// A channel is gone. Returns those that have nothing left to wait for.
     ///
     /// A channel that waited for it also waits for what it waited for itself, since that is older.
-    pub(super) fn end(&mut self, gone: ChannelRef) -> Vec<ChannelRef> {
+    pub(super) fn end(&mut self, gone: ConnRef) -> Vec<ConnRef> {
         let still: Vec<_> = self.of(gone).collect();
         let heirs = self.0.iter().filter(|wait| wait.on == gone);
         let heirs: Vec<_> = heirs.map(|wait| wait.who).collect();
@@ -54,11 +54,11 @@ impl Waits {
         for heir in &heirs {
             self.wait_for(&still, *heir);
         }
-        let is_free = |heir: &ChannelRef| !self.is_waiting(*heir);
+        let is_free = |heir: &ConnRef| !self.is_waiting(*heir);
         heirs.into_iter().filter(is_free).collect()
     }
 
-    fn of(&self, who: ChannelRef) -> impl Iterator<Item = ChannelRef> + '_ {
+    fn of(&self, who: ConnRef) -> impl Iterator<Item = ConnRef> + '_ {
         let own = self.0.iter().filter(move |wait| wait.who == who);
         own.map(|wait| wait.on)
     }
@@ -71,7 +71,7 @@ mod tests {
     /// An initiator may ask for the end of a connection again and again.
     #[test]
     fn a_channel_waits_for_another_one_once() {
-        let [first, second, third] = [1, 2, 3].map(|serial| ChannelRef { worker: 0, serial });
+        let [first, second, third] = [1, 2, 3].map(|serial| ConnRef { worker: 0, serial });
         let mut waits = Waits::default();
         for _ in 0..100 {
             waits.wait_for(&[first], second);

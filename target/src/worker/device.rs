@@ -12,7 +12,7 @@ use riser_transport::rc::RcCounters;
 use riser_transport::rdma_core::{RdmaCoreDevice, has_device};
 use riser_transport::roce::driver::DriverCounters;
 use riser_transport::roce::nic::{NicCounters, NicUsage};
-use riser_transport::roce::{Misdirected, Roce};
+use riser_transport::roce::{ForwardedPacket, Roce};
 use riser_transport::verbs::{CqId, Provider, VerbsError};
 
 use super::discovery::{DiscoveryAgent, IoUnit};
@@ -22,12 +22,12 @@ use crate::sessions::catalog::Catalog;
 /// wrong one; it hands them on.
 pub trait Device: Provider {
     /// The next packet that is another worker's.
-    fn poll_misdirected(&mut self) -> Option<Misdirected> {
+    fn poll_forwarded(&mut self) -> Option<ForwardedPacket> {
         None
     }
 
     /// A packet that another worker received for this one.
-    fn handle_forwarded(&mut self, _now: Instant, _packet: &Misdirected) {}
+    fn handle_forwarded(&mut self, _now: Instant, _packet: &ForwardedPacket) {}
 
     /// Whether it has InfiniBand service ids to listen on, and datagrams to answer on queue pair 1.
     fn has_services(&self) -> bool {
@@ -90,11 +90,11 @@ impl Device for Roce {
         })
     }
 
-    fn poll_misdirected(&mut self) -> Option<Misdirected> {
-        Roce::poll_misdirected(self)
+    fn poll_forwarded(&mut self) -> Option<ForwardedPacket> {
+        Roce::poll_forwarded(self)
     }
 
-    fn handle_forwarded(&mut self, now: Instant, packet: &Misdirected) {
+    fn handle_forwarded(&mut self, now: Instant, packet: &ForwardedPacket) {
         Roce::handle_forwarded(self, now, packet);
     }
 }

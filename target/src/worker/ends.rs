@@ -11,7 +11,7 @@ use super::gate::is_served;
 use super::mail::Mail;
 use super::rdma::{SetupError, answer};
 use super::{LINGER, PATIENCE, Phase, Worker};
-use crate::sessions::ChannelRef;
+use crate::fabric::ConnRef;
 use crate::sessions::iscsi::Ending;
 
 impl Worker {
@@ -76,15 +76,15 @@ impl Worker {
     }
 
     /// The name of a connection of this worker among all workers.
-    pub(super) fn channel_ref(&self, serial: u64) -> ChannelRef {
-        ChannelRef {
+    pub(super) fn channel_ref(&self, serial: u64) -> ConnRef {
+        ConnRef {
             worker: self.index,
             serial,
         }
     }
 
     /// Ends connections, of any worker.
-    pub(super) fn end_all(&mut self, channels: Vec<(ChannelRef, Ending)>) {
+    pub(super) fn end_all(&mut self, channels: Vec<(ConnRef, Ending)>) {
         for (channel, how) in channels {
             let serial = channel.serial;
             let mail = match how {
@@ -96,14 +96,14 @@ impl Worker {
     }
 
     /// Ends connections for good, of any worker.
-    pub(super) fn terminate_all(&mut self, channels: Vec<ChannelRef>) {
+    pub(super) fn terminate_all(&mut self, channels: Vec<ConnRef>) {
         let all = channels.into_iter().map(|c| (c, Ending::Terminate));
         self.end_all(all.collect());
     }
 
     /// Channels wait for no others any longer.
-    pub(super) fn notify_waiting(&mut self, waiting: Vec<ChannelRef>) {
-        for ChannelRef { worker, serial } in waiting {
+    pub(super) fn notify_waiting(&mut self, waiting: Vec<ConnRef>) {
+        for ConnRef { worker, serial } in waiting {
             self.post_mail(worker, Mail::OthersGone { serial });
         }
     }
@@ -121,7 +121,7 @@ impl Worker {
         let until = self.now + PATIENCE;
         let catalog = Arc::clone(&self.catalog);
         // Once more, for sessions of iSCSI that have been entered by the old catalog meanwhile.
-        for ChannelRef { worker, serial } in self.shared.iscsi.change(&catalog) {
+        for ConnRef { worker, serial } in self.shared.iscsi.change(&catalog) {
             self.post_mail(worker, Mail::LogOut { serial, until });
         }
         for key in self.conns.keys(|_| true) {

@@ -29,7 +29,7 @@ impl Worker {
                 continue;
             }
             work += self.devices[device].progress(self.now);
-            while let Some(packet) = self.devices[device].poll_misdirected() {
+            while let Some(packet) = self.devices[device].poll_forwarded() {
                 let worker = packet.worker as usize;
                 self.outbox.send(worker, Mail::Forwarded { device, packet });
             }

@@ -19,11 +19,10 @@ use super::gate::{Transport, WorkerGate};
 use super::rdma::RdmaLink;
 use super::stream::Stream;
 use crate::config::Protocol;
-use crate::fabric::{Accounts, LunMap, TaskIdx, TaskRef, UnitIdx};
+use crate::fabric::{Accounts, ConnRef, LunMap, TaskIdx, TaskRef, UnitIdx};
 use crate::iscsi::{self, Channel, Datamover, Phase, ReassignRequest, ReassignedTask, TcpChannel};
 use crate::iser::IserChannel;
 use crate::pool::Pool;
-use crate::sessions::ChannelRef;
 use crate::sessions::catalog::Entrance;
 use crate::sessions::iscsi::Membership;
 use crate::sessions::nexus::NexusKey;
@@ -424,7 +423,7 @@ impl Worker {
             return;
         };
         let (now, peer) = (self.now, conn.peer);
-        let channel = ChannelRef {
+        let channel = ConnRef {
             worker: self.index,
             serial: conn.serial(),
         };

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::frame::MAX_AHS;
 use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::login::{Identity, Joined, Refusal, Terms};
+use riser_scsi::iscsi::login::{CompletedLogin, Identity, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Isid};
@@ -17,10 +17,9 @@ use super::login_log::{LoginLog, Reason};
 use super::{Env, Shared};
 use crate::audit::Who;
 use crate::config::Protocol;
-use crate::fabric::{LunMap, Unit};
-use crate::iscsi::{Admitted, Gate, TIME2RETAIN, Window};
+use crate::fabric::{ConnRef, LunMap, Unit};
+use crate::iscsi::{Gate, LoginGrant, TIME2RETAIN, Window};
 use crate::iser::IserParams;
-use crate::sessions::ChannelRef;
 use crate::sessions::catalog::{Catalog, IscsiDef, TargetDef};
 use crate::sessions::iscsi::{
     Candidate, Ending, Membership, NewSession, Session, SessionGrant, SessionKey,
@@ -61,12 +60,12 @@ pub(in crate::worker) struct WorkerGate<'a> {
     /// The portal.
     pub(in crate::worker) listen: SocketAddr,
     pub(in crate::worker) peer: SocketAddr,
-    pub(in crate::worker) channel: ChannelRef,
+    pub(in crate::worker) channel: ConnRef,
     /// Commands that the channel can hold, which were fixed when it was made.
     pub(in crate::worker) commands: u16,
     pub(in crate::worker) membership: &'a mut Option<Membership>,
     /// Channels whose place has been taken, or that were logged out.
-    pub(in crate::worker) ending: &'a mut Vec<(ChannelRef, Ending)>,
+    pub(in crate::worker) ending: &'a mut Vec<(ConnRef, Ending)>,
     /// Logins that succeeded or failed.
     pub(in crate::worker) logins: &'a mut LoginLog,
     /// Why the login failed, beyond its status. For the log, not for the initiator.
@@ -185,7 +184,7 @@ impl WorkerGate<'_> {
     /// A session of its own, within the bounds on sessions.
     fn new_session(
         &self,
-        joined: &Joined,
+        joined: &CompletedLogin,
         key: SessionKey,
         first: CmdSn,
     ) -> Result<NewSession, LoginStatus> {
@@ -235,7 +234,11 @@ impl WorkerGate<'_> {
     }
 
     /// Enters a session, or the connection in its session, and notes why that was refused.
-    fn enter(&mut self, joined: &Joined, first: CmdSn) -> Result<SessionGrant, LoginStatus> {
+    fn enter(
+        &mut self,
+        joined: &CompletedLogin,
+        first: CmdSn,
+    ) -> Result<SessionGrant, LoginStatus> {
         let identity = &joined.identity;
         let sessions = &self.shared.iscsi;
         let key = SessionKey::of(identity, self.address());
@@ -275,7 +278,11 @@ impl WorkerGate<'_> {
     /// Whether a session of an initiator that has proved its identity as `joined` says may take the place
     /// of another one. It must have proved the same: names are no secret, and an initiator with a
     /// CHAP name of its own may claim any initiator name.
-    fn check_reinstatement(&self, joined: &Joined, there: &Session) -> Result<(), LoginStatus> {
+    fn check_reinstatement(
+        &self,
+        joined: &CompletedLogin,
+        there: &Session,
+    ) -> Result<(), LoginStatus> {
         let initiator = &joined.identity.initiator;
         let name = there.ports.as_ref().and(joined.identity.target.as_ref());
         let Some((target, _)) = name.and_then(|name| self.target(name)) else {
@@ -295,7 +302,7 @@ impl WorkerGate<'_> {
 
     /// In which respect a login, refused by a check against a session of its initiator port, differs
     /// from it.
-    fn conflict(&self, joined: &Joined, there: &Session) -> String {
+    fn conflict(&self, joined: &CompletedLogin, there: &Session) -> String {
         let identity = |name: &Option<String>| match name {
             Some(name) => format!("CHAP name {name:?}"),
             None => "no CHAP name".to_owned(),
@@ -313,7 +320,7 @@ impl WorkerGate<'_> {
     /// Whether a connection that has proved its identity as `joined` says may join a session.
     fn check_session(
         &self,
-        joined: &Joined,
+        joined: &CompletedLogin,
         session: &Session,
         luns: &LunMap,
     ) -> Result<(), LoginStatus> {
@@ -384,7 +391,7 @@ impl Gate for WorkerGate<'_> {
         })
     }
 
-    fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
+    fn join(&mut self, joined: &CompletedLogin, first: CmdSn) -> Result<LoginGrant, LoginStatus> {
         let identity = &joined.identity;
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
         let grant = self.enter(joined, first)?;
@@ -411,7 +418,7 @@ impl Gate for WorkerGate<'_> {
         let waits = !grant.replaced.is_empty();
         let replaced = grant.replaced.into_iter();
         self.ending.extend(replaced.map(|old| (old, how)));
-        Ok(Admitted {
+        Ok(LoginGrant {
             tsih: grant.tsih,
             nexus: session.ports.map(|_| (grant.nexus, grant.luns)),
             params: session.params,

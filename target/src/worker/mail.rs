@@ -10,7 +10,7 @@ use riser_reactor::{MailSender, SendError};
 use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Cid;
 use riser_scsi::srp::{InitiatorPortId, TargetPortId};
-use riser_transport::roce::Misdirected;
+use riser_transport::roce::ForwardedPacket;
 
 use super::device::DeviceInfo;
 use super::listener::TcpListener;
@@ -33,7 +33,7 @@ pub enum Mail {
         /// The device's place among the worker's devices: the same for all workers.
         device: usize,
         /// The packet.
-        packet: Misdirected,
+        packet: ForwardedPacket,
     },
     /// A task of a channel of this worker may start.
     StartTask(TaskRef),

@@ -18,8 +18,7 @@ use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError};
 use super::work::Work;
 use crate::audit::{Parting, Who};
 use crate::config::Protocol;
-use crate::fabric::{ConnectionMemory, MAX_SGE, TaskIdx};
-use crate::sessions::ChannelRef;
+use crate::fabric::{ConnRef, ConnectionMemory, MAX_SGE, TaskIdx};
 use crate::sessions::catalog::{Entrance, Serves};
 use crate::sessions::nexus::{Endpoints, NexusKey, SessionGrant};
 use crate::srp::{Action, ChState, Channel, ChannelConfig, LoginRefused, RecvIdx, SendIu};
@@ -89,7 +88,7 @@ impl Worker {
             }
         };
         let serial = self.conns.take_serial();
-        let channel = ChannelRef {
+        let channel = ConnRef {
             worker: self.index,
             serial,
         };
@@ -157,7 +156,7 @@ impl Worker {
             return;
         }
         let nexus = conn.key;
-        let channel = ChannelRef {
+        let channel = ConnRef {
             worker: self.index,
             serial: conn.channel.config().serial,
         };
@@ -385,7 +384,7 @@ impl Worker {
 
     /// A channel is gone, and holds nothing any longer.
     pub(super) fn leave_srp(&mut self, serial: u64, peer: SocketAddr, conn: &SrpConn) {
-        let channel = ChannelRef {
+        let channel = ConnRef {
             worker: self.index,
             serial,
         };

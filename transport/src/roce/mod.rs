@@ -64,4 +64,4 @@ pub mod steer;
 mod sys;
 pub mod ud;
 
-pub use provider::{Misdirected, Roce, RoceConfig, RoceFaults};
+pub use provider::{ForwardedPacket, Roce, RoceConfig, RoceFaults};

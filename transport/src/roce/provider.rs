@@ -37,7 +37,7 @@ const TX_BUDGET: usize = 256 << 10;
 /// Batches sent by one call of `progress`.
 const TX_BATCHES: usize = 8;
 /// Datagrams of other workers that wait to be forwarded.
-const MISDIRECTED: usize = 1024;
+const MAX_FORWARDED: usize = 1024;
 
 /// Bounds of the bytes that a queue pair has on the way.
 const INFLIGHT_MIN: usize = 64 << 10;
@@ -110,7 +110,7 @@ impl RoceConfig {
 
 /// A datagram that belongs to another worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Misdirected {
+pub struct ForwardedPacket {
     /// Number of the worker that it is for.
     pub worker: u32,
     /// Address of its sender.
@@ -129,7 +129,7 @@ pub struct Roce {
     tx_faults: Option<FaultInjector<(Way, Qpn)>>,
     rx_faults: Option<FaultInjector<(SocketAddr, bool)>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
-    misdirected: VecDeque<Misdirected>,
+    forwarded: VecDeque<ForwardedPacket>,
     /// Packets that came out of the faulty wire.
     spoilt: TxBatch,
     /// The configured limit of the path MTU, and when the interface's is looked up next.
@@ -226,7 +226,7 @@ impl Roce {
             tx_faults: config.faults.transmit.map(FaultInjector::new),
             rx_faults: config.faults.receive.map(FaultInjector::new),
             capture,
-            misdirected: VecDeque::new(),
+            forwarded: VecDeque::new(),
             mtu_limit: config.mtu,
             mtu_due: now + MTU_INTERVAL,
         })
@@ -314,12 +314,12 @@ impl Roce {
     }
 
     /// The next datagram that belongs to another worker, for its [`Roce::handle_forwarded`].
-    pub fn poll_misdirected(&mut self) -> Option<Misdirected> {
-        self.misdirected.pop_front()
+    pub fn poll_forwarded(&mut self) -> Option<ForwardedPacket> {
+        self.forwarded.pop_front()
     }
 
     /// Takes in a datagram that another worker received.
-    pub fn handle_forwarded(&mut self, now: Instant, packet: &Misdirected) {
+    pub fn handle_forwarded(&mut self, now: Instant, packet: &ForwardedPacket) {
         let (bytes, len) = (&packet.bytes[..], packet.bytes.len());
         self.nic
             .handle_train(now, packet.src, len, bytes, packet.is_marked);
@@ -337,7 +337,7 @@ impl Roce {
 
     fn receive(&mut self, now: Instant) -> usize {
         let (nic, capture) = (&mut self.nic, &mut self.capture);
-        let (faults, misdirected) = (&mut self.rx_faults, &mut self.misdirected);
+        let (faults, forwarded) = (&mut self.rx_faults, &mut self.forwarded);
         let (worker, bits) = (nic.config().worker_index, nic.config().worker_bits);
         let local = nic.local_addr();
         // The common case hands whole trains on.
@@ -353,8 +353,8 @@ impl Roce {
                     if let Some(to) = steer(packet, bits).filter(|&to| to != worker) {
                         // Bounded: workers that are busy elsewhere lose packets, as a full socket
                         // would.
-                        if misdirected.len() < MISDIRECTED {
-                            misdirected.push_back(Misdirected {
+                        if forwarded.len() < MAX_FORWARDED {
+                            forwarded.push_back(ForwardedPacket {
                                 worker: to,
                                 src,
                                 is_marked,

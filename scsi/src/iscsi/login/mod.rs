@@ -22,7 +22,7 @@ mod target;
 
 pub use initiator::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
 pub use target::{
-    Answer, Auth, Gatekeeper, Identity, Joined, Outcome, Refusal, TargetLogin, Terms,
+    Answer, Auth, CompletedLogin, Gatekeeper, Identity, Outcome, Refusal, TargetLogin, Terms,
 };
 
 use super::frame::Digests;

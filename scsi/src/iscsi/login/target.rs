@@ -71,7 +71,7 @@ pub enum Refusal {
 
 /// A login that has succeeded, all but for its last response.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Joined {
+pub struct CompletedLogin {
     /// The initiator and its target.
     pub identity: Identity,
     /// The name under which it proved who it is.
@@ -94,7 +94,7 @@ pub trait Gatekeeper {
     ///
     /// # Errors
     /// The status that refuses it.
-    fn join(&mut self, joined: &Joined) -> Result<Tsih, LoginStatus>;
+    fn join(&mut self, joined: &CompletedLogin) -> Result<Tsih, LoginStatus>;
 
     /// Fills with random bytes that cannot be predicted.
     fn random(&mut self, out: &mut [u8]);
@@ -106,7 +106,7 @@ pub enum Outcome {
     /// Wait for the next request.
     Continue,
     /// The full-feature phase begins.
-    FullFeature(Box<Joined>),
+    FullFeature(Box<CompletedLogin>),
     /// Close the connection after the response.
     Failed,
 }
@@ -514,7 +514,7 @@ impl TargetLogin {
             return Ok(());
         }
         let identity = self.identity.clone().expect("identified before");
-        let joined = Joined {
+        let joined = CompletedLogin {
             session: session_params(&self.keys, identity.discovery),
             connection: connection_params(&self.keys, Sender::Target, identity.discovery),
             chap_name: match &self.chap {

@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use crate::iscsi::chap::{self, ALGORITHMS, Algorithm, Credentials};
 use crate::iscsi::keys::{Key, Offer};
 use crate::iscsi::login::{
-    Answer, Auth, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin, Joined, LoginError,
-    LoginStep, Outcome, Refusal, TargetLogin, Terms,
+    Answer, Auth, CompletedLogin, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin,
+    LoginError, LoginStep, Outcome, Refusal, TargetLogin, Terms,
 };
 use crate::iscsi::name::{IscsiName, TargetAddress};
 use crate::iscsi::pdu::{LoginFlags, LoginRequest, LoginStatus, Stage};
@@ -17,7 +17,7 @@ struct Gate {
     auth: Auth,
     offer: Offer,
     refusal: Option<Refusal>,
-    joined: Vec<Joined>,
+    joined: Vec<CompletedLogin>,
     random: u8,
 }
 
@@ -50,7 +50,7 @@ impl Gatekeeper for Gate {
         }
     }
 
-    fn join(&mut self, joined: &Joined) -> Result<Tsih, LoginStatus> {
+    fn join(&mut self, joined: &CompletedLogin) -> Result<Tsih, LoginStatus> {
         self.joined.push(joined.clone());
         Ok(Tsih(77))
     }

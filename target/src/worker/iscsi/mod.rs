@@ -29,7 +29,8 @@ use super::gate::ConnAddrs;
 use super::listener::TcpListener;
 use super::mail::Mail;
 use crate::audit::Parting;
-use crate::iscsi::{Action, Channel, Datamover, Member, Others, Phase};
+use crate::fabric::ConnRef;
+use crate::iscsi::{Action, Channel, Datamover, LogoutScope, Phase};
 use socket::Listener;
 
 /// Sockets of a worker: those that listen, and what waits for the ring.
@@ -107,13 +108,12 @@ impl Worker {
     }
 
     /// Notifies a connection that it may have its session's next command.
-    pub(super) fn give_turn(&mut self, member: Member) {
-        let serial = member.channel;
-        self.post_mail(member.worker, Mail::TakeTurn { serial });
+    pub(super) fn give_turn(&mut self, ConnRef { worker, serial }: ConnRef) {
+        self.post_mail(worker, Mail::TakeTurn { serial });
     }
 
     /// Ends other connections of a connection's session; it is notified when they are gone.
-    pub(super) fn end_others(&mut self, key: ConnKey, others: Others) {
+    pub(super) fn end_others(&mut self, key: ConnKey, scope: LogoutScope) {
         let Some(conn) = self.conns.get(key) else {
             return;
         };
@@ -123,7 +123,7 @@ impl Worker {
         let channel = self.channel_ref(serial);
         let sessions = &self.shared.iscsi;
         let ending = member.map_or_else(Vec::new, |member| {
-            sessions.end_others(member.tsih, channel, others)
+            sessions.end_others(member.tsih, channel, scope)
         });
         // Only the end of a whole session is waited for: what another logout finds says nothing of that.
         if ending.is_empty() && others == Others::All {
@@ -140,8 +140,8 @@ impl Worker {
             };
             match action {
                 Action::Task(action) => self.carry_out_task(key, action),
-                Action::TakeTurn(member) => self.give_turn(member),
-                Action::EndOthers(others) => self.end_others(key, others),
+                Action::TakeTurn(conn) => self.give_turn(conn),
+                Action::EndOthers(scope) => self.end_others(key, scope),
                 Action::Lost => self.lose_iscsi(key),
                 Action::Detached => self.detach_iscsi(key),
                 Action::Reassign(reassign) => {

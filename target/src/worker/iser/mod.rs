@@ -76,8 +76,8 @@ impl Worker {
     fn carry_out_iser(&mut self, key: ConnKey, action: Action) {
         match action {
             Action::Task(action) => self.carry_out_task(key, action),
-            Action::TakeTurn(member) => self.give_turn(member),
-            Action::EndOthers(others) => self.end_others(key, others),
+            Action::TakeTurn(conn) => self.give_turn(conn),
+            Action::EndOthers(scope) => self.end_others(key, scope),
             Action::Disconnect | Action::Release => {
                 unreachable!("the connection keeps these for itself")
             }

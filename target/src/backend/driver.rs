@@ -14,12 +14,13 @@ use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 use slab::Slab;
 
 use super::errno::from_errno;
+use super::medium::Medium;
 use super::plan::{self, Bounds, Lacks, Stage};
 use super::request::{
     Bounce, DriverConfig, MAX_OPERATION, Request, State, StoreId, buffer_range, cut_transfer,
     fill_window,
 };
-use super::store::{Medium, Store};
+use super::store::Store;
 use super::sys;
 use crate::log::RateLimit;
 use crate::warn_limited;

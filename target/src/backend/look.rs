@@ -6,7 +6,7 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -14,8 +14,10 @@ use std::time::{Duration, Instant};
 
 use riser_config::Spec;
 
-use super::opening::{Mark, Marked};
-use super::store::{Medium, OpenError, Resized, Store};
+use super::medium::Medium;
+use super::open_error::OpenError;
+use super::store::{Resized, Store};
+use super::waiting::{Mark, Marked, Purpose};
 
 /// Time limit for an answer of a file system about an open file.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -42,33 +44,6 @@ pub(crate) fn hang(store: &Arc<Store>) -> std::sync::mpsc::Sender<()> {
         Look::start(store, purpose, wait, |_| ()).unwrap();
     }
     release
-}
-
-/// Threads that wait for a file system.
-#[derive(Debug, Default)]
-pub(super) struct Waiting {
-    control: AtomicBool,
-    room: AtomicBool,
-    undo: AtomicBool,
-}
-
-/// For what a thread waits.
-#[derive(Clone, Copy, Debug)]
-enum Purpose {
-    Control,
-    Room,
-    /// To take back what others have done.
-    Undo,
-}
-
-impl Waiting {
-    const fn of(&self, purpose: Purpose) -> &AtomicBool {
-        match purpose {
-            Purpose::Control => &self.control,
-            Purpose::Room => &self.room,
-            Purpose::Undo => &self.undo,
-        }
-    }
 }
 
 /// A question that is being answered.
@@ -100,7 +75,7 @@ impl<T: Send + 'static> Look<T> {
         work: impl FnOnce(&Store) -> T + Send + 'static,
         undo: impl FnOnce(&Store) + Send + 'static,
     ) -> io::Result<Self> {
-        let is_undone = store.waiting.undo.load(Ordering::Acquire);
+        let is_undone = store.waiting.of(Purpose::Undo).load(Ordering::Acquire);
         if matches!(purpose, Purpose::Control) && is_undone {
             return Err(silent());
         }
@@ -193,7 +168,7 @@ impl Store {
         let check = move |store: &Self| {
             // execve(2) waits for all threads to end.
             let until = until();
-            while store.waiting.room.load(Ordering::Acquire) {
+            while store.waiting.of(Purpose::Room).load(Ordering::Acquire) {
                 if Instant::now() >= until {
                     return Err(store.unanswered(silent()));
                 }
@@ -288,7 +263,7 @@ mod tests {
         let error = store.grow_in_time(&larger, growth_until()).unwrap_err();
         assert!(error.to_string().contains("does not answer"), "{error}");
         drop(release);
-        while store.waiting.control.load(Ordering::Acquire) {
+        while store.waiting.of(Purpose::Control).load(Ordering::Acquire) {
             thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 1 << 20, "undone");

@@ -2,7 +2,7 @@
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,13 +11,72 @@ use riser_config::{Direct, Source, Spec};
 use riser_memory::Memory;
 
 use super::hints;
-use super::store::{Geometry, Made, Medium, OpenError, io_error, plain};
+use super::made::Made;
+use super::open_error::{OpenError, io_error};
+use super::ram::Ram;
 use super::sys::{self, Align, Lock};
 use crate::holder;
 use crate::patience;
 
 /// Attempts to open a file that was removed while its lock was waited for.
 const ATTEMPTS: usize = 3;
+
+/// Geometry of a backend, as its logical unit needs it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Size in bytes, a multiple of `block_size`.
+    pub capacity: u64,
+    /// Logical block size in bytes.
+    pub block_size: u32,
+    /// Bytes that the medium writes at once; at least `block_size`.
+    pub physical_block: u32,
+    /// The unit in which space can be given back, in bytes; `None` where it cannot.
+    pub unmap_granularity: Option<u32>,
+    /// Writes fail.
+    pub read_only: bool,
+    /// Completed writes may be volatile until a flush.
+    pub write_cache: bool,
+    /// The medium turns.
+    pub rotational: bool,
+    /// The page cache is bypassed.
+    pub direct: bool,
+}
+
+/// Access to the bytes.
+#[derive(Debug)]
+pub(super) enum Medium {
+    /// Through a descriptor.
+    File {
+        fd: Arc<OwnedFd>,
+        /// Alignment, where I/O is direct.
+        align: Option<Align>,
+        device: bool,
+        /// Least that it zeroes and frees, in bytes.
+        unit: u64,
+    },
+    /// In memory.
+    Ram(Arc<Ram>),
+    /// Not at all.
+    Null,
+    /// Not now: see [`Store::absent`].
+    Absent,
+}
+
+/// The geometry of a medium that is not a file; nothing is volatile where nothing survives anyway,
+/// but the initiator sees the cache it was configured with.
+pub(super) fn plain(spec: &Spec, capacity: u64) -> Geometry {
+    Geometry {
+        capacity,
+        block_size: spec.block_size,
+        // Memory has no larger block that a small write would have to read first.
+        physical_block: spec.block_size,
+        unmap_granularity: None,
+        read_only: spec.read_only,
+        write_cache: spec.write_cache,
+        rotational: false,
+        direct: false,
+    }
+}
 
 pub(super) type Opened = Result<(Medium, Geometry), OpenError>;
 

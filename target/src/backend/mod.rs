@@ -14,9 +14,10 @@
 //! - `file_id`: names of files that outlive a rename.
 //! - `health`: counts failures, and measures room.
 //! - `hints`: what may help where a file cannot be opened, and notes about one that can.
-//! - `medium`: opens, locks and measures files and devices.
+//! - `medium`: opens, locks and measures files and devices. `made`: takes back what that has changed on disk.
 //! - `look`: asks for their size and room on file systems that may not answer.
-//! - `opening`: opens backends on file systems that may not answer.
+//! - `open_error`: [`OpenError`], why a backend is not opened.
+//! - `opening`: opens backends on file systems that may not answer. `waiting`: threads that wait for one.
 //! - `errno`: what a host error means to a logical unit.
 //! - `unit`: what a logical unit is made of on an opened backend.
 //! - `sys`: the system calls the standard library lacks.
@@ -53,7 +54,9 @@ mod flush;
 mod health;
 mod hints;
 pub(crate) mod look;
+mod made;
 mod medium;
+mod open_error;
 mod opening;
 mod plan;
 mod ram;
@@ -61,19 +64,22 @@ mod request;
 mod store;
 mod sys;
 mod unit;
+mod waiting;
 
 pub use driver::{Done, Driver, DriverFull};
 pub use file_id::FileId;
 pub use flush::{FlushFailure, FlushKeeper};
 pub use health::{Failing, Space};
+#[cfg(test)]
+pub(crate) use made::HANGING_UNDO;
+pub use medium::Geometry;
+pub use open_error::OpenError;
 pub use opening::{OpenedStores, Wish, open_all, open_each, open_in_time, undo_all};
 pub use ram::Ram;
 pub(crate) use ram::random_generation;
 pub use request::{DriverConfig, StoreId};
 pub use riser_config::{Direct, Fault, FaultOn, Faults, Source, Spec};
-#[cfg(test)]
-pub(crate) use store::HANGING_UNDO;
-pub use store::{Geometry, OpenError, Resized, Store};
+pub use store::{Resized, Store};
 pub use unit::unit_config;
 
 #[cfg(test)]

@@ -1,19 +1,20 @@
 //! Opening backends without waiting for ever: a file system that does not answer, such as a network share
 //! whose server is gone, must not stop what opens one.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use riser_config::{Source, Spec};
 
 use super::look;
-use super::store::{OpenError, Store};
+use super::open_error::OpenError;
+use super::store::Store;
+use super::waiting::Mark;
 use crate::patience;
 
 /// For how long the results of fast file systems are gathered.
@@ -21,50 +22,6 @@ const MOMENT: Duration = Duration::from_millis(100);
 
 /// Time limit of opening; more than the time for which a lock is waited for.
 const PATIENCE: Duration = Duration::from_secs(8);
-
-/// Paths that a thread waits for, one for each at most, with the number of the thread's mark.
-static WAITING: LazyLock<Mutex<HashMap<PathBuf, u64>>> = LazyLock::new(Mutex::default);
-
-/// The number of the next mark.
-static NEXT: AtomicU64 = AtomicU64::new(0);
-
-/// A thread waits for a path.
-#[derive(Clone, Debug)]
-pub(super) struct Mark {
-    path: PathBuf,
-    number: u64,
-}
-
-impl Mark {
-    /// `None` if another thread waits for it.
-    pub(super) fn set(path: &Path) -> Option<Self> {
-        let mut waiting = waiting();
-        if waiting.contains_key(path) {
-            return None;
-        }
-        let (path, number) = (path.to_owned(), NEXT.fetch_add(1, Ordering::Relaxed));
-        waiting.insert(path.clone(), number);
-        Some(Self { path, number })
-    }
-
-    /// It does no longer. Both the thread and the one that has its result say so; another thread may wait by then.
-    fn clear(&self) {
-        let mut waiting = waiting();
-        if waiting.get(&self.path) == Some(&self.number) {
-            waiting.remove(&self.path);
-        }
-    }
-}
-
-/// Clears a mark in the end.
-#[derive(Debug)]
-pub(super) struct Marked(pub(super) Mark);
-
-impl Drop for Marked {
-    fn drop(&mut self) {
-        self.0.clear();
-    }
-}
 
 /// A file or device that is to be opened.
 #[derive(Clone, Debug)]
@@ -260,11 +217,6 @@ pub fn open_in_time(spec: &Spec) -> Result<Arc<Store>, OpenError> {
     opened.unwrap_or_else(|| Store::open(spec))
 }
 
-/// Whether a thread waits for a path. As long as it does, this program cannot be replaced by another one.
-pub(super) fn is_waiting(path: &Path) -> bool {
-    waiting().contains_key(path)
-}
-
 impl Wish {
     fn grant(&self) -> Result<Arc<Store>, OpenError> {
         if let (true, Source::File { path, .. }) = (self.is_known, &self.spec.source)
@@ -393,28 +345,11 @@ impl Opening {
     }
 }
 
-/// Every change of the set is whole, so poison is ignored.
-fn waiting() -> std::sync::MutexGuard<'static, HashMap<PathBuf, u64>> {
-    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::backend::Direct;
-
-    #[test]
-    fn a_thread_that_ends_clears_no_mark_but_its_own() {
-        let path = Path::new("/marked");
-        let first = Mark::set(path).unwrap();
-        assert!(Mark::set(path).is_none());
-        first.clear();
-        let second = Mark::set(path).unwrap();
-        first.clear();
-        assert!(is_waiting(path));
-        second.clear();
-        assert!(!is_waiting(path));
-    }
+    use crate::backend::waiting::is_waiting;
 
     #[test]
     fn a_file_system_that_does_not_answer_is_given_up_and_tried_again() {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,12 +18,14 @@ use super::file_id::FileId;
 use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
-use super::look::Waiting;
-use super::medium::{check_mount, extend, measure_file, open_device, open_file};
-use super::opening;
+use super::made::Made;
+use super::medium::{
+    Geometry, Medium, check_mount, extend, measure_file, open_device, open_file, plain,
+};
+use super::open_error::{OpenError, io_error};
 use super::ram::{self, Ram};
-use super::sys::{self, Align};
-use crate::holder::Holder;
+use super::sys;
+use super::waiting::{Waiting, is_waiting};
 
 /// Names the host's boot; where the kernel does not, this process.
 static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
@@ -33,27 +35,6 @@ static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
     id.unwrap_or_else(|_| ram::random_generation())
 });
 
-/// Geometry of a backend, as its logical unit needs it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Geometry {
-    /// Size in bytes, a multiple of `block_size`.
-    pub capacity: u64,
-    /// Logical block size in bytes.
-    pub block_size: u32,
-    /// Bytes that the medium writes at once; at least `block_size`.
-    pub physical_block: u32,
-    /// The unit in which space can be given back, in bytes; `None` where it cannot.
-    pub unmap_granularity: Option<u32>,
-    /// Writes fail.
-    pub read_only: bool,
-    /// Completed writes may be volatile until a flush.
-    pub write_cache: bool,
-    /// The medium turns.
-    pub rotational: bool,
-    /// The page cache is bypassed.
-    pub direct: bool,
-}
-
 /// A backend changed its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resized {
@@ -61,152 +42,6 @@ pub struct Resized {
     pub from: u64,
     /// Capacity now, in bytes.
     pub to: u64,
-}
-
-/// Reason for which a backend could not be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// A system call failed.
-    #[error("{}: cannot {action}: {source}", path.display())]
-    Io {
-        /// The backend.
-        path: PathBuf,
-        /// Action that failed.
-        action: &'static str,
-        /// Error of the system.
-        source: io::Error,
-    },
-    /// A file cannot be opened, and it is known what may help.
-    #[error("{}: cannot {action}: {source}; {hint}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Action that failed.
-        action: &'static str,
-        /// Error of the system.
-        source: io::Error,
-        /// Advice, or nothing.
-        hint: String,
-    },
-    /// The path leads to something else than what is open.
-    #[error("{}: is not what is served any more; another file has taken its place", path.display())]
-    Moved {
-        /// The backend.
-        path: PathBuf,
-    },
-    /// The path is something else.
-    #[error("{}: is not a {expected}", path.display())]
-    Kind {
-        /// The backend.
-        path: PathBuf,
-        /// Kind of file that it should be.
-        expected: &'static str,
-    },
-    /// Another process, or another backend of this one, has it.
-    #[error(
-        "{}: is in use: {} holds its lock",
-        path.display(),
-        holder.as_ref().map_or("another backend or another program".to_owned(), ToString::to_string)
-    )]
-    Locked {
-        /// The backend.
-        path: PathBuf,
-        /// The process that has it open, if that can be seen.
-        holder: Option<Holder>,
-    },
-    /// A file that was there before is missing.
-    #[error(
-        "{}: is missing, and it was there before: is its file system mounted? It is not created again; for an \
-         empty disk, create an empty file there",
-        path.display()
-    )]
-    Gone {
-        /// The file.
-        path: PathBuf,
-    },
-    /// Its unit would have no names: those that are kept cannot be read.
-    #[error(
-        "the names of logical units cannot be read: {why}; restore the file from a backup, or move it away and \
-         restart riserd: then there are new names, and initiators see new disks"
-    )]
-    Unnamed {
-        /// Fault of the file, with its path.
-        why: String,
-    },
-    /// The file is smaller than it should be, and nothing says to extend it.
-    #[error(
-        "{}: is {actual} bytes, fewer than {wanted}; `create: true` extends a file",
-        path.display()
-    )]
-    Size {
-        /// The backend.
-        path: PathBuf,
-        /// Size on disk in bytes.
-        actual: u64,
-        /// Size asked for in bytes.
-        wanted: u64,
-    },
-    /// The path leads to a file system that asks this daemon.
-    #[error("{}", riser_config::mounts::why(path, mount))]
-    AsksUs {
-        /// The backend.
-        path: PathBuf,
-        /// Mount point of that file system.
-        mount: PathBuf,
-    },
-    /// A backend that is served would become smaller.
-    #[error("it has {from} bytes and nothing shrinks one to {to}")]
-    Shrinks {
-        /// Capacity in bytes.
-        from: u64,
-        /// Capacity asked for in bytes.
-        to: u64,
-    },
-    /// There is not one whole block.
-    #[error("a backend of {size} bytes holds no block of {block_size} bytes")]
-    Empty {
-        /// Size in bytes.
-        size: u64,
-        /// Block size in bytes.
-        block_size: u32,
-    },
-    /// A failed flush was not cleared: acknowledged writes may be lost, and the flush at shutdown
-    /// would fail.
-    #[error(
-        "a flush failed ({0}): deal with what was lost, and clear it (riserd clear-flush-failure)"
-    )]
-    FlushFailed(io::Error),
-    /// The block size is not supported.
-    #[error("a block size of {0} bytes; 512 and 4096 are supported")]
-    BlockSize(u32),
-    /// `direct: on` cannot be had.
-    #[error("{}: cannot be served with direct I/O: {reason}", path.display())]
-    Direct {
-        /// The backend.
-        path: PathBuf,
-        /// Reason, for people.
-        reason: String,
-    },
-}
-
-/// Access to the bytes.
-#[derive(Debug)]
-pub(super) enum Medium {
-    /// Through a descriptor.
-    File {
-        fd: Arc<OwnedFd>,
-        /// Alignment, where I/O is direct.
-        align: Option<Align>,
-        device: bool,
-        /// Least that it zeroes and frees, in bytes.
-        unit: u64,
-    },
-    /// In memory.
-    Ram(Arc<Ram>),
-    /// Not at all.
-    Null,
-    /// Not now: see [`Store::absent`].
-    Absent,
 }
 
 /// One opened backend. Shared by all workers; each reaches it through its own
@@ -228,52 +63,6 @@ pub struct Store {
     /// Its file when it was opened, if it is one.
     file: Option<FileId>,
     notes: Vec<String>,
-}
-
-/// Change on disk by opening or growing a backend.
-#[derive(Debug)]
-pub(super) struct Made {
-    pub(super) path: PathBuf,
-    pub(super) file: File,
-    /// Its length before; `None` if it was not there.
-    pub(super) before: Option<u64>,
-}
-
-/// Lets taking back changes of a file wait until the sender is gone.
-#[cfg(test)]
-pub(crate) static HANGING_UNDO: Mutex<Option<(PathBuf, std::sync::mpsc::Receiver<()>)>> =
-    Mutex::new(None);
-
-impl Made {
-    fn undo(&self) {
-        #[cfg(test)]
-        {
-            let hangs = HANGING_UNDO
-                .lock()
-                .unwrap()
-                .take_if(|(path, _)| *path == self.path);
-            if let Some((_, hangs)) = hangs {
-                let _ = hangs.recv_timeout(std::time::Duration::from_secs(20));
-            }
-        }
-        let undone = match self.before {
-            None => self.remove(),
-            Some(len) => self.file.set_len(len),
-        };
-        if let Err(error) = undone {
-            tracing::warn!(path = %self.path.display(), %error, "a file keeps its new size");
-        }
-    }
-
-    /// Removes the file that was created, and no other that has got its name.
-    fn remove(&self) -> io::Result<()> {
-        let made = self.file.metadata()?;
-        let there = std::fs::symlink_metadata(&self.path)?;
-        if (there.dev(), there.ino()) != (made.dev(), made.ino()) {
-            return Err(io::Error::other("another file has its name"));
-        }
-        std::fs::remove_file(&self.path)
-    }
 }
 
 impl Store {
@@ -436,7 +225,7 @@ impl Store {
         }
         if let (Medium::Absent, Source::File { path, .. } | Source::Device { path }) =
             (&self.medium, &spec.source)
-            && opening::is_waiting(path)
+            && is_waiting(path)
         {
             // execve(2) waits for all threads to end, and nothing would be served meanwhile.
             let why = "a thread waits for its file system, which does not answer";
@@ -693,30 +482,5 @@ impl Store {
         let to = size - size % u64::from(self.geometry.block_size);
         let from = self.capacity();
         Ok((from != to).then_some(Resized { from, to }))
-    }
-}
-
-/// The geometry of a medium that is not a file; nothing is volatile where nothing survives anyway,
-/// but the initiator sees the cache it was configured with.
-pub(super) fn plain(spec: &Spec, capacity: u64) -> Geometry {
-    Geometry {
-        capacity,
-        block_size: spec.block_size,
-        // Memory has no larger block that a small write would have to read first.
-        physical_block: spec.block_size,
-        unmap_granularity: None,
-        read_only: spec.read_only,
-        write_cache: spec.write_cache,
-        rotational: false,
-        direct: false,
-    }
-}
-
-pub(super) fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> OpenError {
-    let path = path.to_owned();
-    move |source| OpenError::Io {
-        path,
-        action,
-        source,
     }
 }

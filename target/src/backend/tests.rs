@@ -14,7 +14,7 @@ use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
 use riser_testkit::skip::skip;
 
-use super::store::Medium;
+use super::medium::Medium;
 use super::*;
 
 /// A directory that is gone with the test.

@@ -22,23 +22,22 @@
 //! recovery. What was handed over is known by its old name for [`LINGER`] longer, for mail that is
 //! on its way.
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use riser_scsi::iscsi::Cid;
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, AsyncMessage, FromTarget, LogoutRequest, LogoutStatus, TmfRequest,
 };
-use riser_scsi::iscsi::{Cid, Itt};
-use riser_scsi::srp::WireLun;
-use riser_scsi::step::{DataIn, Response, Step};
+use riser_scsi::step::{DataIn, Step};
 use riser_state::become_state;
 
 use super::channel::{Action, Channel, Cx, Phase};
 use super::datamover::{Datamover, Progress, Start};
+use super::reassigned::{ReassignRequest, ReassignedTask, ResumePoint};
 use super::task::{Incoming, Piece, TaskState};
 use crate::audit::Parting;
 use crate::fabric::task_mgmt::FunctionAnswer;
-use crate::fabric::{CommandFlow as _, End, Execution, TaskIdx, TaskRef};
+use crate::fabric::{CommandFlow as _, End, TaskIdx, TaskRef};
 use crate::pool::{Buffer, Pool};
 
 /// DefaultTime2Retain as we offer it, in seconds (RFC 7143 13.16).
@@ -53,88 +52,6 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// Logouts of other connections that wait at once.
 const MAX_LOGOUTS: usize = 16;
-
-/// A claim of TASK REASSIGN to a command of a lost connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReassignRequest {
-    /// The command.
-    pub task: TaskRef,
-    /// The context that waits for it.
-    pub to: TaskRef,
-    /// Number of the first Data-In or R2T PDU that the initiator does not have.
-    pub exp_data_sn: u32,
-}
-
-/// A command on its way from a lost connection to another one.
-#[derive(Debug)]
-pub struct ReassignedTask {
-    exec: Execution,
-    lun: WireLun,
-    counted: bool,
-    lingers: bool,
-    /// Milliseconds that it has waited for the initiator, while others may have waited for it.
-    waited: u32,
-    r2ts: u32,
-    point: ResumePoint,
-}
-
-/// Point from which a reassigned command goes on.
-#[derive(Debug)]
-enum ResumePoint {
-    /// It is answered, with data from `base` on that the initiator has up to `start`.
-    Respond {
-        response: Response,
-        base: u32,
-        start: Start,
-    },
-    /// It wants a piece of `len` bytes, of which `received` have arrived.
-    Receive {
-        from: u32,
-        len: u32,
-        received: Vec<u8>,
-    },
-    /// It sends a piece, which the initiator has up to here.
-    Send {
-        from: u32,
-        data: Vec<u8>,
-        start: Start,
-    },
-}
-
-/// Commands of a channel that come from or go to another connection.
-#[derive(Debug, Default)]
-pub(super) struct Allegiance {
-    /// Nothing is said to the initiator any more.
-    silent: bool,
-    /// The connection is logged out for recovery.
-    detached: bool,
-    /// It has logged itself out, so perhaps the session has no other.
-    by_itself: bool,
-    /// Logouts of other connections, to be answered when these are detached.
-    logouts: Vec<Itt>,
-    /// Claims of other connections to commands of this one.
-    claims: Vec<ReassignRequest>,
-    /// Old and new names of commands that were handed over.
-    moved: Vec<(TaskRef, TaskRef)>,
-    reassigned: VecDeque<(TaskRef, Option<Box<ReassignedTask>>)>,
-}
-
-impl Allegiance {
-    /// Whether nothing is said to the initiator any more.
-    pub(super) fn is_silent(&self) -> bool {
-        self.silent
-    }
-
-    /// The present name of a command that was handed over.
-    pub(super) fn moved(&self, name: TaskRef) -> Option<TaskRef> {
-        let found = self.moved.iter().find(|(old, _)| *old == name);
-        found.map(|(_, new)| *new)
-    }
-
-    fn is_claimed(&self, task: TaskRef) -> bool {
-        self.claims.iter().any(|claim| claim.task == task)
-    }
-}
 
 impl<D: Datamover> Channel<D> {
     /// Error recovery level of the session; zero before there is one.

@@ -24,13 +24,11 @@ use riser_scsi::nexus::NexusId;
 use riser_scsi::step::StepResult;
 use riser_state::State;
 
-use super::allegiance::{Allegiance, ReassignRequest};
+use super::counters::Counters;
 use super::datamover::Datamover;
-use super::login::LoginResult;
-use super::order::QueuedRequest;
-use super::report::Counters;
+use super::pending::{LoginResult, QueuedRequest, TextState};
+use super::reassigned::{Allegiance, ReassignRequest};
 use super::task::{Task, TaskState};
-use super::text::TextState;
 use super::window::{WINDOWS, Window};
 use crate::audit::Parting;
 use crate::fabric::{

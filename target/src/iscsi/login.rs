@@ -3,26 +3,16 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use riser_scsi::iscsi::login::{
-    CompletedLogin, ConnectionParams, Gatekeeper, Identity, Outcome, Refusal, SessionParams, Terms,
-};
-use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginResponse, LoginStatus};
+use riser_scsi::iscsi::login::{CompletedLogin, Gatekeeper, Identity, Outcome, Refusal, Terms};
+use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginStatus};
 use riser_scsi::iscsi::{CmdSn, Tsih};
 use riser_scsi::nexus::NexusId;
 use riser_state::become_state;
 
 use super::channel::{Channel, Cx, DISCOVERY_TIMEOUT, Gate, LoginGrant, Phase, Session};
 use super::datamover::Datamover;
+use super::pending::LoginResult;
 use crate::fabric::LunMap;
-
-/// A login that has succeeded, before its last answer is sent.
-#[derive(Debug)]
-pub(super) struct LoginResult {
-    response: LoginResponse,
-    text: Vec<u8>,
-    session: SessionParams,
-    connection: ConnectionParams,
-}
 
 /// Gives the login what the channel's gate says, and keeps what was entered.
 struct Keeper<'a> {

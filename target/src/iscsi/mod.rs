@@ -12,7 +12,7 @@
 //!
 //! # Modules
 //! - `channel`: [`Channel`]: its state and its inputs. `login`, `full_feature`, `logout`: what it does in
-//!   each phase of its life. `report`: what it reports.
+//!   each phase of its life. `report`: what it reports. `counters`, `pending`, `reassigned`: what it has.
 //! - `command`: the way of a SCSI command; `data`: its data; `ending`: its end; `task`: its context
 //!   ([`TaskState`]).
 //! - `window`: the command numbers that a session's connections share; `order`: requests whose turn
@@ -40,6 +40,7 @@
 mod allegiance;
 mod channel;
 mod command;
+mod counters;
 mod data;
 mod datamover;
 mod ending;
@@ -48,6 +49,8 @@ mod login;
 mod logout;
 mod mgmt;
 mod order;
+mod pending;
+mod reassigned;
 mod recovery;
 mod report;
 mod task;
@@ -68,13 +71,15 @@ mod tests_states;
 #[cfg(test)]
 mod tests_stream;
 
-pub use allegiance::{ReassignRequest, ReassignedTask, TIME2RETAIN};
+pub use allegiance::TIME2RETAIN;
 pub use channel::{
     Action, Channel, ChannelConfig, Cx, Gate, LoginGrant, LogoutScope, MAX_QUEUED,
     MAX_QUEUED_BYTES, Phase, TaskBuffers,
 };
+pub use counters::Counters;
 pub use datamover::{Control, Datamover, GetData, PutData, SolicitedData};
-pub use report::{Counters, SessionInfo};
+pub use reassigned::{ReassignRequest, ReassignedTask};
+pub use report::SessionInfo;
 pub use task::TaskState;
 pub use tcp::{Batch, Chunk, Tcp, TcpChannel};
 pub use window::Window;

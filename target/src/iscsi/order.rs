@@ -2,48 +2,12 @@
 
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{FromInitiator, TmfFunction};
-use riser_scsi::iscsi::{BHS_LEN, CmdSn, Itt};
+use riser_scsi::iscsi::{CmdSn, Itt};
 
 use super::channel::{Action, Channel, Cx};
 use super::datamover::Datamover;
+use super::pending::{QueuedPdu, QueuedRequest};
 use super::window::Admission;
-
-/// A PDU that is kept until its turn.
-#[derive(Debug)]
-struct QueuedPdu {
-    bhs: [u8; BHS_LEN],
-    ahs: Vec<u8>,
-    data: Vec<u8>,
-}
-
-impl QueuedPdu {
-    fn of(frame: &Frame<'_>) -> Self {
-        Self {
-            bhs: *frame.bhs,
-            ahs: frame.ahs.to_vec(),
-            data: frame.data.to_vec(),
-        }
-    }
-
-    fn frame(&self) -> Frame<'_> {
-        Frame {
-            bhs: &self.bhs,
-            ahs: &self.ahs,
-            data: &self.data,
-            is_intact: true,
-        }
-    }
-}
-
-/// A request whose turn has not come, and the unsolicited data that followed it.
-#[derive(Debug)]
-pub(super) struct QueuedRequest {
-    sn: CmdSn,
-    immediate: bool,
-    itt: Itt,
-    request: QueuedPdu,
-    data: Vec<QueuedPdu>,
-}
 
 /// The number of a request, and whether it is immediate; `None` of PDUs that have none.
 fn number_of(pdu: &FromInitiator) -> Option<(CmdSn, bool, Itt)> {

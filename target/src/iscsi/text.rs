@@ -9,20 +9,10 @@ use riser_scsi::iscsi::text::{self, Collector, Outgoing};
 
 use super::channel::{Channel, Cx};
 use super::datamover::Datamover;
+use super::pending::TextState;
 
 /// Longest part of an answer in one PDU, in bytes, however much the initiator takes.
 const MAX_PART: u32 = 8192;
-
-/// A text exchange under way. A new one ends the old one.
-#[derive(Debug, Default)]
-pub(super) struct TextState {
-    collector: Collector,
-    /// The part of the answer that is still to be sent.
-    outgoing: Outgoing,
-    /// The transfer tag that goes on with it.
-    ttt: Option<Ttt>,
-    next_ttt: u32,
-}
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_text(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TextRequest) {

@@ -5,15 +5,14 @@ use std::net::IpAddr;
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
-    Access, AhAttr, CmError, CqId, Gid, LKey, Notify, QKey, QpCap, QpId, QpInitAttr, QpType,
-    RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, WrId, make_gsi_ready,
+    Access, AhAttr, CmError, CqId, Gid, LKey, Notify, Provider, QKey, QpCap, QpId, QpInitAttr,
+    QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, WrId, make_gsi_ready,
 };
 use riser_transport::wire::dm::{
     Attribute, ClassPortInfo, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, SERVICES_PER_MAD,
     ServiceEntry, Status,
 };
 
-use super::Device;
 use crate::sessions::catalog::TargetDef;
 
 /// Requests held at once.
@@ -155,7 +154,7 @@ impl DiscoveryAgent {
     ///
     /// # Errors
     /// The device has no room for its objects.
-    pub(super) fn start(dev: &mut dyn Device, unit: IoUnit) -> Result<Self, CmError> {
+    pub(super) fn start(dev: &mut dyn Provider, unit: IoUnit) -> Result<Self, CmError> {
         let pd = dev.alloc_pd()?;
         let len = SEND_BASE + DEPTH as usize * MAD_LEN;
         let memory = Memory::new(len)
@@ -207,7 +206,7 @@ impl DiscoveryAgent {
         }]
     }
 
-    fn post_recv(&self, dev: &mut dyn Device, slot: usize) {
+    fn post_recv(&self, dev: &mut dyn Provider, slot: usize) {
         let wr = RecvWr {
             wr_id: WrId(slot as u64),
             sges: &self.sge(slot * RECV_LEN, RECV_LEN),
@@ -222,7 +221,7 @@ impl DiscoveryAgent {
     /// `report` is given each initiator that asks which controllers there are, and their number.
     pub(super) fn poll(
         &mut self,
-        dev: &mut dyn Device,
+        dev: &mut dyn Provider,
         cq: CqId,
         report: &mut dyn FnMut(IpAddr, usize),
     ) {
@@ -259,7 +258,7 @@ impl DiscoveryAgent {
     /// Sends the answer to a request; `false` if there is none.
     fn answer(
         &self,
-        dev: &mut dyn Device,
+        dev: &mut dyn Provider,
         slot: usize,
         len: usize,
         src_qp: u32,

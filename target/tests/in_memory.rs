@@ -899,6 +899,29 @@ fn a_connection_for_which_there_is_no_room_is_counted() {
     drop(initiators);
 }
 
+/// The last receive is in the last full batch then: the channel has let go of everything before the
+/// connection could be accepted.
+#[test]
+fn a_login_is_refused_while_its_device_dies() {
+    let mut world = World::new(FaultConfig::default(), "limits: { queue_depth: 28 }\n");
+    let req = login_req(1, world.target());
+    let dst = SocketAddr::new(SERVER, 5555);
+    world.fabric.refuse_posts(SERVER, true);
+    let dev = world.client(1);
+    let refused = Mini::connect(dev, dst, &req, &mut |d| world.pump(d));
+    let (_, refused) = refused.err().expect("no receive can be posted");
+    assert!(matches!(refused, Refused::Login(_)), "{refused:?}");
+    let snapshot = drain(&mut world);
+    assert_eq!(snapshot.sessions, []);
+    assert_eq!(snapshot.logins.total(), 0);
+    assert_eq!(snapshot.rejects.total(), 1);
+    assert_eq!(snapshot.pool_free, snapshot.pool_size);
+    assert_eq!(world.shared.registry.sessions(), 0);
+    world.fabric.refuse_posts(SERVER, false);
+    let mini = world.log_in(2);
+    mini.disconnect(&mut |d| world.pump(d));
+}
+
 #[test]
 fn coming_and_going_leaves_nothing() {
     let mut world = World::new(FaultConfig::default(), "");

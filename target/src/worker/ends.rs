@@ -23,20 +23,40 @@ impl Worker {
         param: &ConnParam,
         private_data: &[u8],
     ) -> Result<(), SetupError> {
-        // The receives must be there before the peer may send.
-        self.pump(key);
-        let link = self.conns.get(key).and_then(|conn| conn.fabric.rdma());
-        let link = link.expect("it was just made");
-        let (device, cm) = (link.device, link.cm);
-        let accepted = self.devices[device].accept(cm, &answer(param, private_data));
-        if let Err(error) = accepted {
+        let accepted = self.try_accept(key, param, private_data);
+        if accepted.is_err() {
             let mut conn = self.conns.remove(key);
             conn.fabric.abandon(&mut self.pool);
             if let Some(link) = conn.fabric.rdma() {
-                link.hardware.destroy(&mut self.devices[device]);
+                link.hardware.destroy(&mut self.devices[link.device]);
             }
-            return Err(error.into());
         }
+        accepted
+    }
+
+    fn try_accept(
+        &mut self,
+        key: ConnKey,
+        param: &ConnParam,
+        private_data: &[u8],
+    ) -> Result<(), SetupError> {
+        let Some(conn) = self.conns.get_mut(key) else {
+            return Ok(());
+        };
+        // The receives must be there before the peer may send. They are not posted by way of the connection's
+        // actions: one whose device dies meanwhile would end like a connection that was accepted.
+        let receives = conn.fabric.take_first_receives();
+        let Some(link) = conn.fabric.rdma() else {
+            return Ok(());
+        };
+        let (device, cm) = (link.device, link.cm);
+        let (qp, lkey) = (link.hardware.qp, link.hardware.receive_key);
+        if self.post_recvs(device, qp, lkey, &receives) < receives.len() {
+            return Err(SetupError::Receives);
+        }
+        self.devices[device].accept(cm, &answer(param, private_data))?;
+        // Its timer is set with the other connections of this round that may want something.
+        self.conns.mark_dirty(key);
         Ok(())
     }
 

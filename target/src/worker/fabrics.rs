@@ -16,12 +16,14 @@ use riser_scsi::step::StepResult;
 use super::Worker;
 use super::conns::{Conn, ConnKey, Connection, Conns};
 use super::gate::{Transport, WorkerGate};
+use super::queue::Receive;
 use super::rdma::RdmaLink;
 use super::stream::Stream;
+use super::work::Work;
 use crate::config::Protocol;
 use crate::fabric::{Accounts, ConnRef, LunMap, TaskIdx, TaskRef, UnitIdx};
 use crate::iscsi::{self, Channel, Datamover, Phase, ReassignRequest, ReassignedTask, TcpChannel};
-use crate::iser::IserChannel;
+use crate::iser::{IserAction, IserChannel};
 use crate::pool::Pool;
 use crate::sessions::catalog::Entrance;
 use crate::sessions::iscsi::Membership;
@@ -129,6 +131,38 @@ impl Fabric {
             Self::Srp(_) => None,
             Self::Tcp(conn) => Some((Transport::Tcp, &conn.login)),
             Self::Iser(conn) => Some((Transport::Iser, &conn.login)),
+        }
+    }
+
+    /// Takes the receives that a new connection wants to have posted before it is accepted.
+    ///
+    /// # Panics
+    /// If it wants something else, which a connection does after its first input only.
+    pub(super) fn take_first_receives(&mut self) -> Vec<Receive> {
+        match self {
+            Self::Srp(conn) => {
+                let actions = std::iter::from_fn(|| conn.channel.poll_action());
+                let actions: Vec<_> = actions.collect();
+                let receive = |action| match action {
+                    srp::Action::PostRecv(recv) => {
+                        (Work::Recv(recv).id(), conn.channel.receive_slot(recv))
+                    }
+                    other => unreachable!("{other:?} before the first input"),
+                };
+                actions.into_iter().map(receive).collect()
+            }
+            Self::Tcp(_) => Vec::new(),
+            Self::Iser(conn) => {
+                let actions = std::iter::from_fn(|| conn.channel.poll_action());
+                let actions: Vec<_> = actions.collect();
+                let receive = |action| match action {
+                    IserAction::PostRecv(rx) => {
+                        (Work::IserRecv(rx).id(), conn.channel.receive_slot(rx))
+                    }
+                    other => unreachable!("{other:?} before the first input"),
+                };
+                actions.into_iter().map(receive).collect()
+            }
         }
     }
 

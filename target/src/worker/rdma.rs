@@ -94,6 +94,8 @@ pub(super) enum SetupError {
     Cm(#[from] CmError),
     #[error("no memory: {0}")]
     Memory(#[from] std::io::Error),
+    #[error("the device takes no receives")]
+    Receives,
 }
 
 impl From<VerbsError> for SetupError {

@@ -20,7 +20,9 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -31,7 +33,9 @@ use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
 use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
-use crate::verbs::{CmId, Mtu, PortSpace, Provider, QpId, RdmaCm, VerbsError};
+use crate::verbs::{
+    CmId, Mtu, PortSpace, PostError, PostReason, Provider, QpId, RdmaCm, RecvWr, SendWr, VerbsError,
+};
 
 /// Packets that wait for one address.
 pub const QUEUE: usize = 8192;
@@ -87,6 +91,8 @@ struct Wire {
     plugged: HashMap<IpAddr, u64>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
+    /// Whether the device at an address refuses posts, which it knows as well.
+    refusals: HashMap<IpAddr, Arc<AtomicBool>>,
     /// Ports that other programs have.
     occupied: HashSet<SocketAddr>,
     sequence: u64,
@@ -150,6 +156,7 @@ impl Fabric {
             queues: HashMap::new(),
             plugged: HashMap::new(),
             unplugged: HashSet::new(),
+            refusals: HashMap::new(),
             occupied: HashSet::new(),
             sequence: 0,
             endpoints: 0,
@@ -186,7 +193,10 @@ impl Fabric {
             limits: wire.config.limits,
             ..NicConfig::new(addr, seed)
         };
+        let refuses = wire.refusals.entry(addr).or_default();
+        let refuses = Arc::clone(refuses);
         let nic = Nic::new(config, wire.now);
+        let nic = RefusingNic { nic, refuses };
         let here = wire.occupied.iter().copied();
         let occupied: Vec<_> = here.filter(|at| at.ip() == addr).collect();
         drop(wire);
@@ -221,6 +231,14 @@ impl Fabric {
         wire.plugged.remove(&addr);
         wire.queues.remove(&addr);
         wire.unplugged.insert(addr);
+    }
+
+    /// Has the devices at an address refuse all posts, or take them again: so does one that is being taken
+    /// away, before its owner learns of it.
+    pub fn refuse_posts(&self, addr: IpAddr, refuses: bool) {
+        let mut wire = self.wire();
+        let flag = wire.refusals.entry(addr).or_default();
+        flag.store(refuses, Ordering::Relaxed);
     }
 
     /// Lets an address have a new device.
@@ -333,10 +351,52 @@ impl Fabric {
     }
 }
 
+/// The NIC of an endpoint, whose methods for posts come before those of the NIC.
+#[derive(Debug)]
+struct RefusingNic {
+    nic: Nic,
+    refuses: Arc<AtomicBool>,
+}
+
+impl RefusingNic {
+    fn check(&self) -> Result<(), PostError> {
+        let reason = PostReason::Os(libc::EIO);
+        let refused = self.refuses.load(Ordering::Relaxed);
+        let index = 0;
+        refused
+            .then_some(PostError { index, reason })
+            .map_or(Ok(()), Err)
+    }
+
+    fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
+        self.check()?;
+        self.nic.post_send(qp, wrs)
+    }
+
+    fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
+        self.check()?;
+        self.nic.post_recv(qp, wrs)
+    }
+}
+
+impl Deref for RefusingNic {
+    type Target = Nic;
+
+    fn deref(&self) -> &Nic {
+        &self.nic
+    }
+}
+
+impl DerefMut for RefusingNic {
+    fn deref_mut(&mut self) -> &mut Nic {
+        &mut self.nic
+    }
+}
+
 /// A device on a fabric.
 #[derive(Debug)]
 pub struct Endpoint {
-    nic: Nic,
+    nic: RefusingNic,
     fabric: Fabric,
     /// Number of the device in its fabric.
     number: u64,

@@ -20,7 +20,8 @@ use riser_scsi::srp::{
 };
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::{Config, Protocol};
-use riser_target::fabric::ConnRef;
+use riser_target::fabric::{ConnRef, TaskIdx, TaskRef};
+use riser_target::iscsi::ReassignRequest;
 use riser_target::server::build_shared;
 use riser_target::sessions::catalog::Entrance;
 use riser_target::sessions::nexus::{Endpoints, NexusKey};
@@ -919,6 +920,40 @@ fn a_login_is_refused_while_its_device_dies() {
     assert_eq!(world.shared.registry.sessions(), 0);
     world.fabric.refuse_posts(SERVER, false);
     let mini = world.log_in(2);
+    mini.disconnect(&mut |d| world.pump(d));
+}
+
+/// The asking connection holds a context for the answer.
+#[test]
+fn a_claim_to_a_command_of_a_connection_without_recovery_is_answered() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mini = world.log_in(1);
+    let serial = snapshot(&mut world).sessions[0].serial;
+    let task = |worker, channel| TaskRef {
+        worker,
+        channel,
+        index: TaskIdx(0),
+        generation: 1,
+    };
+    let gone = u64::MAX - 1;
+    for channel in [serial, gone] {
+        let (task, to) = (task(0, channel), task(1, 7));
+        let reassign = ReassignRequest {
+            task,
+            to,
+            exp_data_sn: 0,
+        };
+        world.mail.send(Mail::Reassign(reassign)).unwrap();
+        let mut idle = world.client(if channel == gone { 50 } else { 51 });
+        world.pump(&mut idle);
+        let answer = std::iter::from_fn(|| world.other.poll_message()).last();
+        let answered = matches!(
+            answer,
+            Some(Mail::Reassigned { to: asking, moved: None }) if asking == to
+        );
+        assert!(answered, "{answer:?}");
+    }
+    assert_eq!(snapshot(&mut world).sessions.len(), 1);
     mini.disconnect(&mut |d| world.pump(d));
 }
 

@@ -56,7 +56,8 @@ const MAX_LOGOUTS: usize = 16;
 impl<D: Datamover> Channel<D> {
     /// Error recovery level of the session; zero before there is one.
     fn recovery_level(&self) -> u8 {
-        let session = self.session.as_ref().filter(|s| !s.params.discovery);
+        let session = self.session.as_ref();
+        let session = session.filter(|s| D::RECOVERS && !s.params.discovery);
         session.map_or(0, |s| s.params.error_recovery_level)
     }
 

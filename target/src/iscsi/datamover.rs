@@ -114,6 +114,10 @@ pub enum SolicitedData {
 
 /// The layer that moves data.
 pub trait Datamover {
+    /// Whether connections on it recover from errors by more than a new login (RFC 7143 7.1.1): without
+    /// that, the error recovery level of a session is zero, whatever was agreed on.
+    const RECOVERS: bool;
+
     /// Full-feature phase begins with these values, once the answer to the login is on its way.
     fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams);
 

@@ -532,6 +532,8 @@ impl Tcp {
 }
 
 impl Datamover for Tcp {
+    const RECOVERS: bool = true;
+
     fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams) {
         self.segment_in_use = connection.max_send_segment;
         self.max_send_segment = connection.max_send_segment;

@@ -403,6 +403,8 @@ fn outgoing(put: &PutData, buffer: RemoteBuffer) -> (TaskIdx, Transfer, RemoteRa
 }
 
 impl Datamover for Iser {
+    const RECOVERS: bool = false;
+
     fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams) {
         let limit = if session.discovery {
             LARGE_SEGMENT

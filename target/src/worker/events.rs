@@ -10,14 +10,13 @@ use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, 
 
 use super::blocks::BlockEnd;
 use super::conns::{Conn, ConnKey, Connection};
-use super::fabrics::{Fabric, Input};
+use super::fabrics::{Fabric, Input, RecoveryInput};
 use super::mail::Mail;
 use super::reservations::NO_CHANNEL;
 use super::work::Work;
 use super::{CQ_BATCH, GRACE, Phase, Report, Worker, WorkerError};
 use crate::audit::Who;
 use crate::config::Protocol;
-use crate::iscsi::ReassignRequest;
 use crate::warn_limited;
 
 impl Worker {
@@ -303,18 +302,14 @@ impl Worker {
             }
             Mail::OthersGone { serial } => self.deliver(serial, Input::OthersGone),
             Mail::TakeTurn { serial } => self.deliver(serial, Input::Turn),
-            Mail::Detach { serial } => self.deliver(serial, Input::Detach),
-            Mail::Lost { serial, cid } => self.deliver(serial, Input::Lost(cid)),
+            Mail::Detach { serial } => self.recover(serial, RecoveryInput::Detach),
+            Mail::Lost { serial, cid } => self.recover(serial, RecoveryInput::Lost(cid)),
             Mail::Reassigned { to, moved } => {
-                self.deliver(to.channel, Input::Reassigned(to, moved));
+                self.recover(to.channel, RecoveryInput::Reassigned(to, moved));
             }
-            Mail::Reassign(reassign) => match self.conns.by_serial(reassign.task.channel) {
-                Some(key) => self.input(key, Input::Reassign(reassign)),
-                None => {
-                    let ReassignRequest { to, .. } = reassign;
-                    self.post_mail(to.worker, Mail::Reassigned { to, moved: None });
-                }
-            },
+            Mail::Reassign(reassign) => {
+                self.recover(reassign.task.channel, RecoveryInput::Reassign(reassign));
+            }
             Mail::Event { unit, attention } => {
                 let is_srp = |conn: &Conn<Fabric>| matches!(conn.fabric, Fabric::Srp(_));
                 for key in self.conns.keys(is_srp) {

@@ -16,6 +16,7 @@ use riser_scsi::step::StepResult;
 use super::Worker;
 use super::conns::{Conn, ConnKey, Connection, Conns};
 use super::gate::{Transport, WorkerGate};
+use super::mail::Mail;
 use super::queue::Receive;
 use super::rdma::RdmaLink;
 use super::stream::Stream;
@@ -262,6 +263,11 @@ pub(super) enum Input {
     Event { unit: UnitIdx, attention: Attention },
     /// It may have its session's next command.
     Turn,
+}
+
+/// An input of error recovery, which connections on TCP have only.
+#[derive(Debug)]
+pub(super) enum RecoveryInput {
     /// It was logged out for recovery.
     Detach,
     /// Another connection of its session is lost.
@@ -270,6 +276,18 @@ pub(super) enum Input {
     Reassign(ReassignRequest),
     /// A command that it takes over, or nothing where that has ended.
     Reassigned(TaskRef, Option<Box<ReassignedTask>>),
+}
+
+impl RecoveryInput {
+    fn apply(self, channel: &mut TcpChannel, cx: &mut iscsi::Cx<'_>) {
+        let channel = channel.channel_mut();
+        match self {
+            Self::Detach => channel.handle_detach(cx),
+            Self::Lost(cid) => channel.handle_lost(cx, cid),
+            Self::Reassign(reassign) => channel.handle_reassign(cx, reassign),
+            Self::Reassigned(to, moved) => channel.handle_reassigned(cx, to, moved),
+        }
+    }
 }
 
 impl Input {
@@ -316,11 +334,7 @@ impl Input {
             Self::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
             Self::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
             Self::Event { unit, attention } => channel.handle_event(cx, unit, attention),
-            Self::Turn
-            | Self::Detach
-            | Self::Lost(_)
-            | Self::Reassign(_)
-            | Self::Reassigned(..) => {}
+            Self::Turn => {}
         }
     }
 
@@ -337,10 +351,6 @@ impl Input {
             Self::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
             Self::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
             Self::Turn => channel.handle_turn(cx),
-            Self::Detach => channel.handle_detach(cx),
-            Self::Lost(cid) => channel.handle_lost(cx, cid),
-            Self::Reassign(reassign) => channel.handle_reassign(cx, reassign),
-            Self::Reassigned(to, moved) => channel.handle_reassigned(cx, to, moved),
             // Asynchronous events of units have no way to an iSCSI initiator; it reads unit attentions.
             Self::Event { .. } => {}
             Self::Cut
@@ -409,6 +419,28 @@ impl Worker {
     /// Gives a connection an input, and notes that it may ask for something.
     pub(super) fn input(&mut self, key: ConnKey, input: Input) {
         self.with(key, |machine| input.apply(machine));
+    }
+
+    /// Gives a connection an input of error recovery. One whose fabric has none, which is a mistake of
+    /// this or another worker, answers what is asked of it and changes nothing else.
+    pub(super) fn recover(&mut self, serial: u64, input: RecoveryInput) {
+        let key = self.conns.by_serial(serial);
+        if let Some(key) = key.filter(|key| self.conns.tcp_mut(*key).is_some()) {
+            return self.with_tcp(key, |channel, cx| input.apply(channel, cx));
+        }
+        match input {
+            // The command has ended, with its connection or long before.
+            RecoveryInput::Reassign(ReassignRequest { to, .. }) => {
+                self.post_mail(to.worker, Mail::Reassigned { to, moved: None });
+            }
+            // A login takes the place of the connection, which keeps no commands for it.
+            RecoveryInput::Detach => {
+                if let Some(key) = key {
+                    self.input(key, Input::Terminate);
+                }
+            }
+            RecoveryInput::Lost(_) | RecoveryInput::Reassigned(..) => {}
+        }
     }
 
     /// Gives an SRP channel an input of its own.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use riser_reactor::{MailSender, Ring, RingConfig, mailbox};
+use riser_reactor::{MailReceiver, MailSender, Ring, RingConfig, mailbox};
 use riser_target::config::Config;
 use riser_target::server::build_shared;
 use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
@@ -41,6 +41,8 @@ pub(crate) struct World {
     pub(crate) worker: Worker,
     pub(crate) shared: Arc<Shared>,
     pub(crate) mail: MailSender<Mail>,
+    /// The mailbox of another worker, which does nothing.
+    pub(crate) other: MailReceiver<Mail>,
     pub(crate) reports: Receiver<Report>,
 }
 
@@ -69,6 +71,7 @@ impl World {
         let shared = Arc::new(shared);
         let ring = Ring::new(ring).unwrap();
         let (mail, inbox) = mailbox(MAILBOX, ring.waker());
+        let (other_mail, other) = mailbox(MAILBOX, ring.waker());
         let (reports_tx, reports) = channel();
         let (worker, unserved) = Worker::new(WorkerConfig {
             index: 0,
@@ -80,7 +83,7 @@ impl World {
             sockets,
             ring,
             mailbox: inbox,
-            outbox: Outbox::new(vec![mail.clone()]),
+            outbox: Outbox::new(vec![mail.clone(), other_mail]),
             reports: reports_tx,
         })
         .unwrap();
@@ -90,6 +93,7 @@ impl World {
             worker,
             shared,
             mail,
+            other,
             reports,
         }
     }

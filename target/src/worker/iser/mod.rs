@@ -82,7 +82,7 @@ impl Worker {
                 unreachable!("the connection keeps these for itself")
             }
             Action::Lost | Action::Detached | Action::Reassign(_) | Action::DeliverTask => {
-                unreachable!("error recovery level 0")
+                unreachable!("iSER does not recover: `Datamover::RECOVERS`")
             }
         }
     }

@@ -69,7 +69,9 @@ use tokio::time::{MissedTickBehavior, interval, interval_at};
 use self::api::{Ask, Failure, Kept, Proposal, Request};
 use self::history::{Entry, History};
 use self::http::Listening;
-use self::open::{admin_again, admin_or_problem, is_edited, open_metrics, restored, start};
+use self::open::{
+    PREDECESSOR, admin_again, admin_or_problem, is_edited, open_metrics, restored, start,
+};
 use self::room::Room;
 use self::socket::Admin;
 use self::timeline::Timeline;
@@ -140,7 +142,10 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             true => restored(source.config, &history)?,
             false => source.config,
         };
-        let mut server = start(|| Server::start_after(&config, &server_state, history.keepers()))?;
+        let mut server = start(|| {
+            let keepers = history.keepers();
+            Server::start_patiently(&config, &server_state, keepers, PREDECESSOR)
+        })?;
         let yaml = config.to_yaml();
         if history
             .entries()

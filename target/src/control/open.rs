@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::sync::mpsc;
 
@@ -14,29 +14,14 @@ use super::http::Listening;
 use super::socket::{self, Admin, Place};
 use crate::config::{Config, Location};
 use crate::server::handover::ServerState;
-use crate::server::{Server, ServerError};
+use crate::server::{Server, ServerError, while_in_use};
 
 /// Longest time that a killed predecessor may take to be gone.
-const PREDECESSOR: Duration = Duration::from_secs(5);
+pub(super) const PREDECESSOR: Duration = Duration::from_secs(5);
 
 /// Starts, and waits until a predecessor has released its files and sockets.
-pub(super) fn start<S>(
-    mut attempt: impl FnMut() -> Result<S, ServerError>,
-) -> Result<S, ServerError> {
-    let until = Instant::now() + PREDECESSOR;
-    let mut told = false;
-    loop {
-        match attempt() {
-            Err(error) if error.is_in_use() && Instant::now() < until => {
-                if !told {
-                    tracing::info!(%error, "waiting");
-                    told = true;
-                }
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            end => return end,
-        }
-    }
+pub(super) fn start<S>(attempt: impl FnMut() -> Result<S, ServerError>) -> Result<S, ServerError> {
+    while_in_use(PREDECESSOR, attempt)
 }
 
 /// Listens for those who want metrics, if the configuration says so.

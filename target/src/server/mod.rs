@@ -236,6 +236,33 @@ impl ServerError {
     }
 }
 
+/// Interval of attempts to have what is in use.
+const IN_USE_RETRY: Duration = Duration::from_millis(20);
+
+/// Repeats an attempt that fails because something is in use, for `patience` at most.
+///
+/// # Errors
+/// Those of the last attempt.
+pub(crate) fn while_in_use<T>(
+    patience: Duration,
+    mut attempt: impl FnMut() -> Result<T, ServerError>,
+) -> Result<T, ServerError> {
+    let until = Instant::now() + patience;
+    let mut is_logged = false;
+    loop {
+        match attempt() {
+            Err(error) if error.is_in_use() && Instant::now() < until => {
+                if !is_logged {
+                    tracing::info!(%error, "waiting");
+                    is_logged = true;
+                }
+                std::thread::sleep(IN_USE_RETRY);
+            }
+            end => return end,
+        }
+    }
+}
+
 /// What keeps things beyond the end of the process, each of them if there is one.
 #[derive(Clone, Debug, Default)]
 pub struct Keepers {
@@ -368,11 +395,25 @@ impl Server {
         server_state: &ServerState,
         keepers: Keepers,
     ) -> Result<Self, ServerError> {
+        Self::start_patiently(config, server_state, keepers, Duration::ZERO)
+    }
+
+    /// As [`Server::start_after`], and waits for addresses that are in use, such as those of a daemon which
+    /// is ending. Backends stay open meanwhile: opening one may change its file, or take long.
+    ///
+    /// # Errors
+    /// As [`Server::start_after`].
+    pub fn start_patiently(
+        config: &Config,
+        server_state: &ServerState,
+        keepers: Keepers,
+        patience: Duration,
+    ) -> Result<Self, ServerError> {
         let mut builder = build::Builder::after(server_state, keepers)?;
         builder.set_lenient(!config.strict);
         let (mut catalog, files) = first_catalog(&mut builder, config, server_state)?;
         let device_slots = Arc::new(DeviceSlots::default());
-        // What is in use may be that of a daemon which is ending; the caller waits for it.
+        // What is in use may be that of a daemon which is ending, and is waited for.
         let tolerates = |subject: &Subject, error: &ServerError| {
             builder.tolerates(subject) && !error.is_in_use()
         };
@@ -384,7 +425,7 @@ impl Server {
             workers: build::workers(config),
             tolerates: &tolerates,
         };
-        let acquired = acquire::acquire(&wanted, &device_slots)?;
+        let acquired = while_in_use(patience, || acquire::acquire(&wanted, &device_slots))?;
         builder.set_lenient(false);
         let mut problems = builder.problems().clone();
         problems.set_missing_portals(acquired.missing(), &[builder.unnamed_portals()]);

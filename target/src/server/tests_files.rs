@@ -1,9 +1,13 @@
 //! Files that are created or extended for what is not served after all.
 
 use std::net::TcpListener;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use riser_testkit::eventually_some;
 
 use super::handover::ServerState;
 use super::identities::{Identities, IdentityKeeper};
@@ -72,11 +76,19 @@ fn config(dir: &Path, listen: &str, files: &[&str], more: &str) -> Config {
 }
 
 fn start(config: &Config, names: &Arc<Names>) -> Result<Server, ServerError> {
+    start_patiently(config, names, Duration::ZERO)
+}
+
+fn start_patiently(
+    config: &Config,
+    names: &Arc<Names>,
+    patience: Duration,
+) -> Result<Server, ServerError> {
     let keepers = Keepers {
         identities: Some(Arc::clone(names) as Arc<dyn IdentityKeeper>),
         ..Keepers::default()
     };
-    Server::start_after(config, &ServerState::default(), keepers)
+    Server::start_patiently(config, &ServerState::default(), keepers, patience)
 }
 
 /// A start that fails leaves files as they were, and is no reason for the next one not to create them.
@@ -106,6 +118,30 @@ fn a_start_that_fails_leaves_no_files() {
     );
     server.shutdown().unwrap();
     assert_eq!(dir.len("new"), Some(2 << 20));
+}
+
+/// Each time that it opens them it may create them, extend them, and take that back.
+#[test]
+fn a_start_that_waits_for_an_address_opens_its_files_once() {
+    const LISTEN: &str = "127.97.9.4:3290";
+    let (dir, names) = (Dir::new("wait"), Arc::new(Names::default()));
+    let taken = TcpListener::bind(LISTEN).unwrap();
+    let wanted = config(&dir.0, LISTEN, &["new"], "");
+    let path = dir.0.join("new");
+    let (server, first) = std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let open = || std::fs::File::open(&path).ok();
+            // Held open, so that no other file gets its number.
+            let first = eventually_some("the file is there", Duration::from_secs(20), open);
+            drop(taken);
+            first
+        });
+        let server = start_patiently(&wanted, &names, Duration::from_secs(20));
+        (server.unwrap(), other.join().unwrap())
+    });
+    let served = std::fs::metadata(&path).unwrap();
+    assert_eq!(served.ino(), first.metadata().unwrap().ino());
+    server.shutdown().unwrap();
 }
 
 /// As a start.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use riser_scsi::iscsi::keys::Key;
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, TmfFunction, TmfStatus};
 use riser_scsi::iscsi::{Itt, StatSn};
 use riser_scsi::iser::{Buffers, HEADERS_LEN, Hello, RemoteBuffer, Stag, put_control};
@@ -604,6 +605,20 @@ fn a_failed_chain_ends_the_connection() {
         rig.fail_chain();
         rig.check_gone();
     }
+}
+
+/// Whatever the gate agrees on: at level 2 a connection on TCP would wait for another one here.
+#[test]
+fn commands_do_not_outlive_their_connection() {
+    let mut rig = Rig::up();
+    rig.gate.offer = offer()
+        .with(Key::ErrorRecoveryLevel, 2)
+        .with(Key::DefaultTime2Retain, 20);
+    rig.login("InitialR2T=No\0ErrorRecoveryLevel=2\0DefaultTime2Retain=20\0");
+    let info = rig.conn.channel().session_info().unwrap();
+    assert_eq!(info.params.error_recovery_level, 2);
+    rig.with(|conn, cx| conn.input(cx, |channel, cx| channel.handle_detach(cx)));
+    rig.end();
 }
 
 /// Posted again after another: the drain marker and the receives may come back in any order.

@@ -87,6 +87,8 @@ impl PeerIds {
     /// Take in the identification of a packet that passed the linear test and
     /// say whether this peer would use it.
     pub fn admit(&mut self, id: u16) -> bool {
+        // Also one that has sent single packets only, all numbered 0, may begin with segments at
+        // any time: their numbers are always possible.
         if self.pattern == IdPattern::Segments && id >= SEGMENTS {
             // The last number stays: a corrupt packet says nothing about the peer.
             self.broken += 1;

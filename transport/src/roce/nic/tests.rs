@@ -911,6 +911,26 @@ fn the_ports_of_one_host_do_not_make_the_numbering_of_others_be_forgotten() {
     assert_eq!(nic.verified_ports.len(), 1);
 }
 
+/// Single packets are all numbered 0, segments from 0 on.
+#[test]
+fn a_peer_may_send_segments_after_many_single_packets() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    let flow = IcrcFlow::new(peer(), nic.local_addr()).unwrap();
+    let singles = std::iter::repeat_n(0, 64);
+    for (psn, id) in (100..).zip(singles.chain(0..=128)) {
+        let mut bytes = write_only(&nic, qpn, psn);
+        bytes.truncate(bytes.len() - 4);
+        let icrc = flow.compute(&bytes, id);
+        bytes.extend_from_slice(&icrc.to_le_bytes());
+        receive(&mut nic, peer(), &bytes);
+    }
+    // A send has 128 segments at most, so the last number is not one of theirs.
+    assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 64 + 128);
+    assert_eq!(nic.counters().rx_icrc_errors, 1);
+}
+
 #[test]
 fn link_local_addresses_are_refused_with_a_reason() {
     let own: IpAddr = "fd00::1".parse().unwrap();

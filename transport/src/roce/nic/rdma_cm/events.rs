@@ -345,7 +345,9 @@ impl Nic {
         let Some(param) = entry.param.clone() else {
             return false;
         };
-        // The refused id has ended with the REJ.
+        // The refused id has ended with the REJ, whether another request leaves or not: the IB CM
+        // may give it to another connection.
+        entry.ib = None;
         self.cm.by_ib.remove(&ib);
         self.send_request(id, &param, mtu).is_ok()
     }

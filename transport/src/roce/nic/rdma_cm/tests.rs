@@ -163,3 +163,23 @@ fn every_transition_is_taken() {
         two.a.listen(id, 1).unwrap();
     });
 }
+
+/// The IB CM may give a finished id to another connection, which must not end with this one.
+#[test]
+fn a_refused_request_that_cannot_be_sent_again_leaves_no_id() {
+    let two = &mut Two::new();
+    let id = resolved(&mut two.a);
+    with_qp(&mut two.a, id);
+    two.a.connect(id, &ConnParam::default()).unwrap();
+    let qp = two.a.cm.ids.get(id).unwrap().qp.unwrap();
+    // Without it there is nothing to ask for again.
+    two.a.destroy_qp(qp).unwrap();
+    two.exchange();
+    let events: Vec<_> = std::iter::from_fn(|| two.a.poll_cm_event()).collect();
+    assert!(
+        matches!(events.last().unwrap().kind, CmEventKind::Rejected { .. }),
+        "{events:?}"
+    );
+    assert_eq!(two.a.cm.ids.get(id).unwrap().ib, None);
+    assert!(two.a.cm.by_ib.is_empty());
+}

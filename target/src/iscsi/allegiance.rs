@@ -1,5 +1,5 @@
 //! Commands that go from a connection that is lost to another one of its session: error recovery
-//! level 2 (RFC 7143 7.2.2, 7.5, 11.5, 11.14).
+//! level 2 (RFC 7143 7.2.2, 7.6, 11.5, 11.14).
 //!
 //! A connection that is lost stays as a channel without a socket. What it had under way goes on there as
 //! far as it can without the initiator: until it wants data, or is answered. Once the connection is

@@ -1,5 +1,5 @@
 //! What a connection keeps, to send it once more when the initiator asks: error recovery level 1
-//! (RFC 7143 7.2.1, 7.6, 11.16).
+//! (RFC 7143 7.8, 7.9, 11.16).
 //!
 //! A status PDU is kept from when it is sent until ExpStatSN acknowledges it; so is the task whose
 //! end it is, with its data. A SNACK names statuses by their numbers, and Data-In PDUs by the numbers

@@ -505,7 +505,7 @@ fn refusals_say_why() {
     duo.end();
 }
 
-/// RFC 7143 7.5: what nobody takes over ends when its time is over.
+/// RFC 7143 7.6: what nobody takes over ends when its time is over.
 #[test]
 fn commands_end_with_the_time_that_they_are_kept() {
     // Without a logout from the loss on, after one from that on.

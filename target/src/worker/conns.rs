@@ -1,11 +1,12 @@
 //! The connections of a worker, whatever their fabric: one table, one list of those that may want
-//! something, one set of timers.
+//! something, one heap of timers.
 //!
 //! A connection has two names. Its key is its place in the table, which another connection may have
-//! after it: completions and block operations carry it, which all end before their connection does, and
-//! timers, which go with it. Its serial number is never used twice: mail carries it, which may come late.
+//! after it: completions and block operations carry it, which all end before their connection does.
+//! Its serial number is never used twice: mail and timers carry it, which may come late.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -16,8 +17,11 @@ use super::rdma::RdmaLink;
 use crate::pool::{Owner, Pool};
 
 /// Place of a connection in its worker's table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ConnKey(pub(super) usize);
+
+/// Timers that may stay in the heap though they count no longer, besides one for each connection.
+const FEW_TIMERS: usize = 16;
 
 /// The part of a connection that is its fabric's, as the table sees it.
 pub(super) trait Connection {
@@ -67,8 +71,10 @@ pub(super) struct Conns<F> {
     dirty: VecDeque<ConnKey>,
     /// Connections whose completion queue may have completions; each once.
     ready: VecDeque<ConnKey>,
-    /// One timer of a connection at most, so their number is bounded too.
-    timers: BTreeSet<(Instant, ConnKey)>,
+    /// Timers with the serial numbers of their connections. One of each connection counts, and others
+    /// are passed over; [`Conns::arm`] bounds their number. A heap keeps its room, so it does not
+    /// allocate for a deadline that comes and goes with every command, as a tree would.
+    timers: BinaryHeap<Reverse<(Instant, u64)>>,
 }
 
 impl<F> Default for Conns<F> {
@@ -81,7 +87,7 @@ impl<F> Default for Conns<F> {
             next_serial: 0,
             dirty: VecDeque::new(),
             ready: VecDeque::new(),
-            timers: BTreeSet::new(),
+            timers: BinaryHeap::new(),
         }
     }
 }
@@ -114,16 +120,13 @@ impl<F: Connection> Conns<F> {
         key
     }
 
-    /// Removes a connection and its timer from all tables.
+    /// Removes a connection from all tables. A timer of it that stays in the heap is passed over.
     ///
     /// # Panics
     /// Without such a connection.
     pub(super) fn remove(&mut self, key: ConnKey) -> Conn<F> {
         let conn = self.slab.remove(key.0);
         self.by_serial.remove(&conn.serial);
-        if let Some(at) = conn.timer {
-            self.timers.remove(&(at, key));
-        }
         if let Some((cm, cq)) = conn.fabric.rdma().map(RdmaLink::names) {
             self.by_cm.remove(&cm);
             self.by_cq.remove(&cq);
@@ -229,25 +232,38 @@ impl<F: Connection> Conns<F> {
         if conn.timer.is_some_and(|timer| timer <= at) {
             return;
         }
-        if let Some(later) = conn.timer.replace(at) {
-            self.timers.remove(&(later, key));
+        conn.timer = Some(at);
+        self.timers.push(Reverse((at, conn.serial)));
+        // Timers that count no longer make room when they are the greater part, so that peers who come
+        // and go do not leave one each until its time, and a command pays for a few at most.
+        if self.timers.len() > 2 * self.slab.len() + FEW_TIMERS {
+            let set = self.slab.iter().filter_map(|(_, conn)| {
+                let at = conn.timer?;
+                Some(Reverse((at, conn.serial)))
+            });
+            self.timers.clear();
+            self.timers.extend(set);
         }
-        self.timers.insert((at, key));
     }
 
-    /// Returns the time of the next timer.
+    /// Returns the time of the next timer, which may count no longer.
     pub(super) fn next_timer(&self) -> Option<Instant> {
-        self.timers.first().map(|(at, _)| *at)
+        self.timers.peek().map(|Reverse((at, _))| *at)
     }
 
     /// Takes a timer that is due, and with it the connection whose deadline may have come.
     pub(super) fn take_timer(&mut self, now: Instant) -> Option<ConnKey> {
-        self.next_timer().filter(|at| *at <= now)?;
-        let (_, key) = self.timers.pop_first()?;
-        if let Some(conn) = self.get_mut(key) {
-            conn.timer = None;
+        while self.next_timer()? <= now {
+            let Reverse((at, serial)) = self.timers.pop()?;
+            let Some(key) = self.by_serial(serial) else {
+                continue;
+            };
+            let timer = &mut self.slab[key.0].timer;
+            if timer.take_if(|set| *set == at).is_some() {
+                return Some(key);
+            }
         }
-        Some(key)
+        None
     }
 
     /// Whether a connection has begun to wait for pool memory since this was asked last.
@@ -345,42 +361,70 @@ mod tests {
     }
 
     #[test]
-    fn a_timer_goes_with_its_connection() {
+    fn a_timer_of_a_connection_that_is_gone_does_not_fire_for_its_successor() {
         let mut conns = Conns::default();
         let due = Instant::now() + Duration::from_secs(1);
         let later = due + Duration::from_secs(1);
         let (_, first) = enter(&mut conns, Protocol::Srp);
         arm(&mut conns, first, due);
         conns.remove(first);
-        assert_eq!(conns.next_timer(), None);
         let (_, second) = enter(&mut conns, Protocol::Iser);
         assert_eq!(second, first);
         arm(&mut conns, second, later);
-        assert_eq!(conns.take_timer(due), None, "its successor is not called");
+        assert_eq!(conns.take_timer(due), None);
         assert_eq!(conns.take_timer(later), Some(second));
         assert_eq!(conns.next_timer(), None);
     }
 
-    /// A command at a time waits a millisecond for its limit, and a ping is due 15 seconds after each.
     #[test]
-    fn a_deadline_that_comes_and_goes_has_one_timer() {
+    fn connections_that_come_and_go_leave_few_timers() {
         let mut conns = Conns::default();
-        let mut now = Instant::now();
-        let (wait, ping) = (Duration::from_millis(1), Duration::from_secs(15));
-        let (_, key) = enter(&mut conns, Protocol::Iscsi);
+        let due = Instant::now() + Duration::from_secs(30);
+        let (_, stays) = enter(&mut conns, Protocol::Srp);
+        arm(&mut conns, stays, due);
         for _ in 0..1000 {
-            arm(&mut conns, key, now + ping);
-            arm(&mut conns, key, now + wait);
-            // A deadline that is put off leaves its timer, which finds that out.
-            arm(&mut conns, key, now + ping);
-            assert_eq!(conns.timers.len(), 1);
-            assert_eq!(conns.take_timer(now + wait / 2), None);
-            now += wait;
-            assert_eq!(conns.take_timer(now), Some(key));
-            assert_eq!(conns.take_timer(now), None);
+            let (_, key) = enter(&mut conns, Protocol::Iscsi);
+            arm(&mut conns, key, due);
+            conns.remove(key);
+            assert!(
+                conns.timers.len() <= FEW_TIMERS + 4,
+                "{}",
+                conns.timers.len()
+            );
         }
-        arm(&mut conns, key, now + ping);
-        assert_eq!(conns.next_timer(), Some(now + ping));
+        assert_eq!(conns.take_timer(due), Some(stays));
+        assert_eq!(conns.take_timer(due), None);
+    }
+
+    /// A command at a time waits a millisecond for its limit, while the session has a deadline of its own:
+    /// a ping that each command puts off, or a time that stays the same.
+    #[test]
+    fn a_deadline_that_comes_and_goes_leaves_few_timers() {
+        for is_put_off in [true, false] {
+            let mut conns = Conns::default();
+            let mut now = Instant::now();
+            let (wait, far) = (Duration::from_millis(1), Duration::from_secs(15));
+            let (_, key) = enter(&mut conns, Protocol::Iscsi);
+            let mut last = now + far;
+            for _ in 0..1000 {
+                if is_put_off {
+                    last = now + far;
+                }
+                arm(&mut conns, key, last);
+                arm(&mut conns, key, now + wait);
+                // A deadline that is put off leaves its timer, which finds that out.
+                arm(&mut conns, key, last);
+                let timers = conns.timers.len();
+                assert!(timers <= FEW_TIMERS + 2, "{timers}");
+                assert_eq!(conns.take_timer(now + wait / 2), None);
+                now += wait;
+                assert_eq!(conns.take_timer(now), Some(key));
+                assert_eq!(conns.take_timer(now), None);
+            }
+            arm(&mut conns, key, last);
+            assert_eq!(conns.take_timer(last), Some(key));
+            assert_eq!(conns.take_timer(last), None);
+        }
     }
 
     #[test]

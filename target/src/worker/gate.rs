@@ -554,7 +554,7 @@ fn target_name(catalog: &Catalog, name: &IscsiName) -> String {
     }
 }
 
-/// The ports of a nexus, with their names (RFC 7143 4.4.4).
+/// The ports of a nexus, with their names (RFC 7143 4.4.2).
 fn ports(identity: &Identity, iscsi: &IscsiDef, group: u16) -> Nexus {
     Nexus {
         initiator: PortName::Iscsi(format!("{},i,{}", identity.initiator, identity.isid)),

@@ -468,7 +468,7 @@ fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
     rig.receive(refused, &[]);
     let mut reset = rig.sent();
     assert_eq!(reset.bhs[1], 0x85, "LOGICAL UNIT RESET");
-    // A write behind the (immediate) reset is carried out after it (RFC 7143 3.2.2.1, 4.2.2.3.1).
+    // A write behind the (immediate) reset is carried out after it (RFC 7143 4.2.2.1, 4.2.2.3.1).
     let after = rig.submit(out(512, 100));
     rig.idle();
     let mut refused = bhs(0x22, 0x80, word(&reset.bhs, 16));

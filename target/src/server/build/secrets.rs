@@ -86,7 +86,7 @@ pub(super) fn auth(chap: Option<&Chap>) -> Result<Auth, ServerError> {
     })
 }
 
-/// The secret with which the target authenticates itself is accepted from no initiator (RFC 7143 12.1.3):
+/// The secret with which the target authenticates itself is accepted from no initiator (RFC 7143 9.2.1):
 /// otherwise an initiator could have the target compute the response to a challenge that it got elsewhere.
 /// The secrets are compared here because they have only now been read from their sources.
 pub(super) fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(), ServerError> {

@@ -126,7 +126,7 @@ impl Worker {
             sessions.end_others(member.tsih, channel, scope)
         });
         // Only the end of a whole session is waited for: what another logout finds says nothing of that.
-        if ending.is_empty() && others == Others::All {
+        if ending.is_empty() && scope == LogoutScope::Session {
             self.post_mail(self.index, Mail::OthersGone { serial });
         }
         self.terminate_all(ending);

@@ -131,7 +131,7 @@ fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Vec<String>,
     let document = match file {
         Some(file) => {
             let config = Config::parse(&read(&file)?, &file.display().to_string())?;
-            serde_json::to_value(config.to_tree())?
+            config.to_value()
         }
         None => riserd(socket)?.1.document()?,
     };

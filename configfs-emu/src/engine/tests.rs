@@ -23,7 +23,7 @@ struct Shared {
 /// A configuration in the daemon's words.
 fn normal(document: &Value) -> Value {
     let config = Config::parse(&document.to_string(), "test").unwrap();
-    serde_json::to_value(config.to_tree()).unwrap()
+    config.to_value()
 }
 
 impl Daemon for Shared {

@@ -27,7 +27,7 @@ fn a_file_comes_back_from_a_configuration() {
     let world = Fake::default();
     let (config, lost) = configuration(restore(&saved(), &world), "nobody", &world);
     assert_eq!(lost, [] as [String; 0]);
-    let document = serde_json::to_value(config.to_tree()).unwrap();
+    let document = config.to_value();
     let imported = convert::import(&document, "nobody".into(), &world);
     assert_eq!(imported.hidden, [] as [String; 0]);
     let again = save(&imported.tree, &world);

@@ -4,19 +4,23 @@
 use std::borrow::Cow;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::mapping::size_text;
-use super::value::Size;
+use super::value::{Size, size_text};
 
 /// In the place of a default, where a key has none.
 pub(super) const NO_DEFAULT: u64 = u64::MAX;
 
 /// A whole number from `MIN` to `MAX`; `DEFAULT` where none is given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Number<const MIN: u64, const MAX: u64, const DEFAULT: u64>(u64);
 
 impl<const MIN: u64, const MAX: u64, const DEFAULT: u64> Number<MIN, MAX, DEFAULT> {
+    /// A number that is to be written, and was checked when it was read.
+    pub(super) const fn of(number: u64) -> Self {
+        Self(number)
+    }
+
     pub(super) const fn get(self) -> u64 {
         self.0
     }
@@ -74,6 +78,11 @@ pub(super) struct Bytes<const MIN: u64, const MAX: u64, const STEP: u64, const D
 impl<const MIN: u64, const MAX: u64, const STEP: u64, const DEFAULT: u64>
     Bytes<MIN, MAX, STEP, DEFAULT>
 {
+    /// A size that is to be written, and was checked when it was read.
+    pub(super) const fn of(bytes: u64) -> Self {
+        Self(bytes)
+    }
+
     pub(super) const fn get(self) -> u64 {
         self.0
     }
@@ -98,6 +107,14 @@ impl<const MIN: u64, const MAX: u64, const STEP: u64, const DEFAULT: u64> Defaul
             );
         }
         Self(DEFAULT)
+    }
+}
+
+impl<const MIN: u64, const MAX: u64, const STEP: u64, const DEFAULT: u64> Serialize
+    for Bytes<MIN, MAX, STEP, DEFAULT>
+{
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Size(self.0).serialize(serializer)
     }
 }
 

@@ -14,11 +14,10 @@ use super::listen::Listen;
 use super::mistake::{Checked, Mistake};
 use super::model::SECRET_LEN;
 use super::model::{
-    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
-    Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, RuleLuns, Secret, Target,
-    Transport, Workers,
+    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, Lun, Metrics,
+    Names, Portal, Protocol, Redirect, Rule, RuleLuns, Secret, Target, Transport, Workers,
 };
-use super::source::{Direct, Source, Spec};
+use super::source::{Source, Spec};
 use super::value::Percent;
 use super::yaml::{At, Located};
 use super::{io_check, raw};
@@ -206,11 +205,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
         spec: Spec {
             source: source(path, located)?,
             block_size,
-            direct: match b.direct.as_ref().map(|d| d.value) {
-                None | Some(raw::Direct::Auto) => Direct::Auto,
-                Some(raw::Direct::On) => Direct::On,
-                Some(raw::Direct::Off) => Direct::Off,
-            },
+            direct: b.direct.as_ref().map(|d| d.value).unwrap_or_default(),
             write_cache: b.write_cache.is_none_or(|w| w.0),
             read_only,
             faults: None,
@@ -363,11 +358,7 @@ fn target(
     }
     let mut listens = Vec::new();
     for (i, p) in t.portals.value.into_iter().enumerate() {
-        let protocol = match p.protocol {
-            raw::Protocol::Srp => Protocol::Srp,
-            raw::Protocol::Iscsi => Protocol::Iscsi,
-            raw::Protocol::Iser => Protocol::Iser,
-        };
+        let protocol = p.protocol;
         let listen = p.listen.value.with_port(match protocol {
             Protocol::Srp => 5555,
             Protocol::Iscsi => riser_scsi::iscsi::name::PORT,
@@ -814,13 +805,8 @@ fn transport(raw: raw::Transport) -> Checked<Transport> {
         reorder_window: faults.reorder_window.get() as u32,
         seed: faults.seed.unwrap_or(1),
     });
-    let provider = match raw.provider {
-        None | Some(raw::Provider::Roce) => Provider::Roce,
-        Some(raw::Provider::RdmaCore) => Provider::RdmaCore,
-        Some(raw::Provider::Auto) => Provider::Auto,
-    };
     Ok(Transport {
-        provider,
+        provider: raw.provider.unwrap_or_default(),
         mtu,
         on_link: raw.on_link.unwrap_or(false),
         faults,
@@ -841,10 +827,7 @@ fn log(raw: raw::Log) -> Checked<Log> {
     };
     Ok(Log {
         filter,
-        format: match raw.format {
-            None | Some(raw::LogFormat::Text) => LogFormat::Text,
-            Some(raw::LogFormat::Json) => LogFormat::Json,
-        },
+        format: raw.format.unwrap_or_default(),
         audit: raw.audit.is_none_or(|audit| audit.0),
     })
 }

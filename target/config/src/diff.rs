@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::items;
 use super::model::Config;
 use super::place::Place;
-use super::tree::Tree;
+use super::show::masked;
 
 /// A place where two configurations differ.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,7 +24,7 @@ pub struct Difference {
 #[must_use]
 pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {
     let mut out = Vec::new();
-    let (old, new) = (old.to_tree(), new.to_tree());
+    let (old, new) = (old.to_value(), new.to_value());
     compare(&Place::default(), Some(&old), Some(&new), &mut out);
     out
 }
@@ -34,16 +34,16 @@ struct Part<'a> {
     /// What makes it the same part in another configuration: its key or name, else its number.
     key: String,
     place: Place,
-    tree: &'a Tree,
+    value: &'a Value,
 }
 
-fn compare(place: &Place, old: Option<&Tree>, new: Option<&Tree>, out: &mut Vec<Difference>) {
+fn compare(place: &Place, old: Option<&Value>, new: Option<&Value>, out: &mut Vec<Difference>) {
     if old == new {
         return;
     }
     let parts = old
-        .and_then(|t| parts(place, t))
-        .zip(new.and_then(|t| parts(place, t)));
+        .and_then(|value| parts(place, value))
+        .zip(new.and_then(|value| parts(place, value)));
     let Some((old_parts, new_parts)) = parts else {
         out.push(Difference {
             path: place.to_string(),
@@ -54,27 +54,27 @@ fn compare(place: &Place, old: Option<&Tree>, new: Option<&Tree>, out: &mut Vec<
     };
     for old in &old_parts {
         let new = new_parts.iter().find(|new| new.key == old.key);
-        compare(&old.place, Some(old.tree), new.map(|new| new.tree), out);
+        compare(&old.place, Some(old.value), new.map(|new| new.value), out);
     }
     for new in &new_parts {
         if old_parts.iter().all(|old| old.key != new.key) {
-            compare(&new.place, None, Some(new.tree), out);
+            compare(&new.place, None, Some(new.value), out);
         }
     }
 }
 
 /// The parts of a mapping, or of a list of mappings; other lists are values.
-fn parts<'a>(place: &Place, tree: &'a Tree) -> Option<Vec<Part<'a>>> {
-    match tree {
-        Tree::Map(entries) => {
-            let part = |(key, value): &'a (String, Tree)| Part {
+fn parts<'a>(place: &Place, value: &'a Value) -> Option<Vec<Part<'a>>> {
+    match value {
+        Value::Object(entries) => {
+            let part = |(key, value): (&'a String, &'a Value)| Part {
                 key: key.clone(),
                 place: place.join(key),
-                tree: value,
+                value,
             };
             Some(entries.iter().map(part).collect())
         }
-        Tree::List(items) if items.iter().all(|item| matches!(item, Tree::Map(_))) => {
+        Value::Array(items) if items.iter().all(Value::is_object) => {
             let names: Option<Vec<String>> =
                 items.iter().map(|item| items::name_of(item, ':')).collect();
             // Two of one name are distinguished by their numbers.
@@ -88,10 +88,10 @@ fn parts<'a>(place: &Place, tree: &'a Tree) -> Option<Vec<Part<'a>>> {
                     .map_or_else(|| n.to_string(), |names| names[n].clone())
             };
             let places = items::names(items);
-            let part = |(n, tree): (usize, &'a Tree)| Part {
+            let part = |(n, value): (usize, &'a Value)| Part {
                 key: key(n),
                 place: place.join(&places[n]),
-                tree,
+                value,
             };
             Some(items.iter().enumerate().map(part).collect())
         }
@@ -100,12 +100,9 @@ fn parts<'a>(place: &Place, tree: &'a Tree) -> Option<Vec<Part<'a>>> {
 }
 
 /// A value for people.
-fn shown(place: &Place, tree: Option<&Tree>) -> Value {
-    let Some(tree) = tree else {
-        return Value::Null;
-    };
+fn shown(place: &Place, value: Option<&Value>) -> Value {
     let key = place.segments().last().map_or("", String::as_str);
-    serde_json::to_value(tree.clone().masked(key)).unwrap_or_default()
+    value.map_or(Value::Null, |value| masked(value, key))
 }
 
 #[cfg(test)]

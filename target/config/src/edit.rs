@@ -5,17 +5,17 @@
 
 use std::fmt;
 
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
 use super::error::nearest;
 use super::items::{as_list, as_map, find, has_names, items, names, push, users};
 use super::shape::{Kind, Scalar, Shape};
-use super::{Config, ConfigError, Place, Tree, schema};
+use super::{Config, ConfigError, Place, schema, to_yaml};
 
 /// A configuration as objects in objects.
 #[derive(Debug)]
 pub struct Document {
-    tree: Tree,
+    root: Value,
     schema: Value,
     by_number: bool,
 }
@@ -24,7 +24,7 @@ pub struct Document {
 #[derive(Clone, Copy, Debug)]
 pub struct Found<'a> {
     /// What is set; nothing where the default holds.
-    pub tree: Option<&'a Tree>,
+    pub value: Option<&'a Value>,
     /// What may be.
     pub shape: Shape<'a>,
 }
@@ -73,9 +73,9 @@ impl Document {
     #[must_use]
     pub fn new(config: &Config) -> Self {
         let schema = schema();
-        let tree = in_full(config.to_tree(), Shape::root(&schema));
+        let root = in_full(config.to_value(), Shape::root(&schema));
         Self {
-            tree,
+            root,
             schema,
             by_number: false,
         }
@@ -84,7 +84,7 @@ impl Document {
     /// Objects as JSON has them, which may be no configuration.
     pub(super) fn of(json: &Value) -> Self {
         Self {
-            tree: Tree::from(json),
+            root: json.clone(),
             schema: schema(),
             by_number: false,
         }
@@ -111,14 +111,14 @@ impl Document {
     /// As [`Document::at`].
     pub fn find(&self, place: &Place) -> Edited<(Place, Found<'_>)> {
         let shape = Shape::root(&self.schema);
-        let tree = Some(&self.tree);
-        let mut found = Found { tree, shape };
+        let value = Some(&self.root);
+        let mut found = Found { value, shape };
         let mut here = Place::default();
         for segment in place.segments() {
             let inner = found.inner(segment).map(|inner| (segment.clone(), inner));
             let inner = inner.or_else(|| item(found, segment));
             let (name, inner) =
-                inner.ok_or_else(|| lost(&here, found.tree, found.shape, segment))?;
+                inner.ok_or_else(|| lost(&here, found.value, found.shape, segment))?;
             here = here.join(&name);
             found = inner;
         }
@@ -150,7 +150,7 @@ impl Document {
         if let Ok(found) = found
             && let Kind::List(_) = found.shape.kind()
         {
-            let count = items(found.tree).len();
+            let count = items(found.value).len();
             return self.create(&place.join(&count.to_string()), pairs);
         }
         let above = self.at(&above)?;
@@ -160,7 +160,7 @@ impl Document {
                 let hint = Some("`set` sets it".to_owned());
                 return Err(EditError::new(place, "this is a key").hint(hint));
             }
-            Ok(found) if found.tree.is_some() && !has_order => {
+            Ok(found) if found.value.is_some() && !has_order => {
                 return Err(EditError::new(place, "it is there already"));
             }
             _ => {}
@@ -182,21 +182,24 @@ impl Document {
                 "a configuration cannot be without it",
             ));
         };
-        if self.at(place)?.tree.is_none() {
+        if self.at(place)?.value.is_none() {
             return Err(EditError::new(place, "it is not set"));
         }
         if let [list, name] = place.segments()
             && list == "backends"
         {
-            let users = users(&self.tree, name);
+            let users = users(&self.root, name);
             if !users.is_empty() {
                 return Err(EditError::new(place, in_use(&users)));
             }
         }
-        let (tree, _) = self.reach(&above, false)?;
-        match tree {
-            Tree::Map(entries) => entries.retain(|(key, _)| key != last),
-            Tree::List(items) => {
+        let (value, _) = self.reach(&above, false)?;
+        match value {
+            // The others keep their order, which the file shows.
+            Value::Object(entries) => {
+                entries.shift_remove(last);
+            }
+            Value::Array(items) => {
                 let found = find(items, last);
                 if let Some((n, by_number)) = found {
                     items.remove(n);
@@ -213,7 +216,7 @@ impl Document {
     /// # Errors
     /// It is no configuration any more.
     pub fn finish(self) -> Edited<(Config, String)> {
-        let yaml = self.tree.to_yaml();
+        let yaml = to_yaml(&self.root);
         match Config::parse(&yaml, "configuration") {
             Ok(config) => Ok((config, yaml)),
             Err(error) => Err(self.placed(error)),
@@ -236,23 +239,23 @@ impl Document {
 
     /// The value at a place, which is made where the schema's keys lead there; `make` makes items
     /// of lists and mappings too.
-    fn reach(&mut self, place: &Place, make: bool) -> Edited<(&mut Tree, Shape<'_>)> {
+    fn reach(&mut self, place: &Place, make: bool) -> Edited<(&mut Value, Shape<'_>)> {
         let mut shape = Shape::root(&self.schema);
-        let mut tree = &mut self.tree;
+        let mut value = &mut self.root;
         let mut here = Place::default();
         for segment in place.segments() {
-            let kind = shape.kind_of(Some(&*tree));
+            let kind = shape.kind_of(Some(&*value));
             let inner = match kind {
                 Kind::Object(_) => shape.key(segment),
                 Kind::Map(inner) | Kind::List(inner) => Some(inner),
                 _ => None,
             };
             let Some(inner) = inner else {
-                return Err(lost(&here, Some(&*tree), shape, segment));
+                return Err(lost(&here, Some(&*value), shape, segment));
             };
-            tree = match kind {
+            value = match kind {
                 Kind::List(_) => {
-                    let items = as_list(tree);
+                    let items = as_list(value);
                     let n = match find(items, segment) {
                         Some((n, by_number)) => {
                             self.by_number |= by_number;
@@ -265,25 +268,19 @@ impl Document {
                     &mut items[n]
                 }
                 kind => {
-                    let entries = as_map(tree);
-                    let n = match entries.iter().position(|(key, _)| key == segment) {
-                        Some(n) => n,
-                        None if make || matches!(kind, Kind::Object(_)) => {
-                            entries.push((segment.clone(), Tree::Map(Vec::new())));
-                            entries.len() - 1
-                        }
-                        None => {
-                            let keys: Vec<_> = entries.iter().map(|(key, _)| key.clone()).collect();
-                            return Err(missing(&here, segment, &keys));
-                        }
-                    };
-                    &mut entries[n].1
+                    let entries = as_map(value);
+                    let is_made = make || matches!(kind, Kind::Object(_));
+                    if !is_made && !entries.contains_key(segment) {
+                        let keys: Vec<_> = entries.keys().cloned().collect();
+                        return Err(missing(&here, segment, &keys));
+                    }
+                    entries.entry(segment.as_str()).or_insert_with(empty)
                 }
             };
             here = here.join(segment);
             shape = inner;
         }
-        Ok((tree, shape))
+        Ok((value, shape))
     }
 
     /// Makes room for an item of a list without names.
@@ -295,7 +292,7 @@ impl Document {
         let items = as_list(list);
         let count = items.len();
         match last.parse() {
-            Ok(n) if n <= count => items.insert(n, Tree::Map(Vec::new())),
+            Ok(n) if n <= count => items.insert(n, empty()),
             _ => {
                 let message = format!("a number from 0 to {count} is where it can go");
                 return Err(EditError::new(place, message));
@@ -308,11 +305,11 @@ impl Document {
     /// A mistake with its place.
     pub(super) fn placed(&self, error: ConfigError) -> EditError {
         let mut place = Place::default();
-        let mut tree = Some(&self.tree);
+        let mut value = Some(&self.root);
         let mut rest = error.path.as_str();
         while !rest.is_empty() {
-            let (segment, inner, after) = match tree {
-                Some(Tree::List(items)) if rest.starts_with('[') => {
+            let (segment, inner, after) = match value {
+                Some(Value::Array(items)) if rest.starts_with('[') => {
                     let (number, after) = rest[1..].split_once(']').unwrap_or((&rest[1..], ""));
                     let n = number.parse().unwrap_or(usize::MAX);
                     let name = names(items).into_iter().nth(n);
@@ -322,11 +319,11 @@ impl Document {
                         after,
                     )
                 }
-                Some(Tree::Map(entries)) => key_of(entries, rest.trim_start_matches('.')),
+                Some(Value::Object(entries)) => key_of(entries, rest.trim_start_matches('.')),
                 _ => (rest.to_owned(), None, ""),
             };
             place = place.join(&segment);
-            (tree, rest) = (inner, after);
+            (value, rest) = (inner, after);
         }
         EditError {
             place,
@@ -340,18 +337,12 @@ impl<'a> Found<'a> {
     /// What kind of thing it is.
     #[must_use]
     pub fn kind(self) -> Kind<'a> {
-        self.shape.kind_of(self.tree)
+        self.shape.kind_of(self.value)
     }
 
     /// What stands at a key of an object or at a name of a mapping.
     fn inner(self, segment: &str) -> Option<Self> {
-        let set = match self.tree {
-            Some(Tree::Map(entries)) => {
-                let mut entries = entries.iter();
-                entries.find(|(key, _)| key == segment).map(|(_, v)| v)
-            }
-            _ => None,
-        };
+        let set = self.value.and_then(|value| value.as_object()?.get(segment));
         let shape = match self.kind() {
             Kind::Object(_) => self.shape.key(segment)?,
             Kind::Map(inner) => {
@@ -360,22 +351,22 @@ impl<'a> Found<'a> {
             }
             _ => return None,
         };
-        Some(Self { tree: set, shape })
+        Some(Self { value: set, shape })
     }
 
     /// The objects beneath, by their names: those that are there in their order, and those lists
     /// and objects whose keys have defaults.
     #[must_use]
     pub fn children(self) -> Vec<(String, Found<'a>)> {
-        let mut children: Vec<(String, Found<'a>)> = match self.tree {
-            Some(Tree::Map(entries)) => {
-                let found = |(key, _): &'a (String, Tree)| Some((key.clone(), self.inner(key)?));
-                entries.iter().filter_map(found).collect()
+        let mut children: Vec<(String, Found<'a>)> = match self.value {
+            Some(Value::Object(entries)) => {
+                let found = |key: &String| Some((key.clone(), self.inner(key)?));
+                entries.keys().filter_map(found).collect()
             }
-            Some(Tree::List(items)) => match self.shape.kind() {
+            Some(Value::Array(items)) => match self.shape.kind() {
                 Kind::List(shape) => {
-                    let found = |tree: &'a Tree| Found {
-                        tree: Some(tree),
+                    let found = |value: &'a Value| Found {
+                        value: Some(value),
                         shape,
                     };
                     names(items)
@@ -415,7 +406,7 @@ impl<'a> Found<'a> {
         };
         let found = |key: &'a String| {
             let inner = self.inner(key)?;
-            let is_unset = inner.tree.is_none();
+            let is_unset = inner.value.is_none();
             let description = inner.shape.description().unwrap_or_default();
             is_unset.then(|| (key.clone(), description))
         };
@@ -423,19 +414,24 @@ impl<'a> Found<'a> {
     }
 }
 
+/// An object without a key, which every place takes until its keys are there.
+fn empty() -> Value {
+    Value::Object(Map::new())
+}
+
 /// An item of a list by its name or number, and its name.
 fn item<'a>(list: Found<'a>, segment: &str) -> Option<(String, Found<'a>)> {
     let Kind::List(shape) = list.shape.kind() else {
         return None;
     };
-    let items = items(list.tree);
+    let items = items(list.value);
     let (n, _) = find(items, segment)?;
-    let tree = Some(&items[n]);
-    Some((names(items).swap_remove(n), Found { tree, shape }))
+    let value = Some(&items[n]);
+    Some((names(items).swap_remove(n), Found { value, shape }))
 }
 
 /// A value as it is written on a command line.
-fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Tree> {
+fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Value> {
     let wrong = |expected: &str| {
         Err(EditError::new(
             place,
@@ -443,12 +439,12 @@ fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Tree> {
         ))
     };
     let scalar = |scalar: Scalar, text: &str| match scalar {
-        Scalar::Bool => text.parse().map(Tree::Bool).map_err(|_| "true or false"),
+        Scalar::Bool => text.parse().map(Value::Bool).map_err(|_| "true or false"),
         Scalar::Number => {
-            let number = text.parse().map(Tree::Number);
+            let number = text.parse::<u64>().map(Value::from);
             number.map_err(|_| "a whole number that is not negative")
         }
-        Scalar::Text => Ok(Tree::Text(text.to_owned())),
+        Scalar::Text => Ok(Value::from(text)),
     };
     match shape.kind() {
         Kind::Scalar(kind) => scalar(kind, text).or_else(wrong),
@@ -458,7 +454,7 @@ fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Tree> {
                 .map(str::trim)
                 .filter(|word| !word.is_empty());
             let values: Result<Vec<_>, _> = words.map(|word| scalar(kind, word)).collect();
-            values.map(Tree::List).or_else(wrong)
+            values.map(Value::Array).or_else(wrong)
         }
         Kind::Object(keys) if shape.short_for().is_none() => {
             let keys: Vec<_> = keys.keys().map(String::as_str).collect();
@@ -467,15 +463,15 @@ fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Tree> {
         }
         Kind::Map(_) => Err(EditError::new(place, "this holds objects, which have keys")),
         // A word that stands for an object, or for a list: what it means is checked as a whole.
-        Kind::Object(_) | Kind::List(_) => Ok(in_full(Tree::Text(text.to_owned()), shape)),
+        Kind::Object(_) | Kind::List(_) => Ok(in_full(text.into(), shape)),
     }
 }
 
 /// Objects in the place of scalars that stand for them.
-fn in_full(tree: Tree, shape: Shape<'_>) -> Tree {
-    let kind = shape.kind_of(Some(&tree));
-    match (tree, kind) {
-        (Tree::Map(entries), kind) => {
+fn in_full(value: Value, shape: Shape<'_>) -> Value {
+    let kind = shape.kind_of(Some(&value));
+    match (value, kind) {
+        (Value::Object(entries), kind) => {
             let full = entries.into_iter().map(|(key, value)| {
                 let inner = match kind {
                     Kind::Map(inner) => Some(inner),
@@ -487,24 +483,24 @@ fn in_full(tree: Tree, shape: Shape<'_>) -> Tree {
                 };
                 (key, value)
             });
-            Tree::Map(full.collect())
+            Value::Object(full.collect())
         }
-        (Tree::List(items), Kind::List(inner)) => {
-            Tree::List(items.into_iter().map(|item| in_full(item, inner)).collect())
+        (Value::Array(items), Kind::List(inner)) => {
+            items.into_iter().map(|item| in_full(item, inner)).collect()
         }
-        (Tree::Text(text), Kind::Object(_)) => match shape.short_for() {
-            Some(key) => Tree::Map(vec![(key.to_owned(), Tree::Text(text))]),
-            None => Tree::Text(text),
+        (Value::String(text), Kind::Object(_)) => match shape.short_for() {
+            Some(key) => json!({ key: text }),
+            None => Value::String(text),
         },
-        (tree, _) => tree,
+        (value, _) => value,
     }
 }
 
 /// The key that a path of an error begins with, what stands there, and the path from there.
 fn key_of<'t, 'p>(
-    entries: &'t [(String, Tree)],
+    entries: &'t Map<String, Value>,
     path: &'p str,
-) -> (String, Option<&'t Tree>, &'p str) {
+) -> (String, Option<&'t Value>, &'p str) {
     let ends = |rest: &str| rest.is_empty() || rest.starts_with(['.', '[']);
     let leads = |key: &str| path.strip_prefix(key).filter(|rest| ends(rest));
     let keys = entries.iter().filter(|(key, _)| leads(key).is_some());
@@ -516,8 +512,8 @@ fn key_of<'t, 'p>(
 }
 
 /// What to say where a path does not lead anywhere.
-fn lost(here: &Place, tree: Option<&Tree>, shape: Shape<'_>, segment: &str) -> EditError {
-    match shape.kind_of(tree) {
+fn lost(here: &Place, value: Option<&Value>, shape: Shape<'_>, segment: &str) -> EditError {
+    match shape.kind_of(value) {
         Kind::Object(keys) => {
             let keys: Vec<&str> = keys.keys().map(String::as_str).collect();
             let hint = match nearest(segment, keys.iter().copied()) {
@@ -527,13 +523,11 @@ fn lost(here: &Place, tree: Option<&Tree>, shape: Shape<'_>, segment: &str) -> E
             EditError::new(here, format!("unknown key `{segment}`")).hint(Some(hint))
         }
         Kind::Map(_) => {
-            let keys: Vec<String> = match tree {
-                Some(Tree::Map(entries)) => entries.iter().map(|(key, _)| key.clone()).collect(),
-                _ => Vec::new(),
-            };
+            let entries = value.and_then(Value::as_object).into_iter();
+            let keys: Vec<String> = entries.flat_map(Map::keys).cloned().collect();
             missing(here, segment, &keys)
         }
-        Kind::List(_) => missing(here, segment, &names(items(tree))),
+        Kind::List(_) => missing(here, segment, &names(items(value))),
         Kind::Values(_) | Kind::Scalar(_) => EditError::new(
             here,
             format!("this is a value; there is no `{segment}` beneath it"),
@@ -541,12 +535,16 @@ fn lost(here: &Place, tree: Option<&Tree>, shape: Shape<'_>, segment: &str) -> E
     }
 }
 
-/// Names that are told at most.
-const TOLD: usize = 16;
+/// Names that a message lists at most.
+const MAX_LISTED: usize = 16;
 
 /// What to say where an object is used by others.
 fn in_use(users: &[Place]) -> String {
-    let named: Vec<_> = users.iter().take(TOLD).map(Place::to_string).collect();
+    let named: Vec<_> = users
+        .iter()
+        .take(MAX_LISTED)
+        .map(Place::to_string)
+        .collect();
     let more = match users.len() - named.len() {
         0 => String::new(),
         more => format!(" and {more} more"),
@@ -557,7 +555,7 @@ fn in_use(users: &[Place]) -> String {
 fn missing(here: &Place, segment: &str, there: &[String]) -> EditError {
     let hint = match nearest(segment, there.iter().map(String::as_str)) {
         Some(near) => Some(format!("did you mean `{near}`?")),
-        None if there.is_empty() || there.len() > TOLD => None,
+        None if there.is_empty() || there.len() > MAX_LISTED => None,
         None => Some(format!("there is {}", there.join(", "))),
     };
     EditError::new(here, format!("there is no `{segment}`")).hint(hint)

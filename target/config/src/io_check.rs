@@ -1,12 +1,10 @@
-//! The limits of a backend or an access rule, read and written.
+//! The limits of a backend or an access rule, checked.
 
 use std::time::Duration;
 
-use super::io_limits::{BURST, IoLimits, MAX_WAIT};
-use super::mapping::{Map, size};
+use super::io_limits::{IoLimits, MAX_WAIT};
 use super::mistake::{Checked, Mistake};
 use super::raw;
-use super::tree::Tree;
 use super::yaml::Located;
 
 /// The longest time for which a rate may be saved up.
@@ -53,28 +51,6 @@ pub(super) fn note(place: &str, limits: &IoLimits, longest: u32) -> Option<Strin
              behind it for longer than initiators may",
             longest >> 20
         )
-    })
-}
-
-pub(super) fn write(limits: &IoLimits) -> Tree {
-    let mut map = Map::default();
-    let rate = |rate: Option<u64>| rate.map(Tree::Number);
-    map.set("iops", rate(limits.iops));
-    map.set("read_iops", rate(limits.read_iops));
-    map.set("write_iops", rate(limits.write_iops));
-    map.set("bandwidth", limits.bandwidth.map(size));
-    map.set("read_bandwidth", limits.read_bandwidth.map(size));
-    map.set("write_bandwidth", limits.write_bandwidth.map(size));
-    let is_other = limits.burst != BURST;
-    map.set("burst", is_other.then(|| span(limits.burst)));
-    map.tree()
-}
-
-fn span(time: Duration) -> Tree {
-    let millis = time.as_millis();
-    Tree::Text(match millis.is_multiple_of(1000) {
-        true => format!("{}s", millis / 1000),
-        false => format!("{millis}ms"),
     })
 }
 

@@ -1,19 +1,18 @@
 //! Items of lists by their names: what [`Place`](super::Place) calls them.
 
+use serde_json::{Map, Value, json};
+
+use super::Place;
 use super::shape::Shape;
-use super::{Place, Tree};
 
 /// The items of a list; none of anything else.
-pub(super) fn items(tree: Option<&Tree>) -> &[Tree] {
-    match tree {
-        Some(Tree::List(items)) => items,
-        _ => &[],
-    }
+pub(super) fn items(value: Option<&Value>) -> &[Value] {
+    value.and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
 /// What the items of a list are called: their names if all have one that can stand in a path and
 /// no two are alike, else their numbers.
-pub(super) fn names(items: &[Tree]) -> Vec<String> {
+pub(super) fn names(items: &[Value]) -> Vec<String> {
     let named: Option<Vec<String>> = items.iter().map(|item| name_of(item, ':')).collect();
     let is_good = |names: &Vec<String>| {
         let mut all = names.iter().enumerate();
@@ -25,7 +24,7 @@ pub(super) fn names(items: &[Tree]) -> Vec<String> {
 
 /// The number of an item, and whether only that was said. A portal may go without its port where no other
 /// has its protocol and address; a name may end like a port, and is meant only in full.
-pub(super) fn find(items: &[Tree], segment: &str) -> Option<(usize, bool)> {
+pub(super) fn find(items: &[Value], segment: &str) -> Option<(usize, bool)> {
     let names = names(items);
     let named = |n: usize| (n, names[n].parse::<usize>().is_ok());
     if let Some(n) = names.iter().position(|name| name == segment) {
@@ -45,8 +44,8 @@ pub(super) fn find(items: &[Tree], segment: &str) -> Option<(usize, bool)> {
 }
 
 /// Whether an item is not known by a name of its own.
-fn is_nameless(item: &Tree) -> bool {
-    child(item, "name").is_none()
+fn is_nameless(item: &Value) -> bool {
+    item.get("name").is_none()
 }
 
 /// Whether the items of a list have names.
@@ -55,91 +54,69 @@ pub(super) fn has_names(item: Shape<'_>) -> bool {
 }
 
 /// Puts a further item of this name or number at the end of a list; its number.
-pub(super) fn push(items: &mut Vec<Tree>, item: Shape<'_>, segment: &str) -> Result<usize, String> {
+pub(super) fn push(
+    items: &mut Vec<Value>,
+    item: Shape<'_>,
+    segment: &str,
+) -> Result<usize, String> {
     let count = items.len();
-    let text = |key: &str, text: &str| (key.to_owned(), Tree::Text(text.to_owned()));
-    let entries = if segment.parse::<usize>() == Ok(count) {
-        Vec::new()
+    let item = if segment.parse::<usize>() == Ok(count) {
+        json!({})
     } else if item.key("name").is_some() {
-        vec![text("name", segment)]
+        json!({ "name": segment })
     } else if item.key("listen").is_some()
         && let Some((protocol, listen)) = segment.split_once(':')
     {
-        vec![text("protocol", protocol), text("listen", listen)]
+        json!({ "protocol": protocol, "listen": listen })
     } else {
         return Err(format!("a further one has the number {count}"));
     };
-    items.push(Tree::Map(entries));
+    items.push(item);
     Ok(count)
 }
 
 /// The logical units of targets that are on a backend.
-pub(super) fn users(root: &Tree, backend: &str) -> Vec<Place> {
+pub(super) fn users(root: &Value, backend: &str) -> Vec<Place> {
     let targets = Place::default().join("targets");
-    let Some(list) = child(root, "targets") else {
-        return Vec::new();
-    };
-    let list = items(Some(list));
+    let list = items(root.get("targets"));
     let mut users = Vec::new();
     for (name, target) in names(list).iter().zip(list) {
         let luns = targets.join(name).join("luns");
-        let Some(Tree::Map(entries)) = child(target, "luns") else {
+        let Some(Value::Object(entries)) = target.get("luns") else {
             continue;
         };
-        let is_user = |lun: &Tree| {
-            let named = child(lun, "backend").unwrap_or(lun);
-            matches!(named, Tree::Text(name) if name == backend)
-        };
+        let is_user = |lun: &Value| lun.get("backend").unwrap_or(lun) == backend;
         let entries = entries.iter().filter(|(_, lun)| is_user(lun));
         users.extend(entries.map(|(number, _)| luns.join(number)));
     }
     users
 }
 
-/// What a key of a mapping is set to.
-fn child<'t>(tree: &'t Tree, wanted: &str) -> Option<&'t Tree> {
-    let Tree::Map(entries) = tree else {
-        return None;
-    };
-    let mut entries = entries.iter();
-    entries
-        .find(|(key, _)| key == wanted)
-        .map(|(_, value)| value)
-}
-
 /// The entries of a mapping, which it is made if it is none.
-pub(super) fn as_map(tree: &mut Tree) -> &mut Vec<(String, Tree)> {
-    if !matches!(tree, Tree::Map(_)) {
-        *tree = Tree::Map(Vec::new());
+pub(super) fn as_map(value: &mut Value) -> &mut Map<String, Value> {
+    if !value.is_object() {
+        *value = Value::Object(Map::new());
     }
-    match tree {
-        Tree::Map(entries) => entries,
+    match value {
+        Value::Object(entries) => entries,
         _ => unreachable!("made one above"),
     }
 }
 
 /// The items of a list, which it is made if it is none.
-pub(super) fn as_list(tree: &mut Tree) -> &mut Vec<Tree> {
-    if !matches!(tree, Tree::List(_)) {
-        *tree = Tree::List(Vec::new());
+pub(super) fn as_list(value: &mut Value) -> &mut Vec<Value> {
+    if !value.is_array() {
+        *value = Value::Array(Vec::new());
     }
-    match tree {
-        Tree::List(items) => items,
+    match value {
+        Value::Array(items) => items,
         _ => unreachable!("made one above"),
     }
 }
 
 /// What an item of a list is known by: its name, or protocol and address with something between.
-pub(super) fn name_of(item: &Tree, joint: char) -> Option<String> {
-    let Tree::Map(entries) = item else {
-        return None;
-    };
-    let text = |wanted: &str| {
-        entries.iter().find_map(|(key, value)| match value {
-            Tree::Text(text) if key == wanted => Some(text.as_str()),
-            _ => None,
-        })
-    };
+pub(super) fn name_of(item: &Value, joint: char) -> Option<String> {
+    let text = |wanted: &str| item.get(wanted)?.as_str();
     let portal = || Some(format!("{}{joint}{}", text("protocol")?, text("listen")?));
     text("name").map(str::to_owned).or_else(portal)
 }

@@ -8,11 +8,12 @@
 //! # Modules
 //! - `model`: [`Config`] and its parts, as the rest of the daemon sees them; `source`: what
 //!   backends are made of; `io_limits`: the limits of backends and initiators, which `io_check`
-//!   reads and writes; `listen`: the addresses of portals.
+//!   checks; `listen`: the addresses of portals.
 //! - `raw`: the schema as it is written, before anything is compared with anything: each key with
 //!   its description, default and limits, once; `bounded`: numbers and sizes with limits.
 //! - `parse`, `check`, `mistake`: from `raw` to `model`: ranges, references, duplicates.
-//! - `write`, `mapping`, `tree`: back to a file's words. `diff`: the differences of two files.
+//! - `to_raw`: from `model` back to `raw`. `show`: from there to JSON and YAML, which
+//!   [`Config::to_value`] and [`Config::to_yaml`] give. `diff`: the differences of two files.
 //! - `schema`: its JSON Schema, for editors. `shape`: the same, as a question about one place.
 //! - `edit`: [`Document`]: objects of a configuration, by their [`Place`] (`place`, `items`).
 //! - `patch`: [`Patch`], a change as JSON.
@@ -40,7 +41,6 @@ mod io_check;
 mod io_limits;
 mod items;
 mod listen;
-mod mapping;
 mod mistake;
 mod model;
 pub mod mounts;
@@ -50,10 +50,10 @@ mod place;
 mod raw;
 mod schema;
 mod shape;
+mod show;
 mod source;
-mod tree;
+mod to_raw;
 mod value;
-mod write;
 mod yaml;
 
 pub use diff::{Difference, diff};
@@ -72,8 +72,8 @@ pub use patch::Patch;
 pub use place::Place;
 pub use schema::schema;
 pub use shape::{Kind, Scalar, Shape};
+pub use show::{masked, to_yaml};
 pub use source::{Direct, Source, Spec};
-pub use tree::Tree;
 pub use value::{Guid, InitiatorId, Net, Percent};
 
 #[cfg(test)]

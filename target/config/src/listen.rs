@@ -163,6 +163,29 @@ impl Written {
     }
 }
 
+impl fmt::Display for Written {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.port, self.host) {
+            (Some(port), _) => self.with_port(port).fmt(f),
+            (None, Host::Address(ip)) => ip.fmt(f),
+            (None, Host::Wildcard(Wildcard::V4)) => Ipv4Addr::UNSPECIFIED.fmt(f),
+            (None, Host::Wildcard(Wildcard::V6 | Wildcard::All)) => Ipv6Addr::UNSPECIFIED.fmt(f),
+            (None, Host::Wildcard(Wildcard::Interface(name))) => name.fmt(f),
+        }
+    }
+}
+
+impl From<Listen> for Written {
+    fn from(listen: Listen) -> Self {
+        let host = match listen {
+            Listen::At(at) => Host::Address(at.ip()),
+            Listen::Wildcard(wildcard, _) => Host::Wildcard(wildcard),
+        };
+        let port = Some(listen.port());
+        Self { host, port }
+    }
+}
+
 impl FromStr for Written {
     type Err = String;
 

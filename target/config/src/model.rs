@@ -1,4 +1,5 @@
-//! [`Config`] and its parts: checked, complete, and free of anything YAML.
+//! [`Config`] and its parts: checked and complete. Choices between words are those of the file, with
+//! the descriptions of its schema; all else is free of anything YAML.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,6 +14,8 @@ use riser_scsi::config as scsi;
 use riser_scsi::data::designator::Naa;
 use riser_scsi::iscsi::chap::{Algorithm, Credentials};
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use super::identity::HostId;
 use super::io_limits::IoLimits;
@@ -474,13 +477,16 @@ impl Rule {
 }
 
 /// A storage protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize, Serialize, JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
 pub enum Protocol {
     /// SCSI RDMA Protocol.
     Srp,
-    /// iSCSI on TCP.
+    /// iSCSI over TCP.
     Iscsi,
-    /// iSCSI on RDMA.
+    /// iSCSI over RDMA.
     Iser,
 }
 
@@ -657,12 +663,14 @@ pub const WINDOW: u32 = 1 << 20;
 /// three seconds.
 pub const DATA_OUT_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How the network is reached.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// RDMA devices of the portals.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
 pub enum Provider {
-    /// Our software NIC over UDP.
+    /// The software NIC, over UDP.
+    #[default]
     Roce,
-    /// The host's RDMA devices, real ones or `rdma_rxe`, through libibverbs and librdmacm.
+    /// The host's RDMA devices, through rdma-core.
     RdmaCore,
     /// An RDMA device where the address belongs to one, else the software NIC.
     Auto,
@@ -723,10 +731,12 @@ pub struct Log {
 }
 
 /// The form of the log.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
 pub enum LogFormat {
     /// Lines for people.
+    #[default]
     Text,
-    /// One JSON object per line.
+    /// One JSON object a line.
     Json,
 }

@@ -1,7 +1,7 @@
 //! [`Patch`]: a change of a configuration as JSON.
 
 use json_patch::PatchOperation;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::edit::{Document, EditError};
 use super::{Config, Place};
@@ -13,7 +13,7 @@ const MAX_DEPTH: usize = 128;
 /// Bytes that the operations of a patch copy together, at most: each could double the document.
 const MAX_COPIED: usize = 16 << 20;
 
-/// A change of a configuration, which goes by the JSON that [`Config::to_tree`] gives.
+/// A change of a configuration, which goes by the JSON that [`Config::to_value`] gives.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Patch {
     /// Values that take the place of those there are, where null takes one away (JSON Merge Patch,
@@ -51,11 +51,13 @@ impl Patch {
     pub fn apply(&self, config: &Config) -> Result<Config, EditError> {
         let top = Place::default();
         let wrong = |message: String| EditError::new(&top, message);
-        let mut json = serde_json::to_value(config.to_tree()).map_err(|e| wrong(e.to_string()))?;
+        let before = config.to_value();
+        let mut json = before.clone();
         match self {
             Self::Merge(patch) => json_patch::merge(&mut json, patch),
             Self::Operations(operations) => operate(&mut json, operations).map_err(wrong)?,
         }
+        restore_order(&before, &mut json);
         Config::parse(&yaml_of(&json), "configuration")
             .map_err(|error| Document::of(&json).placed(error))
     }
@@ -133,6 +135,23 @@ fn extent(value: &Value) -> (usize, usize) {
     }
 }
 
+/// Puts keys that were there before back into their order. The library moves the last key of an
+/// object to the place of one that it takes away, and backends have the order of the file.
+fn restore_order(before: &Value, after: &mut Value) {
+    let (Value::Object(before), Value::Object(after)) = (before, after) else {
+        return;
+    };
+    let mut ordered = Map::new();
+    for (key, before) in before {
+        if let Some(mut value) = after.shift_remove(key) {
+            restore_order(before, &mut value);
+            ordered.insert(key.clone(), value);
+        }
+    }
+    ordered.append(after);
+    *after = ordered;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -162,6 +181,26 @@ limits: { queue_depth: 7 }
             .replace("serial: B", "read_only: true")
             .replace("queue_depth: 7", "");
         assert_eq!(config, Config::parse(&expected, "test.yaml").unwrap());
+    }
+
+    #[test]
+    fn backends_keep_their_order() {
+        let text = "targets: []\nbackends:\n".to_owned();
+        let names = ["d", "a", "c", "b"];
+        let line = |name: &&str| format!("  {name}: {{ kind: ram, size: 1MiB }}\n");
+        let text = text + &names.iter().map(line).collect::<String>();
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        let merge = r#"{ "backends": { "d": null, "e": { "kind": "ram", "size": 4096 } } }"#;
+        let remove = r#"[{ "op": "remove", "path": "/backends/d" }]"#;
+        for (kind, patch, expected) in [
+            (Patch::MERGE, merge, &["a", "c", "b", "e"] as &[&str]),
+            (Patch::OPERATIONS, remove, &["a", "c", "b"]),
+        ] {
+            let patch = Patch::parse(kind, patch).unwrap().unwrap();
+            let after = patch.apply(&config).unwrap();
+            let names: Vec<_> = after.backends.iter().map(|b| b.name.as_str()).collect();
+            assert_eq!(names, expected);
+        }
     }
 
     #[test]

@@ -5,21 +5,32 @@
 //! empty line says more), its type, its default and its limits. What the type does not say stands
 //! in the schema's own words beside it: `default`, `x-unit` and `x-limits` (see
 //! [`schema`](super::schema())).
+//!
+//! The same declarations are written, in the order of the fields. Keys without a value are dropped
+//! by [`Config::to_value`](super::Config::to_value), so only keys whose default is not `None` say
+//! here when they are left out; so do those of [`Limits`], or the schema would show null for their
+//! defaults, which their types have.
 
 use std::fmt;
 
 use schemars::JsonSchema;
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::bounded::{Bytes, NO_DEFAULT, Number};
 use super::listen::Written as Listen;
-use super::model::{DATA_OUT_TIMEOUT, MAX_SESSIONS};
+use super::model::{DATA_OUT_TIMEOUT, LogFormat, MAX_SESSIONS, Protocol, Provider};
+use super::source::Direct;
 use super::value::{Count, Guid, InitiatorId, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
+/// Whether a key has its default, which a file leaves out.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
 /// A configuration of riserd.
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Root {
     /// Text from which serial numbers, world-wide names and GUIDs that are not set are derived.
@@ -32,41 +43,42 @@ pub(super) struct Root {
     ///
     /// By default a backend that cannot be opened, or an address that cannot be listened on, is
     /// reported and tried again, and the rest is served.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
+    #[schemars(extend("default" = false))]
     pub(super) strict: bool,
     /// Backends: the places of the bytes of disks, by names of your own.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(super) backends: Entries<String, Located<Backend>>,
     /// Targets: the disks that are served, and the addresses at which they are.
     pub(super) targets: Option<Vec<Located<Target>>>,
-    /// Worker threads.
-    #[serde(default)]
-    pub(super) workers: Workers,
-    /// Bounds on sessions and memory.
-    #[serde(default)]
-    pub(super) limits: Limits,
-    /// The network.
-    #[serde(default)]
-    pub(super) transport: Transport,
-    /// The log.
-    #[serde(default)]
-    pub(super) log: Log,
     /// Credentials that initiators need for discovery sessions over iSCSI.
     ///
     /// By default they need none.
     pub(super) discovery_chap: Option<Located<Chap>>,
+    /// Worker threads.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(super) workers: Workers,
+    /// Bounds on sessions and memory.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(super) limits: Limits,
+    /// The network.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(super) transport: Transport,
     /// The admin API.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub(super) admin: Admin,
     /// The directory for what the daemon keeps over restarts.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub(super) state: State,
     /// Metrics and the status page.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub(super) metrics: Metrics,
+    /// The log.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(super) log: Log,
 }
 
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Admin {
     /// Path of the admin socket, or `none`.
@@ -77,7 +89,7 @@ pub(super) struct Admin {
     pub(super) socket: Option<Located<String>>,
 }
 
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Metrics {
     /// TCP address and port for metrics and the status page, such as 127.0.0.1:9909.
@@ -88,11 +100,12 @@ pub(super) struct Metrics {
     /// Allow an address that other hosts reach.
     ///
     /// No password protects it: every host that reaches it sees names, addresses and numbers.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
+    #[schemars(extend("default" = false))]
     pub(super) remote: bool,
 }
 
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct State {
     /// Directory for applied configurations, reservations and failed flushes, or `none`.
@@ -102,7 +115,7 @@ pub(super) struct State {
     pub(super) directory: Option<Located<String>>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Kind {
     /// A file.
@@ -115,18 +128,7 @@ pub(super) enum Kind {
     Null,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Direct {
-    /// Where the file system and the block size allow it.
-    Auto,
-    /// Always; a backend where that is not possible is not opened.
-    On,
-    /// Never.
-    Off,
-}
-
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Backend {
     /// The medium.
@@ -201,7 +203,7 @@ pub(super) type Iops = Number<1, 1_000_000_000, NO_DEFAULT>;
 pub(super) type Bandwidth = Bytes<4096, { 1 << 50 }, 1, NO_DEFAULT>;
 
 /// Limits on a rate. A key that is not given limits nothing.
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct IoLimits {
     /// Commands that read or write.
@@ -227,35 +229,35 @@ pub(super) struct IoLimits {
     pub(super) burst: Option<Located<Span>>,
 }
 
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Target {
     /// Name of your own, by which the commands of riserd know the target.
     #[schemars(extend("x-limits" = "1 to 64 letters, digits, and - _ . :"))]
     pub(super) name: Located<String>,
-    /// Addresses at which it listens; at least one.
-    pub(super) portals: Located<Vec<Portal>>,
-    /// Disks, by logical unit number: the name of a backend, or a mapping.
-    #[serde(default)]
-    #[schemars(extend("x-limits" = "numbers from 0 to 16383"))]
-    pub(super) luns: Entries<u64, Located<Lun>>,
-    /// Initiators that may use it: `open` for all, or a list of rules, of which the first that
-    /// matches decides.
-    ///
-    /// By default there is no rule, and no initiator may log in.
-    #[serde(default)]
-    pub(super) access: Access,
     /// iSCSI name, which iSCSI and iSER portals need.
     ///
     /// By default the target's name, if that is an iSCSI name.
     pub(super) iqn: Option<Located<String>>,
+    /// Addresses at which it listens; at least one.
+    pub(super) portals: Located<Vec<Portal>>,
+    /// Disks, by logical unit number: the name of a backend, or a mapping.
+    #[serde(default, skip_serializing_if = "Entries::is_empty")]
+    #[schemars(extend("x-limits" = "numbers from 0 to 16383"))]
+    pub(super) luns: Entries<u64, Located<Lun>>,
     /// Credentials that iSCSI initiators need.
     ///
     /// By default they need none.
     pub(super) chap: Option<Located<Chap>>,
+    /// Initiators that may use it: `open` for all, or a list of rules, of which the first that
+    /// matches decides.
+    ///
+    /// By default there is no rule, and no initiator may log in.
+    #[serde(default, skip_serializing_if = "Access::is_none")]
+    pub(super) access: Access,
 }
 
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Chap {
     /// Names and secrets that are accepted; at least one.
@@ -267,7 +269,7 @@ pub(super) struct Chap {
     pub(super) algorithms: Option<Located<Vec<Located<String>>>>,
 }
 
-#[derive(Deserialize, JsonSchema)]
+#[derive(Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ChapUser {
     /// CHAP name.
@@ -293,18 +295,7 @@ impl fmt::Debug for ChapUser {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Protocol {
-    /// SCSI RDMA Protocol.
-    Srp,
-    /// iSCSI over TCP.
-    Iscsi,
-    /// iSCSI over RDMA.
-    Iser,
-}
-
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Portal {
     /// Protocol.
@@ -314,14 +305,14 @@ pub(super) struct Portal {
     ///
     /// By default the port is 5555 for SRP, and 3260 for iSCSI and iSER.
     pub(super) listen: Located<Listen>,
-    /// Service GUID of an SRP portal.
-    ///
-    /// By default the `ioc_guid`.
-    pub(super) service_guid: Option<Guid>,
     /// I/O controller GUID of an SRP portal.
     ///
     /// By default derived from `identity` and the target's name.
     pub(super) ioc_guid: Option<Guid>,
+    /// Service GUID of an SRP portal.
+    ///
+    /// By default the `ioc_guid`.
+    pub(super) service_guid: Option<Guid>,
     /// Identifier extension of an SRP portal.
     ///
     /// By default the `ioc_guid`.
@@ -330,13 +321,14 @@ pub(super) struct Portal {
     pub(super) redirect: Option<Located<Redirect>>,
 }
 
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Redirect {
     /// An address or host name, and a port if it is not 3260.
     pub(super) to: String,
     /// Ask initiators to remember it.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
+    #[schemars(extend("default" = false))]
     pub(super) permanent: bool,
 }
 
@@ -347,14 +339,29 @@ pub(super) struct Lun {
     pub(super) read_only: bool,
 }
 
-#[derive(Deserialize, JsonSchema)]
+#[derive(Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct LunMapping {
     /// Name of a backend.
     backend: String,
     /// Refuse writes through this number.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
+    #[schemars(extend("default" = false))]
     read_only: bool,
+}
+
+/// The name of a backend alone, where that says it all.
+impl Serialize for Lun {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if !self.read_only {
+            return serializer.serialize_str(&self.backend);
+        }
+        let mapping = LunMapping {
+            backend: self.backend.clone(),
+            read_only: self.read_only,
+        };
+        mapping.serialize(serializer)
+    }
 }
 
 impl<'de> Deserialize<'de> for Lun {
@@ -401,7 +408,26 @@ impl Default for Access {
     }
 }
 
-#[derive(Debug, Deserialize, JsonSchema)]
+impl Access {
+    /// The word in the place of rules.
+    const OPEN: &str = "open";
+
+    /// Whether there is no rule, which is the default.
+    fn is_none(&self) -> bool {
+        matches!(self, Self::Rules(rules) if rules.is_empty())
+    }
+}
+
+impl Serialize for Access {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Open => serializer.serialize_str(Self::OPEN),
+            Self::Rules(rules) => rules.serialize(serializer),
+        }
+    }
+}
+
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Rule {
     /// SRP initiator: its GUID, or its whole port identifier.
@@ -425,7 +451,8 @@ pub(super) struct Rule {
 }
 
 /// A list of numbers, or units by numbers.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
 pub(super) enum RuleLuns {
     Mask(Vec<Located<u64>>),
     Map(Entries<u64, Located<Lun>>),
@@ -470,7 +497,7 @@ impl<'de> Deserialize<'de> for Access {
 
             fn visit_str<E: de::Error>(self, word: &str) -> Result<Access, E> {
                 match word {
-                    "open" => Ok(Access::Open),
+                    Access::OPEN => Ok(Access::Open),
                     _ => Err(E::invalid_value(de::Unexpected::Str(word), &self)),
                 }
             }
@@ -488,7 +515,7 @@ impl<'de> Deserialize<'de> for Access {
     }
 }
 
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Workers {
     /// Number of workers, or `auto`: one for each core, or for each CPU listed.
@@ -504,31 +531,41 @@ pub(super) struct Workers {
 /// Number of a CPU.
 pub(super) type Cpu = Number<0, 1023, NO_DEFAULT>;
 
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Limits {
     /// Sessions at once.
+    #[serde(skip_serializing_if = "is_default")]
     pub(super) max_sessions: Number<1, { MAX_SESSIONS as u64 }, 256>,
     /// Sessions at once from one address; at most `max_sessions`.
+    #[serde(skip_serializing_if = "is_default")]
     pub(super) sessions_per_address: Option<Located<SessionsPerAddress>>,
     /// Channels of one SRP session.
+    #[serde(skip_serializing_if = "is_default")]
     pub(super) channels_per_session: Number<1, 256, 8>,
     /// Connections of one iSCSI session over TCP.
+    #[serde(skip_serializing_if = "is_default")]
     pub(super) connections_per_session: Number<1, 8, 1>,
     /// Highest error recovery level of iSCSI over TCP.
+    #[serde(skip_serializing_if = "is_default")]
     pub(super) error_recovery_level: Number<0, 2, 0>,
     /// Commands at once on one channel or session.
+    #[serde(skip_serializing_if = "is_default")]
     pub(super) queue_depth: Number<1, 4096, 128>,
     /// Longest information unit of SRP.
+    #[serde(skip_serializing_if = "is_default")]
     #[schemars(extend("x-unit" = "bytes"))]
     pub(super) max_iu_size: Number<256, 65_536, 8260>,
     /// Longest transfer of one command, of which 1 MiB at most is in memory at a time.
+    #[serde(skip_serializing_if = "is_default")]
     #[schemars(extend("x-unit" = "bytes"))]
     pub(super) max_transfer: Option<Located<MaxTransfer>>,
     /// Data buffers of each worker: at least what two commands need.
+    #[serde(skip_serializing_if = "is_default")]
     #[schemars(extend("x-unit" = "MiB"))]
     pub(super) buffer_pool_mib: Option<Located<BufferPool>>,
     /// Time that an initiator may take to send data that it was asked for.
+    #[serde(skip_serializing_if = "is_default")]
     #[schemars(extend("x-unit" = "seconds"))]
     pub(super) data_out_timeout: Number<1, 3600, { DATA_OUT_TIMEOUT.as_secs() }>,
 }
@@ -542,18 +579,7 @@ pub(super) type MaxTransfer = Bytes<{ 64 << 10 }, { 32 << 20 }, 4096, { 32 << 20
 /// Data buffers of a worker, in MiB.
 pub(super) type BufferPool = Number<1, 65_536, 64>;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Provider {
-    /// The software NIC, over UDP.
-    Roce,
-    /// The host's RDMA devices, through rdma-core.
-    RdmaCore,
-    /// An RDMA device where the address belongs to one, else the software NIC.
-    Auto,
-}
-
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Transport {
     /// RDMA devices of the portals.
@@ -570,7 +596,7 @@ pub(super) struct Transport {
     pub(super) faults: Option<Faults>,
 }
 
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Faults {
     /// Packets lost.
@@ -593,16 +619,7 @@ pub(super) struct Faults {
     pub(super) seed: Option<u64>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum LogFormat {
-    /// Lines for people.
-    Text,
-    /// One JSON object a line.
-    Json,
-}
-
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Log {
     /// Level such as `info`, or levels by module such as `info,riser_target=debug`.

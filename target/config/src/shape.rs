@@ -3,8 +3,6 @@
 
 use serde_json::{Map, Value};
 
-use super::Tree;
-
 /// What may stand at a place of a configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape<'s> {
@@ -87,9 +85,9 @@ impl<'s> Shape<'s> {
     /// What stands here, where there is this: some places take scalars in order, or objects by
     /// names.
     #[must_use]
-    pub fn kind_of(self, tree: Option<&Tree>) -> Kind<'s> {
+    pub fn kind_of(self, value: Option<&Value>) -> Kind<'s> {
         let kind = self.kind();
-        let (Kind::Values(_), Some(Tree::Map(_))) = (kind, tree) else {
+        let (Kind::Values(_), Some(Value::Object(_))) = (kind, value) else {
             return kind;
         };
         let ways = self.ways();
@@ -261,10 +259,10 @@ mod tests {
                 _ => shape.key(key).unwrap(),
             };
         }
-        for tree in [None, Some(&Tree::List(Vec::new()))] {
-            assert!(matches!(shape.kind_of(tree), Kind::Values(Scalar::Number)));
+        for value in [None, Some(&Value::Array(Vec::new()))] {
+            assert!(matches!(shape.kind_of(value), Kind::Values(Scalar::Number)));
         }
-        let Kind::Map(lun) = shape.kind_of(Some(&Tree::Map(Vec::new()))) else {
+        let Kind::Map(lun) = shape.kind_of(Some(&Value::Object(Map::new()))) else {
             panic!("no units by number");
         };
         assert_eq!(lun.short_for(), Some("backend"));

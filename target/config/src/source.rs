@@ -3,15 +3,19 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
 use crate::faults::Faults;
 
-/// Whether to bypass the page cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// Bypass of the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
 pub enum Direct {
     /// Where the file system and the block size allow it.
     #[default]
     Auto,
-    /// Always; opening fails where it cannot be.
+    /// Always; a backend where that is not possible is not opened.
     On,
     /// Never.
     Off,

@@ -5,11 +5,11 @@ use std::net::IpAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::listen::Written as Listen;
 
-/// Makes a type readable from a YAML scalar through its `FromStr`, whose error is the message.
+/// Makes types readable from a YAML scalar through their `FromStr`, whose error is the message.
 macro_rules! from_text {
     ($($name:ident),*) => {$(
         impl<'de> Deserialize<'de> for $name {
@@ -21,8 +21,21 @@ macro_rules! from_text {
     )*};
 }
 
-from_text!(
-    Size,
+/// The same for types that are written as text, through their `Display`.
+macro_rules! text {
+    ($($name:ident),*) => {
+        from_text!($($name),*);
+        $(
+            impl Serialize for $name {
+                fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                    serializer.collect_str(self)
+                }
+            }
+        )*
+    };
+}
+
+text!(
     Span,
     OnOff,
     Guid,
@@ -30,13 +43,35 @@ from_text!(
     Net,
     Percent,
     Listen,
-    Count,
     NaaText
 );
+from_text!(Size, Count);
 
 /// A number of bytes: `1048576`, `512KiB`, `1.5 GiB`, `2TB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Size(pub(super) u64);
+
+/// Bytes in the largest unit that has no fraction.
+pub(super) fn size_text(bytes: u64) -> String {
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let mut whole = units
+        .iter()
+        .filter(|(shift, _)| bytes != 0 && bytes.is_multiple_of(1 << shift));
+    match whole.next() {
+        Some((shift, unit)) => format!("{}{unit}", bytes >> shift),
+        None => bytes.to_string(),
+    }
+}
+
+/// As [`size_text`], and a number where there is no unit.
+impl Serialize for Size {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 != 0 && self.0.is_multiple_of(1 << 10) {
+            true => serializer.serialize_str(&size_text(self.0)),
+            false => serializer.serialize_u64(self.0),
+        }
+    }
+}
 
 impl FromStr for Size {
     type Err = String;
@@ -84,6 +119,16 @@ impl FromStr for Size {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Span(pub(super) Duration);
 
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let millis = self.0.as_millis();
+        match millis.is_multiple_of(1000) {
+            true => write!(f, "{}s", millis / 1000),
+            false => write!(f, "{millis}ms"),
+        }
+    }
+}
+
 impl FromStr for Span {
     type Err = String;
 
@@ -106,6 +151,12 @@ impl FromStr for Span {
 /// `on` or `off`; `true` and `false` will do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct OnOff(pub(super) bool);
+
+impl fmt::Display for OnOff {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0 { "on" } else { "off" })
+    }
+}
 
 impl FromStr for OnOff {
     type Err = String;
@@ -283,6 +334,12 @@ impl Percent {
     }
 }
 
+impl From<u8> for Percent {
+    fn from(percent: u8) -> Self {
+        Self(percent.into())
+    }
+}
+
 impl fmt::Display for Percent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}%", self.0)
@@ -307,6 +364,15 @@ impl FromStr for Percent {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Count(pub(super) Option<u32>);
 
+impl Serialize for Count {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            None => serializer.serialize_str("auto"),
+            Some(number) => serializer.serialize_u32(number),
+        }
+    }
+}
+
 impl FromStr for Count {
     type Err = String;
 
@@ -323,6 +389,13 @@ impl FromStr for Count {
 /// A NAA designator: 16 digits that begin with 3, or 32 that begin with 6 (SPC-4 7.8.6.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NaaText(pub(super) riser_scsi::data::designator::Naa);
+
+impl fmt::Display for NaaText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = self.0.bytes();
+        bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
 
 impl FromStr for NaaText {
     type Err = String;
@@ -432,8 +505,7 @@ mod tests {
             [0x31, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef]
         );
         let long = "6123456789abcdef0123456789abcdef";
-        let hex: String = bytes(long).iter().map(|b| format!("{b:02x}")).collect();
-        assert_eq!(hex, long);
+        assert_eq!(long.parse::<NaaText>().unwrap().to_string(), long);
         assert!("5123456789abcdef".parse::<NaaText>().is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! The one place that knows the YAML library: reading with positions, and its errors in our words.
 
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use serde_path_to_error::Segment;
 use serde_saphyr::{Error, MessageFormatter, Options};
 
@@ -14,11 +14,25 @@ pub(super) struct At {
     pub(super) column: u64,
 }
 
-/// A value and where it stands.
-#[derive(Debug, Clone)]
+/// A value and where it stands, of which only the value is written.
+#[derive(Debug, Clone, PartialEq)]
 pub(super) struct Located<T> {
     pub(super) value: T,
     pub(super) at: At,
+}
+
+/// A value that is to be written and stands nowhere yet.
+impl<T> From<T> for Located<T> {
+    fn from(value: T) -> Self {
+        let at = At::default();
+        Self { value, at }
+    }
+}
+
+impl<T: Serialize> Serialize for Located<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.value.serialize(serializer)
+    }
 }
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Located<T> {
@@ -41,6 +55,18 @@ pub(super) struct Entries<K, V>(pub(super) Vec<(K, V)>);
 impl<K, V> Default for Entries<K, V> {
     fn default() -> Self {
         Self(Vec::new())
+    }
+}
+
+impl<K, V> Entries<K, V> {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl<K: Serialize, V: Serialize> Serialize for Entries<K, V> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(key, value)| (key, value)))
     }
 }
 

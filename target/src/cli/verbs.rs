@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::ask::{Ask, Output, show};
 use super::{Failure, print};
-use crate::config::{Config, Document, EditError, Place, Tree};
+use crate::config::{Config, Document, EditError, Place, masked, to_yaml};
 use crate::control::objects::{self, Facts};
 use crate::control::report;
 
@@ -121,11 +121,11 @@ pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
         Verb::Get { path, ask } => {
             let document = Document::new(&configuration(&ask)?.0);
             let found = document.at(&path)?;
-            let Some(tree) = found.tree else {
+            let Some(value) = found.value else {
                 return unset(out, &ask, &path, found.shape.is_structured());
             };
             let last = path.segments().last().map_or("", String::as_str);
-            show(out, ask.output, &tree.clone().masked(last), text_of)
+            show(out, ask.output, &masked(value, last), text_of)
         }
         Verb::Info { path, ask } => {
             let facts = facts(&ask)?;
@@ -158,10 +158,10 @@ fn unset(out: &mut dyn Write, ask: &Ask, path: &Place, is_object: bool) -> Resul
 }
 
 /// A value for people.
-fn text_of(tree: &Tree) -> String {
-    match tree {
-        Tree::Text(text) => text.clone(),
-        other => other.to_yaml().trim_end().to_owned(),
+fn text_of(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        other => to_yaml(other).trim_end().to_owned(),
     }
 }
 

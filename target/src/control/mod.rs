@@ -565,7 +565,7 @@ impl Control<'_> {
         let yaml = config.to_yaml();
         Ok(Kept {
             revision: revision(&yaml),
-            json: to_json(&config.to_tree())?,
+            json: to_json(&config.to_value())?,
             yaml,
         })
     }

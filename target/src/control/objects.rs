@@ -6,7 +6,7 @@ use riser_admin_api::view::{LunView, SessionView, Status, TargetView};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::config::{Access, Config, Found, Kind, Place, Target, Tree};
+use crate::config::{Access, Config, Found, Kind, Place, Target, masked, to_yaml};
 use crate::units::bytes;
 
 /// A running daemon: what it is configured to, and how it goes.
@@ -75,12 +75,12 @@ pub fn list(facts: &Facts, place: &Place, found: Found<'_>, depth: usize) -> Nod
 #[must_use]
 pub fn info(facts: &Facts, place: &Place, found: Found<'_>) -> Info {
     let last = place.segments().last().map_or("", String::as_str);
-    let tree = found.tree.map(|tree| tree.clone().masked(last));
+    let config = found.value.map(|value| masked(value, last));
     let unset = found.unset().into_iter();
     Info {
         path: place.to_string(),
         description: found.shape.description().map(str::to_owned),
-        config: json!(tree),
+        config: config.unwrap_or_default(),
         live: facts.live(place.segments()),
         unset: unset.map(|(key, what)| (key, what.to_owned())).collect(),
     }
@@ -163,7 +163,7 @@ impl Facts {
             }
             _ => match found.kind() {
                 Kind::Map(_) | Kind::List(_) => found.children().len().to_string(),
-                _ if found.tree.is_none() => "defaults".to_owned(),
+                _ if found.value.is_none() => "defaults".to_owned(),
                 _ => scalars(found),
             },
         }
@@ -245,16 +245,16 @@ fn count(number: usize, of: &str) -> String {
 
 /// What is set of an object's own keys, on one line. Secrets are masked.
 fn scalars(found: Found<'_>) -> String {
-    let Some(Tree::Map(entries)) = found.tree else {
+    let Some(Value::Object(entries)) = found.value else {
         return String::new();
     };
-    let word = |(key, value): &(String, Tree)| {
-        let value = value.clone().masked(key);
+    let word = |(key, value): (&String, &Value)| {
+        let value = masked(value, key);
         match &value {
-            Tree::Text(text) => Some(format!("{key}={text}")),
-            Tree::Map(_) => None,
-            Tree::List(items) if items.iter().any(|i| matches!(i, Tree::Map(_))) => None,
-            other => Some(format!("{key}={}", other.to_yaml().trim_end())),
+            Value::String(text) => Some(format!("{key}={text}")),
+            Value::Object(_) => None,
+            Value::Array(items) if items.iter().any(Value::is_object) => None,
+            other => Some(format!("{key}={}", to_yaml(other).trim_end())),
         }
     };
     entries
@@ -297,7 +297,7 @@ pub fn info_text(info: &Info) -> String {
     }
     for (title, value) in [("set", &info.config), ("live", &info.live)] {
         if !value.is_null() {
-            let lines = Tree::from(value).to_yaml();
+            let lines = to_yaml(value);
             let lines = lines.trim_end().replace('\n', "\n  ");
             text = format!("{text}\n\n{title}:\n  {lines}");
         }

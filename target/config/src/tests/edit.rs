@@ -1,7 +1,7 @@
 //! Changes of a configuration by paths.
 
 use crate::edit::{Document, Edited};
-use crate::{Config, Place, Tree};
+use crate::{Config, Place};
 
 const TEXT: &str = "\
 backends: { a: { kind: ram, size: 1MiB }, b.c: { kind: ram, size: 2MiB, serial: B } }
@@ -212,7 +212,7 @@ fn objects_come_and_go_by_their_names() {
         one("/targets/t/luns/3 null {\"backend\":\"b.c\",\"read_only\":true}")
     );
     let portal = "/targets/t/portals/iser:127.0.0.1:3260 null \
-                      {\"listen\":\"127.0.0.1:3260\",\"protocol\":\"iser\"}";
+                      {\"protocol\":\"iser\",\"listen\":\"127.0.0.1:3260\"}";
     assert_eq!(
         create("/targets/t/portals/iser:127.0.0.1", &[]),
         one(portal)
@@ -361,9 +361,9 @@ fn rules_keep_the_order_that_they_are_given() {
     assert_eq!(names, ["0", "1", "2"]);
     let iqn = |n: usize| {
         let place = place(&format!("/targets/t/access/{n}/iqn"));
-        document.at(&place).unwrap().tree.cloned()
+        document.at(&place).unwrap().value.cloned()
     };
-    let text = |name: &str| Some(Tree::Text(format!("iqn.2026-01.a:{name}")));
+    let text = |name: &str| Some(format!("iqn.2026-01.a:{name}").into());
     assert_eq!((iqn(0), iqn(1), iqn(2)), (text("a"), text("c"), text("d")));
 }
 
@@ -405,7 +405,7 @@ fn what_is_not_set_is_told() {
     let top = document.at(&Place::default()).unwrap().children();
     assert!(
         top.iter()
-            .any(|(name, found)| name == "limits" && found.tree.is_none())
+            .any(|(name, found)| name == "limits" && found.value.is_none())
     );
     assert!(!top.iter().any(|(name, _)| name == "discovery_chap"));
 }

@@ -220,7 +220,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             "a: 1\na: 2".into(),
-            "1:1: a: unknown key `a` (the keys here are identity, strict, backends, targets, workers, limits, transport, log, discovery_chap, admin, state, metrics)",
+            "1:1: a: unknown key `a` (the keys here are identity, strict, backends, targets, discovery_chap, workers, limits, transport, admin, state, metrics, log)",
         ),
         (
             "identity: x\nidentity: y".into(),

@@ -253,7 +253,7 @@ proptest! {
         let config = read(&any_config(seed));
         let yaml = config.to_yaml();
         prop_assert_eq!(&read(&yaml), &config, "{}", yaml);
-        let json = serde_json::to_string(&config.to_tree()).unwrap();
+        let json = config.to_value().to_string();
         prop_assert_eq!(&read(&json), &config, "{}", json);
         prop_assert_eq!(diff(&config, &read(&yaml)), vec![]);
     }
@@ -261,7 +261,7 @@ proptest! {
     #[test]
     fn what_is_written_is_what_the_schema_describes(seed: u64) {
         let config = read(&any_config(seed));
-        let value = serde_json::to_value(config.to_tree()).unwrap();
+        let value = config.to_value();
         let schema = schema();
         prop_assert_eq!(judge(&schema, &schema, &value, ""), Ok(()));
     }

@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::nearest;
 use super::items::{as_list, as_map, find, has_names, items, names, push, users};
+use super::place::escaped;
 use super::shape::{Kind, Scalar, Shape};
 use super::{Config, ConfigError, Place, schema, to_yaml};
 
@@ -554,9 +555,13 @@ fn in_use(users: &[Place]) -> String {
 
 fn missing(here: &Place, segment: &str, there: &[String]) -> EditError {
     let hint = match nearest(segment, there.iter().map(String::as_str)) {
-        Some(near) => Some(format!("did you mean `{near}`?")),
+        Some(near) => Some(format!("did you mean `{}`?", escaped(near))),
         None if there.is_empty() || there.len() > MAX_LISTED => None,
-        None => Some(format!("there is {}", there.join(", "))),
+        None => {
+            let names: Vec<_> = there.iter().map(|name| escaped(name)).collect();
+            Some(format!("there is {}", names.join(", ")))
+        }
     };
-    EditError::new(here, format!("there is no `{segment}`")).hint(hint)
+    let message = format!("there is no `{}`", escaped(segment));
+    EditError::new(here, message).hint(hint)
 }

@@ -10,13 +10,13 @@ pub(super) fn items(value: Option<&Value>) -> &[Value] {
     value.and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// What the items of a list are called: their names if all have one that can stand in a path and
-/// no two are alike, else their numbers.
+/// What the items of a list are called: their names if all have one and no two are alike, else
+/// their numbers.
 pub(super) fn names(items: &[Value]) -> Vec<String> {
     let named: Option<Vec<String>> = items.iter().map(|item| name_of(item, ':')).collect();
     let is_good = |names: &Vec<String>| {
         let mut all = names.iter().enumerate();
-        all.all(|(n, name)| !name.contains('/') && !names[..n].contains(name))
+        all.all(|(n, name)| !name.is_empty() && !names[..n].contains(name))
     };
     let numbers = || (0..items.len()).map(|n| n.to_string()).collect();
     named.filter(is_good).unwrap_or_else(numbers)

@@ -1,15 +1,17 @@
 //! [`Place`]: a path in a configuration, such as `/targets/demo/luns/0`.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
 
-/// A path from the top of a configuration. Items of lists stand by their names where they have some
-/// (targets and users by theirs, portals as `iscsi:192.0.2.10:3260`), else by their numbers from 0.
+/// A path from the top of a configuration: a JSON Pointer (RFC 6901), in which `~1` is a slash in a
+/// name and `~0` a tilde. Items of lists stand by their names where they have some (targets and
+/// users by theirs, portals as `iscsi:192.0.2.10:3260`), else by their numbers from 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Place(Vec<String>);
 
 impl Place {
-    /// The names along the path.
+    /// The names along the path, without escapes.
     #[must_use]
     pub fn segments(&self) -> &[String] {
         &self.0
@@ -31,6 +33,31 @@ impl Place {
     }
 }
 
+/// A name as it stands in a path (RFC 6901 3).
+pub(super) fn escaped(name: &str) -> Cow<'_, str> {
+    match name.contains(['~', '/']) {
+        // Tildes come first: those of the other escape stay.
+        true => name.replace('~', "~0").replace('/', "~1").into(),
+        false => name.into(),
+    }
+}
+
+/// The name that stands so in a path; `None` where a `~` begins no escape (RFC 6901 4).
+fn unescaped(segment: &str) -> Option<String> {
+    let mut parts = segment.split('~');
+    let mut name = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let (c, rest) = match part.split_at_checked(1)? {
+            ("0", rest) => ('~', rest),
+            ("1", rest) => ('/', rest),
+            _ => return None,
+        };
+        name.push(c);
+        name.push_str(rest);
+    }
+    Some(name)
+}
+
 impl FromStr for Place {
     type Err = String;
 
@@ -41,11 +68,14 @@ impl FromStr for Place {
         if inner.is_empty() {
             return Ok(Self::default());
         }
-        let segments: Vec<String> = inner.split('/').map(str::to_owned).collect();
-        if segments.iter().any(String::is_empty) {
-            return Err(format!("`{text}` is not a path: a name in it is empty"));
-        }
-        Ok(Self(segments))
+        let names = inner.split('/').map(|segment| match unescaped(segment) {
+            Some(name) if !name.is_empty() => Ok(name),
+            Some(_) => Err(format!("`{text}` is not a path: a name in it is empty")),
+            None => Err(format!(
+                "`{text}` is not a path: `~` in a name is written `~0`, and `/` is `~1`"
+            )),
+        });
+        names.collect::<Result<_, _>>().map(Self)
     }
 }
 
@@ -56,7 +86,7 @@ impl fmt::Display for Place {
         }
         self.0
             .iter()
-            .try_for_each(|segment| write!(f, "/{segment}"))
+            .try_for_each(|segment| write!(f, "/{}", escaped(segment)))
     }
 }
 
@@ -83,5 +113,29 @@ mod tests {
         let (above, name) = place.split_last().unwrap();
         assert_eq!((above.to_string().as_str(), name), ("/a", "b"));
         assert_eq!(above.join("c").to_string(), "/a/c");
+    }
+
+    #[test]
+    fn slashes_and_tildes_in_names_are_escaped() {
+        // The examples of RFC 6901 5 and 4.
+        for (text, name) in [
+            ("/a~1b", "a/b"),
+            ("/m~0n", "m~n"),
+            ("/~01", "~1"),
+            ("/~1~0", "/~"),
+            ("/é~1", "é/"),
+        ] {
+            let place: Place = text.parse().unwrap();
+            assert_eq!(place.segments(), [name]);
+            assert_eq!(place.to_string(), text);
+        }
+        for text in ["/a~", "/a~2b", "/~é"] {
+            assert!(
+                text.parse::<Place>().unwrap_err().contains("`~0`"),
+                "{text}"
+            );
+        }
+        let place = Place::default().join("users").join("me/2");
+        assert_eq!(place.to_string(), "/users/me~12");
     }
 }

@@ -25,7 +25,7 @@ const ATTEMPTS: usize = 16;
 const PATHS: &str = "\
 Paths are those of the configuration file: /backends/disk0, /targets/demo/luns/0, \
 /targets/demo/portals/iscsi:192.0.2.10:3260, /targets/demo/chap/users/host, /limits. Items of lists \
-stand by their names or by their numbers from 0.";
+stand by their names or by their numbers from 0. In a name, ~1 stands for a slash and ~0 for a tilde.";
 
 const KEYS: &str = "\
 A key is one of the object's, such as size=1GiB, or a path to one beneath it, such as \

@@ -63,9 +63,12 @@ pub fn list(facts: &Facts, place: &Place, found: Found<'_>, depth: usize) -> Nod
     };
     let child =
         |(name, found): (String, Found<'_>)| list(facts, &place.join(&name), found, depth - 1);
+    let path = place.to_string();
+    // With its escapes, so that a path can be put together from the tree.
+    let name = path.rsplit('/').next().filter(|name| !name.is_empty());
     Node {
-        path: place.to_string(),
-        name: segments.last().map_or_else(|| "/".to_owned(), Clone::clone),
+        name: name.unwrap_or("/").to_owned(),
+        path,
         summary: facts.summary(segments, found),
         children: children.into_iter().map(child).collect(),
     }

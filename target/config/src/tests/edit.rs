@@ -79,7 +79,12 @@ fn keys_are_set_by_their_kinds() {
         (
             "/targets/t/chap/users/0",
             "secret=another twelve bytes",
-            "/targets/t/chap/users/0/secret \"(secret)\" \"(secret)\"",
+            "/targets/t/chap/users/me~12/secret \"(secret)\" \"(secret)\"",
+        ),
+        (
+            "/targets/t/chap/users/me~12",
+            "secret=another twelve bytes",
+            "/targets/t/chap/users/me~12/secret \"(secret)\" \"(secret)\"",
         ),
     ] {
         assert_eq!(
@@ -138,6 +143,11 @@ fn keys_are_set_by_their_kinds() {
             "/backends/a/size",
             "x=1",
             "/backends/a/size: this is a key, which has no keys",
+        ),
+        (
+            "/targets/t/chap/users/me",
+            "name=x",
+            "/targets/t/chap/users: there is no `me` (did you mean `me~12`?)",
         ),
         (
             "/backends/a",
@@ -368,6 +378,34 @@ fn rules_keep_the_order_that_they_are_given() {
 }
 
 #[test]
+fn a_name_with_a_slash_is_a_name() {
+    let renamed = changed(|d| {
+        let keys = pairs(&["users/me~12/name=a~b/c"]);
+        d.set(&place("/targets/t/chap"), &keys)?;
+        assert!(!d.is_by_number());
+        assert!(d.at(&place("/targets/t/chap/users/a~0b~1c")).is_ok());
+        Ok(())
+    });
+    let paths = renamed.unwrap();
+    assert!(paths[0].starts_with("/targets/t/chap/users/me~12 {"));
+    assert!(paths[1].starts_with("/targets/t/chap/users/a~0b~1c null"));
+    let created = changed(|d| {
+        let keys = pairs(&["secret=another twelve bytes"]);
+        d.create(&place("/targets/t/chap/users/you~13"), &keys)
+    });
+    let created = created.unwrap();
+    assert!(created[0].starts_with("/targets/t/chap/users/you~13 null "));
+    let deleted = changed(|d| {
+        d.create(
+            &place("/targets/t/chap/users/x~0"),
+            &pairs(&["secret=another twelve bytes"]),
+        )?;
+        d.delete(&place("/targets/t/chap/users/me~12"))
+    });
+    assert_eq!(deleted.unwrap().len(), 2);
+}
+
+#[test]
 fn a_name_is_no_number() {
     let mut document = document();
     document
@@ -392,8 +430,7 @@ fn what_is_not_set_is_told() {
     assert_eq!(children, ["portals", "luns", "chap", "access"]);
     assert!(target.unset().is_empty());
     let users = document.at(&place("/targets/t/chap/users")).unwrap();
-    // A slash in its name leaves but its number.
-    assert_eq!(users.children()[0].0, "0");
+    assert_eq!(users.children()[0].0, "me/2");
     let backend = document.at(&place("/backends/a")).unwrap();
     let unset = backend.unset();
     assert!(

@@ -3,10 +3,11 @@
 
 use std::borrow::Cow;
 
+use riser_units::show_size;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::value::{Size, size_text};
+use super::value::Size;
 
 /// In the place of a default, where a key has none.
 pub(super) const NO_DEFAULT: u64 = u64::MAX;
@@ -88,7 +89,7 @@ impl<const MIN: u64, const MAX: u64, const STEP: u64, const DEFAULT: u64>
     }
 
     fn limits() -> String {
-        let range = format!("{} to {}", size_text(MIN), size_text(MAX));
+        let range = format!("{} to {}", show_size(MIN), show_size(MAX));
         match STEP {
             1 => range,
             step => format!("{range}, in whole {step}-byte blocks"),
@@ -148,7 +149,7 @@ impl<const MIN: u64, const MAX: u64, const STEP: u64, const DEFAULT: u64> JsonSc
         let mut schema = Size::json_schema(generator);
         schema.insert("x-limits".to_owned(), Self::limits().into());
         if DEFAULT != NO_DEFAULT {
-            schema.insert("default".to_owned(), size_text(DEFAULT).into());
+            schema.insert("default".to_owned(), show_size(DEFAULT).into());
         }
         schema
     }

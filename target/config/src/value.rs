@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
+use riser_units::{parse_duration, parse_size, show_duration, show_size};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::listen::Written as Listen;
@@ -51,23 +52,11 @@ from_text!(Size, Count);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Size(pub(super) u64);
 
-/// Bytes in the largest unit that has no fraction.
-pub(super) fn size_text(bytes: u64) -> String {
-    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let mut whole = units
-        .iter()
-        .filter(|(shift, _)| bytes != 0 && bytes.is_multiple_of(1 << shift));
-    match whole.next() {
-        Some((shift, unit)) => format!("{}{unit}", bytes >> shift),
-        None => bytes.to_string(),
-    }
-}
-
-/// As [`size_text`], and a number where there is no unit.
+/// With a unit where there is one, else a number.
 impl Serialize for Size {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self.0 != 0 && self.0.is_multiple_of(1 << 10) {
-            true => serializer.serialize_str(&size_text(self.0)),
+            true => serializer.serialize_str(&show_size(self.0)),
             false => serializer.serialize_u64(self.0),
         }
     }
@@ -77,39 +66,8 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || {
-            format!(
-                "`{text}` is not a size; write bytes or a number with KiB, MiB, GiB, TiB or KB to TB"
-            )
-        };
-        let digits = text
-            .find(|c: char| !c.is_ascii_digit() && c != '.')
-            .unwrap_or(text.len());
-        let (number, unit) = text.split_at(digits);
-        let unit: u64 = match unit.trim_start().to_ascii_lowercase().as_str() {
-            "" | "b" => 1,
-            "k" | "kib" => 1 << 10,
-            "m" | "mib" => 1 << 20,
-            "g" | "gib" => 1 << 30,
-            "t" | "tib" => 1 << 40,
-            "kb" => 1_000,
-            "mb" => 1_000_000,
-            "gb" => 1_000_000_000,
-            "tb" => 1_000_000_000_000,
-            _ => return Err(wrong()),
-        };
-        let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-        if fraction.len() > 3 || whole.is_empty() || number.ends_with('.') {
-            return Err(wrong());
-        }
-        let whole: u64 = whole.parse().map_err(|_| wrong())?;
-        let thousandths = format!("{fraction:0<3}")
-            .parse::<u64>()
-            .map_err(|_| wrong())?;
-        let bytes = u128::from(whole) * u128::from(unit)
-            + u128::from(thousandths) * u128::from(unit) / 1000;
-        match u64::try_from(bytes) {
-            Ok(bytes) if bytes <= i64::MAX as u64 => Ok(Self(bytes)),
+        match parse_size(text)? {
+            bytes if bytes <= i64::MAX as u64 => Ok(Self(bytes)),
             _ => Err(format!("`{text}` is more than a file can hold")),
         }
     }
@@ -121,11 +79,7 @@ pub(super) struct Span(pub(super) Duration);
 
 impl fmt::Display for Span {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let millis = self.0.as_millis();
-        match millis.is_multiple_of(1000) {
-            true => write!(f, "{}s", millis / 1000),
-            false => write!(f, "{millis}ms"),
-        }
+        f.write_str(&show_duration(self.0))
     }
 }
 
@@ -133,18 +87,7 @@ impl FromStr for Span {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong =
-            || format!("`{text}` is not a time; write whole seconds, or a number with ms, s or m");
-        let digits = text.find(|c: char| !c.is_ascii_digit());
-        let (number, unit) = text.split_at(digits.unwrap_or(text.len()));
-        let millis = match unit.trim_start() {
-            "ms" => 1,
-            "" | "s" => 1000,
-            "m" => 60_000,
-            _ => return Err(wrong()),
-        };
-        let number: u32 = number.parse().map_err(|_| wrong())?;
-        Ok(Self(Duration::from_millis(u64::from(number) * millis)))
+        parse_duration(text).map(Self)
     }
 }
 
@@ -427,31 +370,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_exactly() {
-        for (text, bytes) in [
-            ("0", 0),
-            ("4096", 4096),
-            ("1K", 1024),
-            ("512 KiB", 524_288),
-            ("1.5GiB", 1_610_612_736),
-            ("2TB", 2_000_000_000_000),
-            ("8388607 TiB", 9_223_370_937_343_148_032),
-        ] {
-            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
-        }
-        for text in [
-            "",
-            "GiB",
-            "-1",
-            "1,5G",
-            "1.G",
-            "1.2345G",
-            "9223372036854775808",
-            "1 XB",
-            ".5G",
-        ] {
-            assert!(text.parse::<Size>().is_err(), "{text}");
-        }
+    fn sizes_are_those_of_files() {
+        assert_eq!("1.5GiB".parse(), Ok(Size(3 << 29)));
+        let most = "9223372036854775807";
+        assert_eq!(most.parse(), Ok(Size(i64::MAX as u64)));
+        let error = "8388608TiB".parse::<Size>().unwrap_err();
+        assert!(error.ends_with("more than a file can hold"), "{error}");
+        assert!("0.1GiB".parse::<Size>().is_err());
     }
 
     #[test]

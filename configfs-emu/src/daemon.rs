@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::engine::{ApplyError, Daemon};
-use crate::host::Told;
+use crate::host::LiveSource;
 use crate::world::Session;
 
 /// A daemon at its admin socket. Its configuration is read and replaced there; where it is kept is the
@@ -72,11 +72,11 @@ impl Daemon for Riserd {
     }
 }
 
-/// A daemon at its admin socket, asked for what changes by itself. What it does not tell is not there.
+/// A daemon at its admin socket, asked for what changes by itself. Without an answer there is nothing.
 #[derive(Debug)]
-pub struct Asked(pub PathBuf);
+pub struct AdminSocket(pub PathBuf);
 
-impl Asked {
+impl AdminSocket {
     fn ask<T: DeserializeOwned + Default>(&self, path: &'static str) -> T {
         client::call(&self.0, Question::new(Method::GET, path)).unwrap_or_else(|error| {
             tracing::warn!(%error, path, "riserd does not answer");
@@ -85,7 +85,7 @@ impl Asked {
     }
 }
 
-impl Told for Asked {
+impl LiveSource for AdminSocket {
     fn sessions(&self) -> Vec<Session> {
         gather(self.ask("/v1/sessions"))
     }

@@ -19,8 +19,8 @@ use riser_config::{Config, diff};
 use rustix::io::Errno;
 use serde_json::Value;
 
-use crate::convert::{self, Imported, Rest};
-use crate::tree::Tree;
+use crate::convert::{self, Import, Rest};
+use crate::rules::Tree;
 use crate::world::World;
 
 /// How often a change is tried while others change the configuration.
@@ -98,12 +98,12 @@ impl Engine {
     /// # Errors
     /// The daemon does not answer.
     pub fn new(
-        nobody: String,
+        lock_secret: String,
         world: Box<dyn World + Send>,
         mut daemon: Box<dyn Daemon>,
     ) -> Result<Self, ApplyError> {
         let document = daemon.document()?;
-        let imported = convert::import(&document, nobody, &*world);
+        let imported = convert::import(&document, lock_secret, &*world);
         let mut engine = Self {
             tree: Tree::new(),
             rest: Rest::default(),
@@ -135,7 +135,7 @@ impl Engine {
         look(&self.tree, &*self.world)
     }
 
-    /// Brings the tree up to date with what the daemon has been told by others. While it does not
+    /// Brings the tree up to date with what others have changed in the daemon. While it does not
     /// answer, the tree stays as it is.
     pub fn refresh(&mut self) {
         match self.daemon.document() {
@@ -178,8 +178,8 @@ impl Engine {
     ) -> Result<Result<T, ApplyError>, Errno> {
         let mut tree = self.tree.clone();
         let result = change(&mut tree, &*self.world)?;
-        let exported = convert::export(&tree, &self.rest, &*self.world).map_err(|unsaid| {
-            tracing::warn!("refused: {unsaid}");
+        let exported = convert::export(&tree, &self.rest, &*self.world).map_err(|error| {
+            tracing::warn!("refused: {error}");
             Errno::INVAL
         })?;
         let is_other = exported.document != self.applied;
@@ -232,7 +232,7 @@ impl Engine {
         self.show(shown, document);
     }
 
-    fn show(&mut self, imported: Imported, document: Value) {
+    fn show(&mut self, imported: Import, document: Value) {
         for hidden in &imported.hidden {
             tracing::warn!("not shown: {hidden}");
         }

@@ -13,8 +13,8 @@ use riser_config::mounts;
 use crate::rules::port_guid;
 use crate::world::{BlockDevice, Medium, Session, World};
 
-/// What a daemon tells.
-pub trait Told: Send {
+/// State of a daemon that changes by itself.
+pub trait LiveSource: Send {
     /// Its sessions.
     fn sessions(&self) -> Vec<Session>;
 
@@ -23,7 +23,7 @@ pub trait Told: Send {
 }
 
 /// Of a host without a daemon.
-impl Told for () {
+impl LiveSource for () {
     fn sessions(&self) -> Vec<Session> {
         Vec::new()
     }
@@ -33,9 +33,9 @@ impl Told for () {
     }
 }
 
-/// This host, and what the daemon on it tells.
+/// This host, and the daemon on it.
 pub struct Host {
-    told: Box<dyn Told>,
+    daemon: Box<dyn LiveSource>,
 }
 
 impl std::fmt::Debug for Host {
@@ -47,9 +47,9 @@ impl std::fmt::Debug for Host {
 impl Host {
     /// This host.
     #[must_use]
-    pub fn new(told: impl Told + 'static) -> Self {
+    pub fn new(daemon: impl LiveSource + 'static) -> Self {
         Self {
-            told: Box::new(told),
+            daemon: Box::new(daemon),
         }
     }
 }
@@ -99,11 +99,11 @@ impl World for Host {
     }
 
     fn sessions(&self) -> Vec<Session> {
-        self.told.sessions()
+        self.daemon.sessions()
     }
 
     fn live(&self) -> Live {
-        self.told.live()
+        self.daemon.live()
     }
 
     fn uptime(&self) -> Duration {
@@ -120,15 +120,15 @@ impl World for Host {
 /// As [`Host`], for a configuration that may be another host's: what is not here is taken for what its
 /// path says, and an SRP port for the address that its name says.
 #[derive(Debug)]
-pub struct Elsewhere(Host);
+pub struct OtherHost(Host);
 
-impl Default for Elsewhere {
+impl Default for OtherHost {
     fn default() -> Self {
         Self(Host::new(()))
     }
 }
 
-impl World for Elsewhere {
+impl World for OtherHost {
     fn medium(&self, path: &str) -> Medium {
         match self.0.medium(path) {
             Medium::None | Medium::Vacant if is_device(path) => Medium::Device(BlockDevice {
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn another_host_has_what_its_configuration_says() {
-        let there = Elsewhere::default();
+        let there = OtherHost::default();
         assert_eq!(there.medium("/nonexistent/file"), Medium::Vacant);
         assert!(matches!(
             there.medium("/dev/nonexistent"),

@@ -22,9 +22,9 @@
 //! # Invariants
 //! - An operation that fails changes nothing, neither in the tree nor in the daemon.
 //! - A configuration comes back from the tree as it went in, but for what was changed there.
-//! - Nobody gets to see more than LIO would show: what cannot be said is refused.
+//! - No initiator sees more than with LIO: what cannot be expressed is refused.
 //! - A change is made in place of the configuration that the tree shows: it never undoes what others did.
-//! - Nothing is kept here: the daemon keeps its configuration, and a tree that is mounted anew shows that.
+//! - Nothing is kept here: the daemon keeps its configuration, and a tree that is mounted again shows that.
 //!   What it has no words for (portal groups that are not enabled, settings without effect) is then gone,
 //!   as it is in the kernel after a reboot.
 //!
@@ -34,7 +34,7 @@
 //! - Sequence numbers in an initiator's `info`, which are zero.
 //! - Persistent reservations in `pr`, and registrations that `res_aptpl_metadata` would restore:
 //!   `riserd` keeps its own.
-//! - The tag of a portal group other than 1, after the tree was mounted anew.
+//! - The tag of a portal group other than 1, after the tree was mounted again.
 
 pub mod convert;
 pub mod daemon;

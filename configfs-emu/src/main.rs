@@ -10,10 +10,10 @@ use clap::{Parser, Subcommand};
 use riser_admin_api::socket;
 use riser_config::Config;
 use riser_configfs_emu::convert;
-use riser_configfs_emu::daemon::{Asked, Riserd};
+use riser_configfs_emu::daemon::{AdminSocket, Riserd};
 use riser_configfs_emu::engine::{Daemon, Engine};
 use riser_configfs_emu::fuse::Mount;
-use riser_configfs_emu::host::{Elsewhere, Host};
+use riser_configfs_emu::host::{Host, OtherHost};
 use riser_configfs_emu::saved;
 use tracing_subscriber::EnvFilter;
 
@@ -91,7 +91,7 @@ fn riserd(socket: Option<PathBuf>) -> Result<(PathBuf, Riserd), Failure> {
     Ok((socket.clone(), Riserd::new(socket)))
 }
 
-/// A secret that nobody knows.
+/// A random secret.
 fn secret() -> Result<String, Failure> {
     let mut secret = [0; 16];
     getrandom::fill(&mut secret)?;
@@ -101,7 +101,7 @@ fn secret() -> Result<String, Failure> {
 fn mount(socket: Option<PathBuf>, mountpoint: Option<PathBuf>) -> Result<(), Failure> {
     let mountpoint = mountpoint.ok_or("no directory")?;
     let (socket, riserd) = riserd(socket)?;
-    let host = Host::new(Asked(socket));
+    let host = Host::new(AdminSocket(socket));
     let engine = Engine::new(secret()?, Box::new(host), Box::new(riserd))?;
     let mount = Mount::new(Arc::new(Mutex::new(engine)), &mountpoint)?;
     tracing::info!(mountpoint = %mountpoint.display(), "mounted");
@@ -120,7 +120,7 @@ fn read(file: &Path) -> Result<String, Failure> {
 fn import(file: &Path) -> Result<Vec<String>, Failure> {
     let document = serde_json::from_str(&read(file)?);
     let document = document.map_err(|e| format!("{}: {e}", file.display()))?;
-    let world = Elsewhere::default();
+    let world = OtherHost::default();
     let restored = saved::restore(&document, &world);
     let (config, lost) = saved::configuration(restored, &secret()?, &world);
     print(&config.to_yaml())?;
@@ -135,11 +135,13 @@ fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Vec<String>,
         }
         None => riserd(socket)?.1.document()?,
     };
-    let world = Elsewhere::default();
+    let world = OtherHost::default();
     let imported = convert::import(&document, secret()?, &world);
-    let saved = saved::save(&imported.tree, &world);
+    let mut saved = saved::save(&imported.tree, &world);
+    // rtslib sorts the keys, too.
+    saved.document.sort_all_objects();
     print(&serde_json::to_string_pretty(&saved.document)?)?;
-    Ok(imported.hidden.into_iter().chain(saved.unsaid).collect())
+    Ok(imported.hidden.into_iter().chain(saved.omitted).collect())
 }
 
 #[cfg(test)]

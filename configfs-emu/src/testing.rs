@@ -6,7 +6,7 @@ use std::time::Duration;
 use riser_admin_api::live::Live;
 use rustix::io::Errno;
 
-use crate::tree::{Shell, Tree};
+use crate::rules::{Shell, Tree};
 use crate::world::{BlockDevice, Medium, Session, World};
 
 /// A host with a file, a disk, a folder and the ports of SRP targets.

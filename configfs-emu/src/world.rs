@@ -38,7 +38,7 @@ pub struct BlockDevice {
     pub minor: u32,
 }
 
-/// A session of an initiator, as the daemon tells.
+/// A session of an initiator, as the daemon reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Session {
     /// The target's name in the daemon's configuration.
@@ -47,7 +47,7 @@ pub struct Session {
     pub initiator: String,
     /// Its ISID, 12 hexadecimal digits, where it has one.
     pub isid: String,
-    /// A number that tells it from others.
+    /// A number that no other session has.
     pub id: u64,
     /// Where the initiator is, for each of its connections.
     pub addresses: Vec<String>,

@@ -7,18 +7,18 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use crate::rules::{Fabric, Initiator, Kind, backend_name, lun_number};
-use crate::tree::{NodeId, Tree};
+use crate::rules::{Fabric, Initiator, Kind, Tree, backend_name, lun_number};
+use crate::tree::NodeId;
 
 /// The highest number that a unit can have.
 const MAX_LUN: u64 = 16_383;
 
-/// The networks of everybody.
+/// The networks of all initiators.
 pub(super) const ANY: [&str; 2] = ["0.0.0.0/0", "::/0"];
 
-/// What a number that an initiator sees leads to.
+/// LUN of the portal group that a number of an initiator leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Seen {
+struct MappedLun {
     /// The number of the portal group's LUN.
     number: u64,
     read_only: bool,
@@ -28,23 +28,23 @@ struct Seen {
 #[derive(Debug)]
 struct Unit {
     backend: String,
-    /// Whether it is read-only for all who see it.
+    /// Whether it is read-only for all initiators.
     read_only: bool,
 }
 
-/// What proves who somebody is.
+/// Credentials of an initiator, and of the target.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Login {
     pub(super) user: (String, String),
     pub(super) mutual: Option<(String, String)>,
 }
 
-/// Somebody and what he sees.
+/// Initiators with equal rights, and their LUNs.
 #[derive(Debug)]
 struct View {
-    /// Rules that match him.
+    /// Rules that match them.
     who: Vec<Map<String, Value>>,
-    seen: BTreeMap<u64, Seen>,
+    seen: BTreeMap<u64, MappedLun>,
     login: Option<Login>,
 }
 
@@ -88,22 +88,22 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
     }
     let attrib = |name| tree.value(group("attrib"), name) == "1";
     let is_open = fabric == Fabric::Iscsi && attrib("generate_node_acls");
-    let only_everybody = is_open && tree.subdirs(group("acls")).next().is_none();
+    let is_for_all = is_open && tree.subdirs(group("acls")).next().is_none();
     if is_open {
-        let everybody = ANY.map(|net| rule("address", net));
+        let any = ANY.map(|net| rule("address", net));
         let login = login(tree, group("auth"));
         let read_only = attrib("demo_mode_write_protect");
         let seen = backends.keys().map(|number| {
-            let seen = Seen {
+            let seen = MappedLun {
                 number: *number,
                 read_only,
             };
             (*number, seen)
         });
-        // Whoever must prove who he is and cannot is not let in.
+        // An initiator without the credentials that it needs is not admitted.
         if login.is_some() || !attrib("authentication") {
             views.push(View {
-                who: everybody.into(),
+                who: any.into(),
                 seen: seen.collect(),
                 login: login.filter(|_| attrib("authentication")),
             });
@@ -115,12 +115,12 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
     let common = first.filter(|first| logins.all(|login| login.as_ref() == Some(first)));
     let is_common = common.is_some();
     let luns = units(backends, &views);
-    let access = match (only_everybody, views.is_empty()) {
+    let access = match (is_for_all, views.is_empty()) {
         (true, false) => json!("open"),
         _ => Value::Array(rules(views, &luns, is_common)),
     };
     let line = |(number, unit): (&u64, &Unit)| {
-        let seen = Seen {
+        let seen = MappedLun {
             number: *number,
             read_only: unit.read_only,
         };
@@ -134,7 +134,7 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
 }
 
 /// A number and what it leads to, as the document has them.
-fn shown(luns: &BTreeMap<u64, Unit>, number: u64, seen: Seen) -> (String, Value) {
+fn shown(luns: &BTreeMap<u64, Unit>, number: u64, seen: MappedLun) -> (String, Value) {
     let backend = &luns[&seen.number].backend;
     let value = match seen.read_only {
         true => json!({ "backend": backend, "read_only": true }),
@@ -189,7 +189,7 @@ fn view(
         if tree.links(lun).next().is_none() {
             continue;
         }
-        let leads_to = Seen {
+        let leads_to = MappedLun {
             number: number(&tree.dir(lun).name)?,
             read_only: tree.value(mapped, "write_protect") == "1",
         };
@@ -243,7 +243,7 @@ fn units(backends: BTreeMap<u64, String>, views: &[View]) -> BTreeMap<u64, Unit>
 }
 
 /// What a rule says of the units that it shows; nothing if it shows what the target has.
-fn rule_luns(seen: &BTreeMap<u64, Seen>, luns: &BTreeMap<u64, Unit>) -> Option<Value> {
+fn rule_luns(seen: &BTreeMap<u64, MappedLun>, luns: &BTreeMap<u64, Unit>) -> Option<Value> {
     let mut all = seen.iter();
     let is_own = all
         .all(|(number, seen)| *number == seen.number && luns[number].read_only == seen.read_only);

@@ -2,10 +2,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Unsaid, merge, naa, origin};
-use crate::rules::Plugin;
-use crate::rules::core::{PAGE, option};
-use crate::tree::{NodeId, Tree};
+use super::{ConversionError, merge, naa, origin};
+use crate::rules::device::{PAGE, option};
+use crate::rules::{Plugin, Tree};
+use crate::tree::NodeId;
 use crate::world::{Medium, World};
 
 /// A device as a backend of the document.
@@ -14,7 +14,7 @@ pub(super) fn backend(
     device: NodeId,
     plugin: Plugin,
     world: &dyn World,
-) -> Result<Map<String, Value>, Unsaid> {
+) -> Result<Map<String, Value>, ConversionError> {
     let now = plain(tree, device, plugin, world)?;
     Ok(merge(
         tree.hidden(device, origin::ORIGINAL),
@@ -29,8 +29,8 @@ pub(super) fn plain(
     device: NodeId,
     plugin: Plugin,
     world: &dyn World,
-) -> Result<Map<String, Value>, Unsaid> {
-    let unsaid = |reason: String| Unsaid {
+) -> Result<Map<String, Value>, ConversionError> {
+    let error = |reason: String| ConversionError {
         path: tree.path(device),
         reason,
     };
@@ -75,13 +75,13 @@ pub(super) fn plain(
         "4096" => {
             put("block_size", json!(4096));
         }
-        other => return Err(unsaid(format!("blocks of {other} bytes"))),
+        other => return Err(error(format!("blocks of {other} bytes"))),
     }
     if tree.value(attrib, "emulate_tpu") != "1" && tree.value(attrib, "emulate_tpws") != "1" {
         put("thin", json!(false));
     }
     put("rotational", json!(tree.value(attrib, "is_nonrot") == "0"));
-    names(tree, device, &mut doc).map_err(unsaid)?;
+    names(tree, device, &mut doc).map_err(error)?;
     Ok(doc)
 }
 

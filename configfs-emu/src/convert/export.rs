@@ -3,14 +3,14 @@
 use serde_json::{Map, Value, json};
 
 use super::access::{Login, chap, login};
-use super::{Rest, Unsaid, backend, notes, target};
-use crate::rules::{Fabric, backend_name, core, fabrics, tpgs};
-use crate::tree::{NodeId, Tree};
+use super::{ConversionError, Rest, backend, notes, target};
+use crate::rules::{Fabric, Tree, backend_name, device, fabrics, tpgs};
+use crate::tree::NodeId;
 use crate::world::World;
 
 /// A tree as a configuration.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Exported {
+pub struct Export {
     /// The configuration.
     pub document: Value,
     /// What was set in the tree and has no effect.
@@ -20,18 +20,18 @@ pub struct Exported {
 /// Makes a configuration of a tree and of what the tree does not show.
 ///
 /// # Errors
-/// [`Unsaid`]: the tree says something that `riserd` cannot do.
-pub fn export(tree: &Tree, rest: &Rest, world: &dyn World) -> Result<Exported, Unsaid> {
+/// [`ConversionError`]: the tree says something that `riserd` cannot do.
+pub fn export(tree: &Tree, rest: &Rest, world: &dyn World) -> Result<Export, ConversionError> {
     let mut document = rest.base.clone();
     let mut backends = rest.backends.clone();
-    for (device, plugin) in core::devices(tree) {
-        if !core::is_configured(tree, device) {
+    for (device, plugin) in device::devices(tree) {
+        if !device::is_configured(tree, device) {
             continue;
         }
         let name = backend_name(tree, device);
         let doc = backend::backend(tree, device, plugin, world)?;
         if !is_name(&name) || backends.insert(name, Value::Object(doc)).is_some() {
-            return Err(Unsaid {
+            return Err(ConversionError {
                 path: tree.path(device),
                 reason: "a name that cannot be a backend's, or is one already".to_owned(),
             });
@@ -46,9 +46,9 @@ pub fn export(tree: &Tree, rest: &Rest, world: &dyn World) -> Result<Exported, U
     let discovery = discovery(tree, rest);
     match discovery {
         Some(chap) => document.insert("discovery_chap".to_owned(), chap),
-        None => document.remove("discovery_chap"),
+        None => document.shift_remove("discovery_chap"),
     };
-    Ok(Exported {
+    Ok(Export {
         document: Value::Object(document),
         notes: notes::notes(tree),
     })
@@ -66,14 +66,14 @@ fn targets_of(
     dir: NodeId,
     fabric: Fabric,
     world: &dyn World,
-) -> Result<Vec<Value>, Unsaid> {
+) -> Result<Vec<Value>, ConversionError> {
     let mut served: Vec<(&str, Map<String, Value>)> = Vec::new();
     for (wwn, _, tpg) in tpgs(tree, dir) {
         let Some(doc) = target::target(tree, tpg, fabric, world)? else {
             continue;
         };
         if served.iter().any(|(other, _)| *other == wwn) {
-            return Err(Unsaid {
+            return Err(ConversionError {
                 path: tree.path(tpg),
                 reason: "a second portal group of one target is enabled".to_owned(),
             });
@@ -86,17 +86,17 @@ fn targets_of(
         .collect())
 }
 
-/// How initiators prove who they are before they discover targets. If they must and nobody can,
-/// nobody does.
+/// The CHAP of discovery. Where the tree demands it and names no user, the user is one whose secret
+/// is not known, so no initiator discovers anything.
 pub(super) fn discovery(tree: &Tree, rest: &Rest) -> Option<Value> {
     let auth = tree.find("target/iscsi/discovery_auth");
     let auth = auth.filter(|auth| tree.value(*auth, "enforce_discovery_auth") == "1");
     let Some(auth) = auth else {
         return rest.discovery.clone();
     };
-    let nobody = || Login {
-        user: ("nobody".to_owned(), rest.nobody.clone()),
+    let lock = || Login {
+        user: ("locked".to_owned(), rest.lock_secret.clone()),
         mutual: None,
     };
-    Some(json!(chap(&login(tree, auth).unwrap_or_else(nobody))))
+    Some(json!(chap(&login(tree, auth).unwrap_or_else(lock))))
 }

@@ -11,14 +11,14 @@ use serde_json::{Map, Value};
 
 use super::show::{Show, show_discovery, show_target};
 use super::{Rest, backend, export, origin};
-use crate::rules::core::{self, PAGE, option};
-use crate::rules::{Fabric, Kind, Plugin, backend_name, fabrics, target_name, tpgs};
-use crate::tree::{NodeId, Shell, Tree};
+use crate::rules::device::{self, PAGE, option};
+use crate::rules::{Fabric, Kind, Plugin, Shell, Tree, backend_name, fabrics, target_name, tpgs};
+use crate::tree::NodeId;
 use crate::world::{Medium, World};
 
 /// A configuration as a tree.
 #[derive(Clone, Debug)]
-pub struct Imported {
+pub struct Import {
     /// The tree.
     pub tree: Tree,
     /// What the tree does not show.
@@ -27,11 +27,12 @@ pub struct Imported {
     pub hidden: Vec<String>,
 }
 
-/// Shows a configuration as a tree, as far as LIO can say it. `nobody` is a secret that nobody knows.
+/// Shows a configuration as a tree, as far as LIO can say it. `lock_secret` is that of
+/// [`Rest`].
 #[must_use]
-pub fn import(document: &Value, nobody: String, world: &dyn World) -> Imported {
+pub fn import(document: &Value, lock_secret: String, world: &dyn World) -> Import {
     let rest = Rest {
-        nobody,
+        lock_secret,
         ..Rest::default()
     };
     update(Tree::new(), rest, [&Value::Null, document], world)
@@ -40,14 +41,14 @@ pub fn import(document: &Value, nobody: String, world: &dyn World) -> Imported {
 /// Brings a tree up to date that showed the first configuration and is to show the second; both are in
 /// the daemon's own words. What is the same in both, or in neither, stays as it is.
 #[must_use]
-pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn World) -> Imported {
+pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn World) -> Import {
     let change = Change::between(old, new);
     let mut hidden = Vec::new();
     let config = Config::parse(&new.to_string(), "running");
     let config = config.map_err(|mistake| hidden.push(mistake.to_string()));
     rest.base = new.as_object().cloned().unwrap_or_default();
     for part in ["backends", "targets", "discovery_chap"] {
-        rest.base.remove(part);
+        rest.base.shift_remove(part);
     }
     let is_changed = |name: &str| change.backends.contains(name);
     rest.backends = rest
@@ -78,7 +79,7 @@ pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn W
     if change.discovery {
         importer.discovery(new.get("discovery_chap").cloned());
     }
-    Imported {
+    Import {
         tree: importer.tree,
         rest: importer.rest,
         hidden: importer.hidden,
@@ -180,8 +181,8 @@ impl Importer<'_> {
                 tree.prune_if_empty(wwn);
             }
         }
-        for (device, _) in core::devices(tree) {
-            let is_shown = core::is_configured(tree, device);
+        for (device, _) in device::devices(tree) {
+            let is_shown = device::is_configured(tree, device);
             if is_shown && change.backends.contains(&backend_name(tree, device)) {
                 let host = tree.parent(device);
                 tree.prune(device);

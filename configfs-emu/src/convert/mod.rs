@@ -3,7 +3,7 @@
 //! A configuration is a document here: the JSON of the YAML that `riserd` reads. `export` makes one of a
 //! tree, `import` a tree of one.
 //!
-//! # What becomes of what
+//! # Mapping
 //! | LIO | `riserd` |
 //! | --- | --- |
 //! | an enabled device | a backend, named `HOST:NAME` |
@@ -12,11 +12,11 @@
 //! | the unspecified address | the unspecified address; that of IPv6 is `:PORT`, all addresses of the host |
 //! | an SRP port | a portal at each of its addresses |
 //! | an entry in `acls` with its mapped LUNs | an access rule with its LUNs, by the numbers that the initiator sees |
-//! | `generate_node_acls` | access for everybody |
-//! | a name and secret of an entry, or of the portal group for everybody | CHAP: the target's if all have the same, else the rule's |
+//! | `generate_node_acls` | access for all initiators |
+//! | a name and secret of an entry, or of the portal group for all | CHAP: the target's if all have the same, else the rule's |
 //!
 //! # What one side says and the other cannot
-//! What LIO allows and `riserd` cannot do is refused with its reason ([`Unsaid`]) if it would change who
+//! What LIO allows and `riserd` cannot do is refused with its reason ([`ConversionError`]) if it would change who
 //! sees what, and is a note otherwise. What `riserd` has and the tree cannot show is kept ([`Rest`]) and
 //! goes back with every export; a target is shown only if what the tree says of it means the same.
 
@@ -31,13 +31,13 @@ mod target;
 
 use serde_json::{Map, Value};
 
-pub use self::export::{Exported, export};
-pub use self::import::{Imported, import, update};
+pub use self::export::{Export, export};
+pub use self::import::{Import, import, update};
 
-/// Why a tree is no configuration.
+/// Reason for which a tree is no configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{path}: {reason}")]
-pub struct Unsaid {
+pub struct ConversionError {
     /// The directory that it is about.
     pub path: String,
     /// What cannot be said.
@@ -55,8 +55,8 @@ pub struct Rest {
     pub targets: Vec<Value>,
     /// The CHAP of discovery, if the tree cannot show it.
     pub discovery: Option<Value>,
-    /// A secret that nobody knows, for a lock without a key.
-    pub nobody: String,
+    /// A random secret that is not kept anywhere, for a discovery that no initiator may do.
+    pub lock_secret: String,
 }
 
 /// What a directory keeps of the configuration that it came from.
@@ -83,7 +83,7 @@ fn merge(
         return now;
     };
     for key in seen.keys().filter(|key| !now.contains_key(*key)) {
-        merged.remove(key);
+        merged.shift_remove(key);
     }
     for (key, value) in now {
         if seen.get(&key) != Some(&value) {

@@ -1,7 +1,7 @@
 //! The identifier that LIO makes of a unit's serial number.
 
 /// 32 digits: a registered identifier (6) of a company, and of the serial number its first 25
-/// hexadecimal digits, whatever else is between them.
+/// hexadecimal digits, any other characters between them.
 pub(super) fn naa(company: &str, serial: &str) -> String {
     let company = company.trim_start_matches("0x");
     let digits = serial.chars().filter(char::is_ascii_hexdigit);

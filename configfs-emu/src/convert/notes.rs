@@ -1,7 +1,7 @@
 //! What was set in a tree and has no effect, for people.
 
-use crate::rules::{Kind, core, fabrics};
-use crate::tree::{NodeId, Tree};
+use crate::rules::{Kind, Tree, device, fabrics};
+use crate::tree::{Access, Kind as _, NodeId};
 
 /// Files that have an effect, or that say what is rather than what is wanted.
 fn has_effect(kind: Kind, name: &str) -> bool {
@@ -40,7 +40,7 @@ fn has_effect(kind: Kind, name: &str) -> bool {
 /// A line for each setting that has no effect.
 pub(super) fn notes(tree: &Tree) -> Vec<String> {
     let mut notes = Vec::new();
-    for (device, _) in core::devices(tree) {
+    for (device, _) in device::devices(tree) {
         collect(tree, device, &mut notes);
     }
     for (_, fabric) in fabrics(tree) {
@@ -54,7 +54,7 @@ fn collect(tree: &Tree, dir: NodeId, notes: &mut Vec<String>) {
     for attr in kind.attrs() {
         let value = tree.value(dir, attr.name);
         let is_group = kind == Kind::Lun && value == "default_tg_pt_gp";
-        let is_set = value != attr.initial && attr.access == crate::rules::Access::ReadWrite;
+        let is_set = value != attr.initial && attr.access == Access::ReadWrite;
         if is_set && !is_group && !has_effect(kind, attr.name) {
             notes.push(format!("{}/{} has no effect", tree.path(dir), attr.name));
         }

@@ -12,8 +12,8 @@ use serde_json::Value;
 
 use super::access::ANY;
 use super::origin;
-use crate::rules::{Fabric, backend_name, core};
-use crate::tree::{NodeId, Shell, Tree};
+use crate::rules::{Fabric, Shell, Tree, backend_name, device};
+use crate::tree::NodeId;
 use crate::world::World;
 
 /// What is shown, and of what.
@@ -42,7 +42,7 @@ pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric,
         }
         _ => return Err("it is served by SRP at several places, or by iSCSI as well".to_owned()),
     };
-    let mut hand = Hand {
+    let mut hand = GroupShell {
         shell: Shell {
             tree: &mut tree,
             world: show.world,
@@ -58,7 +58,7 @@ pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric,
 
 /// Shows the CHAP of discovery.
 pub(super) fn show_discovery(tree: &mut Tree, world: &dyn World, doc: &Value) -> Result<(), Errno> {
-    let mut hand = Hand {
+    let mut hand = GroupShell {
         shell: Shell { tree, world },
         path: "iscsi/discovery_auth".to_owned(),
     };
@@ -77,12 +77,12 @@ pub(super) fn show_discovery(tree: &mut Tree, world: &dyn World, doc: &Value) ->
 }
 
 /// A shell in a portal group.
-struct Hand<'a> {
+struct GroupShell<'a> {
     shell: Shell<'a>,
     path: String,
 }
 
-impl Hand<'_> {
+impl GroupShell<'_> {
     fn ensure(&mut self, path: &str) -> Result<(), Errno> {
         match self.shell.mkdir(path) {
             Ok(_) | Err(Errno::EXIST) => Ok(()),
@@ -123,7 +123,7 @@ impl Hand<'_> {
         let mut luns = BTreeMap::new();
         for (number, lun) in &target.luns {
             let name = &show.config.backend(lun).name;
-            let mut devices = core::devices(self.shell.tree).into_iter();
+            let mut devices = device::devices(self.shell.tree).into_iter();
             let device = devices.find(|(id, _)| backend_name(self.shell.tree, *id) == *name);
             let (device, _) = device.ok_or(Errno::NODEV)?;
             let id = self.mkdir(&format!("lun/lun_{number}"))?;
@@ -137,7 +137,7 @@ impl Hand<'_> {
         match &target.access {
             Access::Open => self.open(target, None)?,
             Access::Rules(rules) => {
-                let (known, others) = everybody(rules);
+                let (known, others) = split_rest(rules);
                 for rule in known {
                     self.rule(rule, target, &luns)?;
                 }
@@ -168,7 +168,7 @@ impl Hand<'_> {
         Ok(())
     }
 
-    /// Access for everybody else, who sees all that there is; by a rule, or without rules.
+    /// Access for all other initiators, which see all that there is; by a rule, or without rules.
     fn open(&mut self, target: &Target, rule: Option<&Rule>) -> Result<(), Errno> {
         self.write("attrib/generate_node_acls", "1")?;
         let seen = target.seen_by(rule.and_then(|rule| rule.luns.as_ref()));
@@ -252,9 +252,9 @@ fn np_of(listen: &Listen) -> Option<String> {
     }
 }
 
-/// Rules about some, and the rule about everybody else if they end with one: LIO's own are two, for all
+/// Rules about some, and the rule about all others if they end with one: LIO's own are two, for all
 /// addresses of either kind.
-fn everybody(rules: &[Rule]) -> (&[Rule], Option<&Rule>) {
+fn split_rest(rules: &[Rule]) -> (&[Rule], Option<&Rule>) {
     let net = |rule: &Rule| match (&rule.iqn, &rule.initiator, &rule.address) {
         (None, None, Some(net)) => net.to_string(),
         _ => String::new(),
@@ -272,7 +272,7 @@ fn everybody(rules: &[Rule]) -> (&[Rule], Option<&Rule>) {
     }
 }
 
-/// Whether everybody must prove who he is.
+/// Whether all initiators need credentials.
 fn all_authenticate(target: &Target) -> bool {
     let by_rule = match &target.access {
         Access::Open => false,

@@ -5,9 +5,9 @@ use std::net::{IpAddr, SocketAddr};
 use serde_json::{Map, Value, json};
 
 use super::access::access;
-use super::{Unsaid, merge, origin};
-use crate::rules::{Fabric, Kind, portal_address, target_name};
-use crate::tree::{NodeId, Tree};
+use super::{ConversionError, merge, origin};
+use crate::rules::{Fabric, Kind, Tree, portal_address, target_name};
+use crate::tree::NodeId;
 use crate::world::World;
 
 /// The port at which SRP is served if the tree does not say.
@@ -19,7 +19,7 @@ pub(super) fn target(
     tpg: NodeId,
     fabric: Fabric,
     world: &dyn World,
-) -> Result<Option<Map<String, Value>>, Unsaid> {
+) -> Result<Option<Map<String, Value>>, ConversionError> {
     let Some(now) = plain(tree, tpg, fabric, world)? else {
         return Ok(None);
     };
@@ -37,7 +37,7 @@ pub(super) fn plain(
     tpg: NodeId,
     fabric: Fabric,
     world: &dyn World,
-) -> Result<Option<Map<String, Value>>, Unsaid> {
+) -> Result<Option<Map<String, Value>>, ConversionError> {
     if tree.value(tpg, "enable") != "1" {
         return Ok(None);
     }
@@ -48,7 +48,7 @@ pub(super) fn plain(
     if portals.is_empty() {
         return Ok(None);
     }
-    let access = access(tree, tpg, fabric).map_err(|reason| Unsaid {
+    let access = access(tree, tpg, fabric).map_err(|reason| ConversionError {
         path: tree.path(tpg),
         reason,
     })?;

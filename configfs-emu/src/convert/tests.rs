@@ -4,16 +4,16 @@ use super::*;
 use crate::testing::{Fixture, TPG};
 use riser_config::Config;
 
-fn nobody() -> Rest {
+fn rest() -> Rest {
     Rest {
-        nobody: "a secret that nobody knows".to_owned(),
+        lock_secret: "a secret that is not kept".to_owned(),
         ..Rest::default()
     }
 }
 
 impl Fixture {
     fn export(&self) -> Result<Value, String> {
-        let exported = export(&self.tree, &nobody(), &self.world).map_err(|u| u.to_string())?;
+        let exported = export(&self.tree, &rest(), &self.world).map_err(|u| u.to_string())?;
         if !exported.document["targets"].as_array().unwrap().is_empty() {
             let text = exported.document.to_string();
             Config::parse(&text, "exported").map_err(|e| e.to_string())?;
@@ -95,7 +95,7 @@ fn the_unspecified_address_stays_what_it_is() {
             { "protocol": "iscsi", "listen": ":3261" },
         ])
     );
-    let imported = import(&document, "nobody".to_owned(), &fixture.world);
+    let imported = import(&document, "a secret".to_owned(), &fixture.world);
     assert_eq!(imported.hidden, [""; 0]);
     for np in ["0.0.0.0:3260", "[::]:3261"] {
         let np = format!("target/{TPG}/np/{np}");
@@ -105,7 +105,7 @@ fn the_unspecified_address_stays_what_it_is() {
     for listen in ["[::]:3260", "eth0:3260"] {
         let mut document = document.clone();
         document["targets"][0]["portals"] = json!([{ "protocol": "iscsi", "listen": listen }]);
-        let imported = import(&document, "nobody".to_owned(), &fixture.world);
+        let imported = import(&document, "a secret".to_owned(), &fixture.world);
         assert_eq!(imported.hidden.len(), 1, "{listen}");
         let exported = export(&imported.tree, &imported.rest, &fixture.world).unwrap();
         assert_eq!(exported.document["targets"], document["targets"]);
@@ -182,7 +182,7 @@ fn numbers_of_rules_are_mapped_luns() {
             "targets": [target(rules)],
         })
     };
-    let everybody = ["0.0.0.0/0", "::/0"].map(|net| json!({ "address": net, "luns": [] }));
+    let any = ["0.0.0.0/0", "::/0"].map(|net| json!({ "address": net, "luns": [] }));
     for (rules, is_shown) in [
         (
             json!([
@@ -193,12 +193,12 @@ fn numbers_of_rules_are_mapped_luns() {
             ]),
             true,
         ),
-        // Everybody else sees what the portal group has, or nothing.
-        (json!(everybody), false),
+        // All other initiators see what the portal group has, or nothing.
+        (json!(any), false),
     ] {
         let document = running(rules);
         let world = Fixture::default().world;
-        let imported = import(&document, "nobody".to_owned(), &world);
+        let imported = import(&document, "a secret".to_owned(), &world);
         assert_eq!(
             imported.hidden.is_empty(),
             is_shown,
@@ -224,10 +224,10 @@ fn numbers_of_rules_are_mapped_luns() {
 }
 
 #[test]
-fn a_demonstration_is_open_to_everybody() {
+fn a_demonstration_is_open_to_all() {
     let mut fixture = Fixture::served();
     fixture.run(&format!("echo {TPG}/attrib/generate_node_acls 1"));
-    // Everybody else cannot write, and the client can.
+    // Other initiators cannot write, and the client can.
     let read_only = json!({ "0": { "backend": "fileio_0:disk", "read_only": true } });
     assert_eq!(
         fixture.target()["access"],
@@ -256,7 +256,7 @@ fn a_demonstration_is_open_to_everybody() {
 fn secrets_are_the_targets() {
     let mut fixture = Fixture::served();
     fixture.run(&format!("echo {TPG}/attrib/authentication 1"));
-    // Whoever must prove who he is and cannot is not let in.
+    // An initiator without the credentials that it needs is not admitted.
     assert_eq!(fixture.target()["access"], json!([]));
     assert!(fixture.target().get("chap").is_none());
     fixture.run(&format!(
@@ -311,14 +311,14 @@ fn secrets_are_the_targets() {
 }
 
 #[test]
-fn discovery_without_a_user_is_for_nobody() {
+fn discovery_without_a_user_is_for_no_initiator() {
     let mut fixture = Fixture::served();
     assert!(fixture.export().unwrap().get("discovery_chap").is_none());
     fixture.run("echo iscsi/discovery_auth/enforce_discovery_auth 1");
     let chap = &fixture.export().unwrap()["discovery_chap"];
     assert_eq!(
         chap["users"][0]["secret"],
-        json!("a secret that nobody knows")
+        json!("a secret that is not kept")
     );
     fixture
         .run("put iscsi/discovery_auth/userid u\nput iscsi/discovery_auth/password 123456789012");
@@ -365,7 +365,7 @@ fn an_srp_port_is_served_at_its_addresses() {
 #[test]
 fn what_has_no_effect_is_said() {
     let mut fixture = Fixture::served();
-    let notes = |f: &Fixture| export(&f.tree, &nobody(), &f.world).unwrap().notes;
+    let notes = |f: &Fixture| export(&f.tree, &rest(), &f.world).unwrap().notes;
     assert_eq!(notes(&fixture), Vec::<String>::new());
     fixture.run(&format!(
         "echo {TPG}/param/MaxBurstLength 1048576
@@ -493,7 +493,7 @@ fn running() -> Value {
 fn shown() -> (Fixture, Rest, Vec<String>) {
     Config::parse(&running().to_string(), "running").unwrap();
     let mut fixture = Fixture::default();
-    let imported = import(&running(), "nobody knows".to_owned(), &fixture.world);
+    let imported = import(&running(), "a secret".to_owned(), &fixture.world);
     fixture.tree = imported.tree;
     (fixture, imported.rest, imported.hidden)
 }
@@ -573,7 +573,7 @@ fn only_what_changes_changes() {
     expected["backends"]["disk0"]["write_cache"] = json!("off");
     let first = expected["targets"].as_array_mut().unwrap();
     let first = first.iter_mut().find(|t| t["name"] == "first").unwrap();
-    // LUN 0 is still there, but nobody sees it.
+    // LUN 0 is still there, but no initiator sees it.
     first["access"] = json!([
         { "iqn": "iqn.2026-01.example:a", "luns": [3] },
         { "iqn": "iqn.2026-01.example:b", "luns": [3] },

@@ -3,8 +3,8 @@ use std::sync::{Arc, Mutex};
 use serde_json::json;
 
 use super::*;
+use crate::rules::Shell;
 use crate::testing::{Fake, TPG, run_line, served};
-use crate::tree::Shell;
 
 /// A daemon that others configure as well, and that can be made to say no.
 #[derive(Debug, Default)]
@@ -65,7 +65,11 @@ impl Rig {
             state: Arc::clone(&state),
             seen: 0,
         };
-        let engine = Engine::new("nobody".into(), Box::new(Fake::default()), Box::new(daemon));
+        let engine = Engine::new(
+            "a secret".into(),
+            Box::new(Fake::default()),
+            Box::new(daemon),
+        );
         let mut rig = Self {
             engine: engine.unwrap(),
             state,
@@ -89,7 +93,7 @@ impl Rig {
         })
     }
 
-    /// What somebody else does.
+    /// A change by another user.
     fn other(&self, change: impl FnOnce(&mut Value)) {
         let mut state = self.state.lock().unwrap();
         let mut document = state.document.clone();

@@ -17,7 +17,7 @@ use rustix::io::Errno as Number;
 use crate::engine::Engine;
 use crate::tree::{EntryKind, Ino, MAX_WRITE, NodeId};
 
-/// The kernel asks anew each time: much of what is read changes by itself.
+/// The kernel asks again each time: much of what is read changes by itself.
 const TTL: Duration = Duration::ZERO;
 
 /// How old what others have changed may be when it is read.

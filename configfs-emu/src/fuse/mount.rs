@@ -38,7 +38,7 @@ impl Mount {
         })
     }
 
-    /// Waits until somebody unmounts it.
+    /// Waits until a user unmounts it.
     ///
     /// # Errors
     /// The session ended with an error.

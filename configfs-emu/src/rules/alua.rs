@@ -2,9 +2,9 @@
 
 use rustix::io::Errno;
 
-use super::{Attr, Kind, Read, Show, Store, Write, core, line};
+use super::{Attr, Kind, Read, Show, Store, Tree, Write, device};
 use crate::number;
-use crate::tree::{NodeId, Tree};
+use crate::tree::{NodeId, line};
 
 /// `core/alua/lu_gps/NAME/`.
 pub(super) const LU_GROUP: &[Attr] = &[
@@ -102,7 +102,7 @@ fn store_id(write: &mut Write<'_>) -> Result<(), Errno> {
 
 fn show_lu_members(read: &Read<'_>) -> Result<String, Errno> {
     let (tree, group) = (read.tree, &read.tree.dir(read.dir).name);
-    let members = core::devices(tree).into_iter();
+    let members = device::devices(tree).into_iter();
     let members = members.filter(|(id, _)| tree.value(*id, "alua_lu_gp") == group);
     Ok(members
         .map(|(id, _)| {
@@ -176,7 +176,7 @@ fn check_id(write: &Write<'_>) -> Result<(), Errno> {
 
 fn store_state(write: &mut Write<'_>) -> Result<(), Errno> {
     check_id(write)?;
-    if !core::is_configured(write.tree, core::device_of(write.tree, write.dir)) {
+    if !device::is_configured(write.tree, device::device_of(write.tree, write.dir)) {
         return Err(Errno::NODEV);
     }
     // The kernel keeps the lower half of a longer number.
@@ -201,7 +201,7 @@ fn store_state(write: &mut Write<'_>) -> Result<(), Errno> {
         return Err(Errno::INVAL);
     }
     write.keep(state.to_string());
-    // LIO notes that nobody but the administrator did this.
+    // LIO notes a change by the administrator, not by an initiator.
     write.tree.set(write.dir, "alua_access_status", STATUSES[2]);
     Ok(())
 }

@@ -2,9 +2,9 @@
 
 use rustix::io::Errno;
 
-use super::{Attr, Kind, Plugin, Read, Show, Store, Write, core};
+use super::{Attr, Kind, Plugin, Read, Show, Store, Tree, Write, device};
 use crate::number;
-use crate::tree::{NodeId, Tree};
+use crate::tree::NodeId;
 
 const ANY: std::ops::RangeInclusive<u32> = 0..=u32::MAX;
 
@@ -77,7 +77,7 @@ pub(super) fn on_device_made(tree: &mut Tree, device: NodeId) {
 
 fn store_model_alias(write: &mut Write<'_>) -> Result<(), Errno> {
     let is_alias = number::boolean(write.text)?;
-    let device = core::device_of(write.tree, write.dir);
+    let device = device::device_of(write.tree, write.dir);
     let Kind::Device(plugin) = write.tree.dir(device).kind else {
         return Err(Errno::INVAL);
     };
@@ -112,11 +112,11 @@ fn store_write_cache(write: &mut Write<'_>) -> Result<(), Errno> {
 
 fn store_unmap(write: &mut Write<'_>) -> Result<(), Errno> {
     let on = number::boolean(write.text)?;
-    let device = core::device_of(write.tree, write.dir);
+    let device = device::device_of(write.tree, write.dir);
     if on && plugin_of(write) == Some(Plugin::RamDisk) {
         return Err(Errno::NOSYS);
     }
-    if on && !core::is_configured(write.tree, device) {
+    if on && !device::is_configured(write.tree, device) {
         return Err(Errno::NODEV);
     }
     write.keep(if on { "1" } else { "0" });
@@ -146,7 +146,7 @@ fn store_fixed_one(write: &mut Write<'_>) -> Result<(), Errno> {
 fn store_protection(write: &mut Write<'_>) -> Result<(), Errno> {
     match number::within(write.text, &(0..=3))? {
         2 => Err(Errno::NOSYS),
-        _ if core::is_exported(write.tree, write.dir) => Err(Errno::INVAL),
+        _ if device::is_exported(write.tree, write.dir) => Err(Errno::INVAL),
         0 => Ok(()),
         _ => Err(Errno::NOSYS),
     }
@@ -157,7 +157,7 @@ fn store_format(write: &mut Write<'_>) -> Result<(), Errno> {
     let is_file = plugin_of(write) == Some(Plugin::Fileio);
     match number::boolean(write.text)? {
         false => Ok(()),
-        true if is_file && core::is_exported(write.tree, write.dir) => Err(Errno::INVAL),
+        true if is_file && device::is_exported(write.tree, write.dir) => Err(Errno::INVAL),
         true => Err(Errno::NOSYS),
     }
 }
@@ -173,7 +173,7 @@ fn store_submit_type(write: &mut Write<'_>) -> Result<(), Errno> {
 
 /// What is checked after the value has been read, unlike for what [`Attr::locked`] makes.
 fn check_unlocked(write: &Write<'_>) -> Result<(), Errno> {
-    match core::is_exported(write.tree, write.dir) {
+    match device::is_exported(write.tree, write.dir) {
         true => Err(Errno::INVAL),
         false => Ok(()),
     }

@@ -2,16 +2,14 @@
 
 use rustix::io::Errno;
 
-use super::{Access, Attr, Kind, Plugin, Read, Show, Store, Write, alua, line, statistics};
+use super::device::{PAGE, devices, is_configured, option};
+use super::{Attr, Kind, Plugin, Read, Show, Store, Tree, Write, alua, statistics};
 use crate::number;
-use crate::tree::{NodeId, Tree};
+use crate::tree::{Access, NodeId, line};
 use crate::world::{BlockDevice, Medium, World};
 
 /// The version of the target core that we say we are.
 const VERSION: &str = "v5.0";
-
-/// A page of a RAM disk, in bytes.
-pub const PAGE: u64 = 4096;
 
 /// Pages that one of LIO's tables names.
 const PAGES_PER_TABLE: u64 = 2048;
@@ -51,55 +49,6 @@ pub(super) const DEVICE: &[Attr] = &[
     .shown(Show::With(alua::show_lu_group_of)),
     Attr::rw("lba_map", "", Store::With(alua::store_lba_map)).shown(Show::LineIfAny),
 ];
-
-/// What came through `control`, by the names that it has there.
-pub mod option {
-    /// A file, or a device as a file.
-    pub const FILE: &str = "fd_dev_name";
-    /// Its size in bytes.
-    pub const SIZE: &str = "fd_dev_size";
-    /// Whether its writes are cached.
-    pub const BUFFERED: &str = "fd_buffered_io";
-    /// Whether it is used asynchronously.
-    pub const ASYNC: &str = "fd_async_io";
-    /// A block device.
-    pub const DEVICE: &str = "udev_path=";
-    /// Whether the device is only read.
-    pub const READ_ONLY: &str = "readonly";
-    /// The size of a RAM disk, in pages.
-    pub const PAGES: &str = "rd_pages";
-    /// Whether a RAM disk keeps nothing.
-    pub const NULL: &str = "rd_nullio";
-    /// Whether a RAM disk is no disk.
-    pub const DUMMY: &str = "rd_dummy";
-}
-
-/// The device that a directory below it belongs to.
-pub fn device_of(tree: &Tree, id: NodeId) -> NodeId {
-    let device = tree.above(id, |dir| matches!(dir.kind, Kind::Device(_)));
-    device.expect("only directories of devices ask")
-}
-
-/// Whether a device is a LUN of something.
-pub fn is_exported(tree: &Tree, id: NodeId) -> bool {
-    tree.dir(device_of(tree, id)).is_linked()
-}
-
-/// Whether a device was enabled.
-pub fn is_configured(tree: &Tree, device: NodeId) -> bool {
-    tree.value(device, "enable") == "1"
-}
-
-/// All devices, with their plugins.
-pub fn devices(tree: &Tree) -> Vec<(NodeId, Plugin)> {
-    let core = tree.find("target/core").expect("it is always there");
-    let hosts = tree.subdirs(core);
-    let devices = hosts.filter_map(|(_, host)| match tree.dir(host).kind {
-        Kind::Host(plugin) => Some(tree.subdirs(host).map(move |(_, id)| (id, plugin))),
-        _ => None,
-    });
-    devices.flatten().collect()
-}
 
 fn show_version(_read: &Read<'_>) -> Result<String, Errno> {
     Ok(format!(
@@ -189,8 +138,8 @@ fn store_control(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// What a device turns out to be when it is enabled.
-struct Found {
+/// Attributes of a device, as its medium gives them when it is enabled.
+struct DeviceLimits {
     block_size: u32,
     max_sectors: u32,
     is_nonrot: bool,
@@ -254,7 +203,7 @@ fn not_found(medium: &Medium) -> Errno {
     }
 }
 
-fn find_file(write: &Write<'_>) -> Result<Found, Errno> {
+fn find_file(write: &Write<'_>) -> Result<DeviceLimits, Errno> {
     let path = write.tree.hidden(write.dir, option::FILE);
     let medium = write.world.medium(path.ok_or(Errno::INVAL)?);
     let (block_size, is_nonrot) = match medium {
@@ -269,7 +218,7 @@ fn find_file(write: &Write<'_>) -> Result<Found, Errno> {
         }
         medium => return Err(not_found(&medium)),
     };
-    Ok(Found {
+    Ok(DeviceLimits {
         block_size,
         max_sectors: FILE_MAX / block_size.max(1),
         is_nonrot,
@@ -278,13 +227,13 @@ fn find_file(write: &Write<'_>) -> Result<Found, Errno> {
     })
 }
 
-fn find_block(write: &Write<'_>) -> Result<Found, Errno> {
+fn find_block(write: &Write<'_>) -> Result<DeviceLimits, Errno> {
     let path = write.tree.hidden(write.dir, option::DEVICE);
     let device = match write.world.medium(path.ok_or(Errno::INVAL)?) {
         Medium::Device(device) => device,
         medium => return Err(not_found(&medium)),
     };
-    Ok(Found {
+    Ok(DeviceLimits {
         block_size: device.block_size,
         max_sectors: 1024,
         is_nonrot: true,
@@ -293,10 +242,10 @@ fn find_block(write: &Write<'_>) -> Result<Found, Errno> {
     })
 }
 
-fn find_ram(write: &Write<'_>) -> Result<Found, Errno> {
+fn find_ram(write: &Write<'_>) -> Result<DeviceLimits, Errno> {
     match write.tree.hidden(write.dir, option::PAGES) {
         None | Some("0") => Err(Errno::INVAL),
-        Some(_) => Ok(Found {
+        Some(_) => Ok(DeviceLimits {
             block_size: 512,
             // As many as there are, in whole pages.
             max_sectors: !7,

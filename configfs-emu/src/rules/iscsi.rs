@@ -2,9 +2,9 @@
 
 use rustix::io::Errno;
 
-use super::{Attr, Fabric, Kind, Read, Show, Store, Write, alua, line, session};
+use super::{Attr, Fabric, Kind, Read, Show, Store, Tree, Write, alua, session};
 use crate::number;
-use crate::tree::{NodeId, Tree};
+use crate::tree::{NodeId, line};
 
 const BIT: std::ops::RangeInclusive<u32> = 0..=1;
 
@@ -136,7 +136,7 @@ fn store_cut(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// All CPUs, until somebody chooses.
+/// All CPUs, until a user chooses.
 fn show_cpus(read: &Read<'_>) -> Result<String, Errno> {
     let chosen = read.tree.value(read.dir, "cpus_allowed_list");
     Ok(match (chosen, read.world.cpus()) {

@@ -7,8 +7,8 @@ use riser_admin_api::live::LiveTarget;
 use rustix::io::Errno;
 
 use super::statistics::{files, hundredths, index, line};
-use super::{Attr, Kind, Read, Show, session};
-use crate::tree::{NodeId, Tree};
+use super::{Attr, Kind, Read, Show, Tree, session};
+use crate::tree::NodeId;
 
 /// `iscsi/IQN/fabric_statistics/iscsi_instance/`.
 pub(super) const INSTANCE: &[Attr] = files!(show_instance;
@@ -38,7 +38,7 @@ pub(super) const SESS_STATS: &[Attr] = files!(show_session;
     "inst" "node" "indx" "cmd_pdus" "rsp_pdus" "txdata_octs" "rxdata_octs" "conn_digest_errors"
     "conn_timeout_errors");
 
-/// Why a login failed, as far as it is told apart.
+/// Reasons of failed logins, as far as they are distinguished.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Failure {
     Other = 2,

@@ -54,7 +54,7 @@ fn legal(name: &str) -> Legal {
     match name {
         "AuthMethod" => Legal::Words(&["CHAP", "None"]),
         "HeaderDigest" | "DataDigest" => Legal::Words(&["CRC32C", "None"]),
-        // Nobody negotiates markers, so nobody looks at their intervals.
+        // No initiator negotiates markers, so their intervals are not looked at.
         "TargetAlias" | "IFMarkInt" | "OFMarkInt" => Legal::Text,
         "MaxConnections" | "MaxOutstandingR2T" => Legal::Number(1, 65_535),
         "MaxRecvDataSegmentLength"

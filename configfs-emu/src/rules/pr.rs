@@ -8,7 +8,7 @@ use riser_admin_api::live::{LiveRegistrant, LiveReservations};
 use rustix::io::Errno;
 
 use super::statistics::{counted, fabric, group, luns_of, tag};
-use super::{Attr, Read, Show, Store, Write, core, lun_number, session};
+use super::{Attr, Read, Show, Store, Write, device, lun_number, session};
 use crate::tree::NodeId;
 
 /// `pr/` of a device.
@@ -25,12 +25,12 @@ pub(super) const PR: &[Attr] = &[
         .shown(Show::With(show_aptpl_ready)),
 ];
 
-/// What is said where nobody holds a persistent reservation.
-const NOBODY: &str = "No SPC-3 Reservation holder\n";
+/// Text of the files where no initiator holds a persistent reservation.
+const NO_HOLDER: &str = "No SPC-3 Reservation holder\n";
 
 /// Whether initiators may reserve the device.
 fn is_reservable(read: &Read<'_>) -> bool {
-    let device = core::device_of(read.tree, read.dir);
+    let device = device::device_of(read.tree, read.dir);
     let attrib = read.tree.child(device, "attrib");
     read.tree
         .value(attrib.expect("it comes with it"), "emulate_pr")
@@ -39,7 +39,7 @@ fn is_reservable(read: &Read<'_>) -> bool {
 
 /// The reservations of the device, and the LUNs that it is.
 fn reservations(read: &Read<'_>) -> (LiveReservations, Vec<NodeId>) {
-    let luns = luns_of(read.tree, core::device_of(read.tree, read.dir));
+    let luns = luns_of(read.tree, device::device_of(read.tree, read.dir));
     // A unit has its reservations, whichever LUN it is seen as.
     let units = counted(read, &luns).into_iter();
     let known = units.map(|unit| unit.reservations).next();
@@ -56,11 +56,11 @@ fn holder(all: &LiveReservations) -> Option<&LiveRegistrant> {
 }
 
 /// Where a registrant has come in, of the LUNs that the device is.
-fn entered(read: &Read<'_>, luns: &[NodeId], registrant: &LiveRegistrant) -> Option<Entered> {
+fn entered(read: &Read<'_>, luns: &[NodeId], registrant: &LiveRegistrant) -> Option<PortLun> {
     let tree = read.tree;
     let mut places = luns.iter().filter_map(|lun| {
         let tpg = group(tree, *lun).ok()?;
-        Some(Entered {
+        Some(PortLun {
             tpg,
             lun: lun_number(&tree.dir(*lun).name).ok()?,
         })
@@ -72,7 +72,7 @@ fn entered(read: &Read<'_>, luns: &[NodeId], registrant: &LiveRegistrant) -> Opt
     }
 }
 
-struct Entered {
+struct PortLun {
     tpg: NodeId,
     lun: u64,
 }
@@ -86,7 +86,7 @@ fn fabric_of(registrant: &LiveRegistrant) -> &'static str {
 }
 
 /// An initiator port as the kernel names it: of SRP, as its entry is written if it has one.
-fn named(read: &Read<'_>, entered: Option<&Entered>, initiator: &str) -> String {
+fn named(read: &Read<'_>, entered: Option<&PortLun>, initiator: &str) -> String {
     if initiator.contains(",i,") {
         return initiator.to_owned();
     }
@@ -114,7 +114,7 @@ fn show_holder(read: &Read<'_>) -> Result<String, Errno> {
         return Ok(format!("SPC-2 Reservation: {fabric} Initiator: {name}\n"));
     }
     Ok(match holder(&all) {
-        None => NOBODY.to_owned(),
+        None => NO_HOLDER.to_owned(),
         Some(holder) => {
             let at = entered(read, &luns, holder);
             let name = named(read, at.as_ref(), &holder.initiator);
@@ -129,7 +129,7 @@ fn show_holder(read: &Read<'_>) -> Result<String, Errno> {
 /// A registration is always for the port by which it came.
 fn show_ports(read: &Read<'_>) -> Result<String, Errno> {
     Ok(match holder(&reservations(read).0) {
-        None => NOBODY,
+        None => NO_HOLDER,
         Some(_) => "SPC-3 Reservation: Single Target Port registration\n",
     }
     .to_owned())
@@ -143,7 +143,7 @@ fn show_holders_port(read: &Read<'_>) -> Result<String, Errno> {
     let tree = read.tree;
     let (all, luns) = reservations(read);
     let Some(holder) = holder(&all) else {
-        return Ok(NOBODY.to_owned());
+        return Ok(NO_HOLDER.to_owned());
     };
     let at = entered(read, &luns, holder).ok_or(Errno::NODEV)?;
     let (fabric, tag) = (fabric_of(holder), tag(tree, at.tpg));
@@ -178,7 +178,7 @@ fn show_registrants(read: &Read<'_>) -> Result<String, Errno> {
 fn show_type(read: &Read<'_>) -> Result<String, Errno> {
     let (all, _) = reservations(read);
     let kind = match all.kind {
-        None => return Ok(NOBODY.to_owned()),
+        None => return Ok(NO_HOLDER.to_owned()),
         Some(1) => "Write Exclusive Access",
         Some(3) => "Exclusive Access",
         Some(5) => "Write Exclusive Access, Registrants Only",
@@ -262,12 +262,12 @@ mod tests {
     fn without_reservations_it_says_so() {
         let mut fixture = Fixture::served();
         let nothing = [
-            ("res_holder", NOBODY),
-            ("res_pr_all_tgt_pts", NOBODY),
+            ("res_holder", NO_HOLDER),
+            ("res_pr_all_tgt_pts", NO_HOLDER),
             ("res_pr_generation", "0x00000000\n"),
-            ("res_pr_holder_tg_port", NOBODY),
+            ("res_pr_holder_tg_port", NO_HOLDER),
             ("res_pr_registered_i_pts", "SPC-3 PR Registrations:\nNone\n"),
-            ("res_pr_type", NOBODY),
+            ("res_pr_type", NO_HOLDER),
             ("res_type", "SPC3_PERSISTENT_RESERVATIONS\n"),
         ];
         says(&mut fixture, &nothing);
@@ -330,7 +330,7 @@ mod tests {
                 ("res_aptpl_active", "APTPL Bit Status: Activated\n"),
             ],
         );
-        // Of one of all registrants, the first is told when who made it has gone.
+        // All registrants hold it: where the one that made it has gone, the first is named.
         all.kind = Some(8);
         all.registrants.truncate(1);
         reserved(&mut fixture, all);
@@ -365,7 +365,7 @@ mod tests {
                     "res_holder",
                     "SPC-2 Reservation: iSCSI Initiator: iqn.2026-01.example:client\n",
                 ),
-                ("res_pr_type", NOBODY),
+                ("res_pr_type", NO_HOLDER),
                 ("res_type", "SPC2_RESERVATIONS\n"),
                 ("res_aptpl_active", "APTPL Bit Status: Disabled\n"),
             ],

@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
-use super::{Attr, Initiator, Kind, Read, Show};
-use crate::tree::{NodeId, Tree};
+use super::{Attr, Initiator, Kind, Read, Show, Tree};
+use crate::tree::NodeId;
 use crate::world::Session;
 
 /// `acls/IQN/param/`: what the login agreed on.

@@ -8,8 +8,8 @@ use std::fmt::Display;
 use riser_admin_api::live::{LiveLun, LiveShare};
 use rustix::io::Errno;
 
-use super::{Attr, Fabric, Initiator, Kind, Read, Show, core, lun_number, session};
-use crate::tree::{NodeId, Tree};
+use super::{Attr, Fabric, Initiator, Kind, Read, Show, Tree, device, lun_number, session};
+use crate::tree::NodeId;
 use crate::world::World;
 
 /// Files to read that one function shows.
@@ -80,7 +80,7 @@ fn siblings(tree: &Tree, id: NodeId) -> Vec<NodeId> {
 }
 
 fn devices(tree: &Tree) -> Vec<NodeId> {
-    let all = core::devices(tree).into_iter();
+    let all = device::devices(tree).into_iter();
     all.map(|(device, _)| device).collect()
 }
 
@@ -107,7 +107,7 @@ pub(super) fn note_time(tree: &mut Tree, id: NodeId, world: &dyn World) {
     tree.set(id, MADE, hundredths(world.uptime().as_secs_f64()));
 }
 
-/// As the kernel tells times.
+/// A time as the kernel writes it.
 pub(super) fn hundredths(seconds: f64) -> String {
     format!("{:.0}", (seconds * 100.0).max(0.0))
 }

@@ -7,6 +7,7 @@ use rustix::io::Errno;
 
 use super::*;
 use crate::testing::{Fixture, TPG};
+use crate::tree::{Access, Kind as _};
 use crate::world::Session;
 
 const OK: Result<(), Errno> = Ok(());
@@ -523,21 +524,21 @@ fn groups_of_ports_have_numbers_and_states() {
         "Altered by Implicit ALUA\n"
     );
     fixture.run(&format!("echo {TPG}/lun/lun_0/alua_tg_pt_gp ap1"));
-    let told = fixture
+    let members = fixture
         .read(&format!("{TPG}/lun/lun_0/alua_tg_pt_gp"))
         .unwrap();
     assert!(
-        told.starts_with("TG Port Alias: ap1\nTG Port Group ID: 1\n"),
-        "{told}"
+        members.starts_with("TG Port Alias: ap1\nTG Port Group ID: 1\n"),
+        "{members}"
     );
     // A group that goes leaves its LUNs to the default one.
     fixture.run(&format!("rmdir {group}"));
-    let told = fixture
+    let members = fixture
         .read(&format!("{TPG}/lun/lun_0/alua_tg_pt_gp"))
         .unwrap();
     assert!(
-        told.starts_with("TG Port Alias: default_tg_pt_gp\n"),
-        "{told}"
+        members.starts_with("TG Port Alias: default_tg_pt_gp\n"),
+        "{members}"
     );
 }
 
@@ -575,7 +576,7 @@ fn srp_ports_have_their_limits() {
 }
 
 #[test]
-fn a_session_is_told_of_its_initiator() {
+fn files_of_an_initiator_describe_its_session() {
     let mut fixture = Fixture::served();
     let acl = format!("{TPG}/acls/iqn.2026-01.example:client");
     assert_eq!(
@@ -745,9 +746,9 @@ fn statistics_of_units_and_ports_are_the_daemons() {
         id: 3,
         ..Session::default()
     }];
-    let told = "iqn.2026-01.example:client+i+00023d000001\n";
-    assert_eq!(fixture.read(&ident), Ok(told.into()));
-    // A LUN that somebody sees under another number is the same LUN, and the number is another one's.
+    let ident_text = "iqn.2026-01.example:client+i+00023d000001\n";
+    assert_eq!(fixture.read(&ident), Ok(ident_text.into()));
+    // A LUN that an initiator sees under another number is the same LUN, and the number is another one's.
     fixture.run(&format!(
         "mkdir {TPG}/acls/iqn.2026-01.example:second
          mkdir {TPG}/acls/iqn.2026-01.example:second/lun_1

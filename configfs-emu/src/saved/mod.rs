@@ -4,15 +4,15 @@
 //! tree what rtslib would do, [`save`] reads from a tree what rtslib would read.
 //!
 //! # What it cannot say
-//! Names of vendors and products, identifiers that are not made of serial numbers, and whatever the tree
+//! Names of vendors and products, identifiers that are not made of serial numbers, and what the tree
 //! does not show of a configuration. What a file says and the tree cannot (pass-through, user-space
 //! backstores, other fabrics) is named.
 
 mod restore;
 mod save;
 
-pub use self::restore::{Restored, configuration, restore};
-pub use self::save::{Saved, save};
+pub use self::restore::{Restoration, configuration, restore};
+pub use self::save::{SaveFile, save};
 
 use crate::rules::{Fabric, Plugin};
 

@@ -6,13 +6,12 @@ use serde_json::Value;
 
 use super::{AUTH, PORT_GROUP, name_of};
 use crate::convert::{self, Rest};
-use crate::rules::{Fabric, Plugin};
-use crate::tree::{Shell, Tree};
+use crate::rules::{Fabric, Plugin, Shell, Tree};
 use crate::world::World;
 
 /// What a file makes.
 #[derive(Clone, Debug)]
-pub struct Restored {
+pub struct Restoration {
     /// The tree.
     pub tree: Tree,
     /// What of the file could not be done, and why.
@@ -21,7 +20,7 @@ pub struct Restored {
 
 /// Does to an empty tree what a file says.
 #[must_use]
-pub fn restore(file: &Value, world: &dyn World) -> Restored {
+pub fn restore(file: &Value, world: &dyn World) -> Restoration {
     let mut tree = Tree::new();
     let mut restorer = Restorer {
         shell: Shell {
@@ -40,18 +39,18 @@ pub fn restore(file: &Value, world: &dyn World) -> Restored {
         restorer.target(target);
     }
     let lost = restorer.lost;
-    Restored { tree, lost }
+    Restoration { tree, lost }
 }
 
 /// The configuration that a restored tree says; what it cannot is left out, and named in `lost`.
 #[must_use]
 pub fn configuration(
-    mut restored: Restored,
-    nobody: &str,
+    mut restored: Restoration,
+    lock_secret: &str,
     world: &dyn World,
 ) -> (Config, Vec<String>) {
     let rest = Rest {
-        nobody: nobody.to_owned(),
+        lock_secret: lock_secret.to_owned(),
         ..Rest::default()
     };
     let mut document = loop {
@@ -60,9 +59,9 @@ pub fn configuration(
                 restored.lost.extend(exported.notes);
                 break exported.document;
             }
-            Err(unsaid) => {
-                let id = restored.tree.find(&unsaid.path);
-                restored.lost.push(unsaid.to_string());
+            Err(error) => {
+                let id = restored.tree.find(&error.path);
+                restored.lost.push(error.to_string());
                 restored.tree.prune(id.expect("a directory of this tree"));
             }
         }
@@ -179,7 +178,7 @@ impl Restorer<'_> {
         let mut control = match plugin {
             "fileio" => format!("fd_dev_name={dev},fd_dev_size={size}"),
             "block" => format!("udev_path={dev}"),
-            "ramdisk" => format!("rd_pages={}", size / crate::rules::core::PAGE),
+            "ramdisk" => format!("rd_pages={}", size / crate::rules::device::PAGE),
             other => {
                 let why = format!("riserd has no backstore `{other}`");
                 return self.lose(&format!("storage object {name}"), why);
@@ -331,7 +330,7 @@ impl Restorer<'_> {
     fn device(&self, object: &str) -> Option<String> {
         let (plugin, name) = object.strip_prefix("/backstores/")?.split_once('/')?;
         let tree = &*self.shell.tree;
-        let mut devices = crate::rules::core::devices(tree).into_iter();
+        let mut devices = crate::rules::device::devices(tree).into_iter();
         let (id, _) = devices
             .find(|(id, kind)| super::plugin_name(*kind) == plugin && tree.dir(*id).name == name)?;
         let path = tree.path(id);

@@ -3,30 +3,30 @@
 use serde_json::{Map, Value, json};
 
 use super::{AUTH, PORT_GROUP, plugin_name, wwn_of};
-use crate::rules::core::{self, PAGE, option};
-use crate::rules::{Access, Fabric, Kind, Plugin, fabrics, lun_number, tpgs};
-use crate::tree::{NodeId, Tree};
+use crate::rules::device::{self, PAGE, option};
+use crate::rules::{Fabric, Kind, Plugin, Tree, fabrics, lun_number, tpgs};
+use crate::tree::{Access, Kind as _, NodeId};
 use crate::world::{Medium, World};
 
 /// A tree as the file.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Saved {
+pub struct SaveFile {
     /// The file.
     pub document: Value,
     /// What of the tree it cannot say.
-    pub unsaid: Vec<String>,
+    pub omitted: Vec<String>,
 }
 
 /// Makes the file of a tree.
 #[must_use]
-pub fn save(tree: &Tree, world: &dyn World) -> Saved {
+pub fn save(tree: &Tree, world: &dyn World) -> SaveFile {
     let mut saver = Saver {
         tree,
         world,
-        unsaid: Vec::new(),
+        omitted: Vec::new(),
     };
-    let devices = core::devices(tree).into_iter();
-    let devices = devices.filter(|(device, _)| core::is_configured(tree, *device));
+    let devices = device::devices(tree).into_iter();
+    let devices = devices.filter(|(device, _)| device::is_configured(tree, *device));
     let objects: Vec<Value> = devices
         .map(|(device, plugin)| saver.storage_object(device, plugin))
         .collect();
@@ -42,16 +42,16 @@ pub fn save(tree: &Tree, world: &dyn World) -> Saved {
         "fabric_modules": saver.discovery(),
         "targets": targets,
     });
-    Saved {
+    SaveFile {
         document,
-        unsaid: saver.unsaid,
+        omitted: saver.omitted,
     }
 }
 
 struct Saver<'a> {
     tree: &'a Tree,
     world: &'a dyn World,
-    unsaid: Vec<String>,
+    omitted: Vec<String>,
 }
 
 /// A number where it is one.
@@ -116,7 +116,7 @@ impl Saver<'_> {
         object
     }
 
-    /// What a unit calls itself is told by whether it has its own name, and by nothing else.
+    /// Whether a unit has its own name decides what it calls itself, and nothing else does.
     fn check_names(&mut self, device: NodeId, wwn: NodeId, plugin: Plugin) {
         let attrib = self.child(device, "attrib");
         let product = match self.tree.value(attrib, "emulate_model_alias") {
@@ -133,7 +133,7 @@ impl Saver<'_> {
             let value = self.tree.value(wwn, file);
             if value != expected {
                 let path = self.tree.path(wwn);
-                self.unsaid.push(format!("{path}/{file}: {value}"));
+                self.omitted.push(format!("{path}/{file}: {value}"));
             }
         }
     }
@@ -181,7 +181,7 @@ impl Saver<'_> {
 
     fn target(&mut self, fabric: Fabric, dir: NodeId, name: &str, wwn: NodeId) -> Option<Value> {
         let Some(written) = wwn_of(fabric, name) else {
-            self.unsaid.push(self.tree.path(wwn));
+            self.omitted.push(self.tree.path(wwn));
             return None;
         };
         let own = tpgs(self.tree, dir).into_iter();
@@ -261,7 +261,7 @@ impl Saver<'_> {
 
     fn acl(&mut self, fabric: Fabric, name: &str, acl: NodeId) -> Option<Value> {
         let Some(wwn) = wwn_of(fabric, name) else {
-            self.unsaid.push(self.tree.path(acl));
+            self.omitted.push(self.tree.path(acl));
             return None;
         };
         let mapped = |(name, id): (&str, NodeId)| {

@@ -17,7 +17,7 @@ fn a_file_comes_back_as_it_was() {
     let restored = restore(&saved(), &world);
     assert_eq!(restored.lost, [] as [String; 0]);
     let again = save(&restored.tree, &world);
-    assert_eq!(again.unsaid, [] as [String; 0]);
+    assert_eq!(again.omitted, [] as [String; 0]);
     assert_eq!(again.document, saved());
 }
 
@@ -25,13 +25,13 @@ fn a_file_comes_back_as_it_was() {
 #[test]
 fn a_file_comes_back_from_a_configuration() {
     let world = Fake::default();
-    let (config, lost) = configuration(restore(&saved(), &world), "nobody", &world);
+    let (config, lost) = configuration(restore(&saved(), &world), "a secret", &world);
     assert_eq!(lost, [] as [String; 0]);
     let document = config.to_value();
-    let imported = convert::import(&document, "nobody".into(), &world);
+    let imported = convert::import(&document, "a secret".into(), &world);
     assert_eq!(imported.hidden, [] as [String; 0]);
     let again = save(&imported.tree, &world);
-    assert_eq!(again.unsaid, [] as [String; 0]);
+    assert_eq!(again.omitted, [] as [String; 0]);
     let alike = |document: &Value| {
         let mut document = document.clone();
         let group = &mut document["targets"][0]["tpgs"][0];
@@ -63,7 +63,7 @@ fn what_cannot_be_done_is_named_and_the_rest_is_done() {
     second["tpgs"][0]["portals"][0]["port"] = json!(3261);
     second["tpgs"][0]["node_acls"][0]["chap_password"] = json!("long enough to be taken");
     targets.push(second);
-    let (config, lost) = configuration(restore(&file, &world), "nobody", &world);
+    let (config, lost) = configuration(restore(&file, &world), "a secret", &world);
     assert_eq!(
         lost,
         [
@@ -98,7 +98,7 @@ fn a_tree_says_what_the_file_has_no_words_for() {
         .run("put core/rd_mcp_1/r/control rd_pages=256,rd_nullio=1\necho core/rd_mcp_1/r/enable 1");
     let saved = save(&fixture.tree, &fixture.world);
     assert_eq!(
-        saved.unsaid,
+        saved.omitted,
         [
             "target/core/rd_mcp_1/r/wwn/vendor_id: ACME",
             "target/srpt/0002:c903:00a1:b2c3",

@@ -2,8 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use crate::rules::Kind;
-
 /// A directory or a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(super) u64);
@@ -45,20 +43,20 @@ impl Ino {
 }
 
 #[derive(Clone, Debug)]
-pub(super) enum Node {
-    Dir(Dir),
+pub(super) enum Node<K> {
+    Dir(Dir<K>),
     Link(Link),
 }
 
 /// A directory.
 #[derive(Clone, Debug)]
-pub struct Dir {
+pub struct Dir<K> {
     /// The directory above; the root is above itself.
     pub parent: NodeId,
     /// Its name.
     pub name: String,
     /// What it is.
-    pub kind: Kind,
+    pub kind: K,
     /// It came with the directory above and goes with it.
     pub is_default: bool,
     /// Directories and links in it.
@@ -69,8 +67,8 @@ pub struct Dir {
     pub(super) links: usize,
 }
 
-impl Dir {
-    pub(super) fn new(parent: NodeId, name: String, kind: Kind, is_default: bool) -> Self {
+impl<K> Dir<K> {
+    pub(super) fn new(parent: NodeId, name: String, kind: K, is_default: bool) -> Self {
         Self {
             parent,
             name,

@@ -2,13 +2,14 @@
 //!
 //! Configfs decides what every file system decides (what exists, what is empty), and asks the owner of
 //! a directory the rest: which names can be made in it, which links it takes, what a write means. The
-//! owner's answers are in [`crate::rules`].
+//! owner answers through [`Kind`]; this module knows none of its directories.
 //!
 //! Attribute files have no storage of their own: a directory's [`Kind`] has a table of them, and the
 //! directory keeps the values that differ from the table's. A whole tree is cheap to clone, since
 //! clones share directories until one of them changes; this is how a change is tried and taken back.
 
 mod dir;
+mod kind;
 mod ops;
 mod shell;
 
@@ -19,26 +20,27 @@ use rustix::io::Errno;
 
 pub use self::dir::{Dir, Entry, EntryKind, Ino, Meta, NodeId};
 use self::dir::{Link, Node};
+pub use self::kind::{Access, Attr, Kind};
+pub(crate) use self::kind::{Read, Show, Store, Write, line};
 pub(crate) use self::shell::Shell;
-use crate::rules::Kind;
 
 /// The most bytes that a write hands to an attribute: a page without its last byte.
 pub const MAX_WRITE: usize = 4095;
 
 /// The tree.
 #[derive(Clone, Debug)]
-pub struct Tree {
-    nodes: BTreeMap<NodeId, Arc<Node>>,
+pub struct Tree<K> {
+    nodes: BTreeMap<NodeId, Arc<Node<K>>>,
     next: u64,
 }
 
-impl Default for Tree {
+impl<K: Kind> Default for Tree<K> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Tree {
+impl<K: Kind> Tree<K> {
     /// The tree of a kernel that has just loaded `target_core_mod`.
     #[must_use]
     pub fn new() -> Self {
@@ -46,7 +48,7 @@ impl Tree {
             nodes: BTreeMap::new(),
             next: NodeId::ROOT.0 + 1,
         };
-        let root = Dir::new(NodeId::ROOT, String::new(), Kind::Root, true);
+        let root = Dir::new(NodeId::ROOT, String::new(), K::ROOT, true);
         tree.nodes.insert(NodeId::ROOT, Arc::new(Node::Dir(root)));
         tree.add_groups(NodeId::ROOT);
         tree
@@ -57,18 +59,18 @@ impl Tree {
     /// # Panics
     /// It does not exist: ids are given out by the tree and are used while it does not change.
     #[must_use]
-    pub fn dir(&self, id: NodeId) -> &Dir {
+    pub fn dir(&self, id: NodeId) -> &Dir<K> {
         self.try_dir(id).expect("a directory of this tree")
     }
 
-    fn try_dir(&self, id: NodeId) -> Option<&Dir> {
+    fn try_dir(&self, id: NodeId) -> Option<&Dir<K>> {
         match self.nodes.get(&id).map(AsRef::as_ref) {
             Some(Node::Dir(dir)) => Some(dir),
             _ => None,
         }
     }
 
-    pub(crate) fn dir_mut(&mut self, id: NodeId) -> &mut Dir {
+    pub(crate) fn dir_mut(&mut self, id: NodeId) -> &mut Dir<K> {
         match self.nodes.get_mut(&id).map(Arc::make_mut) {
             Some(Node::Dir(dir)) => dir,
             _ => panic!("a directory of this tree"),
@@ -114,7 +116,7 @@ impl Tree {
 
     /// The nearest directory from here up of which this is true.
     #[must_use]
-    pub fn above(&self, id: NodeId, is_it: impl Fn(&Dir) -> bool) -> Option<NodeId> {
+    pub fn above(&self, id: NodeId, is_it: impl Fn(&Dir<K>) -> bool) -> Option<NodeId> {
         let mut at = id;
         loop {
             if is_it(self.dir(at)) {
@@ -167,7 +169,7 @@ impl Tree {
         self.dir_mut(id).values.insert(name, value.into());
     }
 
-    fn insert(&mut self, node: Node) -> NodeId {
+    fn insert(&mut self, node: Node<K>) -> NodeId {
         let id = NodeId(self.next);
         self.next += 1;
         self.nodes.insert(id, Arc::new(node));
@@ -175,7 +177,7 @@ impl Tree {
     }
 
     /// Makes a directory with the groups that come with it.
-    fn add_dir(&mut self, parent: NodeId, name: &str, kind: Kind, is_default: bool) -> NodeId {
+    fn add_dir(&mut self, parent: NodeId, name: &str, kind: K, is_default: bool) -> NodeId {
         let dir = Dir::new(parent, name.to_owned(), kind, is_default);
         let id = self.insert(Node::Dir(dir));
         self.dir_mut(parent).children.insert(name.to_owned(), id);
@@ -207,7 +209,7 @@ impl Tree {
         self.nodes.remove(&id);
     }
 
-    /// Removes a directory with everything in it, and whatever links to it.
+    /// Removes a directory with everything in it, and what links to it.
     pub(crate) fn prune(&mut self, id: NodeId) {
         let is_below = |tree: &Self, node: NodeId| {
             let mut at = node;
@@ -256,7 +258,7 @@ impl Tree {
         self.dir_mut(target).links -= 1;
     }
 
-    /// What a directory's removal would hit: itself and, below its default groups, whatever is there.
+    /// What a directory's removal would hit: itself and, below its default groups, all that is there.
     fn check_empty(&self, id: NodeId) -> Result<(), Errno> {
         if self.dir(id).links > 0 {
             return Err(Errno::BUSY);

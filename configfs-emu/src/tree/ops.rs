@@ -3,14 +3,14 @@
 use rustix::io::Errno;
 
 use super::dir::{Entry, EntryKind, Ino, Meta, Node, NodeId};
+use super::kind::{Access, Attr, Kind, Read, Write};
 use super::{MAX_WRITE, Tree};
-use crate::rules::{Access, Attr, Read, Write};
 use crate::world::World;
 
 /// What configfs says an attribute's size is.
 const FILE_SIZE: u64 = 4096;
 
-impl Tree {
+impl<K: Kind> Tree<K> {
     /// Finds a name in a directory.
     ///
     /// # Errors
@@ -234,7 +234,7 @@ impl Tree {
         Ok(data.len())
     }
 
-    fn node(&self, id: NodeId) -> Result<&Node, Errno> {
+    fn node(&self, id: NodeId) -> Result<&Node<K>, Errno> {
         let node = self.nodes.get(&id);
         node.map(AsRef::as_ref).ok_or(Errno::NOENT)
     }
@@ -246,7 +246,7 @@ impl Tree {
         }
     }
 
-    fn as_attr(&self, ino: Ino) -> Result<(NodeId, &'static Attr), Errno> {
+    fn as_attr(&self, ino: Ino) -> Result<(NodeId, &'static Attr<K>), Errno> {
         let dir = self.try_dir(ino.node()).ok_or(Errno::NOENT)?;
         let index = ino.attr().ok_or(Errno::ISDIR)?;
         let attr = dir.kind.attrs().get(index).ok_or(Errno::NOENT)?;

@@ -2,16 +2,16 @@
 
 use rustix::io::Errno;
 
-use super::{Ino, NodeId, Tree};
+use super::{Ino, Kind, NodeId, Tree};
 use crate::world::World;
 
 /// A tree and the world around it. Paths begin in `target`, without a slash.
-pub(crate) struct Shell<'a> {
-    pub(crate) tree: &'a mut Tree,
+pub(crate) struct Shell<'a, K> {
+    pub(crate) tree: &'a mut Tree<K>,
     pub(crate) world: &'a dyn World,
 }
 
-impl Shell<'_> {
+impl<K: Kind> Shell<'_, K> {
     fn target(&self) -> Ino {
         let target = self.tree.find("target").expect("it is always there");
         target.ino()
@@ -59,7 +59,7 @@ impl Shell<'_> {
 }
 
 #[cfg(test)]
-impl Shell<'_> {
+impl<K: Kind> Shell<'_, K> {
     /// `rmdir`.
     pub(crate) fn rmdir(&mut self, path: &str) -> Result<(), Errno> {
         let (dir, name) = self.place(path)?;

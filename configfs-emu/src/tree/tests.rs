@@ -1,6 +1,7 @@
 use rustix::io::Errno;
 
 use super::*;
+use crate::rules::Tree;
 use crate::testing::{Fixture, TPG};
 
 #[test]

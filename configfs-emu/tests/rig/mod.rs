@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 pub(crate) use riser_testkit::skip::skip;
 
 /// What a daemon was told, in order.
-pub(crate) type Told = Arc<Mutex<Vec<Value>>>;
+pub(crate) type LiveSource = Arc<Mutex<Vec<Value>>>;
 
 /// A daemon that takes everything and remembers it.
-struct Memory(Told);
+struct Memory(LiveSource);
 
 impl Daemon for Memory {
     fn document(&mut self) -> Result<Value, ApplyError> {
@@ -32,7 +32,7 @@ impl Daemon for Memory {
 }
 
 /// What was told last; an empty configuration before that.
-fn last(told: &Told) -> Value {
+fn last(told: &LiveSource) -> Value {
     let told = told.lock().unwrap();
     let empty = || json!({ "backends": {}, "targets": [] });
     told.last().cloned().unwrap_or_else(empty)
@@ -40,7 +40,7 @@ fn last(told: &Told) -> Value {
 
 /// A mounted tree with a folder of its own.
 pub(crate) struct Rig {
-    pub(crate) told: Told,
+    pub(crate) told: LiveSource,
     pub(crate) folder: PathBuf,
     mount: Option<Mount>,
 }
@@ -77,7 +77,7 @@ impl Rig {
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(folder.join("config")).unwrap();
         fs::create_dir_all(folder.join("etc/backup")).unwrap();
-        let told = Told::default();
+        let told = LiveSource::default();
         let engine = Engine::new(
             "nobody-knows-this-secret".to_owned(),
             Box::new(Host::new(())),

@@ -1,0 +1,56 @@
+//! Devices: what `control` sets, and their states, which all rules ask for.
+
+use super::kind::{Kind, Plugin, Tree};
+use crate::tree::NodeId;
+
+/// A page of a RAM disk, in bytes.
+pub const PAGE: u64 = 4096;
+
+/// What came through `control`, by the names that it has there.
+pub mod option {
+    /// A file, or a device as a file.
+    pub const FILE: &str = "fd_dev_name";
+    /// Its size in bytes.
+    pub const SIZE: &str = "fd_dev_size";
+    /// Whether its writes are cached.
+    pub const BUFFERED: &str = "fd_buffered_io";
+    /// Whether it is used asynchronously.
+    pub const ASYNC: &str = "fd_async_io";
+    /// A block device.
+    pub const DEVICE: &str = "udev_path=";
+    /// Whether the device is only read.
+    pub const READ_ONLY: &str = "readonly";
+    /// The size of a RAM disk, in pages.
+    pub const PAGES: &str = "rd_pages";
+    /// Whether a RAM disk keeps nothing.
+    pub const NULL: &str = "rd_nullio";
+    /// Whether a RAM disk is no disk.
+    pub const DUMMY: &str = "rd_dummy";
+}
+
+/// The device that a directory below it belongs to.
+pub fn device_of(tree: &Tree, id: NodeId) -> NodeId {
+    let device = tree.above(id, |dir| matches!(dir.kind, Kind::Device(_)));
+    device.expect("only directories of devices ask")
+}
+
+/// Whether a device is a LUN of something.
+pub fn is_exported(tree: &Tree, id: NodeId) -> bool {
+    tree.dir(device_of(tree, id)).is_linked()
+}
+
+/// Whether a device was enabled.
+pub fn is_configured(tree: &Tree, device: NodeId) -> bool {
+    tree.value(device, "enable") == "1"
+}
+
+/// All devices, with their plugins.
+pub fn devices(tree: &Tree) -> Vec<(NodeId, Plugin)> {
+    let core = tree.find("target/core").expect("it is always there");
+    let hosts = tree.subdirs(core);
+    let devices = hosts.filter_map(|(_, host)| match tree.dir(host).kind {
+        Kind::Host(plugin) => Some(tree.subdirs(host).map(move |(_, id)| (id, plugin))),
+        _ => None,
+    });
+    devices.flatten().collect()
+}

@@ -173,6 +173,7 @@ fn view(
         };
         login_of = login(tree, group(acl, "auth"));
         match (wanted, &login_of) {
+            // Without credentials no login can succeed, so the initiator gets no rule at all.
             ("1", None) => return Ok(None),
             ("1", _) => {}
             _ => login_of = None,
@@ -186,6 +187,7 @@ fn view(
         let Some((_, lun)) = tree.links(mapped).next() else {
             continue;
         };
+        // A LUN whose device was unlinked serves nothing, though its mapping is still there.
         if tree.links(lun).next().is_none() {
             continue;
         }

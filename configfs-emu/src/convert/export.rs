@@ -30,6 +30,7 @@ pub fn export(tree: &Tree, rest: &Rest, world: &dyn World) -> Result<Export, Con
         }
         let name = backend_name(tree, device);
         let doc = backend::backend(tree, device, plugin, world)?;
+        // Backends that are not shown are in the map already, and none of them may be replaced.
         if !is_name(&name) || backends.insert(name, Value::Object(doc)).is_some() {
             return Err(ConversionError {
                 path: tree.path(device),

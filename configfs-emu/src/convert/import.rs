@@ -46,6 +46,8 @@ pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn W
     let mut hidden = Vec::new();
     let config = Config::parse(&new.to_string(), "running");
     let config = config.map_err(|mistake| hidden.push(mistake.to_string()));
+    // What did not change stays as the tree and the rest have it: both know more than the
+    // configuration says, such as devices that serve nothing.
     rest.base = new.as_object().cloned().unwrap_or_default();
     for part in ["backends", "targets", "discovery_chap"] {
         rest.base.shift_remove(part);
@@ -66,6 +68,7 @@ pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn W
         world,
     };
     importer.clear(&change);
+    // Backends first: the LUNs of targets link to their devices.
     for (name, doc) in new["backends"].as_object().into_iter().flatten() {
         if change.backends.contains(name) {
             importer.backend(name, doc);
@@ -181,6 +184,8 @@ impl Importer<'_> {
                 tree.prune_if_empty(wwn);
             }
         }
+        // Portal groups went first, since a device that is linked takes its LUNs along. What is not
+        // enabled never came from the daemon, and stays.
         for (device, _) in device::devices(tree) {
             let is_shown = device::is_configured(tree, device);
             if is_shown && change.backends.contains(&backend_name(tree, device)) {
@@ -242,6 +247,7 @@ impl Importer<'_> {
                 (Plugin::RamDisk, control)
             }
         };
+        // `control` separates its options by commas and has no way to quote one.
         if control.matches(',').count() != 1 {
             return Err("its path has a comma".to_owned());
         }

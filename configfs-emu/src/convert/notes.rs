@@ -32,6 +32,7 @@ fn has_effect(kind: Kind, name: &str) -> bool {
         Kind::TpgParam(_) => name == "AuthMethod",
         Kind::NodeAttrib(_) => name == "authentication",
         Kind::PortGroup => name == "tg_pt_gp_id",
+        // States of port groups are kept and reported, and have no effect.
         Kind::Lun => false,
         _ => true,
     }

@@ -33,6 +33,7 @@ pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric,
         (false, [portal], _) => {
             let at = portal.listen.at();
             let at = at.ok_or("an SRP port of LIO is at one address")?;
+            // LIO names a port by its GUID or by its GID, and an address gives the latter.
             let gid = match at.ip() {
                 IpAddr::V4(ip) => ip.to_ipv6_mapped(),
                 IpAddr::V6(ip) => ip,
@@ -130,6 +131,7 @@ impl GroupShell<'_> {
             self.link(&format!("lun/lun_{number}"), device)?;
             luns.insert(*number, id);
         }
+        // An entry without a value of its own inherits this one, so only exceptions are written below.
         if fabric == Fabric::Iscsi {
             let wanted = u8::from(all_authenticate(target)).to_string();
             self.write("attrib/authentication", &wanted)?;
@@ -146,6 +148,7 @@ impl GroupShell<'_> {
                 }
             }
         }
+        // Last: a group counts as served once it is enabled.
         self.write("enable", "1")
     }
 
@@ -198,6 +201,7 @@ impl GroupShell<'_> {
                 parts.join(":")
             }
             (None, None, Some(net)) => single(net).ok_or(Errno::INVAL)?.to_string(),
+            // An entry of LIO has one name, and a rule that demands two would admit more as either.
             _ => return Err(Errno::INVAL),
         };
         let acl = format!("acls/{name}");

@@ -45,6 +45,7 @@ pub(super) fn plain(
         Fabric::Iscsi => iscsi_portals(tree, tpg),
         Fabric::Srpt => srp_portals(tree, tpg, world),
     };
+    // LIO enables a group without portals, too; for the daemon such a target is a mistake.
     if portals.is_empty() {
         return Ok(None);
     }

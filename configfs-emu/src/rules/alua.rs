@@ -294,6 +294,7 @@ pub(crate) fn tpgs(tree: &Tree, fabric: NodeId) -> Vec<(&str, &str, NodeId)> {
 
 fn show_group_of(read: &Read<'_>) -> Result<String, Errno> {
     let group = group_of(read.tree, read.dir).ok_or(Errno::NODEV)?;
+    // The words of the kernel's `core_alua_dump_state`.
     let state = match read.tree.value(group, "alua_access_state") {
         "0" => "Active/Optimized",
         "1" => "Active/NonOptimized",

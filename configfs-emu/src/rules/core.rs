@@ -131,6 +131,7 @@ fn store_control(write: &mut Write<'_>) -> Result<(), Errno> {
             }
             (Plugin::RamDisk, "rd_nullio") if value == "1" => (option::NULL, "1".to_owned()),
             (Plugin::RamDisk, "rd_dummy") if value == "1" => (option::DUMMY, "1".to_owned()),
+            // Each plugin of LIO passes over the options of others and those that it does not know.
             _ => continue,
         };
         write.tree.set(write.dir, name, value);
@@ -168,6 +169,8 @@ fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
         Plugin::Iblock => find_block(write)?,
         Plugin::RamDisk => find_ram(write)?,
     };
+    // LIO opens the medium only when the device is enabled; nothing is set before that has
+    // succeeded.
     let (tree, id) = (&mut *write.tree, write.dir);
     let attrib = tree.child(id, "attrib").expect("it comes with a device");
     let mut set = |name: &'static str, value: u32| tree.set(attrib, name, value.to_string());

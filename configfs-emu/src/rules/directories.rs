@@ -14,6 +14,46 @@ use crate::{number, tree};
 /// The longest iSCSI name that LIO takes, in bytes.
 const MAX_NAME: usize = 223;
 
+/// Directories of a device. A table is made at compile time, one for each plugin.
+macro_rules! device {
+    ($plugin:expr) => {
+        &[
+            ("action", Kind::Empty),
+            ("alua", Kind::PortGroups),
+            ("attrib", Kind::Attrib($plugin)),
+            ("pr", Kind::Pr),
+            ("statistics", Kind::DeviceStatistics),
+            ("wwn", Kind::Wwn($plugin)),
+        ]
+    };
+}
+
+/// Directories of a portal group.
+macro_rules! tpg {
+    ($fabric:expr) => {
+        &[
+            ("acls", Kind::Acls($fabric)),
+            ("attrib", Kind::TpgAttrib($fabric)),
+            ("auth", Kind::TpgAuth($fabric)),
+            ("lun", Kind::Luns),
+            ("np", Kind::Portals($fabric)),
+            ("param", Kind::TpgParam($fabric)),
+        ]
+    };
+}
+
+/// Directories of an entry for an initiator.
+macro_rules! acl {
+    ($fabric:expr, $statistics:expr) => {
+        &[
+            ("attrib", Kind::NodeAttrib($fabric)),
+            ("auth", Kind::NodeAuth($fabric)),
+            ("fabric_statistics", $statistics),
+            ("param", Kind::NodeParam($fabric)),
+        ]
+    };
+}
+
 impl tree::Kind for Kind {
     const ROOT: Self = Self::Root;
 
@@ -60,6 +100,7 @@ impl tree::Kind for Kind {
             Self::IscsiLoginStats => iscsi_statistics::LOGIN_STATS,
             Self::IscsiLogoutStats => iscsi_statistics::LOGOUT_STATS,
             Self::IscsiSessStats => iscsi_statistics::SESS_STATS,
+            // All others only hold directories.
             _ => &[],
         }
     }
@@ -67,46 +108,13 @@ impl tree::Kind for Kind {
     fn groups(self) -> &'static [(&'static str, Self)] {
         use Fabric::{Iscsi, Srpt};
         use Plugin::{Fileio, Iblock, RamDisk};
-        macro_rules! device {
-            ($plugin:expr) => {
-                &[
-                    ("action", Self::Empty),
-                    ("alua", Self::PortGroups),
-                    ("attrib", Self::Attrib($plugin)),
-                    ("pr", Self::Pr),
-                    ("statistics", Self::DeviceStatistics),
-                    ("wwn", Self::Wwn($plugin)),
-                ]
-            };
-        }
-        macro_rules! tpg {
-            ($fabric:expr) => {
-                &[
-                    ("acls", Self::Acls($fabric)),
-                    ("attrib", Self::TpgAttrib($fabric)),
-                    ("auth", Self::TpgAuth($fabric)),
-                    ("lun", Self::Luns),
-                    ("np", Self::Portals($fabric)),
-                    ("param", Self::TpgParam($fabric)),
-                ]
-            };
-        }
-        macro_rules! acl {
-            ($fabric:expr, $statistics:expr) => {
-                &[
-                    ("attrib", Self::NodeAttrib($fabric)),
-                    ("auth", Self::NodeAuth($fabric)),
-                    ("fabric_statistics", $statistics),
-                    ("param", Self::NodeParam($fabric)),
-                ]
-            };
-        }
         match self {
             Self::Root => &[("target", Self::Target)],
             Self::Target => &[("core", Self::Core)],
             Self::Core => &[("alua", Self::Alua)],
             Self::Alua => &[("lu_gps", Self::LuGroups)],
             Self::LuGroups => &[("default_lu_gp", Self::LuGroup)],
+            // Written out by plugin and fabric: a static table cannot be made from a parameter.
             Self::Device(Fileio) => device!(Fileio),
             Self::Device(Iblock) => device!(Iblock),
             Self::Device(RamDisk) => device!(RamDisk),
@@ -161,6 +169,7 @@ impl tree::Kind for Kind {
                 "srpt" => Ok(Self::Fabric(Fabric::Srpt)),
                 _ => Err(Errno::INVAL),
             },
+            // Refusals have the error numbers of the kernel's handlers, since tools report them.
             Self::Core => Plugin::of_host(name).map(Self::Host).ok_or(Errno::INVAL),
             Self::Host(plugin) => Ok(Self::Device(plugin)),
             Self::LuGroups => Ok(Self::LuGroup),

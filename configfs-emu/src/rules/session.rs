@@ -114,6 +114,7 @@ pub(super) fn show_info(read: &Read<'_>) -> Result<String, Errno> {
     } else {
         ("ACTIVE", "IN_LOGIN")
     };
+    // The daemon does not report sequence numbers.
     let zero = "0x00000000";
     let mut text = format!(
         "InitiatorName: {}\nInitiatorAlias: \nLIO Session ID: {}   ISID: 0x{}  TSIH: {}  SessionType: \

@@ -53,6 +53,8 @@ pub fn configuration(
         lock_secret: lock_secret.to_owned(),
         ..Rest::default()
     };
+    // Each round takes away what cannot be done and notes it, so a file with mistakes still gives
+    // all the rest. A tree and a document only shrink, so both loops end.
     let mut document = loop {
         match convert::export(&restored.tree, &rest, world) {
             Ok(exported) => {
@@ -211,6 +213,7 @@ impl Restorer<'_> {
             && (dev.is_empty() || self.write(&format!("{path}/udev_path"), dev))
             && (serial.is_empty() || self.write(&format!("{path}/wwn/vpd_unit_serial"), serial))
             && self.write(&format!("{path}/enable"), "1");
+        // Enabling sets attributes from the medium, so those of the file come after it.
         if !is_made {
             return;
         }

@@ -89,6 +89,7 @@ impl Saver<'_> {
         });
         let is_cached = tree.value(attrib, "emulate_write_cache") == "1";
         match plugin {
+            // A block device has its own size, whichever `control` gave.
             Plugin::Fileio => {
                 let path = hidden(option::FILE).unwrap_or_default();
                 let size = match self.world.medium(path) {
@@ -280,6 +281,7 @@ impl Saver<'_> {
             "mapped_luns": dirs.filter_map(mapped).collect::<Vec<_>>(),
         });
         let attributes = self.attributes(self.child(acl, "attrib"), number);
+        // A key that would be empty is left out.
         if !attributes.is_empty() {
             entry["attributes"] = Value::Object(attributes);
         }

@@ -4,17 +4,14 @@ use super::family::Family;
 use crate::server::Server;
 
 pub(super) fn families(server: &Server) -> Vec<Family> {
-    let mut size = Family::gauge(
-        "riser_backend_size_bytes",
-        "What a backend offers, in bytes.",
-    );
+    let mut size = Family::gauge("riser_backend_size_bytes", "Size of a backend, in bytes.");
     let mut allocated = Family::gauge(
         "riser_backend_allocated_bytes",
-        "What a backend's file has been allocated, in bytes; less than its size while it is sparse.",
+        "Room allocated to a backend's file, in bytes; less than its size while it is sparse.",
     );
     let mut free = Family::gauge(
         "riser_backend_free_bytes",
-        "What the file system of a backend's file has free, in bytes; several files may share it.",
+        "Free room in the file system of a backend's file, in bytes; several files may share it.",
     );
     let mut errors = Family::counter(
         "riser_backend_errors_total",
@@ -22,8 +19,8 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
     );
     let mut filling = Family::gauge(
         "riser_backend_threshold_reached",
-        "Whether a backend's file uses so much of the space available to it that initiators were warned; of those \
-         with a threshold.",
+        "1 if a backend's file has reached its threshold, at which initiators are warned, else 0; a backend without a \
+         threshold has no series.",
     );
     for (name, store) in server.backends() {
         let labels = [("backend", name)];

@@ -45,11 +45,11 @@ fn units(catalog: &Catalog) -> Vec<Family> {
     );
     let mut total = Family::histogram(
         "riser_command_duration_seconds",
-        "From a command's arrival until the network has its answer, in seconds.",
+        "Time from a command's arrival until the network has its answer, in seconds.",
     );
     let mut stages = Family::histogram(
         "riser_command_stage_duration_seconds",
-        "Where commands spend this time, in seconds; of a sample, one command in 16, and of those that are traced.",
+        "Time that commands spend in each stage, in seconds; of one command in 16, and of those traced.",
     );
     let mut depth = Family::gauge("riser_lun_queue_depth", "Commands under way.");
     let mut limited = Family::gauge(
@@ -59,11 +59,11 @@ fn units(catalog: &Catalog) -> Vec<Family> {
     let mut size = Family::gauge("riser_lun_size_bytes", "Size of a logical unit, in bytes.");
     let mut failed = Family::gauge(
         "riser_lun_flush_failed",
-        "Whether a flush has failed, after which flushes fail until that is cleared.",
+        "1 if a flush has failed, after which flushes fail until that is cleared, else 0.",
     );
     let mut memory = Family::gauge(
         "riser_stats_memory_bytes",
-        "What these numbers themselves take, in bytes.",
+        "Memory of these numbers themselves, in bytes.",
     );
     let mut taken = 0;
     for target in &catalog.targets {

@@ -73,12 +73,12 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
     vec![
         counter(
             "riser_worker_busy_seconds_total",
-            "How long a worker has had something to do, in seconds.",
+            "Time that a worker has had something to do, in seconds.",
             |s| s.busy.as_secs_f64(),
         ),
         counter(
             "riser_worker_run_seconds_total",
-            "How long a worker has run, in seconds.",
+            "Time that a worker has run, in seconds.",
             |s| s.ran.as_secs_f64(),
         ),
         counter(
@@ -98,7 +98,7 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
         ),
         gauge(
             "riser_buffer_pool_lowest_free_bytes",
-            "The least that was ever free, in bytes.",
+            "Least memory of data buffers that was ever free, in bytes.",
             |s| s.pool_lowest as f64,
         ),
         gauge(
@@ -128,7 +128,7 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
 fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut taken = Family::counter(
         "riser_requests_total",
-        "Commands and functions taken in, by worker and what became of them.",
+        "Commands and functions taken in, by worker and result.",
     );
     let mut waits = Family::counter(
         "riser_waits_total",
@@ -186,7 +186,7 @@ type NicFamily = (
 fn devices(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut open = Family::gauge(
         "riser_device_open",
-        "Whether a worker's network device works.",
+        "1 if a worker's network device works, else 0.",
     );
     let mut families = nic_families();
     for snapshot in snapshots {
@@ -260,7 +260,7 @@ fn nic_families() -> Vec<NicFamily> {
         (
             counter(
                 "riser_device_retransmit_causes_total",
-                "What made a queue pair send packets again.",
+                "Retransmissions of queue pairs, by cause.",
             ),
             Some("cause"),
             |n| {
@@ -357,7 +357,7 @@ fn nic_families() -> Vec<NicFamily> {
         (
             counter(
                 "riser_device_cm_messages_total",
-                "Messages of the connection manager, by what was special about them.",
+                "Messages of the connection manager, by kind; `received` counts all that came.",
             ),
             Some("kind"),
             |n| {
@@ -384,7 +384,7 @@ fn nic_families() -> Vec<NicFamily> {
         (
             counter(
                 "riser_device_socket_errors_total",
-                "What went wrong at the device's socket.",
+                "Failures and drops at the device's socket, by kind.",
             ),
             Some("kind"),
             |n| {
@@ -399,7 +399,7 @@ fn nic_families() -> Vec<NicFamily> {
             },
         ),
         (
-            Family::gauge("riser_device_objects", "What exists of a device, by kind."),
+            Family::gauge("riser_device_objects", "Objects of a device, by kind."),
             Some("kind"),
             |n| {
                 vec![

@@ -58,7 +58,7 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         ),
         time: Family::counter(
             "riser_backend_limit_wait_seconds_total",
-            "How long they waited, in seconds.",
+            "Time that commands waited for a backend's limits, in seconds.",
         ),
     };
     for (name, unit) in server.units() {
@@ -75,7 +75,7 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         ),
         time: Family::counter(
             "riser_initiator_limit_wait_seconds_total",
-            "How long they waited, in seconds.",
+            "Time that commands waited for an initiator's limits, in seconds.",
         ),
     };
     for target in &server.shared().registry.catalog().targets {

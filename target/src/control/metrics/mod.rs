@@ -52,12 +52,12 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     build.add(&[("version", env!("CARGO_PKG_VERSION"))], 1.0);
     let mut up = Family::gauge(
         "riser_uptime_seconds",
-        "How long the daemon has served, in seconds.",
+        "Time that the daemon has served, in seconds.",
     );
     up.add(&[], uptime.as_secs_f64());
     let mut ready = Family::gauge(
         "riser_ready",
-        "Whether all portals listen, all backends are open and all workers answer.",
+        "1 if all portals listen, all backends are open and all workers answer, else 0.",
     );
     ready.add(
         &[],
@@ -65,7 +65,7 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     );
     let mut problems = Family::gauge(
         "riser_not_served",
-        "What is configured and cannot be served, such as backends and portals; the value is 1.",
+        "1 for each backend, portal or other part of the configuration that cannot be served.",
     );
     for (subject, _) in server.problems().iter() {
         problems.add(&[("kind", subject.kind()), ("name", &subject.name())], 1.0);

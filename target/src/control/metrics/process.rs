@@ -43,7 +43,7 @@ pub(super) fn families() -> Vec<Family> {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     gauge(
         "process_start_time_seconds",
-        "When the process began, in seconds since 1970.",
+        "Start time of the process, in seconds since 1970.",
         start_time(&stat),
     );
     if let Some(seconds) = cpu_time(&stat) {

@@ -14,9 +14,10 @@ const IMAGE: &str = "riser-xtask";
 
 /// Commands that are tried in the image: the programs start, and take the configuration that comes
 /// with it.
-const TRIED: [&[&str]; 3] = [
+const TRIED: [&[&str]; 4] = [
     &["riserd", "--version"],
     &["riser", "--version"],
+    &["riserd-configfs", "--version"],
     &["riserd", "check", "/etc/riser/riserd.yaml"],
 ];
 

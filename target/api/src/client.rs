@@ -33,7 +33,7 @@ pub enum ClientError {
     /// There is no place to look for a daemon.
     #[error("no default admin socket for this user; name one with --socket")]
     Nowhere,
-    /// Nobody answers.
+    /// No daemon answers.
     #[error("no riserd answers at {}: {source}", path.display())]
     Unreachable {
         /// The socket.
@@ -143,7 +143,7 @@ pub fn upgrade(socket: &Path, program: Option<&str>) -> Result<Upgraded, ClientE
     let upgrade: Upgrade = call(socket, question)?;
     let until = Instant::now() + UPGRADE;
     loop {
-        // A daemon that has begun answers nobody, so whoever answers is the one or the other.
+        // Between the two programs no request is answered, so an answer is of the one or the other.
         let status = call::<Status>(socket, Question::new(Method::GET, "/v1/status"));
         match status {
             Ok(status) if status.upgrade_record.upgrades == upgrade.upgrades => {

@@ -1,4 +1,4 @@
-//! What the status page and `riserd top` show: sums since the start, of which two tell a rate.
+//! What the status page and `riserd top` show: sums since the start, of which two give a rate.
 
 use std::collections::BTreeMap;
 

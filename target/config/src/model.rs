@@ -42,7 +42,7 @@ pub struct Config {
     pub transport: Transport,
     /// The log.
     pub log: Log,
-    /// How initiators prove who they are before they discover targets; `None` lets everybody.
+    /// Credentials for the discovery of targets; with `None` all initiators may discover them.
     pub discovery_chap: Option<Chap>,
     /// Where the admin API is.
     pub admin: Location,
@@ -50,7 +50,8 @@ pub struct Config {
     pub state: Location,
     /// Where metrics and the status page are on TCP; `None`: on the admin socket only.
     pub metrics: Option<Metrics>,
-    /// Oddities that are not errors, for people: an unused backend, a target nobody may use.
+    /// Oddities that are not errors, for users: an unused backend, a target that no initiator may
+    /// use.
     pub notes: Vec<String>,
 }
 
@@ -162,8 +163,8 @@ pub struct Target {
     pub access: Access,
     /// Its iSCSI name, where it has iSCSI portals.
     pub iqn: Option<IscsiName>,
-    /// How iSCSI initiators prove who they are whose rule does not say it; `None` lets everybody
-    /// to whom `access` is open.
+    /// Credentials of iSCSI initiators whose rule names none; with `None` those to which `access`
+    /// is open need none.
     pub chap: Option<Chap>,
 }
 
@@ -390,7 +391,7 @@ impl Target {
 pub struct Lun {
     /// Index into [`Config::backends`].
     pub backend: usize,
-    /// Refuse writes through this number, whatever the backend allows.
+    /// Refuse writes through this number, even if the backend allows them.
     pub read_only: bool,
 }
 
@@ -406,9 +407,9 @@ pub struct SeenLun {
 /// Who may use a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Access {
-    /// Everybody.
+    /// All initiators.
     Open,
-    /// Whom a rule allows; nobody where there is none.
+    /// Those that a rule allows; no initiator where there is none.
     Rules(Vec<Rule>),
 }
 

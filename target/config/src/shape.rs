@@ -34,7 +34,7 @@ pub enum Scalar {
     Bool,
     /// A whole number that is not negative.
     Number,
-    /// Whatever else; what it means is checked with the configuration.
+    /// Any other value; its meaning is checked with the configuration.
     Text,
 }
 

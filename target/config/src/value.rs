@@ -150,7 +150,7 @@ impl FromStr for Guid {
 pub enum InitiatorId {
     /// All 16 bytes of the initiator port identifier.
     Port([u8; 16]),
-    /// Its low 8 bytes, whatever the extension.
+    /// Its low 8 bytes, with any extension.
     Guid(Guid),
 }
 

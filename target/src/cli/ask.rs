@@ -109,7 +109,7 @@ pub(super) fn show_top(
     };
     match top::run(&ask.socket()?, &top, out) {
         Err(TopError::Client(error)) => Err(error.into()),
-        // Somebody's `head` has seen enough.
+        // The reader, such as `head`, has seen enough.
         Err(TopError::Output(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other.map_err(Failure::run_time),
     }
@@ -171,7 +171,7 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
         return Ok(Some(kept));
     }
     // The service runs as another user than the administrator, and must still be able to read its file; but
-    // what is written now may hold secrets that were not in a file which everybody could read.
+    // what is written now may hold secrets that were not in a file which all users could read.
     let access = state::Access {
         owner: (was.uid(), was.gid()),
         mode: was.permissions().mode() & 0o660,
@@ -207,7 +207,7 @@ pub(super) fn upgrade(
     show(out, ask.output, &done, report::upgraded)
 }
 
-/// A path that means the same to everybody.
+/// A path that means the same to every process.
 fn whole(path: &Path) -> Result<String, Failure> {
     let failure =
         |why: &dyn std::fmt::Display| Failure::mistake(format!("{}: {why}", path.display()));
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_where_everybody_may_make_files_is_ours_alone() {
+    fn a_file_where_all_users_may_make_files_is_ours_alone() {
         let dir = Dir::new("shared");
         fs::set_permissions(&dir.0, fs::Permissions::from_mode(0o1777)).unwrap();
         let file = dir.0.join("now.yaml");

@@ -144,7 +144,7 @@ fn describe_text(described: &Described<'_>) -> String {
             ));
         }
         lines.push(match &target.access {
-            Access::Open => "  access: open to everybody".to_owned(),
+            Access::Open => "  access: open to all initiators".to_owned(),
             Access::Rules(rules) => format!("  access: {} rule(s)", rules.len()),
         });
     }

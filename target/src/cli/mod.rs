@@ -462,7 +462,7 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("  lun 0: disk0, serial "), "{text}");
-        assert!(text.contains("  access: open to everybody"), "{text}");
+        assert!(text.contains("  access: open to all initiators"), "{text}");
         let (code, text) = riserd(MINIMAL, &["check", "-o", "json", "FILE"]);
         let value: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(code, 0);

@@ -203,6 +203,7 @@ async fn exchange(
         .await
         .map_err(garbled)?;
     tokio::spawn(connection);
+    // HTTP/1.1 requires a host (RFC 9112 3.2), though a Unix socket has none.
     let mut request = Request::builder()
         .method(question.method)
         .uri(question.path)

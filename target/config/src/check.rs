@@ -192,6 +192,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
             return Err(Mistake::new(v.at, at("block_size"), message));
         }
     };
+    // Here and not by the type: the length of a block is another key.
     if let Some(size) = &b.size {
         let bytes = size.value.0;
         if bytes == 0 || !bytes.is_multiple_of(u64::from(block_size)) {
@@ -237,43 +238,54 @@ fn threshold(path: &str, b: &raw::Backend) -> Checked<Option<u8>> {
     }
 }
 
-fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
+/// The word of a kind.
+fn kind_name(kind: raw::Kind) -> &'static str {
+    match kind {
+        raw::Kind::File => "file",
+        raw::Kind::Device => "device",
+        raw::Kind::Ram => "ram",
+        raw::Kind::Null => "null",
+    }
+}
+
+/// Refuses keys that a backend of this kind does not have.
+fn check_keys(path: &str, b: &raw::Backend) -> Checked<()> {
     use raw::Kind;
-    let b = &located.value;
-    let at = |key: &str| format!("{path}.{key}");
-    let kind = match b.kind {
-        Kind::File => "file",
-        Kind::Device => "device",
-        Kind::Ram => "ram",
-        Kind::Null => "null",
-    };
-    let alien = |key: &str, place: Option<At>| match place {
-        Some(place) => Err(Mistake::new(
-            place,
-            at(key),
-            format!("a backend of kind {kind} has no `{key}`"),
-        )),
-        None => Ok(()),
-    };
-    let missing = |key: &str| {
-        Mistake::new(
-            located.at,
-            path,
-            format!("a backend of kind {kind} needs `{key}`"),
-        )
-    };
-    let is_file = b.kind == Kind::File;
     let has_path = matches!(b.kind, Kind::File | Kind::Device);
-    if !has_path {
-        alien("path", b.path.as_ref().map(|v| v.at))?;
-        alien("direct", b.direct.as_ref().map(|v| v.at))?;
+    let keys = [
+        ("path", has_path, b.path.as_ref().map(|v| v.at)),
+        ("direct", has_path, b.direct.as_ref().map(|v| v.at)),
+        (
+            "create",
+            b.kind == Kind::File,
+            b.create.as_ref().map(|v| v.at),
+        ),
+        (
+            "size",
+            b.kind != Kind::Device,
+            b.size.as_ref().map(|v| v.at),
+        ),
+    ];
+    let mut alien = keys.into_iter().filter(|(_, belongs, _)| !belongs);
+    match alien.find_map(|(key, _, at)| Some((key, at?))) {
+        Some((key, at)) => {
+            let kind = kind_name(b.kind);
+            let message = format!("a backend of kind {kind} has no `{key}`");
+            Err(Mistake::new(at, format!("{path}.{key}"), message))
+        }
+        None => Ok(()),
     }
-    if !is_file {
-        alien("create", b.create.as_ref().map(|v| v.at))?;
-    }
-    if b.kind == Kind::Device {
-        alien("size", b.size.as_ref().map(|v| v.at))?;
-    }
+}
+
+fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
+    let b = &located.value;
+    check_keys(path, b)?;
+    let at = |key: &str| format!("{path}.{key}");
+    let missing = |key: &str| {
+        let kind = kind_name(b.kind);
+        let message = format!("a backend of kind {kind} needs `{key}`");
+        Mistake::new(located.at, path, message)
+    };
     let file = || {
         let p = b.path.as_ref().ok_or_else(|| missing("path"))?;
         match p.value.is_empty() || p.value.contains('\0') {
@@ -283,9 +295,10 @@ fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
     };
     let size = b.size.as_ref().map(|s| s.value.0);
     match b.kind {
-        Kind::File => {
-            let create = b.create.as_ref().is_some_and(|c| c.value);
-            if let Some(c) = b.create.as_ref().filter(|c| c.value) {
+        raw::Kind::File => {
+            let create = b.create.as_ref().filter(|c| c.value);
+            // A file that is made needs a size, and one that is there has it.
+            if let Some(c) = create {
                 if size.is_none() {
                     return Err(missing("size").hint("`create: true` must know how large"));
                 }
@@ -297,14 +310,14 @@ fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
             Ok(Source::File {
                 path: file()?,
                 size,
-                create,
+                create: create.is_some(),
             })
         }
-        Kind::Device => Ok(Source::Device { path: file()? }),
-        Kind::Ram => Ok(Source::Ram {
+        raw::Kind::Device => Ok(Source::Device { path: file()? }),
+        raw::Kind::Ram => Ok(Source::Ram {
             size: size.ok_or_else(|| missing("size"))?,
         }),
-        Kind::Null => Ok(Source::Null {
+        raw::Kind::Null => Ok(Source::Null {
             size: size.ok_or_else(|| missing("size"))?,
         }),
     }
@@ -357,51 +370,11 @@ fn target(
         );
     }
     let mut listens = Vec::new();
+    // Portals of all targets before are known: they share addresses of the host.
     for (i, p) in t.portals.value.into_iter().enumerate() {
-        let protocol = p.protocol;
-        let listen = p.listen.value.with_port(match protocol {
-            Protocol::Srp => 5555,
-            Protocol::Iscsi => riser_scsi::iscsi::name::PORT,
-            Protocol::Iser => riser_scsi::iser::DEFAULT_PORT,
-        });
-        let mistake = |message: String| {
-            Mistake::new(p.listen.at, format!("{path}.portals[{i}].listen"), message)
-        };
-        let is_link_local = match listen.ip() {
-            std::net::IpAddr::V6(ip) => ip.is_unicast_link_local(),
-            std::net::IpAddr::V4(_) => false,
-        };
-        if protocol != Protocol::Iscsi && is_link_local {
-            let ip = listen.ip();
-            return Err(mistake(format!(
-                "{ip} is a link-local address, which RDMA portals cannot have"
-            ))
-            .hint("use a global or unique local address of the interface"));
-        }
-        for (known, place, other) in portals.iter() {
-            if let Some(what) = rivalry((protocol, &listen, &name), (*known, place, other)) {
-                let what = match *place == listen {
-                    true => format!("{listen} is already {what} of target `{other}`"),
-                    false => format!(
-                        "{listen} includes or is part of {place}, which is already {what} of target `{other}`"
-                    ),
-                };
-                return Err(mistake(what));
-            }
-        }
-        portals.push((protocol, listen, name.clone()));
-        listens.push(Portal {
-            protocol,
-            listen,
-            set_service_guid: p.service_guid,
-            set_ioc_guid: p.ioc_guid,
-            set_id_ext: p.id_ext,
-            redirect: redirect(
-                &format!("{path}.portals[{i}].redirect"),
-                protocol,
-                p.redirect,
-            )?,
-        });
+        let portal = portal(&format!("{path}.portals[{i}]"), p, &name, portals)?;
+        portals.push((portal.protocol, portal.listen, name.clone()));
+        listens.push(portal);
     }
     let luns = luns(&format!("{path}.luns"), t.luns.0, backends)?;
     let access = access(&path, t.access, &luns, backends)?;
@@ -418,7 +391,55 @@ fn target(
     })
 }
 
-/// What a portal there is already that another one, of this protocol and target, cannot be beside.
+/// A portal of a target, beside all portals that were before it.
+fn portal(
+    path: &str,
+    p: raw::Portal,
+    target: &str,
+    others: &[(Protocol, Listen, String)],
+) -> Checked<Portal> {
+    let protocol = p.protocol;
+    let listen = p.listen.value.with_port(match protocol {
+        Protocol::Srp => 5555,
+        Protocol::Iscsi => riser_scsi::iscsi::name::PORT,
+        Protocol::Iser => riser_scsi::iser::DEFAULT_PORT,
+    });
+    let mistake = |message: String| Mistake::new(p.listen.at, format!("{path}.listen"), message);
+    let is_link_local = match listen.ip() {
+        std::net::IpAddr::V6(ip) => ip.is_unicast_link_local(),
+        std::net::IpAddr::V4(_) => false,
+    };
+    if protocol != Protocol::Iscsi && is_link_local {
+        let ip = listen.ip();
+        return Err(mistake(format!(
+            "{ip} is a link-local address, which RDMA portals cannot have"
+        ))
+        .hint("use a global or unique local address of the interface"));
+    }
+    // The first rival is named; there is at most one error of a file.
+    for (known, place, other) in others {
+        if let Some(what) = rivalry((protocol, &listen, target), (*known, place, other)) {
+            let what = match *place == listen {
+                true => format!("{listen} is already {what} of target `{other}`"),
+                false => format!(
+                    "{listen} includes or is part of {place}, which is already {what} of target `{other}`"
+                ),
+            };
+            return Err(mistake(what));
+        }
+    }
+    Ok(Portal {
+        protocol,
+        listen,
+        set_service_guid: p.service_guid,
+        set_ioc_guid: p.ioc_guid,
+        set_id_ext: p.id_ext,
+        redirect: redirect(&format!("{path}.redirect"), protocol, p.redirect)?,
+    })
+}
+
+/// The portal that is there already, in words, if another one of this protocol and target cannot
+/// be beside it.
 fn rivalry(
     (protocol, listen, target): (Protocol, &Listen, &str),
     (known, place, other): (Protocol, &Listen, &str),
@@ -641,6 +662,7 @@ fn access(
             let place = format!("{place}.luns");
             rule_luns(&place, seen, luns, backends)
         });
+        // SRP has no authentication, so a rule that demands it could only ever refuse.
         let place_of_chap = format!("{place}.chap");
         if let (Some(chap), Some(_)) = (&rule.chap, &rule.initiator) {
             let message = "an SRP initiator has nothing to prove who it is with";
@@ -671,6 +693,7 @@ fn rule_luns(
     let numbers = match raw {
         raw::RuleLuns::Mask(numbers) => numbers,
         raw::RuleLuns::Map(entries) => {
+            // Checking consumes the entries, whose places a mistake below needs.
             let places: BTreeMap<u64, At> = entries.0.iter().map(|(n, l)| (*n, l.at)).collect();
             let map = luns(path, entries.0, backends)?;
             let is_served = |lun: &Lun| target.values().any(|own| own.backend == lun.backend);
@@ -726,6 +749,7 @@ fn workers(raw: raw::Workers) -> Checked<Workers> {
         }
         cpus.push(cpu);
     }
+    // Two workers on one CPU would delay each other: each polls while it is busy.
     if let (Some(list), Some(count)) = (&raw.cpus, count)
         && !cpus.is_empty()
         && cpus.len() < count

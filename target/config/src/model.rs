@@ -237,6 +237,7 @@ impl ChapUser {
                 None => return Err(missing("$CREDENTIALS_DIRECTORY is not set".into())),
             },
         };
+        // The configuration was checked without reading files or the environment.
         if !SECRET_LEN.contains(&secret.len()) {
             let place = match &self.secret {
                 Secret::Inline(_) => String::new(),

@@ -147,6 +147,7 @@ fn written_path(path: &serde_path_to_error::Path) -> String {
 fn in_our_words(error: &Error) -> (String, Option<String>) {
     let list = |words: &[&str]| words.join(", ");
     match error {
+        // The library names types of Rust and parts of its parser, which mean nothing to users.
         Error::SerdeUnknownField {
             field, expected, ..
         } => (

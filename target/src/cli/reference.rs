@@ -109,6 +109,7 @@ impl Reader<'_> {
             keys,
             definition: definition.to_owned(),
         });
+        // After this object, so that the list goes from the top of a file down.
         for (place, definition) in within {
             self.enter(&definition, place);
         }

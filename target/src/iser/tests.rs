@@ -13,7 +13,7 @@ use riser_state::testing::{assert_all_taken, table};
 use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
 use crate::fabric::TaskRef;
-use crate::iscsi::{MAX_QUEUED, Phase, TaskState};
+use crate::iscsi::{Channel, MAX_QUEUED, Phase, TaskState};
 use crate::qos::IoLimits;
 
 fn pattern(len: usize) -> Vec<u8> {
@@ -617,7 +617,7 @@ fn commands_do_not_outlive_their_connection() {
     rig.login("InitialR2T=No\0ErrorRecoveryLevel=2\0DefaultTime2Retain=20\0");
     let info = rig.conn.channel().session_info().unwrap();
     assert_eq!(info.params.error_recovery_level, 2);
-    rig.with(|conn, cx| conn.input(cx, |channel, cx| channel.handle_detach(cx)));
+    rig.with(|conn, cx| conn.input(cx, Channel::handle_detach));
     rig.end();
 }
 

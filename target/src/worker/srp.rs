@@ -79,14 +79,26 @@ impl Worker {
             (Serves::Srp, Entrance::Port(_)) => LoginReq::parse_rdma(&param.private_data),
             (Serves::Srp, Entrance::Service(_)) => LoginReq::parse(&param.private_data),
         };
-        let req = match parsed {
-            Ok(req) => req,
+        match parsed {
+            Ok(req) => self.on_srp_login(device, cm, entrance, peer, &req, param),
             Err(error) => {
                 let who = self.who_srp(device, Some(entrance), peer, None);
                 let reason = LoginRejReason::UnableToEstablishChannel;
-                return self.refuse(device, cm, Tag(0), reason, &who, Some(&error));
+                self.refuse(device, cm, Tag(0), reason, &who, Some(&error));
             }
-        };
+        }
+    }
+
+    /// A request for a connection bears a login of SRP.
+    fn on_srp_login(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        entrance: Entrance,
+        peer: SocketAddr,
+        req: &LoginReq,
+        param: &ConnParam,
+    ) {
         let serial = self.conns.take_serial();
         let channel = ConnRef {
             worker: self.index,
@@ -103,7 +115,7 @@ impl Worker {
             local: self.devices.addr(device),
             entrance,
         };
-        let mut grant = match shared.registry.login(&req, ends, channel, self.now) {
+        let mut grant = match shared.registry.login(req, ends, channel, self.now) {
             Ok(grant) => grant,
             Err(refused) => {
                 return self.refuse(device, cm, req.tag, refused, &who, None);

@@ -15,13 +15,16 @@ use riser_configfs_emu::engine::{Daemon, Engine};
 use riser_configfs_emu::fuse::Mount;
 use riser_configfs_emu::host::{Host, OtherHost};
 use riser_configfs_emu::saved;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 use tracing_subscriber::EnvFilter;
 
 /// The exit code where something has no words on the other side.
 const INCOMPLETE: u8 = 3;
 
 /// Shows a running riserd as LIO's configfs tree, for targetcli, rtslib and scripts, until it is
-/// unmounted. Says on standard error what is not shown, refused, or without effect.
+/// unmounted; SIGTERM and SIGINT unmount it. Says on standard error what is not shown, refused, or
+/// without effect.
 #[derive(Debug, Parser)]
 #[command(name = "riserd-configfs", version)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
@@ -103,9 +106,14 @@ fn mount(socket: Option<PathBuf>, mountpoint: Option<PathBuf>) -> Result<(), Fai
     let (socket, riserd) = riserd(socket)?;
     let host = Host::new(AdminSocket(socket));
     let engine = Engine::new(secret()?, Box::new(host), Box::new(riserd))?;
+    // Before it is mounted: a signal must not leave a mount without a server.
+    let mut signals = Signals::new([SIGTERM, SIGINT])?;
     let mount = Mount::new(Arc::new(Mutex::new(engine)), &mountpoint)?;
     tracing::info!(mountpoint = %mountpoint.display(), "mounted");
-    mount.wait()?;
+    mount.serve(move || {
+        signals.forever().next();
+    })?;
+    tracing::info!(mountpoint = %mountpoint.display(), "unmounted");
     Ok(())
 }
 

@@ -1,10 +1,17 @@
 //! Mounting.
 
+use std::fs;
 use std::io;
-use std::path::Path;
+use std::mem;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
 
 use fuser::{BackgroundSession, Config, MountOption, Session};
+use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
 
 use riser_config::mounts;
 
@@ -15,6 +22,9 @@ use crate::engine::Engine;
 #[derive(Debug)]
 pub struct Mount {
     session: BackgroundSession,
+    path: PathBuf,
+    /// Device number of the tree's files, by which it is known at its path.
+    device: u64,
 }
 
 impl Mount {
@@ -32,25 +42,76 @@ impl Mount {
             MountOption::NoAtime,
             MountOption::NoExec,
         ];
-        let session = Session::new(TreeFs::new(engine), path, &config)?;
+        let session = Session::new(TreeFs::new(engine), path, &config)?.spawn()?;
+        let path = path.to_owned();
+        let device = fs::metadata(&path)?.dev();
         Ok(Self {
-            session: session.spawn()?,
+            session,
+            path,
+            device,
         })
     }
 
-    /// Waits until a user unmounts it.
+    /// Waits until another process unmounts it, or until `asked` returns, and unmounts it then.
     ///
     /// # Errors
-    /// The session ended with an error.
-    pub fn wait(self) -> io::Result<()> {
-        self.session.join()
+    /// The session ended with an error, or it cannot be unmounted.
+    pub fn serve(mut self, asked: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let (events, event) = channel();
+        let guard = mem::replace(&mut self.session.guard, thread::spawn(|| Ok(())));
+        let ended = events.clone();
+        // The process does not wait for these threads: one of them waits for what never comes.
+        thread::spawn(move || ended.send(Some(join(guard))));
+        thread::spawn(move || {
+            asked();
+            events.send(None)
+        });
+        let unreachable = |_| io::Error::other("the session's thread is gone");
+        match event.recv().map_err(unreachable)? {
+            Some(end) => {
+                self.forget();
+                end
+            }
+            None => self.unmount(),
+        }
     }
 
-    /// Unmounts it, and waits until it is gone.
+    /// Unmounts it, and waits until it is gone; files that are open there are cut off. What is
+    /// mounted at its path in its place stays.
     ///
     /// # Errors
     /// It cannot be unmounted.
     pub fn unmount(self) -> io::Result<()> {
-        self.session.umount_and_join()
+        if !self.is_at_its_path() {
+            self.forget();
+            return Ok(());
+        }
+        let Self { session, path, .. } = self;
+        match session.umount_and_join() {
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::BUSY) => {
+                Ok(rustix::mount::unmount(&path, UnmountFlags::DETACH)?)
+            }
+            done => done,
+        }
     }
+
+    /// Whether the tree is the one that its path leads to.
+    fn is_at_its_path(&self) -> bool {
+        match fs::metadata(&self.path) {
+            Ok(found) => found.dev() == self.device,
+            // Its session has ended, and it is still mounted.
+            Err(error) => Errno::from_io_error(&error) == Some(Errno::NOTCONN),
+        }
+    }
+
+    /// Leaves the path alone. Dropping the session would unmount it once more, and so take away
+    /// what was mounted below: `fuser` 0.18 takes every mount for one that is still there.
+    fn forget(self) {
+        mem::forget(self.session);
+    }
+}
+
+fn join(guard: JoinHandle<io::Result<()>>) -> io::Result<()> {
+    let panicked = |_| io::Error::other("the session panicked");
+    guard.join().map_err(panicked)?
 }

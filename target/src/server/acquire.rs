@@ -63,6 +63,17 @@ impl Acquired {
         &self.missing
     }
 
+    /// Takes the error about an address in use if no portal of the catalog can be listened on.
+    pub(super) fn take_in_use_of_all(&mut self, catalog: &Catalog) -> Option<ServerError> {
+        let is_missing = |subject: &Subject| self.missing.iter().any(|(other, _)| other == subject);
+        let mut rdma = catalog.rdma_portals().map(Subject::RdmaPortal);
+        let mut tcp = catalog.tcp_portals().map(Subject::TcpPortal);
+        let serves_nothing = rdma.all(|s| is_missing(&s)) && tcp.all(|s| is_missing(&s));
+        let mut errors = self.missing.iter();
+        let place = errors.position(|(_, error)| serves_nothing && error.is_in_use())?;
+        Some(self.missing.swap_remove(place).1)
+    }
+
     /// Takes a slot for the device at an address; returns the number of a new one.
     fn slot(&mut self, addr: IpAddr) -> Result<Option<usize>, ServerError> {
         let taken = self.slots.take(addr, CLOSING);

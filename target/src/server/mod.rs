@@ -35,6 +35,7 @@ mod tests_files;
 #[cfg(test)]
 mod tests_hanging;
 
+use std::cell::Cell;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -399,7 +400,9 @@ impl Server {
     }
 
     /// As [`Server::start_after`], and waits for addresses that are in use, such as those of a daemon which
-    /// is ending. Backends stay open meanwhile: opening one may change its file, or take long.
+    /// is ending. Backends stay open meanwhile: opening one may change its file, or take long. What is in use
+    /// for longer than `patience` is a problem, and the rest is served, unless nothing would be left: then
+    /// another daemon serves this configuration.
     ///
     /// # Errors
     /// As [`Server::start_after`].
@@ -414,8 +417,9 @@ impl Server {
         let (mut catalog, files) = first_catalog(&mut builder, config, server_state)?;
         let device_slots = Arc::new(DeviceSlots::default());
         // What is in use may be that of a daemon which is ending, and is waited for.
+        let is_waited_for = Cell::new(true);
         let tolerates = |subject: &Subject, error: &ServerError| {
-            builder.tolerates(subject) && !error.is_in_use()
+            builder.tolerates(subject) && !(is_waited_for.get() && error.is_in_use())
         };
         let wanted = acquire::Wanted {
             config,
@@ -425,7 +429,18 @@ impl Server {
             workers: build::workers(config),
             tolerates: &tolerates,
         };
-        let acquired = while_in_use(patience, || acquire::acquire(&wanted, &device_slots))?;
+        let acquired = match while_in_use(patience, || acquire::acquire(&wanted, &device_slots)) {
+            // An address that is in use for longer is not a predecessor's. The rest is served.
+            Err(error) if error.is_in_use() && !patience.is_zero() => {
+                is_waited_for.set(false);
+                let mut acquired = acquire::acquire(&wanted, &device_slots)?;
+                match acquired.take_in_use_of_all(&catalog) {
+                    Some(error) => return Err(error),
+                    None => acquired,
+                }
+            }
+            end => end?,
+        };
         builder.set_lenient(false);
         let mut problems = builder.problems().clone();
         problems.set_missing_portals(acquired.missing(), &[builder.unnamed_portals()]);

@@ -2,11 +2,13 @@
 //! listened on, and what the control plane cannot have.
 //!
 //! # Degraded, not dead
-//! At the start, a backend or portal that cannot be had is a problem, and the rest is served, unless the
-//! configuration says `strict: true`. Logical units of such a backend answer NOT READY, MANUAL INTERVENTION
-//! REQUIRED; such a portal is not advertised. [`Server::retry`](super::Server::retry) tries again, and each
-//! change of the configuration does. Addresses and files that are in use are waited for first, since a daemon
-//! that is ending has them for a while.
+//! At the start, a backend or portal that cannot be had is a problem, and the rest is served,
+//! unless the configuration says `strict: true`. Logical units of such a backend answer NOT READY,
+//! MANUAL INTERVENTION REQUIRED; such a portal is not advertised.
+//! [`Server::retry`](super::Server::retry) tries again, and each change of the configuration does.
+//! Addresses and files that are in use are waited for first, since a daemon that is ending has
+//! them for a while. Where no portal at all can be listened on since another program has them, the
+//! start fails: that is a second daemon.
 //!
 //! A change is made whole or not at all: only problems that there were before may remain.
 

@@ -486,6 +486,25 @@ fn a_daemon_that_starts_while_the_one_before_ends_takes_over() {
     }
 }
 
+#[test]
+fn a_portal_in_use_is_done_without_after_the_wait_for_a_predecessor() {
+    let taken = TcpListener::bind("127.0.199.9:3260").unwrap();
+    let portals = "portals:\n      - { protocol: iscsi, listen: 127.0.199.9 }";
+    let config = both_fabrics(199).replace("portals:", portals);
+    let mut daemon = Daemon::new(&config);
+    daemon.serve();
+    let problems = daemon.json(&["status"])["problems"].clone();
+    assert_eq!(problems.as_array().unwrap().len(), 1, "{problems}");
+    assert_eq!(problems[0]["name"], "127.0.199.9:3260", "{problems}");
+    let why = problems[0]["error"].as_str().unwrap();
+    assert!(why.contains("in use"), "{why}");
+    check_served(&daemon, 199);
+    drop(taken);
+    eventually("the portal is served", || {
+        daemon.json(&["status"])["problems"].is_null()
+    });
+}
+
 /// It is not known who has reserved the disk, so it is not served, and the other one is.
 #[test]
 fn unreadable_reservations_keep_one_disk_from_being_served() {

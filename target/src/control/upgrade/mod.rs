@@ -300,7 +300,8 @@ impl<'a> Control<'a> {
         let error = format!("{program}: it cannot be run: {error}");
         tracing::error!(%error, "not handed over; serving on");
         server_state.restore(files).map_err(ServerError::TakeBack)?;
-        let mut server = start(|| Server::start_after(&config, &server_state, history.keepers()))?;
+        let mut server =
+            start(|in_use| Server::start_with(&config, &server_state, history.keepers(), in_use))?;
         server.keep_control_problems(&problems);
         let admin = admin.map(|(listener, bound)| Admin::open(listener, bound, requests.clone()));
         let metrics = metrics.map(|listener| Listening::on(listener, requests.clone()));

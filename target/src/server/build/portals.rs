@@ -69,16 +69,18 @@ impl Builder {
 
 #[cfg(test)]
 mod tests {
-    use std::net::IpAddr;
+    use std::net::{IpAddr, TcpListener, UdpSocket};
     use std::path::{Path, PathBuf};
     use std::time::Instant;
 
     use riser_transport::netif::Interface;
+    use riser_transport::wire::ROCE_PORT;
 
     use super::*;
     use crate::backend::open_all;
-    use crate::server::Server;
+    use crate::server::handover::ServerState;
     use crate::server::reload::ChangeError;
+    use crate::server::{Keepers, Server};
 
     /// A directory, gone with its value.
     struct Dir(PathBuf);
@@ -198,6 +200,47 @@ mod tests {
         let strict = config(&dir.0, "strict: true\n", &portals);
         let error = Server::start(&strict).unwrap_err();
         assert!(error.to_string().contains("cannot listen on"), "{error}");
+    }
+
+    /// Starts as after the wait for a predecessor.
+    fn start_after_the_wait(config: &Config) -> Result<Server, ServerError> {
+        let state = ServerState::default();
+        Server::start_patiently(config, &state, Keepers::default(), Duration::from_nanos(1))
+    }
+
+    #[test]
+    fn an_address_in_use_keeps_nothing_else_from_being_served() {
+        let dir = Dir::new("in-use");
+        std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+        let (tcp, rdma) = ("127.97.8.21:3290", "127.97.8.22:5555");
+        let (tcp_at, rdma_at) = (tcp.parse().unwrap(), rdma.parse().unwrap());
+        let taken = format!(
+            "{{ protocol: iscsi, listen: \"{tcp}\" }}, {{ protocol: srp, listen: \"{rdma}\" }}"
+        );
+        let portals = format!("{taken}, {{ protocol: iscsi, listen: \"127.97.8.23:3290\" }}");
+        let listener = TcpListener::bind(tcp).unwrap();
+        let nic = UdpSocket::bind(("127.97.8.22", ROCE_PORT)).unwrap();
+        let all = config(&dir.0, "", &portals);
+        // It may be a predecessor's.
+        let error = Server::start(&all).unwrap_err();
+        assert!(error.is_in_use(), "{error}");
+        let strict = config(&dir.0, "strict: true\n", &portals);
+        let error = start_after_the_wait(&strict).unwrap_err();
+        assert!(error.is_in_use(), "{error}");
+        let mut server = start_after_the_wait(&all).unwrap();
+        let unserved = [Subject::RdmaPortal(rdma_at), Subject::TcpPortal(tcp_at)];
+        assert_eq!(problems(&server), unserved);
+        assert_eq!(server.addresses(), ["127.97.8.23:3290".parse().unwrap()]);
+        retry(&mut server).unwrap();
+        assert_eq!(problems(&server), unserved);
+        drop((listener, nic));
+        retry(&mut server).unwrap();
+        assert_eq!(problems(&server), []);
+        assert_eq!(server.addresses().len(), 3);
+        // Where nothing else is served, another daemon has it all.
+        let error = start_after_the_wait(&config(&dir.0, "", &taken)).unwrap_err();
+        assert!(error.is_in_use(), "{error}");
+        server.shutdown().unwrap();
     }
 
     #[test]

@@ -22,7 +22,12 @@ fn a_daemon_tells_what_it_serves_and_applies_its_file_again() {
     assert!(targets[0]["luns"].get("1").is_none());
 
     daemon.configure("127.81.0.1", "{ 0: a, 1: b }");
-    assert_eq!(daemon.json("reload")[0]["luns"]["1"]["size"], 2 << 20);
+    let reloaded = daemon.json("reload");
+    assert_eq!(
+        reloaded["changes"][0]["path"], "/targets/demo/luns/1",
+        "{reloaded}"
+    );
+    assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
     let file = daemon.dir.join("riserd.yaml");
     let text = std::fs::read_to_string(&file).unwrap();
     std::fs::write(&file, text.replace("count: 1", "count: 2")).unwrap();
@@ -402,6 +407,34 @@ fn names_are_those_that_are_kept_whatever_the_host_is_called_now() {
     let target = &checked["targets"][0];
     assert_eq!(target["portals"][0]["ioc_guid"], guid);
     assert_eq!(target["luns"][0]["serial"], "KEPT-1");
+}
+
+#[test]
+fn a_reload_says_which_unsaved_changes_it_takes_back() {
+    let text = "limits: { max_sessions: 7 }\ntargets: []\n";
+    let daemon = Daemon::start_logging("unsaved", text);
+    let changed = daemon.ask(&["set", "/limits", "max_sessions=9"]);
+    let said = String::from_utf8(changed.stdout).unwrap();
+    assert!(said.contains("`riserd reload`"), "{said}");
+    let reloaded = daemon.ask(&["reload"]);
+    let said = String::from_utf8(reloaded.stdout).unwrap();
+    assert_eq!(said, "~ /limits/max_sessions: 9 -> 7\n");
+    let log = std::fs::read_to_string(daemon.log()).unwrap();
+    let warnings = |log: &str| {
+        let lines = log.lines().filter(|line| line.contains("taken back"));
+        lines.map(ToOwned::to_owned).collect::<Vec<_>>()
+    };
+    let found = warnings(&log);
+    assert_eq!(found.len(), 1, "{log}");
+    assert!(
+        found[0].contains("WARN") && found[0].contains("/limits/max_sessions"),
+        "{found:?}"
+    );
+    // What the file itself changes is none.
+    daemon.write(&text.replace('7', "8"));
+    assert!(daemon.ask(&["reload"]).status.success());
+    let log = std::fs::read_to_string(daemon.log()).unwrap();
+    assert_eq!(warnings(&log).len(), 1, "{log}");
 }
 
 /// With `--restore`, as the package has it, changes outlive a restart, but not an edit of the file.

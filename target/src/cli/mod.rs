@@ -102,7 +102,8 @@ enum Command {
     Targets(Ask),
     /// Show how a running daemon is.
     Status(Ask),
-    /// Let a running daemon read its configuration file again, and wait until it is applied.
+    /// Let a running daemon read its configuration file again, and wait until it is applied; show
+    /// what that changed. Changes that were not saved are taken back.
     Reload(Ask),
     /// Let a running daemon serve what a configuration file describes, whole or not at all; show what
     /// that changed.
@@ -289,7 +290,7 @@ fn dispatch(
         Command::Sessions(ask) => asked(out, &ask, get("/v1/sessions"), report::sessions),
         Command::Targets(ask) => asked(out, &ask, get("/v1/targets"), report::targets),
         Command::Status(ask) => asked(out, &ask, get("/v1/status"), report::status),
-        Command::Reload(ask) => asked(out, &ask, post("/v1/reload"), report::targets),
+        Command::Reload(ask) => asked(out, &ask, post("/v1/reload"), report::changes),
         Command::ClearFlushFailure { serial, ask } => {
             let question = post("/v1/clear-flush-failure").with(serial.unwrap_or_default());
             asked(out, &ask, question, report::targets)

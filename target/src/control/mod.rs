@@ -81,7 +81,7 @@ use self::view::{Changes, Standing};
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
 use crate::backend::{OpenError, OpenedStores, look, open_each};
-use crate::config::{Config, Location, diff};
+use crate::config::{Config, Difference, Location, diff};
 use crate::server::handover::ServerState;
 use crate::server::problems::Subject;
 use crate::server::reload::ChangeError;
@@ -494,9 +494,7 @@ impl Control<'_> {
                 .proposed(&proposal)
                 .and_then(|config| to_json(&self.changes(&config))),
             Ask::Rollback(back) => self.roll_back(back, who).and_then(|done| to_json(&done)),
-            Ask::Reload => self
-                .reload(who)
-                .and_then(|()| to_json(&view::targets(&self.server))),
+            Ask::Reload => self.reload(who).and_then(|changes| to_json(&changes)),
             Ask::Trace(wanted) => self.trace(wanted).map(|()| serde_json::Value::Null),
             Ask::TraceLook => match &mut self.search {
                 Some(search) => to_json(&search.look(&self.server)),
@@ -689,15 +687,32 @@ impl Control<'_> {
         self.apply(config, Asked { who, how: &how })
     }
 
+    /// Changes that were made to what the file said when it was read last.
+    fn unsaved(&self) -> Vec<Difference> {
+        let Some(seen) = self.history.file() else {
+            return Vec::new();
+        };
+        let seen = Config::parse(seen, "the configuration file as it was read last");
+        seen.map_or_else(|_| Vec::new(), |seen| diff(&seen, self.server.config()))
+    }
+
     /// Reads the configuration file again and applies it.
-    fn reload(&mut self, who: &str) -> Result<(), Failure> {
+    fn reload(&mut self, who: &str) -> Result<Changes, Failure> {
         let how = "reload";
         let asked = Asked { who, how };
         notify_reloading();
         let applied = match (self.file.reread)() {
             Ok(config) => {
                 let file = config.to_yaml();
-                self.apply(config, asked).map(|_| {
+                // Before it is applied: then nothing is unsaved any more.
+                let unsaved = self.unsaved();
+                self.apply(config, asked).inspect(|applied| {
+                    for change in taken_back(&applied.changes, &unsaved) {
+                        tracing::warn!(
+                            path = %change.path, old = %change.old, new = %change.new,
+                            "a change that was not saved is taken back"
+                        );
+                    }
                     // It would be served again as an edited file, which comes to the same.
                     if let Err(error) = self.history.see_file(file) {
                         tracing::warn!(%error, "cannot record that the file was read");
@@ -739,6 +754,22 @@ impl Control<'_> {
             );
         }
     }
+}
+
+/// Changes of a reload that concern what was changed and not saved.
+fn taken_back<'a>(
+    changes: &'a [Difference],
+    unsaved: &'a [Difference],
+) -> impl Iterator<Item = &'a Difference> {
+    // An object that was created may be changed or replaced by the file's of that name.
+    let is_in = |inner: &str, outer: &str| {
+        let rest = inner.strip_prefix(outer);
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    };
+    changes.iter().filter(move |change| {
+        let mut paths = unsaved.iter().map(|unsaved| &unsaved.path);
+        paths.any(|path| is_in(path, &change.path) || is_in(&change.path, path))
+    })
 }
 
 /// Reads a configuration that came by the socket.
@@ -788,5 +819,33 @@ fn notify_reloading() {
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::debug!(%error, "the service manager was not notified");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn a_reload_takes_back_what_concerns_unsaved_changes() {
+        let change = |path: &str| Difference {
+            path: path.to_owned(),
+            old: Value::Null,
+            new: 1.into(),
+        };
+        let unsaved = ["/targets/t/luns/1", "/targets/new", "/limits/a"].map(change);
+        let changes = [
+            "/targets/t/luns/1",
+            "/targets/t/luns/10",
+            "/targets/new/luns/0",
+            "/limits",
+            "/metrics",
+        ];
+        let changes = changes.map(change);
+        let taken_back = taken_back(&changes, &unsaved).map(|change| change.path.as_str());
+        let expected = ["/targets/t/luns/1", "/targets/new/luns/0", "/limits"];
+        assert_eq!(taken_back.collect::<Vec<_>>(), expected);
     }
 }

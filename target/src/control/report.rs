@@ -186,12 +186,14 @@ fn standing(is_unsaved: bool, is_restored: bool) -> Option<String> {
 }
 
 /// A restart would undo changes.
-const UNSAVED: &str = "the configuration file does not have these changes, and a restart undoes them: `riserd save \
-                       FILE` writes them down, and `riserd run --restore` serves them again unless the file is edited";
+const UNSAVED: &str = "the configuration file does not have these changes, and `riserd reload` or a \
+                       restart undoes them: `riserd save FILE` writes them down, and \
+                       `riserd run --restore` serves them again unless the file is edited";
 
 /// A restart would not.
-const RESTORED: &str = "the configuration file does not have these changes; a restart keeps them, but serves the file \
-                        without them once it is edited: `riserd save FILE` writes them down";
+const RESTORED: &str = "the configuration file does not have these changes; a restart keeps them, but \
+                        `riserd reload` serves the file without them, as a restart does once it is \
+                        edited: `riserd save FILE` writes them down";
 
 /// A backend that is larger than its configuration says.
 fn drift(drift: &DriftView) -> String {

@@ -12,7 +12,7 @@
 //! | `POST /v1/rollback` | takes again the configuration N before, N in the body or 1; likewise |
 //! | `GET /v1/history` | a list of [`HistoryView`](riser_admin_api::view::HistoryView) |
 //! | `POST /v1/upgrade` | hands over to another program, whose path is in the body, or to the one at this one's place: see [`upgrade`](super::upgrade); [`Upgrade`](riser_admin_api::upgrade::Upgrade), as it begins |
-//! | `POST /v1/reload` | reads the configuration file again; the targets after it |
+//! | `POST /v1/reload` | reads the configuration file again and applies it; the changes |
 //! | `POST /v1/rescan` | measures every backend again; the targets after it |
 //! | `POST /v1/clear-flush-failure` | lets flushes succeed again on the backends of units with the serial number in the body, or of all; the targets after it |
 //! | `POST /v1/trace` | looks for the commands that the body wants ([`Wanted`]) until there are enough or time is over; [`Traced`](riser_admin_api::trace::Traced) |

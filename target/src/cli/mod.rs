@@ -88,8 +88,8 @@ enum Command {
     Check {
         /// Path of the configuration file.
         file: PathBuf,
-        /// Open its backends and listen on its portals' addresses for a moment. Nothing is changed, and what a
-        /// daemon has is in use.
+        /// Open its backends, read its secrets and listen on its portals' addresses for a moment.
+        /// Nothing is changed, and what a daemon has is in use.
         #[arg(long)]
         open: bool,
         /// Format of the result.
@@ -585,6 +585,50 @@ mod tests {
         assert_eq!(document["problems"].as_array().unwrap().len(), 2);
         assert_eq!(document["backends"][0]["size"], 1 << 20);
         std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn check_reads_every_secret() {
+        let user = |name: &str, secret: &str| format!("{{ name: {name}, {secret} }}");
+        let missing = |name: &str| user(name, "secret_file: /nowhere/secret");
+        let text = format!(
+            "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\
+             discovery_chap: {{ users: [{}], mutual: {} }}\n\
+             targets:\n- name: t\n  iqn: iqn.2026-01.a:t\n  \
+             portals: [{{ protocol: iscsi, listen: \"127.0.0.1:39262\" }}]\n  luns: {{ 0: a }}\n  \
+             chap: {{ users: [{}, {}] }}\n  \
+             access:\n  - {{ iqn: iqn.2026-01.a:i, chap: {{ users: [{}] }} }}\n",
+            user("d", "secret_credential: riser-test-missing"),
+            missing("own"),
+            user("good", "secret: a-secret-of-enough-bytes"),
+            missing("u"),
+            missing("r"),
+        );
+        let (code, said) = riserd(&text, &["check", "FILE"]);
+        assert_eq!(code, 0, "{said}");
+        let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
+        assert_eq!(code, 1, "{said}");
+        for place in [
+            "/discovery_chap/users/d",
+            "/discovery_chap/mutual",
+            "/targets/t/chap/users/u",
+            "/targets/t/access/0/chap/users/r",
+        ] {
+            assert!(
+                said.contains(&format!("NOT SERVED: secret {place}: ")),
+                "{said}"
+            );
+        }
+        assert_eq!(said.matches("NOT SERVED").count(), 4, "{said}");
+    }
+
+    #[test]
+    fn help_begins_with_all_fabrics() {
+        let help = Cli::command().render_help().to_string();
+        let first = help.lines().next().unwrap();
+        for word in ["SRP", "iSER", "TCP", "iSCSI"] {
+            assert!(first.contains(word), "{first}");
+        }
     }
 
     #[test]

@@ -6,11 +6,11 @@ use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 use serde::Serialize;
 
 use crate::backend::open_in_time;
-use crate::config::{Config, Protocol, Provider};
+use crate::config::{Access, Chap, Config, Protocol, Provider};
 use crate::server::addresses::Expansion;
 use crate::units::bytes;
 
-/// Results of opening all backends and portals.
+/// Results of opening all backends and portals, and of reading all secrets.
 #[derive(Debug, Default)]
 pub(super) struct Probe {
     pub(super) opened: Vec<Opened>,
@@ -26,17 +26,18 @@ pub(super) struct Opened {
     notes: Vec<String>,
 }
 
-/// Backend or portal that cannot be served.
+/// Backend, portal or secret that cannot be had.
 #[derive(Debug, Serialize)]
 pub(super) struct Problem {
-    /// Kind of object: `backend` or `portal`.
+    /// Kind of object: `backend`, `portal`, `metrics` or `secret`.
     kind: &'static str,
     name: String,
     error: String,
 }
 
 impl Probe {
-    /// Opens each backend and closes it, likewise the addresses of portals and of the metrics.
+    /// Opens each backend and closes it, likewise the addresses of portals and of the metrics, and
+    /// reads secrets.
     pub(super) fn of(config: &Config) -> Self {
         let mut probe = Self::default();
         for backend in &config.backends {
@@ -75,7 +76,40 @@ impl Probe {
         {
             probe.fail("metrics", metrics.listen.to_string(), &error);
         }
+        probe.read_secrets(config);
         probe
+    }
+
+    fn read_secrets(&mut self, config: &Config) {
+        if let Some(chap) = &config.discovery_chap {
+            self.read_chap("/discovery_chap", chap);
+        }
+        for target in &config.targets {
+            let place = format!("/targets/{}", target.name);
+            if let Some(chap) = &target.chap {
+                self.read_chap(&format!("{place}/chap"), chap);
+            }
+            let Access::Rules(rules) = &target.access else {
+                continue;
+            };
+            for (n, rule) in rules.iter().enumerate() {
+                if let Some(chap) = &rule.chap {
+                    self.read_chap(&format!("{place}/access/{n}/chap"), chap);
+                }
+            }
+        }
+    }
+
+    fn read_chap(&mut self, place: &str, chap: &Chap) {
+        let users = chap.users.iter();
+        let users = users.map(|user| (format!("{place}/users/{}", user.name), user));
+        let mutual = chap.mutual.iter();
+        let mutual = mutual.map(|user| (format!("{place}/mutual"), user));
+        for (place, user) in users.chain(mutual) {
+            if let Err(error) = user.credentials() {
+                self.fail("secret", place, &error);
+            }
+        }
     }
 
     fn fail(&mut self, kind: &'static str, name: String, error: &dyn std::fmt::Display) {

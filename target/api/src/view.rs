@@ -20,7 +20,7 @@ pub struct Status {
     pub sessions: usize,
     /// Its workers that answered.
     pub workers: Vec<WorkerView>,
-    /// What it should serve and cannot.
+    /// What it should serve and cannot, and backends that fail commands.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<ProblemView>,
     /// Backends that are larger than the configuration says.
@@ -39,7 +39,8 @@ pub struct Status {
     pub upgrade_record: UpgradeRecord,
 }
 
-/// A backend that cannot be opened, or a portal that cannot be listened on. It is tried again.
+/// A backend that cannot be opened or fails commands, or a portal that cannot be listened on. It
+/// is tried again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProblemView {
     /// `backend` or `portal`.
@@ -50,6 +51,10 @@ pub struct ProblemView {
     pub error: String,
     /// Since when, in seconds since 1970.
     pub since: u64,
+    /// Whether it is a backend that is open and fails some commands, such as writes while its file
+    /// system is full.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub failing: bool,
 }
 
 /// A worker.

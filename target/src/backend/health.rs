@@ -95,6 +95,17 @@ impl Failing {
     pub fn is_gone(&self) -> bool {
         self.kind == NOT_READY
     }
+
+    /// A failure of this moment.
+    #[cfg(test)]
+    pub(crate) fn of(error: BackendError) -> Self {
+        Self {
+            since: SystemTime::now(),
+            why: format!("{error:?}"),
+            kind: kind_of(error).expect("a failure"),
+            last: Instant::now(),
+        }
+    }
 }
 
 /// A failure as workers note it: they have no date.

@@ -20,7 +20,7 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     let problems = server.problems();
     // Known problems come first, with their reasons; what the workers report is added only where
     // there is no reason yet.
-    for (subject, problem) in problems.iter() {
+    for (subject, problem) in problems.not_served() {
         missing.push(format!(
             "{} {}: {}",
             subject.kind(),

@@ -6,7 +6,7 @@ use nix::unistd::{Uid, User};
 use riser_admin_api::client::Upgraded;
 use riser_admin_api::trace::Traced;
 use riser_admin_api::view::{
-    Changes, DriftView, HistoryView, LimitsView, SessionView, Status, TargetView,
+    Changes, DriftView, HistoryView, LimitsView, ProblemView, SessionView, Status, TargetView,
 };
 use serde_json::Value;
 
@@ -108,10 +108,7 @@ pub fn status(status: &Status) -> String {
         "riserd {} (process {}), up {} s, {} session(s)",
         status.version, status.pid, status.uptime, status.sessions
     )];
-    lines.extend(status.problems.iter().map(|problem| {
-        let (kind, name, error) = (&problem.kind, &problem.name, &problem.error);
-        format!("NOT SERVED: {kind} {name}: {error}")
-    }));
+    lines.extend(status.problems.iter().map(problem));
     lines.extend(status.drift.iter().map(drift));
     lines.extend(standing(status.unsaved, status.restored));
     let upgrade_record = &status.upgrade_record;
@@ -137,6 +134,17 @@ pub fn status(status: &Status) -> String {
         )
     }));
     lines.join("\n")
+}
+
+/// What is not served, or served in part.
+fn problem(problem: &ProblemView) -> String {
+    let (kind, name, error) = (&problem.kind, &problem.name, &problem.error);
+    let state = if problem.failing {
+        "FAILING"
+    } else {
+        "NOT SERVED"
+    };
+    format!("{state}: {kind} {name}: {error}")
 }
 
 /// An upgrade that is done.
@@ -299,6 +307,22 @@ mod tests {
             time(u64::MAX, &TimeZone::UTC),
             "18446744073709551615 s after 1970"
         );
+    }
+
+    #[test]
+    fn a_backend_that_fails_some_commands_is_not_called_not_served() {
+        let line = |failing| {
+            problem(&ProblemView {
+                kind: "backend".to_owned(),
+                name: "disk0".to_owned(),
+                error: "No space left on device".to_owned(),
+                since: 0,
+                failing,
+            })
+        };
+        let said = "backend disk0: No space left on device";
+        assert_eq!(line(true), format!("FAILING: {said}"));
+        assert_eq!(line(false), format!("NOT SERVED: {said}"));
     }
 
     #[test]

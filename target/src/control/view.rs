@@ -109,6 +109,7 @@ fn problems(server: &Server) -> Vec<ProblemView> {
         name: subject.name(),
         error: problem.why.clone(),
         since: seconds(problem.since),
+        failing: problem.is_failing,
     };
     server.problems().iter().map(view).collect()
 }

@@ -89,6 +89,9 @@ pub struct Problem {
     pub why: String,
     /// Since when.
     pub since: SystemTime,
+    /// A backend that is open and serves some commands, such as reads while its file system is
+    /// full.
+    pub is_failing: bool,
 }
 
 /// All of them.
@@ -112,6 +115,12 @@ impl Problems {
     /// All, backends first.
     pub fn iter(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
         self.0.iter()
+    }
+
+    /// Those because of which something is not served at all: without backends that fail some
+    /// commands.
+    pub fn not_served(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
+        self.iter().filter(|(_, problem)| !problem.is_failing)
     }
 
     /// Whether something is not served.
@@ -150,14 +159,21 @@ impl Problems {
         let new = || Problem {
             why: String::new(),
             since: SystemTime::now(),
+            is_failing: false,
         };
         self.0.entry(subject).or_insert_with(new).why = why.to_string();
     }
 
     /// A backend is open and fails operations.
     pub(super) fn add_failing(&mut self, subject: Subject, failing: Failing) {
+        // A device that is gone serves nothing, although it is open.
+        let is_failing = !failing.is_gone();
         let Failing { since, why, .. } = failing;
-        self.0.entry(subject).or_insert(Problem { why, since });
+        self.0.entry(subject).or_insert(Problem {
+            why,
+            since,
+            is_failing,
+        });
     }
 
     /// The portals that could not be listened on, in the place of those before: for want of a device or socket, or
@@ -209,5 +225,29 @@ impl Problems {
             let (kind, name) = (subject.kind(), subject.name());
             tracing::info!(target: TARGET, kind, name, "served again, or no longer configured");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::step::BackendError;
+
+    use super::*;
+
+    #[test]
+    fn a_backend_that_fails_some_commands_is_served_and_a_device_that_is_gone_is_not() {
+        let subject = |name: &str| Subject::Backend(name.to_owned());
+        let mut problems = Problems::default();
+        for (name, error) in [
+            ("full", BackendError::NoSpace),
+            ("worn", BackendError::Medium { offset: None }),
+            ("gone", BackendError::NotReady),
+        ] {
+            problems.add_failing(subject(name), Failing::of(error));
+        }
+        problems.add(subject("absent"), &"it cannot be opened");
+        assert_eq!(problems.iter().count(), 4);
+        let not_served: Vec<_> = problems.not_served().map(|(s, _)| s.name()).collect();
+        assert_eq!(not_served, ["absent", "gone"]);
     }
 }

@@ -67,7 +67,7 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
         "riser_not_served",
         "1 for each backend, portal or other part of the configuration that cannot be served.",
     );
-    for (subject, _) in server.problems().iter() {
+    for (subject, _) in server.problems().not_served() {
         problems.add(&[("kind", subject.kind()), ("name", &subject.name())], 1.0);
     }
     let mut sessions = Family::gauge("riser_sessions", "I_T nexuses at present.");

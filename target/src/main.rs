@@ -1,4 +1,4 @@
-//! `riserd`: serves files and block devices as SCSI disks over RDMA.
+//! `riserd`: serves files and block devices as SCSI disks over RDMA and TCP.
 
 use std::process::ExitCode;
 

@@ -55,7 +55,7 @@ const MISTAKE: u8 = 2;
 /// The exit code of `diff` where there are differences.
 const DIFFERENT: u8 = 3;
 
-/// Serves files and block devices as SCSI disks over RDMA.
+/// Serves files and block devices as SCSI disks over RDMA (SRP, iSER) and TCP (iSCSI).
 #[derive(Debug, Parser)]
 #[command(name = "riserd", version, after_help = EXIT_CODES)]
 struct Cli {

@@ -148,6 +148,10 @@ fn admin(
         }
     }
     let Some(path) = path else {
+        tracing::warn!(
+            "no admin API: XDG_RUNTIME_DIR is not set, so there is no default place for its socket; \
+             `admin: {{ socket: PATH }}` names one"
+        );
         return Ok(None);
     };
     match socket::bind(&path) {

@@ -103,7 +103,6 @@ impl Failing {
             since: SystemTime::now(),
             why: format!("{error:?}"),
             kind: kind_of(error).expect("a failure"),
-            last: Instant::now(),
         }
     }
 }

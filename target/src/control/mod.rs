@@ -159,7 +159,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             tolerate(&config, history.see_file(file))?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
-        let metrics = match start(|_| open_metrics(&config, &server_state, &requests)) {
+        let metrics = match start(|| open_metrics(&config, &server_state, &requests)) {
             Err(error) if !config.strict => {
                 let wanted = config.metrics.as_ref();
                 server.set_metrics_problem(wanted.map(|wanted| (wanted.listen, &error)));

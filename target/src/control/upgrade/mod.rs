@@ -49,7 +49,7 @@ use self::candidate::Candidate;
 use super::api::{Failure, Request};
 use super::history::Entry;
 use super::http::Listening;
-use super::open::start;
+use super::open::{PREDECESSOR, start};
 use super::socket::Admin;
 use super::watchdog::Watchdog;
 use super::{Control, EndSignals};
@@ -300,8 +300,10 @@ impl<'a> Control<'a> {
         let error = format!("{program}: it cannot be run: {error}");
         tracing::error!(%error, "not handed over; serving on");
         server_state.restore(files).map_err(ServerError::TakeBack)?;
-        let mut server =
-            start(|in_use| Server::start_with(&config, &server_state, history.keepers(), in_use))?;
+        let mut server = start(|| {
+            let keepers = history.keepers();
+            Server::start_patiently(&config, &server_state, keepers, PREDECESSOR)
+        })?;
         server.keep_control_problems(&problems);
         let admin = admin.map(|(listener, bound)| Admin::open(listener, bound, requests.clone()));
         let metrics = metrics.map(|listener| Listening::on(listener, requests.clone()));

@@ -71,7 +71,7 @@ impl Builder {
 mod tests {
     use std::net::{IpAddr, TcpListener, UdpSocket};
     use std::path::{Path, PathBuf};
-    use std::time::Instant;
+    use std::time::{Duration, Instant};
 
     use riser_transport::netif::Interface;
     use riser_transport::wire::ROCE_PORT;

@@ -135,7 +135,7 @@ fn every_failure_has_its_status_and_says_what_and_where() {
         (
             &["read", "mem:1M", "--timeout", "soon"],
             2,
-            "none of ms, s, m, h",
+            "`soon` is not a duration",
         ),
         (
             &["read", "mem:1M", "--offset", "2M"],

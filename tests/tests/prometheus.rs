@@ -8,9 +8,9 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use riser_testkit::eventually_some;
 use riser_testkit::metered::{Metered, Running, get, load};
 use riser_testkit::programs::{missing, skip, succeeded};
+use riser_testkit::{eventually_ok, eventually_some};
 use serde_json::Value;
 
 const PROMETHEUS: &str = "127.0.109.1:9990";
@@ -231,12 +231,17 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
     let checked = check.wait_with_output().unwrap();
     assert!(checked.status.success(), "{checked:?}");
 
-    let rules = get(PROMETHEUS, "/api/v1/rules").unwrap();
-    let rules: Value = serde_json::from_str(&rules).unwrap();
-    let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
-    assert_eq!(rules.len(), 18);
-    for rule in rules {
-        assert_eq!(rule["health"], "ok", "{rule}");
-        assert_eq!(rule["state"], "inactive", "{rule}");
-    }
+    // A machine that stalls for a moment makes an alert pending, until it goes on.
+    let wait = Duration::from_secs(30);
+    eventually_ok("no alert under load", wait, || {
+        let rules = get(PROMETHEUS, "/api/v1/rules").ok_or("no answer".to_owned())?;
+        let rules: Value = serde_json::from_str(&rules).unwrap();
+        let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
+        assert_eq!(rules.len(), 18);
+        let is_quiet = |rule: &&Value| rule["health"] == "ok" && rule["state"] == "inactive";
+        match rules.iter().find(|rule| !is_quiet(rule)) {
+            Some(rule) => Err(rule.to_string()),
+            None => Ok(()),
+        }
+    });
 }

@@ -17,7 +17,7 @@ pub struct Accounts(Vec<Option<Arc<SessionStats>>>);
 /// The unit that a command addresses, as its session sees it.
 #[derive(Debug)]
 pub struct AddressedUnit {
-    /// The unit.
+    /// Unit that the LUN leads to.
     pub unit: Arc<Unit>,
     /// The number that leads to it.
     pub lun: LunId,
@@ -77,7 +77,7 @@ impl Accounts {
         }
     }
 
-    /// Returns all accounts.
+    /// Returns the accounts made so far, in the order of the map's places.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<SessionStats>> {
         self.0.iter().flatten()
     }

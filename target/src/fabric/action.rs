@@ -11,11 +11,11 @@ use super::{TaskIdx, TaskRef, UnitIdx};
 pub enum TaskAction {
     /// Start a block operation; when it ends, call the connection's `handle_block_done`.
     SubmitBlock {
-        /// The context.
+        /// Context of the command at its connection.
         task: TaskIdx,
-        /// The unit.
+        /// Unit whose backend carries it out.
         unit: UnitIdx,
-        /// The operation.
+        /// Operation, without its data.
         op: BlockOp,
     },
     /// Try to end a block operation early. It still ends with `handle_block_done`.
@@ -24,7 +24,7 @@ pub enum TaskAction {
     StartTask(TaskRef),
     /// Have a task's connection abort it: `handle_abort`.
     AbortTask {
-        /// The task.
+        /// Name of the task, on any worker.
         task: TaskRef,
         /// The function that waits for its end.
         watcher: TaskRef,
@@ -33,9 +33,9 @@ pub enum TaskAction {
     TaskGone(TaskRef),
     /// Notify the connections of all workers of an event at a unit: `handle_event`.
     UnitEvent {
-        /// The unit.
+        /// Unit that it has happened to.
         unit: UnitIdx,
-        /// The event.
+        /// Event, as a unit attention.
         attention: Attention,
     },
 }

@@ -53,7 +53,7 @@ const VPD_HEADER: u32 = 4;
 /// Outcome of a command's entry into its task set: when it may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// At once.
+    /// At once: no task holds it back, or there is no unit.
     Now,
     /// After others, which name it when they leave.
     Later,
@@ -99,9 +99,9 @@ pub struct Execution {
     stale: Option<StaleLun>,
     /// The answer names the unit.
     names_unit: bool,
-    /// Task attribute.
+    /// Task attribute, from which its place in the order follows.
     pub attribute: TaskAttribute,
-    /// The CDB.
+    /// CDB, cut off at [`MAX_CDB`] bytes.
     pub cdb: ArrayVec<u8, MAX_CDB>,
     /// Its row, looked up once.
     opcode: &'static Opcode,
@@ -109,7 +109,7 @@ pub struct Execution {
     pub expected: Expected,
     /// The step that waits for a resource.
     pub step: Option<Step>,
-    /// Its data.
+    /// Data buffer, from the grant by the pool to the end of the command.
     pub buffer: Option<Buffer>,
     /// Task management has ended it, and a device still uses its buffer.
     pub aborted: bool,
@@ -143,7 +143,7 @@ struct LimitWait {
 }
 
 impl Execution {
-    /// An idle context's.
+    /// Makes the execution of an idle context.
     #[must_use]
     pub fn new() -> Self {
         Self {

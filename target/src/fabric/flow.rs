@@ -26,7 +26,7 @@ pub(crate) enum End {
     Answered,
     /// Task management aborted it.
     Aborted,
-    /// Its connection ends.
+    /// Its connection ends, which leaves no way for an answer.
     TornDown,
 }
 
@@ -39,13 +39,13 @@ pub(crate) enum Hold {
     Order,
     /// Memory of the pool.
     Memory,
-    /// A block operation.
+    /// A block operation that the backend has not ended.
     Backend,
 }
 
 /// The worker's time and memory, lent to a connection for the length of a call.
 pub(crate) trait Lent {
-    /// Returns the time.
+    /// Returns the time of the worker's present round.
     fn now(&self) -> Instant;
 
     /// Returns the worker's data buffers.

@@ -15,7 +15,7 @@ use crate::stats::LunStats;
 /// One entry of a [`LunMap`].
 #[derive(Clone, Debug)]
 pub struct Mapping {
-    /// The unit.
+    /// Unit that the LUN leads to.
     pub unit: Arc<Unit>,
     /// Statistics of the commands to it.
     pub stats: Arc<LunStats>,

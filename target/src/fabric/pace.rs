@@ -19,7 +19,7 @@ pub const SLOWEST: u64 = 4 << 20;
 /// Data that a connection has moved.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// Bytes, both ways.
+    /// Bytes moved in both directions since the connection was made.
     moved: u64,
     /// Bytes that a piece of data may have to wait for, itself included.
     most: u64,

@@ -23,7 +23,7 @@ pub struct TaskRef {
     pub worker: u16,
     /// Serial number of the connection at that worker, never used again.
     pub channel: u64,
-    /// The context.
+    /// Place of its context at that connection.
     pub index: TaskIdx,
     /// Counts the uses of the context.
     pub generation: u32,

@@ -22,7 +22,7 @@ use super::{LunMap, TaskAction, TaskRef, TmfOutcome, Unit, UnitIdx};
 /// A function (SAM-5 clause 7, RFC 7143 11.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Function {
-    /// ABORT TASK.
+    /// ABORT TASK: one task, named by its tag.
     AbortTask,
     /// ABORT TASK SET: the tasks of the nexus.
     AbortTaskSet,
@@ -30,23 +30,23 @@ pub enum Function {
     ClearAca,
     /// CLEAR TASK SET: the tasks of all nexuses.
     ClearTaskSet,
-    /// LOGICAL UNIT RESET.
+    /// LOGICAL UNIT RESET: the tasks of all nexuses, and the state of the unit.
     LogicalUnitReset,
-    /// TARGET WARM RESET.
+    /// TARGET WARM RESET: a reset of every unit that the initiator may reset.
     TargetWarmReset,
-    /// TARGET COLD RESET.
+    /// TARGET COLD RESET, carried out as a warm one.
     TargetColdReset,
-    /// TASK REASSIGN.
+    /// TASK REASSIGN, which connections of iSCSI carry out themselves.
     TaskReassign,
-    /// QUERY TASK.
+    /// QUERY TASK: looks for one task.
     QueryTask,
-    /// QUERY TASK SET.
+    /// QUERY TASK SET: looks for any task of the nexus.
     QueryTaskSet,
-    /// I_T NEXUS RESET.
+    /// I_T NEXUS RESET: the tasks of the nexus at all of its units.
     NexusReset,
-    /// QUERY ASYNCHRONOUS EVENT.
+    /// QUERY ASYNCHRONOUS EVENT, which never finds one.
     QueryAsyncEvent,
-    /// None of these.
+    /// A code that names none of these.
     Unknown,
 }
 
@@ -80,7 +80,7 @@ impl Function {
 /// The answer to a function (SAM-5 7.1, RFC 7143 11.6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FunctionAnswer {
-    /// FUNCTION COMPLETE.
+    /// FUNCTION COMPLETE: it was carried out, or a query has found nothing.
     Complete,
     /// FUNCTION SUCCEEDED: what a query asks for is there.
     Succeeded,
@@ -96,7 +96,7 @@ pub enum FunctionAnswer {
     NotSupported,
     /// The initiator may not do that.
     NotAuthorized,
-    /// FUNCTION REJECTED.
+    /// FUNCTION REJECTED: there is no context for it.
     Rejected,
 }
 
@@ -240,7 +240,7 @@ fn manage_unit(
 /// A function under way. It is answered when all tasks that it ends are gone.
 #[derive(Debug)]
 pub struct PendingFunction<F> {
-    /// The function.
+    /// Function, or other cause, that waits.
     pub function: F,
     /// Tasks that are not gone yet.
     waiting: u32,

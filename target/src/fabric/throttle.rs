@@ -114,7 +114,7 @@ impl Toll {
 /// Decision on a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Admission {
-    /// At once.
+    /// At once: it has paid at every gate.
     Pass,
     /// When [`Throttle::poll`] names it.
     Wait,
@@ -135,7 +135,7 @@ pub struct Passage {
 #[derive(Clone, Copy, Debug)]
 struct Line {
     of: (UnitIdx, bool),
-    /// Time of that.
+    /// Time at which the first of them has paid.
     paid: Instant,
     /// The gate at which the first of them waits.
     gate: Gate,
@@ -277,7 +277,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         self.lines.iter().map(|line| line.due).min()
     }
 
-    /// Whether nothing waits.
+    /// Whether no command waits for limits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()

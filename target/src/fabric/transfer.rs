@@ -22,7 +22,7 @@ pub const MAX_SGE: usize = 8;
 pub enum Direction {
     /// RDMA READ: Data-Out, or a descriptor table.
     FromInitiator,
-    /// RDMA WRITE: Data-In.
+    /// RDMA WRITE by the target: Data-In.
     ToInitiator,
 }
 
@@ -32,9 +32,9 @@ pub enum Direction {
 pub struct RemoteRange {
     /// Address of the first byte, as the initiator counts.
     pub addr: u64,
-    /// The initiator's key.
+    /// Key by which the initiator's device knows the memory.
     pub rkey: RKey,
-    /// Length in bytes.
+    /// Length in bytes, as the initiator says.
     pub len: u32,
 }
 
@@ -57,9 +57,9 @@ impl RemoteMemory for RemoteRange {
 /// One RDMA request of a chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaRequest {
-    /// READ or WRITE.
+    /// Direction, which chooses READ or WRITE.
     pub direction: Direction,
-    /// The initiator's side.
+    /// Start of the range in the initiator's memory.
     pub remote: RemoteAddr,
     /// Our side: ranges of the pool's mapping.
     pub local: ArrayVec<Range<usize>, MAX_SGE>,
@@ -89,7 +89,7 @@ struct Position {
 /// Bounds of a portion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortionLimits {
-    /// Work requests.
+    /// Maximum number of work requests.
     pub wrs: u32,
     /// Scatter-gather entries of each, at most [`MAX_SGE`].
     pub sges: usize,
@@ -143,7 +143,7 @@ impl Transfer {
         }
     }
 
-    /// Returns its direction.
+    /// Returns the direction of the data.
     #[must_use]
     pub fn direction(&self) -> Direction {
         self.direction

@@ -24,9 +24,9 @@ const MIN_SHARE: u32 = 256;
 /// A logical unit, its task set and its limits.
 #[derive(Debug)]
 pub struct Unit {
-    /// Its number.
+    /// Number of the unit, the same on all workers.
     pub index: UnitIdx,
-    /// The unit itself.
+    /// Logical unit as SCSI defines it, without its tasks.
     pub lu: Arc<LogicalUnit>,
     /// Limits of all initiators together.
     pub limits: Arc<Limiter>,
@@ -91,7 +91,7 @@ pub struct TaskSetFull;
 pub struct TmfOutcome {
     /// The answer, once the tasks are gone.
     pub response: TmfResponse,
-    /// Tasks to stop.
+    /// Tasks to stop, whose connections have yet to be notified.
     pub aborted: Vec<TaskRef>,
 }
 

@@ -105,13 +105,13 @@ pub trait Gate {
 /// A session that was entered.
 #[derive(Clone, Debug)]
 pub struct LoginGrant {
-    /// Its handle.
+    /// Target session identifying handle, never 0.
     pub tsih: Tsih,
     /// The I_T nexus and its units; none of a discovery session.
     pub nexus: Option<(NexusId, Arc<LunMap>)>,
     /// Parameters of the session's first login.
     pub params: SessionParams,
-    /// Its command numbers.
+    /// Command numbers, which all connections of the session share.
     pub window: Arc<Window>,
     /// It replaces sessions whose commands must leave the devices first:
     /// [`Channel::handle_others_gone`] follows.
@@ -120,11 +120,11 @@ pub struct LoginGrant {
 
 /// The worker's part of a call.
 pub struct Cx<'a> {
-    /// The time.
+    /// Time of the worker's present round.
     pub now: Instant,
     /// The worker's data buffers.
     pub pool: &'a mut Pool,
-    /// Decides about logins.
+    /// Decides about logins and discovery.
     pub gate: &'a mut dyn Gate,
 }
 
@@ -191,11 +191,11 @@ pub enum LogoutScope {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Negotiates.
+    /// Exchanges login PDUs; any other PDU ends the connection.
     Login,
     /// Login succeeded; waits until the commands of the sessions that it replaces have left the devices.
     Joining,
-    /// Works.
+    /// Takes commands, or text requests in a discovery session.
     FullFeature,
     /// Commands end, then the logout with this tag is answered.
     LoggingOut(Itt),
@@ -230,7 +230,7 @@ impl State for Phase {
 /// Parameters of a new channel.
 #[derive(Clone, Copy, Debug)]
 pub struct ChannelConfig {
-    /// The worker's number.
+    /// Number of the connection's worker.
     pub worker: u16,
     /// The channel's number at that worker, never used twice.
     pub serial: u64,
@@ -420,19 +420,19 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Returns its phase.
+    /// Returns the phase of the connection.
     #[must_use]
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// Returns its parameters.
+    /// Returns the parameters that it was made with.
     #[must_use]
     pub fn config(&self) -> &ChannelConfig {
         &self.config
     }
 
-    /// Returns its counters.
+    /// Returns a copy of its counters.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
@@ -450,7 +450,7 @@ impl<D: Datamover> Channel<D> {
         &self.accounts
     }
 
-    /// Requests under way.
+    /// Returns the number of requests that hold a context.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.tasks.len() - self.idle.len()
@@ -528,7 +528,7 @@ impl<D: Datamover> Channel<D> {
         self.new_params.take()
     }
 
-    /// Returns the datamover.
+    /// Returns the datamover that carries it.
     #[must_use]
     pub fn mover(&self) -> &D {
         &self.mover

@@ -3,11 +3,11 @@
 /// Counters of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Commands taken in.
+    /// SCSI commands that got a context.
     pub commands: u64,
-    /// Functions taken in.
+    /// Task-management functions that got a context.
     pub task_management: u64,
-    /// Requests answered.
+    /// Requests whose answer was handed to the datamover.
     pub answered: u64,
     /// Commands ended by task management.
     pub aborted: u64,
@@ -17,7 +17,7 @@ pub struct Counters {
     pub bytes_in: u64,
     /// Bytes taken from the initiator.
     pub bytes_out: u64,
-    /// PDUs rejected.
+    /// PDUs answered with a Reject PDU.
     pub rejected: u64,
     /// PDUs whose digest was wrong.
     pub digest_errors: u64,

@@ -19,9 +19,9 @@ use crate::fabric::TaskIdx;
 /// A control-type PDU to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Control {
-    /// The PDU.
+    /// PDU without its sequence numbers.
     pub pdu: FromTarget,
-    /// Its data segment.
+    /// Data segment, without its padding.
     pub data: Vec<u8>,
     /// It takes a status sequence number.
     pub counts: bool,
@@ -51,11 +51,11 @@ pub struct Progress {
 /// Data for the initiator: the start of a task's buffer, which holds a piece of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutData {
-    /// The task.
+    /// Context whose buffer holds the data.
     pub task: TaskIdx,
-    /// Its tag.
+    /// Initiator task tag of the command.
     pub itt: Itt,
-    /// Its logical unit.
+    /// LUN that the command was sent to.
     pub lun: WireLun,
     /// R2T PDUs that it had.
     pub r2ts: u32,
@@ -76,11 +76,11 @@ pub struct PutData {
 /// Data from the initiator, into a task's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GetData {
-    /// The task.
+    /// Context whose buffer takes the data.
     pub task: TaskIdx,
-    /// Its tag.
+    /// Initiator task tag of the command.
     pub itt: Itt,
-    /// Its logical unit.
+    /// LUN that the command was sent to.
     pub lun: WireLun,
     /// Number of the first R2T.
     pub r2t_sn: u32,
@@ -99,7 +99,7 @@ pub enum SolicitedData {
     Stale,
     /// For a task's buffer.
     Data {
-        /// The task.
+        /// Context whose buffer takes the data.
         task: TaskIdx,
         /// Offset in the command's data.
         offset: u32,

@@ -19,7 +19,7 @@ use crate::stats::SessionEvent;
 use crate::warn_limited;
 
 impl<D: Datamover> Channel<D> {
-    /// A PDU arrived.
+    /// A whole PDU arrived, though perhaps with a wrong data digest.
     pub fn handle_frame(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>) {
         self.last_input = cx.now;
         self.ping = None;

@@ -143,7 +143,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Ends every input.
+    /// Follows every input: carries out what it has made possible.
     pub(super) fn settle(&mut self, cx: &mut Cx<'_>) {
         match self.phase {
             Phase::LoggingOut(itt) if self.in_flight() == 0 && !self.awaits_others => {

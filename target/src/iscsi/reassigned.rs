@@ -13,7 +13,7 @@ use crate::fabric::{Execution, TaskRef};
 /// A claim of TASK REASSIGN to a command of a lost connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReassignRequest {
-    /// The command.
+    /// Name of the command on the connection that is lost.
     pub task: TaskRef,
     /// The context that waits for it.
     pub to: TaskRef,

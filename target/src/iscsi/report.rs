@@ -11,11 +11,11 @@ use crate::qos::{IoLimits, Waits};
 /// State of a session, for status pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
-    /// The initiator port.
+    /// Names that the initiator has logged in with.
     pub identity: Identity,
-    /// Its handle.
+    /// Target session identifying handle, never 0.
     pub tsih: Tsih,
-    /// Its nexus.
+    /// Number of its I_T nexus; 0 in a discovery session.
     pub nexus: NexusId,
     /// Phase of the connection.
     pub phase: Phase,
@@ -23,7 +23,7 @@ pub struct SessionInfo {
     pub params: SessionParams,
     /// Parameters of the connection.
     pub connection: ConnectionParams,
-    /// Requests under way.
+    /// Commands and functions that hold a context.
     pub in_flight: usize,
     /// Logical units that it sees.
     pub luns: usize,

@@ -28,7 +28,7 @@ use crate::fabric::{Execution, Pace, Wait};
 /// that follows itself is the next block operation, or another wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskState {
-    /// Nothing.
+    /// No request has the context.
     Idle,
     /// Taken in, being looked at.
     New,
@@ -141,7 +141,7 @@ pub(super) struct Incoming {
 pub(super) struct Piece {
     /// Offset in the data.
     pub(super) from: u32,
-    /// Bytes.
+    /// Length of the piece in bytes.
     pub(super) len: u32,
     /// Number of the Data-In PDU after it.
     pub(super) next_sn: u32,

@@ -48,7 +48,7 @@ pub struct Batch {
     pub heads: Vec<u8>,
     /// Pieces to send, in order.
     pub chunks: Vec<Chunk>,
-    /// Bytes in all.
+    /// Length of all chunks together, in bytes.
     pub len: usize,
 }
 
@@ -88,7 +88,7 @@ impl Batch {
     }
 }
 
-/// Something to send.
+/// An entry of the send queue.
 #[derive(Debug)]
 enum Item {
     Control(Control),
@@ -112,7 +112,7 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    /// From the beginning.
+    /// Data of which no PDU has been sent.
     fn new(put: PutData) -> Self {
         Self {
             put,
@@ -808,7 +808,7 @@ impl TcpChannel {
         }
     }
 
-    /// The channel.
+    /// Returns the channel, for looks at its state.
     #[must_use]
     pub fn channel(&self) -> &Channel<Tcp> {
         &self.channel
@@ -859,7 +859,7 @@ impl TcpChannel {
         }
     }
 
-    /// As [`Channel::handle_others_gone`].
+    /// As [`Channel::handle_others_gone`]; PDUs that follow may have digests.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_others_gone(cx);
         self.follow_params();

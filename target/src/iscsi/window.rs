@@ -43,11 +43,11 @@ const MAX_AHEAD: usize = 64;
 /// Decision about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// Carry it out.
+    /// Its turn has come.
     Now,
     /// Keep it until its turn has come.
     Later,
-    /// Pass it over.
+    /// Outside the window, known already, or beyond a bound: it is passed over.
     Never,
 }
 
@@ -132,7 +132,7 @@ impl Window {
         }
     }
 
-    /// Commands at once.
+    /// Commands at once, over all connections.
     #[must_use]
     pub fn commands(&self) -> u16 {
         self.commands
@@ -143,7 +143,7 @@ impl Window {
         self.unordered
     }
 
-    /// ExpCmdSN and MaxCmdSN.
+    /// ExpCmdSN and MaxCmdSN at present.
     pub(super) fn bounds(&self) -> (CmdSn, CmdSn) {
         let numbering = self.lock();
         let room = self.room(&numbering);

@@ -50,7 +50,7 @@ pub enum ConnState {
     FullFeature,
     /// The queue pair is in error and flushes; devices may still use buffers.
     Terminating,
-    /// Holds nothing.
+    /// Holds nothing, and may be dropped.
     Down,
 }
 
@@ -72,7 +72,7 @@ impl State for ConnState {
 pub enum IserAction {
     /// Action of the channel; neither [`Action::Disconnect`] nor [`Action::Release`].
     Channel(Action),
-    /// Post this receive.
+    /// Post this descriptor of the receive ring.
     PostRecv(RxIdx),
     /// Notify the CM that a message came before the one that establishes the connection.
     NotifyEstablished,
@@ -86,9 +86,9 @@ pub enum IserAction {
 /// Parameters of a new connection.
 #[derive(Debug)]
 pub struct IserConfig {
-    /// Its limits.
+    /// Limits of the connection and of its rings.
     pub params: IserParams,
-    /// The worker's number.
+    /// Number of the connection's worker.
     pub worker: u16,
     /// The connection's number at that worker, never used twice.
     pub serial: u64,
@@ -101,7 +101,7 @@ pub struct IserConfig {
 /// State of the Hello exchange (RFC 7145 6.10).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Hello {
-    /// None is allowed.
+    /// A Hello would be a protocol error.
     None,
     /// The next message has to be one.
     Due,
@@ -165,7 +165,7 @@ impl IserChannel {
         this
     }
 
-    /// The channel.
+    /// Returns the channel, for looks at its state.
     #[must_use]
     pub fn channel(&self) -> &Channel<Iser> {
         &self.channel
@@ -176,13 +176,13 @@ impl IserChannel {
         self.channel.note_closed();
     }
 
-    /// Returns its limits.
+    /// Returns the limits that it was made with.
     #[must_use]
     pub fn params(&self) -> &IserParams {
         &self.params
     }
 
-    /// Its state.
+    /// Returns the state of the connection.
     #[must_use]
     pub fn state(&self) -> ConnState {
         self.state
@@ -288,7 +288,7 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// As [`Channel::handle_terminate`].
+    /// As [`Channel::handle_terminate`], and the queue pair goes to the error state.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_terminate(cx);
         // Also one whose initiator might disconnect by itself: a login waits for its end.
@@ -320,14 +320,14 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// As [`Channel::handle_others_gone`].
+    /// As [`Channel::handle_others_gone`], with which a login may end.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_others_gone(cx);
         self.note_login();
         self.settle(cx);
     }
 
-    /// As [`Channel::handle_luns`].
+    /// As [`Channel::handle_luns`], which asks for no action.
     pub fn handle_luns(&mut self, luns: Arc<LunMap>) {
         self.channel.handle_luns(luns);
     }
@@ -388,7 +388,7 @@ impl IserChannel {
             .handle_broken(cx, SessionEvent::FormatError, error);
     }
 
-    /// Follows the login.
+    /// Follows the login: its first PDU, then what was agreed on.
     fn note_login(&mut self) {
         if self.state == ConnState::Up {
             become_state(&mut self.state, ConnState::Bound);
@@ -416,7 +416,7 @@ impl IserChannel {
         self.channel.handle_disconnected(cx);
     }
 
-    /// Ends every input.
+    /// Follows every input: faults, actions of the channel, receives that were held back.
     fn settle(&mut self, cx: &mut Cx<'_>) {
         if let Some(fault) = self.channel.mover_mut().take_fault() {
             self.channel

@@ -42,11 +42,11 @@ pub struct SendMessage {
 /// when it completes, or fails, call [`IserChannel::handle_post_done`](super::IserChannel::handle_post_done).
 #[derive(Debug)]
 pub struct Post {
-    /// Its number.
+    /// Number that its completion is reported with.
     pub chain: ChainIdx,
     /// The RDMA requests, in order.
     pub requests: Vec<RdmaRequest>,
-    /// The message.
+    /// Message behind the requests, if there is one.
     pub send: Option<SendMessage>,
 }
 
@@ -63,7 +63,7 @@ impl Default for Post {
 /// Work request that ends an item of the queue.
 #[derive(Debug)]
 enum ItemEnd {
-    /// A PDU.
+    /// A control-type PDU in a SEND.
     Send(Control),
     /// The answer to a Hello.
     Hello(HelloReply),
@@ -85,7 +85,7 @@ impl ItemEnd {
     }
 }
 
-/// Something to post.
+/// An entry of the queue: a transfer, a message, or both.
 #[derive(Debug)]
 struct Item {
     /// The transfer of a task's data, and the initiator's side of it.
@@ -201,7 +201,7 @@ impl Iser {
         self.hello_required
     }
 
-    /// Answers a Hello.
+    /// Queues the answer to a Hello.
     pub(super) fn send_hello(&mut self, reply: HelloReply) {
         self.queue.push_back(Item {
             transfer: None,
@@ -209,7 +209,7 @@ impl Iser {
         });
     }
 
-    /// Chains under way.
+    /// Number of chains under way.
     pub(super) fn outstanding(&self) -> usize {
         self.chains.len() - self.free_chains.len()
     }

@@ -31,7 +31,7 @@ impl SessionLimits {
 /// Sessions that a budget admits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// At once.
+    /// I_T nexuses, or discovery sessions, at once.
     pub sessions: u32,
     /// At once from one address.
     pub per_address: u32,

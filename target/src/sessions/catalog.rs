@@ -20,7 +20,7 @@ use crate::fabric::{LunMap, Mapping, Unit, UnitIdx};
 use crate::qos::{Initiators, IoLimits, Limiter, LimiterKey};
 use crate::stats::{LunStats, TargetStats};
 
-/// What is served.
+/// Everything that is served, to whom, and with which limits.
 #[derive(Clone, Debug)]
 pub struct Catalog {
     /// Bounds on sessions that log in from now on.
@@ -35,7 +35,7 @@ pub struct Catalog {
     pub recovery_level: u32,
     /// How initiators prove who they are before they discover targets.
     pub discovery: Auth,
-    /// Targets.
+    /// Targets, with their units and portals.
     pub targets: Vec<TargetDef>,
     /// The backend of each unit, by the unit's number: an index into `stores`.
     pub unit_stores: Vec<usize>,
@@ -122,7 +122,7 @@ impl Catalog {
         srp.chain(iser)
     }
 
-    /// Removes portals.
+    /// Removes the portals that `is_meant` chooses, of every protocol.
     pub fn remove_portals(&mut self, is_meant: impl Fn(Protocol, SocketAddr) -> bool) {
         for target in &mut self.targets {
             let portals = &mut target.portals;
@@ -178,7 +178,7 @@ pub enum Entrance {
 /// What is served at an entrance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Serves {
-    /// Logins of SRP.
+    /// Logins of SRP, each for the target that it names.
     Srp,
     /// Connections of iSER, on the portal at this address.
     Iser(SocketAddr),
@@ -191,7 +191,7 @@ pub struct PortalDef {
     pub listen: SocketAddr,
     /// First half of the target port identifier.
     pub id_ext: u64,
-    /// Second half.
+    /// Second half of it: the GUID of the I/O controller.
     pub ioc_guid: u64,
     /// The InfiniBand service id on which it listens besides.
     pub service_id: u64,
@@ -210,7 +210,7 @@ impl PortalDef {
     }
 }
 
-/// A target.
+/// A target, as sessions and workers see it.
 #[derive(Clone, Debug)]
 pub struct TargetDef {
     /// Its configuration: name, units by number, access.
@@ -234,11 +234,11 @@ pub struct TargetDef {
 /// A target for iSCSI initiators.
 #[derive(Clone, Debug)]
 pub struct IscsiDef {
-    /// Its name.
+    /// iSCSI name, by which initiators log in.
     pub name: IscsiName,
     /// The tag of its one portal group, and the relative target port identifier.
     pub group: u16,
-    /// Where it listens.
+    /// Addresses and ports where it listens on TCP.
     pub portals: Vec<SocketAddr>,
     /// Where it listens for iSER, on RDMA CM ports.
     pub iser: Vec<SocketAddr>,

@@ -63,7 +63,7 @@ impl SessionKey {
 /// The session of a connection that has logged in, as its worker knows it.
 #[derive(Clone, Debug)]
 pub struct Membership {
-    /// The initiator's name.
+    /// Name that the initiator has given in its login.
     pub initiator: IscsiName,
     /// Initiator part of the session's identifier.
     pub isid: Isid,
@@ -82,7 +82,7 @@ pub struct NewSession {
     pub nexus: Option<(NexusId, Permit)>,
     /// The units that it sees.
     pub luns: Arc<LunMap>,
-    /// The session.
+    /// Parameters and numbers of the session.
     pub session: Session,
 }
 
@@ -112,7 +112,7 @@ pub struct SessionGrant {
     pub nexus: NexusId,
     /// The units that it sees.
     pub luns: Arc<LunMap>,
-    /// The session.
+    /// Parameters and numbers of the session.
     pub session: Session,
     /// Connections that this one replaces, and waits for.
     pub replaced: Vec<ConnRef>,
@@ -173,9 +173,9 @@ impl Connection {
 pub struct Candidate {
     /// Its number in the session.
     pub cid: Cid,
-    /// Its channel.
+    /// Channel that carries it, on any worker.
     pub channel: ConnRef,
-    /// The initiator's address.
+    /// Address that the connection comes from.
     pub address: IpAddr,
     /// Commands that it can hold.
     pub commands: u16,

@@ -37,9 +37,9 @@ const MAX_UNCONFIRMED: usize = 256;
 /// The ports of an I_T nexus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NexusKey {
-    /// The initiator port.
+    /// Initiator port identifier, of 16 bytes.
     pub initiator: InitiatorPortId,
-    /// The target port.
+    /// Target port identifier, of 16 bytes.
     pub target: TargetPortId,
 }
 
@@ -128,11 +128,11 @@ pub struct Registry {
 /// Both ends of the connection that a login comes by.
 #[derive(Clone, Copy, Debug)]
 pub struct Endpoints {
-    /// The initiator's address.
+    /// Address of the initiator, which may be forged until the connection is established.
     pub peer: SocketAddr,
     /// The address of the device that it has reached.
     pub local: IpAddr,
-    /// The listener there.
+    /// Listener of the device that it came by.
     pub entrance: Entrance,
 }
 
@@ -154,7 +154,7 @@ pub struct Established {
     pub may_start: bool,
     /// Other channels of the session that may, too.
     pub start: Vec<ConnRef>,
-    /// Channels to terminate.
+    /// Channels to terminate: of older sessions, or of this one where it got no permit.
     pub terminate: Vec<ConnRef>,
 }
 
@@ -163,7 +163,7 @@ pub struct Established {
 pub struct Left {
     /// Channels that may take commands now.
     pub start: Vec<ConnRef>,
-    /// Channels to terminate.
+    /// Channels to terminate: their session can never be established.
     pub terminate: Vec<ConnRef>,
 }
 

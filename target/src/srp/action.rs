@@ -6,7 +6,7 @@ use crate::fabric::{TaskAction, TaskIdx};
 /// An information unit to send: it lies in the send ring, in the place of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SendIu {
-    /// Length in bytes.
+    /// Length of the message in bytes.
     pub len: u32,
     /// The initiator asked to be notified of it.
     pub solicited: bool,
@@ -17,15 +17,15 @@ pub struct SendIu {
 pub enum Action {
     /// A request for a command or a function.
     Task(TaskAction),
-    /// Post this receive.
+    /// Post this context of the receive ring.
     PostRecv(RecvIdx),
     /// Post one chain: the RDMA requests of [`Channel::requests`](super::Channel::requests), then the
     /// message if there is one. Its last request is signaled; when it completes, call
     /// [`Channel::handle_post_done`](super::Channel::handle_post_done).
     Post {
-        /// The context.
+        /// Context whose requests and message are posted.
         task: TaskIdx,
-        /// The message last.
+        /// Message behind the requests, if there is one.
         send: Option<SendIu>,
     },
     /// Notify the CM that data came before the message that establishes the connection.
@@ -43,11 +43,11 @@ pub enum Action {
 /// Counters of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Commands taken in.
+    /// SRP_CMD requests that got a context.
     pub commands: u64,
     /// Task-management requests taken in.
     pub task_management: u64,
-    /// Requests answered.
+    /// Requests whose response was written to the send ring.
     pub answered: u64,
     /// Commands ended by task management.
     pub aborted: u64,

@@ -70,13 +70,13 @@ pub enum ChState {
     /// Established; the channels of the session that it replaces still have commands under way.
     /// Requests that arrive are kept.
     Joining,
-    /// Works.
+    /// Takes requests and carries them out.
     Live,
     /// Takes no requests any longer; a T_LOGOUT with the reason is on its way.
     Disconnecting,
     /// The queue pair flushes; devices still use buffers.
     Draining,
-    /// Holds nothing.
+    /// Holds nothing, and may be dropped.
     Disconnected,
 }
 
@@ -96,7 +96,7 @@ impl State for ChState {
 /// The worker's time and memory, for the length of a call.
 #[derive(Debug)]
 pub struct Cx<'a> {
-    /// The time.
+    /// Time of the worker's present round.
     pub now: Instant,
     /// The worker's data buffers.
     pub pool: &'a mut Pool,
@@ -115,13 +115,13 @@ impl Lent for Cx<'_> {
 /// Parameters of a new channel.
 #[derive(Debug)]
 pub struct ChannelConfig {
-    /// Its limits.
+    /// Limits of the channel and of its rings.
     pub params: ChannelParams,
-    /// The worker's number.
+    /// Number of the channel's worker.
     pub worker: u16,
     /// The channel's number at that worker, never used twice.
     pub serial: u64,
-    /// The I_T nexus.
+    /// I_T nexus that the channel belongs to.
     pub nexus: NexusId,
     /// Logical units that the initiator may see.
     pub luns: Arc<LunMap>,
@@ -141,7 +141,7 @@ pub struct Channel {
     pub(super) config: ChannelConfig,
     pub(super) state: ChState,
     pub(super) ioctx: Vec<SendIoctx>,
-    /// Idle command contexts.
+    /// Command contexts that no request has.
     pub(super) idle: Vec<TaskIdx>,
     /// Commands that are not answered yet, by the tags that the initiator knows them by.
     pub(super) tags: HashMap<Tag, TaskIdx>,
@@ -238,25 +238,25 @@ impl Channel {
         channel
     }
 
-    /// Its state.
+    /// Returns the state of the channel.
     #[must_use]
     pub fn state(&self) -> ChState {
         self.state
     }
 
-    /// Its I_T nexus.
+    /// Returns the number of its I_T nexus.
     #[must_use]
     pub fn nexus(&self) -> NexusId {
         self.config.nexus
     }
 
-    /// Returns its parameters.
+    /// Returns the parameters that it was made with.
     #[must_use]
     pub fn config(&self) -> &ChannelConfig {
         &self.config
     }
 
-    /// Returns its counters.
+    /// Returns a copy of its counters.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
@@ -285,19 +285,19 @@ impl Channel {
         self.ended.unwrap_or(Parting::Lost)
     }
 
-    /// Its request limit.
+    /// Returns its account of the initiator's credits.
     #[must_use]
     pub fn req_lim(&self) -> &ReqLim {
         &self.req_lim
     }
 
-    /// Its send queue.
+    /// Returns its account of the send queue's credits.
     #[must_use]
     pub fn send_queue(&self) -> &SendQueue {
         &self.send_queue
     }
 
-    /// Requests under way.
+    /// Returns the number of requests that hold a context.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.config.params.req_lim as usize - self.idle.len()

@@ -172,7 +172,7 @@ impl SendQueue {
         granted
     }
 
-    /// No longer waits.
+    /// Gives up the place of a context in the queue.
     pub fn forget(&mut self, idx: TaskIdx) {
         self.waiting.retain(|&w| w != idx);
     }

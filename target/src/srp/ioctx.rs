@@ -135,7 +135,7 @@ impl State for IoctxState {
 /// A request that ends tasks, and is answered when they are gone.
 #[derive(Clone, Debug)]
 pub enum Cause {
-    /// A task-management function.
+    /// A task-management function of the initiator.
     Function(Function),
     /// A command with the tag of another one; its unit, if there is such a one.
     Overlap(Option<Arc<Unit>>),
@@ -184,7 +184,7 @@ pub struct Immediate {
     pub recv: RecvIdx,
     /// Offset in the information unit, in bytes.
     pub offset: u32,
-    /// Bytes.
+    /// Bytes that are still there.
     pub len: u32,
 }
 
@@ -195,11 +195,11 @@ pub struct SendIoctx {
     pub state: IoctxState,
     /// Counts the uses of this context.
     pub generation: u32,
-    /// The request's tag.
+    /// Tag that the initiator knows the request by.
     pub tag: Tag,
-    /// The addressed unit.
+    /// LUN that the request addresses.
     pub lun: WireLun,
-    /// The command.
+    /// Command, its steps and its data buffer.
     pub exec: Execution,
     /// Notify the initiator of success.
     pub notify_success: bool,
@@ -224,12 +224,12 @@ pub struct SendIoctx {
     pub waited: Duration,
     /// The function, in a context of a task-management request.
     pub mgmt: Option<PendingFunction<Cause>>,
-    /// The request itself.
+    /// Proof of the request, until it ends.
     pub token: Option<CommandToken>,
 }
 
 impl SendIoctx {
-    /// An idle context.
+    /// Makes a context that no request has.
     #[must_use]
     pub fn new() -> Self {
         Self {

@@ -105,7 +105,7 @@ pub struct LoginView {
 /// Everything about a channel that is fixed when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChannelParams {
-    /// Requests outstanding.
+    /// Requests that the initiator may have outstanding.
     pub req_lim: u32,
     /// The longest information unit received, in bytes.
     pub max_it_iu_len: u32,
@@ -164,7 +164,7 @@ impl ChannelParams {
 pub struct LoginOutcome {
     /// The channel to create.
     pub params: ChannelParams,
-    /// The answer.
+    /// SRP_LOGIN_RSP for the initiator.
     pub rsp: LoginRsp,
     /// The logical units that it may see.
     pub luns: Arc<LunMap>,

@@ -128,7 +128,7 @@ impl Channel {
         self.respond(cx, idx, response);
     }
 
-    /// Answers a function.
+    /// Counts a function by its answer, and answers it.
     fn answer_function(
         &mut self,
         cx: &mut Cx<'_>,

@@ -25,11 +25,11 @@ pub enum Table {
     /// No data goes in this direction.
     #[default]
     Empty,
-    /// A few descriptors.
+    /// A few descriptors, in the command's own context.
     Inline(ArrayVec<MemDesc, INLINE_DESCRIPTORS>),
     /// Descriptors in a buffer of the pool.
     Pooled {
-        /// Their bytes.
+        /// Bytes of the descriptors, as they came.
         buffer: Buffer,
         /// How many there are.
         entries: u32,
@@ -59,10 +59,10 @@ pub enum TableError {
     },
 }
 
-/// Result of [`Table::take`].
+/// Outcome of [`Table::take`] without an error.
 #[derive(Debug)]
 pub enum NewTable {
-    /// The table.
+    /// The table, which may be an external one.
     Ready(Table),
     /// The pool has no buffer to hold it at the moment.
     NoBuffer,
@@ -149,7 +149,7 @@ impl Table {
         short(all, declared)
     }
 
-    /// Gives buffers back.
+    /// Gives its buffer, if it has one, back to the pool.
     pub fn release(&mut self, pool: &mut Pool) {
         if let Self::Pooled { buffer, .. } = std::mem::take(self) {
             pool.release(buffer);
@@ -272,7 +272,7 @@ impl Tables {
         (table, data.expect("a transfer has a buffer"))
     }
 
-    /// Gives buffers back.
+    /// Gives the buffers of the tables back to the pool.
     pub fn release(&mut self, pool: &mut Pool) {
         self.data_out.release(pool);
         self.data_in.release(pool);

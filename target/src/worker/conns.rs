@@ -28,7 +28,7 @@ pub(super) trait Connection {
     /// Its queue pair, unless it is on TCP.
     fn rdma(&self) -> Option<&RdmaLink>;
 
-    /// As [`Connection::rdma`].
+    /// As [`Connection::rdma`], for changes.
     fn rdma_mut(&mut self) -> Option<&mut RdmaLink>;
 
     /// When it wants to be called without anything happening.
@@ -38,7 +38,7 @@ pub(super) trait Connection {
     fn waits_for_pool(&self) -> bool;
 }
 
-/// A connection.
+/// A connection, with what the table keeps of each.
 #[derive(Debug)]
 pub(super) struct Conn<F> {
     serial: u64,
@@ -101,7 +101,7 @@ impl<F: Connection> Conns<F> {
         serial
     }
 
-    /// Enters a connection.
+    /// Enters a connection under all of its names.
     pub(super) fn insert(&mut self, serial: u64, peer: SocketAddr, fabric: F) -> ConnKey {
         let names = fabric.rdma().map(RdmaLink::names);
         let key = ConnKey(self.slab.insert(Conn {

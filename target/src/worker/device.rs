@@ -56,24 +56,24 @@ pub type Reopen = Box<dyn Fn() -> Option<Box<dyn Device>>>;
 /// What a software NIC has counted at one worker, and what it holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicInfo {
-    /// Packets.
+    /// Packets that it sent and received.
     pub nic: NicCounters,
-    /// Connections.
+    /// Packets and bytes of its reliable connections.
     pub rc: RcCounters,
-    /// The connection manager.
+    /// Messages of its connection manager.
     pub cm: CmCounters,
-    /// The socket.
+    /// System calls of its socket.
     pub socket: DriverCounters,
-    /// Objects.
+    /// Objects that it holds at present.
     pub usage: NicUsage,
 }
 
 /// A device, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its address.
+    /// IP address of the device.
     pub addr: IpAddr,
-    /// Whether it works.
+    /// Whether it works: it was neither taken away nor closed.
     pub is_open: bool,
     /// What it has counted, if it is one of our own.
     pub nic: Option<NicInfo>,
@@ -138,9 +138,9 @@ impl Device for RdmaCoreDevice {
 
 /// A device on its way to its worker's thread.
 pub enum Opened {
-    /// The software NIC's.
+    /// A software NIC: RoCE in user space.
     Roce(Box<Roce>),
-    /// The host's.
+    /// A device of the host, by rdma-core.
     RdmaCore(Box<RdmaCoreDevice>),
 }
 
@@ -224,7 +224,7 @@ impl Slot {
 enum State {
     /// There is none: another worker's is at this place, or nobody's.
     Vacant,
-    /// It is there.
+    /// The device is open, though perhaps taken away.
     Open {
         device: Box<dyn Device>,
         /// Answers device-management MADs, if they come to this worker.
@@ -317,7 +317,7 @@ impl Devices {
         matches!(self.slots[device].state, State::Open { is_gone: true, .. })
     }
 
-    /// Those that work.
+    /// Devices that are open and were not taken away.
     pub(super) fn open_mut(&mut self) -> impl Iterator<Item = &mut Box<dyn Device>> {
         self.slots
             .iter_mut()

@@ -41,7 +41,7 @@ struct OpenDevice {
 pub enum DeviceSlot {
     /// The device is open there.
     Open {
-        /// The slot.
+        /// Slot of the device, on all workers.
         slot: usize,
         /// Whether it was wanted before.
         was_wanted: bool,

@@ -40,7 +40,7 @@ pub(super) enum Fabric {
     Iser(Box<IserConn>),
 }
 
-/// An SRP channel.
+/// An SRP channel with its queue pair.
 #[derive(Debug)]
 pub(super) struct SrpConn {
     pub(super) channel: srp::Channel,

@@ -44,9 +44,9 @@ const DISCOVERY_SEGMENT: u32 = 8 << 10;
 /// What carries a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::worker) enum Transport {
-    /// A TCP connection.
+    /// PDUs in a TCP stream.
     Tcp,
-    /// An RDMA connection.
+    /// iSER messages on a queue pair.
     Iser,
 }
 
@@ -57,7 +57,7 @@ pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) catalog: &'a Catalog,
     pub(in crate::worker) now: Instant,
     pub(in crate::worker) transport: Transport,
-    /// The portal.
+    /// Portal that the connection has come to.
     pub(in crate::worker) listen: SocketAddr,
     pub(in crate::worker) peer: SocketAddr,
     pub(in crate::worker) channel: ConnRef,
@@ -113,7 +113,6 @@ impl Transport {
         }
     }
 
-    /// The protocol.
     fn protocol(self) -> Protocol {
         match self {
             Self::Tcp => Protocol::Iscsi,

@@ -56,7 +56,7 @@ impl TcpListener {
         })
     }
 
-    /// Where it is.
+    /// Address and port that it is bound to.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address

@@ -15,9 +15,9 @@ const BACKLOG: u32 = 256;
 /// A listener of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Listener {
-    /// Where it listens.
+    /// Port or service id at which it listens.
     pub(super) entrance: Entrance,
-    /// For what.
+    /// Protocol of the requests that come there.
     pub(super) serves: Serves,
 }
 
@@ -50,7 +50,7 @@ impl Listeners {
         self.refused.retain(|(own, _)| *own != device);
     }
 
-    /// Takes all listeners.
+    /// Takes all listeners; the caller destroys their identifiers.
     pub(super) fn take_all(&mut self) -> impl Iterator<Item = (usize, CmId)> {
         std::mem::take(&mut self.all).into_keys()
     }

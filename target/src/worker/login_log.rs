@@ -12,7 +12,7 @@ use crate::stats::Tally;
 pub(super) struct Reason {
     /// In the audit log.
     pub(super) logged: &'static str,
-    /// Among the metrics.
+    /// Name among the metrics.
     pub(super) counted: &'static str,
 }
 

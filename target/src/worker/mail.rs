@@ -32,14 +32,14 @@ pub enum Mail {
     Forwarded {
         /// The device's place among the worker's devices: the same for all workers.
         device: usize,
-        /// The packet.
+        /// Packet with the number of its worker.
         packet: ForwardedPacket,
     },
     /// A task of a channel of this worker may start.
     StartTask(TaskRef),
     /// A task of a channel of this worker is to be aborted.
     AbortTask {
-        /// The task.
+        /// Name of the task at its connection.
         task: TaskRef,
         /// Who waits for its end.
         watcher: TaskRef,
@@ -74,7 +74,7 @@ pub enum Mail {
     Reassigned {
         /// The context that waits for it.
         to: TaskRef,
-        /// The command.
+        /// The command; none if it has ended.
         moved: Option<Box<ReassignedTask>>,
     },
     /// An iSCSI channel may have its session's next command.
@@ -86,14 +86,14 @@ pub enum Mail {
     LogOut {
         /// Its number at this worker.
         serial: u64,
-        /// When patience ends.
+        /// Time at which the connection is cut.
         until: Instant,
     },
     /// Something happened to a unit.
     Event {
-        /// The unit.
+        /// Number of the unit, on all workers.
         unit: UnitIdx,
-        /// What.
+        /// Event, as a unit attention.
         attention: Attention,
     },
     /// Acquire what serving another catalog takes, and say whether that was possible.
@@ -104,12 +104,12 @@ pub enum Mail {
     Changed,
     /// Accept nobody any more; let sessions finish until then, and log them out.
     Shutdown {
-        /// When patience ends.
+        /// Time up to which sessions may finish.
         until: Instant,
     },
     /// Make everything that was written durable, then report.
     Flush,
-    /// Leave.
+    /// Leave the loop, which ends the worker's thread.
     Exit,
     /// Say what the worker has done, and for whom.
     Snapshot(Sender<Snapshot>),
@@ -126,17 +126,17 @@ pub struct SessionInfo {
     pub worker: u16,
     /// Number at that worker.
     pub serial: u64,
-    /// The I_T nexus.
+    /// Number of the I_T nexus.
     pub nexus: u64,
-    /// The initiator port.
+    /// Initiator port identifier, of 16 bytes.
     pub initiator: InitiatorPortId,
-    /// The target port.
+    /// Target port identifier, of 16 bytes.
     pub target: TargetPortId,
     /// Where the initiator is.
     pub peer: SocketAddr,
-    /// State.
+    /// State of the channel at present.
     pub state: ChState,
-    /// Requests under way.
+    /// Requests that hold a context.
     pub in_flight: usize,
     /// What was agreed on.
     pub params: ChannelParams,
@@ -155,16 +155,16 @@ pub struct IscsiSession {
     pub is_rdma: bool,
     /// What its connection occupies, in bytes.
     pub memory: usize,
-    /// The session.
+    /// State of the session and of its connection.
     pub info: crate::iscsi::SessionInfo,
 }
 
 /// What a session has done at a unit.
 #[derive(Clone, Debug)]
 pub struct SessionAccount {
-    /// Its protocol.
+    /// Protocol of the session.
     pub protocol: Protocol,
-    /// The initiator port.
+    /// Initiator port, as text.
     pub initiator: String,
     /// What it has done.
     pub account: Arc<SessionStats>,
@@ -173,11 +173,11 @@ pub struct SessionAccount {
 /// What a worker has done, and its sessions.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// The worker's number.
+    /// Number of the worker; the first is 0.
     pub worker: u16,
     /// Sums over all channels, those that are gone included.
     pub counters: Counters,
-    /// Channels at present.
+    /// Channels of SRP at present.
     pub sessions: Vec<SessionInfo>,
     /// Sums over all iSCSI channels.
     pub iscsi: crate::iscsi::Counters,
@@ -187,11 +187,11 @@ pub struct Snapshot {
     pub accounts: Vec<SessionAccount>,
     /// Task-management functions that were answered, and how.
     pub functions: Vec<(Protocol, Functions)>,
-    /// Logins accepted.
+    /// Logins accepted since the worker began.
     pub logins: Tally<Protocol>,
     /// Logins refused, and why.
     pub rejects: Tally<(Protocol, &'static str)>,
-    /// Its devices.
+    /// Devices of the worker, closed ones included.
     pub devices: Vec<DeviceInfo>,
     /// Where it listens with RDMA.
     pub rdma_listeners: Vec<SocketAddr>,
@@ -232,7 +232,7 @@ impl Outbox {
         }
     }
 
-    /// Number of workers.
+    /// Returns the number of workers.
     #[must_use]
     pub fn workers(&self) -> usize {
         self.senders.len()

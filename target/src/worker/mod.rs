@@ -125,7 +125,7 @@ const GRACE: Duration = Duration::from_secs(2);
 pub struct Shared {
     /// Sessions, and what is served to them.
     pub registry: Registry,
-    /// Sessions of iSCSI.
+    /// Sessions of iSCSI, over TCP and RDMA.
     pub iscsi: IscsiSessions,
     /// Slots of the devices that are open.
     pub device_slots: Arc<DeviceSlots>,
@@ -146,27 +146,27 @@ pub enum Report {
 
 /// What a worker is made with.
 pub struct WorkerConfig {
-    /// Its number.
+    /// Number of the worker; the first is 0.
     pub index: u16,
-    /// When it begins.
+    /// Time at which it begins.
     pub now: Instant,
-    /// Its surroundings.
+    /// Surroundings, such as the source of random bytes.
     pub env: Box<dyn Env>,
     /// Bytes of its data-buffer pool.
     pub pool: usize,
-    /// What all share.
+    /// State that all workers share.
     pub shared: Arc<Shared>,
     /// Its devices, by slot.
     pub devices: Vec<Box<dyn Device>>,
     /// Sockets of the TCP portals.
     pub sockets: Vec<TcpListener>,
-    /// Its ring.
+    /// Ring, which belongs to the worker's thread.
     pub ring: Ring,
-    /// Its mailbox.
+    /// Mailbox that other workers and the server write to.
     pub mailbox: MailReceiver<Mail>,
-    /// Everybody's.
+    /// Mailboxes of all workers, this one included.
     pub outbox: Outbox,
-    /// Where it reports.
+    /// Channel to the server.
     pub reports: Sender<Report>,
 }
 
@@ -176,15 +176,15 @@ pub enum WorkerError {
     /// No memory for buffers.
     #[error("cannot make the data buffers: {0}")]
     Memory(#[source] io::Error),
-    /// The ring failed.
+    /// The ring failed, and the worker with it.
     #[error(transparent)]
     Ring(#[from] RingError),
     /// A portal cannot be listened on.
     #[error("cannot listen on {portal}: {source}")]
     Listen {
-        /// The portal.
+        /// Portal or device, as text.
         portal: String,
-        /// Why.
+        /// Error of the connection manager, or of the device.
         source: CmError,
     },
     /// No device has the portal's address.
@@ -195,7 +195,7 @@ pub enum WorkerError {
 /// How far a shutdown has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Serves.
+    /// Accepts and serves connections.
     Serving,
     /// Sessions may finish until then.
     Stopping(Instant),
@@ -238,7 +238,7 @@ pub struct Worker {
     chain: queue::Chain,
     spinner: Spinner,
     phase: Phase,
-    /// Sockets of iSCSI.
+    /// Listening sockets of iSCSI.
     sockets: iscsi::Sockets,
     /// Lists for chains of iSER.
     iser: iser::Scratch,
@@ -246,7 +246,7 @@ pub struct Worker {
     /// Logins, and the audit log.
     logins: LoginLog,
     parks: u64,
-    /// When it began.
+    /// Time at which it began.
     began: Instant,
     /// How long its rounds have taken that had something to do.
     busy: Duration,

@@ -42,9 +42,9 @@ pub struct Stage {
 /// A portal that a worker cannot listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unserved {
-    /// Where it is.
+    /// Address and port of the portal.
     pub portal: SocketAddr,
-    /// Why.
+    /// Reason, as text for people.
     pub why: String,
 }
 
@@ -60,7 +60,7 @@ impl Unserved {
 pub enum StageError {
     /// These portals, at least one, cannot be listened on; the others can.
     Portals(Vec<Unserved>),
-    /// Something else.
+    /// The worker has failed in another way.
     Worker(WorkerError),
 }
 

@@ -20,7 +20,7 @@ pub(super) const fn connections(sessions: u32) -> usize {
 pub(super) struct Slots {
     /// Block operations at once.
     pub(super) blocks: usize,
-    /// Connections at once.
+    /// TCP connections at once, with two operations each.
     pub(super) connections: usize,
 }
 

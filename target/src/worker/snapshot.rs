@@ -8,7 +8,7 @@ use crate::config::Protocol;
 use crate::stats::Functions;
 use crate::{iscsi, srp};
 
-/// Sums over connections.
+/// Sums over connections, by protocol.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Totals {
     srp: srp::Counters,
@@ -19,7 +19,7 @@ pub(super) struct Totals {
 }
 
 impl Totals {
-    /// Adds a connection.
+    /// Adds the counters of a connection.
     pub(super) fn add(&mut self, fabric: &Fabric) {
         let functions = match fabric {
             Fabric::Srp(conn) => {

@@ -10,15 +10,15 @@ use crate::srp::RecvIdx;
 /// Kinds of work requests, in the top byte of their identifiers; the context is in the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
-    /// A receive.
+    /// A receive of an SRP channel.
     Recv(RecvIdx),
     /// The last request of a chain.
     Post(TaskIdx),
     /// One before the last: it completes only if it fails.
     Inner,
-    /// The drain marker.
+    /// The drain marker: a write of no bytes behind everything else.
     Drain,
-    /// A probe.
+    /// A probe: a write of no bytes, which the peer's device answers.
     Probe,
     /// A receive of an iSER connection.
     IserRecv(RxIdx),

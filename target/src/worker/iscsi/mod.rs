@@ -42,7 +42,7 @@ pub(super) struct Sockets {
 }
 
 impl Sockets {
-    /// Where they listen.
+    /// Addresses at which the worker listens now.
     pub(super) fn listening(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         self.listeners.iter().filter_map(|(_, l)| l.address())
     }

@@ -43,7 +43,7 @@ fn token(op: Op, place: usize) -> Token {
     Token(ISCSI | (op as u64) << 48 | place as u64)
 }
 
-/// A listening socket.
+/// A socket that listens, with its accept in the ring.
 #[derive(Debug)]
 pub(super) struct Listener {
     handle: Handle,
@@ -53,7 +53,7 @@ pub(super) struct Listener {
     closing: bool,
     /// The ring was asked to end the accept.
     is_cancelled: bool,
-    /// Not before.
+    /// Time before which no accept is submitted, after one that failed.
     rests_until: Option<Instant>,
 }
 

@@ -109,6 +109,8 @@ impl Blocks {
                     self.leaving.push(Leaving {
                         place,
                         store,
+                        // The units themselves say when the last session and command has let go of
+                        // them.
                         units: old.units_on(place).map(Arc::downgrade).collect(),
                     });
                 }
@@ -146,6 +148,7 @@ impl Blocks {
 
     /// Hands a block operation to the driver, behind those of its backend that wait for room.
     pub(super) fn submit(&mut self, ring: &mut Ring, conns: &Conns<Fabric>, request: BlockRequest) {
+        // One that has room now may not overtake those of its backend that have waited.
         let waits = self.waiting.has(request.store);
         if waits || !submit(&mut self.driver, ring, conns, &mut self.slices, &request) {
             self.waiting.push(request);

@@ -13,12 +13,15 @@ impl Worker {
             return;
         }
         let old = std::mem::replace(&mut self.catalog, Arc::clone(&new));
+        // Backends before everything else: sessions may send commands to new units as soon as they
+        // have them.
         self.blocks.follow(&mut self.ring, &old, &new);
         let sockets = self.portals.follow(&mut self.devices, &new);
         self.sockets.add(&mut self.ring, self.now, sockets);
         let tcp: Vec<_> = new.tcp_portals().collect();
         let is_over = |address| !tcp.contains(&address);
         self.sockets.close(&mut self.ring, is_over);
+        // Last, since it logs out those whose portal has just been closed.
         self.follow_sessions();
     }
 }

@@ -258,6 +258,7 @@ impl<F: Connection> Conns<F> {
             let Some(key) = self.by_serial(serial) else {
                 continue;
             };
+            // A connection may have further entries in the heap; only the one that is set counts.
             let timer = &mut self.slab[key.0].timer;
             if timer.take_if(|set| *set == at).is_some() {
                 return Some(key);

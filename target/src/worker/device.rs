@@ -268,6 +268,7 @@ impl Devices {
     /// # Errors
     /// It does not tell its address.
     pub(super) fn put(&mut self, slot: usize, device: Box<dyn Device>) -> Result<(), VerbsError> {
+        // Slots are numbered for all workers together; those in between may be others'.
         while self.slots.len() <= slot {
             self.slots.push(Slot::vacant());
         }
@@ -348,6 +349,8 @@ impl Devices {
     /// When one of them wants to be driven or, where devices are looked for at all, looked for.
     pub(super) fn deadline(&self, looks: bool) -> Option<Instant> {
         let due = |slot: &Slot| match &slot.state {
+            // A device that is gone is not driven: its deadline would stay due, and the worker
+            // would never sleep.
             State::Open { is_gone: true, .. } | State::Vacant => None,
             State::Open { device, .. } => device.deadline(),
             State::Closed { reopen, look_at } => {
@@ -382,6 +385,8 @@ impl Devices {
             } => {
                 let before = std::mem::replace(is_gone, *is_gone || device.is_gone());
                 if *is_gone {
+                    // Its queue pair is one of the device that is gone. Another agent is made when
+                    // it is back.
                     *discovery = None;
                 }
                 *is_gone && !before
@@ -477,11 +482,14 @@ impl Devices {
     /// The ring is of no further use.
     pub(super) fn watch(&mut self, ring: &mut Ring, device: usize) -> Result<(), RingError> {
         for fd in self[device].event_fds() {
+            // A duplicate, since the ring may hold it for longer than the device lives.
             let fd = fd.try_clone_to_owned().map_err(RingError::Enter)?;
             let handle = Handle::new(Arc::new(fd));
             match ring.submit_poll(&handle, libc::POLLIN, watch_token(device)) {
                 Ok(()) => {}
                 Err(SubmitError::Full) => {
+                    // `renew_watches` begins with the first descriptor once more, and cancels
+                    // first what is watched already.
                     self.unwatched.push(device);
                     return Ok(());
                 }
@@ -519,6 +527,8 @@ impl Devices {
     /// Takes a completion of the ring. It may say that a device has something, which the next round looks
     /// for in any case; the device is watched again where that ended.
     pub(super) fn on_watch(&mut self, completion: &Completion) {
+        // A watch that was cancelled was ended by us. Others end where the kernel could not report
+        // an event.
         let is_end = !completion.more && completion.result != -libc::ECANCELED;
         if completion.token.0 & (0xff << 56) == WATCH && is_end {
             self.unwatched.push((completion.token.0 & 0xffff) as usize);

@@ -100,9 +100,12 @@ impl DeviceSlots {
         if device.is_wanted {
             return false;
         }
+        // A worker asks in every round.
         if !device.idle.contains(&worker) {
             device.idle.push(worker);
         }
+        // From here on `take` waits rather than hand the device out, since workers begin to close
+        // their parts of it.
         device.is_closing = device.idle.len() >= usize::from(device.holders);
         device.is_closing
     }

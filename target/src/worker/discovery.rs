@@ -53,6 +53,7 @@ impl IoUnit {
                 let port = u64::from(portal.listen.port());
                 let services = [RDMA_CM_SERVICE | port, portal.service_id]
                     .map(|id| ServiceEntry::srp(portal.id_ext, id));
+                // Portals with one GUID are one controller, with a choice of services.
                 let known = controllers
                     .iter_mut()
                     .find(|c| c.profile.guid == portal.ioc_guid);
@@ -74,6 +75,7 @@ impl IoUnit {
                 });
             }
         }
+        // Targets beyond that are served like the others, but not found.
         controllers.truncate(usize::from(SLOTS));
         for controller in &mut controllers {
             controller.services.truncate(255);

@@ -159,6 +159,7 @@ impl Worker {
             if let Some(luns) = luns {
                 self.input(key, Input::Luns(luns));
             }
+            // Also where the units are the same: their limits may have been changed in place.
             self.input(key, Input::Limits);
         }
         self.log_out_unserved();
@@ -197,6 +198,7 @@ impl Worker {
             return;
         }
         self.phase = Phase::Stopping(until);
+        // First, or those that come might keep the worker from ever being without connections.
         self.portals.stop(&mut self.devices);
         self.sockets.close(&mut self.ring, |_| true);
         for key in self.conns.keys(|_| true) {

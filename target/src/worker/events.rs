@@ -78,6 +78,8 @@ impl Worker {
     fn on_async_event(&mut self, device: usize, event: AsyncEvent) {
         match event {
             AsyncEvent::CqError(cq) => {
+                // Completions are lost, so it is not known what the device still uses: the queue
+                // pair has to go before the buffers do.
                 tracing::error!("a completion queue overran");
                 if let Some(key) = self.conns.by_cq(device, cq) {
                     self.input(key, Input::Disconnected);
@@ -97,6 +99,8 @@ impl Worker {
                     self.input(key, Input::Disconnected);
                 }
             }
+            // A packet has come on the queue pair before the CM's last message, which may be lost.
+            // It proves as much: the peer has got our answer.
             AsyncEvent::CommEstablished(qp) => {
                 if let Some(key) = self.conns.by_qp(device, qp) {
                     self.on_established(key);
@@ -151,6 +155,8 @@ impl Worker {
     /// Takes a batch from every completion queue that has something.
     pub(super) fn poll_ready(&mut self) -> usize {
         let mut work = 0;
+        // Those that are ready now: a connection that has more goes to the end of the queue, and
+        // waits for the next round.
         for _ in 0..self.conns.ready() {
             let Some((key, device, cq)) = self.conns.next_ready() else {
                 break;
@@ -164,6 +170,7 @@ impl Worker {
     /// event for what is there already would cost a system call.
     fn poll_cq(&mut self, key: ConnKey, device: usize, cq: CqId) -> usize {
         let serial = self.conns.get(key).map(Conn::serial);
+        // What was in it never completes; `check_removed` ends its connections.
         if self.devices[device].is_gone() {
             return 0;
         }
@@ -242,6 +249,7 @@ impl Worker {
         let reaped = self.ring.reap(&mut completions)?;
         for completion in &mut completions {
             let is_block = self.blocks.handle_completion(&mut self.ring, completion);
+            // The top byte of a token says whose operation it was.
             if !is_block && !self.on_iscsi_completion(completion) {
                 self.devices.on_watch(completion);
             }
@@ -259,6 +267,7 @@ impl Worker {
             }
         }
         work += self.poll_reservations();
+        // Last, when the operations that have ended have made room in the driver.
         self.blocks.retry(&mut self.ring, &self.conns);
         Ok(work)
     }
@@ -290,6 +299,7 @@ impl Worker {
                 // A connection that is gone has no tasks.
                 None => self.post_mail(watcher.worker, Mail::TaskGone(watcher)),
             },
+            // A change of reservations has waited for it, not a function of a connection.
             Mail::TaskGone(watcher) if watcher.channel == NO_CHANNEL => {
                 self.on_preempted_gone(watcher);
             }

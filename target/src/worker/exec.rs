@@ -31,6 +31,7 @@ impl Worker {
             None => return,
         }
         self.conns.arm(key);
+        // Only when the wait begins, since it looks at all connections.
         if self.conns.begins_to_wait(key) {
             self.relieve_pool();
         }
@@ -60,6 +61,7 @@ impl Worker {
 
     /// Carries out a block operation of a unit's command.
     pub(super) fn carry_out_block(&mut self, owner: Owner, unit: UnitIdx, op: BlockOp) {
+        // Not for the backend: the change is saved in a state directory by calls that block.
         if let BlockOp::ChangeReservations(change) = op {
             return self.change_reservations(owner, unit, change);
         }
@@ -84,6 +86,7 @@ impl Worker {
 
     /// Sends mail to a worker; to ourselves it is delivered at once.
     pub(super) fn post_mail(&mut self, worker: u16, mail: Mail) {
+        // Our own mailbox could be full, and nothing would empty it while this waits.
         if worker == self.index {
             self.handle_mail(mail);
         } else {
@@ -97,6 +100,8 @@ impl Worker {
             return;
         };
         let (device, cm, qp) = (link.device, link.cm, link.hardware.qp);
+        // Without a marker nothing would end the wait for it. The channel counts its receives and
+        // chains besides, so it lets go of no memory that is in use.
         if !self.cut(device, cm, qp) {
             self.input(key, Input::Drained);
         }

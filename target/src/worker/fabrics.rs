@@ -505,6 +505,7 @@ impl Worker {
             Fabric::Tcp(own) => {
                 let own = &mut **own;
                 let commands = own.channel.channel().config().commands;
+                // Taken apart, since the gate changes the login while the channel is being called.
                 let machine = IscsiMachine::Tcp(&mut own.channel);
                 (machine, &mut own.login, Transport::Tcp, commands)
             }
@@ -515,6 +516,8 @@ impl Worker {
                 (machine, &mut own.login, Transport::Iser, commands)
             }
         };
+        // The gate may enter a session during the call, with units that are newer than the
+        // worker's catalog. That is followed before anything is carried out for the connection.
         let had_session = login.membership.is_some();
         let mut ending = Vec::new();
         let mut gate = WorkerGate {
@@ -543,6 +546,8 @@ impl Worker {
         }
         self.has_entered |= !had_session && login.membership.is_some();
         self.conns.mark_dirty(key);
+        // Not before the call has ended: a connection of this worker that ends is an input to the
+        // table, and may be of the same session.
         self.end_all(ending);
     }
 }

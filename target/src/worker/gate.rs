@@ -99,6 +99,9 @@ impl Transport {
                 .with_list(Key::HeaderDigest, 0b11)
                 .with_list(Key::DataDigest, 0b11),
             Self::Iser => {
+                // Without the keys for digests, connections and recovery: their defaults hold. An
+                // RDMA connection has checksums of its own, is the only one of its session, and
+                // does not recover.
                 let params = IserParams::new(commands);
                 offer()
                     .with(Key::RdmaExtensions, 1)
@@ -191,6 +194,7 @@ impl WorkerGate<'_> {
         let address = self.address();
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
         let found = name.and_then(|name| self.target(name));
+        // Looked up again, though `admit` has done so: another catalog may be served by now.
         let mut allowed = found
             .as_ref()
             .and_then(|(target, _)| target.luns_of_name(&identity.initiator, address));
@@ -208,6 +212,8 @@ impl WorkerGate<'_> {
             let iscsi = target.iscsi.as_ref().expect("found by its name");
             ports(identity, iscsi, group)
         });
+        // The session that is replaced counts as room, or an initiator at its bound could never
+        // log in again.
         let replaced = self.shared.iscsi.address_of(&key);
         // A discovery session is no I_T nexus, and has a budget of its own.
         let nexus = match identity.discovery {
@@ -325,6 +331,7 @@ impl WorkerGate<'_> {
     ) -> Result<(), LoginStatus> {
         let initiator = &joined.identity.initiator;
         if let Some(name) = session.ports.as_ref().and(joined.identity.target.as_ref()) {
+            // The connection may have come by a portal that the session's target does not have.
             let (target, _) = self.target(name).ok_or(LoginStatus::NOT_FOUND)?;
             if !self.has_rights_of(target, initiator, session.address)
                 || session.chap_name != joined.chap_name
@@ -369,6 +376,7 @@ impl Gate for WorkerGate<'_> {
         let iscsi = target.iscsi.as_ref().expect("found by its name");
         let auth = target.auth_of_name(initiator, address);
         let auth = auth.expect("found by its name").clone();
+        // After the check of access: an initiator that may not log in learns of no other address.
         let mut redirects = iscsi.redirects.iter();
         if let Some((_, redirect)) = redirects.find(|(listen, _)| *listen == self.listen) {
             return Err(Refusal::Redirect {
@@ -483,6 +491,7 @@ impl Gate for WorkerGate<'_> {
         let targets = self.catalog.targets.iter();
         let visible = targets.filter_map(|target| {
             let iscsi = target.iscsi.as_ref()?;
+            // A target that the initiator may not use does not exist for it.
             target.luns_of_name(initiator, address)?;
             // A portal shows the targets that it leads to, with all their portals.
             iscsi.addresses().find(|portal| *portal == self.listen)?;

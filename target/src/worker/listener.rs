@@ -81,9 +81,11 @@ fn bind(address: SocketAddr) -> io::Result<Socket> {
         Type::STREAM,
         Some(Protocol::TCP),
     )?;
+    // Old connections in TIME-WAIT must not keep a daemon that was restarted from its address.
     socket.set_reuse_address(true)?;
     // Every worker listens; the kernel deals the connections out.
     socket.set_reuse_port(true)?;
+    // Portals of IPv4 have sockets of their own, perhaps at the same port.
     if address.is_ipv6() {
         socket.set_only_v6(true)?;
     }

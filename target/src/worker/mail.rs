@@ -240,6 +240,8 @@ impl Outbox {
 
     /// Sends a message to a worker.
     pub fn send(&mut self, worker: usize, mail: Mail) {
+        // Not past what waits for the same worker already. Packets may overtake: a network does
+        // not keep their order either.
         let waits = self.backlog.iter().any(|(w, _)| *w == worker);
         if waits && !matches!(mail, Mail::Forwarded { .. }) {
             self.backlog.push_back((worker, mail));

@@ -278,6 +278,8 @@ impl Worker {
             source: source.into(),
         })?;
         let pool = Pool::new(pool).map_err(WorkerError::Memory)?;
+        // The kernel pins registered memory once, other memory with each direct operation. A limit
+        // on locked memory may forbid it, which is no reason not to serve.
         if let Err(error) = ring.register_memory(pool.memory()) {
             tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
         }
@@ -325,11 +327,15 @@ impl Worker {
             catalog,
             ..
         } = &mut worker;
+        // A portal without a device is a mistake of the configuration, so the start fails. One
+        // that cannot be listened on, as when its port is taken, is reported, and the others are
+        // served.
         portals.check_devices(devices, catalog)?;
         let mut unserved = Vec::new();
         for device in 0..devices.len() {
             unserved.extend(portals.serve_on(ring, devices, device, catalog)?);
         }
+        // Last: from here on connections are accepted, which an error of a later step would cut.
         worker.sockets.add(&mut worker.ring, now, sockets);
         Ok((worker, unserved))
     }
@@ -344,6 +350,8 @@ impl Worker {
             let worked = self.step(now)?;
             self.park(worked)?;
             let next = Instant::now();
+            // Rounds without work are the spinning before a sleep; counted, they would make an
+            // idle worker look busy.
             if worked > 0 {
                 self.busy += next.saturating_duration_since(now);
             }
@@ -360,13 +368,19 @@ impl Worker {
     pub fn step(&mut self, now: Instant) -> Result<usize, WorkerError> {
         self.now = now;
         self.blocks.begin_round(now);
+        // In this order a message that has just arrived is carried out in the same round: packets
+        // make completions, completions make block operations.
         let mut work = self.poll_devices();
         work += self.poll_ready();
         work += self.poll_blocks()?;
+        // After the ring was reaped, which frees the slots that these connections wait for.
         self.poll_stalled();
         self.devices.renew_watches(&mut self.ring)?;
         work += self.poll_mail();
+        // After the inputs of the round: a silence that one of them has ended is not taken for
+        // one.
         work += self.poll_timers();
+        // After everything in the round that may have given memory back.
         work += self.poll_pool();
         self.sockets.accept(&mut self.ring, now);
         self.blocks.detach_unused();
@@ -392,6 +406,8 @@ impl Worker {
             Phase::Serving | Phase::Quiet => None,
         };
         let listening = self.portals.deadline();
+        // Nothing signals that the last holder of a unit or a device has let go, on this worker or
+        // another, so it is looked at again and again while there is one.
         let leaves = self.blocks.has_leaving() || self.devices.has_unwanted();
         let leaving = leaves.then(|| self.now + LEAVING);
         [
@@ -414,6 +430,8 @@ impl Worker {
 impl Drop for Worker {
     /// Without a shutdown before, connections are cut: the devices go first, then the channels.
     fn drop(&mut self) {
+        // A device that still runs could write into buffers that the channels give back to the
+        // pool.
         self.devices.clear();
         for (_, conn) in self.conns.iter_mut() {
             conn.fabric.abandon(&mut self.pool);

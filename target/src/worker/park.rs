@@ -11,6 +11,9 @@ impl Worker {
         match self.spinner.plan(self.now, worked > 0, deadline) {
             Next::Poll => {}
             Next::Park(timeout) => {
+                // Nothing wakes the worker for these: descriptors without a watch, completion
+                // queues with more than a batch, memory that has come back, and mail that a full
+                // mailbox has refused.
                 let is_watched = self.devices.is_watched();
                 let is_due = self.conns.ready() > 0 || self.pool.has_change();
                 if self.exiting || !is_watched || is_due || self.outbox.retry() > 0 {

@@ -167,6 +167,7 @@ impl Portals {
         let Some(staged) = self.staged.take() else {
             return;
         };
+        // Listeners before the devices that they may be on.
         for (device, cm, _) in staged.listeners {
             if let Some(dev) = devices.get_mut(device) {
                 // The device may be gone meanwhile, and its listeners with it.

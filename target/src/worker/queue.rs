@@ -122,8 +122,11 @@ impl Chain {
                 ud: None,
             }
         });
+        // The message is the last: a reliable connection carries requests out in order, so an
+        // initiator that has it has the data that were written before.
         let mut all = requests.by_ref().chain(last);
         loop {
+            // In batches, since the list lies on the stack: nothing is allocated for a command.
             let batch: ArrayVec<SendWr<'_>, POST_BATCH> = all.by_ref().take(POST_BATCH).collect();
             if batch.is_empty() {
                 return true;
@@ -167,6 +170,7 @@ impl Worker {
                 .collect();
             if let Err(error) = self.devices[device].post_recv(qp, &wrs) {
                 tracing::warn!(%error, "a receive was not taken");
+                // Those before it are posted, and will complete or be flushed.
                 return taken + error.index;
             }
             taken += batch.len();

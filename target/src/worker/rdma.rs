@@ -151,6 +151,8 @@ impl Hardware {
         let ranges = [regions.receive_ring, regions.send_ring, &pool];
         let mut keys = [LKey(0); 3];
         for (key, range) in keys.iter_mut().zip(ranges) {
+            // No remote access: the target itself moves all data, so a peer that guesses a key
+            // reaches nothing with it.
             let mr = dev.reg_mr(pd, range, Access::LOCAL_WRITE)?;
             mrs.push(mr.id);
             *key = mr.lkey;
@@ -213,6 +215,8 @@ pub(super) fn answer(param: &ConnParam, private_data: &[u8]) -> ConnParam {
         initiator_depth: reads(param),
         flow_control: true,
         retry_count: 7,
+        // Seven stands for no limit. An initiator whose receives are late is waited for; one that
+        // never posts any runs into the channel's own time limits.
         rnr_retry_count: 7,
         srq: false,
     }

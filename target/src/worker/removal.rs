@@ -24,6 +24,7 @@ impl Worker {
         self.devices.unwatch(&mut self.ring, device);
         self.portals.listeners.forget(device);
         self.disconnects.forget(device);
+        // Without a word to the peers: nothing that is posted now would leave the host.
         for key in self.conns.keys(|conn| {
             let link = conn.fabric.rdma();
             link.is_some_and(|link| link.device == device)

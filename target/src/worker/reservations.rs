@@ -130,6 +130,8 @@ impl Worker {
     /// Begins the next change, unless one is being saved.
     fn save_next(&mut self) {
         let saver = &mut self.saver;
+        // Made with the first change, which most servers never see, and tried again with the next
+        // one if there was no thread to be had.
         if saver.helper.is_none() {
             saver.helper = Offload::new(1, self.ring.waker()).ok();
         }
@@ -182,6 +184,8 @@ impl Worker {
             };
             changes[at].owner = None;
             if changes[at].left > 0 {
+                // It is saved, and only the ends of preempted commands are missing.
+                // `on_preempted_gone` finds no change for these then.
                 changes.swap_remove(at);
             }
         }

@@ -27,6 +27,7 @@ pub(super) struct Slots {
 impl Slots {
     /// The slots of a ring of `capacity` operations.
     pub(super) fn of(capacity: usize) -> Self {
+        // Half of a small ring, so that connections have some of it too.
         let blocks = BLOCKS.min(capacity.div_ceil(2));
         let rest = capacity - blocks;
         Self {

@@ -115,6 +115,8 @@ impl Worker {
             local: self.devices.addr(device),
             entrance,
         };
+        // Before the channel is made: logins of one initiator at several workers get one order
+        // here.
         let mut grant = match shared.registry.login(req, ends, channel, self.now) {
             Ok(grant) => grant,
             Err(refused) => {
@@ -238,6 +240,8 @@ impl Worker {
         let Login { device, grant, .. } = login;
         let params = grant.outcome.params;
         let memory = params.memory();
+        // In full before the answer: no request of the initiator can make the channel's memory
+        // grow.
         let receive_ring = Memory::new(memory.receive_ring)?.whole();
         let send_ring = Memory::new(memory.send_ring)?.whole();
         let dev = &mut self.devices[device];
@@ -271,6 +275,7 @@ impl Worker {
             rdma: RdmaLink::new(device, login.cm, hardware),
         };
         let fabric = Fabric::Srp(Box::new(conn));
+        // Before the answer goes: events and completions that follow it have to find the channel.
         let key = self.conns.insert(login.serial, login.peer, fabric);
         let mut rsp = [0; riser_scsi::srp::LOGIN_RSP_LEN];
         grant.outcome.rsp.emit(&mut rsp);
@@ -327,6 +332,8 @@ impl Worker {
         let (device, hardware) = (conn.rdma.device, &conn.rdma.hardware);
         let (qp, lkey) = (hardware.qp, hardware.receive_key);
         let taken = self.post_recvs(device, qp, lkey, &slots);
+        // One that was not taken never completes. It counts as flushed, or the end of the channel
+        // would wait for it.
         for recv in receives.drain(..).skip(taken) {
             self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv));
         }
@@ -375,6 +382,7 @@ impl Worker {
             Work::Recv(recv) if ok => self.on_srp_message(key, recv, completion.byte_len as usize),
             Work::Recv(recv) => self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv)),
             Work::Post(task) => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, ok)),
+            // It completes only if it has failed, and the rest of its chain fails after it.
             Work::Inner => self.input(key, Input::Disconnected),
             Work::Probe => self.with_srp(key, |ch, cx| ch.handle_probed(cx, ok)),
             Work::Drain => self.input(key, Input::Drained),

@@ -71,6 +71,7 @@ impl Worker {
         tracing::info!(
             peer = %conn.peer, initiator = %member.initiator, cid = cid.0, "connection lost"
         );
+        // The initiator may not have noticed, as where only the way to it is broken.
         if let Some(other) = lost.reporter {
             let serial = other.serial;
             self.post_mail(other.worker, Mail::Lost { serial, cid });
@@ -155,6 +156,7 @@ impl Worker {
                 Action::Release => return self.release(key),
             }
         }
+        // Sending comes first: while too much waits to be sent, the channel takes no input.
         self.send_next(key);
         self.read_on(key);
         self.receive_next(key);

@@ -189,11 +189,14 @@ impl Worker {
 
     fn open_connection(&mut self, fd: OwnedFd, listen: SocketAddr) -> io::Result<()> {
         let most = connections(self.catalog.limits.sessions);
+        // A connection without slots of its own in the ring could wait for one for ever.
         let most = most.min(Slots::of(self.ring.capacity()).connections);
         if self.conns.tcps().count() >= most {
             return Err(io::Error::other("too many connections"));
         }
         let socket = SockRef::from(&fd);
+        // Whole batches are sent, so there is nothing to collect: the last segment of an answer
+        // must not wait for the acknowledgment of the one before.
         socket.set_tcp_nodelay(true)?;
         let peer = socket.peer_addr()?.as_socket();
         let peer = peer.ok_or_else(|| io::Error::other("no peer"))?;
@@ -252,6 +255,8 @@ impl Worker {
         let Some(buffer) = &mut connection.receive else {
             return;
         };
+        // Only now: before full-feature phase the peer may be anyone, and many of them together
+        // must not take much memory. Where there is none, the small buffer does.
         if channel.takes_commands()
             && buffer.len() < RECEIVE
             && let Ok(memory) = Memory::new(RECEIVE)
@@ -327,6 +332,8 @@ impl Worker {
             return;
         }
         let heads = &connection.batch.heads;
+        // It grows in powers of two and never shrinks, so after a few batches nothing is
+        // allocated.
         if heads.len() > connection.heads.len() {
             match Memory::new(heads.len().next_power_of_two()) {
                 Ok(memory) => connection.heads = memory,
@@ -404,6 +411,7 @@ impl Worker {
             sent,
             is_submitted: false,
         });
+        // A socket buffer that is nearly full takes a part of the batch.
         if sent < connection.batch.len {
             return self.submit_rest(key);
         }
@@ -421,6 +429,7 @@ impl Worker {
         if !std::mem::replace(&mut conn.socket.is_shut, true) {
             // It may be shut down by the peer already.
             let _ = SockRef::from(&**conn.socket.handle.fd()).shutdown(Shutdown::Both);
+            // It waits for a slot, and is not in the ring: no completion would end it.
             if conn.socket.sending.is_some_and(|s| !s.is_submitted) {
                 return self.on_send_failed(key);
             }

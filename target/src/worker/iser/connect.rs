@@ -42,7 +42,10 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) {
+        // Two for each session: one that is replaced keeps its connection until its commands have
+        // left the devices.
         let most = 2 * self.catalog.limits.sessions as usize + UNCONFIRMED + LOGINS;
+        // First, so that requests with forged addresses cannot reach the bound below.
         self.make_room_for_request();
         let has_room = self.conns.isers().count() < most;
         let accepted = if self.phase == Phase::Serving && has_room {
@@ -93,6 +96,8 @@ impl Worker {
         self.with_iser(key, IserChannel::handle_established);
         let mut all = self.conns.isers_in(&[ConnState::Up, ConnState::Bound]);
         let is_from_there = |one: &Unconfirmed<ConnKey>| one.address == address;
+        // An address with too many gives up one of its own. Those of others are touched only where
+        // all together are too many.
         if all.iter().filter(|one| is_from_there(one)).count() > LOGINS_PER_ADDRESS {
             all.retain(is_from_there);
         } else if all.len() <= LOGINS {
@@ -112,6 +117,7 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) -> Result<(), SetupError> {
+        // A feature counts only if both sides offer it.
         let agreed = OFFER.and(CmHeader::parse(&param.private_data));
         let reads = reads(param);
         let attr = self.devices[device].device_attr();
@@ -123,6 +129,8 @@ impl Worker {
             ..IserParams::new(self.catalog.commands)
         };
         let memory = params.memory();
+        // The rings are made in full before the answer: what the peer sends later cannot make them
+        // grow, and a lack of memory is a refusal rather than a connection that breaks.
         let receive_ring = Memory::new(memory.receive_ring)?.whole();
         let send_ring = Memory::new(memory.send_ring)?.whole();
         let queues = Queues {
@@ -150,6 +158,8 @@ impl Worker {
             login: Login::at(listen),
         };
         let fabric = Fabric::Iser(Box::new(conn));
+        // Before the answer goes: events and completions that follow it have to find the
+        // connection.
         let key = self.conns.insert(serial, peer, fabric);
         self.accept(key, param, &agreed.bytes())?;
         tracing::debug!(

@@ -65,6 +65,8 @@ impl Worker {
                 IserAction::Channel(action) => self.carry_out_iser(key, action),
             }
         }
+        // Before the chains: an answer opens the initiator's window, and its next command needs a
+        // receive.
         self.post_iser_receives(key, &mut receives);
         self.iser.receives = receives;
         if released {
@@ -97,6 +99,8 @@ impl Worker {
             conn.rdma.hardware.receive_key,
         );
         let taken = self.post_recvs(device, qp, lkey, receives);
+        // One that was not taken never completes. It counts as flushed, or the end of the
+        // connection would wait for it.
         for (id, _) in receives.drain(..).skip(taken) {
             if let Work::IserRecv(rx) = Work::of(id) {
                 self.with_iser(key, |conn, cx| conn.handle_recv_flushed(cx, rx));
@@ -123,6 +127,8 @@ impl Worker {
                 flags: SendFlags::SOLICITED,
             });
             let (qp, id) = (conn.rdma.hardware.qp, Work::IserPost(post.chain).id());
+            // The initiator chooses the addresses. Of a chain with one that cannot be, nothing is
+            // posted, and the connection ends.
             let is_posted = match built {
                 Ok(()) => {
                     self.chain

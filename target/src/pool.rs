@@ -327,6 +327,8 @@ impl Pool {
     /// # Panics
     /// If the buffer is another pool's.
     pub fn release(&mut self, mut buffer: Buffer) {
+        // The offset says which part of the mapping it is from. An empty buffer has no pieces to
+        // return.
         let start = buffer.pieces.first().map_or(0, |piece| piece.offset);
         let is_table = start >= self.tables.base;
         let held = buffer.held();
@@ -373,6 +375,7 @@ impl Pool {
     }
 
     fn may_take(&self, owner: Owner, need: usize) -> bool {
+        // No other owner waits, so there is nothing to share.
         if self.line.iter().all(|waiter| waiter.owner == owner) {
             return true;
         }
@@ -411,6 +414,8 @@ impl Blocks {
             heads: [NIL; MAX_ORDER + 1],
             free: len,
         };
+        // In reverse, since a free list gives first what was put last: memory is used from its
+        // beginning.
         for block in (0..len / MAX_BLOCK).rev() {
             blocks.push((block << MAX_ORDER) as u32, MAX_ORDER);
         }
@@ -461,6 +466,8 @@ impl Blocks {
 
     /// A block of `order`, or a smaller one where no larger one is left.
     fn take_block(&mut self, order: usize) -> Option<(u32, usize)> {
+        // The smallest that is large enough, to keep large blocks whole. A smaller one only where
+        // memory is in pieces: the buffer has more of them then.
         let from = (order..=MAX_ORDER)
             .chain((0..order).rev())
             .find(|&o| self.heads[o] != NIL)?;
@@ -483,6 +490,8 @@ impl Blocks {
         self.free += MIN_BLOCK << order;
         self.units[unit as usize] = Unit::Inner;
         while order < MAX_ORDER {
+            // Blocks of one order lie at multiples of their size, so the two halves of a larger
+            // block differ in one bit of their numbers.
             let buddy = unit ^ (1 << order);
             match self.units.get(buddy as usize) {
                 Some(Unit::Free { order: o, .. }) if usize::from(*o) == order => {

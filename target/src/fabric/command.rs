@@ -383,6 +383,7 @@ impl Execution {
         };
         let early = std::mem::take(&mut self.early);
         match (step, early) {
+            // The first step was done before the command took its place in the order.
             (Step::ReceiveData { .. }, Early::Arrived(result)) => self.advance(result, now),
             (Step::ReceiveData { .. } | Step::Block(_), _)
                 if self.buffer_len() as usize > pool.max_buffer() =>

@@ -251,6 +251,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
             let waiting = &mut self.waiting[first];
             if let Some(limiter) = &waiting.toll.limiters[line.gate as usize] {
                 limiter.count(now.saturating_duration_since(waiting.since));
+                // The wait at the unit's gate is counted by itself.
                 waiting.since = now;
             }
             if line.gate == Gate::Initiator

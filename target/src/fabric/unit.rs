@@ -254,6 +254,7 @@ impl Unit {
     pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
         let Tasks { set, refs, .. } = &mut *tasks;
+        // Before the slot is free, and perhaps another task's.
         let was_cleared = set.is_cleared(key);
         assert!(set.remove(key), "a task leaves its set once");
         refs[key.slot()] = None;

@@ -223,6 +223,7 @@ impl<D: Datamover> Channel<D> {
             self.window().free_tags(self.conn_ref());
             self.actions.push_back(Action::Detached);
         }
+        // A command at a device cannot be handed over: its buffer is one of this worker's pool.
         let claims = std::mem::take(&mut self.allegiance.claims);
         for claim in claims {
             if self.is_at_rest(claim.task.index) {
@@ -265,6 +266,7 @@ impl<D: Datamover> Channel<D> {
         let idx = self.take_context(request.referenced, tag.immediate, TaskState::Expected);
         let idx = idx.ok_or(FunctionAnswer::Rejected)?;
         let to = self.task_ref(idx);
+        // Another connection may have claimed it since the look at the tag.
         if !window.claim_tag(request.referenced, tag.task, to) {
             self.give_back(idx);
             return Err(FunctionAnswer::StillAllegiant);
@@ -374,6 +376,8 @@ impl<D: Datamover> Channel<D> {
         if let Some(buffer) = exec.buffer.take() {
             cx.pool.release(buffer);
         }
+        // Mail goes to the new connection from here on. What is on its way here finds the name in
+        // `moved`.
         exec.rename(claim.to);
         exec.timer.leave();
         let (counted, lingers) = (

@@ -396,6 +396,7 @@ impl<D: Datamover> Channel<D> {
         let tasks = self.config.contexts();
         let wait = self.pace.begin(now);
         self.tasks = (0..tasks).map(|_| Task::new(wait)).collect();
+        // A stack: the context that was used last, and may still be in the cache, is the next one.
         self.idle = (0..tasks).rev().map(TaskIdx).collect();
     }
 
@@ -608,6 +609,8 @@ impl<D: Datamover> Channel<D> {
         if self.data_deadline.is_some_and(|at| at <= cx.now) {
             self.check_data(cx);
         }
+        // The other deadlines were dealt with above: one that is still due is that of the
+        // initiator's silence.
         if self.phase == Phase::FullFeature && self.deadline().is_some_and(|at| at <= cx.now) {
             if self.is_discovery() {
                 self.ended.get_or_insert(Parting::Silent);

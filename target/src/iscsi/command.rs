@@ -32,6 +32,7 @@ impl<D: Datamover> Channel<D> {
             }
             return self.refuse_command(&command);
         };
+        // Only here it is known which context the PDU's RDMA buffers are for.
         self.mover.begin(idx);
         self.counters.commands += 1;
         self.counters.bytes_out += frame.data.len() as u64;
@@ -41,6 +42,8 @@ impl<D: Datamover> Channel<D> {
         let addressed = self.accounts.addressed(luns, command.lun, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
+        // A copy, since the frame lies in a receive buffer that the next bytes overwrite, and the
+        // command has no buffer of the pool yet.
         let staged = self.stage(frame.data);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.lun = command.lun;
@@ -105,6 +108,8 @@ impl<D: Datamover> Channel<D> {
         if command.itt == Itt::NONE {
             return Err((RejectReason::InvalidPduField, "the reserved tag"));
         }
+        // Tags are unique in the session: another connection may name one, to abort or to claim
+        // it.
         if self.find(command.itt).is_some() || self.window().tagged(command.itt).is_some() {
             return Err((RejectReason::TaskInProgress, "the tag is in use"));
         }
@@ -112,6 +117,7 @@ impl<D: Datamover> Channel<D> {
         if immediate > 0 && (!params.immediate_data || !command.writes || immediate > may) {
             return Err((RejectReason::InvalidPduField, "immediate data"));
         }
+        // With InitialR2T nothing may come unsolicited but immediate data.
         if command.writes && !command.is_final && params.initial_r2t {
             return Err((RejectReason::ProtocolError, "unsolicited data"));
         }
@@ -173,11 +179,13 @@ impl<D: Datamover> Channel<D> {
         };
         // The bytes are in the buffer.
         response.data_in = DataIn::Buffer { from: base, len };
+        // The context keeps the answer until another connection claims the command.
         if self.allegiance.is_silent() {
             return;
         }
         self.counters.bytes_in += u64::from(len);
         let (residual, bidi_residual) = residuals(task.exec.expected, response);
+        // A Data-In PDU has room for a status and one residual, but not for sense data.
         let is_plain = response.status == Status::Good
             && response.sense.is_empty()
             && bidi_residual == Residual::None
@@ -264,6 +272,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         task.exec.timer.enter(Stage::FabricIn, cx.now);
         task.exec.timer.carry(len);
         let staged = &mut task.incoming.staged;
+        // What lies beyond this piece is for the next ones.
         let useful = staged.len().min(len as usize);
         if let Some(buffer) = &task.exec.buffer
             && useful > 0

@@ -135,6 +135,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn on_unsolicited(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
+        // Data may follow a command that was refused or aborted meanwhile, so this is no error.
         let Some(idx) = self.find(pdu.itt) else {
             return;
         };
@@ -154,6 +155,7 @@ impl<D: Datamover> Channel<D> {
         // What is missing is asked for when nothing else comes by itself.
         let is_lost = !frame.is_intact || (fits && pdu.data_sn > incoming.next_sn);
         incoming.lost |= is_lost && self.mover.recovers();
+        // Only noted: the command is answered when the F bit has come.
         incoming.faulty |= !incoming.lost && (!fits || !in_order || !frame.is_intact);
         if !incoming.faulty && !incoming.lost {
             self.counters.bytes_out += u64::from(len);

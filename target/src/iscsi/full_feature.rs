@@ -22,6 +22,7 @@ impl<D: Datamover> Channel<D> {
     /// A whole PDU arrived, though perhaps with a wrong data digest.
     pub fn handle_frame(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>) {
         self.last_input = cx.now;
+        // Any PDU shows that the initiator is there, not its answer to the ping alone.
         self.ping = None;
         match FromInitiator::parse(frame) {
             Ok(FromInitiator::LoginRequest(request)) if self.phase == Phase::Login => {
@@ -31,6 +32,8 @@ impl<D: Datamover> Channel<D> {
                 warn_limited!(self.complaints, cx.now, "something else than a login");
                 self.drop_connection();
             }
+            // Data-Out is left to its command: the header is sound, and says which data are
+            // missing.
             Ok(pdu) if !frame.is_intact && !matches!(pdu, FromInitiator::DataOut(_)) => {
                 self.on_digest_error(cx);
                 self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
@@ -140,6 +143,8 @@ impl<D: Datamover> Channel<D> {
     ) -> Option<TaskIdx> {
         let places = self.counted + self.lingering + self.expected;
         let others = self.in_flight().saturating_sub(usize::from(places));
+        // The window does not count immediate requests. Without a bound of their own, an initiator
+        // could fill with them the contexts that the window has promised.
         if immediate && others >= usize::from(IMMEDIATE_TASKS) {
             return None;
         }
@@ -243,9 +248,11 @@ impl<D: Datamover> Channel<D> {
                 &"no tag, not immediate",
             );
         }
+        // It answers our ping, or only acknowledges, and gets no answer.
         if nop.itt == Itt::NONE {
             return;
         }
+        // The data come back, as far as the initiator takes a segment of that length.
         let limit = self.mover.max_send_segment() as usize;
         let data = frame.data[..frame.data.len().min(limit)].to_vec();
         let answer = NopIn {

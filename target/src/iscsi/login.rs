@@ -80,6 +80,8 @@ impl<D: Datamover> Channel<D> {
                     session: admitted.params,
                     connection: joined.connection,
                 }));
+                // Without the last answer the initiator sends no command, so none can overtake
+                // those of the session that is replaced.
                 become_state(&mut self.phase, Phase::Joining);
                 if !admitted.waits {
                     self.enter_full_feature(cx.now);
@@ -92,6 +94,7 @@ impl<D: Datamover> Channel<D> {
     fn enter_full_feature(&mut self, now: Instant) {
         let entering = self.entering.take().expect("a login has succeeded");
         let response = FromTarget::LoginResponse(entering.response);
+        // Before `enable`: the answer still goes without digests.
         self.send(response, entering.text, true);
         self.mover.enable(&entering.session, &entering.connection);
         self.new_params = Some(entering.connection);
@@ -109,6 +112,7 @@ impl<D: Datamover> Channel<D> {
         self.awaits_others = false;
         self.answer_recovery_logouts();
         if self.phase == Phase::Joining {
+            // The initiator could not but be silent while it waited.
             self.last_input = cx.now;
             self.enter_full_feature(cx.now);
         }

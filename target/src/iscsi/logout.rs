@@ -163,6 +163,7 @@ impl<D: Datamover> Channel<D> {
         if self.phase == Phase::Closed {
             self.tear_down(cx.pool, !self.is_flushed);
         }
+        // A socket reads buffers until the batch has ended, a device until its operation has.
         let is_over = self.phase == Phase::Closed
             && !self.is_connected
             && self.is_flushed

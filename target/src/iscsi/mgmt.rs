@@ -181,6 +181,7 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, name: TaskRef) {
         let idx = name.index;
         let task = &self.tasks[usize::from(idx.0)];
+        // The mail may be late, and the context another command's by now.
         if task.generation == name.generation && task.state == TaskState::AwaitTask {
             self.start(cx, idx);
         }
@@ -190,6 +191,7 @@ impl<D: Datamover> Channel<D> {
     /// Task management, here or on another channel, ends a task of this one.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, name: TaskRef, watcher: TaskRef) {
         let idx = name.index;
+        // It was handed over while the mail was on its way, which follows it.
         if let Some(task) = self.allegiance.moved(name) {
             self.ask(TaskAction::AbortTask { task, watcher });
         } else if self.tasks[usize::from(idx.0)].generation == name.generation {

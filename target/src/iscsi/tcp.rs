@@ -272,6 +272,8 @@ impl Tcp {
 
     /// A PDU of what was asked for is missing: asks for the rest once more.
     fn ask_again(&mut self, at: usize) -> SolicitedData {
+        // The old transfer tag is void from here on, so that what still comes with it is not taken
+        // twice.
         let open = self.open.swap_remove(at);
         let wanted = self.wanted.iter().position(|w| w.get.task == open.task);
         let part = GetData {
@@ -290,6 +292,7 @@ impl Tcp {
     /// Whether nothing uses the buffer of a task. Otherwise it is among those that end with the batch that
     /// is being sent.
     fn let_go(&mut self, task: TaskIdx) -> bool {
+        // The socket reads the buffer until the batch is sent.
         let is_busy = self.is_sending && self.in_batch.contains(&task);
         if is_busy && !self.ends.contains(&task) {
             self.ends.push(task);
@@ -605,6 +608,8 @@ impl Datamover for Tcp {
         if is_lost && self.recovery.is_on() {
             return self.ask_again(at);
         }
+        // Either data that do not belong to this R2T, or some that cannot be asked for once more: the
+        // transfer fails, and what still comes of it is stale.
         if !is_intact || !fits || !in_order || ends != pdu.is_final {
             self.forget(task);
             return SolicitedData::Failed(task);

@@ -154,6 +154,8 @@ impl Window {
     /// Places that are free.
     fn room(&self, numbering: &Numbering) -> u16 {
         let used = numbering.counted.saturating_add(numbering.lingering);
+        // An answer that the initiator does not take keeps its context. With many of these the
+        // window closes, so that commands never lack one.
         let contexts = WINDOWS.saturating_mul(self.commands).saturating_sub(used);
         contexts.min(self.commands.saturating_sub(numbering.counted))
     }
@@ -166,11 +168,13 @@ impl Window {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
         let steps = sn.since(numbering.exp);
+        // Numbers wrap: an old one is far ahead of the next one, and outside as well.
         if steps >= room {
             return Admission::Never;
         }
         if steps == 0 && !numbering.is_taken {
             numbering.exp = sn.next();
+            // With one connection in order nothing can come in between.
             numbering.is_taken = self.unordered;
             numbering.counted += 1;
             numbering

@@ -248,6 +248,8 @@ impl IserChannel {
     pub fn handle_recv(&mut self, cx: &mut Cx<'_>, rx: RxIdx, bytes: &[u8]) {
         self.posted_receives -= 1;
         match self.state {
+            // A receive may complete before the CM's last message comes. The login in it is not
+            // looked at until the connection is known to be established.
             ConnState::Init => {
                 self.deferred.push_back((rx, bytes.len() as u32));
                 if !std::mem::replace(&mut self.notified, true) {
@@ -347,6 +349,7 @@ impl IserChannel {
         if let Some(task) = ended.answered {
             self.channel.handle_done(cx, task);
         }
+        // A channel that closes waits until everything has left. With RDMA that is the last chain.
         if self.outstanding() == 0 {
             let was_closing = ok && self.channel.phase() == Phase::Closing;
             self.channel.handle_flushed(cx, ok);
@@ -368,6 +371,7 @@ impl IserChannel {
                 }
                 self.channel.mover_mut().set_arriving(buffers);
                 self.channel.handle_frame(cx, &frame);
+                // Buffers that no command has taken must not become those of the next one.
                 self.channel.mover_mut().set_arriving(Default::default());
                 self.note_login();
             }

@@ -370,6 +370,8 @@ impl Iser {
             let known = &mut self.known[usize::from(task.0)];
             known.chains -= 1;
             if chain.is_awaited {
+                // What was forgotten has no further portion in the queue, so its last chain under
+                // way is the end.
                 let is_over = if known.is_forgotten {
                     known.chains == 0
                 } else {

@@ -316,6 +316,7 @@ impl IscsiSessions {
             session,
         } = new;
         let mut table = self.lock();
+        // Under the lock, so that the session that was checked is the one that is replaced.
         if let Some(there) = table.current.get(&session.key) {
             check(&table.entries[there].session)?;
         }
@@ -364,6 +365,8 @@ impl IscsiSessions {
         let mut table = self.lock();
         let entry = table.entry_of(key, tsih)?;
         check(&entry.session, entry.units.luns())?;
+        // As in `check_join`, since when others may have joined: a login takes several round
+        // trips.
         table.check_room(key, tsih, new.cid, new.commands)?;
         let entry = table.entries.get_mut(&tsih).expect("just found");
         let same = |c: &&Connection| c.cid == new.cid && c.link != Link::Detached;
@@ -442,6 +445,8 @@ impl IscsiSessions {
         again: Option<Instant>,
     ) -> Left {
         let mut table = self.lock();
+        // Before the wait ends below. A connection that another one has replaced or logged out
+        // takes its session with it as little as one that has logged out by itself.
         let was_expected = table.waits.is_awaited(channel);
         let mut left = Left {
             notify: table.waits.end(channel),
@@ -453,12 +458,15 @@ impl IscsiSessions {
         entry.connections.retain(|c| c.channel != channel);
         if !entry.connections.is_empty() {
             let survives = entry.session.params.error_recovery_level > 1;
+            // Below level 2 nothing makes up for the commands of a lost connection, so the session
+            // ends.
             if !logged_out && !was_expected && !survives {
                 left.terminate.extend(entry.channels());
             }
             return left;
         }
         let entry = table.entries.remove(&tsih).expect("just found");
+        // A session that was replaced is not the current one: the new one knows the units then.
         if table.current.get(&entry.session.key) == Some(&tsih) {
             table.current.remove(&entry.session.key);
             if !entry.session.is_discovery() {
@@ -501,6 +509,8 @@ impl IscsiSessions {
             let target = name.and_then(|name| catalog.target_named(name));
             let luns = target.and_then(|t| t.luns_of_name(&key.initiator, address));
             let rule_at = |address| target.and_then(|t| t.rule_of(&key.initiator, address));
+            // As at its login, a connection needs the rights that hold at the address of the first
+            // one.
             let may_stay =
                 |c: &&Connection| luns.is_some() && rule_at(c.address) == rule_at(address);
             let others = entry.connections.iter().filter(|c| !may_stay(c));
@@ -542,6 +552,8 @@ impl Table {
             // It has one connection, of another transport.
             return Err(LoginStatus::TOO_MANY_CONNECTIONS);
         }
+        // The initiator may send the whole window of the session on any of its connections. It was
+        // fixed by an earlier configuration, perhaps for more commands than this one can hold.
         if entry.session.window.commands() > commands {
             return Err(LoginStatus::OUT_OF_RESOURCES);
         }

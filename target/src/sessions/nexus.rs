@@ -262,6 +262,7 @@ impl Registry {
             initiator: req.initiator_port,
             target: req.target_port,
         };
+        // An IPv4 address in the form of IPv6 is the same host, for bounds and for rules.
         let address = ends.peer.ip().to_canonical();
         let mut guard = self.lock();
         let table = &mut *guard;
@@ -270,6 +271,8 @@ impl Registry {
         let is_served = catalog.has_entrance(&key.target, ends.local, ends.entrance);
         let target = catalog.target_of(&key.target).filter(|_| is_served);
         let known = table.nexuses.get(&key).map_or(&[][..], Vec::as_slice);
+        // A login that ends others concerns the session that is current. One that adds a channel
+        // may be for a session whose first channel is not established yet.
         let met = match req.multi_channel {
             MultiChannelAction::Multi => joinable(known, address),
             _ => known.iter().position(|e| e.stage == Stage::Current),
@@ -314,6 +317,7 @@ impl Registry {
         let planned = plan_login(req, &catalog.limits.login, &admission, view);
         let mut outcome = planned.map_err(|reason| LoginRefused::new(reason, &admission))?;
         let is_loss = known.iter().any(Entry::has_been_current);
+        // From here on the login is granted, and the table changes.
         let mut displaced = Vec::new();
         if let Some(crowded) = crowded {
             let entry = &mut table.nexuses.get_mut(&key).expect("just found")[met.expect("joins")];
@@ -332,6 +336,8 @@ impl Registry {
         if let Some(at) = joins {
             let entry = &mut table.nexuses.get_mut(&key).expect("just found")[at];
             if entry.stage == Stage::Current {
+                // The session may still wait for the one that it replaces: no channel of it may
+                // start a command before that.
                 table.waits.wait_like(entry.leader, channel);
             }
             entry.channels.push((channel, address));
@@ -384,6 +390,8 @@ impl Registry {
         if entry.stage == Stage::Requested && entry.leader == channel {
             let replaced = older.iter().find(|e| e.stage == Stage::Current);
             let replaced = replaced.map(|e| e.address);
+            // Not with the request, which may be forged: the places of sessions are for hosts that
+            // have proved their address.
             entry.permit = budget.acquire(limits.bounds(), entry.address, replaced);
             if entry.permit.is_none() {
                 entry.stage = Stage::Displaced;
@@ -392,6 +400,7 @@ impl Registry {
                 return done;
             }
             entry.stage = Stage::Current;
+            // Requests that are older go with the sessions: their initiator has come by this one.
             done.terminate = older.iter().flat_map(Entry::refs).collect();
             older.iter_mut().for_each(|e| e.give_way(now));
             for own in entry.refs() {
@@ -455,6 +464,8 @@ impl Registry {
                         entry.stage = Stage::Displaced;
                         left.terminate = entry.refs().collect();
                     }
+                    // Channels that join later wait for what the leader waits for, so there has to
+                    // be one.
                     _ => entry.leader = entry.channels[0].0,
                 }
             }

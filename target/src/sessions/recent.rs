@@ -36,6 +36,7 @@ impl<K: PartialEq> Recent<K> {
         self.0.retain(|(known, _, _)| *known != key);
         self.0.push_back((key, now, units));
         let mut numbers: usize = self.0.iter().map(|(_, _, units)| units.len()).sum();
+        // Bounded twice, since a session may have any number of LUNs.
         while self.0.len() > MAX_SESSIONS || numbers > MAX_NUMBERS {
             let (_, _, units) = self.0.pop_front().expect("it has some");
             numbers -= units.len();

@@ -23,6 +23,9 @@ pub fn displaceable<T: Copy>(all: &[Unconfirmed<T>]) -> Option<T> {
     for one in all {
         *counts.entry(one.address).or_default() += 1;
     }
+    // A sender of forged requests from one address displaces its own. One that forges many
+    // addresses has to send as many requests as there are places before it displaces another
+    // host's.
     let most = counts.values().max()?;
     let victim = all.iter().find(|one| counts[&one.address] == *most);
     victim.map(|one| one.what)

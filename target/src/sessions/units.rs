@@ -62,6 +62,8 @@ impl UnitEntries {
             }
             return;
         }
+        // First removed, then added: a unit that both maps have keeps its entry, and what it knows
+        // of the nexus.
         let old = std::mem::replace(&mut self.luns, luns);
         for (_, unit) in old.iter().filter(|(_, u)| !self.luns.has(u)) {
             unit.lu.remove_nexus(self.nexus);

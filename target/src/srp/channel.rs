@@ -384,6 +384,7 @@ impl Channel {
                     self.actions.push_back(Action::NotifyEstablished);
                 }
             }
+            // Otherwise it would overtake those that wait for a context.
             ChState::Live if self.deferred.is_empty() => {
                 if !self.dispatch(cx, recv, bytes) {
                     self.counters.context_waits += 1;
@@ -485,6 +486,8 @@ impl Channel {
             self.on_queue_pair_error(cx);
         }
         if self.state == ChState::Live && self.probe_at.is_some_and(|at| at <= cx.now) {
+            // Messages do not touch the timer, which is cheaper: what has been heard meanwhile is
+            // only seen here.
             let silent = cx.now.saturating_duration_since(self.heard);
             if silent < KEEPALIVE {
                 self.probe_at = Some(self.heard + KEEPALIVE);
@@ -540,6 +543,7 @@ impl Channel {
     /// and blocks what waits for credit behind them.
     fn watch_chains(&mut self, now: Instant) {
         let timeout = self.config.data_out_timeout;
+        // An answer alone, with nothing behind it, has longer than what others wait for.
         let at = if self.transfers > 0 || self.send_queue.front().is_some() {
             now + timeout
         } else if !self.send_queue.is_idle() {
@@ -699,6 +703,9 @@ impl Channel {
     }
 
     fn check_drained(&mut self) {
+        // Everything that a device may still touch: posted receives, chains and block operations
+        // of the contexts, messages of our own, the probe. The marker is behind all that was
+        // posted.
         let done = self.state == ChState::Draining
             && self.drained
             && self.posted_receives == 0

@@ -85,6 +85,8 @@ impl Channel {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let tables = io.tables.take(cmd, cx.pool, owner);
         let descriptors = io.tables.descriptors();
+        // Immediate data stay in the receive ring until the command has a buffer; until then their
+        // receive is not posted.
         if io.immediate.is_none() {
             self.recycle_recv(recv);
         }

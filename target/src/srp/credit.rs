@@ -63,6 +63,8 @@ impl ReqLim {
 
     /// A request came in.
     pub fn on_request(&mut self) {
+        // Only counted: such a request waits for a context like the others, and gets nothing by
+        // it.
         if self.at_initiator <= 0 {
             self.over_limit += 1;
         }

@@ -205,6 +205,8 @@ pub fn plan_login(
             return Err(LoginRejReason::ChannelLimitReached);
         }
     }
+    // After the checks of the request: one that can never be granted gets a reason that says so,
+    // rather than one that suggests another attempt.
     if view.exhausted {
         return Err(LoginRejReason::InsufficientResources);
     }

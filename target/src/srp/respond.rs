@@ -129,6 +129,7 @@ impl Channel {
 
     /// A chain of a command context has completed.
     pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
+        // The queue moves, so the time for the next chain begins: `watch_chains` sets it.
         self.data_deadline = None;
         let io = &mut self.ioctx[usize::from(idx.0)];
         let moved = io.transfer.as_ref().map_or(0, Transfer::portion_len);

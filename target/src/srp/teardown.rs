@@ -197,6 +197,7 @@ impl Channel {
                         self.ask(TaskAction::AbortBlock(idx));
                     }
                 }
+                // The completion of its chain ends it.
                 _ if self.ioctx[usize::from(idx.0)].is_in_device() => {}
                 _ => {
                     self.stop_waiting(cx.pool, idx);
@@ -274,6 +275,7 @@ impl Channel {
         let slot = self.slot_mut(kind);
         assert!(slot.sending, "{kind:?} was being sent");
         slot.sending = false;
+        // Nothing follows a T_LOGOUT: the initiator has it now, and the queue pair may go.
         if !ok || kind == Kind::Logout {
             self.on_queue_pair_error(cx);
         }

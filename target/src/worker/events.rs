@@ -410,6 +410,7 @@ impl Worker {
     /// Makes durable what was written, on every backend.
     fn begin_flush(&mut self) {
         self.blocks.begin_flush(&mut self.ring, &self.catalog);
+        // Where no backend can be written, nothing is waited for.
         self.report_flush();
     }
 

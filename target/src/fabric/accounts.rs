@@ -1,4 +1,4 @@
-//! Where the commands of a session are counted.
+//! Accounts of a session: the commands that it has sent to each of its units.
 
 use std::collections::HashMap;
 use std::sync::Arc;

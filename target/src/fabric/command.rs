@@ -59,7 +59,7 @@ pub enum Entry {
     Later,
     /// Never: the task set is full, and the answer TASK SET FULL.
     Full,
-    /// When [`Execution::data_arrived`] says so: its data or descriptors come first.
+    /// After its data or descriptors: [`Execution::data_arrived`] returns when.
     Gather,
     /// As [`Entry::Gather`], after [`Execution::pass_limits`].
     Limited,

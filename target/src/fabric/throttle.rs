@@ -116,7 +116,7 @@ impl Toll {
 enum Admission {
     /// At once: it has paid at every gate.
     Pass,
-    /// When [`Throttle::poll`] names it.
+    /// Later, when [`Throttle::poll`] names it.
     Wait,
     /// Never: too many commands of its channel wait, or it would wait too long. TASK SET FULL.
     Full,

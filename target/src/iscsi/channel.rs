@@ -322,7 +322,7 @@ impl ChannelConfig {
         WINDOWS * self.commands + IMMEDIATE_TASKS
     }
 
-    /// What the contexts occupy, in bytes, once there are any: from full-feature phase of a normal
+    /// Memory of the contexts, in bytes, once there are any: from full-feature phase of a normal
     /// session on.
     #[must_use]
     pub fn memory(&self) -> usize {

@@ -1,4 +1,4 @@
-//! What a channel asks of the layer that moves its data (RFC 5047 chapter 6).
+//! Interface between a channel and the layer that moves its data (RFC 5047 chapter 6).
 //!
 //! | RFC 5047 | here |
 //! | --- | --- |
@@ -29,7 +29,7 @@ pub struct Control {
     pub ends: Option<TaskIdx>,
 }
 
-/// Where a sequence of Data-In PDUs begins: later than with the first byte where the initiator has
+/// Beginning of a sequence of Data-In PDUs: later than with the first byte where the initiator has
 /// acknowledged some of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Start {

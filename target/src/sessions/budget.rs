@@ -1,4 +1,4 @@
-//! How many sessions there may be, in all and from one address.
+//! Bounds on the number of sessions, in all and from one address.
 
 use std::collections::HashMap;
 use std::net::IpAddr;

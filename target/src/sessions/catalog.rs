@@ -27,13 +27,13 @@ pub struct Catalog {
     pub limits: SessionLimits,
     /// Commands of an iSCSI session at once, likewise.
     pub commands: u16,
-    /// How long an initiator may take to send data that it was asked for, likewise.
+    /// Time limit for data that an initiator was asked to send, likewise.
     pub data_out_timeout: Duration,
     /// Connections of an iSCSI session over TCP, likewise.
     pub connections: u32,
     /// Error recovery level of an iSCSI session over TCP, likewise.
     pub recovery_level: u32,
-    /// How initiators prove who they are before they discover targets.
+    /// Authentication of initiators before they discover targets.
     pub discovery: Auth,
     /// Targets, with their units and portals.
     pub targets: Vec<TargetDef>,
@@ -74,7 +74,7 @@ impl Catalog {
         })
     }
 
-    /// What a device is to listen for.
+    /// Returns the entrances at which a device is to listen, and what each serves.
     #[must_use]
     pub fn entrances(&self, addr: IpAddr, has_services: bool) -> BTreeMap<Entrance, Serves> {
         let mut entrances = BTreeMap::new();
@@ -107,13 +107,13 @@ impl Catalog {
         }
     }
 
-    /// Where targets listen on TCP; an address may be there more than once.
+    /// Returns the TCP portals of all targets; an address may be there more than once.
     pub fn tcp_portals(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
         iscsi.flat_map(|iscsi| &iscsi.portals).copied()
     }
 
-    /// Where targets listen on RDMA devices.
+    /// Returns the portals of all targets on RDMA devices.
     pub fn rdma_portals(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         let srp = self.targets.iter().flat_map(|t| &t.portals);
         let srp = srp.map(|portal| portal.listen);
@@ -175,7 +175,7 @@ pub enum Entrance {
     Service(u64),
 }
 
-/// What is served at an entrance.
+/// Protocol that is served at an entrance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Serves {
     /// Logins of SRP, each for the target that it names.
@@ -215,19 +215,19 @@ impl PortalDef {
 pub struct TargetDef {
     /// Its configuration: name, units by number, access.
     pub config: config::Target,
-    /// Where it is to listen: addresses that cannot be listened on are among these only.
+    /// Portals of the configuration; those that cannot be listened on are among these only.
     pub listens: Vec<(Protocol, SocketAddr)>,
-    /// Where it listens for SRP.
+    /// Portals at which it listens for SRP.
     pub portals: Vec<PortalDef>,
     /// Its units, in ascending order of their numbers.
     pub units: Vec<(u16, Arc<Unit>)>,
-    /// What is counted of each of them.
+    /// Statistics of each of the units, in the same order.
     pub stats: Vec<Arc<LunStats>>,
-    /// How initiators come and leave.
+    /// Counters of logins, refusals and events of sessions.
     pub counts: Arc<TargetStats>,
-    /// How fast its initiators may be.
+    /// Limits of its initiators, by rule and initiator.
     pub initiators: Arc<Initiators>,
-    /// What it is for iSCSI initiators, if it has iSCSI portals.
+    /// Names and portals for iSCSI initiators, if it has any.
     pub iscsi: Option<IscsiDef>,
 }
 
@@ -240,11 +240,11 @@ pub struct IscsiDef {
     pub group: u16,
     /// Addresses and ports where it listens on TCP.
     pub portals: Vec<SocketAddr>,
-    /// Where it listens for iSER, on RDMA CM ports.
+    /// Addresses and RDMA CM ports where it listens for iSER.
     pub iser: Vec<SocketAddr>,
-    /// How initiators prove who they are whose rule does not say it.
+    /// Authentication of initiators whose rule has none of its own.
     pub auth: Auth,
-    /// How others do, by the numbers of their rules.
+    /// Authentication of the others, by the numbers of their rules.
     pub rule_auths: BTreeMap<usize, Auth>,
     /// Portals at all addresses of the host: discovery shows each only to those who came by it.
     pub unlisted: Vec<SocketAddr>,

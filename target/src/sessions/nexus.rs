@@ -141,7 +141,7 @@ pub struct Endpoints {
 pub struct SessionGrant {
     /// Number of the nexus.
     pub nexus: NexusId,
-    /// What the login response says, and the units.
+    /// Parameters of the channel, the login response, and the units.
     pub outcome: LoginOutcome,
     /// Channels to terminate: they were not established, and give way to this one.
     pub displaced: Vec<ConnRef>,

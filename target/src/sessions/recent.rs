@@ -48,7 +48,7 @@ impl<K: PartialEq> Recent<K> {
         self.0.retain(|(known, _, _)| known != key);
     }
 
-    /// What is known of a session that logs in.
+    /// Returns the units that the initiator of a session which logs in takes its LUNs for.
     pub(super) fn find(&mut self, key: &K, now: Instant) -> Option<KnownUnits> {
         let is_late = |since: Instant| now.saturating_duration_since(since) > LASTS;
         self.0.retain(|(_, since, _)| !is_late(*since));

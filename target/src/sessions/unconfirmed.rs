@@ -10,9 +10,9 @@ use std::net::IpAddr;
 /// A connection that is not established.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unconfirmed<T> {
-    /// Where its request seems to come from.
+    /// Address that its request seems to come from.
     pub address: IpAddr,
-    /// Which one it is.
+    /// Name of the connection in its table.
     pub what: T,
 }
 

@@ -1,4 +1,4 @@
-//! What a channel wants done, and what it has done.
+//! Requests of a channel to its worker, and its counters.
 
 use super::ioctx::RecvIdx;
 use crate::fabric::{TaskAction, TaskIdx};

@@ -31,7 +31,7 @@ pub enum Table {
     Pooled {
         /// Bytes of the descriptors, as they came.
         buffer: Buffer,
-        /// How many there are.
+        /// Number of descriptors in it.
         entries: u32,
     },
     /// Descriptors that the command only points to.

@@ -109,8 +109,7 @@ impl Blocks {
                     self.leaving.push(Leaving {
                         place,
                         store,
-                        // The units themselves say when the last session and command has let go of
-                        // them.
+                        // The units themselves say when the last session and command is gone.
                         units: old.units_on(place).map(Arc::downgrade).collect(),
                     });
                 }

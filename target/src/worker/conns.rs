@@ -31,7 +31,7 @@ pub(super) trait Connection {
     /// As [`Connection::rdma`], for changes.
     fn rdma_mut(&mut self) -> Option<&mut RdmaLink>;
 
-    /// When it wants to be called without anything happening.
+    /// Returns the time at which it wants to be called without anything happening.
     fn deadline(&self) -> Option<Instant>;
 
     /// Whether commands of it wait for pool memory.
@@ -44,7 +44,7 @@ pub(super) struct Conn<F> {
     serial: u64,
     pub(super) peer: SocketAddr,
     pub(super) fabric: F,
-    /// When its timer fires, if one is set. It may be earlier than the deadline, never later.
+    /// Time at which its timer fires, if one is set: at the deadline or earlier, never later.
     timer: Option<Instant>,
     /// Whether it waited for pool memory when it was last looked at.
     waits_for_pool: bool,

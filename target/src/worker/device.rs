@@ -39,12 +39,12 @@ pub trait Device: Provider {
         false
     }
 
-    /// What it has counted, if it is one of our own.
+    /// Counters of a software NIC; none of other devices.
     fn nic(&self) -> Option<NicInfo> {
         None
     }
 
-    /// How to open it once more, where it can come back.
+    /// Returns a way to open it once more, where it can come back.
     fn reopen(&self) -> Option<Reopen> {
         None
     }
@@ -53,7 +53,7 @@ pub trait Device: Provider {
 /// Opens a device that was taken away; `None` where it is not there.
 pub type Reopen = Box<dyn Fn() -> Option<Box<dyn Device>>>;
 
-/// What a software NIC has counted at one worker, and what it holds.
+/// Counters of a software NIC at one worker, and the objects that it holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicInfo {
     /// Packets that it sent and received.
@@ -75,7 +75,7 @@ pub struct DeviceInfo {
     pub addr: IpAddr,
     /// Whether it works: it was neither taken away nor closed.
     pub is_open: bool,
-    /// What it has counted, if it is one of our own.
+    /// Counters of a software NIC; none of other devices.
     pub nic: Option<NicInfo>,
 }
 
@@ -164,7 +164,7 @@ impl Opened {
     }
 }
 
-/// How often a device that was taken away is looked for.
+/// Interval at which a device that was taken away is looked for.
 const RETRY: Duration = Duration::from_millis(500);
 
 /// The top byte of the tokens of watched descriptors; the driver has another.
@@ -215,7 +215,7 @@ impl Slot {
     }
 }
 
-/// What has become of a device.
+/// State of a slot for a device.
 ///
 /// ```text
 /// Vacant → Open → Open, but gone → Closed → Open
@@ -234,9 +234,9 @@ enum State {
     },
     /// Nothing holds it any more.
     Closed {
-        /// How it is opened.
+        /// Opens it, where it can come back.
         reopen: Option<Reopen>,
-        /// When to look for it.
+        /// Time of the next look for it.
         look_at: Instant,
     },
 }

@@ -53,7 +53,7 @@ impl Disconnects {
         self.0.is_empty()
     }
 
-    /// When the next peer has had its time.
+    /// Returns the time at which the next peer has had its time.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.0.iter().map(|one| one.until).min()
     }

@@ -34,7 +34,7 @@ pub(super) struct Controller {
     services: Vec<ServiceEntry>,
 }
 
-/// What a device's I/O unit consists of.
+/// Contents of a device's I/O unit, in the order of its slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct IoUnit {
     controllers: Vec<Controller>,

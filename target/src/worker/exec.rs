@@ -101,7 +101,7 @@ impl Worker {
         };
         let (device, cm, qp) = (link.device, link.cm, link.hardware.qp);
         // Without a marker nothing would end the wait for it. The channel counts its receives and
-        // chains besides, so it lets go of no memory that is in use.
+        // chains besides, so it releases no memory that is in use.
         if !self.cut(device, cm, qp) {
             self.input(key, Input::Drained);
         }

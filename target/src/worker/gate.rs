@@ -1,4 +1,4 @@
-//! Who may log in, and what they may see.
+//! Decisions about logins of iSCSI: access, identity, parameters, and the targets to be seen.
 
 use std::fmt::Display;
 use std::net::{IpAddr, SocketAddr};
@@ -41,7 +41,7 @@ const MAX_OUTSTANDING_R2T: u32 = 8;
 /// Longest data segment that we take in a discovery session, in bytes.
 const DISCOVERY_SEGMENT: u32 = 8 << 10;
 
-/// What carries a connection.
+/// Transport that carries a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::worker) enum Transport {
     /// PDUs in a TCP stream.
@@ -72,7 +72,7 @@ pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) detail: Option<String>,
 }
 
-/// What we agree on, over either.
+/// Parameters that are offered over either transport.
 fn offer() -> Offer {
     Offer::default()
         .with(Key::MaxBurstLength, MAX_BURST)
@@ -83,7 +83,7 @@ fn offer() -> Offer {
 }
 
 impl Transport {
-    /// What we agree on over it.
+    /// Parameters that are offered over it.
     fn offer(self, catalog: &Catalog, commands: u16, discovery: bool) -> Offer {
         // There are no commands in a discovery session, only short texts.
         let (recv_segment, recovery_level) = match discovery {
@@ -516,7 +516,7 @@ impl Gate for WorkerGate<'_> {
     }
 }
 
-/// Where a connection is, for the audit log.
+/// Both ends of a connection, for the audit log.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::worker) struct ConnAddrs {
     pub(in crate::worker) transport: Transport,

@@ -99,7 +99,7 @@ impl Listeners {
         self.refused.iter().any(|(own, _)| *own == device)
     }
 
-    /// When refused portals are tried again.
+    /// Returns the time at which refused portals are tried again.
     pub(super) fn next_try(&self) -> Option<Instant> {
         self.refused.iter().map(|(_, at)| *at).min()
     }

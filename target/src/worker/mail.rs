@@ -1,4 +1,4 @@
-//! What workers say to each other, and the server to them.
+//! Messages of workers to each other, and of the server to them.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -41,7 +41,7 @@ pub enum Mail {
     AbortTask {
         /// Name of the task at its connection.
         task: TaskRef,
-        /// Who waits for its end.
+        /// Function that waits for its end.
         watcher: TaskRef,
     },
     /// A task that a function of this worker waits for is gone.
@@ -132,13 +132,13 @@ pub struct SessionInfo {
     pub initiator: InitiatorPortId,
     /// Target port identifier, of 16 bytes.
     pub target: TargetPortId,
-    /// Where the initiator is.
+    /// Address of the initiator's end.
     pub peer: SocketAddr,
     /// State of the channel at present.
     pub state: ChState,
     /// Requests that hold a context.
     pub in_flight: usize,
-    /// What was agreed on.
+    /// Parameters that were agreed on.
     pub params: ChannelParams,
     /// Logical units that it sees.
     pub luns: usize,
@@ -149,28 +149,28 @@ pub struct SessionInfo {
 /// A session of iSCSI, over TCP or RDMA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IscsiSession {
-    /// Where the initiator is.
+    /// Address of the initiator's end.
     pub peer: SocketAddr,
     /// Whether RDMA carries it.
     pub is_rdma: bool,
-    /// What its connection occupies, in bytes.
+    /// Memory of its connection, in bytes.
     pub memory: usize,
     /// State of the session and of its connection.
     pub info: crate::iscsi::SessionInfo,
 }
 
-/// What a session has done at a unit.
+/// Statistics of a session at a unit.
 #[derive(Clone, Debug)]
 pub struct SessionAccount {
     /// Protocol of the session.
     pub protocol: Protocol,
     /// Initiator port, as text.
     pub initiator: String,
-    /// What it has done.
+    /// Statistics, still being counted.
     pub account: Arc<SessionStats>,
 }
 
-/// What a worker has done, and its sessions.
+/// Report of a worker: its counters, and its sessions at present.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
     /// Number of the worker; the first is 0.
@@ -183,7 +183,7 @@ pub struct Snapshot {
     pub iscsi: crate::iscsi::Counters,
     /// Sessions of iSCSI and iSER at present.
     pub iscsi_sessions: Vec<IscsiSession>,
-    /// What the sessions have done at each unit.
+    /// Statistics of the sessions at each unit.
     pub accounts: Vec<SessionAccount>,
     /// Task-management functions that were answered, and how.
     pub functions: Vec<(Protocol, Functions)>,
@@ -193,13 +193,13 @@ pub struct Snapshot {
     pub rejects: Tally<(Protocol, &'static str)>,
     /// Devices of the worker, closed ones included.
     pub devices: Vec<DeviceInfo>,
-    /// Where it listens with RDMA.
+    /// RDMA CM ports at which it listens.
     pub rdma_listeners: Vec<SocketAddr>,
-    /// Where it listens with TCP.
+    /// TCP ports at which it listens.
     pub tcp_listeners: Vec<SocketAddr>,
-    /// How long it has had something to do.
+    /// Time that its rounds with something to do have taken.
     pub busy: Duration,
-    /// How long it has run.
+    /// Time since the worker began.
     pub ran: Duration,
     /// Size of the data-buffer pool, in bytes.
     pub pool_size: usize,

@@ -104,7 +104,7 @@ use snapshot::Totals;
 /// Completions taken from one queue in a round.
 pub const CQ_BATCH: usize = 32;
 
-/// How long after the last work a worker goes on looking before it sleeps.
+/// Time after the last work for which a worker goes on looking before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 
 /// How long a connection's identifier outlives its channel, for the goodbye to be answered.
@@ -120,7 +120,7 @@ const LEAVING: Duration = Duration::from_millis(50);
 /// Sessions get this long after a shutdown's patience has ended, then their connections are cut.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// What all workers share.
+/// State that all workers share.
 #[derive(Debug)]
 pub struct Shared {
     /// Sessions, and what is served to them.
@@ -131,20 +131,20 @@ pub struct Shared {
     pub device_slots: Arc<DeviceSlots>,
 }
 
-/// What a worker tells the server.
+/// Report of a worker to the server.
 #[derive(Debug)]
 pub enum Report {
     /// It listens, but on these portals.
     Started(u16, Vec<Unserved>),
     /// It has no sessions any more, after a shutdown.
     Quiet(u16),
-    /// What was written is durable, or is not.
+    /// The flush has ended: everything written is durable, or why not.
     Flushed(Result<(), String>),
     /// It is gone; with an error if it failed.
     Ended(u16, Option<String>),
 }
 
-/// What a worker is made with.
+/// Parts of a new worker.
 pub struct WorkerConfig {
     /// Number of the worker; the first is 0.
     pub index: u16,
@@ -170,7 +170,7 @@ pub struct WorkerConfig {
     pub reports: Sender<Report>,
 }
 
-/// Why a worker could not start or go on.
+/// Reason for which a worker could not start or go on.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// No memory for buffers.
@@ -192,7 +192,7 @@ pub enum WorkerError {
     NoDevice(String),
 }
 
-/// How far a shutdown has come.
+/// Progress of a shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// Accepts and serves connections.
@@ -212,7 +212,7 @@ pub struct Worker {
     ring: Ring,
     /// Block operations, and the backends.
     blocks: Blocks,
-    /// What is served, as this worker has last seen it.
+    /// Catalog that this worker has followed last.
     catalog: Arc<Catalog>,
     pool: Pool,
     mailbox: MailReceiver<Mail>,
@@ -248,7 +248,7 @@ pub struct Worker {
     parks: u64,
     /// Time at which it began.
     began: Instant,
-    /// How long its rounds have taken that had something to do.
+    /// Time that its rounds with something to do have taken.
     busy: Duration,
     complaints: RateLimit,
     now: Instant,
@@ -397,7 +397,7 @@ impl Worker {
         Ok(work)
     }
 
-    /// When something is due without anything happening.
+    /// Returns the time at which something is due without anything happening.
     fn deadline(&self) -> Option<Instant> {
         let timer = self.conns.next_timer();
         let phase = match self.phase {
@@ -406,7 +406,7 @@ impl Worker {
             Phase::Serving | Phase::Quiet => None,
         };
         let listening = self.portals.deadline();
-        // Nothing signals that the last holder of a unit or a device has let go, on this worker or
+        // Nothing signals that the last holder of a unit or a device is gone, on this worker or
         // another, so it is looked at again and again while there is one.
         let leaves = self.blocks.has_leaving() || self.devices.has_unwanted();
         let leaving = leaves.then(|| self.now + LEAVING);

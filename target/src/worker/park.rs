@@ -1,4 +1,4 @@
-//! Where a worker sleeps: in its ring, which watches the devices' descriptors as well.
+//! Sleep of a worker: in its ring, which watches the devices' descriptors as well.
 
 use riser_reactor::Next;
 

@@ -28,10 +28,10 @@ use crate::sessions::catalog::{Catalog, Entrance};
 /// Interval at which portals are tried that were refused as their device came back.
 const LISTEN_AGAIN: Duration = Duration::from_secs(1);
 
-/// What a worker needs for another catalog.
+/// Parts that a worker needs for another catalog.
 #[derive(Debug)]
 pub struct Stage {
-    /// What will be served.
+    /// Catalog that will be served.
     pub catalog: Arc<Catalog>,
     /// Devices at new addresses, by place.
     pub devices: Vec<(usize, Opened)>,
@@ -55,7 +55,7 @@ impl Unserved {
     }
 }
 
-/// Why a worker cannot serve another catalog.
+/// Reason for which a worker cannot serve another catalog.
 #[derive(Debug)]
 pub enum StageError {
     /// These portals, at least one, cannot be listened on; the others can.
@@ -70,7 +70,7 @@ impl From<WorkerError> for StageError {
     }
 }
 
-/// What a worker has acquired.
+/// Parts that were acquired for the next catalog.
 #[derive(Debug)]
 struct Staged {
     catalog: Arc<Catalog>,
@@ -315,7 +315,7 @@ impl Portals {
         self.listeners.note_refused(device, now + LISTEN_AGAIN);
     }
 
-    /// When portals that were refused as their device came back are tried again.
+    /// Returns the time at which portals are tried that were refused as their device came back.
     pub(super) fn deadline(&self) -> Option<Instant> {
         // What is staged may listen there already.
         let at = self.listeners.next_try();

@@ -30,7 +30,7 @@ use crate::fabric::{TaskIdx, TaskRef, Unit, UnitIdx};
 /// A number that no channel has: a change of reservations waits for the task.
 pub(super) const NO_CHANNEL: u64 = u64::MAX;
 
-/// Who is preempted by a change that was saved.
+/// Result of a change: the nexuses that it preempts, if any.
 type Outcome = Result<Option<Preemption>, ReservationError>;
 
 /// The helper, and whose the changes are.
@@ -66,7 +66,7 @@ struct Waiting {
     change: ReservationChange,
 }
 
-/// What nexuses wait with; they take turns.
+/// Queue of several nexuses, which take turns.
 #[derive(Debug)]
 struct Line<T>(VecDeque<(NexusId, VecDeque<T>)>);
 

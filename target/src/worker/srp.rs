@@ -181,7 +181,7 @@ impl Worker {
         self.terminate_all(done.terminate);
     }
 
-    /// Who is at the other end of a connection, for the audit log.
+    /// Names both ends of a connection for the audit log.
     fn who_srp(
         &self,
         device: usize,

@@ -59,12 +59,12 @@ impl Stream {
         })
     }
 
-    /// What it occupies, in bytes.
+    /// Returns its memory in bytes.
     pub(super) fn memory(&self) -> usize {
         self.receive.as_ref().map_or(0, Memory::len) + self.heads.len()
     }
 
-    /// What is left of the batch after `sent` bytes, appended to a list.
+    /// Appends the rest of the batch after `sent` bytes to a list.
     pub(super) fn put_rest(&self, mut sent: usize, rest: &mut Vec<MemSlice>) {
         let slices = self.batch.chunks.iter().map(|chunk| match chunk {
             Chunk::Head(range) => self

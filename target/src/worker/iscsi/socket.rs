@@ -28,10 +28,10 @@ const ISCSI: u64 = 3 << 56;
 /// Bytes taken from a socket at once, in full-feature phase of a normal session.
 const RECEIVE: usize = 128 << 10;
 
-/// How long a listener rests that could not accept.
+/// Rest of a listener that could not accept: an error that lasts must not keep the worker busy.
 const REST: Duration = Duration::from_millis(100);
 
-/// What an operation of ours was.
+/// Kind of an operation in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Op {
     Accept = 0,
@@ -58,7 +58,7 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    /// Where it listens, unless it is on its way out.
+    /// Address at which it listens, unless it is being closed.
     pub(super) fn address(&self) -> Option<SocketAddr> {
         (!self.closing).then_some(self.address)
     }
@@ -127,7 +127,7 @@ impl Sockets {
         }
     }
 
-    /// When a listener has rested.
+    /// Returns the time at which the next listener has rested.
     pub(in crate::worker) fn deadline(&self) -> Option<Instant> {
         let resting = self.listeners.iter().filter(|(_, l)| !l.accepting);
         resting.filter_map(|(_, l)| l.rests_until).min()

@@ -235,6 +235,8 @@ pub(crate) trait CommandFlow {
         loop {
             let result = match step {
                 Step::Respond(response) => return self.respond(cx, task, response),
+                // Before the initiator or the backend is asked for anything: what it gives needs a
+                // place.
                 step if !self.exec(task).has_buffer(cx.pool(), owner) => {
                     return self.await_memory(cx, task, step);
                 }

@@ -210,6 +210,8 @@ impl<I: Copy + PartialEq> Throttle<I> {
                 }
             }
             None => {
+                // The first of a line pays before it waits, and those behind it when they are the
+                // first: commands that may yet be aborted do not use up the limits of others.
                 let Some((gate, due)) = toll.book(Gate::Initiator, now) else {
                     return Admission::Pass;
                 };

@@ -225,6 +225,8 @@ impl<R: RemoteMemory> Iterator for Requests<'_, R> {
             return None;
         }
         let mut range = self.remote.range(at.range);
+        // The initiator may describe empty ranges. The sum of all was checked against the data, so
+        // one that is not empty follows.
         while at.offset >= range.len {
             at.offset -= range.len;
             at.range += 1;

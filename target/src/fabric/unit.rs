@@ -319,6 +319,8 @@ impl Unit {
             let outcome = tasks.set.manage(nexus, function);
             let refs = outcome.aborted.iter();
             let mut aborted: Vec<_> = refs.filter_map(|key| tasks.refs[key.slot()]).collect();
+            // ABORT TASK is for a task in the set; these end the nexus's tasks wherever they have
+            // come to.
             let is_of_all = matches!(
                 function,
                 TaskManagement::AbortTaskSet
@@ -333,6 +335,7 @@ impl Unit {
             }
             (outcome.response, aborted)
         };
+        // After the lock of the set is released: the unit has locks of its own.
         if function == TaskManagement::LogicalUnitReset {
             self.reset();
         }

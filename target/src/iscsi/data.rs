@@ -203,6 +203,7 @@ impl<D: Datamover> Channel<D> {
             is_sent || task.state == TaskState::Receive,
             "data come for {idx:?}"
         );
+        // Data that the initiator has taken are noted by `on_piece_sent`.
         if !is_sent {
             self.last_data = cx.now;
         }

@@ -70,6 +70,8 @@ impl<D: Datamover> Channel<D> {
             return false;
         };
         let limit = self.session.as_ref().map_or(0, |s| s.params.first_burst) as usize;
+        // Each PDU counts for its own memory as well: an initiator could send any number without
+        // data.
         let kept: usize = waiting
             .data
             .iter()
@@ -86,6 +88,7 @@ impl<D: Datamover> Channel<D> {
         let me = self.conn_ref();
         while let Some(whose) = self.session.as_ref().and_then(|s| s.window.next_up()) {
             if whose != me {
+                // It may be another worker's, so it cannot be called from here.
                 self.actions.push_back(Action::TakeTurn(whose));
                 return;
             }

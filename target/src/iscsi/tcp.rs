@@ -226,6 +226,7 @@ impl Tcp {
             return;
         };
         let mut open = self.open.iter().filter(|o| o.task == task).count();
+        // Each R2T asks for one burst at most, of MaxBurstLength.
         while open < self.max_outstanding_r2t && self.wanted[at].get.len > 0 {
             let wanted = &mut self.wanted[at];
             let part = GetData {
@@ -499,6 +500,7 @@ impl Tcp {
                 Item::Segment(bytes) => self.segment_in_use = bytes,
                 Item::Data(mut item) => {
                     let task = item.put.task;
+                    // PDUs of a task come in a row, so this is enough to keep the list short.
                     if self.in_batch.last() != Some(&task) {
                         self.in_batch.push(task);
                     }
@@ -520,6 +522,7 @@ impl Tcp {
                 }
             }
         }
+        // Digests and lengths may be all that was queued; these send nothing.
         self.is_sending = batch.len > 0;
         self.is_sending
     }
@@ -542,6 +545,7 @@ impl Datamover for Tcp {
         self.max_send_segment = connection.max_send_segment;
         self.max_burst = session.max_burst;
         self.max_outstanding_r2t = usize::from(session.max_outstanding_r2t);
+        // Behind the answer to the login, which is in the queue already.
         self.queue.push_back(Item::Digests(connection.digests));
         if session.error_recovery_level > 0 {
             self.recovery.turn_on();
@@ -835,6 +839,8 @@ impl TcpChannel {
                     rest = &rest[used..];
                 }
                 Ok((_, None)) => return bytes.len(),
+                // The length of the PDU is not known, nor where the next one begins: the stream is
+                // of no further use.
                 Err(error) => {
                     let event = match error {
                         FrameError::HeaderDigest => SessionEvent::DigestError,

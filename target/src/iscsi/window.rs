@@ -395,6 +395,7 @@ impl Numbering {
             .ahead
             .iter()
             .filter(|a| a.immediate || a.whose.is_none());
+        // The window itself bounds the commands that are kept.
         let is_bounded = !ahead.immediate && ahead.whose.is_some();
         if !is_bounded && others.count() >= MAX_AHEAD {
             return Admission::Never;

@@ -159,6 +159,7 @@ impl IserChannel {
             actions: VecDeque::new(),
             params,
         };
+        // All of them, since the initiator may send as soon as it has our answer.
         for i in 0..params.receives() as u16 {
             this.post_recv(RxIdx(i));
         }
@@ -311,6 +312,7 @@ impl IserChannel {
         for chain in chains {
             self.end_chain(cx, chain, false);
         }
+        // A device that is gone flushes nothing.
         self.posted_receives = 0;
         self.drained = true;
         self.settle(cx);

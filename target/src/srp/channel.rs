@@ -232,6 +232,7 @@ impl Channel {
             complaints: RateLimit::default(),
             config,
         };
+        // All of them, since the initiator may send as soon as it has our answer.
         for i in 0..receives as u16 {
             channel.post_recv(RecvIdx(i));
         }
@@ -523,6 +524,7 @@ impl Channel {
             }
         }
         self.own.forget_sends();
+        // A device that is gone flushes nothing.
         self.posted_receives = 0;
         self.probing = false;
         self.drained = true;

@@ -189,6 +189,7 @@ pub fn plan_login(
             return Err(LoginRejReason::UnableToAssociateChannel);
         }
     };
+    // The length decides the size of the receive ring, so the initiator does not choose it freely.
     if !(MIN_MAX_IU_LEN..=limits.max_it_iu_len).contains(&req.req_it_iu_len) {
         return Err(LoginRejReason::ReqItIuLengthTooLarge);
     }

@@ -90,6 +90,7 @@ impl Channel {
         let units = self.config.luns.with_former(request.lun);
         let unit = units.first().ok_or(FunctionAnswer::NoSuchLun)?;
         let watcher = self.task_ref(idx);
+        // Not by `tags`, which forgets a command as soon as its answer is written.
         for other in (0..self.config.params.req_lim as u16).map(TaskIdx) {
             let io = &self.ioctx[usize::from(other.0)];
             let named = io.tag == request.task_tag && io.exec.is_of_any(&units);

@@ -93,6 +93,7 @@ impl Table {
                         data_len: table.len,
                     }
                 } else {
+                    // A transfer would run past the last descriptor if they described less.
                     check_sum(table.inline.iter(), table.len)?;
                     if table.inline.len() <= INLINE_DESCRIPTORS {
                         Self::Inline(table.inline.iter().copied().collect())
@@ -196,6 +197,7 @@ impl Tables {
         ] {
             match Table::take(data, pool, owner)? {
                 NewTable::Ready(taken) => *table = taken,
+                // The other table is released with the command.
                 NewTable::NoBuffer => return Ok(false),
             }
         }

@@ -81,6 +81,7 @@ impl Channel {
                 && room
             {
                 let event = (lun.encode(), sense);
+                // An initiator that does not answer must not have the queue filled by one event.
                 if !self.own.events.contains(&event) {
                     self.own.events.push_back(event);
                 }

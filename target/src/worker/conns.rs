@@ -130,6 +130,7 @@ impl<F: Connection> Conns<F> {
         if let Some((cm, cq)) = conn.fabric.rdma().map(RdmaLink::names) {
             self.by_cm.remove(&cm);
             self.by_cq.remove(&cq);
+            // The key may be the next connection's soon.
             self.ready.retain(|&ready| ready != key);
         }
         conn

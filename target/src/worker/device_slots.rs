@@ -146,6 +146,7 @@ fn take_from(slots: &mut Vec<Option<OpenDevice>>, addr: IpAddr) -> Option<Device
         if device.is_closing {
             return None;
         }
+        // Workers that were idle may get sessions again, and have to be idle once more.
         device.idle.clear();
         let was_wanted = std::mem::replace(&mut device.is_wanted, true);
         return Some(DeviceSlot::Open { slot, was_wanted });

@@ -163,6 +163,7 @@ impl DiscoveryAgent {
             .map_err(|e| riser_transport::verbs::VerbsError::Os(e.raw_os_error().unwrap_or(0)))?
             .whole();
         let mr = dev.reg_mr(pd, &memory, Access::LOCAL_WRITE)?;
+        // Every receive and every send may complete before one completion is taken.
         let cq = dev.create_cq(2 * DEPTH)?;
         let qp = dev.create_qp(&QpInitAttr {
             pd,
@@ -179,6 +180,8 @@ impl DiscoveryAgent {
             },
             sq_sig_all: true,
         })?;
+        // Where a step fails, what was made before it stays until the device is closed: discovery
+        // is set up once for each opening of a device.
         make_gsi_ready(dev, qp)?;
         dev.req_notify_cq(cq, Notify::Next)?;
         let agent = Self {

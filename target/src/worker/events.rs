@@ -29,6 +29,8 @@ impl Worker {
             }
             work += self.devices[device].progress(self.now);
             while let Some(packet) = self.devices[device].poll_forwarded() {
+                // The kernel deals out the packets of an address among the workers' sockets, and
+                // does not know whose queue pair they are for.
                 let worker = packet.worker as usize;
                 self.outbox.send(worker, Mail::Forwarded { device, packet });
             }
@@ -43,6 +45,7 @@ impl Worker {
             while let Some(cq) = self.devices[device].poll_cq_event() {
                 self.on_cq_event(device, cq);
             }
+            // Last, since a device that is gone may still have events of its connections.
             self.check_removed(device);
         }
         work
@@ -68,6 +71,7 @@ impl Worker {
                 | CmEventKind::DeviceRemoval,
                 Some(key),
             ) => self.on_closed(key, matches!(kind, CmEventKind::Disconnected)),
+            // The channel is gone already: this ends the wait of its identifier.
             (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
                 self.on_disconnect_answered(device, cm);
             }

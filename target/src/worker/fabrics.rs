@@ -143,6 +143,7 @@ impl Fabric {
         match self {
             Self::Srp(conn) => {
                 let actions = std::iter::from_fn(|| conn.channel.poll_action());
+                // Collected first, since the channel is asked for their slots next.
                 let actions: Vec<_> = actions.collect();
                 let receive = |action| match action {
                     srp::Action::PostRecv(recv) => {

@@ -253,6 +253,7 @@ impl WorkerGate<'_> {
             let session = self.new_session(joined, key, first)?;
             let mut random = [0; 2];
             self.random(&mut random);
+            // The table calls it under its lock, with the session that is going to be replaced.
             let check = |there: &Session| {
                 self.check_reinstatement(joined, there)
                     .inspect_err(|_| conflict = Some(self.conflict(joined, there)))

@@ -247,6 +247,7 @@ impl Portals {
             }
             match listen(dev, addr, entrance) {
                 Ok(cm) => made.push((cm, Listener { entrance, serves })),
+                // One that cannot be listened on does not keep the others from being tried.
                 Err(source) => {
                     let portal = match entrance {
                         Entrance::Port(port) => SocketAddr::new(addr, port).to_string(),

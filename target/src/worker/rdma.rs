@@ -129,6 +129,8 @@ impl Hardware {
                 pool_key,
             }),
             Err(error) => {
+                // Regions before the domain that they are in; `fill` has destroyed its queues
+                // itself.
                 for mr in mrs {
                     let _ = dev.dereg_mr(mr);
                 }

@@ -74,6 +74,7 @@ fn accounts(conn: &Conn<Fabric>) -> impl Iterator<Item = SessionAccount> + '_ {
 
 impl Worker {
     pub(super) fn snapshot(&self) -> Snapshot {
+        // With the connections that are gone, or the sums would fall when one ends.
         let mut totals = self.past.clone();
         let mut sessions = Vec::new();
         let (mut iscsi_sessions, mut session_accounts) = (Vec::new(), Vec::new());

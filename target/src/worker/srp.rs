@@ -361,6 +361,8 @@ impl Worker {
             },
         });
         let (qp, id) = (conn.rdma.hardware.qp, Work::Post(task).id());
+        // The initiator chooses the addresses. Of a chain with one that cannot be, nothing is
+        // posted, and the channel ends.
         let is_posted = match built {
             Ok(()) => self
                 .chain

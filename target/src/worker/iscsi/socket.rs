@@ -184,6 +184,8 @@ impl Worker {
                 self.logins.refuse(self.now, &who, reason, Some(&error));
             }
         }
+        // One accept at a time: a flood of connections takes one slot of the ring for each
+        // listener.
         self.sockets.accept(&mut self.ring, self.now);
     }
 
@@ -229,6 +231,8 @@ impl Worker {
             .map(|(key, conn, _)| (conn.serial(), key, conn.peer.ip()))
             .collect();
         let from_there = strangers.iter().filter(|(_, _, ip)| *ip == address);
+        // The address of the newcomer comes first: a host that opens many connections displaces
+        // its own.
         let oldest = if from_there.clone().count() >= most.div_ceil(2) {
             from_there.min_by_key(|(serial, _, _)| *serial)
         } else if strangers.len() >= most {
@@ -356,6 +360,7 @@ impl Worker {
         let Some(sending) = connection.sending else {
             return;
         };
+        // A part of the batch went before the shutdown. The rest cannot.
         if connection.is_shut {
             return self.on_send_failed(key);
         }

@@ -139,6 +139,7 @@ impl Pool {
     /// # Errors
     /// The error of `mmap(2)`.
     pub fn new(bytes: usize) -> io::Result<Self> {
+        // Whole blocks, or the end of the pool could never serve a long command.
         let len = bytes.max(1).next_multiple_of(MAX_BLOCK);
         let tables = (len / 16).next_multiple_of(MAX_BLOCK);
         let reserve = len.min(RESERVE);

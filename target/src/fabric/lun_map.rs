@@ -135,6 +135,8 @@ impl LunMap {
         let last = old.luns.iter().zip(&old.mappings);
         let last = last.map(|(lun, mapping)| (*lun, Arc::downgrade(&mapping.unit)));
         let mut former: Vec<_> = last.filter(|(lun, unit)| !is_there(lun, unit)).collect();
+        // Those of the last map are all kept, since they may have commands; the bound is on older
+        // ones.
         let most = former.len() + MAX_FORMER;
         for (lun, unit) in &old.former {
             let mut known = former.iter();

@@ -174,6 +174,7 @@ impl<D: Datamover> Channel<D> {
     /// Others wait for pool memory: what is kept here, and occupies some, is given up.
     pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
         if matches!(self.phase, Phase::CleanupWait | Phase::Retaining) && self.is_quiet() {
+            // Commands without a buffer would free nothing: they stay.
             self.give_up(cx.pool, |has_buffer| has_buffer);
         }
         self.settle(cx);
@@ -220,6 +221,8 @@ impl<D: Datamover> Channel<D> {
         if self.phase == Phase::CleanupWait && self.allegiance.detached {
             become_state(&mut self.phase, Phase::Retaining);
             self.phase_deadline = self.retention().map(|time| cx.now + time);
+            // Not before: a command may be claimed only once nothing of this connection can reach
+            // the initiator any longer.
             self.window().free_tags(self.conn_ref());
             self.actions.push_back(Action::Detached);
         }

@@ -39,6 +39,7 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
         self.leave_task_set(idx);
         self.forget_tag(idx);
+        // Another connection may wait for the command, and would keep its context for ever.
         self.drop_claim(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         match end {

@@ -127,6 +127,8 @@ impl Recovery {
     /// The initiator has every status before this one, or `None`: it leaves, and nothing is kept any
     /// more. The tasks that end with that.
     pub(super) fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
+        // From its logout on an initiator acknowledges nothing, and statuses would be kept for no
+        // use.
         self.is_on &= exp.is_some();
         let mut ended = Vec::new();
         while let Some(kept) = self.kept.front()
@@ -162,6 +164,8 @@ impl Recovery {
     /// The data that an R-Data SNACK asks for: all that are not acknowledged (RFC 7143 11.16.3). Their
     /// status does not go with them any more. Of data that go in pieces they are not all here.
     pub(super) fn find_all_data(&mut self, snack: &Snack) -> Result<PutData, RejectReason> {
+        // All data are meant, so a range is an error. The tag comes back in the answer, which zero
+        // could not do: that is the tag of an answer to no SNACK.
         let is_legal = snack.begin == 0 && snack.run == 0 && ![0, NO_TAG].contains(&snack.ttt.0);
         let is_whole = |put: &PutData| put.base == 0 && !put.more;
         let mut data = self.data.iter_mut();

@@ -478,6 +478,7 @@ impl Datamover for Iser {
         } else {
             get.offset - first
         };
+        // The buffer of a long command holds one piece of the data at a time.
         let start = get.offset - get.base;
         let transfer = Transfer::of_range(Direction::FromInitiator, start..start + get.len);
         self.queue.push_back(Item {

@@ -209,6 +209,7 @@ impl Blocks {
             let (Some(store), Some(id)) = (store, *id) else {
                 continue;
             };
+            // Nothing was written there.
             if store.geometry().read_only {
                 continue;
             }

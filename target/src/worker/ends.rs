@@ -66,6 +66,7 @@ impl Worker {
         if let Some(link) = conn.fabric.rdma() {
             let dev = &mut self.devices[link.device];
             link.hardware.destroy(dev);
+            // The peer has yet to answer our request, and its answer names the identifier.
             if link.owes_disconnect() {
                 let until = self.now + LINGER;
                 self.disconnects.add(link.device, link.cm, until);

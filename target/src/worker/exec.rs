@@ -86,7 +86,7 @@ impl Worker {
 
     /// Sends mail to a worker; to ourselves it is delivered at once.
     pub(super) fn post_mail(&mut self, worker: u16, mail: Mail) {
-        // Our own mailbox could be full, and nothing would empty it while this waits.
+        // By way of the mailbox it would wait for another round.
         if worker == self.index {
             self.handle_mail(mail);
         } else {

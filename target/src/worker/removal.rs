@@ -23,6 +23,7 @@ impl Worker {
         tracing::warn!(addr = %self.devices.addr(device), "the RDMA device is gone");
         self.devices.unwatch(&mut self.ring, device);
         self.portals.listeners.forget(device);
+        // Its identifiers went with the device, and no peer can answer there any longer.
         self.disconnects.forget(device);
         // Without a word to the peers: nothing that is posted now would leave the host.
         for key in self.conns.keys(|conn| {

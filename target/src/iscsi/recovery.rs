@@ -127,8 +127,7 @@ impl Recovery {
     /// The initiator has every status before this one, or `None`: it leaves, and nothing is kept any
     /// more. The tasks that end with that.
     pub(super) fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
-        // From its logout on an initiator acknowledges nothing, and statuses would be kept for no
-        // use.
+        // An initiator that leaves asks for nothing once more, so what follows is not kept either.
         self.is_on &= exp.is_some();
         let mut ended = Vec::new();
         while let Some(kept) = self.kept.front()

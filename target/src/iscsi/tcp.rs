@@ -612,8 +612,8 @@ impl Datamover for Tcp {
         if is_lost && self.recovery.is_on() {
             return self.ask_again(at);
         }
-        // Either data that do not belong to this R2T, or some that cannot be asked for once more: the
-        // transfer fails, and what still comes of it is stale.
+        // Either data that do not belong to this R2T, or some that cannot be asked for once more:
+        // the transfer fails, and what still comes of it is stale.
         if !is_intact || !fits || !in_order || ends != pdu.is_final {
             self.forget(task);
             return SolicitedData::Failed(task);

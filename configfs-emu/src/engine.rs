@@ -249,7 +249,7 @@ impl Engine {
     }
 }
 
-/// Whether two documents mean the same.
+/// Returns true if two documents mean the same.
 fn is_same(one: &Value, other: &Value) -> bool {
     let parse = |document: &Value| Config::parse(&document.to_string(), "configfs");
     match (parse(one), parse(other)) {

@@ -170,7 +170,7 @@ impl World for OtherHost {
     }
 }
 
-/// Whether a path is one of devices; files in memory are there as well.
+/// Returns true if a path is one of devices; files in memory are there as well.
 fn is_device(path: &str) -> bool {
     path.starts_with("/dev/") && !path.starts_with("/dev/shm/")
 }

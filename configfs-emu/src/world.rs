@@ -51,7 +51,7 @@ pub struct Session {
     pub id: u64,
     /// Where the initiator is, for each of its connections.
     pub addresses: Vec<String>,
-    /// Whether it has logged in.
+    /// True if it has logged in.
     pub is_live: bool,
     /// What the login agreed on.
     pub terms: std::collections::BTreeMap<String, String>,

@@ -1,4 +1,5 @@
-//! Which process has what we want, for error messages: a file that is locked, or an address that is in use.
+//! The process that has something we want, for error messages: a file that is locked, or an
+//! address that is in use.
 //!
 //! The kernel shows the files of other users to root alone, so there may be no name. Nothing here asks a file
 //! system, which might hang.
@@ -43,6 +44,7 @@ pub(crate) enum Transport {
 
 /// Another process that has a file open.
 pub(crate) fn of_file(path: &Path) -> Option<Holder> {
+    // Not canonicalized: that asks the file system, which may be the one that hangs.
     let path = std::path::absolute(path).ok()?;
     find(&[path])
 }
@@ -67,8 +69,11 @@ fn find(files: &[PathBuf]) -> Option<Holder> {
     let own = std::process::id();
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    // One's own descriptors are never the obstacle: locks and ports of this process are ours to
+    // use.
     let mut others = pids.filter(|pid| *pid != own);
     others.find_map(|pid| {
+        // Of a process that has ended meanwhile, or of another user, there is nothing to see.
         let mut open = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
         open.find(|fd| fs::read_link(fd.path()).is_ok_and(|link| files.contains(&link)))?;
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
@@ -86,6 +91,7 @@ fn inodes(table: &str, address: SocketAddr) -> impl Iterator<Item = u64> {
         IpAddr::V6(ip) => ip.octets().to_vec(),
     };
     for word in words.chunks_exact(4) {
+        // The kernel prints the words as its integers, while the octets are in network order.
         let word = u32::from_ne_bytes([word[0], word[1], word[2], word[3]]);
         name += &format!("{word:08X}");
     }

@@ -51,9 +51,13 @@ impl RateLimit {
         let (tokens, since) = self.left.get_or_insert((self.burst, now));
         let earned = now.saturating_duration_since(*since).as_nanos() / self.interval.as_nanos();
         if earned > 0 {
+            // A silence of any length earns one burst, not more: the disk's worst case stays the
+            // same.
             *tokens = tokens
                 .saturating_add(u32::try_from(earned).unwrap_or(u32::MAX))
                 .min(self.burst);
+            // The rest of an interval is given up, so lines come slightly slower than the limit
+            // says, never faster.
             *since = now;
         }
         if *tokens == 0 {

@@ -33,6 +33,7 @@ pub(crate) fn until_free<T, E>(
     let deadline = Instant::now() + patience;
     loop {
         let free = attempt()?;
+        // After the attempt, so that there is one even without patience.
         if free.is_some() || Instant::now() >= deadline {
             return Ok(free);
         }

@@ -28,7 +28,7 @@ struct MappedLun {
 #[derive(Debug)]
 struct Unit {
     backend: String,
-    /// Whether it is read-only for all initiators.
+    /// True if it is read-only for all initiators.
     read_only: bool,
 }
 

@@ -276,7 +276,7 @@ fn split_rest(rules: &[Rule]) -> (&[Rule], Option<&Rule>) {
     }
 }
 
-/// Whether all initiators need credentials.
+/// Returns true if all initiators need credentials.
 fn all_authenticate(target: &Target) -> bool {
     let by_rule = match &target.access {
         Access::Open => false,

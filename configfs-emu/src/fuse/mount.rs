@@ -95,7 +95,7 @@ impl Mount {
         }
     }
 
-    /// Whether the tree is the one that its path leads to.
+    /// Returns true if the tree is the one that its path leads to.
     fn is_at_its_path(&self) -> bool {
         match fs::metadata(&self.path) {
             Ok(found) => found.dev() == self.device,

@@ -34,12 +34,12 @@ pub fn device_of(tree: &Tree, id: NodeId) -> NodeId {
     device.expect("only directories of devices ask")
 }
 
-/// Whether a device is a LUN of something.
+/// Returns true if a device is a LUN of something.
 pub fn is_exported(tree: &Tree, id: NodeId) -> bool {
     tree.dir(device_of(tree, id)).is_linked()
 }
 
-/// Whether a device was enabled.
+/// Returns true if a device was enabled.
 pub fn is_configured(tree: &Tree, device: NodeId) -> bool {
     tree.value(device, "enable") == "1"
 }

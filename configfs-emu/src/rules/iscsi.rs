@@ -118,7 +118,7 @@ const fn auth(name: &'static str) -> Attr {
     Attr::rw(name, "", Store::Text(MAX_AUTH + 1, Errno::INVAL))
 }
 
-/// Whether there is something that the target proves itself with.
+/// Returns true if there is something that the target proves itself with.
 fn show_mutual(read: &Read<'_>) -> Result<String, Errno> {
     let is_set = |name| {
         let value = read.tree.value(read.dir, name);

@@ -28,7 +28,7 @@ pub(super) const PR: &[Attr] = &[
 /// Text of the files where no initiator holds a persistent reservation.
 const NO_HOLDER: &str = "No SPC-3 Reservation holder\n";
 
-/// Whether initiators may reserve the device.
+/// Returns true if initiators may reserve the device.
 fn is_reservable(read: &Read<'_>) -> bool {
     let device = device::device_of(read.tree, read.dir);
     let attrib = read.tree.child(device, "attrib");

@@ -47,8 +47,8 @@ pub(super) fn session_of(read: &Read<'_>) -> Option<Session> {
     sessions.into_iter().find(is_it)
 }
 
-/// Whether an entry means an initiator, as the daemon calls it. Of what is named by its address, sessions
-/// tell.
+/// Returns true if an entry means an initiator, as the daemon calls it. Of what is named by its
+/// address, sessions tell.
 pub(super) fn is_named(entry: &str, initiator: &str, sessions: &[Session]) -> bool {
     let port = || {
         let (extension, guid) = initiator.split_once(':')?;

@@ -126,7 +126,7 @@ impl Restorer<'_> {
         self.lost.push(format!("{what}: {why}"));
     }
 
-    /// Whether something was done that may not be.
+    /// Returns true if something was done that may not be.
     fn done(&mut self, what: &str, result: Result<(), Errno>) -> bool {
         if let Err(errno) = result {
             self.lose(what, errno);

@@ -117,7 +117,8 @@ impl Saver<'_> {
         object
     }
 
-    /// Whether a unit has its own name decides what it calls itself, and nothing else does.
+    /// Returns true if a unit has its own name decides what it calls itself, and nothing else
+    /// does.
     fn check_names(&mut self, device: NodeId, wwn: NodeId, plugin: Plugin) {
         let attrib = self.child(device, "attrib");
         let product = match self.tree.value(attrib, "emulate_model_alias") {

@@ -91,7 +91,7 @@ impl<K> Dir<K> {
         self.links
     }
 
-    /// Whether a link leads here: a device that a LUN serves, a LUN that is mapped.
+    /// Returns true if a link leads here: a device that a LUN serves, a LUN that is mapped.
     #[must_use]
     pub fn is_linked(&self) -> bool {
         self.links > 0

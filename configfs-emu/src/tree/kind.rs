@@ -37,7 +37,7 @@ pub trait Kind: Copy + Debug + 'static {
     /// Sets what a new directory begins with beside its table.
     fn on_made(self, tree: &mut Tree<Self>, id: NodeId);
 
-    /// Whether links can be made in it.
+    /// Returns true if links can be made in it.
     #[must_use]
     fn takes_links(self) -> bool;
 
@@ -53,7 +53,7 @@ pub trait Kind: Copy + Debug + 'static {
     /// Forgets what a link brought with it.
     fn on_unlinked(self, tree: &mut Tree<Self>, id: NodeId);
 
-    /// Whether the device that a directory belongs to is served, so that files which are
+    /// Returns true if the device that a directory belongs to is served, so that files which are
     /// [`Attr::is_locked`] cannot change.
     #[must_use]
     fn is_exported(tree: &Tree<Self>, id: NodeId) -> bool;

@@ -176,7 +176,7 @@ impl<K: Kind> Tree<K> {
         Ok("../".repeat(depth) + &self.path(link.target))
     }
 
-    /// Whether a file can be opened so.
+    /// Returns true if a file can be opened so.
     ///
     /// # Errors
     /// `EACCES`, also for root; `EISDIR`.

@@ -15,30 +15,30 @@ use tokio::net::UnixStream;
 use crate::upgrade::Upgrade;
 use crate::view::Status;
 
-/// How long a daemon may take for an answer that it has at once.
+/// Time limit for an answer that a daemon has at once.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How long an upgrade may take: a shutdown that waits for all it may wait for, and a start.
+/// Time limit for an upgrade: a shutdown that waits for all it may wait for, and a start.
 const UPGRADE: Duration = Duration::from_secs(150);
 
-/// How often a daemon is asked whether it is upgraded.
+/// Interval at which a daemon is asked for the end of its upgrade.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// The longest answer that is read, in bytes.
 const MAX_ANSWER: usize = 64 << 20;
 
-/// Why there is no answer.
+/// A request without a usable answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// There is no place to look for a daemon.
     #[error("no default admin socket for this user; name one with --socket")]
     Nowhere,
-    /// No daemon answers.
+    /// Nothing accepts connections at the socket, or the answer did not come in time.
     #[error("no riserd answers at {}: {source}", path.display())]
     Unreachable {
-        /// The socket.
+        /// Path of the admin socket.
         path: PathBuf,
-        /// Why.
+        /// Error of the connection, or `TimedOut`.
         source: io::Error,
     },
     /// It took too long.
@@ -50,9 +50,9 @@ pub enum ClientError {
     /// The daemon said no.
     #[error("{why}")]
     Refused {
-        /// Why.
+        /// The daemon's reason, for people.
         why: String,
-        /// What the operating system said to it, where it did.
+        /// Error number of the operating system at the daemon, if that is what it failed for.
         errno: Option<i32>,
     },
     /// The daemon's configuration is not the revision that was to be replaced.
@@ -66,12 +66,12 @@ pub enum ClientError {
     Garbled(String),
 }
 
-/// What is asked of a daemon.
+/// A request to a daemon.
 #[derive(Clone, Debug)]
 pub struct Question {
-    /// What to do.
+    /// HTTP method: GET only looks, POST changes something.
     pub method: Method,
-    /// With what.
+    /// Path of the request, from `/v1` on.
     pub path: &'static str,
     /// The body; empty for none.
     pub body: String,
@@ -79,14 +79,14 @@ pub struct Question {
     pub accept: Option<&'static str>,
     /// The revision of the configuration that is to be replaced; `None` for any.
     pub replaces: Option<String>,
-    /// How long the daemon may take for an answer.
+    /// Time limit for the answer.
     pub patience: Duration,
 }
 
-/// What a daemon says.
+/// The daemon's answer, with its status still to be judged.
 #[derive(Clone, Debug)]
 pub struct Said {
-    /// The body.
+    /// The body, which is JSON as a rule.
     pub body: Bytes,
     /// The revision of the configuration that it is, if it is one.
     pub revision: Option<String>,
@@ -125,10 +125,10 @@ pub fn call<T: DeserializeOwned>(socket: &Path, question: Question) -> Result<T,
 /// An upgrade that is done.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Upgraded {
-    /// The upgrade.
+    /// The upgrade as the daemon has announced it before it ended.
     #[serde(flatten)]
     pub upgrade: Upgrade,
-    /// The daemon's process.
+    /// Process id of the daemon, which stays the same.
     pub pid: u32,
 }
 

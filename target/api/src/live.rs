@@ -1,4 +1,5 @@
-//! What the status page and `riserd top` show: sums since the start, of which two give a rate.
+//! The data of the status page and of `riserd top`: sums since the start, of which two give a
+//! rate.
 
 use std::collections::BTreeMap;
 
@@ -7,23 +8,22 @@ use serde::{Deserialize, Serialize};
 /// The daemon at a moment.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Live {
-    /// When, in seconds since 1970. That clock may be set, so this is for people only.
+    /// Seconds since 1970. That clock may be set, so this is for people only.
     pub time: f64,
-    /// How long the daemon has served, in seconds: what differs between two moments differs by
-    /// this.
+    /// Seconds for which the daemon has served: what differs between two moments differs by this.
     pub uptime: f64,
-    /// Its version.
+    /// Version of the daemon's program.
     pub version: String,
-    /// The host's name.
+    /// Name of the daemon's host.
     #[serde(default)]
     pub host: String,
-    /// What is missing that it should serve; nothing if it is ready.
+    /// The first thing that should be served and is not; nothing if all is.
     pub missing: Option<String>,
     /// The longest durations of the buckets of all histograms but the last, in seconds.
     pub bounds: Vec<f64>,
-    /// Workers.
+    /// Workers that have answered within a second.
     pub workers: Vec<LiveWorker>,
-    /// Where targets are served.
+    /// Portals of all targets.
     #[serde(default)]
     pub portals: Vec<LivePortal>,
     /// Backends that are served, or should be.
@@ -34,20 +34,20 @@ pub struct Live {
     pub targets: Vec<LiveTarget>,
     /// Logical units, by target.
     pub luns: Vec<LiveLun>,
-    /// Connections of initiators.
+    /// Connections of initiators, of workers that have answered.
     pub sessions: Vec<LiveSession>,
     /// Packets of all devices.
     pub network: LiveNetwork,
 }
 
-/// A worker.
+/// Use of one worker thread since the start.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveWorker {
-    /// Its number.
+    /// Number of the worker, from 0.
     pub worker: u16,
     /// Seconds in which it had something to do.
     pub busy: f64,
-    /// Seconds in all.
+    /// Seconds since the worker's start.
     pub ran: f64,
     /// Bytes of its data buffers.
     pub pool: usize,
@@ -55,7 +55,7 @@ pub struct LiveWorker {
     pub pool_free: usize,
 }
 
-/// A portal.
+/// One address at which a protocol is served.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LivePortal {
     /// `srp`, `iser` or `iscsi`.
@@ -64,14 +64,14 @@ pub struct LivePortal {
     pub listen: String,
     /// The targets that it serves.
     pub targets: Vec<String>,
-    /// Whether it is listened on.
+    /// True if it is listened on.
     pub is_listening: bool,
-    /// Why not, if that is known.
+    /// Reason why it is not listened on, if that is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// A backend.
+/// State of one backend, served or not.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveBackend {
     /// Its name in the configuration.
@@ -90,19 +90,19 @@ pub struct LiveBackend {
     /// The percentage of the space available to it at which initiators are warned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threshold: Option<u8>,
-    /// Whether that is reached.
+    /// True if that is reached.
     pub is_filling: bool,
     /// Operations that its medium failed, by kind.
     pub errors: BTreeMap<String, u64>,
-    /// Why it is not served.
+    /// Reason why it is not served.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// A target.
+/// Logins at one target and their ends.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveTarget {
-    /// Its name.
+    /// Name in the configuration.
     pub target: String,
     /// Logins of iSCSI that were accepted.
     pub logins: u64,
@@ -110,8 +110,8 @@ pub struct LiveTarget {
     pub refused: BTreeMap<String, u64>,
     /// The last one of them.
     pub last_refused: Option<LiveRefused>,
-    /// What has happened to sessions: `logout`, `partial_logout`, `digest_error`, `timeout`,
-    /// `format_error`.
+    /// Events of sessions and their numbers: `logout`, `partial_logout`, `digest_error`,
+    /// `timeout`, `format_error`.
     pub events: BTreeMap<String, u64>,
     /// The last one that was an error.
     pub last_error: Option<LiveError>,
@@ -120,37 +120,37 @@ pub struct LiveTarget {
 /// A login that was refused.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveRefused {
-    /// With what answer.
+    /// Answer to the login, by its name in RFC 7143 as the metrics spell it.
     pub answer: String,
-    /// Whose.
+    /// Name of the initiator that tried to log in.
     pub initiator: String,
-    /// From where.
+    /// Address from which it came.
     pub address: String,
-    /// How long ago, in seconds.
+    /// Seconds that have passed since.
     pub ago: f64,
 }
 
 /// An error in a session.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveError {
-    /// What.
+    /// Name of the event, as in `events`.
     pub event: String,
-    /// Whose session.
+    /// Initiator port of the session.
     pub initiator: String,
 }
 
 /// A logical unit of a target.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveLun {
-    /// The target.
+    /// Target's name in the configuration.
     pub target: String,
-    /// Its number.
+    /// Logical unit number in the target.
     pub lun: u16,
-    /// Bytes.
+    /// Size of the unit in bytes.
     pub size: u64,
-    /// Whether it refuses writes.
+    /// True if it refuses writes.
     pub read_only: bool,
-    /// Commands under way.
+    /// Commands that have begun and not ended.
     pub queue_depth: u64,
     /// Commands that failed, unit attentions apart.
     pub errors: u64,
@@ -174,7 +174,7 @@ pub struct LiveLun {
     /// Those that were not there.
     #[serde(default)]
     pub vain_aborts: u64,
-    /// Who has reserved the unit, likewise.
+    /// Reservations of the unit, likewise.
     #[serde(default)]
     pub reservations: LiveReservations,
 }
@@ -182,22 +182,22 @@ pub struct LiveLun {
 /// Registrations and reservations of a unit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LiveReservations {
-    /// PRGENERATION.
+    /// PRGENERATION, which counts changes of registrations.
     pub generation: u32,
     /// TYPE of the persistent reservation, if there is one (SPC-4 table 40).
     #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
     pub kind: Option<u8>,
-    /// Whether all of it persists through power loss (PTPL_A).
+    /// True if all of it persists through power loss (PTPL_A).
     #[serde(default)]
     pub persists: bool,
-    /// Who is registered, in the order in which they came.
+    /// Registered initiators, in the order in which they came.
     pub registrants: Vec<LiveRegistrant>,
     /// The initiator port that has the unit by RESERVE.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserved: Option<String>,
 }
 
-/// A registration.
+/// Registration of an I_T nexus for persistent reservations.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LiveRegistrant {
     /// The initiator port: two halves of an identifier of SRP, or a port name of iSCSI.
@@ -210,15 +210,15 @@ pub struct LiveRegistrant {
     pub key: String,
     /// PRGENERATION before it got this key.
     pub generation: u32,
-    /// Whether the persistent reservation was made by it. Of one of all registrants, every other
+    /// True if the persistent reservation was made by it. Of one of all registrants, every other
     /// registrant is a holder as well.
     pub has_reserved: bool,
 }
 
-/// What an initiator has done.
+/// Totals of one initiator at a unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LiveShare {
-    /// Commands answered.
+    /// Commands answered, with GOOD status or another.
     pub commands: u64,
     /// Data to it, in bytes.
     pub read: u64,
@@ -229,32 +229,32 @@ pub struct LiveShare {
 /// Commands of one kind.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveOp {
-    /// How many.
+    /// Commands of this kind that were answered.
     pub commands: u64,
     /// Data both ways, in bytes.
     pub bytes: u64,
     /// Seconds that they took in all.
     pub seconds: f64,
-    /// How many took how long, by bucket.
+    /// Number of commands in each bucket of durations.
     pub buckets: Vec<u64>,
 }
 
 /// A connection of an initiator.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveSession {
-    /// The target's name.
+    /// Target's name in the configuration.
     pub target: String,
-    /// The initiator port.
+    /// The initiator port, as its protocol names it.
     pub initiator: String,
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
-    /// Where the initiator is.
+    /// Address of the initiator.
     pub peer: String,
-    /// The worker.
+    /// Number of the worker that serves the connection.
     pub worker: u16,
-    /// Where it is in its life.
+    /// State of the connection, for people.
     pub state: String,
-    /// Requests under way.
+    /// Requests of the initiator under way.
     pub in_flight: usize,
     /// Commands answered to the initiator port by the target at this worker.
     pub commands: u64,
@@ -274,12 +274,12 @@ pub struct LiveSession {
 /// Packets of our software NICs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveNetwork {
-    /// Bytes that came.
+    /// Bytes received from the initiator.
     pub bytes_in: u64,
-    /// Bytes that went.
+    /// Bytes sent to the initiator.
     pub bytes_out: u64,
     /// Packets that came or went.
     pub packets: u64,
-    /// Packets sent again.
+    /// Packets that were sent more than once.
     pub retransmits: u64,
 }

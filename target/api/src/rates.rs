@@ -1,4 +1,4 @@
-//! What happened between two moments.
+//! Rates between two moments.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::live::{Live, LiveLun, LiveOp, LiveSession};
 /// Rates of the daemon over an interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rates {
-    /// When, in seconds since 1970.
+    /// Seconds since 1970, of the later moment.
     pub time: f64,
     /// Over how long, in seconds.
     pub seconds: f64,
@@ -27,7 +27,7 @@ pub struct Rates {
     pub retransmits: f64,
     /// Rates by logical unit.
     pub luns: Vec<LunRate>,
-    /// Rates by session.
+    /// Rates of each session that was there at both moments.
     pub sessions: Vec<SessionRate>,
 }
 
@@ -51,7 +51,7 @@ pub struct OpRate {
 pub struct LunRate {
     /// Name of the target.
     pub target: String,
-    /// Logical unit number.
+    /// Logical unit number in the target.
     pub lun: u16,
     /// Number of commands under way.
     pub queue_depth: u64,

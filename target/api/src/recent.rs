@@ -1,4 +1,4 @@
-//! What the daemon did in the last minutes.
+//! The last minutes of a daemon: samples of each second, and events.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,13 +9,13 @@ use crate::rates::Rates;
 pub struct Sample {
     /// Numbers the samples of this process.
     pub number: u64,
-    /// When it ended, in seconds since 1970, as the host's clock said then.
+    /// The end of the second, in seconds since 1970, as the host's clock said then.
     pub time: f64,
-    /// How long the daemon had served then, in seconds: no step of that clock changes this.
+    /// Seconds for which the daemon had served then: no step of that clock changes this.
     pub uptime: f64,
-    /// Reads per second.
+    /// Reads per second, of all units together.
     pub reads: f64,
-    /// Writes per second.
+    /// Writes per second, of all units together.
     pub writes: f64,
     /// Other commands per second.
     pub others: f64,
@@ -31,11 +31,11 @@ pub struct Sample {
     pub mean: Option<f64>,
     /// Commands under way at its end.
     pub queue_depth: u64,
-    /// Errors per second.
+    /// Commands per second that ended with an error.
     pub errors: f64,
 }
 
-/// What is asked for: what is newer than what the asker has.
+/// A request for what is newer than what the asker has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Since {
@@ -45,29 +45,29 @@ pub struct Since {
     pub event: u64,
 }
 
-/// The answer.
+/// Samples and events that are newer than a request's numbers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Recent {
     /// The last interval, by unit; without sessions and workers.
     pub rates: Rates,
-    /// Samples, oldest first.
+    /// Samples in the order of time.
     pub samples: Vec<Sample>,
-    /// Events, oldest first.
+    /// Events in the order of time.
     pub events: Vec<Event>,
 }
 
-/// Something that happened.
+/// One line of the log that the status page shows.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Event {
     /// Numbers the events of this process.
     pub number: u64,
-    /// When, in seconds since 1970.
+    /// Seconds since 1970 at which it was logged.
     pub time: f64,
     /// `info`, `warn` or `error`.
     pub level: String,
-    /// What, and the fields that say more: `session ended reason=logout …`.
+    /// Message, and the fields that say more: `session ended reason=logout …`.
     pub text: String,
-    /// Whether it is a line of the audit log of what was done as asked. Others are kept apart, so
+    /// True if it is a line of the audit log of what was done as asked. Others are kept apart, so
     /// that logins do not displace them.
     #[serde(default)]
     pub routine: bool,

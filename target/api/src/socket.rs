@@ -1,4 +1,4 @@
-//! Where the admin API is.
+//! The usual place of the admin API's socket.
 
 use std::path::{Path, PathBuf};
 

@@ -10,7 +10,7 @@ pub const MOST_COMMANDS: usize = 10_000;
 /// Seconds that they are looked for at most.
 pub const MOST_SECONDS: f64 = 3600.0;
 
-/// Which commands are wanted; what is left out does not matter.
+/// A filter for commands; a field that is left out matches all.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Wanted {
@@ -30,45 +30,45 @@ pub struct Wanted {
     pub seconds: Option<f64>,
 }
 
-/// What was found.
+/// Commands that a search has found.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Traced {
     /// Commands, in the order of their ends.
     pub commands: Vec<TracedCommand>,
-    /// How many more there were than could be kept.
+    /// Number of matching commands beyond those that could be kept.
     pub missed: u64,
 }
 
-/// A command.
+/// One command and the times of its stages.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TracedCommand {
-    /// When it came, in seconds since 1970.
+    /// Arrival, in seconds since 1970.
     pub time: f64,
-    /// The target's name.
+    /// Target's name in the configuration.
     pub target: String,
-    /// The logical unit.
+    /// Logical unit number in the target.
     pub lun: u16,
     /// The initiator port; none if its session is gone already.
     pub initiator: Option<String>,
     /// `srp`, `iser` or `iscsi`; likewise.
     pub protocol: Option<String>,
-    /// The I_T nexus.
+    /// Number of the I_T nexus that it came by.
     pub nexus: u64,
-    /// Its tag.
+    /// Tag that the initiator has given it.
     pub tag: u64,
-    /// Operation code.
+    /// Operation code, the first byte of the CDB.
     pub opcode: u8,
-    /// What that is called.
+    /// Name of the operation code, if it is known.
     pub name: Option<String>,
     /// The first logical block, where the command names blocks.
     pub lba: Option<u64>,
-    /// How many blocks; likewise.
+    /// Number of blocks; likewise.
     pub blocks: Option<u32>,
-    /// Data both ways.
+    /// Data from and to the initiator, in bytes.
     pub bytes: u64,
-    /// SCSI status.
+    /// SCSI status of the answer.
     pub status: u8,
-    /// How long it took, in seconds.
+    /// Seconds from its arrival to the end of its answer.
     pub seconds: f64,
     /// The stages that it was in.
     pub steps: Vec<TracedStep>,
@@ -79,12 +79,12 @@ pub struct TracedCommand {
 pub struct TracedStep {
     /// `fabric_in`, `scsi`, `limits`, `backend` or `fabric_out`.
     pub stage: String,
-    /// How long after it had come the command reached it, in seconds.
+    /// Seconds from the command's arrival to the beginning of the stage.
     pub at: f64,
 }
 
 impl Wanted {
-    /// Whether it is sensible.
+    /// Checks that the filter is sensible.
     ///
     /// # Errors
     /// Why not.
@@ -99,13 +99,13 @@ impl Wanted {
         Ok(())
     }
 
-    /// How many are enough.
+    /// Number of commands after which the search is over.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count.unwrap_or(100)
     }
 
-    /// How long they are looked for.
+    /// Time after which the search is over, with as many as there are.
     #[must_use]
     pub fn patience(&self) -> Duration {
         Duration::from_secs_f64(self.seconds.unwrap_or(10.0))

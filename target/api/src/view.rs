@@ -1,4 +1,4 @@
-//! What the daemon says of itself, its sessions, targets and configurations.
+//! Views of the daemon, its sessions, targets and configurations.
 
 use std::collections::BTreeMap;
 
@@ -10,27 +10,27 @@ use crate::upgrade::UpgradeRecord;
 /// The daemon as a whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Its version.
+    /// Version of the daemon's program.
     pub version: String,
-    /// Its process.
+    /// Process id of the daemon.
     pub pid: u32,
-    /// How long it has served, in seconds.
+    /// Seconds since it began to serve.
     pub uptime: u64,
     /// I_T nexuses at present.
     pub sessions: usize,
     /// Its workers that answered.
     pub workers: Vec<WorkerView>,
-    /// What it should serve and cannot, and backends that fail commands.
+    /// Backends and portals that it should serve and cannot, and backends that fail commands.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<ProblemView>,
     /// Backends that are larger than the configuration says.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drift: Vec<DriftView>,
-    /// Whether what is served ends with the process, since no file has it and a restart does not
+    /// True if what is served ends with the process, since no file has it and a restart does not
     /// restore it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unsaved: bool,
-    /// Whether the configuration file does not have what is served, and a restart serves it again
+    /// True if the configuration file does not have what is served, and a restart serves it again
     /// all the same.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub restored: bool,
@@ -43,24 +43,24 @@ pub struct Status {
 /// is tried again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProblemView {
-    /// `backend` or `portal`.
+    /// Kind of object: `backend` or `portal`.
     pub kind: String,
     /// The backend's name, or the portal's address.
     pub name: String,
-    /// Why.
+    /// Reason why it is not served, for people.
     pub error: String,
     /// Since when, in seconds since 1970.
     pub since: u64,
-    /// Whether it is a backend that is open and fails some commands, such as writes while its file
+    /// True if it is a backend that is open and fails some commands, such as writes while its file
     /// system is full.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub failing: bool,
 }
 
-/// A worker.
+/// Use of one worker thread.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerView {
-    /// Its number.
+    /// Number of the worker, from 0.
     pub worker: u16,
     /// Logins accepted since the start.
     pub logins: u64,
@@ -87,82 +87,82 @@ pub struct SessionView {
     pub target: String,
     /// The initiator port: an SRP port identifier, or an iSCSI name with its ISID.
     pub initiator: String,
-    /// Where the initiator is.
+    /// Address of the initiator.
     pub peer: String,
     /// The worker that has it.
     pub worker: u16,
     /// The I_T nexus; connections of one session share it.
     pub nexus: Option<u64>,
-    /// Where it is in its life.
+    /// State of the connection, for people.
     pub state: String,
-    /// Requests under way.
+    /// Requests of the initiator under way.
     pub in_flight: usize,
     /// PDUs of iSCSI whose digest was wrong.
     #[serde(default)]
     pub digest_errors: u64,
     /// Logical units that it sees.
     pub luns: usize,
-    /// What the connection occupies, in bytes.
+    /// Memory that the connection occupies, in bytes.
     pub memory: usize,
-    /// What the login agreed on, by the names of the protocol.
+    /// Values that the login agreed on, by the names of the protocol.
     pub negotiated: BTreeMap<String, String>,
-    /// How fast the initiator may use the target, by all its sessions together.
+    /// Rates at which the initiator may use the target, by all its sessions together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsView>,
 }
 
-/// A target.
+/// One target as it is served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetView {
     /// Its name in the configuration.
     pub name: String,
     /// Its iSCSI name, if it has one.
     pub iqn: Option<String>,
-    /// Where it is served.
+    /// Addresses at which it is served.
     pub portals: Vec<PortalView>,
     /// Its logical units, by number.
     pub luns: BTreeMap<u16, LunView>,
 }
 
-/// Where a target is served.
+/// One address at which a target is served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortalView {
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
     /// Its address and port.
     pub listen: String,
-    /// What an SRP target port is known by.
+    /// Names of an SRP target port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub names: Option<PortNames>,
 }
 
-/// What an SRP target port is known by: 16 hexadecimal digits each, after `0x`.
+/// Names by which initiators find an SRP target port: 16 hexadecimal digits each, after `0x`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortNames {
-    /// I/O controller GUID.
+    /// GUID of the I/O controller, which is the target.
     pub ioc_guid: String,
     /// The InfiniBand service id.
     pub service_guid: String,
-    /// Identifier extension.
+    /// Identifier extension of the target port.
     pub id_ext: String,
 }
 
-/// A logical unit.
+/// One logical unit as it is served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LunView {
-    /// Unit serial number.
+    /// Unit serial number, as in VPD page 80h.
     pub serial: String,
-    /// Size in bytes.
+    /// Capacity of the unit in bytes.
     pub size: u64,
     /// Block size in bytes.
     pub block_size: u32,
-    /// Whether it refuses writes.
+    /// True if it refuses writes.
     pub read_only: bool,
     /// The flush that failed: acknowledged writes may be lost, and flushes fail until it is
     /// cleared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flush_failure: Option<FlushFailureView>,
-    /// How fast it may be used by all initiators together.
+    /// Rates at which all initiators together may use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsView>,
 }
@@ -176,35 +176,35 @@ pub struct LimitsView {
     pub burst_ms: u64,
     /// Commands that have waited.
     pub waits: u64,
-    /// How long they have waited, in milliseconds.
+    /// Sum of the times that they have waited, in milliseconds.
     pub waited_ms: u64,
 }
 
 /// A flush that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FlushFailureView {
-    /// Why.
+    /// Error of the first flush that failed.
     pub error: String,
-    /// When, in seconds since 1970.
+    /// Time of that, in seconds since 1970.
     pub at: u64,
 }
 
-/// What another configuration changes.
+/// Changes that another configuration makes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Changes {
-    /// Where it differs from the present one.
+    /// Places at which it differs from the present one.
     pub changes: Vec<Difference>,
-    /// Why it cannot follow while the daemon runs, if so.
+    /// Reason why it cannot follow while the daemon runs, if so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
     /// Backends that are larger than it says: what was grown stays grown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drift: Vec<DriftView>,
-    /// Whether what is served now, and was not before, ends with the process: see
+    /// True if what is served now, and was not before, ends with the process: see
     /// [`Status::unsaved`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unsaved: bool,
-    /// Whether, since this change, the configuration file does not have what is served: see
+    /// True if, since this change, the configuration file lacks what is served: see
     /// [`Status::restored`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub restored: bool,
@@ -215,24 +215,24 @@ pub struct Changes {
 pub struct DriftView {
     /// The place of the size in the configuration.
     pub path: String,
-    /// What the configuration says, in bytes.
+    /// Size in the configuration, in bytes.
     pub configured: u64,
-    /// What is served, in bytes.
+    /// Size that is served, in bytes.
     pub served: u64,
 }
 
 /// A configuration that the daemon has had.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HistoryView {
-    /// How many before the present one, which is 0.
+    /// Number of changes since it was the present one, which is 0.
     pub back: usize,
-    /// When it was applied, in seconds since 1970.
+    /// Time at which it was applied, in seconds since 1970.
     pub time: u64,
-    /// Who asked for it.
+    /// The user and process that asked for it.
     pub who: String,
-    /// How: `start`, `upgrade`, `apply`, `reload`, `rollback 1`.
+    /// `start`, `upgrade`, `apply`, `reload`, `rollback 1`: the request that led to it.
     pub how: String,
-    /// Where it differs from the one before it, as far as that is kept.
+    /// Differences from the one before it, as far as that is kept.
     #[serde(default)]
     pub changes: Vec<Difference>,
 }

@@ -91,8 +91,8 @@ impl Document {
         }
     }
 
-    /// Whether a change went to an item by its number in a list: in another configuration that may
-    /// be another item.
+    /// Returns true if a change went to an item by its number in a list: in another configuration
+    /// that may be another item.
     #[must_use]
     pub fn is_by_number(&self) -> bool {
         self.by_number
@@ -397,7 +397,7 @@ impl<'a> Found<'a> {
         children
     }
 
-    /// Whether it is there even if nothing is set.
+    /// Returns true if it is there even if nothing is set.
     fn is_implied(self) -> bool {
         self.shape.is_structured() && !self.shape.is_optional()
     }

@@ -116,7 +116,7 @@ impl Faults {
         *self.list.lock().unwrap_or_else(PoisonError::into_inner) = faults;
     }
 
-    /// Whether every fault has struck as often as it was to.
+    /// Returns true if every fault has struck as often as it was to.
     pub fn is_spent(&self) -> bool {
         let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.is_empty()
@@ -140,7 +140,7 @@ impl Faults {
         self.short.store(bytes, Ordering::Relaxed);
     }
 
-    /// Whether a request is held.
+    /// Returns true if a request is held.
     #[must_use]
     pub fn holds(&self, op: &BlockOp) -> bool {
         let hold = self.hold.lock().unwrap_or_else(PoisonError::into_inner);

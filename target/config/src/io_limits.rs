@@ -43,7 +43,7 @@ impl Default for IoLimits {
 }
 
 impl IoLimits {
-    /// Whether it limits anything.
+    /// Returns true if it limits anything.
     #[must_use]
     pub fn is_any(&self) -> bool {
         self.rates().iter().any(Option::is_some)

@@ -43,12 +43,12 @@ pub(super) fn find(items: &[Value], segment: &str) -> Option<(usize, bool)> {
     (n < items.len()).then_some((n, true))
 }
 
-/// Whether an item is not known by a name of its own.
+/// Returns true if an item is not known by a name of its own.
 fn is_nameless(item: &Value) -> bool {
     item.get("name").is_none()
 }
 
-/// Whether the items of a list have names.
+/// Returns true if the items of a list have names.
 pub(super) fn has_names(item: Shape<'_>) -> bool {
     item.key("name").is_some() || item.key("listen").is_some()
 }

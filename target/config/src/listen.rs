@@ -35,7 +35,7 @@ pub enum Wildcard {
 }
 
 impl Wildcard {
-    /// Whether it stands for an address of this interface.
+    /// Returns true if it stands for an address of this interface.
     #[must_use]
     pub fn covers(&self, interface: &str, address: IpAddr) -> bool {
         match self {
@@ -46,7 +46,7 @@ impl Wildcard {
         }
     }
 
-    /// Whether it names an interface.
+    /// Returns true if it names an interface.
     #[must_use]
     pub const fn is_interface(&self) -> bool {
         matches!(self, Self::Interface(_))
@@ -82,7 +82,7 @@ impl Listen {
         }
     }
 
-    /// Whether an address and port are certain to be both ones, wherever an interface has
+    /// Returns true if an address and port are certain to be both ones, wherever an interface has
     /// addresses.
     #[must_use]
     pub fn meets(&self, other: &Self) -> bool {

@@ -28,7 +28,7 @@ use super::value::{Guid, InitiatorId, Net, Percent};
 pub struct Config {
     /// What names derived by default are derived from, where the file says; see [`HostId::of`].
     pub identity: Option<String>,
-    /// Whether a start without all backends and portals fails.
+    /// True if a start without all backends and portals fails.
     pub strict: bool,
     /// Backends, in the order of the file. Names are distinct.
     pub backends: Vec<Backend>,
@@ -451,13 +451,13 @@ impl Rule {
         (self.initiator, self.iqn.clone(), self.address)
     }
 
-    /// Whether it is about initiators of a name, not about all at an address.
+    /// Returns true if it is about initiators of a name, not about all at an address.
     #[must_use]
     pub fn names_initiators(&self) -> bool {
         self.initiator.is_some() || self.iqn.is_some()
     }
 
-    /// Whether the rule is about this initiator port at this address.
+    /// Returns true if the rule is about this initiator port at this address.
     #[must_use]
     pub fn is_match(&self, port_id: &[u8; 16], address: IpAddr) -> bool {
         let is_named = match (&self.initiator, &self.iqn) {
@@ -467,7 +467,7 @@ impl Rule {
         is_named && self.address.is_none_or(|n| n.contains(address))
     }
 
-    /// Whether the rule is about an iSCSI initiator at this address.
+    /// Returns true if the rule is about an iSCSI initiator at this address.
     #[must_use]
     pub fn is_match_by_name(&self, name: &IscsiName, address: IpAddr) -> bool {
         let is_named = match (&self.iqn, &self.initiator) {
@@ -493,13 +493,13 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// Whether initiators name targets and are named by iSCSI names.
+    /// Returns true if initiators name targets and are named by iSCSI names.
     #[must_use]
     pub fn is_iscsi(self) -> bool {
         matches!(self, Self::Iscsi | Self::Iser)
     }
 
-    /// Whether it listens on an RDMA device.
+    /// Returns true if it listens on an RDMA device.
     #[must_use]
     pub fn is_rdma(self) -> bool {
         matches!(self, Self::Srp | Self::Iser)
@@ -539,7 +539,7 @@ pub struct Portal {
 pub struct Redirect {
     /// Where it is.
     pub to: TargetAddress,
-    /// Whether initiators should remember it.
+    /// True if initiators should remember it.
     pub permanent: bool,
 }
 
@@ -686,7 +686,7 @@ pub struct Transport {
     /// Largest path MTU in bytes: 256, 512, 1024, 2048 or 4096; `None` takes what the interface
     /// allows.
     pub mtu: Option<u16>,
-    /// Whether the software NIC takes only packets that no router has forwarded (RFC 5082).
+    /// True if the software NIC takes only packets that no router has forwarded (RFC 5082).
     pub on_link: bool,
     /// Faults of the link on purpose, for tests.
     pub faults: Option<LinkFaults>,
@@ -728,7 +728,7 @@ pub struct Log {
     pub filter: String,
     /// In which form.
     pub format: LogFormat,
-    /// Whether the audit log is part of it.
+    /// True if the audit log is part of it.
     pub audit: bool,
 }
 

@@ -39,7 +39,7 @@ pub enum Scalar {
 }
 
 impl Kind<'_> {
-    /// Whether these are objects, or hold some.
+    /// Returns true if these are objects, or hold some.
     #[must_use]
     pub fn is_structured(self) -> bool {
         matches!(self, Self::Object(_) | Self::Map(_) | Self::List(_))
@@ -105,13 +105,13 @@ impl<'s> Shape<'s> {
         }
     }
 
-    /// Whether objects stand here, or beneath.
+    /// Returns true if objects stand here, or beneath.
     #[must_use]
     pub fn is_structured(self) -> bool {
         self.kind().is_structured()
     }
 
-    /// Whether nothing here is something else than an empty object or list.
+    /// Returns true if nothing here is something else than an empty object or list.
     #[must_use]
     pub fn is_optional(self) -> bool {
         let is_null = |way: &&Value| types(way).any(|name| name == "null");

@@ -81,7 +81,7 @@ pub struct Spec {
     pub block_size: u32,
     /// Whether to bypass the page cache.
     pub direct: Direct,
-    /// Whether completed writes may be volatile until a flush.
+    /// True if completed writes may be volatile until a flush.
     pub write_cache: bool,
     /// Refuse writes, and let others read the file too.
     pub read_only: bool,

@@ -155,7 +155,7 @@ pub enum InitiatorId {
 }
 
 impl InitiatorId {
-    /// Whether an initiator port with this identifier is meant.
+    /// Returns true if an initiator port with this identifier is meant.
     #[must_use]
     pub fn is_match(&self, port_id: &[u8; 16]) -> bool {
         match self {
@@ -210,7 +210,7 @@ impl Net {
         (self.prefix == all).then_some(self.address)
     }
 
-    /// Whether the address lies within; an IPv4 address in its IPv6 form counts as itself.
+    /// Returns true if the address lies within; an IPv4 address in its IPv6 form counts as itself.
     #[must_use]
     pub fn contains(&self, address: IpAddr) -> bool {
         match (self.address, address.to_canonical()) {

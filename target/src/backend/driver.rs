@@ -30,7 +30,7 @@ use crate::warn_limited;
 #[error("the backend driver has as many requests as it takes")]
 pub struct DriverFull;
 
-/// A finished request.
+/// A request that has ended, for the worker to answer its command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Done {
     /// The caller's name for it.
@@ -102,6 +102,8 @@ impl OwnBounce {
             let is_shared = true;
             return Some(Bounce { memory, is_shared });
         }
+        // Only where all shared ones are taken: this one bounds what a store needs to go on at
+        // all, however long the requests of another store keep theirs.
         let memory = match std::mem::replace(self, Self::InUse) {
             Self::Idle(memory) => Some(memory),
             Self::InUse => return None,
@@ -153,6 +155,8 @@ impl Driver {
     /// # Panics
     /// If a size in the configuration is zero or not a multiple as stated.
     pub fn new(ring: &mut Ring, now: Instant, mut config: DriverConfig) -> io::Result<Self> {
+        // A longer list would be refused by the ring, which a request here takes for a ring that
+        // has failed.
         config.pieces = config.pieces.min(ring.max_slices());
         assert!(config.depth > 0 && config.pieces > 0 && config.bounces > 0);
         assert!(config.bounce > 0 && config.bounce.is_multiple_of(4096));
@@ -193,6 +197,9 @@ impl Driver {
             ),
             Medium::Ram(_) | Medium::Null | Medium::Absent => None,
         };
+        // Before the descriptor: a failure that is cleared in between only makes the next flush
+        // open another one. The other way round, the number would be that of a newer descriptor
+        // than this one is, which may still have an old error to report.
         let clears = store.flush_clears();
         let sync = open_sync(&store.medium);
         StoreId(self.stores.insert(Attached {
@@ -218,6 +225,8 @@ impl Driver {
         let idle = self.stores[id.0].requests == 0;
         if idle {
             self.stores.remove(id.0);
+            // Its number is free from here on: results would be looked for at no store, or at
+            // another one.
             self.helped.retain(|store| *store != id.0);
         }
         idle
@@ -238,7 +247,7 @@ impl Driver {
         self.requests.len() + self.done.len()
     }
 
-    /// Whether a completion's token is one of this driver's.
+    /// Returns true if a completion's token is one of this driver's.
     #[must_use]
     pub fn owns(&self, token: Token) -> bool {
         (token.0 >> 56) as u8 == self.config.tag
@@ -275,10 +284,16 @@ impl Driver {
             offset.is_multiple_of(block) && len.is_multiple_of(block),
             "{op:?} is not in whole blocks"
         );
+        // From here on the request is accepted, and each way out goes through `finish`, which
+        // counts it back.
         attached.requests += 1;
+        // Taken before anything else can end the request, so that faults with a number of times
+        // strike the same requests in each run.
         let strike = attached.store.faults.as_ref().and_then(|f| f.strike(&op));
         let volatile = attached.store.geometry().write_cache;
         let mut kept = self.spare.pop().unwrap_or_default();
+        // The slices keep the memory mapped: the command may be aborted, and its connection
+        // closed, while the kernel still reads or writes here.
         kept.extend_from_slice(data);
         let index = self.requests.insert(Request {
             user,
@@ -319,11 +334,14 @@ impl Driver {
         Ok(())
     }
 
-    /// Whether a store may have one more request. All stores share half of the depth as they come; of
-    /// the other half each has a part for itself, so one that hangs leaves room for the others.
+    /// Returns true if a store may have one more request. All stores share half of the depth as
+    /// they come; of the other half each has a part for itself, so one that hangs leaves room for
+    /// the others.
     fn has_room(&self, store: StoreId) -> bool {
         let (depth, stores) = (self.config.depth, self.stores.len());
         let in_flight = self.in_flight();
+        // The last bound counts only this store's requests, and the parts of all stores together
+        // are no more than the half that is not shared.
         let own = (depth / (2 * stores)).max(1);
         in_flight < depth
             && (stores == 1 || in_flight < depth / 2 || self.stores[store.0].requests < own)
@@ -339,10 +357,14 @@ impl Driver {
             .collect();
         for index in named {
             let request = &mut self.requests[index];
+            // Kept for those that go on: their next stage, or the rest of a short transfer, is not
+            // begun.
             request.cancelled = true;
             match request.state {
                 // A ring that takes no cancellation lets the operation run to its end.
                 State::Ring => drop(ring.cancel(self.token(index))),
+                // A thread in a system call cannot be called back, and a fault holds aborted
+                // requests as a disk that hangs would.
                 State::Helper | State::Held => {}
                 // A flush under way serves others too.
                 State::Flush if self.stores[request.store.0].flushing.contains(&index) => {}
@@ -363,6 +385,8 @@ impl Driver {
     /// If the token is not of this driver: the worker routes by [`owns`](Driver::owns).
     pub fn handle_completion(&mut self, ring: &mut Ring, completion: &Completion) {
         assert!(self.owns(completion.token), "a completion of another's");
+        // The slab's number names the request without a generation: it is free only after
+        // `finish`, and that is after the one ring operation that the request has at a time.
         let index = (completion.token.0 & !(0xff << 56)) as usize;
         let result = match u32::try_from(completion.result) {
             Ok(n) => Ok(n as usize),
@@ -413,6 +437,9 @@ impl Driver {
         }
         if !self.delayed.is_empty() {
             let now = self.now;
+            // Taken as a whole: `begin` may delay a request again, which would otherwise be looked
+            // at in this very round, and a long operation in memory would never let others be
+            // served.
             for index in std::mem::take(&mut self.delayed) {
                 match self.requests[index].state {
                     State::Delayed { until, .. } if until > now => self.delayed.push(index),
@@ -444,6 +471,7 @@ impl Driver {
         let (op, done) = (request.op, request.done);
         let store = self.stores[request.store.0].store.clone();
         let result = match &store.medium {
+            // A file's operations end with a completion; all others are done below, in this call.
             Medium::File { .. } => return self.issue(ring, index),
             Medium::Ram(ram) => {
                 let (offset, len) = plan::range(&op);
@@ -451,8 +479,12 @@ impl Driver {
                     BlockOp::Read { .. } => ram.read(offset, self.cut_all(index)),
                     BlockOp::Write { .. } => ram.write(offset, self.cut_all(index)),
                     BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } => {
+                        // One UNMAP or WRITE SAME may name the whole disk, and the worker serves
+                        // all its sessions with this thread.
                         let piece = (len - done).min(RAM_PIECE);
                         match op {
+                            // Without UNMAP the initiator wants the space to stay allocated, so
+                            // chunks are kept and filled.
                             BlockOp::WriteZeroes { unmap: false, .. } => {
                                 ram.zero(offset + done, piece);
                             }
@@ -584,6 +616,8 @@ impl Driver {
             request.stage,
             Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges
         );
+        // A range inside one of the device's blocks has nothing to punch or zero, and an operation
+        // of length zero is an error to fallocate(2).
         if left == 0 && moves {
             return self.after_stage(ring, index);
         }
@@ -592,6 +626,8 @@ impl Driver {
             false => Durability::Cached,
         };
         let queued = match request.stage {
+            // Not put into the ring by itself: one flush serves all requests of the store that
+            // wait for one.
             Stage::SyncFirst | Stage::SyncLast => {
                 let store = request.store;
                 request.state = State::Flush;
@@ -601,6 +637,9 @@ impl Driver {
             Stage::Punch => ring.submit_fallocate(handle, Fallocate::PunchHole, at, left, token),
             Stage::Zero => ring.submit_fallocate(handle, Fallocate::ZeroRange, at, left, token),
             Stage::Fill | Stage::Edges => {
+                // The same zeroes stand several times in one list, so that a long range takes
+                // fewer operations. Not durable each: the flush behind the stage makes all of them
+                // so at once.
                 let most = (ZEROES * self.config.pieces.min(16)).min(MAX_OPERATION) as u64;
                 fill_window(&self.zeroes, left.min(most), &mut request.window);
                 ring.submit_write(handle, at, &request.window, Durability::Cached, token)
@@ -609,6 +648,8 @@ impl Driver {
                 let faults = attached.store.faults.as_ref();
                 let config = (self.config, faults.map_or(usize::MAX, |f| f.most()));
                 let (shared, own) = (&mut self.idle_bounces, &mut attached.bounce);
+                // Only asked for where the memory is not aligned for direct I/O: most requests
+                // need none.
                 let idle = || own.take_or(shared, self.config.bounce);
                 let Some(memory) = cut_transfer(request, *align, config, idle) else {
                     request.state = State::Stalled;
@@ -623,6 +664,8 @@ impl Driver {
                     _ => ring.submit_write(handle, at, list, durable, token),
                 }
             }
+            // A block device does not say which of its blocks are in use, so all of them count as
+            // mapped.
             Stage::Extent if *device => {
                 let result = StepResult::Status {
                     allocation: Allocation::Mapped,
@@ -632,12 +675,15 @@ impl Driver {
             }
             Stage::Extent => {
                 let fd = fd.clone();
+                // io_uring has no lseek(2), and the call may wait for the file system.
                 return self.ask_helper(ring, index, fd, offset, len);
             }
         };
         match queued {
             Ok(()) => request.state = State::Ring,
             Err(SubmitError::Full) => {
+                // Others of the store can go on with it, while this request waits for a place in
+                // the ring.
                 self.free_bounce(index);
                 self.requests[index].state = State::Stalled;
                 self.stalled.push_back(index);
@@ -658,6 +704,7 @@ impl Driver {
                     Medium::Ram(_) | Medium::Null | Medium::Absent => 1,
                 };
                 // Direct I/O goes on at a whole block.
+                // What was moved beyond it is moved once more, with the same bytes.
                 let moved = moved - moved % align;
                 if moved == 0 {
                     // The end of a file that became shorter.
@@ -678,6 +725,8 @@ impl Driver {
             }
             (Stage::Punch | Stage::Zero, Ok(_)) => self.after_stage(ring, index),
             (Stage::Punch, Err(libc::EOPNOTSUPP)) => {
+                // For this attachment: asking again with each command would cost a system call
+                // that is known to fail.
                 attached.lacks.punch = true;
                 request.stage = if attached.lacks.zero {
                     Stage::Fill
@@ -691,6 +740,7 @@ impl Driver {
                 request.stage = Stage::Fill;
                 self.issue(ring, index);
             }
+            // Also a ring operation that was cancelled, as ECANCELED: it is aborted, not failed.
             (_, Err(errno)) => {
                 let error = io::Error::from_raw_os_error(errno);
                 self.fail(index, from_errno(errno, at), &error);
@@ -706,9 +756,13 @@ impl Driver {
         };
         let token = self.token(first);
         let attached = &mut self.stores[store.0];
+        // Those that came after its start must not be answered by it: the kernel may have passed
+        // their pages already.
         if !attached.flushing.is_empty() {
             return;
         }
+        // A failure was cleared since the descriptor was opened. It may still carry the error of
+        // that time, which the administrator has dealt with already.
         let clears = attached.store.flush_clears();
         if attached.clears != clears {
             attached.clears = clears;
@@ -731,6 +785,8 @@ impl Driver {
     fn on_flushed(&mut self, ring: &mut Ring, store: StoreId, errno: Option<i32>) {
         let attached = &mut self.stores[store.0];
         let mut served = std::mem::take(&mut attached.flushing);
+        // The failure is stored before anybody is answered, so that no flush of another worker
+        // that ends meanwhile is taken for a success.
         if let Some(errno) = errno {
             let why = std::io::Error::from_raw_os_error(errno);
             attached
@@ -738,6 +794,8 @@ impl Driver {
                 .count_error(self.now, from_errno(errno, 0), &why);
             attached.store.on_flush_failed(errno);
         }
+        // Asked for even after a success: another worker's descriptor may have reported what this
+        // one's did not.
         let failure = attached.store.flush_failure();
         for index in served.drain(..) {
             match failure {
@@ -750,6 +808,8 @@ impl Driver {
             }
         }
         let attached = &mut self.stores[store.0];
+        // The list keeps its memory for the next flush. `after_stage` may have begun one, whose
+        // list must stay.
         if attached.flushing.is_empty() {
             attached.flushing = served;
         }
@@ -777,6 +837,8 @@ impl Driver {
         let store = self.requests[index].store.0;
         let helper = &mut self.stores[store].helper;
         if helper.is_none() {
+            // One for each store, with room for all requests: a file system that hangs holds up
+            // its own thread alone.
             *helper = Offload::new(self.config.depth, ring.waker()).ok();
             self.helped.extend(helper.is_some().then_some(store));
         }
@@ -828,6 +890,8 @@ impl Driver {
         let request = &mut self.requests[index];
         if let (Some(bounce), BlockOp::Read { .. }) = (&request.bounce, request.op) {
             let mut left = moved;
+            // A short read fills only the beginning of the window; the rest of the buffer keeps
+            // what it has until the next operation brings it.
             let mut pieces = Vec::new();
             for piece in &request.window {
                 let take = piece.len().min(left);
@@ -872,6 +936,8 @@ impl Driver {
             tracing::info!(backend = store.label(), "a backend works again");
         }
         for mut list in [request.data, request.window] {
+            // Drops the references to the command's memory here, not when the list is used again,
+            // or a session's buffers would outlive the session.
             list.clear();
             self.spare.push(list);
         }

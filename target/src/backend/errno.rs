@@ -1,4 +1,4 @@
-//! What a host error means to a logical unit.
+//! Maps errors of the host to those that a logical unit reports.
 
 use riser_scsi::step::BackendError;
 
@@ -8,6 +8,8 @@ use riser_scsi::step::BackendError;
 /// that the data is bad names the place; what says that the device is gone is not ready.
 pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
     match errno {
+        // Lost or damaged data. EUCLEAN and EBADMSG are what XFS and ext4 say of metadata that
+        // fail their checks.
         libc::EIO
         | libc::EILSEQ
         | libc::ENODATA
@@ -16,8 +18,14 @@ pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
         | libc::EUCLEAN => BackendError::Medium {
             offset: Some(offset),
         },
+        // The initiator can end these by freeing blocks, so they are not reported as errors of the
+        // medium.
         libc::ENOSPC | libc::EDQUOT | libc::EFBIG => BackendError::NoSpace,
+        // The file was opened for what the unit allows, so a refusal now means that its file
+        // system was remounted read-only, as ext4 may do after an error.
         libc::EROFS | libc::EPERM | libc::EACCES | libc::EBADF => BackendError::ReadOnly,
+        // A device that was pulled, or a network file system that has lost its server: the data
+        // may come back.
         libc::ENODEV
         | libc::ENXIO
         | libc::ENOMEDIUM
@@ -28,6 +36,8 @@ pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
         libc::ECANCELED | libc::EINTR | libc::EAGAIN | libc::ENOMEM | libc::EBUSY => {
             BackendError::Aborted
         }
+        // EINVAL or EFAULT, for instance, would be our own mistakes, and must not be blamed on the
+        // medium.
         _ => BackendError::Internal,
     }
 }

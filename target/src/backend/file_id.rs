@@ -16,7 +16,7 @@ pub struct FileId {
 }
 
 impl FileId {
-    /// Whether it is the same file. Numbers of devices change when the host starts again.
+    /// Returns true if it is the same file. Numbers of devices change when the host starts again.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let device = |file: &Self| file.born.is_none().then_some(file.device);

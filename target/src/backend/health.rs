@@ -1,4 +1,4 @@
-//! What went wrong with a backend, and how much room it has.
+//! Failures of a backend, and the room that it has.
 
 use std::fmt::Display;
 use std::os::fd::AsFd;
@@ -24,6 +24,8 @@ fn kind_of(error: BackendError) -> Option<usize> {
         BackendError::ReadOnly => Some(READ_ONLY),
         BackendError::NotReady => Some(NOT_READY),
         BackendError::Internal => Some(4),
+        // An initiator that aborts its commands, or a connection that is lost, must not make a
+        // backend look broken.
         BackendError::Aborted | BackendError::Transfer => None,
     }
 }
@@ -32,11 +34,12 @@ fn kind_of(error: BackendError) -> Option<usize> {
 #[derive(Debug)]
 pub(super) struct Errors {
     counts: [AtomicU64; KINDS.len()],
-    /// What times are counted from.
+    /// Zero of the milliseconds in `clears`.
     start: Instant,
-    /// When, and by what, the failure ends: asked for each operation.
+    /// The [`Clears`] of the failure at present: read for each operation that succeeds, without
+    /// the lock.
     clears: AtomicU64,
-    /// What failed has succeeded since the last failure.
+    /// True once an operation that could have failed has succeeded since the last failure.
     worked: AtomicBool,
     failing: Mutex<Option<Failure>>,
 }
@@ -53,8 +56,8 @@ impl Default for Errors {
     }
 }
 
-/// When a success ends a failure, in one word: twice the milliseconds since the start, and one more if only
-/// a write does.
+/// The time from which a success ends a failure, in one word: twice the milliseconds since the
+/// start, and one more if only a write does.
 #[derive(Clone, Copy)]
 struct Clears(u64);
 
@@ -64,16 +67,19 @@ impl Clears {
 
     fn new(kind: usize, since_start: Duration) -> Self {
         let at = since_start + time_of(kind);
+        // Reads succeed on a full or read-only file system as well, so they prove nothing.
         let takes_write = matches!(kind, NO_SPACE | READ_ONLY);
+        // One word, so that every successful operation asks with one load. It is never `NEVER`,
+        // since `at` is at least the quiet time after the start.
         Self((at.as_millis() as u64) << 1 | u64::from(takes_write))
     }
 
-    /// Whether a success counts.
+    /// Returns true if a success of this kind can end the failure, now or later.
     fn counts(self, is_write: bool) -> bool {
         self.0 != Self::NEVER && (is_write || self.0 & 1 == 0)
     }
 
-    /// Whether a success does so, where the clock is only read if it matters.
+    /// Returns true if a success ends the failure now; the clock is only read if it matters.
     fn is_due(self, is_write: bool, since_start: impl FnOnce() -> Duration) -> bool {
         self.counts(is_write) && since_start().as_millis() as u64 >= self.0 >> 1
     }
@@ -82,15 +88,15 @@ impl Clears {
 /// A backend that is open and fails operations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failing {
-    /// Since when.
+    /// Date of the first failure of this series.
     pub since: SystemTime,
-    /// The last failure.
+    /// The last failure, for people.
     pub why: String,
     kind: usize,
 }
 
 impl Failing {
-    /// Whether the device is gone: it may be there again as another one.
+    /// Returns true if the device is gone: it may be there again as another one.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.kind == NOT_READY
@@ -121,8 +127,9 @@ struct Failure {
 /// Time for which a medium error counts: other blocks may work meanwhile.
 const MEDIUM_ERROR: Duration = Duration::from_secs(60);
 
-/// How long after the last failure a success does not count yet. A file system that is full still takes what
-/// overwrites allocated blocks, and such a success between two failures ends nothing.
+/// Time after the last failure in which a success does not count yet. A file system that is full
+/// still takes what overwrites allocated blocks, and such a success between two failures ends
+/// nothing.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// Returns the time for which a failure of a kind counts at least.
@@ -141,6 +148,8 @@ impl Errors {
         };
         self.counts[kind].fetch_add(1, Ordering::Relaxed);
         let mut failing = self.lock();
+        // A series of failures keeps its beginning, and the date that was first reported for it.
+        // After one that has ended with time, a new series begins.
         let before = failing.as_ref().filter(|failing| self.lasts(failing, now));
         let (since, date) = before.map_or((now, None), |failing| (failing.since, failing.date));
         *failing = Some(Failure {
@@ -169,6 +178,8 @@ impl Errors {
         }
         let mut failing = self.lock();
         let works = |failing: &Failure| is_due(self.clears_of(failing));
+        // Asked once more under the lock: another worker may have noted a newer failure since the
+        // load above.
         let works = failing.take_if(|failing| works(failing)).is_some();
         self.store_clears(failing.as_ref());
         works
@@ -190,6 +201,8 @@ impl Errors {
         let failure = failing
             .as_mut()
             .filter(|failing| self.lasts(failing, now))?;
+        // Workers have no date. The first report makes one from the time that has passed, and
+        // keeps it: a clock that is set later must not move the beginning of the failure.
         let since = *failure.date.get_or_insert_with(|| {
             let ago = now.saturating_duration_since(failure.since);
             date.checked_sub(ago).unwrap_or(date)
@@ -201,13 +214,16 @@ impl Errors {
         })
     }
 
-    /// Whether a failure still counts without another operation: for ever, unless it ends with time.
+    /// Returns true if a failure still counts without another operation: for ever, unless it ends
+    /// with time.
     fn lasts(&self, failing: &Failure, now: Instant) -> bool {
+        // A bad block need not be touched again, so its error ends with time. A file system that
+        // is full or gone stays so until it was seen to work.
         let ends = failing.kind == MEDIUM || self.worked.load(Ordering::Relaxed);
         !ends || now.saturating_duration_since(failing.last) < time_of(failing.kind)
     }
 
-    /// How many there were of each kind, those that there were.
+    /// Counts by kind, of those kinds that have occurred.
     pub(super) fn counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counts = self.counts.iter();
         let counts = counts.map(|count| count.load(Ordering::Relaxed));
@@ -239,7 +255,7 @@ impl Space {
     }
 }
 
-/// Last measurement.
+/// The last measurement, shared between the thread that measures and those that report.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
     allocated: AtomicU64,
@@ -263,10 +279,13 @@ impl Measured {
     pub(super) fn measure(&self, file: impl AsFd) -> rustix::io::Result<()> {
         let stat = rustix::fs::fstat(&file)?;
         let system = rustix::fs::fstatvfs(&file)?;
+        // `st_blocks` counts units of 512 bytes for every block size of the file system.
         let allocated = u64::try_from(stat.st_blocks)
             .unwrap_or(0)
             .saturating_mul(512);
         let free = system.f_bavail.saturating_mul(system.f_frsize);
+        // `free` last, and with release order: a reader that sees it sees the number that belongs
+        // to it, or a newer one.
         self.allocated.store(allocated, Ordering::Relaxed);
         self.free.store(free.saturating_add(1), Ordering::Release);
         Ok(())

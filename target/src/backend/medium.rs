@@ -163,7 +163,7 @@ pub(super) fn open_file(
     })
 }
 
-/// Whether an open file is no longer at its path, nor at another one.
+/// Returns true if an open file is no longer at its path, nor at another one.
 fn is_removed(path: &Path, open: &Metadata) -> bool {
     let is_there = |there: Metadata| (there.dev(), there.ino()) == (open.dev(), open.ino());
     open.nlink() == 0 && !std::fs::metadata(path).is_ok_and(is_there)

@@ -41,14 +41,14 @@ pub struct Wish {
 pub struct OpenedStores(BTreeMap<String, (Spec, Result<Arc<Store>, OpenError>)>);
 
 impl OpenedStores {
-    /// Whether a backend has been opened.
+    /// Returns true if a backend has been opened.
     #[must_use]
     pub fn has(&self, backend: &str, spec: &Spec) -> bool {
         let opened = self.0.get(backend);
         opened.is_some_and(|(asked, result)| asked == spec && result.is_ok())
     }
 
-    /// Whether opening a backend has ended, with an error or without.
+    /// Returns true if opening a backend has ended, with an error or without.
     pub(crate) fn has_result(&self, backend: &str, spec: &Spec) -> bool {
         self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
     }

@@ -134,7 +134,7 @@ pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<S
     }
 }
 
-/// Whether the writes of an operation must be durable when they complete.
+/// Returns true if the writes of an operation must be durable when they complete.
 pub(super) fn is_durable(op: &BlockOp, volatile: bool) -> bool {
     !volatile || matches!(op, BlockOp::Write { fua: true, .. })
 }

@@ -324,7 +324,7 @@ impl Store {
         });
     }
 
-    /// Whether it stands for one that cannot be opened: see [`Store::absent`].
+    /// Returns true if it stands for one that cannot be opened: see [`Store::absent`].
     #[must_use]
     pub fn is_absent(&self) -> bool {
         matches!(self.medium, Medium::Absent)

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 /// Other processes that may have the file open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lock {
-    /// No process.
+    /// No other process may have it locked: the unit can be written.
     Exclusive,
     /// Others that only read.
     Shared,
@@ -33,6 +33,7 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
     };
     match fcntl(fd, FcntlArg::F_OFD_SETLK(&range)) {
         Ok(_) => Ok(true),
+        // POSIX lets a system answer with either.
         Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => Ok(false),
         Err(e) => Err(e.into()),
     }
@@ -41,6 +42,8 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
 /// Opens the same file again: another open file description, with the same access.
 pub(super) fn reopen(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let flags = rustix::fs::fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::DIRECT);
+    // Not by the file's own path, which may lead to another file by now. dup(2) would share the
+    // open file description, and with it the error that only one reader of it sees.
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let fd = rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty())?;
     Ok(fd)
@@ -64,6 +67,8 @@ pub(super) struct Align {
 /// for both where the kernel or file system does not say.
 pub(super) fn direct_alignment(fd: BorrowedFd<'_>) -> io::Result<Option<Align>> {
     let st = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
+    // Before Linux 6.1, and for file systems that do not fill it in. The first read then shows
+    // whether a page is enough.
     if st.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
         return Ok(Some(Align {
             memory: 4096,
@@ -93,20 +98,23 @@ pub(super) fn device_physical_block(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(rustix::fs::ioctl_blkpbszget(fd)?)
 }
 
-/// Whether the file system can punch holes, tried on `len` bytes at `beyond`, which must lie past
-/// the end of the file.
+/// Returns true if the file system can punch holes, tried on `len` bytes at `beyond`, which must
+/// lie past the end of the file.
 pub(super) fn can_punch(fd: BorrowedFd<'_>, beyond: u64, len: u64) -> bool {
+    // Beyond the end there is nothing to lose, and the size is kept, so a file is not changed by
+    // being tried.
     let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(fd, mode, beyond, len).is_ok()
 }
 
-/// Whether there is data at `offset`, and how far that state reaches, up to `len` bytes.
+/// Looks for data at `offset`, and how far that state reaches, up to `len` bytes.
 ///
 /// Moves the description's file position, which nothing of ours uses.
 pub(super) fn extent(fd: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<(bool, u64)> {
     let seek = |to| rustix::fs::seek(fd, to);
     let end = offset.saturating_add(len);
     match seek(SeekFrom::Data(offset)) {
+        // SEEK_DATA gives the next data: where that is later than `offset`, a hole is here.
         Ok(data) if data > offset => Ok((false, data.min(end) - offset)),
         Ok(_) => Ok((true, seek(SeekFrom::Hole(offset))?.min(end) - offset)),
         // No data from here to the end of the file.

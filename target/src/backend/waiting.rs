@@ -49,7 +49,8 @@ impl Drop for Marked {
     }
 }
 
-/// Whether a thread waits for a path. As long as it does, this program cannot be replaced by another one.
+/// Returns true if a thread waits for a path. As long as it does, this program cannot be replaced
+/// by another one.
 pub(super) fn is_waiting(path: &Path) -> bool {
     waiting().contains_key(path)
 }

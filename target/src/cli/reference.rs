@@ -23,7 +23,7 @@ pub struct Key {
     pub name: String,
     /// What a value is: "size", "list of objects".
     pub kind: String,
-    /// Whether the object must have it.
+    /// True if the object must have it.
     pub is_required: bool,
     /// The value that holds if the key is left out, as it is written in a file.
     pub default: Option<String>,

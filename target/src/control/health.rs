@@ -58,7 +58,7 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     }
 }
 
-/// Whether a worker listens on a portal.
+/// Returns true if a worker listens on a portal.
 pub(super) fn is_listening(protocol: Protocol, at: SocketAddr, snapshots: &[Snapshot]) -> bool {
     let mut listening = snapshots.iter().flat_map(|s| match protocol {
         Protocol::Srp | Protocol::Iser => &s.rdma_listeners,

@@ -31,11 +31,11 @@ const FILE: &str = "configurations.json";
 /// A configuration that was applied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// When, in seconds since 1970.
+    /// Seconds since 1970, by the host's clock.
     pub time: u64,
-    /// Who asked for it.
+    /// The user and process that asked for it.
     pub who: String,
-    /// How: `start`, `upgrade`, `apply`, `reload`, `rollback 1`.
+    /// `start`, `upgrade`, `apply`, `reload`, `rollback 1`: the request that led to it.
     pub how: String,
     /// The configuration, secrets included.
     pub yaml: String,
@@ -56,20 +56,23 @@ impl Entry {
 }
 
 impl Entry {
-    /// Whether it is a further step of the change that another one was a step of.
+    /// Returns true if it is a further step of the change that another one was a step of.
     fn continues(&self, before: &Self) -> bool {
         let is_step = |entry: &Self| entry.how == "apply";
+        // A clock that was set back makes this zero, so a change may be taken for a step of one in
+        // the future.
         let is_soon = self.time.saturating_sub(before.time) <= STEP;
         is_step(self) && is_step(before) && self.who == before.who && is_soon
     }
 }
 
-/// What the file holds.
+/// The content of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Kept {
-    /// The newest first.
+    /// Applied configurations, the newest first.
     configurations: Vec<Entry>,
-    /// What the configuration file said when it was read last.
+    /// The configuration file at its last reading, as
+    /// [`Config::to_yaml`](crate::config::Config::to_yaml) writes it.
     #[serde(default)]
     file: Option<String>,
 }
@@ -86,8 +89,8 @@ pub struct History {
 }
 
 impl History {
-    /// What was kept at a location. A default location that cannot be had is no reason not to
-    /// serve; one that cannot be read is, since reservations may be kept there.
+    /// Opens the history that was kept at a location. A default location that cannot be had is no
+    /// reason not to serve; one that cannot be read is, since reservations may be kept there.
     ///
     /// # Errors
     /// The location's directory cannot be had, or its file is not one of ours.
@@ -95,6 +98,8 @@ impl History {
         match location {
             Location::Off => Ok(Self::default()),
             Location::At(path) => Self::open_at(path, false),
+            // Nobody has asked for this directory, and a first try as an ordinary user may not
+            // make it.
             Location::Default => {
                 let path = state::default_path();
                 path.map_or_else(|| Ok(Self::default()), |path| Self::open_at(&path, true))
@@ -132,7 +137,7 @@ impl History {
         Ok(Self { entries, file, dir })
     }
 
-    /// Whether a restart finds them.
+    /// Returns true if a restart finds them.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.dir.is_some()
@@ -140,13 +145,14 @@ impl History {
 
     /// Goes on with what the program before had, where nothing is kept in a directory.
     pub fn adopt(&mut self, entries: Vec<Entry>) {
+        // A directory has what the program before has written, and is the later of the two.
         if self.dir.is_none() {
             self.entries = entries;
         }
     }
 
-    /// What keeps reservations and failed flushes of logical units, and the numbers of ports, in
-    /// the same directory.
+    /// Returns the keepers of reservations and failed flushes of logical units, and the numbers of
+    /// ports, in the same directory.
     #[must_use]
     pub fn keepers(&self) -> Keepers {
         let Some(dir) = &self.dir else {
@@ -174,11 +180,13 @@ impl History {
         let last = self.entries.first();
         let replaced = usize::from(last.is_some_and(|last| entry.continues(last)));
         let mut entries = vec![entry];
+        // One more than `KEPT` in all: the new one is the present configuration, to which none
+        // rolls back.
         entries.extend(self.entries.iter().skip(replaced).take(KEPT).cloned());
         self.keep(entries, self.file.clone())
     }
 
-    /// What the configuration file said when it was read last; `None` where that is not known.
+    /// The configuration file at its last reading; `None` where that is not known.
     #[must_use]
     pub fn file(&self) -> Option<&str> {
         self.file.as_deref()
@@ -189,6 +197,7 @@ impl History {
     /// # Errors
     /// It cannot be kept.
     pub fn see_file(&mut self, yaml: String) -> io::Result<()> {
+        // A write is durable and takes its time, and most reloads find the file unchanged.
         if self.file.as_ref() == Some(&yaml) {
             return Ok(());
         }
@@ -201,6 +210,7 @@ impl History {
             file,
         };
         if let Some(dir) = &self.dir {
+            // Before memory: what a restart would not find must not be shown as kept.
             dir.save(FILE, VERSION, &kept)?;
         }
         (self.entries, self.file) = (kept.configurations, kept.file);

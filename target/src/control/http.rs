@@ -1,5 +1,5 @@
-//! What may be looked at over HTTP: metrics, health, and the status page. All of it is on the admin
-//! socket as well; on a TCP address only if the configuration says so.
+//! Metrics, health and the status page over HTTP, read-only. All of it is on the admin socket as
+//! well; on a TCP address only if the configuration says so.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
@@ -48,10 +48,11 @@ pub fn router() -> Router<Requests> {
         .route("/v1/recent", on(MethodFilter::GET, recent))
 }
 
-/// Whether a `Host` header names this host and no other: by an address, as `localhost`, or by the host's own
-/// name. A page of another site that a browser here shows may have its own name lead to this address
-/// (DNS rebinding); what it asks for then names that site.
+/// Returns true if a `Host` header names this host and no other: by an address, as `localhost`, or
+/// by the host's own name. A page of another site that a browser here shows may have its own name
+/// lead to this address (DNS rebinding); what it asks for then names that site.
 fn is_own(host: &str, own: &str) -> bool {
+    // The last colon only if digits follow, since an IPv6 address has colons of its own.
     let name = match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
         _ => host,
@@ -59,6 +60,7 @@ fn is_own(host: &str, own: &str) -> bool {
     let bare = name
         .strip_prefix('[')
         .and_then(|rest| rest.strip_suffix(']'));
+    // An attacker's name cannot be an address: rebinding needs a name that he has resolved.
     let is_address = bare.unwrap_or(name).parse::<IpAddr>().is_ok();
     is_address || name.eq_ignore_ascii_case("localhost") || name.eq_ignore_ascii_case(own)
 }
@@ -67,6 +69,7 @@ fn is_own(host: &str, own: &str) -> bool {
 async fn check_host(request: Request, next: Next) -> Response {
     let uname = rustix::system::uname();
     let own = uname.nodename().to_str().unwrap_or("localhost");
+    // Two headers are refused: a proxy and we could each believe another one.
     let mut hosts = request.headers().get_all(HOST).iter();
     let is_meant = match (hosts.next(), hosts.next()) {
         (Some(host), None) => host.to_str().is_ok_and(|host| is_own(host, own)),
@@ -85,6 +88,7 @@ async fn page() -> Response {
     let headers = [
         (CONTENT_TYPE, "text/html; charset=utf-8"),
         (CONTENT_SECURITY_POLICY, POLICY),
+        // The page of one version must not talk to the API of the next one.
         (CACHE_CONTROL, "no-store"),
     ];
     (headers, PAGE).into_response()

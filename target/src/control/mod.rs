@@ -113,6 +113,8 @@ pub struct Source<'a> {
 /// # Errors
 /// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
 pub fn run(source: Source<'_>) -> Result<(), ServerError> {
+    // A thread of its own for HTTP: the control plane blocks in files and devices while it answers
+    // a request, and clients must be able to connect and to give up meanwhile.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .thread_name("riser-control")
@@ -125,9 +127,14 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         admin: listener,
         ..
     } = source.handover;
+    // Looked up now: an upgrade replaces the file, after which the kernel calls it deleted.
     let program = upgrade::own_program().map_err(ServerError::Program)?;
     runtime.block_on(async {
+        // Before anything is opened: until then a signal would end the process at once, with files
+        // half made.
         let mut signals = Signals::new().map_err(ServerError::Signal)?;
+        // Before the server: the directory's lock keeps a second daemon from serving the same
+        // backends.
         let mut history = History::open(&source.config.state).map_err(ServerError::State)?;
         let (upgrade_record, how) = match predecessor {
             Some(predecessor) => {
@@ -147,6 +154,8 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             Server::start_patiently(&config, &server_state, keepers, PREDECESSOR)
         })?;
         let yaml = config.to_yaml();
+        // A start that serves what was served last is no change, and would push older ones out of
+        // the history.
         if history
             .entries()
             .first()
@@ -159,6 +168,8 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             tolerate(&config, history.see_file(file))?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
+        // After the server, whose workers serve already: no address of ours for people is worth
+        // more than disks.
         let metrics = match start(|| open_metrics(&config, &server_state, &requests)) {
             Err(error) if !config.strict => {
                 let wanted = config.metrics.as_ref();
@@ -290,6 +301,7 @@ impl ConfigFile<'_> {
         let version = (file.dev(), file.ino(), file.len(), changed, moved);
         let mut last = self.last.borrow_mut();
         match &*last {
+            // The status asks each time, and a scraper asks for the status every few seconds.
             Some((seen, yaml)) if *seen == version => yaml.clone(),
             _ => {
                 let yaml = (self.reread)().ok().map(|config| config.to_yaml());
@@ -359,10 +371,14 @@ impl Control<'_> {
 
     /// Does what signals and requests ask for, one after another.
     async fn attend(&mut self, signals: &mut Signals, queue: &mut mpsc::Receiver<Request>) -> Turn {
+        // All of these are of the present server: after a hand-over that has failed there is
+        // another one.
         let failure = self.server.failure();
         let _watchdog = Watchdog::start(self.server.pinger());
         let _room = Room::start(self.server.measurer());
         let mut sample = interval(timeline::EVERY);
+        // A request that took seconds must not be followed by a burst of samples of the same
+        // moment.
         sample.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut retry = interval_at(tokio::time::Instant::now() + RETRY, RETRY);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -383,6 +399,8 @@ impl Control<'_> {
                 () = failure.notified() => return Turn::End("a worker failed"),
                 Some(request) = queue.recv() => self.answer(request),
             }
+            // Only here, with the answer to the client on its way: what follows ends the server of
+            // HTTP.
             if let Some(handing) = self.handing.take() {
                 return Turn::HandOver(handing);
             }
@@ -394,6 +412,8 @@ impl Control<'_> {
         let Some(file) = self.file.yaml() else {
             return Standing::Unsaved;
         };
+        // Compared as configurations are written by us, so comments and order in the file do not
+        // matter.
         if file == self.server.config().to_yaml() {
             return Standing::Saved;
         }
@@ -419,6 +439,7 @@ impl Control<'_> {
     fn retry(&mut self, opened: OpenedStores) {
         // It is tried every few seconds.
         let failed = self.server.retry(opened).err();
+        // The same text again is the same obstacle, which needs no line every five seconds.
         let failed = failed.map(|error| error.to_string());
         if let Some(error) = failed.as_ref().filter(|_| failed != self.retry_failed) {
             tracing::warn!(error, "what is not served cannot be tried again");
@@ -546,6 +567,7 @@ impl Control<'_> {
     /// Begins to look for commands.
     fn trace(&mut self, wanted: Wanted) -> Result<(), Failure> {
         wanted.check().map_err(Failure::Mistake)?;
+        // A client that was killed does not end its search, so one that nobody looks at gives way.
         if self.search.as_ref().is_some_and(|s| !s.is_forgotten()) {
             let why = "another client is tracing commands".to_owned();
             return Err(Failure::Refused { why, errno: None });

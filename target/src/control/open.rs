@@ -65,7 +65,8 @@ pub(super) fn restored(file: Config, history: &History) -> Result<Config, Server
     Ok(last)
 }
 
-/// Whether the configuration file, which says this, has been edited since it was read last.
+/// Returns true if the configuration file, which says this, has been edited since it was read
+/// last.
 ///
 /// # Errors
 /// [`ServerError::State`]: it is not known what it said then.

@@ -73,6 +73,8 @@ impl Asked {
         self.0.retain(|answer| match answer.try_recv() {
             Ok(()) => false,
             Err(TryRecvError::Empty) => true,
+            // Its mailbox was full when it was asked: that may be load, so it is asked once more,
+            // but not counted as life.
             Err(TryRecvError::Disconnected) => {
                 was_full = true;
                 false
@@ -81,6 +83,8 @@ impl Asked {
         if !self.0.is_empty() || was_full {
             tracing::warn!("not all workers answer");
         }
+        // All must have answered before they are asked again: mailboxes would fill with questions
+        // to a worker that hangs.
         if self.0.is_empty() {
             self.0 = ping();
             return !was_full;

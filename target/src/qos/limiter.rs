@@ -11,7 +11,7 @@ use super::Bucket;
 /// InitiatorStats of a rate that a command takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
-    /// Whether it writes, as opposed to reads.
+    /// True if it writes, as opposed to reads.
     pub is_write: bool,
     /// Bytes that the command moves.
     pub bytes: u64,
@@ -99,7 +99,7 @@ impl Limiter {
         }
     }
 
-    /// Whether it limits anything.
+    /// Returns true if it limits anything.
     #[inline]
     #[must_use]
     pub fn is_active(&self) -> bool {

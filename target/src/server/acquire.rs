@@ -1,4 +1,4 @@
-//! What a catalog takes of the network: devices and listening sockets, for every worker.
+//! Acquires what a catalog takes of the network: devices and listening sockets, for every worker.
 
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
@@ -24,20 +24,20 @@ use crate::worker::Opened;
 use crate::worker::TcpListener;
 use crate::worker::device_slots::{DeviceSlot, DeviceSlots};
 
-/// How long workers may take to close a device that none of them needs.
+/// Time limit for workers to close a device that none of them needs.
 const CLOSING: Duration = Duration::from_secs(5);
 
-/// What one worker gets.
+/// The devices and sockets of one worker.
 #[derive(Debug, Default)]
 pub(super) struct Part {
-    /// Devices, by slot.
+    /// Devices, by the number of their slot.
     pub(super) devices: Vec<(usize, Opened)>,
     /// Sockets of TCP portals.
     pub(super) sockets: Vec<TcpListener>,
 }
 
-/// What was acquired. Unless it is kept, the slots of devices are given back when it is dropped,
-/// which must not be before workers have closed theirs.
+/// The devices and sockets that were acquired. Unless it is kept, the slots of devices are given
+/// back when it is dropped, which must not be before workers have closed theirs.
 #[derive(Debug)]
 pub(super) struct Acquired {
     slots: Arc<DeviceSlots>,
@@ -68,6 +68,8 @@ impl Acquired {
         let is_missing = |subject: &Subject| self.missing.iter().any(|(other, _)| other == subject);
         let mut rdma = catalog.rdma_portals().map(Subject::RdmaPortal);
         let mut tcp = catalog.tcp_portals().map(Subject::TcpPortal);
+        // A daemon that could serve nothing since another one has all its addresses would run on
+        // as a second one, and its service manager would take it for healthy.
         let serves_nothing = rdma.all(|s| is_missing(&s)) && tcp.all(|s| is_missing(&s));
         let mut errors = self.missing.iter();
         let place = errors.position(|(_, error)| serves_nothing && error.is_in_use())?;
@@ -76,8 +78,11 @@ impl Acquired {
 
     /// Takes a slot for the device at an address; returns the number of a new one.
     fn slot(&mut self, addr: IpAddr) -> Result<Option<usize>, ServerError> {
+        // The device of an earlier configuration may still be open at a worker, and one address
+        // cannot have two.
         let taken = self.slots.take(addr, CLOSING);
         let slot = taken.ok_or(ServerError::Closing(addr))?;
+        // Noted before anything is opened there, so that each way out gives it back.
         self.taken.push(slot);
         Ok(match slot {
             DeviceSlot::New(slot) => Some(slot),
@@ -91,6 +96,7 @@ impl Acquired {
         if let DeviceSlot::New(slot) = taken {
             tracing::debug!(%addr, slot, "its device is given back");
             for part in &mut self.parts {
+                // Closes those of the workers before the one that failed, and frees the address.
                 part.devices.retain(|(other, _)| *other != slot);
             }
         }
@@ -114,7 +120,7 @@ impl Drop for Acquired {
     }
 }
 
-/// What is acquired for, and from where.
+/// The catalog to acquire for, and what is there already.
 pub(super) struct Wanted<'a> {
     pub(super) config: &'a Config,
     pub(super) catalog: &'a Catalog,
@@ -141,6 +147,7 @@ pub(super) fn acquire(
         parts: (0..wanted.workers).map(|_| Part::default()).collect(),
         missing: Vec::new(),
     };
+    // On an error, dropping `acquired` closes all of it.
     devices(wanted, &mut acquired)?;
     sockets(wanted, &mut acquired)?;
     Ok(acquired)
@@ -155,6 +162,8 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             addresses.push(portal.ip());
         }
     }
+    // Read once, and only if a portal's provider depends on it: a host may have many devices and
+    // ports.
     let gids = LazyCell::new(GidTables::read);
     let on_host = |addr: &IpAddr| match wanted.config.transport.provider {
         Provider::Roce => false,
@@ -162,11 +171,15 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
         Provider::Auto => gids.has(*addr),
     };
     let (on_host, ours): (Vec<IpAddr>, Vec<IpAddr>) = addresses.into_iter().partition(on_host);
+    // A worker numbers the devices that it starts with by their order. The first worker alone has
+    // those of the host: were they in between, the same slot would be another device at the
+    // others.
     let addresses = ours.into_iter().map(|addr| (addr, false));
     let addresses = addresses.chain(on_host.into_iter().map(|addr| (addr, true)));
     for (addr, is_on_host) in addresses {
         let slot = match acquired.slot(addr) {
             Ok(Some(slot)) => slot,
+            // It is open for another portal, or was with the catalog before.
             Ok(None) => continue,
             Err(error) => {
                 do_without(wanted, acquired, addr, error)?;
@@ -219,6 +232,8 @@ fn open_ours(
 ) -> Result<(), ServerError> {
     let workers = acquired.parts.len();
     let socket = SocketAddr::new(addr, ROCE_PORT);
+    // The sockets below share the port with each other, and would share it with another program,
+    // too.
     check_free(socket, Transport::Udp).map_err(|source| ServerError::Device {
         addr,
         holder: holder_of(&source, socket, Transport::Udp),
@@ -228,6 +243,8 @@ fn open_ours(
         let roce = RoceConfig {
             mtu: config.transport.mtu.and_then(mtu),
             on_link: config.transport.on_link,
+            // Numbers of queue pairs carry the worker's index, by which packets find the socket of
+            // their worker.
             worker_index: index as u32,
             worker_bits: workers.ilog2() as u8,
             faults: RoceFaults {
@@ -244,6 +261,7 @@ fn open_ours(
         let device = Opened::Roce(Box::new(device));
         acquired.parts[index].devices.push((slot, device));
     }
+    // The slot is free again only after all of these have closed the device.
     acquired.slots.fill(slot, workers as u16);
     Ok(())
 }
@@ -293,8 +311,8 @@ fn sockets(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     Ok(())
 }
 
-/// Whether no other program has an address. Workers share theirs (`SO_REUSEPORT`), and so would two daemons,
-/// each of which got some of the connections.
+/// Checks that no other program has an address. Workers share theirs (`SO_REUSEPORT`), and so
+/// would two daemons, each of which got some of the connections.
 fn check_free(address: SocketAddr, transport: Transport) -> io::Result<()> {
     let kind = match transport {
         Transport::Tcp => socket2::Type::STREAM,
@@ -311,7 +329,7 @@ fn check_free(address: SocketAddr, transport: Transport) -> io::Result<()> {
     socket.bind(&address.into())
 }
 
-/// Who has an address, where that is why it cannot be bound.
+/// The program that has an address, where that is why it cannot be bound.
 fn holder_of(error: &io::Error, address: SocketAddr, transport: Transport) -> HeldBy {
     let is_in_use = error.kind() == io::ErrorKind::AddrInUse;
     HeldBy(

@@ -1,4 +1,4 @@
-//! Which addresses the host has, and what portals with a wildcard come to.
+//! The addresses of the host, and the portals that a wildcard comes to.
 //!
 //! A portal at `0.0.0.0`, `[::]` or an interface is one portal at each address, with a socket or device of its
 //! own: what is served elsewhere does not change when an address comes or goes. Addresses are listed when a
@@ -24,7 +24,7 @@ use riser_transport::rdma_core::GidTables;
 
 use crate::config::{Config, Listen, Protocol, Provider, Target, Wildcard};
 
-/// How long an address that is gone is served.
+/// Time for which an address that is gone is still served.
 pub(super) const GRACE: Duration = Duration::from_secs(15);
 
 /// Addresses that one wildcard stands for at most.
@@ -38,11 +38,14 @@ impl Addresses {
     /// Looks which there are, if a configuration wants to know.
     pub(super) fn look(&mut self, config: &Config) {
         let mut portals = config.targets.iter().flat_map(|target| &target.portals);
+        // No wildcard: most configurations never need the list, which takes several system calls.
         if portals.all(|portal| portal.listen.at().is_some()) {
             return;
         }
         match netif::interfaces() {
             Ok(interfaces) => self.observe(interfaces, Instant::now()),
+            // Those known so far stay: an error of a moment must not end sessions at all
+            // wildcards.
             Err(error) => tracing::warn!(%error, "the addresses of this host cannot be listed"),
         }
     }
@@ -50,6 +53,8 @@ impl Addresses {
     /// These are there now.
     pub(super) fn observe(&mut self, interfaces: Vec<Interface>, now: Instant) {
         for interface in interfaces {
+            // By interface as well: an address that moves to another interface is one of a
+            // wildcard for that.
             self.0.insert((interface.name, interface.address), now);
         }
         self.0.retain(|_, seen| now.duration_since(*seen) < GRACE);
@@ -61,6 +66,7 @@ impl Addresses {
         let all = all.filter(|(interface, address)| wildcard.covers(interface, *address));
         let mut addresses: Vec<_> = all.map(|(_, address)| *address).collect();
         addresses.sort_unstable();
+        // Two interfaces may have the same address, such as one of a link that is set up twice.
         addresses.dedup();
         addresses.into_iter()
     }
@@ -71,17 +77,17 @@ impl Addresses {
 pub(crate) struct PortalAt {
     /// Its number in the target's configuration.
     pub(crate) portal: usize,
-    /// Its protocol.
+    /// The protocol of the configured portal.
     pub(crate) protocol: Protocol,
     /// Its address and port.
     pub(crate) at: SocketAddr,
-    /// Whether it comes from a wildcard.
+    /// True if it comes from a wildcard.
     pub(crate) is_wild: bool,
-    /// Whether it comes from one that stands for all addresses of the host.
+    /// True if it comes from one that stands for all addresses of the host.
     pub(crate) is_any: bool,
 }
 
-/// What the portals of a configuration come to.
+/// The portals of a configuration, each at one address.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Expansion {
     /// Portals by target, in the order of the file.
@@ -91,15 +97,15 @@ pub(crate) struct Expansion {
 }
 
 impl Expansion {
-    /// Where the portals of a configuration are at present.
+    /// The expansion with the addresses that the host has now.
     pub(crate) fn now(config: &Config) -> Self {
         let mut addresses = Addresses::default();
         addresses.look(config);
         Self::of(config, &addresses, &Self::default())
     }
 
-    /// Where the portals of a configuration are, where the host has these addresses. Those of `before` stay if
-    /// there are too many.
+    /// The expansion for a host with these addresses. Those of `before` stay if there are too
+    /// many.
     pub(super) fn of(config: &Config, addresses: &Addresses, before: &Self) -> Self {
         let gids = LazyCell::new(GidTables::read);
         let has_device = |ip: IpAddr| match config.transport.provider {
@@ -117,6 +123,8 @@ impl Expansion {
         before: &Self,
     ) -> Self {
         let mut expansion = Self::default();
+        // Of all targets, before any wildcard is looked at: an address in the file is meant, that
+        // of a wildcard happens to be there, wherever in the file it stands.
         let literal: Vec<_> = targets
             .iter()
             .flat_map(|target| &target.portals)
@@ -124,6 +132,7 @@ impl Expansion {
             .collect();
         for target in targets {
             let mut found: Vec<PortalAt> = Vec::new();
+            // The most specific portal of an address comes first and keeps it.
             for rank in [is_literal, is_interface, is_any] {
                 let portals = target.portals.iter().enumerate();
                 for (number, portal) in portals.filter(|(_, portal)| rank(&portal.listen)) {
@@ -142,6 +151,8 @@ impl Expansion {
                     };
                     let protocol = portal.protocol;
                     let may_be = |ip: &IpAddr| !protocol.is_rdma() || has_device(*ip);
+                    // Counted before devices are asked for, so that a message can say which of the
+                    // two is missing.
                     let there = addresses.of(&wildcard).count();
                     let mut all: Vec<_> = addresses.of(&wildcard).filter(may_be).collect();
                     if let Some(why) = lack(&wildcard, there, all.len()) {
@@ -167,6 +178,8 @@ impl Expansion {
                             expansion.lack(protocol, portal.listen, why);
                             continue;
                         }
+                        // A more specific portal of this target is there already, and its settings
+                        // hold.
                         let mut known = found.iter();
                         if !known.any(|p| p.protocol == portal.protocol && p.at == at) {
                             found.push(PortalAt {
@@ -180,6 +193,8 @@ impl Expansion {
                     }
                 }
             }
+            // The order of the file, since initiators meet portals in the order in which discovery
+            // names them.
             found.sort_by_key(|portal| (portal.portal, portal.at));
             expansion.targets.push(found);
         }
@@ -199,7 +214,7 @@ impl Expansion {
         all.any(|portal| portal.protocol == protocol && portal.at == at)
     }
 
-    /// Whether an address comes from wildcards only, for RDMA portals or others.
+    /// Returns true if an address comes from wildcards only, for RDMA portals or others.
     pub(super) fn is_wild(&self, at: SocketAddr, is_rdma: bool) -> bool {
         let all = self.targets.iter().flatten();
         let mut all = all.filter(|p| p.at == at && p.protocol.is_rdma() == is_rdma);
@@ -214,6 +229,7 @@ impl Expansion {
                 .filter(|portal| portal.is_wild)
                 .map(|portal| (portal.at, portal.protocol))
                 .collect();
+            // Several targets may share a portal, which is one line in the log.
             all.sort_by_key(|(at, protocol)| (*at, protocol.to_string()));
             all.dedup();
             all
@@ -247,7 +263,8 @@ pub(super) fn of_any_only(listens: &[PortalAt]) -> impl Iterator<Item = SocketAd
     all.map(|portal| portal.at)
 }
 
-/// What a wildcard lacks that stands for so many addresses, of which so many are usable by its protocol.
+/// The reason why a wildcard is not served in full: it stands for `there` addresses, of which its
+/// protocol can use `found`.
 fn lack(wildcard: &Wildcard, there: usize, found: usize) -> Option<String> {
     match (found, wildcard) {
         (0, _) if there > 0 => Some(match there {

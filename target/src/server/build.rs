@@ -130,7 +130,7 @@ pub(super) struct Builder {
     expansion: Expansion,
     /// Its portals with a wildcard.
     wildcards: BTreeSet<(Protocol, Listen)>,
-    /// Whether the catalog before did not have all of these.
+    /// True if the catalog before did not have all of these.
     has_new_wildcards: bool,
     identities: Identities,
     /// Why the names that are kept cannot be read.
@@ -138,7 +138,7 @@ pub(super) struct Builder {
     /// SRP portals that have no names for that reason.
     unnamed_portals: Vec<Unserved>,
     secrets: Secrets,
-    /// Whether what cannot be had is a problem, and no failure.
+    /// True if what cannot be had is a problem, and no failure.
     is_lenient: bool,
 }
 
@@ -180,8 +180,8 @@ impl Builder {
         self.is_lenient = is_lenient;
     }
 
-    /// Whether something that cannot be had is a problem and no failure: at a start that may be without it, or
-    /// where it was one before.
+    /// Returns true if something that cannot be had is a problem and no failure: at a start that
+    /// may be without it, or where it was one before.
     pub(super) fn tolerates(&self, subject: &Subject) -> bool {
         self.is_lenient || self.problems.has(subject) || self.is_of_known_wildcard(subject)
     }
@@ -233,12 +233,12 @@ impl Builder {
         self.problems = problems;
     }
 
-    /// Whether a backend could not be opened.
+    /// Returns true if a backend could not be opened.
     pub(super) fn is_absent(&self, name: &str) -> bool {
         self.absent.contains_key(name)
     }
 
-    /// Whether a backend was opened and its device is gone.
+    /// Returns true if a backend was opened and its device is gone.
     fn is_gone(&self, name: &str) -> bool {
         let store = self
             .place_of(name)
@@ -247,7 +247,7 @@ impl Builder {
         failing.is_some_and(|failing| failing.is_gone())
     }
 
-    /// Whether a device that was opened is gone.
+    /// Returns true if a device that was opened is gone.
     pub(super) fn has_gone(&self) -> bool {
         self.stores.keys().any(|name| self.is_gone(name))
     }
@@ -318,7 +318,7 @@ impl Builder {
             .collect()
     }
 
-    /// Whether everything could be opened once more.
+    /// Returns true if everything could be opened once more.
     pub(super) fn check_successor(&self, config: &Config) -> Result<(), ServerError> {
         // It reads them again.
         let mut secrets = Secrets::default();

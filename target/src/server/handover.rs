@@ -34,7 +34,7 @@ use crate::backend::Ram;
 use crate::worker::TcpListener;
 use crate::worker::mail::Mail;
 
-/// How long workers may take to give duplicates of their sockets.
+/// Time limit for workers to give duplicates of their sockets.
 const SOCKETS: Duration = Duration::from_secs(5);
 
 /// Handover state of a server: see the module's header.
@@ -68,7 +68,7 @@ struct UnitDocument {
 #[derive(Debug, Serialize, Deserialize)]
 struct RamDocument {
     backend: String,
-    /// The file's descriptor.
+    /// The descriptor of the file with its content, as the next program has it.
     content: RawFd,
     /// Of the content; programs before this one did not write it down.
     #[serde(default)]
@@ -80,14 +80,14 @@ struct RamDocument {
 pub struct RamFiles(BTreeMap<String, File>);
 
 impl RamFiles {
-    /// The files.
+    /// Open files, each with the content of one RAM disk.
     pub fn files(&self) -> impl Iterator<Item = &File> {
         self.0.values()
     }
 }
 
 impl StateDocument {
-    /// Whether a descriptor is that of a RAM disk.
+    /// Returns true if a descriptor is that of a RAM disk.
     #[must_use]
     pub fn has_file(&self, fd: RawFd) -> bool {
         self.rams.iter().any(|ram| ram.content == fd)
@@ -95,12 +95,12 @@ impl StateDocument {
 }
 
 impl ServerState {
-    /// Adds listening sockets.
+    /// Adds listening sockets of iSCSI, which this value keeps open.
     pub fn add_sockets(&mut self, sockets: Vec<TcpListener>) {
         self.sockets.extend(sockets);
     }
 
-    /// The sockets.
+    /// Listening sockets of iSCSI, in the workers' order for each address.
     #[must_use]
     pub fn sockets(&self) -> &[TcpListener] {
         &self.sockets
@@ -140,6 +140,8 @@ impl ServerState {
                 content: file.as_raw_fd(),
                 generation: Some(ram.generation()),
             });
+            // In `files` before anything is moved: on an error, what was moved is found there and
+            // taken back.
             let file = files.0.entry(backend.clone()).or_insert(file);
             ram.give_away(file)?;
         }
@@ -174,6 +176,7 @@ impl ServerState {
         };
         for unit in document.units {
             let units = &mut state.units;
+            // The first one counts: see `UnitDocument::read_only`.
             units.entry(unit.backend).or_insert(unit.state);
         }
         for RamDocument {
@@ -182,6 +185,8 @@ impl ServerState {
             generation,
         } in document.rams
         {
+            // Served empty, a RAM disk would give an initiator zeroes for what it has written; so
+            // there is no state at all then, rather than a part of it.
             let file = file_of(content).ok_or(io::ErrorKind::NotFound)?;
             let ram = generation.map_or_else(Ram::default, Ram::of_generation);
             let ram = Arc::new(ram);
@@ -199,6 +204,8 @@ impl Server {
     /// # Errors
     /// [`ServerError`]. Nothing runs any more then, as after a shutdown that fails.
     pub fn export_state(self, sockets: Vec<TcpListener>) -> Result<ServerState, ServerError> {
+        // Held across the shutdown, which drops everything else: states are exported after the
+        // last command, and the content of RAM disks has to outlive the server.
         let (ports, units) = (self.builder.ports().clone(), self.builder.units().clone());
         let rams = self.builder.open_rams();
         self.shutdown()?;
@@ -219,6 +226,7 @@ impl Server {
     /// # Errors
     /// [`ServerError`]: a worker does not answer, or there are too many descriptors.
     pub fn duplicate_sockets(&self) -> Result<Vec<TcpListener>, ServerError> {
+        // One time limit for all workers: nothing else is answered meanwhile.
         let until = Instant::now() + SOCKETS;
         let mut sockets = Vec::new();
         for sender in &self.senders {

@@ -81,7 +81,7 @@ impl Identities {
         identity
     }
 
-    /// Whether initiators see the same names with others.
+    /// Returns true if initiators see the same names with others.
     pub(super) fn has_names_of(&self, other: &Self) -> bool {
         let names = |all: &Self| -> Vec<(String, String, u64)> {
             let names = all.backends.iter();
@@ -106,7 +106,7 @@ impl Identities {
         (u128::from_be_bytes(of_host) ^ u128::from(returns)).to_be_bytes()
     }
 
-    /// Whether a backend had a file at its path before.
+    /// Returns true if a backend had a file at its path before.
     pub(super) fn knows(&self, backend: &Backend) -> bool {
         let path = backend.spec.source.path();
         let known = self.backends.get(&backend.name);

@@ -222,8 +222,9 @@ pub enum ServerError {
 }
 
 impl ServerError {
-    /// Whether something is in use that may be free in a moment: a file's lock, or an address. A daemon
-    /// that was killed has both until the kernel has finished its I/O, which is after its process is gone.
+    /// Returns true if something is in use that may be free in a moment: a file's lock, or an
+    /// address. A daemon that was killed has both until the kernel has finished its I/O, which is
+    /// after its process is gone.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
         match self {

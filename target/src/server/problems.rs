@@ -99,13 +99,14 @@ pub struct Problem {
 pub struct Problems(BTreeMap<Subject, Problem>);
 
 impl Problems {
-    /// Whether there are none.
+    /// Returns true if there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether there is one that may end by trying again: a wildcard waits for other addresses.
+    /// Returns true if there is one that may end by trying again: a wildcard waits for other
+    /// addresses.
     #[must_use]
     pub fn can_be_tried(&self) -> bool {
         let is_wildcard = |subject: &Subject| matches!(subject, Subject::Wildcard(..));
@@ -123,13 +124,14 @@ impl Problems {
         self.iter().filter(|(_, problem)| !problem.is_failing)
     }
 
-    /// Whether something is not served.
+    /// Returns true if something is not served.
     #[must_use]
     pub fn has(&self, subject: &Subject) -> bool {
         self.0.contains_key(subject)
     }
 
-    /// Whether a portal of a protocol (`srp`, `iser` or `iscsi`) at an address is not listened on.
+    /// Returns true if a portal of a protocol (`srp`, `iser` or `iscsi`) at an address is not
+    /// listened on.
     #[must_use]
     pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
         self.0.keys().any(|subject| match subject {

@@ -41,10 +41,10 @@ use crate::worker::mail::Mail;
 use crate::worker::portals::{Stage, StageError, Unserved};
 use crate::worker::ring_capacity;
 
-/// How long a worker may take to acquire what a change takes.
+/// Time limit for a worker to acquire its part of a change.
 const STAGING: Duration = Duration::from_secs(10);
 
-/// Why a configuration was not applied. The old one stays.
+/// A configuration was not applied: the one before is still served.
 #[derive(Debug, thiserror::Error)]
 pub enum ChangeError {
     /// Something changed that cannot while the server runs.
@@ -62,15 +62,16 @@ pub enum ChangeError {
     /// A worker cannot serve it.
     #[error("worker {worker}: {message}; nothing was applied")]
     Worker {
-        /// Its number.
+        /// The worker's number, from 0.
         worker: usize,
-        /// What it said.
+        /// The worker's error, for people.
         message: String,
     },
 }
 
-/// Whether one configuration can follow another while the server runs, whose workers' rings have `ring`
-/// entries. A backend that is absent, since it could not be opened, may become another one.
+/// Checks that one configuration can follow another while the server runs, whose workers' rings
+/// have `ring` entries. A backend that is absent, since it could not be opened, may become another
+/// one.
 ///
 /// # Errors
 /// [`ChangeError::NeedsRestart`] or [`ChangeError::InUse`] names the first thing that cannot change.
@@ -82,12 +83,16 @@ pub fn check(
 ) -> Result<(), ChangeError> {
     let (was, is) = (&old.limits, &new.limits);
     let parts = [
+        // Names that the file does not give derive from it, and initiators know disks and ports by
+        // these.
         ("/identity", old.identity == new.identity),
         ("/workers", old.workers == new.workers),
         ("/limits/buffer_pool_mib", was.buffer_pool == is.buffer_pool),
         ("/limits/max_transfer", was.max_transfer == is.max_transfer),
         (
             "/limits/max_sessions",
+            // A worker's ring is made once, and each session needs its entries: more sessions than
+            // it has room for would fail in the middle of their commands.
             ring_capacity(is.max_sessions) <= ring,
         ),
         ("/transport", old.transport == new.transport),
@@ -95,6 +100,8 @@ pub fn check(
         ("/admin", old.admin == new.admin),
         ("/state", old.state == new.state),
     ];
+    // Refused whole rather than applied in part: else the file and what runs would differ until a
+    // restart, and no message would name the difference.
     let mut changed = parts.iter().filter(|(_, same)| !same);
     if let Some((name, _)) = changed.next() {
         return Err(ChangeError::NeedsRestart((*name).to_owned()));
@@ -106,6 +113,8 @@ pub fn check(
     for (old_backend, new_backend) in backends_of_both(old, new) {
         let name = &old_backend.name;
         let is_other = size_aside(old_backend) != size_aside(new_backend);
+        // Initiators have mounted it: other bytes under the same LUN would destroy their file
+        // systems. One that could not be opened has shown them no bytes yet.
         if is_other && !is_absent(name) && served(old, name) && served(new, name) {
             return Err(ChangeError::InUse(name.clone()));
         }
@@ -181,7 +190,7 @@ impl Server {
         self.change_with(self.config.clone(), builder, opened, || Ok(()))
     }
 
-    /// Whether another configuration can follow the present one.
+    /// Checks that another configuration can follow the present one.
     ///
     /// # Errors
     /// As [`check`].
@@ -213,6 +222,7 @@ impl Server {
         mut opened: OpenedStores,
         agree: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
+        // All that can fail, or take long, comes before `commit`.
         let mut prepared = self.prepare(config, builder, &mut opened)?;
         // Before the configuration is written down: a restart with either finds its numbers.
         let saved = prepared.builder.save_ports(self.builder.ports());
@@ -220,6 +230,7 @@ impl Server {
         let saved = saved.and_then(|()| prepared.builder.save_identities(Some(known)));
         let saved = saved.map_err(|error| E::from(error.into()));
         if let Err(error) = saved.and_then(|()| agree()) {
+            // The saved numbers stay: they are a superset of those in use, which harms nobody.
             self.withdraw(prepared);
             return Err(error);
         }
@@ -231,7 +242,7 @@ impl Server {
         Ok(())
     }
 
-    /// What is served, and how.
+    /// The configuration that is served.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
@@ -244,6 +255,8 @@ impl Server {
         mut builder: build::Builder,
         opened: &mut OpenedStores,
     ) -> Result<Prepared, ChangeError> {
+        // The host's addresses may be others than at the last change, and wildcards stand for
+        // those of now.
         builder.look(&config);
         let mut grown = Vec::new();
         let built = builder
@@ -263,6 +276,8 @@ impl Server {
                 })
             }
             Err(error) => {
+                // A file that was created or extended for a change that did not come would be left
+                // as litter, and keep room that others need.
                 self.undo_backends(&builder, &grown);
                 Err(error)
             }
@@ -283,8 +298,12 @@ impl Server {
         loop {
             let mut catalog = whole.clone();
             catalog.remove_portals(|protocol, at| {
+                // Only listeners of the RDMA CM can fail at a worker: TCP sockets are bound here
+                // before.
                 protocol != Protocol::Iscsi && unserved.iter().any(|other| other.portal == at)
             });
+            // What was missing before may stay so: the administrator knows of it, and the change
+            // does not make it worse. A new portal that cannot be had is a mistake in the change.
             let tolerates = |subject: &Subject| before.has(subject) || builder.tolerates(subject);
             let wanted = acquire::Wanted {
                 config,
@@ -299,6 +318,7 @@ impl Server {
             let unserved_now = [&unserved[..], builder.unnamed_portals()];
             problems.set_missing_portals(acquired.missing(), &unserved_now);
             catalog.remove_portals(problems.portals());
+            // Without what is missing, so that discovery names no portal at which nobody listens.
             let catalog = Arc::new(catalog);
             let refused = match self.stage(&catalog, &mut acquired) {
                 Ok(refused) => refused,
@@ -331,6 +351,7 @@ impl Server {
         grown: &mut Vec<Grown>,
     ) -> Result<(), ServerError> {
         let catalog = self.shared.registry.catalog();
+        // One time limit for all backends: the control plane is busy for as long as this takes.
         let until = look::growth_until();
         for (old, new) in backends_of_both(&self.config, config) {
             // One that is served no more, or was not, is opened afresh.
@@ -341,6 +362,7 @@ impl Server {
             let (Some(place), Some(same)) = places else {
                 continue;
             };
+            // A change measures only what it says other things of; anything else is for a rescan.
             if place != same || !may_resize(&old.spec, &new.spec) {
                 continue;
             }
@@ -382,6 +404,8 @@ impl Server {
                 sockets: part.sockets,
             };
             let (reply, answer) = channel();
+            // All are asked before any answer is waited for, so that the workers open their parts
+            // at the same time.
             let sent = sender.send_blocking(Mail::Stage(Box::new(stage), reply));
             sent.map_err(|_| gone(worker))?;
             asked.push(answer);
@@ -389,6 +413,7 @@ impl Server {
         let until = Instant::now() + STAGING;
         let mut unserved = Vec::new();
         for (worker, answer) in asked.into_iter().enumerate() {
+            // One time limit for all of them together, not one for each.
             let left = until.saturating_duration_since(Instant::now());
             match answer.recv_timeout(left).map_err(|_| gone(worker))? {
                 Ok(()) => {}
@@ -437,13 +462,19 @@ impl Server {
             grown,
         } = prepared;
         builder
+            // From here on the files are what initiators use, and nothing may cut or remove them
+            // again.
             .stores_beyond(&self.builder)
             .chain(grown.iter().map(|g| &g.store))
             .for_each(|store| store.keep());
+        // Only from here on: a change that was withdrawn must leave no lines about problems that
+        // never were.
         builder.problems().log_since(self.builder.problems());
         builder.log_addresses_since(&self.builder);
         // What initiators have done to units without a medium while all this was acquired.
         for (name, unit) in builder.units() {
+            // A unit that is made once more for the same backend is another object, and takes the
+            // registrations and modes of the one that it replaces.
             let before = self.builder.units().get(name);
             if let Some(before) = before.filter(|before| !Arc::ptr_eq(before, unit)) {
                 unit.lu.import_state(&before.lu.export_state());
@@ -451,6 +482,8 @@ impl Server {
         }
         self.builder = builder;
         self.config = config;
+        // Workers have taken their parts when they staged them; only the slots are to be kept
+        // here.
         let _ = acquired.keep();
         self.exchange(&catalog, &grown);
     }
@@ -458,12 +491,16 @@ impl Server {
     /// Serves another catalog, for which workers have acquired what it takes.
     pub(super) fn exchange(&self, catalog: &Arc<Catalog>, grown: &[Grown]) {
         let wanted = |addr| catalog.rdma_portals().any(|portal| portal.ip() == addr);
+        // The catalog first: a login that comes now already meets it, so no session can slip in
+        // between for a target that is gone.
         let ended = self.shared.registry.change(Arc::clone(catalog));
         let of_iscsi = self.shared.iscsi.change(catalog);
         for grown in grown {
+            // Before initiators hear of it: they read the new end of the disk at once.
             grown.store.set_capacity(grown.to);
             self.on_resized(catalog, grown.place, grown.to);
         }
+        // Initiators that do not answer the request to log out are cut off then.
         let until = Instant::now() + PATIENCE;
         for channel in ended.into_iter().chain(of_iscsi) {
             if let Some(sender) = self.senders.get(usize::from(channel.worker)) {
@@ -477,11 +514,14 @@ impl Server {
         }
         // A mailbox keeps its order: a worker that answers this has applied the change.
         let _ = self.snapshot();
+        // Last: workers have left the listeners of devices that are not wanted, and may close
+        // them.
         self.shared.device_slots.want(wanted);
     }
 }
 
-/// Whether a backend's size is to be looked at: where the file's words about it are others now.
+/// Returns true if a backend's size is to be looked at: where the file's words about it are others
+/// now.
 fn may_resize(old: &Spec, new: &Spec) -> bool {
     old.source != new.source
 }

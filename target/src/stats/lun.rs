@@ -1,4 +1,4 @@
-//! What the commands to a logical unit of a target have done and how long they took.
+//! Totals and times of the commands to a logical unit of a target.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,8 +17,9 @@ pub const WORKER_BYTES: usize = size_of::<WorkerStats>();
 /// Interval of the commands that are timed.
 pub const SAMPLE: u64 = 16;
 
-/// Whether the command with this number is in the sample. Multiples of the golden ratio are spread evenly, so
-/// no pattern of a workload (a read, a write, a read, …) keeps a kind of command out of it.
+/// Returns true if the command with this number is in the sample. Multiples of the golden ratio
+/// are spread evenly, so no pattern of a workload (a read, a write, a read, …) keeps a kind of
+/// command out of it.
 fn is_sampled(n: u64) -> bool {
     n.wrapping_mul(0x9e37_79b9_7f4a_7c15) < u64::MAX / SAMPLE
 }
@@ -72,7 +73,7 @@ pub struct ClassCounts {
     pub stages: [Times; Stage::ALL.len()],
     /// From the command to the end of its answer.
     pub total: Times,
-    /// Data both ways.
+    /// Data from and to initiators, in bytes.
     pub bytes: u64,
 }
 
@@ -112,6 +113,8 @@ impl LunStats {
     /// Looks at commands that begin from now on, or at none.
     pub fn trace(&self, tracer: Option<Arc<Tracer>>) {
         let mut own = self.tracer.lock().unwrap_or_else(PoisonError::into_inner);
+        // Looked at by each command without the lock; a command too early or too late in a trace
+        // does no harm.
         self.is_traced.store(tracer.is_some(), Ordering::Relaxed);
         *own = tracer;
     }
@@ -120,19 +123,19 @@ impl LunStats {
         self.clock
     }
 
-    /// The target's name.
+    /// The target's name in the configuration.
     #[must_use]
     pub fn target(&self) -> &str {
         &self.target
     }
 
-    /// Its number there.
+    /// The unit's number in the target.
     #[must_use]
     pub fn lun(&self) -> u16 {
         self.lun
     }
 
-    /// Failed commands.
+    /// Failed commands at all workers, by kind, status and sense key.
     #[must_use]
     pub fn faults(&self) -> Tally<Fault> {
         self.faults.tally()
@@ -167,12 +170,14 @@ impl LunStats {
         counts
     }
 
-    /// Commands under way.
+    /// Commands that have begun and not ended, at all workers.
     #[must_use]
     pub fn queue_depth(&self) -> u64 {
         // A command may end at another worker than it began at.
         let sum =
             |of: fn(&WorkerStats) -> u64| self.served().fold(0u64, |n, w| n.wrapping_add(of(w)));
+        // Before `begun`: a command that ends in between is then counted as under way, and not as
+        // a negative one.
         let ended = sum(|w| w.ended.get());
         let begun = sum(|w| w.begun.get());
         begun.saturating_sub(ended)
@@ -183,6 +188,7 @@ impl LunStats {
         let mut kept = self.lock_kept();
         if let Some(sum) = kept.get_mut(initiator) {
             *sum += share;
+        // A peer may log in under a new name each time, so the number of names is bounded.
         } else if kept.len() < MAX_INITIATORS {
             kept.insert(initiator.to_owned(), share);
         }
@@ -232,16 +238,16 @@ pub struct SessionStats {
 /// Totals of one session's commands of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassTotals {
-    /// Commands answered.
+    /// Commands that were answered, with GOOD status or another.
     pub commands: u64,
-    /// Data both ways.
+    /// Data from and to the initiator, in bytes.
     pub bytes: u64,
 }
 
 /// Totals of an initiator at a unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InitiatorStats {
-    /// Commands answered.
+    /// Commands that were answered, with GOOD status or another.
     pub commands: u64,
     /// Data to the initiator, in bytes.
     pub read: u64,
@@ -270,7 +276,7 @@ impl SessionStats {
         }
     }
 
-    /// The unit.
+    /// The unit that these are a part of.
     #[must_use]
     pub fn lun(&self) -> &Arc<LunStats> {
         &self.lun
@@ -300,13 +306,13 @@ impl SessionStats {
         share
     }
 
-    /// Failed commands.
+    /// Failed commands of this session, by kind, status and sense key.
     #[must_use]
     pub fn faults(&self) -> Tally<Fault> {
         self.faults.tally()
     }
 
-    /// Whether a tracer looks at commands to the unit.
+    /// Returns true if a tracer looks at commands to the unit.
     #[inline]
     pub(super) fn is_traced(&self) -> bool {
         self.lun.is_traced.load(Ordering::Relaxed)

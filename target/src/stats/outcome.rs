@@ -34,14 +34,15 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// Whether it is an error. A unit attention reports what has happened to the unit, and its command is
-    /// repeated; NO SENSE and RECOVERED ERROR go with commands that were carried out.
+    /// Returns true if it is an error. A unit attention reports what has happened to the unit, and
+    /// its command is repeated; NO SENSE and RECOVERED ERROR go with commands that were carried
+    /// out.
     #[must_use]
     pub fn is_error(&self) -> bool {
         !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))
     }
 
-    /// Whether it is a unit attention.
+    /// Returns true if it is a unit attention.
     #[must_use]
     pub fn is_attention(&self) -> bool {
         self.sense_key == Some(0x6)

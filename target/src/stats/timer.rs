@@ -16,7 +16,8 @@ use super::{CLASSES, Stage};
 pub struct CommandTimer {
     account: Option<Arc<SessionStats>>,
     stage: Stage,
-    /// When its present stage began, where it is timed; when it came, otherwise. `None` once it is over.
+    /// The beginning of its present stage, where it is timed; of the command, otherwise. `None`
+    /// once it is over.
     since: Option<Instant>,
     /// Gives the time of each stage; without one, that is the time of the worker's round.
     clock: Option<Clock>,
@@ -58,6 +59,7 @@ impl CommandTimer {
         now: Instant,
     ) {
         let is_sampled = account.begin();
+        // Field by field, not as a whole: timers are used again for each command of a connection.
         self.stage = Stage::FabricIn;
         self.since = Some(now);
         self.clock = None;
@@ -110,13 +112,15 @@ impl CommandTimer {
     /// Takes the command over from another connection, on this account. One that was answered there, and
     /// only has its answer repeated, stays on the other's.
     pub fn join(&mut self, account: Option<Arc<SessionStats>>) {
+        // Twice in an account, it would be two commands, and one more that has ended than has
+        // begun.
         self.account = account.filter(|_| !self.counted);
         if let Some(account) = &self.account {
             account.begin();
         }
     }
 
-    /// Enters another stage.
+    /// Ends the present stage and enters another one; no effect if it is the same.
     #[inline]
     pub fn enter(&mut self, stage: Stage, now: Instant) {
         if self.stage != stage {
@@ -158,6 +162,7 @@ impl CommandTimer {
             return;
         }
         self.done.bytes += u64::from(bytes);
+        // CONDITION MET is how a PRE-FETCH succeeds whose blocks all fit into the cache.
         if !matches!(response.status, Status::Good | Status::ConditionMet) {
             self.done.fault = Some(Fault {
                 class: self.done.class,

@@ -172,6 +172,8 @@ impl Handover {
 fn read_state(fd: OwnedFd) -> Result<(HandoverState, Config), String> {
     let file = File::from(fd);
     let read = || -> io::Result<Vec<u8>> {
+        // A bound for what is allocated: the descriptor comes from the environment, and may be of
+        // any file.
         let len = file.metadata()?.len().min(MAX_STATE);
         let mut bytes = vec![0; len as usize];
         file.read_exact_at(&mut bytes, 0)?;
@@ -179,6 +181,7 @@ fn read_state(fd: OwnedFd) -> Result<(HandoverState, Config), String> {
     };
     let bytes = read().map_err(|error| format!("it cannot be read: {error}"))?;
     let garbled = |error: serde_json::Error| format!("it is garbled: {error}");
+    // The version alone first: the fields of another one need not parse as ours.
     let head: StateVersion = serde_json::from_slice(&bytes).map_err(garbled)?;
     if head.version != VERSION {
         let version = head.version;
@@ -194,7 +197,7 @@ fn read_state(fd: OwnedFd) -> Result<(HandoverState, Config), String> {
 #[derive(Debug)]
 pub(super) struct PreparedUpgrade {
     candidate: Candidate,
-    /// Those of iSCSI.
+    /// Duplicates of the listening sockets of iSCSI, one for each worker and portal.
     sockets: Vec<TcpListener>,
 }
 
@@ -214,6 +217,7 @@ impl<'a> Control<'a> {
         who: &str,
     ) -> Result<(Upgrade, PreparedUpgrade), Failure> {
         let program = named.unwrap_or_else(|| self.program.clone());
+        // The configuration that runs, not the file: that is what the candidate has to serve.
         let prepared = candidate::check(&program, &self.server.config().to_yaml())
             .map_err(|error| error.to_string())
             // Sockets last: they serve the hand-over alone, which nothing can refuse after that.
@@ -258,8 +262,11 @@ impl<'a> Control<'a> {
             upgrade_record,
             ..
         } = self;
+        // The shutdown takes the server, and with it all that says what it served.
         let config = server.config().clone();
         let problems = server.problems();
+        // Before the shutdown, since no request could be answered during it; clients that connect
+        // wait in the sockets' queues for the next program.
         let (admin, metrics) = end_http(admin, metrics, queue).await;
         // The shutdown has ended every session, but nothing is lost yet: if another program cannot be run,
         // a server of this one starts with the same state.
@@ -282,6 +289,8 @@ impl<'a> Control<'a> {
             let bytes = serde_json::to_vec(&state(server))?;
             process::sealed(&bytes)
         });
+        // The last moment to heed a signal: execve(2) sets handlers back, and one that was caught
+        // is lost.
         if timeout(LAST_LOOK, signals.next()).await.is_ok() {
             return Ok(HandoverEnd::Ended);
         }
@@ -299,11 +308,13 @@ impl<'a> Control<'a> {
         let program = prepared.candidate.program.display();
         let error = format!("{program}: it cannot be run: {error}");
         tracing::error!(%error, "not handed over; serving on");
+        // RAM disks first: a server that started without their content would serve zeroes.
         server_state.restore(files).map_err(ServerError::TakeBack)?;
         let mut server = start(|| {
             let keepers = history.keepers();
             Server::start_patiently(&config, &server_state, keepers, PREDECESSOR)
         })?;
+        // This server has not tried those itself, and would show none of them.
         server.keep_control_problems(&problems);
         let admin = admin.map(|(listener, bound)| Admin::open(listener, bound, requests.clone()));
         let metrics = metrics.map(|listener| Listening::on(listener, requests.clone()));
@@ -352,6 +363,8 @@ async fn end_http(
             ended = &mut ended => return ended,
             Some(request) = queue.recv() => {
                 // The client may have disconnected.
+                // The servers of HTTP end only after their requests are answered, and those in the
+                // queue are not otherwise.
                 let _ = request.reply.send(Err(Failure::Busy));
             }
         }
@@ -372,6 +385,7 @@ async fn shut_down(
     let ended = loop {
         tokio::select! {
             ended = &mut ending => break ended,
+            // Noted and not acted upon: data are being made durable, which nothing may cut short.
             _ = signals.next() => is_over = true,
         }
     };

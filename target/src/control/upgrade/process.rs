@@ -49,6 +49,8 @@ pub(super) fn take_passed() -> Option<PassedDescriptors> {
     let value = value.to_string_lossy();
     let (pid, list) = value.split_once(':')?;
     let is_ours = pid.parse() == Ok(std::process::id());
+    // Twice would be two owners of each descriptor: the first to close it closes what the other
+    // one uses.
     if !is_ours || TAKEN.swap(true, Ordering::AcqRel) {
         return None;
     }
@@ -59,12 +61,15 @@ pub(super) fn take_passed() -> Option<PassedDescriptors> {
     let mut seen: Vec<RawFd> = Vec::new();
     for number in list.split(',') {
         let number = number.parse::<RawFd>().ok();
+        // Standard streams are not ours to close, and a number that is named twice has one owner
+        // only.
         let new = number.filter(|fd| *fd > 2 && !seen.contains(fd));
         match new.and_then(adopt) {
             Some(fd) => {
                 seen.push(fd.as_raw_fd());
                 passed.fds.push(fd);
             }
+            // The others are taken all the same: sockets among them have clients that wait.
             None => passed.problem = Some(format!("{VARIABLE} names what is not open: {list}")),
         }
     }
@@ -80,6 +85,7 @@ fn adopt(fd: RawFd) -> Option<OwnedFd> {
     // SAFETY: it is open, it was passed to this process, which has opened nothing itself yet, and it is
     // taken once.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // Children must not get the sockets: they would hold the addresses after the daemon's end.
     fcntl_setfd(&fd, FdFlags::CLOEXEC).ok()?;
     Some(fd)
 }
@@ -92,6 +98,8 @@ pub(super) fn sealed(bytes: &[u8]) -> io::Result<File> {
     )?;
     let mut file = File::from(fd);
     file.write_all(bytes)?;
+    // The state has secrets and reservations: nothing that still has the file open can change them
+    // later.
     let all = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
     fcntl_add_seals(&file, all)?;
     Ok(file)
@@ -103,8 +111,8 @@ pub(super) fn environment() -> impl Iterator<Item = (OsString, OsString)> {
     env::vars_os().filter(move |(name, _)| ours(name))
 }
 
-/// Where this program is: as it was called, if that is a whole path that leads to it, since a link may
-/// lead elsewhere later.
+/// The path of this program: as it was called, if that is a whole path that leads to it, since a
+/// link may lead elsewhere later.
 pub(in crate::control) fn own_program() -> io::Result<PathBuf> {
     let exe = env::current_exe()?.into_os_string().into_vec();
     // What was replaced meanwhile is at the same place.
@@ -121,6 +129,7 @@ pub(in crate::control) fn own_program() -> io::Result<PathBuf> {
 pub(super) fn become_program(program: &Path, state: &File, fds: &[BorrowedFd<'_>]) -> io::Error {
     let mut all = vec![state.as_fd()];
     all.extend(fds);
+    // As late as can be: a thread that starts a child now would leave it the descriptors.
     let failed = match set_flags(&all, FdFlags::empty()) {
         Ok(()) => exec(program, &all),
         Err(error) => error,
@@ -148,6 +157,7 @@ fn exec(program: &Path, fds: &[BorrowedFd<'_>]) -> io::Error {
         line
     });
     let variables = variables.chain([OsString::from(variable)]);
+    // Made before the call, since memory behind the pointers has to stay until it returns.
     let lists = Strings::new(args).and_then(|args| Ok((args, Strings::new(variables)?)));
     let (args, variables) = match lists {
         Ok(lists) => lists,

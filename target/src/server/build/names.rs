@@ -68,7 +68,7 @@ impl Builder {
         self.unnamed().filter(|_| !are_given)
     }
 
-    /// Whether a portal has no names.
+    /// Returns true if a portal has no names.
     pub(super) fn is_unnamed_portal(&self, config: &Config, portal: &Portal) -> bool {
         let is_derived = config.identity.is_none() && portal.set_ioc_guid.is_none();
         self.unread.is_some() && portal.protocol == Protocol::Srp && is_derived
@@ -167,7 +167,7 @@ impl Builder {
         }
     }
 
-    /// Whether the program after this one could read the names that are kept.
+    /// Returns true if the program after this one could read the names that are kept.
     ///
     /// # Errors
     /// [`ServerError::Identities`], [`ServerError::Unnamed`].

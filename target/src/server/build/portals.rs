@@ -9,7 +9,8 @@ use crate::server::addresses::Expansion;
 use crate::server::problems::Subject;
 
 impl Builder {
-    /// Whether something is a portal of a wildcard that was served before, whose addresses come and go.
+    /// Returns true if something is a portal of a wildcard that was served before, whose addresses
+    /// come and go.
     pub(super) fn is_of_known_wildcard(&self, subject: &Subject) -> bool {
         match subject {
             Subject::Backend(_) | Subject::Metrics(_) | Subject::Admin(_) | Subject::Identities => {
@@ -27,7 +28,8 @@ impl Builder {
         self.read_identities_again(config);
     }
 
-    /// Whether the portals of the configuration that is served are to be at other addresses now.
+    /// Returns true if the portals of the configuration that is served are to be at other
+    /// addresses now.
     pub(in crate::server) fn is_elsewhere(&self, config: &Config) -> bool {
         Expansion::of(config, &self.addresses, &self.expansion) != self.expansion
     }

@@ -16,7 +16,7 @@ pub(super) struct Secrets {
     known: Vec<(Chap, Auth)>,
     /// Those that the present catalog takes.
     used: Vec<(Chap, Auth)>,
-    /// Whether those that are known are read again.
+    /// True if those that are known are read again.
     are_kept: bool,
 }
 

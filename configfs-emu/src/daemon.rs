@@ -58,12 +58,16 @@ impl Daemon for Riserd {
         let said = client::fetch(&self.socket, question)?;
         let document = serde_json::from_slice(&said.body);
         let document = document.map_err(|e| ApplyError::Unreachable(e.to_string()))?;
+        // Only with a document that could be read: the next change replaces what this revision
+        // stands for.
         self.revision = said.revision;
         Ok(document)
     }
 
     fn apply(&mut self, document: &Value) -> Result<(), ApplyError> {
         let question = Question {
+            // The daemon refuses if it has another revision by now, so that no change of others is
+            // overwritten unseen.
             replaces: self.revision.clone(),
             ..Question::new(Method::PUT, "/v1/config").with(document.to_string())
         };
@@ -99,6 +103,7 @@ impl LiveSource for AdminSocket {
 fn gather(views: Vec<SessionView>) -> Vec<Session> {
     let mut sessions: BTreeMap<(String, String, u64), Session> = BTreeMap::new();
     for view in views {
+        // A connection that has not logged in belongs to no session yet.
         let Some(nexus) = view.nexus else {
             continue;
         };
@@ -116,6 +121,7 @@ fn gather(views: Vec<SessionView>) -> Vec<Session> {
             ..Session::default()
         });
         session.addresses.push(view.peer);
+        // A session is live as long as one of its connections is.
         session.is_live |= view.state == "live";
     }
     sessions.into_values().collect()

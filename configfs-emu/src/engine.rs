@@ -23,18 +23,18 @@ use crate::convert::{self, Import, Rest};
 use crate::rules::Tree;
 use crate::world::World;
 
-/// How often a change is tried while others change the configuration.
+/// Attempts at a change, while others change the configuration in between.
 const TRIES: usize = 5;
 
-/// Why a daemon did not take a configuration. It still has the one before.
+/// A daemon has not taken a configuration. It still has the one before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApplyError {
     /// It is not possible, now or ever.
     #[error("{why}")]
     Refused {
-        /// Why.
+        /// The daemon's reason, for people.
         why: String,
-        /// What the operating system said, where it did.
+        /// Error number of the operating system at the daemon, if that is what it failed for.
         errno: Option<Errno>,
     },
     /// Its configuration is not the one that [`Daemon::document`] gave last.
@@ -118,7 +118,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// The tree.
+    /// The tree as it was after the last change or refresh.
     #[must_use]
     pub fn tree(&self) -> &Tree {
         &self.tree
@@ -160,6 +160,8 @@ impl Engine {
         &mut self,
         change: impl Fn(&mut Tree, &dyn World) -> Result<T, Errno>,
     ) -> Result<T, Errno> {
+        // Each writer of a file has seen the tree as it was; the change is made again on what
+        // others have made of it, so neither is lost. After some tries the writer hears EBUSY.
         for _ in 1..TRIES {
             match self.try_change(&change) {
                 Ok(Err(ApplyError::Outdated)) => self.refresh(),
@@ -176,20 +178,25 @@ impl Engine {
         &mut self,
         change: impl Fn(&mut Tree, &dyn World) -> Result<T, Errno>,
     ) -> Result<Result<T, ApplyError>, Errno> {
+        // A copy, since most operations change several places before one of them fails. Nodes are
+        // shared with it.
         let mut tree = self.tree.clone();
         let result = change(&mut tree, &*self.world)?;
         let exported = convert::export(&tree, &self.rest, &*self.world).map_err(|error| {
             tracing::warn!("refused: {error}");
             Errno::INVAL
         })?;
+        // Many steps of a tool, such as making an empty directory, mean nothing to the daemon yet.
         let is_other = exported.document != self.applied;
         if is_other {
+            // The daemon first: a file must not show what is not served.
             if let Err(error) = self.apply(&exported.document) {
                 tracing::warn!("refused: {error}");
                 return Ok(Err(error));
             }
             self.applied = exported.document;
         }
+        // The same note comes with each export, and is new only once.
         let notes: BTreeSet<String> = exported.notes.into_iter().collect();
         for note in notes.difference(&self.notes) {
             tracing::info!("{note}");
@@ -219,10 +226,13 @@ impl Engine {
         if document == self.known {
             return;
         }
+        // The daemon fills in defaults and sorts in its own way. To rebuild the tree for that
+        // would lose what only the tree has, such as attributes without an effect.
         if is_same(&document, &self.applied) {
             self.known = document;
             return;
         }
+        // Only what others have changed: directories of the rest keep their values and inodes.
         let shown = convert::update(
             self.tree.clone(),
             self.rest.clone(),

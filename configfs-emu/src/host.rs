@@ -15,10 +15,10 @@ use crate::world::{BlockDevice, Medium, Session, World};
 
 /// State of a daemon that changes by itself.
 pub trait LiveSource: Send {
-    /// Its sessions.
+    /// Sessions of the daemon's initiators.
     fn sessions(&self) -> Vec<Session>;
 
-    /// What it has counted.
+    /// Counters of the daemon, since its start.
     fn live(&self) -> Live;
 }
 
@@ -45,7 +45,7 @@ impl std::fmt::Debug for Host {
 }
 
 impl Host {
-    /// This host.
+    /// This host, with the daemon that is asked for sessions and counters.
     #[must_use]
     pub fn new(daemon: impl LiveSource + 'static) -> Self {
         Self {

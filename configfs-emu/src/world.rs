@@ -5,25 +5,25 @@ use std::time::Duration;
 
 use riser_admin_api::live::Live;
 
-/// What is at a path.
+/// The file at a path, by its kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Medium {
     /// Nothing, in a directory that exists: a file could be made there.
     Vacant,
-    /// A file.
+    /// A regular file.
     File {
         /// Its size in bytes.
         size: u64,
     },
-    /// A block device.
+    /// A block device, with what the kernel says about it.
     Device(BlockDevice),
-    /// A directory.
+    /// A directory, which cannot back a device.
     Directory,
     /// Something else, or nothing in a directory that does not exist either.
     None,
 }
 
-/// A block device.
+/// Properties of a block device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockDevice {
     /// Its size in bytes.
@@ -49,17 +49,17 @@ pub struct Session {
     pub isid: String,
     /// A number that no other session has.
     pub id: u64,
-    /// Where the initiator is, for each of its connections.
+    /// Addresses of the initiator, one for each of its connections.
     pub addresses: Vec<String>,
     /// True if it has logged in.
     pub is_live: bool,
-    /// What the login agreed on.
+    /// Values that the login agreed on, by key.
     pub terms: std::collections::BTreeMap<String, String>,
 }
 
 /// The world around the tree.
 pub trait World {
-    /// What is at a path of the host.
+    /// Looks at a path of the host.
     fn medium(&self, path: &str) -> Medium;
 
     /// The addresses at which an SRP target port can be reached, by its GUID
@@ -69,12 +69,12 @@ pub trait World {
     /// The sessions at present.
     fn sessions(&self) -> Vec<Session>;
 
-    /// What the daemon has counted so far.
+    /// Counters of the daemon so far.
     fn live(&self) -> Live;
 
-    /// How long the host has run.
+    /// Time for which the host has run.
     fn uptime(&self) -> Duration;
 
-    /// How many CPUs the host has.
+    /// Number of CPUs of the host.
     fn cpus(&self) -> u32;
 }

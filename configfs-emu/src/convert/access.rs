@@ -1,4 +1,4 @@
-//! Who sees what of a target: LIO's entries for initiators as access rules.
+//! Access to a target: LIO's entries for initiators as access rules.
 //!
 //! A portal group's LUNs are the target's. A rule names the numbers that an initiator sees, where these
 //! lead to the LUNs of the same numbers, and otherwise what each of them leads to.
@@ -48,7 +48,7 @@ struct View {
     login: Option<Login>,
 }
 
-/// What a portal group says about access.
+/// The parts of a portal group's document that are about access.
 #[derive(Debug)]
 pub(super) struct AccessDoc {
     pub(super) luns: Map<String, Value>,
@@ -147,7 +147,7 @@ fn rule(key: &str, value: &str) -> Map<String, Value> {
     Map::from_iter([(key.to_owned(), json!(value))])
 }
 
-/// What an initiator with an entry of its own sees; `None` if it is not let in.
+/// The units that an initiator with an entry of its own sees; `None` if it is not let in.
 fn view(
     tree: &Tree,
     tpg: NodeId,
@@ -221,7 +221,7 @@ fn put<T>(all: &mut BTreeMap<u64, T>, name: &str, one: T) -> Result<(), String> 
     }
 }
 
-/// What a portal group's LUNs are, by their numbers.
+/// Names of the backends of a portal group's LUNs, by their numbers.
 fn backends(tree: &Tree, luns: NodeId) -> Result<BTreeMap<u64, String>, String> {
     let mut backends = BTreeMap::new();
     for (name, lun) in tree.subdirs(luns) {
@@ -244,7 +244,7 @@ fn units(backends: BTreeMap<u64, String>, views: &[View]) -> BTreeMap<u64, Unit>
     backends.into_iter().map(unit).collect()
 }
 
-/// What a rule says of the units that it shows; nothing if it shows what the target has.
+/// The `luns` of a rule; nothing if it shows what the target has.
 fn rule_luns(seen: &BTreeMap<u64, MappedLun>, luns: &BTreeMap<u64, Unit>) -> Option<Value> {
     let mut all = seen.iter();
     let is_own = all

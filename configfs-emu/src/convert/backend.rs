@@ -1,4 +1,4 @@
-//! Devices as backends.
+//! Conversion of the core's devices to backends of a configuration.
 
 use serde_json::{Map, Value, json};
 

@@ -11,9 +11,9 @@ use crate::world::World;
 /// A tree as a configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Export {
-    /// The configuration.
+    /// The configuration that the tree means.
     pub document: Value,
-    /// What was set in the tree and has no effect.
+    /// Settings of the tree that have no effect, for people.
     pub notes: Vec<String>,
 }
 

@@ -19,9 +19,9 @@ use crate::world::{Medium, World};
 /// A configuration as a tree.
 #[derive(Clone, Debug)]
 pub struct Import {
-    /// The tree.
+    /// The tree that shows the configuration.
     pub tree: Tree,
-    /// What the tree does not show.
+    /// The part of the configuration that the tree does not show.
     pub rest: Rest,
     /// Backends and targets that are not shown, and why.
     pub hidden: Vec<String>,
@@ -93,7 +93,7 @@ fn name_of(target: &Value) -> &str {
     target["name"].as_str().unwrap_or_default()
 }
 
-/// What differs between two configurations: names of those that are there in one of them only, or
+/// Differences between two configurations: names of those that are there in one of them only, or
 /// differently.
 #[derive(Debug)]
 struct Change {
@@ -353,7 +353,7 @@ impl Importer<'_> {
         Ok(())
     }
 
-    /// What a target of this document is to initiators; `None` if it is nothing.
+    /// The document of a target with only what matters to initiators; `None` if it is nothing.
     fn meaning(&self, target: &Value) -> Option<String> {
         let named = self.config.iter().flat_map(|c| &c.backends);
         let named = named.map(|b| {

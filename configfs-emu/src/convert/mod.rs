@@ -40,11 +40,11 @@ pub use self::import::{Import, import, update};
 pub struct ConversionError {
     /// The directory that it is about.
     pub path: String,
-    /// What cannot be said.
+    /// The part of the directory that a configuration cannot have.
     pub reason: String,
 }
 
-/// What the tree does not show of a configuration.
+/// The part of a configuration that the tree does not show.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rest {
     /// Everything but backends, targets and the CHAP of discovery.
@@ -59,18 +59,18 @@ pub struct Rest {
     pub lock_secret: String,
 }
 
-/// What a directory keeps of the configuration that it came from.
+/// Names of hidden values: a directory's part of the configuration that it came from.
 pub(crate) mod origin {
     pub(crate) use crate::rules::NAME;
     /// Its part of the document, as it was.
     pub(crate) const ORIGINAL: &str = ".original";
-    /// What the directory said when it was new.
+    /// The directory's export when it was new, to see later what was changed in it.
     pub(crate) const SEEN: &str = ".seen";
     /// A portal that is served on RDMA only.
     pub(crate) const NO_TCP: &str = ".no_tcp";
 }
 
-/// What was there, with what has changed since it was seen.
+/// The original part of a document with the changes that were made since.
 fn merge(
     original: Option<&str>,
     seen: Option<&str>,
@@ -80,12 +80,15 @@ fn merge(
         text.and_then(|text| serde_json::from_str(text).ok())
     };
     let (Some(mut merged), Some(seen)) = (read(original), read(seen)) else {
+        // Made in the tree, and not by a configuration: there is nothing behind it to keep.
         return now;
     };
+    // Against what was seen, not the original: keys that the tree never shows must survive.
     for key in seen.keys().filter(|key| !now.contains_key(*key)) {
         merged.shift_remove(key);
     }
     for (key, value) in now {
+        // A key that was not touched keeps the words of the file, such as a size in other units.
         if seen.get(&key) != Some(&value) {
             merged.insert(key, value);
         }

@@ -1,4 +1,4 @@
-//! What was set in a tree and has no effect, for people.
+//! Settings of a tree that have no effect, for people.
 
 use crate::rules::{Kind, Tree, device, fabrics};
 use crate::tree::{Access, Kind as _, NodeId};

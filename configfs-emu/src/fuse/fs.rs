@@ -20,16 +20,17 @@ use crate::tree::{EntryKind, Ino, MAX_WRITE, NodeId};
 /// The kernel asks again each time: much of what is read changes by itself.
 const TTL: Duration = Duration::ZERO;
 
-/// How old what others have changed may be when it is read.
+/// Age up to which the tree is read without asking the daemon for changes of others.
 const FRESH: Duration = Duration::from_millis(100);
 
-/// The file system.
+/// The tree as a FUSE file system.
 pub(super) struct TreeFs {
     engine: Arc<Mutex<Engine>>,
-    /// What open files have read. A file says the same until it is closed or written.
+    /// Contents of open files, once they were read. A file says the same until it is closed or
+    /// written.
     open: Mutex<Open>,
     started: SystemTime,
-    /// When the daemon was last asked whether others have changed something.
+    /// Time of the last question to the daemon for changes of others.
     asked: Mutex<Option<Instant>>,
 }
 
@@ -58,6 +59,8 @@ impl TreeFs {
     fn fresh(&self) -> MutexGuard<'_, Engine> {
         let mut engine = self.engine();
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        // A tool reads hundreds of files in a row, and the daemon answers each question with its
+        // whole configuration.
         if asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
             engine.refresh();
             *asked = Some(Instant::now());
@@ -140,6 +143,7 @@ fn done(result: Result<(), Number>, reply: ReplyEmpty) {
 impl Filesystem for TreeFs {
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let engine = self.fresh();
+        // No name in the tree is anything but UTF-8.
         let found = name.to_str().ok_or(Number::NOENT);
         let found = found.and_then(|name| engine.tree().lookup(inode(parent), name));
         self.entry(&engine, found, reply);
@@ -278,10 +282,14 @@ impl Filesystem for TreeFs {
         if let Err(errno) = self.engine().tree().open(inode(ino), reads, writes) {
             return reply.error(error(errno));
         }
+        // After the tree has allowed it, so that a refused opening leaves no entry behind: none is
+        // released.
         let mut open = self.open_files();
         let handle = open.next;
         open.next += 1;
         open.content.insert(handle, None);
+        // Without the page cache: sizes are those of configfs, a page for each file, and the
+        // kernel would cut or pad what is read by them.
         reply.opened(FileHandle(handle), FopenFlags::FOPEN_DIRECT_IO);
     }
 
@@ -330,6 +338,8 @@ impl Filesystem for TreeFs {
         reply: ReplyWrite,
     ) {
         let mut engine = self.engine();
+        // As a short write, after which a program writes the rest as another value, as in
+        // configfs.
         let data = &data[..data.len().min(MAX_WRITE)];
         match engine.change(|tree, world| tree.write(inode(ino), data, world)) {
             Ok(written) => {
@@ -392,6 +402,8 @@ impl Filesystem for TreeFs {
             (Ok(entries), Ok(parent)) => (entries, parent),
             (Err(errno), _) | (_, Err(errno)) => return reply.error(error(errno)),
         };
+        // Their order and numbers are the offsets at which the kernel goes on, so they come first
+        // in each call.
         let dots = [(".", ino), ("..", parent)].map(|(n, i)| (n, i, EntryKind::Dir));
         let named = entries.iter().map(|e| (e.name.as_str(), e.ino, e.kind));
         let all = dots.into_iter().chain(named).enumerate();

@@ -1,4 +1,4 @@
-//! Mounting.
+//! Mounting the tree at a directory, and taking it away again.
 
 use std::fs;
 use std::io;
@@ -44,6 +44,7 @@ impl Mount {
         ];
         let session = Session::new(TreeFs::new(engine), path, &config)?.spawn()?;
         let path = path.to_owned();
+        // After the mount: this is the number of the tree, not that of the directory below.
         let device = fs::metadata(&path)?.dev();
         Ok(Self {
             session,
@@ -58,6 +59,7 @@ impl Mount {
     /// The session ended with an error, or it cannot be unmounted.
     pub fn serve(mut self, asked: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let (events, event) = channel();
+        // The session must stay whole for an unmount later, and joining takes its thread away.
         let guard = mem::replace(&mut self.session.guard, thread::spawn(|| Ok(())));
         let ended = events.clone();
         // The process does not wait for these threads: one of them waits for what never comes.
@@ -82,12 +84,16 @@ impl Mount {
     /// # Errors
     /// It cannot be unmounted.
     pub fn unmount(self) -> io::Result<()> {
+        // Another process has unmounted it, and perhaps mounted something else there, which is not
+        // ours to take away.
         if !self.is_at_its_path() {
             self.forget();
             return Ok(());
         }
         let Self { session, path, .. } = self;
         match session.umount_and_join() {
+            // A shell whose directory is in the tree would keep it mounted without a daemon to
+            // answer.
             Err(error) if Errno::from_io_error(&error) == Some(Errno::BUSY) => {
                 Ok(rustix::mount::unmount(&path, UnmountFlags::DETACH)?)
             }

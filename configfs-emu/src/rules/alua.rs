@@ -6,7 +6,7 @@ use super::{Attr, Kind, Read, Show, Store, Tree, Write, device};
 use crate::number;
 use crate::tree::{NodeId, line};
 
-/// `core/alua/lu_gps/NAME/`.
+/// Files of `core/alua/lu_gps/NAME/`.
 pub(super) const LU_GROUP: &[Attr] = &[
     Attr::rw("lu_gp_id", "", Store::With(store_id)).shown(Show::With(show_id)),
     Attr::ro("members", Show::With(show_lu_members)),
@@ -53,7 +53,7 @@ pub(super) const PORT_GROUP: &[Attr] = &[
     Attr::ro("members", Show::With(show_port_members)),
 ];
 
-/// `lun/lun_N/`.
+/// Files of `lun/lun_N/` that are about ALUA.
 pub(super) const LUN: &[Attr] = &[
     Attr::rw("alua_tg_pt_gp", "", Store::With(store_group_of)).shown(Show::With(show_group_of)),
     Attr::rw("alua_tg_pt_offline", "0", Store::With(store_lun_bit)).shown(Show::With(show_lun)),

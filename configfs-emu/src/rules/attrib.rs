@@ -123,7 +123,7 @@ fn store_unmap(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// What is not implemented can only be off.
+/// Accepts only 0, for what is not implemented.
 fn store_zero(write: &mut Write<'_>) -> Result<(), Errno> {
     match number::boolean(write.text)? {
         false => Ok(()),
@@ -135,7 +135,7 @@ fn check_truth(write: &mut Write<'_>) -> Result<(), Errno> {
     number::boolean(write.text).map(|_| ())
 }
 
-/// What backstores of the target core have always.
+/// Accepts only 1, for what backstores of the target core have always.
 fn store_fixed_one(write: &mut Write<'_>) -> Result<(), Errno> {
     match number::boolean(write.text)? {
         true => Ok(()),

@@ -14,20 +14,20 @@ const VERSION: &str = "v5.0";
 /// Pages that one of LIO's tables names.
 const PAGES_PER_TABLE: u64 = 2048;
 
-/// `target/`.
+/// Files of `target/` itself.
 pub(super) const TARGET: &[Attr] = &[
     Attr::ro("version", Show::With(show_version)),
     Attr::rw("dbroot", "/var/target", Store::With(store_dbroot)),
 ];
 
-/// `core/PLUGIN_N/`.
+/// Files of `core/PLUGIN_N/`, a host.
 pub(super) const HOST: &[Attr] = &[
     Attr::ro("hba_info", Show::With(show_host)),
     // Only SCSI pass-through has modes.
     Attr::rw("hba_mode", "0", Store::With(|_| Err(Errno::INVAL))),
 ];
 
-/// `core/PLUGIN_N/NAME/`.
+/// Files of `core/PLUGIN_N/NAME/`, a device.
 pub(super) const DEVICE: &[Attr] = &[
     Attr::ro("info", Show::With(show_info)),
     Attr {
@@ -197,7 +197,7 @@ fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// What a path should be and is not.
+/// Error for a path that leads to something else than it should.
 fn not_found(medium: &Medium) -> Errno {
     match medium {
         Medium::Directory => Errno::ISDIR,

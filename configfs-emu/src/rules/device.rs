@@ -6,25 +6,25 @@ use crate::tree::NodeId;
 /// A page of a RAM disk, in bytes.
 pub const PAGE: u64 = 4096;
 
-/// What came through `control`, by the names that it has there.
+/// Names of hidden values that come through `control`, as they are written there.
 pub mod option {
     /// A file, or a device as a file.
     pub const FILE: &str = "fd_dev_name";
     /// Its size in bytes.
     pub const SIZE: &str = "fd_dev_size";
-    /// Whether its writes are cached.
+    /// Set where its writes are cached.
     pub const BUFFERED: &str = "fd_buffered_io";
-    /// Whether it is used asynchronously.
+    /// Set where it is used asynchronously.
     pub const ASYNC: &str = "fd_async_io";
-    /// A block device.
+    /// Path of a block device; the sign belongs to the name.
     pub const DEVICE: &str = "udev_path=";
-    /// Whether the device is only read.
+    /// Set where the device is only read.
     pub const READ_ONLY: &str = "readonly";
     /// The size of a RAM disk, in pages.
     pub const PAGES: &str = "rd_pages";
-    /// Whether a RAM disk keeps nothing.
+    /// Set where a RAM disk keeps nothing.
     pub const NULL: &str = "rd_nullio";
-    /// Whether a RAM disk is no disk.
+    /// Set where a RAM disk is no disk.
     pub const DUMMY: &str = "rd_dummy";
 }
 

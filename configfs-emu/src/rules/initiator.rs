@@ -2,19 +2,19 @@
 
 use std::net::IpAddr;
 
-/// How an initiator is named in `acls`.
+/// Name of an initiator in `acls`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Initiator {
     /// All of its port identifier: 32 digits, with or without `0x`.
     Port(u128),
     /// The second half: four groups of four digits.
     Guid(u64),
-    /// Its address.
+    /// IP address from which it comes.
     Address(IpAddr),
 }
 
 impl Initiator {
-    /// Reads a name.
+    /// Reads the name of a directory in `acls`.
     #[must_use]
     pub(crate) fn parse(name: &str) -> Option<Self> {
         if let Ok(address) = name.parse::<IpAddr>() {

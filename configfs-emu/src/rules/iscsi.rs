@@ -8,13 +8,13 @@ use crate::tree::{NodeId, line};
 
 const BIT: std::ops::RangeInclusive<u32> = 0..=1;
 
-/// `iscsi/`.
+/// Files of `iscsi/`, the fabric.
 pub(super) const FABRIC: &[Attr] = &[
     Attr::fixed("lio_version", "Datera Inc. iSCSI Target v4.1.0"),
     Attr::rw("cpus_allowed_list", "", Store::With(store_cpus)).shown(Show::With(show_cpus)),
 ];
 
-/// `iscsi/discovery_auth/`.
+/// Files of `iscsi/discovery_auth/`.
 pub(super) const DISCOVERY: &[Attr] = &[
     auth("userid"),
     auth("password"),
@@ -49,21 +49,21 @@ pub(super) const WWPN_PARAM: &[Attr] = &[
     Attr::fixed("direct_submit_supported", "1"),
 ];
 
-/// Whether a portal group is served.
+/// 1 while a portal group is served.
 pub(super) const ENABLE: Attr = Attr::rw("enable", "0", Store::With(store_enable));
 
 /// A portal group's relative target port identifier.
 pub(super) const RTPI: Attr =
     Attr::rw("rtpi", "0", Store::With(store_rtpi)).shown(Show::With(show_rtpi));
 
-/// `iscsi/IQN/tpgt_N/`.
+/// Files of `iscsi/IQN/tpgt_N/`.
 pub(super) const TPG: &[Attr] = &[
     Attr::ro("dynamic_sessions", Show::With(session::show_dynamic)),
     ENABLE,
     RTPI,
 ];
 
-/// `iscsi/IQN/tpgt_N/attrib/`.
+/// Files of `iscsi/IQN/tpgt_N/attrib/`.
 pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("authentication", "1", Store::With(store_authentication)),
     Attr::rw("login_timeout", "15", Store::Number(5..=30)),
@@ -80,20 +80,20 @@ pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("login_keys_workaround", "1", Store::Number(BIT)),
 ];
 
-/// `np/ADDRESS:PORT/`.
+/// Files of `np/ADDRESS:PORT/`.
 pub(super) const PORTAL: &[Attr] = &[
     Attr::rw("iser", "0", Store::Number(BIT)),
     Attr::rw("cxgbit", "0", Store::With(store_offload)),
 ];
 
-/// `acls/IQN/`.
+/// Files of `acls/IQN/`.
 pub(super) const ACL: &[Attr] = &[
     Attr::ro("info", Show::With(session::show_info)),
     Attr::rw("cmdsn_depth", "64", Store::With(store_depth)),
     Attr::rw("tag", "", Store::With(store_tag)).shown(Show::With(show_tag)),
 ];
 
-/// `acls/IQN/attrib/`.
+/// Files of `acls/IQN/attrib/`.
 pub(super) const NODE_ATTRIB: &[Attr] = &[
     Attr::rw("dataout_timeout", "3", Store::Number(2..=60)),
     Attr::rw("dataout_timeout_retries", "5", Store::Number(1..=15)),
@@ -106,7 +106,7 @@ pub(super) const NODE_ATTRIB: &[Attr] = &[
     Attr::rw("authentication", "-1", Store::With(store_node_auth)),
 ];
 
-/// `acls/INITIATOR/lun_N/`.
+/// Files of `acls/INITIATOR/lun_N/`.
 pub(super) const MAPPED_LUN: &[Attr] =
     &[Attr::rw("write_protect", "", Store::With(store_protect)).shown(Show::LineIfAny)];
 
@@ -118,7 +118,7 @@ const fn auth(name: &'static str) -> Attr {
     Attr::rw(name, "", Store::Text(MAX_AUTH + 1, Errno::INVAL))
 }
 
-/// Returns true if there is something that the target proves itself with.
+/// Shows 1 if the target has credentials to prove itself with.
 fn show_mutual(read: &Read<'_>) -> Result<String, Errno> {
     let is_set = |name| {
         let value = read.tree.value(read.dir, name);

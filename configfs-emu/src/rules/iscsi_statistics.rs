@@ -1,4 +1,4 @@
-//! What is counted of iSCSI's targets and sessions, below `fabric_statistics`, as iSCSI's MIB (RFC 4544)
+//! Counters of iSCSI's targets and sessions, below `fabric_statistics`, as iSCSI's MIB (RFC 4544)
 //! has it.
 
 use std::collections::BTreeSet;
@@ -10,30 +10,30 @@ use super::statistics::{files, hundredths, index, line};
 use super::{Attr, Kind, Read, Show, Tree, session};
 use crate::tree::NodeId;
 
-/// `iscsi/IQN/fabric_statistics/iscsi_instance/`.
+/// Files of `iscsi/IQN/fabric_statistics/iscsi_instance/`.
 pub(super) const INSTANCE: &[Attr] = files!(show_instance;
     "inst" "min_ver" "max_ver" "portals" "nodes" "sessions" "fail_sess" "fail_type" "fail_rem_name"
     "disc_time" "description" "vendor" "version");
 
-/// `iscsi/IQN/fabric_statistics/iscsi_sess_err/`.
+/// Files of `iscsi/IQN/fabric_statistics/iscsi_sess_err/`.
 pub(super) const SESS_ERR: &[Attr] =
     files!(show_errors; "inst" "digest_errors" "cxn_errors" "format_errors");
 
-/// `iscsi/IQN/fabric_statistics/iscsi_tgt_attr/`.
+/// Files of `iscsi/IQN/fabric_statistics/iscsi_tgt_attr/`.
 pub(super) const TGT_ATTR: &[Attr] = files!(show_target;
     "inst" "indx" "login_fails" "last_fail_time" "last_fail_type" "fail_intr_name"
     "fail_intr_addr_type" "fail_intr_addr");
 
-/// `iscsi/IQN/fabric_statistics/iscsi_login_stats/`.
+/// Files of `iscsi/IQN/fabric_statistics/iscsi_login_stats/`.
 pub(super) const LOGIN_STATS: &[Attr] = files!(show_logins;
     "inst" "indx" "accepts" "other_fails" "redirects" "authorize_fails" "authenticate_fails"
     "negotiate_fails");
 
-/// `iscsi/IQN/fabric_statistics/iscsi_logout_stats/`.
+/// Files of `iscsi/IQN/fabric_statistics/iscsi_logout_stats/`.
 pub(super) const LOGOUT_STATS: &[Attr] =
     files!(show_logouts; "inst" "indx" "normal_logouts" "abnormal_logouts");
 
-/// `acls/IQN/fabric_statistics/iscsi_sess_stats/`.
+/// Files of `acls/IQN/fabric_statistics/iscsi_sess_stats/`.
 pub(super) const SESS_STATS: &[Attr] = files!(show_session;
     "inst" "node" "indx" "cmd_pdus" "rsp_pdus" "txdata_octs" "rxdata_octs" "conn_digest_errors"
     "conn_timeout_errors");
@@ -80,7 +80,7 @@ fn names(tree: &Tree, target: NodeId) -> BTreeSet<String> {
         .collect()
 }
 
-/// What the daemon has counted of a target.
+/// The daemon's counters of a target.
 fn counted(read: &Read<'_>, target: NodeId) -> LiveTarget {
     let names = names(read.tree, target);
     let mut all = read.world.live().targets.into_iter();

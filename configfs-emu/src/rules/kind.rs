@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 use crate::{number, tree};
 
-/// LIO's tree.
+/// The tree with LIO's kinds of directories.
 pub type Tree = tree::Tree<Kind>;
 
 /// A file of a directory.
@@ -18,14 +18,14 @@ pub(crate) type Read<'a> = tree::Read<'a, Kind>;
 pub(crate) type Write<'a> = tree::Write<'a, Kind>;
 pub(crate) type Shell<'a> = tree::Shell<'a, Kind>;
 
-/// What backs a device.
+/// The plugin of LIO's core that backs a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Plugin {
     /// A file, or a block device as a file.
     Fileio,
-    /// A block device.
+    /// A block device, in a host of `iblock`.
     Iblock,
-    /// Memory, or nothing.
+    /// Memory, or nothing at all, in a host of `rd_mcp`.
     RamDisk,
 }
 
@@ -62,12 +62,12 @@ impl Plugin {
     }
 }
 
-/// What a target port speaks.
+/// The protocol of a target port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Fabric {
     /// iSCSI, on TCP or RDMA.
     Iscsi,
-    /// SRP.
+    /// SRP, in the directory `srpt`.
     Srpt,
 }
 
@@ -117,7 +117,7 @@ pub enum Kind {
     Empty,
     Fabric(Fabric),
     Discovery(Fabric),
-    /// `iscsi/IQN`, `srpt/PORT`.
+    /// A target or target port: `iscsi/IQN`, `srpt/PORT`.
     Wwpn(Fabric),
     WwpnParam,
     WwpnStatistics,

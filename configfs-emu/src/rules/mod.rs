@@ -1,4 +1,4 @@
-//! What LIO says about its directories: their attributes, what can be made in them, what they link to.
+//! LIO's rules for its directories: their attributes, what can be made in them, what they link to.
 //!
 //! - `kind`: [`Kind`], the kinds of directories, and the [`Tree`] of them. `directories`: their tables
 //!   and their rules for making and linking, which name all others.

@@ -8,10 +8,10 @@ use crate::number;
 /// A value is shorter than this, in bytes.
 const MAX_TEXT: usize = 256;
 
-/// What a key's value may be.
+/// Legal values of a key.
 #[derive(Clone, Copy)]
 enum Legal {
-    /// `Yes` or `No`.
+    /// A truth value: `Yes` or `No`.
     Boolean,
     /// A number from and to. What it begins with counts, as in the kernel: text is 0.
     Number(u32, u32),

@@ -1,4 +1,4 @@
-//! Who has reserved a device, and who is registered with it: `core/HOST/NAME/pr/`.
+//! Reservations and registrations of a device: `core/HOST/NAME/pr/`.
 //!
 //! All of it is the daemon's, of now. A device that is not served has neither.
 
@@ -55,7 +55,7 @@ fn holder(all: &LiveReservations) -> Option<&LiveRegistrant> {
         .or(all.registrants.first())
 }
 
-/// Where a registrant has come in, of the LUNs that the device is.
+/// The port by which a registrant has come in, of the LUNs that the device is.
 fn entered(read: &Read<'_>, luns: &[NodeId], registrant: &LiveRegistrant) -> Option<PortLun> {
     let tree = read.tree;
     let mut places = luns.iter().filter_map(|lun| {

@@ -1,4 +1,4 @@
-//! What an initiator's files say while it is logged in.
+//! Content of an initiator's files while it is logged in.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;

@@ -5,16 +5,16 @@ use rustix::io::Errno;
 use super::{Attr, Show, Store, Write, iscsi};
 use crate::number;
 
-/// `srpt/`.
+/// Files of `srpt/`, the fabric.
 pub(super) const FABRIC: &[Attr] = &[Attr::ro("version", Show::Line)];
 
-/// `srpt/discovery_auth/`.
+/// Files of `srpt/discovery_auth/`.
 pub(super) const DISCOVERY: &[Attr] = &[Attr::rw("rdma_cm_port", "0", Store::With(store_port))];
 
-/// `srpt/PORT/NAME/`.
+/// Files of `srpt/PORT/NAME/`.
 pub(super) const TPG: &[Attr] = &[iscsi::ENABLE, iscsi::RTPI];
 
-/// `srpt/PORT/NAME/attrib/`.
+/// Files of `srpt/PORT/NAME/attrib/`.
 pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("srp_max_rdma_size", "65536", Store::Long(65_536..=1 << 24)),
     Attr::rw("srp_max_rsp_size", "256", Store::Long(112..=1024)),

@@ -1,4 +1,4 @@
-//! What is counted of units and ports, below `statistics`, as SCSI's MIB (RFC 4455) has it.
+//! Counters of units and ports, below `statistics`, as SCSI's MIB (RFC 4455) has it.
 //!
 //! Numbers are the daemon's, of now. Commands and data of an initiator include its sessions that are
 //! over. What the kernel's target never counts either is 0 here as there.
@@ -18,42 +18,43 @@ macro_rules! files {
 }
 pub(super) use files;
 
-/// `core/HOST/NAME/statistics/scsi_dev/`.
+/// Files of `core/HOST/NAME/statistics/scsi_dev/`.
 pub(super) const SCSI_DEV: &[Attr] = files!(show_device; "inst" "indx" "role" "ports");
 
-/// `core/HOST/NAME/statistics/scsi_tgt_dev/`.
+/// Files of `core/HOST/NAME/statistics/scsi_tgt_dev/`.
 pub(super) const SCSI_TGT_DEV: &[Attr] = files!(show_target_device;
     "inst" "indx" "num_lus" "status" "non_access_lus" "resets" "aborts_complete" "aborts_no_task");
 
-/// `core/HOST/NAME/statistics/scsi_lu/`.
+/// Files of `core/HOST/NAME/statistics/scsi_lu/`.
 pub(super) const SCSI_LU: &[Attr] = files!(show_unit;
     "inst" "dev" "indx" "lun" "lu_name" "vend" "prod" "rev" "dev_type" "status" "state_bit"
     "num_cmds" "read_mbytes" "write_mbytes" "resets" "full_stat" "hs_num_cmds" "creation_time");
 
-/// `lun/lun_N/statistics/scsi_port/`.
+/// Files of `lun/lun_N/statistics/scsi_port/`.
 pub(super) const SCSI_PORT: &[Attr] = files!(show_port; "inst" "dev" "indx" "role" "busy_count");
 
-/// `lun/lun_N/statistics/scsi_tgt_port/`.
+/// Files of `lun/lun_N/statistics/scsi_tgt_port/`.
 pub(super) const SCSI_TGT_PORT: &[Attr] = files!(show_target_port;
     "inst" "dev" "indx" "name" "port_index" "in_cmds" "write_mbytes" "read_mbytes" "hs_in_cmds");
 
-/// `lun/lun_N/statistics/scsi_transport/`.
+/// Files of `lun/lun_N/statistics/scsi_transport/`.
 pub(super) const SCSI_TRANSPORT: &[Attr] =
     files!(show_transport; "inst" "device" "indx" "dev_name" "proto_id");
 
-/// `acls/INITIATOR/lun_N/statistics/scsi_auth_intr/`.
+/// Files of `acls/INITIATOR/lun_N/statistics/scsi_auth_intr/`.
 pub(super) const SCSI_AUTH_INTR: &[Attr] = files!(show_authorized;
     "inst" "dev" "port" "indx" "dev_or_port" "intr_name" "map_indx" "att_count" "num_cmds"
     "read_mbytes" "write_mbytes" "hs_num_cmds" "creation_time" "row_status");
 
-/// `acls/INITIATOR/lun_N/statistics/scsi_att_intr_port/`.
+/// Files of `acls/INITIATOR/lun_N/statistics/scsi_att_intr_port/`.
 pub(super) const SCSI_ATT_INTR_PORT: &[Attr] =
     files!(show_attached; "inst" "dev" "port" "indx" "port_auth_indx" "port_ident");
 
 /// The number that a directory got when it was made.
 const INDEX: &str = ".index";
 
-/// When it came to be, in hundredths of a second since the host began to run.
+/// Hidden value: the time at which it came to be, in hundredths of a second since the host began
+/// to run.
 const MADE: &str = ".made";
 
 /// Gives a number to a directory that is counted, as LIO does.
@@ -326,7 +327,7 @@ pub(super) fn fabric(tree: &Tree, tpg: NodeId) -> &'static str {
     }
 }
 
-/// Which of a fabric's targets a portal group is of.
+/// Number of the fabric's target that a portal group is of.
 fn port_instance(tree: &Tree, tpg: NodeId) -> u32 {
     match tree.dir(tpg).kind {
         Kind::Tpg(Fabric::Iscsi) => index(tree, tree.parent(tpg)),
@@ -342,7 +343,7 @@ pub(super) fn luns_of(tree: &Tree, device: NodeId) -> Vec<NodeId> {
         .collect()
 }
 
-/// What the daemon has counted of LUNs of portal groups.
+/// The daemon's counters of LUNs of portal groups.
 pub(super) fn counted(read: &Read<'_>, luns: &[NodeId]) -> Vec<LiveLun> {
     let tree = read.tree;
     let wanted = luns.iter().filter_map(|lun| {
@@ -374,7 +375,7 @@ fn total(luns: &[LiveLun]) -> LiveShare {
     sum
 }
 
-/// What an initiator has done at a LUN that is mapped for it.
+/// The daemon's counters of an initiator at a LUN that is mapped for it.
 fn part_of(read: &Read<'_>, acl: NodeId, mapped: NodeId) -> Result<LiveShare, Errno> {
     let tree = read.tree;
     let entry = &tree.dir(acl).name;

@@ -24,7 +24,7 @@ const AUTH: [(&str, &str); 4] = [
     ("mutual_password", "password_mutual"),
 ];
 
-/// What a group of target ports has, beside its name and number.
+/// Attributes of a group of target ports, beside its name and number.
 const PORT_GROUP: [&str; 14] = [
     "alua_access_state",
     "alua_access_status",
@@ -42,7 +42,7 @@ const PORT_GROUP: [&str; 14] = [
     "trans_delay_msecs",
 ];
 
-/// What the file calls a plugin.
+/// The name of a plugin in the file.
 fn plugin_name(plugin: Plugin) -> &'static str {
     match plugin {
         Plugin::Fileio => "fileio",

@@ -9,12 +9,12 @@ use crate::convert::{self, Rest};
 use crate::rules::{Fabric, Plugin, Shell, Tree};
 use crate::world::World;
 
-/// What a file makes.
+/// The tree of a saved file, and the losses.
 #[derive(Clone, Debug)]
 pub struct Restoration {
-    /// The tree.
+    /// The tree that the file describes.
     pub tree: Tree,
-    /// What of the file could not be done, and why.
+    /// Parts of the file that could not be done, and why.
     pub lost: Vec<String>,
 }
 

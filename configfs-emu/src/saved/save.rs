@@ -11,9 +11,9 @@ use crate::world::{Medium, World};
 /// A tree as the file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SaveFile {
-    /// The file.
+    /// The content of the file.
     pub document: Value,
-    /// What of the tree it cannot say.
+    /// Parts of the tree that the file cannot have.
     pub omitted: Vec<String>,
 }
 
@@ -117,8 +117,7 @@ impl Saver<'_> {
         object
     }
 
-    /// Returns true if a unit has its own name decides what it calls itself, and nothing else
-    /// does.
+    /// A unit's own name decides what it calls itself, and nothing else does.
     fn check_names(&mut self, device: NodeId, wwn: NodeId, plugin: Plugin) {
         let attrib = self.child(device, "attrib");
         let product = match self.tree.value(attrib, "emulate_model_alias") {

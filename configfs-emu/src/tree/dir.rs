@@ -1,4 +1,4 @@
-//! What a tree is made of.
+//! Nodes of a tree: directories, attributes, links and their inodes.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +28,7 @@ impl Ino {
         NodeId(self.0 >> 8)
     }
 
-    /// Which attribute of the directory it is; `None` is the node itself.
+    /// Number of the attribute in its directory; `None` is the node itself.
     #[must_use]
     pub fn attr(self) -> Option<usize> {
         ((self.0 & 0xff) as usize).checked_sub(1)
@@ -48,14 +48,14 @@ pub(super) enum Node<K> {
     Link(Link),
 }
 
-/// A directory.
+/// A directory with its values and children.
 #[derive(Clone, Debug)]
 pub struct Dir<K> {
     /// The directory above; the root is above itself.
     pub parent: NodeId,
-    /// Its name.
+    /// Name in the directory above; empty for the root.
     pub name: String,
-    /// What it is.
+    /// The kind, which gives its attributes and rules.
     pub kind: K,
     /// It came with the directory above and goes with it.
     pub is_default: bool,
@@ -63,7 +63,7 @@ pub struct Dir<K> {
     pub(super) children: BTreeMap<String, NodeId>,
     /// Values that differ from the table's.
     pub(super) values: BTreeMap<&'static str, String>,
-    /// How many links lead here.
+    /// Number of links that lead here.
     pub(super) links: usize,
 }
 
@@ -85,7 +85,7 @@ impl<K> Dir<K> {
         self.values.clear();
     }
 
-    /// How many links lead here.
+    /// Returns the number of links that lead here.
     #[must_use]
     pub fn link_count(&self) -> usize {
         self.links
@@ -98,30 +98,30 @@ impl<K> Dir<K> {
     }
 }
 
-/// A symbolic link.
+/// A symbolic link to a directory of the tree.
 #[derive(Clone, Debug)]
 pub(super) struct Link {
     pub(super) parent: NodeId,
     pub(super) target: NodeId,
 }
 
-/// What an inode is.
+/// The file type of an inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EntryKind {
-    /// A directory.
+    /// A directory, made by a user or with another one.
     Dir,
-    /// An attribute.
+    /// An attribute, which is a regular file.
     File,
-    /// A symbolic link.
+    /// A symbolic link to a directory.
     Link,
 }
 
-/// What `stat` says.
+/// The answer to `stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Meta {
-    /// What it is.
+    /// The file type.
     pub kind: EntryKind,
-    /// Permission bits.
+    /// Permission bits, without the file type.
     pub mode: u16,
     /// Size in bytes, as configfs states it.
     pub size: u64,
@@ -132,10 +132,10 @@ pub struct Meta {
 /// A line of a directory listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name.
+    /// Name in its directory.
     pub name: String,
-    /// Its inode.
+    /// Number of its inode.
     pub ino: Ino,
-    /// What it is.
+    /// The file type.
     pub kind: EntryKind,
 }

@@ -62,7 +62,7 @@ pub trait Kind: Copy + Debug + 'static {
 /// Permissions of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// 0644.
+    /// Mode 0644: all read, root writes.
     ReadWrite,
     /// 0444; no user can open it for writing.
     ReadOnly,
@@ -71,7 +71,7 @@ pub enum Access {
 }
 
 impl Access {
-    /// Permission bits.
+    /// Permission bits of the file's mode.
     #[must_use]
     pub fn mode(self) -> u16 {
         match self {
@@ -89,7 +89,7 @@ pub(crate) enum Show<K: 'static> {
     Line,
     /// Its value and a line end, or nothing at all while there is no value.
     LineIfAny,
-    /// What this makes of the tree.
+    /// Made of the tree and the world by this.
     With(fn(&Read<'_, K>) -> Result<String, Errno>),
 }
 
@@ -108,17 +108,17 @@ pub(crate) enum Store<K: 'static> {
     Long(RangeInclusive<u32>),
     /// Text of fewer bytes than this, without its line end; else this error.
     Text(usize, Errno),
-    /// What this does.
+    /// Taken by this, which may change the tree.
     With(fn(&mut Write<'_, K>) -> Result<(), Errno>),
 }
 
 /// A file of a directory.
 pub struct Attr<K: 'static> {
-    /// Its name.
+    /// Name of the file.
     pub name: &'static str,
-    /// Who may do what with it.
+    /// Access to the file, for all users.
     pub access: Access,
-    /// What it holds before the first write.
+    /// Value before the first write.
     pub initial: &'static str,
     pub(crate) show: Show<K>,
     pub(crate) store: Store<K>,

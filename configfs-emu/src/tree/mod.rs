@@ -27,7 +27,7 @@ pub(crate) use self::shell::Shell;
 /// The most bytes that a write hands to an attribute: a page without its last byte.
 pub const MAX_WRITE: usize = 4095;
 
-/// The tree.
+/// Directories, attributes and links, as configfs has them.
 #[derive(Clone, Debug)]
 pub struct Tree<K> {
     nodes: BTreeMap<NodeId, Arc<Node<K>>>,
@@ -77,7 +77,7 @@ impl<K: Kind> Tree<K> {
         }
     }
 
-    /// The directory above.
+    /// The directory above; the root's is itself.
     #[must_use]
     pub fn parent(&self, id: NodeId) -> NodeId {
         self.dir(id).parent
@@ -129,7 +129,7 @@ impl<K: Kind> Tree<K> {
         }
     }
 
-    /// Where a directory is, from the root on, without a leading slash.
+    /// The path of a directory, from the root on, without a leading slash.
     #[must_use]
     pub fn path(&self, id: NodeId) -> String {
         let mut names = Vec::new();
@@ -164,7 +164,7 @@ impl<K: Kind> Tree<K> {
         self.dir(id).values.get(name).map(String::as_str)
     }
 
-    /// Keeps a value.
+    /// Keeps a value, also one that is no file of its own.
     pub(crate) fn set(&mut self, id: NodeId, name: &'static str, value: impl Into<String>) {
         self.dir_mut(id).values.insert(name, value.into());
     }
@@ -260,6 +260,7 @@ impl<K: Kind> Tree<K> {
 
     /// What a directory's removal would hit: itself and, below its default groups, all that is there.
     fn check_empty(&self, id: NodeId) -> Result<(), Errno> {
+        // As configfs: a directory that a link leads to cannot be removed, not even an empty one.
         if self.dir(id).links > 0 {
             return Err(Errno::BUSY);
         }

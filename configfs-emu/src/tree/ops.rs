@@ -1,4 +1,4 @@
-//! What a file system can be asked.
+//! The operations of a file system on the tree.
 
 use rustix::io::Errno;
 
@@ -7,7 +7,7 @@ use super::kind::{Access, Attr, Kind, Read, Write};
 use super::{MAX_WRITE, Tree};
 use crate::world::World;
 
-/// What configfs says an attribute's size is.
+/// The size that configfs gives each attribute: a page.
 const FILE_SIZE: u64 = 4096;
 
 impl<K: Kind> Tree<K> {
@@ -25,7 +25,7 @@ impl<K: Kind> Tree<K> {
         index.map(|i| Ino::of_attr(id, i)).ok_or(Errno::NOENT)
     }
 
-    /// What an inode is.
+    /// File type, mode and size of an inode.
     ///
     /// # Errors
     /// `ENOENT`.
@@ -164,7 +164,8 @@ impl<K: Kind> Tree<K> {
         Ok(())
     }
 
-    /// Where a link leads: up from where it is to the root, and down from there, as configfs says it.
+    /// The text of a link: up from where it is to the root, and down from there, as configfs says
+    /// it.
     ///
     /// # Errors
     /// `ENOENT`, `EINVAL`.
@@ -176,7 +177,7 @@ impl<K: Kind> Tree<K> {
         Ok("../".repeat(depth) + &self.path(link.target))
     }
 
-    /// Returns true if a file can be opened so.
+    /// Checks that a file can be opened for this.
     ///
     /// # Errors
     /// `EACCES`, also for root; `EISDIR`.
@@ -185,6 +186,7 @@ impl<K: Kind> Tree<K> {
             return Err(Errno::ISDIR);
         }
         let (_, attr) = self.as_attr(ino)?;
+        // Checked here and not by the mode, which root may ignore: configfs refuses root as well.
         let refused = match attr.access {
             Access::ReadWrite => false,
             Access::ReadOnly => writes,
@@ -207,6 +209,7 @@ impl<K: Kind> Tree<K> {
         })?;
         // A page is all that there is.
         let mut end = text.len().min(FILE_SIZE as usize);
+        // A cut inside of a character would panic below.
         while !text.is_char_boundary(end) {
             end -= 1;
         }
@@ -222,6 +225,7 @@ impl<K: Kind> Tree<K> {
     pub fn write(&mut self, ino: Ino, data: &[u8], world: &dyn World) -> Result<usize, Errno> {
         let (dir, attr) = self.as_attr(ino)?;
         let data = &data[..data.len().min(MAX_WRITE)];
+        // The kernel's attributes take strings of C, which end with a zero byte.
         let end = data.iter().position(|b| *b == 0).unwrap_or(data.len());
         let text = std::str::from_utf8(&data[..end]).map_err(|_| Errno::INVAL)?;
         attr.write(&mut Write {
@@ -260,6 +264,7 @@ impl<K: Kind> Tree<K> {
             return self.walk(from, text.split('/'));
         }
         let names: Vec<&str> = text.split('/').filter(|n| !n.is_empty()).collect();
+        // The mount point may have a directory of this name as well, so each of them is tried.
         let starts = (0..names.len()).filter(|i| names[*i] == "target");
         let mut found = Err(Errno::PERM);
         for start in starts {
@@ -279,6 +284,7 @@ impl<K: Kind> Tree<K> {
         let mut at = from;
         for name in names.filter(|n| !matches!(*n, "" | ".")) {
             at = match (name, at) {
+                // Out of the tree, where there is nothing that could be linked.
                 ("..", NodeId::ROOT) => return Err(Errno::PERM),
                 ("..", at) => self.parent(at),
                 (name, at) => match self.node(self.lookup(at.ino(), name)?.node())? {

@@ -33,12 +33,12 @@ pub enum ClientError {
     /// There is no place to look for a daemon.
     #[error("no default admin socket for this user; name one with --socket")]
     Nowhere,
-    /// Nothing accepts connections at the socket, or the answer did not come in time.
+    /// The socket accepts no connection, or a connection failed before its answer.
     #[error("no riserd answers at {}: {source}", path.display())]
     Unreachable {
         /// Path of the admin socket.
         path: PathBuf,
-        /// Error of the connection, or `TimedOut`.
+        /// Error of the connection.
         source: io::Error,
     },
     /// It took too long.

@@ -17,7 +17,7 @@ pub struct Live {
     /// Name of the daemon's host.
     #[serde(default)]
     pub host: String,
-    /// The first thing that should be served and is not; nothing if all is.
+    /// Problems with what it should serve; absent if it is ready.
     pub missing: Option<String>,
     /// The longest durations of the buckets of all histograms but the last, in seconds.
     pub bounds: Vec<f64>,
@@ -120,7 +120,7 @@ pub struct LiveTarget {
 /// A login that was refused.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveRefused {
-    /// Answer to the login, by its name in RFC 7143 as the metrics spell it.
+    /// Status of the login response, by the name that the metrics use.
     pub answer: String,
     /// Name of the initiator that tried to log in.
     pub initiator: String,

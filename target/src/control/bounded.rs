@@ -53,6 +53,7 @@ pub(super) trait Source: Listener {
 
 impl Source for TcpListener {
     fn origin(_: &TcpStream, addr: &SocketAddr) -> Origin {
+        // An IPv4 client is one origin, also where it comes by an IPv6 socket.
         Origin::Address(addr.ip().to_canonical())
     }
 }
@@ -156,6 +157,8 @@ impl<L> Bounded<L> {
 
 /// A permit, for which another connection ends where there is no other.
 async fn permit(free: Arc<Semaphore>, table: &Mutex<Table>) -> OwnedSemaphorePermit {
+    // The new connection wins: a client that opens connections and keeps them idle loses its own
+    // first, and nobody else is kept out.
     if free.available_permits() == 0 {
         let victim = lock(table).victim().and_then(|e| e.displace.take());
         if let Some(displace) = victim {
@@ -172,6 +175,8 @@ impl<L: Source> Listener for Bounded<L> {
 
     async fn accept(&mut self) -> (Connection<L::Io>, L::Addr) {
         let (stream, addr) = self.listener.accept().await;
+        // Waited for here, so that no more connections are accepted, and have descriptors, than
+        // there are places.
         let permit = permit(Arc::clone(&self.free), &self.table).await;
         let (displace, displaced) = oneshot::channel();
         let mut table = lock(&self.table);
@@ -184,6 +189,7 @@ impl<L: Source> Listener for Bounded<L> {
             displace: Some(displace),
         };
         table.entries.insert(id, entry);
+        // Before `Connection` is made, whose `Drop` takes the same lock.
         drop(table);
         let table = Arc::clone(&self.table);
         let connection = Connection {
@@ -238,6 +244,8 @@ impl<S> Connection<S> {
     }
 
     fn enter(&mut self, phase: Phase) {
+        // The limit is for the whole phase: a client that reads a byte at a time must not extend
+        // it.
         if std::mem::replace(&mut self.phase, phase) == phase {
             return;
         }
@@ -256,11 +264,13 @@ impl<S> Connection<S> {
     /// Fails once the connection has to end. Otherwise wakes up the task when it has to.
     fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         let displaced = self.displaced.as_mut();
+        // Also ready where the sender is gone, with the entry in the table.
         if displaced.is_none_or(|displaced| Pin::new(displaced).poll(cx).is_ready()) {
             self.displaced = None;
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         while self.timer.as_mut().poll(cx).is_ready() {
+            // A request that is being worked on waits for us, not we for its client.
             if self.phase == Phase::Answer || !self.place.is_working() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
@@ -287,6 +297,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
         this.check(cx)?;
         let before = buf.filled().len();
         ready!(Pin::new(&mut this.stream).poll_read(cx, buf))?;
+        // In the phase of the answer, bytes of a next request must not lengthen the time for
+        // reading this answer.
         if this.phase == Phase::Idle && buf.filled().len() > before {
             this.enter(Phase::Request);
         }
@@ -310,6 +322,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         let this = self.get_mut();
         this.check(cx)?;
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
+        // Only a flush that is complete: before, bytes of the answer still wait for the client.
         if this.phase == Phase::Answer {
             this.enter(Phase::Idle);
         }

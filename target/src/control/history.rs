@@ -98,8 +98,7 @@ impl History {
         match location {
             Location::Off => Ok(Self::default()),
             Location::At(path) => Self::open_at(path, false),
-            // Nobody has asked for this directory, and a first try as an ordinary user may not
-            // make it.
+            // No configuration asks for this directory, so its absence is no failure.
             Location::Default => {
                 let path = state::default_path();
                 path.map_or_else(|| Ok(Self::default()), |path| Self::open_at(&path, true))
@@ -145,7 +144,7 @@ impl History {
 
     /// Goes on with what the program before had, where nothing is kept in a directory.
     pub fn adopt(&mut self, entries: Vec<Entry>) {
-        // A directory has what the program before has written, and is the later of the two.
+        // Otherwise the directory has them, as the program before has written them.
         if self.dir.is_none() {
             self.entries = entries;
         }

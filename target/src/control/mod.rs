@@ -133,8 +133,8 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         // Before anything is opened: until then a signal would end the process at once, with files
         // half made.
         let mut signals = Signals::new().map_err(ServerError::Signal)?;
-        // Before the server: the directory's lock keeps a second daemon from serving the same
-        // backends.
+        // Before the server, which keeps reservations there: the directory's lock lets one daemon
+        // use them at a time.
         let mut history = History::open(&source.config.state).map_err(ServerError::State)?;
         let (upgrade_record, how) = match predecessor {
             Some(predecessor) => {
@@ -168,8 +168,8 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             tolerate(&config, history.see_file(file))?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
-        // After the server, whose workers serve already: no address of ours for people is worth
-        // more than disks.
+        // After the server: an address that metrics cannot have must not delay what initiators
+        // need.
         let metrics = match start(|| open_metrics(&config, &server_state, &requests)) {
             Err(error) if !config.strict => {
                 let wanted = config.metrics.as_ref();
@@ -301,7 +301,7 @@ impl ConfigFile<'_> {
         let version = (file.dev(), file.ino(), file.len(), changed, moved);
         let mut last = self.last.borrow_mut();
         match &*last {
-            // The status asks each time, and a scraper asks for the status every few seconds.
+            // Each request for the status asks, and reading and checking the file takes time.
             Some((seen, yaml)) if *seen == version => yaml.clone(),
             _ => {
                 let yaml = (self.reread)().ok().map(|config| config.to_yaml());
@@ -342,6 +342,8 @@ impl Control<'_> {
     ) -> Result<(), ServerError> {
         loop {
             self.announce();
+            // Also after a hand-over that has failed: the service manager waits for the end of the
+            // reload.
             notify(&[NotifyState::Ready]);
             match self.attend(signals, &mut queue).await {
                 Turn::End(why) => {

@@ -1,4 +1,5 @@
-//! What the control plane opens at its start: the server, the admin socket, the socket of metrics.
+//! Opens what the control plane needs at its start: the server, the admin socket, the socket of
+//! metrics.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
@@ -47,10 +48,12 @@ pub(super) fn open_metrics(
 /// edited since it was read last, or nothing was applied. It is the file's meaning that counts: a
 /// comment is no edit.
 pub(super) fn restored(file: Config, history: &History) -> Result<Config, ServerError> {
+    // The first start with this state directory.
     let Some(last) = history.entries().first() else {
         return Ok(file);
     };
     let now = file.to_yaml();
+    // The file is the administrator's last word only if he has changed it since.
     if is_edited(&now, history)? {
         tracing::warn!(
             "the configuration file has changed since it was read last, so it is served; \
@@ -72,6 +75,7 @@ pub(super) fn restored(file: Config, history: &History) -> Result<Config, Server
 /// [`ServerError::State`]: it is not known what it said then.
 pub(super) fn is_edited(file: &str, history: &History) -> Result<bool, ServerError> {
     let Some(seen) = history.file() else {
+        // A history of an older version: what was applied is then the better guess.
         return Ok(false);
     };
     // Another version of this program may write the same configuration in another way.
@@ -95,6 +99,8 @@ pub(super) fn admin_or_problem(
     let opened = admin(&config.admin, left, requests);
     match &opened {
         Err(error @ ServerError::Admin { path, source })
+            // In use means that a daemon runs with this configuration, and two must not serve the
+            // same disks.
             if !config.strict && source.kind() != ErrorKind::AddrInUse =>
         {
             server.set_admin_problem(Some((path, error)));

@@ -1,5 +1,5 @@
-//! Where the admin API is: a Unix socket that only its owner may use (mode 0600), or one that the service
-//! manager has made.
+//! The socket of the admin API: a Unix socket that only its owner may use (mode 0600), or one that
+//! the service manager has made.
 
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -89,7 +89,7 @@ pub enum Place {
     Ours(Bound),
     /// At its path, bound by the service manager.
     Given,
-    /// At another path.
+    /// At another path, or at none.
     Elsewhere,
 }
 
@@ -102,6 +102,7 @@ impl Place {
         let at = listener.local_addr()?;
         Ok(match (at.as_pathname(), path) {
             (Some(at), Some(path)) if at == path => Self::Given,
+            // The kernel keeps the name that it was bound by, and the rename does not change that.
             (Some(at), Some(path)) if at == hidden(path) => Self::Ours(Bound(path.to_owned())),
             _ => Self::Elsewhere,
         })
@@ -118,6 +119,7 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir)?;
     }
+    // By connecting, since the file alone does not say whether a daemon listens at it.
     match std::os::unix::net::UnixStream::connect(path) {
         Ok(_) => {
             let why = "another daemon listens there";
@@ -127,6 +129,8 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
         // A socket of a daemon that has ended.
         Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
             use std::os::unix::fs::FileTypeExt;
+            // A connection to a regular file is refused in the same way, and that may be one by a
+            // mistyped path.
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
                 let why = "there is a file of another kind";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));

@@ -70,6 +70,8 @@ impl StateDir {
     /// system.
     pub fn take(path: &Path) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+        // The directory itself is locked, so that no lock file is left behind or removed under a
+        // lock.
         let lock = File::open(path)?;
         let attempt = || match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Some(())),
@@ -77,6 +79,8 @@ impl StateDir {
             Err(error) => Err(io::Error::from(error)),
         };
         let ending = path.join(ENDING);
+        // A bound even though the file says so: a daemon that was killed while it ended leaves the
+        // file behind.
         let until = Instant::now() + LAST_FLUSH;
         let mut locked = until_free(attempt)?;
         if locked.is_none() && ending.exists() {
@@ -93,6 +97,8 @@ impl StateDir {
             let why = format!("{holder} uses it");
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
+        // With the lock held: the file is of a daemon that is gone, and the next one must not wait
+        // for us by it.
         match remove_if_there(&ending) {
             // Even if there is none. What is kept there can be read all the same.
             Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
@@ -184,6 +190,7 @@ pub fn load<T: DeserializeOwned>(path: &Path, version: u32) -> io::Result<Option
         return Ok(None);
     };
     let error = |why: String| io::Error::other(format!("{}: {why}", path.display()));
+    // The version alone first: the fields of another version need not parse as ours.
     let found: Version = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
     if found.version != version {
         return Err(error(format!("version {} is not known", found.version)));

@@ -1,5 +1,5 @@
-//! What the daemon did in the last minutes: a sample each second, for the charts of the status page, which have their
-//! history after a reload too.
+//! The last minutes of the daemon: a sample each second, for the charts of the status page, which
+//! have their history after a reload too.
 //!
 //! Bounded: [`KEPT`] samples of all units together, and the last rates of each unit.
 
@@ -31,6 +31,7 @@ pub struct Timeline {
 impl Timeline {
     /// Takes the sums at a moment.
     pub fn take(&mut self, live: Live) {
+        // Rates need two moments: the first sums after the start give no sample.
         if let Some(last) = &self.last {
             self.rates = rates(last, &live);
             if self.samples.len() == KEPT {
@@ -52,6 +53,8 @@ impl Timeline {
         let new = self
             .samples
             .iter()
+            // By number and not by time: the clock may be set, and a page would get samples twice
+            // or never.
             .filter(|sample| sample.number > since.sample);
         Recent {
             rates: self.rates.clone(),
@@ -77,6 +80,7 @@ fn sample(rates: &Rates) -> Sample {
         uptime: rates.uptime,
         reads,
         writes,
+        // Differences of floating-point sums may be just below zero.
         others: (rates.total.commands - reads - writes).max(0.0),
         read_bytes,
         write_bytes,

@@ -45,6 +45,7 @@ impl Search {
             .filter(|stats| wanted.lun.is_none_or(|lun| lun == stats.lun()))
             .cloned()
             .collect();
+        // Nothing would ever be found, and the client would wait for its whole time.
         if units.is_empty() {
             return Err("no such logical unit is served".to_owned());
         }
@@ -72,6 +73,8 @@ impl Search {
         self.asked = Instant::now();
         let records = self.tracer.take();
         if !records.is_empty() {
+            // Asked now, not at the end: sessions come and go, and a record has only the number of
+            // the nexus.
             let sessions = view::sessions(server);
             let now = (Instant::now(), SystemTime::now());
             for record in records {
@@ -98,6 +101,7 @@ impl Search {
     pub(super) fn end(mut self, server: &Server) -> Traced {
         self.look(server);
         let mut found = std::mem::take(&mut self.found);
+        // After the last look, which may have found more than could be kept.
         found.missed = self.tracer.missed();
         found
     }

@@ -59,7 +59,6 @@ impl CommandTimer {
         now: Instant,
     ) {
         let is_sampled = account.begin();
-        // Field by field, not as a whole: timers are used again for each command of a connection.
         self.stage = Stage::FabricIn;
         self.since = Some(now);
         self.clock = None;
@@ -112,8 +111,7 @@ impl CommandTimer {
     /// Takes the command over from another connection, on this account. One that was answered there, and
     /// only has its answer repeated, stays on the other's.
     pub fn join(&mut self, account: Option<Arc<SessionStats>>) {
-        // Twice in an account, it would be two commands, and one more that has ended than has
-        // begun.
+        // Counted at the other connection already, it would count as a second command here.
         self.account = account.filter(|_| !self.counted);
         if let Some(account) = &self.account {
             account.begin();
@@ -162,7 +160,7 @@ impl CommandTimer {
             return;
         }
         self.done.bytes += u64::from(bytes);
-        // CONDITION MET is how a PRE-FETCH succeeds whose blocks all fit into the cache.
+        // CONDITION MET is a success as well: that of PRE-FETCH.
         if !matches!(response.status, Status::Good | Status::ConditionMet) {
             self.done.fault = Some(Fault {
                 class: self.done.class,
@@ -180,6 +178,8 @@ impl CommandTimer {
         } else if let Some(since) = self.since {
             self.done.took = nanos(since, now);
         }
+        // A trace shows commands from beginning to end: those that were aborted have no answer to
+        // show.
         if self.answered
             && let Some(trace) = self.trace.take()
         {

@@ -29,9 +29,9 @@ const MAX_ANSWER: u64 = 16 << 20;
 /// A program that can take over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Candidate {
-    /// Its path.
+    /// Absolute path of the program.
     pub(super) program: PathBuf,
-    /// Its version.
+    /// Version that the program reports.
     pub(super) version: String,
 }
 
@@ -70,6 +70,7 @@ struct CheckAnswer {
 
 /// Checks that a program can take over with this configuration.
 pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateError> {
+    // The daemon's working directory is not the client's, so another program might be meant.
     if !program.is_absolute() {
         return Err(CandidateError::NotAbsolute);
     }
@@ -82,6 +83,7 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
     let config = process::sealed(yaml.as_bytes()).map_err(CandidateError::NotAsked)?;
     let (status, answer, complaint) = ask(program, config)?;
     if !status.success() {
+        // The first line only: a stranger may print anything at any length.
         let complaint = String::from_utf8_lossy(&complaint);
         let first = complaint.lines().find(|line| !line.trim().is_empty());
         let ended = || match status.signal() {
@@ -92,6 +94,7 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         return Err(CandidateError::Refuses(why));
     }
     let answer: CheckAnswer =
+        // Not every program that ends with success is a riserd: `true` does so with any arguments.
         serde_json::from_slice(&answer).map_err(|_| CandidateError::Stranger)?;
     if !answer.valid {
         return Err(CandidateError::Stranger);
@@ -112,6 +115,8 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
 fn ask(program: &Path, config: File) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), CandidateError> {
     let mut child = Command::new(program)
         .args(["check", "-o", "json", "/dev/stdin"])
+        // Without the descriptors that the service manager has given us: it would take them for
+        // its own.
         .env_clear()
         .envs(process::environment())
         // It is not the service.
@@ -122,6 +127,7 @@ fn ask(program: &Path, config: File) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), C
         .spawn()
         .map_err(CandidateError::NotAsked)?;
     let until = Instant::now() + PATIENCE;
+    // Both pipes at once: a child that fills one while we read the other would never end.
     let answer = read(child.stdout.take());
     let complaint = read(child.stderr.take());
     let status = wait(&mut child, until)?;
@@ -156,6 +162,7 @@ fn wait(child: &mut Child, until: Instant) -> Result<ExitStatus, CandidateError>
             Ok(None) => {
                 // It may have ended at last.
                 let _ = child.kill();
+                // Or it stays a zombie as long as the daemon runs.
                 let _ = child.wait();
                 return Err(CandidateError::Silent);
             }

@@ -1,4 +1,4 @@
-//! Numbers for people.
+//! Sizes in bytes, as people read them.
 
 use bytesize::ByteSize;
 

@@ -96,6 +96,8 @@ fn note_oddities(backends: &[Backend], targets: &[Target], notes: &mut Vec<Strin
         if t.luns.is_empty() {
             notes.push(format!("target `{}` has no LUN", t.name));
         }
+        // The default, so that a target is not open to the whole network by an omission. A note
+        // and no mistake: a target may be set up before its initiators.
         if t.access == Access::Rules(Vec::new()) {
             notes.push(format!(
                 "no initiator may log in to target `{}`: give `access:` rules, or `access: open`",
@@ -148,6 +150,8 @@ fn backends(raw: Vec<(String, Located<raw::Backend>)>) -> Checked<Vec<Backend>> 
         let backend = backend(&name, &path, &b)?;
         if let Source::File { path: file, .. } | Source::Device { path: file } =
             &backend.spec.source
+            // By the path's text alone, since a configuration is also checked on other hosts.
+            // Links are found when the file is opened: its lock can be had once.
             && let Some(other) = files.insert(normal(file), name.clone())
         {
             let at = b.value.path.as_ref().map_or(b.at, |p| p.at);
@@ -186,6 +190,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
     let at = |key: &str| format!("{path}.{key}");
     let block_size = match &b.block_size {
         None => 512,
+        // SCSI allows others, but few operating systems can use such disks.
         Some(v) if matches!(v.value, 512 | 4096) => v.value as u32,
         Some(v) => {
             let message = format!("a block size is 512 or 4096, not {}", v.value);
@@ -327,6 +332,8 @@ fn names(path: &str, b: &raw::Backend) -> Checked<Names> {
     let text = |key: &str, value: &Option<Located<String>>, most: usize| match value {
         None => Ok(None),
         Some(v) => {
+            // SPC has ASCII data fields consist of these. The last three lengths are those of
+            // fields of INQUIRY data.
             let printable = v.value.bytes().all(|c| (0x20..0x7f).contains(&c));
             if !printable || v.value.is_empty() || v.value.len() > most {
                 let message = format!("must be 1 to {most} printable ASCII characters");
@@ -358,6 +365,7 @@ fn target(
     if !is_name(&name) {
         return Err(name_mistake(t.name.at, &format!("{path}.name"), &name));
     }
+    // Names are how the admin API, the log and the metrics refer to a target.
     if let Some(line) = names.insert(name.clone(), t.name.at.line) {
         let message = format!("there is already a target `{name}`, in line {line}");
         return Err(Mistake::new(t.name.at, format!("{path}.name"), message));
@@ -379,6 +387,7 @@ fn target(
     let luns = luns(&format!("{path}.luns"), t.luns.0, backends)?;
     let access = access(&path, t.access, &luns, backends)?;
     let has_iscsi = listens.iter().any(|p| p.protocol.is_iscsi());
+    // Only a target with an iSCSI portal needs one, for which its name may do.
     let iqn = iqn(&path, &name, t.name.at, t.iqn, has_iscsi)?;
     let chap = chap(&format!("{path}.chap"), t.chap)?;
     Ok(Target {
@@ -409,6 +418,7 @@ fn portal(
         std::net::IpAddr::V6(ip) => ip.is_unicast_link_local(),
         std::net::IpAddr::V4(_) => false,
     };
+    // The address means something on one interface only, and a GID has no room to name that.
     if protocol != Protocol::Iscsi && is_link_local {
         let ip = listen.ip();
         return Err(mistake(format!(
@@ -459,7 +469,7 @@ fn rivalry(
     shares.then_some("a portal")
 }
 
-/// Where a portal sends those who log in.
+/// Checks the place to which a portal sends initiators that log in.
 fn redirect(
     path: &str,
     protocol: Protocol,
@@ -760,7 +770,7 @@ fn workers(raw: raw::Workers) -> Checked<Workers> {
     Ok(Workers { count, cpus })
 }
 
-/// What the schema says by itself.
+/// Limits as a configuration without `limits` has them.
 impl Default for Limits {
     fn default() -> Self {
         limits(raw::Limits::default()).expect("defaults fit each other")

@@ -1,4 +1,4 @@
-//! What differs between two configurations, in the words of their files.
+//! Differences between two configurations, in the words of their files.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -13,9 +13,9 @@ use super::show::masked;
 pub struct Difference {
     /// The [`Place`], such as `/targets/demo/luns/1`.
     pub path: String,
-    /// What was there; null where there was nothing, or the default. Secrets are masked.
+    /// The old value; null where there was nothing, or the default. Secrets are masked.
     pub old: Value,
-    /// What is there now; likewise.
+    /// The new value; likewise.
     pub new: Value,
 }
 
@@ -31,13 +31,15 @@ pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {
 
 /// A part of a mapping or list.
 struct Part<'a> {
-    /// What makes it the same part in another configuration: its key or name, else its number.
+    /// By this it is the same part in another configuration: its key or name, else its number.
     key: String,
     place: Place,
     value: &'a Value,
 }
 
 fn compare(place: &Place, old: Option<&Value>, new: Option<&Value>, out: &mut Vec<Difference>) {
+    // Before values are masked: secrets that differ are a difference, though they look alike
+    // afterwards.
     if old == new {
         return;
     }
@@ -52,6 +54,7 @@ fn compare(place: &Place, old: Option<&Value>, new: Option<&Value>, out: &mut Ve
         });
         return;
     };
+    // The old order first and new parts behind it, so a diff reads like the file.
     for old in &old_parts {
         let new = new_parts.iter().find(|new| new.key == old.key);
         compare(&old.place, Some(old.value), new.map(|new| new.value), out);

@@ -21,23 +21,23 @@ pub struct Document {
     by_number: bool,
 }
 
-/// What stands at a place.
+/// A value of a configuration with what the schema allows in its place.
 #[derive(Clone, Copy, Debug)]
 pub struct Found<'a> {
-    /// What is set; nothing where the default holds.
+    /// The value, as it is set; nothing where the default holds.
     pub value: Option<&'a Value>,
-    /// What may be.
+    /// The part of the schema that is about this place.
     pub shape: Shape<'a>,
 }
 
-/// Why a configuration cannot be looked at or changed so.
+/// A mistake in looking at a configuration or changing it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EditError {
-    /// Where.
+    /// Place of the mistake, as far as it leads somewhere.
     pub place: Place,
-    /// What is wrong.
+    /// The mistake, for people.
     pub message: String,
-    /// What to do about it, where that is not plain.
+    /// Advice, where it is not plain what to do.
     pub hint: Option<String>,
 }
 
@@ -70,7 +70,7 @@ impl fmt::Display for EditError {
 pub(super) type Edited<T> = Result<T, EditError>;
 
 impl Document {
-    /// A configuration's objects.
+    /// The document of a configuration, as its file would have it.
     #[must_use]
     pub fn new(config: &Config) -> Self {
         let schema = schema();
@@ -98,7 +98,7 @@ impl Document {
         self.by_number
     }
 
-    /// What stands at a place.
+    /// Finds the value and the shape of a place.
     ///
     /// # Errors
     /// Nothing does, and nothing may.
@@ -106,7 +106,8 @@ impl Document {
         self.find(place).map(|(_, found)| found)
     }
 
-    /// What stands at a place, and the place with the names of items where it has their numbers.
+    /// Finds the value and the shape of a place, and the place with the names of items where it
+    /// has their numbers.
     ///
     /// # Errors
     /// As [`Document::at`].
@@ -190,6 +191,8 @@ impl Document {
             && list == "backends"
         {
             let users = users(&self.root, name);
+            // Checked here although `finish` would refuse it as well: its message would be about
+            // the LUN, not the backend.
             if !users.is_empty() {
                 return Err(EditError::new(place, in_use(&users)));
             }
@@ -212,7 +215,7 @@ impl Document {
         Ok(())
     }
 
-    /// What has become of it, and the file that says so.
+    /// Checks the changed document; returns the configuration and its file.
     ///
     /// # Errors
     /// It is no configuration any more.
@@ -225,6 +228,7 @@ impl Document {
     }
 
     fn assign(&mut self, place: &Place, pairs: &[(String, String)], make: bool) -> Edited<()> {
+        // Also without any pair: `create` makes an object that is all defaults.
         self.reach(place, make)?;
         for (key, text) in pairs {
             let beneath: Place = key.parse().map_err(|e: String| EditError::new(place, e))?;
@@ -245,6 +249,8 @@ impl Document {
         let mut value = &mut self.root;
         let mut here = Place::default();
         for segment in place.segments() {
+            // By the value too: some places take a scalar or an object, of which the short form
+            // has no keys.
             let kind = shape.kind_of(Some(&*value));
             let inner = match kind {
                 Kind::Object(_) => shape.key(segment),
@@ -301,6 +307,7 @@ impl Document {
                 return Err(EditError::new(place, message));
             }
         }
+        // Another client may insert an item first, and the number would mean another one.
         self.by_number = true;
         Ok(())
     }
@@ -315,6 +322,7 @@ impl Document {
                 Some(Value::Array(items)) if rest.starts_with('[') => {
                     let (number, after) = rest[1..].split_once(']').unwrap_or((&rest[1..], ""));
                     let n = number.parse().unwrap_or(usize::MAX);
+                    // The parser counts items; people see them by their names.
                     let name = names(items).into_iter().nth(n);
                     (
                         name.unwrap_or_else(|| number.to_owned()),
@@ -337,13 +345,13 @@ impl Document {
 }
 
 impl<'a> Found<'a> {
-    /// What kind of thing it is.
+    /// The kind of its value: an object, a list, a scalar.
     #[must_use]
     pub fn kind(self) -> Kind<'a> {
         self.shape.kind_of(self.value)
     }
 
-    /// What stands at a key of an object or at a name of a mapping.
+    /// Finds what stands at a key of an object or at a name of a mapping.
     fn inner(self, segment: &str) -> Option<Self> {
         let set = self.value.and_then(|value| value.as_object()?.get(segment));
         let shape = match self.kind() {
@@ -515,7 +523,7 @@ fn key_of<'t, 'p>(
     }
 }
 
-/// What to say where a path does not lead anywhere.
+/// The mistake of a path that does not lead anywhere.
 fn lost(here: &Place, value: Option<&Value>, shape: Shape<'_>, segment: &str) -> EditError {
     match shape.kind_of(value) {
         Kind::Object(keys) => {
@@ -542,7 +550,7 @@ fn lost(here: &Place, value: Option<&Value>, shape: Shape<'_>, segment: &str) ->
 /// Names that a message lists at most.
 const MAX_LISTED: usize = 16;
 
-/// What to say where an object is used by others.
+/// The message where an object is used by others.
 fn in_use(users: &[Place]) -> String {
     let named: Vec<_> = users
         .iter()

@@ -7,15 +7,15 @@ use std::fmt;
 pub struct ConfigError {
     /// The file's name, as the caller gave it.
     pub file: String,
-    /// Line, from 1.
+    /// Line of the file, from 1.
     pub line: u64,
     /// Column in characters, from 1.
     pub column: u64,
     /// The place in the tree, such as `targets[0].luns.3`; empty at the top.
     pub path: String,
-    /// What is wrong.
+    /// The mistake, for people.
     pub message: String,
-    /// What to do about it, where that is not plain.
+    /// Advice, where it is not plain what to do.
     pub hint: Option<String>,
 }
 

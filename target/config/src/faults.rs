@@ -10,18 +10,18 @@ use std::time::Duration;
 
 use riser_scsi::step::{BackendError, BlockOp};
 
-/// Which requests a fault strikes.
+/// The kind of requests that a fault strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultOn {
-    /// Every request.
+    /// Requests of every kind.
     Any,
-    /// Reads.
+    /// Requests that read data.
     Read,
-    /// Writes and zeroing.
+    /// Requests that write data or zeroes.
     Write,
-    /// Flushes.
+    /// Requests that make cached data durable.
     Flush,
-    /// Discards.
+    /// Requests that free blocks.
     Discard,
 }
 
@@ -46,11 +46,11 @@ pub struct Fault {
     pub offset: u64,
     /// Length of the bad range in bytes; a request that touches any byte of it is struck.
     pub len: u64,
-    /// How often it strikes before it is gone; `None` is for ever.
+    /// Number of requests that it strikes before it is gone; `None` is for ever.
     pub times: Option<u32>,
-    /// How long the request waits before it fails or goes on.
+    /// Time that the request waits before it fails or goes on.
     pub delay: Duration,
-    /// How it fails; `None` only delays.
+    /// The error that it fails with; `None` only delays.
     pub error: Option<BackendError>,
 }
 
@@ -156,7 +156,7 @@ impl Faults {
         }
     }
 
-    /// What strikes this request: a delay, then perhaps an error.
+    /// Takes what strikes this request: a delay, then perhaps an error.
     #[must_use]
     pub fn strike(&self, op: &BlockOp) -> Option<(Duration, Option<BackendError>)> {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);

@@ -22,7 +22,7 @@ impl HostId {
         Self(text.to_owned())
     }
 
-    /// The text.
+    /// The text that names are derived from.
     #[must_use]
     pub fn text(&self) -> &str {
         &self.0

@@ -37,7 +37,7 @@ pub(super) fn check(path: &str, written: Option<&Located<raw::IoLimits>>) -> Che
     })
 }
 
-/// What to say of limits by which the longest command keeps those behind it waiting for too long.
+/// The note on limits by which the longest command keeps those behind it waiting for too long.
 pub(super) fn note(place: &str, limits: &IoLimits, longest: u32) -> Option<String> {
     let rates = [
         limits.bandwidth,

@@ -12,13 +12,13 @@ pub const BURST: Duration = Duration::from_millis(100);
 /// Limits as they are configured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct IoLimits {
-    /// Commands a second.
+    /// Reads and writes a second, together.
     pub iops: Option<u64>,
     /// Commands a second that read.
     pub read_iops: Option<u64>,
     /// Commands a second that write.
     pub write_iops: Option<u64>,
-    /// Bytes a second.
+    /// Bytes a second, of reads and writes together.
     pub bandwidth: Option<u64>,
     /// Bytes a second that are read.
     pub read_bandwidth: Option<u64>,

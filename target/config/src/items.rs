@@ -10,8 +10,8 @@ pub(super) fn items(value: Option<&Value>) -> &[Value] {
     value.and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// What the items of a list are called: their names if all have one and no two are alike, else
-/// their numbers.
+/// The names of the items of a list: their names if all have one and no two are alike, else their
+/// numbers.
 pub(super) fn names(items: &[Value]) -> Vec<String> {
     let named: Option<Vec<String>> = items.iter().map(|item| name_of(item, ':')).collect();
     let is_good = |names: &Vec<String>| {
@@ -114,7 +114,8 @@ pub(super) fn as_list(value: &mut Value) -> &mut Vec<Value> {
     }
 }
 
-/// What an item of a list is known by: its name, or protocol and address with something between.
+/// The name by which an item of a list is known: its name, or protocol and address with something
+/// between.
 pub(super) fn name_of(item: &Value, joint: char) -> Option<String> {
     let text = |wanted: &str| item.get(wanted)?.as_str();
     let portal = || Some(format!("{}{joint}{}", text("protocol")?, text("listen")?));

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 /// The longest name of a network interface, in bytes (`IFNAMSIZ` without the NUL).
 const INTERFACE_LEN: usize = 15;
 
-/// Where a portal listens: at one address, or at each address that the host or an interface has at
-/// a time.
+/// The address at which a portal listens: one address, or at each address that the host or an
+/// interface has at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Listen {
@@ -211,7 +211,7 @@ impl FromStr for Written {
     }
 }
 
-/// Host and port.
+/// Host and port of an address, neither checked yet.
 fn parts(text: &str) -> Option<(Host, Option<u16>)> {
     let of_address = |ip: IpAddr| match ip {
         IpAddr::V4(Ipv4Addr::UNSPECIFIED) => Host::Wildcard(Wildcard::V4),

@@ -26,7 +26,7 @@ use super::value::{Guid, InitiatorId, Net, Percent};
 /// A whole configuration. Every reference in it resolves.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// What names derived by default are derived from, where the file says; see [`HostId::of`].
+    /// Text that default names are derived from, where the file says; see [`HostId::of`].
     pub identity: Option<String>,
     /// True if a start without all backends and portals fails.
     pub strict: bool,
@@ -34,21 +34,21 @@ pub struct Config {
     pub backends: Vec<Backend>,
     /// Targets, in the order of the file. Names are distinct.
     pub targets: Vec<Target>,
-    /// Worker threads.
+    /// Number and processors of the worker threads.
     pub workers: Workers,
-    /// Limits.
+    /// Bounds on sessions, commands and memory.
     pub limits: Limits,
-    /// The network.
+    /// Provider and settings of RDMA devices.
     pub transport: Transport,
-    /// The log.
+    /// Filter and format of the log.
     pub log: Log,
     /// Credentials for the discovery of targets; with `None` all initiators may discover them.
     pub discovery_chap: Option<Chap>,
-    /// Where the admin API is.
+    /// Socket of the admin API.
     pub admin: Location,
     /// The directory in which applied configurations are kept.
     pub state: Location,
-    /// Where metrics and the status page are on TCP; `None`: on the admin socket only.
+    /// TCP address of metrics and the status page; `None`: on the admin socket only.
     pub metrics: Option<Metrics>,
     /// Oddities that are not errors, for users: an unused backend, a target that no initiator may
     /// use.
@@ -80,7 +80,7 @@ impl HostId {
 pub struct Backend {
     /// Its name in the file.
     pub name: String,
-    /// How to open it.
+    /// Source of the bytes, and how it is opened.
     pub spec: Spec,
     /// Offer UNMAP, as far as the backend can.
     pub thin: bool,
@@ -89,32 +89,32 @@ pub struct Backend {
     pub threshold: Option<u8>,
     /// Let START STOP UNIT stop the unit.
     pub stoppable: bool,
-    /// Whether the medium turns, where the file says.
+    /// True if the medium turns, where the file says.
     pub rotational: Option<bool>,
     /// Names, as far as the file gives them.
     pub names: Names,
-    /// How fast its unit may be used by all initiators together.
+    /// Rates at which all initiators together may use its unit.
     pub limits: IoLimits,
 }
 
 /// Names of a logical unit that the file sets; the others are derived.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Names {
-    /// Unit serial number.
+    /// Unit serial number, as in VPD page 80h.
     pub serial: Option<String>,
-    /// World-wide name.
+    /// World-wide name (NAA), as in VPD page 83h.
     pub naa: Option<Naa>,
-    /// T10 vendor identification.
+    /// T10 vendor identification of INQUIRY data.
     pub vendor: Option<String>,
-    /// Product identification.
+    /// Product identification of INQUIRY data.
     pub product: Option<String>,
-    /// Product revision level.
+    /// Product revision level of INQUIRY data.
     pub revision: Option<String>,
 }
 
 impl Backend {
-    /// What a stable name is derived from: the backend's name and where its bytes are. Two daemons
-    /// of one host that serve different files under one name get different names this way.
+    /// Text from which a stable name is derived: the backend's name and where its bytes are. Two
+    /// daemons of one host that serve different files under one name get different names this way.
     fn seed(&self) -> String {
         match &self.spec.source {
             Source::File { path, .. } | Source::Device { path } => {
@@ -153,13 +153,13 @@ impl Backend {
 /// A target: portals, logical units, and who may use them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
-    /// Its name.
+    /// Name in the file, by which the log and the API refer to it.
     pub name: String,
-    /// Where it listens, at least one.
+    /// Portals, of which there is at least one.
     pub portals: Vec<Portal>,
     /// Logical units by number, 0 to 16383.
     pub luns: BTreeMap<u16, Lun>,
-    /// Who may use them.
+    /// Initiators that may use the target, and what they see.
     pub access: Access,
     /// Its iSCSI name, where it has iSCSI portals.
     pub iqn: Option<IscsiName>,
@@ -173,7 +173,7 @@ pub struct Target {
 pub struct Chap {
     /// Names and secrets that are accepted, at least one.
     pub users: Vec<ChapUser>,
-    /// What we prove to initiators that ask.
+    /// Credentials that we prove to initiators that ask.
     pub mutual: Option<ChapUser>,
     /// Digest algorithms that are taken, at least one; all by default.
     pub algorithms: Vec<Algorithm>,
@@ -182,13 +182,13 @@ pub struct Chap {
 /// A name and where its secret is.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ChapUser {
-    /// CHAP_N.
+    /// User name, the value of CHAP_N.
     pub name: String,
-    /// The secret.
+    /// The secret, or the place where it is read.
     pub secret: Secret,
 }
 
-/// Without the secret.
+/// Shows no secret, so that none gets into a log.
 impl fmt::Debug for ChapUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ChapUser")
@@ -197,10 +197,10 @@ impl fmt::Debug for ChapUser {
     }
 }
 
-/// Where a secret is.
+/// A CHAP secret, or the file that it is read from.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Secret {
-    /// In the configuration.
+    /// Written in the configuration itself.
     Inline(String),
     /// In a file of its own, whose trailing line end does not count.
     File(PathBuf),
@@ -371,9 +371,9 @@ impl Target {
         }
     }
 
-    /// What a number of a rule leads to: where the target has several numbers for the backend, the
-    /// first one with the same rights. A number that is read-only for the target is so for each
-    /// rule.
+    /// The LUN that a number of a rule leads to: where the target has several numbers for the
+    /// backend, the first one with the same rights. A number that is read-only for the target is
+    /// so for each rule.
     fn shown(&self, wanted: &Lun) -> Option<SeenLun> {
         let same = |lun: &Lun| lun.backend == wanted.backend;
         let mut all = self.luns.iter().filter(|(_, lun)| same(lun));
@@ -390,25 +390,25 @@ impl Target {
 /// One logical unit of a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lun {
-    /// Index into [`Config::backends`].
+    /// Index of its backend in [`Config::backends`].
     pub backend: usize,
     /// Refuse writes through this number, even if the backend allows them.
     pub read_only: bool,
 }
 
-/// What a number that an initiator sees leads to.
+/// The LUN that a number leads to as an initiator sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SeenLun {
-    /// The target's number.
+    /// Its number in the target.
     pub number: u16,
-    /// Refuse writes.
+    /// Writes are refused, as for a write-protected disk.
     pub read_only: bool,
 }
 
-/// Who may use a target.
+/// Initiators that may log in to a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Access {
-    /// All initiators.
+    /// All initiators that can reach a portal.
     Open,
     /// Those that a rule allows; no initiator where there is none.
     Rules(Vec<Rule>),
@@ -425,9 +425,9 @@ pub struct Rule {
     pub address: Option<Net>,
     /// The units that it may use, and by which numbers; all by the target's where absent.
     pub luns: Option<RuleLuns>,
-    /// How it proves who it is over iSCSI; as the target says where absent.
+    /// Its credentials over iSCSI; as the target says where absent.
     pub chap: Option<Chap>,
-    /// How fast each initiator may use the target.
+    /// Rates at which each initiator may use the target.
     pub limits: Option<IoLimits>,
 }
 
@@ -441,11 +441,11 @@ pub enum RuleLuns {
     Map(BTreeMap<u16, Lun>),
 }
 
-/// Which initiators a rule is about: SRP initiator port, iSCSI name, source address.
+/// The initiators that a rule is about: SRP initiator port, iSCSI name, source address.
 pub type RuleSubject = (Option<InitiatorId>, Option<IscsiName>, Option<Net>);
 
 impl Rule {
-    /// Which initiators it is about.
+    /// The initiators that it is about, by name and address.
     #[must_use]
     pub fn subject(&self) -> RuleSubject {
         (self.initiator, self.iqn.clone(), self.address)
@@ -516,11 +516,11 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// Where a target listens. Identifiers that the file leaves out are derived by
+/// A portal of a target. Identifiers that the file leaves out are derived by
 /// [`Portal::service_guid`] and the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Portal {
-    /// The protocol spoken.
+    /// The protocol spoken at this portal.
     pub protocol: Protocol,
     /// Address or addresses, and RDMA CM port or TCP port.
     pub listen: Listen,
@@ -530,14 +530,14 @@ pub struct Portal {
     pub set_ioc_guid: Option<Guid>,
     /// The file's identifier extension.
     pub set_id_ext: Option<Guid>,
-    /// Where iSCSI initiators that log in to the target here are sent instead.
+    /// The place to which iSCSI initiators that log in to the target here are sent instead.
     pub redirect: Option<Redirect>,
 }
 
 /// Another address of a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Redirect {
-    /// Where it is.
+    /// Address and port of the other portal.
     pub to: TargetAddress,
     /// True if initiators should remember it.
     pub permanent: bool,
@@ -569,10 +569,10 @@ impl Portal {
 /// Maximum number of workers.
 pub const MAX_WORKERS: usize = 64;
 
-/// Worker threads.
+/// Number of worker threads, and their processors.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Workers {
-    /// How many; `None` is one per core, or one per CPU listed.
+    /// Number of threads; `None` is one per core, or one per CPU listed.
     pub count: Option<usize>,
     /// CPUs to pin them to, in turn; empty pins none.
     pub cpus: Vec<usize>,
@@ -607,7 +607,7 @@ impl Workers {
     }
 }
 
-/// Where metrics and the status page are.
+/// Address of metrics and the status page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Metrics {
     /// Address and TCP port.
@@ -642,9 +642,9 @@ pub struct Limits {
     pub max_transfer: u32,
     /// Data buffers of one worker, in bytes.
     pub buffer_pool: usize,
-    /// How long an initiator may take to send data that it was asked for, in whole seconds.
-    /// All data of a long command, and its answer, have eight times as long, not counting
-    /// what the data explain that the connection moves meanwhile.
+    /// Time that an initiator may take to send data that it was asked for, in whole seconds. All
+    /// data of a long command, and its answer, have eight times as long, not counting what the
+    /// data explain that the connection moves meanwhile.
     pub data_out_timeout: Duration,
 }
 
@@ -678,10 +678,10 @@ pub enum Provider {
     Auto,
 }
 
-/// The network.
+/// Provider and settings of RDMA devices.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Transport {
-    /// The provider.
+    /// The software NIC, RDMA devices of the host, or both.
     pub provider: Provider,
     /// Largest path MTU in bytes: 256, 512, 1024, 2048 or 4096; `None` takes what the interface
     /// allows.
@@ -695,24 +695,24 @@ pub struct Transport {
 /// Faults of the link on purpose. They strike packets that are sent.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinkFaults {
-    /// Packets lost.
+    /// Share of packets that are lost.
     pub loss: Percent,
-    /// Packets sent twice.
+    /// Share of packets that are sent twice.
     pub duplicate: Percent,
     /// Packets held back behind later ones.
     pub reorder: Percent,
     /// Packets with a bit flipped.
     pub corrupt: Percent,
-    /// How many later packets may pass one held back.
+    /// Number of later packets that may pass one held back.
     pub reorder_window: u32,
-    /// Where chance starts, so that a run can be repeated.
+    /// Seed of the random numbers, so that a run can be repeated.
     pub seed: u64,
 }
 
-/// Where something of the daemon's own is.
+/// Place of a socket or directory of the daemon's own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Location {
-    /// Where it usually is, if that place can be had.
+    /// The usual place, if it can be had.
     #[default]
     Default,
     /// At this path, or the daemon does not start.
@@ -721,12 +721,12 @@ pub enum Location {
     Off,
 }
 
-/// The log.
+/// Filter and format of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Log {
-    /// What is logged, in the words of `tracing-subscriber`'s `EnvFilter`.
+    /// Filter in the words of `tracing-subscriber`'s `EnvFilter`.
     pub filter: String,
-    /// In which form.
+    /// Lines for people, or JSON.
     pub format: LogFormat,
     /// True if the audit log is part of it.
     pub audit: bool,

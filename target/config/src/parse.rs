@@ -1,4 +1,4 @@
-//! [`Config::parse`].
+//! Reading a configuration: [`Config::parse`].
 
 use super::error::ConfigError;
 use super::model::Config;

@@ -17,7 +17,7 @@ impl Place {
         &self.0
     }
 
-    /// A place beneath.
+    /// Returns the place of a key or name in this one.
     #[must_use]
     pub fn join(&self, segment: &str) -> Self {
         let mut segments = self.0.clone();

@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value};
 
-/// What may stand at a place of a configuration.
+/// The part of the schema that is about a place of a configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape<'s> {
     /// The whole schema, in which references are looked up.
@@ -19,18 +19,18 @@ pub enum Kind<'s> {
     Object(&'s Map<String, Value>),
     /// Objects by names of the file's own.
     Map(Shape<'s>),
-    /// Objects in order.
+    /// A list of objects, in an order that matters.
     List(Shape<'s>),
-    /// Scalars in order.
+    /// A list of scalars, in an order that matters.
     Values(Scalar),
-    /// One scalar.
+    /// A single scalar, such as a number or a text.
     Scalar(Scalar),
 }
 
 /// The kinds of scalars.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scalar {
-    /// `true` or `false`.
+    /// A truth value: `true` or `false`.
     Bool,
     /// A whole number that is not negative.
     Number,
@@ -60,7 +60,7 @@ impl<'s> Shape<'s> {
         Self { node, ..self }
     }
 
-    /// What may stand here.
+    /// The kind of value that may stand here.
     #[must_use]
     pub fn kind(self) -> Kind<'s> {
         let ways = self.ways();
@@ -82,8 +82,7 @@ impl<'s> Shape<'s> {
         Kind::Scalar(scalar(&ways))
     }
 
-    /// What stands here, where there is this: some places take scalars in order, or objects by
-    /// names.
+    /// The kind of this value here: some places take scalars in order, or objects by names.
     #[must_use]
     pub fn kind_of(self, value: Option<&Value>) -> Kind<'s> {
         let kind = self.kind();

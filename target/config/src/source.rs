@@ -21,12 +21,12 @@ pub enum Direct {
     Off,
 }
 
-/// What a backend is made of.
+/// The source of a backend's bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// A regular file.
+    /// A regular file, perhaps one that is made at the start.
     File {
-        /// Its path.
+        /// Path of the file.
         path: PathBuf,
         /// Its size in bytes; by default, what it has.
         size: Option<u64>,
@@ -35,17 +35,17 @@ pub enum Source {
     },
     /// A block device, whole.
     Device {
-        /// Its path.
+        /// Path of the device.
         path: PathBuf,
     },
     /// Memory of this process, allocated as it is written.
     Ram {
-        /// Size in bytes.
+        /// Size of the disk in bytes.
         size: u64,
     },
     /// Nothing: takes every write, reads zeroes.
     Null {
-        /// Size in bytes.
+        /// Size of the disk in bytes.
         size: u64,
     },
 }
@@ -72,10 +72,10 @@ impl Source {
     }
 }
 
-/// How to open a backend.
+/// Everything that opening a backend depends on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
-    /// What it is made of.
+    /// The source of its bytes.
     pub source: Source,
     /// Logical block size in bytes: a power of two from 512 to 4096.
     pub block_size: u32,

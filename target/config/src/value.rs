@@ -145,7 +145,7 @@ impl FromStr for Guid {
     }
 }
 
-/// How an access rule names an initiator port (SRP 4.2: identifier extension, then GUID).
+/// The name of an initiator port in an access rule (SRP 4.2: identifier extension, then GUID).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum InitiatorId {
     /// All 16 bytes of the initiator port identifier.
@@ -261,7 +261,7 @@ impl FromStr for Net {
 pub struct Percent(f64);
 
 impl Percent {
-    /// None at all.
+    /// Nothing is lost, sent twice or held back.
     pub const ZERO: Self = Self(0.0);
 
     /// As a whole number, if it is one.

@@ -94,10 +94,12 @@ impl<'de, K: Deserialize<'de>, V: Deserialize<'de>> Deserialize<'de> for Entries
     }
 }
 
-/// Reads one document.
+/// Reads a document, whose errors have their place in it.
 pub(super) fn read<T: DeserializeOwned>(text: &str, file: &str) -> Result<T, ConfigError> {
     let mut options = Options::default();
     options.with_snippet = false;
+    // YAML 1.1 reads `no` and `off` as false, so a name such as `no` would silently become a truth
+    // value.
     options.strict_booleans = true;
     let mut path = String::new();
     let result = serde_saphyr::with_deserializer_from_str_with_options(text, options, |d| {
@@ -108,6 +110,7 @@ pub(super) fn read<T: DeserializeOwned>(text: &str, file: &str) -> Result<T, Con
     });
     result.map_err(|error| {
         let at = error.location().map_or(At { line: 1, column: 1 }, |l| At {
+            // An error at the end of an empty file has no line of its own.
             line: l.line().max(1),
             column: l.column().max(1),
         });

@@ -341,7 +341,7 @@ impl Driver {
         let (depth, stores) = (self.config.depth, self.stores.len());
         let in_flight = self.in_flight();
         // The last bound counts only this store's requests, and the parts of all stores together
-        // are no more than the half that is not shared.
+        // are at most the half that is not shared.
         let own = (depth / (2 * stores)).max(1);
         in_flight < depth
             && (stores == 1 || in_flight < depth / 2 || self.stores[store.0].requests < own)
@@ -785,7 +785,7 @@ impl Driver {
     fn on_flushed(&mut self, ring: &mut Ring, store: StoreId, errno: Option<i32>) {
         let attached = &mut self.stores[store.0];
         let mut served = std::mem::take(&mut attached.flushing);
-        // The failure is stored before anybody is answered, so that no flush of another worker
+        // The failure is stored before any request is answered, so that no flush of another worker
         // that ends meanwhile is taken for a success.
         if let Some(errno) = errno {
             let why = std::io::Error::from_raw_os_error(errno);

@@ -5,12 +5,12 @@ use serde::{Deserialize, Serialize};
 /// A file, independent of its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileId {
-    /// Device number.
+    /// Device number of its file system.
     pub device: u64,
-    /// Inode number.
+    /// Inode number in its file system.
     pub inode: u64,
-    /// When it was created, in nanoseconds since 1970, where the file system knows: inode numbers of files that
-    /// are gone are given to new ones.
+    /// Time of its creation, in nanoseconds since 1970, where the file system knows: inode numbers
+    /// of files that are gone are given to new ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub born: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! What a failed flush means for a backend.
+//! Failed flushes of a backend, and what they mean for the next ones.
 //!
 //! Linux reports a failed write-back once to each open file description and then takes the pages for
 //! clean, so the next `fdatasync` succeeds although the data are lost. Three things keep such a success
@@ -27,7 +27,7 @@ use riser_scsi::config::Identity;
 pub struct FlushFailure {
     /// The error number of the first flush that failed.
     pub errno: i32,
-    /// Time of that.
+    /// Time at which that flush failed.
     pub at: SystemTime,
 }
 
@@ -50,14 +50,15 @@ pub trait FlushKeeper: Debug + Send + Sync {
 #[derive(Debug, Default)]
 pub(super) struct FlushState {
     inner: Arc<Inner>,
-    /// Saves the failure.
+    /// Thread that saves the failure, until it is waited for.
     saver: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
     state: Mutex<State>,
-    /// Where it is kept. Locked while it is saved, so that what is saved last is what is so.
+    /// The keeper of failures, once there is one. Locked while it is saved, so that what is saved
+    /// last is what is so.
     kept: Mutex<Option<Kept>>,
 }
 
@@ -75,7 +76,7 @@ struct State {
     clears: u64,
 }
 
-/// What is in these is set as a whole, so poison is ignored.
+/// The values in these are set as a whole, so poison is ignored.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -86,6 +87,7 @@ impl Inner {
         let Some(kept) = &mut *kept else {
             return;
         };
+        // Read with `kept` locked: of two saves, the later one writes the later state.
         let failure = lock(&self.state).failure;
         // Also if the keeper panics.
         kept.is_saved = false;
@@ -139,6 +141,7 @@ impl FlushState {
     /// Remembers the first failure; whether this is it.
     pub(super) fn fail(&self, errno: i32) -> bool {
         let mut state = lock(&self.inner.state);
+        // The first failure stays: those after it are its consequences.
         if state.failure.is_some() {
             return false;
         }
@@ -147,6 +150,7 @@ impl FlushState {
             at: SystemTime::now(),
         });
         drop(state);
+        // The thread may outlive the store, so it shares what it needs.
         let inner = Arc::clone(&self.inner);
         let thread = thread::Builder::new().name("flush-failure".into());
         match thread.spawn(move || inner.save()) {
@@ -177,8 +181,12 @@ impl FlushState {
     pub(super) fn clear(&self) -> Option<FlushFailure> {
         let mut state = lock(&self.inner.state);
         let cleared = state.failure.take()?;
+        // By this number workers know that they need other descriptors, which do not report the
+        // old error.
         state.clears += 1;
         drop(state);
+        // Saved before the answer to the administrator: a restart must not bring back what he has
+        // cleared.
         self.inner.save();
         Some(cleared)
     }

@@ -1,4 +1,4 @@
-//! What may help where a file cannot be opened, and what is worth a note although a backend can be.
+//! Advice where a file cannot be opened, and notes on a backend that can be.
 
 use std::io;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What is asked of open backends, without waiting for ever for a file system that does not answer.
+//! Questions to open backends, without waiting for ever for a file system that does not answer.
 //!
 //! Each question has a thread of its own, and is given up after a time. A backend has one thread at most that waits for
 //! the control plane, one that measures its room, and one that takes back changes; as long as one waits, further
@@ -22,8 +22,8 @@ use super::waiting::{Mark, Marked, Purpose};
 /// Time limit for an answer of a file system about an open file.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// How long the files of a configuration may take to grow, all together: that ends with writing back what
-/// initiators have written to them.
+/// Time that the files of a configuration may take to grow, all together: that ends with writing
+/// back what initiators have written to them.
 const GROWTH: Duration = Duration::from_secs(20);
 
 const _: () = assert!(PATIENCE.as_secs() < GROWTH.as_secs());
@@ -154,12 +154,12 @@ impl Store {
         measured.inspect_err(|_| self.space.forget())
     }
 
-    /// As [`Store::measure`].
+    /// As [`Store::measure`], on a thread of its own.
     pub(crate) fn look_measure(self: &Arc<Self>) -> io::Result<Look<io::Result<Option<Resized>>>> {
         Look::start(self, Purpose::Control, Self::measure, |_| ())
     }
 
-    /// As [`Store::check_reopen`].
+    /// As [`Store::check_reopen`], on a thread of its own.
     pub(crate) fn look_reopen(
         self: &Arc<Self>,
         spec: &Spec,

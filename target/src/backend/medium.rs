@@ -32,11 +32,11 @@ pub struct Geometry {
     pub physical_block: u32,
     /// The unit in which space can be given back, in bytes; `None` where it cannot.
     pub unmap_granularity: Option<u32>,
-    /// Writes fail.
+    /// Writes fail, and the file is opened for reading.
     pub read_only: bool,
     /// Completed writes may be volatile until a flush.
     pub write_cache: bool,
-    /// The medium turns.
+    /// The medium turns, so its accesses have seek times.
     pub rotational: bool,
     /// The page cache is bypassed.
     pub direct: bool,
@@ -45,7 +45,7 @@ pub struct Geometry {
 /// Access to the bytes.
 #[derive(Debug)]
 pub(super) enum Medium {
-    /// Through a descriptor.
+    /// A file or device, through a descriptor.
     File {
         fd: Arc<OwnedFd>,
         /// Alignment, where I/O is direct.
@@ -54,9 +54,9 @@ pub(super) enum Medium {
         /// Least that it zeroes and frees, in bytes.
         unit: u64,
     },
-    /// In memory.
+    /// Memory of this process.
     Ram(Arc<Ram>),
-    /// Not at all.
+    /// Nowhere: reads give zeroes, and writes are lost.
     Null,
     /// Not now: see [`Store::absent`].
     Absent,
@@ -98,6 +98,8 @@ fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
         Lock::Exclusive
     };
     until_free(path, || {
+        // Readers share the lock, and with one of them there is no writer: data would change under
+        // an initiator.
         let is_ours = sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))?;
         Ok(is_ours.then_some(()))
     })
@@ -120,6 +122,8 @@ fn lock_made(
 
 pub(super) fn extend(file: &File, path: &Path, len: u64) -> Result<(), OpenError> {
     file.set_len(len)
+        // Durable: after a crash the file must not be shorter than the disk that initiators have
+        // seen.
         .and_then(|()| file.sync_all())
         .map_err(io_error(path, "extend it"))
 }
@@ -146,6 +150,8 @@ pub(super) fn open_file(
     create: bool,
     made: &mut Option<Made>,
 ) -> Result<File, OpenError> {
+    // A file that goes away time and again, while its lock is waited for, is not waited for
+    // without end.
     for _ in 0..ATTEMPTS {
         let file = open_or_create(spec, path, create, made)?;
         lock_made(&file, spec, path, made)?;
@@ -155,6 +161,7 @@ pub(super) fn open_file(
             *made = None;
             continue;
         }
+        // Without `create` a shorter file is probably the wrong one.
         let may_extend = create && !spec.read_only;
         return to_size(file, metadata.len(), path, size, may_extend, made);
     }
@@ -241,6 +248,7 @@ fn to_size(
                 });
             }
             let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+            // A new file's name is durable only with its directory.
             File::open(parent.unwrap_or(Path::new(".")))
                 .and_then(|dir| dir.sync_all())
                 .map_err(io_error(path, "sync its directory"))?;
@@ -265,6 +273,7 @@ pub(super) fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
     let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
     let align = direct(spec, path, &file)?;
     let granularity = (metadata.blksize().clamp(512, 1 << 20) as u32).max(spec.block_size);
+    // Past the end, where punching cannot hurt any data.
     let beyond = metadata.len().next_multiple_of(u64::from(granularity));
     let punch = !spec.read_only && sys::can_punch(file.as_fd(), beyond, granularity.into());
     let geometry = Geometry {
@@ -296,11 +305,15 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
             expected: "block device (kind: file serves regular files)",
         });
     }
+    // `O_EXCL` keeps mounts and other exclusive opens out, but no opener without the flag.
     lock(&file, spec, path)?;
     let size = sys::device_size(file.as_fd()).map_err(io_error(path, "measure it"))?;
+    // A device that does not answer this is served all the same: the number is only a hint for
+    // initiators.
     let physical = sys::device_physical_block(file.as_fd()).unwrap_or(4096);
     let queue = Queue::of(metadata.rdev());
     let align = direct(spec, path, &file)?;
+    // The kernel gives 0 for devices that cannot discard.
     let unmap = !spec.read_only && queue.number("discard_max_bytes") > 0;
     let granularity = queue.number("discard_granularity").clamp(512, 1 << 30) as u32;
     let geometry = Geometry {
@@ -351,12 +364,15 @@ fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
     let align = sys::direct_alignment(fd)
         .map_err(|e| e.to_string())?
         .ok_or("the file system says that this file has none")?;
+    // Otherwise each write of one block would be a read, a change and a write, which two workers
+    // could interleave.
     if !block_size.is_multiple_of(align.offset) {
         return Err(format!(
             "it needs blocks of {} bytes, and the unit has blocks of {block_size}",
             align.offset
         ));
     }
+    // Some file systems accept the flag and then fail each request.
     let block = Memory::new(align.offset as usize).map_err(|e| e.to_string())?;
     let block = block.whole().slice(0..align.offset as usize);
     sys::probe_read(fd, &block.expect("as long as the mapping at least"))

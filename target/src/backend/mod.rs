@@ -1,4 +1,4 @@
-//! Where the bytes of a logical unit live.
+//! Backends: the bytes of logical units.
 //!
 //! A logical unit asks for block operations ([`riser_scsi::step::BlockOp`]); this module carries them out
 //! on a file, a block device, memory, or nothing at all, through the worker's own

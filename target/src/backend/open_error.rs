@@ -11,9 +11,9 @@ pub enum OpenError {
     /// A system call failed.
     #[error("{}: cannot {action}: {source}", path.display())]
     Io {
-        /// The backend.
+        /// Path of the backend.
         path: PathBuf,
-        /// Action that failed.
+        /// Action that failed, as "open it".
         action: &'static str,
         /// Error of the system.
         source: io::Error,
@@ -21,25 +21,25 @@ pub enum OpenError {
     /// A file cannot be opened, and it is known what may help.
     #[error("{}: cannot {action}: {source}; {hint}", path.display())]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Action that failed.
+        /// Action that failed, as "open it".
         action: &'static str,
         /// Error of the system.
         source: io::Error,
-        /// Advice, or nothing.
+        /// Advice on permissions or on where such a file can be.
         hint: String,
     },
     /// The path leads to something else than what is open.
     #[error("{}: is not what is served any more; another file has taken its place", path.display())]
     Moved {
-        /// The backend.
+        /// Path of the backend.
         path: PathBuf,
     },
     /// The path is something else.
     #[error("{}: is not a {expected}", path.display())]
     Kind {
-        /// The backend.
+        /// Path of the backend.
         path: PathBuf,
         /// Kind of file that it should be.
         expected: &'static str,
@@ -51,7 +51,7 @@ pub enum OpenError {
         holder.as_ref().map_or("another backend or another program".to_owned(), ToString::to_string)
     )]
     Locked {
-        /// The backend.
+        /// Path of the backend.
         path: PathBuf,
         /// The process that has it open, if that can be seen.
         holder: Option<Holder>,
@@ -63,7 +63,7 @@ pub enum OpenError {
         path.display()
     )]
     Gone {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
     /// Its unit would have no names: those that are kept cannot be read.
@@ -81,7 +81,7 @@ pub enum OpenError {
         path.display()
     )]
     Size {
-        /// The backend.
+        /// Path of the backend.
         path: PathBuf,
         /// Size on disk in bytes.
         actual: u64,
@@ -91,7 +91,7 @@ pub enum OpenError {
     /// The path leads to a file system that asks this daemon.
     #[error("{}", riser_config::mounts::why(path, mount))]
     AsksUs {
-        /// The backend.
+        /// Path of the backend.
         path: PathBuf,
         /// Mount point of that file system.
         mount: PathBuf,
@@ -99,7 +99,7 @@ pub enum OpenError {
     /// A backend that is served would become smaller.
     #[error("it has {from} bytes and nothing shrinks one to {to}")]
     Shrinks {
-        /// Capacity in bytes.
+        /// Capacity before, in bytes.
         from: u64,
         /// Capacity asked for in bytes.
         to: u64,
@@ -107,7 +107,7 @@ pub enum OpenError {
     /// There is not one whole block.
     #[error("a backend of {size} bytes holds no block of {block_size} bytes")]
     Empty {
-        /// Size in bytes.
+        /// Size of the file or device, in bytes.
         size: u64,
         /// Block size in bytes.
         block_size: u32,
@@ -124,9 +124,9 @@ pub enum OpenError {
     /// `direct: on` cannot be had.
     #[error("{}: cannot be served with direct I/O: {reason}", path.display())]
     Direct {
-        /// The backend.
+        /// Path of the backend.
         path: PathBuf,
-        /// Reason, for people.
+        /// Reason why it is refused, for people.
         reason: String,
     },
 }

@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(8);
 /// A file or device that is to be opened.
 #[derive(Clone, Debug)]
 pub struct Wish {
-    /// The backend's name.
+    /// Name of the backend in the configuration.
     pub backend: String,
     /// Specification of the backend.
     pub spec: Spec,
@@ -53,7 +53,7 @@ impl OpenedStores {
         self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
     }
 
-    /// What came of opening a backend, unless it was asked for otherwise.
+    /// Takes the result of opening a backend, unless it was asked for otherwise.
     pub fn take(&mut self, backend: &str, spec: &Spec) -> Option<Result<Arc<Store>, OpenError>> {
         let (asked, _) = self.0.get(backend)?;
         if asked != spec {
@@ -103,7 +103,7 @@ pub fn open_each(wishes: Vec<Wish>, take: impl FnMut(OpenedStores)) {
 
 /// Backends that are being opened.
 struct Round {
-    /// By their paths.
+    /// Openings under way, by path, with their time limits.
     openings: BTreeMap<PathBuf, (Wish, Opening, Instant)>,
     /// Wishes for whose paths there is an opening already.
     doubled: Vec<Wish>,
@@ -133,6 +133,8 @@ impl Round {
             let Some(path) = wish.spec.source.path().map(Path::to_owned) else {
                 continue;
             };
+            // Two at once would fight for the lock, and each might fail since the other one has
+            // it.
             if self.openings.contains_key(&path) {
                 self.doubled.push(wish);
                 continue;
@@ -143,6 +145,8 @@ impl Round {
             };
             match Opening::start(&path, self.wake.clone(), open) {
                 Ok(opening) => {
+                    // From its own start: one that waited for another opening of its path has not
+                    // been tried yet.
                     let until = Instant::now() + PATIENCE;
                     self.openings.insert(path, (wish, opening, until));
                 }
@@ -177,6 +181,7 @@ impl Round {
                 return;
             }
             let late = self.openings.values().map(|(.., until)| *until);
+            // Also woken when one of them is late, which no thread reports.
             let next = late.fold(end, Instant::min);
             // Every opening that ends wakes this.
             let _ = self.woken.recv_timeout(next.saturating_duration_since(now));
@@ -195,6 +200,7 @@ impl Round {
                 all.0.insert(wish.backend, (wish.spec, result));
             }
         }
+        // Paths are free again, and wishes that waited for them have their turn.
         self.start_more();
         for (wish, error) in self.failed.drain(..) {
             all.0.insert(wish.backend, (wish.spec, Err(error)));
@@ -226,6 +232,8 @@ impl Wish {
             return Err(OpenError::Gone { path: path.clone() });
         }
         match self.is_patient {
+            // Only at a start or a change, when a daemon before may still have the lock. Retries
+            // come again by themselves.
             true => Store::open(&self.spec),
             false => patience::at_once(|| Store::open(&self.spec)),
         }
@@ -275,6 +283,8 @@ impl Opening {
         wake: Sender<()>,
         open: impl FnOnce() -> Result<Arc<Store>, OpenError> + Send + 'static,
     ) -> Result<Self, OpenError> {
+        // One thread for each path: a file system that hangs must not collect one more with each
+        // attempt.
         let Some(mark) = Mark::set(path) else {
             return Err(late(path));
         };
@@ -284,6 +294,7 @@ impl Opening {
             let (mark, is_late) = (mark.clone(), Arc::clone(&is_late));
             move || {
                 let _waker = Waker(wake);
+                // Without the lock, which `finish` takes while this hangs.
                 let result = open();
                 let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
                 match (*is_late, result) {

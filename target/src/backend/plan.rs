@@ -1,4 +1,4 @@
-//! What the ring does for a request, step by step. Pure: no I/O, no clock.
+//! The steps of a request in the ring. Pure: no I/O, no clock.
 
 use riser_memory::MemSlice;
 use riser_scsi::step::BlockOp;
@@ -55,7 +55,7 @@ pub(super) enum Stage {
     SyncFirst,
     /// Moves data between buffer and medium.
     Transfer,
-    /// Frees the range.
+    /// Frees the range by a punched hole.
     Punch,
     /// Zeroes the range with the space kept.
     Zero,
@@ -79,9 +79,12 @@ pub(super) struct Lacks {
 /// Returns the first stage of a request. `volatile` says that completed writes may still be in a cache.
 pub(super) fn first_stage(op: &BlockOp, volatile: bool, lacks: Lacks) -> Stage {
     match op {
+        // FUA of a read asks for the data on the medium, so what is cached goes there first.
         BlockOp::Read { fua: true, .. } if volatile => Stage::SyncFirst,
         BlockOp::Read { .. } | BlockOp::Write { .. } => Stage::Transfer,
         BlockOp::Flush { .. } => Stage::SyncLast,
+        // UNMAP is permission to free blocks, and frees the space that a thin file would otherwise
+        // keep.
         BlockOp::Discard { .. } | BlockOp::WriteZeroes { unmap: true, .. } if !lacks.punch => {
             Stage::Punch
         }
@@ -115,6 +118,7 @@ fn whole_units(start: u64, end: u64, unit: u64) -> (u64, u64) {
     if first < last {
         (first, last)
     } else {
+        // At the end, so that all of the range lies before it and is written as an edge.
         (end, end)
     }
 }
@@ -124,6 +128,8 @@ pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<S
     match stage {
         Stage::SyncFirst => Some(Stage::Transfer),
         Stage::Transfer | Stage::SyncLast | Stage::Extent => None,
+        // A discard may leave the edges as they are; what was to be zero must be zero to the last
+        // byte.
         Stage::Punch | Stage::Zero if matches!(op, BlockOp::WriteZeroes { .. }) => {
             Some(Stage::Edges)
         }
@@ -142,7 +148,7 @@ pub(super) fn is_durable(op: &BlockOp, volatile: bool) -> bool {
 /// Bounds of one ring operation.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
-    /// Pieces at most.
+    /// Number of pieces at most.
     pub(super) pieces: usize,
     /// Bytes at most; a multiple of 4096.
     pub(super) bytes: usize,
@@ -151,7 +157,7 @@ pub(super) struct Bounds {
 /// A part of a request's buffer that one ring operation moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Window {
-    /// Bytes.
+    /// Length of the part in bytes.
     pub(super) len: usize,
     /// Direct I/O can use the memory as it lies.
     pub(super) aligned: bool,

@@ -65,6 +65,8 @@ impl Default for Ram {
 
 /// Sixteen bytes that no other call gives.
 pub(crate) fn random_generation() -> [u8; 16] {
+    // Keys of `RandomState` are random for each process and others for each value, which is enough
+    // for a name.
     let half = || RandomState::new().build_hasher().finish().to_be_bytes();
     let mut generation = [0; 16];
     generation[..8].copy_from_slice(&half());
@@ -111,6 +113,7 @@ impl Ram {
                         part.done as usize,
                         &bytes[part.start..part.start + part.len],
                     ),
+                    // The buffer has bytes of earlier commands, perhaps of another initiator.
                     None => piece.fill(part.done as usize, part.len, 0),
                 }
             }
@@ -140,6 +143,7 @@ impl Ram {
     pub(super) fn discard(&self, offset: u64, len: u64) {
         for part in parts(offset, len) {
             let mut shard = self.write_shard(part.chunk);
+            // A part of a chunk frees nothing, but must read as zeroes as well.
             if part.len as u64 == CHUNK {
                 shard.remove(&part.chunk);
             } else if let Some(bytes) = shard.get_mut(&part.chunk) {
@@ -186,6 +190,7 @@ impl Ram {
     pub fn give_away(&self, file: &File) -> io::Result<()> {
         let mut end = 0;
         for shard in &self.shards {
+            // The server has been shut down: no worker waits for this lock.
             let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
             let mut chunks = std::mem::take(&mut *shard).into_iter();
             while let Some((number, bytes)) = chunks.next() {
@@ -210,7 +215,9 @@ impl Ram {
     /// # Errors
     /// `InvalidData` if it is no such file; what reading says.
     pub fn take_back(&self, file: &File) -> io::Result<()> {
+        // From the end, so that the file shrinks with each chunk and memory never holds both.
         let mut end = file.metadata()?.len();
+        // A content cut short would be a disk with holes in it.
         if !end.is_multiple_of(RECORD) {
             return Err(io::ErrorKind::InvalidData.into());
         }

@@ -70,7 +70,7 @@ pub(super) struct Request {
 /// State of a request, by what it waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
-    /// For the ring.
+    /// For its operation in the ring.
     Ring,
     /// For the helper thread.
     Helper,
@@ -100,7 +100,7 @@ pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
     }
 }
 
-/// A bounce buffer.
+/// Aligned memory in the place of a command's.
 #[derive(Debug)]
 pub(super) struct Bounce {
     pub(super) memory: MemSlice,
@@ -141,10 +141,12 @@ pub(super) fn cut_transfer(
         return Some(None);
     }
     let bounce = idle()?;
+    // Cut once more: the window must fit into the bounce buffer.
     bounds.bytes = config.bounce.min(most);
     let window = plan::cut_window(&request.data, start, left, align, bounds, out);
     let slice = bounce.first(window.len);
     request.bounce = Some(bounce);
+    // Data of a read are copied when they have come.
     if let BlockOp::Write { .. } = request.op {
         plan::copy_pieces(out, &slice, true);
     }

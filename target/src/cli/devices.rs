@@ -1,4 +1,4 @@
-//! What a portal can use on this host.
+//! RDMA devices and addresses that a portal can use on this host.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! Where the log goes: to standard error, which the service manager keeps.
+//! The destination of the log: to standard error, which the service manager keeps.
 
 use std::io::{self, IsTerminal};
 

@@ -1,4 +1,4 @@
-//! Whether what a configuration names can be opened on this host.
+//! Tries to open what a configuration names on this host.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};

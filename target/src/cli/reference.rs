@@ -10,7 +10,7 @@ pub struct Object {
     pub places: Vec<String>,
     /// Description, a paragraph each.
     pub text: Vec<String>,
-    /// Its keys.
+    /// Keys in the order of the schema.
     pub keys: Vec<Key>,
     /// Name of its definition in the schema.
     definition: String,
@@ -21,7 +21,7 @@ pub struct Object {
 pub struct Key {
     /// The key as it is written.
     pub name: String,
-    /// What a value is: "size", "list of objects".
+    /// The kind of a value, in words: "size", "list of objects".
     pub kind: String,
     /// True if the object must have it.
     pub is_required: bool,
@@ -64,7 +64,7 @@ pub fn objects(schema: &Value) -> Vec<Object> {
     reader.objects
 }
 
-/// What the schema says of a value.
+/// The schema's description of a value.
 #[derive(Default)]
 struct Kind {
     words: Vec<String>,

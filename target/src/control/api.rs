@@ -37,7 +37,7 @@ pub enum Ask {
     Upgrade(Option<PathBuf>),
     /// Return the configuration: [`Kept`].
     Config,
-    /// Take another configuration.
+    /// Serve another configuration from now on.
     Apply {
         /// The configuration, or a change of the present one.
         proposal: Proposal,
@@ -97,7 +97,7 @@ pub enum Failure {
     /// It is not possible as things are; nothing has changed.
     #[error("{why}")]
     Refused {
-        /// Reason, for people.
+        /// Reason for the refusal, for people.
         why: String,
         /// Error number of the operating system, if one is the cause.
         errno: Option<i32>,
@@ -105,7 +105,7 @@ pub enum Failure {
     /// The configuration is not the revision that was to be replaced; nothing has changed.
     #[error("the configuration has changed meanwhile")]
     Outdated,
-    /// An attempt failed.
+    /// An attempt failed, with this reason.
     #[error("{0}")]
     Failed(String),
     /// The daemon has no time for it now.

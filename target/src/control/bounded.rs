@@ -158,7 +158,7 @@ impl<L> Bounded<L> {
 /// A permit, for which another connection ends where there is no other.
 async fn permit(free: Arc<Semaphore>, table: &Mutex<Table>) -> OwnedSemaphorePermit {
     // The new connection wins: a client that opens connections and keeps them idle loses its own
-    // first, and nobody else is kept out.
+    // first, and keeps no other client out.
     if free.available_permits() == 0 {
         let victim = lock(table).victim().and_then(|e| e.displace.take());
         if let Some(displace) = victim {
@@ -175,8 +175,8 @@ impl<L: Source> Listener for Bounded<L> {
 
     async fn accept(&mut self) -> (Connection<L::Io>, L::Addr) {
         let (stream, addr) = self.listener.accept().await;
-        // Waited for here, so that no more connections are accepted, and have descriptors, than
-        // there are places.
+        // Waited for before the next connection is accepted, so that descriptors are bounded like
+        // places.
         let permit = permit(Arc::clone(&self.free), &self.table).await;
         let (displace, displaced) = oneshot::channel();
         let mut table = lock(&self.table);

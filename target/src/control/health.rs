@@ -1,4 +1,4 @@
-//! Whether the daemon works, and whether it serves all that it should.
+//! Health of the daemon: that it works, and that it serves all that it should.
 
 use std::net::SocketAddr;
 

@@ -1,4 +1,4 @@
-//! What the status page and `riserd top` show: [`Live`], filled.
+//! The data of the status page and of `riserd top`: [`Live`], filled.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -22,7 +22,7 @@ use crate::stats::{
 };
 use crate::worker::mail::Snapshot;
 
-/// What its units have done, without asking workers for anything.
+/// Totals of its units, without asking workers for anything.
 #[must_use]
 pub fn sums(server: &Server, uptime: Duration) -> Live {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -46,7 +46,7 @@ pub fn sums(server: &Server, uptime: Duration) -> Live {
     }
 }
 
-/// The daemon now.
+/// All totals of the daemon at this moment.
 #[must_use]
 pub fn live(server: &Server, uptime: Duration) -> Live {
     let snapshots = server.snapshot();
@@ -253,7 +253,7 @@ fn reservations(lu: &LogicalUnit) -> LiveReservations {
     }
 }
 
-/// What initiators have done at a unit, now and before.
+/// Totals of initiators at a unit, of sessions now and before.
 fn initiators(stats: &Arc<LunStats>, snapshots: &[Snapshot]) -> BTreeMap<String, LiveShare> {
     let mut shares = stats.kept();
     for entry in snapshots.iter().flat_map(|snapshot| &snapshot.accounts) {

@@ -569,7 +569,8 @@ impl Control<'_> {
     /// Begins to look for commands.
     fn trace(&mut self, wanted: Wanted) -> Result<(), Failure> {
         wanted.check().map_err(Failure::Mistake)?;
-        // A client that was killed does not end its search, so one that nobody looks at gives way.
+        // A client that was killed does not end its search, so one that is not looked at gives
+        // way.
         if self.search.as_ref().is_some_and(|s| !s.is_forgotten()) {
             let why = "another client is tracing commands".to_owned();
             return Err(Failure::Refused { why, errno: None });

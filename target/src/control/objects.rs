@@ -1,4 +1,4 @@
-//! What `riserd ls` and `riserd info` show: the objects of a configuration with what a running
+//! The data of `riserd ls` and `riserd info`: the objects of a configuration with what a running
 //! daemon says about them.
 
 use riser_admin_api::live::{Live, LiveLun, LiveReservations};
@@ -12,41 +12,41 @@ use crate::units::bytes;
 /// A running daemon: what it is configured to, and how it goes.
 #[derive(Debug)]
 pub struct Facts {
-    /// The configuration.
+    /// The configuration that is served.
     pub config: Config,
-    /// The daemon.
+    /// Status of the daemon.
     pub status: Status,
-    /// What it serves.
+    /// Targets that are served, with their LUNs.
     pub targets: Vec<TargetView>,
-    /// Who is logged in.
+    /// Connections of initiators at present.
     pub sessions: Vec<SessionView>,
-    /// What it has counted.
+    /// Counters of the daemon since its start.
     pub live: Live,
 }
 
 /// An object, and those in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Node {
-    /// Its place.
+    /// Path from the root.
     pub path: String,
-    /// Its name there.
+    /// Last part of the path.
     pub name: String,
-    /// What it is, in a few words.
+    /// A few words about it.
     pub summary: String,
-    /// Those in it.
+    /// The objects in it.
     pub children: Vec<Node>,
 }
 
 /// An object in full.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Info {
-    /// Its place.
+    /// Path from the root.
     pub path: String,
-    /// What such an object is.
+    /// Description of such objects, from the schema.
     pub description: Option<String>,
-    /// What is set, secrets masked.
+    /// Keys that are set, with secrets masked.
     pub config: Value,
-    /// What the daemon says about it.
+    /// The daemon's data about it; null if there are none.
     pub live: Value,
     /// Keys that are not set, and what they are.
     pub unset: Vec<(String, String)>,
@@ -129,6 +129,8 @@ impl Facts {
                 )
             }
             ["backends", name] => {
+                // By the configuration, not by the targets that are served: a backend that cannot
+                // be opened has LUNs as well.
                 let users = self.users(name).len();
                 format!("{}, {}", scalars(found), count(users, "LUN"))
             }
@@ -172,7 +174,7 @@ impl Facts {
         }
     }
 
-    /// What the daemon says about a place; null where it says nothing.
+    /// The daemon's data about a place; null where it says nothing.
     fn live(&self, segments: &[String]) -> Value {
         let segments: Vec<&str> = segments.iter().map(String::as_str).collect();
         match segments[..] {
@@ -246,7 +248,7 @@ fn count(number: usize, of: &str) -> String {
     format!("{number} {of}{plural}")
 }
 
-/// What is set of an object's own keys, on one line. Secrets are masked.
+/// The set ones of an object's own keys, on one line. Secrets are masked.
 fn scalars(found: Found<'_>) -> String {
     let Some(Value::Object(entries)) = found.value else {
         return String::new();

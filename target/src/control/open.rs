@@ -99,8 +99,8 @@ pub(super) fn admin_or_problem(
     let opened = admin(&config.admin, left, requests);
     match &opened {
         Err(error @ ServerError::Admin { path, source })
-            // In use means that a daemon runs with this configuration, and two must not serve the
-            // same disks.
+            // In use means that another daemon has it, which is no fault that goes by: this one
+            // must not run beside it.
             if !config.strict && source.kind() != ErrorKind::AddrInUse =>
         {
             server.set_admin_problem(Some((path, error)));

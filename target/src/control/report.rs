@@ -1,4 +1,4 @@
-//! What the admin API says, in lines for people.
+//! Answers of the admin API, in lines for people.
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
@@ -136,7 +136,7 @@ pub fn status(status: &Status) -> String {
     lines.join("\n")
 }
 
-/// What is not served, or served in part.
+/// A line about what is not served, or served in part.
 fn problem(problem: &ProblemView) -> String {
     let (kind, name, error) = (&problem.kind, &problem.name, &problem.error);
     let state = if problem.failing {
@@ -183,7 +183,7 @@ fn difference(change: &Difference) -> String {
     }
 }
 
-/// What is said where the configuration file does not have what is served.
+/// The warning where the configuration file does not have what is served.
 fn standing(is_unsaved: bool, is_restored: bool) -> Option<String> {
     let said = match (is_unsaved, is_restored) {
         (true, _) => UNSAVED,
@@ -268,7 +268,7 @@ pub fn history(entries: &[HistoryView]) -> String {
     lines.join("\n")
 }
 
-/// Who asked for a change, with the name of the user.
+/// The origin of a change, with the name of the user.
 fn named(who: &str) -> String {
     let uid = who.strip_prefix("uid ");
     let uid = uid.and_then(|rest| rest.split(' ').next()?.parse().ok());

@@ -1,11 +1,11 @@
-//! How much room backends have, measured by a thread of its own: a file system that hangs must not stop those
-//! who ask for metrics.
+//! The room that backends have, measured by a thread of its own: a file system that hangs must not
+//! stop those who ask for metrics.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-/// How often it is measured.
+/// Interval of the measurements.
 const EVERY: Duration = Duration::from_secs(10);
 
 /// Goes on measuring until it is dropped. The thread then ends by itself, as soon as no file system holds it up.

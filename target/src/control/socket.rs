@@ -139,6 +139,7 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
         Err(e) => return Err(e),
     }
     let hidden = hidden(path);
+    // A daemon with this process id may have been killed between the next two steps.
     let _ = std::fs::remove_file(&hidden);
     let listener = UnixListener::bind(&hidden)?;
     let ready = std::fs::set_permissions(&hidden, std::fs::Permissions::from_mode(0o600))

@@ -1,4 +1,4 @@
-//! What the daemon does, in a terminal: `riserd top`.
+//! Activity of the daemon, in a terminal: `riserd top`.
 
 use std::io::{self, Write};
 use std::path::Path;

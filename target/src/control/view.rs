@@ -1,4 +1,4 @@
-//! What the admin API says of the daemon: the views of [`riser_admin_api`], filled.
+//! The daemon in the admin API: the views of [`riser_admin_api`], filled.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,7 +24,7 @@ use crate::srp::ChannelParams;
 use crate::worker::SessionInfo;
 use crate::worker::mail::{IscsiSession, Snapshot};
 
-/// How what is served stands to what a restart would serve.
+/// Relation of what is served to what a restart would serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
     /// The configuration file has it.
@@ -225,6 +225,8 @@ fn phase(phase: Phase) -> &'static str {
 
 /// The keys of RFC 7143 chapter 13, and of RFC 7145 chapter 6, with their values.
 fn iscsi_terms(session: &SessionParams, connection: &ConnectionParams) -> BTreeMap<String, String> {
+    // iSER has keys of its own for the two directions. Without it one key is declared by each
+    // side, so the side is part of the name here.
     let (to_initiator, to_target) = if session.rdma_extensions && !session.discovery {
         (
             "InitiatorRecvDataSegmentLength",
@@ -278,7 +280,7 @@ fn named<const N: usize>(terms: [(&str, String); N]) -> BTreeMap<String, String>
     terms.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
-/// What is served at present.
+/// The targets that are served at present.
 #[must_use]
 pub fn targets(server: &Server) -> Vec<TargetView> {
     let catalog = server.shared().registry.catalog();

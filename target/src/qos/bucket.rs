@@ -37,6 +37,8 @@ impl Bucket {
         let Some(time) = self.time_of(cost) else {
             return now;
         };
+        // From now at the earliest: a rate that was not used does not save up more than the
+        // tolerance.
         let moved = |paid: u64| Some(paid.max(now).saturating_add(time));
         let order = Ordering::Relaxed;
         let before = self.paid.fetch_update(order, order, moved);
@@ -69,6 +71,8 @@ impl Bucket {
     /// Nanoseconds that `cost` takes at the rate, never too few; `None` without a limit.
     fn time_of(&self, cost: u64) -> Option<u64> {
         let rate = self.rate()?;
+        // Rounded up: with each command a part of a nanosecond too few would add up to more than
+        // the rate.
         Some(match cost.checked_mul(SECOND) {
             Some(product) => product.div_ceil(rate),
             None => {

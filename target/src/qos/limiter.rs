@@ -69,6 +69,8 @@ impl Limiter {
     /// Has these limits from now on. Where they are others than before, nothing is owed any more, and what
     /// waits is to book once more.
     pub fn set(&self, limits: &IoLimits) {
+        // A reload that changes nothing here must not forgive what is owed, or reloads would be a
+        // way past limits.
         if self.limits() == *limits {
             return;
         }
@@ -109,6 +111,8 @@ impl Limiter {
     /// Takes what a command costs: when it may go, `now` or later.
     pub fn book(&self, cost: Cost, now: Instant) -> Instant {
         let (at, burst) = (self.nanos(now), self.burst.load(Ordering::Relaxed));
+        // All of them are booked, even where one alone decides: the command takes from each rate
+        // when it goes.
         let dues = self.concerned(cost);
         let due = dues.map(|(bucket, units)| bucket.book(units, at, burst));
         let wait = due.into_iter().max().map_or(0, |due| due - at);
@@ -124,6 +128,7 @@ impl Limiter {
     /// Gives back what was booked in an epoch and not used. What other limits have forgiven meanwhile is not given back
     /// once more.
     pub fn refund(&self, cost: Cost, epoch: u64) {
+        // The buckets were emptied since, so the units would be a gift.
         if epoch != self.epoch() {
             return;
         }

@@ -47,7 +47,7 @@ pub use table::{Initiators, LimiterKey, MAX_IDLE};
 
 #[cfg(test)]
 pub(crate) mod fixture {
-    //! Limits of chance.
+    //! Limits for tests that choose them at random.
 
     use std::time::Duration;
 

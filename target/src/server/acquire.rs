@@ -129,7 +129,7 @@ pub(super) struct Wanted<'a> {
     /// The catalog before, whose sockets are open.
     pub(super) old: Option<&'a Catalog>,
     pub(super) workers: usize,
-    /// Whether a portal may be done without that cannot be had for this reason.
+    /// True if a portal may be done without that cannot be had for this reason.
     pub(super) tolerates: &'a dyn Fn(&Subject, &ServerError) -> bool,
 }
 

@@ -65,7 +65,7 @@ pub(super) fn session_limits(config: &Config) -> SessionLimits {
     }
 }
 
-/// What a target is for iSCSI initiators.
+/// The part of a target that iSCSI initiators meet.
 fn iscsi(
     target: &config::Target,
     listens: &[PortalAt],
@@ -112,13 +112,13 @@ pub(super) struct Builder {
     ports: AllPortIds,
     stats: BTreeMap<(String, u16), Arc<LunStats>>,
     counts: BTreeMap<String, Arc<TargetStats>>,
-    /// Of targets.
+    /// Limiters of initiators, by the names of targets.
     initiators: BTreeMap<String, Arc<Initiators>>,
     /// Of units, by their numbers.
     unit_limits: Vec<IoLimits>,
     /// Keep what is to last.
     keepers: Keepers,
-    /// What is in RAM disks that were not opened yet.
+    /// Contents of RAM disks that were not opened yet.
     rams: BTreeMap<String, Arc<Ram>>,
     /// Backends that could not be opened, and how that was tried the last time.
     absent: BTreeMap<String, Spec>,
@@ -126,14 +126,14 @@ pub(super) struct Builder {
     tried: BTreeSet<String>,
     problems: Problems,
     addresses: Addresses,
-    /// Where the portals of the catalog are.
+    /// Addresses of the catalog's portals.
     expansion: Expansion,
     /// Its portals with a wildcard.
     wildcards: BTreeSet<(Protocol, Listen)>,
     /// True if the catalog before did not have all of these.
     has_new_wildcards: bool,
     identities: Identities,
-    /// Why the names that are kept cannot be read.
+    /// Error with which the names that are kept cannot be read.
     unread: Option<String>,
     /// SRP portals that have no names for that reason.
     unnamed_portals: Vec<Unserved>,
@@ -186,24 +186,24 @@ impl Builder {
         self.is_lenient || self.problems.has(subject) || self.is_of_known_wildcard(subject)
     }
 
-    /// What is not served.
+    /// Returns what is not served, and why.
     pub(super) fn problems(&self) -> &Problems {
         &self.problems
     }
 
-    /// Why metrics cannot be where they should, if so.
+    /// Sets or clears the reason why metrics cannot be where they should.
     pub(super) fn set_metrics_problem(&mut self, problem: Option<(SocketAddr, &ServerError)>) {
         let problem = problem.map(|(addr, error)| (Subject::Metrics(addr), error));
         self.set_problem(|subject| matches!(subject, Subject::Metrics(_)), problem);
     }
 
-    /// Why the admin API cannot be where it should, if so.
+    /// Sets or clears the reason why the admin API cannot be where it should.
     pub(super) fn set_admin_problem(&mut self, problem: Option<(&Path, &ServerError)>) {
         let problem = problem.map(|(path, error)| (Subject::Admin(path.to_owned()), error));
         self.set_problem(|subject| matches!(subject, Subject::Admin(_)), problem);
     }
 
-    /// What the control plane cannot have is that which it could not have before.
+    /// Takes over what the control plane could not have before.
     pub(super) fn keep_control_problems(&mut self, before: &Problems) {
         for (subject, problem) in before.iter() {
             if matches!(subject, Subject::Metrics(_) | Subject::Admin(_)) {
@@ -228,7 +228,7 @@ impl Builder {
         self.problems.log_since(&before);
     }
 
-    /// What is not served is this.
+    /// Replaces what is not served, and why.
     pub(super) fn set_problems(&mut self, problems: Problems) {
         self.problems = problems;
     }
@@ -311,14 +311,14 @@ impl Builder {
         stores.filter_map(|(name, place)| Some((name, self.opened[*place].as_ref()?)))
     }
 
-    /// What is in the RAM disks that are open.
+    /// Contents of the RAM disks that are open.
     pub(super) fn open_rams(&self) -> BTreeMap<String, Arc<Ram>> {
         self.open()
             .filter_map(|(name, store)| Some((name.clone(), store.ram()?)))
             .collect()
     }
 
-    /// Returns true if everything could be opened once more.
+    /// Checks that everything could be opened once more.
     pub(super) fn check_successor(&self, config: &Config) -> Result<(), ServerError> {
         // It reads them again.
         let mut secrets = Secrets::default();
@@ -614,7 +614,7 @@ impl Builder {
         self.unit_limits[at] = backend.limits;
     }
 
-    /// What is counted of a target's unit, which goes on where it was.
+    /// Counters of a target's unit, which go on where they were.
     fn stats(&mut self, target: &str, lun: u16) -> Arc<LunStats> {
         let key = (target.to_owned(), lun);
         let new = || Arc::new(LunStats::new(target, lun, Some(Instant::now)));
@@ -637,6 +637,8 @@ impl Builder {
         if let Some(error) = self.unnamed_unit(backend) {
             return self.store_absent(backend, error);
         }
+        // Taken away, since a content that two stores shared would be two disks with the same
+        // bytes.
         let ram = self.rams.remove(name).unwrap_or_default();
         let result = match opened.take(name, &backend.spec) {
             Some(result) => result,
@@ -673,6 +675,7 @@ impl Builder {
             return Err(closed(name)(error));
         }
         self.problems.add(subject, &error);
+        // Units and catalogs know the place by its number, so one that is still missing keeps it.
         if let Some(place) = self.stores.get(name) {
             return Ok(*place);
         }

@@ -20,7 +20,7 @@ use crate::config::{Backend, Config, HostId};
 
 /// Keeps names beyond the end of the process.
 pub trait IdentityKeeper: Debug + Send + Sync {
-    /// What was saved; nothing at the first start.
+    /// Loads what was saved; nothing at the first start.
     ///
     /// # Errors
     /// It cannot be read.
@@ -33,10 +33,10 @@ pub trait IdentityKeeper: Debug + Send + Sync {
     fn save(&self, identities: &Identities) -> io::Result<()>;
 }
 
-/// All names.
+/// Names of units, which stay over restarts and moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identities {
-    /// What names are derived from on this host, unless the configuration says.
+    /// Text that names are derived from on this host, unless the configuration says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     host: Option<String>,
     /// By the names of backends.
@@ -52,20 +52,23 @@ struct Names {
     /// The file that was served last; none of a device, or of memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
-    /// Where it was.
+    /// Path at which its file was last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     path: Option<PathBuf>,
-    /// How often it was missing and came back.
+    /// Number of times that it was missing and came back.
     #[serde(default)]
     returns: u64,
 }
 
 impl Identities {
-    /// What names are derived from: what the configuration says, else what it was at the first start.
+    /// Text that names are derived from: what the configuration says, else what it was at the
+    /// first start.
     pub fn host(&mut self, config: &Config) -> HostId {
         match &config.identity {
             Some(_) => HostId::of(config),
             None => {
+                // Kept from the first start on: a host whose own names change must not give its
+                // disks others.
                 let host = self
                     .host
                     .get_or_insert_with(|| HostId::of(config).text().to_owned());
@@ -99,8 +102,8 @@ impl Identities {
         }
     }
 
-    /// What names the contents of a backend's volatile cache, of what names those of all files of the host: what
-    /// was not written to a disk before it was missing may be lost.
+    /// A name of the contents of a backend's volatile cache, of what names those of all files of
+    /// the host: what was not written to a disk before it was missing may be lost.
     pub(super) fn cache_generation(&self, backend: &str, of_host: [u8; 16]) -> [u8; 16] {
         let returns = self.backends.get(backend).map_or(0, |names| names.returns);
         (u128::from_be_bytes(of_host) ^ u128::from(returns)).to_be_bytes()
@@ -123,6 +126,7 @@ impl Identities {
         identity: &mut Identity,
     ) {
         let before = self.take(config, backend, file);
+        // Only new names have to avoid those in use: the names that initiators know are kept.
         if before.is_none() {
             self.derive_unused(config, backend, identity);
         }
@@ -204,7 +208,8 @@ impl Identities {
         }
     }
 
-    /// What is known of a backend; what is known of its file under a name that no backend has any longer.
+    /// Takes what is known of a backend; or what is known of its file under a name that no backend
+    /// has any longer.
     fn take(&mut self, config: &Config, backend: &Backend, file: Option<FileId>) -> Option<Names> {
         if let Some(names) = self.backends.get(&backend.name) {
             return Some(names.clone());
@@ -222,6 +227,8 @@ impl Identities {
             before = name,
             "a backend has another name"
         );
+        // Moved and not copied: the old name may come back with another file, which is another
+        // disk.
         self.backends.remove(&name)
     }
 }

@@ -68,42 +68,42 @@ use problems::{Problems, Subject};
 
 pub use crate::worker::PATIENCE;
 
-/// How long the last block operations, and the flush, get after that.
+/// Time that the last block operations, and the flush, get after that.
 const LAST_IO: Duration = Duration::from_secs(60);
 
-/// Why a server could not start, or did not end well.
+/// An error at the start, in a change or at the end of a server.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
     /// A backend cannot be opened.
     #[error("backend {name}: {source}")]
     Backend {
-        /// Its name.
+        /// Name of the backend.
         name: String,
-        /// Why.
+        /// Error of opening it.
         source: OpenError,
     },
     /// A logical unit cannot be made of its backend.
     #[error("backend {name}: {source}")]
     Unit {
-        /// The backend's name.
+        /// Name of the backend.
         name: String,
-        /// Why.
+        /// Error in the settings of its unit.
         source: riser_scsi::config::ConfigError,
     },
     /// It is not known who may use a logical unit.
     #[error("backend {name}: its reservations: {source}")]
     Reservations {
-        /// The backend's name.
+        /// Name of the backend.
         name: String,
-        /// Why.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// A CHAP secret cannot be read.
     #[error("the secret of {name}: {source}")]
     Secret {
-        /// CHAP name.
+        /// User name, the value of CHAP_N.
         name: String,
-        /// Why.
+        /// Error of reading the secret.
         source: io::Error,
     },
     /// A CHAP secret is used in both directions.
@@ -119,11 +119,11 @@ pub enum ServerError {
     /// A device cannot be opened.
     #[error("cannot open a RoCE device at {addr}: {source}{holder}")]
     Device {
-        /// Its address.
+        /// Address of the device.
         addr: IpAddr,
         /// The process that has it.
         holder: HeldBy,
-        /// Why.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// An RDMA device of the host cannot be opened.
@@ -135,19 +135,19 @@ pub enum ServerError {
     /// A TCP portal cannot be listened on.
     #[error("cannot listen on {portal}: {source}{holder}")]
     Listen {
-        /// The portal.
+        /// Address and port of the portal.
         portal: SocketAddr,
         /// The process that has it.
         holder: HeldBy,
-        /// Why.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// A portal with a wildcard is not served everywhere.
     #[error("cannot listen on {listen}: {why}")]
     Wildcard {
-        /// Where it is to listen.
+        /// Address as the configuration has it.
         listen: Listen,
-        /// Why.
+        /// Reason why it cannot be served there, for people.
         why: String,
     },
     /// A listening socket cannot be handed on.
@@ -156,12 +156,12 @@ pub enum ServerError {
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
     Thread(#[source] io::Error),
-    /// A worker failed.
+    /// A worker has ended by itself.
     #[error("worker {index}: {message}")]
     Worker {
-        /// Its number.
+        /// Number of the worker.
         index: u16,
-        /// What it said.
+        /// Its error, for people.
         message: String,
     },
     /// Written data could not be made durable.
@@ -173,17 +173,17 @@ pub enum ServerError {
     /// Metrics cannot be where the configuration wants them.
     #[error("cannot listen for metrics at {addr}: {source}")]
     Metrics {
-        /// The address.
+        /// Address of the server for metrics.
         addr: SocketAddr,
-        /// Why.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The admin API cannot be where the configuration wants it.
     #[error("cannot listen at {}: {source}", path.display())]
     Admin {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Why.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The socket that the service manager has handed over for the admin API is none.
@@ -265,20 +265,20 @@ pub(crate) fn while_in_use<T>(
     }
 }
 
-/// What keeps things beyond the end of the process, each of them if there is one.
+/// Keepers of things beyond the end of the process, each of them if there is one.
 #[derive(Clone, Debug, Default)]
 pub struct Keepers {
     /// Reservations that persist through power loss.
     pub reservations: Option<Arc<dyn ReservationKeeper>>,
     /// The numbers of ports.
     pub ports: Option<Arc<dyn PortKeeper>>,
-    /// Failures of flushes.
+    /// Keeper of failures of flushes.
     pub flushes: Option<Arc<dyn FlushKeeper>>,
     /// The names of logical units.
     pub identities: Option<Arc<dyn IdentityKeeper>>,
 }
 
-/// A running server.
+/// A server with its workers; dropping it cuts all connections.
 #[derive(Debug)]
 pub struct Server {
     config: Config,
@@ -291,7 +291,7 @@ pub struct Server {
     reports: Receiver<Report>,
     /// Workers that have ended by themselves.
     gone: usize,
-    /// What the first of them said.
+    /// Error of the first of them.
     failed: Option<ServerError>,
     /// Told when a worker fails.
     failure: Arc<Notify>,
@@ -320,7 +320,7 @@ pub fn build_shared(
 /// Files that a start has created or extended. Unless they are kept, that is undone when this is dropped.
 #[derive(Debug)]
 struct FirstFiles {
-    /// What was there before.
+    /// The builder as it was before the files were opened.
     before: build::Builder,
     stores: Vec<Arc<Store>>,
 }
@@ -349,8 +349,11 @@ fn first_catalog(
     let mut opened = open_all(builder.wishes(config));
     let built = builder.catalog(config, &mut opened);
     let stores = builder.stores_beyond(&before).cloned().collect();
+    // Before any error is returned: dropping it takes back what was done to files for a start that
+    // fails.
     let files = FirstFiles { before, stores };
     let catalog = built?;
+    // Before initiators can meet the numbers: a crash must not give another port the same one.
     builder.save_ports(builder.ports())?;
     builder.save_identities(None)?;
     builder.settle(server_state);
@@ -365,7 +368,7 @@ fn shared(catalog: Catalog, device_slots: Arc<DeviceSlots>) -> Shared {
     }
 }
 
-/// What a worker's thread gets from the server once all mailboxes exist.
+/// Mailboxes of all workers, which each of them gets once all exist.
 type Setup = Vec<MailSender<Mail>>;
 
 /// Sends each worker a question, with where to answer it.
@@ -442,11 +445,13 @@ impl Server {
             }
             end => end?,
         };
+        // Only the start may do without: a change later is refused for what it cannot have.
         builder.set_lenient(false);
         let mut problems = builder.problems().clone();
         problems.set_missing_portals(acquired.missing(), &[builder.unnamed_portals()]);
         problems.log_since(&Problems::default());
         builder.set_problems(problems);
+        // Discovery must not name portals at which no worker listens.
         catalog.remove_portals(builder.problems().portals());
         let shared = Arc::new(shared(catalog, device_slots));
         let parts = acquired.keep();
@@ -466,6 +471,7 @@ impl Server {
             failure: Arc::default(),
         };
         let started = server.start_workers(config, parts, &reports_tx);
+        // Or a wait for reports would not end once all workers have.
         drop(reports_tx);
         let started = started.and_then(|unserved| server.do_without(unserved));
         if let Err(error) = started {
@@ -523,6 +529,8 @@ impl Server {
                 .map_err(ServerError::Thread)?;
             self.threads.push(Some(thread));
             // A thread that cannot make its ring reports so and hangs up.
+            // One after another: a worker's mailbox exists only once its ring does, which its
+            // thread makes.
             match mail_rx.recv() {
                 Ok(sender) => self.senders.push(sender),
                 Err(_) => return Err(self.wait_failure()),
@@ -534,6 +542,7 @@ impl Server {
             let _ = setup.send(self.senders.clone());
         }
         let mut unserved = Vec::new();
+        // All have to start, since each has its share of the connections.
         for _ in 0..self.threads.len() {
             match self.reports.recv() {
                 Ok(Report::Started(_, without)) => unserved.extend(without),
@@ -566,7 +575,7 @@ impl Server {
         }
     }
 
-    /// Where it listens: the RDMA CM ports and the TCP ports of all portals.
+    /// Addresses at which it listens: the RDMA CM ports and the TCP ports of all portals.
     #[must_use]
     pub fn addresses(&self) -> Vec<SocketAddr> {
         let catalog = self.shared.registry.catalog();
@@ -576,17 +585,19 @@ impl Server {
         catalog.rdma_portals().chain(iscsi).collect()
     }
 
-    /// Why metrics cannot be where the configuration wants them, if so; it is named with what is not served.
+    /// Sets or clears the reason why metrics cannot be where the configuration wants them; it is
+    /// named with what is not served.
     pub fn set_metrics_problem(&mut self, problem: Option<(SocketAddr, &ServerError)>) {
         self.builder.set_metrics_problem(problem);
     }
 
-    /// Why the admin API cannot be where the configuration wants it, if so; it is named with what is not served.
+    /// Sets or clears the reason why the admin API cannot be where the configuration wants it; it
+    /// is named with what is not served.
     pub fn set_admin_problem(&mut self, problem: Option<(&Path, &ServerError)>) {
         self.builder.set_admin_problem(problem);
     }
 
-    /// What the control plane could not have before, in another server of this process, it still cannot have.
+    /// Takes over what the control plane could not have before, in another server of this process.
     pub fn keep_control_problems(&mut self, before: &Problems) {
         self.builder.keep_control_problems(before);
     }
@@ -601,7 +612,7 @@ impl Server {
             || builder.has_gone()
     }
 
-    /// What should be served and is not, and backends that fail operations.
+    /// Backends and portals that should be served and are not, and backends that fail operations.
     #[must_use]
     pub fn problems(&self) -> Problems {
         let mut all = self.builder.problems().clone();
@@ -700,7 +711,7 @@ impl Server {
         self.shared.registry.sessions()
     }
 
-    /// What each worker has done, and its sessions. Workers that do not answer within a second are
+    /// Counters of each worker, and its sessions. Workers that do not answer within a second are
     /// left out.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Snapshot> {
@@ -810,11 +821,14 @@ impl Server {
     /// [`ServerError`] for a worker that failed and for data that could not be made durable.
     pub fn shutdown(mut self) -> Result<(), ServerError> {
         self.poll_reports();
+        // First, so that no session can begin that is not logged out below.
         self.shared.registry.stop();
         let until = Instant::now() + PATIENCE;
         for sender in &self.senders {
             let _ = sender.send_blocking(Mail::Shutdown { until });
         }
+        // The flush must come after the last write: it would not cover one that is still under
+        // way.
         let mut result = self.wait_quiet(until + LAST_IO);
         if result.is_ok() {
             // Any worker can flush for all: the backends are shared.
@@ -829,6 +843,8 @@ impl Server {
         }
         self.abandon();
         let catalog = self.shared.registry.catalog();
+        // The thread that saves a failure would end with the process, and the next start would
+        // trust the disk.
         let stores = catalog.stores.iter().flatten();
         stores.for_each(|store| store.wait_flush_failure_saved());
         self.failed.take().map_or(result, Err)
@@ -897,7 +913,7 @@ fn ended(index: u16, message: Option<String>) -> ServerError {
     }
 }
 
-/// What a worker's thread begins with.
+/// Parts that a worker's thread begins with.
 struct ThreadParts {
     index: u16,
     cpu: Option<usize>,
@@ -924,6 +940,7 @@ impl ThreadParts {
         let failed = message.is_some();
         let _ = reports.send(Report::Ended(index, message));
         if failed {
+            // Woken up after its report is sent, so that the control plane finds the reason.
             failure.notify_one();
         }
     }
@@ -967,6 +984,7 @@ impl ThreadParts {
 
 /// Ties the calling thread to a processor.
 fn pin(cpu: usize) -> io::Result<()> {
+    // `CpuSet::set` panics beyond its size.
     if cpu >= CpuSet::MAX_CPU {
         return Err(io::ErrorKind::InvalidInput.into());
     }

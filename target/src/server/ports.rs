@@ -52,7 +52,7 @@ pub trait PortKeeper: Debug + Send + Sync {
     fn save(&self, ports: &[WrittenPort]) -> io::Result<()>;
 }
 
-/// Writes numbers down.
+/// Returns numbers in the form in which they are saved.
 #[must_use]
 pub fn write(all: &AllPortIds) -> Vec<WrittenPort> {
     let written = |(target, ids): (&String, &PortIds)| {
@@ -77,8 +77,8 @@ pub fn read(written: Vec<WrittenPort>) -> AllPortIds {
     all
 }
 
-/// What is saved while a change is made: whether it was made or not, a restart finds the numbers that it
-/// needs. Two ports may have one number there, of which no configuration has both.
+/// The numbers to save while a change is made: whether it was made or not, a restart finds the
+/// numbers that it needs. Two ports may have one number there, of which no configuration has both.
 pub(super) fn during(old: &AllPortIds, new: &AllPortIds) -> AllPortIds {
     let mut all = old.clone();
     for (target, ids) in new {

@@ -1,5 +1,5 @@
-//! What should be served and is not: backends that cannot be opened, portals whose address cannot be
-//! listened on, and what the control plane cannot have.
+//! Problems of what should be served and is not: backends that cannot be opened, portals whose
+//! address cannot be listened on, and what the control plane cannot have.
 //!
 //! # Degraded, not dead
 //! At the start, a backend or portal that cannot be had is a problem, and the rest is served,
@@ -23,10 +23,10 @@ use crate::backend::Failing;
 use crate::config::{Listen, Protocol};
 use crate::worker::portals::Unserved;
 
-/// What the log knows the lines about problems by.
+/// Target of the lines about problems in the log.
 pub const TARGET: &str = "riserd::problems";
 
-/// What is not served.
+/// Something that is not served.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
     /// A backend, by its name.
@@ -82,19 +82,19 @@ impl Subject {
     }
 }
 
-/// Why something is not served, and since when.
+/// A reason why something is not served, and its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// Why.
+    /// Reason, for people.
     pub why: String,
-    /// Since when.
+    /// Time since which it is not served.
     pub since: SystemTime,
     /// A backend that is open and serves some commands, such as reads while its file system is
     /// full.
     pub is_failing: bool,
 }
 
-/// All of them.
+/// Problems by subject, backends first.
 #[derive(Clone, Debug, Default)]
 pub struct Problems(BTreeMap<Subject, Problem>);
 
@@ -113,7 +113,7 @@ impl Problems {
         !self.0.keys().all(is_wildcard)
     }
 
-    /// All, backends first.
+    /// Returns all problems, backends first.
     pub fn iter(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
         self.0.iter()
     }
@@ -150,7 +150,7 @@ impl Problems {
         |protocol, at| self.has(&Subject::portal(protocol, at))
     }
 
-    /// Why something is not served, if it is not.
+    /// The reason why something is not served, if it is not.
     #[must_use]
     pub fn of(&self, subject: &Subject) -> Option<&Problem> {
         self.0.get(subject)
@@ -205,7 +205,7 @@ impl Problems {
         }
     }
 
-    /// Something is served.
+    /// Removes the problem of something that is served.
     pub(super) fn remove(&mut self, subject: &Subject) {
         self.0.remove(subject);
     }

@@ -230,7 +230,7 @@ impl Server {
         let saved = saved.and_then(|()| prepared.builder.save_identities(Some(known)));
         let saved = saved.map_err(|error| E::from(error.into()));
         if let Err(error) = saved.and_then(|()| agree()) {
-            // The saved numbers stay: they are a superset of those in use, which harms nobody.
+            // The saved numbers stay: they are a superset of those in use, which does no harm.
             self.withdraw(prepared);
             return Err(error);
         }
@@ -318,7 +318,7 @@ impl Server {
             let unserved_now = [&unserved[..], builder.unnamed_portals()];
             problems.set_missing_portals(acquired.missing(), &unserved_now);
             catalog.remove_portals(problems.portals());
-            // Without what is missing, so that discovery names no portal at which nobody listens.
+            // Without what is missing, so that discovery names only portals that are listened on.
             let catalog = Arc::new(catalog);
             let refused = match self.stage(&catalog, &mut acquired) {
                 Ok(refused) => refused,

@@ -31,18 +31,18 @@ impl Counter {
         self.0.store(sum, Ordering::Relaxed);
     }
 
-    /// Returns the count.
+    /// Returns the present count.
     #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// Distribution of durations.
+/// Distribution of durations, in buckets of powers of two.
 #[derive(Debug, Default)]
 pub struct Histogram {
     buckets: [Counter; BUCKETS],
-    /// Nanoseconds in all.
+    /// Sum of all durations in nanoseconds.
     sum: Counter,
 }
 
@@ -65,9 +65,9 @@ impl Histogram {
 /// Content of a histogram, or of several together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Times {
-    /// Counts by bucket.
+    /// Number of durations in each bucket.
     pub buckets: [u64; BUCKETS],
-    /// Nanoseconds in all.
+    /// Sum of all durations in nanoseconds.
     pub nanos: u64,
 }
 

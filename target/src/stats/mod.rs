@@ -1,4 +1,4 @@
-//! What is counted while commands run, at a cost that can be left on.
+//! Statistics of commands, at a cost that can be left on.
 //!
 //! # Modules
 //! - `histogram`: how long something took, in buckets of powers of two.

@@ -7,7 +7,7 @@ use riser_scsi::opcode::Kind;
 
 use super::Stage;
 
-/// Reads the time.
+/// Reads the time of a stage; see the module above.
 pub type Clock = fn() -> Instant;
 
 /// The numbers of a command that was answered, for its account.
@@ -27,9 +27,9 @@ pub(super) struct Done {
 pub struct Fault {
     /// Kind of the command.
     pub class: Kind,
-    /// SCSI status.
+    /// SCSI status of the answer.
     pub status: u8,
-    /// Sense key.
+    /// Sense key, if the answer has sense data.
     pub sense_key: Option<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! What happens rarely, counted by kind.
+//! Counts of what happens rarely, by kind.
 
 /// Counts by kind. There are few kinds.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! How initiators of iSCSI come to a target and leave it.
+//! Logins of iSCSI initiators to a target, and their ends.
 
 use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -44,11 +44,11 @@ impl SessionEvent {
 /// A login that was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
-    /// With what answer.
+    /// Status of the login response.
     pub status: LoginStatus,
     /// Name of the initiator.
     pub initiator: String,
-    /// From where.
+    /// Address of the initiator.
     pub address: IpAddr,
     /// Time of the refusal.
     pub at: Instant,
@@ -57,13 +57,13 @@ pub struct Refused {
 /// Counts of a target.
 #[derive(Clone, Debug, Default)]
 pub struct TargetCounts {
-    /// Logins accepted.
+    /// Number of logins accepted.
     pub logins: u64,
     /// Logins refused, by the answer.
     pub refused: Tally<LoginStatus>,
     /// The last one of them.
     pub last_refused: Option<Refused>,
-    /// Events of sessions.
+    /// Events of sessions, with their numbers.
     pub events: Tally<SessionEvent>,
     /// The last one that was an error, and to whom it happened.
     pub last_error: Option<(SessionEvent, String)>,
@@ -100,7 +100,7 @@ impl TargetStats {
         }
     }
 
-    /// Returns the count.
+    /// Returns all counts at this moment.
     #[must_use]
     pub fn counts(&self) -> TargetCounts {
         self.lock().clone()

@@ -29,7 +29,7 @@ pub const CDB_TRACED: usize = 16;
 pub struct TraceKey {
     /// The tag of the transport.
     pub tag: u64,
-    /// The I_T nexus.
+    /// Number of the I_T nexus.
     pub nexus: u64,
     /// The CDB, or its first bytes.
     pub cdb: ArrayVec<u8, CDB_TRACED>,
@@ -38,25 +38,25 @@ pub struct TraceKey {
 /// A command that was answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The target's name.
+    /// Target's name in the configuration.
     pub target: String,
     /// The logical unit's number there.
     pub lun: u16,
-    /// The command.
+    /// The command's nexus, tag and CDB.
     pub subject: TraceKey,
     /// Time at which it came.
     pub begun: Instant,
     /// The stages that it was in, and how long after it came it reached each.
     pub steps: ArrayVec<(Stage, Duration), STEPS>,
-    /// Total time.
+    /// Time from the command to the end of its answer.
     pub took: Duration,
     /// Data both ways, in bytes.
     pub bytes: u64,
-    /// SCSI status.
+    /// SCSI status of the answer.
     pub status: u8,
 }
 
-/// Which commands are looked at, and those that were found.
+/// A filter for commands, and those that were found.
 #[derive(Debug)]
 pub struct Tracer {
     tag: Option<u64>,

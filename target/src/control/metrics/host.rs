@@ -195,6 +195,8 @@ fn devices(snapshots: &[Snapshot]) -> Vec<Family> {
             let addr = device.addr.to_string();
             let labels = [("device", &*addr), ("worker", &*worker)];
             open.add(&labels, f64::from(device.is_open));
+            // An RDMA device of the host counts for itself; only the software NIC is ours to
+            // count.
             let Some(nic) = &device.nic else {
                 continue;
             };
@@ -212,6 +214,8 @@ fn devices(snapshots: &[Snapshot]) -> Vec<Family> {
 }
 
 fn nic_families() -> Vec<NicFamily> {
+    // A table, and not a call for each: all series of a family have to stand together, while they
+    // come from workers and devices one after another.
     let counter = Family::counter;
     vec![
         (

@@ -1,4 +1,4 @@
-//! What the daemon has counted, as Prometheus reads it.
+//! Counters of the daemon, as Prometheus reads them.
 //!
 //! Numbers are counted by workers ([`crate::stats`]) and gathered for each answer. A family that has
 //! nothing to say is left out: the commands of a unit that was never used, for example.

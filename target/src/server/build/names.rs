@@ -55,13 +55,13 @@ impl Builder {
         }
     }
 
-    /// Why no names can be derived, if so.
+    /// Error with which no names can be derived, if so.
     fn unnamed(&self) -> Option<OpenError> {
         let why = self.unread.clone()?;
         Some(OpenError::Unnamed { why })
     }
 
-    /// Why the unit of a backend has no names, if so.
+    /// Error with which the unit of a backend has no names, if so.
     pub(super) fn unnamed_unit(&self, backend: &Backend) -> Option<OpenError> {
         let names = &backend.names;
         let are_given = names.serial.is_some() && names.naa.is_some();
@@ -167,7 +167,7 @@ impl Builder {
         }
     }
 
-    /// Returns true if the program after this one could read the names that are kept.
+    /// Checks that the program after this one could read the names that are kept.
     ///
     /// # Errors
     /// [`ServerError::Identities`], [`ServerError::Unnamed`].

@@ -1,4 +1,4 @@
-//! Where portals are: at the addresses that the host has, and that can be listened on.
+//! Places of portals: at the addresses that the host has, and that can be listened on.
 
 use std::collections::BTreeSet;
 

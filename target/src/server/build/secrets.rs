@@ -1,4 +1,4 @@
-//! How initiators prove who they are, with the secrets from where they are.
+//! Authentication of initiators, with secrets that are read here.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ pub(super) struct Secrets {
     known: Vec<(Chap, Auth)>,
     /// Those that the present catalog takes.
     used: Vec<(Chap, Auth)>,
-    /// True if those that are known are read again.
+    /// True if secrets that are known are not read again.
     are_kept: bool,
 }
 
@@ -45,7 +45,7 @@ impl Secrets {
         Ok(auth)
     }
 
-    /// What access rules ask for in the place of the target.
+    /// Authentication that access rules ask for in the place of the target's.
     ///
     /// # Errors
     /// [`ServerError::Secret`].
@@ -68,7 +68,7 @@ impl Secrets {
     }
 }
 
-/// Reads the secrets.
+/// Reads the secrets of users and of the target.
 pub(super) fn auth(chap: Option<&Chap>) -> Result<Auth, ServerError> {
     let Some(chap) = chap else {
         return Ok(Auth::None);

@@ -1,4 +1,5 @@
-//! What the tree must know of the world around it, behind a trait, so that the tree does no I/O.
+//! The world around the tree, as far as the tree must know it, behind a trait, so that the tree
+//! does no I/O.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use riser_admin_api::live::Live;
 pub enum Medium {
     /// Nothing, in a directory that exists: a file could be made there.
     Vacant,
-    /// A regular file.
+    /// A regular file, with its size.
     File {
         /// Its size in bytes.
         size: u64,

@@ -343,6 +343,8 @@ impl Importer<'_> {
         if target_name(tree, tpg) != name {
             tree.set(tpg, origin::NAME, name);
         }
+        // Exported again at once: only a target that comes back with the same meaning can be
+        // shown, since the first change would give the daemon what the tree says of it.
         let seen = super::target::plain(tree, tpg, fabric, self.world).map_err(|u| u.reason)?;
         let seen = Value::Object(seen.ok_or("the tree does not serve it")?);
         if self.meaning(doc) != self.meaning(&seen) {
@@ -373,6 +375,7 @@ impl Importer<'_> {
             .iter()
             .map(|p| format!("{} {}", p.protocol, p.listen))
             .collect();
+        // Directories have no order, so orders must not count as differences.
         portals.sort();
         let seen = |rule: Option<&Rule>| {
             let seen = target.seen_by(rule.and_then(|rule| rule.luns.as_ref()));
@@ -388,6 +391,8 @@ impl Importer<'_> {
                     .map(|rule| {
                         let seen = seen(Some(rule));
                         let mut rule = rule.clone();
+                        // What it shows is compared as initiators see it, not by the numbers that
+                        // it is written with.
                         rule.luns = None;
                         let chap = rule.chap.take().or_else(|| target.chap.clone());
                         format!("{rule:?} {seen:?} {:?}", secrets(chap.as_ref()))
@@ -408,6 +413,7 @@ impl Importer<'_> {
         let Some(doc) = doc else {
             return;
         };
+        // A copy, so that nothing of what cannot be shown stays in the tree.
         let mut tree = self.tree.clone();
         let shown = show_discovery(&mut tree, self.world, &doc);
         if shown.is_ok() && export::discovery(&tree, &self.rest).as_ref() == Some(&doc) {

@@ -16,7 +16,7 @@ use crate::rules::{Fabric, Shell, Tree, backend_name, device};
 use crate::tree::NodeId;
 use crate::world::World;
 
-/// What is shown, and of what.
+/// A target of a configuration that is to be shown.
 pub(super) struct Show<'a> {
     pub(super) world: &'a dyn World,
     pub(super) config: &'a Config,

@@ -6,7 +6,7 @@ use super::{Attr, Kind, Read, Show, Store, Tree, Write, device};
 use crate::number;
 use crate::tree::{NodeId, line};
 
-/// Files of `core/alua/lu_gps/NAME/`.
+/// Files of a group in `core/alua/lu_gps/`.
 pub(super) const LU_GROUP: &[Attr] = &[
     Attr::rw("lu_gp_id", "", Store::With(store_id)).shown(Show::With(show_id)),
     Attr::ro("members", Show::With(show_lu_members)),

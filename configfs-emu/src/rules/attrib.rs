@@ -171,7 +171,8 @@ fn store_submit_type(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// What is checked after the value has been read, unlike for what [`Attr::locked`] makes.
+/// Refuses a change while the device is exported: after the value has been read, unlike
+/// [`Attr::locked`].
 fn check_unlocked(write: &Write<'_>) -> Result<(), Errno> {
     match device::is_exported(write.tree, write.dir) {
         true => Err(Errno::INVAL),

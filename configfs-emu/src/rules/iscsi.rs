@@ -14,7 +14,7 @@ pub(super) const FABRIC: &[Attr] = &[
     Attr::rw("cpus_allowed_list", "", Store::With(store_cpus)).shown(Show::With(show_cpus)),
 ];
 
-/// Files of `iscsi/discovery_auth/`.
+/// Files of `iscsi/discovery_auth/`, with the credentials of discovery.
 pub(super) const DISCOVERY: &[Attr] = &[
     auth("userid"),
     auth("password"),
@@ -56,14 +56,14 @@ pub(super) const ENABLE: Attr = Attr::rw("enable", "0", Store::With(store_enable
 pub(super) const RTPI: Attr =
     Attr::rw("rtpi", "0", Store::With(store_rtpi)).shown(Show::With(show_rtpi));
 
-/// Files of `iscsi/IQN/tpgt_N/`.
+/// Files of a portal group, `iscsi/IQN/tpgt_N/`.
 pub(super) const TPG: &[Attr] = &[
     Attr::ro("dynamic_sessions", Show::With(session::show_dynamic)),
     ENABLE,
     RTPI,
 ];
 
-/// Files of `iscsi/IQN/tpgt_N/attrib/`.
+/// Parameters of a portal group, `iscsi/IQN/tpgt_N/attrib/`.
 pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("authentication", "1", Store::With(store_authentication)),
     Attr::rw("login_timeout", "15", Store::Number(5..=30)),
@@ -80,20 +80,20 @@ pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("login_keys_workaround", "1", Store::Number(BIT)),
 ];
 
-/// Files of `np/ADDRESS:PORT/`.
+/// Files of a portal, `np/ADDRESS:PORT/`.
 pub(super) const PORTAL: &[Attr] = &[
     Attr::rw("iser", "0", Store::Number(BIT)),
     Attr::rw("cxgbit", "0", Store::With(store_offload)),
 ];
 
-/// Files of `acls/IQN/`.
+/// Files of an initiator, `acls/IQN/`.
 pub(super) const ACL: &[Attr] = &[
     Attr::ro("info", Show::With(session::show_info)),
     Attr::rw("cmdsn_depth", "64", Store::With(store_depth)),
     Attr::rw("tag", "", Store::With(store_tag)).shown(Show::With(show_tag)),
 ];
 
-/// Files of `acls/IQN/attrib/`.
+/// Parameters of an initiator, `acls/IQN/attrib/`.
 pub(super) const NODE_ATTRIB: &[Attr] = &[
     Attr::rw("dataout_timeout", "3", Store::Number(2..=60)),
     Attr::rw("dataout_timeout_retries", "5", Store::Number(1..=15)),
@@ -106,7 +106,7 @@ pub(super) const NODE_ATTRIB: &[Attr] = &[
     Attr::rw("authentication", "-1", Store::With(store_node_auth)),
 ];
 
-/// Files of `acls/INITIATOR/lun_N/`.
+/// Files of a mapped LUN, `acls/INITIATOR/lun_N/`.
 pub(super) const MAPPED_LUN: &[Attr] =
     &[Attr::rw("write_protect", "", Store::With(store_protect)).shown(Show::LineIfAny)];
 

@@ -10,30 +10,30 @@ use super::statistics::{files, hundredths, index, line};
 use super::{Attr, Kind, Read, Show, Tree, session};
 use crate::tree::NodeId;
 
-/// Files of `iscsi/IQN/fabric_statistics/iscsi_instance/`.
+/// Counters in `iscsi/IQN/fabric_statistics/iscsi_instance/`, of sessions.
 pub(super) const INSTANCE: &[Attr] = files!(show_instance;
     "inst" "min_ver" "max_ver" "portals" "nodes" "sessions" "fail_sess" "fail_type" "fail_rem_name"
     "disc_time" "description" "vendor" "version");
 
-/// Files of `iscsi/IQN/fabric_statistics/iscsi_sess_err/`.
+/// Counters in `iscsi/IQN/fabric_statistics/iscsi_sess_err/`, of errors.
 pub(super) const SESS_ERR: &[Attr] =
     files!(show_errors; "inst" "digest_errors" "cxn_errors" "format_errors");
 
-/// Files of `iscsi/IQN/fabric_statistics/iscsi_tgt_attr/`.
+/// Counters in `iscsi/IQN/fabric_statistics/iscsi_tgt_attr/`, of logins that failed.
 pub(super) const TGT_ATTR: &[Attr] = files!(show_target;
     "inst" "indx" "login_fails" "last_fail_time" "last_fail_type" "fail_intr_name"
     "fail_intr_addr_type" "fail_intr_addr");
 
-/// Files of `iscsi/IQN/fabric_statistics/iscsi_login_stats/`.
+/// Counters in `iscsi/IQN/fabric_statistics/iscsi_login_stats/`, of logins.
 pub(super) const LOGIN_STATS: &[Attr] = files!(show_logins;
     "inst" "indx" "accepts" "other_fails" "redirects" "authorize_fails" "authenticate_fails"
     "negotiate_fails");
 
-/// Files of `iscsi/IQN/fabric_statistics/iscsi_logout_stats/`.
+/// Counters in `iscsi/IQN/fabric_statistics/iscsi_logout_stats/`, of logouts.
 pub(super) const LOGOUT_STATS: &[Attr] =
     files!(show_logouts; "inst" "indx" "normal_logouts" "abnormal_logouts");
 
-/// Files of `acls/IQN/fabric_statistics/iscsi_sess_stats/`.
+/// Counters in `acls/IQN/fabric_statistics/iscsi_sess_stats/`, of a session.
 pub(super) const SESS_STATS: &[Attr] = files!(show_session;
     "inst" "node" "indx" "cmd_pdus" "rsp_pdus" "txdata_octs" "rxdata_octs" "conn_digest_errors"
     "conn_timeout_errors");

@@ -76,6 +76,7 @@ pub(super) fn show_dynamic(read: &Read<'_>) -> Result<String, Errno> {
     let (tpg, sessions) = sessions(read);
     let known = names(read.tree, tpg);
     let unknown = sessions.into_iter().map(|s| s.initiator);
+    // A set: an initiator with several sessions is one line, as for LIO.
     let unknown: BTreeSet<String> = unknown.filter(|name| !known.contains(name)).collect();
     Ok(unknown.into_iter().map(|name| name + "\n").collect())
 }

@@ -8,13 +8,13 @@ use crate::number;
 /// Files of `srpt/`, the fabric.
 pub(super) const FABRIC: &[Attr] = &[Attr::ro("version", Show::Line)];
 
-/// Files of `srpt/discovery_auth/`.
+/// Files of `srpt/discovery_auth/`: the port of the RDMA CM.
 pub(super) const DISCOVERY: &[Attr] = &[Attr::rw("rdma_cm_port", "0", Store::With(store_port))];
 
-/// Files of `srpt/PORT/NAME/`.
+/// Files of a target port, `srpt/PORT/NAME/`.
 pub(super) const TPG: &[Attr] = &[iscsi::ENABLE, iscsi::RTPI];
 
-/// Files of `srpt/PORT/NAME/attrib/`.
+/// Parameters of a target port, `srpt/PORT/NAME/attrib/`.
 pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("srp_max_rdma_size", "65536", Store::Long(65_536..=1 << 24)),
     Attr::rw("srp_max_rsp_size", "256", Store::Long(112..=1024)),

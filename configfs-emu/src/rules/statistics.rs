@@ -18,35 +18,35 @@ macro_rules! files {
 }
 pub(super) use files;
 
-/// Files of `core/HOST/NAME/statistics/scsi_dev/`.
+/// Counters of a device, in `core/HOST/NAME/statistics/scsi_dev/`.
 pub(super) const SCSI_DEV: &[Attr] = files!(show_device; "inst" "indx" "role" "ports");
 
-/// Files of `core/HOST/NAME/statistics/scsi_tgt_dev/`.
+/// Counters of a device, in `core/HOST/NAME/statistics/scsi_tgt_dev/`.
 pub(super) const SCSI_TGT_DEV: &[Attr] = files!(show_target_device;
     "inst" "indx" "num_lus" "status" "non_access_lus" "resets" "aborts_complete" "aborts_no_task");
 
-/// Files of `core/HOST/NAME/statistics/scsi_lu/`.
+/// Counters of a device, in `core/HOST/NAME/statistics/scsi_lu/`.
 pub(super) const SCSI_LU: &[Attr] = files!(show_unit;
     "inst" "dev" "indx" "lun" "lu_name" "vend" "prod" "rev" "dev_type" "status" "state_bit"
     "num_cmds" "read_mbytes" "write_mbytes" "resets" "full_stat" "hs_num_cmds" "creation_time");
 
-/// Files of `lun/lun_N/statistics/scsi_port/`.
+/// Counters of a LUN, in `lun/lun_N/statistics/scsi_port/`.
 pub(super) const SCSI_PORT: &[Attr] = files!(show_port; "inst" "dev" "indx" "role" "busy_count");
 
-/// Files of `lun/lun_N/statistics/scsi_tgt_port/`.
+/// Counters of a LUN, in `lun/lun_N/statistics/scsi_tgt_port/`.
 pub(super) const SCSI_TGT_PORT: &[Attr] = files!(show_target_port;
     "inst" "dev" "indx" "name" "port_index" "in_cmds" "write_mbytes" "read_mbytes" "hs_in_cmds");
 
-/// Files of `lun/lun_N/statistics/scsi_transport/`.
+/// Counters of a LUN, in `lun/lun_N/statistics/scsi_transport/`.
 pub(super) const SCSI_TRANSPORT: &[Attr] =
     files!(show_transport; "inst" "device" "indx" "dev_name" "proto_id");
 
-/// Files of `acls/INITIATOR/lun_N/statistics/scsi_auth_intr/`.
+/// Counters of a mapped LUN, in `acls/INITIATOR/lun_N/statistics/scsi_auth_intr/`.
 pub(super) const SCSI_AUTH_INTR: &[Attr] = files!(show_authorized;
     "inst" "dev" "port" "indx" "dev_or_port" "intr_name" "map_indx" "att_count" "num_cmds"
     "read_mbytes" "write_mbytes" "hs_num_cmds" "creation_time" "row_status");
 
-/// Files of `acls/INITIATOR/lun_N/statistics/scsi_att_intr_port/`.
+/// Counters of a mapped LUN, in `acls/INITIATOR/lun_N/statistics/scsi_att_intr_port/`.
 pub(super) const SCSI_ATT_INTR_PORT: &[Attr] =
     files!(show_attached; "inst" "dev" "port" "indx" "port_auth_indx" "port_ident");
 
@@ -300,7 +300,7 @@ fn show_attached(read: &Read<'_>) -> Result<String, Errno> {
     }
 }
 
-/// What a mapped LUN says of where it is.
+/// Shows where a mapped LUN is: its portal group and device.
 fn show_place(read: &Read<'_>, device: NodeId) -> Result<String, Errno> {
     let tpg = group(read.tree, read.dir)?;
     match read.attr.name {

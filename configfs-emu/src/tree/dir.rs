@@ -119,7 +119,7 @@ pub enum EntryKind {
 /// The answer to `stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Meta {
-    /// The file type.
+    /// Directory, regular file or link.
     pub kind: EntryKind,
     /// Permission bits, without the file type.
     pub mode: u16,
@@ -136,6 +136,6 @@ pub struct Entry {
     pub name: String,
     /// Number of its inode.
     pub ino: Ino,
-    /// The file type.
+    /// Directory, regular file or link.
     pub kind: EntryKind,
 }

@@ -194,6 +194,7 @@ impl<K: Kind> Tree<K> {
     fn add_link(&mut self, parent: NodeId, name: &str, target: NodeId) -> NodeId {
         let id = self.insert(Node::Link(Link { parent, target }));
         self.dir_mut(parent).children.insert(name.to_owned(), id);
+        // Counted, so that a removal need not search the whole tree for links to what it removes.
         self.dir_mut(target).links += 1;
         id
     }
@@ -258,7 +259,8 @@ impl<K: Kind> Tree<K> {
         self.dir_mut(target).links -= 1;
     }
 
-    /// What a directory's removal would hit: itself and, below its default groups, all that is there.
+    /// Checks what a directory's removal would hit: itself and, below its default groups, all that
+    /// is there.
     fn check_empty(&self, id: NodeId) -> Result<(), Errno> {
         // As configfs: a directory that a link leads to cannot be removed, not even an empty one.
         if self.dir(id).links > 0 {

@@ -17,7 +17,7 @@ impl<K: Kind> Shell<'_, K> {
         target.ino()
     }
 
-    /// What is at a path.
+    /// Looks up the inode at a path.
     pub(crate) fn at(&self, path: &str) -> Result<Ino, Errno> {
         let mut names = path.split('/').filter(|name| !name.is_empty());
         names.try_fold(self.target(), |at, name| self.tree.lookup(at, name))
@@ -29,7 +29,7 @@ impl<K: Kind> Shell<'_, K> {
         Ok((self.at(dir)?, name))
     }
 
-    /// `mkdir`.
+    /// Makes a directory, as `mkdir` does.
     pub(crate) fn mkdir(&mut self, path: &str) -> Result<NodeId, Errno> {
         let (dir, name) = self.place(path)?;
         self.tree.make_dir(dir, name, self.world).map(Ino::node)
@@ -60,25 +60,25 @@ impl<K: Kind> Shell<'_, K> {
 
 #[cfg(test)]
 impl<K: Kind> Shell<'_, K> {
-    /// `rmdir`.
+    /// Removes a directory, as `rmdir` does.
     pub(crate) fn rmdir(&mut self, path: &str) -> Result<(), Errno> {
         let (dir, name) = self.place(path)?;
         self.tree.remove_dir(dir, name)
     }
 
-    /// `rm`.
+    /// Removes a link, as `rm` does.
     pub(crate) fn rm(&mut self, path: &str) -> Result<(), Errno> {
         let (dir, name) = self.place(path)?;
         self.tree.unlink(dir, name)
     }
 
-    /// `ls`.
+    /// Lists the names in a directory, as `ls` does.
     pub(crate) fn ls(&self, path: &str) -> Vec<String> {
         let entries = self.tree.read_dir(self.at(path).unwrap()).unwrap();
         entries.into_iter().map(|e| e.name).collect()
     }
 
-    /// `readlink`.
+    /// Reads a link, as `readlink` does.
     pub(crate) fn readlink(&self, path: &str) -> Result<String, Errno> {
         let (dir, name) = self.place(path)?;
         self.tree.read_link(self.tree.lookup(dir, name)?)

@@ -770,7 +770,7 @@ fn workers(raw: raw::Workers) -> Checked<Workers> {
     Ok(Workers { count, cpus })
 }
 
-/// Limits as a configuration without `limits` has them.
+/// The defaults of the schema's keys.
 impl Default for Limits {
     fn default() -> Self {
         limits(raw::Limits::default()).expect("defaults fit each other")

@@ -35,6 +35,7 @@ impl HostId {
         // FNV-1a over the texts with their lengths, then a finaliser that spreads every bit.
         let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
         for text in ["riser", &self.0, purpose, name] {
+            // With its length, so that `ab`, `c` and `a`, `bc` give different names.
             let len = (text.len() as u64).to_le_bytes();
             for &byte in len.iter().chain(text.as_bytes()) {
                 hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);

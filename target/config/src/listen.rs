@@ -54,7 +54,7 @@ impl Wildcard {
 }
 
 impl Listen {
-    /// The port.
+    /// Port of TCP or of the RDMA CM.
     #[must_use]
     pub fn port(&self) -> u16 {
         match self {

@@ -79,7 +79,7 @@ pub struct Spec {
     pub source: Source,
     /// Logical block size in bytes: a power of two from 512 to 4096.
     pub block_size: u32,
-    /// Whether to bypass the page cache.
+    /// Way past the page cache: always, never, or where it works.
     pub direct: Direct,
     /// True if completed writes may be volatile until a flush.
     pub write_cache: bool,

@@ -148,6 +148,7 @@ impl Peer {
 impl Connected<IncomingStream<'_, Bounded<UnixListener>>> for Peer {
     fn connect_info(stream: IncomingStream<'_, Bounded<UnixListener>>) -> Self {
         let place = stream.io().place().clone();
+        // Without credentials there is no user, and so no right that depends on one.
         let Ok(peer) = stream.io().stream().peer_cred() else {
             return Self {
                 name: "the admin socket".to_owned(),

@@ -71,8 +71,7 @@ impl Entry {
 struct Kept {
     /// Applied configurations, the newest first.
     configurations: Vec<Entry>,
-    /// The configuration file at its last reading, as
-    /// [`Config::to_yaml`](crate::config::Config::to_yaml) writes it.
+    /// The configuration file at its last reading, as `Config::to_yaml` writes it.
     #[serde(default)]
     file: Option<String>,
 }

@@ -50,7 +50,7 @@ pub(super) fn cpu(config: &Config, worker: usize) -> Option<usize> {
     (!cpus.is_empty()).then(|| cpus[worker % cpus.len()])
 }
 
-/// The registry's limits.
+/// The registry's limits, from those of the configuration.
 pub(super) fn session_limits(config: &Config) -> SessionLimits {
     let limits = &config.limits;
     SessionLimits {
@@ -157,6 +157,8 @@ impl Builder {
         let saved = keepers.ports.as_ref().map(|keeper| keeper.load());
         let saved = saved.transpose().map_err(ServerError::Ports)?;
         let mut ports = ports::read(saved.unwrap_or_default());
+        // Those handed over count more than the saved ones: they are the ports that initiators
+        // have just used.
         ports.extend(server_state.ports.clone());
         let mut builder = Self {
             keepers,
@@ -206,6 +208,7 @@ impl Builder {
     /// Takes over what the control plane could not have before.
     pub(super) fn keep_control_problems(&mut self, before: &Problems) {
         for (subject, problem) in before.iter() {
+            // All others are found by the new server itself.
             if matches!(subject, Subject::Metrics(_) | Subject::Admin(_)) {
                 self.problems.add(subject.clone(), &problem.why);
             }

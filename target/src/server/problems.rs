@@ -85,7 +85,7 @@ impl Subject {
 /// A reason why something is not served, and its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// Reason, for people.
+    /// Reason for it, for people.
     pub why: String,
     /// Time since which it is not served.
     pub since: SystemTime,

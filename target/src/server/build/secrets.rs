@@ -36,6 +36,8 @@ impl Secrets {
             return Ok(Auth::None);
         };
         let is_this = |(other, _): &&(Chap, Auth)| other == chap;
+        // Where the configuration is applied again, files are read again: that is how secrets are
+        // changed.
         let mut known = self.known.iter().filter(|_| self.are_kept);
         let auth = match known.find(is_this) {
             Some((_, auth)) => auth.clone(),
@@ -64,6 +66,7 @@ impl Secrets {
 
     /// The catalog has all that it takes; the others are forgotten.
     pub(super) fn settle(&mut self) {
+        // Secrets that no target uses any longer leave memory with this.
         self.known = std::mem::take(&mut self.used);
     }
 }

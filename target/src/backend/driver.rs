@@ -761,8 +761,8 @@ impl Driver {
         if !attached.flushing.is_empty() {
             return;
         }
-        // A failure was cleared since the descriptor was opened. It may still carry the error of
-        // that time, which the administrator has dealt with already.
+        // A descriptor from before a failure was cleared may still carry the error of that time,
+        // which the administrator has dealt with already.
         let clears = attached.store.flush_clears();
         if attached.clears != clears {
             attached.clears = clears;

@@ -48,7 +48,7 @@ pub(super) fn open_metrics(
 /// edited since it was read last, or nothing was applied. It is the file's meaning that counts: a
 /// comment is no edit.
 pub(super) fn restored(file: Config, history: &History) -> Result<Config, ServerError> {
-    // The first start with this state directory.
+    // Nothing was applied yet, as far as this host remembers.
     let Some(last) = history.entries().first() else {
         return Ok(file);
     };

@@ -20,8 +20,6 @@ pub(super) struct Resource {
     packets: u32,
     kind: ResourceKind,
     msn: Msn,
-    /// Packets before it that its answer acknowledges, and nothing else does.
-    unacked: u32,
     pending: Option<Pending>,
 }
 
@@ -37,7 +35,7 @@ struct Pending {
     start: u32,
     next: u32,
     end: u32,
-    /// All that was asked for earlier has been sent.
+    /// It has been answered before.
     is_replay: bool,
 }
 
@@ -116,8 +114,6 @@ impl Responder {
             packets,
             kind,
             msn: self.msn,
-            // Its response acknowledges all that came before.
-            unacked: std::mem::take(&mut self.unacked),
             pending: Some(Pending {
                 start: 0,
                 next: 0,
@@ -126,6 +122,8 @@ impl Responder {
             }),
         });
         self.waiting += 1;
+        // Its response acknowledges all that came before.
+        self.unacked = 0;
         self.expected = self.expected.add(packets);
         Ok(())
     }
@@ -159,9 +157,6 @@ impl Responder {
                 let Some(end) = resource.plan_replay(operation, pkt, start, mtu) else {
                     return;
                 };
-                // A first answer stays one until its end has left: before that the peer cannot be
-                // done with it.
-                let is_replay = resource.pending.is_none_or(|p| p.is_replay);
                 if resource.pending.is_none() {
                     self.waiting += 1;
                 }
@@ -171,7 +166,7 @@ impl Responder {
                     start,
                     next: start,
                     end,
-                    is_replay,
+                    is_replay: true,
                 });
             }
         }
@@ -181,7 +176,6 @@ impl Responder {
     /// it. What has been done stays answered, and a refusal keeps its NAK; otherwise the peer takes
     /// what was delivered for lost, and does not learn why the connection ended.
     pub(in crate::rc) fn close(&mut self) {
-        self.acknowledge_all();
         let is_atomic = |r: &Resource| matches!(r.kind, ResourceKind::Atomic { .. });
         // Atomics are kept, since their answers hold their result. A READ would read the owner's
         // memory.
@@ -190,33 +184,16 @@ impl Responder {
         self.paced = None;
         let waiting = self.resources.iter().filter(|r| r.pending.is_some());
         self.waiting = waiting.count();
+        // What has been taken in is acknowledged unasked, as there will be no further packet to
+        // ask.
+        if self.unacked > 0 {
+            self.ack = Some(self.expected.prev());
+            self.unacked = 0;
+        }
         // A sequence or RNR NAK asks the peer to send again what would now be dropped.
         if !self.has_failed() {
             self.nak = None;
         }
-    }
-
-    /// Acknowledges all that has been taken in, unasked: there will be no further packet to ask.
-    fn acknowledge_all(&mut self) {
-        let pending = || self.resources.iter().filter(|r| r.pending.is_some());
-        // What a READ's answer was to acknowledge as well, as that answer will not leave. Those of
-        // atomics will.
-        let is_owing = |r: &Resource| matches!(r.kind, ResourceKind::Read { .. }) && r.unacked > 0;
-        if self.unacked > 0 || pending().any(is_owing) {
-            self.ack = Some(self.expected.prev());
-        }
-        // Its PSN lies before the READs and atomics at the end. The peer would take one of theirs
-        // for their answer, or for the sign that it was lost.
-        self.ack = self.ack.map(|newest| {
-            pending().rev().fold(newest, |psn, r| {
-                if psn.is_within(r.first, r.packets) {
-                    r.first.prev()
-                } else {
-                    psn
-                }
-            })
-        });
-        self.unacked = 0;
     }
 
     /// The next answer, written into `tx`.

@@ -612,45 +612,6 @@ fn a_read_whose_key_goes_away_is_refused_where_it_stands() {
     assert_eq!(rig.qp.state(), QpState::Error);
 }
 
-/// The copy of a READ that the network doubled, while the first is being answered.
-#[test]
-fn a_read_repeated_before_its_last_packet_has_not_been_answered() {
-    let begun = || {
-        let mut rig = Rig::new();
-        let (addr, key) = (rig.mr.addr, rig.mr.rkey);
-        let read = packet(0x0c, RQ_PSN, true, &reth(addr, key, 600), &[]);
-        rig.feed(&read);
-        let (now, mut tx) = (rig.now, TxPacket::default());
-        assert!(rig.run(|qp, env| qp.poll_transmit(now, env, &mut tx)));
-        rig.feed(&read);
-        rig
-    };
-    // Its key goes away: the peer does not have its data, and learns why.
-    let mut rig = begun();
-    rig.mrs.dereg(rig.mr.id).unwrap();
-    let sent = rig.sent();
-    let naks: Vec<_> = sent.iter().map(|p| (brief(p), p[12])).collect();
-    assert_eq!(naks, [((0x11, RQ_PSN), 0x62)]);
-    assert_eq!(rig.qp.state(), QpState::Error);
-    // A READ more than there are resources does not push it out.
-    let mut rig = begun();
-    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
-    for psn in [RQ_PSN + 3, RQ_PSN + 4] {
-        rig.feed(&packet(0x0c, psn, true, &reth(addr, key, 4), &[]));
-    }
-    assert_eq!(
-        rig.sent_brief(),
-        [
-            (0x0d, RQ_PSN),
-            (0x0e, RQ_PSN + 1),
-            (0x0f, RQ_PSN + 2),
-            (0x10, RQ_PSN + 3),
-            (0x11, RQ_PSN + 4)
-        ]
-    );
-    assert_eq!(rig.qp.state(), QpState::Error);
-}
-
 #[test]
 fn a_repeated_atomic_is_answered_and_not_run_again() {
     let mut rig = Rig::new();
@@ -829,64 +790,6 @@ fn a_delivered_send_is_acknowledged_although_the_receiver_closes() {
     assert_eq!(receives(&mut rig).len(), 1);
     rig.run(RcQp::to_error);
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
-}
-
-/// The answer of a READ acknowledges what came before it; without one an acknowledgement does.
-#[test]
-fn a_delivered_send_is_acknowledged_although_the_read_behind_it_is_dropped() {
-    let mut rig = Rig::with(&Options {
-        reads: 4,
-        ..DEFAULT
-    });
-    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
-    let send = packet(0x04, RQ_PSN, false, &[], b"bye!");
-    rig.post_recv(1, 64);
-    rig.feed(&send);
-    rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]));
-    rig.feed(&packet(0x0c, RQ_PSN + 4, true, &reth(addr, key, 4), &[]));
-    assert_eq!(receives(&mut rig).len(), 1);
-    rig.run(RcQp::to_error);
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x00, 3)]);
-}
-
-#[test]
-fn the_last_answers_of_a_connection_come_to_an_end() {
-    let mut rig = Rig::with(&Options {
-        reads: 4,
-        ..DEFAULT
-    });
-    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
-    let add = atomic_eth(addr, key, 1, 0);
-    let write = |psn| packet(0x0a, psn, false, &reth(0, key, 0), &[]);
-    rig.feed(&write(RQ_PSN));
-    rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 4), &[]));
-    rig.feed(&write(RQ_PSN + 2));
-    rig.feed(&packet(0x14, RQ_PSN + 3, true, &add, &[]));
-    let (now, mut tx, mut sent) = (rig.now, TxPacket::default(), Vec::new());
-    while rig.run(|qp, env| qp.poll_last_answer(now, env, &mut tx)) {
-        let mut bytes = Vec::new();
-        tx.copy_to(&mut bytes);
-        sent.push(brief(&bytes));
-        assert!(sent.len() < 10, "{sent:?}");
-    }
-    assert_eq!(sent, [(0x11, RQ_PSN + 2), (0x12, RQ_PSN + 3)]);
-}
-
-/// A PSN of the READ's in an acknowledgement would stand for data that the peer never had.
-#[test]
-fn no_acknowledgement_takes_the_place_of_a_read_that_is_dropped() {
-    for asks in [false, true] {
-        let mut rig = Rig::new();
-        let (addr, key) = (rig.mr.addr, rig.mr.rkey);
-        rig.post_recv(1, 64);
-        rig.feed(&packet(0x04, RQ_PSN, true, &[], b"bye!"));
-        assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
-        rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]));
-        // The acknowledgement was lost, and the SEND comes again.
-        rig.feed(&packet(0x04, RQ_PSN, asks, &[], b"bye!"));
-        rig.run(RcQp::to_error);
-        assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)], "asks: {asks}");
-    }
 }
 
 #[test]

@@ -12,7 +12,8 @@ use riser_target::backend::{Fault, FaultOn, Faults, Store};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_target::server::reload::{ChangeError, check};
-use riser_test_peers::mini::{Mini, Said, cdb10, login_req, real};
+use riser_test_peers::mini::{Mini, Said, login_req, real};
+use riser_test_peers::pdus::cdb10;
 use riser_testkit::eventually;
 use riser_transport::roce::{Roce, RoceConfig};
 

@@ -9,7 +9,8 @@ use riser_scsi::srp::{DataBuffer, InitiatorPortId, LoginReq, MultiChannelAction,
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
-use riser_test_peers::mini::{Mini, Said, cdb10, config, login_req, real};
+use riser_test_peers::mini::{Mini, Said, config, login_req, real};
+use riser_test_peers::pdus::cdb10;
 use riser_testkit::eventually;
 use riser_transport::roce::{Roce, RoceConfig};
 

@@ -18,7 +18,6 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
-use self::pdus::{nop_out, scsi_command, tmf_request};
 use super::{
     Action, Batch, ChannelConfig, Cx, Gate, LoginGrant, ReassignedTask, TcpChannel, Window,
 };
@@ -26,8 +25,7 @@ use crate::fabric::{LunMap, Mapping, TaskAction, TaskIdx, TaskRef, Unit, UnitIdx
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::stats::{LunStats, SessionEvent};
-
-pub(crate) mod pdus;
+use riser_test_peers::pdus::{data_out, nop_out, scsi_command, tmf_request};
 
 pub(crate) const DISK: usize = 1 << 20;
 pub(super) const WINDOW: u16 = 8;
@@ -505,7 +503,7 @@ impl Rig {
         data: &[u8],
         is_final: bool,
     ) -> Vec<Received> {
-        let pdu = pdus::data_out(tag, ttt, sn, offset, is_final);
+        let pdu = data_out(tag, ttt, sn, offset, is_final);
         self.send(&FromInitiator::DataOut(pdu), data)
     }
 

@@ -19,11 +19,11 @@ use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{Expected, Residual, Step, TaskAttribute};
 use riser_scsi::task::NewTask;
 
-use super::fixture::pdus::{nop_out, scsi_command, tmf_request};
 use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, LogoutScope, MAX_QUEUED, MAX_QUEUED_BYTES, Phase, TcpChannel};
 use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::stats::SessionEvent;
+use riser_test_peers::pdus::{nop_out, scsi_command, tmf_request};
 
 /// Status and sense key of the response in what was received.
 pub(super) fn status(received: &[Received]) -> (u8, Option<u8>) {

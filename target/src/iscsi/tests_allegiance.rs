@@ -12,11 +12,11 @@ use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
 
-use super::fixture::pdus::tmf_request;
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
 use super::{Action, Phase, TaskState};
 use crate::fabric::{TaskAction, TaskRef};
+use riser_test_peers::pdus::tmf_request;
 
 pub(super) const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
      FirstBurstLength=1024\0MaxOutstandingR2T=2\0";
@@ -505,7 +505,7 @@ fn refusals_say_why() {
     duo.end();
 }
 
-/// RFC 7143 7.6: what nobody takes over ends when its time is over.
+/// RFC 7143 7.6: a command that is not reassigned ends with Time2Retain.
 #[test]
 fn commands_end_with_the_time_that_they_are_kept() {
     // Without a logout from the loss on, after one from that on.

@@ -11,7 +11,6 @@ use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
 use riser_state::testing::{assert_all_taken, table};
 
-use super::fixture::pdus::scsi_command;
 use super::fixture::{DISK, Received, Rig, unit_of};
 use super::tests::{r2t, rejected};
 use super::tests_allegiance::{Duo, LEVEL_2, RETENTION, logout};
@@ -20,6 +19,7 @@ use crate::fabric::TaskRef;
 use crate::fixture::windowed_unit_config;
 use crate::pool::Buffer;
 use crate::qos::IoLimits;
+use riser_test_peers::pdus::scsi_command;
 
 const PHASES: [Phase; 8] = [
     Phase::Login,

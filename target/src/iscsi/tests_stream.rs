@@ -12,12 +12,12 @@ use riser_scsi::step::{BackendError, BlockOp, Residual};
 use riser_scsi::task::TaskManagement;
 
 use super::TcpChannel;
-use super::fixture::pdus::scsi_command;
 use super::fixture::{Received, Rig};
 use super::task::TaskState;
 use super::tests::{data_in, r2t, status, tmf_status};
 use crate::fabric::TaskRef;
 use crate::stats::SessionEvent;
+use riser_test_peers::pdus::scsi_command;
 
 const SYNCHRONIZE_CACHE: [u8; 10] = [0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 

@@ -18,10 +18,10 @@ use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
 use crate::fabric::{Direction, RdmaRequest, TaskAction, TaskIdx};
-use crate::iscsi::fixture::pdus::{self, nop_out, scsi_command, tmf_request};
 use crate::iscsi::fixture::{DISK, FakeGate, unit};
 use crate::iscsi::{Action, Channel, Cx};
 use crate::pool::Pool;
+use riser_test_peers::pdus::{data_out, nop_out, scsi_command, tmf_request};
 
 /// Commands of the window.
 pub(super) const WINDOW: u16 = 4;
@@ -469,7 +469,7 @@ impl Rig {
         data: &[u8],
         is_final: bool,
     ) -> Vec<Got> {
-        let pdu = pdus::data_out(tag, Ttt::NONE, sn, offset, is_final);
+        let pdu = data_out(tag, Ttt::NONE, sn, offset, is_final);
         self.send(&FromInitiator::DataOut(pdu), data)
     }
 

@@ -607,7 +607,7 @@ fn a_failed_chain_ends_the_connection() {
     }
 }
 
-/// Whatever the gate agrees on: at level 2 a connection on TCP would wait for another one here.
+/// Also if the gate grants more: at level 2 a connection on TCP would wait for another one here.
 #[test]
 fn commands_do_not_outlive_their_connection() {
     let mut rig = Rig::up();

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::iscsi::keys::{Key, Offer};
@@ -11,16 +10,19 @@ use riser_scsi::iscsi::login::{
 };
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::{
-    DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, ScsiCommand, TaskAttr,
-    TextRequest, TmfFunction, TmfRequest, TmfStatus,
+    DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, ScsiCommand, TextRequest,
+    TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, StatSn, Tsih, Ttt, text};
 use riser_scsi::iser::{Buffers, CmHeader, Message, RemoteBuffer, Stag, put_control};
 use riser_transport::mr_pool::{MrPool, PooledMr};
 use riser_transport::verbs::{
-    Access, CmEvent, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PortSpace, Provider,
-    QpCap, QpId, QpInitAttr, QpType, RecvWr, SendOp, SendWr, Sge, WrId,
+    Access, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PortSpace, Provider, QpId, RecvWr,
+    SendOp, SendWr, Sge, WrId,
 };
+
+use crate::dial::{Dialed, Pump, dial, wait_event};
+use crate::pdus::{cdb10, scsi_command};
 
 const RECEIVES: usize = 160;
 const RX: usize = 8448;
@@ -29,9 +31,6 @@ const TX_SLOTS: usize = 32;
 const DATA: usize = 72 << 20;
 /// Where data that the target writes go.
 const READ_AT: usize = 36 << 20;
-
-/// What moves the world on while the initiator waits.
-pub type Pump<'a, P> = &'a mut dyn FnMut(&mut P);
 
 pub struct Client<P: Provider> {
     pub dev: P,
@@ -60,22 +59,6 @@ pub struct Client<P: Provider> {
     closed: bool,
 }
 
-fn wait_event<P: Provider>(dev: &mut P, pump: Pump<'_, P>) -> CmEvent {
-    for _ in 0..2_000_000 {
-        if let Some(event) = dev.poll_cm_event() {
-            return event;
-        }
-        pump(dev);
-    }
-    panic!("no connection event");
-}
-
-pub fn cdb10(op: u8, lba: u32, blocks: u16) -> [u8; 10] {
-    let [a, b, c, d] = lba.to_be_bytes();
-    let [e, f] = blocks.to_be_bytes();
-    [op, 0, a, b, c, d, 0, e, f, 0]
-}
-
 impl<P: Provider> Client<P> {
     /// Connects; whether keys may be invalidated is said in the private data.
     pub fn connect(
@@ -97,7 +80,8 @@ impl<P: Provider> Client<P> {
         remote_invalidate: bool,
         pump: Pump<'_, P>,
     ) -> (Self, Option<String>) {
-        let pd = dev.alloc_pd().unwrap();
+        let wrs = (256, RECEIVES as u32);
+        let Dialed { pd, cq, cm, qp } = dial(&mut dev, PortSpace::Tcp, dst, wrs, pump);
         let region = |len| Memory::new(len).unwrap().whole();
         let (rx, tx, data) = (region(RECEIVES * RX), region(TX_SLOTS * TX), region(DATA));
         let local = Access::LOCAL_WRITE;
@@ -105,29 +89,6 @@ impl<P: Provider> Client<P> {
         let rx_mr = dev.reg_mr(pd, &rx, local).unwrap();
         let tx_mr = dev.reg_mr(pd, &tx, local).unwrap();
         let data_mr = dev.reg_mr(pd, &data, remote).unwrap();
-        let cq = dev.create_cq(1024).unwrap();
-        let cm = dev.create_id(PortSpace::Tcp).unwrap();
-        let second = Duration::from_secs(1);
-        dev.resolve_addr(cm, None, dst, second).unwrap();
-        assert_eq!(wait_event(&mut dev, pump).kind, CmEventKind::AddrResolved);
-        dev.resolve_route(cm, second).unwrap();
-        assert_eq!(wait_event(&mut dev, pump).kind, CmEventKind::RouteResolved);
-        let init = QpInitAttr {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
-            srq: None,
-            qp_type: QpType::Rc,
-            cap: QpCap {
-                max_send_wr: 256,
-                max_recv_wr: RECEIVES as u32,
-                max_send_sge: 1,
-                max_recv_sge: 1,
-                max_inline: 0,
-            },
-            sq_sig_all: false,
-        };
-        let qp = dev.create_cm_qp(cm, &init).unwrap();
         let mut client = Self {
             dev,
             cm,
@@ -334,23 +295,8 @@ impl<P: Provider> Client<P> {
     }
 
     fn scsi(&mut self, tag: u32, cdb: &[u8], writes: bool, len: u32) -> ScsiCommand {
-        let mut whole = [0; 16];
-        whole[..cdb.len()].copy_from_slice(cdb);
         self.cmd_sn += 1;
-        ScsiCommand {
-            immediate: false,
-            is_final: true,
-            reads: !writes && len > 0,
-            writes,
-            attribute: TaskAttr::Simple,
-            lun: [0; 8],
-            itt: Itt(tag),
-            expected_length: len,
-            cmd_sn: CmdSn(self.cmd_sn - 1),
-            exp_stat_sn: StatSn(0),
-            cdb: whole.into_iter().collect(),
-            bidi_read_length: None,
-        }
+        scsi_command(tag, self.cmd_sn - 1, cdb, writes, len)
     }
 
     /// Advertises the data memory from `at` on.

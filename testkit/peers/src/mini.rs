@@ -11,9 +11,12 @@ use riser_scsi::srp::{
     TargetPortId, TaskAttr, TskMgmt, TskMgmtFunction,
 };
 use riser_transport::verbs::{
-    Access, CmEvent, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PortSpace, Provider,
-    QpCap, QpId, QpInitAttr, QpType, RecvWr, SendOp, SendWr, Sge, WrId,
+    Access, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PortSpace, Provider, QpId, RecvWr,
+    SendOp, SendWr, Sge, WrId,
 };
+
+use crate::dial::{Dialed, Pump, dial, wait_event};
+use crate::pdus::cdb10;
 
 pub const RECEIVES: usize = 132;
 const RX: usize = 512;
@@ -80,19 +83,6 @@ pub struct Mini<P: Provider> {
     pub failed: bool,
 }
 
-/// What moves the world on while the initiator waits.
-pub type Pump<'a, P> = &'a mut dyn FnMut(&mut P);
-
-fn wait_event<P: Provider>(dev: &mut P, pump: Pump<'_, P>) -> CmEvent {
-    for _ in 0..2_000_000 {
-        if let Some(event) = dev.poll_cm_event() {
-            return event;
-        }
-        pump(dev);
-    }
-    panic!("no connection event");
-}
-
 impl<P: Provider> Mini<P> {
     /// Connects and logs in, as the RDMA CM does.
     pub fn connect(
@@ -129,7 +119,8 @@ impl<P: Provider> Mini<P> {
         private_data: Vec<u8>,
         pump: Pump<'_, P>,
     ) -> Result<Self, (P, Refused)> {
-        let pd = dev.alloc_pd().unwrap();
+        let wrs = (256, RECEIVES as u32);
+        let Dialed { pd, cq, cm, qp } = dial(&mut dev, space, dst, wrs, pump);
         let region = |len| Memory::new(len).unwrap().whole();
         let (rx, tx, data) = (region(RECEIVES * RX), region(TX_SLOTS * TX), region(DATA));
         let local = Access::LOCAL_WRITE;
@@ -137,33 +128,6 @@ impl<P: Provider> Mini<P> {
         let rx_mr = dev.reg_mr(pd, &rx, local).unwrap();
         let tx_mr = dev.reg_mr(pd, &tx, local).unwrap();
         let data_mr = dev.reg_mr(pd, &data, remote).unwrap();
-        let cq = dev.create_cq(1024).unwrap();
-        let cm = dev.create_id(space).unwrap();
-        let second = Duration::from_secs(1);
-        dev.resolve_addr(cm, None, dst, second).unwrap();
-        assert_eq!(wait_event(&mut dev, pump).kind, CmEventKind::AddrResolved);
-        dev.resolve_route(cm, second).unwrap();
-        assert_eq!(wait_event(&mut dev, pump).kind, CmEventKind::RouteResolved);
-        let qp = dev
-            .create_cm_qp(
-                cm,
-                &QpInitAttr {
-                    pd,
-                    send_cq: cq,
-                    recv_cq: cq,
-                    srq: None,
-                    qp_type: QpType::Rc,
-                    cap: QpCap {
-                        max_send_wr: 256,
-                        max_recv_wr: RECEIVES as u32,
-                        max_send_sge: 1,
-                        max_recv_sge: 1,
-                        max_inline: 0,
-                    },
-                    sq_sig_all: false,
-                },
-            )
-            .unwrap();
         let mut mini = Self {
             dev,
             cm,
@@ -224,30 +188,7 @@ impl<P: Provider> Mini<P> {
 
     /// Asks for a connection, and does not look at what comes back.
     pub fn request(dev: &mut P, dst: SocketAddr, private_data: Vec<u8>, pump: Pump<'_, P>) {
-        let pd = dev.alloc_pd().unwrap();
-        let cq = dev.create_cq(16).unwrap();
-        let cm = dev.create_id(PortSpace::Tcp).unwrap();
-        let second = Duration::from_secs(1);
-        dev.resolve_addr(cm, None, dst, second).unwrap();
-        assert_eq!(wait_event(dev, pump).kind, CmEventKind::AddrResolved);
-        dev.resolve_route(cm, second).unwrap();
-        assert_eq!(wait_event(dev, pump).kind, CmEventKind::RouteResolved);
-        let init = QpInitAttr {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
-            srq: None,
-            qp_type: QpType::Rc,
-            cap: QpCap {
-                max_send_wr: 4,
-                max_recv_wr: 4,
-                max_send_sge: 1,
-                max_recv_sge: 1,
-                max_inline: 0,
-            },
-            sq_sig_all: false,
-        };
-        dev.create_cm_qp(cm, &init).unwrap();
+        let Dialed { cm, .. } = dial(dev, PortSpace::Tcp, dst, (4, 4), pump);
         let param = ConnParam {
             private_data,
             ..ConnParam::default()
@@ -467,12 +408,6 @@ impl<P: Provider> Mini<P> {
         let cdb = cdb10(0x2a, lba, blocks);
         self.command(&cdb, DataBuffer::Direct(desc), DataBuffer::None, pump)
     }
-}
-
-pub fn cdb10(op: u8, lba: u32, blocks: u16) -> [u8; 10] {
-    let [a, b, c, d] = lba.to_be_bytes();
-    let [e, f] = blocks.to_be_bytes();
-    [op, 0, a, b, c, d, 0, e, f, 0]
 }
 
 /// Drives a device of our own in real time.

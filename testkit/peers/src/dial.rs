@@ -1,0 +1,65 @@
+//! The way of an initiator over RDMA to its target: an address, a route, a queue pair.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use riser_transport::verbs::{
+    CmEvent, CmEventKind, CmId, CqId, PdId, PortSpace, Provider, QpCap, QpId, QpInitAttr, QpType,
+};
+
+/// What moves the world on while the initiator waits.
+pub type Pump<'a, P> = &'a mut dyn FnMut(&mut P);
+
+/// A connection that has not been asked for yet.
+pub(crate) struct Dialed {
+    pub(crate) pd: PdId,
+    pub(crate) cq: CqId,
+    pub(crate) cm: CmId,
+    pub(crate) qp: QpId,
+}
+
+/// Finds the way to a target, and makes a queue pair for that many sends and receives, with one completion
+/// queue.
+pub(crate) fn dial<P: Provider>(
+    dev: &mut P,
+    space: PortSpace,
+    dst: SocketAddr,
+    (max_send_wr, max_recv_wr): (u32, u32),
+    pump: Pump<'_, P>,
+) -> Dialed {
+    let pd = dev.alloc_pd().unwrap();
+    let cq = dev.create_cq(1024).unwrap();
+    let cm = dev.create_id(space).unwrap();
+    let second = Duration::from_secs(1);
+    dev.resolve_addr(cm, None, dst, second).unwrap();
+    assert_eq!(wait_event(dev, pump).kind, CmEventKind::AddrResolved);
+    dev.resolve_route(cm, second).unwrap();
+    assert_eq!(wait_event(dev, pump).kind, CmEventKind::RouteResolved);
+    let init = QpInitAttr {
+        pd,
+        send_cq: cq,
+        recv_cq: cq,
+        srq: None,
+        qp_type: QpType::Rc,
+        cap: QpCap {
+            max_send_wr,
+            max_recv_wr,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        },
+        sq_sig_all: false,
+    };
+    let qp = dev.create_cm_qp(cm, &init).unwrap();
+    Dialed { pd, cq, cm, qp }
+}
+
+pub(crate) fn wait_event<P: Provider>(dev: &mut P, pump: Pump<'_, P>) -> CmEvent {
+    for _ in 0..2_000_000 {
+        if let Some(event) = dev.poll_cm_event() {
+            return event;
+        }
+        pump(dev);
+    }
+    panic!("no connection event");
+}

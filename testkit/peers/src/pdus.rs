@@ -1,0 +1,71 @@
+//! Requests of an initiator as most tests want them. A test that wants another field sets it.
+
+use riser_scsi::iscsi::pdu::{DataOut, NopOut, ScsiCommand, TaskAttr, TmfFunction, TmfRequest};
+use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt};
+
+/// A SIMPLE command to LUN 0 that moves `len` bytes, with its last unsolicited data.
+pub fn scsi_command(tag: u32, cmd_sn: u32, cdb: &[u8], writes: bool, len: u32) -> ScsiCommand {
+    let mut whole = [0; 16];
+    whole[..cdb.len()].copy_from_slice(cdb);
+    ScsiCommand {
+        immediate: false,
+        is_final: true,
+        reads: !writes && len > 0,
+        writes,
+        attribute: TaskAttr::Simple,
+        lun: [0; 8],
+        itt: Itt(tag),
+        expected_length: len,
+        cmd_sn: CmdSn(cmd_sn),
+        exp_stat_sn: StatSn(0),
+        cdb: whole.into_iter().collect(),
+        bidi_read_length: None,
+    }
+}
+
+/// Data of a write to LUN 0.
+pub fn data_out(tag: u32, ttt: Ttt, sn: u32, offset: u32, is_final: bool) -> DataOut {
+    DataOut {
+        is_final,
+        lun: [0; 8],
+        itt: Itt(tag),
+        ttt,
+        exp_stat_sn: StatSn(0),
+        data_sn: sn,
+        offset,
+    }
+}
+
+/// An immediate function for LUN 0.
+pub fn tmf_request(tag: u32, cmd_sn: u32, function: TmfFunction, referenced: u32) -> TmfRequest {
+    TmfRequest {
+        immediate: true,
+        function,
+        lun: [0; 8],
+        itt: Itt(tag),
+        referenced: Itt(referenced),
+        cmd_sn: CmdSn(cmd_sn),
+        exp_stat_sn: StatSn(0),
+        ref_cmd_sn: CmdSn(0),
+        exp_data_sn: 0,
+    }
+}
+
+/// An immediate ping.
+pub fn nop_out(tag: u32, cmd_sn: u32) -> NopOut {
+    NopOut {
+        immediate: true,
+        lun: [0; 8],
+        itt: Itt(tag),
+        ttt: Ttt::NONE,
+        cmd_sn: CmdSn(cmd_sn),
+        exp_stat_sn: StatSn(0),
+    }
+}
+
+/// A CDB of 10 bytes with an address and a length in blocks, such as READ (10).
+pub fn cdb10(op: u8, lba: u32, blocks: u16) -> [u8; 10] {
+    let [a, b, c, d] = lba.to_be_bytes();
+    let [e, f] = blocks.to_be_bytes();
+    [op, 0, a, b, c, d, 0, e, f, 0]
+}

@@ -85,18 +85,25 @@ fn serve(at: &str, port: u16) -> Server {
     Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap()
 }
 
-/// Connections need slots of the ring as block operations do, and keep theirs however many of these
-/// wait: each answers a ping that comes behind its commands, and these are all carried out.
-#[test]
-fn a_disk_that_takes_its_time_costs_no_connection() {
-    let mount = match Mount::new() {
-        Ok(mount) => mount,
-        Err(why) => return skip("a disk that takes its time", why),
-    };
+/// A target on a file system that can be frozen, and its port; `None` where there can be none.
+fn start() -> Option<(Mount, Server, u16)> {
+    let mount = Mount::new()
+        .map_err(|why| skip("a disk that takes its time", why))
+        .ok()?;
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     drop(listener);
     let server = serve(&mount.at, port);
+    Some((mount, server, port))
+}
+
+/// Connections need slots of the ring as block operations do, and keep theirs however many of these
+/// wait: each answers a ping that comes behind its commands, and these are all carried out.
+#[test]
+fn a_disk_that_takes_its_time_costs_no_connection() {
+    let Some((mount, server, port)) = start() else {
+        return;
+    };
     let to = SocketAddr::from(([127, 0, 0, 1], port));
     let login = |isid| {
         let mut client = Client::login_at(to, "iqn.2026-01.org.example:t", isid, None).unwrap();
@@ -156,14 +163,9 @@ fn change(client: &mut Client, action: u8, kind: u8, (own, other): (u64, u64)) {
 /// before that would let the next owner write, and the fenced host's write come after.
 #[test]
 fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
-    let mount = match Mount::new() {
-        Ok(mount) => mount,
-        Err(why) => return skip("a disk that takes its time", why),
+    let Some((mount, server, port)) = start() else {
+        return;
     };
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    drop(listener);
-    let server = serve(&mount.at, port);
     let to = SocketAddr::from(([127, 0, 0, 1], port));
     let [mut fenced, mut other] = [1, 2].map(|isid| {
         let mut client = Client::login_at(to, "iqn.2026-01.org.example:t", isid, None).unwrap();
@@ -198,18 +200,12 @@ fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
     server.shutdown().unwrap();
 }
 
-/// The end of a session is reported when nothing of it can reach the disk any more, whatever else was
-/// asked for before: the logout of a connection that is not there waits for nothing.
+/// The end of a session is reported when nothing of it can reach the disk any more, and not before: the logout of a connection that is not there waits for nothing.
 #[test]
 fn the_end_of_a_session_waits_for_all_of_its_connections() {
-    let mount = match Mount::new() {
-        Ok(mount) => mount,
-        Err(why) => return skip("a disk that takes its time", why),
+    let Some((mount, server, port)) = start() else {
+        return;
     };
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    drop(listener);
-    let server = serve(&mount.at, port);
     let target = "iqn.2026-01.org.example:t";
     let mut first = Client::login(port, target, 1, None).unwrap();
     assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");

@@ -1,5 +1,5 @@
 //! Attachments of other users of this host, as far as this one can see it: their lists of
-//! attachments, which root can read, and their FUSE mounts, which everybody can.
+//! attachments, which root can read, and their FUSE mounts, which every user can.
 //!
 //! These files are written by other users, so nothing is changed or waited for, and what cannot be read as
 //! an attachment is left out.

@@ -170,7 +170,7 @@ impl Attachment {
     }
 }
 
-/// Start of a process, in clock ticks since the boot; `None` if there is no such process.
+/// Start of a process, in clock ticks since the boot; `None` if the process does not exist.
 #[must_use]
 pub fn process_start(pid: u32) -> Option<u64> {
     start_of(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)

@@ -127,9 +127,9 @@ fn a_refused_login_says_why() {
     let client = client();
     let error = block_on(client.connect(&url)).unwrap_err();
     assert!(error.to_string().contains("lacks resources"), "{error}");
-    let nobody = format!("srp://{}:5556/?ioc_guid=1", target.addr.ip());
-    let nobody: SrpUrl = nobody.parse().unwrap();
-    let error = block_on(client.connect(&nobody)).unwrap_err();
+    let unreachable_port = format!("srp://{}:5556/?ioc_guid=1", target.addr.ip());
+    let unreachable_port: SrpUrl = unreachable_port.parse().unwrap();
+    let error = block_on(client.connect(&unreachable_port)).unwrap_err();
     assert!(matches!(error, EngineError::Login(_)), "{error}");
 }
 
@@ -768,8 +768,8 @@ fn a_bare_address_is_completed() {
         panic!("{}", session.url());
     };
     assert_eq!((named.id_ext, named.ioc_guid), (Some(0x52), Some(0x51)));
-    let nobody: SrpUrl = "srp://127.0.9.9/".parse().unwrap();
-    let error = block_on(client.discover(&nobody)).unwrap_err();
+    let unused_address: SrpUrl = "srp://127.0.9.9/".parse().unwrap();
+    let error = block_on(client.discover(&unused_address)).unwrap_err();
     assert!(error.to_string().contains("no answer"), "{error}");
     drop((session, client));
 }

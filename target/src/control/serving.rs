@@ -40,7 +40,7 @@ impl Serving {
         Self { end, task }
     }
 
-    /// Ends it, and waits until everybody has their answer, or has had time for it.
+    /// Ends it, and waits until every client has its answer, or has had time for it.
     pub(super) async fn end(self) {
         let Self { end, mut task } = self;
         drop(end);

@@ -115,7 +115,7 @@ pub enum SolicitedData {
 /// The layer that moves data.
 pub trait Datamover {
     /// Whether connections on it recover from errors by more than a new login (RFC 7143 7.1.1): without
-    /// that, the error recovery level of a session is zero, whatever was agreed on.
+    /// that, the error recovery level of a session is zero in spite of what was negotiated.
     const RECOVERS: bool;
 
     /// Full-feature phase begins with these values, once the answer to the login is on its way.

@@ -52,7 +52,7 @@ impl Acquired {
         std::mem::take(&mut self.parts)
     }
 
-    /// It is in use from now on; the parts that nobody has taken.
+    /// It is in use from now on; the parts that no worker has taken.
     pub(super) fn keep(mut self) -> Vec<Part> {
         self.taken.clear();
         self.take_parts()

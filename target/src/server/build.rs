@@ -389,7 +389,7 @@ impl Builder {
     ) -> Result<Catalog, ServerError> {
         let host = self.identities.host(config);
         self.tried.clear();
-        // A unit that is served no more has no limits: what waits there ends soon, and its backend closes.
+        // A unit that is no longer served has no limits: what waits there ends soon, and its backend closes.
         self.unit_limits.clear();
         let mut targets = Vec::new();
         self.expand(config)?;

@@ -10,7 +10,7 @@
 //! ```text
 //! prepare: check → files opened, locked, extended; secrets read → devices opened, sockets bound
 //!   → every worker listens where it must, unseen
-//!   any failure: all of it is let go of, and nothing has changed
+//!   any failure: all of it is released, and nothing has changed
 //! commit: the catalog is exchanged, sessions are told → workers take over what they hold
 //!   cannot fail
 //! ```
@@ -354,7 +354,7 @@ impl Server {
         // One time limit for all backends: the control plane is busy for as long as this takes.
         let until = look::growth_until();
         for (old, new) in backends_of_both(&self.config, config) {
-            // One that is served no more, or was not, is opened afresh.
+            // One that is no longer served, or was not, is opened afresh.
             let places = (
                 self.builder.place_of(&old.name),
                 builder.place_of(&new.name),
@@ -446,7 +446,7 @@ impl Server {
         let _ = self.snapshot();
     }
 
-    /// Lets go of all that was acquired.
+    /// Releases all that was acquired.
     fn withdraw(&self, prepared: Prepared) {
         self.let_go();
         self.undo_backends(&prepared.builder, &prepared.grown);

@@ -41,7 +41,7 @@ pub(super) enum BlockEnd {
     Flush,
 }
 
-/// A backend that is served no more. It stays attached while commands or sessions hold its units.
+/// A backend that is no longer served. It stays attached while commands or sessions hold its units.
 #[derive(Debug)]
 struct Leaving {
     place: usize,
@@ -118,7 +118,7 @@ impl Blocks {
         }
     }
 
-    /// Detaches backends that are served no more and that no task needs.
+    /// Detaches backends that are no longer served and that no task needs.
     pub(super) fn detach_unused(&mut self) {
         let (driver, stores) = (&mut self.driver, &mut self.stores);
         self.leaving.retain(|leaving| {
@@ -131,7 +131,7 @@ impl Blocks {
         });
     }
 
-    /// Whether backends are attached that are served no more.
+    /// Whether backends are attached that are no longer served.
     pub(super) fn has_leaving(&self) -> bool {
         !self.leaving.is_empty()
     }

@@ -1,4 +1,4 @@
-//! The connections of a worker, whatever their fabric: one table, one list of those that may want
+//! The connections of a worker, of all fabrics: one table, one list of those that may want
 //! something, one heap of timers.
 //!
 //! A connection has two names. Its key is its place in the table, which another connection may have

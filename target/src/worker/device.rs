@@ -499,7 +499,7 @@ impl Devices {
         Ok(())
     }
 
-    /// Watches a device no more. A process that holds a descriptor of an RDMA device keeps the kernel from
+    /// Stops watching a device. A process that holds a descriptor of an RDMA device keeps the kernel from
     /// taking it away.
     pub(super) fn unwatch(&mut self, ring: &mut Ring, device: usize) {
         if let Err(error) = ring.cancel(watch_token(device)) {

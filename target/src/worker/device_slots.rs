@@ -30,7 +30,7 @@ struct OpenDevice {
     addr: IpAddr,
     /// Workers that have it.
     holders: u16,
-    /// Those that need it no more, by number.
+    /// Those that no longer need it, by number.
     idle: Vec<u16>,
     is_wanted: bool,
     is_closing: bool,
@@ -91,7 +91,7 @@ impl DeviceSlots {
         }
     }
 
-    /// A worker needs a device no more. Whether it is to close it now.
+    /// Notes that a worker no longer needs a device; returns whether it is to close it now.
     pub(super) fn is_over(&self, slot: usize, worker: u16) -> bool {
         let mut slots = self.lock();
         let Some(device) = slots.get_mut(slot).and_then(Option::as_mut) else {

@@ -333,7 +333,7 @@ impl Worker {
             Mail::Stage(stage, reply) => {
                 let (ring, devices) = (&mut self.ring, &mut self.devices);
                 let result = self.portals.stage(ring, devices, &self.catalog, *stage);
-                // The server may have given up, and lets go of it then.
+                // The server may have given up, and releases it then.
                 let _ = reply.send(result);
             }
             Mail::Unstage => self.portals.unstage(&mut self.ring, &mut self.devices),

@@ -305,7 +305,7 @@ impl Input {
                 Self::Cut => channel.channel_mut().handle_terminate(cx),
                 input => input.apply_iscsi(channel.channel_mut(), cx),
             },
-            // Whatever ends the connection is for the RDMA beneath the channel first.
+            // The RDMA beneath the channel handles each end of the connection first.
             Machine::Iser(conn, cx) => match self {
                 Self::OthersGone => conn.handle_others_gone(cx),
                 Self::Terminate => conn.handle_terminate(cx),

@@ -102,7 +102,7 @@ pub enum Mail {
     Unstage,
     /// The registry has another catalog.
     Changed,
-    /// Accept nobody any more; let sessions finish until then, and log them out.
+    /// Accept no further connections; let sessions finish until then, and log them out.
     Shutdown {
         /// Time up to which sessions may finish.
         until: Instant,
@@ -265,7 +265,7 @@ impl Outbox {
             return;
         };
         match sender.send(mail) {
-            // A worker that is gone has no channels, and nobody waits for it.
+            // A worker that is gone has no channels, and no channel waits for it.
             Ok(()) | Err(SendError::Closed(_) | SendError::Full(Mail::Forwarded { .. })) => {}
             Err(SendError::Full(mail)) => self.backlog.push_back((worker, mail)),
         }

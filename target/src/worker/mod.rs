@@ -114,7 +114,7 @@ const LINGER: Duration = Duration::from_secs(5);
 /// goes.
 pub const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How often backends that are served no more, and devices without portals, are looked at.
+/// How often backends that are no longer served, and devices without portals, are looked at.
 const LEAVING: Duration = Duration::from_millis(50);
 
 /// Sessions get this long after a shutdown's patience has ended, then their connections are cut.

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! stage → staged → follow: in use
-//!       │        └→ unstage: let go of
-//!       └→ an error: let go of at once
+//!       │        └→ unstage: released
+//!       └→ an error: released at once
 //! ```
 //!
 //! Devices and sockets are opened by the server, since all workers have theirs in one order. What only
@@ -149,7 +149,7 @@ impl Portals {
                 let (listeners, without) = self.listen_missing(devices, device, &staged.catalog);
                 let new = listeners.into_iter().map(|(cm, l)| (device, cm, l));
                 staged.listeners.extend(new);
-                // Where that was refused as the device came back, it is tried again whatever is served.
+                // Where that was refused as the device came back, it is tried again, also for a new catalog.
                 let is_tried = self.listeners.is_refused(device);
                 let tried: BTreeSet<_> = served.rdma_portals().filter(|_| is_tried).collect();
                 let without = without.into_iter();
@@ -162,7 +162,7 @@ impl Portals {
         }
     }
 
-    /// Lets go of what was acquired.
+    /// Releases what was acquired.
     pub(super) fn unstage(&mut self, ring: &mut Ring, devices: &mut Devices) {
         let Some(staged) = self.staged.take() else {
             return;

@@ -1,4 +1,4 @@
-//! RDMA beneath a connection, whatever its protocol: its queue pair, its memory keys, its identifier at the
+//! RDMA beneath a connection of any protocol: its queue pair, its memory keys, its identifier at the
 //! connection manager.
 
 use riser_memory::{MemSlice, Memory};

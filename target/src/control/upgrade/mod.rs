@@ -4,7 +4,7 @@
 //! ```text
 //! asked to → the program checks the running configuration → secrets and files are looked for
 //!   any failure: refused, and nothing has changed
-//! → nobody is answered any more, and everybody who connects waits
+//! → no request is answered any longer, and clients that connect wait
 //!   → a shutdown: commands end, initiators are logged out, data are made durable
 //!   → the handover state is written: what a start would not find again
 //!   → execve

@@ -94,7 +94,7 @@ impl Sockets {
         self.accept(ring, now);
     }
 
-    /// Accepts no more at addresses that are over.
+    /// Stops accepting at addresses that are no longer served.
     pub(in crate::worker) fn close(
         &mut self,
         ring: &mut Ring,

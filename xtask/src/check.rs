@@ -14,7 +14,7 @@ const STEPS: &[Step] = &[
     DEPENDENCIES,
     CLIPPY,
     DOC,
-    step("quick tests", |_| quick_tests()).requiring_cargo("nextest"),
+    step("quick tests", |_| quick_tests()).requiring_crate("cargo-nextest"),
 ];
 
 /// Runs the steps; fails if one did.

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use crate::packages::{Need, ensure, have_subcommand, need};
+use crate::packages::{Need, ensure, have_program, need};
 use crate::sh::{self, cmd};
 use crate::{Failure, root};
 
@@ -41,7 +41,7 @@ pub(crate) struct Options {
 }
 
 /// The subcommand of Cargo that makes the package.
-pub(crate) const SUBCOMMAND: &str = "deb";
+pub(crate) const SUBCOMMAND: &str = "cargo-deb";
 
 /// Builds the package and, unless the options say otherwise, tries it. Fails before it builds anything if
 /// something is missing for that.
@@ -51,7 +51,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         let (program, purpose) = (need.program, need.purpose);
         return Err(format!("{program} is missing, for {purpose}").into());
     }
-    have_subcommand(SUBCOMMAND)?;
+    have_program(SUBCOMMAND)?;
     if options.no_test {
         return build_package(env!("CARGO_PKG_VERSION")).map(drop);
     }

@@ -1,4 +1,4 @@
-//! Debian packages and Cargo subcommands that a command needs.
+//! Debian packages and programs of crates that a command needs.
 //!
 //! Whether something may be installed is decided once in a run: by an option, by the answer of a person at
 //! a terminal, and otherwise with yes, after it has been announced.
@@ -13,7 +13,7 @@ use crate::{Failure, sh};
 /// Options about installing.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Install missing Debian packages and Cargo subcommands without a question.
+    /// Install missing Debian packages and programs of crates without a question.
     #[arg(long, global = true, conflicts_with = "no_install")]
     install: bool,
     /// Install nothing: skip what needs a missing package.
@@ -112,16 +112,21 @@ pub(crate) fn install(packages: &[(&str, String)]) {
     apt(&args);
 }
 
-/// Sees to it that Cargo has a subcommand: `cargo-NAME`, which is built if it is missing and may be.
-pub(crate) fn have_subcommand(name: &str) -> Result<(), Failure> {
-    if sh::output(&mut sh::cargo([name, "--version"])).is_ok() {
+/// Sees to it that the program of a crate is there: `cargo-NAME`, a subcommand of Cargo, or one by itself. It
+/// is built if it is missing and may be.
+pub(crate) fn have_program(name: &str) -> Result<(), Failure> {
+    let mut version = match name.strip_prefix("cargo-") {
+        // Cargo finds its subcommands in more folders than `PATH` has.
+        Some(subcommand) => sh::cargo([subcommand]),
+        None => sh::installed(name),
+    };
+    if sh::output(version.arg("--version")).is_ok() {
         return Ok(());
     }
-    let program = format!("cargo-{name}");
-    if !may_install(&format!("{program}, from crates.io")) {
-        return Err(format!("{program} is missing").into());
+    if !may_install(&format!("{name}, from crates.io")) {
+        return Err(format!("{name} is missing").into());
     }
-    sh::output(&mut sh::cargo(["install", "-q", &program, "--locked"])).map(drop)
+    sh::output(&mut sh::cargo(["install", "-q", name, "--locked"])).map(drop)
 }
 
 /// Announces what is to be installed; asks for permission where a person can answer.

@@ -60,6 +60,17 @@ pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Comma
     c
 }
 
+/// A program that `cargo install` has brought. Its folder need not be in `PATH`.
+pub(crate) fn installed(program: &str) -> Command {
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| std::env::home_dir().map(|home| home.join(".cargo")));
+    let there = home.map(|home| home.join("bin").join(program));
+    let there = there.filter(|path| path.is_file());
+    let mut c = Command::new(there.unwrap_or_else(|| program.into()));
+    c.current_dir(crate::root());
+    c
+}
+
 /// The same command, which others hardly notice.
 pub(crate) fn at_lowest_priority(command: &Command) -> Command {
     let mut nice = cmd("nice", ["-n", "19"]);

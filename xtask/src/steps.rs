@@ -5,7 +5,7 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::packages::{Need, ensure, have_subcommand, missing};
+use crate::packages::{Need, ensure, have_program, missing};
 use crate::tally::{Kind, Skip, Tally, noted, skip_log};
 use crate::{Failure, sh, tidy};
 
@@ -41,8 +41,8 @@ pub(crate) struct Step {
     needs: &'static [&'static [Need]],
     /// Programs without which it is skipped.
     required: &'static [Need],
-    /// The subcommand of Cargo without which it is skipped.
-    subcommand: Option<&'static str>,
+    /// The program of a crate without which it is skipped.
+    of_crate: Option<&'static str>,
     run: fn(&Run) -> Outcome,
 }
 
@@ -63,7 +63,7 @@ pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
         is_extra: false,
         needs: &[],
         required: &[],
-        subcommand: None,
+        of_crate: None,
         run,
     }
 }
@@ -87,10 +87,10 @@ impl Step {
         Self { required, ..self }
     }
 
-    /// Names the subcommand of Cargo without which the whole step is skipped.
-    pub(crate) const fn requiring_cargo(self, subcommand: &'static str) -> Self {
+    /// Names the program of a crate without which the whole step is skipped.
+    pub(crate) const fn requiring_crate(self, program: &'static str) -> Self {
         Self {
-            subcommand: Some(subcommand),
+            of_crate: Some(program),
             ..self
         }
     }
@@ -108,8 +108,8 @@ impl Step {
             let programs = programs.collect::<Vec<_>>().join(", ");
             return Some(format!("missing: {programs}"));
         }
-        let lacking = |name| have_subcommand(name).err().map(|e| e.to_string());
-        self.subcommand.and_then(lacking)
+        let lacking = |name| have_program(name).err().map(|e| e.to_string());
+        self.of_crate.and_then(lacking)
     }
 }
 

@@ -121,8 +121,9 @@ const STEPS: &[Step] = &[
     step("tests", all_functions).needing(&[NEEDS]),
     CLIPPY,
     DOC,
+    step("book", |_| Outcome::of(book())).requiring_crate("mdbook"),
     step("benchmarks, once each", |_| benchmarks()),
-    step("deny", |_| deny()).requiring_cargo("deny"),
+    step("deny", |_| deny()).requiring_crate("cargo-deny"),
     step("simulation of a million messages", |_| again(&MILLION)),
     step("sessions and connection cycles", |_| again(&CYCLES)),
     step("configuration changes during I/O", |_| again(&CHANGES)),
@@ -140,7 +141,7 @@ const STEPS: &[Step] = &[
     step("interop with the kernel", interop_step).needing(&[interop::NEEDS]),
     step("package", |_| package_step())
         .requiring(package::NEEDS)
-        .requiring_cargo(package::SUBCOMMAND)
+        .requiring_crate(package::SUBCOMMAND)
         .extra(),
     step("container", |_| container_step()).extra(),
     step("instructions", |_| Outcome::of(instructions::run()))
@@ -212,6 +213,22 @@ fn benchmarks() -> Outcome {
     let names = BENCHMARKS.iter().flat_map(|name| ["--bench", name]);
     let args = ["test", "-q", "--workspace"].into_iter().chain(names);
     check(sh::cargo(args))
+}
+
+/// Renders the book into a folder of its own, which goes. The tests look at its pages one by one; this is
+/// for what only the whole has: the summary, and a page that mdBook cannot render.
+fn book() -> Result<(), Failure> {
+    let scratch = sh::Scratch::new("book")?;
+    let mut build = sh::installed("mdbook");
+    sh::output(
+        build
+            .args(["build", "docs", "--dest-dir"])
+            .arg(scratch.path()),
+    )?;
+    match scratch.join("introduction.html").is_file() {
+        true => Ok(()),
+        false => Err("mdbook has rendered no introduction".into()),
+    }
 }
 
 /// Licences, bans and sources always; advisories where their database can be fetched.

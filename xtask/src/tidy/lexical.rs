@@ -63,6 +63,8 @@ impl Token {
 /// A source text, taken apart.
 pub(crate) struct Text {
     pub(crate) lines: Vec<Line>,
+    /// Characters of each line.
+    widths: Vec<usize>,
     /// All tokens in order, groups flattened, without doc comments.
     pub(crate) tokens: Vec<Token>,
     /// Outer doc comments, consecutive lines as one.
@@ -84,6 +86,7 @@ impl Text {
         let count = source.lines().count();
         let mut text = Self {
             lines: vec![Line::Blank; count],
+            widths: source.lines().map(|line| line.chars().count()).collect(),
             tokens: Vec::new(),
             docs: Vec::new(),
             inner_docs: Vec::new(),
@@ -99,6 +102,12 @@ impl Text {
     /// The kind of a line, by its number from 1.
     pub(crate) fn line(&self, number: usize) -> Line {
         self.lines[number - 1]
+    }
+
+    /// Whether a line is documentation or a comment, and wider than `width` characters.
+    pub(crate) fn is_wide_remark(&self, number: usize, width: usize) -> bool {
+        let is_remark = matches!(self.line(number), Line::Doc | Line::Comment);
+        is_remark && self.widths[number - 1] > width
     }
 
     fn take(&mut self, stream: TokenStream) {
@@ -213,6 +222,15 @@ mod tests {
         assert_eq!(text.docs, [Remark::new(3, " One\n two.".to_owned())]);
         let comments: Vec<_> = text.comments.iter().map(|c| (c.line, &*c.text)).collect();
         assert_eq!(comments, [(5, "// behind"), (6, "/* alone */")]);
+    }
+
+    #[test]
+    fn wide_remarks_are_found() {
+        // Four characters, one of them of two bytes.
+        let source = "//ö!\n//+++\n/// D\nfn f() {} // behind\n";
+        let (text, _) = Text::new(source).unwrap();
+        let wide: Vec<_> = (1..=4).filter(|n| text.is_wide_remark(*n, 4)).collect();
+        assert_eq!(wide, [2, 3], "and no code with a comment behind it");
     }
 
     #[test]

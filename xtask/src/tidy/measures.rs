@@ -14,6 +14,9 @@ use super::words;
 /// A function longer than this should say why it works the way it does.
 const LONG: usize = 30;
 
+/// Columns of a line of documentation or a comment, at most.
+const WIDTH: usize = 100;
+
 /// Lines above an unsafe block in which its justification is looked for.
 const SAFETY_ABOVE: usize = 6;
 
@@ -54,6 +57,8 @@ pub(crate) struct Measures {
     short_docs: usize,
     /// Words of the list in comments and docs.
     words: usize,
+    /// Lines of docs and comments that are wider than [`WIDTH`], those of tests included.
+    wide: usize,
 }
 
 impl Measures {
@@ -85,6 +90,7 @@ impl Measures {
         self.questions += other.questions;
         self.short_docs += other.short_docs;
         self.words += other.words;
+        self.wide += other.wide;
     }
 
     /// Lines of a purpose and a kind.
@@ -106,6 +112,9 @@ impl Measures {
         if source.purpose() == Purpose::Generated {
             return;
         }
+        let numbers = 1..=source.text.lines.len();
+        let is_wide = |number: &usize| source.text.is_wide_remark(*number, WIDTH);
+        self.wide += numbers.filter(is_wide).count();
         if source.purpose() == Purpose::Product {
             self.files.push(at(source, 1, product));
         }
@@ -260,6 +269,7 @@ impl Measures {
             ),
             Row::share("short_docs", "docs of ≤ 3 words", short, self.docs),
             Row::count("words", "words to replace in comments", self.words),
+            Row::count("wide", "docs and comments > 100 columns", self.wide),
         ]
     }
 

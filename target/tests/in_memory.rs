@@ -726,6 +726,27 @@ fn a_bad_key_costs_one_connection() {
     assert_eq!(answer.status, 0);
 }
 
+/// The device could not even be asked for such a range. The one before it is good, and gets nothing either:
+/// a buffer goes back to the pool, so no request of its chain may be under way.
+#[test]
+fn a_range_past_the_end_of_the_address_space_costs_one_connection_and_moves_nothing() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut bad = world.log_in(1);
+    let mut good = world.log_in(2);
+    let wraps = riser_scsi::srp::MemDesc::new(u64::MAX - 510, bad.data_mr.rkey.0, 512);
+    bad.data.fill(0, 512, 0xee);
+    let buffer = DataBuffer::Indirect(IndirectTable {
+        table: bad.desc(1 << 20, 32),
+        len: 1024,
+        inline: &[bad.desc(0, 512), wraps],
+    });
+    bad.send_cmd(9, 0, &cdb10(0x28, 0, 2), DataBuffer::None, buffer);
+    bad.wait_closed(&mut |d| world.pump(d));
+    assert_eq!(bad.data.slice(0..512).unwrap().to_vec(), [0xee; 512]);
+    let answer = good.read(0, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(answer.status, 0);
+}
+
 #[test]
 fn a_shutdown_logs_everybody_out() {
     let mut world = World::new(FaultConfig::default(), "");

@@ -426,6 +426,21 @@ mod tests {
             cdb[0] = entry.code;
             cdb[1] = entry.service_action.unwrap_or(0);
             assert!(Opcode::of(&cdb).is(entry), "{}", entry.name);
+            assert_eq!(entry.kind, kind_of(entry.name), "{}", entry.name);
+        }
+        assert_eq!(UNKNOWN.kind, Kind::Other);
+    }
+
+    /// The kind of a command that its name says. Metrics count by kinds, and nothing else would notice a
+    /// wrong one.
+    fn kind_of(name: &str) -> Kind {
+        match name.split(' ').next().unwrap() {
+            "READ" if name.starts_with("READ (") => Kind::Read,
+            "WRITE" | "ORWRITE" => Kind::Write,
+            "SYNCHRONIZE" => Kind::Flush,
+            "UNMAP" => Kind::Unmap,
+            "COMPARE" | "VERIFY" => Kind::Compare,
+            _ => Kind::Other,
         }
     }
 

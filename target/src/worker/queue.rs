@@ -211,3 +211,39 @@ impl Worker {
             .is_ok()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEN: u32 = 512;
+
+    fn write_to(addr: u64) -> RdmaRequest {
+        let rkey = RKey(7);
+        RdmaRequest {
+            direction: Direction::ToInitiator,
+            remote: RemoteAddr { addr, rkey },
+            local: std::iter::once(0..LEN as usize).collect(),
+        }
+    }
+
+    /// Builds a chain of writes to these addresses.
+    fn build(chain: &mut Chain, to: &[u64]) -> Result<(), RangeWraps> {
+        let pool = Memory::new(4096).unwrap();
+        chain.build(to.iter().map(|addr| write_to(*addr)), &pool, LKey(3))
+    }
+
+    #[test]
+    fn a_remote_range_may_end_with_the_address_space_and_not_beyond() {
+        let last = u64::MAX - u64::from(LEN) + 1;
+        let mut chain = Chain::default();
+        build(&mut chain, &[0, last]).unwrap();
+        assert_eq!(chain.requests.len(), 2);
+        let addr = last + 1;
+        let refused = build(&mut chain, &[0, 4096, addr]).unwrap_err();
+        assert_eq!(refused, RangeWraps { addr, len: LEN });
+        // What a refused chain has left is not in the next one.
+        build(&mut chain, &[4096]).unwrap();
+        assert_eq!((chain.requests.len(), chain.sges.len()), (1, 1));
+    }
+}

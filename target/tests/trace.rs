@@ -3,10 +3,15 @@
 #![allow(missing_docs, reason = "a test")]
 
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use riser_test_peers::tcp::Client;
 use riser_testkit::daemon::{Daemon, RISERD};
+use riser_testkit::eventually;
 use serde_json::Value;
+
+/// Longest wait for a trace to begin or to end.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
@@ -34,20 +39,22 @@ fn is_busy(daemon: &Daemon) -> bool {
 
 /// Starts a trace that is under way when it is returned.
 fn trace_under_way(daemon: &Daemon, args: &[&str]) -> Child {
-    loop {
-        let mut child = trace(daemon, args);
-        while child.try_wait().unwrap().is_none() {
-            if is_busy(daemon) {
-                return child;
-            }
+    let mut child = trace(daemon, args);
+    eventually("the trace is under way", PATIENCE, || {
+        if child.try_wait().unwrap().is_some() {
+            // It met one of our own looks.
+            child = trace(daemon, args);
         }
-        // It met one of our own looks.
-    }
+        is_busy(daemon)
+    });
+    child
 }
 
 /// Reads blocks until the trace has what it wants.
 fn until_found(mut trace: Child, client: &mut Client, mut lba: impl FnMut() -> u32) -> String {
+    let until = Instant::now() + PATIENCE;
     while trace.try_wait().unwrap().is_none() {
+        assert!(Instant::now() < until, "the trace does not end");
         let [a, b, c, d] = lba().to_be_bytes();
         let read = [0x28, 0, a, b, c, d, 0, 0, 2, 0];
         assert_eq!(client.command(&read, false, 1024, &[]).0, 0);

@@ -102,8 +102,12 @@ impl<T> Mailbox<T> {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::time::Instant;
 
     use super::*;
+
+    /// Time after which no message is expected any more.
+    const PATIENCE: Duration = Duration::from_secs(60);
 
     #[test]
     fn messages_end_a_park_whenever_they_come() {
@@ -119,7 +123,9 @@ mod tests {
         });
         let (mut got, mut batch) = (Vec::new(), Vec::new());
         while got.len() < 1000 {
-            mailbox.park(&[], None);
+            let begin = Instant::now();
+            mailbox.park(&[], Some(PATIENCE));
+            assert!(begin.elapsed() < PATIENCE, "no message has ended the park");
             mailbox.receive(&mut batch);
             got.append(&mut batch);
         }

@@ -221,8 +221,13 @@ impl Store {
 
 #[cfg(test)]
 mod tests {
+    use riser_testkit::{eventually, eventually_ok};
+
     use super::*;
     use crate::backend::{Direct, Source};
+
+    /// Longest wait for a thread that nothing holds up any longer.
+    const PATIENCE: Duration = Duration::from_secs(60);
 
     fn spec(path: PathBuf, size: u64) -> Spec {
         Spec {
@@ -263,9 +268,9 @@ mod tests {
         let error = store.grow_in_time(&larger, growth_until()).unwrap_err();
         assert!(error.to_string().contains("does not answer"), "{error}");
         drop(release);
-        while store.waiting.of(Purpose::Control).load(Ordering::Acquire) {
-            thread::sleep(Duration::from_millis(1));
-        }
+        eventually("the late one ends", PATIENCE, || {
+            !store.waiting.of(Purpose::Control).load(Ordering::Acquire)
+        });
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 1 << 20, "undone");
         assert_eq!(
             store.grow_in_time(&larger, growth_until()).unwrap(),
@@ -284,9 +289,7 @@ mod tests {
         assert!(store.measure_space().is_err());
         assert_eq!(store.space(), None);
         drop(release);
-        while store.measure_space().is_err() {
-            thread::sleep(Duration::from_millis(1));
-        }
+        eventually_ok("the room is measured", PATIENCE, || store.measure_space());
         assert!(store.space().is_some());
         store.undo();
     }

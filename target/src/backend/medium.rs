@@ -409,6 +409,8 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
+    use riser_testkit::eventually;
+
     use super::super::Store;
     use super::*;
 
@@ -433,6 +435,13 @@ mod tests {
         }
     }
 
+    /// Descriptors of this process that lead to a path.
+    fn descriptors_of(path: &Path) -> usize {
+        let all = std::fs::read_dir("/proc/self/fd").unwrap();
+        let leads = all.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+        leads.filter(|lead| lead == path).count()
+    }
+
     /// What is opened while another one has its lock, which then takes back what it has done to the file.
     fn after_undo(name: &str, before: Option<u64>) -> (PathBuf, Arc<Store>) {
         let path = path(name);
@@ -441,9 +450,14 @@ mod tests {
         }
         let spec = spec(path.clone());
         let first = Store::open(&spec).unwrap();
+        let before = descriptors_of(&path);
         let second = thread::spawn(move || Store::open(&spec));
-        // It waits for the lock now, or finds the file as it was at once.
-        thread::sleep(Duration::from_millis(200));
+        // It has found the file as it is, and cannot have its lock.
+        eventually(
+            "the second one opens the file",
+            Duration::from_secs(60),
+            || descriptors_of(&path) > before,
+        );
         first.undo();
         drop(first);
         (path, second.join().unwrap().unwrap())

@@ -358,6 +358,8 @@ impl Opening {
 
 #[cfg(test)]
 mod tests {
+    use riser_testkit::eventually;
+
     use super::*;
     use crate::backend::Direct;
     use crate::backend::waiting::is_waiting;
@@ -395,9 +397,9 @@ mod tests {
         let error = error.err().unwrap();
         assert!(error.to_string().contains("does not answer"), "{error}");
         release.send(()).unwrap();
-        while is_waiting(&path) {
-            thread::sleep(Duration::from_millis(1));
-        }
+        eventually("the late one ends", Duration::from_secs(60), || {
+            !is_waiting(&path)
+        });
         // What the late one has created is gone, its lock as well, and it can be opened.
         let wish = |backend: &str, is_known| Wish {
             backend: backend.into(),

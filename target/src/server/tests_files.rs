@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use riser_testkit::eventually_some;
+use riser_testkit::{eventually, eventually_ok, eventually_some};
 
 use super::handover::ServerState;
 use super::identities::{Identities, IdentityKeeper};
@@ -15,6 +15,9 @@ use super::reload::ChangeError;
 use super::{Keepers, Server, ServerError};
 use crate::backend::{HANGING_UNDO, Wish, open_all};
 use crate::config::Config;
+
+/// Longest wait for a file system that answers again.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Keeps names in memory.
 #[derive(Debug, Default)]
@@ -180,9 +183,9 @@ fn what_cannot_be_taken_back_now_is_taken_back_later() {
     let error = server.change(wanted.clone()).unwrap_err().to_string();
     assert!(error.contains("does not answer"), "{error}");
     drop(release);
-    while server.change(wanted.clone()).is_err() {
-        std::thread::yield_now();
-    }
+    eventually_ok("the file system answers", PATIENCE, || {
+        server.change(wanted.clone())
+    });
     assert_eq!(dir.len("new"), Some(2 << 20));
 
     // Nor what was opened and is not served.
@@ -198,8 +201,6 @@ fn what_cannot_be_taken_back_now_is_taken_back_later() {
     drop(open_all(vec![wish]));
     assert!(dir.len("third").is_some(), "the thread waits");
     drop(release);
-    while dir.len("third").is_some() {
-        std::thread::yield_now();
-    }
+    eventually("it is taken back", PATIENCE, || dir.len("third").is_none());
     server.shutdown().unwrap();
 }

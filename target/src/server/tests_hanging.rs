@@ -1,6 +1,9 @@
 //! Control of a server with a disk whose file system does not answer.
 
 use std::sync::Arc;
+use std::time::Duration;
+
+use riser_testkit::eventually_ok;
 
 use super::Server;
 use crate::backend::look;
@@ -59,9 +62,9 @@ fn a_file_system_that_does_not_answer_stops_no_one_else() {
     assert!(a.space().is_none() && b.space().is_some());
 
     drop(release);
-    while server.rescan().is_err() {
-        std::thread::yield_now();
-    }
+    eventually_ok("the file system answers", Duration::from_secs(60), || {
+        server.rescan()
+    });
     server.change(config(&dir, "2MiB")).unwrap();
     assert_eq!(server.capacity_of("a"), Some(2 << 20));
     drop((a, b));

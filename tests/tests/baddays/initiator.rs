@@ -161,13 +161,16 @@ fn an_operation_waits_for_its_target_as_long_as_it_was_asked_to() {
     }
     pair.kill();
     let [short, long] = &mut disks;
-    let begin = Instant::now();
-    let failed = short.read(0, &mut bytes).unwrap_err();
-    assert_eq!(failed.errno, libc::EIO, "{failed:?}");
-    assert!(begin.elapsed() < PATIENCE, "its time-out is finite");
     std::thread::scope(|scope| {
         let waiting = scope.spawn(move || long.read(0, &mut [0; 512]).map_err(|e| e.errno));
-        std::thread::sleep(Duration::from_secs(2));
+        eventually("the long one waits", || {
+            list(&pair)[1]["link"]["pending"]["operations"] == 1
+        });
+        let begin = Instant::now();
+        let failed = short.read(0, &mut bytes).unwrap_err();
+        assert_eq!(failed.errno, libc::EIO, "{failed:?}");
+        assert!(begin.elapsed() < PATIENCE, "its time-out is finite");
+        // It began before the short one, and waits longer.
         assert!(!waiting.is_finished());
         pair.serve();
         assert_eq!(waiting.join().unwrap(), Ok(()));

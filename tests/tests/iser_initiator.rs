@@ -2,7 +2,7 @@
 
 #![allow(missing_docs, reason = "a test")]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{IoData, LinkState, ScsiIo, Session};
@@ -171,7 +171,6 @@ fn an_attached_disk_keeps_what_is_written() {
     pair.kill();
     pair.serve();
     load.join().unwrap();
-    let began = Instant::now();
+    // It fails if the process does not end within `--timeout`.
     pair.riser(&["detach", &socket]);
-    assert!(began.elapsed() < Duration::from_secs(20));
 }

@@ -101,13 +101,12 @@ fn a_file_system_whose_target_is_gone_is_detached_at_once() {
     eventually("the target is down", Duration::from_secs(60), || {
         pair.riser(&["list"]).contains(" down ")
     });
-    let begin = std::time::Instant::now();
+    // Operations never end by themselves, so neither of the two waits for one.
     let refused = pair.command(&["detach", &dir]).output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(4), "{said}");
     assert!(said.contains("not written back"), "{said}");
     pair.riser(&["detach", &dir, "--force"]);
-    assert!(begin.elapsed() < std::time::Duration::from_secs(20));
     assert_eq!(pair.riser(&["list", "-o", "json"]).trim(), "[]");
     let left = fs::read_dir(pair.path("state")).unwrap();
     let left = left.filter_map(|e| e.ok()?.file_name().into_string().ok());

@@ -234,7 +234,11 @@ fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
     let mut pair = Pair::with_target(193, RAM, target);
     let url = "iscsi://127.0.193.1/iqn.2026-01.com.example:disk/0";
     let socket = pair.path("nbd");
-    attach_first(&pair, &["attach", url, "--nbd", &socket]);
+    // An operation would never end by itself, so nothing that succeeds here has waited for one.
+    attach_first(
+        &pair,
+        &["attach", url, "--nbd", &socket, "--io-timeout=never"],
+    );
     let mut disk = Nbd::connect(Path::new(&socket));
     disk.write(0, &[1; 512], false).unwrap();
     pair.kill();
@@ -242,7 +246,6 @@ fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
     eventually("one operation waits", || {
         list(&pair)[0]["link"]["pending"]["operations"] == 1
     });
-    let begin = Instant::now();
     let (code, _, errors) = ended(&mut pair.command(&["detach", "0"]));
     assert_eq!(code, 4, "{errors}");
     let lost = "1 operation fails, and acknowledged writes that were not flushed may be lost";
@@ -253,10 +256,6 @@ fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
     let (code, out, errors) = ended(&mut pair.command(&["detach", "0", "--force"]));
     assert_eq!(code, 0, "{errors}");
     assert!(out.contains(lost), "{out}");
-    assert!(
-        begin.elapsed() < Duration::from_secs(20),
-        "not the 60 s of an operation"
-    );
     // The waiting operation ends with an error, or with its connection.
     assert!(waiting.join().unwrap_or(true));
     assert_eq!(list(&pair), Value::Array(Vec::new()));

@@ -23,10 +23,6 @@ pub(crate) const TESTS: &[Test] = &[
     ("stress::events_reach_their_owner", events_reach_their_owner),
 ];
 
-/// Time that a connection may take to notice that its peer is gone: seven retries of the ACK timeout
-/// that the CM chooses, on an emulated machine.
-const NOTICE: Duration = Duration::from_secs(60);
-
 fn number(variable: &str) -> Option<usize> {
     std::env::var(variable).ok()?.parse().ok()
 }
@@ -168,13 +164,11 @@ fn busy(w: &mut Devices) -> (Side, Side) {
 
 /// Waits for the last of a side's four requests to end, and says how the first failed one did.
 fn first_error(w: &mut Devices, side: &Side) -> WcStatus {
-    let started = Instant::now();
     let mut out = Vec::new();
     w.until("the end of all work", |w| {
         w.provider(side.end).poll_cq(side.cq, 8, &mut out).unwrap();
         (out.len() == 4).then_some(())
     });
-    assert!(started.elapsed() < NOTICE);
     let error = out.iter().find(|c| !c.status.is_ok());
     error.expect("work that the cut ended").status
 }

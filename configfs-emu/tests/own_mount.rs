@@ -50,7 +50,7 @@ fn a_backend_below_the_tree_itself_is_refused() {
     }
     // The tree still answers, and the daemon was given nothing.
     assert!(fs::read_dir(config.join("target/core")).unwrap().count() > 0);
-    assert_eq!(rig.told.lock().unwrap().len(), 0);
+    assert_eq!(rig.given.lock().unwrap().len(), 0);
     // Nor does the daemon open what it is given by others.
     for path in [config.join("target/disk"), link.join("disk")] {
         let spec = Spec {

@@ -5,10 +5,10 @@ mod rig;
 use rig::{Rig, parse, script};
 use serde_json::{Value, json};
 
-/// Whatever was ever served.
+/// All that was ever served.
 fn ever(rig: &Rig, key: &str) -> Vec<Value> {
-    let told = rig.told.lock().unwrap();
-    told.iter().map(|d| d[key].clone()).collect()
+    let given = rig.given.lock().unwrap();
+    given.iter().map(|d| d[key].clone()).collect()
 }
 
 #[test]
@@ -20,10 +20,10 @@ fn rtslib_configures_saves_and_restores() {
         "/usr/bin/python3 {}",
         script("rtslib.py").display()
     ));
-    let told = rig.last();
-    let config = parse(&told).unwrap();
+    let given = rig.last();
+    let config = parse(&given).unwrap();
     assert_eq!(config.backends.len(), 3);
-    let disk = &told["backends"]["fileio_0:disk"];
+    let disk = &given["backends"]["fileio_0:disk"];
     assert_eq!(disk["serial"], "5a0e1b2c-0000-4000-8000-0123456789ab");
     assert_eq!(disk["naa"], "60014055a0e1b2c00004000800001234");
     assert_eq!(
@@ -31,7 +31,7 @@ fn rtslib_configures_saves_and_restores() {
         (&json!("disk"), &json!("on"))
     );
     assert_eq!(
-        told["targets"][0],
+        given["targets"][0],
         json!({
             "name": "iqn.2003-01.org.linux-iscsi.host.x8664:sn.0123456789ab",
             "iqn": "iqn.2003-01.org.linux-iscsi.host.x8664:sn.0123456789ab",
@@ -51,8 +51,11 @@ fn rtslib_configures_saves_and_restores() {
             },
         })
     );
-    assert_eq!(told["targets"][1]["portals"][0]["listen"], "127.0.0.1:5555");
-    assert_eq!(told["discovery_chap"]["users"][0]["name"], "finder");
+    assert_eq!(
+        given["targets"][1]["portals"][0]["listen"],
+        "127.0.0.1:5555"
+    );
+    assert_eq!(given["discovery_chap"]["users"][0]["name"], "finder");
 }
 
 #[test]

@@ -75,7 +75,7 @@ impl Drop for Home {
 }
 
 #[test]
-fn help_tells_every_verb_and_every_exit_status() {
+fn help_names_every_verb_and_every_exit_status() {
     let home = Home::new();
     let help = home.ok(&["--help"]);
     for want in [
@@ -322,7 +322,7 @@ fn what_a_killed_process_leaves_is_cleaned_up() {
 }
 
 #[test]
-fn a_fuse_attachment_is_a_file_until_somebody_unmounts_it() {
+fn a_fuse_attachment_is_a_file_until_a_user_unmounts_it() {
     let home = Home::new();
     if !Path::new("/dev/fuse").exists() {
         return skip("FUSE", "there is no /dev/fuse");

@@ -9,7 +9,7 @@ use riser_testkit::daemon::{Daemon, RISERD, ask};
 use riser_testkit::eventually;
 
 #[test]
-fn a_daemon_tells_what_it_serves_and_applies_its_file_again() {
+fn a_daemon_reports_what_it_serves_and_applies_its_file_again() {
     let daemon = Daemon::start("serves", "127.81.0.1");
     let status = daemon.json("status");
     assert_eq!(status["pid"], daemon.process.id());
@@ -267,8 +267,8 @@ fn a_configuration_is_changed_by_patches() {
     };
     let merge = "application/merge-patch+json";
     let more = r#"{ "backends": { "c": { "kind": "ram", "size": "4MiB" } } }"#;
-    let told = send("POST /v1/diff", merge, more);
-    assert!(told.contains("\"path\":\"/backends/c\""), "{told}");
+    let diff = send("POST /v1/diff", merge, more);
+    assert!(diff.contains("\"path\":\"/backends/c\""), "{diff}");
     assert!(!daemon.http("GET /v1/config").contains("4MiB"));
     let done = send("PATCH /v1/config", merge, more);
     assert!(done.starts_with("HTTP/1.1 200 "), "{done}");
@@ -371,7 +371,7 @@ fn an_admin_socket_that_cannot_be_bound_is_served_later() {
 }
 
 #[test]
-fn names_are_those_that_are_kept_whatever_the_host_is_called_now() {
+fn names_are_those_that_are_kept_after_the_host_is_renamed() {
     let mut daemon = Daemon::start("kept-names", "127.81.0.9");
     daemon.kill();
     // As if the host had been another one when it served for the first time.

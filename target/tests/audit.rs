@@ -81,7 +81,7 @@ fn check(line: &Value, protocol: &str, portal: &str, target: Option<&str>) {
 }
 
 #[test]
-fn iscsi_logins_their_ends_and_denials_are_told_once() {
+fn iscsi_logins_their_ends_and_denials_are_reported_once() {
     let daemon = daemon("audit-iscsi", 1, "open");
     let to = SocketAddr::new(host(1), 3260);
     let portal = to.to_string();
@@ -159,7 +159,7 @@ fn a_name_that_another_user_has_is_refused_with_both_identities() {
 }
 
 #[test]
-fn iser_logins_discovery_and_logouts_are_told_once() {
+fn iser_logins_discovery_and_logouts_are_reported_once() {
     let daemon = daemon("audit-iser", 2, "open");
     let to = SocketAddr::new(host(2), 3260);
     let portal = to.to_string();
@@ -180,7 +180,7 @@ fn iser_logins_discovery_and_logouts_are_told_once() {
 }
 
 #[test]
-fn srp_logins_their_ends_and_denials_are_told_once() {
+fn srp_logins_their_ends_and_denials_are_reported_once() {
     let daemon = daemon("audit-srp", 3, "[{ address: 127.83.0.103 }]");
     let to = SocketAddr::new(host(3), 5555);
     let portal = to.to_string();

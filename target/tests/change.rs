@@ -231,7 +231,7 @@ fn limits_are_those_of_a_name_or_an_address_as_the_rule_says() {
 }
 
 #[test]
-fn whoever_may_not_log_in_any_more_is_logged_out() {
+fn an_initiator_that_may_not_log_in_any_longer_is_logged_out() {
     let image = Image::new("access");
     let mut server = Server::start(&text(3, &image, "{ 0: d }", "access: open")).unwrap();
     let (mut out, mut stays) = (connect(&server, 3, 2), connect(&server, 3, 3));
@@ -476,8 +476,8 @@ fn slow_writes() -> Arc<Faults> {
     }]))
 }
 
-/// By a number that has moved, the error handling of commands at the unit before ends nobody's commands at the new
-/// one, but the initiator's own.
+/// By a number that has moved, the error handling of commands at the unit before ends no commands at the new
+/// one but the initiator's own.
 #[test]
 fn functions_for_a_number_that_has_moved_leave_others_alone() {
     let image = Image::new("others");

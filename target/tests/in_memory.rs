@@ -623,7 +623,7 @@ fn register(mini: &mut Mini<Endpoint>, tag: u64) {
 
 /// However many changes of reservations some hosts ask for, another's is made.
 #[test]
-fn a_flood_of_registrations_refuses_nobody_s() {
+fn a_flood_of_registrations_leaves_room_for_others() {
     let config = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
     let keeper = Arc::new(Held::default());
     let shared = build_shared(&config, Some(keeper.clone())).unwrap();
@@ -922,7 +922,7 @@ fn a_connection_for_which_there_is_no_room_is_counted() {
     drop(initiators);
 }
 
-/// The last receive is in the last full batch then: the channel has let go of everything before the
+/// The last receive is in the last full batch then: the channel has released everything before the
 /// connection could be accepted.
 #[test]
 fn a_login_is_refused_while_its_device_dies() {

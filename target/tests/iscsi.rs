@@ -434,7 +434,7 @@ fn held(peers: &mut Vec<TcpStream>) -> usize {
 /// A peer that opens thousands of connections, and says nothing, or the start of a login, gets a
 /// bounded number; sessions that are there go on, and others can log in from elsewhere.
 #[test]
-fn connections_that_do_not_log_in_are_bounded_and_harm_nobody() {
+fn connections_that_do_not_log_in_are_bounded_and_harm_no_other() {
     let port = free_port();
     let text = format!("{}limits: {{ max_sessions: 8 }}\n", text(port));
     let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();

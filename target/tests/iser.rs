@@ -108,7 +108,7 @@ fn round_trips<P: Provider>(client: &mut Client<P>, unsolicited: bool, pump: Pum
 
 /// Requests from forged addresses, whose senders do not see the answers, do not block others.
 #[test]
-fn requests_that_are_never_confirmed_keep_nobody_from_logging_in() {
+fn requests_that_are_never_confirmed_keep_no_initiator_from_logging_in() {
     let mut world = World::new(FaultConfig::default(), "");
     for n in 2..=75 {
         let mut dev = world.client(n);

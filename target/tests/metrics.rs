@@ -111,7 +111,7 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
 
 /// The daemon samples by itself; an asker gets what is new to it.
 #[test]
-fn the_last_minutes_and_events_are_told_once() {
+fn the_last_minutes_and_events_are_reported_once() {
     const LISTEN: &str = "127.81.1.5:9909";
     let daemon = Daemon::start("recent", "127.81.1.5");
     add(&daemon, &format!("metrics: {{ listen: \"{LISTEN}\" }}"));

@@ -251,10 +251,10 @@ fn a_program_that_is_gone_at_the_last_moment_leaves_the_old_one_serving() {
 }
 
 #[test]
-fn a_hand_over_that_is_of_no_use_is_told_and_the_start_is_an_ordinary_one() {
+fn a_hand_over_that_is_of_no_use_is_reported_and_the_start_is_an_ordinary_one() {
     let mut daemon = Daemon::start("broken", "127.81.0.23");
     let log = daemon.dir.join("log");
-    for (will, told, why) in [
+    for (state, descriptors, why) in [
         ("garbage", "$$:9", Some("it is garbled")),
         ("", "$$:9", Some("it is garbled")),
         (
@@ -269,12 +269,14 @@ fn a_hand_over_that_is_of_no_use_is_told_and_the_start_is_an_ordinary_one() {
         ("garbage", "1:9", None),
     ] {
         daemon.kill();
-        let path = daemon.dir.join("will");
-        fs::write(&path, will).unwrap();
+        let path = daemon.dir.join("handover");
+        fs::write(&path, state).unwrap();
         let mut command = Command::new("sh");
         command
             .arg("-c")
-            .arg(format!("RISERD_HANDOVER={told} exec \"$@\" 9<\"$0\""))
+            .arg(format!(
+                "RISERD_HANDOVER={descriptors} exec \"$@\" 9<\"$0\""
+            ))
             .arg(&path)
             .args([&**RISERD, "run", "--config"])
             .arg(daemon.dir.join("riserd.yaml"))
@@ -296,7 +298,7 @@ fn a_hand_over_that_is_of_no_use_is_told_and_the_start_is_an_ordinary_one() {
 }
 
 #[test]
-fn the_service_manager_is_told() {
+fn the_service_manager_is_notified() {
     let mut daemon = Daemon::start("notify", "127.81.0.24");
     daemon.kill();
     let path = daemon.dir.join("notify");

@@ -303,7 +303,7 @@ fn between(daemon: &Daemon, connections: usize, before: impl Fn(usize) + Send + 
 }
 
 #[test]
-fn whoever_comes_in_between_loses_nothing() {
+fn a_user_who_comes_in_between_loses_nothing() {
     let daemon = Daemon::start_empty("between");
     build(&daemon, "127.82.0.4");
     let keys = ["address=127.0.0.1", "address=127.0.0.2"];

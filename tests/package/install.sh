@@ -145,7 +145,7 @@ done
 grep -Eq '^NoNewPrivs:[[:space:]]1$' "/proc/$(main_pid)/status" || fail "riserd may gain privileges"
 # Of 100; it is 20 with systemd 252.
 systemd-analyze security --no-pager --threshold=25 riserd | tail -n 1
-# What attaches disks mounts them, and has no more to do with root than that.
+# What attaches disks mounts them, and has nothing else to do with root.
 attached=$(systemctl show -P MainPID riser@disk0)
 grep -Eq '^NoNewPrivs:[[:space:]]1$' "/proc/$attached/status" || fail "riser may gain privileges"
 systemd-analyze security --no-pager --threshold=55 riser@disk0 | tail -n 1

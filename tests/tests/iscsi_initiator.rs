@@ -79,7 +79,7 @@ fn every_way_of_moving_data_moves_the_same() {
 }
 
 #[test]
-fn both_sides_prove_themselves_or_nobody_gets_in() {
+fn both_sides_prove_themselves_or_no_session_begins() {
     let rig = Rig::tcp(83, "{ kind: ram, size: 1MiB }", CHAP);
     let me = format!("me%{SECRET}@");
     let you = format!("?target_user=you&target_password={TARGET_SECRET}");
@@ -106,7 +106,7 @@ fn both_sides_prove_themselves_or_nobody_gets_in() {
 }
 
 #[test]
-fn a_portal_tells_its_targets() {
+fn a_portal_names_its_targets() {
     let rig = Rig::tcp(84, "{ kind: ram, size: 1MiB }", "");
     let url = rig.url("", "");
     let found = block_on(rig.client.discover_targets(&url)).unwrap();

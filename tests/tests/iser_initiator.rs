@@ -112,7 +112,7 @@ fn a_lossy_wire_loses_nothing() {
 }
 
 #[test]
-fn a_portal_tells_its_targets_and_asks_for_proof() {
+fn a_portal_names_its_targets_and_asks_for_proof() {
     let rig = Rig::iser(95, "{ kind: ram, size: 1MiB }", CHAP, None);
     let me = format!("me%{SECRET}@");
     let found = block_on(rig.client.discover_targets(&rig.url(&me, ""))).unwrap();

@@ -44,7 +44,7 @@ fn receive(stream: &mut TcpStream) -> [u8; 48] {
 
 /// What happens rarely, once: a login that fails, a function of task management, a command that fails.
 fn rare_events(served: &Metered) {
-    let (_, status) = log_in(&served.host, "iqn.2026-01.com.example:nobody");
+    let (_, status) = log_in(&served.host, "iqn.2026-01.com.example:absent");
     assert_eq!(status, 2, "there is no such target");
     let (mut stream, status) = log_in(&served.host, &served.iqn);
     assert_eq!(status, 0);

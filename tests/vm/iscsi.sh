@@ -10,7 +10,7 @@ tcp) PROTOCOL=iscsi MODULE=iscsi_tcp IFACE=default CAPTURED="-s 0 -c 10000 tcp p
 iser) PROTOCOL=iser MODULE=ib_iser IFACE=iser CAPTURED="-s 1000 -c 100000 udp port 4791" ;;
 esac
 
-# Two hosts, one disk of so many MiB, the kernel's initiator. What follows are lines of the target's
+# Two hosts, one disk of this many MiB, the kernel's initiator. What follows are lines of the target's
 # configuration.
 iscsi_rig() {
     local size=$1
@@ -37,7 +37,7 @@ iscsi_config() {
     echo "    iqn: $IQN"
     echo "    portals:"
     for address in $addresses; do echo "      - { protocol: $PROTOCOL, listen: $address }"; done
-    # Discovery is over TCP whatever carries the sessions.
+    # Discovery is over TCP for sessions of any transport.
     [ $PROTOCOL = iscsi ] || echo "      - { protocol: iscsi, listen: 10.99.0.2 }"
     echo "    luns: { 0: disk0 }"
     echo "    access: open"
@@ -77,8 +77,8 @@ iscsi_set() {
 
 # One attempt to log in; the exit status of iscsiadm. rdma_rxe (6.12) handles answers and acknowledgements
 # side by side, so an answer may overtake the acknowledgement of what it answers; ib_iser then finds its
-# only login task in use for as long as the session lives. Nobody has been refused or let in by that, so
-# another session is made.
+# only login task in use for as long as the session lives. No login has been refused or accepted by that,
+# so another session is made.
 iscsi_attempt() {
     local status left=3 before
     [ $IFACE = default ] || iscsi_set node.session.initial_login_retry_max 1

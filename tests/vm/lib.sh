@@ -11,7 +11,7 @@ fail() {
     exit 1
 }
 
-# Waits until a command succeeds, for so many seconds.
+# Waits until a command succeeds, for this many seconds.
 wait_for() {
     local seconds=$1
     shift
@@ -180,7 +180,7 @@ serve_again() {
     wait_for 30 riserd_is_up "${before:-0}"
 }
 
-# Whether it has said once more than so many times that it serves.
+# Whether it has said more often than this that it serves.
 riserd_is_up() {
     kill -0 "$RISERD" && [ "$(grep -c ' serving ' "$KEEP/riserd.log")" -gt "$1" ]
 }
@@ -263,7 +263,7 @@ srp_logout() {
 }
 
 # Whether the last host of ib_srp has gone, with its disks flushed. The driver's own attributes of a
-# host go first of all, before the disks do, so they do not tell.
+# host go first of all, before the disks do, so they say nothing.
 no_hosts() {
     ! grep -qs ib_srp /sys/class/scsi_host/host*/proc_name
 }
@@ -352,8 +352,8 @@ srp_port() {
     done
 }
 
-# Starts verified random writes in the background, so many per second for so many seconds. No error
-# is allowed. load DEVICE SECONDS [fio arguments …]
+# Starts verified random writes in the background, with a fixed rate and time. No error is allowed.
+# load DEVICE SECONDS [fio arguments …]
 load() {
     local device=$1 seconds=$2
     shift 2
@@ -401,7 +401,7 @@ multipath_table() {
     echo "0 $sectors multipath 3 queue_if_no_path queue_mode $1 0 1 1 service-time 0 ${#disks[@]} 1 ${disks[*]/%/ 1}"
 }
 
-# Ends it, and whatever still waits in it.
+# Ends it, and all that still waits in it.
 multipath_end() {
     dmsetup message paths 0 fail_if_no_path 2>/dev/null || true
     dmsetup remove --retry paths 2>/dev/null || true
@@ -571,7 +571,7 @@ riser_on() {
     local provider=$1
     shift
     case $provider in
-    # Not on_peer: mounts made in there would be seen by nobody else.
+    # Not on_peer: mounts made in there would be seen by no other process.
     roce) RISER_PROVIDER=roce nsenter --net=/run/netns/peer "$RISER_BIN/riser" "$@" ;;
     rdma_core) RISER_PROVIDER=rdma_core "$RISER_BIN/riser" "$@" ;;
     esac

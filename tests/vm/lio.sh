@@ -90,7 +90,7 @@ find_and_describe() {
             cmp /tmp/in /tmp/out
         done
         refused $provider 5 "no such logical unit" read "$(lio_lun 9)"
-        refused $provider 3 'log in' read "$SCHEME://10.99.0.1/iqn.2026-01.com.example:nobody/0"
+        refused $provider 3 'log in' read "$SCHEME://10.99.0.1/iqn.2026-01.com.example:absent/0"
     done
 }
 

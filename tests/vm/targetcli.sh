@@ -64,8 +64,8 @@ know_secret() {
 }
 
 # What a tree says of a disk that the host has reserved, with ISID in place of the session's:
-# tell_reservations ADDRESS RUN FILE, where RUN is how a command meets the tree
-tell_reservations() {
+# report_reservations ADDRESS RUN FILE, where RUN is how a command meets the tree
+report_reservations() {
     local portal=$1:3260 files=$TREE/core/fileio_0/img/pr/res_*
     IFACE=default
     iscsi_node "$portal"
@@ -81,7 +81,7 @@ tell_reservations() {
     iscsi_logout
     iscsiadm -m node -T $IQN -o delete
     sed -E "s/,i,0x[0-9a-f]{12}/,i,ISID/" /tmp/reserved >"$3"
-    grep -q "Initiator: $HOST,i,ISID" "$3" || fail "nobody has reserved the disk"
+    grep -q "Initiator: $HOST,i,ISID" "$3" || fail "the host has not reserved the disk"
 }
 
 # The kernel's target: its answers go to lio.txt.
@@ -97,7 +97,7 @@ ask_lio() {
     # Not every question leaves things as they were. The kernel writes reservations down, or has none.
     mkdir -p /etc/rtslib-fb-target/pr
     cli_session 10.99.0.1 | on_lio targetcli
-    tell_reservations 10.99.0.1 "sh -c" "$KEEP/lio-reserved.txt"
+    report_reservations 10.99.0.1 "sh -c" "$KEEP/lio-reserved.txt"
     clear_lio
 }
 
@@ -157,19 +157,19 @@ use_it() {
 
 # Reads files of riserd's tree, for `says` and `counts`: read_tree FILE …
 read_tree() {
-    on_riserd "cd $TREE && grep -H '' $*" >/tmp/told
-    cat /tmp/told
+    on_riserd "cd $TREE && grep -H '' $*" >/tmp/values
+    cat /tmp/values
 }
 
 # A file that was read says this: says FILE TEXT
 says() {
-    grep -qFx "$1:$2" /tmp/told || fail "$1 does not say $2"
+    grep -qFx "$1:$2" /tmp/values || fail "$1 does not say $2"
 }
 
 # What a file that was read says.
 said() {
     local said
-    said=$(grep -F "$1:" /tmp/told) || fail "$1 was not read"
+    said=$(grep -F "$1:" /tmp/values) || fail "$1 was not read"
     echo "${said##*:}"
 }
 
@@ -181,7 +181,7 @@ counts() {
     [ "$said" -ge "$2" ] && [ "$said" -lt $((2 * $2)) ] || fail "$1 is $said, not $2 or a little more"
 }
 
-# Nobody without the secret is let in; a session is shown while it lasts.
+# No initiator without the secret is let in; a session is shown while it lasts.
 sessions_are_shown() {
     local acl=iscsi/$IQN/tpgt_1/acls/$HOST
     IFACE=default
@@ -253,7 +253,7 @@ serve_by_targetcli() {
     GUID=$(on_peer "$RISER_BIN/riserd" check -o json /tmp/saved.yaml |
         python3 -c 'import json,sys; print([p["ioc_guid"] for t in json.load(sys.stdin)["targets"] for p in t["portals"] if p["protocol"] == "srp"][0].removeprefix("0x"))')
     load_srp
-    tell_reservations 10.99.0.2 on_riserd "$KEEP/riserd-reserved.txt"
+    report_reservations 10.99.0.2 on_riserd "$KEEP/riserd-reserved.txt"
     diff "$KEEP/lio-reserved.txt" "$KEEP/riserd-reserved.txt" || differs=yes
     sessions_are_shown
     use_it

@@ -233,7 +233,7 @@ mod only {
     }
 
     #[test]
-    fn a_peer_has_only_so_many_queue_pairs() {
+    fn a_peer_has_a_limited_number_of_queue_pairs() {
         let mut w = Virtual::new(FabricConfig {
             limits: NicLimits {
                 max_qps_per_peer: 1,
@@ -286,7 +286,7 @@ mod only {
     }
 
     #[test]
-    fn an_event_that_no_descriptor_tells_of_is_due() {
+    fn an_event_that_no_descriptor_signals_is_due() {
         let (here, there) = addresses();
         let mut nic = Roce::open(&RoceConfig::new(here)).unwrap();
         nic.progress(Instant::now());

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 pub(crate) use riser_testkit::skip::skip;
 
-/// What a daemon was told, in order.
+/// Configurations that a daemon was given, in order.
 pub(crate) type LiveSource = Arc<Mutex<Vec<Value>>>;
 
 /// A daemon that takes everything and remembers it.
@@ -31,16 +31,16 @@ impl Daemon for Memory {
     }
 }
 
-/// What was told last; an empty configuration before that.
-fn last(told: &LiveSource) -> Value {
-    let told = told.lock().unwrap();
+/// The configuration that was given last; an empty one before that.
+fn last(given: &LiveSource) -> Value {
+    let given = given.lock().unwrap();
     let empty = || json!({ "backends": {}, "targets": [] });
-    told.last().cloned().unwrap_or_else(empty)
+    given.last().cloned().unwrap_or_else(empty)
 }
 
 /// A mounted tree with a folder of its own.
 pub(crate) struct Rig {
-    pub(crate) told: LiveSource,
+    pub(crate) given: LiveSource,
     pub(crate) folder: PathBuf,
     mount: Option<Mount>,
 }
@@ -77,17 +77,17 @@ impl Rig {
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(folder.join("config")).unwrap();
         fs::create_dir_all(folder.join("etc/backup")).unwrap();
-        let told = LiveSource::default();
+        let given = LiveSource::default();
         let engine = Engine::new(
-            "nobody-knows-this-secret".to_owned(),
+            "a-secret-of-no-one-else".to_owned(),
             Box::new(Host::new(())),
-            Box::new(Memory(told.clone())),
+            Box::new(Memory(given.clone())),
         )
         .unwrap();
         let engine = Arc::new(Mutex::new(engine));
         let mount = Mount::new(engine, &folder.join("config")).unwrap();
         Some(Self {
-            told,
+            given,
             folder,
             mount: Some(mount),
         })
@@ -118,7 +118,7 @@ impl Rig {
 
     /// The configuration that the daemon was given last.
     pub(crate) fn last(&self) -> Value {
-        last(&self.told)
+        last(&self.given)
     }
 }
 
@@ -133,7 +133,7 @@ impl Drop for Rig {
 
 /// What a configuration means, or why it means nothing.
 pub(crate) fn parse(document: &Value) -> Result<riser_config::Config, String> {
-    riser_config::Config::parse(&document.to_string(), "told").map_err(|e| e.to_string())
+    riser_config::Config::parse(&document.to_string(), "given").map_err(|e| e.to_string())
 }
 
 /// The path of a script beside this file.

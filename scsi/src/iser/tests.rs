@@ -94,7 +94,7 @@ fn other_types_of_message_are_refused() {
 }
 
 #[test]
-fn private_data_tell_what_is_not_used() {
+fn private_data_say_what_is_not_used() {
     let offers = |zero_based, remote_invalidate| CmHeader {
         zero_based,
         remote_invalidate,

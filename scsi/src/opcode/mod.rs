@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_codes_and_actions_are_told_apart() {
+    fn unknown_codes_and_actions_are_distinguished() {
         assert!(Opcode::of(&[]).is(&UNKNOWN));
         assert!(Opcode::of(&[0xff]).is(&UNKNOWN));
         assert!(Opcode::of(&[0x9e, 0x11]).is(&UNKNOWN_ACTION));

@@ -45,7 +45,7 @@ fn compare_and_write_writes_where_everything_is_equal() {
 }
 
 #[test]
-fn compare_and_write_tells_where_the_first_difference_is() {
+fn compare_and_write_reports_where_the_first_difference_is() {
     for at in [0_usize, 511, 512, 8191, 8192, 20 * 512 - 1] {
         let mut rig = Rig::new();
         let before = rig.disk.clone();

@@ -464,7 +464,7 @@ fn write_same_refusals() {
 }
 
 #[test]
-fn lba_status_tells_extents() {
+fn lba_status_reports_extents() {
     let mut rig = Rig::new();
     unmap(&mut rig, &[(4, 2)]).good();
     // GET LBA STATUS from LBA 1, room for three descriptors.

@@ -87,7 +87,7 @@ fn select6(rig: &mut Rig, pages: &[u8]) -> super::Outcome {
 }
 
 #[test]
-fn turning_the_cache_off_flushes_and_tells_others() {
+fn turning_the_cache_off_flushes_and_notifies_others() {
     let mut rig = Rig::new();
     let mut off = CACHING;
     off[2] = 0;
@@ -104,7 +104,7 @@ fn turning_the_cache_off_flushes_and_tells_others() {
     rig.run(A, &[0; 6], &[], 0).good();
     assert_eq!(rig.run(B, &[0; 6], &[], 0).check(), (6, 0x2a, 1));
     rig.run(B, &[0; 6], &[], 0).good();
-    // The same again changes nothing and tells nobody.
+    // The same again changes nothing and notifies no other.
     assert!(select6(&mut rig, &off).good().ops.is_empty());
     rig.run(B, &[0; 6], &[], 0).good();
     // A reset restores the default.

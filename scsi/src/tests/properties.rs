@@ -188,7 +188,7 @@ impl Reference {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// No CDB panics or runs on without end, whatever buffers come with it.
+    /// No CDB panics or runs on without end, with any buffers.
     /// The rig checks residuals, ranges and buffer bounds on the way.
     #[test]
     fn any_cdb_ends_in_a_response(

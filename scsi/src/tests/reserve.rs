@@ -118,7 +118,7 @@ fn registrations_need_their_keys() {
     conflict(&out(&mut rig, A, RESERVE, 1, 6, 0));
     out(&mut rig, A, REGISTER, 0, 7, 0).good();
     assert_eq!(keys(&mut rig), (4, vec![]));
-    // The length of a list is told whole however little there is room for.
+    // The length of a list is reported whole however little there is room for.
     out(&mut rig, A, REGISTER, 0, 0, 5).good();
     let short = rig.send(&[0x5e, 0, 0, 0, 0, 0, 0, 0, 8, 0]).good();
     assert_eq!(short.data[4..], [0, 0, 0, 8]);
@@ -138,7 +138,7 @@ fn a_registration_outlives_its_nexus() {
 }
 
 #[test]
-fn releases_tell_the_registrants() {
+fn releases_notify_the_registrants() {
     let mut rig = registered();
     out(&mut rig, A, RESERVE, 5, 0xa, 0).good();
     out(&mut rig, B, RELEASE, 5, 0xb, 0).good();

@@ -97,7 +97,7 @@ fn a_changed_capacity_is_announced_and_used() {
 }
 
 #[test]
-fn a_stop_takes_the_unit_from_nobody_unless_configured() {
+fn a_stop_takes_the_unit_from_no_initiator_unless_configured() {
     let mut rig = Rig::new();
     let flush = BlockOp::Flush {
         offset: 0,
@@ -287,7 +287,7 @@ fn a_unit_is_shared_between_threads() {
         })
         .collect();
     for thread in threads {
-        // No attention is lost, whatever others do to the table meanwhile.
+        // No attention is lost by what others do to the table meanwhile.
         assert_eq!(thread.join().unwrap(), 1000);
     }
 }

@@ -304,7 +304,7 @@ fn a_block_is_whole_and_in_its_place() {
 }
 
 #[test]
-fn what_nobody_wrote_is_not_read() {
+fn what_was_never_written_is_not_read() {
     let mut disk = Disk::new();
     let mut other = Disk::new();
     for _ in 0..3 {

@@ -117,7 +117,7 @@ fn check_live(daemon: &Daemon, url: &str, options: &[&str], path: &str, slow: &s
 }
 
 #[test]
-fn a_limited_disk_is_as_fast_as_it_may_be_whoever_uses_it() {
+fn a_limited_disk_is_as_fast_as_it_may_be_over_any_protocol() {
     let mut daemon = Daemon::new(&config(196, ", limits: { iops: 4 }", "open"));
     daemon.serve();
     let (limited, free) = (urls("127.0.196.1", 0), urls("127.0.196.1", 1));

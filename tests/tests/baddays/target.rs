@@ -435,7 +435,7 @@ fn check_served(daemon: &Daemon, network: u8) {
 }
 
 #[test]
-fn a_second_daemon_is_refused_and_told_of_the_first() {
+fn a_second_daemon_is_refused_and_names_the_first() {
     let mut first = Daemon::new(&both_fabrics(190));
     first.serve();
     let pid = first.process.as_ref().unwrap().id();

@@ -30,7 +30,7 @@ for round in 1 2; do
     # Its image is free for others.
     wait_for 10 flock -n "$IMAGES/disk-more.img" true
 done
-grep -q 'LUN assignments on this target have changed' <(dmesg) || fail "the initiator was not told"
+grep -q 'LUN assignments on this target have changed' <(dmesg) || fail "the initiator was not notified"
 sed 's/max_transfer: 8MiB/max_transfer: 4MiB/' /tmp/one.yaml >/tmp/riserd.yaml
 kill -HUP "$RISERD"
 refused() { grep -q 'not applied.*limits.max_transfer changed' "$KEEP/riserd.log"; }

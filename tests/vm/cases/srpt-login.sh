@@ -1,5 +1,5 @@
 #: group: srpt
-#: about: riser finds and describes the disks of ib_srpt on both providers, and tells why it may not
+#: about: riser finds and describes the disks of ib_srpt on both providers, and reports why it may not
 #: limit: 480
 two_hosts
 trap kernel_target_clean EXIT

@@ -252,8 +252,8 @@ fn forge_ack(from: &UdpSocket, to: SocketAddr, qpn: u32, psn: Psn) {
 /// Answers to unused addresses of the link wait for these neighbours in the kernel, for seconds.
 /// Neither what is sent to a peer nor a peer that comes waits with them.
 #[test]
-fn answers_to_hosts_that_do_not_exist_hold_up_nobody() {
-    let test = "answers_to_hosts_that_do_not_exist_hold_up_nobody";
+fn answers_to_hosts_that_do_not_exist_hold_up_no_other() {
+    let test = "answers_to_hosts_that_do_not_exist_hold_up_no_other";
     let unprivileged: fn(&mut _) = |config: &mut riser_transport::roce::RoceConfig| {
         config.socket_buffer = 208 << 10;
     };
@@ -308,8 +308,8 @@ fn answers_to_hosts_that_do_not_exist_hold_up_nobody() {
 /// Packets repeated for peers that have gone wait for their neighbours in the kernel, again and
 /// again. What is sent to others does not wait with it.
 #[test]
-fn peers_that_have_gone_hold_up_nobody() {
-    let test = "peers_that_have_gone_hold_up_nobody";
+fn peers_that_have_gone_hold_up_no_other() {
+    let test = "peers_that_have_gone_hold_up_no_other";
     let unprivileged: fn(&mut _) = |config: &mut riser_transport::roce::RoceConfig| {
         config.socket_buffer = 208 << 10;
     };

@@ -111,7 +111,7 @@ pub(crate) fn a_refusal_brings_its_reason<W: World>(mut w: W) {
     w.provider(End::A).destroy_id(id).unwrap();
 }
 
-pub(crate) fn nobody_listens<W: World>(mut w: W) {
+pub(crate) fn no_peer_listens<W: World>(mut w: W) {
     let w = &mut w;
     let id = resolve(w, 4001);
     let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());

@@ -11,7 +11,7 @@ pub(crate) mod world;
 macro_rules! suite_names {
     ($then:ident, $given:tt) => {
         $crate::$then! { $given
-            objects: a_device_tells_what_it_is what_is_in_use_is_busy limits_hold
+            objects: a_device_reports_what_it_is what_is_in_use_is_busy limits_hold
                 a_queue_pair_goes_through_its_states datagrams;
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
                 a_chain_posts_up_to_the_first_bad_request fast_registration_and_remote_invalidation
@@ -20,7 +20,7 @@ macro_rules! suite_names {
                 a_shared_receive_queue_and_its_limit an_overrun_queue_is_an_event
                 notifications_come_when_armed the_send_queue_drains mixed_traffic many_connections
                 long_messages empty_messages;
-            cm: both_sides_hear_what_the_other_says a_refusal_brings_its_reason nobody_listens
+            cm: both_sides_hear_what_the_other_says a_refusal_brings_its_reason no_peer_listens
                 a_disconnect_reaches_both_sides both_disconnect_at_once
                 destroying_an_identifier_ends_its_connection calls_out_of_turn_are_refused
                 a_bare_service_id_takes_all_the_private_data a_full_backlog_makes_requests_wait

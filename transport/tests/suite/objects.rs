@@ -10,7 +10,7 @@ use riser_transport::verbs::Verbs as _;
 
 use crate::suite::world::{End, Wants, World, init_attr, objects};
 
-pub(crate) fn a_device_tells_what_it_is<W: World>(mut w: W) {
+pub(crate) fn a_device_reports_what_it_is<W: World>(mut w: W) {
     let addr = w.addr(End::A);
     let is_kernel = w.is_kernel(End::A);
     let p = w.provider(End::A);

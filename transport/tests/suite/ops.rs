@@ -211,10 +211,10 @@ pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
     ok(w, &b, WcOpcode::Write, 2);
     ok(w, &b, WcOpcode::Send, 3);
     let c = a.completion(w);
-    let is_told = w.provider(End::A).device_attr().reports_invalidation;
+    let is_reported = w.provider(End::A).device_attr().reports_invalidation;
     assert_eq!(
         (c.status, c.invalidated, c.wr_id),
-        (WcStatus::Success, is_told.then_some(key), WrId(5))
+        (WcStatus::Success, is_reported.then_some(key), WrId(5))
     );
     let got: Vec<_> = parts
         .iter()
@@ -222,7 +222,7 @@ pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
         .collect();
     assert_eq!(got, data);
     let attr = w.provider(End::A).query_mr(pool_mr.id).unwrap();
-    assert_eq!(attr.valid, !is_told);
+    assert_eq!(attr.valid, !is_reported);
     // The key is dead.
     b.send(w, 4, SendOp::Write(there), 0, 8);
     let c = b.completion(w);

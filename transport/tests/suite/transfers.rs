@@ -21,7 +21,7 @@ const REQUESTS: [(u64, &[(usize, usize)]); 3] = [
 pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
-    let is_told = w.provider(End::A).device_attr().reports_invalidation;
+    let is_reported = w.provider(End::A).device_attr().reports_invalidation;
     // Where a region is a window, it takes one segment.
     let segments = w
         .provider(End::A)
@@ -66,7 +66,7 @@ pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) 
         });
         let mut chain: Vec<_> = requests.collect();
         let answer_sge = [b.sge(0, 16)];
-        let op = match is_told {
+        let op = match is_reported {
             true => SendOp::SendInv(mr.rkey()),
             false => SendOp::Send,
         };
@@ -91,8 +91,8 @@ pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) 
             (WrId(round), WcOpcode::Send, WcStatus::Success)
         );
         let c = a.completion(w);
-        assert_eq!(c.invalidated, is_told.then_some(mr.rkey()));
-        if !is_told {
+        assert_eq!(c.invalidated, is_reported.then_some(mr.rkey()));
+        if !is_reported {
             // Where invalidation is not reported, one invalidates oneself.
             let inv = mr.inv_wr(WrId(9));
             w.provider(End::A).post_send(a.qp, &[inv]).unwrap();

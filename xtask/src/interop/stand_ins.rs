@@ -149,7 +149,7 @@ fn a_client_that_hangs_in_all_tests_but_the_fifth_fails() {
 }
 
 #[test]
-fn a_target_that_lets_nobody_in_fails() {
+fn a_target_that_lets_no_initiator_in_fails() {
     let table: String = (0..9).map(|n| format!("Some.Test{n} refused\n")).collect();
     if let Some((_, said)) = judged("refused", &table, Some(""), 60, JUDGE) {
         assert!(said.contains("five tests in a row had no answer"), "{said}");

@@ -153,7 +153,7 @@ fn one_exchange_is_enough_without_authentication() {
     assert!(joined.connection.digests.header && !joined.connection.digests.data);
 }
 
-/// libiscsi, with secrets that nobody asks for.
+/// libiscsi, with secrets that no target asks for.
 #[test]
 fn an_initiator_may_repeat_its_names_but_not_change_them() {
     let again = format!("{NAMES}InitiatorAlias=me\0SessionType=Normal\0");
@@ -554,9 +554,9 @@ fn mutual_chap_proves_both() {
 }
 
 proptest! {
-    /// Whatever is sent, the target answers within its bounds and lets nobody in without proof.
+    /// The target answers every login within its bounds, and lets no initiator in without proof.
     #[test]
-    fn nobody_gets_in_without_proof(
+    fn no_initiator_gets_in_without_proof(
         script in proptest::collection::vec((0..2_u8, 0..4_u8, proptest::collection::vec(0..24_usize, 0..6)), 1..12),
     ) {
         let words = ["AuthMethod=CHAP", "AuthMethod=None", "AuthMethod=CHAP,None", "CHAP_A=5", "CHAP_A=7,8",

@@ -61,7 +61,7 @@ fn head_of_queue_starts_at_once_and_holds_back_what_is_newer() {
 
 /// There is always one under way, and the others start all the same.
 #[test]
-fn head_of_queue_commands_that_overlap_starve_nobody() {
+fn head_of_queue_commands_that_overlap_starve_no_other() {
     for attribute in [Simple, Ordered] {
         let mut set = TaskSet::new(8, 8);
         let first = add(&mut set, A, 1, HeadOfQueue);

@@ -354,7 +354,7 @@ fn sums(seeds: u8, faults: Faults) -> (usize, usize) {
 }
 
 #[test]
-fn a_good_network_connects_whoever_is_not_refused() {
+fn a_good_network_connects_each_peer_that_is_not_refused() {
     let faults = Faults {
         loss: 0,
         duplication: 0,

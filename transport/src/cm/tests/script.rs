@@ -161,7 +161,7 @@ pub(super) fn a_peer_that_gave_up_takes_its_request_back() {
 }
 
 #[test]
-pub(super) fn nobody_listens() {
+pub(super) fn no_peer_listens() {
     let mut pair = Pair::new();
     let mut params = req_params(1, 2, 0x11);
     params.service_id = ServiceId(0x0106_0001);

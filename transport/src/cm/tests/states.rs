@@ -62,7 +62,7 @@ fn every_transition_is_taken() {
         script::events_carry_what_the_queue_pairs_need,
         script::a_req_is_repeated_as_often_as_it_says_and_then_given_up,
         script::a_peer_that_gave_up_takes_its_request_back,
-        script::nobody_listens,
+        script::no_peer_listens,
         script::masks_select_service_ids,
         script::requests_that_cannot_be_are_refused_with_the_field_to_blame,
         script::a_refusal_reaches_the_peer_and_is_repeated_for_a_repeated_request,

@@ -110,7 +110,7 @@ fn a_silent_peer_holds_its_place_for_a_bounded_time_and_gets_few_answers() {
 }
 
 #[test]
-fn a_peer_that_asks_for_time_gets_no_more_of_it() {
+fn a_peer_that_asks_for_more_time_does_not_get_it() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     pair.a

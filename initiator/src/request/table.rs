@@ -301,11 +301,25 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         until
     }
 
-    /// Some of the data that keep a request's memory have left: the rest has as long again.
-    pub(crate) fn on_retiring_progress(&mut self, index: u32, now: Instant) {
+    /// Data of a request have moved: what is missing (more data, the answer, the memory) has as long
+    /// again, up to the request's deadline. Linux counts the same way (`iscsi_eh_cmd_timed_out`).
+    pub(crate) fn on_progress(&mut self, index: u32, now: Instant) {
         let request = self.slab.get_mut(index as usize);
-        if let Some(RequestState::Retiring { until, .. }) = request.map(|r| &mut r.state) {
+        if let Some(RequestState::Started { until, .. } | RequestState::Retiring { until, .. }) =
+            request.map(|r| &mut r.state)
+        {
             *until = now + self.limits.attempt;
+        }
+    }
+
+    /// The same for each request that is on its way.
+    pub(crate) fn on_progress_where(&mut self, is: impl Fn(RequestId) -> bool, now: Instant) {
+        let moving: Vec<u32> = (self.slab.iter())
+            .map(|(index, _)| index as u32)
+            .filter(|index| is(RequestId(*index)))
+            .collect();
+        for index in moving {
+            self.on_progress(index, now);
         }
     }
 

@@ -124,6 +124,14 @@ impl TaskFunctions {
         self.at(channel).pending.map(|(_, until)| until)
     }
 
+    /// The function of a channel is on its way to the target, and has as long again.
+    pub(crate) fn on_progress(&mut self, channel: u8, now: Instant) {
+        let until = now + self.patience;
+        if let Some((_, pending)) = &mut self.at_mut(channel).pending {
+            *pending = until;
+        }
+    }
+
     /// Takes the function that is under way, which is over.
     pub(super) fn take(&mut self, channel: u8) -> Option<TaskFunction> {
         let pending = self.at_mut(channel).pending.take();

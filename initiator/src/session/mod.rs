@@ -28,7 +28,7 @@ pub(crate) const PING: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timing {
     /// Longest wait for a command's answer before the command is aborted, and then for its memory
-    /// before the connection is left.
+    /// before the connection is left. On TCP it begins again as long as data of the command move.
     pub attempt: Duration,
     /// Longest wait for the answer to a task-management function.
     pub tsk_mgmt: Duration,

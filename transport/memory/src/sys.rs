@@ -121,6 +121,19 @@ pub fn receive(socket: BorrowedFd<'_>, pieces: &mut [ReceivePiece<'_>]) -> io::R
     checked(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
 }
 
+/// Bytes that a socket has taken and its peer has not acknowledged (`SIOCOUTQ` of `tcp(7)`). A socket
+/// of the domain `AF_UNIX` gives the memory that its unread bytes take, which is more.
+///
+/// # Errors
+/// The errors of `ioctl(2)`.
+pub fn unacknowledged(socket: BorrowedFd<'_>) -> io::Result<u64> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the call writes one integer, which outlives it.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    checked(result as isize)?;
+    Ok(bytes.try_into().unwrap_or(0))
+}
+
 /// Reads a part of a file into `room` and returns how many bytes that was.
 ///
 /// # Errors
@@ -163,6 +176,7 @@ fn checked(result: isize) -> io::Result<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
@@ -210,6 +224,16 @@ mod tests {
         drop(b);
         let error = send(a.as_fd(), &[SendPiece::from(&b"late"[..])]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+
+    #[test]
+    fn bytes_are_unacknowledged_until_they_are_read() {
+        let (a, mut b) = UnixStream::pair().unwrap();
+        assert_eq!(unacknowledged(a.as_fd()).unwrap(), 0);
+        send(a.as_fd(), &[SendPiece::from(&[7; 100][..])]).unwrap();
+        assert!(unacknowledged(a.as_fd()).unwrap() >= 100);
+        b.read_exact(&mut [0; 100]).unwrap();
+        assert_eq!(unacknowledged(a.as_fd()).unwrap(), 0);
     }
 
     #[test]

@@ -239,6 +239,9 @@ impl IscsiLink {
         {
             mover.close_now(machine, cx);
         }
+        if let Some((machine, mover)) = self.on_tcp() {
+            mover.look(machine, cx.now);
+        }
         self.machine.handle_timeout(cx.now);
     }
 }

@@ -27,6 +27,8 @@ use self::socket::{Connecting, Socket};
 pub(super) struct TcpConn {
     socket: Socket,
     connected: bool,
+    /// Bytes that the peer had acknowledged at the last look.
+    acknowledged: u64,
     pub(super) incoming: Incoming,
     pub(super) outgoing: Outgoing,
 }
@@ -37,6 +39,7 @@ impl TcpConn {
         Self {
             socket: Socket::new(socket),
             connected: false,
+            acknowledged: 0,
             incoming: Incoming::new(),
             outgoing: Outgoing::default(),
         }
@@ -49,11 +52,6 @@ impl TcpConn {
     /// Returns whether the engine waits for room to send, or for the connection to be made.
     pub(super) fn wants_write(&self) -> bool {
         !self.connected || self.outgoing.has_work()
-    }
-
-    /// Returns whether something waits that the socket had no room for.
-    pub(super) fn is_backed_up(&self) -> bool {
-        self.connected && self.outgoing.has_work()
     }
 
     /// Returns whether the connection has been made since the last call.
@@ -92,6 +90,15 @@ impl TcpConn {
             }
         }
         Ok(sent_any)
+    }
+
+    /// Looks how much the peer has acknowledged since the last look. Returns that position in the
+    /// stream if there was more.
+    pub(super) fn poll_acknowledged(&mut self) -> Option<u64> {
+        let position = self.outgoing.position();
+        let acknowledged = position.saturating_sub(self.socket.unacknowledged());
+        let last = std::mem::replace(&mut self.acknowledged, acknowledged);
+        (acknowledged > last).then_some(acknowledged)
     }
 
     /// Receives once; how many bytes came, `None` where there are none.

@@ -84,6 +84,14 @@ pub(in crate::engine) struct Outgoing {
     chunks: Vec<Chunk>,
     len: usize,
     sent: usize,
+    /// Bytes that the socket has taken, of all batches.
+    position: u64,
+    /// Position behind the last item of a request, by request.
+    ends: Vec<u64>,
+    /// Position behind the last control PDU.
+    controls_end: u64,
+    /// Control PDUs in the batch.
+    has_controls: bool,
     /// Items of a request that wait or are in the batch, by request.
     pending: Vec<u16>,
     /// Requests whose items end with the batch.
@@ -103,6 +111,7 @@ impl Outgoing {
                 let at = request.0 as usize;
                 if at >= self.pending.len() {
                     self.pending.resize(at + 1, 0);
+                    self.ends.resize(at + 1, 0);
                 }
                 self.pending[at] += 1;
             }
@@ -117,6 +126,18 @@ impl Outgoing {
     /// Returns whether something of a request's memory waits to be sent.
     pub(in crate::engine) fn is_pending(&self, request: RequestId) -> bool {
         self.pending.get(request.0 as usize).is_some_and(|n| *n > 0)
+    }
+
+    /// Returns whether something of a request waits to be sent, or lies beyond the first
+    /// `acknowledged` bytes of the stream.
+    pub(in crate::engine) fn is_under_way(&self, request: RequestId, acknowledged: u64) -> bool {
+        let end = self.ends.get(request.0 as usize);
+        self.is_pending(request) || end.is_some_and(|end| *end > acknowledged)
+    }
+
+    /// The same for control PDUs.
+    pub(in crate::engine) fn is_control_under_way(&self, acknowledged: u64) -> bool {
+        self.controls > 0 || self.has_controls || self.controls_end > acknowledged
     }
 
     /// A sequence that has left.
@@ -142,9 +163,15 @@ impl Outgoing {
         self.sent
     }
 
+    /// Bytes that have left since the connection was made.
+    pub(super) fn position(&self) -> u64 {
+        self.position
+    }
+
     /// `len` bytes more have left.
     pub(super) fn advance(&mut self, len: usize) {
         self.sent += len;
+        self.position += len as u64;
         if self.sent < self.len {
             return;
         }
@@ -153,6 +180,10 @@ impl Outgoing {
         (self.len, self.sent) = (0, 0);
         for request in self.ending.drain(..) {
             self.pending[request.0 as usize] -= 1;
+            self.ends[request.0 as usize] = self.position;
+        }
+        if std::mem::take(&mut self.has_controls) {
+            self.controls_end = self.position;
         }
         self.done.append(&mut self.ended);
     }
@@ -175,6 +206,7 @@ impl Outgoing {
                 }
                 Some(Item::Control(pdu)) => {
                     self.controls -= 1;
+                    self.has_controls = true;
                     let start = self.heads.len();
                     frame::put(pdu.bhs, &[], &pdu.data, self.digests, &mut self.heads);
                     self.push_head(start);

@@ -68,6 +68,11 @@ impl Socket {
         }
     }
 
+    /// Bytes that were sent and are not acknowledged; none where the system does not say.
+    pub(super) fn unacknowledged(&self) -> u64 {
+        sys::unacknowledged(self.0.as_fd()).unwrap_or(0)
+    }
+
     /// Receives to where the stream goes next; `None` if nothing has come.
     pub(super) fn receive(&self, incoming: &mut Incoming) -> io::Result<Option<usize>> {
         let (direct, room) = incoming.room();

@@ -58,17 +58,24 @@ impl Peer {
         }
     }
 
+    /// The next PDU of what has been read: its header, and the length of its data.
+    fn next_pdu(&mut self) -> Option<([u8; BHS_LEN], u32)> {
+        let bhs = *self.bytes.first_chunk::<BHS_LEN>()?;
+        let len = word(&bhs, 4) & 0xff_ffff;
+        let end = BHS_LEN + (len as usize).next_multiple_of(4);
+        if self.bytes.len() < end {
+            return None;
+        }
+        self.bytes.drain(..end);
+        Some((bhs, len))
+    }
+
     /// Reads the next PDU: its header, and the length of its data.
     fn pdu(&mut self) -> ([u8; BHS_LEN], u32) {
         let until = world::now() + PATIENCE;
         loop {
-            if let Some(bhs) = self.bytes.first_chunk::<BHS_LEN>() {
-                let (bhs, len) = (*bhs, word(bhs, 4) & 0xff_ffff);
-                let end = BHS_LEN + (len as usize).next_multiple_of(4);
-                if self.bytes.len() >= end {
-                    self.bytes.drain(..end);
-                    return (bhs, len);
-                }
+            if let Some(pdu) = self.next_pdu() {
+                return pdu;
             }
             assert!(world::now() < until, "not in time: a PDU");
             if self.read(8192) == 0 {
@@ -101,8 +108,9 @@ impl Peer {
         }
     }
 
-    /// Asks for the rest of a write's data, and answers it before any of them have come.
-    fn answer_early(&mut self) {
+    /// Asks for the rest of a write's data; returns the command's header and the length
+    /// of the data that came with it.
+    fn ask_for_data(&mut self) -> ([u8; BHS_LEN], u32) {
         let (command, immediate) = self.pdu();
         assert_eq!(command[0] & 0x3f, 0x01, "a command");
         self.exp_cmd_sn += 1;
@@ -115,6 +123,11 @@ impl Peer {
         self.send(r2t, &[]);
         // It says the next status number without using it.
         self.stat_sn -= 1;
+        (command, immediate)
+    }
+
+    /// Answers a command with CONFLICT.
+    fn answer(&mut self, command: &[u8; BHS_LEN]) {
         let mut response = [0; BHS_LEN];
         (response[0], response[1], response[3]) = (0x21, 0x80, CONFLICT);
         response[16..20].copy_from_slice(&command[16..20]);
@@ -134,8 +147,11 @@ fn pass(wait: Duration) {
     }
 }
 
-/// A session with a write that has been answered early.
+/// A session with a write whose data the target has asked for.
 struct Written {
+    command: [u8; BHS_LEN],
+    /// Bytes that went with the command.
+    immediate: u32,
     session: Session,
     client: Client,
     peer: Peer,
@@ -165,8 +181,10 @@ impl Written {
             Duration::from_secs(60),
         );
         let mut write = begin(session.submit(io));
-        peer.answer_early();
+        let (command, immediate) = peer.ask_for_data();
         Self {
+            command,
+            immediate,
             session,
             client,
             peer,
@@ -181,11 +199,63 @@ impl Written {
     }
 }
 
+/// A target on a slow network answers a write when it has all of its data. As long as they leave, the
+/// write is not late, and nor is the ping behind them.
+#[test]
+fn a_write_is_not_late_while_its_data_leave() {
+    let mut written = Written::new();
+    let begun = world::now();
+    let mut data = 0;
+    loop {
+        pass(Duration::from_millis(100));
+        written.peer.read(2048);
+        let peer = &mut written.peer;
+        while let Some((bhs, len)) = peer.next_pdu() {
+            match bhs[0] & 0x3f {
+                // NOP-Out.
+                0x00 => continue,
+                0x05 => data += len,
+                other => panic!("opcode {other:#04x} {:?} later", world::now() - begun),
+            }
+        }
+        if written.immediate + data == LEN {
+            break;
+        }
+        assert!((written.end)().is_none(), "it is late");
+        assert!(world::now() < begun + PATIENCE, "not in time: the data");
+    }
+    let took = world::now() - begun;
+    assert!(took > 4 * timing().attempt, "they leave slowly: {took:?}");
+    written.peer.answer(&written.command);
+    pass(Duration::from_millis(10));
+    let end = (written.end)().expect("it is answered");
+    assert_eq!(end.result.unwrap().status, CONFLICT);
+    assert!(world::accept_tcp().is_none(), "there is one connection");
+    written.client.shutdown();
+}
+
+/// Data that have left excuse no target that does not answer.
+#[test]
+fn a_write_is_late_some_time_after_its_data_have_left() {
+    let mut written = Written::new();
+    let mut data = written.immediate;
+    while data < LEN {
+        data += written.peer.pdu().1;
+    }
+    let begun = world::now();
+    let (bhs, _) = written.peer.pdu();
+    assert_eq!((bhs[0] & 0x3f, bhs[1] & 0x7f), (0x02, 1), "ABORT TASK");
+    let took = world::now() - begun;
+    assert!(took < 3 * timing().attempt, "{took:?}");
+    written.client.shutdown();
+}
+
 /// The data that a target has asked for still leave when it has answered. As long as they do, their
 /// memory is late for no reason of the target's, and the ping behind them is not unanswered.
 #[test]
 fn data_that_leave_slowly_end_no_connection() {
     let mut written = Written::new();
+    written.peer.answer(&written.command);
     let begun = world::now();
     let end = loop {
         pass(Duration::from_millis(100));
@@ -208,7 +278,8 @@ fn data_that_leave_slowly_end_no_connection() {
 
 #[test]
 fn data_that_do_not_leave_end_the_connection() {
-    let written = Written::new();
+    let mut written = Written::new();
+    written.peer.answer(&written.command);
     let begun: Instant = world::now();
     Peer::accept();
     let took = world::now() - begun;

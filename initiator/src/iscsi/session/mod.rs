@@ -10,14 +10,15 @@
 //! A request is never reported while its memory is in use. When an attempt is over the session says
 //! [`Output::Retire`]; the owner answers [`IscsiSession::handle_retired`] when nothing of the memory
 //! waits to be sent and the target cannot reach it. A connection that is gone ends all use at once,
-//! and is left where the memory of an attempt does not come back for as long as its answer had. That time
-//! begins again as long as data leave ([`IscsiSession::handle_progress`]): a target may answer a write
-//! before it has all of its data, and a slow network keeps them long after that.
+//! and is left where the memory of an attempt does not come back for as long as its answer had.
 //!
 //! # Time
 //! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then
 //! TARGET WARM RESET, then a new connection, each when the one before it fails or is not answered
-//! either. A target that says nothing for a while is pinged; one that does not answer is left.
+//! either. The time of an attempt, of its memory, of a function and of a ping begins again while they
+//! are on their way to a target that takes what was sent before them
+//! ([`IscsiSession::handle_progress`]), and that of an attempt with each R2T and Data-In: a slow network
+//! is no silent target. The request's deadline bounds all of it. A target that says nothing for a while is pinged; one that does not answer is left.
 //!
 //! # Replay
 //! Error recovery level 0: each failure on the connection ends it, and the session logs in

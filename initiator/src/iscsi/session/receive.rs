@@ -74,7 +74,7 @@ impl IscsiSession {
             FromTarget::LogoutResponse(response) if response.itt == LOGOUT_TAG => {
                 self.on_logged_out();
             }
-            FromTarget::R2t(r2t) => self.on_r2t(&r2t)?,
+            FromTarget::R2t(r2t) => self.on_r2t(&r2t, now)?,
             FromTarget::AsyncMessage(message) => self.on_async(&message, frame.data, now)?,
             FromTarget::Reject(reject) => self.on_reject(reject, frame.data, now)?,
             FromTarget::LoginResponse(_) | FromTarget::LogoutResponse(_) => {
@@ -162,8 +162,12 @@ impl IscsiSession {
         };
         task.data_sn = task.data_sn.wrapping_add(1);
         task.received = task.received.saturating_add(len);
+        let request = task.request;
         match data.status {
-            None => Ok(()),
+            None => {
+                self.core.requests.on_progress(request, now);
+                Ok(())
+            }
             Some(with) => {
                 let ended = Ended {
                     status: with.status,
@@ -245,7 +249,7 @@ impl IscsiSession {
             .is_some_and(|(session, _)| session.rdma_extensions)
     }
 
-    fn on_r2t(&mut self, r2t: &R2t) -> Result<(), IscsiFault> {
+    fn on_r2t(&mut self, r2t: &R2t, now: Instant) -> Result<(), IscsiFault> {
         let Some((session, _)) = self.params else {
             return Err(IscsiFault::Unexpected("an R2T"));
         };
@@ -281,6 +285,7 @@ impl IscsiSession {
             offset: r2t.offset,
             len: r2t.len,
         };
+        self.core.requests.on_progress(request.0, now);
         self.core.outputs.push_back(Output::SendData(order));
         Ok(())
     }

@@ -159,15 +159,22 @@ impl IscsiSession {
         }
     }
 
-    /// Data that had to wait for the socket are leaving, behind them those of `retiring`: the target
-    /// reads, however slowly. A ping has waited behind the same data.
-    pub fn handle_progress(&mut self, retiring: &[RequestId], now: Instant) {
-        if let Some(until) = &mut self.pinged {
-            *until = now + self.core.ping;
+    /// Some of what was sent has arrived at the target: it reads, however slowly. What still is on its
+    /// way behind that is not late: the requests that `is_under_way` names, and with
+    /// `is_control_under_way` the ping and the task-management function.
+    pub fn handle_progress(
+        &mut self,
+        is_under_way: impl Fn(RequestId) -> bool,
+        is_control_under_way: bool,
+        now: Instant,
+    ) {
+        if is_control_under_way {
+            if let Some(until) = &mut self.pinged {
+                *until = now + self.core.ping;
+            }
+            self.core.functions.on_progress(0, now);
         }
-        for request in retiring {
-            self.core.requests.on_retiring_progress(request.0, now);
-        }
+        self.core.requests.on_progress_where(is_under_way, now);
     }
 
     /// Nothing uses the memory of a request's last attempt any more.

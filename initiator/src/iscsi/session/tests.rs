@@ -219,6 +219,59 @@ fn a_connection_that_does_not_give_memory_back_is_left() {
     rig.reconnecting(Down::Unresponsive);
 }
 
+#[test]
+fn data_that_come_slowly_are_not_late() {
+    let mut rig = Rig::live();
+    let id = rig.submit(READ);
+    let (_, command) = rig.started();
+    let itt = word(&command.bhs, 16);
+    for (data_sn, flags) in [(0, 0), (1, 0), (2, 0), (3, 0x81)] {
+        // Longer than half an attempt, and the target is there all the time.
+        for _ in 0..6 {
+            rig.advance(SEC);
+            rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+        }
+        let mut data = bhs(0x25, flags, itt);
+        put(&mut data, 24, rig.stat_sn);
+        put(&mut data, 36, data_sn);
+        put(&mut data, 40, data_sn * 256);
+        rig.session.handle_data_in(&data, 256, true, rig.now);
+    }
+    rig.retired(id);
+    assert_eq!(rig.completed(id).unwrap().transferred, 1024);
+}
+
+/// Each request has its time from when its own data arrived, whatever else is sent.
+#[test]
+fn only_what_is_on_its_way_has_more_time() {
+    let mut rig = Rig::live();
+    let arrived = rig.submit(out(512, 0));
+    let (_, command) = rig.started();
+    let moving = rig.submit(out(512, 8));
+    rig.started();
+    for _ in 0..9 {
+        rig.advance(SEC);
+        rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+        rig.session
+            .handle_progress(|id| id == moving, false, rig.now);
+        rig.idle();
+    }
+    rig.advance(SEC);
+    let abort = rig.sent();
+    assert_eq!((abort.bhs[0], abort.bhs[1]), (0x42, 0x81), "ABORT TASK");
+    assert_eq!(abort.bhs[20..24], command.bhs[16..20], "of {arrived:?}");
+    // The abort is behind the data of the other one.
+    for _ in 0..3 {
+        rig.session
+            .handle_progress(|id| id == moving, true, rig.now);
+        rig.advance(SEC / 2);
+        rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+        rig.idle();
+    }
+    rig.advance(SEC / 2);
+    assert_eq!(rig.sent().bhs[1], 0x85, "LOGICAL UNIT RESET");
+}
+
 fn states() -> [ConnState; 6] {
     let until = Instant::now();
     [

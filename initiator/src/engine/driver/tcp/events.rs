@@ -59,13 +59,25 @@ impl TcpMover {
                 }
                 keep
             });
-            // What a socket with room takes at once shows nothing of the target.
-            if self.is_backed_up {
-                machine.handle_progress(&self.retiring, now);
-            }
         }
-        self.is_backed_up = conn.is_backed_up();
         sent
+    }
+
+    /// Looks, before anything is found to be late, whether what was sent arrives at the target. What
+    /// a socket takes shows nothing of that, and it may take some MiB, which a slow network has for
+    /// minutes.
+    pub(in crate::engine::driver) fn look(&mut self, machine: &mut IscsiSession, now: Instant) {
+        let Some(conn) = &mut self.conn else {
+            return;
+        };
+        if let Some(acknowledged) = conn.poll_acknowledged() {
+            let outgoing = &conn.outgoing;
+            machine.handle_progress(
+                |request| outgoing.is_under_way(request, acknowledged),
+                outgoing.is_control_under_way(acknowledged),
+                now,
+            );
+        }
     }
 
     /// Receives once; returns whether anything came.

@@ -19,8 +19,6 @@ pub(super) struct TcpMover {
     conn: Option<TcpConn>,
     /// Requests whose memory still waits to be sent. Bound: the queue size.
     retiring: Vec<RequestId>,
-    /// The socket had no room for everything that there was to send.
-    is_backed_up: bool,
 }
 
 impl TcpMover {
@@ -86,7 +84,6 @@ impl TcpMover {
     pub(super) fn disconnect(&mut self) -> bool {
         self.conn = None;
         self.retiring.clear();
-        self.is_backed_up = false;
         true
     }
 }

@@ -497,7 +497,8 @@ impl Negotiation {
         bounded(Some(key), out)
     }
 
-    /// Takes a pair that answers what we have offered, or is a declaration of the peer.
+    /// Takes a pair that answers what we have offered, is a declaration of the peer, or is an offer of
+    /// the peer, whose answer it writes: each offer has one (RFC 7143 6.2).
     ///
     /// # Errors
     /// [`KeyError`]: the negotiation fails.
@@ -506,17 +507,21 @@ impl Negotiation {
         name: &str,
         value: &str,
         place: Place,
+        out: &mut Vec<u8>,
     ) -> Result<Option<Key>, KeyError> {
-        let Some(key) = Key::of(name) else {
-            return Ok(None);
-        };
-        let row = key.row();
         // Linux says so of declarations, too, which it does not know and only we may send.
         if matches!(value, "Irrelevant" | "NotUnderstood" | "Reject") {
-            return Ok(Some(key));
+            return Ok(Key::of(name));
+        }
+        let Some(key) = Key::of(name) else {
+            return self.answer(name, value, place, out);
+        };
+        let row = key.row();
+        let is_negotiated = !matches!(row.rule, Text | Security | Declare(..) | DeclareBool);
+        if is_negotiated && self.sent & 1 << key as u32 == 0 {
+            return self.answer(name, value, place, out);
         }
         self.admit(row, place)?;
-        let offered = self.sent & 1 << key as u32 != 0;
         let ours = self.offer.values.of(key);
         // A result that does not follow from our offer is a protocol error (RFC 7143 6.2.2): the
         // target would go by a limit that we have not agreed to.
@@ -532,10 +537,10 @@ impl Negotiation {
                 self.peer.set(key, parse_bool(value).ok_or(fault)?);
                 return Ok(Some(key));
             }
-            Min(low, high) => number_in(value, low, high).filter(|n| !offered || *n <= ours),
-            Max(low, high) => number_in(value, low, high).filter(|n| !offered || *n >= ours),
-            And => parse_bool(value).filter(|n| !offered || *n <= ours),
-            Or => parse_bool(value).filter(|n| !offered || *n >= ours),
+            Min(low, high) => number_in(value, low, high).filter(|n| *n <= ours),
+            Max(low, high) => number_in(value, low, high).filter(|n| *n >= ours),
+            And => parse_bool(value).filter(|n| *n <= ours),
+            Or => parse_bool(value).filter(|n| *n >= ours),
             List(names) => self.choose(key, names, value),
         };
         self.agreed.set(key, agreed.ok_or(fault)?);

@@ -1,7 +1,7 @@
 //! The initiator's side.
 
 use super::super::chap::{self, ALGORITHMS, Algorithm, CHALLENGE_LEN, Challenge, Credentials};
-use super::super::keys::{Key, KeyError, Negotiation, Offer, Place, Sender};
+use super::super::keys::{Key, KeyError, MAX_ANSWER, Negotiation, Offer, Place, Sender};
 use super::super::name::{IscsiName, TargetAddress};
 use super::super::pdu::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
 use super::super::text::{self, Collector, TextError};
@@ -209,18 +209,20 @@ impl InitiatorLogin {
         };
         let pairs = text::pairs(&text).collect::<Result<Vec<_>, _>>()?;
         // Keys come before the stage changes: they belong to the stage that is about to end.
-        self.take_keys(&pairs)?;
-        let answer = match self.stage {
-            Stage::Security => self.authenticate(&pairs)?,
-            _ => Vec::new(),
-        };
+        let mut answer = self.take_keys(&pairs)?;
+        if response.flags.transit == Some(Stage::FullFeature) && !is_settled(&answer, &pairs) {
+            return Err(LoginError::Protocol("an offer without time for an answer"));
+        }
+        if self.stage == Stage::Security {
+            self.authenticate(&pairs, &mut answer)?;
+        }
         match response.flags.transit {
             // A target must not go on where it was not asked to (RFC 7143 11.13.6), and could skip
             // CHAP so.
             Some(next) if Some(next) != self.wants => {
                 Err(LoginError::Protocol("a stage that was not asked for"))
             }
-            Some(next) => self.enter(next, response.tsih),
+            Some(next) => self.enter(next, response.tsih, answer),
             None => {
                 self.next = Some(answer);
                 Ok(LoginStep::Send)
@@ -228,30 +230,35 @@ impl InitiatorLogin {
         }
     }
 
-    fn take_keys(&mut self, pairs: &[(&str, &str)]) -> Result<(), LoginError> {
+    /// Takes keys of the target; returns the answers to those that it offers.
+    fn take_keys(&mut self, pairs: &[(&str, &str)]) -> Result<Vec<u8>, LoginError> {
         let place = Place {
             from: Sender::Target,
             stage: self.stage,
             leading: self.config.tsih == Tsih(0),
             discovery: self.config.target.is_none(),
         };
+        let mut out = Vec::new();
         for (name, value) in pairs {
-            self.keys.conclude(name, value, place)?;
+            self.keys.conclude(name, value, place, &mut out)?;
         }
-        Ok(())
+        Ok(out)
     }
 
-    fn authenticate(&mut self, pairs: &[(&str, &str)]) -> Result<Vec<u8>, LoginError> {
+    fn authenticate(
+        &mut self,
+        pairs: &[(&str, &str)],
+        out: &mut Vec<u8>,
+    ) -> Result<(), LoginError> {
         let value = |key: &str| {
             let found = pairs.iter().find(|(name, _)| *name == key);
             found.map(|(_, value)| *value)
         };
-        let mut out = Vec::new();
         if let Some(method) = value("AuthMethod") {
             match method {
                 "CHAP" if self.config.credentials.is_some() => {
                     let numbers = self.algorithms.iter().map(|a| (*a as u8).to_string());
-                    text::put(&mut out, "CHAP_A", &numbers.collect::<Vec<_>>().join(","));
+                    text::put(out, "CHAP_A", &numbers.collect::<Vec<_>>().join(","));
                 }
                 // Only where no proof of the target is wanted: otherwise any target could get out
                 // of it by this answer.
@@ -263,7 +270,7 @@ impl InitiatorLogin {
             }
         }
         let Some(own) = &self.config.credentials else {
-            return Ok(out);
+            return Ok(());
         };
         if let Some(challenge) = value("CHAP_C") {
             // A target that may ask again and again could have many challenges of others answered.
@@ -281,16 +288,16 @@ impl InitiatorLogin {
             // One secret proves one side only: a target that knows ours could be anybody.
             self.challenge.algorithm = algorithm;
             let proof = algorithm.respond(id, &own.secret, &bytes);
-            text::put(&mut out, "CHAP_N", &own.name);
-            text::put(&mut out, "CHAP_R", &chap::encode(&proof));
+            text::put(out, "CHAP_N", &own.name);
+            text::put(out, "CHAP_R", &chap::encode(&proof));
             if self.config.target_credentials.is_some() {
                 // RFC 7143 9.2.1: a target that does not know the secret could have us answer the
                 // challenge that we are about to send.
                 if chap::is_equal(&bytes, &self.challenge.bytes) {
                     return Err(LoginError::Protocol("our own challenge"));
                 }
-                text::put(&mut out, "CHAP_I", &self.challenge.id.to_string());
-                text::put(&mut out, "CHAP_C", &chap::encode(&self.challenge.bytes));
+                text::put(out, "CHAP_I", &self.challenge.id.to_string());
+                text::put(out, "CHAP_C", &chap::encode(&self.challenge.bytes));
             }
             self.wants = Some(Stage::Operational);
         }
@@ -302,10 +309,16 @@ impl InitiatorLogin {
                 && is_named
                 && self.challenge.is_answered_by(response, &theirs.secret);
         }
-        Ok(out)
+        Ok(())
     }
 
-    fn enter(&mut self, next: Stage, tsih: Tsih) -> Result<LoginStep, LoginError> {
+    /// Goes on to the next stage, with answers to what the target offered in the one before.
+    fn enter(
+        &mut self,
+        next: Stage,
+        tsih: Tsih,
+        mut out: Vec<u8>,
+    ) -> Result<LoginStep, LoginError> {
         // A target that skips CHAP must not pass for the one that was meant (RFC 7143 12.1.3).
         if self.stage == Stage::Security {
             if self.config.credentials.is_some() && !self.challenged && !self.is_unasked {
@@ -328,7 +341,6 @@ impl InitiatorLogin {
             });
         }
         self.wants = Some(Stage::FullFeature);
-        let mut out = Vec::new();
         // Over RDMA two other keys take its place (RFC 7145 6.2), except in discovery sessions,
         // where those have no meaning.
         if discovery || !self.keys.is_rdma() {
@@ -339,9 +351,23 @@ impl InitiatorLogin {
                 self.keys.say(*key, &mut out);
             }
         }
+        // What a target takes before it has declared more (RFC 7143 13.12).
+        if out.len() > MAX_ANSWER {
+            return Err(KeyError::TooMany.into());
+        }
         self.next = Some(out);
         Ok(LoginStep::Send)
     }
+}
+
+/// Returns whether a negotiation is over, though these answers to the target's offers cannot be sent:
+/// they agree, or are about keys that mean nothing here.
+fn is_settled(answers: &[u8], offers: &[(&str, &str)]) -> bool {
+    text::pairs(answers).all(|answer| {
+        answer.is_ok_and(|(name, value)| {
+            matches!(value, "Irrelevant" | "NotUnderstood") || offers.contains(&(name, value))
+        })
+    })
 }
 
 /// A refusal, or the way to where the target has gone.

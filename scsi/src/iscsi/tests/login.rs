@@ -3,13 +3,13 @@
 use proptest::prelude::*;
 
 use crate::iscsi::chap::{self, ALGORITHMS, Algorithm, Credentials};
-use crate::iscsi::keys::{Key, Offer};
+use crate::iscsi::keys::{Key, KeyError, Offer};
 use crate::iscsi::login::{
     Answer, Auth, CompletedLogin, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin,
     LoginError, LoginStep, Outcome, Refusal, TargetLogin, Terms,
 };
 use crate::iscsi::name::{IscsiName, TargetAddress};
-use crate::iscsi::pdu::{LoginFlags, LoginRequest, LoginStatus, Stage};
+use crate::iscsi::pdu::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
 use crate::iscsi::text;
 use crate::iscsi::{Cid, CmdSn, Isid, Itt, StatSn, Tsih};
 
@@ -662,6 +662,132 @@ fn keys_that_a_target_does_not_understand_are_done_without() {
     let text = keys.map(|key| format!("{}=NotUnderstood\0", key.row().name));
     let step = initiator.handle_response(&answer.response, text.concat().as_bytes());
     assert!(step.is_ok(), "{step:?}");
+}
+
+/// A response of the target that does not transit.
+fn response(current: Stage, transit: Option<Stage>) -> LoginResponse {
+    LoginResponse {
+        flags: LoginFlags {
+            current,
+            transit,
+            continues: false,
+        },
+        version_max: 0,
+        version_active: 0,
+        isid: config().isid,
+        tsih: Tsih(77),
+        itt: Itt(0),
+        status: LoginStatus::SUCCESS,
+    }
+}
+
+/// A login that has offered its keys.
+fn offering() -> InitiatorLogin {
+    let config = InitiatorConfig {
+        credentials: None,
+        target_credentials: None,
+        ..config()
+    };
+    let mut login = InitiatorLogin::new(config, [7; 33]);
+    login.poll_request().unwrap();
+    let to_operational = response(Security, Some(Operational));
+    login
+        .handle_response(&to_operational, b"AuthMethod=None\0")
+        .unwrap();
+    login.poll_request().unwrap();
+    login
+}
+
+fn answer_to(login: &mut InitiatorLogin, text: &str) -> Result<String, LoginError> {
+    login.handle_response(&response(Operational, None), text.as_bytes())?;
+    let (_, answer) = login.poll_request().expect("the next request");
+    Ok(String::from_utf8(answer).unwrap())
+}
+
+/// RFC 7143 6.2: each key that one side offers has a response of the other.
+#[test]
+fn an_initiator_answers_what_a_target_proposes() {
+    for (proposal, answer) in [
+        ("X-com.example.key=1\0", "X-com.example.key=NotUnderstood\0"),
+        ("X-com.example.key=NotUnderstood\0", ""),
+        // Keys that this login does not offer by itself.
+        ("DefaultTime2Wait=7\0", "DefaultTime2Wait=7\0"),
+        ("ErrorRecoveryLevel=2\0", "ErrorRecoveryLevel=0\0"),
+        (
+            "TaskReporting=FastAbort,RFC3720\0",
+            "TaskReporting=RFC3720\0",
+        ),
+        ("OFMarker=Yes\0", "OFMarker=No\0"),
+        ("OFMarkInt=2048~4096\0", "OFMarkInt=Reject\0"),
+        ("DefaultTime2Wait=soon\0", "DefaultTime2Wait=Reject\0"),
+        (
+            "InitiatorRecvDataSegmentLength=512\0",
+            "InitiatorRecvDataSegmentLength=Irrelevant\0",
+        ),
+        // Answers to what was offered, and declarations, want none.
+        (
+            "HeaderDigest=CRC32C\0MaxRecvDataSegmentLength=4096\0TargetAlias=a\0",
+            "",
+        ),
+    ] {
+        assert_eq!(
+            answer_to(&mut offering(), proposal).as_deref(),
+            Ok(answer),
+            "{proposal}"
+        );
+    }
+    let mut login = offering();
+    answer_to(&mut login, "OFMarker=Yes\0").unwrap();
+    let twice = answer_to(&mut login, "OFMarker=Yes\0");
+    assert_eq!(twice, Err(LoginError::Key(KeyError::Twice(Key::OfMarker))));
+}
+
+#[test]
+fn what_a_target_proposes_before_the_operational_stage_is_answered_in_it() {
+    let config = InitiatorConfig {
+        credentials: None,
+        target_credentials: None,
+        ..config()
+    };
+    let mut login = InitiatorLogin::new(config, [7; 33]);
+    login.poll_request().unwrap();
+    let text = b"AuthMethod=None\0X-com.example.key=1\0";
+    login
+        .handle_response(&response(Security, Some(Operational)), text)
+        .unwrap();
+    let (_, text) = login.poll_request().unwrap();
+    assert!(text.starts_with(b"X-com.example.key=NotUnderstood\0"));
+}
+
+/// With its last response a target ends the negotiation. It may say there what an answer would not
+/// change.
+#[test]
+fn the_last_response_proposes_nothing_that_wants_an_answer() {
+    let last = response(Operational, Some(FullFeature));
+    let settled: [&[u8]; 3] = [
+        b"X-com.example.key=1\0",
+        b"DefaultTime2Wait=7\0",
+        b"InitiatorRecvDataSegmentLength=512\0",
+    ];
+    for text in settled {
+        let step = offering().handle_response(&last, text);
+        assert!(
+            matches!(step, Ok(LoginStep::FullFeature { .. })),
+            "{step:?}"
+        );
+    }
+    for text in [&b"ErrorRecoveryLevel=2\0"[..], b"OFMarkInt=2048~4096\0"] {
+        let step = offering().handle_response(&last, text);
+        assert!(matches!(step, Err(LoginError::Protocol(_))), "{step:?}");
+    }
+}
+
+#[test]
+fn unknown_keys_of_a_target_cannot_make_the_answer_long() {
+    let text: String = (0..1600).map(|n| format!("k{n}=\0")).collect();
+    assert!(text.len() < 16 << 10);
+    let answer = answer_to(&mut offering(), &text);
+    assert_eq!(answer, Err(LoginError::Key(KeyError::TooMany)));
 }
 
 #[test]

@@ -129,6 +129,13 @@ impl IscsiUrl {
         if own.is_none() && target.is_some() {
             return Err(SecretError::OneSided);
         }
+        // RFC 7143 9.2.1: with one secret, a target that does not know it could have us compute its
+        // proof.
+        if let (Some(own), Some(target)) = (&own, &target)
+            && own.secret == target.secret
+        {
+            return Err(SecretError::Same);
+        }
         Ok((own, target))
     }
 
@@ -444,5 +451,7 @@ mod tests {
         assert!(gone.to_string().contains("cannot read"), "{gone}");
         let mutual = parse("iscsi://h/?target_user=t&target_password=p").unwrap();
         assert!(matches!(mutual.credentials(), Err(SecretError::OneSided)));
+        let one = parse("iscsi://u%twelve-bytes@h/?target_user=t&target_password=twelve-bytes");
+        assert!(matches!(one.unwrap().credentials(), Err(SecretError::Same)));
     }
 }

@@ -91,6 +91,9 @@ pub enum SecretError {
         "a target user is given, but no user: a target proves itself only to an initiator that does"
     )]
     OneSided,
+    /// Both sides have one secret.
+    #[error("user and target user have the same password: each needs its own")]
+    Same,
 }
 
 impl User {

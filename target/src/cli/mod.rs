@@ -622,6 +622,28 @@ mod tests {
         assert_eq!(said.matches("NOT SERVED").count(), 4, "{said}");
     }
 
+    /// As a start does (RFC 7143 9.2.1): the secrets are the same, wherever they come from.
+    #[test]
+    fn check_refuses_one_secret_in_both_directions() {
+        let file = std::env::temp_dir().join(format!("riserd-secret-{}", std::process::id()));
+        std::fs::write(&file, "a-secret-of-enough-bytes\n").unwrap();
+        let text = format!(
+            "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\
+             discovery_chap:\n  users: [{{ name: d, secret: another-secret-here }}]\n  \
+             mutual: {{ name: own, secret_file: {} }}\n\
+             targets:\n- name: t\n  iqn: iqn.2026-01.a:t\n  \
+             portals: [{{ protocol: iscsi, listen: \"127.0.0.1:39264\" }}]\n  luns: {{ 0: a }}\n  \
+             access:\n  - {{ iqn: iqn.2026-01.a:i, \
+             chap: {{ users: [{{ name: r, secret: a-secret-of-enough-bytes }}] }} }}\n",
+            file.display()
+        );
+        let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
+        std::fs::remove_file(&file).unwrap();
+        assert_eq!(code, 1, "{said}");
+        let problem = "NOT SERVED: secret /discovery_chap/mutual: own, with which";
+        assert_eq!(said.matches(problem).count(), 1, "{said}");
+    }
+
     #[test]
     fn help_begins_with_all_fabrics() {
         let help = Cli::command().render_help().to_string();

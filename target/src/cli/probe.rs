@@ -3,11 +3,13 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 
+use riser_scsi::iscsi::login::Auth;
 use serde::Serialize;
 
 use crate::backend::open_in_time;
-use crate::config::{Access, Chap, Config, Protocol, Provider};
+use crate::config::{Access, Chap, ChapUser, Config, Protocol, Provider};
 use crate::server::addresses::Expansion;
+use crate::server::build::check_own;
 use crate::units::bytes;
 
 /// Results of opening all backends and portals, and of reading all secrets.
@@ -80,36 +82,52 @@ impl Probe {
         probe
     }
 
+    /// Reads secrets and compares them as a start does: those that can be read, since the others are
+    /// problems already.
     fn read_secrets(&mut self, config: &Config) {
+        let mut read = Vec::new();
         if let Some(chap) = &config.discovery_chap {
-            self.read_chap("/discovery_chap", chap);
+            read.push(self.read_chap("/discovery_chap".to_owned(), chap));
         }
         for target in &config.targets {
             let place = format!("/targets/{}", target.name);
             if let Some(chap) = &target.chap {
-                self.read_chap(&format!("{place}/chap"), chap);
+                read.push(self.read_chap(format!("{place}/chap"), chap));
             }
             let Access::Rules(rules) = &target.access else {
                 continue;
             };
             for (n, rule) in rules.iter().enumerate() {
                 if let Some(chap) = &rule.chap {
-                    self.read_chap(&format!("{place}/access/{n}/chap"), chap);
+                    read.push(self.read_chap(format!("{place}/access/{n}/chap"), chap));
                 }
+            }
+        }
+        let all: Vec<&Auth> = read.iter().map(|(_, auth)| auth).collect();
+        for (place, auth) in &read {
+            if let Err(error) = check_own(auth, &all) {
+                self.fail("secret", format!("{place}/mutual"), &error);
             }
         }
     }
 
-    fn read_chap(&mut self, place: &str, chap: &Chap) {
+    /// Reads the secrets at a place, of users and of the target.
+    fn read_chap(&mut self, place: String, chap: &Chap) -> (String, Auth) {
+        let mut read = |place: String, user: &ChapUser| {
+            let credentials = user.credentials();
+            credentials
+                .map_err(|error| self.fail("secret", place, &error))
+                .ok()
+        };
         let users = chap.users.iter();
-        let users = users.map(|user| (format!("{place}/users/{}", user.name), user));
-        let mutual = chap.mutual.iter();
-        let mutual = mutual.map(|user| (format!("{place}/mutual"), user));
-        for (place, user) in users.chain(mutual) {
-            if let Err(error) = user.credentials() {
-                self.fail("secret", place, &error);
-            }
-        }
+        let auth = Auth::Chap {
+            accepted: users
+                .filter_map(|user| read(format!("{place}/users/{}", user.name), user))
+                .collect(),
+            own: (chap.mutual.as_ref()).and_then(|user| read(format!("{place}/mutual"), user)),
+            algorithms: chap.algorithms.clone(),
+        };
+        (place, auth)
     }
 
     fn fail(&mut self, kind: &'static str, name: String, error: &dyn std::fmt::Display) {

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use riser_scsi::lu::LogicalUnit;
 
+pub(crate) use self::secrets::check_own;
 use self::secrets::{Secrets, check_secrets};
 use super::ServerError;
 use super::addresses::{self, Addresses, Expansion, PortalAt};

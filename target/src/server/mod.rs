@@ -24,7 +24,7 @@
 
 mod acquire;
 pub(crate) mod addresses;
-mod build;
+pub(crate) mod build;
 pub mod handover;
 pub mod identities;
 pub mod ports;

@@ -96,19 +96,26 @@ pub(super) fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(
     let defs = targets.iter().filter_map(|target| target.iscsi.as_ref());
     let auths = defs.flat_map(|iscsi| iscsi.rule_auths.values().chain([&iscsi.auth]));
     let auths: Vec<&Auth> = auths.chain([discovery]).collect();
-    let accepted = auths.iter().flat_map(|auth| match auth {
+    auths.iter().try_for_each(|auth| check_own(auth, &auths))
+}
+
+/// Checks the target's own secret of one configuration of CHAP against what all of them accept.
+///
+/// # Errors
+/// [`ServerError::SameSecret`].
+pub(crate) fn check_own(auth: &Auth, all: &[&Auth]) -> Result<(), ServerError> {
+    let Auth::Chap { own: Some(own), .. } = auth else {
+        return Ok(());
+    };
+    let mut accepted = all.iter().flat_map(|auth| match auth {
         Auth::Chap { accepted, .. } => accepted.as_slice(),
         Auth::None => &[],
     });
-    for auth in &auths {
-        let Auth::Chap { own: Some(own), .. } = auth else {
-            continue;
-        };
-        let mut accepted = accepted.clone();
-        if let Some(user) = accepted.find(|user| chap::is_equal(&user.secret, &own.secret)) {
+    match accepted.find(|user| chap::is_equal(&user.secret, &own.secret)) {
+        None => Ok(()),
+        Some(user) => {
             let (own, user) = (own.name.clone(), user.name.clone());
-            return Err(ServerError::SameSecret { own, user });
+            Err(ServerError::SameSecret { own, user })
         }
     }
-    Ok(())
 }

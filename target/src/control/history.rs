@@ -79,6 +79,9 @@ struct Kept {
 /// The version of the file's form.
 const VERSION: u32 = 1;
 
+/// Result of moving the file away.
+const WITHOUT: &str = "then the configuration file is served, and there is nothing to roll back to";
+
 /// Applied configurations, the newest first.
 #[derive(Debug, Default)]
 pub struct History {
@@ -128,7 +131,8 @@ impl History {
     }
 
     fn load(dir: StateDir) -> io::Result<Self> {
-        let kept: Option<Kept> = dir.load(FILE, VERSION)?;
+        let kept = dir.load(FILE, VERSION);
+        let kept: Option<Kept> = kept.map_err(|error| state::advise(error, WITHOUT))?;
         let (entries, file) =
             kept.map_or_else(Default::default, |kept| (kept.configurations, kept.file));
         let dir = Some(Arc::new(dir));
@@ -243,7 +247,20 @@ mod tests {
         assert_eq!(History::open(&location).unwrap().entries(), before);
         std::fs::write(path.join(FILE), "{").unwrap();
         let error = History::open(&location).unwrap_err().to_string();
-        assert!(error.contains(FILE), "{error}");
+        for part in [
+            FILE,
+            "is damaged",
+            "backup",
+            "the configuration file is served",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+        std::fs::write(path.join(FILE), r#"{ "version": 7 }"#).unwrap();
+        let error = History::open(&location).unwrap_err().to_string();
+        assert!(
+            error.contains("of another riserd") && error.contains("version 7"),
+            "{error}"
+        );
         let error = History::open_at(&path, true).unwrap_err().to_string();
         assert!(error.contains(FILE), "{error}");
         let nowhere = path.join(FILE).join("no directory");

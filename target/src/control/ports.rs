@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::state::StateDir;
+use super::state::{self, StateDir};
 use crate::server::ports::{PortKeeper, WrittenPort};
 
 /// The file in the state directory.
@@ -13,6 +13,10 @@ const FILE: &str = "ports.json";
 
 /// The version of the file's form.
 const VERSION: u32 = 1;
+
+/// Result of moving the file away.
+const WITHOUT: &str = "then target ports may get other numbers, and hosts with several paths may take them for new \
+                       ports until they log in again";
 
 /// Keeps the numbers of ports in a state directory.
 #[derive(Debug)]
@@ -36,7 +40,8 @@ impl PortFile {
 
 impl PortKeeper for PortFile {
     fn load(&self) -> io::Result<Vec<WrittenPort>> {
-        let saved: Option<Saved> = self.dir.load(FILE, VERSION)?;
+        let saved = self.dir.load(FILE, VERSION);
+        let saved: Option<Saved> = saved.map_err(|error| state::advise(error, WITHOUT))?;
         Ok(saved.map_or_else(Vec::new, |saved| saved.ports))
     }
 
@@ -69,7 +74,7 @@ mod tests {
         for damaged in ["{", &text.replace("\"version\": 1", "\"version\": 2")] {
             dir.replace(FILE, damaged.as_bytes()).unwrap();
             let error = file.load().unwrap_err().to_string();
-            assert!(error.contains(FILE), "{error}");
+            assert!(error.contains(FILE) && error.contains("backup"), "{error}");
         }
         std::fs::remove_dir_all(&path).unwrap();
     }

@@ -13,6 +13,10 @@ use super::state::{self, StateDir};
 /// The version of the files' form.
 const VERSION: u32 = 1;
 
+/// Result of moving a file away.
+const WITHOUT: &str =
+    "then the unit has no reservation, and hosts that it kept out can write until others register";
+
 /// Keeps reservations in a state directory.
 #[derive(Debug)]
 pub struct ReservationFiles {
@@ -42,7 +46,8 @@ fn file_of(unit: &Identity) -> String {
 
 impl ReservationKeeper for ReservationFiles {
     fn load(&self, unit: &Identity) -> io::Result<Option<SavedReservations>> {
-        let saved: Option<Saved> = self.dir.load(&file_of(unit), VERSION)?;
+        let saved = self.dir.load(&file_of(unit), VERSION);
+        let saved: Option<Saved> = saved.map_err(|error| state::advise(error, WITHOUT))?;
         let saved = saved.filter(|saved| saved.serial == unit.serial);
         Ok(saved.map(|saved| saved.reservations))
     }

@@ -189,14 +189,35 @@ pub fn load<T: DeserializeOwned>(path: &Path, version: u32) -> io::Result<Option
     let Some(bytes) = read(path).map_err(named)? else {
         return Ok(None);
     };
-    let error = |why: String| io::Error::other(format!("{}: {why}", path.display()));
+    let error = |why: String| {
+        let why = format!("{}: {why}", path.display());
+        io::Error::new(io::ErrorKind::InvalidData, why)
+    };
+    let damaged = |e: serde_json::Error| error(format!("the file is damaged ({e})"));
     // The version alone first: the fields of another version need not parse as ours.
-    let found: Version = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+    let found: Version = serde_json::from_slice(&bytes).map_err(damaged)?;
     if found.version != version {
-        return Err(error(format!("version {} is not known", found.version)));
+        let found = found.version;
+        return Err(error(format!(
+            "the file is of another riserd (its form has version {found}, here it has {version})"
+        )));
     }
-    let content = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+    let content = serde_json::from_slice(&bytes).map_err(damaged)?;
     Ok(Some(content))
+}
+
+/// Adds to the error of [`load`] what can be done about a file that is damaged or of another version,
+/// and what is so without the file.
+#[must_use]
+pub fn advise(error: io::Error, without: &str) -> io::Error {
+    // What the file system refuses says itself what is wrong, and the file may be sound.
+    if error.kind() != io::ErrorKind::InvalidData {
+        return error;
+    }
+    let advice = format!(
+        "{error}; restore it from a backup, or move it away and start riserd again: {without}"
+    );
+    io::Error::new(error.kind(), advice)
 }
 
 /// The name of the file for something of a logical unit, by its world-wide name.

@@ -85,14 +85,15 @@ fn attachments(
     let listing = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).scan());
     let listing = match listing {
         Ok(listing) => listing,
-        // A user without a directory has attached nothing, and may not see what root has attached.
+        // A user without a directory has attached nothing. No warning: no other user but root sees what
+        // others have attached either, and their mounts are looked at all the same.
         Err(e)
             if matches!(
                 e.kind(),
                 ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
             ) =>
         {
-            tracing::warn!("cannot see what other users of this host have attached");
+            tracing::info!("cannot see what other users of this host have attached");
             return Ok(Vec::new());
         }
         Err(e) => return Err(CliError::io("cannot read the list of attachments", e)),

@@ -114,21 +114,9 @@ impl Gsi {
             .reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE)
             .unwrap();
         let cq = nic.create_cq(16).unwrap();
-        let cap = QpCap {
-            max_send_wr: 4,
-            max_recv_wr: 4,
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            max_inline: 0,
-        };
         let init = QpInitAttr {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
-            srq: None,
-            qp_type: QpType::Gsi,
-            cap,
             sq_sig_all: true,
+            ..QpInitAttr::new(pd, cq, QpType::Gsi, QpCap::new(4, 4))
         };
         let qp = nic.create_qp(&init).unwrap();
         make_gsi_ready(nic, qp).unwrap();

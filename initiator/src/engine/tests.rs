@@ -710,21 +710,7 @@ fn an_iser_connection_that_is_being_made_is_made_before_it_is_closed() {
     assert_eq!(next(&mut nic, Duration::from_millis(100)), None);
     let pd = nic.alloc_pd().unwrap();
     let cq = nic.create_cq(8).unwrap();
-    let init = QpInitAttr {
-        pd,
-        send_cq: cq,
-        recv_cq: cq,
-        srq: None,
-        qp_type: QpType::Rc,
-        cap: QpCap {
-            max_send_wr: 4,
-            max_recv_wr: 4,
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            max_inline: 0,
-        },
-        sq_sig_all: false,
-    };
+    let init = QpInitAttr::new(pd, cq, QpType::Rc, QpCap::new(4, 4));
     nic.create_cm_qp(request.id, &init).unwrap();
     nic.accept(request.id, &ConnParam::default()).unwrap();
     let kinds = [(); 2].map(|()| next(&mut nic, Duration::from_secs(20)).map(|e| e.kind));

@@ -153,19 +153,8 @@ impl<'a> Endpoint<'a> {
 
     fn make_qp(&mut self, id: CmId) -> Result<(), RpingError> {
         let init = QpInitAttr {
-            pd: self.pd,
-            send_cq: self.cq,
-            recv_cq: self.cq,
-            srq: None,
-            qp_type: QpType::Rc,
-            cap: QpCap {
-                max_send_wr: 4,
-                max_recv_wr: 4,
-                max_send_sge: 1,
-                max_recv_sge: 1,
-                max_inline: 0,
-            },
             sq_sig_all: true,
+            ..QpInitAttr::new(self.pd, self.cq, QpType::Rc, QpCap::new(4, 4))
         };
         let qp = self
             .provider

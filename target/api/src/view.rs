@@ -23,7 +23,18 @@ pub struct Status {
     /// Backends and portals that it should serve and cannot, and backends that fail commands.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<ProblemView>,
-    /// Backends that are larger than the configuration says.
+    /// Differences between what is served and what is written down.
+    #[serde(flatten)]
+    pub written: Written,
+    /// Upgrades in its process.
+    #[serde(flatten)]
+    pub upgrade_record: UpgradeRecord,
+}
+
+/// Differences between what is served and what is written down.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Written {
+    /// Backends that are larger than the configuration says: what was grown stays grown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drift: Vec<DriftView>,
     /// True if what is served ends with the process, since no file has it and a restart does not
@@ -34,9 +45,6 @@ pub struct Status {
     /// all the same.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub restored: bool,
-    /// Upgrades in its process.
-    #[serde(flatten)]
-    pub upgrade_record: UpgradeRecord,
 }
 
 /// A backend that cannot be opened or fails commands, or a portal that cannot be listened on. It
@@ -197,17 +205,10 @@ pub struct Changes {
     /// Reason why it cannot follow while the daemon runs, if so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
-    /// Backends that are larger than it says: what was grown stays grown.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub drift: Vec<DriftView>,
-    /// True if what is served now, and was not before, ends with the process: see
-    /// [`Status::unsaved`].
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub unsaved: bool,
-    /// True if, since this change, the configuration file lacks what is served: see
-    /// [`Status::restored`].
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub restored: bool,
+    /// Differences between what is served then and what is written down. `unsaved` and `restored` are
+    /// true only if they were not before the change.
+    #[serde(flatten)]
+    pub written: Written,
 }
 
 /// A backend that is larger than its configuration says.

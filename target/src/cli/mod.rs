@@ -315,7 +315,7 @@ fn dispatch(
             show(out, ask.output, &answer, report::changes)?;
             // A difference has an exit code of its own, so that scripts distinguish a difference
             // from a failure.
-            let is_same = answer.changes.is_empty() && answer.drift.is_empty();
+            let is_same = answer.changes.is_empty() && answer.written.drift.is_empty();
             return Ok(if is_same { 0 } else { DIFFERENT });
         }
         Command::Save { file, ask } => ask::save(out, file.as_deref(), &ask),

@@ -620,9 +620,7 @@ impl Control<'_> {
         Changes {
             changes: diff(self.server.config(), config),
             refused: refused.err().map(|error| error.to_string()),
-            drift: view::drift(&self.server, config),
-            unsaved: false,
-            restored: false,
+            written: view::written(view::drift(&self.server, config), None),
         }
     }
 
@@ -686,9 +684,7 @@ impl Control<'_> {
                 Ok(Changes {
                     changes,
                     refused: None,
-                    drift,
-                    unsaved: standing == Some(Standing::Unsaved),
-                    restored: standing == Some(Standing::Restored),
+                    written: view::written(drift, standing),
                 })
             }
             Err(error) => {

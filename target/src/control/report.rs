@@ -7,6 +7,7 @@ use riser_admin_api::client::Upgraded;
 use riser_admin_api::trace::Traced;
 use riser_admin_api::view::{
     Changes, DriftView, HistoryView, LimitsView, ProblemView, SessionView, Status, TargetView,
+    Written,
 };
 use serde_json::Value;
 
@@ -109,8 +110,8 @@ pub fn status(status: &Status) -> String {
         status.version, status.pid, status.uptime, status.sessions
     )];
     lines.extend(status.problems.iter().map(problem));
-    lines.extend(status.drift.iter().map(drift));
-    lines.extend(standing(status.unsaved, status.restored));
+    lines.extend(status.written.drift.iter().map(drift));
+    lines.extend(standing(&status.written));
     let upgrade_record = &status.upgrade_record;
     if let Some(from) = &upgrade_record.upgraded_from {
         lines.push(format!(
@@ -164,11 +165,11 @@ pub fn upgraded(upgraded: &Upgraded) -> String {
 #[must_use]
 pub fn changes(changes: &Changes) -> String {
     let mut lines: Vec<String> = changes.changes.iter().map(difference).collect();
-    lines.extend(changes.drift.iter().map(drift));
+    lines.extend(changes.written.drift.iter().map(drift));
     if lines.is_empty() {
         lines.push("no difference".to_owned());
     }
-    lines.extend(standing(changes.unsaved, changes.restored));
+    lines.extend(standing(&changes.written));
     if let Some(refused) = &changes.refused {
         lines.push(format!("cannot be applied: {refused}"));
     }
@@ -184,8 +185,8 @@ fn difference(change: &Difference) -> String {
 }
 
 /// The warning where the configuration file does not have what is served.
-fn standing(is_unsaved: bool, is_restored: bool) -> Option<String> {
-    let said = match (is_unsaved, is_restored) {
+fn standing(written: &Written) -> Option<String> {
+    let said = match (written.unsaved, written.restored) {
         (true, _) => UNSAVED,
         (false, true) => RESTORED,
         (false, false) => return None,

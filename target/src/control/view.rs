@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use riser_admin_api::upgrade::UpgradeRecord;
 pub use riser_admin_api::view::{
     Changes, DriftView, FlushFailureView, HistoryView, LimitsView, LunView, PortNames, PortalView,
-    ProblemView, SessionView, Status, TargetView, WorkerView,
+    ProblemView, SessionView, Status, TargetView, WorkerView, Written,
 };
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 
@@ -34,6 +34,16 @@ pub enum Standing {
     Restored,
     /// A restart serves something else, or nothing.
     Unsaved,
+}
+
+/// The view of what is not written down; `standing` is `None` where it is no news.
+#[must_use]
+pub fn written(drift: Vec<DriftView>, standing: Option<Standing>) -> Written {
+    Written {
+        drift,
+        unsaved: standing == Some(Standing::Unsaved),
+        restored: standing == Some(Standing::Restored),
+    }
 }
 
 /// The backends of a configuration that are served with more than it says.
@@ -96,9 +106,7 @@ pub fn status(
         sessions: server.sessions(),
         workers: snapshots.iter().map(worker).collect(),
         problems: problems(server),
-        drift: drift(server, server.config()),
-        unsaved: standing == Standing::Unsaved,
-        restored: standing == Standing::Restored,
+        written: written(drift(server, server.config()), Some(standing)),
         upgrade_record: upgrade_record.clone(),
     }
 }

@@ -239,6 +239,21 @@ pub struct QpCap {
     pub max_inline: u32,
 }
 
+impl QpCap {
+    /// Queues of so many requests to send and to receive, each with one scatter-gather entry and without
+    /// inline data.
+    #[must_use]
+    pub fn new(max_send_wr: u32, max_recv_wr: u32) -> Self {
+        Self {
+            max_send_wr,
+            max_recv_wr,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        }
+    }
+}
+
 /// Attributes that a queue pair is created with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpInitAttr {
@@ -256,6 +271,23 @@ pub struct QpInitAttr {
     pub cap: QpCap,
     /// Every send completes visibly, signaled or not.
     pub sq_sig_all: bool,
+}
+
+impl QpInitAttr {
+    /// A queue pair with one completion queue for both directions and a receive queue of its own, whose
+    /// sends complete visibly where they are signaled.
+    #[must_use]
+    pub fn new(pd: PdId, cq: CqId, qp_type: QpType, cap: QpCap) -> Self {
+        Self {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            qp_type,
+            cap,
+            sq_sig_all: false,
+        }
+    }
 }
 
 /// State of a queue pair (IBTA 10.3.1).

@@ -59,21 +59,9 @@ impl Agent {
             // Room for each send and each receive, so that the queue cannot overflow.
             let cq = provider.create_cq(2 * DEPTH as u32)?;
             let depth = DEPTH as u32;
-            let cap = QpCap {
-                max_send_wr: depth,
-                max_recv_wr: depth,
-                max_send_sge: 1,
-                max_recv_sge: 1,
-                max_inline: 0,
-            };
             let qp = provider.create_qp(&QpInitAttr {
-                pd,
-                send_cq: cq,
-                recv_cq: cq,
-                srq: None,
-                qp_type: QpType::Gsi,
-                cap,
                 sq_sig_all: true,
+                ..QpInitAttr::new(pd, cq, QpType::Gsi, QpCap::new(depth, depth))
             });
             match qp {
                 Ok(qp) => Ok((mr, cq, qp)),

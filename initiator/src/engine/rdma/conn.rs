@@ -207,21 +207,11 @@ impl<const R: usize> RdmaConn<R> {
     ) -> Result<(), VerbsError> {
         let (pd, cq, limits) = (resources.pd, resources.cq, &self.limits);
         let memory = new_memory(limits.memory)?;
-        let init = QpInitAttr {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
-            srq: None,
-            qp_type: QpType::Rc,
-            cap: QpCap {
-                max_send_wr: limits.send_entries(),
-                max_recv_wr: limits.receives,
-                max_send_sge: MAX_SEND_SGE as u32,
-                max_recv_sge: 1,
-                max_inline: 0,
-            },
-            sq_sig_all: false,
+        let cap = QpCap {
+            max_send_sge: MAX_SEND_SGE as u32,
+            ..QpCap::new(limits.send_entries(), limits.receives)
         };
+        let init = QpInitAttr::new(pd, cq, QpType::Rc, cap);
         let provider = &mut device.provider;
         // Until all parts exist, each error gives back the ones before it: a release knows
         // them only as a whole.

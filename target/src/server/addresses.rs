@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use riser_transport::netif::{self, Interface};
 use riser_transport::rdma_core::GidTables;
 
-use crate::config::{Config, Listen, Protocol, Provider, Target, Wildcard};
+use crate::config::{Config, Listen, Portal, Protocol, Provider, Target, Wildcard};
 
 /// Time for which an address that is gone is still served.
 pub(super) const GRACE: Duration = Duration::from_secs(15);
@@ -136,11 +136,12 @@ impl Expansion {
             for rank in [is_literal, is_interface, is_any] {
                 let portals = target.portals.iter().enumerate();
                 for (number, portal) in portals.filter(|(_, portal)| rank(&portal.listen)) {
-                    let wildcard = match portal.listen {
+                    let (protocol, listen) = (portal.protocol, portal.listen);
+                    let wildcard = match listen {
                         Listen::At(at) => {
                             found.push(PortalAt {
                                 portal: number,
-                                protocol: portal.protocol,
+                                protocol,
                                 at,
                                 is_wild: false,
                                 is_any: false,
@@ -149,20 +150,9 @@ impl Expansion {
                         }
                         Listen::Wildcard(wildcard, _) => wildcard,
                     };
-                    let protocol = portal.protocol;
-                    let may_be = |ip: &IpAddr| !protocol.is_rdma() || has_device(*ip);
-                    // Counted before devices are asked for, so that a message can say which of the
-                    // two is missing.
-                    let there = addresses.of(&wildcard).count();
-                    let mut all: Vec<_> = addresses.of(&wildcard).filter(may_be).collect();
-                    if let Some(why) = lack(&wildcard, there, all.len()) {
-                        expansion.lack(protocol, portal.listen, why);
-                    }
-                    let at = |ip| SocketAddr::new(ip, portal.listen.port());
-                    // A new address ends no sessions at another one.
-                    all.sort_by_key(|ip| !before.has(protocol, at(*ip)));
-                    for ip in all.into_iter().take(MAX_ADDRESSES) {
-                        let at = at(ip);
+                    let all =
+                        expansion.addresses_of(portal, &wildcard, addresses, has_device, before);
+                    for at in all {
                         // An interface and an address, or two interfaces, may meet at a port of the RDMA CM,
                         // which one protocol has.
                         let is_rival = |(other, there): (Protocol, SocketAddr)| {
@@ -175,16 +165,16 @@ impl Expansion {
                         let mut others = others.map(|p| (p.protocol, p.at));
                         if literal.iter().copied().any(is_rival) || others.any(is_rival) {
                             let why = format!("{at} is a portal of another RDMA protocol");
-                            expansion.lack(protocol, portal.listen, why);
+                            expansion.lack(protocol, listen, why);
                             continue;
                         }
                         // A more specific portal of this target is there already, and its settings
                         // hold.
                         let mut known = found.iter();
-                        if !known.any(|p| p.protocol == portal.protocol && p.at == at) {
+                        if !known.any(|p| p.protocol == protocol && p.at == at) {
                             found.push(PortalAt {
                                 portal: number,
-                                protocol: portal.protocol,
+                                protocol,
                                 at,
                                 is_wild: true,
                                 is_any: !wildcard.is_interface(),
@@ -199,6 +189,29 @@ impl Expansion {
             expansion.targets.push(found);
         }
         expansion
+    }
+
+    /// The addresses of a portal with a wildcard, those of `before` first: a new one ends no sessions
+    /// at another. Notes it if there are none, or too many.
+    fn addresses_of(
+        &mut self,
+        portal: &Portal,
+        wildcard: &Wildcard,
+        addresses: &Addresses,
+        has_device: &dyn Fn(IpAddr) -> bool,
+        before: &Self,
+    ) -> impl Iterator<Item = SocketAddr> + use<> {
+        let (protocol, listen) = (portal.protocol, portal.listen);
+        let may_be = |ip: &IpAddr| !protocol.is_rdma() || has_device(*ip);
+        // Counted before devices are asked for, so that a message can say which of the two is missing.
+        let there = addresses.of(wildcard).count();
+        let ips = addresses.of(wildcard).filter(may_be);
+        let mut all: Vec<_> = ips.map(|ip| SocketAddr::new(ip, listen.port())).collect();
+        if let Some(why) = lack(wildcard, there, all.len()) {
+            self.lack(protocol, listen, why);
+        }
+        all.sort_by_key(|at| !before.has(protocol, *at));
+        all.into_iter().take(MAX_ADDRESSES)
     }
 
     fn lack(&mut self, protocol: Protocol, listen: Listen, why: String) {

@@ -524,7 +524,6 @@ impl Builder {
             return Ok(Arc::clone(unit));
         }
         let place = self.store(backend, opened)?;
-        let store = self.opened[place].as_ref().expect("just opened");
         let is_absent = self.is_absent(&backend.name);
         let has_names = self.unnamed_unit(backend).is_none();
         if let Some(unit) = &before
@@ -533,27 +532,10 @@ impl Builder {
         {
             return Ok(Arc::clone(unit));
         }
-        let geometry = store.geometry();
-        let mut unit_config = unit_config(backend, &geometry, host);
-        let identity = &mut unit_config.identity;
-        if has_names {
-            let file = store.file();
-            self.identities.keep(config, backend, file, identity);
-        } else {
-            "unknown".clone_into(&mut identity.serial);
-        }
         // One without names was not tried.
         let was_missing = before.as_ref().is_some_and(|unit| unit.lu.has_names());
-        if was_missing && !is_absent {
-            self.identities.note_return(&backend.name);
-        }
-        let store = self.opened[place].as_ref().expect("just opened");
-        unit_config.cache_generation = Some(self.cache_generation(backend, store));
-        let block = geometry.block_size;
-        let limits = &mut unit_config.limits;
-        limits.max_transfer = config.limits.max_transfer / block * block;
-        limits.window = config.limits.window() / block * block;
-        limits.optimal_transfer = limits.optimal_transfer.min(limits.window);
+        let returns = was_missing && !is_absent;
+        let unit_config = self.unit_config(config, host, backend, place, returns);
         let name = || backend.name.clone();
         let make = || {
             LogicalUnit::new(unit_config.clone()).map_err(|source| ServerError::Unit {
@@ -600,6 +582,52 @@ impl Builder {
             let store = self.opened[place].as_ref().expect("just opened");
             store.keep_flush_failures(Arc::clone(keeper), &lu.config().identity);
         }
+        Ok(self.enter_unit(config, backend, place, lu))
+    }
+
+    /// Configuration of a backend's unit, with the names that are kept or, where those cannot be read,
+    /// none. `returns` says that its backend was missing and is there again.
+    fn unit_config(
+        &mut self,
+        config: &Config,
+        host: &HostId,
+        backend: &Backend,
+        place: usize,
+        returns: bool,
+    ) -> riser_scsi::config::Config {
+        let has_names = self.unnamed_unit(backend).is_none();
+        let store = self.opened[place].as_ref().expect("just opened");
+        let geometry = store.geometry();
+        let mut unit_config = unit_config(backend, &geometry, host);
+        let identity = &mut unit_config.identity;
+        if has_names {
+            let file = store.file();
+            self.identities.keep(config, backend, file, identity);
+        } else {
+            "unknown".clone_into(&mut identity.serial);
+        }
+        // Before the generation, which counts the returns.
+        if returns {
+            self.identities.note_return(&backend.name);
+        }
+        let store = self.opened[place].as_ref().expect("just opened");
+        unit_config.cache_generation = Some(self.cache_generation(backend, store));
+        let block = geometry.block_size;
+        let limits = &mut unit_config.limits;
+        limits.max_transfer = config.limits.max_transfer / block * block;
+        limits.window = config.limits.window() / block * block;
+        limits.optimal_transfer = limits.optimal_transfer.min(limits.window);
+        unit_config
+    }
+
+    /// Enters a unit under the next number, in the place of one that its backend may have had before.
+    fn enter_unit(
+        &mut self,
+        config: &Config,
+        backend: &Backend,
+        place: usize,
+        lu: LogicalUnit,
+    ) -> Arc<Unit> {
         let limits = &config.limits;
         let tasks = limits.max_sessions.saturating_mul(limits.queue_depth);
         let index = UnitIdx(self.unit_stores.len() as u32);
@@ -607,7 +635,7 @@ impl Builder {
         self.unit_stores.push(place);
         self.numbered.push(Arc::downgrade(&unit));
         self.units.insert(backend.name.clone(), Arc::clone(&unit));
-        Ok(unit)
+        unit
     }
 
     /// A unit has the limits of its backend, once the catalog is served.

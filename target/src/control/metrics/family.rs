@@ -16,7 +16,8 @@ pub(super) struct Family {
 }
 
 impl Family {
-    fn new(kind: MetricType, name: &str, help: &str) -> Self {
+    /// Family without series.
+    pub(super) fn new(kind: MetricType, name: &str, help: &str) -> Self {
         let mut family = MetricFamily::default();
         family.set_name(name.to_owned());
         family.set_help(help.to_owned());

@@ -11,13 +11,14 @@
 //! # Modules
 //! - `family`: a metric, its help and its series.
 //! - `commands`: targets, units, sessions. `backends`: their files. `limits`: what commands wait for.
-//!   `host`: workers, devices, logins. `process`: the process.
+//!   `host`: workers, logins. `nic`: devices. `process`: the process.
 
 mod backends;
 mod commands;
 mod family;
 mod host;
 mod limits;
+mod nic;
 mod process;
 
 use std::time::Duration;
@@ -42,6 +43,7 @@ pub fn text(server: &Server, uptime: Duration) -> Result<String, prometheus::Err
     families.extend(backends::families(server));
     families.extend(limits::families(server));
     families.extend(host::families(&snapshots));
+    families.extend(nic::families(&snapshots));
     families.extend(process::families());
     let families: Vec<_> = families.into_iter().filter_map(Family::finish).collect();
     TextEncoder::new().encode_to_string(&families)

@@ -1,0 +1,206 @@
+//! Backends: their sources, sizes and names.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use super::names::{is_name, name_mistake};
+use super::paths::{normal, whole_path};
+use crate::mistake::{Checked, Mistake};
+use crate::model::{Backend, Names};
+use crate::source::{Source, Spec};
+use crate::yaml::Located;
+use crate::{io_check, raw};
+
+pub(super) fn backends(raw: Vec<(String, Located<raw::Backend>)>) -> Checked<Vec<Backend>> {
+    let mut files: HashMap<PathBuf, String> = HashMap::new();
+    let mut out = Vec::new();
+    for (name, b) in raw {
+        let path = format!("backends.{name}");
+        if !is_name(&name) {
+            return Err(name_mistake(b.at, &path, &name));
+        }
+        let backend = backend(&name, &path, &b)?;
+        if let Source::File { path: file, .. } | Source::Device { path: file } =
+            &backend.spec.source
+            // By the path's text alone, since a configuration is also checked on other hosts.
+            // Links are found when the file is opened: its lock can be had once.
+            && let Some(other) = files.insert(normal(file), name.clone())
+        {
+            let at = b.value.path.as_ref().map_or(b.at, |p| p.at);
+            return Err(Mistake::new(
+                at,
+                format!("{path}.path"),
+                format!("{} is already backend `{other}`", file.display()),
+            )
+            .hint("one backend can be a LUN of several targets"));
+        }
+        out.push(backend);
+    }
+    Ok(out)
+}
+
+fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<Backend> {
+    let b = &located.value;
+    let at = |key: &str| format!("{path}.{key}");
+    let block_size = match &b.block_size {
+        None => 512,
+        // SCSI allows others, but few operating systems can use such disks.
+        Some(v) if matches!(v.value, 512 | 4096) => v.value as u32,
+        Some(v) => {
+            let message = format!("a block size is 512 or 4096, not {}", v.value);
+            return Err(Mistake::new(v.at, at("block_size"), message));
+        }
+    };
+    // Here and not by the type: the length of a block is another key.
+    if let Some(size) = &b.size {
+        let bytes = size.value.0;
+        if bytes == 0 || !bytes.is_multiple_of(u64::from(block_size)) {
+            let message = format!("{bytes} bytes are not a number of {block_size}-byte blocks");
+            return Err(Mistake::new(size.at, at("size"), message));
+        }
+    }
+    let read_only = b.read_only.unwrap_or(false);
+    Ok(Backend {
+        name: name.to_owned(),
+        spec: Spec {
+            source: source(path, located)?,
+            block_size,
+            direct: b.direct.as_ref().map(|d| d.value).unwrap_or_default(),
+            write_cache: b.write_cache.is_none_or(|w| w.0),
+            read_only,
+            faults: None,
+        },
+        thin: b.thin.unwrap_or(true),
+        threshold: threshold(path, b)?,
+        stoppable: b.stoppable.unwrap_or(false),
+        rotational: b.rotational,
+        names: names(path, b)?,
+        limits: io_check::check(path, b.limits.as_ref())?,
+    })
+}
+
+/// The threshold of a thin file, in percent.
+fn threshold(path: &str, b: &raw::Backend) -> Checked<Option<u8>> {
+    let Some(located) = &b.threshold else {
+        return Ok(None);
+    };
+    let wrong = |message: &str| {
+        let place = format!("{path}.threshold");
+        Err(Mistake::new(located.at, place, message.to_owned()))
+    };
+    if b.kind != raw::Kind::File || b.thin == Some(false) {
+        return wrong("only a thin backend of kind file has a `threshold`");
+    }
+    match located.value.whole() {
+        Some(percent @ 1..100) => Ok(Some(percent)),
+        _ => wrong("a threshold is a whole number of percent from 1 to 99"),
+    }
+}
+
+/// The word of a kind.
+fn kind_name(kind: raw::Kind) -> &'static str {
+    match kind {
+        raw::Kind::File => "file",
+        raw::Kind::Device => "device",
+        raw::Kind::Ram => "ram",
+        raw::Kind::Null => "null",
+    }
+}
+
+/// Refuses keys that a backend of this kind does not have.
+fn check_keys(path: &str, b: &raw::Backend) -> Checked<()> {
+    use raw::Kind;
+    let has_path = matches!(b.kind, Kind::File | Kind::Device);
+    let keys = [
+        ("path", has_path, b.path.as_ref().map(|v| v.at)),
+        ("direct", has_path, b.direct.as_ref().map(|v| v.at)),
+        (
+            "create",
+            b.kind == Kind::File,
+            b.create.as_ref().map(|v| v.at),
+        ),
+        (
+            "size",
+            b.kind != Kind::Device,
+            b.size.as_ref().map(|v| v.at),
+        ),
+    ];
+    let mut alien = keys.into_iter().filter(|(_, belongs, _)| !belongs);
+    match alien.find_map(|(key, _, at)| Some((key, at?))) {
+        Some((key, at)) => {
+            let kind = kind_name(b.kind);
+            let message = format!("a backend of kind {kind} has no `{key}`");
+            Err(Mistake::new(at, format!("{path}.{key}"), message))
+        }
+        None => Ok(()),
+    }
+}
+
+fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
+    let b = &located.value;
+    check_keys(path, b)?;
+    let at = |key: &str| format!("{path}.{key}");
+    let missing = |key: &str| {
+        let kind = kind_name(b.kind);
+        let message = format!("a backend of kind {kind} needs `{key}`");
+        Mistake::new(located.at, path, message)
+    };
+    let file = || {
+        let p = b.path.as_ref().ok_or_else(|| missing("path"))?;
+        match p.value.is_empty() || p.value.contains('\0') {
+            true => Err(Mistake::new(p.at, at("path"), "an empty path")),
+            false => whole_path(&p.value, p.at, &at("path")),
+        }
+    };
+    let size = b.size.as_ref().map(|s| s.value.0);
+    match b.kind {
+        raw::Kind::File => {
+            let create = b.create.as_ref().filter(|c| c.value);
+            // A file that is made needs a size, and one that is there has it.
+            if let Some(c) = create {
+                if size.is_none() {
+                    return Err(missing("size").hint("`create: true` must know how large"));
+                }
+                if b.read_only == Some(true) {
+                    let message = "a read-only file cannot be created";
+                    return Err(Mistake::new(c.at, at("create"), message));
+                }
+            }
+            Ok(Source::File {
+                path: file()?,
+                size,
+                create: create.is_some(),
+            })
+        }
+        raw::Kind::Device => Ok(Source::Device { path: file()? }),
+        raw::Kind::Ram => Ok(Source::Ram {
+            size: size.ok_or_else(|| missing("size"))?,
+        }),
+        raw::Kind::Null => Ok(Source::Null {
+            size: size.ok_or_else(|| missing("size"))?,
+        }),
+    }
+}
+
+fn names(path: &str, b: &raw::Backend) -> Checked<Names> {
+    let text = |key: &str, value: &Option<Located<String>>, most: usize| match value {
+        None => Ok(None),
+        Some(v) => {
+            // SPC has ASCII data fields consist of these. The last three lengths are those of
+            // fields of INQUIRY data.
+            let printable = v.value.bytes().all(|c| (0x20..0x7f).contains(&c));
+            if !printable || v.value.is_empty() || v.value.len() > most {
+                let message = format!("must be 1 to {most} printable ASCII characters");
+                return Err(Mistake::new(v.at, format!("{path}.{key}"), message));
+            }
+            Ok(Some(v.value.clone()))
+        }
+    };
+    Ok(Names {
+        serial: text("serial", &b.serial, 64)?,
+        naa: b.naa.as_ref().map(|n| n.value.0),
+        vendor: text("vendor", &b.vendor, 8)?,
+        product: text("product", &b.product, 16)?,
+        revision: text("revision", &b.revision, 4)?,
+    })
+}

@@ -1,0 +1,242 @@
+//! Counters of the software NIC.
+
+use prometheus::proto::MetricType::{self, COUNTER, GAUGE};
+
+use super::family::Family;
+use crate::worker::NicInfo;
+use crate::worker::mail::Snapshot;
+
+/// A counter or gauge of a NIC.
+struct NicMetric {
+    kind: MetricType,
+    name: &'static str,
+    help: &'static str,
+    /// Label of its series besides device and worker.
+    label: Option<&'static str>,
+    /// Its series, by the values of that label.
+    series: fn(&NicInfo) -> Vec<(&'static str, u64)>,
+}
+
+/// Devices of all workers, and the counters of those that are software NICs.
+pub(super) fn families(snapshots: &[Snapshot]) -> Vec<Family> {
+    let mut open = Family::gauge(
+        "riser_device_open",
+        "1 if a worker's network device works, else 0.",
+    );
+    // All at once: the series of a family have to stand together, while they come from workers and
+    // devices one after another.
+    let new = |metric: &NicMetric| Family::new(metric.kind, metric.name, metric.help);
+    let mut families: Vec<Family> = METRICS.iter().map(new).collect();
+    for snapshot in snapshots {
+        let worker = snapshot.worker.to_string();
+        for device in &snapshot.devices {
+            let addr = device.addr.to_string();
+            let labels = [("device", &*addr), ("worker", &*worker)];
+            open.add(&labels, f64::from(device.is_open));
+            // An RDMA device of the host counts for itself; only the software NIC is ours to
+            // count.
+            let Some(nic) = &device.nic else {
+                continue;
+            };
+            for (family, metric) in families.iter_mut().zip(METRICS) {
+                for (value, n) in (metric.series)(nic) {
+                    let further = metric.label.map(|label| (label, value));
+                    let labels: Vec<_> = labels.iter().copied().chain(further).collect();
+                    family.add(&labels, n as f64);
+                }
+            }
+        }
+    }
+    std::iter::once(open).chain(families).collect()
+}
+
+const METRICS: &[NicMetric] = &[
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_packets_total",
+        help: "RoCE packets, by direction.",
+        label: Some("direction"),
+        series: |n| vec![("in", n.nic.rx_packets), ("out", n.nic.tx_packets)],
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_bytes_total",
+        help: "Bytes of these packets.",
+        label: Some("direction"),
+        series: |n| vec![("in", n.nic.rx_bytes), ("out", n.nic.tx_bytes)],
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_icrc_errors_total",
+        help: "Packets whose invariant CRC was wrong.",
+        label: None,
+        series: |n| vec![("", n.nic.rx_icrc_errors)],
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_dropped_packets_total",
+        help: "Packets that were not taken in, by reason; those with a wrong ICRC aside.",
+        label: Some("reason"),
+        series: |n| {
+            vec![
+                ("malformed", n.nic.rx_malformed),
+                ("unknown_qp", n.nic.rx_unknown_qp),
+                ("wrong_source", n.nic.rx_wrong_source),
+                ("wrong_pkey", n.nic.rx_wrong_pkey),
+                ("unwanted_mad", n.nic.rx_dropped_mads),
+                ("wrong_state", n.rc.dropped),
+            ]
+        },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_retransmits_total",
+        help: "Request packets that were sent again.",
+        label: None,
+        series: |n| vec![("", n.rc.retransmits)],
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_retransmit_causes_total",
+        help: "Retransmissions of queue pairs, by cause.",
+        label: Some("cause"),
+        series: |n| {
+            vec![
+                ("timeout", n.rc.timeouts),
+                ("implied_nak", n.rc.implied_naks),
+                ("nak", n.rc.rx_nak_sequence),
+                ("rnr", n.rc.rx_rnr_naks),
+            ]
+        },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_naks_received_total",
+        help: "Negative acknowledgements that initiators sent, RNR aside.",
+        label: Some("kind"),
+        series: |n| {
+            vec![
+                ("sequence", n.rc.rx_nak_sequence),
+                ("invalid", n.rc.rx_nak_invalid),
+                ("access", n.rc.rx_nak_access),
+                ("operation", n.rc.rx_nak_operation),
+            ]
+        },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_naks_sent_total",
+        help: "Negative acknowledgements that we sent, RNR aside.",
+        label: Some("kind"),
+        series: |n| {
+            vec![
+                ("sequence", n.rc.tx_nak_sequence),
+                ("invalid", n.rc.tx_nak_invalid),
+                ("access", n.rc.tx_nak_access),
+                ("operation", n.rc.tx_nak_operation),
+            ]
+        },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_rnr_naks_total",
+        help: "Receiver-not-ready NAKs, by direction.",
+        label: Some("direction"),
+        series: |n| vec![("in", n.rc.rx_rnr_naks), ("out", n.rc.tx_rnr_naks)],
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_congestion_packets_total",
+        help: "Packets that a router has marked for congestion, and congestion notifications (CNPs) received and sent.",
+        label: Some("kind"),
+        series: |n| {
+            vec![
+                ("marked", n.rc.rx_marked),
+                ("notification_in", n.rc.rx_cnps),
+                ("notification_out", n.rc.tx_cnps),
+            ]
+        },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_odd_packets_total",
+        help: "Packets that came again, ahead of a missing one, or answered nothing outstanding.",
+        label: Some("kind"),
+        series: |n| {
+            vec![
+                ("duplicate", n.rc.duplicates),
+                ("out_of_order", n.rc.out_of_order),
+                ("stale", n.rc.stale_responses),
+            ]
+        },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_lost_completions_total",
+        help: "Completions lost because their queue was full.",
+        label: None,
+        series: |n| vec![("", n.nic.cq_overruns)],
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_refused_queue_pairs_total",
+        help: "Queue pairs refused because their peer had too many.",
+        label: None,
+        series: |n| vec![("", n.nic.refused_qps)],
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_cm_messages_total",
+        help: "Messages of the connection manager, by kind; `received` counts all that came.",
+        label: Some("kind"),
+        series: |n| {
+            vec![
+                ("received", n.cm.received),
+                ("malformed", n.cm.malformed),
+                ("illegal", n.cm.illegal),
+                ("duplicate", n.cm.duplicates),
+                ("repeated", n.cm.retries),
+                ("refused", n.cm.refused),
+                ("dropped", n.cm.dropped),
+                ("displaced", n.cm.displaced),
+            ]
+        },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_socket_calls_total",
+        help: "System calls on the device's socket, by direction.",
+        label: Some("direction"),
+        series: |n| vec![("in", n.socket.receive_calls), ("out", n.socket.send_calls)],
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_socket_errors_total",
+        help: "Failures and drops at the device's socket, by kind.",
+        label: Some("kind"),
+        series: |n| {
+            vec![
+                ("too_long", n.socket.too_long),
+                ("send", n.socket.send_errors),
+                ("full", n.socket.blocked),
+                ("stranger", n.socket.strangers_dropped),
+                ("truncated", n.socket.truncated),
+                ("off_link", n.socket.off_link),
+            ]
+        },
+    },
+    NicMetric {
+        kind: GAUGE,
+        name: "riser_device_objects",
+        help: "Objects of a device, by kind.",
+        label: Some("kind"),
+        series: |n| {
+            vec![
+                ("queue_pair", n.usage.qps as u64),
+                ("completion_queue", n.usage.cqs as u64),
+                ("memory_region", n.usage.mrs as u64),
+                ("protection_domain", n.usage.pds as u64),
+            ]
+        },
+    },
+];

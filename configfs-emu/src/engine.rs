@@ -248,7 +248,7 @@ impl Engine {
         }
         self.tree = imported.tree;
         self.rest = imported.rest;
-        // What the tree says in words of its own is no reason to tell the daemon.
+        // What only the tree keeps is no reason to change the daemon's configuration.
         let said = convert::export(&self.tree, &self.rest, &*self.world);
         let said = said.ok().map(|exported| exported.document);
         self.applied = match said {

@@ -12,7 +12,7 @@
 //! - [`engine`]: a change of the tree takes effect in a daemon, or does not happen; what others change is
 //!   shown. [`daemon`]: a running `riserd`, at its admin socket. [`fuse`]: the tree, mounted.
 //! - [`saved`]: `saveconfig.json`, from a tree and to one. It is here and not in `riserd`, since only LIO's
-//!   rules tell what such a file means.
+//!   rules say what such a file means.
 //! - [`number`]: numbers as the kernel reads them.
 //!
 //! # I/O model

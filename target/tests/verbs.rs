@@ -74,7 +74,7 @@ fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
         "  |   | o- iscsi:127.82.0.1:3260 .",
         "  |   | o- 0 .",
         "[backend=disk0, 1.0 MiB]",
-        "[open to everybody]",
+        "[open to all initiators]",
         "  o- limits .",
         "[defaults]",
     ] {

@@ -93,7 +93,7 @@ impl Pair {
         Self::with_target(network, backend, &format!("portals: {portals}"))
     }
 
-    /// Serves `backend` to everybody on the target that these lines of riserd's configuration
+    /// Serves `backend` to all initiators on the target that these lines of riserd's configuration
     /// describe, with its portals, beside its name and its one logical unit.
     #[must_use]
     pub fn with_target(network: u8, backend: &str, target: &str) -> Self {

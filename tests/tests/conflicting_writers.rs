@@ -34,7 +34,7 @@ use riser_tests::history::{BLOCK, History, Port};
 use riser_tests::load::{Chance, Op, setting};
 
 const IQN: &str = "iqn.2026-01.com.example:contended";
-/// The disk, in blocks. Everybody works on all of it.
+/// The disk, in blocks. All writers work on all of it.
 const DISK: Range<u64> = 0..48;
 const LONGEST: u64 = 20;
 /// Threads of each initiator.

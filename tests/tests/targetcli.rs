@@ -328,7 +328,7 @@ fn targetcli_configures_a_running_daemon() {
     assert_eq!(rig.config()["targets"], serde_json::json!([]));
 }
 
-/// After everybody has logged in twice.
+/// After all initiators have logged in twice.
 fn commands_are_counted(rig: &Rig) {
     let said = rig.must(&format!(
         "cd /sys/kernel/config/target

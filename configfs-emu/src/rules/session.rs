@@ -48,7 +48,7 @@ pub(super) fn session_of(read: &Read<'_>) -> Option<Session> {
 }
 
 /// Returns true if an entry means an initiator, as the daemon calls it. Of what is named by its
-/// address, sessions tell.
+/// address, sessions show.
 pub(super) fn is_named(entry: &str, initiator: &str, sessions: &[Session]) -> bool {
     let port = || {
         let (extension, guid) = initiator.split_once(':')?;

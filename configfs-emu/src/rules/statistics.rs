@@ -288,7 +288,7 @@ fn show_attached(read: &Read<'_>) -> Result<String, Errno> {
         "port_auth_indx" => line(index(read.tree, acl)),
         "indx" => line(match read.tree.dir(acl).kind {
             Kind::Acl(Fabric::Iscsi) => session()?.id,
-            // The kernel does not tell sessions of SRP apart.
+            // The kernel does not distinguish sessions of SRP.
             _ => session().map(|_| 0)?,
         }),
         "port_ident" => line(format_args!(

@@ -623,7 +623,8 @@ fn files_of_an_initiator_describe_its_session() {
     );
 }
 
-/// Every directory that there is has files with different names, fewer than an inode number can tell.
+/// Every directory that there is has files with different names, fewer than an inode number can
+/// distinguish.
 #[test]
 fn tables_are_sound() {
     let mut fixture = Fixture::served();

@@ -101,7 +101,7 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// Waits until the file system is unmounted, by a signal to us or by anybody.
+/// Waits until the file system is unmounted, by a signal to us or by any user.
 fn wait(dir: &Path, events: &mpsc::Receiver<Event>) {
     while events.recv() == Ok(Event::Signal) {
         // The end of the mount is an event of its own.

@@ -23,7 +23,7 @@ pub enum LinkState {
     Closed = 3,
 }
 
-/// A session's state, written by the engine and read by anybody.
+/// A session's state, written by the engine and read by any thread.
 #[derive(Debug, Default)]
 pub struct SessionStatus {
     state: AtomicU8,

@@ -652,7 +652,7 @@ fn simulate(seed: u64) {
         match random(8) {
             0..=2 if step < 200 && writes.len() < 8 => {
                 let block = random(3);
-                // What a block holds is only known if nobody else writes it meanwhile.
+                // What a block holds is only known if no other request writes it meanwhile.
                 if writes.values().all(|(b, _)| *b != block) {
                     value += 1;
                     let next = rig.paths.requests.vacant_key() as u32;

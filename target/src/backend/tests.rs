@@ -242,7 +242,7 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
     let block = u64::from(g.block_size);
     let mut model = vec![0u8; g.capacity as usize];
     let mut rig = Rig::new(store.clone());
-    // Whatever an earlier sequence left.
+    // What an earlier sequence left.
     let whole = BlockOp::WriteZeroes {
         offset: 0,
         len: g.capacity,
@@ -962,7 +962,7 @@ fn cancelled_requests_all_end_and_leave_nothing_behind() {
     let mut rig = Rig::with(store, ring, DriverConfig::default());
     for round in 0..20u64 {
         for i in 0..32u64 {
-            // Each request has memory of its own, which nobody else holds.
+            // Each request has memory of its own, which no other request holds.
             let m = Memory::new(256 << 10).unwrap();
             let data = [m.slice(i as usize..(i as usize) + (128 << 10)).unwrap()];
             rig.submit(write(i * (128 << 10), 128 << 10), &data, i);

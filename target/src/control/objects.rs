@@ -141,7 +141,7 @@ impl Facts {
                 format!("{iqn}{}", count(connections, "connection"))
             }
             ["targets", name, "access"] => match self.target(name).map(|t| &t.access) {
-                Some(Access::Open) => "open to everybody".to_owned(),
+                Some(Access::Open) => "open to all initiators".to_owned(),
                 Some(Access::Rules(rules)) if !rules.is_empty() => count(rules.len(), "rule"),
                 _ => "no initiator".to_owned(),
             },

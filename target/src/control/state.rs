@@ -372,7 +372,7 @@ mod tests {
                 _ => b"the old one",
             };
             assert_eq!(state.read("f").unwrap().unwrap(), expected, "{step:?}");
-            // What the killed one has left is in nobody's way.
+            // What the killed one has left is in the way of no other.
             state.replace("f", b"short").unwrap();
             assert_eq!(state.read("f").unwrap().unwrap(), b"short");
         }

@@ -146,7 +146,7 @@ pub fn sessions(server: &Server) -> Vec<SessionView> {
     sessions_of(&server.snapshot(), &catalog)
 }
 
-/// Likewise, of what workers have told.
+/// Likewise, of what workers have reported.
 pub(super) fn sessions_of(snapshots: &[Snapshot], catalog: &Catalog) -> Vec<SessionView> {
     let mut views: Vec<SessionView> = snapshots
         .iter()

@@ -73,7 +73,7 @@ fn iscsi(
     ids: &PortIds,
     secrets: &mut Secrets,
 ) -> Result<Option<IscsiDef>, ServerError> {
-    // All portals lead to the same sessions, whatever carries them: they are one portal group, and so
+    // All portals lead to the same sessions, over any transport: they are one portal group, and so
     // one port for initiators. Relative port identifiers are unique among all portals of the target.
     // A target may have a name and no such portal.
     let (Some(name), Some(&group)) = (&target.iqn, ids.get(&Port::Iscsi)) else {

@@ -5,12 +5,12 @@
 //!
 //! # Start
 //! Backends are opened and locked, logical units and targets made, devices opened (for each address
-//! one per worker, in the workers' order, since packets are steered by it), workers started. Whatever
-//! fails undoes the rest; but files that were created or extended stay once workers may have written to them.
+//! one per worker, in the workers' order, since packets are steered by it), workers started. A step
+//! that fails undoes the rest; but files that were created or extended stay once workers may have written to them.
 //!
 //! # Shutdown
 //! ```text
-//! no more logins → commands under way finish (at most PATIENCE) → T_LOGOUT, DREQ
+//! logins refused → commands under way finish (at most PATIENCE) → T_LOGOUT, DREQ
 //!   → all workers quiet → flush of every backend → workers end
 //! ```
 //!
@@ -192,7 +192,7 @@ pub enum ServerError {
     /// Applied configurations cannot be kept or read.
     #[error("the state directory: {0}")]
     State(#[source] io::Error),
-    /// Nobody knows where this program is.
+    /// The path of this program is not known.
     #[error("cannot find this program: {0}")]
     Program(#[source] io::Error),
     /// Another program could not take over, and neither can this one.
@@ -293,7 +293,7 @@ pub struct Server {
     gone: usize,
     /// Error of the first of them.
     failed: Option<ServerError>,
-    /// Told when a worker fails.
+    /// Notified when a worker fails.
     failure: Arc<Notify>,
 }
 
@@ -538,7 +538,7 @@ impl Server {
             setups.push(setup_tx);
         }
         for setup in setups {
-            // As above: its report tells.
+            // As above: its report says so.
             let _ = setup.send(self.senders.clone());
         }
         let mut unserved = Vec::new();
@@ -736,7 +736,7 @@ impl Server {
         ask(&self.senders, mail)
     }
 
-    /// Measures all backends again; initiators are told of units whose capacity changed.
+    /// Measures all backends again; initiators are notified of units whose capacity changed.
     ///
     /// # Errors
     /// The first backend that cannot be measured; the others are measured all the same.

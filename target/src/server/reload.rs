@@ -11,7 +11,7 @@
 //! prepare: check → files opened, locked, extended; secrets read → devices opened, sockets bound
 //!   → every worker listens where it must, unseen
 //!   any failure: all of it is released, and nothing has changed
-//! commit: the catalog is exchanged, sessions are told → workers take over what they hold
+//! commit: the catalog is exchanged, sessions are notified → workers take over what they hold
 //!   cannot fail
 //! ```
 //!
@@ -442,7 +442,7 @@ impl Server {
             // A worker that is gone holds nothing.
             let _ = sender.send_blocking(Mail::Unstage);
         }
-        // A mailbox keeps its order: a worker that answers this has let go.
+        // A mailbox keeps its order: a worker that answers this has released it.
         let _ = self.snapshot();
     }
 

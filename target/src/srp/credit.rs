@@ -8,7 +8,7 @@ use crate::fabric::TaskIdx;
 ///
 /// Invariant: credits at the initiator, requests taken in and not settled, and credits owed to the
 /// initiator add up to the limit of the login. An initiator that sends more than it may makes its
-/// own share negative; it gets no more than anybody else.
+/// own share negative; it gets no more than any other channel.
 #[derive(Clone, Debug)]
 pub struct ReqLim {
     limit: u32,

@@ -930,7 +930,7 @@ fn cve_2026_100075_a_partly_failed_table_keeps_credit() {
     rig.end();
 }
 
-/// CVE-2022-50129 and CVE-2024-26872: whatever is under way when the connection goes, nothing is
+/// CVE-2022-50129 and CVE-2024-26872: with anything under way when the connection goes, nothing is
 /// used after its end, and nothing stays.
 #[test]
 fn cve_2022_50129_and_2024_26872_teardown_at_every_point() {

@@ -1,4 +1,4 @@
-//! Random histories: whatever comes in, nothing panics, credits are conserved, and every request
+//! Random histories: no message panics, credits are conserved, and every request
 //! ends exactly once.
 
 use proptest::prelude::*;

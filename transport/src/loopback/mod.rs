@@ -142,7 +142,7 @@ impl Fabric {
     /// A wire without devices.
     #[must_use]
     pub fn new(config: FabricConfig) -> Self {
-        // The one look at a real clock: where virtual time begins does not matter to anybody.
+        // The one look at a real clock: where virtual time begins matters to no test.
         let start = Instant::now();
         let faults = FaultConfig {
             seed: config.faults.seed ^ config.seed.rotate_left(32),

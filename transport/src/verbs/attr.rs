@@ -240,8 +240,8 @@ pub struct QpCap {
 }
 
 impl QpCap {
-    /// Queues of so many requests to send and to receive, each with one scatter-gather entry and without
-    /// inline data.
+    /// Queues of these lengths, whose requests have one scatter-gather entry each and no inline
+    /// data.
     #[must_use]
     pub fn new(max_send_wr: u32, max_recv_wr: u32) -> Self {
         Self {

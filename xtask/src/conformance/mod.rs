@@ -5,8 +5,8 @@
 //! one (`--libiscsi`), with two paths to one LUN so that the tests of multipath run too. The LUN has physical blocks as long as its logical ones, as one test demands
 //! without saying so; those that want another LUN are tried on one. QEMU's own client compares images
 //! on a disk of ours, and boots a guest from one. A failed test, a client that dies or hangs, a daemon
-//! that complains, or one that keeps file descriptors when everybody has gone, makes the command fail;
-//! what happens to the peer does not.
+//! that complains, or one that keeps file descriptors when all initiators have gone, makes the
+//! command fail; what happens to the peer does not.
 
 mod peer;
 mod qemu;

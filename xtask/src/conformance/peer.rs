@@ -45,7 +45,7 @@ pub(super) struct Tgt {
 }
 
 impl Tgt {
-    /// Serves a file as LUN 1 to everybody.
+    /// Serves a file as LUN 1 to all initiators.
     fn start(image: &Path, log: &Path) -> Result<Self, Failure> {
         File::create(image)?.set_len(SIZE)?;
         let port = free_port()?;

@@ -241,7 +241,7 @@ fn data_that_come_slowly_are_not_late() {
     assert_eq!(rig.completed(id).unwrap().transferred, 1024);
 }
 
-/// Each request has its time from when its own data arrived, whatever else is sent.
+/// Each request has its time from when its own data arrived, also while others are sent.
 #[test]
 fn only_what_is_on_its_way_has_more_time() {
     let mut rig = Rig::live();
@@ -1110,7 +1110,7 @@ impl Model {
 }
 
 proptest! {
-    /// Whatever happens, every request taken is completed exactly once, and never while its memory
+    /// After any history, every request taken is completed exactly once, and never while its memory
     /// is in use.
     #[test]
     fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {

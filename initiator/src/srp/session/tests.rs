@@ -1327,7 +1327,7 @@ fn action() -> impl Strategy<Value = Action> {
 }
 
 proptest! {
-    /// Whatever happens, every request taken is completed exactly once, and never while its memory
+    /// After any history, every request taken is completed exactly once, and never while its memory
     /// is with the target.
     #[test]
     fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {

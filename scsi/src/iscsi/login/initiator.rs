@@ -285,7 +285,7 @@ impl InitiatorLogin {
             else {
                 return Err(LoginError::Protocol("a challenge that is none"));
             };
-            // One secret proves one side only: a target that knows ours could be anybody.
+            // One secret proves one side only: a target that knows ours could be any.
             self.challenge.algorithm = algorithm;
             let proof = algorithm.respond(id, &own.secret, &bytes);
             text::put(out, "CHAP_N", &own.name);

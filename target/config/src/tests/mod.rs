@@ -136,7 +136,7 @@ targets:
     assert_eq!(seen("three"), []);
     assert_eq!(seen("four"), [(0, 0, false), (2, 2, true)]);
     assert_eq!(parse(&config.to_yaml()), config);
-    // What is read-only for the target is so for everybody.
+    // What is read-only for the target is so for all initiators.
     let text = text
         .replace("1: b, ", "")
         .replace("3: { backend: a, read_only: true } ", "");

@@ -24,7 +24,7 @@ fn req_mad(from: PeerAddr, guid: u64, comm_id: u32, qpn: u32, transaction: u64) 
     CmMessage::Req(req).emit(TransactionId(transaction))
 }
 
-/// Answers all that is asked of a machine, as a user who takes everybody does.
+/// Answers all that is asked of a machine, as a user who takes every request does.
 fn accept_all(cm: &mut Cm, now: Instant) -> Vec<IbCmId> {
     let mut accepted = Vec::new();
     while let Some(event) = cm.poll_event() {
@@ -565,7 +565,7 @@ impl World {
         }
     }
 
-    /// Everybody who connected is connected still.
+    /// All peers that connected are connected still.
     fn assert_connected(&self, count: usize) {
         assert_eq!(self.attempts.len(), count);
         let server = &self.cms[&SERVER];

@@ -161,17 +161,18 @@ impl IscsiSession {
 
     /// Some of what was sent has arrived at the target: it reads, however slowly. What still is on its
     /// way behind that is not late: the requests that `is_under_way` names, and with
-    /// `is_control_under_way` the ping and the task-management function.
+    /// `is_control_under_way` the task-management function. Nor is the ping, which may wait in a buffer
+    /// of the target's host.
     pub fn handle_progress(
         &mut self,
         is_under_way: impl Fn(RequestId) -> bool,
         is_control_under_way: bool,
         now: Instant,
     ) {
+        if let Some(until) = &mut self.pinged {
+            *until = now + self.core.ping;
+        }
         if is_control_under_way {
-            if let Some(until) = &mut self.pinged {
-                *until = now + self.core.ping;
-            }
             self.core.functions.on_progress(0, now);
         }
         self.core.requests.on_progress_where(is_under_way, now);

@@ -20,6 +20,8 @@ pub(super) struct Resource {
     packets: u32,
     kind: ResourceKind,
     msn: Msn,
+    /// Packets before it that its answer acknowledges, and nothing else does.
+    unacked: u32,
     pending: Option<Pending>,
 }
 
@@ -114,6 +116,8 @@ impl Responder {
             packets,
             kind,
             msn: self.msn,
+            // Its response acknowledges all that came before.
+            unacked: std::mem::take(&mut self.unacked),
             pending: Some(Pending {
                 start: 0,
                 next: 0,
@@ -122,8 +126,6 @@ impl Responder {
             }),
         });
         self.waiting += 1;
-        // Its response acknowledges all that came before.
-        self.unacked = 0;
         self.expected = self.expected.add(packets);
         Ok(())
     }
@@ -176,6 +178,7 @@ impl Responder {
     /// it. What has been done stays answered, and a refusal keeps its NAK; otherwise the peer takes
     /// what was delivered for lost, and does not learn why the connection ended.
     pub(in crate::rc) fn close(&mut self) {
+        self.acknowledge_all();
         let is_atomic = |r: &Resource| matches!(r.kind, ResourceKind::Atomic { .. });
         // Atomics are kept, since their answers hold their result. A READ would read the owner's
         // memory.
@@ -184,16 +187,33 @@ impl Responder {
         self.paced = None;
         let waiting = self.resources.iter().filter(|r| r.pending.is_some());
         self.waiting = waiting.count();
-        // What has been taken in is acknowledged unasked, as there will be no further packet to
-        // ask.
-        if self.unacked > 0 {
-            self.ack = Some(self.expected.prev());
-            self.unacked = 0;
-        }
         // A sequence or RNR NAK asks the peer to send again what would now be dropped.
         if !self.has_failed() {
             self.nak = None;
         }
+    }
+
+    /// Acknowledges all that has been taken in, unasked: there will be no further packet to ask.
+    fn acknowledge_all(&mut self) {
+        let pending = || self.resources.iter().filter(|r| r.pending.is_some());
+        // What a READ's answer was to acknowledge as well, as that answer will not leave. Those of
+        // atomics will.
+        let is_owing = |r: &Resource| matches!(r.kind, ResourceKind::Read { .. }) && r.unacked > 0;
+        if self.unacked > 0 || pending().any(is_owing) {
+            self.ack = Some(self.expected.prev());
+        }
+        // Its PSN lies before the READs and atomics at the end. The peer would take one of theirs
+        // for their answer, or for the sign that it was lost.
+        self.ack = self.ack.map(|newest| {
+            pending().rev().fold(newest, |psn, r| {
+                if psn.is_within(r.first, r.packets) {
+                    r.first.prev()
+                } else {
+                    psn
+                }
+            })
+        });
+        self.unacked = 0;
     }
 
     /// The next answer, written into `tx`.

@@ -792,6 +792,64 @@ fn a_delivered_send_is_acknowledged_although_the_receiver_closes() {
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
 }
 
+/// The answer of a READ acknowledges what came before it; without one an acknowledgement does.
+#[test]
+fn a_delivered_send_is_acknowledged_although_the_read_behind_it_is_dropped() {
+    let mut rig = Rig::with(&Options {
+        reads: 4,
+        ..DEFAULT
+    });
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    let send = packet(0x04, RQ_PSN, false, &[], b"bye!");
+    rig.post_recv(1, 64);
+    rig.feed(&send);
+    rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]));
+    rig.feed(&packet(0x0c, RQ_PSN + 4, true, &reth(addr, key, 4), &[]));
+    assert_eq!(receives(&mut rig).len(), 1);
+    rig.run(RcQp::to_error);
+    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x00, 3)]);
+}
+
+#[test]
+fn the_last_answers_of_a_connection_come_to_an_end() {
+    let mut rig = Rig::with(&Options {
+        reads: 4,
+        ..DEFAULT
+    });
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    let add = atomic_eth(addr, key, 1, 0);
+    let write = |psn| packet(0x0a, psn, false, &reth(0, key, 0), &[]);
+    rig.feed(&write(RQ_PSN));
+    rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 4), &[]));
+    rig.feed(&write(RQ_PSN + 2));
+    rig.feed(&packet(0x14, RQ_PSN + 3, true, &add, &[]));
+    let (now, mut tx, mut sent) = (rig.now, TxPacket::default(), Vec::new());
+    while rig.run(|qp, env| qp.poll_last_answer(now, env, &mut tx)) {
+        let mut bytes = Vec::new();
+        tx.copy_to(&mut bytes);
+        sent.push(brief(&bytes));
+        assert!(sent.len() < 10, "{sent:?}");
+    }
+    assert_eq!(sent, [(0x11, RQ_PSN + 2), (0x12, RQ_PSN + 3)]);
+}
+
+/// A PSN of the READ's in an acknowledgement would stand for data that the peer never had.
+#[test]
+fn no_acknowledgement_takes_the_place_of_a_read_that_is_dropped() {
+    for asks in [false, true] {
+        let mut rig = Rig::new();
+        let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+        rig.post_recv(1, 64);
+        rig.feed(&packet(0x04, RQ_PSN, true, &[], b"bye!"));
+        assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
+        rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]));
+        // The acknowledgement was lost, and the SEND comes again.
+        rig.feed(&packet(0x04, RQ_PSN, asks, &[], b"bye!"));
+        rig.run(RcQp::to_error);
+        assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)], "asks: {asks}");
+    }
+}
+
 #[test]
 fn a_refusal_is_sent_although_the_owner_closes() {
     let mut rig = Rig::new();

@@ -37,7 +37,7 @@ struct Pending {
     start: u32,
     next: u32,
     end: u32,
-    /// It has been answered before.
+    /// All that was asked for earlier has been sent.
     is_replay: bool,
 }
 
@@ -159,6 +159,9 @@ impl Responder {
                 let Some(end) = resource.plan_replay(operation, pkt, start, mtu) else {
                     return;
                 };
+                // A first answer stays one until its end has left: before that the peer cannot be
+                // done with it.
+                let is_replay = resource.pending.is_none_or(|p| p.is_replay);
                 if resource.pending.is_none() {
                     self.waiting += 1;
                 }
@@ -168,7 +171,7 @@ impl Responder {
                     start,
                     next: start,
                     end,
-                    is_replay: true,
+                    is_replay,
                 });
             }
         }

@@ -612,6 +612,45 @@ fn a_read_whose_key_goes_away_is_refused_where_it_stands() {
     assert_eq!(rig.qp.state(), QpState::Error);
 }
 
+/// The copy of a READ that the network doubled, while the first is being answered.
+#[test]
+fn a_read_repeated_before_its_last_packet_has_not_been_answered() {
+    let begun = || {
+        let mut rig = Rig::new();
+        let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+        let read = packet(0x0c, RQ_PSN, true, &reth(addr, key, 600), &[]);
+        rig.feed(&read);
+        let (now, mut tx) = (rig.now, TxPacket::default());
+        assert!(rig.run(|qp, env| qp.poll_transmit(now, env, &mut tx)));
+        rig.feed(&read);
+        rig
+    };
+    // Its key goes away: the peer does not have its data, and learns why.
+    let mut rig = begun();
+    rig.mrs.dereg(rig.mr.id).unwrap();
+    let sent = rig.sent();
+    let naks: Vec<_> = sent.iter().map(|p| (brief(p), p[12])).collect();
+    assert_eq!(naks, [((0x11, RQ_PSN), 0x62)]);
+    assert_eq!(rig.qp.state(), QpState::Error);
+    // A READ more than there are resources does not push it out.
+    let mut rig = begun();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    for psn in [RQ_PSN + 3, RQ_PSN + 4] {
+        rig.feed(&packet(0x0c, psn, true, &reth(addr, key, 4), &[]));
+    }
+    assert_eq!(
+        rig.sent_brief(),
+        [
+            (0x0d, RQ_PSN),
+            (0x0e, RQ_PSN + 1),
+            (0x0f, RQ_PSN + 2),
+            (0x10, RQ_PSN + 3),
+            (0x11, RQ_PSN + 4)
+        ]
+    );
+    assert_eq!(rig.qp.state(), QpState::Error);
+}
+
 #[test]
 fn a_repeated_atomic_is_answered_and_not_run_again() {
     let mut rig = Rig::new();

@@ -82,7 +82,7 @@ pub(super) struct Requester {
     undo: Option<(Congestion, Instant)>,
     /// Time at which the last packet left, where the window is less than one packet.
     left: Option<Instant>,
-    /// Time to look again at what waits for the window.
+    /// Time to look again at what waits for the window, or asks in place of a failed request.
     paced: Option<Instant>,
     /// State of the random numbers (xorshift); 0 gives no others.
     random: u32,
@@ -542,7 +542,26 @@ impl Requester {
     fn fail_current(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) -> Result<(), Fault> {
         // Not completed at once: a consumer takes an error for the first of the requests that did
         // not happen, and those before it may still succeed.
-        self.sq.wqe_mut(self.cur).phase = Phase::Failed(status);
+        let wqe = self.sq.wqe_mut(self.cur);
+        let is_begun = wqe.phase == Phase::Started;
+        let first = if is_begun { wqe.first } else { self.nxt };
+        wqe.phase = Phase::Failed(status);
+        self.ask_before(ctx.now, first);
         self.retire(ctx)
+    }
+
+    /// Repeats the packet before a failed request, whose first packet is `first`, if it left the
+    /// asking for an acknowledgement to that request.
+    fn ask_before(&mut self, now: Instant, first: u64) {
+        // Packets of the failed request may have left without asking, too.
+        let has_asked = u64::from(self.since_ack_request) <= self.nxt - first;
+        if has_asked || self.una >= first {
+            return;
+        }
+        // This packet alone, and without the timer: nothing shows that one was lost. Those before
+        // it may be acknowledged any moment, and with memory that is gone they would fail.
+        self.nxt = first - 1;
+        self.cur = self.locate(self.nxt);
+        self.paced = Some(now);
     }
 }

@@ -305,6 +305,8 @@ impl Requester {
 
     /// Whether another SEND or WRITE will follow the current request without waiting for anything.
     fn is_followed(&self, may_start: bool) -> bool {
+        // Its keys are checked when it starts. If one is bad, this message asks then
+        // (`ask_before`), so that the check is not made twice for every request.
         self.sq.peek(self.cur + 1).is_some_and(|next| {
             let may_run = match next.phase {
                 Phase::Posted => may_start,

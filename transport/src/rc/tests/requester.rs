@@ -595,6 +595,57 @@ fn a_bad_local_key_completes_with_an_error_after_what_came_before() {
     );
 }
 
+/// The message in front does not ask for an acknowledgement where another follows at once.
+#[test]
+fn a_message_in_front_of_a_bad_key_asks_without_waiting_for_the_timer() {
+    // The key goes away before the first packet of its message, or in the middle.
+    for before in [0, 2] {
+        let mut rig = Rig::new();
+        let whole = rig.memory.whole();
+        let other = rig.mrs.reg(PD, &whole, Access::LOCAL_WRITE).unwrap();
+        let sge = Sge {
+            addr: rig.memory.addr(),
+            length: 256,
+            lkey: other.lkey,
+        };
+        rig.post(1, SendOp::Send, 4);
+        let list = [sge; 2];
+        let long = SendWr::new(2, SendOp::Send, &list);
+        rig.run(|qp, env| qp.post_send(&[long], env)).unwrap();
+        let (now, mut tx) = (rig.now, TxPacket::default());
+        for _ in 0..before {
+            assert!(rig.run(|qp, env| qp.poll_transmit(now, env, &mut tx)));
+        }
+        rig.mrs.dereg(other.id).unwrap();
+        rig.sent();
+        assert_eq!(rig.expire(), Duration::ZERO, "after {before} packets");
+        assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ASKS)]);
+        rig.ack(SQ_PSN, UNLIMITED);
+        assert_eq!(rig.sends(), [(1, Success), (2, LocProtErr)]);
+    }
+}
+
+/// Their acknowledgement is on its way, and their memory may be gone.
+#[test]
+fn messages_that_have_asked_are_not_repeated_for_a_bad_key_behind_them() {
+    let mut rig = Rig::new();
+    rig.post(1, WRITE, 256 * 8);
+    rig.post(2, SendOp::Send, 256 * 2);
+    let bad = Sge {
+        lkey: LKey(rig.mr.lkey.0 ^ 0x100),
+        ..rig.sge(0, 4)
+    };
+    let wr = SendWr::new(3, SendOp::Send, std::slice::from_ref(&bad));
+    rig.run(|qp, env| qp.post_send(&[wr], env)).unwrap();
+    assert_eq!(rig.sent_brief().len(), 10);
+    rig.expire();
+    assert_eq!(rig.sent_brief(), [(0x02, (SQ_PSN + 9) | ASKS)]);
+    rig.ack(SQ_PSN + 7, UNLIMITED);
+    assert_eq!(rig.sends(), [(1, Success)]);
+    rig.ack(SQ_PSN + 9, UNLIMITED);
+    assert_eq!(rig.sends(), [(2, Success), (3, LocProtErr)]);
+}
+
 #[test]
 fn a_response_that_does_not_fit_ends_the_connection() {
     let read = |len| packet(0x10, SQ_PSN, false, &[UNLIMITED, 0, 0, 1], &bytes(len));

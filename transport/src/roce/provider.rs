@@ -446,6 +446,8 @@ impl Provider for Roce {
         // together with the acknowledgements of that call, in one system call.
         let sent = self.transmit(now);
         let received = self.receive(now);
+        // Before the turns of strangers, whose messages must not be what it is behind with.
+        self.nic.set_behind(received >= RX_LIMIT);
         let fired = self.nic.handle_timeouts(now);
         sent + received + fired
     }

@@ -1,5 +1,6 @@
 //! A device against anything that a peer may send.
 
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -662,19 +663,24 @@ fn the_first_packet_establishes_a_connection_whose_rtu_was_lost() {
     assert_eq!(nic.poll_async_event(), None);
 }
 
-#[test]
-fn strangers_messages_take_turns_with_data() {
-    let mut nic = listening();
+/// The datagrams of requests that differ from each other.
+fn requests() -> impl FnMut(&Nic) -> Vec<u8> {
     let template = req_mad(with_addresses());
     let mut number = 0u32;
-    let mut request = |nic: &Nic| {
+    move |nic| {
         number += 1;
         let mut mad = template;
         mad[8..16].copy_from_slice(&u64::from(number).to_be_bytes());
         mad[24..28].copy_from_slice(&(0x1000_0000 + number).to_be_bytes());
         mad[56..59].copy_from_slice(&(0x10_0000 + number).to_be_bytes()[1..]);
         gsi(nic, &mad)
-    };
+    }
+}
+
+#[test]
+fn strangers_messages_take_turns_with_data() {
+    let mut nic = listening();
+    let mut request = requests();
     let first = request(&nic);
     receive(&mut nic, peer(), &first);
     let id = nic.poll_cm_event().expect("a request").id;
@@ -711,6 +717,73 @@ fn strangers_messages_take_turns_with_data() {
     let is_up = std::iter::from_fn(|| nic.poll_cm_event())
         .any(|e| matches!(e.kind, crate::verbs::CmEventKind::Established { .. }));
     assert!(is_up);
+}
+
+/// A host on which a request takes long: more come than it can handle, and they fill the socket
+/// that data come by.
+#[test]
+fn data_do_not_wait_in_the_socket_behind_a_flood_of_requests() {
+    const ROUND: usize = 32;
+    let (packet_cost, request_cost) = (Duration::from_micros(20), Duration::from_millis(2));
+    let mut nic = listening();
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    let mut request = requests();
+    let mut socket = VecDeque::new();
+    let (start, mut now) = (nic.now(), nic.now());
+    let (mut next_request, mut next_write, mut writes) = (start, start, 0);
+    let (mut longest, mut handled) = (Duration::ZERO, 0);
+    while now < start + Duration::from_secs(2) {
+        while next_request.min(next_write) <= now {
+            if next_request < next_write {
+                socket.push_back((next_request, false, request(&nic)));
+                next_request += Duration::from_micros(125);
+            } else {
+                let write = write_only(&nic, qpn, 100 + writes);
+                socket.push_back((next_write, true, write));
+                next_write += Duration::from_millis(10);
+                writes += 1;
+            }
+        }
+        let taken = socket.len().min(ROUND);
+        for (arrived, is_write, bytes) in socket.drain(..taken) {
+            nic.handle_datagram(now, peer(), bytes.len(), &bytes);
+            if is_write {
+                longest = longest.max(now - arrived);
+            }
+        }
+        nic.set_behind(taken == ROUND);
+        nic.handle_timeouts(now);
+        while nic.poll_cm_event().is_some() {}
+        let mut batch = TxBatch::new(1);
+        nic.poll_transmit(now, &mut batch, 1 << 20);
+        let requests = nic.cm_counters().received - handled;
+        handled += requests;
+        now += packet_cost * (1 + taken as u32) + request_cost * requests as u32;
+    }
+    // Data wait for the requests of a round or two, and the requests for data no longer.
+    assert!(longest < Duration::from_millis(150), "{longest:?}");
+    assert!(handled > 300, "{handled} requests in two seconds");
+}
+
+/// Data alone may keep the socket from being empty, and beside them hosts log in.
+#[test]
+fn requests_have_a_turn_although_the_socket_is_never_empty() {
+    let mut nic = listening();
+    let mut request = requests();
+    for _ in 0..32 {
+        let bytes = request(&nic);
+        receive(&mut nic, peer(), &bytes);
+    }
+    let before = nic.cm_counters().received;
+    nic.set_behind(true);
+    for _ in 0..64 {
+        nic.handle_timeouts(nic.now());
+    }
+    assert_eq!(nic.cm_counters().received, before + 8);
+    nic.set_behind(false);
+    nic.handle_timeouts(nic.now());
+    assert_eq!(nic.cm_counters().received, 32);
 }
 
 /// Finds the socket full.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use riser_state::become_state;
 
-use super::{Id, IdState, MADS_PER_ROUND, MAX_WAITING_MADS};
+use super::{Id, IdState, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer, SidrRepParams};
 use crate::rc::TxPacket;
 use crate::roce::batch::{TxBatch, Way};
@@ -50,7 +50,7 @@ impl Nic {
     /// Begins another round for the messages of strangers, with those that wait; answers how many
     /// those were.
     pub(in crate::roce) fn handle_waiting_mads(&mut self) -> usize {
-        self.cm.turns = MADS_PER_ROUND;
+        self.cm.begin_round();
         let mut taken = 0;
         while self.cm.turns > 0
             && let Some((from, mad)) = self.cm.waiting.pop_front()
@@ -60,6 +60,11 @@ impl Nic {
             taken += 1;
         }
         taken
+    }
+
+    /// Notes whether packets stayed behind in the socket when it was read.
+    pub(in crate::roce) fn set_behind(&mut self, is_behind: bool) {
+        self.cm.is_behind = is_behind;
     }
 
     /// Next time at which the CM has something to do.

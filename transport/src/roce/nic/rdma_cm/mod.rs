@@ -29,9 +29,12 @@
 //!
 //! Messages of strangers (all that name no connection of ours with their sender) take turns with
 //! data: [`MADS_PER_ROUND`] of them are handled in a round of the device, [`MAX_WAITING_MADS`] more
-//! wait for the next ones, and beyond that they are lost, which their senders must expect. So a
-//! flood of requests neither delays the packets of connections nor the messages of those being
-//! made.
+//! wait for the next ones, and beyond that they are lost, which their senders must expect. A round
+//! takes a limited number of packets out of the socket. If that leaves some there, the device is
+//! behind, and one message is handled in [`ROUNDS_PER_MAD`] rounds until the socket is empty: they
+//! cost far more than the packets that are dropped, and data would wait in the socket behind all
+//! of them, however few are handled. So a flood of requests neither delays the packets of
+//! connections nor the messages of those being made.
 //!
 //! Not implemented: datagram services (SIDR requests are refused), multicast, path migration.
 
@@ -66,6 +69,9 @@ const EPHEMERALS: u16 = 28_232;
 const MADS_PER_ROUND: u32 = 16;
 /// Messages of strangers that wait for a later round.
 const MAX_WAITING_MADS: usize = 512;
+/// Rounds for each message of a stranger while packets stay behind in the socket. Not without end:
+/// data alone may keep it from ever being empty, and hosts log in beside them.
+const ROUNDS_PER_MAD: u32 = 8;
 
 /// Identifier of the RDMA CM.
 #[derive(Debug)]
@@ -126,6 +132,10 @@ pub struct CmAgent {
     waiting: VecDeque<(IpAddr, Mad)>,
     /// Messages of strangers that may still be handled in this round.
     turns: u32,
+    /// Packets stayed behind in the socket when it was last read, and rounds since a stranger had
+    /// its turn.
+    is_behind: bool,
+    rounds: u32,
     /// The IB CM may have a MAD to send.
     may_send: bool,
     /// PSN of the next MAD.
@@ -158,8 +168,22 @@ impl CmAgent {
             events: VecDeque::new(),
             waiting: VecDeque::new(),
             turns: MADS_PER_ROUND,
+            is_behind: false,
+            rounds: 0,
             may_send: false,
             psn: Psn::new(0),
+        }
+    }
+
+    /// Gives strangers their turns of another round.
+    fn begin_round(&mut self) {
+        self.rounds += 1;
+        self.turns = match (self.is_behind, self.rounds >= ROUNDS_PER_MAD) {
+            (false, _) => MADS_PER_ROUND,
+            (true, is_due) => u32::from(is_due),
+        };
+        if self.turns > 0 {
+            self.rounds = 0;
         }
     }
 

@@ -156,7 +156,7 @@ impl Requester {
         }
         // The part under way has to be answered first: the responder keeps one place for each
         // request, and a second part would replace what it still has to send of the first.
-        if self.is_part_under_way() {
+        if self.is_part_under_way(wqe) {
             return false;
         }
         // One more than the peer has resources would be refused as an invalid request, and end
@@ -209,8 +209,11 @@ impl Requester {
 
     /// Whether the packet `nxt` is in the middle of a READ request of before, of which another part
     /// is under way.
-    fn is_part_under_way(&self) -> bool {
+    fn is_part_under_way(&self, wqe: &SendWqe) -> bool {
+        // The first packet of a request is in the middle of none, also behind an atomic, whose end
+        // is not among `pieces`.
         self.nxt < self.sent
+            && self.nxt != wqe.first
             && self.reads.back() == Some(&self.nxt)
             && !self.pieces.contains(&self.nxt)
     }

@@ -250,6 +250,25 @@ fn an_atomic_brings_back_the_old_value() {
 }
 
 #[test]
+fn what_follows_an_atomic_is_repeated_with_it() {
+    let mut rig = Rig::new();
+    let add = SendOp::FetchAdd {
+        remote: RemoteAddr { addr: 8, ..PEER },
+        add: 1,
+    };
+    rig.post(1, add, 8);
+    rig.post(2, SendOp::Send, 4);
+    let both = [(0x14, SQ_PSN), (0x04, (SQ_PSN + 1) | ASKS)];
+    let brief = |sent: Vec<(u8, u32)>| -> Vec<_> {
+        let plain = |(op, psn)| (op, if op == 0x14 { psn & !ASKS } else { psn });
+        sent.into_iter().map(plain).collect()
+    };
+    assert_eq!(brief(rig.sent_brief()), both);
+    rig.expire();
+    assert_eq!(brief(rig.sent_brief()), both);
+}
+
+#[test]
 fn no_more_reads_are_out_than_the_initiator_depth() {
     let mut rig = Rig::new();
     for id in 0..4 {

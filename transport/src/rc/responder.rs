@@ -113,6 +113,8 @@ impl Responder {
         self.access = access & Access::REMOTE;
     }
 
+        // What came behind it will not be acknowledged either.
+        self.unacked = 0;
     pub(super) fn set_min_rnr_timer(&mut self, timer: RnrTimer) {
         self.rnr_timer = timer;
     }

@@ -45,6 +45,10 @@ pub(super) struct Responder {
     max_resources: usize,
     /// Number of resources with something to send.
     waiting: usize,
+    /// The newest packet of a SEND or a WRITE that was taken in. No acknowledgement names a later
+    /// one: a PSN of a READ's or an atomic's would stand for its answer, which may have been lost
+    /// (`rdma_rxe` then completes a READ without its data).
+    newest: Psn,
     /// The newest packet to acknowledge.
     ack: Option<Psn>,
     nak: Option<(Psn, AethSyndrome)>,
@@ -73,6 +77,7 @@ impl Responder {
             resources: VecDeque::new(),
             max_resources: 0,
             waiting: 0,
+            newest: Psn::default(),
             ack: None,
             nak: None,
             unacked: 0,
@@ -83,6 +88,7 @@ impl Responder {
 
     pub(super) fn start(&mut self, params: &RtrParams) {
         self.expected = params.rq_psn;
+        self.newest = params.rq_psn.prev();
         self.access = params.access & Access::REMOTE;
         self.rnr_timer = params.min_rnr_timer;
         self.max_resources = usize::from(params.max_dest_rd_atomic);
@@ -107,14 +113,14 @@ impl Responder {
         self.waiting = 0;
         self.ack = None;
         self.nak = None;
+        // What came behind it will not be acknowledged either.
+        self.unacked = 0;
     }
 
     pub(super) fn set_access(&mut self, access: Access) {
         self.access = access & Access::REMOTE;
     }
 
-        // What came behind it will not be acknowledged either.
-        self.unacked = 0;
     pub(super) fn set_min_rnr_timer(&mut self, timer: RnrTimer) {
         self.rnr_timer = timer;
     }
@@ -213,6 +219,7 @@ impl Responder {
             self.announce(AethSyndrome::RnrNak(self.rnr_timer));
             return Ok(());
         }
+        self.newest = self.expected;
         self.expected = self.expected.next();
         // Messages are counted for requesters that go by the MSN; ours goes by the PSN alone.
         if pkt.op.position.is_end() {
@@ -237,7 +244,7 @@ impl Responder {
         self.unacked += 1;
         if pkt.bth.is_ack_requested() || self.unacked >= ctx.cfg.ack_every {
             // The newest alone: an acknowledgement covers everything before it.
-            self.ack = Some(self.expected.prev());
+            self.ack = Some(self.newest);
             self.unacked = 0;
         }
     }

@@ -198,25 +198,14 @@ impl Responder {
 
     /// Acknowledges all that has been taken in, unasked: there will be no further packet to ask.
     fn acknowledge_all(&mut self) {
-        let pending = || self.resources.iter().filter(|r| r.pending.is_some());
         // What a READ's answer was to acknowledge as well, as that answer will not leave. Those of
         // atomics will.
-        let is_owing = |r: &Resource| matches!(r.kind, ResourceKind::Read { .. }) && r.unacked > 0;
-        if self.unacked > 0 || pending().any(is_owing) {
-            self.ack = Some(self.expected.prev());
+        let is_read = |r: &Resource| matches!(r.kind, ResourceKind::Read { .. });
+        let is_owing = |r: &Resource| r.pending.is_some() && is_read(r) && r.unacked > 0;
+        if self.unacked > 0 || self.resources.iter().any(is_owing) {
+            self.ack = Some(self.newest);
+            self.unacked = 0;
         }
-        // Its PSN lies before the READs and atomics at the end. The peer would take one of theirs
-        // for their answer, or for the sign that it was lost.
-        self.ack = self.ack.map(|newest| {
-            pending().rev().fold(newest, |psn, r| {
-                if psn.is_within(r.first, r.packets) {
-                    r.first.prev()
-                } else {
-                    psn
-                }
-            })
-        });
-        self.unacked = 0;
     }
 
     /// The next answer, written into `tx`.

@@ -22,6 +22,8 @@ pub(super) struct Resource {
     msn: Msn,
     /// Packets before it that its answer acknowledges, and nothing else does.
     unacked: u32,
+    /// The end of its answer has left; before that the peer cannot be done with it.
+    is_answered: bool,
     pending: Option<Pending>,
 }
 
@@ -37,8 +39,6 @@ struct Pending {
     start: u32,
     next: u32,
     end: u32,
-    /// All that was asked for earlier has been sent.
-    is_replay: bool,
 }
 
 impl Responder {
@@ -83,14 +83,14 @@ impl Responder {
         })
     }
 
-    /// The peer must not have more READs and atomics outstanding than there are resources. One that
-    /// waits only to be answered again does not count: the peer has its answer.
+    /// The peer must not have more READs and atomics outstanding than there are resources. One whose
+    /// answer has left does not count, even if it waits to be answered again: the peer has had it.
     pub(super) fn check_room(&self) -> Result<(), Refusal> {
         // The oldest decides, since they are answered in order: behind one that has been
         // answered, room is made by forgetting it.
         let is_full = self.resources.len() >= self.max_resources;
-        let oldest = self.resources.front().and_then(|r| r.pending);
-        if is_full && (self.max_resources == 0 || oldest.is_some_and(|p| !p.is_replay)) {
+        let may_forget = self.resources.front().is_some_and(|r| r.is_answered);
+        if is_full && !may_forget {
             return Err(Refusal::InvalidRequest);
         }
         Ok(())
@@ -118,11 +118,11 @@ impl Responder {
             msn: self.msn,
             // Its response acknowledges all that came before.
             unacked: std::mem::take(&mut self.unacked),
+            is_answered: false,
             pending: Some(Pending {
                 start: 0,
                 next: 0,
                 end: packets,
-                is_replay: false,
             }),
         });
         self.waiting += 1;
@@ -159,9 +159,6 @@ impl Responder {
                 let Some(end) = resource.plan_replay(operation, pkt, start, mtu) else {
                     return;
                 };
-                // A first answer stays one until its end has left: before that the peer cannot be
-                // done with it.
-                let is_replay = resource.pending.is_none_or(|p| p.is_replay);
                 if resource.pending.is_none() {
                     self.waiting += 1;
                 }
@@ -171,7 +168,6 @@ impl Responder {
                     start,
                     next: start,
                     end,
-                    is_replay,
                 });
             }
         }
@@ -309,7 +305,7 @@ impl Responder {
                 // since the last one.
                 match ctx.mrs.resolve_remote(ctx.cfg.pd, rkey, addr, take, right) {
                     Ok(span) => span.push_slices(0, span.len(), &mut tx.segments),
-                    Err(_) => return self.lose(ctx, at, pending),
+                    Err(_) => return self.lose(ctx, at),
                 }
                 tx.payload_len = take as usize;
                 self.pacer.on_response(ctx.now);
@@ -329,21 +325,23 @@ impl Responder {
         let psn = resource.next_psn();
         pending.next += 1;
         let is_done = pending.next == pending.end;
-        self.resources[at].pending = (!is_done).then_some(pending);
+        let entry = &mut self.resources[at];
+        entry.is_answered |= pending.next == entry.packets;
+        entry.pending = (!is_done).then_some(pending);
         self.waiting -= usize::from(is_done);
         self.emit(ctx, tx, opcode, psn, ext);
         Ok(true)
     }
 
-    /// The key of a READ stopped working while it was being answered. For a first answer that is an
-    /// error of the owner's; a second one may have been asked for by a packet that was long under
-    /// way, and is dropped.
-    fn lose(&mut self, ctx: &mut Ctx<'_>, at: usize, pending: Pending) -> Result<bool, Fault> {
+    /// The key of a READ stopped working while it was being answered. That is an error of the
+    /// owner's, until the whole answer has left: a further one may have been asked for by a packet
+    /// that was long under way, and is dropped.
+    fn lose(&mut self, ctx: &mut Ctx<'_>, at: usize) -> Result<bool, Fault> {
         let psn = self.resources[at].next_psn();
         self.resources[at].pending = None;
         self.waiting -= 1;
         // The connection goes on: this peer has had its answer once.
-        if pending.is_replay {
+        if self.resources[at].is_answered {
             return Ok(false);
         }
         // The NAK ends the connection for the peer, so answers behind it would not be looked at.

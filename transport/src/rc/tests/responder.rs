@@ -651,6 +651,85 @@ fn a_read_repeated_before_its_last_packet_has_not_been_answered() {
     assert_eq!(rig.qp.state(), QpState::Error);
 }
 
+/// A requester may ask again in parts. What it has lacked all the time is a first answer.
+#[test]
+fn a_read_is_answered_when_its_last_packet_has_left_also_in_parts() {
+    let in_parts = || {
+        let mut rig = Rig::new();
+        let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+        rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 600), &[]));
+        let (now, mut tx) = (rig.now, TxPacket::default());
+        assert!(rig.run(|qp, env| qp.poll_transmit(now, env, &mut tx)));
+        let part = reth(addr + 256, key, 256);
+        rig.feed(&packet(0x0c, RQ_PSN + 1, true, &part, &[]));
+        assert_eq!(rig.sent_brief(), [(0x10, RQ_PSN + 1)]);
+        rig
+    };
+    let rest = |rig: &Rig| reth(rig.mr.addr + 512, rig.mr.rkey, 88);
+    let mut rig = in_parts();
+    let last = packet(0x0c, RQ_PSN + 2, true, &rest(&rig), &[]);
+    rig.mrs.dereg(rig.mr.id).unwrap();
+    rig.feed(&last);
+    let sent = rig.sent();
+    let naks: Vec<_> = sent.iter().map(|p| (brief(p), p[12])).collect();
+    assert_eq!(naks, [((0x11, RQ_PSN + 2), 0x62)]);
+    // Neither does it give its place to another one before that.
+    for is_complete in [false, true] {
+        let mut rig = in_parts();
+        if is_complete {
+            let last = packet(0x0c, RQ_PSN + 2, true, &rest(&rig), &[]);
+            rig.feed(&last);
+            assert_eq!(rig.sent_brief(), [(0x10, RQ_PSN + 2)]);
+        }
+        let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+        for psn in [RQ_PSN + 3, RQ_PSN + 4] {
+            rig.feed(&packet(0x0c, psn, true, &reth(addr, key, 4), &[]));
+        }
+        let opcode = if is_complete { 0x10 } else { 0x11 };
+        let expected = [(0x10, RQ_PSN + 3), (opcode, RQ_PSN + 4)];
+        assert_eq!(rig.sent_brief(), expected);
+    }
+}
+
+/// The peer has lost the response, or has it and lost the acknowledgement before it: an
+/// acknowledgement of the READ's PSN would let `rdma_rxe` complete it without data.
+#[test]
+fn an_acknowledgement_never_names_a_psn_of_a_read() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.post_recv(1, 64);
+    let send = packet(0x04, RQ_PSN, true, &[], b"data");
+    let read = packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 4), &[]);
+    rig.feed(&send);
+    rig.feed(&read);
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN), (0x10, RQ_PSN + 1)]);
+    rig.feed(&send);
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
+    // Both before the first of the answers leaves.
+    rig.feed(&send);
+    rig.feed(&read);
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN), (0x10, RQ_PSN + 1)]);
+    // What follows the READ acknowledges that, and nothing less.
+    let write = packet(0x0a, RQ_PSN + 2, true, &reth(0, key, 0), &[]);
+    rig.feed(&write);
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 2)]);
+    rig.feed(&send);
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 2)]);
+}
+
+/// The NAK says that nothing from the READ on has happened, as far as the peer is concerned.
+#[test]
+fn nothing_behind_a_read_that_lost_its_key_is_acknowledged() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 4), &[]));
+    rig.feed(&packet(0x0a, RQ_PSN + 1, false, &reth(0, key, 0), &[]));
+    rig.mrs.dereg(rig.mr.id).unwrap();
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
+    rig.run(RcQp::to_error);
+    assert!(rig.sent_brief().is_empty());
+}
+
 #[test]
 fn a_repeated_atomic_is_answered_and_not_run_again() {
     let mut rig = Rig::new();

@@ -83,8 +83,9 @@ impl Responder {
         })
     }
 
-    /// The peer must not have more READs and atomics outstanding than there are resources. One whose
-    /// answer has left does not count, even if it waits to be answered again: the peer has had it.
+    /// The peer must not have more READs and atomics outstanding than there are resources. One
+    /// whose answer has left does not count, even if it waits to be answered again: the peer has
+    /// had it.
     pub(super) fn check_room(&self) -> Result<(), Refusal> {
         // The oldest decides, since they are answered in order: behind one that has been
         // answered, room is made by forgetting it.

@@ -30,7 +30,7 @@ use riser_target::worker::{Report, TcpListener};
 use riser_test_peers::mini::{Mini, Refused, Said, config, login_req};
 use riser_test_peers::pdus::cdb10;
 use riser_testkit::eventually;
-use riser_transport::loopback::Endpoint;
+use riser_transport::loopback::{Endpoint, Refusals};
 use riser_transport::roce::fault::FaultConfig;
 use world::{SERVER, World};
 
@@ -929,7 +929,7 @@ fn a_login_is_refused_while_its_device_dies() {
     let mut world = World::new(FaultConfig::default(), "limits: { queue_depth: 28 }\n");
     let req = login_req(1, world.target());
     let dst = SocketAddr::new(SERVER, 5555);
-    world.fabric.refuse_posts(SERVER, true);
+    world.fabric.refuse_posts(SERVER, Refusals::ALL);
     let dev = world.client(1);
     let refused = Mini::connect(dev, dst, &req, &mut |d| world.pump(d));
     let (_, refused) = refused.err().expect("no receive can be posted");
@@ -940,9 +940,66 @@ fn a_login_is_refused_while_its_device_dies() {
     assert_eq!(snapshot.rejects.total(), 1);
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
     assert_eq!(world.shared.registry.sessions(), 0);
-    world.fabric.refuse_posts(SERVER, false);
+    world.fabric.refuse_posts(SERVER, Refusals::NONE);
     let mini = world.log_in(2);
     mini.disconnect(&mut |d| world.pump(d));
+}
+
+/// Asks for 16 KiB by a table of 32 descriptors, so the answer is a chain of as many requests and a
+/// message.
+fn scattered_read(mini: &mut Mini<Endpoint>) {
+    let descs: Vec<_> = (0..32).map(|i| mini.desc(i * 1000, 512)).collect();
+    let mut table = Vec::new();
+    for d in &descs {
+        table.extend(d.va().to_be_bytes());
+        table.extend(d.key().to_be_bytes());
+        table.extend(d.data_len().to_be_bytes());
+    }
+    mini.data.write(1 << 20, &table);
+    let buffer = DataBuffer::Indirect(IndirectTable {
+        table: mini.desc(1 << 20, 512),
+        len: 32 * 512,
+        inline: &descs[..8],
+    });
+    mini.send_cmd(7, 0, &cdb10(0x28, 0, 32), DataBuffer::None, buffer);
+}
+
+/// The requests before it read the buffer until the marker behind them has completed.
+#[test]
+fn a_chain_that_is_taken_in_part_ends_its_channel() {
+    let mut world = World::new(FaultConfig::default(), "");
+    // One request fetches the table; the 19th of the answer is in the second call.
+    for after in [2, 19] {
+        let mut mini = world.log_in(after as u8);
+        world
+            .fabric
+            .refuse_posts(SERVER, Refusals { after, calls: 1 });
+        scattered_read(&mut mini);
+        mini.wait_closed(&mut |d| world.pump(d));
+        let snapshot = drain(&mut world);
+        assert_eq!(snapshot.sessions, []);
+        assert_eq!(snapshot.pool_free, snapshot.pool_size);
+    }
+}
+
+/// Nothing says when the requests that were taken are over if no marker can be posted.
+#[test]
+fn a_buffer_stays_with_a_chain_whose_end_cannot_be_known() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut mini = world.log_in(1);
+    let all_after = Refusals {
+        after: 19,
+        ..Refusals::ALL
+    };
+    world.fabric.refuse_posts(SERVER, all_after);
+    scattered_read(&mut mini);
+    mini.wait_closed(&mut |d| world.pump(d));
+    let snapshot = drain(&mut world);
+    assert!(snapshot.pool_free < snapshot.pool_size);
+    world.fabric.unplug(SERVER);
+    let snapshot = drain(&mut world);
+    assert_eq!(snapshot.sessions, []);
+    assert_eq!(snapshot.pool_free, snapshot.pool_size);
 }
 
 /// The asking connection holds a context for the answer.

@@ -19,7 +19,7 @@ use riser_test_peers::iser_client::Client;
 use riser_test_peers::mini::{Mini, Said, login_req, real};
 use riser_test_peers::pdus::cdb10;
 use riser_test_peers::tcp;
-use riser_transport::loopback::Endpoint;
+use riser_transport::loopback::{Endpoint, Refusals};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
@@ -289,6 +289,31 @@ fn a_peer_that_goes_without_a_word_leaves_nothing() {
     // One that waits for data that never come.
     client.send_write(600, 0, &data[..8192], 512, 4096);
     client.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+}
+
+/// The data of a read are sent, and its answer is refused.
+#[test]
+fn a_chain_that_is_taken_in_part_ends_its_connection() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut client = world.log_in(1, &[]);
+    let one = Refusals { after: 1, calls: 1 };
+    world.fabric.refuse_posts(SERVER, one);
+    client.send_read(7, 0, 256);
+    client.wait_closed(&mut |d| world.pump(d));
+    world.is_empty();
+
+    let mut client = world.log_in(2, &[]);
+    let all = Refusals {
+        after: 1,
+        ..Refusals::ALL
+    };
+    world.fabric.refuse_posts(SERVER, all);
+    client.send_read(7, 0, 256);
+    client.wait_closed(&mut |d| world.pump(d));
+    let snapshot = world.drain();
+    assert!(snapshot.pool_free < snapshot.pool_size);
+    world.fabric.unplug(SERVER);
     world.is_empty();
 }
 

@@ -10,7 +10,9 @@ use riser_transport::verbs::{
 };
 
 use super::Worker;
+use super::conns::{ConnKey, Connection as _};
 use super::device::Device;
+use super::fabrics::Input;
 use super::work::Work;
 use crate::fabric::{Direction, RdmaRequest};
 
@@ -27,6 +29,17 @@ pub(super) struct ChainSend {
     pub(super) lkey: LKey,
     pub(super) op: SendOp,
     pub(super) flags: SendFlags,
+}
+
+/// How much of a chain a device took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Posted {
+    /// All of it: its last request will complete.
+    Whole,
+    /// Requests at its beginning, which may be under way, and of which no completion tells the end.
+    Part,
+    /// Nothing.
+    Nothing,
 }
 
 /// Work requests of one call.
@@ -85,14 +98,14 @@ impl Chain {
     }
 
     /// Posts the chain, and `send` behind it. The last request of all is signaled and bears `id`;
-    /// those before it complete only if they fail. Returns whether all of it was taken.
+    /// those before it complete only if they fail.
     pub(super) fn post(
         &self,
         device: &mut (dyn Device + 'static),
         qp: QpId,
         id: WrId,
         send: Option<&ChainSend>,
-    ) -> bool {
+    ) -> Posted {
         let message = send.map(|send| {
             [Sge {
                 addr: send.bytes.addr(),
@@ -125,16 +138,22 @@ impl Chain {
         // The message is the last: a reliable connection carries requests out in order, so an
         // initiator that has it has the data that were written before.
         let mut all = requests.by_ref().chain(last);
+        let mut is_begun = false;
         loop {
             // In batches, since the list lies on the stack: nothing is allocated for a command.
             let batch: ArrayVec<SendWr<'_>, POST_BATCH> = all.by_ref().take(POST_BATCH).collect();
             if batch.is_empty() {
-                return true;
+                return Posted::Whole;
             }
             if let Err(error) = device.post_send(qp, &batch) {
-                tracing::warn!(%error, "a chain was not taken");
-                return false;
+                is_begun |= error.index > 0;
+                tracing::warn!(%error, is_begun, "a chain was not taken");
+                return match is_begun {
+                    true => Posted::Part,
+                    false => Posted::Nothing,
+                };
             }
+            is_begun = true;
         }
     }
 }
@@ -191,6 +210,22 @@ impl Worker {
         // Already in error, as a rule.
         let _ = dev.modify_qp(qp, &error);
         self.post_empty_write(device, qp, Work::Drain)
+    }
+
+    /// Ends the connection of a chain that was taken in part. The chain ends when a marker behind its
+    /// requests completes: until then the device may read or write the buffer. The chain has send-queue
+    /// credit for the marker, since its own last request was not taken.
+    pub(super) fn end_torn_chain(&mut self, key: ConnKey, marker: Work) {
+        let Some(link) = self.conns.get(key).and_then(|conn| conn.fabric.rdma()) else {
+            return;
+        };
+        let (device, qp) = (link.device, link.hardware.qp);
+        if !self.post_empty_write(device, qp, marker) {
+            // The buffer stays out of the pool until the device goes. Lost memory is the lesser evil:
+            // given to another command, its data could go to the wrong initiator or disk.
+            tracing::error!("the end of a chain cannot be known, so its buffer is not used again");
+        }
+        self.input(key, Input::Disconnected);
     }
 
     /// Posts a signaled write of no bytes; whether it was taken.

@@ -13,7 +13,7 @@ use super::conns::ConnKey;
 use super::fabrics::{Fabric, Input, SrpConn};
 use super::login_log::Reason;
 use super::mail::SessionInfo;
-use super::queue::{ChainSend, RECV_BATCH, Receive};
+use super::queue::{ChainSend, Posted, RECV_BATCH, Receive};
 use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError};
 use super::work::Work;
 use crate::audit::{Parting, Who};
@@ -363,17 +363,19 @@ impl Worker {
         let (qp, id) = (conn.rdma.hardware.qp, Work::Post(task).id());
         // The initiator chooses the addresses. Of a chain with one that cannot be, nothing is
         // posted, and the channel ends.
-        let is_posted = match built {
+        let posted = match built {
             Ok(()) => self
                 .chain
                 .post(&mut self.devices[conn.rdma.device], qp, id, send.as_ref()),
             Err(error) => {
                 tracing::debug!(%error, "a descriptor names no memory");
-                false
+                Posted::Nothing
             }
         };
-        if !is_posted {
-            self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false));
+        match posted {
+            Posted::Whole => {}
+            Posted::Part => self.end_torn_chain(key, Work::Torn(task)),
+            Posted::Nothing => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false)),
         }
     }
 
@@ -384,11 +386,13 @@ impl Worker {
             Work::Recv(recv) if ok => self.on_srp_message(key, recv, completion.byte_len as usize),
             Work::Recv(recv) => self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv)),
             Work::Post(task) => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, ok)),
+            // The message of the chain was not sent, however the marker fared.
+            Work::Torn(task) => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false)),
             // It completes only if it has failed, and the rest of its chain fails after it.
             Work::Inner => self.input(key, Input::Disconnected),
             Work::Probe => self.with_srp(key, |ch, cx| ch.handle_probed(cx, ok)),
             Work::Drain => self.input(key, Input::Drained),
-            Work::IserRecv(_) | Work::IserPost(_) => {
+            Work::IserRecv(_) | Work::IserPost(_) | Work::IserTorn(_) => {
                 unreachable!("an SRP channel posts nothing of iSER's")
             }
         }

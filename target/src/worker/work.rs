@@ -24,6 +24,10 @@ pub(super) enum Work {
     IserRecv(RxIdx),
     /// The last request of a chain of an iSER connection.
     IserPost(ChainIdx),
+    /// The marker behind a chain of an SRP channel that was taken in part.
+    Torn(TaskIdx),
+    /// The same of an iSER connection.
+    IserTorn(ChainIdx),
 }
 
 impl Work {
@@ -38,6 +42,8 @@ impl Work {
             Self::Probe => 5 << Self::KIND,
             Self::IserRecv(idx) => 6 << Self::KIND | u64::from(idx.0),
             Self::IserPost(idx) => 7 << Self::KIND | u64::from(idx.0),
+            Self::Torn(idx) => 8 << Self::KIND | u64::from(idx.0),
+            Self::IserTorn(idx) => 9 << Self::KIND | u64::from(idx.0),
         })
     }
 
@@ -52,6 +58,8 @@ impl Work {
             5 => Self::Probe,
             6 => Self::IserRecv(RxIdx(id.0 as u16)),
             7 => Self::IserPost(ChainIdx(id.0 as u16)),
+            8 => Self::Torn(TaskIdx(id.0 as u16)),
+            9 => Self::IserTorn(ChainIdx(id.0 as u16)),
             other => panic!("no work request of ours has kind {other}"),
         }
     }

@@ -378,15 +378,21 @@ impl<P: Provider> Client<P> {
         self.status(77, pump)
     }
 
-    /// Reads blocks: status and data.
-    pub fn read(&mut self, lba: u32, blocks: u16, pump: Pump<'_, P>) -> (u8, Vec<u8>) {
-        let len = usize::from(blocks) * 512;
-        let command = self.scsi(78, &cdb10(0x28, lba, blocks), false, len as u32);
+    /// Sends a read.
+    pub fn send_read(&mut self, tag: u32, lba: u32, blocks: u16) {
+        let len = u32::from(blocks) * 512;
+        let command = self.scsi(tag, &cdb10(0x28, lba, blocks), false, len);
         let buffers = Buffers {
             write: None,
             read: self.buffer(READ_AT),
         };
         self.send(buffers, &FromInitiator::ScsiCommand(command), &[]);
+    }
+
+    /// Reads blocks: status and data.
+    pub fn read(&mut self, lba: u32, blocks: u16, pump: Pump<'_, P>) -> (u8, Vec<u8>) {
+        let len = usize::from(blocks) * 512;
+        self.send_read(78, lba, blocks);
         let status = self.status(78, pump);
         let read = self.data.slice(READ_AT..READ_AT + len).unwrap();
         (status, read.to_vec())

@@ -22,7 +22,6 @@ use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -91,8 +90,8 @@ struct Wire {
     plugged: HashMap<IpAddr, u64>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
-    /// Whether the device at an address refuses posts, which it knows as well.
-    refusals: HashMap<IpAddr, Arc<AtomicBool>>,
+    /// Posts that the device at an address is to refuse, which it knows as well.
+    refusals: HashMap<IpAddr, Arc<Mutex<Refusals>>>,
     /// Ports that other programs have.
     occupied: HashSet<SocketAddr>,
     sequence: u64,
@@ -233,12 +232,12 @@ impl Fabric {
         wire.unplugged.insert(addr);
     }
 
-    /// Has the devices at an address refuse all posts, or take them again: so does one that is being taken
-    /// away, before its owner learns of it.
-    pub fn refuse_posts(&self, addr: IpAddr, refuses: bool) {
+    /// Has the devices at an address refuse these posts, in place of those of the last call: one that is
+    /// being taken away refuses all, before its owner learns of it.
+    pub fn refuse_posts(&self, addr: IpAddr, refusals: Refusals) {
         let mut wire = self.wire();
-        let flag = wire.refusals.entry(addr).or_default();
-        flag.store(refuses, Ordering::Relaxed);
+        let known = wire.refusals.entry(addr).or_default();
+        *known.lock().unwrap_or_else(PoisonError::into_inner) = refusals;
     }
 
     /// Lets an address have a new device.
@@ -352,29 +351,79 @@ impl Fabric {
 }
 
 /// The NIC of an endpoint, whose methods for posts come before those of the NIC.
+/// Posts that a device refuses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Refusals {
+    /// Send requests that it takes before; receives that come before the last of these as well.
+    pub after: u32,
+    /// Number of calls that are refused from there on.
+    pub calls: u32,
+}
+
+impl Refusals {
+    /// None.
+    pub const NONE: Self = Self { after: 0, calls: 0 };
+    /// All posts.
+    pub const ALL: Self = Self {
+        after: 0,
+        calls: u32::MAX,
+    };
+
+    /// Takes a call that posts so many send requests; returns how many are taken.
+    fn take_sends(&mut self, count: usize) -> usize {
+        if self.calls == 0 {
+            return count;
+        }
+        let taken = count.min(self.after as usize);
+        self.after -= taken as u32;
+        if taken < count {
+            self.refuses_next();
+        }
+        taken
+    }
+
+    /// Takes a call without send requests; returns whether it is refused.
+    fn refuses_next(&mut self) -> bool {
+        let refused = self.after == 0 && self.calls > 0;
+        // All of them stay all of them.
+        if refused && self.calls < u32::MAX {
+            self.calls -= 1;
+        }
+        refused
+    }
+}
+
+fn refused(index: usize) -> PostError {
+    PostError {
+        index,
+        reason: PostReason::Os(libc::EIO),
+    }
+}
+
 #[derive(Debug)]
 struct RefusingNic {
     nic: Nic,
-    refuses: Arc<AtomicBool>,
+    refuses: Arc<Mutex<Refusals>>,
 }
 
 impl RefusingNic {
-    fn check(&self) -> Result<(), PostError> {
-        let reason = PostReason::Os(libc::EIO);
-        let refused = self.refuses.load(Ordering::Relaxed);
-        let index = 0;
-        refused
-            .then_some(PostError { index, reason })
-            .map_or(Ok(()), Err)
+    fn refusals(&self) -> MutexGuard<'_, Refusals> {
+        self.refuses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
-        self.check()?;
-        self.nic.post_send(qp, wrs)
+        let taken = self.refusals().take_sends(wrs.len());
+        self.nic.post_send(qp, &wrs[..taken])?;
+        if taken < wrs.len() {
+            return Err(refused(taken));
+        }
+        Ok(())
     }
 
     fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
-        self.check()?;
+        if self.refusals().refuses_next() {
+            return Err(refused(0));
+        }
         self.nic.post_recv(qp, wrs)
     }
 }

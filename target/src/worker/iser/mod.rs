@@ -16,7 +16,7 @@ use riser_transport::verbs::{Completion, RKey, SendFlags, SendOp};
 use super::Worker;
 use super::conns::{Conn, ConnKey, Conns};
 use super::fabrics::{Fabric, Input};
-use super::queue::{ChainSend, Receive};
+use super::queue::{ChainSend, Posted, Receive};
 use super::work::Work;
 use crate::iscsi::Action;
 use crate::iser::{ChainIdx, ConnState, IserAction, Post, RxIdx};
@@ -129,19 +129,20 @@ impl Worker {
             let (qp, id) = (conn.rdma.hardware.qp, Work::IserPost(post.chain).id());
             // The initiator chooses the addresses. Of a chain with one that cannot be, nothing is
             // posted, and the connection ends.
-            let is_posted = match built {
+            let posted = match built {
                 Ok(()) => {
                     self.chain
                         .post(&mut self.devices[conn.rdma.device], qp, id, send.as_ref())
                 }
                 Err(error) => {
                     tracing::debug!(%error, "a descriptor names no memory");
-                    false
+                    Posted::Nothing
                 }
             };
-            if !is_posted {
-                let idx = post.chain;
-                self.with_iser(key, |conn, cx| conn.handle_post_done(cx, idx, false));
+            match posted {
+                Posted::Whole => {}
+                Posted::Part => self.end_torn_chain(key, Work::IserTorn(post.chain)),
+                Posted::Nothing => self.on_iser_posted(key, post.chain, false),
             }
         }
         self.iser.post = post;
@@ -155,6 +156,8 @@ impl Worker {
             Work::IserRecv(rx) if ok => self.on_iser_message(key, rx, completion.byte_len as usize),
             Work::IserRecv(rx) => self.with_iser(key, |conn, cx| conn.handle_recv_flushed(cx, rx)),
             Work::IserPost(chain) => self.on_iser_posted(key, chain, ok),
+            // The message of the chain was not sent, however the marker fared.
+            Work::IserTorn(chain) => self.on_iser_posted(key, chain, false),
             Work::Drain => self.input(key, Input::Drained),
             // One before the last of its chain, which fails as well.
             _ => self.input(key, Input::Disconnected),

@@ -218,56 +218,114 @@ pub struct Snapshot {
 /// are dropped instead, like packets that a full socket buffer drops.
 #[derive(Debug)]
 pub struct Outbox {
-    senders: Vec<MailSender<Mail>>,
-    backlog: VecDeque<(usize, Mail)>,
+    workers: Vec<Mailbox>,
+}
+
+/// The mailbox of one worker, and what it had no room for.
+#[derive(Debug)]
+struct Mailbox {
+    sender: MailSender<Mail>,
+    /// In the order in which they were sent. There is one for each worker: in a common one, a message
+    /// that is refused once more would go behind the next to the same worker.
+    backlog: VecDeque<Mail>,
+}
+
+impl Mailbox {
+    /// Sends what waits, as far as there is room.
+    fn retry(&mut self) {
+        while let Some(mail) = self.backlog.pop_front() {
+            if let Some(mail) = self.try_send(mail) {
+                self.backlog.push_front(mail);
+                return;
+            }
+        }
+    }
+
+    /// Returns the message if there is no room and it must not be dropped.
+    fn try_send(&self, mail: Mail) -> Option<Mail> {
+        match self.sender.send(mail) {
+            // A worker that is gone has no channels, and no channel waits for it.
+            Ok(()) | Err(SendError::Closed(_) | SendError::Full(Mail::Forwarded { .. })) => None,
+            Err(SendError::Full(mail)) => Some(mail),
+        }
+    }
 }
 
 impl Outbox {
     /// An outbox to these workers, by number.
     #[must_use]
     pub fn new(senders: Vec<MailSender<Mail>>) -> Self {
-        Self {
-            senders,
+        let mailbox = |sender| Mailbox {
+            sender,
             backlog: VecDeque::new(),
+        };
+        Self {
+            workers: senders.into_iter().map(mailbox).collect(),
         }
     }
 
     /// Returns the number of workers.
     #[must_use]
     pub fn workers(&self) -> usize {
-        self.senders.len()
+        self.workers.len()
     }
 
     /// Sends a message to a worker.
     pub fn send(&mut self, worker: usize, mail: Mail) {
+        let Some(mailbox) = self.workers.get_mut(worker) else {
+            return;
+        };
         // Not past what waits for the same worker already. Packets may overtake: a network does
         // not keep their order either.
-        let waits = self.backlog.iter().any(|(w, _)| *w == worker);
-        if waits && !matches!(mail, Mail::Forwarded { .. }) {
-            self.backlog.push_back((worker, mail));
-        } else {
-            self.try_send(worker, mail);
-        }
+        let waits = !mailbox.backlog.is_empty() && !matches!(mail, Mail::Forwarded { .. });
+        let refused = match waits {
+            true => Some(mail),
+            false => mailbox.try_send(mail),
+        };
+        mailbox.backlog.extend(refused);
     }
 
     /// Sends again what a full mailbox refused; how many messages still wait.
     pub fn retry(&mut self) -> usize {
-        for _ in 0..self.backlog.len() {
-            if let Some((worker, mail)) = self.backlog.pop_front() {
-                self.try_send(worker, mail);
+        self.workers.iter_mut().for_each(Mailbox::retry);
+        let waiting = self.workers.iter().map(|mailbox| mailbox.backlog.len());
+        waiting.sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_reactor::{Ring, RingConfig, mailbox};
+
+    use super::*;
+
+    /// The receiver takes messages while those that it had no room for are sent again.
+    #[test]
+    fn messages_arrive_in_their_order_while_the_receiver_takes_some() {
+        const COUNT: u64 = 100_000;
+        let ring = Ring::new(RingConfig::default()).unwrap();
+        let (sender, mut receiver) = mailbox(2, ring.waker());
+        let sending = std::thread::spawn(move || {
+            let mut outbox = Outbox::new(vec![sender]);
+            for serial in 0..COUNT {
+                outbox.send(0, Mail::OthersGone { serial });
+                // So that several wait at once.
+                if serial % 8 == 0 {
+                    outbox.retry();
+                }
+            }
+            while outbox.retry() > 0 {}
+        });
+        let mut next = 0;
+        while next < COUNT {
+            if let Some(mail) = receiver.poll_message() {
+                assert!(
+                    matches!(mail, Mail::OthersGone { serial } if serial == next),
+                    "{next} is next, not {mail:?}"
+                );
+                next += 1;
             }
         }
-        self.backlog.len()
-    }
-
-    fn try_send(&mut self, worker: usize, mail: Mail) {
-        let Some(sender) = self.senders.get(worker) else {
-            return;
-        };
-        match sender.send(mail) {
-            // A worker that is gone has no channels, and no channel waits for it.
-            Ok(()) | Err(SendError::Closed(_) | SendError::Full(Mail::Forwarded { .. })) => {}
-            Err(SendError::Full(mail)) => self.backlog.push_back((worker, mail)),
-        }
+        sending.join().unwrap();
     }
 }

@@ -124,10 +124,16 @@ additional_sense! {
     COMMUNICATION_FAILURE = 0x08, 0x00;
     /// WRITE ERROR, of an unnamed cause.
     WRITE_ERROR = 0x0c, 0x00;
+    /// WRITE ERROR - UNEXPECTED UNSOLICITED DATA.
+    UNEXPECTED_UNSOLICITED_DATA = 0x0c, 0x0c;
+    /// WRITE ERROR - NOT ENOUGH UNSOLICITED DATA, also for an R2T that is answered with another amount.
+    NOT_ENOUGH_UNSOLICITED_DATA = 0x0c, 0x0d;
     /// INVALID FIELD IN COMMAND INFORMATION UNIT.
     INVALID_FIELD_IN_INFORMATION_UNIT = 0x0e, 0x03;
     /// UNRECOVERED READ ERROR of the medium.
     UNRECOVERED_READ_ERROR = 0x11, 0x00;
+    /// READ ERROR - FAILED RETRANSMISSION REQUEST.
+    FAILED_RETRANSMISSION_REQUEST = 0x11, 0x13;
     /// PARAMETER LIST LENGTH ERROR.
     PARAMETER_LIST_LENGTH_ERROR = 0x1a, 0x00;
     /// MISCOMPARE DURING VERIFY OPERATION.
@@ -178,6 +184,8 @@ additional_sense! {
     REPORTED_LUNS_CHANGED = 0x3f, 0x0e;
     /// INTERNAL TARGET FAILURE: not the initiator's fault.
     INTERNAL_TARGET_FAILURE = 0x44, 0x00;
+    /// PROTOCOL SERVICE CRC ERROR: a digest was wrong.
+    PROTOCOL_SERVICE_CRC_ERROR = 0x47, 0x05;
     /// INVALID MESSAGE ERROR, for the task attribute ACA without such an allegiance.
     INVALID_MESSAGE_ERROR = 0x49, 0x00;
     /// DATA PHASE ERROR, for data that could not be moved to or from the initiator.

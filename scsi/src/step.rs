@@ -192,9 +192,25 @@ pub enum BackendError {
     /// The backend gave the operation up; it may be retried.
     Aborted,
     /// Moving data between initiator and buffer failed.
-    Transfer,
+    Transfer(TransferError),
     /// A failure of our own.
     Internal,
+}
+
+/// Reasons for which data did not come from the initiator to a buffer, or did not go to it. All but
+/// the first are conditions of iSCSI (RFC 7143 11.4.7.2).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum TransferError {
+    /// The transport could not move them, or they came in a wrong order.
+    Failed,
+    /// A digest was wrong, or PDUs are missing, which a digest error explains (RFC 7143 7.9).
+    Crc,
+    /// More data came unsolicited than may.
+    Unsolicited,
+    /// Another amount came than an R2T had asked for.
+    Amount,
+    /// The initiator lacks data that cannot be sent once more.
+    SnackRejected,
 }
 
 /// Status of a finished command (SAM-5 5.3.1).

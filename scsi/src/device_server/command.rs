@@ -35,6 +35,7 @@ use crate::nexus::NexusId;
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{
     BackendError, BlockOp, DataIn, Expected, Residual, Response, Status, Step, StepResult,
+    TransferError,
 };
 
 /// A command between two steps.
@@ -270,8 +271,15 @@ impl Command {
             (BackendError::Aborted, _) => Sense::new(SenseKey::AbortedCommand, Code::NONE),
             // The command may be tried again: unlike with HARDWARE ERROR, nothing of the unit is
             // broken.
-            (BackendError::Transfer, _) => {
-                Sense::new(SenseKey::AbortedCommand, Code::DATA_PHASE_ERROR)
+            (BackendError::Transfer(error), _) => {
+                let code = match error {
+                    TransferError::Failed => Code::DATA_PHASE_ERROR,
+                    TransferError::Crc => Code::PROTOCOL_SERVICE_CRC_ERROR,
+                    TransferError::Unsolicited => Code::UNEXPECTED_UNSOLICITED_DATA,
+                    TransferError::Amount => Code::NOT_ENOUGH_UNSOLICITED_DATA,
+                    TransferError::SnackRejected => Code::FAILED_RETRANSMISSION_REQUEST,
+                };
+                Sense::new(SenseKey::AbortedCommand, code)
             }
             (BackendError::Internal | BackendError::Medium { .. }, _) => {
                 Sense::new(SenseKey::HardwareError, Code::INTERNAL_TARGET_FAILURE)

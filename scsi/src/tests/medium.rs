@@ -4,7 +4,7 @@ use super::{A, Rig, config};
 use crate::config::{BlockSize, Provisioning};
 use crate::flags::CommandFlags;
 use crate::opcode::Opcode;
-use crate::step::{BackendError, BlockOp, Residual};
+use crate::step::{BackendError, BlockOp, Residual, TransferError};
 
 const OUT_OF_RANGE: (u8, u8, u8) = (5, 0x21, 0);
 const INVALID_FIELD: (u8, u8, u8) = (5, 0x24, 0);
@@ -487,6 +487,7 @@ fn lba_status_reports_extents() {
 fn backend_errors_become_sense() {
     let read = [0x28, 0, 0, 0, 0, 4, 0, 0, 2, 0];
     let write = [0x2a, 0, 0, 0, 0, 4, 0, 0, 2, 0];
+    let transfer = BackendError::Transfer;
     let cases = [
         (
             BackendError::Medium { offset: None },
@@ -497,7 +498,27 @@ fn backend_errors_become_sense() {
         (BackendError::ReadOnly, (7, 0x27, 0), (7, 0x27, 0)),
         (BackendError::NotReady, (2, 0x04, 0), (2, 0x04, 0)),
         (BackendError::Aborted, (0xb, 0, 0), (0xb, 0, 0)),
-        (BackendError::Transfer, (0xb, 0x4b, 0), (0xb, 0x4b, 0)),
+        (
+            transfer(TransferError::Failed),
+            (0xb, 0x4b, 0),
+            (0xb, 0x4b, 0),
+        ),
+        (transfer(TransferError::Crc), (0xb, 0x47, 5), (0xb, 0x47, 5)),
+        (
+            transfer(TransferError::Unsolicited),
+            (0xb, 0x0c, 0x0c),
+            (0xb, 0x0c, 0x0c),
+        ),
+        (
+            transfer(TransferError::Amount),
+            (0xb, 0x0c, 0x0d),
+            (0xb, 0x0c, 0x0d),
+        ),
+        (
+            transfer(TransferError::SnackRejected),
+            (0xb, 0x11, 0x13),
+            (0xb, 0x11, 0x13),
+        ),
         (BackendError::Internal, (4, 0x44, 0), (4, 0x44, 0)),
     ];
     let mut rig = Rig::new();

@@ -6,6 +6,7 @@ use crate::device_server::Request;
 use crate::opcode::Opcode;
 use crate::step::{
     BackendError, BlockOp, DataIn, Expected, Residual, Step, StepResult, TaskAttribute,
+    TransferError,
 };
 use crate::task::{NewTask, TaskSet, TaskTag};
 
@@ -257,7 +258,9 @@ fn data_that_do_not_come_in_the_middle_end_the_command() {
         len: 2048,
     };
     assert_eq!(advance(StepResult::Done), receive);
-    let Step::Respond(response) = advance(StepResult::Failed(BackendError::Transfer)) else {
+    let Step::Respond(response) = advance(StepResult::Failed(BackendError::Transfer(
+        TransferError::Failed,
+    ))) else {
         panic!("it ends");
     };
     let sense = response.parsed_sense().expect("sense data");

@@ -26,7 +26,7 @@ fn kind_of(error: BackendError) -> Option<usize> {
         BackendError::Internal => Some(4),
         // An initiator that aborts its commands, or a connection that is lost, must not make a
         // backend look broken.
-        BackendError::Aborted | BackendError::Transfer => None,
+        BackendError::Aborted | BackendError::Transfer(_) => None,
     }
 }
 

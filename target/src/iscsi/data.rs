@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::Ttt;
 use riser_scsi::iscsi::frame::Frame;
-use riser_scsi::iscsi::pdu::{DataOut, RejectReason, Snack};
-use riser_scsi::step::{BackendError, StepResult};
+use riser_scsi::iscsi::pdu::{DataOut, RejectReason, Snack, SnackKind};
+use riser_scsi::step::{BackendError, StepResult, TransferError};
 
 use super::channel::{Channel, Cx, Phase, SILENCE};
 use super::datamover::{Datamover, GetData, SolicitedData};
@@ -48,8 +48,39 @@ impl<D: Datamover> Channel<D> {
         if task.exec.aborted {
             return self.end_aborted(cx, idx);
         }
+        if std::mem::take(&mut task.is_lacking) {
+            let failed = BackendError::Transfer(TransferError::SnackRejected);
+            return self.go_on(cx, idx, StepResult::Failed(failed));
+        }
         task.pass_piece();
         self.go_on(cx, idx, StepResult::Done);
+    }
+
+    /// The initiator asks for PDUs once more. Where it does not get data of a command that is not answered
+    /// yet, the command fails (RFC 7143 7.8): it must not succeed while the initiator waits for them.
+    pub(super) fn on_snack(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, snack: &Snack) {
+        let Err(reason) = self.mover.resend(snack) else {
+            return;
+        };
+        self.reject(cx, frame, reason, &"SNACK");
+        let is_for_data = matches!(snack.kind, SnackKind::DataOrR2t | SnackKind::RData);
+        let Some(idx) = self.find(snack.itt).filter(|_| is_for_data) else {
+            return;
+        };
+        let task = &mut self.tasks[usize::from(idx.0)];
+        // A SNACK for what the initiator has acknowledged is its own mistake: it lacks nothing.
+        if task.state != TaskState::Send
+            || task.exec.aborted
+            || !self.mover.recovers()
+            || reason != RejectReason::SnackReject
+        {
+            return;
+        }
+        task.is_lacking = true;
+        // Otherwise the socket has the buffer, and the task comes back when it is sent.
+        if !self.mover.forget(idx) {
+            self.on_piece_sent(cx, idx);
+        }
     }
 
     /// The initiator acknowledges data.
@@ -74,8 +105,8 @@ impl<D: Datamover> Channel<D> {
         if incoming.open {
             return None;
         }
-        if incoming.faulty {
-            return Some(StepResult::Failed(BackendError::Transfer));
+        if let Some(error) = incoming.fault {
+            return Some(StepResult::Failed(BackendError::Transfer(error)));
         }
         if incoming.got >= wanted {
             return Some(StepResult::Done);
@@ -127,8 +158,8 @@ impl<D: Datamover> Channel<D> {
                 }
             }
             SolicitedData::Again(task) => self.tasks[usize::from(task.0)].r2ts += 1,
-            SolicitedData::Failed(task) => {
-                let failed = StepResult::Failed(BackendError::Transfer);
+            SolicitedData::Failed(task, error) => {
+                let failed = StepResult::Failed(BackendError::Transfer(error));
                 self.go_on(cx, task, failed);
             }
         }
@@ -156,8 +187,17 @@ impl<D: Datamover> Channel<D> {
         let is_lost = !frame.is_intact || (fits && pdu.data_sn > incoming.next_sn);
         incoming.lost |= is_lost && self.mover.recovers();
         // Only noted: the command is answered when the F bit has come.
-        incoming.faulty |= !incoming.lost && (!fits || !in_order || !frame.is_intact);
-        if !incoming.faulty && !incoming.lost {
+        if !incoming.lost && incoming.fault.is_none() {
+            incoming.fault = match () {
+                () if !frame.is_intact || pdu.data_sn > incoming.next_sn => {
+                    Some(TransferError::Crc)
+                }
+                () if !fits => Some(TransferError::Unsolicited),
+                () if !in_order => Some(TransferError::Failed),
+                () => None,
+            };
+        }
+        if incoming.fault.is_none() && !incoming.lost {
             self.counters.bytes_out += u64::from(len);
             match (incoming.wanted, &task.exec.buffer) {
                 // All of them come before the first piece is complete.
@@ -219,8 +259,8 @@ impl<D: Datamover> Channel<D> {
             self.pace.on_moved(len);
             self.go_on(cx, idx, StepResult::Done);
         } else {
-            let failed = StepResult::Failed(BackendError::Transfer);
-            self.go_on(cx, idx, failed);
+            let failed = BackendError::Transfer(TransferError::Failed);
+            self.go_on(cx, idx, StepResult::Failed(failed));
         }
         self.settle(cx);
     }

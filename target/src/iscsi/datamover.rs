@@ -13,6 +13,7 @@ use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use riser_scsi::iscsi::pdu::{DataInStatus, DataOut, FromTarget, RejectReason, Snack};
 use riser_scsi::iscsi::{Itt, StatSn};
 use riser_scsi::srp::WireLun;
+use riser_scsi::step::TransferError;
 
 use crate::fabric::TaskIdx;
 
@@ -95,7 +96,7 @@ pub struct GetData {
 /// Use of a Data-Out PDU that answers an R2T.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SolicitedData {
-    /// Of a transfer that is over: to be dropped.
+    /// Of a transfer that is over or has failed: to be dropped.
     Stale,
     /// For a task's buffer.
     Data {
@@ -108,8 +109,8 @@ pub enum SolicitedData {
     },
     /// Some of the data are missing, and were asked for once more.
     Again(TaskIdx),
-    /// The transfer has failed.
-    Failed(TaskIdx),
+    /// The transfer has failed, and nothing more comes of it.
+    Failed(TaskIdx, TransferError),
 }
 
 /// The layer that moves data.

@@ -55,6 +55,7 @@ impl<D: Datamover> Channel<D> {
         task.waited = 0;
         task.data_start = Start::default();
         task.piece = Piece::default();
+        task.is_lacking = false;
         self.report_gone(watchers);
         self.give_back(idx);
     }

@@ -82,11 +82,7 @@ impl<D: Datamover> Channel<D> {
             FromInitiator::Snack(snack) if snack.kind == SnackKind::DataAck => {
                 self.on_data_ack(cx, frame, &snack);
             }
-            FromInitiator::Snack(snack) => {
-                if let Err(reason) = self.mover.resend(&snack) {
-                    self.reject(cx, frame, reason, &"SNACK");
-                }
-            }
+            FromInitiator::Snack(snack) => self.on_snack(cx, frame, &snack),
             FromInitiator::ScsiCommand(_) | FromInitiator::TmfRequest(_) if is_discovery => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"discovery session");
             }

@@ -149,6 +149,11 @@ impl Recovery {
     }
 
     /// Returns what a SNACK asks for.
+    ///
+    /// # Errors
+    /// The reason to reject it: what is not there was acknowledged or never sent, which is a protocol
+    /// error of the initiator (RFC 7143 11.16); without recovery, or where it cannot be cut anew,
+    /// [`RejectReason::SnackReject`].
     pub(super) fn find(&self, snack: &Snack) -> Result<Vec<Retransmission>, RejectReason> {
         match snack.kind {
             _ if !self.is_on => Err(RejectReason::SnackReject),
@@ -168,8 +173,11 @@ impl Recovery {
         let is_legal = snack.begin == 0 && snack.run == 0 && ![0, NO_TAG].contains(&snack.ttt.0);
         let is_whole = |put: &PutData| put.base == 0 && !put.more;
         let mut data = self.data.iter_mut();
-        let put = data.find(|put| put.itt == snack.itt && is_legal && is_whole(put));
-        let put = put.ok_or(RejectReason::SnackReject)?;
+        let put = data.find(|put| put.itt == snack.itt && is_legal);
+        let put = put.ok_or(RejectReason::ProtocolError)?;
+        if !is_whole(put) {
+            return Err(RejectReason::SnackReject);
+        }
         Ok(std::mem::replace(
             put,
             PutData {
@@ -198,10 +206,13 @@ impl Recovery {
     }
 
     fn find_status(&self, begin: StatSn, run: u32) -> Result<Vec<Retransmission>, RejectReason> {
-        let first = self.kept.front().ok_or(RejectReason::SnackReject)?.stat_sn;
-        if begin.is_before(first) {
-            // They were acknowledged.
-            return Err(RejectReason::SnackReject);
+        if begin.0 == 0 && run == 0 {
+            // All that are not acknowledged.
+            return Ok(self.kept.iter().map(again_of).collect());
+        }
+        let first = self.kept.front().map(|kept| kept.stat_sn);
+        if first.is_none_or(|first| begin.is_before(first)) {
+            return Err(RejectReason::ProtocolError);
         }
         let wanted = self.kept.iter().filter(|kept| {
             let steps = kept.stat_sn.since(begin);
@@ -209,7 +220,7 @@ impl Recovery {
         });
         let again: Vec<_> = wanted.map(again_of).collect();
         if again.is_empty() {
-            return Err(RejectReason::SnackReject);
+            return Err(RejectReason::ProtocolError);
         }
         Ok(again)
     }
@@ -222,11 +233,10 @@ impl Recovery {
     ) -> Result<Vec<Retransmission>, RejectReason> {
         let mut data = self.data.iter();
         let put = data.find(|put| put.itt == itt);
-        let put = *put.ok_or(RejectReason::SnackReject)?;
+        let put = *put.ok_or(RejectReason::ProtocolError)?;
         let is_all = from == 0 && run == 0;
         if from < put.start.data_sn && !is_all {
-            // They were acknowledged.
-            return Err(RejectReason::SnackReject);
+            return Err(RejectReason::ProtocolError);
         }
         let with_it = |kept: &&SentStatus| {
             matches!(kept.status, Status::Data(_)) && kept.ends() == Some(put.task)

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::Itt;
 use riser_scsi::srp::WireLun;
-use riser_scsi::step::Response;
+use riser_scsi::step::{Response, TransferError};
 use riser_state::State;
 
 use super::datamover::Start;
@@ -119,8 +119,8 @@ pub(super) struct Incoming {
     pub(super) open: bool,
     /// DataSN that comes next.
     pub(super) next_sn: u32,
-    /// Something was wrong with them.
-    pub(super) faulty: bool,
+    /// The first thing that was wrong with them.
+    pub(super) fault: Option<TransferError>,
     /// Some of them were lost, and those that follow are ignored.
     pub(super) lost: bool,
     /// Data that came before there was a buffer, or are for a later piece; at most FirstBurstLength, or a
@@ -174,6 +174,8 @@ pub(super) struct Task {
     pub(super) data_start: Start,
     /// The piece that is being sent, in [`TaskState::Send`].
     pub(super) piece: Piece,
+    /// The initiator lacks some of that piece, which cannot be sent once more.
+    pub(super) is_lacking: bool,
     /// R2T PDUs that it had.
     pub(super) r2ts: u32,
     pub(super) mgmt: Option<PendingFunction<Function>>,
@@ -196,6 +198,7 @@ impl Task {
             response: None,
             data_start: Start::default(),
             piece: Piece::default(),
+            is_lacking: false,
             r2ts: 0,
             mgmt: None,
         }

@@ -14,7 +14,7 @@ use riser_scsi::iscsi::pdu::{
 };
 use riser_scsi::iscsi::{Itt, Numbers, StatSn, Ttt};
 use riser_scsi::srp::WireLun;
-use riser_scsi::step::Residual;
+use riser_scsi::step::{Residual, TransferError};
 
 use super::channel::{Channel, ChannelConfig, Cx, Phase, TaskBuffers};
 use super::datamover::{Control, Datamover, GetData, Progress, PutData, SolicitedData, Start};
@@ -170,6 +170,8 @@ struct Unacknowledged {
 struct DataRequest {
     get: GetData,
     r2t_sn: u32,
+    /// The first thing that was wrong with what came. Nothing more is asked for then.
+    fault: Option<TransferError>,
 }
 
 /// The datamover on TCP.
@@ -588,7 +590,11 @@ impl Datamover for Tcp {
 
     fn get_data(&mut self, get: GetData) -> u32 {
         let r2t_sn = get.r2t_sn;
-        self.wanted.push(DataRequest { get, r2t_sn });
+        self.wanted.push(DataRequest {
+            get,
+            r2t_sn,
+            fault: None,
+        });
         self.solicit(get.task);
         r2t_sn + get.len.div_ceil(self.max_burst)
     }
@@ -612,27 +618,51 @@ impl Datamover for Tcp {
         if is_lost && self.recovery.is_on() {
             return self.ask_again(at);
         }
-        // Either data that do not belong to this R2T, or some that cannot be asked for once more:
-        // the transfer fails, and what still comes of it is stale.
-        if !is_intact || !fits || !in_order || ends != pdu.is_final {
-            self.forget(task);
-            return SolicitedData::Failed(task);
+        // Data that do not belong to this R2T, or some that cannot be asked for once more.
+        let fault = match () {
+            () if !is_intact || pdu.data_sn > open.next_sn => Some(TransferError::Crc),
+            () if !fits || ends != pdu.is_final => Some(TransferError::Amount),
+            () if !in_order => Some(TransferError::Failed),
+            () => None,
+        };
+        if fault.is_none() {
+            open.got += len;
+            open.next_sn = open.next_sn.wrapping_add(1);
         }
-        let offset = pdu.offset;
-        open.got += len;
-        open.next_sn = open.next_sn.wrapping_add(1);
-        if ends {
+        let mut wanted = self.wanted.iter_mut();
+        let wanted = wanted.find(|wanted| wanted.get.task == task);
+        let wanted = wanted.expect("what is open is wanted");
+        if fault.is_some() {
+            wanted.fault = wanted.fault.or(fault);
+            // Nothing more is asked for, and another connection that takes the command over has to ask for
+            // this again.
+            wanted.get.offset = wanted.get.offset.min(open.offset + open.got);
+            wanted.get.len = 0;
+        }
+        let failed = wanted.fault;
+        if pdu.is_final {
             self.open.swap_remove(at);
-            self.solicit(task);
+            if failed.is_none() {
+                self.solicit(task);
+            }
         }
-        let complete = ends && !self.open.iter().any(|open| open.task == task);
-        if complete {
+        let is_last = pdu.is_final && !self.open.iter().any(|open| open.task == task);
+        // The command is answered when the F bit of each R2T has come (RFC 7143 7.8): until then the initiator
+        // sends data, which could be taken for those of the next command with this tag.
+        if let Some(error) = failed {
+            if !is_last {
+                return SolicitedData::Stale;
+            }
+            self.forget(task);
+            return SolicitedData::Failed(task, error);
+        }
+        if is_last {
             self.wanted.retain(|wanted| wanted.get.task != task);
         }
         SolicitedData::Data {
             task,
-            offset,
-            complete,
+            offset: pdu.offset,
+            complete: is_last,
         }
     }
 

@@ -39,6 +39,16 @@ pub(super) fn status(received: &[Received]) -> (u8, Option<u8>) {
         .unwrap_or_else(|| panic!("no status in {received:?}"))
 }
 
+/// Sense key, additional sense code and its qualifier.
+pub(super) fn sense(received: &[Received]) -> (u8, u8, u8) {
+    let found = received.iter().find_map(|(pdu, _, data)| match pdu {
+        FromTarget::ScsiResponse(_) => data.get(2..),
+        _ => None,
+    });
+    let sense = found.unwrap_or_else(|| panic!("no answer in {received:?}"));
+    (sense[2] & 15, sense[12], sense[13])
+}
+
 pub(super) fn rejected(received: &[Received]) -> RejectReason {
     match received {
         [(FromTarget::Reject(reject), ..)] => reject.reason,
@@ -178,7 +188,9 @@ fn cve_2026_74394_offsets_that_wrap_are_refused() {
         panic!("{received:?}");
     };
     let received = rig.data_out(1, r2t.ttt, 0, u32::MAX - 3, &[1; 512], false);
-    assert_eq!(status(&received), (2, Some(0x0b)));
+    assert!(received.is_empty(), "more comes");
+    let received = rig.data_out(1, r2t.ttt, 1, 512, &[1; 1536], true);
+    assert_eq!(sense(&received), (0x0b, 0x4b, 0));
     rig.end();
 }
 
@@ -483,14 +495,17 @@ fn what_was_sent_is_sent_once_more() {
     assert_eq!(again.len(), 2);
     assert_eq!((&again[1].0, &again[1].2), (&first[0].0, &first[0].2));
     assert_eq!(again[1].1.stat_sn.0, sn);
+    // Zero twice stands for all that are not acknowledged.
+    let all = rig.send(&snack(SnackKind::Status, u32::MAX, 0, 0), &[]);
+    assert_eq!(all.last().map(|last| last.1.stat_sn.0), Some(sn));
     // What is acknowledged is gone.
     assert_eq!(rig.channel.channel().in_flight(), 3);
     rig.send(&acknowledgment(sn), &[]);
     assert_eq!(rig.channel.channel().in_flight(), 1);
     let gone = rig.send(&snack(SnackKind::DataOrR2t, 1, 0, 0), &[]);
-    assert_eq!(rejected(&gone), RejectReason::SnackReject);
+    assert_eq!(rejected(&gone), RejectReason::ProtocolError);
     let gone = rig.send(&snack(SnackKind::Status, u32::MAX, status_sn, 1), &[]);
-    assert_eq!(rejected(&gone), RejectReason::SnackReject);
+    assert_eq!(rejected(&gone), RejectReason::ProtocolError);
     rig.send(&acknowledgment(sn + 1), &[]);
     assert_eq!(rig.channel.channel().in_flight(), 0);
     // Whoever leaves need not acknowledge what came last.
@@ -571,7 +586,7 @@ fn data_are_cut_anew_where_the_pdu_size_has_changed() {
             rdata(2, 5, 0),
         ] {
             let refused = rig.send(&illegal, &[]);
-            assert_eq!(rejected(&refused), RejectReason::SnackReject);
+            assert_eq!(rejected(&refused), RejectReason::ProtocolError);
         }
         let once_more = rig.send(&rdata(1, 78, 0), &[]);
         assert!(matches!(
@@ -649,6 +664,56 @@ fn spoilt_data_are_asked_for_once_more() {
     let received = rig.data_out(2, asked.ttt, 0, 512, &[7; 1024], true);
     assert_eq!(status(&received).0, 0);
     assert_eq!(rig.disk[512..1536], [7; 1024]);
+    rig.end();
+}
+
+/// RFC 7143 7.8, 11.4.7.2: without recovery a command whose data are spoilt fails, when all of them
+/// have come.
+#[test]
+fn data_that_are_wrong_fail_their_command_when_all_have_come() {
+    let mut rig = Rig::logged_in(
+        "DataDigest=CRC32C\0FirstBurstLength=1024\0MaxOutstandingR2T=2\0MaxBurstLength=1024\0",
+    );
+    let reject = |received: &[Received]| {
+        assert_eq!(rejected(received), RejectReason::DataDigestError);
+        assert_eq!(received.len(), 1, "no answer yet");
+    };
+    let r2ts = |received: &[Received]| -> Vec<Ttt> {
+        let r2ts = received.iter().filter_map(|(pdu, ..)| match pdu {
+            FromTarget::R2t(r2t) => Some(r2t.ttt),
+            _ => None,
+        });
+        r2ts.collect()
+    };
+    // A digest, with two R2Ts and more to be asked for.
+    let asked = r2ts(&rig.write(1, 8, &[], true));
+    assert_eq!(asked.len(), 2);
+    reject(&spoilt(&mut rig, 1, asked[0], 0, &[2; 512], false));
+    assert!(
+        rig.data_out(1, asked[1], 0, 1024, &[2; 1024], true)
+            .is_empty()
+    );
+    let received = rig.data_out(1, asked[0], 1, 512, &[2; 512], true);
+    assert_eq!(sense(&received), (0x0b, 0x47, 5));
+    // A PDU that is missing, as after an error of its header.
+    let asked = r2ts(&rig.write(2, 2, &[], true));
+    let received = rig.data_out(2, asked[0], 1, 512, &[2; 512], true);
+    assert_eq!(sense(&received), (0x0b, 0x47, 5));
+    // Less than was asked for, and more.
+    for len in [512, 1536] {
+        let asked = r2ts(&rig.write(3, 2, &[], true));
+        let received = rig.data_out(3, asked[0], 0, 0, &vec![2; len], true);
+        assert_eq!(sense(&received), (0x0b, 0x0c, 0x0d), "{len} bytes");
+    }
+    // Unsolicited: a digest, and more than the first burst.
+    rig.write(4, 4, &[2; 512], false);
+    reject(&spoilt(&mut rig, 4, Ttt::NONE, 0, &[2; 256], false));
+    let received = rig.data_out(4, Ttt::NONE, 1, 768, &[2; 256], true);
+    assert_eq!(sense(&received), (0x0b, 0x47, 5));
+    rig.write(5, 4, &[2; 512], false);
+    let received = rig.data_out(5, Ttt::NONE, 0, 512, &[2; 1024], true);
+    assert_eq!(sense(&received), (0x0b, 0x0c, 0x0c));
+    assert_eq!(status(&rig.read(6, 0, 1)), (0, None));
     rig.end();
 }
 

@@ -14,7 +14,7 @@ use riser_scsi::task::TaskManagement;
 use super::TcpChannel;
 use super::fixture::{Received, Rig};
 use super::task::TaskState;
-use super::tests::{data_in, r2t, status, tmf_status};
+use super::tests::{data_in, r2t, rejected, sense, status, tmf_status};
 use crate::fabric::TaskRef;
 use crate::stats::SessionEvent;
 use riser_test_peers::pdus::scsi_command;
@@ -120,10 +120,10 @@ fn snack(tag: u32, begin: u32, run: u32) -> FromInitiator {
     })
 }
 
-fn is_snack_reject(received: &[Received]) -> bool {
+fn is_protocol_error(received: &[Received]) -> bool {
     matches!(
         received,
-        [(FromTarget::Reject(r), ..)] if r.reason == RejectReason::SnackReject
+        [(FromTarget::Reject(r), ..)] if r.reason == RejectReason::ProtocolError
     )
 }
 
@@ -263,6 +263,38 @@ fn a_read_waits_for_an_initiator_that_does_not_read() {
         [(_, BlockOp::Read { offset: 2048, .. })]
     ));
     rig.end();
+}
+
+/// RFC 7143 7.8: the initiator waits for data that it will not get, so their command must not succeed.
+#[test]
+fn a_command_whose_data_cannot_be_sent_again_fails() {
+    let rdata = FromInitiator::Snack(Snack {
+        kind: SnackKind::RData,
+        lun: [0; 8],
+        itt: Itt(1),
+        ttt: Ttt(7),
+        exp_stat_sn: StatSn(0),
+        begin: 0,
+        run: 0,
+    });
+    // All data at once are asked for, of which only a piece is here.
+    for is_sending in [false, true] {
+        let mut rig = rig(LEVEL_1);
+        rig.stalled = is_sending;
+        rig.read(1, 0, BLOCKS);
+        if is_sending {
+            assert_eq!(rig.poll_sent().len(), 4);
+        }
+        let mut received = rig.send(&rdata, &[]);
+        if is_sending {
+            rig.stalled = false;
+            received = rig.with(|ch, cx| ch.handle_sent(cx, true));
+        }
+        assert_eq!(rejected(&received[..1]), RejectReason::SnackReject);
+        assert_eq!(sense(&received[1..]), (0x0b, 0x11, 0x13));
+        assert_eq!(rig.gate.unit.tasks(), 0);
+        rig.end();
+    }
 }
 
 #[test]
@@ -839,7 +871,7 @@ fn a_piece_is_kept_until_it_is_acknowledged() {
     let received = rig.send(&data_ack(ttt, 4), &[]);
     assert_eq!(data_in(&received).0, [4, 5, 6, 7]);
     assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty(), "once more");
-    assert!(is_snack_reject(&rig.send(&snack(1, 1, 1), &[])));
+    assert!(is_protocol_error(&rig.send(&snack(1, 1, 1), &[])));
     let received = rig.send(&data_ack(asked_ack(&received), 8), &[]);
     let (sns, stat_sn) = data_in(&received);
     assert_eq!(sns, [8]);
@@ -873,7 +905,7 @@ fn a_piece_that_is_acknowledged_is_not_sent_again() {
     assert_eq!(rig.blocks.len(), 1, "the next piece is being read");
     for (begin, run) in [(0, 0), (0, 4), (3, 1), (4, 0)] {
         let received = rig.send(&snack(1, begin, run), &[]);
-        assert!(is_snack_reject(&received), "{begin} {run}");
+        assert!(is_protocol_error(&received), "{begin} {run}");
     }
     let received = rig.finish_all_blocks();
     assert_eq!(data_in(&received).0, [4, 5, 6, 7]);
@@ -882,9 +914,9 @@ fn a_piece_that_is_acknowledged_is_not_sent_again() {
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
     assert_eq!(rig.pool.free(), rig.pool.size());
     // It has no buffer any more, and then it has another command's.
-    assert!(is_snack_reject(&rig.send(&snack(1, 0, 0), &[])));
+    assert!(is_protocol_error(&rig.send(&snack(1, 0, 0), &[])));
     assert!(rig.read(2, 0, 1).is_empty());
-    assert!(is_snack_reject(&rig.send(&snack(1, 0, 0), &[])));
+    assert!(is_protocol_error(&rig.send(&snack(1, 0, 0), &[])));
     assert_eq!(data_in(&rig.finish_all_blocks()).0, [0]);
     rig.end();
 }

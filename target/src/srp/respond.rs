@@ -1,7 +1,7 @@
 //! Chains: RDMA requests and answers, planned, posted when there is credit, completed.
 
 use riser_scsi::srp::{Residual, Rsp, RspCode};
-use riser_scsi::step::{self, BackendError, Status, StepResult};
+use riser_scsi::step::{self, BackendError, Status, StepResult, TransferError};
 use riser_state::become_state;
 
 use super::action::{Action, SendIu};
@@ -169,7 +169,7 @@ impl Channel {
                 let result = if ok {
                     StepResult::Done
                 } else {
-                    StepResult::Failed(BackendError::Transfer)
+                    StepResult::Failed(BackendError::Transfer(TransferError::Failed))
                 };
                 self.go_on(cx, idx, result);
             }

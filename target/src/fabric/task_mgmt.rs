@@ -34,7 +34,7 @@ pub enum Function {
     LogicalUnitReset,
     /// TARGET WARM RESET: a reset of every unit that the initiator may reset.
     TargetWarmReset,
-    /// TARGET COLD RESET, carried out as a warm one.
+    /// TARGET COLD RESET, which is not supported.
     TargetColdReset,
     /// TASK REASSIGN, which connections of iSCSI carry out themselves.
     TaskReassign,
@@ -42,7 +42,7 @@ pub enum Function {
     QueryTask,
     /// QUERY TASK SET: looks for any task of the nexus.
     QueryTaskSet,
-    /// I_T NEXUS RESET: the tasks of the nexus at all of its units.
+    /// I_T NEXUS RESET: the tasks of the nexus at all of its units. The session ends with it.
     NexusReset,
     /// QUERY ASYNCHRONOUS EVENT, which never finds one.
     QueryAsyncEvent,
@@ -174,7 +174,11 @@ pub fn manage(
     nexus: NexusId,
 ) -> Result<Effect, FunctionAnswer> {
     match function {
-        Function::TargetWarmReset | Function::TargetColdReset => reset_target(luns, nexus),
+        // An unknown function may concern no unit at all. A cold reset is optional, and would end the
+        // sessions of all initiators (RFC 7143 11.5.1): a host must not do that to others. LIO rejects
+        // it, too.
+        Function::Unknown | Function::TargetColdReset => Err(FunctionAnswer::NotSupported),
+        Function::TargetWarmReset => reset_target(luns, nexus),
         Function::NexusReset => {
             let mut effect = Effect::default();
             for (_, unit) in luns.iter() {

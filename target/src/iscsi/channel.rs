@@ -284,6 +284,8 @@ pub struct Channel<D> {
     pub(super) awaits_others: bool,
     /// The session ends with the logout that is under way.
     pub(super) ends_session: bool,
+    /// An I_T NEXUS RESET is answered, with which the session ends.
+    pub(super) is_reset: bool,
     /// The initiator has logged out, and was answered.
     pub(super) logged_out: bool,
     /// Reason of the connection's end, once there is one.
@@ -366,6 +368,7 @@ impl<D: Datamover> Channel<D> {
             entering: None,
             awaits_others: false,
             ends_session: false,
+            is_reset: false,
             logged_out: false,
             ended: None,
             backlog: Backlog::new(config.serial, config.commands.into()),

@@ -114,6 +114,17 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
+    /// I_T NEXUS RESET has been answered: all connections of the session end at once, and none of them is
+    /// kept for recovery (RFC 7144 6.3). This one sends the answer first.
+    fn end_reset_session(&mut self, cx: &mut Cx<'_>) {
+        self.ended.get_or_insert(Parting::Terminated);
+        self.actions
+            .push_back(Action::EndOthers(LogoutScope::Session));
+        // What the initiator has not acknowledged it cannot ask for any more.
+        self.on_acknowledged(cx, None);
+        self.close(cx.now);
+    }
+
     /// Takes nothing more, and closes when everything is sent.
     pub fn close(&mut self, now: Instant) {
         if self.is_receiving() {
@@ -146,6 +157,9 @@ impl<D: Datamover> Channel<D> {
     /// Follows every input: carries out what it has made possible.
     pub(super) fn settle(&mut self, cx: &mut Cx<'_>) {
         match self.phase {
+            Phase::FullFeature if std::mem::take(&mut self.is_reset) => {
+                self.end_reset_session(cx);
+            }
             Phase::LoggingOut(itt) if self.in_flight() == 0 && !self.awaits_others => {
                 self.logged_out = true;
                 if self.ends_session {

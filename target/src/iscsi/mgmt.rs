@@ -63,8 +63,6 @@ impl<D: Datamover> Channel<D> {
         let session = self.session.as_ref().expect("full-feature phase");
         let units = session.luns.with_former(request.lun);
         match function {
-            // An unknown function may concern no unit at all.
-            Function::Unknown => Some(FunctionAnswer::NotSupported),
             Function::AbortTask
             | Function::QueryTask
             | Function::QueryTaskSet
@@ -164,6 +162,7 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn answer_tmf(&mut self, idx: TaskIdx, answer: FunctionAnswer) {
         let function = self.mgmt_mut(idx).function;
         self.functions.count((function.label(), answer.label()));
+        self.is_reset |= function == Function::NexusReset && answer == FunctionAnswer::Complete;
         self.mark_sent(idx);
         let task = &self.tasks[usize::from(idx.0)];
         self.mover.send_control(Control {

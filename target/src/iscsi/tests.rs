@@ -807,8 +807,6 @@ fn functions_end_tasks_and_are_answered_after_them() {
         TmfFunction::ClearTaskSet,
         TmfFunction::LogicalUnitReset,
         TmfFunction::TargetWarmReset,
-        TmfFunction::TargetColdReset,
-        TmfFunction::NexusReset,
     ] {
         rig.read(2, 0, 1);
         rig.write(3, 4, &[], true);
@@ -828,6 +826,7 @@ fn functions_end_tasks_and_are_answered_after_them() {
             TmfStatus::ReassignmentNotSupported,
         ),
         (TmfFunction::QueryTaskSet, TmfStatus::Complete),
+        (TmfFunction::TargetColdReset, TmfStatus::NotSupported),
         (TmfFunction::Other(99), TmfStatus::NotSupported),
     ] {
         assert_eq!(
@@ -837,6 +836,25 @@ fn functions_end_tasks_and_are_answered_after_them() {
         );
     }
     rig.end();
+}
+
+/// RFC 7144 6.3: the session ends with its nexus, after the answer and without a time of retention.
+#[test]
+fn a_reset_of_the_nexus_ends_the_session() {
+    for level in [0, 2] {
+        let mut rig = Rig::logged_in(&format!("ErrorRecoveryLevel={level}\0"));
+        rig.prompt = false;
+        rig.read(2, 0, 1);
+        rig.write(3, 4, &[], true);
+        rig.prompt = true;
+        let received = rig.tmf(9, TmfFunction::NexusReset, 0);
+        assert_eq!(tmf_status(&received), TmfStatus::Complete);
+        assert_eq!(received.len(), 1, "no answer to what was aborted");
+        assert!(rig.disconnected, "level {level}");
+        assert_eq!(rig.elsewhere, [Action::EndOthers(LogoutScope::Session)]);
+        assert_eq!(rig.gate.unit.tasks(), 0);
+        rig.end();
+    }
 }
 
 /// A command whose answer waits for unsolicited data has left the unit's task set.

@@ -364,6 +364,55 @@ fn a_session_follows_the_configuration() {
     server.shutdown().unwrap();
 }
 
+/// The rights at the end of a login count, which another configuration may have changed since its
+/// beginning.
+#[test]
+fn a_login_that_has_begun_needs_the_rights_of_the_configuration_that_it_ends_under() {
+    let login = |socket: &mut TcpStream, flags: u8, exp_stat_sn: u8, text: &[u8]| -> [u8; 2] {
+        let mut bhs = [0; 48];
+        (bhs[0], bhs[1], bhs[7]) = (0x43, flags, text.len() as u8);
+        (bhs[8], bhs[13], bhs[31]) = (0x80, 1, exp_stat_sn);
+        let padded = text.len().next_multiple_of(4);
+        let mut pdu = bhs.to_vec();
+        pdu.extend(text);
+        pdu.resize(48 + padded, 0);
+        socket.write_all(&pdu).unwrap();
+        let mut answer = [0; 48];
+        socket.read_exact(&mut answer).unwrap();
+        assert_eq!(answer[0], 0x23);
+        let mut data = vec![0; usize::from(answer[7]).next_multiple_of(4)];
+        socket.read_exact(&mut data).unwrap();
+        [answer[36], answer[37]]
+    };
+    let names =
+        b"InitiatorName=iqn.2026-01.org.example:client\0TargetName=iqn.2026-01.org.example:open\0";
+    let chap = "access: [{ address: 127.0.0.1, chap: { users: [{ name: a, secret: twelve-bytes-or-more }] } }]";
+    let elsewhere = "access: [{ address: 127.0.0.9 }]";
+    for (access, expected) in [
+        ("access: open", [0, 0]),
+        ("access: []", [2, 2]),
+        (elsewhere, [2, 2]),
+        (chap, [2, 2]),
+    ] {
+        let (mut server, port) = start();
+        let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let timeout = Some(Duration::from_secs(20));
+        socket.set_read_timeout(timeout).unwrap();
+        // Operational negotiation, which goes on, then the way to full-feature phase.
+        assert_eq!(login(&mut socket, 0x04, 0, names), [0, 0]);
+        let other = text(port).replacen("access: open", access, 1);
+        server
+            .change(Config::parse(&other, "test.yaml").unwrap())
+            .unwrap();
+        assert_eq!(login(&mut socket, 0x87, 1, b""), expected, "{access}");
+        let accepted = usize::from(expected == [0, 0]);
+        let sessions = server.snapshot();
+        let sessions = sessions.iter().map(|s| s.iscsi_sessions.len());
+        assert_eq!(sessions.sum::<usize>(), accepted, "{access}");
+        server.shutdown().unwrap();
+    }
+}
+
 /// A number that has come to lead to another unit is not used before the initiator has asked which one it is, whether
 /// it goes on, logs in again, or has lost its session. A logout begins from nothing.
 #[test]

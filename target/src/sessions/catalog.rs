@@ -275,6 +275,16 @@ impl IscsiDef {
     }
 }
 
+/// Whether an initiator that has proved a name, or nothing, could log in where this is asked for.
+#[must_use]
+pub fn is_proof(auth: &Auth, proved: Option<&str>) -> bool {
+    match (auth, proved) {
+        (Auth::Chap { accepted, .. }, Some(name)) => accepted.iter().any(|own| own.name == name),
+        (Auth::None, None) => true,
+        _ => false,
+    }
+}
+
 impl TargetDef {
     /// The units that an initiator at an address may see; `None` if it may not log in.
     #[must_use]
@@ -344,13 +354,8 @@ impl TargetDef {
         address: IpAddr,
         proved: Option<&str>,
     ) -> bool {
-        match (self.auth_of_name(initiator, address), proved) {
-            (Some(Auth::Chap { accepted, .. }), Some(name)) => {
-                accepted.iter().any(|own| own.name == name)
-            }
-            (Some(Auth::None), None) => true,
-            _ => false,
-        }
+        let auth = self.auth_of_name(initiator, address);
+        auth.is_some_and(|auth| is_proof(auth, proved))
     }
 
     fn map_of(

@@ -20,7 +20,7 @@ use crate::config::Protocol;
 use crate::fabric::{ConnRef, LunMap, Unit};
 use crate::iscsi::{Gate, LoginGrant, TIME2RETAIN, Window};
 use crate::iser::IserParams;
-use crate::sessions::catalog::{Catalog, IscsiDef, TargetDef};
+use crate::sessions::catalog::{Catalog, IscsiDef, TargetDef, is_proof};
 use crate::sessions::iscsi::{
     Candidate, Ending, Membership, NewSession, Session, SessionGrant, SessionKey,
 };
@@ -194,7 +194,6 @@ impl WorkerGate<'_> {
         let address = self.address();
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
         let found = name.and_then(|name| self.target(name));
-        // Looked up again, though `admit` has done so: another catalog may be served by now.
         let mut allowed = found
             .as_ref()
             .and_then(|(target, _)| target.luns_of_name(&identity.initiator, address));
@@ -238,12 +237,32 @@ impl WorkerGate<'_> {
         })
     }
 
+    /// Whether an initiator may log in with what it has proved. `admit` has checked its rights when the
+    /// login began, but another catalog may be served by now: a host whose rule was taken away in between
+    /// must not get in, nor one that has to prove its identity from now on.
+    fn check_rights(&self, joined: &CompletedLogin) -> Result<(), LoginStatus> {
+        let (identity, address) = (&joined.identity, self.address());
+        let proved = joined.chap_name.as_deref();
+        let is_allowed = match identity.target.as_ref().filter(|_| !identity.discovery) {
+            None => is_proof(&self.catalog.discovery, proved),
+            Some(name) => {
+                let (target, _) = self.target(name).ok_or(LoginStatus::NOT_FOUND)?;
+                target.luns_of_name(&identity.initiator, address).is_some()
+                    && target.is_accepted(&identity.initiator, address, proved)
+            }
+        };
+        is_allowed
+            .then_some(())
+            .ok_or(LoginStatus::AUTHORIZATION_FAILURE)
+    }
+
     /// Enters a session, or the connection in its session, and notes why that was refused.
     fn enter(
         &mut self,
         joined: &CompletedLogin,
         first: CmdSn,
     ) -> Result<SessionGrant, LoginStatus> {
+        self.check_rights(joined)?;
         let identity = &joined.identity;
         let sessions = &self.shared.iscsi;
         let key = SessionKey::of(identity, self.address());

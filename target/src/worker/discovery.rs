@@ -5,8 +5,9 @@ use std::net::IpAddr;
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
-    Access, AhAttr, CmError, CqId, Gid, LKey, Notify, Provider, QKey, QpCap, QpId, QpInitAttr,
-    QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, WrId, make_gsi_ready,
+    Access, AhAttr, CmError, CqId, Gid, LKey, MrId, Notify, PdId, Provider, QKey, QpCap, QpId,
+    QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError, WrId,
+    make_gsi_ready,
 };
 use riser_transport::wire::dm::{
     Attribute, ClassPortInfo, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, SERVICES_PER_MAD,
@@ -140,7 +141,7 @@ impl IoUnit {
 #[derive(Debug)]
 pub(super) struct DiscoveryAgent {
     unit: IoUnit,
-    pd: riser_transport::verbs::PdId,
+    pd: PdId,
     cq: CqId,
     qp: QpId,
     lkey: LKey,
@@ -151,20 +152,27 @@ pub(super) struct DiscoveryAgent {
 const RECV_LEN: usize = GRH + MAD_LEN;
 const SEND_BASE: usize = DEPTH as usize * RECV_LEN;
 
-impl DiscoveryAgent {
-    /// Sets it up on a device.
-    ///
-    /// # Errors
-    /// The device has no room for its objects.
-    pub(super) fn start(dev: &mut dyn Provider, unit: IoUnit) -> Result<Self, CmError> {
-        let pd = dev.alloc_pd()?;
-        let len = SEND_BASE + DEPTH as usize * MAD_LEN;
-        let memory = Memory::new(len)
-            .map_err(|e| riser_transport::verbs::VerbsError::Os(e.raw_os_error().unwrap_or(0)))?
-            .whole();
-        let mr = dev.reg_mr(pd, &memory, Access::LOCAL_WRITE)?;
+/// Objects that were made before a step failed.
+#[derive(Debug, Default)]
+struct Made {
+    mr: Option<MrId>,
+    cq: Option<CqId>,
+    qp: Option<QpId>,
+}
+
+impl Made {
+    /// Makes the objects in a protection domain.
+    fn fill(
+        &mut self,
+        dev: &mut dyn Provider,
+        pd: PdId,
+        memory: &MemSlice,
+    ) -> Result<(CqId, QpId, LKey), CmError> {
+        let mr = dev.reg_mr(pd, memory, Access::LOCAL_WRITE)?;
+        self.mr = Some(mr.id);
         // Every receive and every send may complete before one completion is taken.
         let cq = dev.create_cq(2 * DEPTH)?;
+        self.cq = Some(cq);
         let qp = dev.create_qp(&QpInitAttr {
             pd,
             send_cq: cq,
@@ -180,16 +188,53 @@ impl DiscoveryAgent {
             },
             sq_sig_all: true,
         })?;
-        // Where a step fails, what was made before it stays until the device is closed: discovery
-        // is set up once for each opening of a device.
+        self.qp = Some(qp);
         make_gsi_ready(dev, qp)?;
         dev.req_notify_cq(cq, Notify::Next)?;
+        Ok((cq, qp, mr.lkey))
+    }
+
+    /// Destroys them, users before what they use. Nothing was posted, so nothing is under way.
+    fn destroy(self, dev: &mut dyn Provider) {
+        if let Some(qp) = self.qp {
+            let _ = dev.destroy_qp(qp);
+        }
+        if let Some(cq) = self.cq {
+            let _ = dev.destroy_cq(cq);
+        }
+        if let Some(mr) = self.mr {
+            let _ = dev.dereg_mr(mr);
+        }
+    }
+}
+
+impl DiscoveryAgent {
+    /// Sets it up on a device. Where a step fails, what was made before it is destroyed: the device
+    /// works without discovery, and has the room for connections.
+    ///
+    /// # Errors
+    /// The device has no room for its objects.
+    pub(super) fn start(dev: &mut dyn Provider, unit: IoUnit) -> Result<Self, CmError> {
+        let len = SEND_BASE + DEPTH as usize * MAD_LEN;
+        let memory = Memory::new(len)
+            .map_err(|e| VerbsError::Os(e.raw_os_error().unwrap_or(0)))?
+            .whole();
+        let pd = dev.alloc_pd()?;
+        let mut made = Made::default();
+        let (cq, qp, lkey) = match made.fill(dev, pd, &memory) {
+            Ok(objects) => objects,
+            Err(error) => {
+                made.destroy(dev);
+                let _ = dev.dealloc_pd(pd);
+                return Err(error);
+            }
+        };
         let agent = Self {
             unit,
             pd,
             cq,
             qp,
-            lkey: mr.lkey,
+            lkey,
             memory,
         };
         for slot in 0..DEPTH as usize {
@@ -325,5 +370,27 @@ fn source_gid(grh: &[u8]) -> Gid {
     } else {
         let v4: [u8; 4] = grh[32..36].try_into().expect("four bytes");
         Gid::from(std::net::IpAddr::from(v4))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use riser_transport::loopback::{Fabric, FabricConfig};
+
+    use super::*;
+
+    #[test]
+    fn a_start_that_fails_leaves_nothing_at_the_device() {
+        let fabric = Fabric::new(FabricConfig::default());
+        let mut dev = fabric.endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)));
+        DiscoveryAgent::start(&mut dev, IoUnit::default()).unwrap();
+        let before = dev.usage();
+        // There is one queue pair 1.
+        for _ in 0..3 {
+            DiscoveryAgent::start(&mut dev, IoUnit::default()).unwrap_err();
+        }
+        assert_eq!(dev.usage(), before);
     }
 }

@@ -31,7 +31,7 @@ use crate::rc::RcCounters;
 use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
-use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
+use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
 use crate::verbs::{
     CmId, Mtu, PortSpace, PostError, PostReason, Provider, QpId, RdmaCm, RecvWr, SendWr, VerbsError,
 };
@@ -501,6 +501,12 @@ impl Endpoint {
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         self.nic.counters()
+    }
+
+    /// Objects that the NIC holds.
+    #[must_use]
+    pub fn usage(&self) -> NicUsage {
+        self.nic.usage()
     }
 
     /// Counters of all connections together, closed ones included.

@@ -202,7 +202,7 @@ fn the_login_of_a_kernel_is_taken() {
     assert!(joined.session.rdma_extensions);
     assert!(!joined.session.initial_r2t && joined.session.immediate_data);
     assert_eq!(joined.session.tagged_solicited_only, None);
-    assert!(!joined.session.hello_required);
+    assert_eq!(joined.session.hello_required, None);
     assert_eq!(joined.connection.max_send_segment, 4096);
     assert_eq!(joined.connection.max_recv_segment, 8192);
     let text = String::from_utf8(answer.text).unwrap();

@@ -12,6 +12,8 @@ use super::text;
 pub enum Rule {
     /// Each side says a number of its own, in this range.
     Declare(u32, u32),
+    /// Each side says a limit of its own, at least this, or zero for none.
+    DeclareLimit(u32),
     /// The smaller of two numbers in this range.
     Min(u32, u32),
     /// The larger of two numbers in this range.
@@ -117,7 +119,7 @@ macro_rules! keys {
     };
 }
 
-use Rule::{And, Declare, DeclareBool, List, Max, Min, Obsolete, Or, Security, Text};
+use Rule::{And, Declare, DeclareBool, DeclareLimit, List, Max, Min, Obsolete, Or, Security, Text};
 
 keys! {
     AuthMethod "AuthMethod", Security, 0, Connection, Both, Login, true, "RFC 7143 12.1";
@@ -158,8 +160,8 @@ keys! {
     RdmaExtensions "RDMAExtensions", And, 0, Session, Both, LeadingLogin, false, "RFC 7145 6.3";
     TargetRecvDataSegmentLength "TargetRecvDataSegmentLength", Min(512, LENGTH_MAX), 8192, Connection, Both, Login, false, "RFC 7145 6.4";
     InitiatorRecvDataSegmentLength "InitiatorRecvDataSegmentLength", Min(512, LENGTH_MAX), 8192, Connection, Both, Login, false, "RFC 7145 6.5";
-    MaxOutstandingUnexpectedPdus "MaxOutstandingUnexpectedPDUs", Declare(0, u32::MAX), 0, Connection, Both, LeadingLogin, false, "RFC 7145 6.7";
-    MaxAhsLength "MaxAHSLength", Declare(0, u32::MAX), 256, Session, Both, LeadingLogin, false, "RFC 7145 6.8";
+    MaxOutstandingUnexpectedPdus "MaxOutstandingUnexpectedPDUs", DeclareLimit(2), 0, Session, Both, LeadingLogin, false, "RFC 7145 6.7";
+    MaxAhsLength "MaxAHSLength", DeclareLimit(2), 256, Session, Both, LeadingLogin, false, "RFC 7145 6.8";
     TaggedBufferForSolicitedDataOnly "TaggedBufferForSolicitedDataOnly", DeclareBool, 0, Session, Initiator, LeadingLogin, false, "RFC 7145 6.9";
     IserHelloRequired "iSERHelloRequired", DeclareBool, 0, Session, Initiator, LeadingLogin, false, "RFC 7145 6.10";
 }
@@ -174,7 +176,7 @@ impl Key {
         TABLE.iter().find(|row| row.name == name).map(|row| row.key)
     }
 
-    /// Whether it means something on connections of iSER only (RFC 7145 6.4, 6.5, 6.7, 6.9, 6.10).
+    /// Whether it means something on connections of iSER only (RFC 7145 6.4, 6.5, 6.7 to 6.10).
     #[must_use]
     pub fn is_for_rdma(self) -> bool {
         matches!(
@@ -182,6 +184,7 @@ impl Key {
             Self::TargetRecvDataSegmentLength
                 | Self::InitiatorRecvDataSegmentLength
                 | Self::MaxOutstandingUnexpectedPdus
+                | Self::MaxAhsLength
                 | Self::TaggedBufferForSolicitedDataOnly
                 | Self::IserHelloRequired
         )
@@ -470,6 +473,13 @@ impl Negotiation {
                 }
                 None
             }
+            DeclareLimit(low) => {
+                if let Some(n) = limit_in(value, low) {
+                    self.peer.set(key, n);
+                    return Ok(Some(key));
+                }
+                None
+            }
             DeclareBool => {
                 if let Some(n) = parse_bool(value) {
                     self.peer.set(key, n);
@@ -533,6 +543,10 @@ impl Negotiation {
                     .set(key, number_in(value, low, high).ok_or(fault)?);
                 return Ok(Some(key));
             }
+            DeclareLimit(low) => {
+                self.peer.set(key, limit_in(value, low).ok_or(fault)?);
+                return Ok(Some(key));
+            }
             DeclareBool => {
                 self.peer.set(key, parse_bool(value).ok_or(fault)?);
                 return Ok(Some(key));
@@ -573,7 +587,7 @@ impl Negotiation {
         let right_stage = match row.rule {
             Security => place.stage == Stage::Security,
             // Names and the like come with the first PDU, in any stage.
-            Text | Declare(..) => true,
+            Text | Declare(..) | DeclareLimit(_) => true,
             _ => place.stage != Stage::Security,
         };
         if !right_time || !right_stage {
@@ -600,6 +614,10 @@ impl Negotiation {
 
 fn number_in(value: &str, low: u32, high: u32) -> Option<u32> {
     parse_number(value).filter(|n| (low..=high).contains(n))
+}
+
+fn limit_in(value: &str, low: u32) -> Option<u32> {
+    parse_number(value).filter(|n| *n == 0 || *n >= low)
 }
 
 fn bounded(key: Option<Key>, out: &[u8]) -> Result<Option<Key>, KeyError> {

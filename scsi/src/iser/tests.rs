@@ -84,6 +84,34 @@ fn hellos_name_versions_and_reads() {
     assert_eq!(Header::HelloReply(refused).bytes(), reply);
 }
 
+/// RFC 7145 10.1.3.2: versions have to overlap, and READs have to be possible.
+#[test]
+fn a_hello_without_a_common_version_is_refused() {
+    let answer = |max_version, min_version, (ird, ord)| {
+        let hello = Hello {
+            max_version,
+            min_version,
+            ird,
+        };
+        let reply = hello.answer(ord);
+        (!reply.rejected).then_some(reply.current_version)
+    };
+    for (max, min, current) in [
+        (10, 10, Some(10)),
+        (15, 0, Some(10)),
+        (1, 1, Some(1)),
+        (9, 1, Some(1)),
+        (9, 2, None),
+        (15, 11, None),
+        (0, 0, None),
+        (1, 10, None),
+    ] {
+        assert_eq!(answer(max, min, (4, 4)), current, "{min} to {max}");
+    }
+    assert_eq!(answer(10, 10, (4, 0)), None);
+    assert_eq!(answer(10, 10, (0, 0)), Some(10));
+}
+
 #[test]
 fn other_types_of_message_are_refused() {
     for first in (0..=0xff_u8).filter(|b| !matches!(b >> 4, 1..=3)) {

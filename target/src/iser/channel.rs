@@ -103,6 +103,8 @@ pub struct IserConfig {
 enum Hello {
     /// A Hello would be a protocol error.
     None,
+    /// The next message may be one: an initiator of RFC 5046 does not announce it (RFC 7145 5.1.3).
+    Possible,
     /// The next message has to be one.
     Due,
 }
@@ -367,7 +369,7 @@ impl IserChannel {
         }
         let hello = std::mem::replace(&mut self.hello, Hello::None);
         match Message::parse(bytes) {
-            Ok(Message::Control { buffers, frame }) if hello == Hello::None => {
+            Ok(Message::Control { buffers, frame }) if hello != Hello::Due => {
                 if frame.data.len() > self.recv_segment as usize {
                     return self.broken(cx, "a data segment beyond what was agreed on");
                 }
@@ -377,7 +379,7 @@ impl IserChannel {
                 self.channel.mover_mut().set_arriving(Default::default());
                 self.note_login();
             }
-            Ok(Message::Hello(message)) if hello == Hello::Due => {
+            Ok(Message::Hello(message)) if hello != Hello::None => {
                 let reply = message.answer(self.params.reads);
                 self.channel.mover_mut().send_hello(reply);
                 if reply.rejected {
@@ -402,9 +404,11 @@ impl IserChannel {
         if let Some(params) = self.channel.take_new_params() {
             become_state(&mut self.state, ConnState::FullFeature);
             self.recv_segment = self.recv_segment.min(params.max_recv_segment);
-            if self.channel.mover().is_hello_required() {
-                self.hello = Hello::Due;
-            }
+            self.hello = match self.channel.mover().hello_required() {
+                None => Hello::Possible,
+                Some(true) => Hello::Due,
+                Some(false) => Hello::None,
+            };
         }
     }
 

@@ -147,6 +147,15 @@ impl Rig {
 
     /// The same with a unit of this window.
     pub(super) fn with_window(window: u32, keys: &str) -> Self {
+        let mut rig = Self::in_full_feature(window, keys);
+        if !keys.contains("iSERHelloRequired=Yes") {
+            rig.command(100, &[0; 6], None, 0, &[], true);
+        }
+        rig
+    }
+
+    /// A connection that has logged in, and has sent nothing since.
+    pub(super) fn in_full_feature(window: u32, keys: &str) -> Self {
         let mut rig = Self::up();
         rig.gate.unit = unit(window);
         let got = rig.login(&format!("InitialR2T=No\0{keys}"));
@@ -155,9 +164,6 @@ impl Rig {
             [Got::Pdu { pdu: FromTarget::LoginResponse(r), .. }] if r.status == LoginStatus::SUCCESS
         ));
         assert_eq!(rig.conn.state(), ConnState::FullFeature);
-        if !keys.contains("iSERHelloRequired=Yes") {
-            rig.command(100, &[0; 6], None, 0, &[], true);
-        }
         rig
     }
 

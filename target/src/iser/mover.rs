@@ -147,7 +147,7 @@ pub struct Iser {
     max_send_segment: u32,
     /// A write's buffer begins with the first byte of all, not the first solicited one.
     whole_buffers: bool,
-    hello_required: bool,
+    hello_required: Option<bool>,
     stat_sn: StatSn,
     /// Buffers of the PDU that is being looked at.
     arriving: Buffers,
@@ -177,7 +177,7 @@ impl Iser {
             credits: params.credits(),
             max_send_segment: LARGE_SEGMENT,
             whole_buffers: false,
-            hello_required: false,
+            hello_required: None,
             stat_sn: StatSn(1),
             arriving: Buffers::default(),
             fault: None,
@@ -196,8 +196,8 @@ impl Iser {
         self.fault.take()
     }
 
-    /// Whether full-feature phase begins with a Hello.
-    pub(super) fn is_hello_required(&self) -> bool {
+    /// Whether full-feature phase begins with a Hello, as far as the initiator has said so.
+    pub(super) fn hello_required(&self) -> Option<bool> {
         self.hello_required
     }
 
@@ -414,7 +414,10 @@ impl Datamover for Iser {
             RESPONSE_SEGMENT
         };
         self.max_send_segment = connection.max_send_segment.min(limit);
-        // Linux says nothing, and its buffers begin with the first solicited byte.
+        // The default is No: the buffer has all data of the command (RFC 7145 6.9). But Linux, the initiator
+        // that is known to send unsolicited data, says nothing, and its buffers begin with the first
+        // solicited byte; LIO reads all of them so. For commands without unsolicited data there is no
+        // difference, so silence is taken as Linux means it, and only a No that is said as No.
         self.whole_buffers = session.tagged_solicited_only == Some(false);
         self.hello_required = session.hello_required;
     }

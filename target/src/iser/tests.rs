@@ -411,6 +411,26 @@ fn a_hello_is_answered_where_it_was_announced() {
     rig.check_gone();
 }
 
+/// RFC 7145 5.1.3: an initiator of RFC 5046 says Hello without having announced it.
+#[test]
+fn a_hello_that_was_not_announced_is_answered() {
+    let hello = Hello {
+        max_version: 1,
+        min_version: 1,
+        ird: 4,
+    };
+    let mut rig = Rig::in_full_feature(1 << 20, "");
+    let got = rig.hello(hello);
+    assert!(matches!(&got[..], [Got::Hello(reply)] if !reply.rejected));
+    assert!(!rig.command(1, &[0; 6], None, 0, &[], true).is_empty());
+    // It comes first, or not at all.
+    rig.hello(hello);
+    rig.check_gone();
+    let mut rig = Rig::in_full_feature(1 << 20, "iSERHelloRequired=No\0");
+    assert!(rig.hello(hello).is_empty());
+    rig.check_gone();
+}
+
 #[test]
 fn a_hello_that_is_due_comes_first() {
     let mut rig = Rig::logged_in("iSERHelloRequired=Yes\0");

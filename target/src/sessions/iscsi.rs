@@ -634,7 +634,7 @@ mod tests {
             data_sequence_in_order: true,
             rdma_extensions: false,
             tagged_solicited_only: None,
-            hello_required: false,
+            hello_required: None,
             protocol_level: 1,
         }
     }

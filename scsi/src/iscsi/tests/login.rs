@@ -794,19 +794,44 @@ fn unknown_keys_of_a_target_cannot_make_the_answer_long() {
 fn keys_of_rdma_mean_nothing_on_tcp() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let text = format!(
-        "{NAMES}RDMAExtensions=Yes\0InitiatorRecvDataSegmentLength=4096\0iSERHelloRequired=Yes\0"
+        "{NAMES}RDMAExtensions=Yes\0InitiatorRecvDataSegmentLength=4096\0iSERHelloRequired=Yes\0\
+         MaxAHSLength=512\0"
     );
     let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), &text);
     assert_eq!(value(&answer, "RDMAExtensions"), Some("No"));
-    for key in ["InitiatorRecvDataSegmentLength", "iSERHelloRequired"] {
+    for key in [
+        "InitiatorRecvDataSegmentLength",
+        "iSERHelloRequired",
+        "MaxAHSLength",
+    ] {
         assert_eq!(value(&answer, key), Some("Irrelevant"), "{key}");
     }
     assert_eq!(value(&answer, "MaxRecvDataSegmentLength"), Some("65536"));
     let Outcome::FullFeature(joined) = answer.outcome else {
         panic!("{answer:?}");
     };
-    assert!(!joined.session.rdma_extensions && !joined.session.hello_required);
+    assert!(!joined.session.rdma_extensions);
     assert_eq!(joined.connection.max_recv_segment, 65536);
+}
+
+/// RFC 7145 6.7, 6.8: a limit is zero, for none, or at least two.
+#[test]
+fn limits_of_rdma_are_not_one() {
+    for name in ["MaxOutstandingUnexpectedPDUs", "MaxAHSLength"] {
+        for (limit, is_refused) in [
+            ("0", false),
+            ("1", true),
+            ("2", false),
+            ("4294967295", false),
+        ] {
+            let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+            gate.offer = iser_offer();
+            let text = format!("{NAMES}RDMAExtensions=Yes\0{name}={limit}\0");
+            let answer = step(&mut login, &mut gate, Operational, None, &text);
+            let is_rejected = value(&answer, name) == Some("Reject");
+            assert_eq!(is_rejected, is_refused, "{name}={limit}");
+        }
+    }
 }
 
 /// The administrator says which algorithms are good enough, and the initiator which of these comes

@@ -211,6 +211,8 @@ fn what_is_inherited_replaces_what_was_saved() {
 fn the_last_registration_switches_persistence_off() {
     let keeper = Arc::new(Keeper::default());
     let mut rig = started(&keeper);
+    register(&mut rig, B, 0, APTPL).good();
+    assert_eq!(capabilities(&mut rig), [1, 0x80]);
     register(&mut rig, A, 0xa, APTPL).good();
     // The bit of another service action means nothing.
     change(&mut rig, A, RESERVE, 3, 0xa, 0).good();
@@ -219,6 +221,12 @@ fn the_last_registration_switches_persistence_off() {
     let refused = change(&mut rig, B, REGISTER, 0, 0xbad, 0xb);
     assert_eq!(refused.response.status, Status::ReservationConflict);
     assert_eq!(capabilities(&mut rig), [1, 0x81]);
+    // Nor that of one with which a nexus that is not registered would take its registration away: nothing
+    // is done (SPC-4 5.13.7).
+    for action in [REGISTER, IGNORE] {
+        change(&mut rig, B, action, 0, 0, 0).good();
+        assert_eq!(capabilities(&mut rig), [1, 0x81], "service action {action}");
+    }
     register(&mut rig, B, 0xb, 0).good();
     assert_eq!(capabilities(&mut rig), [1, 0x80]);
     let ops = register(&mut rig, B, 0xbb, 0).good().ops;

@@ -261,6 +261,10 @@ fn what_cannot_change_is_refused_whole() {
     other.backends[0].thin = !other.backends[0].thin;
     assert_eq!(refused(&other), "d");
     let mut other = old.clone();
+    other.backends[0].threshold = Some(50);
+    let threshold = check(&old, &other, u32::MAX, &|_| false);
+    assert!(matches!(threshold, Err(ChangeError::Threshold(name)) if name == "d"));
+    let mut other = old.clone();
     other.backends[1].thin = !other.backends[1].thin;
     assert!(
         check(&old, &other, u32::MAX, &|_| false).is_ok(),

@@ -807,7 +807,7 @@ fn revision(yaml: &str) -> String {
 
 /// Error number of the operating system, if it is the cause of an error.
 fn errno(error: &ApplyError) -> Option<i32> {
-    if let ApplyError::Change(ChangeError::InUse(_)) = error {
+    if let ApplyError::Change(ChangeError::InUse(_) | ChangeError::Threshold(_)) = error {
         return Some(rustix::io::Errno::BUSY.raw_os_error());
     }
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);

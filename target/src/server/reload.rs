@@ -56,6 +56,13 @@ pub enum ChangeError {
          nothing was applied"
     )]
     InUse(String),
+    /// The threshold of a backend changed while it is a LUN.
+    #[error(
+        "/backends/{0}/threshold changed while the backend is a LUN: initiators have read the threshold \
+         from its pages, and are not told of another one; take its LUNs away first, and add them again; \
+         nothing was applied"
+    )]
+    Threshold(String),
     /// Something that it needs cannot be had.
     #[error("{0}; nothing was applied")]
     Server(#[from] ServerError),
@@ -74,7 +81,8 @@ pub enum ChangeError {
 /// one.
 ///
 /// # Errors
-/// [`ChangeError::NeedsRestart`] or [`ChangeError::InUse`] names the first thing that cannot change.
+/// [`ChangeError::NeedsRestart`], [`ChangeError::InUse`] or [`ChangeError::Threshold`] names the first
+/// thing that cannot change.
 pub fn check(
     old: &Config,
     new: &Config,
@@ -116,7 +124,16 @@ pub fn check(
         // Initiators have mounted it: other bytes under the same LUN would destroy their file
         // systems. One that could not be opened has shown them no bytes yet.
         if is_other && !is_absent(name) && served(old, name) && served(new, name) {
-            return Err(ChangeError::InUse(name.clone()));
+            let with_old_threshold = Backend {
+                threshold: old_backend.threshold,
+                ..new_backend.clone()
+            };
+            // A unit says its threshold in a VPD page and a mode page, and is made with both.
+            let is_threshold = size_aside(old_backend) == size_aside(&with_old_threshold);
+            return Err(match is_threshold {
+                true => ChangeError::Threshold(name.clone()),
+                false => ChangeError::InUse(name.clone()),
+            });
         }
     }
     Ok(())

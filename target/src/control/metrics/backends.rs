@@ -17,6 +17,10 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         "riser_backend_errors_total",
         "Operations that a backend's medium failed, by kind.",
     );
+    let mut failing = Family::gauge(
+        "riser_backend_failing",
+        "1 while a backend that is open fails operations, else 0.",
+    );
     let mut filling = Family::gauge(
         "riser_backend_threshold_reached",
         "1 if a backend's file has reached its threshold, at which initiators are warned, else 0; a backend without a \
@@ -36,9 +40,10 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         {
             filling.add(&labels, f64::from(u8::from(unit.lu.is_filling())));
         }
+        failing.add(&labels, f64::from(u8::from(store.failing().is_some())));
         for (kind, n) in store.errors() {
             errors.add(&[("backend", name), ("kind", kind)], n as f64);
         }
     }
-    vec![size, allocated, free, filling, errors]
+    vec![size, allocated, free, filling, failing, errors]
 }

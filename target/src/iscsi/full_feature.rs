@@ -13,7 +13,7 @@ use riser_state::become_state;
 
 use super::channel::{Channel, Cx, IMMEDIATE_TASKS, Phase};
 use super::datamover::{Control, Datamover};
-use super::task::TaskState;
+use super::task::{Task, TaskState};
 use crate::fabric::TaskIdx;
 use crate::stats::SessionEvent;
 use crate::warn_limited;
@@ -190,11 +190,12 @@ impl<D: Datamover> Channel<D> {
 
     /// A request with this tag that has not been answered.
     pub(super) fn find(&self, itt: Itt) -> Option<TaskIdx> {
-        let unanswered = |state| !matches!(state, TaskState::Idle | TaskState::Sent);
-        let at = self
-            .tasks
-            .iter()
-            .position(|task| task.itt == itt && unanswered(task.state))?;
+        let tasks = self.tasks.iter().enumerate();
+        let taken = tasks.filter(|(_, task)| task.state != TaskState::Idle);
+        // Few of the contexts are in use as a rule, and those are the first: no look at the others.
+        let mut taken = taken.take(self.in_flight());
+        let is_meant = |task: &Task| task.itt == itt && task.state != TaskState::Sent;
+        let (at, _) = taken.find(|(_, task)| is_meant(task))?;
         Some(TaskIdx(at as u16))
     }
 

@@ -36,11 +36,12 @@
     reason = "a command looks at its own buffer in place, between device operations"
 )]
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 
 use arrayvec::ArrayVec;
+use fnv::FnvHashMap;
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::access::DataAccess;
 
@@ -120,8 +121,9 @@ pub struct Pool {
     tables: Blocks,
     reserve: Blocks,
     lowest_free: usize,
-    /// Owners that have or want something.
-    owners: HashMap<Owner, Holding>,
+    /// Owners that have or want something, by numbers of ours, which nobody can choose for their
+    /// hashes.
+    owners: FnvHashMap<Owner, Holding>,
     /// Owners that wait for data memory, by turns; each once.
     line: VecDeque<Waiter>,
     /// The same owners, by turns at the reserve.
@@ -150,7 +152,7 @@ impl Pool {
             tables: Blocks::new(len, tables),
             reserve: Blocks::new(len + tables, reserve),
             lowest_free: len,
-            owners: HashMap::new(),
+            owners: FnvHashMap::default(),
             line: VecDeque::new(),
             queue: VecDeque::new(),
             refused: 0,

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use fnv::FnvHashMap;
 use riser_state::become_state;
 
 use super::entry::{GATE, MEDIUM, ORDER, QUEUE, Task, TaskState};
@@ -28,7 +29,8 @@ pub struct TaskSet {
     slots: Vec<Option<Task>>,
     free: Vec<u32>,
     by_tag: HashMap<(NexusId, TaskTag), u32>,
-    nexuses: HashMap<NexusId, NexusTasks>,
+    /// By numbers of ours, which nobody can choose for their hashes.
+    nexuses: FnvHashMap<NexusId, NexusTasks>,
     /// Tasks of one nexus at most.
     share: u32,
     next_id: u64,
@@ -63,7 +65,7 @@ impl TaskSet {
             // Twice as large as it gets: a table at most half full makes room
             // for itself without allocating.
             by_tag: HashMap::with_capacity(2 * capacity as usize),
-            nexuses: HashMap::new(),
+            nexuses: FnvHashMap::default(),
             share,
             next_id: 0,
             next_age: 0,

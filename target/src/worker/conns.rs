@@ -6,10 +6,11 @@
 //! Its serial number is never used twice: mail and timers carry it, which may come late.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
 use std::time::Instant;
 
+use fnv::FnvHashMap;
 use riser_transport::verbs::{CmId, CqId, QpId};
 use slab::Slab;
 
@@ -63,9 +64,10 @@ impl<F> Conn<F> {
 #[derive(Debug)]
 pub(super) struct Conns<F> {
     slab: Slab<Conn<F>>,
-    by_serial: HashMap<u64, ConnKey>,
-    by_cm: HashMap<(usize, CmId), ConnKey>,
-    by_cq: HashMap<(usize, CqId), ConnKey>,
+    // By numbers of ours, which nobody can choose for their hashes.
+    by_serial: FnvHashMap<u64, ConnKey>,
+    by_cm: FnvHashMap<(usize, CmId), ConnKey>,
+    by_cq: FnvHashMap<(usize, CqId), ConnKey>,
     next_serial: u64,
     /// Connections that may ask for something; bounded by their number, with few repeats.
     dirty: VecDeque<ConnKey>,
@@ -81,9 +83,9 @@ impl<F> Default for Conns<F> {
     fn default() -> Self {
         Self {
             slab: Slab::new(),
-            by_serial: HashMap::new(),
-            by_cm: HashMap::new(),
-            by_cq: HashMap::new(),
+            by_serial: FnvHashMap::default(),
+            by_cm: FnvHashMap::default(),
+            by_cq: FnvHashMap::default(),
             next_serial: 0,
             dirty: VecDeque::new(),
             ready: VecDeque::new(),

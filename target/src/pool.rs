@@ -37,6 +37,7 @@
 )]
 
 use std::collections::VecDeque;
+use std::collections::hash_map::{Entry, OccupiedEntry};
 use std::io;
 use std::ops::Range;
 
@@ -290,15 +291,15 @@ impl Pool {
 
     /// An owner waits no longer.
     pub fn leave_line(&mut self, owner: Owner) {
-        let Some(holding) = self.owners.get_mut(&owner) else {
+        let Entry::Occupied(mut holding) = self.owners.entry(owner) else {
             return;
         };
-        if std::mem::take(&mut holding.waits) {
+        if std::mem::take(&mut holding.get_mut().waits) {
             self.line.retain(|waiter| waiter.owner != owner);
             self.queue.retain(|&other| other != owner);
             self.has_changed = true;
         }
-        self.forget_idle(owner);
+        forget_idle(holding);
     }
 
     /// Returns whether memory has come back, or the line has moved, since the last call, while an
@@ -347,21 +348,16 @@ impl Pool {
         }
         self.has_changed = true;
         if let Some(owner) = buffer.owner
-            && let Some(holding) = self.owners.get_mut(&owner)
+            && let Entry::Occupied(mut holding) = self.owners.entry(owner)
         {
+            let parts = holding.get_mut();
             let part = if is_table {
-                &mut holding.tables
+                &mut parts.tables
             } else {
-                &mut holding.data
+                &mut parts.data
             };
             *part -= held;
-            self.forget_idle(owner);
-        }
-    }
-
-    fn forget_idle(&mut self, owner: Owner) {
-        if self.owners.get(&owner) == Some(&Holding::default()) {
-            self.owners.remove(&owner);
+            forget_idle(holding);
         }
     }
 
@@ -389,6 +385,13 @@ impl Pool {
             let waiter = &self.line[at];
             waiter.owner == owner || waiter.passed + need <= self.size() / 2
         })
+    }
+}
+
+/// Forgets an owner that has and wants nothing.
+fn forget_idle(holding: OccupiedEntry<'_, Owner, Holding>) {
+    if *holding.get() == Holding::default() {
+        holding.remove();
     }
 }
 

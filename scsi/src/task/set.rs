@@ -1,6 +1,7 @@
 //! The task set itself.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use fnv::FnvHashMap;
 use riser_state::become_state;
@@ -108,9 +109,13 @@ impl TaskSet {
     ) -> Result<TaskKey, RegisterError> {
         // The tag is looked at before the share: with TASK SET FULL an initiator would send the
         // command once more, and never learn that it uses a tag twice.
-        if let Some(old) = self.find(nexus, tag) {
-            return Err(RegisterError::Overlapped(old));
-        }
+        let place = match self.by_tag.entry((nexus, tag)) {
+            Entry::Vacant(place) => place,
+            Entry::Occupied(old) => {
+                let old = *old.get();
+                return Err(RegisterError::Overlapped(self.key(old)));
+            }
+        };
         let tasks = self.nexuses.get(&nexus).map_or(0, |own| own.tasks);
         // Without a share, one initiator that never lets its commands end could fill the set, and
         // every other one would get TASK SET FULL.
@@ -135,7 +140,7 @@ impl TaskSet {
             blockers: 0,
             links: [Link::default(); 4],
         });
-        self.by_tag.insert((nexus, tag), slot);
+        place.insert(slot);
         self.nexuses.entry(nexus).or_default().tasks += 1;
         self.push_arriving(slot);
         if !new.awaits_data {

@@ -1,6 +1,7 @@
 //! The way of an SRP_CMD: taken in, its task ordered, its table and data fetched, its steps carried
 //! out, answered.
 
+use std::collections::hash_map::Entry;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
@@ -75,12 +76,15 @@ impl Channel {
                 len,
             });
         }
-        if let Some(&older) = self.tags.get(&cmd.tag) {
-            self.recycle_recv(recv);
-            self.ioctx[usize::from(idx.0)].immediate = None;
-            return self.on_overlapped(cx, idx, older);
+        match self.tags.entry(cmd.tag) {
+            Entry::Vacant(place) => _ = place.insert(idx),
+            Entry::Occupied(older) => {
+                let older = *older.get();
+                self.recycle_recv(recv);
+                self.ioctx[usize::from(idx.0)].immediate = None;
+                return self.on_overlapped(cx, idx, older);
+            }
         }
-        self.tags.insert(cmd.tag, idx);
         let owner = self.backlog.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let tables = io.tables.take(cmd, cx.pool, owner);
@@ -191,8 +195,10 @@ impl Channel {
 
     /// A tag stands for this command no longer.
     pub(super) fn forget_tag(&mut self, tag: Tag, idx: TaskIdx) {
-        if self.tags.get(&tag) == Some(&idx) {
-            self.tags.remove(&tag);
+        if let Entry::Occupied(named) = self.tags.entry(tag)
+            && *named.get() == idx
+        {
+            named.remove();
         }
     }
 

@@ -202,8 +202,12 @@ impl Pool {
     /// its turn. [`Pool::wait`] then.
     pub fn grant(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
         let need = needed(len);
-        let granted = self.may_take(owner, need).then(|| self.take(len)).flatten();
-        let Some(mut buffer) = granted else {
+        // A buffer is large to move: it stays where it is made.
+        let mut granted = match self.may_take(owner, need) {
+            true => self.take(len),
+            false => None,
+        };
+        let Some(buffer) = &mut granted else {
             self.refused = need;
             if let Some(waiter) = self.line.iter_mut().find(|w| w.owner == owner) {
                 waiter.need = need;
@@ -224,7 +228,7 @@ impl Pool {
                 self.has_changed |= self.line.len() > 1;
             }
         }
-        Some(buffer)
+        granted
     }
 
     /// The reserve, as a data buffer of `len` bytes for a command that has started, while it is not in

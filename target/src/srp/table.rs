@@ -59,28 +59,21 @@ pub enum TableError {
     },
 }
 
-/// Outcome of [`Table::take`] without an error.
-#[derive(Debug)]
-pub enum NewTable {
-    /// The table, which may be an external one.
-    Ready(Table),
-    /// The pool has no buffer to hold it at the moment.
-    NoBuffer,
-}
-
 impl Table {
-    /// Takes over the descriptors of one direction of a command.
+    /// Takes over the descriptors of one direction of a command, in the place of an empty table.
+    /// Returns `false` without room in the pool.
     ///
     /// # Errors
     /// [`TableError`]; nothing is held then.
     pub fn take(
+        &mut self,
         data: &DataBuffer<'_>,
         pool: &mut Pool,
         owner: Owner,
-    ) -> Result<NewTable, TableError> {
-        Ok(NewTable::Ready(match data {
-            DataBuffer::None | DataBuffer::Immediate { .. } => Self::Empty,
-            DataBuffer::Direct(desc) => Self::Inline([*desc].into_iter().collect()),
+    ) -> Result<bool, TableError> {
+        match data {
+            DataBuffer::None | DataBuffer::Immediate { .. } => {}
+            DataBuffer::Direct(desc) => *self = Self::inline([*desc]),
             DataBuffer::Indirect(table) => {
                 // Before any memory is taken: the number is the peer's.
                 let entries = table.entries();
@@ -88,26 +81,31 @@ impl Table {
                     return Err(TableError::TooLong(entries));
                 }
                 if !table.is_complete() {
-                    Self::External {
+                    *self = Self::External {
                         remote: table.table,
                         data_len: table.len,
-                    }
+                    };
+                    return Ok(true);
+                }
+                // A transfer would run past the last descriptor if they described less.
+                check_sum(table.inline.iter(), table.len)?;
+                if table.inline.len() <= INLINE_DESCRIPTORS {
+                    *self = Self::inline(table.inline.iter().copied());
                 } else {
-                    // A transfer would run past the last descriptor if they described less.
-                    check_sum(table.inline.iter(), table.len)?;
-                    if table.inline.len() <= INLINE_DESCRIPTORS {
-                        Self::Inline(table.inline.iter().copied().collect())
-                    } else {
-                        let bytes = table.inline.as_bytes();
-                        let Some(buffer) = pool.take_table(owner, bytes.len() as u32) else {
-                            return Ok(NewTable::NoBuffer);
-                        };
-                        buffer.write(0, bytes);
-                        Self::Pooled { buffer, entries }
-                    }
+                    let bytes = table.inline.as_bytes();
+                    let Some(buffer) = pool.take_table(owner, bytes.len() as u32) else {
+                        return Ok(false);
+                    };
+                    buffer.write(0, bytes);
+                    *self = Self::Pooled { buffer, entries };
                 }
             }
-        }))
+        }
+        Ok(true)
+    }
+
+    fn inline(descs: impl IntoIterator<Item = MemDesc>) -> Self {
+        Self::Inline(descs.into_iter().collect())
     }
 
     /// Number of descriptors at hand.
@@ -152,7 +150,10 @@ impl Table {
 
     /// Gives its buffer, if it has one, back to the pool.
     pub fn release(&mut self, pool: &mut Pool) {
-        if let Self::Pooled { buffer, .. } = std::mem::take(self) {
+        // A table is large to move, so that is left to those that have something to return.
+        if !matches!(self, Self::Pooled { .. }) {
+            *self = Self::Empty;
+        } else if let Self::Pooled { buffer, .. } = std::mem::take(self) {
             pool.release(buffer);
         }
     }
@@ -191,17 +192,9 @@ impl Tables {
         pool: &mut Pool,
         owner: Owner,
     ) -> Result<bool, TableError> {
-        for (data, table) in [
-            (&cmd.data_out, &mut self.data_out),
-            (&cmd.data_in, &mut self.data_in),
-        ] {
-            match Table::take(data, pool, owner)? {
-                NewTable::Ready(taken) => *table = taken,
-                // The other table is released with the command.
-                NewTable::NoBuffer => return Ok(false),
-            }
-        }
-        Ok(true)
+        // Without room for one, the other is released with the command.
+        Ok(self.data_out.take(&cmd.data_out, pool, owner)?
+            && self.data_in.take(&cmd.data_in, pool, owner)?)
     }
 
     /// Says where the descriptors are.
@@ -227,7 +220,7 @@ impl Tables {
 
     /// Begins to fetch an external table into a buffer.
     pub fn begin_fetch(&mut self, remote: MemDesc, buffer: Buffer) {
-        let source = Table::Inline([remote].into_iter().collect());
+        let source = Table::inline([remote]);
         self.fetch = Some((source, buffer));
     }
 
@@ -278,7 +271,9 @@ impl Tables {
     pub fn release(&mut self, pool: &mut Pool) {
         self.data_out.release(pool);
         self.data_in.release(pool);
-        if let Some((_, buffer)) = self.fetch.take() {
+        if self.fetch.is_some()
+            && let Some((_, buffer)) = self.fetch.take()
+        {
             pool.release(buffer);
         }
     }
@@ -329,10 +324,8 @@ mod tests {
         for n in [1, 16, 17, 255] {
             let list = descs(n, 512);
             let data = indirect(&list, n, n * 512);
-            let NewTable::Ready(mut table) = Table::take(&data, &mut pool, Owner(1)).unwrap()
-            else {
-                panic!("the pool is empty");
-            };
+            let mut table = Table::default();
+            assert!(table.take(&data, &mut pool, Owner(1)).unwrap());
             assert_eq!(table.entries(), n);
             assert_eq!(table.desc(n - 1), list[n as usize - 1]);
             assert_eq!(pool.is_whole(), n <= 16);
@@ -348,7 +341,8 @@ mod tests {
         let mut pool = Pool::new(1 << 20).unwrap();
         let list = descs(40, 512);
         let data = indirect(&list, 40, 40 * 512 + 1);
-        let error = Table::take(&data, &mut pool, Owner(1)).unwrap_err();
+        let mut table = Table::default();
+        let error = table.take(&data, &mut pool, Owner(1)).unwrap_err();
         assert_eq!(
             error,
             TableError::Short {
@@ -358,7 +352,7 @@ mod tests {
         );
         let data = indirect(&[], 2049, 512);
         assert_eq!(
-            Table::take(&data, &mut pool, Owner(1)).unwrap_err(),
+            table.take(&data, &mut pool, Owner(1)).unwrap_err(),
             TableError::TooLong(2049)
         );
         assert!(pool.is_whole());
@@ -398,9 +392,8 @@ mod tests {
                 .collect();
             let total: u32 = lens.iter().sum();
             let data = indirect(&list, list.len() as u32, total);
-            let NewTable::Ready(mut table) = Table::take(&data, &mut pool, Owner(0)).unwrap() else {
-                panic!("the pool has room");
-            };
+            let mut table = Table::default();
+            prop_assert!(table.take(&data, &mut pool, Owner(0)).unwrap());
             let buffer = pool.take(total).unwrap();
             let direction = match is_read {
                 true => Direction::FromInitiator,

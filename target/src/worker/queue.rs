@@ -36,7 +36,7 @@ pub(super) struct ChainSend {
 pub(super) enum Posted {
     /// All of it: its last request will complete.
     Whole,
-    /// Requests at its beginning, which may be under way, and of which no completion tells the end.
+    /// Requests at its beginning, which may be under way, and whose end no completion reports.
     Part,
     /// Nothing.
     Nothing,
@@ -139,9 +139,13 @@ impl Chain {
         // initiator that has it has the data that were written before.
         let mut all = requests.by_ref().chain(last);
         let mut is_begun = false;
+        // In batches, since the list lies on the stack: nothing is allocated for a command. It is
+        // filled where it lies: one that is collected is moved there, with the room that it does not
+        // use.
+        let mut batch = ArrayVec::<SendWr<'_>, POST_BATCH>::new();
         loop {
-            // In batches, since the list lies on the stack: nothing is allocated for a command.
-            let batch: ArrayVec<SendWr<'_>, POST_BATCH> = all.by_ref().take(POST_BATCH).collect();
+            batch.clear();
+            batch.extend(all.by_ref().take(POST_BATCH));
             if batch.is_empty() {
                 return Posted::Whole;
             }
@@ -169,24 +173,20 @@ impl Worker {
     ) -> usize {
         let mut taken = 0;
         for batch in receives.chunks(RECV_BATCH) {
-            let sges: ArrayVec<[Sge; 1], RECV_BATCH> = batch
-                .iter()
-                .map(|(_, slot)| {
-                    [Sge {
-                        addr: slot.addr(),
-                        length: slot.len() as u32,
-                        lkey,
-                    }]
-                })
-                .collect();
-            let wrs: ArrayVec<RecvWr<'_>, RECV_BATCH> = batch
-                .iter()
-                .zip(&sges)
-                .map(|((wr_id, _), sges)| RecvWr {
-                    wr_id: *wr_id,
-                    sges,
-                })
-                .collect();
+            // Filled where they lie, as in `Chain::post`.
+            let mut sges = ArrayVec::<[Sge; 1], RECV_BATCH>::new();
+            sges.extend(batch.iter().map(|(_, slot)| {
+                [Sge {
+                    addr: slot.addr(),
+                    length: slot.len() as u32,
+                    lkey,
+                }]
+            }));
+            let mut wrs = ArrayVec::<RecvWr<'_>, RECV_BATCH>::new();
+            wrs.extend(batch.iter().zip(&sges).map(|((wr_id, _), sges)| RecvWr {
+                wr_id: *wr_id,
+                sges,
+            }));
             if let Err(error) = self.devices[device].post_recv(qp, &wrs) {
                 tracing::warn!(%error, "a receive was not taken");
                 // Those before it are posted, and will complete or be flushed.

@@ -325,10 +325,9 @@ impl Worker {
         let Some(conn) = self.conns.srp(key) else {
             return;
         };
-        let slots: ArrayVec<Receive, RECV_BATCH> = receives
-            .iter()
-            .map(|recv| (Work::Recv(*recv).id(), conn.channel.receive_slot(*recv)))
-            .collect();
+        let named = |recv: &RecvIdx| (Work::Recv(*recv).id(), conn.channel.receive_slot(*recv));
+        let mut slots = ArrayVec::<Receive, RECV_BATCH>::new();
+        slots.extend(receives.iter().map(named));
         let (device, hardware) = (conn.rdma.device, &conn.rdma.hardware);
         let (qp, lkey) = (hardware.qp, hardware.receive_key);
         let taken = self.post_recvs(device, qp, lkey, &slots);

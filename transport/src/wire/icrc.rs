@@ -71,7 +71,7 @@ pub enum IcrcError {
 ///
 /// Small and cheap to start from: it is the CRC of the pseudo header with zero
 /// lengths and identification, and what those contribute is looked up.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IcrcFlow {
     base: u32,
     is_v6: bool,

@@ -30,7 +30,7 @@ const COUNT_WINDOW: u16 = 1024;
 const BREAKS: u8 = 4;
 
 /// The memory of one peer's identifications.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerIds {
     pattern: IdPattern,
     /// Packets seen while learning.
@@ -128,7 +128,7 @@ impl PeerIds {
 }
 
 /// Verifies the packets of one flow.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IcrcVerifier {
     flow: IcrcFlow,
     ids: PeerIds,

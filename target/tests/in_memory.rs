@@ -4,7 +4,6 @@ mod world;
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::AsFd;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -900,7 +899,7 @@ fn a_connection_for_which_there_is_no_room_is_counted() {
     let shared = build_shared(&Config::parse(&text, "test.yaml").unwrap(), None).unwrap();
     let socket = TcpListener::bind(([127, 0, 0, 1], 0).into()).unwrap();
     socket.listen().unwrap();
-    let portal = socket.as_fd().try_clone_to_owned().unwrap();
+    let portal = socket.fd().unwrap().try_clone_to_owned().unwrap();
     let portal = std::net::TcpListener::from(portal).local_addr().unwrap();
     // Such a ring has slots for one connection.
     let ring = RingConfig {

@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::{
-    Completion, Durability, Fallocate, Handle, Offload, Ring, SubmitError, SyncKind, Token,
+    Completion, Durability, Fallocate, Handle, Offload, Ring, SubmitError, SyncKind, SystemThreads,
+    Token,
 };
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 use slab::Slab;
@@ -130,9 +130,7 @@ impl std::fmt::Debug for Driver {
 /// Opens a descriptor for flushes. Without `/proc` there is one for all.
 fn open_sync(medium: &Medium) -> Option<Handle> {
     match medium {
-        Medium::File { fd, .. } => Some(Handle::new(
-            sys::reopen(fd.as_fd()).map_or_else(|_| fd.clone(), Arc::new),
-        )),
+        Medium::File { file, .. } => Some(sys::reopen(file).unwrap_or_else(|_| file.clone())),
         Medium::Ram(_) | Medium::Null | Medium::Absent => None,
     }
 }
@@ -191,10 +189,9 @@ impl Driver {
     /// Attaches a store, registering its file with the ring where there is room.
     pub fn attach(&mut self, ring: &mut Ring, store: Arc<Store>) -> StoreId {
         let handle = match &store.medium {
-            Medium::File { fd, .. } => Some(
-                ring.register_file(fd.clone())
-                    .unwrap_or_else(|_| Handle::new(fd.clone())),
-            ),
+            Medium::File { file, .. } => {
+                Some(ring.register_file(file).unwrap_or_else(|_| file.clone()))
+            }
             Medium::Ram(_) | Medium::Null | Medium::Absent => None,
         };
         // Before the descriptor: a failure that is cleared in between only makes the next flush
@@ -561,7 +558,7 @@ impl Driver {
         let store = &mut self.stores[id.0];
         store.bounce = OwnBounce::InUse;
         let (release, hangs) = std::sync::mpsc::channel();
-        let mut helper = Offload::new(1, ring.waker()).unwrap();
+        let mut helper = Offload::new(1, ring.waker(), &SystemThreads).unwrap();
         let job = move || {
             let _ = hangs.recv();
             Ok((true, 0))
@@ -601,7 +598,7 @@ impl Driver {
         let request = &mut self.requests[index];
         let attached = &mut self.stores[request.store.0];
         let Medium::File {
-            fd,
+            file,
             align,
             device,
             unit,
@@ -674,9 +671,9 @@ impl Driver {
                 return self.finish(index, result);
             }
             Stage::Extent => {
-                let fd = fd.clone();
+                let file = file.clone();
                 // io_uring has no lseek(2), and the call may wait for the file system.
-                return self.ask_helper(ring, index, fd, offset, len);
+                return self.ask_helper(ring, index, file, offset, len);
             }
         };
         match queued {
@@ -833,16 +830,16 @@ impl Driver {
         }
     }
 
-    fn ask_helper(&mut self, ring: &Ring, index: usize, fd: Arc<OwnedFd>, offset: u64, len: u64) {
+    fn ask_helper(&mut self, ring: &Ring, index: usize, file: Handle, offset: u64, len: u64) {
         let store = self.requests[index].store.0;
         let helper = &mut self.stores[store].helper;
         if helper.is_none() {
             // One for each store, with room for all requests: a file system that hangs holds up
             // its own thread alone.
-            *helper = Offload::new(self.config.depth, ring.waker()).ok();
+            *helper = Offload::new(self.config.depth, ring.waker(), &SystemThreads).ok();
             self.helped.extend(helper.is_some().then_some(store));
         }
-        let job = move || sys::extent(fd.as_fd(), offset, len);
+        let job = move || sys::extent(&file, offset, len);
         let asked = helper
             .as_mut()
             .is_some_and(|h| h.submit(Token(index as u64), job).is_ok());

@@ -1,7 +1,6 @@
 //! Failures of a backend, and the room that it has.
 
 use std::fmt::Display;
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -275,20 +274,12 @@ impl Measured {
         self.free.store(0, Ordering::Release);
     }
 
-    /// Measures a file. Blocks as long as its file system does.
-    pub(super) fn measure(&self, file: impl AsFd) -> rustix::io::Result<()> {
-        let stat = rustix::fs::fstat(&file)?;
-        let system = rustix::fs::fstatvfs(&file)?;
-        // `st_blocks` counts units of 512 bytes for every block size of the file system.
-        let allocated = u64::try_from(stat.st_blocks)
-            .unwrap_or(0)
-            .saturating_mul(512);
-        let free = system.f_bavail.saturating_mul(system.f_frsize);
+    /// Takes a measurement.
+    pub(super) fn set(&self, Space { allocated, free }: Space) {
         // `free` last, and with release order: a reader that sees it sees the number that belongs
         // to it, or a newer one.
         self.allocated.store(allocated, Ordering::Relaxed);
         self.free.store(free.saturating_add(1), Ordering::Release);
-        Ok(())
     }
 }
 
@@ -334,7 +325,7 @@ mod tests {
         file.set_len(1 << 30).unwrap();
         let measured = Measured::default();
         assert_eq!(measured.get(), None);
-        measured.measure(&file).unwrap();
+        measured.set(super::super::sys::space(&std::os::fd::OwnedFd::from(file).into()).unwrap());
         let space = measured.get().unwrap();
         assert!(space.allocated < 1 << 20 && space.free > 0, "{space:?}");
         std::fs::remove_file(&path).unwrap();

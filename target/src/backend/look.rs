@@ -17,6 +17,7 @@ use riser_config::Spec;
 use super::medium::Medium;
 use super::open_error::OpenError;
 use super::store::{Resized, Store};
+use super::sys;
 use super::waiting::{Mark, Marked, Purpose};
 
 /// Time limit for an answer of a file system about an open file.
@@ -145,7 +146,7 @@ impl Store {
             return Ok(());
         }
         let measure = |store: &Self| match &store.medium {
-            Medium::File { fd, .. } => Ok(store.space.measure(fd)?),
+            Medium::File { file, .. } => sys::space(file).map(|space| store.space.set(space)),
             _ => Ok(()),
         };
         let measured = Look::start(self, Purpose::Room, measure, |_| ())

@@ -7,11 +7,15 @@ use std::path::PathBuf;
 #[cfg(test)]
 use std::sync::Mutex;
 
+use riser_reactor::Handle;
+
+use super::sys;
+
 /// Change on disk by opening or growing a backend.
 #[derive(Debug)]
 pub(super) struct Made {
     pub(super) path: PathBuf,
-    pub(super) file: File,
+    pub(super) file: Handle,
     /// Its length before; `None` if it was not there.
     pub(super) before: Option<u64>,
 }
@@ -35,7 +39,7 @@ impl Made {
         }
         let undone = match self.before {
             None => self.remove(),
-            Some(len) => self.file.set_len(len),
+            Some(len) => sys::set_file_size(&self.file, len),
         };
         if let Err(error) = undone {
             tracing::warn!(path = %self.path.display(), %error, "a file keeps its new size");
@@ -44,7 +48,10 @@ impl Made {
 
     /// Removes the file that was created, and no other that has got its name.
     fn remove(&self) -> io::Result<()> {
-        let made = self.file.metadata()?;
+        let Some(fd) = self.file.fd() else {
+            return Ok(());
+        };
+        let made = File::from(fd.try_clone()?).metadata()?;
         let there = std::fs::symlink_metadata(&self.path)?;
         if (there.dev(), there.ino()) != (made.dev(), made.ino()) {
             return Err(io::Error::other("another file has its name"));

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use riser_config::{Direct, Source, Spec};
 use riser_memory::Memory;
+use riser_reactor::Handle;
 
 use super::hints;
 use super::made::Made;
@@ -45,9 +46,9 @@ pub struct Geometry {
 /// Access to the bytes.
 #[derive(Debug)]
 pub(super) enum Medium {
-    /// A file or device, through a descriptor.
+    /// A file or device.
     File {
-        fd: Arc<OwnedFd>,
+        file: Handle,
         /// Alignment, where I/O is direct.
         align: Option<Align>,
         device: bool,
@@ -120,12 +121,9 @@ fn lock_made(
     })
 }
 
-pub(super) fn extend(file: &File, path: &Path, len: u64) -> Result<(), OpenError> {
-    file.set_len(len)
-        // Durable: after a crash the file must not be shorter than the disk that initiators have
-        // seen.
-        .and_then(|()| file.sync_all())
-        .map_err(io_error(path, "extend it"))
+/// Another handle of an open file.
+fn handle(file: &File) -> io::Result<Handle> {
+    Ok(OwnedFd::from(file.try_clone()?).into())
 }
 
 /// Refuses a path at which the daemon would wait for itself.
@@ -198,7 +196,7 @@ fn open_or_create(
         if let Ok(file) = &opened {
             *made = Some(Made {
                 path: path.to_owned(),
-                file: file.try_clone().map_err(io_error(path, "examine it"))?,
+                file: handle(file).map_err(io_error(path, "examine it"))?,
                 before: None,
             });
         }
@@ -239,11 +237,12 @@ fn to_size(
 ) -> Result<File, OpenError> {
     match size {
         Some(wanted) if wanted > actual && may_extend => {
-            extend(&file, path, wanted)?;
+            let extended = handle(&file).and_then(|file| sys::extend(&file, wanted));
+            extended.map_err(io_error(path, "extend it"))?;
             if made.is_none() {
                 *made = Some(Made {
                     path: path.to_owned(),
-                    file: file.try_clone().map_err(io_error(path, "examine it"))?,
+                    file: handle(&file).map_err(io_error(path, "examine it"))?,
                     before: Some(actual),
                 });
             }
@@ -330,7 +329,7 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
 /// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.
 fn medium(file: File, align: Option<Align>, logical_block: Option<u32>) -> Medium {
     Medium::File {
-        fd: Arc::new(file.into()),
+        file: OwnedFd::from(file).into(),
         align,
         device: logical_block.is_some(),
         unit: logical_block.map_or(1, |bytes| u64::from(bytes.max(1))),

@@ -11,6 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use riser_config::{Faults, Source, Spec};
+use riser_reactor::Handle;
 use riser_scsi::config::Identity;
 use riser_scsi::step::BackendError;
 
@@ -19,9 +20,7 @@ use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
 use super::made::Made;
-use super::medium::{
-    Geometry, Medium, check_mount, extend, measure_file, open_device, open_file, plain,
-};
+use super::medium::{Geometry, Medium, check_mount, measure_file, open_device, open_file, plain};
 use super::open_error::{OpenError, io_error};
 use super::ram::{self, Ram};
 use super::sys;
@@ -232,9 +231,15 @@ impl Store {
             let error = io::Error::new(io::ErrorKind::TimedOut, why);
             return Err(io_error(path, "release it")(error));
         }
-        let (Medium::File { fd, device, .. }, Source::File { path, .. } | Source::Device { path }) =
-            (&self.medium, &spec.source)
+        let (
+            Medium::File { file, device, .. },
+            Source::File { path, .. } | Source::Device { path },
+        ) = (&self.medium, &spec.source)
         else {
+            return Ok(());
+        };
+        // A disk in memory has no name under which there could be another one.
+        let Some(fd) = file.fd() else {
             return Ok(());
         };
         check_mount(&spec.source)?;
@@ -278,16 +283,15 @@ impl Store {
     pub fn grow(&self, spec: &Spec) -> Result<Option<u64>, OpenError> {
         let from = self.capacity();
         let to = match (&self.medium, &spec.source) {
-            (Medium::File { fd, device, .. }, Source::File { path, size, create }) => {
+            (Medium::File { file, device, .. }, Source::File { path, size, create }) => {
                 let error = |action| io_error(path, action);
-                let file = File::from(fd.try_clone().map_err(error("examine it"))?);
-                let actual = file.metadata().map_err(error("examine it"))?.len();
+                let actual = sys::file_size(file).map_err(error("examine it"))?;
                 // A file that is longer than the configuration says is served as it is: a disk is never
                 // cut. An extension is noted, to be undone if the change fails elsewhere.
                 match *size {
                     Some(wanted) if wanted > actual && *create && !device && !spec.read_only => {
-                        extend(&file, path, wanted)?;
-                        self.note_made(path, file, actual);
+                        sys::extend(file, wanted).map_err(error("extend it"))?;
+                        self.note_made(path, file.clone(), actual);
                         wanted
                     }
                     Some(wanted) if wanted > actual => {
@@ -315,7 +319,7 @@ impl Store {
         self.capacity.store(bytes, Ordering::Release);
     }
 
-    fn note_made(&self, path: &Path, file: File, before: u64) {
+    fn note_made(&self, path: &Path, file: Handle, before: u64) {
         let mut made = self.made();
         made.get_or_insert(Made {
             path: path.to_owned(),
@@ -338,12 +342,14 @@ impl Store {
 
     fn file_id(&self) -> Option<FileId> {
         let Medium::File {
-            fd, device: false, ..
+            file,
+            device: false,
+            ..
         } = &self.medium
         else {
             return None;
         };
-        let file = File::from(fd.try_clone().ok()?).metadata().ok()?;
+        let file = File::from(file.fd()?.try_clone().ok()?).metadata().ok()?;
         let born = file.created().ok();
         let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
         Some(FileId {
@@ -470,14 +476,12 @@ impl Store {
     /// # Errors
     /// Where the file or device cannot be measured any more.
     pub fn measure(&self) -> io::Result<Option<Resized>> {
-        let Medium::File { fd, device, .. } = &self.medium else {
+        let Medium::File { file, device, .. } = &self.medium else {
             return Ok(None);
         };
-        let size = if *device {
-            sys::device_size(fd.as_fd())?
-        } else {
-            // Closing a copy of the descriptor would have some file systems write everything back first.
-            u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0)
+        let size = match file.fd() {
+            Some(fd) if *device => sys::device_size(fd.as_fd())?,
+            _ => sys::file_size(file)?,
         };
         let to = size - size % u64::from(self.geometry.block_size);
         let from = self.capacity();

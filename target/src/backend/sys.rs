@@ -1,11 +1,80 @@
 //! System calls on the files and block devices behind units.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use nix::fcntl::{FcntlArg, fcntl};
+use riser_reactor::Handle;
+use riser_reactor::simulated::{Disk, Object};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags};
 use rustix::io::Errno;
+
+use super::health::Space;
+
+/// Place of an open file: where the calls of this module go that are made while it is served.
+enum Place<'a> {
+    /// The host, by descriptor.
+    Fd(BorrowedFd<'a>),
+    /// A disk in memory.
+    Memory(&'a Disk),
+}
+
+fn place_of(file: &Handle) -> Place<'_> {
+    match (file.fd(), file.simulated()) {
+        (Some(fd), _) => Place::Fd(fd.as_fd()),
+        (None, Some(Object::File(file))) => Place::Memory(file.disk()),
+        (None, _) => unreachable!("a backend's handle is a file's"),
+    }
+}
+
+/// Size of an open file in bytes.
+pub(super) fn file_size(file: &Handle) -> io::Result<u64> {
+    match place_of(file) {
+        // Closing a copy of the descriptor would have some file systems write everything back first.
+        Place::Fd(fd) => Ok(u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0)),
+        Place::Memory(disk) => Ok(disk.len()),
+    }
+}
+
+/// Gives an open file another size.
+pub(super) fn set_file_size(file: &Handle, len: u64) -> io::Result<()> {
+    match place_of(file) {
+        Place::Fd(fd) => Ok(rustix::fs::ftruncate(fd, len)?),
+        Place::Memory(disk) => {
+            disk.set_len(len);
+            Ok(())
+        }
+    }
+}
+
+/// Extends an open file, durably: after a crash it must not be shorter than the disk that initiators have seen.
+pub(super) fn extend(file: &Handle, len: u64) -> io::Result<()> {
+    set_file_size(file, len)?;
+    match place_of(file) {
+        Place::Fd(fd) => Ok(rustix::fs::fsync(fd)?),
+        Place::Memory(_) => Ok(()),
+    }
+}
+
+/// Room of an open file and its file system. Blocks as long as that does.
+pub(super) fn space(file: &Handle) -> io::Result<Space> {
+    let fd = match place_of(file) {
+        Place::Fd(fd) => fd,
+        Place::Memory(disk) => {
+            let allocated = disk.allocated();
+            let free = disk.len().saturating_sub(allocated);
+            return Ok(Space { allocated, free });
+        }
+    };
+    let stat = rustix::fs::fstat(fd)?;
+    let system = rustix::fs::fstatvfs(fd)?;
+    // `st_blocks` counts units of 512 bytes for every block size of the file system.
+    let allocated = u64::try_from(stat.st_blocks)
+        .unwrap_or(0)
+        .saturating_mul(512);
+    let free = system.f_bavail.saturating_mul(system.f_frsize);
+    Ok(Space { allocated, free })
+}
 
 /// Other processes that may have the file open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,13 +109,17 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
 }
 
 /// Opens the same file again: another open file description, with the same access.
-pub(super) fn reopen(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+pub(super) fn reopen(file: &Handle) -> io::Result<Handle> {
+    let fd = match place_of(file) {
+        Place::Fd(fd) => fd,
+        Place::Memory(disk) => return Ok(disk.open()),
+    };
     let flags = rustix::fs::fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::DIRECT);
     // Not by the file's own path, which may lead to another file by now. dup(2) would share the
     // open file description, and with it the error that only one reader of it sees.
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let fd = rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty())?;
-    Ok(fd)
+    Ok(fd.into())
 }
 
 /// Turns `O_DIRECT` on or off for the open file description.
@@ -110,7 +183,11 @@ pub(super) fn can_punch(fd: BorrowedFd<'_>, beyond: u64, len: u64) -> bool {
 /// Looks for data at `offset`, and how far that state reaches, up to `len` bytes.
 ///
 /// Moves the description's file position, which nothing of ours uses.
-pub(super) fn extent(fd: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<(bool, u64)> {
+pub(super) fn extent(file: &Handle, offset: u64, len: u64) -> io::Result<(bool, u64)> {
+    let fd = match place_of(file) {
+        Place::Fd(fd) => fd,
+        Place::Memory(disk) => return Ok(disk.extent(offset, len)),
+    };
     let seek = |to| rustix::fs::seek(fd, to);
     let end = offset.saturating_add(len);
     match seek(SeekFrom::Data(offset)) {

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -1398,10 +1397,10 @@ fn a_worker_does_not_take_the_flush_error_of_another() {
     };
     let store = &full.store;
     let (mut one, mut other) = (Rig::new(store.clone()), Rig::new(store.clone()));
-    let Medium::File { fd, .. } = &store.medium else {
+    let Medium::File { file, .. } = &store.medium else {
         unreachable!("it is a device");
     };
-    let reopen = || sys::reopen(fd.as_fd()).unwrap();
+    let reopen = || sys::reopen(file).unwrap();
     let before = reopen();
     let m = Memory::new(4096).unwrap();
     m.fill(0, 4096, 0xaa);
@@ -1418,8 +1417,8 @@ fn a_worker_does_not_take_the_flush_error_of_another() {
     );
     // The kernel has the error for other descriptors too, but not for one that is opened now.
     let after = reopen();
-    assert!(rustix::fs::fdatasync(before).is_err());
-    rustix::fs::fdatasync(after).unwrap();
+    assert!(rustix::fs::fdatasync(before.fd().unwrap()).is_err());
+    rustix::fs::fdatasync(after.fd().unwrap()).unwrap();
     // One that was cleared is reported by no worker once more.
     assert!(store.clear_flush_failure().is_some());
     assert_eq!(other.run(FLUSH, &[]), StepResult::Done);

@@ -2,7 +2,6 @@
 //! metrics.
 
 use std::io::{self, ErrorKind};
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
@@ -36,7 +35,10 @@ pub(super) fn open_metrics(
     };
     let addr = wanted.listen;
     let opened = match server_state.socket(addr, 0) {
-        Ok(Some(socket)) => Listening::on(OwnedFd::from(socket).into(), requests.clone()),
+        Ok(Some(socket)) => {
+            let fd = socket.try_clone_fd();
+            fd.and_then(|fd| Listening::on(fd.into(), requests.clone()))
+        }
         Ok(None) => Listening::open(addr, requests.clone()),
         Err(error) => Err(error),
     };

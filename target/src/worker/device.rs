@@ -579,7 +579,7 @@ mod tests {
             token: watch_token(device),
             result,
             more: false,
-            fd: None,
+            socket: None,
         }
     }
 

@@ -4,6 +4,8 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use riser_reactor::{Handle, simulated};
+
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 /// Connections that wait to be accepted. The kernel holds them; neither pool memory nor a place in a
@@ -14,7 +16,7 @@ const BACKLOG: i32 = 256;
 #[derive(Debug)]
 pub struct TcpListener {
     pub(super) address: SocketAddr,
-    pub(super) fd: OwnedFd,
+    pub(super) socket: Handle,
 }
 
 impl TcpListener {
@@ -23,8 +25,17 @@ impl TcpListener {
     /// # Errors
     /// Those of `socket(2)` and `bind(2)`.
     pub fn bind(address: SocketAddr) -> io::Result<Self> {
-        let fd = bind(address)?.into();
-        Ok(Self { address, fd })
+        let socket = OwnedFd::from(bind(address)?).into();
+        Ok(Self { address, socket })
+    }
+
+    /// A socket of a simulation, which listens.
+    #[must_use]
+    pub fn simulated(listener: &simulated::Listener) -> Self {
+        Self {
+            address: listener.address(),
+            socket: listener.handle(),
+        }
     }
 
     /// Lets it take connections, which wait until a worker has it.
@@ -32,7 +43,8 @@ impl TcpListener {
     /// # Errors
     /// Those of `listen(2)`.
     pub fn listen(&self) -> io::Result<()> {
-        SockRef::from(&self.fd).listen(BACKLOG)
+        self.fd()
+            .map_or(Ok(()), |fd| SockRef::from(&fd).listen(BACKLOG))
     }
 
     /// A socket that listens already, wherever it does.
@@ -42,7 +54,8 @@ impl TcpListener {
     pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
         let address = SockRef::from(&fd).local_addr()?.as_socket();
         let address = address.ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(Self { address, fd })
+        let socket = fd.into();
+        Ok(Self { address, socket })
     }
 
     /// The same socket once more.
@@ -52,7 +65,10 @@ impl TcpListener {
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self {
             address: self.address,
-            fd: self.fd.try_clone()?,
+            socket: match self.socket.fd() {
+                Some(fd) => fd.try_clone()?.into(),
+                None => self.socket.clone(),
+            },
         })
     }
 
@@ -61,17 +77,20 @@ impl TcpListener {
     pub fn address(&self) -> SocketAddr {
         self.address
     }
-}
 
-impl AsFd for TcpListener {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// Another descriptor of it.
+    ///
+    /// # Errors
+    /// Those of `fcntl(2)`; it is a simulation's socket.
+    pub fn try_clone_fd(&self) -> io::Result<OwnedFd> {
+        let fd = self.fd().ok_or(io::ErrorKind::Unsupported)?;
+        fd.try_clone_to_owned()
     }
-}
 
-impl From<TcpListener> for OwnedFd {
-    fn from(listener: TcpListener) -> Self {
-        listener.fd
+    /// Its descriptor; none of a simulation's socket.
+    #[must_use]
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.fd().map(|fd| fd.as_fd())
     }
 }
 

@@ -2,8 +2,6 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
 
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::Handle;
@@ -45,9 +43,9 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    pub(super) fn new(fd: OwnedFd) -> io::Result<Self> {
+    pub(super) fn new(handle: Handle) -> io::Result<Self> {
         Ok(Self {
-            handle: Handle::new(Arc::new(fd)),
+            handle,
             receive: Some(Memory::new(LOGIN_RECEIVE)?),
             receiving: false,
             unread: 0..0,

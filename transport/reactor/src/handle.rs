@@ -1,20 +1,33 @@
-//! [`Handle`]: a descriptor as operations name it, and the ring's table of registered files.
+//! [`Handle`]: a file or socket as operations name it, and the ring's table of registered files.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use io_uring::types;
 
+use crate::simulated;
+
 /// A file or socket that operations work on, shared by count. An operation in flight holds a clone,
-/// so the descriptor cannot be closed and its number reused under it.
+/// so a descriptor cannot be closed and its number reused under it.
 ///
 /// A handle from [`Ring::register_file`](crate::Ring::register_file) names the ring's own reference
 /// to the file, which saves the kernel a look-up per operation; on any other ring, and when made
 /// with [`Handle::new`], it works by descriptor.
+///
+/// One of [`simulated`] has no descriptor. It works on simulated rings alone, as descriptors work on
+/// those of the host; on the others, operations end with `EBADF`.
 #[derive(Debug, Clone)]
 pub struct Handle {
-    fd: Arc<OwnedFd>,
+    object: Object,
     fixed: Option<Arc<FixedSlot>>,
+}
+
+#[derive(Debug, Clone)]
+enum Object {
+    Fd(Arc<OwnedFd>),
+    Simulated(simulated::Object),
 }
 
 impl Handle {
@@ -22,20 +35,42 @@ impl Handle {
     /// mode, since the ring answers `EAGAIN` at once for others; polling works with either.
     #[must_use]
     pub fn new(fd: Arc<OwnedFd>) -> Self {
-        Self { fd, fixed: None }
+        Self {
+            object: Object::Fd(fd),
+            fixed: None,
+        }
     }
 
-    pub(crate) fn fixed(fd: Arc<OwnedFd>, table: Arc<FileTable>, index: u32) -> Self {
+    pub(crate) fn of_simulated(object: simulated::Object) -> Self {
         Self {
-            fd,
+            object: Object::Simulated(object),
+            fixed: None,
+        }
+    }
+
+    pub(crate) fn fixed(&self, table: Arc<FileTable>, index: u32) -> Self {
+        Self {
+            object: self.object.clone(),
             fixed: Some(Arc::new(FixedSlot { table, index })),
         }
     }
 
-    /// Descriptor that the handle shares.
+    /// Descriptor that the handle shares; none of a simulated file or socket.
     #[must_use]
-    pub fn fd(&self) -> &Arc<OwnedFd> {
-        &self.fd
+    pub fn fd(&self) -> Option<&Arc<OwnedFd>> {
+        match &self.object {
+            Object::Fd(fd) => Some(fd),
+            Object::Simulated(_) => None,
+        }
+    }
+
+    /// The file or socket in memory, if it is one.
+    #[must_use]
+    pub fn simulated(&self) -> Option<&simulated::Object> {
+        match &self.object {
+            Object::Fd(_) => None,
+            Object::Simulated(object) => Some(object),
+        }
     }
 
     /// Whether operations use a ring's registered reference.
@@ -44,20 +79,53 @@ impl Handle {
         self.fixed.is_some()
     }
 
-    /// The file's name in operations on the ring with this table.
-    pub(crate) fn target(&self, table: &Arc<FileTable>) -> Target {
-        match &self.fixed {
-            Some(slot) if Arc::ptr_eq(&slot.table, table) => {
-                Target::Fixed(types::Fixed(slot.index))
+    /// Address of the peer of a connected socket of IP.
+    ///
+    /// # Errors
+    /// Those of `getpeername(2)`; `Unsupported` for other families.
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        match &self.object {
+            Object::Fd(fd) => {
+                let peer = rustix::net::getpeername(fd)?;
+                let peer = peer.ok_or(io::ErrorKind::NotConnected)?;
+                SocketAddr::try_from(peer).map_err(|_| io::ErrorKind::Unsupported.into())
             }
-            _ => Target::Fd(types::Fd(self.fd.as_raw_fd())),
+            Object::Simulated(object) => object.stream().map(simulated::Socket::peer),
         }
     }
-}
 
-impl AsFd for Handle {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// Has a TCP socket send at once what it is given, instead of collecting.
+    ///
+    /// # Errors
+    /// Those of `setsockopt(2)`.
+    pub fn set_nodelay(&self) -> io::Result<()> {
+        match &self.object {
+            Object::Fd(fd) => Ok(rustix::net::sockopt::set_tcp_nodelay(fd, true)?),
+            Object::Simulated(object) => object.stream().map(drop),
+        }
+    }
+
+    /// Ends both directions of a connection. What the ring has of it ends with that.
+    ///
+    /// # Errors
+    /// Those of `shutdown(2)`, as where the peer has ended it.
+    pub fn shut_down(&self) -> io::Result<()> {
+        match &self.object {
+            Object::Fd(fd) => Ok(rustix::net::shutdown(fd, rustix::net::Shutdown::Both)?),
+            Object::Simulated(object) => object.stream().map(simulated::Socket::shut_down),
+        }
+    }
+
+    /// The file's name in operations on the ring with this table.
+    pub(crate) fn target(&self, table: &Arc<FileTable>) -> Target {
+        match (&self.fixed, &self.object) {
+            (Some(slot), _) if Arc::ptr_eq(&slot.table, table) => {
+                Target::Fixed(types::Fixed(slot.index))
+            }
+            (_, Object::Fd(fd)) => Target::Fd(types::Fd(fd.as_raw_fd())),
+            // The kernel's answer is EBADF.
+            (_, Object::Simulated(_)) => Target::Fd(types::Fd(-1)),
+        }
     }
 }
 

@@ -7,11 +7,14 @@
 //! # Modules
 //! - `ring`: [`Ring`], [`Completion`], registration of memory and files, the park.
 //! - `ops`: the operations, `submit_*`.
+//! - `kernel`: what carries them out: the host's `io_uring` (`uring`), or one in memory.
+//! - [`simulated`]: that one, with its files, sockets and threads, driven by a test or a simulator.
 //! - `handle`: [`Handle`], a file or socket that operations name.
 //! - `slot`: the table of operations in flight and what each keeps alive (private).
 //! - `waker`: [`Waker`], which ends a park from any thread.
 //! - `mailbox`: a bounded queue into a worker, [`mailbox()`], which rings the waker.
-//! - `offload`: [`Offload`], one helper thread for the few system calls the ring lacks.
+//! - `offload`: [`Offload`], one helper thread for the few system calls the ring lacks. `threads`: where that
+//!   thread comes from.
 //! - `spinner`: [`Spinner`], the policy that polls while busy and sleeps when idle.
 //!
 //! # I/O model
@@ -39,20 +42,25 @@
 
 mod error;
 mod handle;
+mod kernel;
 mod mailbox;
 mod offload;
 mod ops;
 mod ring;
+pub mod simulated;
 mod slot;
 mod spinner;
+mod threads;
+mod uring;
 mod waker;
 
 pub use error::{RegisterError, RingError, SubmitError};
 pub use handle::Handle;
 pub use mailbox::{MailReceiver, MailSender, SendError, mailbox};
 pub use offload::{Offload, OffloadFull};
-pub use ops::{Durability, Fallocate, Receive, SyncKind};
+pub use ops::{Durability, Fallocate, Op, Receive, SyncKind};
 pub use ring::{Completion, Reaped, Ring, RingConfig};
 pub use slot::Token;
 pub use spinner::{Next, Spinner};
+pub use threads::{Helper, Job, Spawned, SystemThreads, Threads};
 pub use waker::Waker;

@@ -1,37 +1,27 @@
-//! [`Offload`]: one helper thread for the few blocking system calls that the ring cannot make.
+//! [`Offload`]: a helper thread for the few blocking system calls that the ring cannot make.
 //!
 //! The ring has no operation for `BLKDISCARD` on every kernel we serve, nor for finding the holes
 //! of a file. A worker hands such a call here and gets its result through its own ring, so it
 //! never blocks and still has one park point.
 
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::slot::Token;
+use crate::threads::{Helper, Threads};
 use crate::waker::Waker;
-
-type Job<R> = (Token, Box<dyn FnOnce() -> R + Send>);
-
-/// Time that a helper has to finish when it is dropped.
-const FAREWELL: Duration = Duration::from_secs(2);
 
 /// A helper thread, the queue into it and the results out of it.
 ///
 /// The queue holds a fixed number of jobs. Results are bounded by the jobs accepted and not yet
-/// collected. Dropping it finishes the jobs already queued and joins the thread; but a system call
-/// may never return, and dropping a helper must not wait for that. So after two seconds the thread
-/// is left alone with the job that it has: it begins no other, and ends with that or with the
-/// process.
+/// collected. Dropping it drops the [`Helper`], which finishes the jobs already queued, if it can do so soon.
 #[derive(Debug)]
 pub struct Offload<R> {
-    jobs: Option<SyncSender<Job<R>>>,
+    /// First, since it is dropped first: its jobs send their results while there is a receiver.
+    helper: Box<dyn Helper>,
     results: Receiver<(Token, R)>,
-    thread: Option<JoinHandle<()>>,
-    is_left: Arc<AtomicBool>,
+    outbox: Sender<(Token, R)>,
+    waker: Waker,
     outstanding: usize,
     capacity: usize,
 }
@@ -47,29 +37,16 @@ impl<R: Send + 'static> Offload<R> {
     ///
     /// # Errors
     /// The error of starting the thread.
-    pub fn new(capacity: usize, waker: Waker) -> io::Result<Self> {
-        let (jobs, inbox) = sync_channel::<Job<R>>(capacity.max(1));
+    pub fn new(capacity: usize, waker: Waker, threads: &dyn Threads) -> io::Result<Self> {
+        let capacity = capacity.max(1);
         let (outbox, results) = channel();
-        let is_left = Arc::new(AtomicBool::new(false));
-        let is_over = Arc::clone(&is_left);
-        let thread = std::thread::Builder::new()
-            .name("riser-offload".into())
-            .spawn(move || {
-                while let Ok((token, job)) = inbox.recv() {
-                    // A helper that was left alone begins no further job, whose owner is gone.
-                    if is_over.load(Ordering::Acquire) || outbox.send((token, job())).is_err() {
-                        break;
-                    }
-                    waker.wake();
-                }
-            })?;
         Ok(Self {
-            jobs: Some(jobs),
+            helper: threads.helper(capacity)?,
             results,
-            thread: Some(thread),
-            is_left,
+            outbox,
+            waker,
             outstanding: 0,
-            capacity: capacity.max(1),
+            capacity,
         })
     }
 
@@ -89,15 +66,16 @@ impl<R: Send + 'static> Offload<R> {
         if self.outstanding >= self.capacity {
             return Err(OffloadFull);
         }
-        let jobs = self.jobs.as_ref().expect("present until drop");
-        match jobs.try_send((token, Box::new(job))) {
-            Ok(()) => {
-                self.outstanding += 1;
-                Ok(())
+        let (outbox, waker) = (self.outbox.clone(), self.waker.clone());
+        let job = Box::new(move || {
+            // After the result is in the queue; where nobody receives it, nobody sleeps.
+            if outbox.send((token, job())).is_ok() {
+                waker.wake();
             }
-            Err(TrySendError::Full(_)) => Err(OffloadFull),
-            Err(TrySendError::Disconnected(_)) => panic!("the helper thread died"),
-        }
+        });
+        self.helper.run(job).map_err(|_| OffloadFull)?;
+        self.outstanding += 1;
+        Ok(())
     }
 
     /// The next finished job, if there is one.
@@ -111,25 +89,5 @@ impl<R: Send + 'static> Offload<R> {
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.outstanding
-    }
-}
-
-impl<R> Drop for Offload<R> {
-    fn drop(&mut self) {
-        // Closing the queue ends the thread once it has done what is in it.
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            let until = Instant::now() + FAREWELL;
-            while !thread.is_finished() {
-                if Instant::now() >= until {
-                    self.is_left.store(true, Ordering::Release);
-                    return;
-                }
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            // A panic of a job has been reported on its own thread; there is no caller to report
-            // to.
-            let _ = thread.join();
-        }
     }
 }

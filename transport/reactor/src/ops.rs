@@ -1,19 +1,11 @@
 //! The operations: one `submit_*` each, and the words they take.
 
-#![allow(
-    unsafe_code,
-    reason = "looks at the vectors of a busy slot through the pointer that the kernel gets"
-)]
-
-use std::ptr;
-
-use io_uring::{opcode, squeue, types};
 use riser_memory::MemSlice;
 
 use crate::error::SubmitError;
-use crate::handle::{Handle, Target};
+use crate::handle::Handle;
 use crate::ring::Ring;
-use crate::slot::{Kind, MAX_TRANSFER, Token};
+use crate::slot::{Kind, Token};
 
 /// Durability of a write when it completes: in the host's cache, or on stable storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,17 +36,6 @@ pub enum Fallocate {
     ZeroRange,
 }
 
-impl Fallocate {
-    fn mode(self) -> i32 {
-        libc::FALLOC_FL_KEEP_SIZE
-            | match self {
-                Self::Allocate => 0,
-                Self::PunchHole => libc::FALLOC_FL_PUNCH_HOLE,
-                Self::ZeroRange => libc::FALLOC_FL_ZERO_RANGE,
-            }
-    }
-}
-
 /// Condition on which a receive completes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Receive {
@@ -62,6 +43,47 @@ pub enum Receive {
     Some,
     /// With all bytes asked for, or at the end of the stream, or on an error.
     All,
+}
+
+/// An operation, as a kernel gets it. Its file and its memory come with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Op {
+    /// Reads from a file.
+    Read {
+        /// First byte in the file.
+        offset: u64,
+    },
+    /// Writes to a file.
+    Write {
+        /// First byte in the file.
+        offset: u64,
+        /// Durability of the data when it completes.
+        durability: Durability,
+    },
+    /// Makes earlier writes durable.
+    Sync(SyncKind),
+    /// Allocates, frees or zeroes a range of a file.
+    Fallocate {
+        /// Change to the range.
+        what: Fallocate,
+        /// First byte of the range.
+        offset: u64,
+        /// Length of the range in bytes.
+        len: u64,
+    },
+    /// Reports poll events of a descriptor.
+    Poll {
+        /// Bits of `poll(2)`.
+        events: i16,
+        /// Goes on after the first event.
+        is_multi: bool,
+    },
+    /// Accepts a connection.
+    Accept,
+    /// Receives from a socket.
+    Receive(Receive),
+    /// Sends on a socket.
+    Send,
 }
 
 impl Ring {
@@ -78,32 +100,8 @@ impl Ring {
         into: &[MemSlice],
         token: Token,
     ) -> Result<(), SubmitError> {
-        let (index, user_data) = self.prepare(token, Kind::Plain, Some(file), into)?;
-        let (iov, count) = self.vectors(index);
-        // A read into one range of registered memory is a fixed one, which spares the kernel
-        // pinning its pages.
-        let entry = match (file.target(&self.files), self.buffer_of(iov, count)) {
-            (t, Some((addr, len, buffer))) => with_target(
-                t,
-                |t| {
-                    opcode::ReadFixed::new(t, addr, len, buffer)
-                        .offset(offset)
-                        .build()
-                },
-                |t| {
-                    opcode::ReadFixed::new(t, addr, len, buffer)
-                        .offset(offset)
-                        .build()
-                },
-            ),
-            (t, None) => with_target(
-                t,
-                |t| opcode::Readv::new(t, iov, count).offset(offset).build(),
-                |t| opcode::Readv::new(t, iov, count).offset(offset).build(),
-            ),
-        };
-        self.push(entry, user_data);
-        Ok(())
+        let op = Op::Read { offset };
+        self.submit_op(op, Kind::Plain, file, into, token)
     }
 
     /// Writes the pieces, in order, at `offset` of the file. The result may be short.
@@ -118,42 +116,8 @@ impl Ring {
         durability: Durability,
         token: Token,
     ) -> Result<(), SubmitError> {
-        let flags = match durability {
-            Durability::Cached => 0,
-            Durability::Durable => libc::RWF_DSYNC,
-        };
-        let (index, user_data) = self.prepare(token, Kind::Plain, Some(file), from)?;
-        let (iov, count) = self.vectors(index);
-        let fixed = |t: Target, addr: *mut u8, len, buffer| {
-            macro_rules! build {
-                ($t:expr) => {
-                    opcode::WriteFixed::new($t, addr, len, buffer)
-                        .offset(offset)
-                        .rw_flags(flags)
-                        .build()
-                };
-            }
-            with_target(t, |t| build!(t), |t| build!(t))
-        };
-        let vectored = |t: Target| {
-            macro_rules! build {
-                ($t:expr) => {
-                    opcode::Writev::new($t, iov, count)
-                        .offset(offset)
-                        .rw_flags(flags)
-                        .build()
-                };
-            }
-            with_target(t, |t| build!(t), |t| build!(t))
-        };
-        let target = file.target(&self.files);
-        // As for reads: the fixed form where the memory is registered.
-        let entry = match self.buffer_of(iov, count) {
-            Some((addr, len, buffer)) => fixed(target, addr, len, buffer),
-            None => vectored(target),
-        };
-        self.push(entry, user_data);
-        Ok(())
+        let op = Op::Write { offset, durability };
+        self.submit_op(op, Kind::Plain, file, from, token)
     }
 
     /// Makes earlier, completed writes durable.
@@ -166,18 +130,7 @@ impl Ring {
         kind: SyncKind,
         token: Token,
     ) -> Result<(), SubmitError> {
-        let flags = match kind {
-            SyncKind::Data => types::FsyncFlags::DATASYNC,
-            SyncKind::All => types::FsyncFlags::empty(),
-        };
-        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
-        let entry = with_target(
-            file.target(&self.files),
-            |t| opcode::Fsync::new(t).flags(flags).build(),
-            |t| opcode::Fsync::new(t).flags(flags).build(),
-        );
-        self.push(entry, user_data);
-        Ok(())
+        self.submit_op(Op::Sync(kind), Kind::Plain, file, &[], token)
     }
 
     /// Allocates, frees or zeroes `len` bytes from `offset` of a file or block device.
@@ -192,25 +145,8 @@ impl Ring {
         len: u64,
         token: Token,
     ) -> Result<(), SubmitError> {
-        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
-        let mode = what.mode();
-        let entry = with_target(
-            file.target(&self.files),
-            |t| {
-                opcode::Fallocate::new(t, len)
-                    .offset(offset)
-                    .mode(mode)
-                    .build()
-            },
-            |t| {
-                opcode::Fallocate::new(t, len)
-                    .offset(offset)
-                    .mode(mode)
-                    .build()
-            },
-        );
-        self.push(entry, user_data);
-        Ok(())
+        let op = Op::Fallocate { what, offset, len };
+        self.submit_op(op, Kind::Plain, file, &[], token)
     }
 
     /// Reports the poll events of a descriptor, again and again, until cancelled or until a
@@ -229,7 +165,8 @@ impl Ring {
         events: i16,
         token: Token,
     ) -> Result<(), SubmitError> {
-        self.poll(file, events, true, token)
+        let is_multi = true;
+        self.submit_op(Op::Poll { events, is_multi }, Kind::Plain, file, &[], token)
     }
 
     /// Reports once that any of the poll events of a descriptor is there; at once where it already
@@ -243,26 +180,8 @@ impl Ring {
         events: i16,
         token: Token,
     ) -> Result<(), SubmitError> {
-        self.poll(file, events, false, token)
-    }
-
-    fn poll(
-        &mut self,
-        file: &Handle,
-        events: i16,
-        multi: bool,
-        token: Token,
-    ) -> Result<(), SubmitError> {
-        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
-        // Sign-extended, the bits of a negative number would be other events.
-        let events = u32::from(events as u16);
-        let entry = with_target(
-            file.target(&self.files),
-            |t| opcode::PollAdd::new(t, events).multi(multi).build(),
-            |t| opcode::PollAdd::new(t, events).multi(multi).build(),
-        );
-        self.push(entry, user_data);
-        Ok(())
+        let is_multi = false;
+        self.submit_op(Op::Poll { events, is_multi }, Kind::Plain, file, &[], token)
     }
 
     /// Accepts one connection of a listening socket; the completion carries it.
@@ -270,18 +189,7 @@ impl Ring {
     /// # Errors
     /// See [`SubmitError`]; nothing was queued.
     pub fn submit_accept(&mut self, listener: &Handle, token: Token) -> Result<(), SubmitError> {
-        let (_, user_data) = self.prepare(token, Kind::Accept, Some(listener), &[])?;
-        // The peer's address is not asked for, since it would need room that outlives the call.
-        macro_rules! build {
-            ($t:expr) => {
-                opcode::Accept::new($t, ptr::null_mut(), ptr::null_mut())
-                    .flags(libc::SOCK_CLOEXEC)
-                    .build()
-            };
-        }
-        let entry = with_target(listener.target(&self.files), |t| build!(t), |t| build!(t));
-        self.push(entry, user_data);
-        Ok(())
+        self.submit_op(Op::Accept, Kind::Accept, listener, &[], token)
     }
 
     /// Receives from a connected socket into the pieces, in order. A result of zero is the end of
@@ -296,21 +204,7 @@ impl Ring {
         mode: Receive,
         token: Token,
     ) -> Result<(), SubmitError> {
-        let flags = match mode {
-            Receive::Some => 0,
-            Receive::All => libc::MSG_WAITALL,
-        };
-        let (index, user_data) = self.prepare(token, Kind::Plain, Some(socket), into)?;
-        // The header is boxed in its slot: the kernel may read it until the operation ends.
-        let msg: *mut libc::msghdr = &raw mut *self.slots.slot(index).msg;
-        macro_rules! build {
-            ($t:expr) => {
-                opcode::RecvMsg::new($t, msg).flags(flags as u32).build()
-            };
-        }
-        let entry = with_target(socket.target(&self.files), |t| build!(t), |t| build!(t));
-        self.push(entry, user_data);
-        Ok(())
+        self.submit_op(Op::Receive(mode), Kind::Plain, socket, into, token)
     }
 
     /// Sends the pieces, in order, on a connected socket. The result may be short. A peer that is
@@ -324,52 +218,6 @@ impl Ring {
         from: &[MemSlice],
         token: Token,
     ) -> Result<(), SubmitError> {
-        let (index, user_data) = self.prepare(token, Kind::Plain, Some(socket), from)?;
-        let msg: *const libc::msghdr = &raw const *self.slots.slot(index).msg;
-        // With `MSG_WAITALL` io_uring itself goes on after a short send, which saves a completion
-        // and a submission for the rest.
-        let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32;
-        macro_rules! build {
-            ($t:expr) => {
-                opcode::SendMsg::new($t, msg).flags(flags).build()
-            };
-        }
-        let entry = with_target(socket.target(&self.files), |t| build!(t), |t| build!(t));
-        self.push(entry, user_data);
-        Ok(())
-    }
-
-    /// Vectors of a slot as the kernel wants them.
-    pub(crate) fn vectors(&mut self, index: u32) -> (*const libc::iovec, u32) {
-        let iovecs = &self.slots.slot(index).iovecs;
-        (iovecs.as_ptr(), iovecs.len() as u32)
-    }
-
-    /// The one piece of the list, where it is one and lies in registered memory.
-    fn buffer_of(&self, iov: *const libc::iovec, count: u32) -> Option<(*mut u8, u32, u16)> {
-        if count != 1 {
-            return None;
-        }
-        // SAFETY: `vectors` gave the pointer to `count` initialised entries of a busy slot.
-        let iov = unsafe { *iov };
-        let start = iov.iov_base.addr();
-        // The kernel takes a fixed transfer only within one registered buffer.
-        let index = self
-            .buffers
-            .iter()
-            .position(|b| start >= b.addr && start + iov.iov_len <= b.addr + b.len)?;
-        debug_assert!(iov.iov_len <= MAX_TRANSFER);
-        Some((iov.iov_base.cast(), iov.iov_len as u32, index as u16))
-    }
-}
-
-fn with_target(
-    target: Target,
-    fd: impl FnOnce(types::Fd) -> squeue::Entry,
-    fixed: impl FnOnce(types::Fixed) -> squeue::Entry,
-) -> squeue::Entry {
-    match target {
-        Target::Fd(t) => fd(t),
-        Target::Fixed(t) => fixed(t),
+        self.submit_op(Op::Send, Kind::Plain, socket, from, token)
     }
 }

@@ -1,14 +1,19 @@
-//! Tests of the ring against files, sockets and threads.
+//! Tests of the ring against files, sockets and threads. Those that are about neither the host nor its threads run
+//! on a kernel in memory as well ([`both`]).
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::net::SocketAddr;
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use riser_testkit::eventually;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::*;
-use crate::{Durability, Fallocate, MailSender, Offload, Receive, SyncKind, mailbox};
+use crate::simulated::{Disk, Listener, Peer, Socket};
+use crate::{
+    Durability, Fallocate, MailSender, Offload, Receive, SyncKind, SystemThreads, mailbox,
+};
 
 fn ring(capacity: u32) -> Ring {
     Ring::new(RingConfig {
@@ -31,6 +36,10 @@ fn park(ring: &mut Ring) {
 
 /// Waits for exactly `n` completions.
 fn collect(ring: &mut Ring, n: usize) -> Vec<Completion> {
+    collect_after(ring, n, || {})
+}
+
+fn collect_after(ring: &mut Ring, n: usize, complete: impl Fn()) -> Vec<Completion> {
     let mut out = Vec::new();
     let deadline = Instant::now() + Duration::from_secs(20);
     while out.len() < n {
@@ -40,10 +49,102 @@ fn collect(ring: &mut Ring, n: usize) -> Vec<Completion> {
             out.len()
         );
         ring.park(Some(Duration::from_millis(100))).unwrap();
+        complete();
         ring.reap(&mut out).unwrap();
     }
     assert_eq!(out.len(), n);
     out
+}
+
+/// A ring, and what carries out its operations if the host does not.
+struct Rig {
+    ring: Ring,
+    kernel: Option<simulated::Kernel>,
+}
+
+/// The far end of a connection.
+enum Far {
+    Host(UnixStream),
+    Simulated(Peer),
+}
+
+/// Runs a test on a ring of the host and on one in memory.
+fn both(config: RingConfig, test: impl Fn(&mut Rig)) {
+    let ring = Ring::new(config).unwrap();
+    test(&mut Rig { ring, kernel: None });
+    let (ring, kernel) = Ring::simulated(config).unwrap();
+    test(&mut Rig {
+        ring,
+        kernel: Some(kernel),
+    });
+}
+
+fn of(capacity: u32) -> RingConfig {
+    RingConfig {
+        capacity,
+        ..RingConfig::default()
+    }
+}
+
+impl Rig {
+    fn file(&self, len: u64) -> Handle {
+        match self.kernel {
+            None => temporary_file(len),
+            Some(_) => Disk::new(len).open(),
+        }
+    }
+
+    fn pair(&self) -> (Handle, Far) {
+        match self.kernel {
+            None => {
+                let (a, b) = UnixStream::pair().unwrap();
+                (OwnedFd::from(a).into(), Far::Host(b))
+            }
+            Some(_) => {
+                let (socket, peer) = Socket::connected(anywhere());
+                (socket, Far::Simulated(peer))
+            }
+        }
+    }
+
+    fn collect(&mut self, n: usize) -> Vec<Completion> {
+        let kernel = self.kernel.clone();
+        collect_after(&mut self.ring, n, || {
+            if let Some(kernel) = &kernel {
+                kernel.complete_all();
+            }
+        })
+    }
+}
+
+impl Far {
+    fn write(&mut self, bytes: &[u8]) {
+        match self {
+            Self::Host(stream) => stream.write_all(bytes).unwrap(),
+            Self::Simulated(peer) => assert_eq!(peer.deliver(bytes), bytes.len()),
+        }
+    }
+
+    fn read(&mut self, len: usize) -> Vec<u8> {
+        match self {
+            Self::Host(stream) => {
+                let mut bytes = vec![0; len];
+                stream.read_exact(&mut bytes).unwrap();
+                bytes
+            }
+            Self::Simulated(peer) => peer.take(len),
+        }
+    }
+
+    fn close(self) {
+        if let Self::Simulated(peer) = self {
+            peer.close();
+        }
+    }
+}
+
+fn anywhere() -> SocketAddr {
+    ([192, 0, 2, 1], 50_000).into()
 }
 
 fn temporary_file(len: u64) -> Handle {
@@ -61,68 +162,72 @@ fn pieces(m: &Memory, ranges: &[(usize, usize)]) -> Vec<MemSlice> {
 
 #[test]
 fn reads_what_it_wrote_with_and_without_registration() {
-    let mut ring = ring(8);
-    let plain = temporary_file(1 << 20);
-    let fixed = ring.register_file(plain.fd().clone()).unwrap();
-    assert!(fixed.is_registered() && !plain.is_registered());
-    let registered = Memory::new(16384).unwrap();
-    ring.register_memory(&registered).unwrap();
-    ring.register_memory(&registered).unwrap();
-    let other = Memory::new(16384).unwrap();
-    for (round, (file, memory)) in [
-        (&plain, &registered),
-        (&plain, &other),
-        (&fixed, &registered),
-        (&fixed, &other),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let text: Vec<u8> = (0..6000).map(|i| (i * 7 + round) as u8).collect();
-        memory.write(0, &text);
-        for from in [
-            pieces(memory, &[(0, 6000)]),
-            pieces(memory, &[(0, 100), (100, 1000), (1000, 6000)]),
-        ] {
-            ring.submit_write(file, 777, &from, Durability::Durable, Token(1))
-                .unwrap();
-            let done = collect(&mut ring, 1);
-            assert_eq!((done[0].token, done[0].result), (Token(1), 6000));
-            memory.fill(8192, 8192, 0);
-            let into = pieces(memory, &[(8192, 9000), (10000, 15192)]);
-            ring.submit_read(file, 777, &into, Token(2)).unwrap();
-            assert_eq!(collect(&mut ring, 1)[0].outcome().unwrap(), 6000);
-            let mut back = vec![0; 6000];
-            memory.read(8192, &mut back[..808]);
-            memory.read(10000, &mut back[808..]);
-            assert_eq!(back, text);
+    both(of(8), |rig| {
+        let plain = rig.file(1 << 20);
+        let fixed = rig.ring.register_file(&plain).unwrap();
+        assert!(fixed.is_registered() && !plain.is_registered());
+        let registered = Memory::new(16384).unwrap();
+        rig.ring.register_memory(&registered).unwrap();
+        rig.ring.register_memory(&registered).unwrap();
+        let other = Memory::new(16384).unwrap();
+        for (round, (file, memory)) in [
+            (&plain, &registered),
+            (&plain, &other),
+            (&fixed, &registered),
+            (&fixed, &other),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let text: Vec<u8> = (0..6000).map(|i| (i * 7 + round) as u8).collect();
+            memory.write(0, &text);
+            for from in [
+                pieces(memory, &[(0, 6000)]),
+                pieces(memory, &[(0, 100), (100, 1000), (1000, 6000)]),
+            ] {
+                rig.ring
+                    .submit_write(file, 777, &from, Durability::Durable, Token(1))
+                    .unwrap();
+                let done = rig.collect(1);
+                assert_eq!((done[0].token, done[0].result), (Token(1), 6000));
+                memory.fill(8192, 8192, 0);
+                let into = pieces(memory, &[(8192, 9000), (10000, 15192)]);
+                rig.ring.submit_read(file, 777, &into, Token(2)).unwrap();
+                assert_eq!(rig.collect(1)[0].outcome().unwrap(), 6000);
+                let mut back = vec![0; 6000];
+                memory.read(8192, &mut back[..808]);
+                memory.read(10000, &mut back[808..]);
+                assert_eq!(back, text);
+            }
         }
-    }
+    });
 }
 
 #[test]
 fn a_full_ring_refuses_and_recovers() {
-    let mut ring = ring(4);
-    let (a, _b) = UnixStream::pair().unwrap();
-    let socket = Handle::from(OwnedFd::from(a));
-    let m = Memory::new(4096).unwrap();
-    for i in 0..4 {
-        ring.submit_recv(&socket, &[m.whole()], Receive::Some, Token(i))
-            .unwrap();
-    }
-    assert!(ring.is_full());
-    assert_eq!(
-        ring.submit_recv(&socket, &[m.whole()], Receive::Some, Token(9)),
-        Err(SubmitError::Full)
-    );
-    assert_eq!(ring.cancel(Token(2)).unwrap(), 1);
-    let done = collect(&mut ring, 1);
-    assert_eq!(
-        (done[0].token, done[0].result),
-        (Token(2), -libc::ECANCELED)
-    );
-    assert!(!ring.is_full());
-    assert_eq!(ring.cancel(Token(77)).unwrap(), 0);
+    both(of(4), |rig| {
+        let (socket, _far) = rig.pair();
+        let m = Memory::new(4096).unwrap();
+        for i in 0..4 {
+            rig.ring
+                .submit_recv(&socket, &[m.whole()], Receive::Some, Token(i))
+                .unwrap();
+        }
+        assert!(rig.ring.is_full());
+        assert_eq!(
+            rig.ring
+                .submit_recv(&socket, &[m.whole()], Receive::Some, Token(9)),
+            Err(SubmitError::Full)
+        );
+        assert_eq!(rig.ring.cancel(Token(2)).unwrap(), 1);
+        let done = rig.collect(1);
+        assert_eq!(
+            (done[0].token, done[0].result),
+            (Token(2), -libc::ECANCELED)
+        );
+        assert!(!rig.ring.is_full());
+        assert_eq!(rig.ring.cancel(Token(77)).unwrap(), 0);
+    });
 }
 
 #[test]
@@ -223,96 +328,141 @@ fn a_mailbox_has_a_bound() {
     tx.send('d').unwrap();
 }
 
-#[test]
-fn sockets_accept_receive_and_send() {
+/// A socket that listens, with a connection that is waiting there.
+fn connect(rig: &Rig) -> (Handle, Far) {
+    if rig.kernel.is_some() {
+        let listener = Listener::new(([192, 0, 2, 2], 3260).into());
+        let peer = listener.connect(anywhere()).unwrap();
+        return (listener.handle(), Far::Simulated(peer));
+    }
     let dir = std::env::temp_dir().join(format!("riser-ring-{}", std::process::id()));
     std::fs::create_dir_all(&dir).unwrap();
     let path = dir.join("socket");
-    let listener = Handle::from(OwnedFd::from(UnixListener::bind(&path).unwrap()));
-    let mut ring = ring(8);
-    ring.submit_accept(&listener, Token(1)).unwrap();
-    let mut peer = UnixStream::connect(&path).unwrap();
+    let listener = OwnedFd::from(UnixListener::bind(&path).unwrap());
+    let peer = UnixStream::connect(&path).unwrap();
     std::fs::remove_dir_all(&dir).unwrap();
-    let server = Handle::from(collect(&mut ring, 1)[0].fd.take().unwrap());
+    (listener.into(), Far::Host(peer))
+}
 
-    let m = Memory::new(8192).unwrap();
-    let into = pieces(&m, &[(0, 3), (10, 17)]);
-    ring.submit_recv(&server, &into, Receive::All, Token(2))
-        .unwrap();
-    peer.write_all(b"hello").unwrap();
-    ring.park(Some(Duration::from_millis(5))).unwrap();
-    peer.write_all(b"world").unwrap();
-    assert_eq!(collect(&mut ring, 1)[0].outcome().unwrap(), 10);
-    assert_eq!(into[0].to_vec(), b"hel");
-    assert_eq!(into[1].to_vec(), b"loworld");
+#[test]
+fn sockets_accept_receive_and_send() {
+    both(of(8), |rig| {
+        let (listener, mut peer) = connect(rig);
+        rig.ring.submit_accept(&listener, Token(1)).unwrap();
+        let server = rig.collect(1)[0].socket.take().unwrap();
 
-    ring.submit_send(&server, &into, Token(3)).unwrap();
-    assert_eq!(collect(&mut ring, 1)[0].outcome().unwrap(), 10);
-    let mut back = [0; 10];
-    peer.read_exact(&mut back).unwrap();
-    assert_eq!(&back, b"helloworld");
+        let m = Memory::new(8192).unwrap();
+        let into = pieces(&m, &[(0, 3), (10, 17)]);
+        rig.ring
+            .submit_recv(&server, &into, Receive::All, Token(2))
+            .unwrap();
+        peer.write(b"hello");
+        let wait = Some(Duration::from_millis(5));
+        rig.ring.park(wait).unwrap();
+        rig.collect(0);
+        peer.write(b"world");
+        assert_eq!(rig.collect(1)[0].outcome().unwrap(), 10);
+        assert_eq!(into[0].to_vec(), b"hel");
+        assert_eq!(into[1].to_vec(), b"loworld");
 
-    drop(peer);
-    ring.submit_recv(&server, &into, Receive::Some, Token(4))
-        .unwrap();
-    assert_eq!(collect(&mut ring, 1)[0].result, 0);
-    ring.submit_send(&server, &into, Token(5)).unwrap();
-    assert_eq!(collect(&mut ring, 1)[0].result, -libc::EPIPE);
+        rig.ring.submit_send(&server, &into, Token(3)).unwrap();
+        assert_eq!(rig.collect(1)[0].outcome().unwrap(), 10);
+        assert_eq!(peer.read(10), b"helloworld");
+
+        peer.close();
+        rig.ring
+            .submit_recv(&server, &into, Receive::Some, Token(4))
+            .unwrap();
+        assert_eq!(rig.collect(1)[0].result, 0);
+        server.shut_down().unwrap();
+        rig.ring.submit_send(&server, &into, Token(5)).unwrap();
+        assert_eq!(rig.collect(1)[0].result, -libc::EPIPE);
+    });
+}
+
+#[test]
+fn a_receive_ends_when_its_socket_is_shut_down() {
+    both(of(8), |rig| {
+        let (socket, far) = rig.pair();
+        let m = Memory::new(4096).unwrap();
+        rig.ring
+            .submit_recv(&socket, &[m.whole()], Receive::Some, Token(1))
+            .unwrap();
+        rig.ring.submit().unwrap();
+        socket.shut_down().unwrap();
+        assert_eq!(rig.collect(1)[0].result, 0);
+        far.close();
+    });
 }
 
 #[test]
 fn a_poll_reports_every_arrival_until_cancelled() {
-    let mut ring = ring(4);
-    let (a, mut b) = UnixStream::pair().unwrap();
-    let mut reader = a.try_clone().unwrap();
-    let polled = Handle::from(OwnedFd::from(a));
-    ring.submit_poll(&polled, libc::POLLIN, Token(5)).unwrap();
-    for _ in 0..3 {
-        b.write_all(b"x").unwrap();
-        let done = collect(&mut ring, 1);
-        assert!(done[0].more && done[0].result & i32::from(libc::POLLIN) != 0);
-        reader.read_exact(&mut [0]).unwrap();
-    }
-    assert_eq!(ring.cancel(Token(5)).unwrap(), 1);
-    let done = collect(&mut ring, 1);
-    assert!(!done[0].more && done[0].result == -libc::ECANCELED);
-    assert_eq!(ring.in_flight(), 0);
+    both(of(4), |rig| {
+        let (polled, mut far) = rig.pair();
+        let events = libc::POLLIN;
+        rig.ring.submit_poll(&polled, events, Token(5)).unwrap();
+        let m = Memory::new(4096).unwrap();
+        for _ in 0..3 {
+            far.write(b"x");
+            let done = rig.collect(1);
+            assert!(done[0].more && done[0].result & i32::from(libc::POLLIN) != 0);
+            let byte = [m.slice(0..1).unwrap()];
+            rig.ring
+                .submit_recv(&polled, &byte, Receive::Some, Token(6))
+                .unwrap();
+            assert_eq!(rig.collect(1)[0].outcome().unwrap(), 1);
+        }
+        assert_eq!(rig.ring.cancel(Token(5)).unwrap(), 1);
+        let done = rig.collect(1);
+        assert!(!done[0].more && done[0].result == -libc::ECANCELED);
+        assert_eq!(rig.ring.in_flight(), 0);
+    });
 }
 
 #[test]
 fn a_poll_for_once_reports_what_is_already_there_and_ends() {
-    let mut ring = ring(4);
-    let (a, mut b) = UnixStream::pair().unwrap();
-    b.write_all(b"x").unwrap();
-    let polled = Handle::from(OwnedFd::from(a));
-    ring.submit_poll_once(&polled, libc::POLLIN, Token(6))
-        .unwrap();
-    let done = collect(&mut ring, 1);
-    assert!(!done[0].more && done[0].result & i32::from(libc::POLLIN) != 0);
-    assert_eq!(ring.in_flight(), 0);
+    both(of(4), |rig| {
+        let (polled, mut far) = rig.pair();
+        far.write(b"x");
+        rig.ring
+            .submit_poll_once(&polled, libc::POLLIN, Token(6))
+            .unwrap();
+        let done = rig.collect(1);
+        assert!(!done[0].more && done[0].result & i32::from(libc::POLLIN) != 0);
+        assert_eq!(rig.ring.in_flight(), 0);
+    });
 }
 
 #[test]
 fn space_is_freed_zeroed_and_synced() {
-    let mut ring = ring(4);
-    let file = temporary_file(1 << 16);
-    let m = Memory::new(1 << 16).unwrap();
-    m.fill(0, 1 << 16, 0x5a);
-    ring.submit_write(&file, 0, &[m.whole()], Durability::Cached, Token(1))
-        .unwrap();
-    collect(&mut ring, 1);
-    ring.submit_fallocate(&file, Fallocate::PunchHole, 4096, 8192, Token(2))
-        .unwrap();
-    assert_eq!(collect(&mut ring, 1)[0].result, 0);
-    ring.submit_sync(&file, SyncKind::Data, Token(3)).unwrap();
-    ring.submit_sync(&file, SyncKind::All, Token(4)).unwrap();
-    assert!(collect(&mut ring, 2).iter().all(|c| c.result == 0));
-    ring.submit_read(&file, 0, &[m.whole()], Token(5)).unwrap();
-    collect(&mut ring, 1);
-    let bytes = m.whole().to_vec();
-    assert!(bytes[..4096].iter().all(|&b| b == 0x5a));
-    assert!(bytes[4096..12288].iter().all(|&b| b == 0));
-    assert!(bytes[12288..].iter().all(|&b| b == 0x5a));
+    both(of(4), |rig| {
+        let file = rig.file(1 << 16);
+        let m = Memory::new(1 << 16).unwrap();
+        m.fill(0, 1 << 16, 0x5a);
+        rig.ring
+            .submit_write(&file, 0, &[m.whole()], Durability::Cached, Token(1))
+            .unwrap();
+        rig.collect(1);
+        rig.ring
+            .submit_fallocate(&file, Fallocate::PunchHole, 4096, 8192, Token(2))
+            .unwrap();
+        assert_eq!(rig.collect(1)[0].result, 0);
+        rig.ring
+            .submit_sync(&file, SyncKind::Data, Token(3))
+            .unwrap();
+        rig.ring
+            .submit_sync(&file, SyncKind::All, Token(4))
+            .unwrap();
+        assert!(rig.collect(2).iter().all(|c| c.result == 0));
+        rig.ring
+            .submit_read(&file, 0, &[m.whole()], Token(5))
+            .unwrap();
+        rig.collect(1);
+        let bytes = m.whole().to_vec();
+        assert!(bytes[..4096].iter().all(|&b| b == 0x5a));
+        assert!(bytes[4096..12288].iter().all(|&b| b == 0));
+        assert!(bytes[12288..].iter().all(|&b| b == 0x5a));
+    });
 }
 
 #[test]
@@ -321,8 +471,8 @@ fn a_handle_of_another_ring_works_by_descriptor() {
     let mut two = ring(4);
     let a = temporary_file(4096);
     let b = temporary_file(8192);
-    let of_one = one.register_file(a.fd().clone()).unwrap();
-    let _of_two = two.register_file(b.fd().clone()).unwrap();
+    let of_one = one.register_file(&a).unwrap();
+    let _of_two = two.register_file(&b).unwrap();
     let m = Memory::new(8192).unwrap();
     two.submit_read(&of_one, 0, &[m.whole()], Token(1)).unwrap();
     assert_eq!(collect(&mut two, 1)[0].result, 4096);
@@ -330,27 +480,45 @@ fn a_handle_of_another_ring_works_by_descriptor() {
 
 #[test]
 fn file_entries_are_used_again() {
-    let mut ring = Ring::new(RingConfig {
-        files: 1,
-        ..RingConfig::default()
-    })
-    .unwrap();
-    let a = temporary_file(4096);
-    for _ in 0..5 {
-        let h = ring.register_file(a.fd().clone()).unwrap();
-        assert!(matches!(
-            ring.register_file(a.fd().clone()),
-            Err(RegisterError::NoRoom)
-        ));
-        drop(h);
-    }
+    both(
+        RingConfig {
+            files: 1,
+            ..RingConfig::default()
+        },
+        |rig| {
+            let a = rig.file(4096);
+            for _ in 0..5 {
+                let h = rig.ring.register_file(&a).unwrap();
+                assert!(matches!(
+                    rig.ring.register_file(&a),
+                    Err(RegisterError::NoRoom)
+                ));
+                drop(h);
+            }
+        },
+    );
+}
+
+#[test]
+fn a_handle_of_another_kernel_is_a_bad_descriptor() {
+    let m = Memory::new(4096).unwrap();
+    both(of(4), |rig| {
+        let other = match rig.kernel {
+            None => Disk::new(4096).open(),
+            Some(_) => temporary_file(4096),
+        };
+        rig.ring
+            .submit_read(&other, 0, &[m.whole()], Token(1))
+            .unwrap();
+        assert_eq!(rig.collect(1)[0].result, -libc::EBADF);
+    });
 }
 
 #[test]
 fn a_dropped_ring_has_let_go_of_its_files() {
     let (a, mut b) = UnixStream::pair().unwrap();
     let mut one = ring(4);
-    let handle = one.register_file(Arc::new(OwnedFd::from(a))).unwrap();
+    let handle = one.register_file(&OwnedFd::from(a).into()).unwrap();
     let m = Memory::new(4096).unwrap();
     one.submit_recv(&handle, &[m.whole()], Receive::Some, Token(1))
         .unwrap();
@@ -406,7 +574,7 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
         }
         ring.submit_poll(&socket, libc::POLLIN, Token(100)).unwrap();
         let file = temporary_file(1 << 20);
-        let file = ring.register_file(file.fd().clone()).unwrap();
+        let file = ring.register_file(&file).unwrap();
         ring.submit_write(&file, 0, &[m.whole()], Durability::Cached, Token(101))
             .unwrap();
         ring.submit().unwrap();
@@ -432,7 +600,7 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
 #[test]
 fn a_helper_that_hangs_is_left_behind() {
     let ring = Ring::new(RingConfig::default()).unwrap();
-    let mut offload = Offload::new(2, ring.waker()).unwrap();
+    let mut offload = Offload::new(2, ring.waker(), &SystemThreads).unwrap();
     let (release, hangs) = std::sync::mpsc::channel::<()>();
     let (done, is_done) = std::sync::mpsc::channel();
     offload
@@ -458,7 +626,7 @@ fn a_helper_that_hangs_is_left_behind() {
 #[test]
 fn the_helper_thread_reports_through_the_ring() {
     let mut ring = ring(4);
-    let mut offload = Offload::new(2, ring.waker()).unwrap();
+    let mut offload = Offload::new(2, ring.waker(), &SystemThreads).unwrap();
     offload.submit(Token(1), || 10 + 1).unwrap();
     offload.submit(Token(2), || 20 + 2).unwrap();
     assert_eq!(offload.submit(Token(3), || 0), Err(crate::OffloadFull));

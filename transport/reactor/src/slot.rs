@@ -34,7 +34,8 @@ pub(crate) struct Slot {
     pub(crate) iovecs: Vec<libc::iovec>,
     /// Message header of a send or receive of several pieces; boxed so that its address is fixed.
     pub(crate) msg: Box<libc::msghdr>,
-    keep: Vec<MemSlice>,
+    /// The caller's pieces, which hold their mappings.
+    pub(crate) keep: Vec<MemSlice>,
 }
 
 pub(crate) struct Busy {

@@ -15,7 +15,8 @@ pub struct Waker(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    counter: Arc<OwnedFd>,
+    /// The descriptor that ends a park; none where nothing parks.
+    counter: Option<Arc<OwnedFd>>,
     pending: AtomicBool,
 }
 
@@ -25,9 +26,25 @@ impl Waker {
         // for descriptors that do not.
         let fd = eventfd(0, EventfdFlags::CLOEXEC)?;
         Ok(Self(Arc::new(Shared {
-            counter: Arc::new(fd),
+            counter: Some(Arc::new(fd)),
             pending: AtomicBool::new(false),
         })))
+    }
+
+    /// A waker without a descriptor: a flag, for a simulation, which looks at it
+    /// ([`is_pending`](Self::is_pending)) instead of sleeping.
+    #[must_use]
+    pub fn simulated() -> Self {
+        Self(Arc::new(Shared {
+            counter: None,
+            pending: AtomicBool::new(false),
+        }))
+    }
+
+    /// Whether there was a wake that the ring has not yet seen.
+    #[must_use]
+    pub fn is_pending(&self) -> bool {
+        self.0.pending.load(Ordering::Acquire)
     }
 
     /// Wakes the ring's thread; no system call where a wake is already under way.
@@ -35,9 +52,12 @@ impl Waker {
         if self.0.pending.swap(true, Ordering::AcqRel) {
             return;
         }
+        let Some(counter) = &self.0.counter else {
+            return;
+        };
         // The write cannot block: the counter is at most a few units high, since `pending` admits
         // one write between two reads by the ring.
-        let written = rustix::io::write(&self.0.counter, &1u64.to_ne_bytes());
+        let written = rustix::io::write(counter, &1u64.to_ne_bytes());
         assert_eq!(written, Ok(8), "an eventfd refused a write");
     }
 
@@ -47,7 +67,12 @@ impl Waker {
         self.0.pending.swap(false, Ordering::AcqRel);
     }
 
-    pub(crate) fn counter(&self) -> &Arc<OwnedFd> {
-        &self.0.counter
+    /// As [`acknowledge`](Self::acknowledge), where no descriptor reports wakes; whether there was one.
+    pub(crate) fn take_flag(&self) -> bool {
+        self.0.counter.is_none() && self.0.pending.swap(false, Ordering::AcqRel)
+    }
+
+    pub(crate) fn counter(&self) -> Option<&Arc<OwnedFd>> {
+        self.0.counter.as_ref()
     }
 }

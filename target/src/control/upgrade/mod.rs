@@ -299,7 +299,7 @@ impl<'a> Control<'a> {
                 let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
                 fds.extend(admin.as_ref().map(|(listener, _)| listener.as_fd()));
                 fds.extend(metrics.as_ref().map(AsFd::as_fd));
-                fds.extend(server_state.sockets().iter().map(AsFd::as_fd));
+                fds.extend(server_state.sockets().iter().filter_map(TcpListener::fd));
                 fds.extend(files.files().map(AsFd::as_fd));
                 process::become_program(&prepared.candidate.program, &document, &fds)
             }

@@ -1,15 +1,11 @@
 //! Sockets: accepting, receiving, sending, all through the ring.
 
 use std::io;
-use std::net::{IpAddr, Shutdown, SocketAddr};
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
 use riser_reactor::{Completion, Handle, Receive, Ring, SubmitError, Token};
-
-use socket2::SockRef;
 
 use super::Sockets;
 use crate::iscsi::{ChannelConfig, Phase, TcpChannel};
@@ -68,8 +64,8 @@ impl Listener {
         let Some(address) = self.address() else {
             return Ok(None);
         };
-        let fd = self.handle.fd().try_clone()?;
-        Ok(Some(TcpListener { address, fd }))
+        let socket = self.handle.clone();
+        TcpListener { address, socket }.try_clone().map(Some)
     }
 }
 
@@ -83,7 +79,7 @@ impl Sockets {
     ) {
         for socket in sockets {
             self.listeners.insert(Listener {
-                handle: Handle::new(Arc::new(socket.fd)),
+                handle: socket.socket,
                 address: socket.address,
                 accepting: false,
                 closing: false,
@@ -158,7 +154,7 @@ impl Worker {
         }
         let place = (id & 0xffff_ffff) as usize;
         match (id >> 48) & 0xff {
-            0 => self.on_accepted(place, completion.fd.take()),
+            0 => self.on_accepted(place, completion.socket.take()),
             1 => self.on_received(ConnKey(place), completion.result),
             _ => self.on_sent(ConnKey(place), completion.result),
         }
@@ -166,15 +162,16 @@ impl Worker {
         true
     }
 
-    fn on_accepted(&mut self, place: usize, fd: Option<OwnedFd>) {
-        let Some(listen) = self.sockets.end_accept(place, self.now, fd.is_some()) else {
+    fn on_accepted(&mut self, place: usize, socket: Option<Handle>) {
+        let is_socket = socket.is_some();
+        let Some(listen) = self.sockets.end_accept(place, self.now, is_socket) else {
             return;
         };
-        if let Some(fd) = fd {
-            let peer = SockRef::from(&fd).peer_addr().ok();
-            let refused = self.open_connection(fd, listen).err();
+        if let Some(socket) = socket {
+            let peer = socket.peer_addr().ok();
+            let refused = self.open_connection(socket, listen).err();
             // A peer that has disconnected gets no audit line.
-            if let (Some(error), Some(peer)) = (refused, peer.and_then(|p| p.as_socket())) {
+            if let (Some(error), Some(peer)) = (refused, peer) {
                 let addrs = ConnAddrs {
                     transport: Transport::Tcp,
                     listen,
@@ -189,19 +186,17 @@ impl Worker {
         self.sockets.accept(&mut self.ring, self.now);
     }
 
-    fn open_connection(&mut self, fd: OwnedFd, listen: SocketAddr) -> io::Result<()> {
+    fn open_connection(&mut self, socket: Handle, listen: SocketAddr) -> io::Result<()> {
         let most = connections(self.catalog.limits.sessions);
         // A connection without slots of its own in the ring could wait for one for ever.
         let most = most.min(Slots::of(self.ring.capacity()).connections);
         if self.conns.tcps().count() >= most {
             return Err(io::Error::other("too many connections"));
         }
-        let socket = SockRef::from(&fd);
         // Whole batches are sent, so there is nothing to collect: the last segment of an answer
         // must not wait for the acknowledgment of the one before.
-        socket.set_tcp_nodelay(true)?;
-        let peer = socket.peer_addr()?.as_socket();
-        let peer = peer.ok_or_else(|| io::Error::other("no peer"))?;
+        socket.set_nodelay()?;
+        let peer = socket.peer_addr()?;
         self.make_room_for_login(peer.ip(), most / 2);
         let serial = self.conns.take_serial();
         let config = ChannelConfig {
@@ -212,7 +207,7 @@ impl Worker {
         };
         let conn = TcpConn {
             channel: TcpChannel::new(config, self.now),
-            socket: Stream::new(fd)?,
+            socket: Stream::new(socket)?,
             login: Login::at(listen),
         };
         let fabric = Fabric::Tcp(Box::new(conn));
@@ -433,7 +428,7 @@ impl Worker {
         };
         if !std::mem::replace(&mut conn.socket.is_shut, true) {
             // It may be shut down by the peer already.
-            let _ = SockRef::from(&**conn.socket.handle.fd()).shutdown(Shutdown::Both);
+            let _ = conn.socket.handle.shut_down();
             // It waits for a slot, and is not in the ring: no completion would end it.
             if conn.socket.sending.is_some_and(|s| !s.is_submitted) {
                 return self.on_send_failed(key);
@@ -457,6 +452,7 @@ impl Worker {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
 
     use riser_reactor::RingConfig;
@@ -488,7 +484,7 @@ mod tests {
     #[test]
     fn a_connection_that_has_not_logged_in_takes_little_memory() {
         let (socket, _peer) = UnixStream::pair().unwrap();
-        let connection = Stream::new(socket.into()).unwrap();
+        let connection = Stream::new(OwnedFd::from(socket).into()).unwrap();
         let config = ChannelConfig {
             worker: 0,
             serial: 0,

@@ -1,0 +1,321 @@
+//! [`Disk`]: a file or block device in memory, with a volatile cache above its stable sectors.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use super::{Object, lock};
+use crate::handle::Handle;
+
+/// Bytes that a disk writes as a whole: a crash tears no sector.
+pub const SECTOR: u64 = 512;
+
+/// A sector's bytes; none where nothing is allocated, which reads as zeroes.
+type Sector = Option<Box<[u8; SECTOR as usize]>>;
+
+/// A file or block device in memory. Clones are the same one.
+///
+/// A write goes to the cache, from where reads have it. A flush makes it stable. A [`crash`](Disk::crash)
+/// keeps of every sector its stable version or one of those written since. A write-back that has
+/// failed ([`fail_write_back`](Disk::fail_write_back)) is reported as Linux does: once for each open file, and
+/// the cache takes the data for clean.
+#[derive(Debug, Clone)]
+pub struct Disk(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    len: u64,
+    /// Sectors that survive a crash, and are not zero.
+    stable: BTreeMap<u64, Sector>,
+    /// Versions written since the last flush, the newest last. None is empty.
+    dirty: BTreeMap<u64, Vec<Sector>>,
+    /// Sectors in the cache that are taken for clean, but were not written back.
+    lost: BTreeMap<u64, Sector>,
+    error: WriteBackError,
+}
+
+/// The last failed write-back, and who knows of it (Linux, `lib/errseq.c`).
+#[derive(Debug, Default)]
+struct WriteBackError {
+    errno: i32,
+    /// Number of failures so far.
+    count: u64,
+    /// An open file has reported the last one.
+    is_seen: bool,
+}
+
+/// An open file: a disk, and which failed write-backs it has reported. Clones share both.
+#[derive(Debug, Clone)]
+pub struct File {
+    disk: Disk,
+    /// Number of the last failure that it need not report.
+    seen: Arc<Mutex<u64>>,
+}
+
+impl State {
+    /// The sector as processes see it.
+    fn sector(&self, number: u64) -> &Sector {
+        let dirty = self.dirty.get(&number).and_then(|versions| versions.last());
+        let cached = dirty.or_else(|| self.lost.get(&number));
+        cached.or_else(|| self.stable.get(&number)).unwrap_or(&None)
+    }
+
+    fn put(&mut self, number: u64, sector: Sector) {
+        // The failed page is written anew, and is dirty again.
+        self.lost.remove(&number);
+        self.dirty.entry(number).or_default().push(sector);
+    }
+
+    fn settle(&mut self, number: u64, sector: Sector) {
+        match sector {
+            Some(_) => self.stable.insert(number, sector),
+            None => self.stable.remove(&number),
+        };
+    }
+
+    /// Makes what is dirty in a range of sectors stable.
+    fn flush(&mut self, first: u64, end: u64) {
+        let numbers: Vec<u64> = self.dirty.range(first..end).map(|(n, _)| *n).collect();
+        for number in numbers {
+            let newest = self.dirty.remove(&number).and_then(|mut v| v.pop());
+            self.settle(number, newest.unwrap_or(None));
+        }
+    }
+
+    /// Changes a range in memory, sector by sector: `change` gets the sector's bytes, the part of them, and
+    /// where that part lies in the range.
+    fn change(
+        &mut self,
+        offset: u64,
+        len: u64,
+        mut change: impl FnMut(&mut [u8], usize, bool) -> bool,
+    ) {
+        let mut done = 0;
+        while done < len {
+            let at = offset + done;
+            let (number, within) = (at / SECTOR, (at % SECTOR) as usize);
+            let part = (SECTOR - at % SECTOR).min(len - done) as usize;
+            let mut bytes = match self.sector(number) {
+                Some(bytes) => bytes.clone(),
+                None => Box::new([0; SECTOR as usize]),
+            };
+            let is_whole = part as u64 == SECTOR;
+            let is_kept = change(&mut bytes[within..within + part], done as usize, is_whole);
+            self.put(number, is_kept.then_some(bytes));
+            done += part as u64;
+        }
+        self.len = self.len.max(offset + len);
+    }
+}
+
+impl Disk {
+    /// A disk of `len` bytes, all zero and none of them allocated.
+    #[must_use]
+    pub fn new(len: u64) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            len,
+            ..State::default()
+        })))
+    }
+
+    /// Opens it. What fails to be written back from now on is reported to this handle, too.
+    #[must_use]
+    pub fn open(&self) -> Handle {
+        let error = &lock(&self.0).error;
+        // An error that no open file has reported is reported to the next one.
+        let seen = if error.is_seen || error.count == 0 {
+            error.count
+        } else {
+            error.count - 1
+        };
+        Handle::of_simulated(Object::File(File {
+            disk: self.clone(),
+            seen: Arc::new(Mutex::new(seen)),
+        }))
+    }
+
+    /// Whether two are the same.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        lock(&self.0).len
+    }
+
+    /// Whether it has no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Gives it another length, which is stable at once; what lies beyond is lost.
+    pub fn set_len(&self, len: u64) {
+        let mut state = lock(&self.0);
+        if len < state.len {
+            let end = state.len;
+            state.change(len, end - len, |part, _, is_whole| {
+                part.fill(0);
+                !is_whole
+            });
+            state.flush(len / SECTOR, u64::MAX);
+        }
+        state.len = len;
+    }
+
+    /// Reads as a process does, from the cache; returns the bytes before the end.
+    pub fn read(&self, offset: u64, out: &mut [u8]) -> usize {
+        let state = lock(&self.0);
+        let len = state.len.saturating_sub(offset).min(out.len() as u64) as usize;
+        let mut done = 0;
+        while done < len {
+            let at = offset + done as u64;
+            let (number, within) = (at / SECTOR, (at % SECTOR) as usize);
+            let part = (SECTOR as usize - within).min(len - done);
+            match state.sector(number) {
+                Some(bytes) => {
+                    out[done..done + part].copy_from_slice(&bytes[within..within + part]);
+                }
+                None => out[done..done + part].fill(0),
+            }
+            done += part;
+        }
+        len
+    }
+
+    /// Writes to the cache; a disk that is too short grows.
+    pub fn write(&self, offset: u64, data: &[u8]) {
+        let change = |part: &mut [u8], from: usize, _| {
+            part.copy_from_slice(&data[from..from + part.len()]);
+            true
+        };
+        lock(&self.0).change(offset, data.len() as u64, change);
+    }
+
+    /// Zeroes a range up to the end, in the cache. Whole sectors are no longer allocated afterwards, unless
+    /// they are to stay.
+    pub fn zero(&self, offset: u64, len: u64, stays_allocated: bool) {
+        let mut state = lock(&self.0);
+        let len = len.min(state.len.saturating_sub(offset));
+        state.change(offset, len, |part, _, is_whole| {
+            part.fill(0);
+            stays_allocated || !is_whole
+        });
+    }
+
+    /// Allocates a range, as far as it is not; its bytes stay.
+    pub fn allocate(&self, offset: u64, len: u64) {
+        let mut state = lock(&self.0);
+        let len = len.min(state.len.saturating_sub(offset));
+        state.change(offset, len, |_, _, _| true);
+    }
+
+    /// Makes all that was written stable.
+    pub fn flush(&self) {
+        lock(&self.0).flush(0, u64::MAX);
+    }
+
+    /// Makes what was written to a range stable.
+    pub fn flush_range(&self, offset: u64, len: u64) {
+        let end = (offset + len).div_ceil(SECTOR);
+        lock(&self.0).flush(offset / SECTOR, end);
+    }
+
+    /// Fails to write back the dirty sectors that `is_lost` names by their numbers. The cache has their
+    /// data still, but no flush will write them; every open file reports the error once.
+    pub fn fail_write_back(&self, errno: i32, mut is_lost: impl FnMut(u64) -> bool) {
+        let mut state = lock(&self.0);
+        let numbers: Vec<u64> = state.dirty.keys().copied().collect();
+        for number in numbers.into_iter().filter(|number| is_lost(*number)) {
+            let newest = state.dirty.remove(&number).and_then(|mut v| v.pop());
+            state.lost.insert(number, newest.unwrap_or(None));
+        }
+        let count = state.error.count + 1;
+        state.error = WriteBackError {
+            errno,
+            count,
+            is_seen: false,
+        };
+    }
+
+    /// Drops sectors from the cache that are taken for clean: what was lost is read as it is on the disk.
+    pub fn drop_cache(&self) {
+        lock(&self.0).lost.clear();
+    }
+
+    /// Loses power. Of each dirty sector one version remains, which `choose` names by the sector's number and
+    /// the number of versions written since it was stable: 0 is the stable one, 1 the first of those.
+    ///
+    /// # Panics
+    /// If it names a version that there is not.
+    pub fn crash(&self, mut choose: impl FnMut(u64, usize) -> usize) {
+        let mut state = lock(&self.0);
+        for (number, mut versions) in std::mem::take(&mut state.dirty) {
+            let chosen = choose(number, versions.len());
+            if chosen > 0 {
+                let version = versions.swap_remove(chosen - 1);
+                state.settle(number, version);
+            }
+        }
+        state.lost.clear();
+        state.error = WriteBackError::default();
+    }
+
+    /// Sectors that are not stable, with the number of their versions.
+    #[must_use]
+    pub fn dirty(&self) -> Vec<(u64, usize)> {
+        let state = lock(&self.0);
+        state.dirty.iter().map(|(n, v)| (*n, v.len())).collect()
+    }
+
+    /// Whether data are allocated at `offset`, and how far that goes, up to `len` bytes.
+    #[must_use]
+    pub fn extent(&self, offset: u64, len: u64) -> (bool, u64) {
+        let state = lock(&self.0);
+        let end = offset.saturating_add(len).min(state.len);
+        let is_data = |at: u64| state.sector(at / SECTOR).is_some();
+        let first = is_data(offset);
+        let mut at = offset;
+        while at < end && is_data(at) == first {
+            at = (at / SECTOR + 1) * SECTOR;
+        }
+        (first, at.min(end).saturating_sub(offset))
+    }
+
+    /// Bytes that are allocated.
+    #[must_use]
+    pub fn allocated(&self) -> u64 {
+        let state = lock(&self.0);
+        let written = state.dirty.keys().chain(state.lost.keys());
+        let mut numbers: Vec<u64> = written.chain(state.stable.keys()).copied().collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        let data = numbers.into_iter().filter(|n| state.sector(*n).is_some());
+        data.count() as u64 * SECTOR
+    }
+}
+
+impl File {
+    /// The disk that it is open on.
+    #[must_use]
+    pub fn disk(&self) -> &Disk {
+        &self.disk
+    }
+
+    /// The error of a write-back that this file has not reported yet.
+    ///
+    /// # Errors
+    /// Its error number.
+    pub(super) fn check_write_back(&self) -> Result<(), i32> {
+        let error = &mut lock(&self.disk.0).error;
+        let mut seen = lock(&self.seen);
+        // After a crash the numbers begin again, and no file from before is used any more.
+        if error.count <= std::mem::replace(&mut *seen, error.count) {
+            return Ok(());
+        }
+        error.is_seen = true;
+        Err(error.errno)
+    }
+}

@@ -13,6 +13,7 @@
 //! - [`pool`]: the data buffers of a worker.
 //! - [`qos`]: how fast units and initiators may be.
 //! - [`stats`]: what commands are counted by, and how long they take.
+//! - [`host`]: where threads and dates come from.
 //! - [`log`]: rate limits for what a peer can make us log.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
 
@@ -24,6 +25,7 @@ pub mod fabric;
 #[cfg(test)]
 mod fixture;
 pub mod holder;
+pub mod host;
 pub mod iscsi;
 pub mod iser;
 pub mod log;

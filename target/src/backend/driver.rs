@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::{
-    Completion, Durability, Fallocate, Handle, Offload, Ring, SubmitError, SyncKind, SystemThreads,
-    Token,
+    Completion, Durability, Fallocate, Handle, Offload, Ring, SubmitError, SyncKind, Token,
 };
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 use slab::Slab;
@@ -558,7 +557,7 @@ impl Driver {
         let store = &mut self.stores[id.0];
         store.bounce = OwnBounce::InUse;
         let (release, hangs) = std::sync::mpsc::channel();
-        let mut helper = Offload::new(1, ring.waker(), &SystemThreads).unwrap();
+        let mut helper = Offload::new(1, ring.waker(), &riser_reactor::SystemThreads).unwrap();
         let job = move || {
             let _ = hangs.recv();
             Ok((true, 0))
@@ -573,7 +572,7 @@ impl Driver {
         if let BlockOp::Flush { .. } = request.op {
             self.stores[request.store.0]
                 .store
-                .on_flush_failed(libc::EIO);
+                .on_flush_failed(libc::EIO, self.now);
         }
         self.fail(index, error, &"a fault on purpose");
     }
@@ -789,7 +788,7 @@ impl Driver {
             attached
                 .store
                 .count_error(self.now, from_errno(errno, 0), &why);
-            attached.store.on_flush_failed(errno);
+            attached.store.on_flush_failed(errno, self.now);
         }
         // Asked for even after a success: another worker's descriptor may have reported what this
         // one's did not.
@@ -832,11 +831,13 @@ impl Driver {
 
     fn ask_helper(&mut self, ring: &Ring, index: usize, file: Handle, offset: u64, len: u64) {
         let store = self.requests[index].store.0;
-        let helper = &mut self.stores[store].helper;
+        let attached = &mut self.stores[store];
+        let helper = &mut attached.helper;
         if helper.is_none() {
             // One for each store, with room for all requests: a file system that hangs holds up
             // its own thread alone.
-            *helper = Offload::new(self.config.depth, ring.waker(), &SystemThreads).ok();
+            let threads = attached.store.host().threads();
+            *helper = Offload::new(self.config.depth, ring.waker(), threads).ok();
             self.helped.extend(helper.is_some().then_some(store));
         }
         let job = move || sys::extent(&file, offset, len);

@@ -17,9 +17,9 @@
 use std::fmt::Debug;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
 use std::time::SystemTime;
 
+use riser_reactor::{Spawned, Threads};
 use riser_scsi::config::Identity;
 
 /// Acknowledged writes of a backend did not reach its medium.
@@ -51,7 +51,7 @@ pub trait FlushKeeper: Debug + Send + Sync {
 pub(super) struct FlushState {
     inner: Arc<Inner>,
     /// Thread that saves the failure, until it is waited for.
-    saver: Mutex<Option<JoinHandle<()>>>,
+    saver: Mutex<Option<Box<dyn Spawned>>>,
 }
 
 #[derive(Debug, Default)]
@@ -112,18 +112,19 @@ impl FlushState {
     }
 
     /// Takes the failure that is kept for a unit, and keeps those that come. What cannot be read is
-    /// taken for a failure.
+    /// taken for a failure, of `date`.
     pub(super) fn keep(
         &self,
         keeper: Arc<dyn FlushKeeper>,
         unit: &Identity,
+        date: SystemTime,
     ) -> Option<FlushFailure> {
         let loaded = keeper.load(unit).unwrap_or_else(|error| {
             let serial = &unit.serial;
             tracing::error!(serial, %error, "the record of failed flushes cannot be read");
             Some(FlushFailure {
                 errno: error.raw_os_error().unwrap_or(libc::EIO),
-                at: SystemTime::now(),
+                at: date,
             })
         });
         // In the order of `Inner::save`.
@@ -139,21 +140,17 @@ impl FlushState {
     }
 
     /// Remembers the first failure; whether this is it.
-    pub(super) fn fail(&self, errno: i32) -> bool {
+    pub(super) fn fail(&self, errno: i32, at: SystemTime, threads: &dyn Threads) -> bool {
         let mut state = lock(&self.inner.state);
         // The first failure stays: those after it are its consequences.
         if state.failure.is_some() {
             return false;
         }
-        state.failure = Some(FlushFailure {
-            errno,
-            at: SystemTime::now(),
-        });
+        state.failure = Some(FlushFailure { errno, at });
         drop(state);
         // The thread may outlive the store, so it shares what it needs.
         let inner = Arc::clone(&self.inner);
-        let thread = thread::Builder::new().name("flush-failure".into());
-        match thread.spawn(move || inner.save()) {
+        match threads.spawn("flush-failure", Box::new(move || inner.save())) {
             Ok(saver) => *lock(&self.saver) = Some(saver),
             Err(error) => {
                 tracing::error!(%error, "no thread to save a failed flush");
@@ -168,7 +165,7 @@ impl FlushState {
     pub(super) fn wait_saved(&self) {
         if let Some(saver) = lock(&self.saver).take() {
             // After a panic, nothing is saved.
-            let _ = saver.join();
+            saver.join();
         }
         let is_saved = lock(&self.inner.kept)
             .as_ref()

@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use riser_scsi::step::BackendError;
@@ -33,8 +33,8 @@ fn kind_of(error: BackendError) -> Option<usize> {
 #[derive(Debug)]
 pub(super) struct Errors {
     counts: [AtomicU64; KINDS.len()],
-    /// Zero of the milliseconds in `clears`.
-    start: Instant,
+    /// Zero of the milliseconds in `clears`: the first failure.
+    start: OnceLock<Instant>,
     /// The [`Clears`] of the failure at present: read for each operation that succeeds, without
     /// the lock.
     clears: AtomicU64,
@@ -47,7 +47,7 @@ impl Default for Errors {
     fn default() -> Self {
         Self {
             counts: Default::default(),
-            start: Instant::now(),
+            start: OnceLock::new(),
             clears: AtomicU64::new(Clears::NEVER),
             worked: AtomicBool::new(false),
             failing: Mutex::default(),
@@ -147,6 +147,7 @@ impl Errors {
         };
         self.counts[kind].fetch_add(1, Ordering::Relaxed);
         let mut failing = self.lock();
+        self.start.get_or_init(|| now);
         // A series of failures keeps its beginning, and the date that was first reported for it.
         // After one that has ended with time, a new series begins.
         let before = failing.as_ref().filter(|failing| self.lasts(failing, now));
@@ -165,8 +166,7 @@ impl Errors {
 
     /// An operation succeeded; whether the backend works again by that, which is so once in [`QUIET`] at most.
     pub(super) fn clear(&self, now: Instant, is_write: bool) -> bool {
-        let is_due =
-            |clears: Clears| clears.is_due(is_write, || now.saturating_duration_since(self.start));
+        let is_due = |clears: Clears| clears.is_due(is_write, || self.since_start(now));
         let clears = Clears(self.clears.load(Ordering::Relaxed));
         if !is_due(clears) {
             if clears.counts(is_write) {
@@ -185,8 +185,13 @@ impl Errors {
     }
 
     fn clears_of(&self, failing: &Failure) -> Clears {
-        let last = failing.last.saturating_duration_since(self.start);
-        Clears::new(failing.kind, last)
+        Clears::new(failing.kind, self.since_start(failing.last))
+    }
+
+    /// Time between the first failure and `at`.
+    fn since_start(&self, at: Instant) -> Duration {
+        let start = self.start.get().copied().unwrap_or(at);
+        at.saturating_duration_since(start)
     }
 
     fn store_clears(&self, failing: Option<&Failure>) {

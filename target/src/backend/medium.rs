@@ -10,6 +10,7 @@ use std::sync::Arc;
 use riser_config::{Direct, Source, Spec};
 use riser_memory::Memory;
 use riser_reactor::Handle;
+use riser_reactor::simulated::{Disk, SECTOR};
 
 use super::hints;
 use super::made::Made;
@@ -324,6 +325,52 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
     };
     let logical = sys::device_logical_block(file.as_fd()).unwrap_or(4096);
     Ok((medium(file, align, Some(logical)), geometry))
+}
+
+/// A disk in memory in the place of the specification's file or device. Direct I/O on it goes by sectors.
+pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Opened {
+    let file = disk.open();
+    let (path, wanted, may_extend) = match &spec.source {
+        Source::File { path, size, create } => (path, *size, *create && !spec.read_only),
+        Source::Device { path } => (path, None, false),
+        Source::Ram { .. } | Source::Null { .. } => panic!("memory needs no disk"),
+    };
+    let actual = disk.len();
+    if let Some(wanted) = wanted.filter(|wanted| *wanted > actual) {
+        if !may_extend {
+            let path = path.clone();
+            return Err(OpenError::Size {
+                path,
+                actual,
+                wanted,
+            });
+        }
+        *made = Some(Made {
+            path: path.clone(),
+            file: file.clone(),
+            before: Some(actual),
+        });
+        disk.set_len(wanted);
+    }
+    let sector = Align {
+        memory: SECTOR as u32,
+        offset: SECTOR as u32,
+    };
+    let align = (spec.direct != Direct::Off).then_some(sector);
+    let device = matches!(spec.source, Source::Device { .. });
+    let geometry = Geometry {
+        physical_block: 4096,
+        unmap_granularity: (!spec.read_only).then_some(4096),
+        direct: align.is_some(),
+        ..plain(spec, disk.len())
+    };
+    let medium = Medium::File {
+        file,
+        align,
+        device,
+        unit: if device { SECTOR } else { 1 },
+    };
+    Ok((medium, geometry))
 }
 
 /// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.

@@ -53,6 +53,17 @@ impl OpenedStores {
         self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
     }
 
+    /// Adds a backend that is open, such as one of a simulation ([`Store::on_disk`]).
+    pub fn insert(&mut self, backend: &str, spec: &Spec, store: Arc<Store>) {
+        let opened = (spec.clone(), Ok(store));
+        self.0.insert(backend.to_owned(), opened);
+    }
+
+    /// Adds the results of others.
+    pub(crate) fn extend(&mut self, mut others: Self) {
+        self.0.append(&mut others.0);
+    }
+
     /// Takes the result of opening a backend, unless it was asked for otherwise.
     pub fn take(&mut self, backend: &str, spec: &Spec) -> Option<Result<Arc<Store>, OpenError>> {
         let (asked, _) = self.0.get(backend)?;

@@ -12,6 +12,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use riser_config::{Faults, Source, Spec};
 use riser_reactor::Handle;
+use riser_reactor::simulated::Disk;
 use riser_scsi::config::Identity;
 use riser_scsi::step::BackendError;
 
@@ -20,11 +21,14 @@ use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
 use super::made::Made;
-use super::medium::{Geometry, Medium, check_mount, measure_file, open_device, open_file, plain};
+use super::medium::{
+    Geometry, Medium, check_mount, measure_file, open_device, open_file, plain, simulated,
+};
 use super::open_error::{OpenError, io_error};
 use super::ram::{self, Ram};
 use super::sys;
 use super::waiting::{Waiting, is_waiting};
+use crate::host::{Host, SystemHost};
 
 /// Names the host's boot; where the kernel does not, this process.
 static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
@@ -48,6 +52,7 @@ pub struct Resized {
 #[derive(Debug)]
 pub struct Store {
     pub(super) medium: Medium,
+    host: Arc<dyn Host>,
     pub(super) faults: Option<Arc<Faults>>,
     flush: FlushState,
     geometry: Geometry,
@@ -78,17 +83,41 @@ impl Store {
     /// # Errors
     /// Those of [`Store::open`].
     pub fn open_with(spec: &Spec, ram: Arc<Ram>) -> Result<Arc<Self>, OpenError> {
+        let open = |made: &mut _| Self::open_medium(spec, ram, made);
+        Self::open_by(spec, Arc::new(SystemHost), open)
+    }
+
+    /// A backend on a disk in memory, for simulations; its threads and dates are those of `host`. The disk
+    /// stands for the specification's file or device.
+    ///
+    /// # Errors
+    /// Those of [`Store::open`].
+    ///
+    /// # Panics
+    /// If the specification is that of no file or device.
+    pub fn on_disk(spec: &Spec, disk: &Disk, host: Arc<dyn Host>) -> Result<Arc<Self>, OpenError> {
+        Self::open_by(spec, host, |made| {
+            let (medium, geometry) = simulated(spec, disk, made)?;
+            whole_blocks(spec, medium, geometry)
+        })
+    }
+
+    fn open_by(
+        spec: &Spec,
+        host: Arc<dyn Host>,
+        open: impl FnOnce(&mut Option<Made>) -> Result<(Medium, Geometry, Vec<String>), OpenError>,
+    ) -> Result<Arc<Self>, OpenError> {
         if !matches!(spec.block_size, 512 | 4096) {
             return Err(OpenError::BlockSize(spec.block_size));
         }
         let mut made = None;
-        let opened = Self::open_medium(spec, ram, &mut made);
+        let opened = open(&mut made);
         let (medium, geometry, notes) = opened.inspect_err(|_| {
             if let Some(made) = &made {
                 made.undo();
             }
         })?;
-        let store = Self::of(spec, medium, geometry, made);
+        let store = Self::of(spec, medium, geometry, made, host);
         for note in &notes {
             tracing::warn!(backend = store.label, "{note}");
         }
@@ -111,12 +140,20 @@ impl Store {
         };
         let block = u64::from(spec.block_size);
         let geometry = plain(spec, (capacity - capacity % block).max(block));
-        Arc::new(Self::of(spec, Medium::Absent, geometry, None))
+        let host = Arc::new(SystemHost);
+        Arc::new(Self::of(spec, Medium::Absent, geometry, None, host))
     }
 
-    fn of(spec: &Spec, medium: Medium, geometry: Geometry, made: Option<Made>) -> Self {
+    fn of(
+        spec: &Spec,
+        medium: Medium,
+        geometry: Geometry,
+        made: Option<Made>,
+        host: Arc<dyn Host>,
+    ) -> Self {
         Self {
             medium,
+            host,
             faults: spec.faults.clone(),
             flush: FlushState::default(),
             capacity: AtomicU64::new(geometry.capacity),
@@ -143,7 +180,7 @@ impl Store {
     ) -> Result<(Medium, Geometry, Vec<String>), OpenError> {
         // Before anything is opened: on an export of ours, the open itself would wait for us.
         check_mount(&spec.source)?;
-        let (medium, mut geometry) = match &spec.source {
+        let (medium, geometry) = match &spec.source {
             Source::File { path, size, create } => {
                 let file = open_file(spec, path, *size, *create, made)?;
                 measure_file(spec, path, file)?
@@ -164,17 +201,17 @@ impl Store {
                 },
             ),
         };
-        // What files and devices report need not be a multiple of the block size that the
-        // configuration chooses.
-        let size = geometry.capacity;
-        geometry.capacity = size - size % u64::from(spec.block_size);
-        if geometry.capacity == 0 {
-            return Err(OpenError::Empty {
-                size,
-                block_size: spec.block_size,
-            });
-        }
-        Ok((medium, geometry, hints::notes(spec, size)))
+        whole_blocks(spec, medium, geometry)
+    }
+
+    /// Where its threads and dates come from.
+    pub(super) fn host(&self) -> &dyn Host {
+        &*self.host
+    }
+
+    /// Whether it is on a disk in memory, which never hangs.
+    pub(super) fn is_simulated(&self) -> bool {
+        matches!(&self.medium, Medium::File { file, .. } if file.fd().is_none())
     }
 
     /// Returns notes for the administrator, from when it was opened.
@@ -379,10 +416,10 @@ impl Store {
         self.errors.clear(now, is_write)
     }
 
-    /// Returns the error with which operations fail at present, if they do.
+    /// Returns the error with which operations fail at `now`, whose date is `date`, if they do.
     #[must_use]
-    pub fn failing(&self) -> Option<Failing> {
-        self.errors.failing(Instant::now(), SystemTime::now())
+    pub fn failing(&self, now: Instant, date: SystemTime) -> Option<Failing> {
+        self.errors.failing(now, date)
     }
 
     /// Returns the number of operations that the medium failed, by kind: `medium`, `no_space`, `read_only`, `not_ready`,
@@ -408,9 +445,10 @@ impl Store {
         self.flush.clear()
     }
 
-    /// Takes the failure of a flush that is kept for a unit, and keeps those that come.
-    pub fn keep_flush_failures(&self, keeper: Arc<dyn FlushKeeper>, unit: &Identity) {
-        if let Some(failure) = self.flush.keep(keeper, unit) {
+    /// Takes the failure of a flush that is kept for a unit, and keeps those that come. What cannot be read is
+    /// taken for a failure of `now`.
+    pub fn keep_flush_failures(&self, keeper: Arc<dyn FlushKeeper>, unit: &Identity, now: Instant) {
+        if let Some(failure) = self.flush.keep(keeper, unit, self.host.date(now)) {
             let error = io::Error::from_raw_os_error(failure.errno);
             tracing::error!(
                 backend = self.label,
@@ -432,8 +470,9 @@ impl Store {
     }
 
     /// A flush failed: all do from now on.
-    pub(super) fn on_flush_failed(&self, errno: i32) {
-        if self.flush.fail(errno) {
+    pub(super) fn on_flush_failed(&self, errno: i32, now: Instant) {
+        let host = &self.host;
+        if self.flush.fail(errno, host.date(now), host.threads()) {
             let error = io::Error::from_raw_os_error(errno);
             tracing::error!(
                 backend = self.label,
@@ -487,4 +526,22 @@ impl Store {
         let from = self.capacity();
         Ok((from != to).then_some(Resized { from, to }))
     }
+}
+
+/// A medium with its capacity in whole blocks: what files and devices report need not be a multiple of the block size
+/// that the configuration chooses.
+fn whole_blocks(
+    spec: &Spec,
+    medium: Medium,
+    mut geometry: Geometry,
+) -> Result<(Medium, Geometry, Vec<String>), OpenError> {
+    let size = geometry.capacity;
+    geometry.capacity = size - size % u64::from(spec.block_size);
+    if geometry.capacity == 0 {
+        return Err(OpenError::Empty {
+            size,
+            block_size: spec.block_size,
+        });
+    }
+    Ok((medium, geometry, hints::notes(spec, size)))
 }

@@ -596,7 +596,7 @@ fn what_would_not_be_found_again_is_told() {
     // It would be extended by a start, and never cut.
     store.check_reopen(&large).unwrap();
     // The flush at shutdown would fail.
-    store.on_flush_failed(libc::EIO);
+    store.on_flush_failed(libc::EIO, Instant::now());
     assert!(matches!(
         store.check_reopen(&small),
         Err(OpenError::FlushFailed(_))

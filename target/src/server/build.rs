@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use riser_scsi::lu::LogicalUnit;
 
@@ -247,7 +247,7 @@ impl Builder {
         let store = self
             .place_of(name)
             .and_then(|place| self.opened[place].as_ref());
-        let failing = store.and_then(|store| store.failing());
+        let failing = store.and_then(|store| store.failing(Instant::now(), SystemTime::now()));
         failing.is_some_and(|failing| failing.is_gone())
     }
 
@@ -580,7 +580,7 @@ impl Builder {
         }
         if let Some(keeper) = self.keepers.flushes.as_ref().filter(|_| !is_absent) {
             let store = self.opened[place].as_ref().expect("just opened");
-            store.keep_flush_failures(Arc::clone(keeper), &lu.config().identity);
+            store.keep_flush_failures(Arc::clone(keeper), &lu.config().identity, Instant::now());
         }
         Ok(self.enter_unit(config, backend, place, lu))
     }

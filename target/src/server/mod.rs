@@ -42,7 +42,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use riser_reactor::{MailSender, Ring, RingConfig, RingError, mailbox};
 use riser_scsi::attention::Attention;
@@ -50,7 +50,7 @@ use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
-use crate::backend::{FlushKeeper, OpenError, Space, Store, look, open_all};
+use crate::backend::{FlushKeeper, OpenError, OpenedStores, Space, Store, look, open_all};
 use crate::config::{Config, Listen};
 use crate::fabric::Unit;
 use crate::holder::HeldBy;
@@ -310,9 +310,22 @@ pub fn build_shared(
         reservations: keeper,
         ..Keepers::default()
     };
+    build_shared_on(config, keepers, OpenedStores::default())
+}
+
+/// As [`build_shared`], with backends that are open already, such as those on disks in memory
+/// ([`Store::on_disk`]). All others are opened.
+///
+/// # Errors
+/// [`ServerError`].
+pub fn build_shared_on(
+    config: &Config,
+    keepers: Keepers,
+    opened: OpenedStores,
+) -> Result<Shared, ServerError> {
     let server_state = ServerState::default();
     let mut builder = build::Builder::after(&server_state, keepers)?;
-    let (catalog, files) = first_catalog(&mut builder, config, &server_state)?;
+    let (catalog, files) = first_catalog(&mut builder, config, &server_state, opened)?;
     files.keep();
     Ok(shared(catalog, Arc::default()))
 }
@@ -343,10 +356,13 @@ fn first_catalog(
     builder: &mut build::Builder,
     config: &Config,
     server_state: &ServerState,
+    mut opened: OpenedStores,
 ) -> Result<(Catalog, FirstFiles), ServerError> {
     let before = builder.clone();
     builder.look(config);
-    let mut opened = open_all(builder.wishes(config));
+    let mut wishes = builder.wishes(config);
+    wishes.retain(|wish| !opened.has(&wish.backend, &wish.spec));
+    opened.extend(open_all(wishes));
     let built = builder.catalog(config, &mut opened);
     let stores = builder.stores_beyond(&before).cloned().collect();
     // Before any error is returned: dropping it takes back what was done to files for a start that
@@ -418,7 +434,8 @@ impl Server {
     ) -> Result<Self, ServerError> {
         let mut builder = build::Builder::after(server_state, keepers)?;
         builder.set_lenient(!config.strict);
-        let (mut catalog, files) = first_catalog(&mut builder, config, server_state)?;
+        let (mut catalog, files) =
+            first_catalog(&mut builder, config, server_state, OpenedStores::default())?;
         let device_slots = Arc::new(DeviceSlots::default());
         // What is in use may be that of a daemon which is ending, and is waited for.
         let is_waited_for = Cell::new(true);
@@ -616,8 +633,9 @@ impl Server {
     #[must_use]
     pub fn problems(&self) -> Problems {
         let mut all = self.builder.problems().clone();
+        let (now, date) = (Instant::now(), SystemTime::now());
         for (name, store) in self.builder.open() {
-            if let Some(failing) = store.failing() {
+            if let Some(failing) = store.failing(now, date) {
                 all.add_failing(Subject::Backend(name.clone()), failing);
             }
         }

@@ -17,7 +17,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use riser_reactor::{Offload, SystemThreads, Token};
+use riser_reactor::{Offload, Token};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::reservation::{Preemption, ReservationChange, ReservationError};
 use riser_scsi::step::{BackendError, StepResult};
@@ -133,7 +133,8 @@ impl Worker {
         // Made with the first change, which most servers never see, and tried again with the next
         // one if there was no thread to be had.
         if saver.helper.is_none() {
-            saver.helper = Offload::new(1, self.ring.waker(), &SystemThreads).ok();
+            let host = self.env.host();
+            saver.helper = Offload::new(1, self.ring.waker(), host.threads()).ok();
         }
         let is_busy = |helper: &Offload<Outcome>| helper.outstanding() > 0;
         if saver.helper.as_ref().is_some_and(is_busy) {

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use riser_reactor::{MailReceiver, MailSender, Ring, RingConfig, mailbox};
 use riser_target::config::Config;
+use riser_target::host::{Host, SystemHost};
 use riser_target::server::build_shared;
 use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
 use riser_target::worker::{Env, Report, Shared, TcpListener, Worker, WorkerConfig};
@@ -20,18 +21,25 @@ use riser_transport::verbs::Provider;
 pub(crate) const SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
 
 /// Surroundings whose random numbers come from a seed, so that each run is the same.
-struct SeededEnv(u64);
+struct SeededEnv {
+    state: u64,
+    host: Arc<dyn Host>,
+}
 
 impl Env for SeededEnv {
     fn fill_random(&mut self, out: &mut [u8]) {
         for byte in out {
             // The generator of Knuth's MMIX.
-            self.0 = self
-                .0
+            self.state = self
+                .state
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1);
-            *byte = (self.0 >> 56) as u8;
+            *byte = (self.state >> 56) as u8;
         }
+    }
+
+    fn host(&self) -> Arc<dyn Host> {
+        Arc::clone(&self.host)
     }
 }
 
@@ -68,15 +76,26 @@ impl World {
             faults,
             ..FabricConfig::default()
         });
-        let shared = Arc::new(shared);
         let ring = Ring::new(ring).unwrap();
+        Self::on(fabric, shared, ring, sockets, (1, Arc::new(SystemHost)))
+    }
+
+    /// A worker on a ring of any kind, whose random numbers come from a seed.
+    pub(crate) fn on(
+        fabric: Fabric,
+        shared: Shared,
+        ring: Ring,
+        sockets: Vec<TcpListener>,
+        (seed, host): (u64, Arc<dyn Host>),
+    ) -> Self {
+        let shared = Arc::new(shared);
         let (mail, inbox) = mailbox(MAILBOX, ring.waker());
         let (other_mail, other) = mailbox(MAILBOX, ring.waker());
         let (reports_tx, reports) = channel();
         let (worker, unserved) = Worker::new(WorkerConfig {
             index: 0,
             now: fabric.now(),
-            env: Box::new(SeededEnv(1)),
+            env: Box::new(SeededEnv { state: seed, host }),
             pool: 16 << 20,
             shared: Arc::clone(&shared),
             devices: vec![Box::new(fabric.endpoint(SERVER))],

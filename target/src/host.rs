@@ -1,0 +1,34 @@
+//! [`Host`]: threads and dates, for code that makes neither.
+//!
+//! The time of a worker's round comes with the round, and random bytes from its
+//! [`Env`](crate::worker::Env). What backends and workers need beyond that is here, behind one trait, so that a
+//! simulation can run their blocking calls as steps of its schedule and date what they note.
+
+use std::fmt::Debug;
+use std::time::{Instant, SystemTime};
+
+use riser_reactor::{SystemThreads, Threads};
+
+/// The machine, or a simulation of one.
+pub trait Host: Debug + Send + Sync {
+    /// Threads for calls that may block.
+    fn threads(&self) -> &dyn Threads;
+
+    /// Date at the time of a round.
+    fn date(&self, now: Instant) -> SystemTime;
+}
+
+/// The machine that we run on.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SystemHost;
+
+impl Host for SystemHost {
+    fn threads(&self) -> &dyn Threads {
+        &SystemThreads
+    }
+
+    /// The date of now: rounds are short.
+    fn date(&self, _: Instant) -> SystemTime {
+        SystemTime::now()
+    }
+}

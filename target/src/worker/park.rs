@@ -5,10 +5,15 @@ use riser_reactor::Next;
 use super::{Worker, WorkerError};
 
 impl Worker {
-    /// Sleeps, unless there was work a moment ago or something is due.
-    pub(super) fn park(&mut self, worked: usize) -> Result<(), WorkerError> {
+    /// Sleeps, unless there was work a moment ago or something is due; returns what it has done. On a ring
+    /// of a simulation it does not sleep: who drives the worker comes back then, or when something has happened.
+    ///
+    /// # Errors
+    /// As [`Worker::run`].
+    pub fn park(&mut self, worked: usize) -> Result<Next, WorkerError> {
         let deadline = self.deadline();
-        match self.spinner.plan(self.now, worked > 0, deadline) {
+        let next = self.spinner.plan(self.now, worked > 0, deadline);
+        match next {
             Next::Poll => {}
             Next::Park(timeout) => {
                 // Nothing wakes the worker for these: descriptors without a watch, completion
@@ -17,12 +22,12 @@ impl Worker {
                 let is_watched = self.devices.is_watched();
                 let is_due = self.conns.ready() > 0 || self.pool.has_change();
                 if self.exiting || !is_watched || is_due || self.outbox.retry() > 0 {
-                    return Ok(());
+                    return Ok(Next::Poll);
                 }
                 self.parks += 1;
                 self.ring.park(timeout)?;
             }
         }
-        Ok(())
+        Ok(next)
     }
 }

@@ -1,4 +1,5 @@
-//! A minimal iSCSI initiator on a socket, for tests: our own login machine, one command at a time.
+//! A minimal iSCSI initiator on a socket, or on another stream, for tests: our own login machine, one command at a
+//! time.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -15,8 +16,8 @@ use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, chap};
 use socket2::{Domain, Socket, Type};
 
 /// A connection of an initiator.
-pub struct Client {
-    pub socket: TcpStream,
+pub struct Client<S = TcpStream> {
+    pub socket: S,
     framer: Framer,
     buffer: Vec<u8>,
     pub digests: Digests,
@@ -135,6 +136,24 @@ impl Client {
         socket
             .set_read_timeout(Some(Duration::from_secs(20)))
             .unwrap();
+        Self::attempt_on(socket, (target, secret), isid, (tsih, cid), level)
+    }
+}
+
+impl<S: Read + Write> Client<S> {
+    /// A connection for a new session, over a stream that leads to the portal.
+    pub fn login_on(socket: S, target: &str, isid: u8) -> Result<Self, LoginError> {
+        let attempt = Self::attempt_on(socket, (Some(target), None), isid, (0, 0), 0)?;
+        Ok(attempt.0)
+    }
+
+    fn attempt_on(
+        socket: S,
+        (target, secret): (Option<&str>, Option<&str>),
+        isid: u8,
+        (tsih, cid): (u16, u16),
+        level: u32,
+    ) -> Result<(Self, Option<(String, bool)>), LoginError> {
         let mut client = Self {
             socket,
             framer: Framer::new(1 << 20),

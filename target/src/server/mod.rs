@@ -30,6 +30,7 @@ pub mod identities;
 pub mod ports;
 pub mod problems;
 pub mod reload;
+pub mod rollout;
 #[cfg(test)]
 mod tests_files;
 #[cfg(test)]
@@ -65,6 +66,7 @@ use handover::ServerState;
 use identities::IdentityKeeper;
 use ports::PortKeeper;
 use problems::{Problems, Subject};
+use rollout::RolloutDriver;
 
 pub use crate::worker::PATIENCE;
 
@@ -516,7 +518,8 @@ impl Server {
         let mut catalog = Catalog::clone(&self.shared.registry.catalog());
         catalog.remove_portals(problems.portals());
         self.builder.set_problems(problems);
-        self.exchange(&Arc::new(catalog), &[]);
+        let rollout = RolloutDriver::staged(self.senders.clone());
+        self.exchange(&Arc::new(catalog), &[], rollout);
         Ok(())
     }
 

@@ -26,23 +26,20 @@
 //! a backend or an access rule hold at once, also for commands that wait.
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::acquire::{self, Acquired};
 use super::handover::ServerState;
 use super::problems::Subject;
+use super::rollout::{Refusal, RolloutDriver};
 use super::{PATIENCE, Server, ServerError, build};
 use crate::backend::{OpenedStores, Source, Spec, Store, Wish, look, open_all};
 use crate::config::{Backend, Config, Protocol};
 use crate::qos::IoLimits;
 use crate::sessions::catalog::Catalog;
 use crate::worker::mail::Mail;
-use crate::worker::portals::{Stage, StageError, Unserved};
+use crate::worker::portals::{Stage, Unserved};
 use crate::worker::ring_capacity;
-
-/// Time limit for a worker to acquire its part of a change.
-const STAGING: Duration = Duration::from_secs(10);
 
 /// A configuration was not applied: the one before is still served.
 #[derive(Debug, thiserror::Error)]
@@ -169,6 +166,7 @@ struct Prepared {
     builder: build::Builder,
     catalog: Arc<Catalog>,
     acquired: Acquired,
+    rollout: RolloutDriver,
     grown: Vec<Grown>,
 }
 
@@ -282,13 +280,14 @@ impl Server {
             .map_err(ChangeError::from)
             .and_then(|catalog| self.acquire(&config, &mut builder, &catalog));
         match built {
-            Ok((catalog, acquired)) => {
+            Ok((catalog, acquired, rollout)) => {
                 builder.set_retrying(false);
                 Ok(Prepared {
                     config,
                     builder,
                     catalog,
                     acquired,
+                    rollout,
                     grown,
                 })
             }
@@ -308,7 +307,7 @@ impl Server {
         config: &Config,
         builder: &mut build::Builder,
         whole: &Catalog,
-    ) -> Result<(Arc<Catalog>, Acquired), ChangeError> {
+    ) -> Result<(Arc<Catalog>, Acquired, RolloutDriver), ChangeError> {
         let old = self.shared.registry.catalog();
         let before = builder.problems().clone();
         let mut unserved: Vec<Unserved> = Vec::new();
@@ -337,22 +336,23 @@ impl Server {
             catalog.remove_portals(problems.portals());
             // Without what is missing, so that discovery names only portals that are listened on.
             let catalog = Arc::new(catalog);
-            let refused = match self.stage(&catalog, &mut acquired) {
-                Ok(refused) => refused,
-                Err(error) => {
-                    self.let_go();
-                    return Err(error);
+            // Where it is refused, all workers have released their parts when this returns.
+            let rollout = self.stage(&catalog, &mut acquired);
+            let refused = match rollout.refusal() {
+                None => {
+                    builder.set_problems(problems);
+                    return Ok((catalog, acquired, rollout));
                 }
+                Some(Refusal::Worker { worker, message }) => {
+                    return Err(ChangeError::Worker { worker, message });
+                }
+                Some(Refusal::Portals(refused)) => refused,
             };
-            let Some((worker, first)) = refused.first() else {
-                builder.set_problems(problems);
-                return Ok((catalog, acquired));
-            };
-            self.let_go();
             // Once more without them; there is no third time.
             let is_tolerated =
                 |(_, other): &(usize, Unserved)| tolerates(&Subject::RdmaPortal(other.portal));
-            if !unserved.is_empty() || !refused.iter().all(is_tolerated) {
+            let is_over = !unserved.is_empty() || !refused.iter().all(is_tolerated);
+            if let Some((worker, first)) = refused.first().filter(|_| is_over) {
                 let (worker, message) = (*worker, first.why.clone());
                 return Err(ChangeError::Worker { worker, message });
             }
@@ -401,49 +401,17 @@ impl Server {
         Ok(())
     }
 
-    /// Lets every worker acquire its part. The portals that workers cannot listen on, with the number of the
-    /// worker.
-    fn stage(
-        &self,
-        catalog: &Arc<Catalog>,
-        acquired: &mut Acquired,
-    ) -> Result<Vec<(usize, Unserved)>, ChangeError> {
-        let parts = acquired.take_parts();
-        let gone = |worker| ChangeError::Worker {
-            worker,
-            message: "it does not answer".into(),
-        };
-        let mut asked = Vec::new();
-        for (worker, (part, sender)) in parts.into_iter().zip(&self.senders).enumerate() {
-            let stage = Stage {
-                catalog: Arc::clone(catalog),
-                devices: part.devices,
-                sockets: part.sockets,
-            };
-            let (reply, answer) = channel();
-            // All are asked before any answer is waited for, so that the workers open their parts
-            // at the same time.
-            let sent = sender.send_blocking(Mail::Stage(Box::new(stage), reply));
-            sent.map_err(|_| gone(worker))?;
-            asked.push(answer);
-        }
-        let until = Instant::now() + STAGING;
-        let mut unserved = Vec::new();
-        for (worker, answer) in asked.into_iter().enumerate() {
-            // One time limit for all of them together, not one for each.
-            let left = until.saturating_duration_since(Instant::now());
-            match answer.recv_timeout(left).map_err(|_| gone(worker))? {
-                Ok(()) => {}
-                Err(StageError::Portals(portals)) => {
-                    unserved.extend(portals.into_iter().map(|portal| (worker, portal)));
-                }
-                Err(StageError::Worker(error)) => {
-                    let message = error.to_string();
-                    return Err(ChangeError::Worker { worker, message });
-                }
-            }
-        }
-        Ok(unserved)
+    /// Lets every worker acquire its part, or undoes that; see [`rollout`](super::rollout).
+    fn stage(&self, catalog: &Arc<Catalog>, acquired: &mut Acquired) -> RolloutDriver {
+        let parts = acquired.take_parts().into_iter().map(|part| Stage {
+            catalog: Arc::clone(catalog),
+            devices: part.devices,
+            sockets: part.sockets,
+        });
+        let senders = self.senders.clone();
+        let mut rollout = RolloutDriver::stage(senders, parts.collect(), Instant::now());
+        rollout.wait();
+        rollout
     }
 
     /// Takes back what opening backends has done to files.
@@ -453,19 +421,10 @@ impl Server {
         self.builder.undo(new.chain(grown));
     }
 
-    /// Lets workers give up what they have acquired.
-    fn let_go(&self) {
-        for sender in &self.senders {
-            // A worker that is gone holds nothing.
-            let _ = sender.send_blocking(Mail::Unstage);
-        }
-        // A mailbox keeps its order: a worker that answers this has released it.
-        let _ = self.snapshot();
-    }
-
     /// Releases all that was acquired.
-    fn withdraw(&self, prepared: Prepared) {
-        self.let_go();
+    fn withdraw(&self, mut prepared: Prepared) {
+        prepared.rollout.withdraw(Instant::now());
+        prepared.rollout.wait();
         self.undo_backends(&prepared.builder, &prepared.grown);
     }
 
@@ -476,6 +435,7 @@ impl Server {
             builder,
             catalog,
             acquired,
+            rollout,
             grown,
         } = prepared;
         builder
@@ -502,11 +462,16 @@ impl Server {
         // Workers have taken their parts when they staged them; only the slots are to be kept
         // here.
         let _ = acquired.keep();
-        self.exchange(&catalog, &grown);
+        self.exchange(&catalog, &grown, rollout);
     }
 
     /// Serves another catalog, for which workers have acquired what it takes.
-    pub(super) fn exchange(&self, catalog: &Arc<Catalog>, grown: &[Grown]) {
+    pub(super) fn exchange(
+        &self,
+        catalog: &Arc<Catalog>,
+        grown: &[Grown],
+        mut rollout: RolloutDriver,
+    ) {
         let wanted = |addr| catalog.rdma_portals().any(|portal| portal.ip() == addr);
         // The catalog first: a login that comes now already meets it, so no session can slip in
         // between for a target that is gone.
@@ -525,12 +490,9 @@ impl Server {
                 let _ = sender.send_blocking(Mail::LogOut { serial, until });
             }
         }
-        for sender in &self.senders {
-            // A worker that is gone has no sessions.
-            let _ = sender.send_blocking(Mail::Changed);
-        }
-        // A mailbox keeps its order: a worker that answers this has applied the change.
-        let _ = self.snapshot();
+        // When this returns, workers have applied the change, or take too long over it.
+        rollout.commit(Instant::now());
+        rollout.wait();
         // Last: workers have left the listeners of devices that are not wanted, and may close
         // them.
         self.shared.device_slots.want(wanted);

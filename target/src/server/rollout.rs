@@ -1,0 +1,676 @@
+//! [`Rollout`]: a change of what is served, at all workers, and [`RolloutDriver`], which brings it there.
+//!
+//! ```text
+//!   Staging ── all have acquired their part ──▶ Staged ── commit ──▶ Applying ── all have, or late ──▶ Applied
+//!      │ refused, failed or late                  │ withdraw
+//!      └────────────────▶ Undoing ◀───────────────┘
+//!                            └── all have released it, or late ──▶ Undone
+//! ```
+//!
+//! The machine sends nothing and has no clock. It names the workers that are to be told something, takes their
+//! answers, and is polled with the time. Until *Staged*, a worker that fails or is late undoes the change everywhere.
+//! From the commit on nothing can fail: a worker that does not say that it has applied the change is left to it.
+//!
+//! A mailbox keeps its order. So a worker that answers a ping has done what it was told before, and one that
+//! acquires its part too late finds the order to release it behind.
+
+use std::collections::VecDeque;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
+use std::time::{Duration, Instant};
+
+use riser_reactor::{MailSender, SendError};
+use riser_state::{State, become_state};
+
+use crate::worker::mail::Mail;
+use crate::worker::portals::{Stage, StageError, Unserved};
+
+/// Time limit for the workers to acquire their parts of a change, all together.
+const STAGING: Duration = Duration::from_secs(10);
+
+/// Time limit for them to say that they have applied, or undone, it.
+const CONFIRMING: Duration = Duration::from_secs(1);
+
+/// State of a change at the workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RolloutState {
+    /// Workers acquire their parts, unseen.
+    Staging,
+    /// All of them have; nothing of it can be seen.
+    Staged,
+    /// Workers take over what they hold.
+    Applying,
+    /// It is served.
+    Applied,
+    /// Workers release what they have acquired.
+    Undoing,
+    /// Nothing is left of it.
+    Undone,
+}
+
+impl State for RolloutState {
+    fn may_become(&self, next: &Self) -> bool {
+        match self {
+            Self::Staging => matches!(next, Self::Staged | Self::Undoing),
+            Self::Staged => matches!(next, Self::Applying | Self::Undoing),
+            Self::Applying => matches!(next, Self::Applied),
+            Self::Undoing => matches!(next, Self::Undone),
+            Self::Applied | Self::Undone => false,
+        }
+    }
+}
+
+/// Message to a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Acquire your part, and answer.
+    Stage,
+    /// Serve it.
+    Change,
+    /// Release your part.
+    Unstage,
+    /// Answer when you have done what came before.
+    Confirm,
+}
+
+/// Reason for which a change was undone before it was staged everywhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// Workers cannot listen on these portals; each with the number of its worker.
+    Portals(Vec<(usize, Unserved)>),
+    /// A worker has failed in another way, or does not answer.
+    Worker {
+        /// Its number, from 0.
+        worker: usize,
+        /// Its error, for people.
+        message: String,
+    },
+}
+
+/// A change of what is served, as a value: see the module's header.
+#[derive(Debug)]
+pub struct Rollout {
+    state: RolloutState,
+    /// Workers whose answer is awaited, by number.
+    awaited: Vec<bool>,
+    orders: VecDeque<(usize, Order)>,
+    until: Option<Instant>,
+    unserved: Vec<(usize, Unserved)>,
+    failed: Option<(usize, String)>,
+}
+
+impl Rollout {
+    /// A change whose parts this many workers are to acquire from `now` on.
+    #[must_use]
+    pub fn stage(workers: usize, now: Instant) -> Self {
+        let mut rollout = Self::new(RolloutState::Staging, workers);
+        rollout.order_all(Order::Stage);
+        rollout.await_all(now + STAGING);
+        rollout.settle();
+        rollout
+    }
+
+    /// A change for which workers need nothing that they do not have.
+    #[must_use]
+    pub fn staged(workers: usize) -> Self {
+        Self::new(RolloutState::Staged, workers)
+    }
+
+    fn new(state: RolloutState, workers: usize) -> Self {
+        Self {
+            state,
+            awaited: vec![false; workers],
+            orders: VecDeque::new(),
+            until: None,
+            unserved: Vec::new(),
+            failed: None,
+        }
+    }
+
+    /// State at present.
+    #[must_use]
+    pub fn state(&self) -> RolloutState {
+        self.state
+    }
+
+    /// Whether it waits for workers.
+    #[must_use]
+    pub fn is_waiting(&self) -> bool {
+        use RolloutState::{Applying, Staging, Undoing};
+        matches!(self.state, Staging | Applying | Undoing)
+    }
+
+    /// The time at which workers are no longer waited for.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        self.until.filter(|_| self.is_waiting())
+    }
+
+    /// The next worker that is to be told something.
+    pub fn poll_order(&mut self) -> Option<(usize, Order)> {
+        self.orders.pop_front()
+    }
+
+    /// Reason for which it was undone, if workers have refused it.
+    #[must_use]
+    pub fn refusal(&self) -> Option<Refusal> {
+        if let Some((worker, message)) = self.failed.clone() {
+            return Some(Refusal::Worker { worker, message });
+        }
+        let portals = self.unserved.clone();
+        (!portals.is_empty()).then_some(Refusal::Portals(portals))
+    }
+
+    /// A worker has answered [`Order::Stage`]. A late answer changes nothing.
+    pub fn handle_staged(&mut self, worker: usize, answer: Result<(), StageError>, now: Instant) {
+        if self.state != RolloutState::Staging || !self.awaited[worker] {
+            return;
+        }
+        self.awaited[worker] = false;
+        match answer {
+            Ok(()) => {}
+            // The others are heard first: all portals that cannot be had are named together.
+            Err(StageError::Portals(portals)) => {
+                let portals = portals.into_iter().map(|portal| (worker, portal));
+                self.unserved.extend(portals);
+            }
+            Err(StageError::Worker(error)) => return self.fail(worker, error.to_string(), now),
+        }
+        self.advance(now);
+    }
+
+    /// A worker has answered [`Order::Confirm`].
+    pub fn handle_confirmed(&mut self, worker: usize, now: Instant) {
+        if self.state != RolloutState::Staging {
+            self.awaited[worker] = false;
+            self.advance(now);
+        }
+    }
+
+    /// A worker is gone. It holds nothing, and has nothing to serve.
+    pub fn handle_gone(&mut self, worker: usize, now: Instant) {
+        match self.state {
+            RolloutState::Staging => self.fail(worker, "it does not answer".into(), now),
+            _ => self.handle_confirmed(worker, now),
+        }
+    }
+
+    /// Gives up waiting at the deadline.
+    pub fn handle_time(&mut self, now: Instant) {
+        if self.deadline().is_none_or(|until| until > now) {
+            return;
+        }
+        if self.state == RolloutState::Staging {
+            let late = self.awaited.iter().position(|awaited| *awaited);
+            return self.fail(late.unwrap_or(0), "it does not answer".into(), now);
+        }
+        self.awaited.fill(false);
+        self.advance(now);
+    }
+
+    /// The change is visible from now on, and workers take it over.
+    ///
+    /// # Panics
+    /// Unless it is staged.
+    pub fn commit(&mut self, now: Instant) {
+        become_state(&mut self.state, RolloutState::Applying);
+        self.order_all(Order::Change);
+        self.confirm(now);
+    }
+
+    /// The change is not to be.
+    ///
+    /// # Panics
+    /// Unless it is staged.
+    pub fn withdraw(&mut self, now: Instant) {
+        become_state(&mut self.state, RolloutState::Undoing);
+        // What was not sent yet need not be taken back, but the order to do so does no harm.
+        self.order_all(Order::Unstage);
+        self.confirm(now);
+    }
+
+    fn fail(&mut self, worker: usize, message: String, now: Instant) {
+        self.failed = Some((worker, message));
+        self.withdraw(now);
+    }
+
+    /// Goes on when no answer is awaited any more.
+    fn advance(&mut self, now: Instant) {
+        if self.awaited.contains(&true) {
+            return;
+        }
+        match self.state {
+            RolloutState::Staging if !self.unserved.is_empty() => self.withdraw(now),
+            _ => self.settle(),
+        }
+    }
+
+    fn settle(&mut self) {
+        if self.awaited.contains(&true) {
+            return;
+        }
+        let next = match self.state {
+            RolloutState::Staging => RolloutState::Staged,
+            RolloutState::Applying => RolloutState::Applied,
+            RolloutState::Undoing => RolloutState::Undone,
+            RolloutState::Staged | RolloutState::Applied | RolloutState::Undone => return,
+        };
+        become_state(&mut self.state, next);
+    }
+
+    fn order_all(&mut self, order: Order) {
+        let all = (0..self.awaited.len()).map(|worker| (worker, order));
+        self.orders.extend(all);
+    }
+
+    fn confirm(&mut self, now: Instant) {
+        self.order_all(Order::Confirm);
+        self.await_all(now + CONFIRMING);
+        self.settle();
+    }
+
+    fn await_all(&mut self, until: Instant) {
+        self.awaited.fill(true);
+        self.until = Some(until);
+    }
+}
+
+/// Brings a [`Rollout`] to workers by their mailboxes.
+#[derive(Debug)]
+pub struct RolloutDriver {
+    rollout: Rollout,
+    senders: Vec<MailSender<Mail>>,
+    /// Parts that were not sent yet, by worker.
+    parts: Vec<Option<Box<Stage>>>,
+    answers: Vec<Option<Answer>>,
+    /// An order that a full mailbox has refused.
+    refused: Option<(usize, Order)>,
+}
+
+/// An answer that is awaited.
+#[derive(Debug)]
+enum Answer {
+    Staged(Receiver<Result<(), StageError>>),
+    Confirmed(Receiver<()>),
+}
+
+/// An answer that has come.
+enum Answered {
+    Staged(Result<(), StageError>),
+    Confirmed,
+}
+
+impl Answer {
+    fn poll(&self) -> Result<Answered, TryRecvError> {
+        match self {
+            Self::Staged(answer) => answer.try_recv().map(Answered::Staged),
+            Self::Confirmed(answer) => answer.try_recv().map(|()| Answered::Confirmed),
+        }
+    }
+
+    fn wait(&self, time: Duration) -> Result<Answered, RecvTimeoutError> {
+        match self {
+            Self::Staged(answer) => answer.recv_timeout(time).map(Answered::Staged),
+            Self::Confirmed(answer) => answer.recv_timeout(time).map(|()| Answered::Confirmed),
+        }
+    }
+}
+
+impl RolloutDriver {
+    /// Has workers acquire their parts, one for each of them.
+    #[must_use]
+    pub fn stage(senders: Vec<MailSender<Mail>>, parts: Vec<Stage>, now: Instant) -> Self {
+        let rollout = Rollout::stage(senders.len(), now);
+        let parts = parts.into_iter().map(|part| Some(Box::new(part)));
+        Self::new(rollout, senders, parts.collect())
+    }
+
+    /// For a change of which workers have what they need.
+    #[must_use]
+    pub fn staged(senders: Vec<MailSender<Mail>>) -> Self {
+        Self::new(Rollout::staged(senders.len()), senders, Vec::new())
+    }
+
+    fn new(
+        rollout: Rollout,
+        senders: Vec<MailSender<Mail>>,
+        parts: Vec<Option<Box<Stage>>>,
+    ) -> Self {
+        Self {
+            rollout,
+            answers: senders.iter().map(|_| None).collect(),
+            senders,
+            parts,
+            refused: None,
+        }
+    }
+
+    /// As [`Rollout::refusal`].
+    #[must_use]
+    pub fn refusal(&self) -> Option<Refusal> {
+        self.rollout.refusal()
+    }
+
+    /// As [`Rollout::deadline`].
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        self.rollout.deadline()
+    }
+
+    /// As [`Rollout::commit`].
+    pub fn commit(&mut self, now: Instant) {
+        self.rollout.commit(now);
+    }
+
+    /// As [`Rollout::withdraw`].
+    pub fn withdraw(&mut self, now: Instant) {
+        self.rollout.withdraw(now);
+    }
+
+    /// Sends what is to be sent and takes the answers that have come; never waits.
+    pub fn poll(&mut self, now: Instant) -> RolloutState {
+        self.advance(now, |sender, mail| sender.send(mail));
+        self.rollout.state()
+    }
+
+    /// Goes on until workers are not waited for any longer, by the clock; for threads that may block.
+    pub fn wait(&mut self) -> RolloutState {
+        loop {
+            let now = Instant::now();
+            self.advance(now, |sender, mail| sender.send_blocking(mail));
+            let Some(until) = self.rollout.deadline() else {
+                return self.rollout.state();
+            };
+            // The first one that has not answered; the others are looked at in between.
+            let mut answers = self.answers.iter().enumerate();
+            let first = answers.find_map(|(worker, answer)| Some((worker, answer.as_ref()?)));
+            let (worker, answer) = first.expect("what is waited for was asked for");
+            let left = until.saturating_duration_since(Instant::now());
+            match answer.wait(left) {
+                Ok(answered) => self.handle(worker, Some(answered), Instant::now()),
+                Err(RecvTimeoutError::Disconnected) => self.handle(worker, None, Instant::now()),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    /// Sends by `send`, takes answers, and tells the time.
+    fn advance(
+        &mut self,
+        now: Instant,
+        send: impl Fn(&MailSender<Mail>, Mail) -> Result<(), SendError<Mail>>,
+    ) {
+        loop {
+            self.send_orders(now, &send);
+            let mut is_new = false;
+            for worker in 0..self.answers.len() {
+                let answered = match self.answers[worker].as_ref().map(Answer::poll) {
+                    Some(Ok(answered)) => Some(answered),
+                    Some(Err(TryRecvError::Disconnected)) => None,
+                    Some(Err(TryRecvError::Empty)) | None => continue,
+                };
+                self.handle(worker, answered, now);
+                is_new = true;
+            }
+            let before = self.rollout.state();
+            self.rollout.handle_time(now);
+            // An answer, or the time, may have brought further orders.
+            if !is_new && self.rollout.state() == before {
+                return;
+            }
+        }
+    }
+
+    /// Takes a worker's answer; none of one that is gone.
+    fn handle(&mut self, worker: usize, answered: Option<Answered>, now: Instant) {
+        self.answers[worker] = None;
+        match answered {
+            Some(Answered::Staged(result)) => self.rollout.handle_staged(worker, result, now),
+            Some(Answered::Confirmed) => self.rollout.handle_confirmed(worker, now),
+            None => self.rollout.handle_gone(worker, now),
+        }
+    }
+
+    fn send_orders(
+        &mut self,
+        now: Instant,
+        send: &impl Fn(&MailSender<Mail>, Mail) -> Result<(), SendError<Mail>>,
+    ) {
+        while let Some((worker, order)) = self.refused.take().or_else(|| self.rollout.poll_order())
+        {
+            let (mail, answer) = match order {
+                Order::Stage => {
+                    let (reply, answer) = channel();
+                    let part = self.parts[worker].take().expect("sent once");
+                    (Mail::Stage(part, reply), Some(Answer::Staged(answer)))
+                }
+                Order::Confirm => {
+                    let (reply, answer) = channel();
+                    (Mail::Ping(reply), Some(Answer::Confirmed(answer)))
+                }
+                Order::Change => (Mail::Changed, None),
+                Order::Unstage => (Mail::Unstage, None),
+            };
+            match send(&self.senders[worker], mail) {
+                Ok(()) => {
+                    if answer.is_some() {
+                        self.answers[worker] = answer;
+                    }
+                }
+                // In their order: the next one waits behind it.
+                Err(SendError::Full(mail)) => {
+                    if let Mail::Stage(part, _) = mail {
+                        self.parts[worker] = Some(part);
+                    }
+                    self.refused = Some((worker, order));
+                    return;
+                }
+                Err(SendError::Closed(_)) => {
+                    self.answers[worker] = None;
+                    if answer.is_some() {
+                        self.rollout.handle_gone(worker, now);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, SocketAddr};
+
+    use riser_reactor::{MailReceiver, Waker, mailbox};
+    use riser_state::testing;
+
+    use super::*;
+    use crate::worker::WorkerError;
+
+    const ALL: [RolloutState; 6] = [
+        RolloutState::Staging,
+        RolloutState::Staged,
+        RolloutState::Applying,
+        RolloutState::Applied,
+        RolloutState::Undoing,
+        RolloutState::Undone,
+    ];
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn orders(rollout: &mut Rollout) -> Vec<(usize, Order)> {
+        std::iter::from_fn(|| rollout.poll_order()).collect()
+    }
+
+    fn failure() -> StageError {
+        StageError::Worker(WorkerError::NoDevice("10.0.0.1:5555".into()))
+    }
+
+    fn unserved(port: u16) -> Unserved {
+        Unserved {
+            portal: SocketAddr::from((Ipv4Addr::LOCALHOST, port)),
+            why: "it is taken".into(),
+        }
+    }
+
+    #[test]
+    fn the_table_is_that_of_the_diagram() {
+        let expected = "Staging: Staged Undoing\nStaged: Applying Undoing\nApplying: Applied\n\
+                        Applied: \nUndoing: Undone\nUndone: \n";
+        assert_eq!(testing::table(&ALL), expected);
+    }
+
+    #[test]
+    fn every_transition_is_taken() {
+        testing::assert_all_taken(&ALL, || {
+            a_change_is_staged_everywhere_before_it_is_applied();
+            a_worker_that_fails_undoes_the_change_at_once();
+            what_is_staged_can_be_withdrawn();
+        });
+    }
+
+    #[test]
+    fn a_change_is_staged_everywhere_before_it_is_applied() {
+        let start = Instant::now();
+        let mut rollout = Rollout::stage(2, start);
+        assert_eq!(orders(&mut rollout), [(0, Order::Stage), (1, Order::Stage)]);
+        assert_eq!(rollout.deadline(), Some(start + STAGING));
+        rollout.handle_staged(1, Ok(()), start + MS);
+        // An answer twice is one.
+        rollout.handle_staged(1, Ok(()), start + MS);
+        assert_eq!(rollout.state(), RolloutState::Staging);
+        rollout.handle_staged(0, Ok(()), start + 2 * MS);
+        assert_eq!(rollout.state(), RolloutState::Staged);
+        assert_eq!((rollout.deadline(), orders(&mut rollout)), (None, vec![]));
+        // However long it stays there.
+        let commit = start + 10 * STAGING;
+        rollout.handle_time(commit);
+        rollout.commit(commit);
+        let [change, confirm] = [Order::Change, Order::Confirm];
+        let expected = [(0, change), (1, change), (0, confirm), (1, confirm)];
+        assert_eq!(orders(&mut rollout), expected);
+        rollout.handle_confirmed(0, commit + MS);
+        // One that does not say so is left to it, and one that is gone has nothing to serve.
+        rollout.handle_time(commit + CONFIRMING - MS);
+        assert_eq!(rollout.state(), RolloutState::Applying);
+        rollout.handle_time(commit + CONFIRMING);
+        assert_eq!(rollout.state(), RolloutState::Applied);
+        assert_eq!(rollout.refusal(), None);
+    }
+
+    #[test]
+    fn a_worker_that_fails_undoes_the_change_at_once() {
+        let start = Instant::now();
+        let mut rollout = Rollout::stage(3, start);
+        orders(&mut rollout);
+        rollout.handle_staged(0, Ok(()), start);
+        rollout.handle_staged(2, Err(failure()), start + MS);
+        assert_eq!(rollout.state(), RolloutState::Undoing);
+        let expected = [Order::Unstage, Order::Confirm].map(|order| [0, 1, 2].map(|w| (w, order)));
+        assert_eq!(orders(&mut rollout), expected.concat());
+        // It has acquired its part meanwhile, and releases it by the order behind.
+        rollout.handle_staged(1, Ok(()), start + 2 * MS);
+        for worker in 0..2 {
+            rollout.handle_confirmed(worker, start + 2 * MS);
+        }
+        assert_eq!(rollout.state(), RolloutState::Undoing);
+        rollout.handle_gone(2, start + 3 * MS);
+        assert_eq!(rollout.state(), RolloutState::Undone);
+        let Some(Refusal::Worker { worker: 2, .. }) = rollout.refusal() else {
+            panic!("{:?}", rollout.refusal());
+        };
+    }
+
+    #[test]
+    fn a_worker_that_does_not_answer_undoes_the_change_in_the_end() {
+        let start = Instant::now();
+        let mut rollout = Rollout::stage(2, start);
+        rollout.handle_staged(0, Ok(()), start);
+        rollout.handle_time(start + STAGING - MS);
+        assert_eq!(rollout.state(), RolloutState::Staging);
+        rollout.handle_time(start + STAGING);
+        let refusal = Refusal::Worker {
+            worker: 1,
+            message: "it does not answer".into(),
+        };
+        assert_eq!(rollout.refusal(), Some(refusal));
+        assert_eq!(rollout.deadline(), Some(start + STAGING + CONFIRMING));
+        rollout.handle_time(start + STAGING + CONFIRMING);
+        assert_eq!(rollout.state(), RolloutState::Undone);
+    }
+
+    #[test]
+    fn portals_that_are_refused_are_named_together() {
+        let start = Instant::now();
+        let mut rollout = Rollout::stage(2, start);
+        let refused = |port| Err(StageError::Portals(vec![unserved(port)]));
+        rollout.handle_staged(1, refused(1), start);
+        assert_eq!(rollout.state(), RolloutState::Staging);
+        rollout.handle_staged(0, refused(2), start);
+        assert_eq!(rollout.state(), RolloutState::Undoing);
+        let portals = vec![(1, unserved(1)), (0, unserved(2))];
+        assert_eq!(rollout.refusal(), Some(Refusal::Portals(portals)));
+    }
+
+    #[test]
+    fn what_is_staged_can_be_withdrawn() {
+        let start = Instant::now();
+        let mut rollout = Rollout::staged(1);
+        rollout.withdraw(start);
+        rollout.handle_confirmed(0, start);
+        assert_eq!(rollout.state(), RolloutState::Undone);
+    }
+
+    #[test]
+    fn without_workers_nothing_is_waited_for() {
+        let start = Instant::now();
+        let mut rollout = Rollout::stage(0, start);
+        assert_eq!(rollout.state(), RolloutState::Staged);
+        rollout.commit(start);
+        assert_eq!(rollout.state(), RolloutState::Applied);
+    }
+
+    fn workers<const N: usize>(room: usize) -> (Vec<MailSender<Mail>>, [MailReceiver<Mail>; N]) {
+        let mut senders = Vec::new();
+        let receivers = std::array::from_fn(|_| {
+            let (sender, receiver) = mailbox(room, Waker::simulated());
+            senders.push(sender);
+            receiver
+        });
+        (senders, receivers)
+    }
+
+    #[test]
+    fn the_driver_never_waits_for_a_full_mailbox_when_it_is_polled() {
+        let start = Instant::now();
+        let (senders, [mut one, mut two]) = workers(1);
+        let mut driver = RolloutDriver::staged(senders);
+        driver.commit(start);
+        assert_eq!(driver.poll(start), RolloutState::Applying);
+        let mut confirm = |mails: &mut MailReceiver<Mail>| {
+            let Some(Mail::Changed) = mails.poll_message() else {
+                panic!("the change comes first");
+            };
+            driver.poll(start);
+            let Some(Mail::Ping(answer)) = mails.poll_message() else {
+                panic!("then a question");
+            };
+            answer.send(()).unwrap();
+            driver.poll(start)
+        };
+        assert_eq!(confirm(&mut one), RolloutState::Applying);
+        assert_eq!(confirm(&mut two), RolloutState::Applied);
+    }
+
+    #[test]
+    fn the_driver_takes_a_worker_that_is_gone_for_an_answer() {
+        let start = Instant::now();
+        let (senders, [one, mut two]) = workers(8);
+        drop(one);
+        let mut driver = RolloutDriver::staged(senders);
+        driver.commit(start);
+        driver.poll(start);
+        assert!(matches!(two.poll_message(), Some(Mail::Changed)));
+        // It ends with the question in its mailbox.
+        drop(two);
+        assert_eq!(driver.wait(), RolloutState::Applied);
+    }
+}

@@ -56,7 +56,7 @@ pub enum ChangeError {
     /// The threshold of a backend changed while it is a LUN.
     #[error(
         "/backends/{0}/threshold changed while the backend is a LUN: initiators have read the threshold \
-         from its pages, and are not told of another one; take its LUNs away first, and add them again; \
+         from its pages, and are not notified of another one; take its LUNs away first, and add them again; \
          nothing was applied"
     )]
     Threshold(String),

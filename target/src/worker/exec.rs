@@ -7,7 +7,7 @@ use super::blocks::BlockRequest;
 use super::conns::{ConnKey, Connection};
 use super::fabrics::{Fabric, Input};
 use super::mail::Mail;
-use super::work::Owner;
+use super::work::{Owner, Work};
 use crate::fabric::{TaskAction, UnitIdx};
 
 impl Worker {
@@ -105,6 +105,22 @@ impl Worker {
         if !self.cut(device, cm, qp) {
             self.input(key, Input::Drained);
         }
+    }
+
+    /// Ends the connection of a chain that was taken in part. The chain ends when a marker behind its
+    /// requests completes: until then the device may read or write the buffer. The chain has send-queue
+    /// credit for the marker, since its own last request was not taken.
+    pub(super) fn end_torn_chain(&mut self, key: ConnKey, marker: Work) {
+        let Some(link) = self.conns.get(key).and_then(|conn| conn.fabric.rdma()) else {
+            return;
+        };
+        let (device, qp) = (link.device, link.hardware.qp);
+        if !self.post_empty_write(device, qp, marker) {
+            // The buffer stays out of the pool until the device goes. Lost memory is the lesser evil:
+            // given to another command, its data could go to the wrong initiator or disk.
+            tracing::error!("the end of a chain cannot be known, so its buffer is not used again");
+        }
+        self.input(key, Input::Disconnected);
     }
 
     /// Notifies the connection manager that a connection has data, so it is established. The message

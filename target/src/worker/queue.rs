@@ -10,9 +10,7 @@ use riser_transport::verbs::{
 };
 
 use super::Worker;
-use super::conns::{ConnKey, Connection as _};
 use super::device::Device;
-use super::fabrics::Input;
 use super::work::Work;
 use crate::fabric::{Direction, RdmaRequest};
 
@@ -210,22 +208,6 @@ impl Worker {
         // Already in error, as a rule.
         let _ = dev.modify_qp(qp, &error);
         self.post_empty_write(device, qp, Work::Drain)
-    }
-
-    /// Ends the connection of a chain that was taken in part. The chain ends when a marker behind its
-    /// requests completes: until then the device may read or write the buffer. The chain has send-queue
-    /// credit for the marker, since its own last request was not taken.
-    pub(super) fn end_torn_chain(&mut self, key: ConnKey, marker: Work) {
-        let Some(link) = self.conns.get(key).and_then(|conn| conn.fabric.rdma()) else {
-            return;
-        };
-        let (device, qp) = (link.device, link.hardware.qp);
-        if !self.post_empty_write(device, qp, marker) {
-            // The buffer stays out of the pool until the device goes. Lost memory is the lesser evil:
-            // given to another command, its data could go to the wrong initiator or disk.
-            tracing::error!("the end of a chain cannot be known, so its buffer is not used again");
-        }
-        self.input(key, Input::Disconnected);
     }
 
     /// Posts a signaled write of no bytes; whether it was taken.

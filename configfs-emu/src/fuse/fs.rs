@@ -125,7 +125,7 @@ fn file_type(kind: EntryKind) -> FileType {
     match kind {
         EntryKind::Dir => FileType::Directory,
         EntryKind::File => FileType::RegularFile,
-        EntryKind::Link => FileType::Symlink,
+        EntryKind::Symlink => FileType::Symlink,
     }
 }
 

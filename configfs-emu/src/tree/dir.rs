@@ -45,7 +45,7 @@ impl Ino {
 #[derive(Clone, Debug)]
 pub(super) enum Node<K> {
     Dir(Dir<K>),
-    Link(Link),
+    Symlink(Symlink),
 }
 
 /// A directory with its values and children.
@@ -100,7 +100,7 @@ impl<K> Dir<K> {
 
 /// A symbolic link to a directory of the tree.
 #[derive(Clone, Debug)]
-pub(super) struct Link {
+pub(super) struct Symlink {
     pub(super) parent: NodeId,
     pub(super) target: NodeId,
 }
@@ -113,7 +113,7 @@ pub enum EntryKind {
     /// An attribute, which is a regular file.
     File,
     /// A symbolic link to a directory.
-    Link,
+    Symlink,
 }
 
 /// The answer to `stat`.

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 pub use self::dir::{Dir, Entry, EntryKind, Ino, Meta, NodeId};
-use self::dir::{Link, Node};
+use self::dir::{Node, Symlink};
 pub use self::kind::{Access, Attr, Kind};
 pub(crate) use self::kind::{Read, Show, Store, Write, line};
 pub(crate) use self::shell::Shell;
@@ -95,7 +95,7 @@ impl<K: Kind> Tree<K> {
     pub fn links(&self, id: NodeId) -> impl Iterator<Item = (&str, NodeId)> {
         let children = self.dir(id).children.iter();
         children.filter_map(|(name, child)| match self.nodes[child].as_ref() {
-            Node::Link(link) => Some((name.as_str(), link.target)),
+            Node::Symlink(link) => Some((name.as_str(), link.target)),
             Node::Dir(_) => None,
         })
     }
@@ -192,7 +192,7 @@ impl<K: Kind> Tree<K> {
     }
 
     fn add_link(&mut self, parent: NodeId, name: &str, target: NodeId) -> NodeId {
-        let id = self.insert(Node::Link(Link { parent, target }));
+        let id = self.insert(Node::Symlink(Symlink { parent, target }));
         self.dir_mut(parent).children.insert(name.to_owned(), id);
         // Counted, so that a removal need not search the whole tree for links to what it removes.
         self.dir_mut(target).links += 1;
@@ -223,7 +223,7 @@ impl<K: Kind> Tree<K> {
             .nodes
             .iter()
             .filter_map(|(link, node)| match node.as_ref() {
-                Node::Link(Link { parent, target }) => Some((*link, *parent, *target)),
+                Node::Symlink(Symlink { parent, target }) => Some((*link, *parent, *target)),
                 Node::Dir(_) => None,
             });
         let links: Vec<_> = links.collect();
@@ -249,7 +249,8 @@ impl<K: Kind> Tree<K> {
     }
 
     fn drop_link(&mut self, id: NodeId) {
-        let Some(Node::Link(Link { parent, target })) = self.nodes.remove(&id).as_deref().cloned()
+        let Some(Node::Symlink(Symlink { parent, target })) =
+            self.nodes.remove(&id).as_deref().cloned()
         else {
             panic!("a link of this tree");
         };

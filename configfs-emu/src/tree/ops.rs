@@ -46,8 +46,8 @@ impl<K: Kind> Tree<K> {
                 size: 0,
                 nlink: 2 + self.subdirs(ino.node()).count() as u32,
             },
-            Node::Link(_) => Meta {
-                kind: EntryKind::Link,
+            Node::Symlink(_) => Meta {
+                kind: EntryKind::Symlink,
                 mode: 0o777,
                 size: self.read_link(ino)?.len() as u64,
                 nlink: 1,
@@ -72,7 +72,7 @@ impl<K: Kind> Tree<K> {
             ino: child.ino(),
             kind: match self.nodes[child].as_ref() {
                 Node::Dir(_) => EntryKind::Dir,
-                Node::Link(_) => EntryKind::Link,
+                Node::Symlink(_) => EntryKind::Symlink,
             },
         });
         Ok(files.chain(children).collect())
@@ -85,7 +85,7 @@ impl<K: Kind> Tree<K> {
     pub fn parent_of(&self, ino: Ino) -> Result<Ino, Errno> {
         Ok(match self.node(ino.node())? {
             Node::Dir(dir) => dir.parent.ino(),
-            Node::Link(link) => link.parent.ino(),
+            Node::Symlink(link) => link.parent.ino(),
         })
     }
 
@@ -157,7 +157,7 @@ impl<K: Kind> Tree<K> {
         }
         let dir = match self.node(ino.node())? {
             Node::Dir(_) => return Err(Errno::ISDIR),
-            Node::Link(link) => link.parent,
+            Node::Symlink(link) => link.parent,
         };
         self.drop_link(ino.node());
         self.dir(dir).kind.on_unlinked(self, dir);
@@ -170,7 +170,7 @@ impl<K: Kind> Tree<K> {
     /// # Errors
     /// `ENOENT`, `EINVAL`.
     pub fn read_link(&self, ino: Ino) -> Result<String, Errno> {
-        let Node::Link(link) = self.node(ino.node())? else {
+        let Node::Symlink(link) = self.node(ino.node())? else {
             return Err(Errno::INVAL);
         };
         let depth = self.path(link.parent).split('/').count();
@@ -289,7 +289,7 @@ impl<K: Kind> Tree<K> {
                 ("..", at) => self.parent(at),
                 (name, at) => match self.node(self.lookup(at.ino(), name)?.node())? {
                     Node::Dir(_) => self.child(at, name).ok_or(Errno::PERM)?,
-                    Node::Link(link) => link.target,
+                    Node::Symlink(link) => link.target,
                 },
             };
         }

@@ -346,9 +346,9 @@ pub enum KeyError {
     Text(#[from] text::TextError),
 }
 
-/// The place at which a key comes in.
+/// Where in a login or session a key comes in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Place {
+pub struct KeyContext {
     /// The side that sent it.
     pub from: Sender,
     /// Stage of the login.
@@ -441,7 +441,7 @@ impl Negotiation {
         &mut self,
         name: &str,
         value: &str,
-        place: Place,
+        context: KeyContext,
         out: &mut Vec<u8>,
     ) -> Result<Option<Key>, KeyError> {
         let Some(key) = Key::of(name) else {
@@ -451,11 +451,11 @@ impl Negotiation {
             return bounded(None, out);
         };
         let row = key.row();
-        self.admit(row, place)?;
+        self.admit(row, context)?;
         // The key is known but means nothing here. One that is negotiated wants an answer all the
         // same (RFC 7143 6.2).
         let is_irrelevant =
-            (place.discovery && !row.in_discovery) || (key.is_for_rdma() && !self.is_rdma());
+            (context.discovery && !row.in_discovery) || (key.is_for_rdma() && !self.is_rdma());
         if is_irrelevant {
             text::put(out, row.name, "Irrelevant");
             return bounded(Some(key), out);
@@ -516,7 +516,7 @@ impl Negotiation {
         &mut self,
         name: &str,
         value: &str,
-        place: Place,
+        context: KeyContext,
         out: &mut Vec<u8>,
     ) -> Result<Option<Key>, KeyError> {
         // Linux says so of declarations, too, which it does not know and only we may send.
@@ -524,14 +524,14 @@ impl Negotiation {
             return Ok(Key::of(name));
         }
         let Some(key) = Key::of(name) else {
-            return self.answer(name, value, place, out);
+            return self.answer(name, value, context, out);
         };
         let row = key.row();
         let is_negotiated = !matches!(row.rule, Text | Security | Declare(..) | DeclareBool);
         if is_negotiated && self.sent & 1 << key as u32 == 0 {
-            return self.answer(name, value, place, out);
+            return self.answer(name, value, context, out);
         }
-        self.admit(row, place)?;
+        self.admit(row, context)?;
         let ours = self.offer.values.of(key);
         // A result that does not follow from our offer is a protocol error (RFC 7143 6.2.2): the
         // target would go by a limit that we have not agreed to.
@@ -571,24 +571,24 @@ impl Negotiation {
         })
     }
 
-    fn admit(&mut self, row: &Row, place: Place) -> Result<(), KeyError> {
+    fn admit(&mut self, row: &Row, context: KeyContext) -> Result<(), KeyError> {
         // Sender, time and stage before anything is noted: a key at a wrong place must not count
         // as sent.
-        let is_login = place.stage != Stage::FullFeature;
-        if row.sender != Sender::Both && row.sender != place.from {
+        let is_login = context.stage != Stage::FullFeature;
+        if row.sender != Sender::Both && row.sender != context.from {
             return Err(KeyError::Sender(row.key));
         }
         let right_time = match row.usage {
             Use::Login => is_login,
-            Use::LeadingLogin => is_login && place.leading,
+            Use::LeadingLogin => is_login && context.leading,
             Use::FullFeature => !is_login,
             Use::Any => true,
         };
         let right_stage = match row.rule {
-            Security => place.stage == Stage::Security,
+            Security => context.stage == Stage::Security,
             // Names and the like come with the first PDU, in any stage.
             Text | Declare(..) | DeclareLimit(_) => true,
-            _ => place.stage != Stage::Security,
+            _ => context.stage != Stage::Security,
         };
         if !right_time || !right_stage {
             return Err(KeyError::Use(row.key));

@@ -2,7 +2,7 @@
 
 use riser_state::State;
 
-use super::list::{Link, Linked};
+use super::list::{Linked, Neighbours};
 use super::{Footprint, TaskTag};
 use crate::nexus::NexusId;
 use crate::step::TaskAttribute;
@@ -70,11 +70,11 @@ pub(super) struct Task {
     pub(super) pass: Option<u64>,
     /// Older commands in the way, which change the same blocks.
     pub(super) blockers: u32,
-    pub(super) links: [Link; 4],
+    pub(super) links: [Neighbours; 4],
 }
 
 impl Linked for Task {
-    fn link_mut(&mut self, link: usize) -> &mut Link {
+    fn link_mut(&mut self, link: usize) -> &mut Neighbours {
         &mut self.links[link]
     }
 }

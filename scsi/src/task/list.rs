@@ -6,12 +6,12 @@ pub(super) const NIL: u32 = u32::MAX;
 
 /// A task's neighbours in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Link {
+pub(super) struct Neighbours {
     pub(super) prev: u32,
     pub(super) next: u32,
 }
 
-impl Default for Link {
+impl Default for Neighbours {
     fn default() -> Self {
         Self {
             prev: NIL,
@@ -20,7 +20,7 @@ impl Default for Link {
     }
 }
 
-impl Link {
+impl Neighbours {
     pub(super) fn prev(self) -> Option<u32> {
         (self.prev != NIL).then_some(self.prev)
     }
@@ -33,7 +33,7 @@ impl Link {
 /// Table whose entries can be in lists.
 pub(super) trait Linked {
     /// Its neighbours in the lists of a number.
-    fn link_mut(&mut self, link: usize) -> &mut Link;
+    fn link_mut(&mut self, link: usize) -> &mut Neighbours;
 }
 
 /// The ends of a list.
@@ -63,7 +63,7 @@ impl List {
 
     /// Appends a task, by its link of this number.
     pub(super) fn push<T: Linked>(&mut self, tasks: &mut [Option<T>], link: usize, slot: u32) {
-        *link_of(tasks, link, slot) = Link {
+        *link_of(tasks, link, slot) = Neighbours {
             prev: self.tail,
             next: NIL,
         };
@@ -77,7 +77,7 @@ impl List {
 
     /// Takes a task out that is in this list.
     pub(super) fn remove<T: Linked>(&mut self, tasks: &mut [Option<T>], link: usize, slot: u32) {
-        let Link { prev, next } = std::mem::take(link_of(tasks, link, slot));
+        let Neighbours { prev, next } = std::mem::take(link_of(tasks, link, slot));
         if prev == NIL {
             self.head = next;
         } else {
@@ -91,7 +91,7 @@ impl List {
     }
 }
 
-fn link_of<T: Linked>(tasks: &mut [Option<T>], link: usize, slot: u32) -> &mut Link {
+fn link_of<T: Linked>(tasks: &mut [Option<T>], link: usize, slot: u32) -> &mut Neighbours {
     let task = tasks[slot as usize].as_mut();
     task.expect("lists name tasks that are in the set")
         .link_mut(link)

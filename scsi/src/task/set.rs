@@ -7,7 +7,7 @@ use fnv::FnvHashMap;
 use riser_state::become_state;
 
 use super::entry::{GATE, MEDIUM, ORDER, QUEUE, Task, TaskState};
-use super::list::{Link, List, NIL};
+use super::list::{List, NIL, Neighbours};
 use super::{
     Footprint, NewTask, RegisterError, TaskKey, TaskManagement, TaskTag, TmfOutcome, TmfResponse,
 };
@@ -138,7 +138,7 @@ impl TaskSet {
             age: None,
             pass: None,
             blockers: 0,
-            links: [Link::default(); 4],
+            links: [Neighbours::default(); 4],
         });
         place.insert(slot);
         self.nexuses.entry(nexus).or_default().tasks += 1;

@@ -5,13 +5,13 @@ use serde_json::Value;
 
 use super::items;
 use super::model::Config;
-use super::place::Place;
+use super::object_path::ObjectPath;
 use super::show::masked;
 
 /// A place where two configurations differ.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Difference {
-    /// The [`Place`], such as `/targets/demo/luns/1`.
+    /// The [`ObjectPath`], such as `/targets/demo/luns/1`.
     pub path: String,
     /// The old value; null where there was nothing, or the default. Secrets are masked.
     pub old: Value,
@@ -25,7 +25,7 @@ pub struct Difference {
 pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {
     let mut out = Vec::new();
     let (old, new) = (old.to_value(), new.to_value());
-    compare(&Place::default(), Some(&old), Some(&new), &mut out);
+    compare(&ObjectPath::default(), Some(&old), Some(&new), &mut out);
     out
 }
 
@@ -33,11 +33,16 @@ pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {
 struct Part<'a> {
     /// By this it is the same part in another configuration: its key or name, else its number.
     key: String,
-    place: Place,
+    place: ObjectPath,
     value: &'a Value,
 }
 
-fn compare(place: &Place, old: Option<&Value>, new: Option<&Value>, out: &mut Vec<Difference>) {
+fn compare(
+    place: &ObjectPath,
+    old: Option<&Value>,
+    new: Option<&Value>,
+    out: &mut Vec<Difference>,
+) {
     // Before values are masked: secrets that differ are a difference, though they look alike
     // afterwards.
     if old == new {
@@ -67,7 +72,7 @@ fn compare(place: &Place, old: Option<&Value>, new: Option<&Value>, out: &mut Ve
 }
 
 /// The parts of a mapping, or of a list of mappings; other lists are values.
-fn parts<'a>(place: &Place, value: &'a Value) -> Option<Vec<Part<'a>>> {
+fn parts<'a>(place: &ObjectPath, value: &'a Value) -> Option<Vec<Part<'a>>> {
     match value {
         Value::Object(entries) => {
             let part = |(key, value): (&'a String, &'a Value)| Part {
@@ -103,7 +108,7 @@ fn parts<'a>(place: &Place, value: &'a Value) -> Option<Vec<Part<'a>>> {
 }
 
 /// A value for people.
-fn shown(place: &Place, value: Option<&Value>) -> Value {
+fn shown(place: &ObjectPath, value: Option<&Value>) -> Value {
     let key = place.segments().last().map_or("", String::as_str);
     value.map_or(Value::Null, |value| masked(value, key))
 }

@@ -9,9 +9,9 @@ use serde_json::{Map, Value, json};
 
 use super::error::nearest;
 use super::items::{as_list, as_map, find, has_names, items, names, push, users};
-use super::place::escaped;
+use super::object_path::escaped;
 use super::shape::{Kind, Scalar, Shape};
-use super::{Config, ConfigError, Place, schema, to_yaml};
+use super::{Config, ConfigError, ObjectPath, schema, to_yaml};
 
 /// A configuration as objects in objects.
 #[derive(Debug)]
@@ -33,8 +33,8 @@ pub struct Found<'a> {
 /// A mistake in looking at a configuration or changing it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EditError {
-    /// Place of the mistake, as far as it leads somewhere.
-    pub place: Place,
+    /// ObjectPath of the mistake, as far as it leads somewhere.
+    pub place: ObjectPath,
     /// The mistake, for people.
     pub message: String,
     /// Advice, where it is not plain what to do.
@@ -42,7 +42,7 @@ pub struct EditError {
 }
 
 impl EditError {
-    pub(super) fn new(place: &Place, message: impl Into<String>) -> Self {
+    pub(super) fn new(place: &ObjectPath, message: impl Into<String>) -> Self {
         Self {
             place: place.clone(),
             message: message.into(),
@@ -102,7 +102,7 @@ impl Document {
     ///
     /// # Errors
     /// Nothing does, and nothing may.
-    pub fn at(&self, place: &Place) -> Edited<Found<'_>> {
+    pub fn at(&self, place: &ObjectPath) -> Edited<Found<'_>> {
         self.find(place).map(|(_, found)| found)
     }
 
@@ -111,11 +111,11 @@ impl Document {
     ///
     /// # Errors
     /// As [`Document::at`].
-    pub fn find(&self, place: &Place) -> Edited<(Place, Found<'_>)> {
+    pub fn find(&self, place: &ObjectPath) -> Edited<(ObjectPath, Found<'_>)> {
         let shape = Shape::root(&self.schema);
         let value = Some(&self.root);
         let mut found = Found { value, shape };
-        let mut here = Place::default();
+        let mut here = ObjectPath::default();
         for segment in place.segments() {
             let inner = found.inner(segment).map(|inner| (segment.clone(), inner));
             let inner = inner.or_else(|| item(found, segment));
@@ -132,7 +132,7 @@ impl Document {
     ///
     /// # Errors
     /// There is no such object or key, or a value is of another kind.
-    pub fn set(&mut self, place: &Place, pairs: &[(String, String)]) -> Edited<()> {
+    pub fn set(&mut self, place: &ObjectPath, pairs: &[(String, String)]) -> Edited<()> {
         if !self.at(place)?.kind().is_structured() {
             return Err(EditError::new(place, "this is a key, which has no keys"));
         }
@@ -144,7 +144,7 @@ impl Document {
     ///
     /// # Errors
     /// It is there already, there is nothing to make it in, or a key or value is wrong.
-    pub fn create(&mut self, place: &Place, pairs: &[(String, String)]) -> Edited<()> {
+    pub fn create(&mut self, place: &ObjectPath, pairs: &[(String, String)]) -> Edited<()> {
         let Some((above, _)) = place.split_last() else {
             return Err(EditError::new(place, "it is there already"));
         };
@@ -177,7 +177,7 @@ impl Document {
     ///
     /// # Errors
     /// It is not there, or it is a backend that logical units use.
-    pub fn delete(&mut self, place: &Place) -> Edited<()> {
+    pub fn delete(&mut self, place: &ObjectPath) -> Edited<()> {
         let Some((above, last)) = place.split_last() else {
             return Err(EditError::new(
                 place,
@@ -227,11 +227,11 @@ impl Document {
         }
     }
 
-    fn assign(&mut self, place: &Place, pairs: &[(String, String)], make: bool) -> Edited<()> {
+    fn assign(&mut self, place: &ObjectPath, pairs: &[(String, String)], make: bool) -> Edited<()> {
         // Also without any pair: `create` makes an object that is all defaults.
         self.reach(place, make)?;
         for (key, text) in pairs {
-            let beneath: Place = key.parse().map_err(|e: String| EditError::new(place, e))?;
+            let beneath: ObjectPath = key.parse().map_err(|e: String| EditError::new(place, e))?;
             let mut at = place.clone();
             for segment in beneath.segments() {
                 at = at.join(segment);
@@ -244,10 +244,10 @@ impl Document {
 
     /// The value at a place, which is made where the schema's keys lead there; `make` makes items
     /// of lists and mappings too.
-    fn reach(&mut self, place: &Place, make: bool) -> Edited<(&mut Value, Shape<'_>)> {
+    fn reach(&mut self, place: &ObjectPath, make: bool) -> Edited<(&mut Value, Shape<'_>)> {
         let mut shape = Shape::root(&self.schema);
         let mut value = &mut self.root;
-        let mut here = Place::default();
+        let mut here = ObjectPath::default();
         for segment in place.segments() {
             // By the value too: some places take a scalar or an object, of which the short form
             // has no keys.
@@ -293,7 +293,7 @@ impl Document {
     }
 
     /// Makes room for an item of a list without names.
-    fn insert(&mut self, place: &Place) -> Edited<()> {
+    fn insert(&mut self, place: &ObjectPath) -> Edited<()> {
         let Some((above, last)) = place.split_last() else {
             return Ok(());
         };
@@ -314,7 +314,7 @@ impl Document {
 
     /// A mistake with its place.
     pub(super) fn placed(&self, error: ConfigError) -> EditError {
-        let mut place = Place::default();
+        let mut place = ObjectPath::default();
         let mut value = Some(&self.root);
         let mut rest = error.path.as_str();
         while !rest.is_empty() {
@@ -443,7 +443,7 @@ fn item<'a>(list: Found<'a>, segment: &str) -> Option<(String, Found<'a>)> {
 }
 
 /// A value as it is written on a command line.
-fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Value> {
+fn value(place: &ObjectPath, shape: Shape<'_>, text: &str) -> Edited<Value> {
     let wrong = |expected: &str| {
         Err(EditError::new(
             place,
@@ -524,7 +524,7 @@ fn key_of<'t, 'p>(
 }
 
 /// The mistake of a path that does not lead anywhere.
-fn lost(here: &Place, value: Option<&Value>, shape: Shape<'_>, segment: &str) -> EditError {
+fn lost(here: &ObjectPath, value: Option<&Value>, shape: Shape<'_>, segment: &str) -> EditError {
     match shape.kind_of(value) {
         Kind::Object(keys) => {
             let keys: Vec<&str> = keys.keys().map(String::as_str).collect();
@@ -551,11 +551,11 @@ fn lost(here: &Place, value: Option<&Value>, shape: Shape<'_>, segment: &str) ->
 const MAX_LISTED: usize = 16;
 
 /// The message where an object is used by others.
-fn in_use(users: &[Place]) -> String {
+fn in_use(users: &[ObjectPath]) -> String {
     let named: Vec<_> = users
         .iter()
         .take(MAX_LISTED)
-        .map(Place::to_string)
+        .map(ObjectPath::to_string)
         .collect();
     let more = match users.len() - named.len() {
         0 => String::new(),
@@ -564,7 +564,7 @@ fn in_use(users: &[Place]) -> String {
     format!("is in use by {}{more}", named.join(", "))
 }
 
-fn missing(here: &Place, segment: &str, there: &[String]) -> EditError {
+fn missing(here: &ObjectPath, segment: &str, there: &[String]) -> EditError {
     let hint = match nearest(segment, there.iter().map(String::as_str)) {
         Some(near) => Some(format!("did you mean `{}`?", escaped(near))),
         None if there.is_empty() || there.len() > MAX_LISTED => None,

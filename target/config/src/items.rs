@@ -1,8 +1,8 @@
-//! Items of lists by their names: what [`Place`](super::Place) calls them.
+//! Items of lists by their names: what [`ObjectPath`](super::ObjectPath) calls them.
 
 use serde_json::{Map, Value, json};
 
-use super::Place;
+use super::ObjectPath;
 use super::shape::Shape;
 
 /// The items of a list; none of anything else.
@@ -76,8 +76,8 @@ pub(super) fn push(
 }
 
 /// The logical units of targets that are on a backend.
-pub(super) fn users(root: &Value, backend: &str) -> Vec<Place> {
-    let targets = Place::default().join("targets");
+pub(super) fn users(root: &Value, backend: &str) -> Vec<ObjectPath> {
+    let targets = ObjectPath::default().join("targets");
     let list = items(root.get("targets"));
     let mut users = Vec::new();
     for (name, target) in names(list).iter().zip(list) {

@@ -15,7 +15,7 @@
 //! - `to_raw`: from `model` back to `raw`. `show`: from there to JSON and YAML, which
 //!   [`Config::to_value`] and [`Config::to_yaml`] give. `diff`: the differences of two files.
 //! - `schema`: its JSON Schema, for editors. `shape`: the same, as a question about one place.
-//! - `edit`: [`Document`]: objects of a configuration, by their [`Place`] (`place`, `items`).
+//! - `edit`: [`Document`]: objects of a configuration, by their [`ObjectPath`] (`place`, `items`).
 //! - `patch`: [`Patch`], a change as JSON.
 //! - `value`: scalars with a meaning: sizes, GUIDs, addresses, percentages.
 //! - `yaml`: the one place that knows the YAML library.
@@ -44,9 +44,9 @@ mod listen;
 mod mistake;
 mod model;
 pub mod mounts;
+mod object_path;
 mod parse;
 mod patch;
-mod place;
 mod raw;
 mod schema;
 mod shape;
@@ -68,8 +68,8 @@ pub use model::{
     LogFormat, Lun, MAX_SESSIONS, MAX_WORKERS, Metrics, Names, Portal, Protocol, Provider,
     Redirect, Rule, RuleLuns, RuleSubject, Secret, SeenLun, Target, Transport, WINDOW, Workers,
 };
+pub use object_path::ObjectPath;
 pub use patch::Patch;
-pub use place::Place;
 pub use schema::schema;
 pub use shape::{Kind, Scalar, Shape};
 pub use show::{masked, to_yaml};

@@ -709,7 +709,7 @@ pub struct LinkFaults {
     pub seed: u64,
 }
 
-/// Place of a socket or directory of the daemon's own.
+/// ObjectPath of a socket or directory of the daemon's own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Location {
     /// The usual place, if it can be had.

@@ -4,7 +4,7 @@ use json_patch::PatchOperation;
 use serde_json::{Map, Value};
 
 use super::edit::{Document, EditError};
-use super::{Config, Place};
+use super::{Config, ObjectPath};
 
 /// Levels of a document that operations make, at most. A configuration has fewer, and what reads and frees a
 /// document calls itself for every level.
@@ -49,7 +49,7 @@ impl Patch {
     /// # Errors
     /// An operation is not possible, or the result is no configuration.
     pub fn apply(&self, config: &Config) -> Result<Config, EditError> {
-        let top = Place::default();
+        let top = ObjectPath::default();
         let wrong = |message: String| EditError::new(&top, message);
         let before = config.to_value();
         let mut json = before.clone();

@@ -16,7 +16,7 @@ use super::errno::from_errno;
 use super::medium::Medium;
 use super::plan::{self, Bounds, Lacks, Stage};
 use super::request::{
-    Bounce, DriverConfig, MAX_OPERATION, Request, State, StoreId, buffer_range, cut_transfer,
+    BlockCommand, Bounce, DriverConfig, MAX_OPERATION, State, StoreId, buffer_range, cut_transfer,
     fill_window,
 };
 use super::store::Store;
@@ -76,7 +76,7 @@ enum OwnBounce {
 pub struct Driver {
     config: DriverConfig,
     stores: Slab<Attached>,
-    requests: Slab<Request>,
+    requests: Slab<BlockCommand>,
     /// At most `depth`, as all the following.
     done: VecDeque<Done>,
     stalled: VecDeque<usize>,
@@ -291,7 +291,7 @@ impl Driver {
         // The slices keep the memory mapped: the command may be aborted, and its connection
         // closed, while the kernel still reads or writes here.
         kept.extend_from_slice(data);
-        let index = self.requests.insert(Request {
+        let index = self.requests.insert(BlockCommand {
             user,
             store,
             op,

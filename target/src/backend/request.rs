@@ -52,7 +52,7 @@ impl StoreId {
 }
 
 /// A request under way. It has at most one operation in the ring at a time.
-pub(super) struct Request {
+pub(super) struct BlockCommand {
     pub(super) user: u64,
     pub(super) store: StoreId,
     pub(super) op: BlockOp,
@@ -124,7 +124,7 @@ impl Bounce {
     reason = "waiting and not needing are different answers"
 )]
 pub(super) fn cut_transfer(
-    request: &mut Request,
+    request: &mut BlockCommand,
     align: Option<Align>,
     (config, most): (DriverConfig, usize),
     idle: impl FnOnce() -> Option<Bounce>,

@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::ask::{Ask, Output, show};
 use super::{Failure, print};
-use crate::config::{Config, Document, EditError, Place, masked, to_yaml};
+use crate::config::{Config, Document, EditError, ObjectPath, masked, to_yaml};
 use crate::control::objects::{self, Facts};
 use crate::control::report;
 
@@ -39,7 +39,7 @@ pub(super) enum Verb {
     Ls {
         /// Object to begin with.
         #[arg(default_value = "/")]
-        path: Place,
+        path: ObjectPath,
         /// Number of levels to show.
         #[arg(long, short, value_name = "N")]
         depth: Option<usize>,
@@ -50,7 +50,7 @@ pub(super) enum Verb {
     #[command(after_help = PATHS)]
     Get {
         /// The object or key.
-        path: Place,
+        path: ObjectPath,
         #[command(flatten)]
         ask: Ask,
     },
@@ -59,7 +59,7 @@ pub(super) enum Verb {
     Info {
         /// Path of the object.
         #[arg(default_value = "/")]
-        path: Place,
+        path: ObjectPath,
         #[command(flatten)]
         ask: Ask,
     },
@@ -67,7 +67,7 @@ pub(super) enum Verb {
     #[command(after_help = KEYS)]
     Set {
         /// Path of the object.
-        path: Place,
+        path: ObjectPath,
         /// Keys and their values.
         #[arg(required = true, value_name = "KEY=VALUE", value_parser = pair)]
         keys: Vec<(String, String)>,
@@ -78,7 +78,7 @@ pub(super) enum Verb {
     #[command(after_help = KEYS)]
     Create {
         /// The object; a list, such as /targets/demo/access, means a further item at its end.
-        path: Place,
+        path: ObjectPath,
         /// Keys and their values.
         #[arg(value_name = "KEY=VALUE", value_parser = pair)]
         keys: Vec<(String, String)>,
@@ -89,7 +89,7 @@ pub(super) enum Verb {
     #[command(after_help = PATHS)]
     Delete {
         /// The object or key.
-        path: Place,
+        path: ObjectPath,
         #[command(flatten)]
         change: Change,
     },
@@ -149,7 +149,12 @@ fn pair(text: &str) -> Result<(String, String), String> {
 }
 
 /// Prints the answer of `get` for a key that is not set.
-fn unset(out: &mut dyn Write, ask: &Ask, path: &Place, is_object: bool) -> Result<(), Failure> {
+fn unset(
+    out: &mut dyn Write,
+    ask: &Ask,
+    path: &ObjectPath,
+    is_object: bool,
+) -> Result<(), Failure> {
     match ask.output {
         Output::Json => print(out, &Value::Null.to_string()),
         Output::Text if is_object => print(out, "{}"),

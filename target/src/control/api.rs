@@ -14,11 +14,11 @@ use serde_json::{Value, json};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
-use super::bounded::{Bounded, Place};
+use super::bounded::{Bounded, TableEntry};
 use super::timeline::Since;
 use super::trace::Wanted;
 
-/// Request to the daemon, without its origin.
+/// AdminRequest to the daemon, without its origin.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ask {
     /// Show the state of the daemon.
@@ -118,8 +118,8 @@ pub type Answer = Result<Value, Failure>;
 
 /// A request on its way to the thread that owns the server.
 #[derive(Debug)]
-pub struct Request {
-    /// Request itself, without its origin.
+pub struct AdminRequest {
+    /// AdminRequest itself, without its origin.
     pub ask: Ask,
     /// User or process that asks, for the log.
     pub who: String,
@@ -133,7 +133,7 @@ pub struct Peer {
     name: String,
     /// As which user it runs.
     uid: Option<u32>,
-    pub(super) place: Place,
+    pub(super) entry: TableEntry,
 }
 
 impl Peer {
@@ -147,13 +147,13 @@ impl Peer {
 
 impl Connected<IncomingStream<'_, Bounded<UnixListener>>> for Peer {
     fn connect_info(stream: IncomingStream<'_, Bounded<UnixListener>>) -> Self {
-        let place = stream.io().place().clone();
+        let entry = stream.io().entry().clone();
         // Without credentials there is no user, and so no right that depends on one.
         let Ok(peer) = stream.io().stream().peer_cred() else {
             return Self {
                 name: "the admin socket".to_owned(),
                 uid: None,
-                place,
+                entry,
             };
         };
         let uid = peer.uid();
@@ -163,7 +163,7 @@ impl Connected<IncomingStream<'_, Bounded<UnixListener>>> for Peer {
                 None => format!("uid {uid}"),
             },
             uid: Some(uid),
-            place,
+            entry,
         }
     }
 }
@@ -174,19 +174,19 @@ impl Connected<IncomingStream<'_, Bounded<TcpListener>>> for Peer {
         Self {
             name: "http".to_owned(),
             uid: None,
-            place: stream.io().place().clone(),
+            entry: stream.io().entry().clone(),
         }
     }
 }
 
 /// Queue of requests to the thread that owns the server.
-pub type Requests = mpsc::Sender<Request>;
+pub type Requests = mpsc::Sender<AdminRequest>;
 
 pub(super) async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
-    let _working = peer.place.work();
+    let _working = peer.entry.work();
     let (reply, answer) = oneshot::channel();
     let who = peer.name;
-    let sent = requests.try_send(Request { ask, who, reply });
+    let sent = requests.try_send(AdminRequest { ask, who, reply });
     sent.map_err(|_| Failure::Busy)?;
     answer.await.unwrap_or(Err(Failure::Busy))
 }

@@ -98,14 +98,14 @@ fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A connection's place among the others.
+/// A connection's entry in the table of connections.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(super) struct TableEntry {
     table: Arc<Mutex<Table>>,
     id: u64,
 }
 
-impl Place {
+impl TableEntry {
     /// A request of this connection is complete and is worked on until the result is dropped.
     pub(super) fn work(&self) -> Working {
         self.with(|entry| entry.working += 1);
@@ -117,7 +117,7 @@ impl Place {
         table.entries.get(&self.id).is_some_and(|e| e.working > 0)
     }
 
-    /// The place may have been given up already.
+    /// The entry may have been removed already.
     fn with(&self, change: impl FnOnce(&mut Entry)) {
         if let Some(entry) = lock(&self.table).entries.get_mut(&self.id) {
             change(entry);
@@ -127,7 +127,7 @@ impl Place {
 
 /// A request that is being worked on.
 #[derive(Debug)]
-pub(super) struct Working(Place);
+pub(super) struct Working(TableEntry);
 
 impl Drop for Working {
     fn drop(&mut self) {
@@ -198,7 +198,7 @@ impl<L: Source> Listener for Bounded<L> {
             phase: Phase::Request,
             timer: Box::pin(sleep(self.limits.request)),
             displaced: Some(displaced),
-            place: Place { table, id },
+            entry: TableEntry { table, id },
             _permit: permit,
         };
         (connection, addr)
@@ -228,7 +228,7 @@ pub(super) struct Connection<S> {
     timer: Pin<Box<Sleep>>,
     /// `None` once it has been displaced.
     displaced: Option<oneshot::Receiver<()>>,
-    place: Place,
+    entry: TableEntry,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -238,9 +238,9 @@ impl<S> Connection<S> {
         &self.stream
     }
 
-    /// Its place among the others.
-    pub(super) fn place(&self) -> &Place {
-        &self.place
+    /// its entry in the table of connections.
+    pub(super) fn entry(&self) -> &TableEntry {
+        &self.entry
     }
 
     fn enter(&mut self, phase: Phase) {
@@ -254,7 +254,7 @@ impl<S> Connection<S> {
             Phase::Request => self.limits.request,
             Phase::Answer => self.limits.answer,
             Phase::Idle => {
-                self.place.with(|entry| entry.since = now);
+                self.entry.with(|entry| entry.since = now);
                 self.limits.idle
             }
         };
@@ -271,7 +271,7 @@ impl<S> Connection<S> {
         }
         while self.timer.as_mut().poll(cx).is_ready() {
             // A request that is being worked on waits for us, not we for its client.
-            if self.phase == Phase::Answer || !self.place.is_working() {
+            if self.phase == Phase::Answer || !self.entry.is_working() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
             let next = Instant::now() + self.limits.request;
@@ -283,7 +283,7 @@ impl<S> Connection<S> {
 
 impl<S> Drop for Connection<S> {
     fn drop(&mut self) {
-        lock(&self.place.table).entries.remove(&self.place.id);
+        lock(&self.entry.table).entries.remove(&self.entry.id);
     }
 }
 
@@ -368,11 +368,11 @@ mod tests {
     const MUCH: usize = 64 << 20;
 
     #[derive(Clone)]
-    struct Client(Place);
+    struct Client(TableEntry);
 
     impl Connected<IncomingStream<'_, Bounded<TcpListener>>> for Client {
         fn connect_info(stream: IncomingStream<'_, Bounded<TcpListener>>) -> Self {
-            Self(stream.io().place().clone())
+            Self(stream.io().entry().clone())
         }
     }
 
@@ -388,8 +388,8 @@ mod tests {
             let addr = listener.local_addr().unwrap();
             let done = Arc::new(Notify::new());
             let awaited = Arc::clone(&done);
-            let work = async move |ConnectInfo(Client(place)): ConnectInfo<Client>| {
-                let _working = place.work();
+            let work = async move |ConnectInfo(Client(entry)): ConnectInfo<Client>| {
+                let _working = entry.work();
                 awaited.notified().await;
                 "done"
             };

@@ -3,7 +3,7 @@
 //! ```text
 //! signals ───────────────┐
 //!                        ├──→ run: owns the Server, does one thing at a time
-//! admin socket ─ Request ┘            │
+//! admin socket ─ AdminRequest ┘            │
 //!   (tokio, axum: `api`)              └──→ workers, through their mailboxes
 //! ```
 //!
@@ -66,7 +66,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 
-use self::api::{Ask, Failure, Kept, Proposal, Request};
+use self::api::{AdminRequest, Ask, Failure, Kept, Proposal};
 use self::history::{Entry, History};
 use self::http::Listening;
 use self::open::{
@@ -265,7 +265,7 @@ struct Control<'a> {
     /// A restart serves what was applied last.
     restores: bool,
     since: Instant,
-    requests: mpsc::Sender<Request>,
+    requests: mpsc::Sender<AdminRequest>,
     metrics: Option<Listening>,
     timeline: Timeline,
     /// Search for commands that is under way.
@@ -338,7 +338,7 @@ impl Control<'_> {
     async fn serve(
         mut self,
         signals: &mut Signals,
-        mut queue: mpsc::Receiver<Request>,
+        mut queue: mpsc::Receiver<AdminRequest>,
     ) -> Result<(), ServerError> {
         loop {
             self.announce();
@@ -372,7 +372,11 @@ impl Control<'_> {
     }
 
     /// Does what signals and requests ask for, one after another.
-    async fn attend(&mut self, signals: &mut Signals, queue: &mut mpsc::Receiver<Request>) -> Turn {
+    async fn attend(
+        &mut self,
+        signals: &mut Signals,
+        queue: &mut mpsc::Receiver<AdminRequest>,
+    ) -> Turn {
         // All of these are of the present server: after a hand-over that has failed there is
         // another one.
         let failure = self.server.failure();
@@ -479,7 +483,7 @@ impl Control<'_> {
         }
     }
 
-    fn answer(&mut self, request: Request) {
+    fn answer(&mut self, request: AdminRequest) {
         let who = &request.who;
         let answer = match request.ask {
             Ask::Status => {

@@ -6,7 +6,7 @@ use riser_admin_api::view::{LunView, SessionView, Status, TargetView};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::config::{Access, Config, Found, Kind, Place, Target, masked, to_yaml};
+use crate::config::{Access, Config, Found, Kind, ObjectPath, Target, masked, to_yaml};
 use crate::units::bytes;
 
 /// A running daemon: what it is configured to, and how it goes.
@@ -54,7 +54,7 @@ pub struct Info {
 
 /// The object at a place with those beneath it, so many levels deep.
 #[must_use]
-pub fn list(facts: &Facts, place: &Place, found: Found<'_>, depth: usize) -> Node {
+pub fn list(facts: &Facts, place: &ObjectPath, found: Found<'_>, depth: usize) -> Node {
     let segments = place.segments();
     let children = if depth > 0 {
         found.children()
@@ -76,7 +76,7 @@ pub fn list(facts: &Facts, place: &Place, found: Found<'_>, depth: usize) -> Nod
 
 /// The object at a place.
 #[must_use]
-pub fn info(facts: &Facts, place: &Place, found: Found<'_>) -> Info {
+pub fn info(facts: &Facts, place: &ObjectPath, found: Found<'_>) -> Info {
     let last = place.segments().last().map_or("", String::as_str);
     let config = found.value.map(|value| masked(value, last));
     let unset = found.unset().into_iter();

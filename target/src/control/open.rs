@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
-use super::api::Request;
+use super::api::AdminRequest;
 use super::history::History;
 use super::http::Listening;
-use super::socket::{self, Admin, Place};
+use super::socket::{self, Admin, SocketOrigin};
 use crate::config::{Config, Location};
 use crate::server::handover::ServerState;
 use crate::server::{Server, ServerError, while_in_use};
@@ -28,7 +28,7 @@ pub(super) fn start<S>(attempt: impl FnMut() -> Result<S, ServerError>) -> Resul
 pub(super) fn open_metrics(
     config: &Config,
     server_state: &ServerState,
-    requests: &mpsc::Sender<Request>,
+    requests: &mpsc::Sender<AdminRequest>,
 ) -> Result<Option<Listening>, ServerError> {
     let Some(wanted) = &config.metrics else {
         return Ok(None);
@@ -95,7 +95,7 @@ fn parse(yaml: &str, name: &str) -> Result<Config, ServerError> {
 pub(super) fn admin_or_problem(
     config: &Config,
     left: Option<UnixListener>,
-    requests: &mpsc::Sender<Request>,
+    requests: &mpsc::Sender<AdminRequest>,
     server: &mut Server,
 ) -> Result<Option<Admin>, ServerError> {
     let opened = admin(&config.admin, left, requests);
@@ -113,7 +113,7 @@ pub(super) fn admin_or_problem(
 }
 
 /// Tries again to open the admin API at a path that could not be had.
-pub(super) fn admin_again(path: &Path, requests: &mpsc::Sender<Request>) -> io::Result<Admin> {
+pub(super) fn admin_again(path: &Path, requests: &mpsc::Sender<AdminRequest>) -> io::Result<Admin> {
     let (listener, bound) = socket::bind(path)?;
     let admin = Admin::open(listener, Some(bound), requests.clone())?;
     tracing::info!(socket = %path.display(), "admin API");
@@ -125,7 +125,7 @@ pub(super) fn admin_again(path: &Path, requests: &mpsc::Sender<Request>) -> io::
 fn admin(
     wanted: &Location,
     left: Option<UnixListener>,
-    requests: &mpsc::Sender<Request>,
+    requests: &mpsc::Sender<AdminRequest>,
 ) -> Result<Option<Admin>, ServerError> {
     let (path, is_default) = match wanted {
         Location::Off => return Ok(None),
@@ -141,16 +141,16 @@ fn admin(
         opened.map(Some).map_err(ServerError::Inherited)
     };
     if let Some(listener) = inherited.map_err(ServerError::Inherited)? {
-        let place = Place::of(&listener, path.as_deref()).map_err(ServerError::Inherited)?;
+        let place = SocketOrigin::of(&listener, path.as_deref()).map_err(ServerError::Inherited)?;
         match place {
             // A path in the configuration counts more than the service manager's socket; a default
             // does not, since the administrator has chosen the socket's place by the unit.
-            Place::Elsewhere if !is_default => {}
-            Place::Ours(bound) => {
+            SocketOrigin::Elsewhere if !is_default => {}
+            SocketOrigin::Ours(bound) => {
                 tracing::info!(socket = ?path, "admin API, on the socket that was there");
                 return open(listener, Some(bound));
             }
-            Place::Given | Place::Elsewhere => {
+            SocketOrigin::Given | SocketOrigin::Elsewhere => {
                 tracing::info!(socket = ?path, "admin API, on the service manager's socket");
                 return open(listener, None);
             }

@@ -42,7 +42,9 @@ use riser_config::Patch;
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use super::api::{Ask, Failure, Kept, Peer, Proposal, Request, Requests, error, forward, said};
+use super::api::{
+    AdminRequest, Ask, Failure, Kept, Peer, Proposal, Requests, error, forward, said,
+};
 use super::http;
 use super::trace::{EVERY, Wanted};
 
@@ -227,7 +229,7 @@ async fn trace(
     ConnectInfo(peer): ConnectInfo<Peer>,
     text: String,
 ) -> Response {
-    let _working = peer.place.work();
+    let _working = peer.entry.work();
     let text = if text.trim().is_empty() { "{}" } else { &text };
     let wanted: Wanted = match serde_json::from_str(text) {
         Ok(wanted) => wanted,
@@ -267,7 +269,7 @@ impl Drop for EndTrace {
             let (reply, _) = oneshot::channel();
             let (ask, who) = (Ask::TraceEnd, String::new());
             // A daemon that is too busy for this finds out that it was forgotten.
-            let _ = requests.try_send(Request { ask, who, reply });
+            let _ = requests.try_send(AdminRequest { ask, who, reply });
         }
     }
 }

@@ -82,9 +82,9 @@ pub fn inherited() -> io::Result<Option<UnixListener>> {
     ListenFd::from_env().take_unix_listener(0)
 }
 
-/// Place of a socket that this process did not bind.
+/// SocketOrigin of a socket that this process did not bind.
 #[derive(Debug)]
-pub enum Place {
+pub enum SocketOrigin {
     /// At its path, bound by the program that was in this process before: it is ours to remove.
     Ours(Bound),
     /// At its path, bound by the service manager.
@@ -93,8 +93,8 @@ pub enum Place {
     Elsewhere,
 }
 
-impl Place {
-    /// Place of a socket that should be at a path.
+impl SocketOrigin {
+    /// SocketOrigin of a socket that should be at a path.
     ///
     /// # Errors
     /// It has no address.

@@ -13,7 +13,7 @@ use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 
 use super::history::Entry;
 use crate::backend::{FlushFailure, Source};
-use crate::config::{Backend, Config, Guid, Place, Protocol, diff};
+use crate::config::{Backend, Config, Guid, ObjectPath, Protocol, diff};
 use crate::fabric::Unit;
 use crate::iscsi::Phase;
 use crate::qos::{IoLimits, Waits};
@@ -55,7 +55,7 @@ pub fn drift(server: &Server, config: &Config) -> Vec<DriftView> {
         };
         let (configured, served) = (size?, server.capacity_of(&backend.name)?);
         (served > configured).then(|| DriftView {
-            path: Place::default()
+            path: ObjectPath::default()
                 .join("backends")
                 .join(&backend.name)
                 .join("size")

@@ -242,7 +242,7 @@ pub struct ChannelConfig {
 
 /// A session, once there is one.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct SessionContext {
     pub(super) identity: Identity,
     pub(super) tsih: Tsih,
     pub(super) params: SessionParams,
@@ -258,7 +258,7 @@ pub struct Channel<D> {
     pub(super) config: ChannelConfig,
     pub(super) phase: Phase,
     pub(super) login: TargetLogin,
-    pub(super) session: Option<Session>,
+    pub(super) session: Option<SessionContext>,
     pub(super) mover: D,
     pub(super) new_params: Option<ConnectionParams>,
     pub(super) tasks: Vec<Task>,

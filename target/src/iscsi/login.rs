@@ -9,7 +9,7 @@ use riser_scsi::iscsi::{CmdSn, Tsih};
 use riser_scsi::nexus::NexusId;
 use riser_state::become_state;
 
-use super::channel::{Channel, Cx, DISCOVERY_TIMEOUT, Gate, LoginGrant, Phase, Session};
+use super::channel::{Channel, Cx, DISCOVERY_TIMEOUT, Gate, LoginGrant, Phase, SessionContext};
 use super::datamover::Datamover;
 use super::pending::LoginResult;
 use crate::fabric::LunMap;
@@ -65,7 +65,7 @@ impl<D: Datamover> Channel<D> {
                     // A discovery session has no nexus, and runs no command.
                     (NexusId(0), Arc::new(LunMap::default()))
                 });
-                self.session = Some(Session {
+                self.session = Some(SessionContext {
                     identity: joined.identity,
                     tsih: admitted.tsih,
                     params: admitted.params,

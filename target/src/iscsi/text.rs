@@ -2,7 +2,7 @@
 
 use riser_scsi::iscsi::Ttt;
 use riser_scsi::iscsi::frame::Frame;
-use riser_scsi::iscsi::keys::{Key, Negotiation, Offer, Place, Sender};
+use riser_scsi::iscsi::keys::{Key, KeyContext, Negotiation, Offer, Sender};
 use riser_scsi::iscsi::name::{self, IscsiName};
 use riser_scsi::iscsi::pdu::{FromTarget, RejectReason, Stage, TextRequest, TextResponse};
 use riser_scsi::iscsi::text::{self, Collector, Outgoing};
@@ -51,7 +51,7 @@ impl<D: Datamover> Channel<D> {
     /// The answer to a whole text; `None` for one that is not legal.
     fn answer_text(&mut self, cx: &mut Cx<'_>, text: &[u8]) -> Option<Vec<u8>> {
         let session = self.session.as_ref()?;
-        let place = Place {
+        let context = KeyContext {
             from: Sender::Initiator,
             stage: Stage::FullFeature,
             leading: false,
@@ -62,7 +62,7 @@ impl<D: Datamover> Channel<D> {
         let mut is_sought = false;
         for pair in text::pairs(text) {
             let (key, value) = pair.ok()?;
-            match keys.answer(key, value, place, &mut out).ok()? {
+            match keys.answer(key, value, context, &mut out).ok()? {
                 // One key of it makes a request (RFC 7143 Appendix C): an answer names a target once.
                 Some(Key::SendTargets) if std::mem::replace(&mut is_sought, true) => return None,
                 Some(Key::SendTargets) => {

@@ -140,7 +140,7 @@ impl Ending {
 
 /// States of a connection in its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Link {
+enum Standing {
     /// All, as far as we know.
     Up,
     /// It is lost, and not logged out.
@@ -154,7 +154,7 @@ struct Connection {
     cid: Cid,
     channel: ConnRef,
     address: IpAddr,
-    link: Link,
+    standing: Standing,
 }
 
 impl Connection {
@@ -163,7 +163,7 @@ impl Connection {
             cid: candidate.cid,
             channel: candidate.channel,
             address: candidate.address,
-            link: Link::Up,
+            standing: Standing::Up,
         }
     }
 }
@@ -191,10 +191,10 @@ struct Entry {
 }
 
 impl Entry {
-    fn set_link(&mut self, channel: ConnRef, link: Link) {
+    fn set_standing(&mut self, channel: ConnRef, standing: Standing) {
         let mut connections = self.connections.iter_mut();
         if let Some(connection) = connections.find(|c| c.channel == channel) {
-            connection.link = link;
+            connection.standing = standing;
         }
     }
 
@@ -215,7 +215,10 @@ impl Entry {
 
     /// Returns the oldest of the connections that are kept without being up, beyond the bound.
     fn surplus(&self) -> Vec<ConnRef> {
-        let kept = self.connections.iter().filter(|c| c.link != Link::Up);
+        let kept = self
+            .connections
+            .iter()
+            .filter(|c| c.standing != Standing::Up);
         let surplus = kept.clone().count().saturating_sub(MAX_KEPT);
         kept.take(surplus).map(|c| c.channel).collect()
     }
@@ -369,7 +372,7 @@ impl IscsiSessions {
         // trips.
         table.check_room(key, tsih, new.cid, new.commands)?;
         let entry = table.entries.get_mut(&tsih).expect("just found");
-        let same = |c: &&Connection| c.cid == new.cid && c.link != Link::Detached;
+        let same = |c: &&Connection| c.cid == new.cid && c.standing != Standing::Detached;
         let old = entry.connections.iter().filter(same);
         let replaced: Vec<_> = old.map(|c| c.channel).collect();
         entry.connections.push(Connection::new(new));
@@ -401,8 +404,9 @@ impl IscsiSessions {
         let Some(entry) = table.entries.get(&tsih) else {
             return Vec::new();
         };
-        let meant =
-            |c: &&Connection| c.channel != channel && c.cid == cid && c.link != Link::Detached;
+        let meant = |c: &&Connection| {
+            c.channel != channel && c.cid == cid && c.standing != Standing::Detached
+        };
         let found = entry.connections.iter().filter(meant);
         let found: Vec<_> = found.map(|c| c.channel).collect();
         table.waits.wait_for(&found, channel);
@@ -415,8 +419,11 @@ impl IscsiSessions {
         let Some(entry) = table.entries.get_mut(&tsih) else {
             return Lost::default();
         };
-        entry.set_link(channel, Link::Lost);
-        let mut up = entry.connections.iter().filter(|c| c.link == Link::Up);
+        entry.set_standing(channel, Standing::Lost);
+        let mut up = entry
+            .connections
+            .iter()
+            .filter(|c| c.standing == Standing::Up);
         Lost {
             reporter: up.next().map(|c| c.channel),
             terminate: entry.surplus(),
@@ -429,7 +436,7 @@ impl IscsiSessions {
         let notify = table.waits.end(channel);
         let entry = table.entries.get_mut(&tsih);
         let terminate = entry.map_or_else(Vec::new, |entry| {
-            entry.set_link(channel, Link::Detached);
+            entry.set_standing(channel, Standing::Detached);
             entry.surplus()
         });
         Left { notify, terminate }
@@ -557,7 +564,7 @@ impl Table {
         if entry.session.window.commands() > commands {
             return Err(LoginStatus::OUT_OF_RESOURCES);
         }
-        let is_other = |c: &&Connection| c.cid != cid && c.link == Link::Up;
+        let is_other = |c: &&Connection| c.cid != cid && c.standing == Standing::Up;
         let others = entry.connections.iter().filter(is_other).count();
         let params = &entry.session.params;
         // At level 2 there may be a second one in any case, to log the first one out (RFC 7143 6.3.4).

@@ -9,7 +9,7 @@ use crate::wire::Qpn;
 
 /// The path to the peer, known from RTR on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Link {
+pub(super) struct PeerPath {
     pub(super) dest: Qpn,
     pub(super) mtu: Mtu,
 }
@@ -18,7 +18,7 @@ pub(super) struct Link {
 pub(super) struct Ctx<'a> {
     pub(super) now: Instant,
     pub(super) cfg: &'a RcConfig,
-    pub(super) link: Link,
+    pub(super) link: PeerPath,
     pub(super) mrs: &'a mut MrTable,
     pub(super) rq: &'a mut RecvQueue,
     pub(super) out: &'a mut Vec<RcEvent>,

@@ -10,7 +10,7 @@ use crate::wire::{
     Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, RnrTimer, Service, emit_headers,
 };
 
-use super::ctx::{Ctx, Fault, Link};
+use super::ctx::{Ctx, Fault, PeerPath};
 use super::requester::Requester;
 use super::responder::Responder;
 use super::{CNP_INTERVAL, Env, RcConfig, RcCounters, RcEvent, RtrParams, RtsParams, TxPacket};
@@ -34,7 +34,7 @@ enum Stream {
 pub struct RcQp {
     cfg: RcConfig,
     state: QpState,
-    link: Option<Link>,
+    link: Option<PeerPath>,
     requester: Requester,
     responder: Responder,
     counters: RcCounters,
@@ -124,7 +124,7 @@ impl RcQp {
     /// INIT to RTR: packets are taken from now on.
     pub fn to_rtr(&mut self, params: &RtrParams) {
         self.become_state(QpState::Rtr);
-        self.link = Some(Link {
+        self.link = Some(PeerPath {
             dest: params.dest_qpn,
             mtu: params.path_mtu,
         });

@@ -1,7 +1,7 @@
 //! The initiator's side.
 
 use super::super::chap::{self, ALGORITHMS, Algorithm, CHALLENGE_LEN, Challenge, Credentials};
-use super::super::keys::{Key, KeyError, MAX_ANSWER, Negotiation, Offer, Place, Sender};
+use super::super::keys::{Key, KeyContext, KeyError, MAX_ANSWER, Negotiation, Offer, Sender};
 use super::super::name::{IscsiName, TargetAddress};
 use super::super::pdu::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
 use super::super::text::{self, Collector, TextError};
@@ -232,7 +232,7 @@ impl InitiatorLogin {
 
     /// Takes keys of the target; returns the answers to those that it offers.
     fn take_keys(&mut self, pairs: &[(&str, &str)]) -> Result<Vec<u8>, LoginError> {
-        let place = Place {
+        let context = KeyContext {
             from: Sender::Target,
             stage: self.stage,
             leading: self.config.tsih == Tsih(0),
@@ -240,7 +240,7 @@ impl InitiatorLogin {
         };
         let mut out = Vec::new();
         for (name, value) in pairs {
-            self.keys.conclude(name, value, place, &mut out)?;
+            self.keys.conclude(name, value, context, &mut out)?;
         }
         Ok(out)
     }

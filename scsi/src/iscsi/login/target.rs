@@ -1,7 +1,7 @@
 //! The target's side.
 
 use super::super::chap::{self, ALGORITHMS, Algorithm, CHALLENGE_LEN, Challenge, Credentials};
-use super::super::keys::{Key, KeyError, Negotiation, Offer, Place, Sender};
+use super::super::keys::{Key, KeyContext, KeyError, Negotiation, Offer, Sender};
 use super::super::name::{IscsiName, TargetAddress};
 use super::super::pdu::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
 use super::super::text::{self, Collector};
@@ -354,7 +354,7 @@ impl TargetLogin {
         out: &mut Vec<u8>,
     ) -> Result<ChapKeys<'a>, Refusal> {
         let identity = self.identity.as_ref().expect("identified before");
-        let place = Place {
+        let context = KeyContext {
             from: Sender::Initiator,
             stage: self.stage,
             // A connection that joins a session finds its parameters fixed, so keys of the leading
@@ -368,7 +368,7 @@ impl TargetLogin {
             if self.rounds > 1 && repeats(identity, name, value) {
                 continue;
             }
-            let key = self.keys.answer(name, value, place, out);
+            let key = self.keys.answer(name, value, context, out);
             let slot = match key.map_err(key_fault)? {
                 Some(Key::AuthMethod) => &mut chap.method,
                 Some(Key::ChapA) => &mut chap.algorithms,

@@ -1,7 +1,7 @@
 //! Changes of a configuration by paths.
 
 use crate::edit::{Document, Edited};
-use crate::{Config, Place};
+use crate::{Config, ObjectPath};
 
 const TEXT: &str = "\
 backends: { a: { kind: ram, size: 1MiB }, b.c: { kind: ram, size: 2MiB, serial: B } }
@@ -28,7 +28,7 @@ fn pairs(pairs: &[&str]) -> Vec<(String, String)> {
     pairs.iter().map(pair).collect()
 }
 
-fn place(text: &str) -> Place {
+fn place(text: &str) -> ObjectPath {
     text.parse().unwrap()
 }
 
@@ -439,7 +439,7 @@ fn what_is_not_set_is_told() {
             .any(|(key, what)| key == "serial" && what.contains("serial number"))
     );
     assert!(!unset.iter().any(|(key, _)| key == "kind"));
-    let top = document.at(&Place::default()).unwrap().children();
+    let top = document.at(&ObjectPath::default()).unwrap().children();
     assert!(
         top.iter()
             .any(|(name, found)| name == "limits" && found.value.is_none())

@@ -1,5 +1,7 @@
 //! Backends: their size, room and failures.
 
+use std::time::{Instant, SystemTime};
+
 use super::family::Family;
 use crate::server::Server;
 
@@ -26,6 +28,7 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         "1 if a backend's file has reached its threshold, at which initiators are warned, else 0; a backend without a \
          threshold has no series.",
     );
+    let (now, date) = (Instant::now(), SystemTime::now());
     for (name, store) in server.backends() {
         let labels = [("backend", name)];
         size.add(&labels, store.capacity() as f64);
@@ -40,7 +43,10 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         {
             filling.add(&labels, f64::from(u8::from(unit.lu.is_filling())));
         }
-        failing.add(&labels, f64::from(u8::from(store.failing().is_some())));
+        failing.add(
+            &labels,
+            f64::from(u8::from(store.failing(now, date).is_some())),
+        );
         for (kind, n) in store.errors() {
             errors.add(&[("backend", name), ("kind", kind)], n as f64);
         }

@@ -46,7 +46,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use self::candidate::Candidate;
-use super::api::{Failure, Request};
+use super::api::{AdminRequest, Failure};
 use super::history::Entry;
 use super::http::Listening;
 use super::open::{PREDECESSOR, start};
@@ -251,7 +251,7 @@ impl<'a> Control<'a> {
         self,
         prepared: PreparedUpgrade,
         signals: &mut EndSignals,
-        queue: &mut mpsc::Receiver<Request>,
+        queue: &mut mpsc::Receiver<AdminRequest>,
     ) -> Result<HandoverEnd<'a>, ServerError> {
         let Control {
             server,
@@ -344,7 +344,7 @@ type HttpSockets = (
 async fn end_http(
     admin: Option<Admin>,
     metrics: Option<Listening>,
-    queue: &mut mpsc::Receiver<Request>,
+    queue: &mut mpsc::Receiver<AdminRequest>,
 ) -> HttpSockets {
     let ended = async {
         let admin = match admin {

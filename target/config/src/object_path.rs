@@ -1,4 +1,4 @@
-//! [`Place`]: a path in a configuration, such as `/targets/demo/luns/0`.
+//! [`ObjectPath`]: a path in a configuration, such as `/targets/demo/luns/0`.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,9 +8,9 @@ use std::str::FromStr;
 /// name and `~0` a tilde. Items of lists stand by their names where they have some (targets and
 /// users by theirs, portals as `iscsi:192.0.2.10:3260`), else by their numbers from 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Place(Vec<String>);
+pub struct ObjectPath(Vec<String>);
 
-impl Place {
+impl ObjectPath {
     /// The names along the path, without escapes.
     #[must_use]
     pub fn segments(&self) -> &[String] {
@@ -58,7 +58,7 @@ fn unescaped(segment: &str) -> Option<String> {
     Some(name)
 }
 
-impl FromStr for Place {
+impl FromStr for ObjectPath {
     type Err = String;
 
     /// Takes `/a/b`, with or without the first or a last slash.
@@ -79,7 +79,7 @@ impl FromStr for Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ObjectPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
             return f.write_str("/");
@@ -106,10 +106,10 @@ mod tests {
                 "/targets/a/portals/srp:[::1]:5555",
             ),
         ] {
-            assert_eq!(text.parse::<Place>().unwrap().to_string(), shown);
+            assert_eq!(text.parse::<ObjectPath>().unwrap().to_string(), shown);
         }
-        assert!("/targets//demo".parse::<Place>().is_err());
-        let place: Place = "/a/b".parse().unwrap();
+        assert!("/targets//demo".parse::<ObjectPath>().is_err());
+        let place: ObjectPath = "/a/b".parse().unwrap();
         let (above, name) = place.split_last().unwrap();
         assert_eq!((above.to_string().as_str(), name), ("/a", "b"));
         assert_eq!(above.join("c").to_string(), "/a/c");
@@ -125,17 +125,17 @@ mod tests {
             ("/~1~0", "/~"),
             ("/é~1", "é/"),
         ] {
-            let place: Place = text.parse().unwrap();
+            let place: ObjectPath = text.parse().unwrap();
             assert_eq!(place.segments(), [name]);
             assert_eq!(place.to_string(), text);
         }
         for text in ["/a~", "/a~2b", "/~é"] {
             assert!(
-                text.parse::<Place>().unwrap_err().contains("`~0`"),
+                text.parse::<ObjectPath>().unwrap_err().contains("`~0`"),
                 "{text}"
             );
         }
-        let place = Place::default().join("users").join("me/2");
+        let place = ObjectPath::default().join("users").join("me/2");
         assert_eq!(place.to_string(), "/users/me~12");
     }
 }

@@ -290,6 +290,7 @@ impl Measured {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sys;
     use super::*;
 
     #[test]
@@ -330,7 +331,7 @@ mod tests {
         file.set_len(1 << 30).unwrap();
         let measured = Measured::default();
         assert_eq!(measured.get(), None);
-        measured.set(super::super::sys::space(&std::os::fd::OwnedFd::from(file).into()).unwrap());
+        measured.set(sys::space(&std::os::fd::OwnedFd::from(file).into()).unwrap());
         let space = measured.get().unwrap();
         assert!(space.allocated < 1 << 20 && space.free > 0, "{space:?}");
         std::fs::remove_file(&path).unwrap();

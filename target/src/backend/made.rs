@@ -51,7 +51,7 @@ impl Made {
         let Some(fd) = self.file.fd() else {
             return Ok(());
         };
-        let made = File::from(fd.try_clone()?).metadata()?;
+        let made = File::from(fd.try_clone_to_owned()?).metadata()?;
         let there = std::fs::symlink_metadata(&self.path)?;
         if (there.dev(), there.ino()) != (made.dev(), made.ino()) {
             return Err(io::Error::other("another file has its name"));

@@ -329,7 +329,7 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
 
 /// A disk in memory in the place of the specification's file or device. Direct I/O on it goes by sectors.
 pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Opened {
-    let file = disk.open();
+    let file = Handle::from(disk.open());
     let (path, wanted, may_extend) = match &spec.source {
         Source::File { path, size, create } => (path, *size, *create && !spec.read_only),
         Source::Device { path } => (path, None, false),

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -280,7 +279,10 @@ impl Store {
             return Ok(());
         };
         check_mount(&spec.source)?;
-        let file = File::from(fd.try_clone().map_err(io_error(path, "examine it"))?);
+        let file = File::from(
+            fd.try_clone_to_owned()
+                .map_err(io_error(path, "examine it"))?,
+        );
         let open = file.metadata().map_err(io_error(path, "examine it"))?;
         let there = std::fs::metadata(path).map_err(io_error(path, "find it again"))?;
         let is_same = if *device {
@@ -386,7 +388,9 @@ impl Store {
         else {
             return None;
         };
-        let file = File::from(file.fd()?.try_clone().ok()?).metadata().ok()?;
+        let file = File::from(file.fd()?.try_clone_to_owned().ok()?)
+            .metadata()
+            .ok()?;
         let born = file.created().ok();
         let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
         Some(FileId {
@@ -519,7 +523,7 @@ impl Store {
             return Ok(None);
         };
         let size = match file.fd() {
-            Some(fd) if *device => sys::device_size(fd.as_fd())?,
+            Some(fd) if *device => sys::device_size(fd)?,
             _ => sys::file_size(file)?,
         };
         let to = size - size % u64::from(self.geometry.block_size);

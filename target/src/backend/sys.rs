@@ -1,7 +1,7 @@
 //! System calls on the files and block devices behind units.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use nix::fcntl::{FcntlArg, fcntl};
 use riser_reactor::Handle;
@@ -21,7 +21,7 @@ enum Place<'a> {
 
 fn place_of(file: &Handle) -> Place<'_> {
     match (file.fd(), file.simulated()) {
-        (Some(fd), _) => Place::Fd(fd.as_fd()),
+        (Some(fd), _) => Place::Fd(fd),
         (None, Some(Object::File(file))) => Place::Memory(file.disk()),
         (None, _) => unreachable!("a backend's handle is a file's"),
     }
@@ -112,7 +112,7 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
 pub(super) fn reopen(file: &Handle) -> io::Result<Handle> {
     let fd = match place_of(file) {
         Place::Fd(fd) => fd,
-        Place::Memory(disk) => return Ok(disk.open()),
+        Place::Memory(disk) => return Ok(disk.open().into()),
     };
     let flags = rustix::fs::fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::DIRECT);
     // Not by the file's own path, which may lead to another file by now. dup(2) would share the

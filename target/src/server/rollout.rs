@@ -368,7 +368,7 @@ impl RolloutDriver {
 
     /// Sends what is to be sent and takes the answers that have come; never waits.
     pub fn poll(&mut self, now: Instant) -> RolloutState {
-        self.advance(now, |sender, mail| sender.send(mail));
+        self.advance(now, MailSender::send);
         self.rollout.state()
     }
 
@@ -376,7 +376,7 @@ impl RolloutDriver {
     pub fn wait(&mut self) -> RolloutState {
         loop {
             let now = Instant::now();
-            self.advance(now, |sender, mail| sender.send_blocking(mail));
+            self.advance(now, MailSender::send_blocking);
             let Some(until) = self.rollout.deadline() else {
                 return self.rollout.state();
             };

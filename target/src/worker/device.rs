@@ -2,7 +2,6 @@
 
 use std::net::IpAddr;
 use std::ops::{Index, IndexMut};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_reactor::{Completion, Handle, Ring, RingError, SubmitError, Token};
@@ -484,7 +483,7 @@ impl Devices {
         for fd in self[device].event_fds() {
             // A duplicate, since the ring may hold it for longer than the device lives.
             let fd = fd.try_clone_to_owned().map_err(RingError::Enter)?;
-            let handle = Handle::new(Arc::new(fd));
+            let handle = Handle::new(fd);
             match ring.submit_poll(&handle, libc::POLLIN, watch_token(device)) {
                 Ok(()) => {}
                 Err(SubmitError::Full) => {

@@ -10,7 +10,7 @@ pub trait Env {
     /// Fills `out` with random bytes that no peer can foresee: challenges of CHAP, and names of sessions.
     fn fill_random(&mut self, out: &mut [u8]);
 
-    /// Threads for calls that may block.
+    /// Threads for calls that may block, and dates.
     fn host(&self) -> Arc<dyn Host>;
 }
 

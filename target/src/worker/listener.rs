@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use riser_reactor::{Handle, simulated};
 
@@ -34,7 +34,7 @@ impl TcpListener {
     pub fn simulated(listener: &simulated::Listener) -> Self {
         Self {
             address: listener.address(),
-            socket: listener.handle(),
+            socket: listener.clone().into(),
         }
     }
 
@@ -66,7 +66,7 @@ impl TcpListener {
         Ok(Self {
             address: self.address,
             socket: match self.socket.fd() {
-                Some(fd) => fd.try_clone()?.into(),
+                Some(fd) => fd.try_clone_to_owned()?.into(),
                 None => self.socket.clone(),
             },
         })
@@ -90,7 +90,7 @@ impl TcpListener {
     /// Its descriptor; none of a simulation's socket.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.socket.fd().map(|fd| fd.as_fd())
+        self.socket.fd()
     }
 }
 

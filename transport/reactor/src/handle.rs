@@ -2,12 +2,12 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use io_uring::types;
 
-use crate::simulated;
+use crate::objects::{self, File, Listener, Socket};
 
 /// A file or socket that operations work on, shared by count. An operation in flight holds a clone,
 /// so a descriptor cannot be closed and its number reused under it.
@@ -16,34 +16,34 @@ use crate::simulated;
 /// to the file, which saves the kernel a look-up per operation; on any other ring, and when made
 /// with [`Handle::new`], it works by descriptor.
 ///
-/// One of [`simulated`] has no descriptor. It works on simulated rings alone, as descriptors work on
+/// One of [`simulated`](crate::simulated) has no descriptor. It works on simulated rings alone, as descriptors work on
 /// those of the host; on the others, operations end with `EBADF`.
 #[derive(Debug, Clone)]
 pub struct Handle {
-    object: Object,
+    object: Arc<Object>,
     fixed: Option<Arc<FixedSlot>>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 enum Object {
-    Fd(Arc<OwnedFd>),
-    Simulated(simulated::Object),
+    Fd(OwnedFd),
+    Simulated(objects::Object),
 }
 
 impl Handle {
     /// A handle that works by descriptor. For socket operations the descriptor must be in blocking
     /// mode, since the ring answers `EAGAIN` at once for others; polling works with either.
     #[must_use]
-    pub fn new(fd: Arc<OwnedFd>) -> Self {
+    pub fn new(fd: OwnedFd) -> Self {
         Self {
-            object: Object::Fd(fd),
+            object: Arc::new(Object::Fd(fd)),
             fixed: None,
         }
     }
 
-    pub(crate) fn of_simulated(object: simulated::Object) -> Self {
+    fn of_simulated(object: objects::Object) -> Self {
         Self {
-            object: Object::Simulated(object),
+            object: Arc::new(Object::Simulated(object)),
             fixed: None,
         }
     }
@@ -57,17 +57,17 @@ impl Handle {
 
     /// Descriptor that the handle shares; none of a simulated file or socket.
     #[must_use]
-    pub fn fd(&self) -> Option<&Arc<OwnedFd>> {
-        match &self.object {
-            Object::Fd(fd) => Some(fd),
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        match &*self.object {
+            Object::Fd(fd) => Some(fd.as_fd()),
             Object::Simulated(_) => None,
         }
     }
 
     /// The file or socket in memory, if it is one.
     #[must_use]
-    pub fn simulated(&self) -> Option<&simulated::Object> {
-        match &self.object {
+    pub fn simulated(&self) -> Option<&objects::Object> {
+        match &*self.object {
             Object::Fd(_) => None,
             Object::Simulated(object) => Some(object),
         }
@@ -84,13 +84,13 @@ impl Handle {
     /// # Errors
     /// Those of `getpeername(2)`; `Unsupported` for other families.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        match &self.object {
+        match &*self.object {
             Object::Fd(fd) => {
                 let peer = rustix::net::getpeername(fd)?;
                 let peer = peer.ok_or(io::ErrorKind::NotConnected)?;
                 SocketAddr::try_from(peer).map_err(|_| io::ErrorKind::Unsupported.into())
             }
-            Object::Simulated(object) => object.stream().map(simulated::Socket::peer),
+            Object::Simulated(object) => object.stream().map(Socket::peer),
         }
     }
 
@@ -99,7 +99,7 @@ impl Handle {
     /// # Errors
     /// Those of `setsockopt(2)`.
     pub fn set_nodelay(&self) -> io::Result<()> {
-        match &self.object {
+        match &*self.object {
             Object::Fd(fd) => Ok(rustix::net::sockopt::set_tcp_nodelay(fd, true)?),
             Object::Simulated(object) => object.stream().map(drop),
         }
@@ -110,15 +110,15 @@ impl Handle {
     /// # Errors
     /// Those of `shutdown(2)`, as where the peer has ended it.
     pub fn shut_down(&self) -> io::Result<()> {
-        match &self.object {
+        match &*self.object {
             Object::Fd(fd) => Ok(rustix::net::shutdown(fd, rustix::net::Shutdown::Both)?),
-            Object::Simulated(object) => object.stream().map(simulated::Socket::shut_down),
+            Object::Simulated(object) => object.stream().map(Socket::shut_down),
         }
     }
 
     /// The file's name in operations on the ring with this table.
     pub(crate) fn target(&self, table: &Arc<FileTable>) -> Target {
-        match (&self.fixed, &self.object) {
+        match (&self.fixed, &*self.object) {
             (Some(slot), _) if Arc::ptr_eq(&slot.table, table) => {
                 Target::Fixed(types::Fixed(slot.index))
             }
@@ -129,9 +129,27 @@ impl Handle {
     }
 }
 
+impl From<File> for Handle {
+    fn from(file: File) -> Self {
+        Self::of_simulated(objects::Object::File(file))
+    }
+}
+
+impl From<Socket> for Handle {
+    fn from(socket: Socket) -> Self {
+        Self::of_simulated(objects::Object::Socket(socket))
+    }
+}
+
+impl From<Listener> for Handle {
+    fn from(listener: Listener) -> Self {
+        Self::of_simulated(objects::Object::Listener(listener))
+    }
+}
+
 impl From<OwnedFd> for Handle {
     fn from(fd: OwnedFd) -> Self {
-        Self::new(Arc::new(fd))
+        Self::new(fd)
     }
 }
 

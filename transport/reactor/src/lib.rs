@@ -6,9 +6,9 @@
 //!
 //! # Modules
 //! - `ring`: [`Ring`], [`Completion`], registration of memory and files, the park.
-//! - `ops`: the operations, `submit_*`.
+//! - `ops`: the operations, `submit_*`. `op`: their words. `config`: [`RingConfig`].
 //! - `kernel`: what carries them out: the host's `io_uring` (`uring`), or one in memory.
-//! - [`simulated`]: that one, with its files, sockets and threads, driven by a test or a simulator.
+//! - [`simulated`]: that one, with its files, sockets (`objects`) and threads, driven by a test or a simulator.
 //! - `handle`: [`Handle`], a file or socket that operations name.
 //! - `slot`: the table of operations in flight and what each keeps alive (private).
 //! - `waker`: [`Waker`], which ends a park from any thread.
@@ -40,11 +40,14 @@
 //! # Not implemented
 //! Kernel-side polling (`SQPOLL`, `IOPOLL`), linked operations and provided buffers.
 
+mod config;
 mod error;
 mod handle;
 mod kernel;
 mod mailbox;
+mod objects;
 mod offload;
+mod op;
 mod ops;
 mod ring;
 pub mod simulated;
@@ -54,12 +57,13 @@ mod threads;
 mod uring;
 mod waker;
 
+pub use config::RingConfig;
 pub use error::{RegisterError, RingError, SubmitError};
 pub use handle::Handle;
 pub use mailbox::{MailReceiver, MailSender, SendError, mailbox};
 pub use offload::{Offload, OffloadFull};
-pub use ops::{Durability, Fallocate, Op, Receive, SyncKind};
-pub use ring::{Completion, Reaped, Ring, RingConfig};
+pub use op::{Durability, Fallocate, Op, Receive, SyncKind};
+pub use ring::{Completion, Reaped, Ring};
 pub use slot::Token;
 pub use spinner::{Next, Spinner};
 pub use threads::{Helper, Job, Spawned, SystemThreads, Threads};

@@ -14,10 +14,11 @@ use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
 
+use crate::config::RingConfig;
 use crate::error::{RegisterError, RingError, SubmitError};
 use crate::handle::{FileTable, Handle};
-use crate::kernel::{Accepted, Kernel};
-use crate::ops::Op;
+use crate::kernel::Kernel;
+use crate::op::{Cqe, Op};
 use crate::simulated;
 use crate::slot::{Kind, Slots, Token};
 use crate::uring::{CANCEL, Uring};
@@ -25,45 +26,6 @@ use crate::waker::Waker;
 
 /// Time that a dropped ring waits for the kernel to release buffers before it leaks them.
 const DROP_PATIENCE: Duration = Duration::from_secs(30);
-
-/// Sizes of a ring, fixed when it is made.
-#[derive(Debug, Clone, Copy)]
-pub struct RingConfig {
-    /// Operations in flight at most, 1 to 32,767. The ring adds one of its own, and the kernel
-    /// rounds up to a power of two, so one less than such a power wastes nothing.
-    pub capacity: u32,
-    /// Pieces of a scatter list at most, after joining neighbours; the kernel's limit is 1,024.
-    pub max_slices: usize,
-    /// Entries of the table of registered files.
-    pub files: u32,
-    /// Entries of the table of registered memory; a region takes one per GiB.
-    pub memories: u32,
-}
-
-impl RingConfig {
-    /// The most operations that a ring takes: the kernel's limit less the ring's own.
-    pub const MAX_CAPACITY: u32 = 32_767;
-
-    /// Slots of the ring: one more than the caller's, for the waker.
-    fn total(&self) -> Result<u32, RingError> {
-        let (asked, max) = (self.capacity, Self::MAX_CAPACITY);
-        if asked == 0 || asked > max {
-            return Err(RingError::Capacity { asked, max });
-        }
-        Ok(asked + 1)
-    }
-}
-
-impl Default for RingConfig {
-    fn default() -> Self {
-        Self {
-            capacity: 511,
-            max_slices: 256,
-            files: 64,
-            memories: 64,
-        }
-    }
-}
 
 /// A finished operation, or one event of a poll that goes on.
 #[derive(Debug)]
@@ -299,7 +261,11 @@ impl Ring {
     }
 
     /// Takes a slot for an operation and hands both to the kernel. On an error nothing was queued.
-    #[inline]
+    #[inline(always)]
+    #[allow(
+        clippy::inline_always,
+        reason = "callers name the operation: one arm of a match on it is left"
+    )]
     pub(crate) fn submit_op(
         &mut self,
         op: Op,
@@ -308,17 +274,27 @@ impl Ring {
         slices: &[MemSlice],
         token: Token,
     ) -> Result<(), SubmitError> {
+        let (index, user_data) = self.prepare(token, kind, file, slices)?;
+        let slot = self.slots.slot(index);
+        self.kernel.submit(op, user_data, file, slot, &self.files);
+        Ok(())
+    }
+
+    fn prepare(
+        &mut self,
+        token: Token,
+        kind: Kind,
+        file: &Handle,
+        slices: &[MemSlice],
+    ) -> Result<(u32, u64), SubmitError> {
         // The last slot is the waker's, also while it is not armed.
         if kind != Kind::Waker && self.is_full() {
             return Err(SubmitError::Full);
         }
         // Before the slot is taken: an operation that has one is in the kernel's queue.
         self.kernel.make_room()?;
-        let slots = &mut self.slots;
-        let (index, user_data) = slots.prepare(token, kind, Some(file.clone()), slices)?;
-        let slot = slots.slot(index);
-        self.kernel.submit(op, user_data, file, slot, &self.files);
-        Ok(())
+        let file = Some(file.clone());
+        self.slots.prepare(token, kind, file, slices)
     }
 
     fn arm_waker(&mut self) {
@@ -326,7 +302,7 @@ impl Ring {
         let Some(counter) = self.waker.counter() else {
             return;
         };
-        let file = Handle::new(counter.clone());
+        let file = counter.clone();
         let counter = [self.waker_counter.clone()];
         let read = Op::Read { offset: 0 };
         // Failing here means a queue that the kernel will not take; `park` tries again and reports.
@@ -341,37 +317,24 @@ impl Ring {
             // Before the caller looks at its mailboxes, as below.
             woken: self.waker.take_flag(),
         };
-        let (slots, waker, waker_armed) = (&mut self.slots, &self.waker, &mut self.waker_armed);
-        self.kernel.for_each_completion(|cqe| {
-            let user_data = cqe.user_data;
-            let Some(busy) = slots.busy(user_data) else {
-                debug_assert_eq!(user_data, CANCEL, "a completion for no operation");
-                return;
-            };
-            match busy.kind {
-                Kind::Waker => {
+        // In an arm of its own: one loop with all that it does, as if there were no other kernel.
+        match &mut self.kernel {
+            Kernel::Uring(uring) => uring.for_each_completion(|cqe| {
+                let is_wake = settle(&mut self.slots, cqe, Accepted::InResult, out, &mut reaped);
+                if is_wake {
                     // Before the caller looks at its mailboxes: a message that comes after this
                     // wakes again.
-                    waker.acknowledge();
-                    *waker_armed = false;
-                    reaped.woken = true;
+                    self.waker.acknowledge();
+                    self.waker_armed = false;
                 }
-                kind => {
-                    out.push(Completion {
-                        token: busy.token,
-                        result: cqe.result,
-                        more: cqe.more,
-                        socket: new_socket(kind, cqe.result, cqe.accepted),
-                    });
-                    reaped.completions += 1;
+            }),
+            Kernel::Simulated(queue) => {
+                while let Some((cqe, socket)) = queue.take_completion() {
+                    let accepted = Accepted::Simulated(socket);
+                    settle(&mut self.slots, cqe, accepted, out, &mut reaped);
                 }
             }
-            // The slot is released after the completion was read from it, and only by the last one
-            // of an operation.
-            if !cqe.more {
-                slots.release(user_data);
-            }
-        });
+        }
         // A wake ends the read, which has to be posted again for the next.
         if !self.waker_armed {
             self.arm_waker();
@@ -396,12 +359,15 @@ impl Ring {
             if self.kernel.enter(Some(wait)).is_err() {
                 return false;
             }
+            let Kernel::Uring(uring) = &mut self.kernel else {
+                return false;
+            };
             let slots = &mut self.slots;
-            self.kernel.for_each_completion(|cqe| {
+            uring.for_each_completion(|cqe| {
                 if let Some(busy) = slots.busy(cqe.user_data) {
                     // A socket that was accepted while the ring is dropped has no owner, and
                     // closes.
-                    drop(new_socket(busy.kind, cqe.result, cqe.accepted));
+                    drop(new_socket(busy.kind, cqe.result, Accepted::InResult));
                     if !cqe.more {
                         slots.release(cqe.user_data);
                     }
@@ -430,7 +396,53 @@ impl Drop for Ring {
     }
 }
 
-/// The socket that an accept made.
+/// The socket that an accept made, as its kernel gives it.
+enum Accepted {
+    /// The result is its descriptor, where the operation was an accept that succeeded.
+    InResult,
+    /// One in memory, if there is one.
+    Simulated(Option<Handle>),
+}
+
+/// Adds a completion to the caller's list; returns true if it is a wake, which the caller never sees.
+#[inline(always)]
+#[allow(
+    clippy::inline_always,
+    reason = "the body of the loop over completions"
+)]
+fn settle(
+    slots: &mut Slots,
+    cqe: Cqe,
+    accepted: Accepted,
+    out: &mut Vec<Completion>,
+    reaped: &mut Reaped,
+) -> bool {
+    let user_data = cqe.user_data;
+    let Some(busy) = slots.busy(user_data) else {
+        debug_assert_eq!(user_data, CANCEL, "a completion for no operation");
+        return false;
+    };
+    let is_wake = busy.kind == Kind::Waker;
+    if is_wake {
+        reaped.woken = true;
+    } else {
+        out.push(Completion {
+            token: busy.token,
+            result: cqe.result,
+            more: cqe.more,
+            socket: new_socket(busy.kind, cqe.result, accepted),
+        });
+        reaped.completions += 1;
+    }
+    // The slot is released after the completion was read from it, and only by the last one of an
+    // operation.
+    if !cqe.more {
+        slots.release(user_data);
+    }
+    is_wake
+}
+
+#[inline]
 fn new_socket(kind: Kind, result: i32, accepted: Accepted) -> Option<Handle> {
     match accepted {
         Accepted::InResult if kind == Kind::Accept && result >= 0 => {
@@ -438,8 +450,8 @@ fn new_socket(kind: Kind, result: i32, accepted: Accepted) -> Option<Handle> {
             // once.
             Some(unsafe { OwnedFd::from_raw_fd(result) }.into())
         }
-        Accepted::InResult | Accepted::None => None,
-        Accepted::Simulated(socket) => Some(socket),
+        Accepted::InResult => None,
+        Accepted::Simulated(socket) => socket,
     }
 }
 

@@ -90,7 +90,7 @@ impl Rig {
     fn file(&self, len: u64) -> Handle {
         match self.kernel {
             None => temporary_file(len),
-            Some(_) => Disk::new(len).open(),
+            Some(_) => Disk::new(len).open().into(),
         }
     }
 
@@ -102,7 +102,7 @@ impl Rig {
             }
             Some(_) => {
                 let (socket, peer) = Socket::connected(anywhere());
-                (socket, Far::Simulated(peer))
+                (socket.into(), Far::Simulated(peer))
             }
         }
     }
@@ -333,7 +333,7 @@ fn connect(rig: &Rig) -> (Handle, Far) {
     if rig.kernel.is_some() {
         let listener = Listener::new(([192, 0, 2, 2], 3260).into());
         let peer = listener.connect(anywhere()).unwrap();
-        return (listener.handle(), Far::Simulated(peer));
+        return (listener.into(), Far::Simulated(peer));
     }
     let dir = std::env::temp_dir().join(format!("riser-ring-{}", std::process::id()));
     std::fs::create_dir_all(&dir).unwrap();
@@ -504,7 +504,7 @@ fn a_handle_of_another_kernel_is_a_bad_descriptor() {
     let m = Memory::new(4096).unwrap();
     both(of(4), |rig| {
         let other = match rig.kernel {
-            None => Disk::new(4096).open(),
+            None => Disk::new(4096).open().into(),
             Some(_) => temporary_file(4096),
         };
         rig.ring

@@ -14,11 +14,10 @@ use std::time::{Duration, Instant};
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use riser_memory::Memory;
 
+use crate::config::RingConfig;
 use crate::error::{RegisterError, RingError, SubmitError};
 use crate::handle::{FileTable, Handle, Target};
-use crate::kernel::{Accepted, Cqe};
-use crate::ops::{Durability, Fallocate, Op, Receive, SyncKind};
-use crate::ring::RingConfig;
+use crate::op::{Cqe, Durability, Fallocate, Op, Receive, SyncKind};
 use crate::slot::{MAX_TRANSFER, Slot};
 
 /// User data of the ring's own cancellations, whose completions are not awaited. No slot has it.
@@ -161,7 +160,11 @@ impl Uring {
 
     /// Queues the operation that a slot was prepared for; [`make_room`](Self::make_room) has found
     /// room.
-    #[inline]
+    #[inline(always)]
+    #[allow(
+        clippy::inline_always,
+        reason = "callers name the operation: one arm of the match is left"
+    )]
     pub(crate) fn submit(
         &mut self,
         op: Op,
@@ -307,14 +310,14 @@ impl Uring {
     }
 
     /// Calls `f` for each completion; never enters the kernel.
-    #[inline]
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "one loop with what it does")]
     pub(crate) fn for_each_completion(&mut self, mut f: impl FnMut(Cqe)) {
         for cqe in self.uring.completion() {
             f(Cqe {
                 user_data: cqe.user_data(),
                 result: cqe.result(),
                 more: cqueue::more(cqe.flags()),
-                accepted: Accepted::InResult,
             });
         }
     }

@@ -1,11 +1,12 @@
 //! [`Waker`]: ends a worker's park from any thread.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::event::{EventfdFlags, eventfd};
+
+use crate::handle::Handle;
 
 /// Wakes the [`Ring`](crate::Ring) it came from. Cheap to clone, usable from any thread, and never
 /// lost: a wake before the park ends that park at once. Wakes that the ring has not yet seen are
@@ -16,7 +17,7 @@ pub struct Waker(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     /// The descriptor that ends a park; none where nothing parks.
-    counter: Option<Arc<OwnedFd>>,
+    counter: Option<Handle>,
     pending: AtomicBool,
 }
 
@@ -26,7 +27,7 @@ impl Waker {
         // for descriptors that do not.
         let fd = eventfd(0, EventfdFlags::CLOEXEC)?;
         Ok(Self(Arc::new(Shared {
-            counter: Some(Arc::new(fd)),
+            counter: Some(Handle::new(fd)),
             pending: AtomicBool::new(false),
         })))
     }
@@ -52,7 +53,7 @@ impl Waker {
         if self.0.pending.swap(true, Ordering::AcqRel) {
             return;
         }
-        let Some(counter) = &self.0.counter else {
+        let Some(counter) = self.0.counter.as_ref().and_then(Handle::fd) else {
             return;
         };
         // The write cannot block: the counter is at most a few units high, since `pending` admits
@@ -72,7 +73,7 @@ impl Waker {
         self.0.counter.is_none() && self.0.pending.swap(false, Ordering::AcqRel)
     }
 
-    pub(crate) fn counter(&self) -> Option<&Arc<OwnedFd>> {
+    pub(crate) fn counter(&self) -> Option<&Handle> {
         self.0.counter.as_ref()
     }
 }

@@ -8,8 +8,7 @@ use riser_memory::MemSlice;
 
 use super::{Disk, File, Object, Socket};
 use crate::handle::Handle;
-use crate::kernel::{Accepted, Cqe};
-use crate::ops::{Durability, Fallocate, Op, Receive};
+use crate::op::{Cqe, Durability, Fallocate, Op, Receive};
 use crate::slot::Slot;
 
 /// Name of an operation under way, unique on its ring.
@@ -71,7 +70,8 @@ struct State {
     queued: Vec<Pending>,
     /// Operations under way, in the order in which they were handed over.
     pending: Vec<Pending>,
-    completions: VecDeque<Cqe>,
+    /// Completions, with the sockets of accepts.
+    completions: VecDeque<(Cqe, Option<Handle>)>,
     is_closed: bool,
 }
 
@@ -86,15 +86,6 @@ struct Pending {
     moved: usize,
     /// Arrivals that a poll has reported.
     reported: u64,
-}
-
-impl std::fmt::Debug for Cqe {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self {
-            user_data, result, ..
-        } = self;
-        write!(f, "Cqe({user_data:#x}, {result})")
-    }
 }
 
 /// What an operation has come to.
@@ -136,22 +127,23 @@ impl Kernel {
         let state = &mut *self.0.borrow_mut();
         let at = state.pending.iter().position(|p| p.user_data == id.0)?;
         let end = state.pending[at].end(outcome);
-        let (result, more, accepted) = match end {
+        let (result, more, socket) = match end {
             End::Waits => return None,
-            End::Result(result) => (result, false, Accepted::None),
-            End::Event(result) => (result, true, Accepted::None),
-            End::Socket(socket) => (0, false, Accepted::Simulated(socket)),
+            End::Result(result) => (result, false, None),
+            End::Event(result) => (result, true, None),
+            End::Socket(socket) => (0, false, Some(socket)),
         };
         // Its handle and its memory go before the ring hears of it, as with the host.
         if !more {
             state.pending.remove(at);
         }
-        state.completions.push_back(Cqe {
-            user_data: id.0,
+        let user_data = id.0;
+        let cqe = Cqe {
+            user_data,
             result,
             more,
-            accepted,
-        });
+        };
+        state.completions.push_back((cqe, socket));
         Some(result)
     }
 
@@ -202,14 +194,7 @@ impl Queue {
         state.pending.append(&mut state.queued);
     }
 
-    pub(crate) fn for_each_completion(&mut self, mut f: impl FnMut(Cqe)) {
-        // One at a time: `f` may drop the last handle of a socket.
-        while let Some(cqe) = self.take_completion() {
-            f(cqe);
-        }
-    }
-
-    fn take_completion(&mut self) -> Option<Cqe> {
+    pub(crate) fn take_completion(&mut self) -> Option<(Cqe, Option<Handle>)> {
         self.0.borrow_mut().completions.pop_front()
     }
 
@@ -294,7 +279,9 @@ impl Pending {
             Some(Object::File(file)) => self.on_file(file, most),
             Some(Object::Socket(socket)) => self.on_socket(socket, most),
             Some(Object::Listener(listener)) => match self.op {
-                Op::Accept => listener.accept().map_or(End::Waits, End::Socket),
+                Op::Accept => listener
+                    .accept()
+                    .map_or(End::Waits, |socket| End::Socket(socket.into())),
                 Op::Poll { .. } if !listener.is_waiting() => End::Waits,
                 Op::Poll { .. } => End::Result(i32::from(libc::POLLIN)),
                 _ => End::Result(-libc::EINVAL),

@@ -20,44 +20,13 @@
 //!
 //! Objects are shared by count and between rings: a disk outlives the ring, and the process, that used it.
 
-mod disk;
 mod kernel;
-mod socket;
 mod threads;
 
-use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-pub use disk::{Disk, File, SECTOR};
+pub use crate::objects::{Disk, File, Listener, Object, Peer, SECTOR, Socket};
 pub(crate) use kernel::Queue;
 pub use kernel::{Kernel, Operation, OperationId, Outcome};
-pub use socket::{Listener, Peer, Socket};
 pub use threads::{ThreadId, Threads};
-
-/// A file or socket in memory, behind a [`Handle`](crate::Handle).
-#[derive(Debug, Clone)]
-pub enum Object {
-    /// An open file.
-    File(File),
-    /// A connected socket.
-    Socket(Socket),
-    /// A socket that listens.
-    Listener(Listener),
-}
-
-impl Object {
-    pub(crate) fn stream(&self) -> io::Result<&Socket> {
-        match self {
-            Self::Socket(socket) => Ok(socket),
-            Self::File(_) | Self::Listener(_) => Err(io::Error::from_raw_os_error(libc::ENOTSOCK)),
-        }
-    }
-}
-
-/// Locks what one thread uses at a time; a panic of a test must not hide another.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 #[cfg(test)]
 mod tests;

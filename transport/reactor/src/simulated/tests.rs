@@ -56,7 +56,7 @@ fn byte(disk: &Disk, at: u64) -> u8 {
 #[test]
 fn operations_end_in_the_order_that_the_driver_chooses() {
     let (mut ring, kernel) = ring();
-    let file = Disk::new(1 << 16).open();
+    let file = crate::Handle::from(Disk::new(1 << 16).open());
     let memory = filled(7, 4096);
     for n in 0..4u64 {
         let data = [memory.clone()];
@@ -87,7 +87,7 @@ fn operations_end_in_the_order_that_the_driver_chooses() {
 fn a_disk_may_do_less_or_fail() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(8192);
-    let file = disk.open();
+    let file = crate::Handle::from(disk.open());
     let data = [filled(7, 4096)];
     let mut write = |outcome| {
         ring.submit_write(&file, 0, &data, Durability::Cached, Token(1))
@@ -111,7 +111,7 @@ fn a_disk_may_do_less_or_fail() {
 fn a_crash_keeps_any_version_of_what_was_not_flushed() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(1 << 20);
-    let file = disk.open();
+    let file = crate::Handle::from(disk.open());
     write(&mut ring, &kernel, &file, 0, &filled(1, 2048));
     assert_eq!(flush(&mut ring, &kernel, &file), 0);
     assert!(disk.dirty().is_empty());
@@ -129,7 +129,7 @@ fn a_crash_keeps_any_version_of_what_was_not_flushed() {
 fn durable_writes_survive_a_crash_and_no_others() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(1 << 20);
-    let file = disk.open();
+    let file = crate::Handle::from(disk.open());
     write(&mut ring, &kernel, &file, 4096, &filled(2, 512));
     ring.submit_write(&file, 0, &[filled(1, 512)], Durability::Durable, Token(1))
         .unwrap();
@@ -143,21 +143,24 @@ fn durable_writes_survive_a_crash_and_no_others() {
 fn a_failed_write_back_is_reported_once_to_each_open_file() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(1 << 20);
-    let (one, two) = (disk.open(), disk.open());
+    let (one, two) = (disk.open().into(), disk.open().into());
     write(&mut ring, &kernel, &one, 0, &filled(1, 512));
     write(&mut ring, &kernel, &one, 512, &filled(2, 512));
     disk.fail_write_back(libc::EIO, |sector| sector == 0);
     assert_eq!(byte(&disk, 0), 1, "the cache has it still");
     assert_eq!(flush(&mut ring, &kernel, &one), -libc::EIO);
     assert_eq!(flush(&mut ring, &kernel, &one), 0);
-    let three = disk.open();
+    let three = disk.open().into();
     assert_eq!(flush(&mut ring, &kernel, &three), 0, "it was reported");
     assert_eq!(flush(&mut ring, &kernel, &two), -libc::EIO);
     disk.drop_cache();
     assert_eq!((byte(&disk, 0), byte(&disk, 512)), (0, 2));
     // One that nobody has heard of is reported to who opens the file next.
     disk.fail_write_back(libc::ENOSPC, |_| true);
-    assert_eq!(flush(&mut ring, &kernel, &disk.open()), -libc::ENOSPC);
+    assert_eq!(
+        flush(&mut ring, &kernel, &disk.open().into()),
+        -libc::ENOSPC
+    );
 }
 
 #[test]
@@ -180,6 +183,7 @@ fn extents_are_those_that_were_written() {
 fn a_full_socket_takes_a_part_and_waits() {
     let (mut ring, kernel) = ring();
     let (socket, peer) = Socket::connected(([192, 0, 2, 1], 1).into());
+    let socket = crate::Handle::from(socket);
     peer.set_room(4096, 1000);
     ring.submit_send(&socket, &[filled(5, 2500)], Token(1))
         .unwrap();
@@ -208,6 +212,7 @@ fn a_full_socket_takes_a_part_and_waits() {
 #[test]
 fn the_last_handle_closes_a_socket() {
     let (socket, peer) = Socket::connected(([192, 0, 2, 1], 1).into());
+    let socket = crate::Handle::from(socket);
     let other = socket.clone();
     drop(socket);
     assert!(!peer.is_closed());
@@ -220,11 +225,12 @@ fn the_last_handle_closes_a_socket() {
 fn a_disk_does_not_stop_for_a_cancellation_and_a_socket_does() {
     let (mut ring, kernel) = ring();
     let (socket, _peer) = Socket::connected(([192, 0, 2, 1], 1).into());
+    let socket = crate::Handle::from(socket);
     let disk = Disk::new(4096);
     ring.submit_recv(&socket, &[filled(0, 10)], Receive::Some, Token(1))
         .unwrap();
     ring.submit_write(
-        &disk.open(),
+        &disk.open().into(),
         0,
         &[filled(9, 512)],
         Durability::Cached,
@@ -259,7 +265,7 @@ fn a_ring_that_is_gone_does_nothing_more() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(4096);
     ring.submit_write(
-        &disk.open(),
+        &disk.open().into(),
         0,
         &[filled(9, 512)],
         Durability::Cached,

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Mutex};
 
-use super::lock;
+use crate::objects::lock;
 use crate::threads::{Helper, Job, Spawned};
 
 /// Number of a simulated thread, in the order in which they were started.

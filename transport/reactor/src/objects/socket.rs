@@ -4,8 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 
-use super::{Object, lock};
-use crate::handle::Handle;
+use super::lock;
 
 /// Bytes that a socket takes in each direction, as long as its peer sets nothing else.
 const ROOM: usize = 256 << 10;
@@ -57,7 +56,7 @@ struct State {
 impl Socket {
     /// A connected socket without a listener, and the network's end of it.
     #[must_use]
-    pub fn connected(peer: SocketAddr) -> (Handle, Peer) {
+    pub fn connected(peer: SocketAddr) -> (Self, Peer) {
         let shared = Arc::new(Mutex::new(State {
             inbound: VecDeque::new(),
             inbound_room: ROOM,
@@ -77,7 +76,7 @@ impl Socket {
             shared,
             address: peer,
         };
-        (Handle::of_simulated(Object::Socket(socket)), far)
+        (socket, far)
     }
 
     /// Address of its peer.
@@ -91,19 +90,19 @@ impl Socket {
     }
 
     /// Whether a receive of at least `least` bytes, and one at most, would end now.
-    pub(super) fn is_readable(&self, least: usize) -> bool {
+    pub(crate) fn is_readable(&self, least: usize) -> bool {
         let state = lock(&self.shared);
         state.inbound.len() >= least || state.is_ended || state.is_shut || state.broken.is_some()
     }
 
     /// Whether a send would move bytes, or fail, now.
-    pub(super) fn is_writable(&self) -> bool {
+    pub(crate) fn is_writable(&self) -> bool {
         let state = lock(&self.shared);
         state.outbound.len() < state.outbound_room || state.is_shut || state.broken.is_some()
     }
 
     /// Takes up to `most` bytes that have arrived, or the error of the connection.
-    pub(super) fn receive(&self, most: usize) -> Result<Vec<u8>, i32> {
+    pub(crate) fn receive(&self, most: usize) -> Result<Vec<u8>, i32> {
         let mut state = lock(&self.shared);
         if let Some(errno) = state.broken {
             return Err(errno);
@@ -113,7 +112,7 @@ impl Socket {
     }
 
     /// Sends as many bytes as there is room for; returns their number.
-    pub(super) fn send(&self, bytes: &[u8]) -> Result<usize, i32> {
+    pub(crate) fn send(&self, bytes: &[u8]) -> Result<usize, i32> {
         let mut state = lock(&self.shared);
         if let Some(errno) = state.broken {
             return Err(errno);
@@ -127,7 +126,7 @@ impl Socket {
         Ok(len)
     }
 
-    pub(super) fn arrivals(&self) -> u64 {
+    pub(crate) fn arrivals(&self) -> u64 {
         lock(&self.shared).arrivals
     }
 }
@@ -202,7 +201,7 @@ impl Peer {
 #[derive(Debug, Clone)]
 pub struct Listener {
     address: SocketAddr,
-    waiting: Arc<Mutex<VecDeque<Handle>>>,
+    waiting: Arc<Mutex<VecDeque<Socket>>>,
 }
 
 impl Listener {
@@ -221,12 +220,6 @@ impl Listener {
         self.address
     }
 
-    /// The socket, to accept from.
-    #[must_use]
-    pub fn handle(&self) -> Handle {
-        Handle::of_simulated(Object::Listener(self.clone()))
-    }
-
     /// A connection arrives; `None` if too many wait to be accepted.
     #[must_use]
     pub fn connect(&self, peer: SocketAddr) -> Option<Peer> {
@@ -239,11 +232,11 @@ impl Listener {
         Some(far)
     }
 
-    pub(super) fn is_waiting(&self) -> bool {
+    pub(crate) fn is_waiting(&self) -> bool {
         !lock(&self.waiting).is_empty()
     }
 
-    pub(super) fn accept(&self) -> Option<Handle> {
+    pub(crate) fn accept(&self) -> Option<Socket> {
         lock(&self.waiting).pop_front()
     }
 }

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use super::{Object, lock};
-use crate::handle::Handle;
+use super::lock;
 
 /// Bytes that a disk writes as a whole: a crash tears no sector.
 pub const SECTOR: u64 = 512;
@@ -117,9 +116,9 @@ impl Disk {
         })))
     }
 
-    /// Opens it. What fails to be written back from now on is reported to this handle, too.
+    /// Opens it. What fails to be written back from now on is reported to this file, too.
     #[must_use]
-    pub fn open(&self) -> Handle {
+    pub fn open(&self) -> File {
         let error = &lock(&self.0).error;
         // An error that no open file has reported is reported to the next one.
         let seen = if error.is_seen || error.count == 0 {
@@ -127,10 +126,10 @@ impl Disk {
         } else {
             error.count - 1
         };
-        Handle::of_simulated(Object::File(File {
+        File {
             disk: self.clone(),
             seen: Arc::new(Mutex::new(seen)),
-        }))
+        }
     }
 
     /// Whether two are the same.
@@ -308,7 +307,7 @@ impl File {
     ///
     /// # Errors
     /// Its error number.
-    pub(super) fn check_write_back(&self) -> Result<(), i32> {
+    pub(crate) fn check_write_back(&self) -> Result<(), i32> {
         let error = &mut lock(&self.disk.0).error;
         let mut seen = lock(&self.seen);
         // After a crash the numbers begin again, and no file from before is used any more.

@@ -11,36 +11,36 @@ use rustix::io::Errno;
 
 use super::health::Space;
 
-/// Place of an open file: where the calls of this module go that are made while it is served.
-enum Place<'a> {
+/// An open file: where the calls of this module go that are made while it is served.
+enum OpenFile<'a> {
     /// The host, by descriptor.
     Fd(BorrowedFd<'a>),
     /// A disk in memory.
     Memory(&'a Disk),
 }
 
-fn place_of(file: &Handle) -> Place<'_> {
+fn open_file(file: &Handle) -> OpenFile<'_> {
     match (file.fd(), file.simulated()) {
-        (Some(fd), _) => Place::Fd(fd),
-        (None, Some(Object::File(file))) => Place::Memory(file.disk()),
+        (Some(fd), _) => OpenFile::Fd(fd),
+        (None, Some(Object::File(file))) => OpenFile::Memory(file.disk()),
         (None, _) => unreachable!("a backend's handle is a file's"),
     }
 }
 
 /// Size of an open file in bytes.
 pub(super) fn file_size(file: &Handle) -> io::Result<u64> {
-    match place_of(file) {
+    match open_file(file) {
         // Closing a copy of the descriptor would have some file systems write everything back first.
-        Place::Fd(fd) => Ok(u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0)),
-        Place::Memory(disk) => Ok(disk.len()),
+        OpenFile::Fd(fd) => Ok(u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0)),
+        OpenFile::Memory(disk) => Ok(disk.len()),
     }
 }
 
 /// Gives an open file another size.
 pub(super) fn set_file_size(file: &Handle, len: u64) -> io::Result<()> {
-    match place_of(file) {
-        Place::Fd(fd) => Ok(rustix::fs::ftruncate(fd, len)?),
-        Place::Memory(disk) => {
+    match open_file(file) {
+        OpenFile::Fd(fd) => Ok(rustix::fs::ftruncate(fd, len)?),
+        OpenFile::Memory(disk) => {
             disk.set_len(len);
             Ok(())
         }
@@ -50,17 +50,17 @@ pub(super) fn set_file_size(file: &Handle, len: u64) -> io::Result<()> {
 /// Extends an open file, durably: after a crash it must not be shorter than the disk that initiators have seen.
 pub(super) fn extend(file: &Handle, len: u64) -> io::Result<()> {
     set_file_size(file, len)?;
-    match place_of(file) {
-        Place::Fd(fd) => Ok(rustix::fs::fsync(fd)?),
-        Place::Memory(_) => Ok(()),
+    match open_file(file) {
+        OpenFile::Fd(fd) => Ok(rustix::fs::fsync(fd)?),
+        OpenFile::Memory(_) => Ok(()),
     }
 }
 
 /// Room of an open file and its file system. Blocks as long as that does.
 pub(super) fn space(file: &Handle) -> io::Result<Space> {
-    let fd = match place_of(file) {
-        Place::Fd(fd) => fd,
-        Place::Memory(disk) => {
+    let fd = match open_file(file) {
+        OpenFile::Fd(fd) => fd,
+        OpenFile::Memory(disk) => {
             let allocated = disk.allocated();
             let free = disk.len().saturating_sub(allocated);
             return Ok(Space { allocated, free });
@@ -110,9 +110,9 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
 
 /// Opens the same file again: another open file description, with the same access.
 pub(super) fn reopen(file: &Handle) -> io::Result<Handle> {
-    let fd = match place_of(file) {
-        Place::Fd(fd) => fd,
-        Place::Memory(disk) => return Ok(disk.open().into()),
+    let fd = match open_file(file) {
+        OpenFile::Fd(fd) => fd,
+        OpenFile::Memory(disk) => return Ok(disk.open().into()),
     };
     let flags = rustix::fs::fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::DIRECT);
     // Not by the file's own path, which may lead to another file by now. dup(2) would share the
@@ -184,9 +184,9 @@ pub(super) fn can_punch(fd: BorrowedFd<'_>, beyond: u64, len: u64) -> bool {
 ///
 /// Moves the description's file position, which nothing of ours uses.
 pub(super) fn extent(file: &Handle, offset: u64, len: u64) -> io::Result<(bool, u64)> {
-    let fd = match place_of(file) {
-        Place::Fd(fd) => fd,
-        Place::Memory(disk) => return Ok(disk.extent(offset, len)),
+    let fd = match open_file(file) {
+        OpenFile::Fd(fd) => fd,
+        OpenFile::Memory(disk) => return Ok(disk.extent(offset, len)),
     };
     let seek = |to| rustix::fs::seek(fd, to);
     let end = offset.saturating_add(len);

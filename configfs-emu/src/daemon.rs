@@ -15,8 +15,8 @@ use crate::engine::{ApplyError, Daemon};
 use crate::host::LiveSource;
 use crate::world::Session;
 
-/// A daemon at its admin socket. Its configuration is read and replaced there; where it is kept is the
-/// daemon's affair.
+/// A daemon at its admin socket. Its configuration is read and replaced there; where it is kept is
+/// the daemon's affair.
 #[derive(Debug)]
 pub struct Riserd {
     socket: PathBuf,
@@ -76,7 +76,8 @@ impl Daemon for Riserd {
     }
 }
 
-/// A daemon at its admin socket, asked for what changes by itself. Without an answer there is nothing.
+/// A daemon at its admin socket, asked for what changes by itself. Without an answer there is
+/// nothing.
 #[derive(Debug)]
 pub struct AdminSocket(pub PathBuf);
 

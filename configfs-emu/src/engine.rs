@@ -6,12 +6,12 @@
 //!                        └──────── an error number, and nothing has changed ───┘
 //! ```
 //!
-//! The daemon hears of a change only if the configuration changes with it. So nothing reaches it while a
-//! portal group is put together that is not enabled yet.
+//! The daemon hears of a change only if the configuration changes with it. So nothing reaches it
+//! while a portal group is put together that is not enabled yet.
 //!
-//! Others configure the daemon as well. A change is made in place of the configuration that the tree
-//! shows, or not at all; if the daemon has another one meanwhile, the tree is brought up to date first
-//! ([`Engine::refresh`]), and the change is tried on that.
+//! Others configure the daemon as well. A change is made in place of the configuration that the
+//! tree shows, or not at all; if the daemon has another one meanwhile, the tree is brought up to
+//! date first ([`Engine::refresh`]), and the change is tried on that.
 
 use std::collections::BTreeSet;
 
@@ -63,8 +63,8 @@ pub trait Daemon: Send {
     /// [`ApplyError::Unreachable`].
     fn document(&mut self) -> Result<Value, ApplyError>;
 
-    /// Makes this its configuration in the place of the one that [`Daemon::document`] gave last. When
-    /// it returns, the daemon serves so.
+    /// Makes this its configuration in the place of the one that [`Daemon::document`] gave last.
+    /// When it returns, the daemon serves so.
     ///
     /// # Errors
     /// [`ApplyError`]; the daemon serves as before.
@@ -154,8 +154,9 @@ impl Engine {
     /// Changes the tree, and the daemon with it.
     ///
     /// # Errors
-    /// What `change` says; what the operating system said to the daemon, `EINVAL` for what the daemon
-    /// cannot do, `EIO` if it does not answer. The reason is in the log, and everything is as it was.
+    /// What `change` says; what the operating system said to the daemon, `EINVAL` for what the
+    /// daemon cannot do, `EIO` if it does not answer. The reason is in the log, and everything is
+    /// as it was.
     pub fn change<T>(
         &mut self,
         change: impl Fn(&mut Tree, &dyn World) -> Result<T, Errno>,

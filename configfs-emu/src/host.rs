@@ -117,8 +117,8 @@ impl World for Host {
     }
 }
 
-/// As [`Host`], for a configuration that may be another host's: what is not here is taken for what its
-/// path says, and an SRP port for the address that its name says.
+/// As [`Host`], for a configuration that may be another host's: what is not here is taken for what
+/// its path says, and an SRP port for the address that its name says.
 #[derive(Debug)]
 pub struct OtherHost(Host);
 

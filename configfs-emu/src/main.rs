@@ -1,4 +1,5 @@
-//! `riserd-configfs`: a running `riserd` as LIO's configfs tree, and its configuration as LIO's file.
+//! `riserd-configfs`: a running `riserd` as LIO's configfs tree, and its configuration as LIO's
+//! file.
 
 use std::fs;
 use std::io::{self, IsTerminal, Write};
@@ -41,14 +42,14 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Print what a file of targetcli's saveconfig says as a configuration of riserd. What cannot be
-    /// said is left out and named on standard error; the exit code is 3 then.
+    /// Print what a file of targetcli's saveconfig says as a configuration of riserd. What cannot
+    /// be said is left out and named on standard error; the exit code is 3 then.
     Import {
         /// The file, such as /etc/target/saveconfig.json.
         file: PathBuf,
     },
-    /// Print a configuration of riserd as targetcli's saveconfig writes it, for targetctl restore. What
-    /// cannot be said is left out and named on standard error; the exit code is 3 then.
+    /// Print a configuration of riserd as targetcli's saveconfig writes it, for targetctl restore.
+    /// What cannot be said is left out and named on standard error; the exit code is 3 then.
     Export {
         /// A configuration file; by default what the running riserd serves.
         file: Option<PathBuf>,

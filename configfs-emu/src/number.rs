@@ -17,7 +17,8 @@ pub fn boolean(text: &str) -> Result<bool, Errno> {
     }
 }
 
-/// A number without a sign, in decimal, hexadecimal (`0x`) or octal (`0`), with one line end at most.
+/// A number without a sign, in decimal, hexadecimal (`0x`) or octal (`0`), with one line end at
+/// most.
 ///
 /// # Errors
 /// `EINVAL` for something else, `ERANGE` for more than `max`.

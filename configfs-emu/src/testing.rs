@@ -58,7 +58,8 @@ impl World for Fake {
     }
 }
 
-/// Runs a line of a shell: `mkdir PATH`, `rmdir PATH`, `rm PATH`, `ln PATH TARGET`, `echo PATH TEXT`.
+/// Runs a line of a shell: `mkdir PATH`, `rmdir PATH`, `rm PATH`, `ln PATH TARGET`,
+/// `echo PATH TEXT`.
 pub(crate) fn run_line(tree: &mut Tree, world: &dyn World, line: &str) -> Result<(), Errno> {
     let mut words = line.splitn(3, ' ');
     let (verb, path) = (words.next().unwrap(), words.next().unwrap());

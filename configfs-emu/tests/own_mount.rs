@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rig::Rig;
 use riser_target::backend::{Direct, OpenError, Source, Spec, Store};
 
-/// Whether a shell command succeeds. One that waits for the mount that it is about fails the test, after
-/// the mount was aborted.
+/// Whether a shell command succeeds. One that waits for the mount that it is about fails the test,
+/// after the mount was aborted.
 fn succeeds(rig: &Rig, command: &str) -> bool {
     let mut shell = Command::new("sh").args(["-ec", command]).spawn().unwrap();
     let until = Instant::now() + Duration::from_secs(30);

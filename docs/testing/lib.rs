@@ -1,8 +1,8 @@
 //! The book and the other documents of the repository, as tests read them.
 //!
-//! Tests of several crates check what documents say, each against its own code: the command lines of
-//! `riserd` and `riser` in `docs/tests/book`, those of `riserd-configfs` and `cargo xtask` in their own
-//! crates, the first steps of the README in `tests/tests/readme.rs`.
+//! Tests of several crates check what documents say, each against its own code: the command lines
+//! of `riserd` and `riser` in `docs/tests/book`, those of `riserd-configfs` and `cargo xtask` in
+//! their own crates, the first steps of the README in `tests/tests/readme.rs`.
 //!
 //! - [`page`]: a document with its headings, links and code. [`shell`]: the commands of a script.
 
@@ -71,8 +71,8 @@ pub struct Named {
     pub is_prose: bool,
 }
 
-/// Returns the commands of a program in all documents: lines of shell blocks, and code in running text
-/// that begins with the program's words.
+/// Returns the commands of a program in all documents: lines of shell blocks, and code in running
+/// text that begins with the program's words.
 #[must_use]
 pub fn commands_of(program: &[&str]) -> Vec<Named> {
     let mut commands = Vec::new();

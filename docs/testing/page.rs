@@ -161,8 +161,8 @@ impl Page {
     fn events(&self) -> impl Iterator<Item = (Event<'_>, usize)> {
         let options = Options::ENABLE_TABLES;
         let events = Parser::new_ext(&self.text, options).into_offset_iter();
-        // Events are almost in the order of the text; lines are counted from the start each time, since
-        // pages are short.
+        // Events are almost in the order of the text; lines are counted from the start each time,
+        // since pages are short.
         events.map(|(event, range)| {
             let line = self.text[..range.start].matches('\n').count() + 1;
             (event, line)

@@ -1,5 +1,5 @@
-//! The simple commands of a shell script, as far as documents use the language: pipes and lists, quotes,
-//! comments, continued lines, here-documents, redirections, assignments before a command.
+//! The simple commands of a shell script, as far as documents use the language: pipes and lists,
+//! quotes, comments, continued lines, here-documents, redirections, assignments before a command.
 
 /// A command of a script.
 #[derive(Clone, Debug, PartialEq, Eq)]

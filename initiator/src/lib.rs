@@ -4,9 +4,9 @@
 //! - [`lun`]: disks: what they are, reading and writing them.
 //! - [`scsi`]: commands and what their answers say. [`inquiry`]: INQUIRY data for people.
 //! - [`rping`]: the first thing to run on a new network.
-//! - [`srp`], [`iscsi`]: the protocols' logic, with no I/O in it. [`session`], [`request`]: what they
-//!   have in common. [`paths`]: several of them to one unit. [`mod@unit`]: whether it is still the same,
-//!   and has what it acknowledged. [`url`]: addresses.
+//! - [`srp`], [`iscsi`]: the protocols' logic, with no I/O in it. [`session`], [`request`]: what
+//!   they have in common. [`paths`]: several of them to one unit. [`mod@unit`]: whether it is still
+//!   the same, and has what it acknowledged. [`url`]: addresses.
 //! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`], [`ublk`]: the exports.
 //! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 

@@ -6,34 +6,35 @@
 //! tracks what a volatile cache may hold.
 //!
 //! # The same unit
-//! After every login, and after every unit attention that can mean another unit (29h of any kind, CAPACITY
-//! DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED) or another mode of its cache
-//! (MODE PARAMETERS CHANGED), a unit is identified before any other command starts. Its serial
-//! number and designators (VPD pages 80h and 83h, SPC-4 clause 7.8) must be those of the first
-//! time; a unit that has none must at least be of the same vendor and product. Its block size must
-//! be the same, and its capacity at least as large: one that has grown is used as far as before. So
-//! a unit without serial number and designators that is exchanged for one of its make and size is
-//! not noticed. Commands that were already sent when a unit changes in the middle of a session are
-//! out of reach.
+//! After every login, and after every unit attention that can mean another unit (29h of any kind,
+//! CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED) or another
+//! mode of its cache (MODE PARAMETERS CHANGED), a unit is identified before any other command
+//! starts. Its serial number and designators (VPD pages 80h and 83h, SPC-4 clause 7.8) must be
+//! those of the first time; a unit that has none must at least be of the same vendor and product.
+//! Its block size must be the same, and its capacity at least as large: one that has grown is used
+//! as far as before. So a unit without serial number and designators that is exchanged for one of
+//! its make and size is not noticed. Commands that were already sent when a unit changes in the
+//! middle of a session are out of reach.
 //!
 //! # The same cache
 //! A write without FUA that is answered may be in a volatile cache (SBC-3 clause 4.15) until a
-//! SYNCHRONIZE CACHE that began after it is answered. If the target may have lost its cache between the
-//! two, that flush is carried out and then reported as failed: the next one, once, and every one that was
-//! under way when it happened. A unit may get such a cache at any
-//! time (WCE of the caching mode page): each check finds out. A process that takes over from one that was
-//! killed does not know what that one had acknowledged, and takes it that something was. Whether a target may
-//! have lost its cache:
-//! - **A cache generation decides** where the unit offers one before and after: page C0h of `riserd`,
-//!   which is another whenever what unwritten data live in is (the process for a RAM disk, the
-//!   kernel's page cache for files and devices). One that appears or disappears is another.
+//! SYNCHRONIZE CACHE that began after it is answered. If the target may have lost its cache between
+//! the two, that flush is carried out and then reported as failed: the next one, once, and every
+//! one that was under way when it happened. A unit may get such a cache at any time (WCE of the
+//! caching mode page): each check finds out. A process that takes over from one that was killed
+//! does not know what that one had acknowledged, and takes it that something was. Whether a target
+//! may have lost its cache:
+//! - **A cache generation decides** where the unit offers one before and after: page C0h of
+//!   `riserd`, which is another whenever what unwritten data live in is (the process for a RAM
+//!   disk, the kernel's page cache for files and devices). One that appears or disappears is
+//!   another.
 //! - **POWER ON OCCURRED (29h/01h), DEVICE INTERNAL RESET (29h/04h)**: lost.
-//! - **I_T NEXUS LOSS OCCURRED (29h/07h)** after a login: not lost, since a target that knows the old
-//!   nexus has been there all the time. SCSI BUS RESET (29h/02h) and BUS DEVICE RESET FUNCTION OCCURRED
-//!   (29h/03h), a logical unit reset, leave caches alone.
-//! - **POWER ON, RESET, OR BUS DEVICE RESET OCCURRED (29h/00h)** may stand for each of these (SPC-4 annex
-//!   F). In the middle of a session: lost. As the first thing after a login it says nothing, since there
-//!   are targets (tgt, `riserd`) that greet each new nexus with it.
+//! - **I_T NEXUS LOSS OCCURRED (29h/07h)** after a login: not lost, since a target that knows the
+//!   old nexus has been there all the time. SCSI BUS RESET (29h/02h) and BUS DEVICE RESET FUNCTION
+//!   OCCURRED (29h/03h), a logical unit reset, leave caches alone.
+//! - **POWER ON, RESET, OR BUS DEVICE RESET OCCURRED (29h/00h)** may stand for each of these (SPC-4
+//!   annex F). In the middle of a session: lost. As the first thing after a login it says nothing,
+//!   since there are targets (tgt, `riserd`) that greet each new nexus with it.
 //! - Nothing that says anything, as from LIO, which raises no attention at a login: lost, if a
 //!   connection was refused meanwhile (something was there and did not serve), or if the target was
 //!   not heard of for longer than [`REBOOT`], in which a host may have restarted. A connection that
@@ -54,8 +55,8 @@ use crate::request::{Answer, CHECK_CONDITION, DataLen, Effect, GOOD};
 use crate::scsi::{CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN};
 use crate::session::{ConnectError, Down, SrpLoginError};
 
-/// A host that was silent for no longer has not restarted with its targets. A lost connection of iSCSI
-/// is noticed within ten seconds, and made again within a few.
+/// A host that was silent for no longer has not restarted with its targets. A lost connection of
+/// iSCSI is noticed within ten seconds, and made again within a few.
 pub const REBOOT: Duration = Duration::from_secs(20);
 
 /// Identity that a unit reports.
@@ -192,8 +193,8 @@ impl Check {
             || is_refused()
     }
 
-    /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether there is
-    /// another question.
+    /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether
+    /// there is another question.
     pub fn take(&mut self, data: &[u8]) -> bool {
         self.step = match self.step {
             Step::Capacity => {
@@ -337,7 +338,8 @@ pub struct FlushMark {
 }
 
 impl WriteCache {
-    /// The books of a process that was killed: writes may have been acknowledged since its last flush.
+    /// The books of a process that was killed: writes may have been acknowledged since its last
+    /// flush.
     #[must_use]
     pub fn inherited() -> Self {
         Self {
@@ -365,7 +367,8 @@ impl WriteCache {
     pub fn end_flush(&mut self, mark: FlushMark) -> bool {
         self.settled = self.settled.max(mark.written);
         let is_kept = self.lost.is_none() && mark.losses == self.losses;
-        // One that began before a write that was lost fails, but does not report the loss of that write.
+        // One that began before a write that was lost fails, but does not report the loss of that
+        // write.
         self.lost = self.lost.filter(|&lost| mark.written < lost);
         is_kept
     }

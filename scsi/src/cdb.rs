@@ -1,7 +1,8 @@
 //! The fields of a command descriptor block.
 //!
 //! A [`Cdb`] exists only after the opcode table has fixed its length, so its accessors cannot miss.
-//! The layouts of block commands differ by length only (SPC-4 4.2.2): [`Cdb::extent`] knows all four.
+//! The layouts of block commands differ by length only (SPC-4 4.2.2): [`Cdb::extent`] knows all
+//! four.
 
 use crate::data::cdb::block_16;
 use crate::data::field::{Field, Value};

@@ -37,8 +37,8 @@ impl PortName {
     }
 }
 
-/// An SRP port identifier as its two halves in hexadecimal, `<identifier extension>:<GUID>`; an iSCSI
-/// port name as it is.
+/// An SRP port identifier as its two halves in hexadecimal, `<identifier extension>:<GUID>`; an
+/// iSCSI port name as it is.
 impl fmt::Display for PortName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

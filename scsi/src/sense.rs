@@ -126,7 +126,7 @@ additional_sense! {
     WRITE_ERROR = 0x0c, 0x00;
     /// WRITE ERROR - UNEXPECTED UNSOLICITED DATA.
     UNEXPECTED_UNSOLICITED_DATA = 0x0c, 0x0c;
-    /// WRITE ERROR - NOT ENOUGH UNSOLICITED DATA, also for an R2T that is answered with another amount.
+    /// WRITE ERROR - NOT ENOUGH UNSOLICITED DATA.
     NOT_ENOUGH_UNSOLICITED_DATA = 0x0c, 0x0d;
     /// INVALID FIELD IN COMMAND INFORMATION UNIT.
     INVALID_FIELD_IN_INFORMATION_UNIT = 0x0e, 0x03;
@@ -493,8 +493,8 @@ mod tests {
         assert_eq!(Sense::parse(&[0x72, 5, 0x24]), None);
     }
 
-    /// A target or a transport cuts sense data at the initiator's allocation length (SPC-4 4.5.1), in
-    /// the middle of a descriptor, too.
+    /// A target or a transport cuts sense data at the initiator's allocation length (SPC-4 4.5.1),
+    /// in the middle of a descriptor, too.
     #[test]
     fn a_descriptor_that_is_cut_leaves_the_ones_before_it() {
         let whole = Sense::cdb_field(7, None).with_information(513);

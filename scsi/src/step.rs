@@ -41,8 +41,8 @@ pub enum Step {
         /// Bytes; the piece lies inside the initiator's Data-Out buffer.
         len: u32,
     },
-    /// Send a piece of Data-In, which lies at offset 0 of the buffer. More follows, at last with the
-    /// response; the buffer must not be needed any more when this step is reported as done.
+    /// Send a piece of Data-In, which lies at offset 0 of the buffer. More follows, at last with
+    /// the response; the buffer must not be needed any more when this step is reported as done.
     SendData {
         /// Offset in Data-In, in bytes.
         from: u32,

@@ -20,9 +20,9 @@ pub trait State: Debug {
 /// Changes a machine's state.
 ///
 /// # Panics
-/// If the table has no such transition. While the thread unwinds from another panic nothing is checked:
-/// a machine may be dropped in the middle of a step then, and a second panic would abort the process,
-/// with all threads that were to go on.
+/// If the table has no such transition. While the thread unwinds from another panic nothing is
+/// checked: a machine may be dropped in the middle of a step then, and a second panic would abort
+/// the process, with all threads that were to go on.
 #[inline]
 pub fn become_state<S: State>(state: &mut S, next: S) {
     let is_legal = state.may_become(&next) || std::thread::panicking();

@@ -6,8 +6,9 @@
 //! commands counting N   what is done to count as many, and nothing else
 //! ```
 //!
-//! The instructions are the same in every run; the difference between two numbers belongs to that many
-//! commands alone. In the first two, only [`Worker::step`](riser_target::worker::Worker::step) is looked at.
+//! The instructions are the same in every run; the difference between two numbers belongs to that
+//! many commands alone. In the first two, only [`Worker::step`](riser_target::worker::Worker::step)
+//! is looked at.
 
 #[path = "../tests/world/mod.rs"]
 mod world;
@@ -62,15 +63,16 @@ fn reads(commands: u32) {
     }
 }
 
-/// A step of the worker that is counted. A login is not: its thread is not ready after the same number of
-/// steps every time.
+/// A step of the worker that is counted. A login is not: its thread is not ready after the same
+/// number of steps every time.
 #[inline(never)]
 fn counted_step(worker: &mut Worker) {
     worker.step(Instant::now()).unwrap();
 }
 
-/// Nothing waits here but the initiator's login: the kernel completes what the worker asks of a socket of the
-/// same host while the other end sends or receives, so a read takes the same steps every time.
+/// Nothing waits here but the initiator's login: the kernel completes what the worker asks of a
+/// socket of the same host while the other end sends or receives, so a read takes the same steps
+/// every time.
 fn tcp_reads(commands: u32) {
     let at = SocketAddr::from(([127, 80, 3, 1], 3260));
     let text = format!(
@@ -131,8 +133,8 @@ fn counting(commands: u32) {
     assert_eq!(account.class(Kind::Read).commands, u64::from(commands));
 }
 
-/// Counts a read, by the calls that [`Execution`](riser_target::fabric::Execution) and a channel make
-/// while it runs.
+/// Counts a read, by the calls that [`Execution`](riser_target::fabric::Execution) and a channel
+/// make while it runs.
 #[inline(never)]
 fn count_one(
     timer: &mut CommandTimer,

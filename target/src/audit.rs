@@ -1,8 +1,8 @@
-//! The audit log: who logged in and out, whom we sent away, and who changed the configuration or the
-//! program.
+//! The audit log: who logged in and out, whom we sent away, and who changed the configuration or
+//! the program.
 //!
-//! Every line is an event of the log under [`TARGET`], which the log's filter does not hide, with fields of
-//! these names:
+//! Every line is an event of the log under [`TARGET`], which the log's filter does not hide, with
+//! fields of these names:
 //!
 //! | event | when | fields |
 //! | --- | --- | --- |
@@ -17,8 +17,9 @@
 //! | `upgrade_rejected` | a program may not take over | `who`, `program`, `reason` |
 //! | `suppressed` | lines were held back | `of`, `suppressed` |
 //!
-//! No line has a secret. What peers can cause is bounded at each worker, by a burst and a number of lines a
-//! second ([`Audit`]); the next line of the kind has the number that was held back, or one of its own soon after.
+//! No line has a secret. What peers can cause is bounded at each worker, by a burst and a number of
+//! lines a second ([`Audit`]); the next line of the kind has the number that was held back, or one
+//! of its own soon after.
 
 use std::fmt::Display;
 use std::path::Path;

@@ -1,8 +1,9 @@
 //! [`Host`]: threads and dates, for code that makes neither.
 //!
 //! The time of a worker's round comes with the round, and random bytes from its
-//! [`Env`](crate::worker::Env). What backends and workers need beyond that is here, behind one trait, so that a
-//! simulation can run their blocking calls as steps of its schedule and date what they note.
+//! [`Env`](crate::worker::Env). What backends and workers need beyond that is here, behind one
+//! trait, so that a simulation can run their blocking calls as steps of its schedule and date what
+//! they note.
 
 use std::fmt::Debug;
 use std::time::{Instant, SystemTime};

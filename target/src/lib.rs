@@ -3,7 +3,8 @@
 //! # Modules
 //! - [`audit`]: who logged in and out, and who changed the configuration, for the log.
 //! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
-//! - [`config`]: the crate `riser-config`: the YAML configuration, checked before anything is opened.
+//! - [`config`]: the crate `riser-config`: the YAML configuration, checked before anything is
+//!   opened.
 //! - [`control`]: signals, the admin API, and the daemon's life between them.
 //! - [`fabric`]: what the connections of all protocols share: units, commands, accounts.
 //! - [`srp`], [`iscsi`], [`iser`]: connections of each protocol, as machines that do no I/O.

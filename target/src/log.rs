@@ -1,7 +1,8 @@
 //! Rate limits for what a peer can make us log.
 //!
 //! A peer that sends nonsense a million times a second must cost its own connection, not our disk.
-//! [`RateLimit`] lets a burst through, then one line per interval, and says how many were held back.
+//! [`RateLimit`] lets a burst through, then one line per interval, and says how many were held
+//! back.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! Locks that may still be held by a process that has ended: the kernel takes the rings of a killed process
-//! apart, and closes the files they hold, some time after its end.
+//! Locks that may still be held by a process that has ended: the kernel takes the rings of a killed
+//! process apart, and closes the files they hold, some time after its end.
 
 use std::cell::Cell;
 use std::thread;
@@ -20,8 +20,8 @@ pub(crate) fn at_once<T>(run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Tries until something is free, for three seconds at most. `attempt` returns `None` where something else
-/// holds it, and so does this then.
+/// Tries until something is free, for three seconds at most. `attempt` returns `None` where
+/// something else holds it, and so does this then.
 pub(crate) fn until_free<T, E>(
     mut attempt: impl FnMut() -> Result<Option<T>, E>,
 ) -> Result<Option<T>, E> {

@@ -5,28 +5,30 @@
 //! allocation. A [`Buffer`] is up to [`MAX_PIECES`] blocks that together hold a command's data.
 //!
 //! # Fairness
-//! Channels ask for memory under their number ([`Owner`]). While none waits, each request gets what there
-//! is. Otherwise an owner that has some gets more only up to its share: the pool divided by the owners
-//! that have or want some. The first in the line that its share allows has its turn. Others may still be
-//! served before it, as a small request fits where a large one does not; but when half the pool has gone
-//! past it, only the one whose turn it is gets memory. So neither small nor large requests starve.
+//! Channels ask for memory under their number ([`Owner`]). While none waits, each request gets what
+//! there is. Otherwise an owner that has some gets more only up to its share: the pool divided by
+//! the owners that have or want some. The first in the line that its share allows has its turn.
+//! Others may still be served before it, as a small request fits where a large one does not; but
+//! when half the pool has gone past it, only the one whose turn it is gets memory. So neither small
+//! nor large requests starve.
 //!
 //! # Reserve
-//! A command that waits in its task set's order may have its data in a buffer, while the one that it waits
-//! for has none yet. So there is a reserve besides: it goes to one command at a time that has started
-//! and waits for memory, no matter how much its owner has. Such a command waits for no other, so the reserve
-//! is returned. Owners take turns with it.
+//! A command that waits in its task set's order may have its data in a buffer, while the one that
+//! it waits for has none yet. So there is a reserve besides: it goes to one command at a time that
+//! has started and waits for memory, no matter how much its owner has. Such a command waits for no
+//! other, so the reserve is returned. Owners take turns with it.
 //!
 //! # Tables
-//! Descriptor tables have memory of their own, since a command holds its table while it waits for data
-//! memory: taken from there, tables could leave none to wait for. An owner gets half of it at most.
+//! Descriptor tables have memory of their own, since a command holds its table while it waits for
+//! data memory: taken from there, tables could leave none to wait for. An owner gets half of it at
+//! most.
 //!
 //! # Invariants
 //! - Every byte of the pool belongs to the pool or to exactly one buffer.
 //! - A buffer goes back through [`Pool::release`]; one that is merely dropped is a bug, which
 //!   debug builds report.
-//! - While a device reads or writes a buffer, there is no call of [`DataAccess`] on it: the channel that
-//!   owns the buffer alternates between device operations and looking at the bytes.
+//! - While a device reads or writes a buffer, there is no call of [`DataAccess`] on it: the channel
+//!   that owns the buffer alternates between device operations and looking at the bytes.
 //!
 //! # Not implemented
 //! Growing: the size is fixed when the worker starts.
@@ -231,8 +233,8 @@ impl Pool {
         granted
     }
 
-    /// The reserve, as a data buffer of `len` bytes for a command that has started, while it is not in
-    /// use. For owners that wait, in the order of [`Pool::waiting`].
+    /// The reserve, as a data buffer of `len` bytes for a command that has started, while it is not
+    /// in use. For owners that wait, in the order of [`Pool::waiting`].
     pub fn grant_reserve(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
         if !self.has_reserve(len) {
             return None;
@@ -638,9 +640,9 @@ impl DataAccess for Buffer {
 
     fn chunk(&self, offset: u32) -> &[u8] {
         let run = self.run(offset);
-        // SAFETY: the range belongs to this buffer alone and lies in a mapping that the buffer keeps
-        // alive; the bytes are initialised. By the rule in the module header no device writes them
-        // while the channel looks at them.
+        // SAFETY: the range belongs to this buffer alone and lies in a mapping that the buffer
+        // keeps alive; the bytes are initialised. By the rule in the module header no device writes
+        // them while the channel looks at them.
         unsafe { std::slice::from_raw_parts(self.memory.ptr(run.start), run.len()) }
     }
 

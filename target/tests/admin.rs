@@ -468,7 +468,8 @@ fn changes_that_the_file_lacks_are_reported_once_and_kept() {
     assert_eq!(standing(&daemon), (true, false));
     daemon.restart(&["--restore"]);
     assert_eq!(standing(&daemon), (false, false));
-    // A file that got the changes by `save` is not one that was edited, and changes after that are kept too.
+    // A file that got the changes by `save` is not one that was edited, and changes after that are
+    // kept too.
     said(&daemon, 9);
     let file = daemon.dir.join("riserd.yaml").display().to_string();
     assert!(daemon.ask(&["save", &file]).status.success());

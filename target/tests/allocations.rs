@@ -1,6 +1,6 @@
-//! A worker that has warmed up allocates nothing for reads and writes that succeed, over each protocol:
-//! neither the channel nor the backend nor the software NIC, with real sockets and a real ring. Other
-//! commands may allocate, and so may what comes out of order or has to wait.
+//! A worker that has warmed up allocates nothing for reads and writes that succeed, over each
+//! protocol: neither the channel nor the backend nor the software NIC, with real sockets and a real
+//! ring. Other commands may allocate, and so may what comes out of order or has to wait.
 
 #![allow(unsafe_code, reason = "the name of a thread takes a system call")]
 
@@ -71,9 +71,9 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
 }
 
-/// Repeats the same commands until the worker allocates nothing for many of them. Lists grow to what the
-/// machine's load makes them hold, so the first rounds may allocate, and one may later; what is allocated for
-/// each command is so in every round.
+/// Repeats the same commands until the worker allocates nothing for many of them. Lists grow to
+/// what the machine's load makes them hold, so the first rounds may allocate, and one may later;
+/// what is allocated for each command is so in every round.
 fn allocates_nothing(name: &str, mut round: impl FnMut(u8)) {
     let mut found = BTreeMap::new();
     for _ in 0..10 {

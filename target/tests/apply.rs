@@ -1,5 +1,5 @@
-//! A running server gets and loses targets, portals and backends, over loopback addresses: SRP on our
-//! own NIC, iSCSI on TCP. What cannot be had leaves everything as it was.
+//! A running server gets and loses targets, portals and backends, over loopback addresses: SRP on
+//! our own NIC, iSCSI on TCP. What cannot be had leaves everything as it was.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;

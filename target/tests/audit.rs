@@ -1,4 +1,5 @@
-//! The audit log of a running daemon: every kind of event, once, over real connections of every protocol.
+//! The audit log of a running daemon: every kind of event, once, over real connections of every
+//! protocol.
 
 #![allow(missing_docs, reason = "a test")]
 

@@ -197,7 +197,8 @@ fn a_unit_that_goes_has_no_limits_any_longer() {
     server.shutdown().unwrap();
 }
 
-/// Who an initiator is for its limits is not up to what it calls itself, unless its rule goes by that.
+/// Who an initiator is for its limits is not up to what it calls itself, unless its rule goes by
+/// that.
 #[test]
 fn limits_are_those_of_a_name_or_an_address_as_the_rule_says() {
     let image = Image::new("rules");
@@ -390,8 +391,8 @@ fn each_initiator_has_numbers_of_its_own() {
     server.shutdown().unwrap();
 }
 
-/// A number comes to lead to another unit while the initiator has commands on their way, which it means for
-/// the one before.
+/// A number comes to lead to another unit while the initiator has commands on their way, which it
+/// means for the one before.
 #[test]
 fn no_command_for_one_unit_reaches_another_by_its_number() {
     let image = Image::new("moved");
@@ -441,7 +442,8 @@ fn commands_sent_before_the_answer_to_an_inquiry_do_not_profit_from_it() {
     server.shutdown().unwrap();
 }
 
-/// A number that led nowhere for a while is taken for what it was, and one that leads back is what it was.
+/// A number that led nowhere for a while is taken for what it was, and one that leads back is what
+/// it was.
 #[test]
 fn numbers_that_went_away_and_numbers_that_came_back() {
     let image = Image::new("again");
@@ -480,8 +482,8 @@ fn slow_writes() -> Arc<Faults> {
     }]))
 }
 
-/// By a number that has moved, the error handling of commands at the unit before ends no commands at the new
-/// one but the initiator's own.
+/// By a number that has moved, the error handling of commands at the unit before ends no commands
+/// at the new one but the initiator's own.
 #[test]
 fn functions_for_a_number_that_has_moved_leave_others_alone() {
     let image = Image::new("others");
@@ -522,7 +524,8 @@ fn functions_for_a_number_that_has_moved_leave_others_alone() {
     server.shutdown().unwrap();
 }
 
-/// An initiator that logs in again, while its session is there or when it has ended, goes on with its disks.
+/// An initiator that logs in again, while its session is there or when it has ended, goes on with
+/// its disks.
 #[test]
 fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     let image = Image::new("login");
@@ -555,8 +558,8 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     server.shutdown().unwrap();
 }
 
-/// A unit gets another number at its target while its number for an initiator stays: what that does is counted where
-/// it is looked for.
+/// A unit gets another number at its target while its number for an initiator stays: what that does
+/// is counted where it is looked for.
 #[test]
 fn commands_are_counted_at_the_number_that_the_unit_has_now() {
     let image = Image::new("counted");
@@ -583,7 +586,8 @@ fn commands_are_counted_at_the_number_that_the_unit_has_now() {
     server.shutdown().unwrap();
 }
 
-/// What was under way when a number came to lead elsewhere, or nowhere, ends by functions for that number.
+/// What was under way when a number came to lead elsewhere, or nowhere, ends by functions for that
+/// number.
 #[test]
 fn functions_for_a_number_find_what_is_under_way_at_the_unit_before() {
     let image = Image::new("functions");

@@ -478,7 +478,8 @@ fn a_target_is_reached_by_its_own_portals_only() {
     assert_eq!(by(5556), Ok(()));
 }
 
-/// A disk is one unit, by whichever number: it has one name, and its reservations hold for all numbers.
+/// A disk is one unit, by whichever number: it has one name, and its reservations hold for all
+/// numbers.
 #[test]
 fn a_reservation_holds_on_a_read_only_number_too() {
     let text = "backends: { a: { kind: ram, size: 1MiB } }\n\
@@ -725,8 +726,8 @@ fn a_bad_key_costs_one_connection() {
     assert_eq!(answer.status, 0);
 }
 
-/// The device could not even be asked for such a range. The one before it is good, and gets nothing either:
-/// a buffer goes back to the pool, so no request of its chain may be under way.
+/// The device could not even be asked for such a range. The one before it is good, and gets nothing
+/// either: a buffer goes back to the pool, so no request of its chain may be under way.
 #[test]
 fn a_range_past_the_end_of_the_address_space_costs_one_connection_and_moves_nothing() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -832,7 +833,8 @@ fn a_login_on_the_service_id_has_the_long_form() {
     assert_eq!(mini.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
 }
 
-/// CVE-2024-26744: any text that a peer or an administrator writes as a GUID is refused, not followed.
+/// CVE-2024-26744: any text that a peer or an administrator writes as a GUID is refused, not
+/// followed.
 #[test]
 fn cve_2024_26744_service_guids() {
     for guid in [
@@ -1077,8 +1079,8 @@ fn an_initiator_that_vanishes_leaves_nothing() {
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
 }
 
-/// Twice, with transfers under way: sessions end, nothing stays behind, and the portals come back with
-/// the device.
+/// Twice, with transfers under way: sessions end, nothing stays behind, and the portals come back
+/// with the device.
 #[test]
 fn a_device_that_is_unplugged_comes_back() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -1123,7 +1125,8 @@ fn a_device_that_is_unplugged_comes_back() {
     mini.disconnect(&mut |d| world.pump(d));
 }
 
-/// Another program has one of its ports then: the other one is served, and that one when it is free.
+/// Another program has one of its ports then: the other one is served, and that one when it is
+/// free.
 #[test]
 fn a_device_comes_back_without_a_port_that_is_taken() {
     let (first, second) = (SocketAddr::new(SERVER, 5555), SocketAddr::new(SERVER, 5556));

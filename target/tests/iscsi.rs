@@ -228,8 +228,8 @@ fn two_connections_share_a_session() {
     server.shutdown().unwrap();
 }
 
-/// Where one address has to prove its identity and another one need not, the names of the former are no
-/// way for the latter to its session.
+/// Where one address has to prove its identity and another one need not, the names of the former
+/// are no way for the latter to its session.
 #[test]
 fn connections_with_other_rights_neither_join_nor_replace_a_session() {
     let port = free_port();
@@ -263,7 +263,8 @@ fn connections_with_other_rights_neither_join_nor_replace_a_session() {
     server.shutdown().unwrap();
 }
 
-/// A user with a secret may claim any name for the initiator port. That does not end another user's session.
+/// A user with a secret may claim any name for the initiator port. That does not end another user's
+/// session.
 #[test]
 fn who_has_proved_another_identity_takes_no_session_over() {
     let port = free_port();
@@ -413,8 +414,9 @@ fn a_login_that_has_begun_needs_the_rights_of_the_configuration_that_it_ends_und
     }
 }
 
-/// A number that has come to lead to another unit is not used before the initiator has asked which one it is, whether
-/// it goes on, logs in again, or has lost its session. A logout begins from nothing.
+/// A number that has come to lead to another unit is not used before the initiator has asked which
+/// one it is, whether it goes on, logs in again, or has lost its session. A logout begins from
+/// nothing.
 #[test]
 fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     const NAMES: [u8; 6] = [0x12, 1, 0x83, 0, 64, 0];
@@ -504,8 +506,8 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_no_other() {
             held(&mut peers);
         }
     }
-    // Two workers, for each of them twice the sessions and 64, of which half may be strangers, and half of
-    // these from one address.
+    // Two workers, for each of them twice the sessions and 64, of which half may be strangers, and
+    // half of these from one address.
     eventually("few of them are held", WAIT, || held(&mut peers) <= 2 * 20);
     assert_eq!(client.command(&read, false, 512, &[]).0, 0);
     // The oldest of them are displaced by new ones, also from the same address.
@@ -612,8 +614,8 @@ fn has_begun(faults: &Faults) {
 const WRITE: [u8; 10] = [0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0];
 const READ: [u8; 10] = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
 
-/// What a session had under way cannot reach the medium after what the one writes that has taken its
-/// place.
+/// What a session had under way cannot reach the medium after what the one writes that has taken
+/// its place.
 #[test]
 fn a_session_that_is_taken_over_leaves_nothing_behind() {
     let port = free_port();
@@ -672,8 +674,8 @@ fn a_unit_that_is_taken_away_ends_its_commands() {
     server.shutdown().unwrap();
 }
 
-/// A number that an access rule gives another unit: what was under way ends, also by a function for the number,
-/// and no command that was meant for the unit before reaches the other one.
+/// A number that an access rule gives another unit: what was under way ends, also by a function for
+/// the number, and no command that was meant for the unit before reaches the other one.
 #[test]
 fn a_number_that_leads_elsewhere_takes_no_commands_along() {
     let port = free_port();
@@ -758,8 +760,8 @@ fn reassign(client: &mut Client, tag: u32) -> TmfStatus {
 }
 
 /// Connection recovery: a connection is cut with reads and writes under way, which go on to their
-/// end on another one; first one that is there, which logs the lost one out, then one that takes its
-/// place.
+/// end on another one; first one that is there, which logs the lost one out, then one that takes
+/// its place.
 #[test]
 fn commands_outlive_their_connection() {
     let port = free_port();

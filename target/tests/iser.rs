@@ -255,7 +255,8 @@ fn a_second_login_takes_the_session_over() {
     world.is_empty();
 }
 
-/// A peer that only connects gets few connections: the oldest gives way. Others are served meanwhile.
+/// A peer that only connects gets few connections: the oldest gives way. Others are served
+/// meanwhile.
 #[test]
 fn connections_that_do_not_log_in_are_few() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -364,7 +365,8 @@ fn one_target_serves_every_protocol_at_once() {
     server.shutdown().unwrap();
 }
 
-/// SRP's asynchronous event of a reset (SRP r16a, SRP_AER_REQ), over which protocol the reset came does not matter.
+/// SRP's asynchronous event of a reset (SRP r16a, SRP_AER_REQ), over which protocol the reset came
+/// does not matter.
 #[test]
 fn a_reset_over_any_protocol_is_an_event_for_srp() {
     let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 2, host));

@@ -206,8 +206,8 @@ fn every_protocol_moves_long_data_at_once() {
     server.shutdown().unwrap();
 }
 
-/// An initiator that stops in the middle of an ORWRITE, whose blocks are its own until then, loses its
-/// connection; one that aborts such a command goes on.
+/// An initiator that stops in the middle of an ORWRITE, whose blocks are its own until then, loses
+/// its connection; one that aborts such a command goes on.
 #[test]
 fn a_command_that_stops_in_the_middle_releases_what_it_has() {
     let server = start(3, ", data_out_timeout: 1");

@@ -135,7 +135,8 @@ fn a_kill_loses_no_registration_that_was_answered() {
     }
 }
 
-/// A damaged file means that it is not known who may write: the unit is not ready, and the others are served.
+/// A damaged file means that it is not known who may write: the unit is not ready, and the others
+/// are served.
 #[test]
 fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
     let host = "127.97.0.3";

@@ -142,8 +142,8 @@ fn a_reset_waits_for_tasks_at_another_worker() {
         assert!(Instant::now() < until);
         real(&mut b.dev);
     }
-    // A task is in its set before its command starts, and one that starts after the reset ends with its
-    // unit attention. The workers answer this when they have finished the round that began it.
+    // A task is in its set before its command starts, and one that starts after the reset ends with
+    // its unit attention. The workers answer this when they have finished the round that began it.
     drop(server.snapshot());
     a.send_tmf(5, TskMgmtFunction::LogicalUnitReset, 0);
     let both = |a: &mut Mini<Roce>, b: &mut Mini<Roce>| {
@@ -202,14 +202,16 @@ fn a_new_login_ends_channels_at_other_workers() {
     drop(server);
 }
 
-/// A worker that is awake without a reason takes a step, or several, for each time that it is asked how often
-/// it has slept. One that sleeps wakes for the question alone, and now and then for a timer.
+/// A worker that is awake without a reason takes a step, or several, for each time that it is asked
+/// how often it has slept. One that sleeps wakes for the question alone, and now and then for a
+/// timer.
 #[test]
 fn an_idle_server_sleeps() {
     const QUESTIONS: u64 = 20;
     let server = start(3, 1, "");
     let _mini = connect(&server, 3, 2);
-    // What the login left to do ends first. No bound of time is needed: each try is judged by itself.
+    // What the login left to do ends first. No bound of time is needed: each try is judged by
+    // itself.
     eventually("a worker that sleeps", Duration::from_secs(60), || {
         let before = server.snapshot()[0].parks;
         let mut last = before;

@@ -1,5 +1,5 @@
-//! A worker in one thread under a virtual clock, on a ring, a disk, TCP sockets and threads in memory: one seed gives
-//! one trace.
+//! A worker in one thread under a virtual clock, on a ring, a disk, TCP sockets and threads in
+//! memory: one seed gives one trace.
 
 mod world;
 

@@ -159,8 +159,8 @@ fn change(client: &mut Client, action: u8, kind: u8, (own, other): (u64, u64)) {
     client.send_command(&cdb, true, 24, &list);
 }
 
-/// What a disk has begun cannot be called back. So fencing is not done before it has ended: an answer
-/// before that would let the next owner write, and the fenced host's write come after.
+/// What a disk has begun cannot be called back. So fencing is not done before it has ended: an
+/// answer before that would let the next owner write, and the fenced host's write come after.
 #[test]
 fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
     let Some((mount, server, port)) = start() else {
@@ -200,7 +200,8 @@ fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
     server.shutdown().unwrap();
 }
 
-/// The end of a session is reported when nothing of it can reach the disk any more, and not before: the logout of a connection that is not there waits for nothing.
+/// The end of a session is reported when nothing of it can reach the disk any more, and not before:
+/// the logout of a connection that is not there waits for nothing.
 #[test]
 fn the_end_of_a_session_waits_for_all_of_its_connections() {
     let Some((mount, server, port)) = start() else {

@@ -62,8 +62,8 @@ impl Bench {
         Arc::clone(&catalog.targets[0].stats[0])
     }
 
-    /// Reads blocks, whose data are taken from the connection after `rest`: how the command was traced, and
-    /// how long reads were in each stage.
+    /// Reads blocks, whose data are taken from the connection after `rest`: how the command was
+    /// traced, and how long reads were in each stage.
     fn read(&mut self, blocks: u16, rest: Duration) -> (Record, [Duration; Stage::ALL.len()]) {
         let [high, low] = blocks.to_be_bytes();
         let len = u32::from(blocks) * 512;

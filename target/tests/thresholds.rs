@@ -119,7 +119,8 @@ fn each_initiator_is_warned_once_for_each_time_that_the_disk_fills_up() {
     drop((one, other));
 }
 
-/// The daemon measures a disk that is filling up before initiators log in to it again after a restart.
+/// The daemon measures a disk that is filling up before initiators log in to it again after a
+/// restart.
 #[test]
 fn an_initiator_that_logs_in_later_is_warned_too() {
     let bench = Bench::new();

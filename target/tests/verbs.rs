@@ -274,7 +274,8 @@ fn secrets_are_set_and_never_shown() {
     assert!(ok(&daemon, &["save"]).contains(secret));
 }
 
-/// Passes connections on to a daemon, one after the other, and calls `before` with the number of each.
+/// Passes connections on to a daemon, one after the other, and calls `before` with the number of
+/// each.
 fn between(daemon: &Daemon, connections: usize, before: impl Fn(usize) + Send + 'static) {
     let listener = UnixListener::bind(daemon.dir.join("between.sock")).unwrap();
     let behind = daemon.socket();

@@ -1,5 +1,5 @@
-//! One worker of several that hangs: the service manager, which restarts a daemon that is silent for too
-//! long, hears nothing more of it.
+//! One worker of several that hangs: the service manager, which restarts a daemon that is silent
+//! for too long, hears nothing more of it.
 
 #![allow(unsafe_code, reason = "a single thread is stopped by ptrace(2)")]
 

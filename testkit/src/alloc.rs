@@ -15,7 +15,8 @@ pub struct Counting {
 }
 
 impl Counting {
-    /// An allocator that calls `on_alloc` before each allocation. What `on_alloc` allocates calls it again.
+    /// An allocator that calls `on_alloc` before each allocation. What `on_alloc` allocates calls
+    /// it again.
     pub const fn new(on_alloc: fn()) -> Self {
         Self {
             in_use: AtomicUsize::new(0),
@@ -23,7 +24,8 @@ impl Counting {
         }
     }
 
-    /// Bytes that all threads have allocated and not freed, without what the system's allocator adds.
+    /// Bytes that all threads have allocated and not freed, without what the system's allocator
+    /// adds.
     pub fn in_use(&self) -> usize {
         self.in_use.load(Ordering::Relaxed)
     }

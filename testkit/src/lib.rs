@@ -2,12 +2,12 @@
 //!
 //! - [`eventually`] waits for what happens by itself; no test has a wait loop of its own.
 //! - [`skip`](mod@skip) reports that a test cannot run on this machine, so that it is counted.
-//! - [`programs`] starts `riserd` and `riser` as processes, and tools that judge them; [`daemon`] runs a
-//!   `riserd` in a folder of its own, and [`metered`] one that reports its metrics over TCP.
+//! - [`programs`] starts `riserd` and `riser` as processes, and tools that judge them; [`daemon`]
+//!   runs a `riserd` in a folder of its own, and [`metered`] one that reports its metrics over TCP.
 //! - [`alloc`] counts allocations, and what is allocated and not freed.
 //!
-//! No crate of ours is beneath this one, so every crate's tests can use it, unit tests included, without
-//! building that crate twice. Peers that speak our protocols are in `riser-test-peers`.
+//! No crate of ours is beneath this one, so every crate's tests can use it, unit tests included,
+//! without building that crate twice. Peers that speak our protocols are in `riser-test-peers`.
 
 #![allow(
     missing_docs,

@@ -12,10 +12,11 @@ pub use crate::skip::skip;
 /// The variable that says that the programs are up to date: who runs the tests has built them.
 pub const ARE_BUILT: &str = "RISER_PROGRAMS_ARE_BUILT";
 
-/// The folder of this build's programs, which are brought up to date once, unless [`ARE_BUILT`] is set.
+/// The folder of this build's programs, which are brought up to date once, unless [`ARE_BUILT`] is
+/// set.
 ///
-/// Cargo waits for any other Cargo that works in the same folder, so `cargo xtask test`, which lints while
-/// tests run, sets it.
+/// Cargo waits for any other Cargo that works in the same folder, so `cargo xtask test`, which
+/// lints while tests run, sets it.
 #[must_use]
 pub fn folder() -> PathBuf {
     static BUILT: Once = Once::new();
@@ -29,8 +30,8 @@ pub fn folder() -> PathBuf {
             return;
         }
         let mut cargo = Command::new(env!("CARGO"));
-        // With `--examples`, though there are none, dependencies have the features that they have in
-        // tests, so that nothing is built a second time.
+        // With `--examples`, though there are none, dependencies have the features that they have
+        // in tests, so that nothing is built a second time.
         cargo.args(["build", "-q", "--bins", "--examples"]);
         for package in ["riser-target", "riser-initiator", "riser-configfs-emu"] {
             cargo.args(["-p", package]);

@@ -1,7 +1,8 @@
-//! Reports that something could not be tried on this machine, in the file where the test command counts it.
+//! Reports that something could not be tried on this machine, in the file where the test command
+//! counts it.
 //!
-//! A line of the file has three fields, with tabs between them: the kind of thing, its name, and the reason
-//! why it was not tried.
+//! A line of the file has three fields, with tabs between them: the kind of thing, its name, and
+//! the reason why it was not tried.
 
 use std::fs::File;
 use std::io::Write;
@@ -13,7 +14,8 @@ pub const LOG: &str = "RISER_SKIP_LOG";
 /// The kind of a test function.
 pub const FUNCTION: &str = "function";
 
-/// Reports that the running test, or a part of it, `what`, did not run, and why. The test counts as skipped.
+/// Reports that the running test, or a part of it, `what`, did not run, and why. The test counts as
+/// skipped.
 ///
 /// # Panics
 ///

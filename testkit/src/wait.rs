@@ -42,7 +42,8 @@ pub fn eventually_ok<T, E: Debug>(
 ) -> T {
     let until = Instant::now() + deadline;
     loop {
-        // A thread may have waited for a core beyond the deadline, so an attempt comes after it, too.
+        // A thread may have waited for a core beyond the deadline, so an attempt comes after it,
+        // too.
         let is_late = Instant::now() >= until;
         match attempt() {
             Ok(value) => return value,

@@ -1,8 +1,8 @@
 //! What a message costs between two queue pairs in memory, and what the plan of a transfer costs.
 //!
-//! `cargo bench -p riser-tests --bench data_path [-- FILTER]`. The packets go through their wire format and
-//! back, and not through a NIC; the benchmark `parsers` has the ICRC. Instructions of a whole read
-//! are counted by `cargo xtask instructions`.
+//! `cargo bench -p riser-tests --bench data_path [-- FILTER]`. The packets go through their wire
+//! format and back, and not through a NIC; the benchmark `parsers` has the ICRC. Instructions of a
+//! whole read are counted by `cargo xtask instructions`.
 
 #![allow(missing_docs, reason = "a benchmark")]
 

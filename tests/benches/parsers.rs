@@ -1,8 +1,8 @@
-//! What a peer's bytes cost before anything is done for them: packets, PDUs, information units, CDBs, and the
-//! ICRC over a packet.
+//! What a peer's bytes cost before anything is done for them: packets, PDUs, information units,
+//! CDBs, and the ICRC over a packet.
 //!
-//! `cargo bench -p riser-tests --bench parsers [-- FILTER]`. The inputs are the captures of `tests/data` and
-//! the seeds of the fuzz targets.
+//! `cargo bench -p riser-tests --bench parsers [-- FILTER]`. The inputs are the captures of
+//! `tests/data` and the seeds of the fuzz targets.
 
 #![allow(missing_docs, reason = "a benchmark")]
 

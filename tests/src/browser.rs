@@ -1,5 +1,5 @@
-//! Chromium without a window, driven by its DevTools protocol over pipes: messages of JSON, each with a
-//! zero byte behind it.
+//! Chromium without a window, driven by its DevTools protocol over pipes: messages of JSON, each
+//! with a zero byte behind it.
 
 #![allow(
     clippy::missing_panics_doc,

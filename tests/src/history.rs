@@ -1,17 +1,19 @@
 //! What a disk may answer: a checker of versions, block by block.
 //!
-//! Each block of 512 bytes that a test writes says which write it is from ([`Version`]) and which block it
-//! is for, in all of its bytes. A [`History`] is notified when writes and reads begin and end, and decides
-//! whether there is an order of the writes to each block that explains all that was read.
+//! Each block of 512 bytes that a test writes says which write it is from ([`Version`]) and which
+//! block it is for, in all of its bytes. A [`History`] is notified when writes and reads begin and
+//! end, and decides whether there is an order of the writes to each block that explains all that
+//! was read.
 //!
 //! # What is promised
 //!
-//! - A block is whole: it holds what one write put there. Writes of several blocks that overlap and are
-//!   concurrent may be mixed, but only at the bounds of blocks (SBC-4 clause 4.29 promises less).
+//! - A block is whole: it holds what one write put there. Writes of several blocks that overlap and
+//!   are concurrent may be mixed, but only at the bounds of blocks (SBC-4 clause 4.29 promises
+//!   less).
 //! - A write takes effect at one instant between its begin and its end. So a read sees the latest
 //!   acknowledged write, or one that is concurrent with that write or with the read.
-//! - What was overwritten does not come back: not after a re-login, not after a reset, not at another
-//!   reader.
+//! - What was overwritten does not come back: not after a re-login, not after a reset, not at
+//!   another reader.
 //!
 //! # Writes without an acknowledgement
 //!
@@ -21,27 +23,28 @@
 //! | [`refuse`](History::refuse): the target answered with an error | perhaps, each block by itself | that answer: the command has ended (SAM-5 clause 5.4) |
 //! | [`lose`](History::lose): timed out, connection lost | perhaps | the next fence of its initiator port |
 //!
-//! A *fence* of an initiator port is the end of any command of that port that began after the loss: nothing
-//! that is sent later overtakes a command that timed out (`RequestError::TimedOut`), and a login that
-//! replaces a session is not served before the commands of the old session have ended. The checker sees it
-//! by itself, from the number of the port that each read and write is given.
+//! A *fence* of an initiator port is the end of any command of that port that began after the loss:
+//! nothing that is sent later overtakes a command that timed out (`RequestError::TimedOut`), and a
+//! login that replaces a session is not served before the commands of the old session have ended.
+//! The checker sees it by itself, from the number of the port that each read and write is given.
 //!
 //! # Writes that are repeated
 //!
-//! An initiator that loses its session, or whose commands are aborted, sends a write again that was not
-//! answered; so it may take effect several times until it ends, with other writes in between. The target
-//! cannot know that. [`History::with_repeats`] allows it: an acknowledged write then has taken effect at
-//! least once between its begin and its end, and not afterwards.
+//! An initiator that loses its session, or whose commands are aborted, sends a write again that was
+//! not answered; so it may take effect several times until it ends, with other writes in between.
+//! The target cannot know that. [`History::with_repeats`] allows it: an acknowledged write then has
+//! taken effect at least once between its begin and its end, and not afterwards.
 //!
 //! # How it decides
 //!
 //! Versions are unique, so a block is a register of which it is known what each read saw. All that
-//! concerns one version is its *zone*, from the first end of an operation on it to the last begin. If that
-//! is forwards in time, the block must have had the version during the whole zone; otherwise the version
-//! had the block at some instant of the zone. An order exists if and only if no two forward zones overlap
-//! and no backward zone lies within a forward zone (Gibbons and Korach, "Testing Shared Memories", 1997,
-//! section 4). A write that may be repeated counts as several: one for each read that began before it
-//! ended, and one for all later reads. Instants are the order in which the history is notified.
+//! concerns one version is its *zone*, from the first end of an operation on it to the last begin.
+//! If that is forwards in time, the block must have had the version during the whole zone;
+//! otherwise the version had the block at some instant of the zone. An order exists if and only if
+//! no two forward zones overlap and no backward zone lies within a forward zone (Gibbons and
+//! Korach, "Testing Shared Memories", 1997, section 4). A write that may be repeated counts as
+//! several: one for each read that began before it ended, and one for all later reads. Instants are
+//! the order in which the history is notified.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -358,7 +361,8 @@ impl History {
         result
     }
 
-    /// A write was answered with an error: it has ended, and each of its blocks may have been written.
+    /// A write was answered with an error: it has ended, and each of its blocks may have been
+    /// written.
     ///
     /// # Panics
     /// If the write has ended before.
@@ -417,7 +421,8 @@ impl History {
         let len = (read.blocks.end - read.blocks.start) * BLOCK as u64;
         assert_eq!(bytes.len() as u64, len, "the whole answer");
         let now = state.tick();
-        // What the fence ends makes older versions be forgotten, but none that this read may have seen.
+        // What the fence ends makes older versions be forgotten, but none that this read may have
+        // seen.
         state.fence(read.port, read.begin, now);
         state.reads.remove(&id);
         for (block, bytes) in read.blocks.zip(bytes.chunks_exact(BLOCK)) {
@@ -468,7 +473,8 @@ impl State {
         (write.version.writer, result)
     }
 
-    /// A command of this port that began then has ended: what the port had lost before has ended too.
+    /// A command of this port that began then has ended: what the port had lost before has ended
+    /// too.
     fn fence(&mut self, port: Port, begin: u64, now: u64) {
         let is_over =
             |w: &Write| w.version.writer == port && w.lost.is_some_and(|lost| lost < begin);
@@ -519,9 +525,9 @@ fn check(block: u64, entries: &[Entry], at: usize) -> Result<(), Violation> {
     }
 }
 
-/// Forgets versions that can neither be read again nor stand against one that can: another version came
-/// wholly after them and before each read that has not ended. Who reads one of them reads what was
-/// overwritten; a zone that reaches from theirs to the present contains that other version's.
+/// Forgets versions that can neither be read again nor stand against one that can: another version
+/// came wholly after them and before each read that has not ended. Who reads one of them reads what
+/// was overwritten; a zone that reaches from theirs to the present contains that other version's.
 fn prune(entries: &mut Vec<Entry>, oldest_read: u64) {
     let newest = entries
         .iter()

@@ -3,8 +3,8 @@
 //! - `golden_*`: bytes from specifications and captures of other implementations.
 //! - `fuzz_*`: fuzz targets, which plain `cargo test` runs on their seeds and on random inputs.
 //!
-//! `tests/vm/` holds the cases in which a stock Linux kernel is the peer; `cargo xtask interop` runs
-//! them.
+//! `tests/vm/` holds the cases in which a stock Linux kernel is the peer; `cargo xtask interop`
+//! runs them.
 //!
 //! This library is what several of them share:
 //!

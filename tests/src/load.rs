@@ -51,8 +51,8 @@ pub struct Failed {
     pub text: String,
 }
 
-/// Whether a command that ended so can have no effect any more. After a unit attention, or where another
-/// initiator has aborted it, an attempt before the last one may still be at the disk.
+/// Whether a command that ended so can have no effect any more. After a unit attention, or where
+/// another initiator has aborted it, an attempt before the last one may still be at the disk.
 fn is_final(error: &LunError) -> bool {
     match error {
         LunError::Check { key, .. } => {

@@ -1,6 +1,6 @@
-//! Configurations one after the other on a running target, while initiators write and read one of its
-//! disks: a real target and real initiators on loopback, in one process. Some configurations cannot be
-//! had, and then nothing has changed.
+//! Configurations one after the other on a running target, while initiators write and read one of
+//! its disks: a real target and real initiators on loopback, in one process. Some configurations
+//! cannot be had, and then nothing has changed.
 //!
 //! `RISER_CHANGES` sets how many configurations there are (default 40); the long test command takes
 //! 1,000.
@@ -47,8 +47,8 @@ impl Chance {
     }
 }
 
-/// A configuration with the target that is used, as it always is, and others by chance. Backends grow
-/// with the rounds.
+/// A configuration with the target that is used, as it always is, and others by chance. Backends
+/// grow with the rounds.
 fn config(chance: &mut Chance, round: u64, image: &str) -> String {
     let grown = 1 + round / 8;
     let mut text = format!(
@@ -122,8 +122,8 @@ fn parse(text: &str) -> Config {
     Config::parse(text, "apply.yaml").unwrap_or_else(|e| panic!("{e}\n{text}"))
 }
 
-/// Makes of a configuration one that cannot be had: at first sight, when its files are opened, and when its
-/// sockets are bound, at which time its files are longer already.
+/// Makes of a configuration one that cannot be had: at first sight, when its files are opened, and
+/// when its sockets are bound, at which time its files are longer already.
 fn spoil(text: &str, chance: &mut Chance, round: u64, taken: SocketAddr) -> (String, &'static str) {
     let late = |text: &str, listen: SocketAddr, backend: &str| {
         let target = format!(

@@ -1,11 +1,13 @@
 //! Two initiators of different protocols that write and read the same few blocks of one unit, while
-//! sessions are replaced, commands are reset, the disk hangs, and the daemon is killed or restarted.
+//! sessions are replaced, commands are reset, the disk hangs, and the daemon is killed or
+//! restarted.
 //!
-//! A history judges every block that is read: what was acknowledged is there, what was overwritten does
-//! not come back. Initiators repeat what was not answered, so a write may take effect more than once until
-//! it ends ([`History::with_repeats`]).
+//! A history judges every block that is read: what was acknowledged is there, what was overwritten
+//! does not come back. Initiators repeat what was not answered, so a write may take effect more
+//! than once until it ends ([`History::with_repeats`]).
 //!
-//! `RISER_CONFLICT_STEPS` sets how much happens in each test (default 12), `RISER_CONFLICT_SEED` what.
+//! `RISER_CONFLICT_STEPS` sets how much happens in each test (default 12), `RISER_CONFLICT_SEED`
+//! what.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
@@ -121,8 +123,8 @@ impl Initiator {
                 Ok(()) => {
                     self.done[thread].fetch_add(1, Ordering::Relaxed);
                 }
-                // Only the end of the session that it was sent by is an excuse: such a session repeats
-                // nothing, not even after a unit attention.
+                // Only the end of the session that it was sent by is an excuse: such a session
+                // repeats nothing, not even after a unit attention.
                 Err(error) => {
                     let is_excused = self.is_replacing.load(Ordering::SeqCst)
                         || !std::ptr::eq(self.lun().session().status(), lun.session().status());

@@ -225,7 +225,8 @@ impl Bench {
         self.workers.push(worker);
     }
 
-    /// An initiator of each protocol, with three threads at its disk and one at an NBD export of it.
+    /// An initiator of each protocol, with three threads at its disk and one at an NBD export of
+    /// it.
     fn load(&mut self, seed: u64) {
         for scheme in SCHEMES {
             self.load_as("", seed, scheme, DISK, Timing::default(), PATIENCE);
@@ -460,7 +461,8 @@ fn a_flush_that_failed_fails_until_it_is_cleared() {
             BackendError::Medium { offset: None },
         );
         bench.faults.set(vec![once]);
-        // Every thread's flushes fail, more than once; what it reads and writes goes on, FUA included.
+        // Every thread's flushes fail, more than once; what it reads and writes goes on, FUA
+        // included.
         bench.wait_for("after a failed flush", 60, 3);
         let failure = {
             let server = bench.server.as_ref().unwrap();
@@ -488,8 +490,8 @@ fn a_flush_that_failed_fails_until_it_is_cleared() {
     bench.end();
 }
 
-/// What waits at a disk that hangs is given up by those who sent it, and comes late. It spoils nothing that
-/// was written since; and who does not touch those blocks goes on.
+/// What waits at a disk that hangs is given up by those who sent it, and comes late. It spoils
+/// nothing that was written since; and who does not touch those blocks goes on.
 #[test]
 fn a_disk_that_hangs_stops_only_what_touches_it() {
     let (seed, rounds) = seed("a_disk_that_hangs");

@@ -173,8 +173,8 @@ const KEYS: [(&str, &[&str]); 14] = [
     ("X-example", &["anything", "NotUnderstood"]),
 ];
 
-/// Logins of keys that exist, in stages that exist: they get as far as a peer can who does not know the
-/// secret, and no further.
+/// Logins of keys that exist, in stages that exist: they get as far as a peer can who does not know
+/// the secret, and no further.
 #[test]
 fn login_of_known_keys() {
     bolero::check!()

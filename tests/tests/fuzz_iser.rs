@@ -18,7 +18,8 @@ fn check_message(bytes: &[u8]) {
                 assert!((whole..whole + 4).contains(&message.len()));
                 let mut out = Vec::new();
                 put_control(buffers, *frame.bhs, frame.ahs, frame.data, &mut out);
-                // Data that were announced and left in the advertised buffer are no longer announced.
+                // Data that were announced and left in the advertised buffer are no longer
+                // announced.
                 let mut bhs = *frame.bhs;
                 if frame.data.is_empty() {
                     bhs[5..8].fill(0);

@@ -114,9 +114,9 @@ fn unit() -> Arc<Unit> {
     Arc::new(Unit::new(UnitIdx(0), Arc::new(lu), 64))
 }
 
-/// A worker around one connection, as in `target/src/iser/fixture.rs`, which cannot be used here. There the
-/// device moves bytes, and an initiator's key or address that leads nowhere fails the test; here the bytes
-/// may say anything, so nothing is moved, and what is checked are bounds.
+/// A worker around one connection, as in `target/src/iser/fixture.rs`, which cannot be used here.
+/// There the device moves bytes, and an initiator's key or address that leads nowhere fails the
+/// test; here the bytes may say anything, so nothing is moved, and what is checked are bounds.
 struct Rig {
     now: Instant,
     pool: Pool,

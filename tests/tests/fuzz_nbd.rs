@@ -135,8 +135,8 @@ fn check(machine: &Machine, request: &NbdRequest, read_only: bool) {
     assert_eq!(machine.payload_left(), request.payload().unwrap_or(0));
 }
 
-/// For any bytes of a client: what reaches the disk is within it, and neither that nor the answers depend
-/// on how the stream was cut.
+/// For any bytes of a client: what reaches the disk is within it, and neither that nor the answers
+/// depend on how the stream was cut.
 fn check_stream(stream: &[u8], piece: usize, read_only: bool) {
     let whole = run(stream, stream.len(), read_only);
     let cut = run(stream, piece, read_only);

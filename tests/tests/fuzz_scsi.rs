@@ -1,5 +1,5 @@
-//! Fuzz targets: a live logical unit, driven by arbitrary CDBs, and by those of commands that it knows; and
-//! the parameter data that an initiator reads.
+//! Fuzz targets: a live logical unit, driven by arbitrary CDBs, and by those of commands that it
+//! knows; and the parameter data that an initiator reads.
 
 use std::io;
 use std::sync::Arc;
@@ -95,8 +95,9 @@ fn cdb() {
         .for_each(|(commands, fill)| carry_out_all(commands, fill));
 }
 
-/// Operation codes, and the service actions of those that have some: READ, WRITE, VERIFY, COMPARE AND
-/// WRITE, WRITE SAME, UNMAP, reservations, MODE SENSE and SELECT, and those that describe the unit.
+/// Operation codes, and the service actions of those that have some: READ, WRITE, VERIFY, COMPARE
+/// AND WRITE, WRITE SAME, UNMAP, reservations, MODE SENSE and SELECT, and those that describe the
+/// unit.
 const COMMANDS: [(u8, &[u8]); 38] = [
     (0x00, &[]),
     (0x03, &[]),
@@ -138,8 +139,8 @@ const COMMANDS: [(u8, &[u8]); 38] = [
     (0xaf, &[]),
 ];
 
-/// A CDB of a command that exists, in its length. `near` keeps addresses and lengths small, so that most
-/// are on the medium.
+/// A CDB of a command that exists, in its length. `near` keeps addresses and lengths small, so that
+/// most are on the medium.
 fn known_cdb(which: u8, action: u8, fields: [u8; 15], near: bool) -> Vec<u8> {
     let (opcode, actions) = COMMANDS[usize::from(which) % COMMANDS.len()];
     let len = match opcode >> 5 {
@@ -175,7 +176,8 @@ fn known_cdb(which: u8, action: u8, fields: [u8; 15], near: bool) -> Vec<u8> {
     cdb
 }
 
-/// Commands that the unit knows, with parameters that it mostly takes: these get further than most bytes.
+/// Commands that the unit knows, with parameters that it mostly takes: these get further than most
+/// bytes.
 #[test]
 fn known_commands() {
     type Known = (bool, u8, u8, [u8; 15], bool, u16, u16);
@@ -192,7 +194,8 @@ fn known_commands() {
         });
 }
 
-/// Each of those commands has a form that the unit carries out, or refuses for its parameters alone.
+/// Each of those commands has a form that the unit carries out, or refuses for its parameters
+/// alone.
 #[test]
 fn known_commands_are_known() {
     let lu = logical_unit();
@@ -302,8 +305,8 @@ fn carry_out(step: &Step, lu: &LogicalUnit, buffer: usize, expected: Expected) -
     StepResult::Done
 }
 
-/// Parameter data of a target, read as everything that it may be: sizes can be computed with, and nothing is
-/// found beyond what was received.
+/// Parameter data of a target, read as everything that it may be: sizes can be computed with, and
+/// nothing is found beyond what was received.
 fn check_parameter_data(data: &[u8]) {
     if let Some(capacity) = received::Capacity::parse(data) {
         let bytes = capacity.blocks.checked_mul(capacity.block_size.into());

@@ -1,6 +1,7 @@
-//! The corpora of the fuzz targets: messages of two Linux kernels from the captures of `tests/data`, a few of
-//! ours where those have none, and what changes to these lead to. `RISER_WRITE_SEEDS=1` writes the seeds;
-//! `RISER_EXPLORE=SECONDS` then looks for more outcomes of each decoder, and keeps the shortest bytes for each.
+//! The corpora of the fuzz targets: messages of two Linux kernels from the captures of
+//! `tests/data`, a few of ours where those have none, and what changes to these lead to.
+//! `RISER_WRITE_SEEDS=1` writes the seeds; `RISER_EXPLORE=SECONDS` then looks for more outcomes of
+//! each decoder, and keeps the shortest bytes for each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -169,7 +170,8 @@ fn nbd(seeds: &mut Seeds) {
     seeds.add("nbd_stream", "list", LIST);
 }
 
-/// Logins in parts, each with its flags in front and FFh behind it, as the target `login` takes them.
+/// Logins in parts, each with its flags in front and FFh behind it, as the target `login` takes
+/// them.
 fn logins(seeds: &mut Seeds) {
     for (kind, text) in [
         ("chap", &b"\x81AuthMethod=CHAP,None\0\xff\x81CHAP_A=5,7\0\xff\x81CHAP_N=user\0CHAP_R=0x00112233\0"[..]),

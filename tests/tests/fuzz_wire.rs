@@ -1,7 +1,7 @@
 //! Fuzz targets for everything that is decoded from a RoCEv2 packet.
 //!
-//! Each is an ordinary test that replays its corpus and tries random inputs; `changed_*` tries valid
-//! messages with a few changes, which get past the headers;
+//! Each is an ordinary test that replays its corpus and tries random inputs; `changed_*` tries
+//! valid messages with a few changes, which get past the headers;
 //! `cargo bolero test -p riser-tests NAME` explores with coverage.
 
 use riser_tests::seeds;

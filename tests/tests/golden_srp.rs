@@ -196,8 +196,8 @@ fn task_management_layout() {
     assert_eq!(out, iu);
 }
 
-/// SRP r16a, SRP_RSP: flags in byte 18, status in 19, residuals in 20-27, lengths in 28-35; response
-/// data before sense data.
+/// SRP r16a, SRP_RSP: flags in byte 18, status in 19, residuals in 20-27, lengths in 28-35;
+/// response data before sense data.
 #[test]
 fn response_layout() {
     #[rustfmt::skip]

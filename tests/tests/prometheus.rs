@@ -1,5 +1,5 @@
-//! Prometheus as the judge of `riserd`'s metrics, our alert rules, and every expression of our dashboard
-//! while the daemon has work.
+//! Prometheus as the judge of `riserd`'s metrics, our alert rules, and every expression of our
+//! dashboard while the daemon has work.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -42,7 +42,8 @@ fn receive(stream: &mut TcpStream) -> [u8; 48] {
     bhs
 }
 
-/// What happens rarely, once: a login that fails, a function of task management, a command that fails.
+/// What happens rarely, once: a login that fails, a function of task management, a command that
+/// fails.
 fn rare_events(served: &Metered) {
     let (_, status) = log_in(&served.host, "iqn.2026-01.com.example:absent");
     assert_eq!(status, 2, "there is no such target");

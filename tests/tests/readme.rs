@@ -32,8 +32,8 @@ set -x
 eval "$SCRIPT"
 "#;
 
-/// Runs the lines of `COMMANDS` one after another. The daemon runs beside those that follow it, as in
-/// another terminal.
+/// Runs the lines of `COMMANDS` one after another. The daemon runs beside those that follow it, as
+/// in another terminal.
 const TYPED: &str = r#"
 printf %s "$YAML" >riserd.yaml
 run() {
@@ -162,8 +162,8 @@ fn the_first_steps_run_as_they_are_written() {
     let mut typed = vec!["mkdir -p /var/lib/riser".to_owned()];
     for command in written.iter().flat_map(|block| commands(block)) {
         let words: Vec<&str> = command.split(' ').collect();
-        // The first needs a driver; the second a file system on the disk and a loop device, and has a
-        // test of its own; the third goes on until a key is pressed.
+        // The first needs a driver; the second a file system on the disk and a loop device, and has
+        // a test of its own; the third goes on until a key is pressed.
         let is_out = command.contains("--ublk") || words.starts_with(&["riser", "mount"]);
         if is_out || command == "riserd top" {
             continue;

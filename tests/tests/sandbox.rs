@@ -1,13 +1,13 @@
-//! What the service may do, by systemd's own measure, from the unit alone; the package's test looks at the
-//! running one.
+//! What the service may do, by systemd's own measure, from the unit alone; the package's test looks
+//! at the running one.
 
 use std::process::Command;
 
 use riser_testkit::programs::missing;
 use riser_testkit::skip::skip;
 
-/// Most that the service may be exposed, of 100, by `systemd-analyze security`. It is 20; without the
-/// empty set of capabilities it would be 40.
+/// Most that the service may be exposed, of 100, by `systemd-analyze security`. It is 20; without
+/// the empty set of capabilities it would be 40.
 const EXPOSURE: u32 = 25;
 
 const UNIT: &str = concat!(

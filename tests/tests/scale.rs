@@ -248,18 +248,20 @@ fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
 /// Sessions that are open at once while others come and go.
 const OPEN: usize = 4;
 
-/// Most bytes in use that a session may leave on average: the numbers of its queue pairs rest for a while
-/// on both sides, and tables that double take up to twice what they hold.
+/// Most bytes in use that a session may leave on average: the numbers of its queue pairs rest for a
+/// while on both sides, and tables that double take up to twice what they hold.
 const LEFT: usize = 40;
 
 /// Bytes in use that come and go anyhow, with messages that are under way.
 const SWAY: usize = 128 << 10;
 
-/// Most that resident memory may grow, in bytes, while thousands of sessions come and go: a leak of memory
-/// that is mapped, a page at least of each session, is more. What the allocator keeps for later is less.
+/// Most that resident memory may grow, in bytes, while thousands of sessions come and go: a leak of
+/// memory that is mapped, a page at least of each session, is more. What the allocator keeps for
+/// later is less.
 const GROWTH: usize = 8 << 20;
 
-/// A session over one protocol after the other, each with a name of its own, and what it reads and writes.
+/// A session over one protocol after the other, each with a name of its own, and what it reads and
+/// writes.
 fn come(client: &Client, addr: SocketAddr, n: u64) -> Lun {
     let who = 0x1000 + n;
     let lun = match ["srp", "iscsi", "iser"][(n % 3) as usize] {

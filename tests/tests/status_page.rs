@@ -1,5 +1,5 @@
-//! The status page of `riserd` in a browser. With `RISER_SCREENSHOT` in the environment, a picture of it
-//! under load goes to that file.
+//! The status page of `riserd` in a browser. With `RISER_SCREENSHOT` in the environment, a picture
+//! of it under load goes to that file.
 
 use std::path::Path;
 use std::thread;

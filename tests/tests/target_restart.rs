@@ -1,5 +1,5 @@
-//! What an initiator does when the daemon behind its portal is killed and comes back: with nothing of what
-//! was in its volatile cache, with another disk, or without one.
+//! What an initiator does when the daemon behind its portal is killed and comes back: with nothing
+//! of what was in its volatile cache, with another disk, or without one.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -156,7 +156,8 @@ fn a_restart_fails_a_flush_once_with_several_paths() {
     assert_eq!(flush(&lun), Ok(()));
 }
 
-/// The path that was in use stays away, and another one is the first to find that the cache is lost.
+/// The path that was in use stays away, and another one is the first to find that the cache is
+/// lost.
 #[test]
 fn a_restart_fails_a_flush_once_on_a_path_that_was_not_there_before() {
     let portal = |host| format!("portals: [{{ protocol: iscsi, listen: 127.0.247.{host} }}]");

@@ -1,5 +1,6 @@
 //! Debian's `targetcli` and `targetctl` configure a running `riserd` through the tree that
-//! `riserd-configfs` shows of it, and `riser` uses what they have configured: over iSCSI, iSER and SRP.
+//! `riserd-configfs` shows of it, and `riser` uses what they have configured: over iSCSI, iSER and
+//! SRP.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -350,7 +351,8 @@ fn commands_are_counted(rig: &Rig) {
     assert_eq!((logins, logouts), (6, 6), "{said}");
 }
 
-/// What rtslib has saved is what the daemon serves, and what the daemon serves is restored by rtslib.
+/// What rtslib has saved is what the daemon serves, and what the daemon serves is restored by
+/// rtslib.
 fn files_are_converted(rig: &Rig) {
     let convert = |args: &[&str]| {
         let mut convert = rig.inside(&rig.programs.join("riserd-configfs"));

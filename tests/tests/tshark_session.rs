@@ -46,8 +46,8 @@ fn session(capture: &Path) {
         block_on(lun.write(0, buffer(&lun, len), false)).unwrap();
         block_on(lun.read(0, buffer(&lun, len))).unwrap();
     }
-    // On a busy machine packets are lost, and READs are asked for in small parts until the window has
-    // recovered.
+    // On a busy machine packets are lost, and READs are asked for in small parts until the window
+    // has recovered.
     for _ in 0..16 {
         block_on(lun.write(0, buffer(&lun, 1 << 20), false)).unwrap();
     }
@@ -88,7 +88,8 @@ fn tshark_understands_a_whole_session() {
     ] {
         assert!(seen(word), "no {word} among {infos:?}");
     }
-    // SEND only, WRITE first, middle, last, READ request, READ responses, acknowledgement, datagram.
+    // SEND only, WRITE first, middle, last, READ request, READ responses, acknowledgement,
+    // datagram.
     for opcode in [4, 6, 7, 8, 12, 13, 14, 15, 17, 100] {
         assert!(
             opcodes.contains(opcode.to_string().as_str()),

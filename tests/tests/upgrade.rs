@@ -1,5 +1,6 @@
-//! The daemon's program is exchanged, and the daemon restarted, while initiators write and read over all
-//! three protocols: a real `riserd` in a process of its own, and real initiators on loopback.
+//! The daemon's program is exchanged, and the daemon restarted, while initiators write and read
+//! over all three protocols: a real `riserd` in a process of its own, and real initiators on
+//! loopback.
 //!
 //! What an initiator has an answer for is written in the end, and no command of it has failed.
 
@@ -30,7 +31,8 @@ const IQN: &str = "iqn.2026-01.com.example:disk";
 /// Bytes that a load has for itself.
 const REGION: u64 = 1 << 20;
 
-/// How long anything may take that happens by itself: writes wait for a real disk, which others may use.
+/// How long anything may take that happens by itself: writes wait for a real disk, which others may
+/// use.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A `riserd` with a disk in a file and one in memory, served by all protocols at 127.0.`number`.1.

@@ -1,7 +1,7 @@
 //! This host's network interfaces: their addresses and MTUs.
 //!
-//! The list is walked here and not by `nix::ifaddrs`, which copies every name: the software NIC looks
-//! up its MTU every few seconds, and a worker that has warmed up allocates nothing.
+//! The list is walked here and not by `nix::ifaddrs`, which copies every name: the software NIC
+//! looks up its MTU every few seconds, and a worker that has warmed up allocates nothing.
 
 #![allow(
     unsafe_code,
@@ -100,7 +100,8 @@ impl Addresses {
             // SAFETY: the name is a string that lives as long as the list.
             let label = unsafe { CStr::from_ptr(entry.ifa_name) }.to_bytes();
             Some(Entry {
-                // An IPv4 address may have a label, `eth0:1`, which stands in the place of the name.
+                // An IPv4 address may have a label, `eth0:1`, which stands in the place of the
+                // name.
                 name: label.split(|&byte| byte == b':').next()?,
                 is_up: entry.ifa_flags & libc::IFF_UP as u32 != 0,
                 address: ip_of(entry.ifa_addr)?,

@@ -51,7 +51,8 @@ macro_rules! suite_table {
 
 fn main() -> ExitCode {
     let Ok(spec) = std::env::var("RISER_SUITE") else {
-        // In the words of Rust's harness, by which `cargo xtask test` sees that a harness has ended.
+        // In the words of Rust's harness, by which `cargo xtask test` sees that a harness has
+        // ended.
         println!("RISER_SUITE names no devices\ntest result: ok. 0 passed; 0 failed;");
         return ExitCode::SUCCESS;
     };

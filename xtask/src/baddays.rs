@@ -1,7 +1,8 @@
 //! `cargo xtask baddays`: what goes on when something is wrong, a line for each case.
 //!
-//! The cases are tests (`tests/tests/baddays`), with the programs as an operator runs them, so they are also a
-//! part of `cargo xtask test`, and counted as there: a case of which a part was skipped has not passed.
+//! The cases are tests (`tests/tests/baddays`), with the programs as an operator runs them, so they
+//! are also a part of `cargo xtask test`, and counted as there: a case of which a part was skipped
+//! has not passed.
 
 use std::collections::BTreeSet;
 use std::process::Command;

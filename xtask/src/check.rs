@@ -1,7 +1,8 @@
-//! `cargo xtask check`: formatting, lints, documentation, quick tests and tidiness, in a few minutes.
+//! `cargo xtask check`: formatting, lints, documentation, quick tests and tidiness, in a few
+//! minutes.
 //!
-//! The tests are those of the profile `check` of nextest (`.config/nextest.toml`): they need no peer, no
-//! root and no network namespace.
+//! The tests are those of the profile `check` of nextest (`.config/nextest.toml`): they need no
+//! peer, no root and no network namespace.
 
 use crate::steps::{
     self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, step,

@@ -1,8 +1,9 @@
 //! Harnesses of Rust's tests: built by Cargo, run, and their results added up.
 //!
-//! Most of our tests wait, for time-outs, peers and processes. While they do, others may run, or Cargo may
-//! work ahead, for which [`run_all`] runs the harnesses itself. Tests use fixed addresses of the loopback
-//! interface and one UDP port, so those that run at once have a network namespace each.
+//! Most of our tests wait, for time-outs, peers and processes. While they do, others may run, or
+//! Cargo may work ahead, for which [`run_all`] runs the harnesses itself. Tests use fixed addresses
+//! of the loopback interface and one UDP port, so those that run at once have a network namespace
+//! each.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -107,8 +108,8 @@ pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     Results::of(sh::output(&mut command))
 }
 
-/// Runs all harnesses of the workspace, `lanes` at once, then the tests in its documentation. `once_built`
-/// is called when Cargo has built them and holds no lock.
+/// Runs all harnesses of the workspace, `lanes` at once, then the tests in its documentation.
+/// `once_built` is called when Cargo has built them and holds no lock.
 pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     let harnesses = match built() {
         Ok(harnesses) if harnesses.is_empty() => {
@@ -180,8 +181,8 @@ impl Harness {
         })
     }
 
-    /// Runs it as Cargo does: in the folder of its package, which it may also find in its environment. The
-    /// programs are those that Cargo has built with the harnesses.
+    /// Runs it as Cargo does: in the folder of its package, which it may also find in its
+    /// environment. The programs are those that Cargo has built with the harnesses.
     fn run(&self, is_isolated: bool) -> Results {
         let mut command = if is_isolated {
             let [program, args @ ..] = ISOLATED;

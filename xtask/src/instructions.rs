@@ -1,4 +1,5 @@
-//! `cargo xtask instructions`: what a read costs the target, and what counting it adds, in instructions.
+//! `cargo xtask instructions`: what a read costs the target, and what counting it adds, in
+//! instructions.
 //!
 //! Instructions are the same in every run, on a busy machine as on an idle one.
 
@@ -14,8 +15,8 @@ const READS: (&str, &str, [u64; 2]) = ("reads", "*Worker*step*", [500, 1500]);
 const TCP_READS: (&str, &str, [u64; 2]) = ("tcp", "*counted_step*", [500, 1500]);
 const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1000, 11_000]);
 
-/// Most that counting a command may add to it, in percent. A command in a deep queue shares the rounds of
-/// the worker's loop with others, so its own part is smaller, and this share larger.
+/// Most that counting a command may add to it, in percent. A command in a deep queue shares the
+/// rounds of the worker's loop with others, so its own part is smaller, and this share larger.
 const LIMIT: f64 = 2.0;
 
 /// Measures and prints the costs, and the share of counting; fails where that is above the limit.
@@ -66,8 +67,9 @@ fn each(
     Ok(cost as f64 / (many - few) as f64)
 }
 
-/// Instructions of a function, with what it calls, while a program runs `n` commands; without those of
-/// the wire in memory, which asks both its ends all the time whether they have something to send.
+/// Instructions of a function, with what it calls, while a program runs `n` commands; without those
+/// of the wire in memory, which asks both its ends all the time whether they have something to
+/// send.
 fn collected(program: &Path, subject: &str, function: &str, n: u64) -> Result<u64, Failure> {
     let scratch = sh::Scratch::new("instructions")?;
     let file = scratch.join("callgrind.out");

@@ -15,8 +15,8 @@
 //!   ([`neighbours`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
 //!
-//! Debian packages that a command needs are installed if that is allowed ([`packages`]); otherwise it
-//! prints which are missing and what is skipped for it.
+//! Debian packages that a command needs are installed if that is allowed ([`packages`]); otherwise
+//! it prints which are missing and what is skipped for it.
 
 #![allow(
     clippy::print_stdout,
@@ -71,7 +71,8 @@ enum Command {
     Demo(demo::Options),
     /// Run what is to hold before a commit, in minutes: formatting, lints, quick tests, tidiness.
     Check(Selection),
-    /// Run checks and tests, with --all every one that there is; count what passed, failed and was skipped.
+    /// Run checks and tests, with --all every one that there is; count what passed, failed and was
+    /// skipped.
     Test(test::Options),
     /// Fail for import circles and for words to replace in what users see; measure with --report.
     Tidy(tidy::Options),
@@ -81,7 +82,8 @@ enum Command {
     Interop(interop::Options),
     /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
     Conformance(conformance::Options),
-    /// Build the Debian package, and install, upgrade, remove and purge it in a Debian root of its own.
+    /// Build the Debian package, and install, upgrade, remove and purge it in a Debian root of its
+    /// own.
     Package(package::Options),
     /// Build the image of deploy/container and start its programs.
     Container,

@@ -1,6 +1,6 @@
-//! `cargo xtask neighbours`: what one initiator at full load does to another's latency, and what limits do
-//! about that. It fails where the 99th percentile beside a limited one is [`TOO_MUCH`] times that alone, by the medians,
-//! and where the other one has not done what it was there for.
+//! `cargo xtask neighbours`: what one initiator at full load does to another's latency, and what
+//! limits do about that. It fails where the 99th percentile beside a limited one is [`TOO_MUCH`]
+//! times that alone, by the medians, and where the other one has not done what it was there for.
 
 use std::fs;
 use std::io::Read;

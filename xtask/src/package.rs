@@ -1,7 +1,7 @@
 //! `cargo xtask package`: the Debian package, and what happens to a system that gets it.
 //!
-//! The package is built twice, the second time with a later version. Both go into a Debian root that is
-//! made for it, where systemd runs as init in a container with a network of its own; there
+//! The package is built twice, the second time with a later version. Both go into a Debian root
+//! that is made for it, where systemd runs as init in a container with a network of its own; there
 //! `tests/package/install.sh` installs, uses, upgrades, removes and purges them.
 
 use std::fs;
@@ -43,8 +43,8 @@ pub(crate) struct Options {
 /// The subcommand of Cargo that makes the package.
 pub(crate) const SUBCOMMAND: &str = "cargo-deb";
 
-/// Builds the package and, unless the options say otherwise, tries it. Fails before it builds anything if
-/// something is missing for that.
+/// Builds the package and, unless the options say otherwise, tries it. Fails before it builds
+/// anything if something is missing for that.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let needs = if options.no_test { &NEEDS[..1] } else { NEEDS };
     if let Some(need) = ensure(needs).first() {

@@ -1,7 +1,7 @@
 //! Debian packages and programs of crates that a command needs.
 //!
-//! Whether something may be installed is decided once in a run: by an option, by the answer of a person at
-//! a terminal, and otherwise with yes, after it has been announced.
+//! Whether something may be installed is decided once in a run: by an option, by the answer of a
+//! person at a terminal, and otherwise with yes, after it has been announced.
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
@@ -59,7 +59,8 @@ pub(crate) const fn need(
 /// Installs what is missing, if that is allowed, and returns what is missing still.
 pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
     let mut missing = missing(needs);
-    // What is installed may replace a newer version of what was there, and take away what came with that.
+    // What is installed may replace a newer version of what was there, and take away what came with
+    // that.
     for _ in 0..2 {
         let mut packages = BTreeMap::<_, Vec<_>>::new();
         for need in &missing {
@@ -112,8 +113,8 @@ pub(crate) fn install(packages: &[(&str, String)]) {
     apt(&args);
 }
 
-/// Sees to it that the program of a crate is there: `cargo-NAME`, a subcommand of Cargo, or one by itself. It
-/// is built if it is missing and may be.
+/// Sees to it that the program of a crate is there: `cargo-NAME`, a subcommand of Cargo, or one by
+/// itself. It is built if it is missing and may be.
 pub(crate) fn have_program(name: &str) -> Result<(), Failure> {
     let mut version = match name.strip_prefix("cargo-") {
         // Cargo finds its subcommands in more folders than `PATH` has.

@@ -99,8 +99,8 @@ impl Step {
         self.needs.iter().copied().flatten().chain(self.required)
     }
 
-    /// The reason why the step cannot be tried here, if there is one. It is asked for before the step builds
-    /// anything, and after what may be installed has been.
+    /// The reason why the step cannot be tried here, if there is one. It is asked for before the
+    /// step builds anything, and after what may be installed has been.
     fn obstacle(&self) -> Option<String> {
         let missing = missing(self.required);
         if !missing.is_empty() {
@@ -208,8 +208,8 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     }
 }
 
-/// The steps that a run consists of. A word that no step's name contains is a mistake: without this check,
-/// such a run would succeed by running nothing.
+/// The steps that a run consists of. A word that no step's name contains is a mistake: without this
+/// check, such a run would succeed by running nothing.
 fn chosen<'a>(
     steps: &'a [Step],
     selection: &Selection,

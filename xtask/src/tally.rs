@@ -1,7 +1,8 @@
 //! Counts of `cargo xtask test`: passed, failed and skipped, each thing once, by kind.
 //!
-//! Each thing that cannot be tried is a line in one file ([`skip_log`]), from tests in their processes and from
-//! the commands here. A test function that says there that a part of it was skipped counts as skipped.
+//! Each thing that cannot be tried is a line in one file ([`skip_log`]), from tests in their
+//! processes and from the commands here. A test function that says there that a part of it was
+//! skipped counts as skipped.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -143,8 +144,8 @@ impl Tally {
         self.skips.extend(other.skips);
     }
 
-    /// Takes over skips. The harness of a test function that was skipped has counted it as passed, unless it
-    /// failed in the end and is among `failed`.
+    /// Takes over skips. The harness of a test function that was skipped has counted it as passed,
+    /// unless it failed in the end and is among `failed`.
     pub(crate) fn take_skips(&mut self, skips: Vec<Skip>, failed: &BTreeSet<String>) {
         let has_failed = |skip: &Skip| {
             let function = skip.name.split(' ').next_back().unwrap_or_default();

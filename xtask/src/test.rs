@@ -57,7 +57,8 @@ const NEEDS: &[Need] = &[
     ),
 ];
 
-/// Benchmarks of parsers, of a connection and of the planner. That of instructions is a step of its own.
+/// Benchmarks of parsers, of a connection and of the planner. That of instructions is a step of its
+/// own.
 const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 
 /// Options of `cargo xtask test`.
@@ -65,10 +66,12 @@ const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 pub(crate) struct Options {
     #[command(flatten)]
     selection: Selection,
-    /// Everything that can fail: all interop cases, the package, the container, the cost in instructions.
+    /// Everything that can fail: all interop cases, the package, the container, the cost in
+    /// instructions.
     #[arg(long)]
     all: bool,
-    /// Test harnesses that run at once. More than one takes root: each has a network namespace then.
+    /// Test harnesses that run at once. More than one takes root: each has a network namespace
+    /// then.
     #[arg(long, default_value_t = 1)]
     lanes: usize,
 }
@@ -112,8 +115,8 @@ impl Long {
     }
 }
 
-/// Lints and documentation come after the tests, which leave the cores idle for long: by then they are done
-/// ([`work_ahead`]). `cargo xtask check` has the lints first.
+/// Lints and documentation come after the tests, which leave the cores idle for long: by then they
+/// are done ([`work_ahead`]). `cargo xtask check` has the lints first.
 const STEPS: &[Step] = &[
     FMT,
     TIDY,
@@ -171,7 +174,8 @@ fn all_functions(run: &Run) -> Outcome {
     })
 }
 
-/// Runs what later steps ask of Cargo, at the lowest priority. They find it done, or report why it fails.
+/// Runs what later steps ask of Cargo, at the lowest priority. They find it done, or report why it
+/// fails.
 fn work_ahead() {
     let simulations = [MILLION, CYCLES, CHANGES].map(|long| long.building());
     let programs = [daemon::building(OPTIMIZED)];
@@ -184,8 +188,8 @@ fn work_ahead() {
     }
 }
 
-/// Counts test functions that no other step runs. Without any function, the step has failed: a filter or a
-/// name in its command has gone wrong.
+/// Counts test functions that no other step runs. Without any function, the step has failed: a
+/// filter or a name in its command has gone wrong.
 fn functions(results: Results) -> Outcome {
     let mut tally = Tally::of(Kind::Function, results.counts);
     tally.take_skips(noted(), &results.failed);
@@ -194,8 +198,8 @@ fn functions(results: Results) -> Outcome {
     Outcome::Ran(tally, results.failure.or(none))
 }
 
-/// Runs test functions once more, for longer: one check for any number of them. It is skipped if one of
-/// them is.
+/// Runs test functions once more, for longer: one check for any number of them. It is skipped if
+/// one of them is.
 fn again(long: &Long) -> Outcome {
     let args = long.arguments().into_iter().chain(["--"]);
     let args: Vec<_> = args.chain(long.args.iter().copied()).collect();
@@ -207,16 +211,16 @@ fn again(long: &Long) -> Outcome {
     }
 }
 
-/// Runs every benchmark once, without measuring. They are built as tests are, so that nothing but themselves
-/// is built for it.
+/// Runs every benchmark once, without measuring. They are built as tests are, so that nothing but
+/// themselves is built for it.
 fn benchmarks() -> Outcome {
     let names = BENCHMARKS.iter().flat_map(|name| ["--bench", name]);
     let args = ["test", "-q", "--workspace"].into_iter().chain(names);
     check(sh::cargo(args))
 }
 
-/// Renders the book into a folder of its own, which goes. The tests look at its pages one by one; this is
-/// for what only the whole has: the summary, and a page that mdBook cannot render.
+/// Renders the book into a folder of its own, which goes. The tests look at its pages one by one;
+/// this is for what only the whole has: the summary, and a page that mdBook cannot render.
 fn book() -> Result<(), Failure> {
     let scratch = sh::Scratch::new("book")?;
     let mut build = sh::installed("mdbook");

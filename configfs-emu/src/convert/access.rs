@@ -1,7 +1,7 @@
 //! Access to a target: LIO's entries for initiators as access rules.
 //!
-//! A portal group's LUNs are the target's. A rule names the numbers that an initiator sees, where these
-//! lead to the LUNs of the same numbers, and otherwise what each of them leads to.
+//! A portal group's LUNs are the target's. A rule names the numbers that an initiator sees, where
+//! these lead to the LUNs of the same numbers, and otherwise what each of them leads to.
 
 use std::collections::BTreeMap;
 
@@ -232,8 +232,8 @@ fn backends(tree: &Tree, luns: NodeId) -> Result<BTreeMap<u64, String>, String> 
     Ok(backends)
 }
 
-/// The target's units. LIO protects what initiators see, not a portal group's LUN: one is read-only if it is
-/// for all who see it.
+/// The target's units. LIO protects what initiators see, not a portal group's LUN: one is read-only
+/// if it is for all who see it.
 fn units(backends: BTreeMap<u64, String>, views: &[View]) -> BTreeMap<u64, Unit> {
     let unit = |(number, backend)| {
         let seen = views.iter().flat_map(|view| view.seen.values());

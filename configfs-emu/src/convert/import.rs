@@ -1,7 +1,7 @@
 //! From a document to a tree.
 //!
-//! Each backend and target is put into a copy of the tree. It stays there if the tree then means the
-//! same; otherwise it is kept aside as it is.
+//! Each backend and target is put into a copy of the tree. It stays there if the tree then means
+//! the same; otherwise it is kept aside as it is.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,8 +38,8 @@ pub fn import(document: &Value, lock_secret: String, world: &dyn World) -> Impor
     update(Tree::new(), rest, [&Value::Null, document], world)
 }
 
-/// Brings a tree up to date that showed the first configuration and is to show the second; both are in
-/// the daemon's own words. What is the same in both, or in neither, stays as it is.
+/// Brings a tree up to date that showed the first configuration and is to show the second; both are
+/// in the daemon's own words. What is the same in both, or in neither, stays as it is.
 #[must_use]
 pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn World) -> Import {
     let change = Change::between(old, new);

@@ -1,7 +1,7 @@
 //! Between the tree and the configuration of `riserd`.
 //!
-//! A configuration is a document here: the JSON of the YAML that `riserd` reads. `export` makes one of a
-//! tree, `import` a tree of one.
+//! A configuration is a document here: the JSON of the YAML that `riserd` reads. `export` makes one
+//! of a tree, `import` a tree of one.
 //!
 //! # Mapping
 //! | LIO | `riserd` |
@@ -16,9 +16,10 @@
 //! | a name and secret of an entry, or of the portal group for all | CHAP: the target's if all have the same, else the rule's |
 //!
 //! # What one side says and the other cannot
-//! What LIO allows and `riserd` cannot do is refused with its reason ([`ConversionError`]) if it would change who
-//! sees what, and is a note otherwise. What `riserd` has and the tree cannot show is kept ([`Rest`]) and
-//! goes back with every export; a target is shown only if what the tree says of it means the same.
+//! What LIO allows and `riserd` cannot do is refused with its reason ([`ConversionError`]) if it
+//! would change who sees what, and is a note otherwise. What `riserd` has and the tree cannot show
+//! is kept ([`Rest`]) and goes back with every export; a target is shown only if what the tree says
+//! of it means the same.
 
 mod access;
 mod backend;

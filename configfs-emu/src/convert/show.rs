@@ -131,7 +131,8 @@ impl GroupShell<'_> {
             self.link(&format!("lun/lun_{number}"), device)?;
             luns.insert(*number, id);
         }
-        // An entry without a value of its own inherits this one, so only exceptions are written below.
+        // An entry without a value of its own inherits this one, so only exceptions are written
+        // below.
         if fabric == Fabric::Iscsi {
             let wanted = u8::from(all_authenticate(target)).to_string();
             self.write("attrib/authentication", &wanted)?;
@@ -247,7 +248,8 @@ impl GroupShell<'_> {
     }
 }
 
-/// The name of a portal. LIO's unspecified address of IPv6 is that of IPv4 as well, and it knows no interfaces.
+/// The name of a portal. LIO's unspecified address of IPv6 is that of IPv4 as well, and it knows no
+/// interfaces.
 fn np_of(listen: &Listen) -> Option<String> {
     match listen {
         Listen::At(_) | Listen::Wildcard(Wildcard::V4, _) => Some(listen.to_string()),

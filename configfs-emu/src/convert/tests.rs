@@ -584,8 +584,8 @@ fn only_what_changes_changes() {
     assert_eq!(portals["portals"][1]["redirect"]["to"], "192.0.2.1:3260");
 }
 
-/// What Debian's `targetcli` did to the tree: it made backstores and a target, cleared all, restored it
-/// from its file, and deleted the target and a backstore.
+/// What Debian's `targetcli` did to the tree: it made backstores and a target, cleared all,
+/// restored it from its file, and deleted the target and a backstore.
 #[test]
 fn what_targetcli_did_can_be_done_again() {
     let mut fixture = Fixture::default();
@@ -599,8 +599,8 @@ fn what_targetcli_did_can_be_done_again() {
     }
     let portals = |doc: &Value| doc[0]["portals"].as_array().map_or(0, Vec::len);
     let access = |doc: &Value| doc[0]["access"].as_array().map_or(0, Vec::len);
-    // The portal, the LUN's initiator, CHAP and iSER one after the other; all of it at once when it is
-    // restored, since the portal group is enabled last.
+    // The portal, the LUN's initiator, CHAP and iSER one after the other; all of it at once when it
+    // is restored, since the portal group is enabled last.
     let steps: Vec<(usize, usize)> = served.iter().map(|d| (portals(d), access(d))).collect();
     assert_eq!(
         steps.iter().filter(|s| **s == (2, 1)).count(),

@@ -304,7 +304,8 @@ impl Filesystem for TreeFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        // As in configfs, a file is made once for each opening, so that reads of its pieces fit together.
+        // As in configfs, a file is made once for each opening, so that reads of its pieces fit
+        // together.
         let known = self.open_files().content.get(&fh.0).cloned().flatten();
         let content = match known {
             Some(content) => Ok(content),

@@ -1,11 +1,11 @@
 //! LIO's rules for its directories: their attributes, what can be made in them, what they link to.
 //!
-//! - `kind`: [`Kind`], the kinds of directories, and the [`Tree`] of them. `directories`: their tables
-//!   and their rules for making and linking, which name all others.
-//! - `device`: a device's options and states. `initiator`: names of initiators. Below the others, which
-//!   share them.
-//! - `core`: backstores: hosts and devices. `attrib`: a device's attributes and names. `pr`: who has
-//!   reserved it.
+//! - `kind`: [`Kind`], the kinds of directories, and the [`Tree`] of them. `directories`: their
+//!   tables and their rules for making and linking, which name all others.
+//! - `device`: a device's options and states. `initiator`: names of initiators. Below the others,
+//!   which share them.
+//! - `core`: backstores: hosts and devices. `attrib`: a device's attributes and names. `pr`: who
+//!   has reserved it.
 //! - `alua`: groups of logical units and of target ports.
 //! - `iscsi`: targets, portals, initiators. `param`: the keys that iSCSI negotiates.
 //! - `srpt`: target ports of SRP.

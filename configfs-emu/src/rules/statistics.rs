@@ -1,7 +1,7 @@
 //! Counters of units and ports, below `statistics`, as SCSI's MIB (RFC 4455) has it.
 //!
-//! Numbers are the daemon's, of now. Commands and data of an initiator include its sessions that are
-//! over. What the kernel's target never counts either is 0 here as there.
+//! Numbers are the daemon's, of now. Commands and data of an initiator include its sessions that
+//! are over. What the kernel's target never counts either is 0 here as there.
 
 use std::fmt::Display;
 

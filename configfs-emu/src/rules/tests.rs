@@ -749,7 +749,8 @@ fn statistics_of_units_and_ports_are_the_daemons() {
     }];
     let ident_text = "iqn.2026-01.example:client+i+00023d000001\n";
     assert_eq!(fixture.read(&ident), Ok(ident_text.into()));
-    // A LUN that an initiator sees under another number is the same LUN, and the number is another one's.
+    // A LUN that an initiator sees under another number is the same LUN, and the number is another
+    // one's.
     fixture.run(&format!(
         "mkdir {TPG}/acls/iqn.2026-01.example:second
          mkdir {TPG}/acls/iqn.2026-01.example:second/lun_1

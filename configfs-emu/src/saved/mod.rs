@@ -1,12 +1,12 @@
 //! `saveconfig.json`: what `targetcli saveconfig` writes and `targetctl restore` reads.
 //!
-//! It says what rtslib reads from LIO's tree, so both ways lead over a tree: [`restore`] does to an empty
-//! tree what rtslib would do, [`save`] reads from a tree what rtslib would read.
+//! It says what rtslib reads from LIO's tree, so both ways lead over a tree: [`restore`] does to an
+//! empty tree what rtslib would do, [`save`] reads from a tree what rtslib would read.
 //!
 //! # What it cannot say
-//! Names of vendors and products, identifiers that are not made of serial numbers, and what the tree
-//! does not show of a configuration. What a file says and the tree cannot (pass-through, user-space
-//! backstores, other fabrics) is named.
+//! Names of vendors and products, identifiers that are not made of serial numbers, and what the
+//! tree does not show of a configuration. What a file says and the tree cannot (pass-through,
+//! user-space backstores, other fabrics) is named.
 
 mod restore;
 mod save;

@@ -78,8 +78,8 @@ pub fn configuration(
     }
 }
 
-/// Takes out of a document the target that a place belongs to, else all that is served. Gives the place
-/// with the target's name.
+/// Takes out of a document the target that a place belongs to, else all that is served. Gives the
+/// place with the target's name.
 fn remove(document: &mut Value, place: &str) -> String {
     let index = place
         .strip_prefix("targets[")

@@ -231,8 +231,8 @@ impl<K: Kind> Attr<K> {
 
     pub(crate) fn write(&self, write: &mut Write<'_, K>) -> Result<(), Errno> {
         let is_exported = self.is_locked && K::is_exported(write.tree, write.dir);
-        // The text is judged before the state, as the kernel does: a wrong value is EINVAL or ERANGE even
-        // while the device is exported.
+        // The text is judged before the state, as the kernel does: a wrong value is EINVAL or
+        // ERANGE even while the device is exported.
         let check = || {
             if is_exported {
                 Err(Errno::INVAL)

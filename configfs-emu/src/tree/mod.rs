@@ -1,12 +1,13 @@
 //! The tree: directories with their attribute files and links, and configfs's rules for them.
 //!
-//! Configfs decides what every file system decides (what exists, what is empty), and asks the owner of
-//! a directory the rest: which names can be made in it, which links it takes, what a write means. The
-//! owner answers through [`Kind`]; this module knows none of its directories.
+//! Configfs decides what every file system decides (what exists, what is empty), and asks the owner
+//! of a directory the rest: which names can be made in it, which links it takes, what a write
+//! means. The owner answers through [`Kind`]; this module knows none of its directories.
 //!
-//! Attribute files have no storage of their own: a directory's [`Kind`] has a table of them, and the
-//! directory keeps the values that differ from the table's. A whole tree is cheap to clone, since
-//! clones share directories until one of them changes; this is how a change is tried and taken back.
+//! Attribute files have no storage of their own: a directory's [`Kind`] has a table of them, and
+//! the directory keeps the values that differ from the table's. A whole tree is cheap to clone,
+//! since clones share directories until one of them changes; this is how a change is tried and
+//! taken back.
 
 mod dir;
 mod kind;

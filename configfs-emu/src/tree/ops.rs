@@ -122,8 +122,8 @@ impl<K: Kind> Tree<K> {
     /// Makes a symbolic link. Its target must exist.
     ///
     /// # Errors
-    /// `EEXIST`; `ENOENT` for a target that does not exist; `EPERM` for one outside of the tree, and
-    /// where no link can be made; what the directory's owner says.
+    /// `EEXIST`; `ENOENT` for a target that does not exist; `EPERM` for one outside of the tree,
+    /// and where no link can be made; what the directory's owner says.
     pub fn link(
         &mut self,
         parent: Ino,
@@ -217,8 +217,8 @@ impl<K: Kind> Tree<K> {
         Ok(text)
     }
 
-    /// Writes to a file: all of the data is one value, wherever in the file it is written. Gives the
-    /// number of bytes taken.
+    /// Writes to a file: all of the data is one value, wherever in the file it is written. Gives
+    /// the number of bytes taken.
     ///
     /// # Errors
     /// What the attribute's owner says; everything is as it was then.
@@ -257,8 +257,8 @@ impl<K: Kind> Tree<K> {
         Ok((ino.node(), attr))
     }
 
-    /// The directory that a link's text names. Relative text begins where the link is. Of an absolute
-    /// path the part from some `target` on counts, since the tree can be mounted anywhere.
+    /// The directory that a link's text names. Relative text begins where the link is. Of an
+    /// absolute path the part from some `target` on counts, since the tree can be mounted anywhere.
     fn resolve(&self, from: NodeId, text: &str) -> Result<NodeId, Errno> {
         if !text.starts_with('/') {
             return self.walk(from, text.split('/'));

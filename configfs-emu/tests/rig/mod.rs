@@ -93,8 +93,8 @@ impl Rig {
         })
     }
 
-    /// Runs a shell command where the tree is at `/sys/kernel/config`, `modprobe` does nothing, and what
-    /// would be saved on this host is saved in the folder.
+    /// Runs a shell command where the tree is at `/sys/kernel/config`, `modprobe` does nothing, and
+    /// what would be saved on this host is saved in the folder.
     pub(crate) fn run(&self, command: &str) -> Output {
         Command::new("unshare")
             .args(["-m", "--propagation", "private", "dbus-run-session", "--"])

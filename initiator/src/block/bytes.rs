@@ -80,8 +80,8 @@ pub struct ByteDevice<D> {
 struct EdgeSlot(Arc<Mutex<Option<Buffer>>>);
 
 impl EdgeSlot {
-    /// The kept buffer. It comes back when what is returned is dropped, which a failed operation does
-    /// as well: the pool may have none to take its place.
+    /// The kept buffer. It comes back when what is returned is dropped, which a failed operation
+    /// does as well: the pool may have none to take its place.
     fn take(&self) -> Option<Buffer> {
         let kept = self.lock().take()?;
         let slice = kept.slice().clone();
@@ -142,8 +142,8 @@ impl<D: BlockDevice> ByteDevice<D> {
         self.first_piece_within(offset, len, u64::from(self.geometry().max_transfer))
     }
 
-    /// The first piece of a request: as much of it as a buffer of `most` bytes holds, and at least what it
-    /// has of one block.
+    /// The first piece of a request: as much of it as a buffer of `most` bytes holds, and at least
+    /// what it has of one block.
     #[must_use]
     pub fn first_piece_within(&self, offset: u64, len: u64, most: u64) -> Span {
         let block = u64::from(self.geometry().block_size);

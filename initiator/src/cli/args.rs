@@ -165,8 +165,8 @@ pub struct ConnectOptions {
     )]
     pub provider: ProviderChoice,
     /// Local address of the software NIC or RDMA device, or of TCP connections [default: for the
-    /// software NIC and a target on loopback a free loopback address, otherwise the address that the
-    /// route to the target has]
+    /// software NIC and a target on loopback a free loopback address, otherwise the address that
+    /// the route to the target has]
     #[arg(long, value_name = "IP")]
     pub addr: Option<IpAddr>,
     /// Channels of the session, for targets that allow several
@@ -251,8 +251,8 @@ pub enum Verb {
     Discover(DiscoverArgs),
     /// List the attachments of this host
     List,
-    /// Make a logical unit a file (FUSE), a network block device (NBD) or a block device (ublk) of this
-    /// host
+    /// Make a logical unit a file (FUSE), a network block device (NBD) or a block device (ublk) of
+    /// this host
     Attach(AttachArgs),
     /// Undo an attachment: the disk disappears
     Detach(DetachArgs),
@@ -336,8 +336,9 @@ pub struct AttachArgs {
     /// As an NBD export on a Unix socket
     #[arg(long, value_name = "SOCKET")]
     pub nbd: Option<PathBuf>,
-    /// As the block device /dev/ublkbN, or one with a free number; needs root and the driver ublk_drv.
-    /// A device N that a killed riser has left is taken over, if it was of the same address
+    /// As the block device /dev/ublkbN, or one with a free number; needs root and the driver
+    /// ublk_drv. A device N that a killed riser has left is taken over, if it was of the same
+    /// address
     #[arg(
         long,
         value_name = "N",
@@ -475,7 +476,8 @@ pub struct WriteArgs {
     /// Do not flush the target's cache at the end
     #[arg(long)]
     pub no_flush: bool,
-    /// Write even if this host has the logical unit attached, or a file system or partition table is on it
+    /// Write even if this host has the logical unit attached, or a file system or partition table
+    /// is on it
     #[arg(long)]
     pub overwrite: bool,
     /// Options of the connection.
@@ -509,7 +511,8 @@ pub struct BenchArgs {
     /// Order and direction, with fio's names; all but the reads overwrite the logical unit
     #[arg(long, value_enum, default_value = "randread")]
     pub rw: Rw,
-    /// Write even if this host has the logical unit attached, or a file system or partition table is on it
+    /// Write even if this host has the logical unit attached, or a file system or partition table
+    /// is on it
     #[arg(long)]
     pub overwrite: bool,
     /// Reads of a hundred operations, where there are both

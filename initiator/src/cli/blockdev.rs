@@ -1,7 +1,8 @@
 //! `riser attach --ublk`: a logical unit as a block device of the host.
 //!
-//! A device whose process was killed stays, and what is sent to it waits. Attaching the same address under
-//! the same number takes it over, as the same initiator, if the same disk is still there: see [`ublk`].
+//! A device whose process was killed stays, and what is sent to it waits. Attaching the same
+//! address under the same number takes it over, as the same initiator, if the same disk is still
+//! there: see [`ublk`].
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -149,8 +150,8 @@ pub(super) fn serve(
     task::block_on(disk.flush()).map_err(|e| CliError::block("cannot flush the disk", e))
 }
 
-/// Waits until the device is not in use, or for another signal: what a mounted file system has not written
-/// yet would be lost.
+/// Waits until the device is not in use, or for another signal: what a mounted file system has not
+/// written yet would be lost.
 fn wait_for_users(path: &Path, events: &mpsc::Receiver<Event>) {
     if ublk::is_in_use(path) {
         let shown = path.display();

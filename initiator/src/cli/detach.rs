@@ -61,7 +61,8 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     // A killed process must be seen to end within the timeout.
     let mercy = args.force.then(|| mercy.min(global.timeout / 2));
     let is_killed = wait(&attachment, unmounting, mercy, global.timeout)?;
-    // A block device outlives a process that was killed: what waits in it would wait for another one.
+    // A block device outlives a process that was killed: what waits in it would wait for another
+    // one.
     if let Export::Ublk { number, device, .. } = &attachment.export
         && is_killed
         && attachment.waits()
@@ -112,7 +113,8 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
         // Unmounting it ends the process that serves it, unless the file is in use.
         Export::Fuse { path, .. } if !force => fuse::unmount(path, false)?,
         Export::Mount { path, .. } if force => {
-            // A lazy unmount writes too: it waits for the target until the process that serves it is gone.
+            // A lazy unmount writes too: it waits for the target until the process that serves it
+            // is gone.
             let path = path.clone();
             return Ok(Some(thread::spawn(move || mount::unmount(&path, true))));
         }
@@ -138,8 +140,8 @@ fn remove(number: u32, device: &Path) -> Result<(), CliError> {
         .map_err(|e| CliError::io(format!("cannot take {} away", device.display()), e))
 }
 
-/// Waits until the process of an attachment has ended, and kills it after `mercy`, if that is given.
-/// Returns whether it was killed.
+/// Waits until the process of an attachment has ended, and kills it after `mercy`, if that is
+/// given. Returns whether it was killed.
 fn wait(
     attachment: &Attachment,
     mut unmounting: Option<Unmounting>,
@@ -178,8 +180,8 @@ fn join(unmounting: Unmounting) -> Result<(), CliError> {
     unmounting.join().unwrap_or_else(panicked)
 }
 
-/// Fails if the process of a detached unit ended with an error. One that ended well has removed its log,
-/// unless the user named the file.
+/// Fails if the process of a detached unit ended with an error. One that ended well has removed its
+/// log, unless the user named the file.
 fn check_end(attachment: &Attachment) -> Result<(), CliError> {
     let is_own = |log: &&PathBuf| StateDir::open().is_ok_and(|dir| log.starts_with(dir.path()));
     match attachment.log.as_ref().filter(is_own) {

@@ -95,7 +95,8 @@ fn portals(client: &Client, url: &IscsiUrl, global: &Global) -> Result<(), CliEr
     check(&url.into(), &ports)
 }
 
-/// Fails if there are targets, but none that can be used: with the exit status of all of them, if they agree.
+/// Fails if there are targets, but none that can be used: with the exit status of all of them, if
+/// they agree.
 fn check(url: &TargetUrl, ports: &[Port]) -> Result<(), CliError> {
     let Some(error) = ports.first().and_then(|port| port.error.clone()) else {
         return Ok(());

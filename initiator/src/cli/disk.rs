@@ -31,8 +31,8 @@ use crate::url::TargetUrl;
 const ROCE_PORT: u16 = 4791;
 
 /// Longest time for the first attempt to connect and log in. A target that is away for a moment is
-/// found again by the next attempt, not by waiting for the first; but each is given twice the time of
-/// the one before it, so that one that is slow is found too.
+/// found again by the next attempt, not by waiting for the first; but each is given twice the time
+/// of the one before it, so that one that is slow is found too.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
 impl From<Inject> for RoceFaults {
@@ -519,7 +519,8 @@ mod tests {
 
     #[test]
     fn a_loopback_address_that_another_program_has_is_passed_over() {
-        // Nothing is probed before: two programs that look at the same time would both find it free.
+        // Nothing is probed before: two programs that look at the same time would both find it
+        // free.
         let taken = |free: u8| {
             move |addr: IpAddr| match addr {
                 IpAddr::V4(v4) if v4.octets()[3] < free => {

@@ -85,8 +85,8 @@ fn attachments(
     let listing = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).scan());
     let listing = match listing {
         Ok(listing) => listing,
-        // A user without a directory has attached nothing. No warning: no other user but root sees what
-        // others have attached either, and their mounts are looked at all the same.
+        // A user without a directory has attached nothing. No warning: no other user but root sees
+        // what others have attached either, and their mounts are looked at all the same.
         Err(e)
             if matches!(
                 e.kind(),
@@ -111,8 +111,8 @@ fn attachments(
     }
 }
 
-/// Fails if this host has a unit's file system mounted already: two mounts that do not know of each other
-/// destroy it.
+/// Fails if this host has a unit's file system mounted already: two mounts that do not know of each
+/// other destroy it.
 ///
 /// # Errors
 /// It is mounted, or may be, and one of the two mounts can write.
@@ -144,8 +144,8 @@ pub(super) fn check_mounted(disk: &Arc<Disk>, global: &Global) -> Result<(), Cli
     }
 }
 
-/// The block device that one of the kernel's initiators has made of a unit. Its `wwid` has the form of
-/// [`Disk::unit`].
+/// The block device that one of the kernel's initiators has made of a unit. Its `wwid` has the form
+/// of [`Disk::unit`].
 fn kernel_disk(block: &Path, unit: &str) -> Option<String> {
     fs::read_dir(block).ok()?.flatten().find_map(|disk| {
         let name = fs::read_to_string(disk.path().join("device/wwid")).ok()?;
@@ -181,8 +181,8 @@ fn last_signature(tail: &[u8], capacity: u64, block_size: u32) -> Option<&'stati
             .unwrap_or_default();
         found.starts_with(magic)
     };
-    // Version 0.90: the last whole 64 KiB, in the byte order of the host that wrote it. Version 1.0: at least
-    // 8 KiB before the end, at a multiple of 4 KiB.
+    // Version 0.90: the last whole 64 KiB, in the byte order of the host that wrote it. Version
+    // 1.0: at least 8 KiB before the end, at a multiple of 4 KiB.
     let old = (capacity & !0xffff).checked_sub(0x1_0000);
     let new = capacity.checked_sub(0x2000).map(|at| at & !0xfff);
     let is_old = is(old, &MAGIC.to_le_bytes()) || is(old, &MAGIC.to_be_bytes());

@@ -21,8 +21,8 @@ const INTERVAL: Duration = Duration::from_millis(10);
 /// Longest part of a command line that is shown, in characters.
 const MAX_COMMAND: usize = 100;
 
-/// Locks a file or directory that is open as `file`, until that is closed. Says on standard error what it
-/// waits for, where that takes long.
+/// Locks a file or directory that is open as `file`, until that is closed. Says on standard error
+/// what it waits for, where that takes long.
 ///
 /// # Errors
 /// `TimedOut` if another process has it for as long as `patience`; otherwise those of `flock(2)`.
@@ -73,8 +73,8 @@ fn holder(file: &File) -> String {
 /// 1: -> FLOCK  ADVISORY  WRITE 1235 00:19:567 0 EOF
 /// ```
 ///
-/// The second one waits. The device's numbers are hexadecimal. A process of another PID namespace has
-/// no number here that means anything.
+/// The second one waits. The device's numbers are hexadecimal. A process of another PID namespace
+/// has no number here that means anything.
 fn find_holder(locks: &str, dev: u64, ino: u64) -> Option<u32> {
     let file = format!("{:02x}:{:02x}:{ino}", major(dev), minor(dev));
     locks.lines().find_map(|line| {

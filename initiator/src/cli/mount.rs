@@ -251,8 +251,8 @@ fn mount_id(mounts: &str, dir: &Path) -> Option<u64> {
         .next_back()
 }
 
-/// Refuses a path at which something is mounted, an attachment or anything else: it would be hidden, and
-/// an unmount would take the wrong one.
+/// Refuses a path at which something is mounted, an attachment or anything else: it would be
+/// hidden, and an unmount would take the wrong one.
 pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
     serve::check_vacant(path, global)?;
     let failed = |e| CliError::io("cannot read the mounts", e);

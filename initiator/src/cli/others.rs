@@ -1,8 +1,8 @@
 //! Attachments of other users of this host, as far as this one can see it: their lists of
 //! attachments, which root can read, and their FUSE mounts, which every user can.
 //!
-//! These files are written by other users, so nothing is changed or waited for, and what cannot be read as
-//! an attachment is left out.
+//! These files are written by other users, so nothing is changed or waited for, and what cannot be
+//! read as an attachment is left out.
 
 use std::fs::{self, OpenOptions};
 use std::io::Read;
@@ -20,8 +20,8 @@ const LONGEST: u64 = 64 << 10;
 /// Most entries of a directory that are looked at.
 const MOST: usize = 1024;
 
-/// Attachments in the directories that other users have by default, that of this process excepted. `run` is
-/// `/run`.
+/// Attachments in the directories that other users have by default, that of this process excepted.
+/// `run` is `/run`.
 pub(super) fn attachments(run: &Path, own: &Path) -> Vec<Attachment> {
     let users = fs::read_dir(run.join("user")).into_iter().flatten();
     let users = users.flatten().map(|user| user.path().join("riser"));

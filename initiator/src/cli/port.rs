@@ -1,8 +1,8 @@
 //! The initiator port of an export, kept over a crash.
 //!
-//! A process that was killed leaves a session whose commands may still be queued at the target, and whose
-//! clients send theirs again to the process that takes its place. That one logs in as the same initiator
-//! port, so that the target ends the old session first.
+//! A process that was killed leaves a session whose commands may still be queued at the target, and
+//! whose clients send theirs again to the process that takes its place. That one logs in as the
+//! same initiator port, so that the target ends the old session first.
 
 use std::fs;
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
@@ -73,8 +73,8 @@ pub(super) struct ExportPort {
 }
 
 impl ExportPort {
-    /// The port of the process that served the same address at the same path and did not end properly;
-    /// otherwise a random one.
+    /// The port of the process that served the same address at the same path and did not end
+    /// properly; otherwise a random one.
     ///
     /// # Errors
     /// The directory cannot be written.

@@ -208,8 +208,8 @@ impl Ready<'_> {
     }
 }
 
-/// Keeps the link and paths of a disk in the list of attachments up to date, and the generation of its
-/// cache where its initiator port is written down (`port`).
+/// Keeps the link and paths of a disk in the list of attachments up to date, and the generation of
+/// its cache where its initiator port is written down (`port`).
 fn watch_link(
     status: Arc<SessionStatus>,
     mut entry: LinkEntry,
@@ -401,8 +401,8 @@ fn arguments(log: &Path) -> (Vec<OsString>, Secrets) {
     (args, secrets)
 }
 
-/// Gives a serving process its passwords: those of the process that started it, or of its environment,
-/// which then no longer has them.
+/// Gives a serving process its passwords: those of the process that started it, or of its
+/// environment, which then no longer has them.
 pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<(), CliError> {
     let Address::Target(url) = address else {
         return Ok(());

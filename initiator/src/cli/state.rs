@@ -178,7 +178,8 @@ pub fn process_start(pid: u32) -> Option<u64> {
 
 /// The same, of its `stat` file (proc(5)).
 fn start_of(stat: &str) -> Option<u64> {
-    // The name, in parentheses, may hold anything; the state and 16 numbers come before the number of threads.
+    // The name, in parentheses, may hold anything; the state and 16 numbers come before the number
+    // of threads.
     let rest = &stat[stat.rfind(')')? + 1..];
     let mut fields = rest.split_ascii_whitespace();
     let is_zombie = fields.next()? == "Z";
@@ -255,8 +256,8 @@ impl StateDir {
         self.path.join(format!("{id}.json"))
     }
 
-    /// Keeps other processes from changing the directory until the descriptor is closed. An id that was
-    /// looked up means the same attachment for as long.
+    /// Keeps other processes from changing the directory until the descriptor is closed. An id that
+    /// was looked up means the same attachment for as long.
     ///
     /// # Errors
     /// As [`lock::lock`].
@@ -280,7 +281,8 @@ impl StateDir {
         self.write(attachment)
     }
 
-    /// Writes down an attachment in place of the one with that id, which this process has taken over.
+    /// Writes down an attachment in place of the one with that id, which this process has taken
+    /// over.
     ///
     /// # Errors
     /// The directory cannot be written, or another process does not release its lock.
@@ -301,8 +303,8 @@ impl StateDir {
         Ok(Registration { attachment, entry })
     }
 
-    /// All attachments that are alive, or wait for a process that takes them over, by id. Stale ones
-    /// are removed on the way, and files that cannot be read are logged.
+    /// All attachments that are alive, or wait for a process that takes them over, by id. Stale
+    /// ones are removed on the way, and files that cannot be read are logged.
     ///
     /// # Errors
     /// The directory cannot be read, or another process does not release its lock.
@@ -420,8 +422,8 @@ fn clean_up(export: &Export) {
 
 /// Unmounts a FUSE mount whose process has ended.
 fn unmount_dead(path: &Path) {
-    // stat(2) may be answered from cached attributes, statfs(2) never is. What was under way when its
-    // process died is aborted.
+    // stat(2) may be answered from cached attributes, statfs(2) never is. What was under way when
+    // its process died is aborted.
     let dead =
         rustix::fs::statfs(path).is_err_and(|e| matches!(e, Errno::NOTCONN | Errno::CONNABORTED));
     if dead && rustix::mount::unmount(path, UnmountFlags::DETACH).is_err() {
@@ -455,8 +457,8 @@ pub struct LinkEntry {
 }
 
 impl LinkEntry {
-    /// Writes down the link's state; returns whether the attachment is still there. As long as it is,
-    /// `note` is called first, with the generation of the unit's cache.
+    /// Writes down the link's state; returns whether the attachment is still there. As long as it
+    /// is, `note` is called first, with the generation of the unit's cache.
     ///
     /// # Errors
     /// The directory cannot be written, or the error of `note`.

@@ -1,8 +1,8 @@
-//! `riser udev`: what udev's rules name an attached block device by, as they would name the kernel's own
-//! SCSI disk.
+//! `riser udev`: what udev's rules name an attached block device by, as they would name the
+//! kernel's own SCSI disk.
 //!
-//! The rule is `deploy/udev/60-riser.rules`. It asks when the device appears, which may be before it is
-//! written down, and again when it is.
+//! The rule is `deploy/udev/60-riser.rules`. It asks when the device appears, which may be before
+//! it is written down, and again when it is.
 
 use std::collections::BTreeMap;
 use std::fs;

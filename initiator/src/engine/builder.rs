@@ -80,8 +80,8 @@ impl ClientBuilder {
         self
     }
 
-    /// Seed of the identifiers of its initiator ports, for a client of one disk. Two such clients with
-    /// the same seed are one initiator in two lives: the later login ends the earlier session.
+    /// Seed of the identifiers of its initiator ports, for a client of one disk. Two such clients
+    /// with the same seed are one initiator in two lives: the later login ends the earlier session.
     /// Default: random, and another one for each session.
     #[must_use]
     pub fn port(mut self, seed: u64) -> Self {
@@ -98,8 +98,8 @@ impl ClientBuilder {
     }
 
     /// Generation of its unit's cache that the earlier life had noted
-    /// ([`SessionReport::cache`](super::SessionReport::cache)). If the unit has another, the first flush
-    /// fails, since acknowledged writes may be lost. Default: not known.
+    /// ([`SessionReport::cache`](super::SessionReport::cache)). If the unit has another, the first
+    /// flush fails, since acknowledged writes may be lost. Default: not known.
     #[must_use]
     pub fn noted_cache(mut self, generation: Option<[u8; 16]>) -> Self {
         self.noted = generation;

@@ -239,8 +239,8 @@ impl Client {
         })))
     }
 
-    /// Seed of a path's initiator port. Each session has its own: a second login with the first one's
-    /// would end that.
+    /// Seed of a path's initiator port. Each session has its own: a second login with the first
+    /// one's would end that.
     pub(super) fn session_port(&self, path: u64) -> u64 {
         match self.0.config.port {
             // An iSCSI session identifier is made of the first 40 bits.

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use riser_transport::verbs::Provider;
 
-/// The source of everything that an engine does not compute itself, but for the time: that comes with
-/// each round ([`Engine::step`](super::Engine::step)).
+/// The source of everything that an engine does not compute itself, but for the time: that comes
+/// with each round ([`Engine::step`](super::Engine::step)).
 pub trait Env {
     /// The kind of RDMA device.
     type Provider: Provider;

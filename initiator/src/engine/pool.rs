@@ -1,12 +1,12 @@
 //! The memory that data buffers are cut from.
 //!
-//! [`BufferPool`] is one mapping. A buffer is a run of its pages, taken first-fit and given back when
-//! it is dropped, wherever it is then. A user that finds no run that is large enough waits in a
-//! queue: buffers are granted in the order of asking, so that a large request is not starved by
+//! [`BufferPool`] is one mapping. A buffer is a run of its pages, taken first-fit and given back
+//! when it is dropped, wherever it is then. A user that finds no run that is large enough waits in
+//! a queue: buffers are granted in the order of asking, so that a large request is not starved by
 //! small ones.
 //!
-//! Bound: the mapping's length, fixed when the pool is made. Waiters are bounded by the futures that
-//! their callers hold.
+//! Bound: the mapping's length, fixed when the pool is made. Waiters are bounded by the futures
+//! that their callers hold.
 
 use std::collections::VecDeque;
 use std::future::Future;

@@ -114,7 +114,8 @@ impl Session {
         owner: Weak<()>,
     ) -> Result<(), Elapsed> {
         let config = &self.handle.client.0.config;
-        // Before the disk is used. While the engine has not compared them, the one that was noted counts.
+        // Before the disk is used. While the engine has not compared them, the one that was noted
+        // counts.
         let status = &self.handle.status;
         let found = unit.cache.filter(|_| write_cache);
         status.set_cache(config.noted.filter(|_| config.recovers).or(found));

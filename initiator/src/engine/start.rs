@@ -33,8 +33,8 @@ impl<E: Env> Engine<E> {
         self.0.round(now)
     }
 
-    /// The time of the next step at the latest. Packets of its device, bytes of its sockets and calls
-    /// of its users may ask for an earlier one.
+    /// The time of the next step at the latest. Packets of its device, bytes of its sockets and
+    /// calls of its users may ask for an earlier one.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         self.0.deadline()
@@ -76,8 +76,8 @@ impl ClientBuilder {
         self.start(Box::new(move || open().map(Some)))
     }
 
-    /// Makes an engine without a thread, in surroundings of its owner's. What its clients ask for is
-    /// done when the owner calls [`Engine::step`].
+    /// Makes an engine without a thread, in surroundings of its owner's. What its clients ask for
+    /// is done when the owner calls [`Engine::step`].
     ///
     /// # Errors
     /// As [`Self::build`].

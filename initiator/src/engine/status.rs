@@ -57,10 +57,11 @@ pub struct Pending {
 pub struct SessionReport {
     /// The session as a whole.
     pub link: LinkReport,
-    /// Each path; nothing for a session that is the only one, unless it leads to another unit than before.
+    /// Each path; nothing for a session that is the only one, unless it leads to another unit than
+    /// before.
     pub paths: Vec<PathReport>,
-    /// The generation of its unit's volatile cache that a process which takes over compares with, if the unit
-    /// offers one.
+    /// The generation of its unit's volatile cache that a process which takes over compares with,
+    /// if the unit offers one.
     pub cache: Option<[u8; 16]>,
 }
 
@@ -123,8 +124,8 @@ impl SessionStatus {
         self.report_of(&self.lock())
     }
 
-    /// Waits until the report differs from `known`, and returns it; `None` once the session is over and its
-    /// last report is known.
+    /// Waits until the report differs from `known`, and returns it; `None` once the session is over
+    /// and its last report is known.
     #[must_use]
     pub fn wait_for_change(&self, known: &SessionReport) -> Option<SessionReport> {
         let is_same = |details: &mut Details| {

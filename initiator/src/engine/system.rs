@@ -63,8 +63,8 @@ impl<P: Provider> Env for System<P> {
     }
 }
 
-/// Runs an engine until it is shut down and every session has ended. After its last work it polls for
-/// `spin`, then it sleeps.
+/// Runs an engine until it is shut down and every session has ended. After its last work it polls
+/// for `spin`, then it sleeps.
 pub(super) fn run<E: Env>(driver: &mut Driver<E>, spin: Duration) {
     let mut spinner = Spinner::new(spin);
     loop {

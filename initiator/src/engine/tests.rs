@@ -181,7 +181,8 @@ fn pieces_become_tables_within_and_outside_the_command() {
     assert!(matches!(end.result, Err(RequestError::NotStarted(_))));
 }
 
-/// What is asked after a login, before anything is repeated, finds room where commands have taken all.
+/// What is asked after a login, before anything is repeated, finds room where commands have taken
+/// all.
 #[test]
 fn a_unit_is_checked_though_a_session_is_full() {
     let target = FakeTarget::start(BLOCKS);
@@ -273,8 +274,8 @@ fn silence_leads_to_an_abort_and_a_second_attempt() {
     assert_eq!(get(&lun, 0, 16384), pattern(5, 16384));
 }
 
-/// A connection has regions for one of these commands at a time. The first is not answered; when its
-/// abort makes room, the second has been due for as long.
+/// A connection has regions for one of these commands at a time. The first is not answered; when
+/// its abort makes room, the second has been due for as long.
 #[test]
 fn no_command_is_sent_behind_its_own_abort() {
     let rig = rig("queue_size=2&cmd_sg_entries=16&immediate=0");
@@ -475,8 +476,8 @@ fn memory_is_out_of_reach_once_a_command_is_done() {
     );
 }
 
-/// SRP has no offer of remote invalidation. A target that does it all the same takes the key away by
-/// which the end of the command's SEND would have shown.
+/// SRP has no offer of remote invalidation. A target that does it all the same takes the key away
+/// by which the end of the command's SEND would have shown.
 #[test]
 fn a_target_that_invalidates_keys_unasked_loses_its_connection_and_no_command() {
     let rig = rig("");

@@ -295,8 +295,8 @@ impl<D: BlockDevice> Filesystem for DiskFs<D> {
             return reply.error(Errno::ENOSPC);
         }
         let written = (range.end - range.start) as u32;
-        // With direct I/O the kernel sends no fsync after a write that is to be on the medium when it
-        // returns: the flags say it. O_SYNC includes O_DSYNC.
+        // With direct I/O the kernel sends no fsync after a write that is to be on the medium when
+        // it returns: the flags say it. O_SYNC includes O_DSYNC.
         let fua = flags.0 & libc::O_DSYNC != 0;
         let mut taken = 0;
         let mut copy = Vec::new();

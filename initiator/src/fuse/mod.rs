@@ -9,8 +9,8 @@
 //! - [`FuseOptions`]: where and how.
 //!
 //! Requests of the kernel run on [`crate::block::task`]; the session's threads only take them out
-//! of the FUSE device. A large reply is copied to the kernel by a thread of its own, so that it does
-//! not hold up the transport that completed it.
+//! of the FUSE device. A large reply is copied to the kernel by a thread of its own, so that it
+//! does not hold up the transport that completed it.
 //!
 //! Not here: sharing the disk's page cache with other hosts. With [`Caching::Kernel`] this host
 //! does not see what others write while the file is open.

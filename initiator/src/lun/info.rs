@@ -229,8 +229,8 @@ impl Session {
         })
     }
 
-    /// The body of a page; `None` where the unit refuses it (ILLEGAL REQUEST) or returns something else.
-    /// Another failure leaves open what the page holds, as for [`Check::is_conclusive`].
+    /// The body of a page; `None` where the unit refuses it (ILLEGAL REQUEST) or returns something
+    /// else. Another failure leaves open what the page holds, as for [`Check::is_conclusive`].
     ///
     /// [`Check::is_conclusive`]: crate::unit::Check::is_conclusive
     async fn page(&self, lun: LunId, page: u8) -> Result<Option<Vec<u8>>, LunError> {

@@ -1,7 +1,7 @@
 //! Logical units: what they are, and reading and writing them.
 //!
-//! - [`Session::lun`]: finds out what a logical unit is and gives a [`Lun`]; [`Session::luns`] lists
-//!   those there are.
+//! - [`Session::lun`]: finds out what a logical unit is and gives a [`Lun`]; [`Session::luns`]
+//!   lists those there are.
 //! - [`Lun`]: reads, writes, flushes, discards, zeroes, and any other command. It is a
 //!   [`BlockDevice`], so every export serves it.
 //! - [`LunInfo`]: capacity, limits, identity.
@@ -167,7 +167,8 @@ impl Lun {
     pub async fn flush(&self) -> Result<(), LunError> {
         let io = self.io(Command::synchronize_cache(), IoData::None);
         match judge(&self.session.submit(io).await.result?) {
-            // The command is optional (SBC-3 clause 5.1), and without a cache there is nothing to flush.
+            // The command is optional (SBC-3 clause 5.1), and without a cache there is nothing to
+            // flush.
             Err(LunError::Check {
                 key: SenseKey::IllegalRequest,
                 additional,
@@ -240,7 +241,8 @@ impl Lun {
         judge(&self.session.submit(io).await.result?)
     }
 
-    /// Makes the range read as zeroes, by command where the disk has one, otherwise by writing them.
+    /// Makes the range read as zeroes, by command where the disk has one, otherwise by writing
+    /// them.
     ///
     /// # Errors
     /// [`LunError`].

@@ -1,14 +1,15 @@
 //! Shares of the connections of an export in the device's buffers.
 //!
-//! A reply holds its buffer until the client has taken it, so a client that does not read holds what
-//! it was given for as long as it likes, on as many connections as it likes. Half of the buffers are
-//! therefore divided among the connections that there can be: a floor that each can have at any time,
-//! however much the others hold. A request that is larger than what can be had goes on in pieces that
-//! fit into the floor.
+//! A reply holds its buffer until the client has taken it, so a client that does not read holds
+//! what it was given for as long as it likes, on as many connections as it likes. Half of the
+//! buffers are therefore divided among the connections that there can be: a floor that each can
+//! have at any time, however much the others hold. A request that is larger than what can be had
+//! goes on in pieces that fit into the floor.
 //!
-//! The rest is for all. A connection gets more of it only as long as it would hold no more than what
-//! stays free: one that does not read ends up with half of it, two with a third each. A sixteenth of the
-//! buffers is left to what the device does itself, such as checking the unit's identity.
+//! The rest is for all. A connection gets more of it only as long as it would hold no more than
+//! what stays free: one that does not read ends up with half of it, two with a third each. A
+//! sixteenth of the buffers is left to what the device does itself, such as checking the unit's
+//! identity.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -131,8 +132,8 @@ impl Account {
         Some((*span, Share { account, bytes }))
     }
 
-    /// Takes a share for `most`, or for `least` where there is too little; or has `waker` woken when there
-    /// may be more.
+    /// Takes a share for `most`, or for `least` where there is too little; or has `waker` woken
+    /// when there may be more.
     pub(super) fn take_or_wake(
         self: &Arc<Self>,
         most: &Span,

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! The calling order: [`Machine::new`]; then, for ever, send what [`Machine::poll_output`] gives,
-//! and offer what the socket has to [`Machine::handle`], which takes as much as makes one step. After a
-//! [`Event::Request`] of a write, the payload follows in the stream; the driver takes those bytes
-//! itself, to any place, and reports them with [`Machine::handle_payload`].
+//! and offer what the socket has to [`Machine::handle`], which takes as much as makes one step.
+//! After a [`Event::Request`] of a write, the payload follows in the stream; the driver takes those
+//! bytes itself, to any place, and reports them with [`Machine::handle_payload`].
 
 use riser_state::become_state;
 

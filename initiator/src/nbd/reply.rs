@@ -105,8 +105,8 @@ pub(super) fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
     out
 }
 
-/// A share of the export's buffers for the first piece of a request is for one of these: the longest piece,
-/// or at least what the account may always have.
+/// A share of the export's buffers for the first piece of a request is for one of these: the
+/// longest piece, or at least what the account may always have.
 pub(super) fn first_pieces<D: BlockDevice>(
     device: &ByteDevice<D>,
     account: &Account,
@@ -118,9 +118,9 @@ pub(super) fn first_pieces<D: BlockDevice>(
     (most, least)
 }
 
-/// A buffer for the first piece of a request. A buffer is a run of pages, and what others hold may leave none
-/// that is as long: then the piece is shortened. Only one of a page, or a block, is worth waiting for: that is
-/// what `span` is where there is none.
+/// A buffer for the first piece of a request. A buffer is a run of pages, and what others hold may
+/// leave none that is as long: then the piece is shortened. Only one of a page, or a block, is
+/// worth waiting for: that is what `span` is where there is none.
 pub(super) fn try_buffer<D: BlockDevice>(
     device: &ByteDevice<D>,
     span: &mut Span,
@@ -153,7 +153,8 @@ pub(super) struct Reader<D> {
 }
 
 impl<D: BlockDevice> Reader<D> {
-    /// Reads and replies: with one transfer where the request and the buffers that can be had allow it.
+    /// Reads and replies: with one transfer where the request and the buffers that can be had allow
+    /// it.
     pub(super) async fn read(self, offset: u64, len: u32, dont_fragment: bool) {
         let first = self.piece(offset, len).await;
         if first.0.len == len as usize {

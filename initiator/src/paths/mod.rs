@@ -1,9 +1,9 @@
-//! Several paths to one logical unit: which of them a command takes, and what becomes of the commands
-//! of a path that is lost.
+//! Several paths to one logical unit: which of them a command takes, and what becomes of the
+//! commands of a path that is lost.
 //!
 //! [`Paths`] is a machine with no I/O in it, like the sessions below it, of any protocol. A
-//! path is a portal and a session through it, with an initiator port of its own. The owner makes and
-//! closes the sessions as it is asked to ([`Output`]), and reports what becomes of them and of
+//! path is a portal and a session through it, with an initiator port of its own. The owner makes
+//! and closes the sessions as it is asked to ([`Output`]), and reports what becomes of them and of
 //! the commands on them (`handle_*`). Sessions below do not reconnect by themselves: one whose
 //! connection breaks is over, and gives its requests back.
 //!
@@ -20,51 +20,52 @@
 //! unit is the best there is (ALUA, where the unit offers it), in turn where several are equal.
 //!
 //! # A stale write must not land
-//! The commands of a lost path may still be on their way: in a network, in a socket of the target, in
-//! its queue for the disk. A write that is repeated elsewhere, or a later one to the same blocks, could
-//! be overwritten by the old copy long after it was acknowledged. So:
+//! The commands of a lost path may still be on their way: in a network, in a socket of the target,
+//! in its queue for the disk. A write that is repeated elsewhere, or a later one to the same
+//! blocks, could be overwritten by the old copy long after it was acknowledged. So:
 //! - **Fence before replay.** What writes and was outstanding on a lost path starts again, on
 //!   any path, only after the path's initiator port has logged in again at the same target port
-//!   (the same portal group, for iSCSI). That takes the place of the old session: the target answers
-//!   such a login when the old session's commands have ended (RFC 7143 6.3.5; SRP MULTI-CHANNEL ACTION
-//!   0), and what arrives on the old connection later belongs to no session. Any portal of an iSCSI
-//!   group will do for that login, so another path's, which is live, is tried at once; the session has
-//!   done its work with its login and is closed. Where the portals are of different groups, or the
-//!   paths are of SRP, nothing is proved by a login at another one, and the writes wait for their own
-//!   portal: a session of SRP may belong to one port of the target's device, even if several ports
-//!   report one identifier.
-//! - **A write that was given up is not forgotten.** A request that ends without an answer while its
-//!   path is not fenced (its time is over, or it may not be repeated) leaves its effect behind, and
-//!   nothing that conflicts with it starts before the fence.
-//! - **Nothing that conflicts is outstanding twice.** A request whose effect overlaps with that of an
-//!   earlier one waits for the end of that, whichever path it is on. So there is no order among paths
-//!   to keep, and a request that is replayed cannot undo a later one.
+//!   (the same portal group, for iSCSI). That takes the place of the old session: the target
+//!   answers such a login when the old session's commands have ended (RFC 7143 6.3.5; SRP
+//!   MULTI-CHANNEL ACTION 0), and what arrives on the old connection later belongs to no session.
+//!   Any portal of an iSCSI group will do for that login, so another path's, which is live, is
+//!   tried at once; the session has done its work with its login and is closed. Where the portals
+//!   are of different groups, or the paths are of SRP, nothing is proved by a login at another one,
+//!   and the writes wait for their own portal: a session of SRP may belong to one port of the
+//!   target's device, even if several ports report one identifier.
+//! - **A write that was given up is not forgotten.** A request that ends without an answer while
+//!   its path is not fenced (its time is over, or it may not be repeated) leaves its effect behind,
+//!   and nothing that conflicts with it starts before the fence.
+//! - **Nothing that conflicts is outstanding twice.** A request whose effect overlaps with that of
+//!   an earlier one waits for the end of that, whichever path it is on. So there is no order among
+//!   paths to keep, and a request that is replayed cannot undo a later one.
 //!
-//! Reads change nothing, so they start again at once on another path. What may not be carried out twice
-//! ends with [`RequestError::ConnectionLost`], as on a single session.
+//! Reads change nothing, so they start again at once on another path. What may not be carried out
+//! twice ends with [`RequestError::ConnectionLost`], as on a single session.
 //!
 //! # Where no login proves anything
-//! iSCSI's targets are believed, as they are by a session that reconnects, and so is `riserd` on SRP, which
-//! is known by its page of the cache's generation ([`crate::unit`]). In three cases there is only time,
-//! [`Timing::settle`](crate::session::Timing::settle):
-//! - **Another target of SRP.** Linux's `ib_srpt` answers a login before the old session's commands have
-//!   ended. They are taken to be over that long after the end of the session.
-//! - **A portal that has come back in another group.** The old group has not heard of that login. The
-//!   time begins with it, since a target that says nothing at all may say more later.
-//! - **A process that takes the place of one that was killed** ([`Paths::recover`]). What that one had
-//!   outstanding is not known, so everything that changes the unit waits until each of its paths is
-//!   fenced by a login at its own portal; which target port the old session was with is not known
-//!   either. The time begins with the process, for paths that do not come back.
+//! iSCSI's targets are believed, as they are by a session that reconnects, and so is `riserd` on
+//! SRP, which is known by its page of the cache's generation ([`crate::unit`]). In three cases
+//! there is only time, [`Timing::settle`](crate::session::Timing::settle):
+//! - **Another target of SRP.** Linux's `ib_srpt` answers a login before the old session's commands
+//!   have ended. They are taken to be over that long after the end of the session.
+//! - **A portal that has come back in another group.** The old group has not heard of that login.
+//!   The time begins with it, since a target that says nothing at all may say more later.
+//! - **A process that takes the place of one that was killed** ([`Paths::recover`]). What that one
+//!   had outstanding is not known, so everything that changes the unit waits until each of its
+//!   paths is fenced by a login at its own portal; which target port the old session was with is
+//!   not known either. The time begins with the process, for paths that do not come back.
 //!
-//! A write that stays in a backend or in the network for longer can then land late. A path that is lost
-//! in any other way is waited for without end, and writes that conflict end when their time is over.
+//! A write that stays in a backend or in the network for longer can then land late. A path that is
+//! lost in any other way is waited for without end, and writes that conflict end when their time is
+//! over.
 //!
 //! # One unit
-//! Before a path is used, each time it is made, and after a unit attention that can mean another unit,
-//! the unit behind it is identified; all paths must report the same identity, and not an empty one
-//! ([`Found`], [`crate::unit`]). A path whose unit is gone is lost, and its commands go elsewhere.
-//! A portal that leads elsewhere ends the whole while it is being opened; later it is out of use,
-//! and is checked again from time to time.
+//! Before a path is used, each time it is made, and after a unit attention that can mean another
+//! unit, the unit behind it is identified; all paths must report the same identity, and not an
+//! empty one ([`Found`], [`crate::unit`]). A path whose unit is gone is lost, and its commands go
+//! elsewhere. A portal that leads elsewhere ends the whole while it is being opened; later it is
+//! out of use, and is checked again from time to time.
 //!
 //! # Not here
 //! Persistent reservations: they belong to a path's initiator port, and nothing copies them.
@@ -179,7 +180,8 @@ impl Paths {
         }
     }
 
-    /// The path for the next request: the best access, then the shortest queue, then whose turn it is.
+    /// The path for the next request: the best access, then the shortest queue, then whose turn it
+    /// is.
     fn choose(&self) -> Option<usize> {
         let count = self.paths.len();
         let in_turn = (1..=count).map(|i| (self.last + i) % count);
@@ -266,7 +268,8 @@ impl Paths {
         is_ours && is_missing && answer.status == CHECK_CONDITION && self.ending.is_none()
     }
 
-    /// A request's path was lost, and with it whether the request was carried out, or still is to be.
+    /// A request's path was lost, and with it whether the request was carried out, or still is to
+    /// be.
     fn on_lost(&mut self, index: u32, path: usize, now: Instant) {
         if self.paths[path].stage == Stage::Live {
             self.end_session(path);

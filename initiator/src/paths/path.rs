@@ -55,8 +55,8 @@ impl Paths {
         path.ghosts.clear();
     }
 
-    /// A path has logged in by its own portal, and its unit is the same: the commands of a session that
-    /// was lost are over, or are given time to end.
+    /// A path has logged in by its own portal, and its unit is the same: the commands of a session
+    /// that was lost are over, or are given time to end.
     fn fence_by_own_portal(&mut self, index: usize, now: Instant) {
         let path = &mut self.paths[index];
         if path.is_proved(path.port, true) {
@@ -166,7 +166,8 @@ impl Paths {
         self.pump();
     }
 
-    /// A path has become live: those that could be fenced by it need not wait for their own portals.
+    /// A path has become live: those that could be fenced by it need not wait for their own
+    /// portals.
     fn hasten_fences(&mut self, live: usize) {
         for index in 0..self.paths.len() {
             if index == live || self.fence(index).is_none() {
@@ -197,7 +198,8 @@ impl Paths {
         self.tell();
     }
 
-    /// The unit does not want to be used on a path any more; perhaps on one that it did not want before.
+    /// The unit does not want to be used on a path any more; perhaps on one that it did not want
+    /// before.
     pub(super) fn on_refused(&mut self, index: usize, now: Instant) {
         self.set_access(index, Access::None, now);
         for (other, path) in self.paths.iter_mut().enumerate() {
@@ -217,8 +219,8 @@ impl Paths {
         }
     }
 
-    /// The unit is no longer where a path leads. What else was sent there comes back, and the path is
-    /// made again, and checked.
+    /// The unit is no longer where a path leads. What else was sent there comes back, and the path
+    /// is made again, and checked.
     pub(super) fn on_gone(&mut self, index: usize) {
         if self.paths[index].stage == Stage::Live {
             self.paths[index].why = Some(Down::NoIdentity);
@@ -249,7 +251,8 @@ impl Paths {
         self.tell();
     }
 
-    /// A session that was in use is over. Where no login would show that its commands are, time has to.
+    /// A session that was in use is over. Where no login would show that its commands are, time has
+    /// to.
     fn plan_settling(&mut self, index: usize, now: Instant) {
         let path = &mut self.paths[index];
         let is_provable = path.is_trusted || matches!(path.port, Some(PortTag::Group(_)));
@@ -358,8 +361,8 @@ impl Paths {
         self.finish();
     }
 
-    /// Ends the whole once every session is over, and so is every request that was handed to one: the
-    /// end of a request that met the end of its session is reported behind that.
+    /// Ends the whole once every session is over, and so is every request that was handed to one:
+    /// the end of a request that met the end of its session is reported behind that.
     pub(super) fn finish(&mut self) {
         let Some(why) = self.ending else {
             return;

@@ -587,8 +587,8 @@ fn a_request_that_meets_the_end_of_its_session_ends_before_the_whole() {
     assert_eq!(rig.seen, [Output::Complete(request, closed()), over]);
 }
 
-/// A target with a disk of one-block writes, sessions that are cut at random, and copies of commands
-/// that land as late as the target lets them: until their session's place is taken.
+/// A target with a disk of one-block writes, sessions that are cut at random, and copies of
+/// commands that land as late as the target lets them: until their session's place is taken.
 #[test]
 fn whatever_is_lost_the_disk_ends_with_what_was_acknowledged_last() {
     for seed in 1..400u64 {

@@ -73,8 +73,8 @@ pub enum Retry {
     Standard,
     /// Never: the caller sees every status.
     Never,
-    /// As [`Self::Standard`]. It asks which unit there is, so it goes ahead of the requests that wait
-    /// for that to be known.
+    /// As [`Self::Standard`]. It asks which unit there is, so it goes ahead of the requests that
+    /// wait for that to be known.
     Probe,
 }
 
@@ -121,8 +121,8 @@ impl Answer {
 /// Reason for a request to have no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// It did not end in time. It may have been carried out if it was sent. The target carries it out
-    /// no longer, unless the connection is down: then none of what is sent later overtakes it.
+    /// It did not end in time. It may have been carried out if it was sent. The target carries it
+    /// out no longer, unless the connection is down: then none of what is sent later overtakes it.
     #[error("timed out")]
     TimedOut,
     /// The connection broke, and the command is not one that may be sent twice.

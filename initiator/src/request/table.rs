@@ -46,8 +46,8 @@ pub(crate) enum RequestState<T> {
     Started { channel: u8, tag: T, until: Instant },
     /// Took too long; task management is to end it.
     Aborting { channel: u8, tag: T },
-    /// The attempt is over; its memory is being taken back from the target, for which the connection
-    /// has until the given time.
+    /// The attempt is over; its memory is being taken back from the target, for which the
+    /// connection has until the given time.
     Retiring {
         channel: u8,
         tag: Option<T>,
@@ -183,9 +183,9 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         &self.slab[index as usize]
     }
 
-    /// Takes a request into the queue; `None` where there is no room. There always is for a probe: while
-    /// requests are held, none of them gives its room away before the probe is answered. Their number is
-    /// the session's affair.
+    /// Takes a request into the queue; `None` where there is no room. There always is for a probe:
+    /// while requests are held, none of them gives its room away before the probe is answered.
+    /// Their number is the session's affair.
     pub(crate) fn insert(&mut self, spec: RequestSpec) -> Option<RequestId> {
         if self.slab.len() >= self.limits.requests && spec.retry != Retry::Probe {
             return None;
@@ -254,7 +254,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         until
     }
 
-    /// A started request was not sent after all: it waits in the queue again, as if it had not left it.
+    /// A started request was not sent after all: it waits in the queue again, as if it had not left
+    /// it.
     pub(crate) fn take_back(&mut self, index: u32) {
         let request = &mut self.slab[index as usize];
         request.attempts = request.attempts.saturating_sub(1);
@@ -301,8 +302,9 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         until
     }
 
-    /// Data of a request have moved: what is missing (more data, the answer, the memory) has as long
-    /// again, up to the request's deadline. Linux counts the same way (`iscsi_eh_cmd_timed_out`).
+    /// Data of a request have moved: what is missing (more data, the answer, the memory) has as
+    /// long again, up to the request's deadline. Linux counts the same way
+    /// (`iscsi_eh_cmd_timed_out`).
     pub(crate) fn on_progress(&mut self, index: u32, now: Instant) {
         let request = self.slab.get_mut(index as usize);
         if let Some(RequestState::Started { until, .. } | RequestState::Retiring { until, .. }) =
@@ -469,8 +471,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
             .collect()
     }
 
-    /// Requests that the target has, of one logical unit or of all, in the order of submission, with
-    /// their channels and tags.
+    /// Requests that the target has, of one logical unit or of all, in the order of submission,
+    /// with their channels and tags.
     pub(crate) fn outstanding(&self, lun: Option<WireLun>) -> Vec<(u32, u8, T)> {
         let mut found: Vec<(u64, u32, u8, T)> = self
             .slab
@@ -488,8 +490,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
             .collect()
     }
 
-    /// Begins to abort the commands of a unit that were sent before this one and are outstanding; gives
-    /// them with their channels, in the order of submission.
+    /// Begins to abort the commands of a unit that were sent before this one and are outstanding;
+    /// gives them with their channels, in the order of submission.
     pub(crate) fn abort_before(&mut self, index: u32) -> Vec<(u8, Late)> {
         let (started, lun) = (self.at(index).started, self.at(index).spec.lun);
         let is_earlier = |r: &Request<T>| r.started < started && r.spec.lun == lun;

@@ -1,5 +1,5 @@
-//! The common part of the machines of SRP and iSCSI: a session's life, its requests and their times,
-//! and what it reports.
+//! The common part of the machines of SRP and iSCSI: a session's life, its requests and their
+//! times, and what it reports.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;

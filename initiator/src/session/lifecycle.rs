@@ -115,8 +115,8 @@ impl Lifecycle {
         self.backoff = self.timing.backoff_min;
     }
 
-    /// Begins to go down; false if the session is closed. An end that has begun goes on with its own
-    /// reason, and becomes the last one if this is to be.
+    /// Begins to go down; false if the session is closed. An end that has begun goes on with its
+    /// own reason, and becomes the last one if this is to be.
     ///
     /// A session that was never live does not try again, since its user waits for the outcome.
     pub(crate) fn tear_down(&mut self, why: Down, last: bool) -> bool {

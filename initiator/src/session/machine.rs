@@ -41,8 +41,8 @@ pub trait Machine {
     fn release(&mut self, _ends_old: bool, _now: Instant) {}
 
     /// Commands of an earlier process with the same initiator port may still be on their way at the
-    /// target: nothing that waits is started before they have had time to end. A target of iSCSI ends
-    /// them with their session.
+    /// target: nothing that waits is started before they have had time to end. A target of iSCSI
+    /// ends them with their session.
     fn recover(&mut self, _now: Instant) {}
 
     /// The watched unit is of no use here: logs out and disconnects. Then it is the end, or another

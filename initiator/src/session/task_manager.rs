@@ -1,5 +1,5 @@
-//! Abort and reset, as the sessions of SRP and iSCSI have them in common: a late command is aborted,
-//! then its unit is reset, and a connection on which that fails is left.
+//! Abort and reset, as the sessions of SRP and iSCSI have them in common: a late command is
+//! aborted, then its unit is reset, and a connection on which that fails is left.
 
 use std::fmt::Debug;
 use std::time::Instant;
@@ -156,8 +156,8 @@ pub(crate) trait TaskManager: Machine {
     }
 
     /// A unit, or every unit, was reset by a function on this channel. Its commands that were sent
-    /// there before will not be answered. Those of other channels may have arrived behind the reset,
-    /// so each is aborted on its own channel, where the function arrives behind it.
+    /// there before will not be answered. Those of other channels may have arrived behind the
+    /// reset, so each is aborted on its own channel, where the function arrives behind it.
     fn on_reset(&mut self, lun: Option<WireLun>, here: u8, now: Instant) {
         for (index, channel, tag) in self.core().requests.outstanding(lun) {
             if channel == here {
@@ -180,9 +180,9 @@ pub(crate) trait TaskManager: Machine {
         }
     }
 
-    /// Handles the consequences of a unit attention for the unit and for other commands. A reset may
-    /// have ended those that were sent before without an answer; aborting them shows which, once
-    /// [`Self::pump_functions`] sends what is queued here.
+    /// Handles the consequences of a unit attention for the unit and for other commands. A reset
+    /// may have ended those that were sent before without an answer; aborting them shows which,
+    /// once [`Self::pump_functions`] sends what is queued here.
     fn on_attention(&mut self, index: u32, answer: &Answer) {
         let Some(attention) = attention_of(answer) else {
             return;

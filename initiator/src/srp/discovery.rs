@@ -1,7 +1,7 @@
 //! Finding the SRP ports of an address with device-management MADs (SRP r16a Annex B).
 //!
-//! [`Discovery`] asks for the I/O unit, then for each controller's profile and services, one question
-//! at a time, and repeats a question that is not answered. Its owner sends
+//! [`Discovery`] asks for the I/O unit, then for each controller's profile and services, one
+//! question at a time, and repeats a question that is not answered. Its owner sends
 //! [`Discovery::poll_question`]'s MADs to queue pair 1 of the address and hands in what comes back.
 //!
 //! Bound: [`MAX_CONTROLLERS`] controllers and 255 services of each, even if a peer says that it

@@ -128,8 +128,8 @@ impl Control {
         let entry = opcode::UringCmd80::new(types::Fd(self.file.as_raw_fd()), op as u32)
             .cmd(bytes)
             .build();
-        // SAFETY: the command's argument is copied into the entry; the buffer that it names is borrowed
-        // until this function returns, which is after the command's end.
+        // SAFETY: the command's argument is copied into the entry; the buffer that it names is
+        // borrowed until this function returns, which is after the command's end.
         unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
         loop {
             match self.ring.submit_and_wait(1) {

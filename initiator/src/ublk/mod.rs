@@ -48,7 +48,8 @@ const DEPTH: u16 = 128;
 
 /// A disk of this process as a block device of the host.
 ///
-/// A new device that is dropped goes away. One that was taken over stays, and waits for another server.
+/// A new device that is dropped goes away. One that was taken over stays, and waits for another
+/// server.
 #[derive(Debug)]
 pub struct UblkDevice {
     control: Control,
@@ -59,12 +60,13 @@ pub struct UblkDevice {
 }
 
 impl UblkDevice {
-    /// Adds a device for a disk, with the number given or one that is free. `/dev/ublkbN` appears with
-    /// [`Self::start`].
+    /// Adds a device for a disk, with the number given or one that is free. `/dev/ublkbN` appears
+    /// with [`Self::start`].
     ///
     /// # Errors
-    /// `Unsupported`: the disk has blocks larger than a page. `NotFound`: the driver is not loaded. `AlreadyExists`: the number is taken. `PermissionDenied`.
-    /// Any error of the driver for such a disk.
+    /// `Unsupported`: the disk has blocks larger than a page. `NotFound`: the driver is not loaded.
+    /// `AlreadyExists`: the number is taken. `PermissionDenied`. Any error of the driver for such a
+    /// disk.
     pub fn add<D: BlockDevice>(disk: Arc<D>, number: Option<u32>) -> io::Result<Self> {
         sys::check(disk.geometry())?;
         let mut control = Control::open()?;
@@ -89,8 +91,8 @@ impl UblkDevice {
         }
     }
 
-    /// Takes over the device of a server that has died, whose disk must be the same. Requests that wait go
-    /// on with [`Self::start`].
+    /// Takes over the device of a server that has died, whose disk must be the same. Requests that
+    /// wait go on with [`Self::start`].
     ///
     /// # Errors
     /// The device is not lost (see [`is_lost`]); any error of the driver.

@@ -253,7 +253,8 @@ impl Params {
                 .min(PAGE)
                 .max(geometry.block_size),
         );
-        // A cache may be switched on later, of which the kernel is not notified, so it always flushes.
+        // A cache may be switched on later, of which the kernel is not notified, so it always
+        // flushes.
         let mut attrs = ATTR_VOLATILE_CACHE;
         if geometry.read_only {
             attrs |= ATTR_READ_ONLY;

@@ -1,9 +1,9 @@
 //! Parts that the addresses of all schemes are made of.
 //!
-//! The grammar is that of the tools which had these schemes before, libiscsi and Linux's `add_target`,
-//! and not RFC 3986: a `%` separates a password from its user instead of escaping a character, and a
-//! password may have any character but a slash or a question mark. So a library for URLs would read
-//! other passwords than the ones that users gave.
+//! The grammar is that of the tools which had these schemes before, libiscsi and Linux's
+//! `add_target`, and not RFC 3986: a `%` separates a password from its user instead of escaping a
+//! character, and a password may have any character but a slash or a question mark. So a library
+//! for URLs would read other passwords than the ones that users gave.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};

@@ -4,8 +4,8 @@
 //! iscsi://[user[%password]@]host[:port]/[target[/lun]][?key=value[&key=value…]]
 //! ```
 //!
-//! The host is an IPv4 address, an IPv6 address in brackets, or a name to be resolved by the caller.
-//! Without a port it is 3260. See [`IscsiUrl`]'s fields for the keys.
+//! The host is an IPv4 address, an IPv6 address in brackets, or a name to be resolved by the
+//! caller. Without a port it is 3260. See [`IscsiUrl`]'s fields for the keys.
 //!
 //! # Passwords
 //! A password in the address is seen by everyone who lists processes. It may be in a file
@@ -53,7 +53,8 @@ pub struct IscsiUrl {
     /// `target_user`, `target_password`, `target_password_file`: those that the
     /// target has to prove.
     pub target_user: User,
-    /// `chap`: digests for CHAP, comma-separated, the best first: `md5`, `sha1`, `sha256`, `sha3-256`.
+    /// `chap`: digests for CHAP, comma-separated, the best first: `md5`, `sha1`, `sha256`,
+    /// `sha3-256`.
     pub chap: Option<Vec<Algorithm>>,
     /// `initiator`: name to log in under.
     pub initiator: Option<IscsiName>,
@@ -118,8 +119,8 @@ impl IscsiUrl {
         self.carrier == Carrier::Iser
     }
 
-    /// The initiator's credentials and those of the target, with their passwords from the address, a
-    /// file or the environment.
+    /// The initiator's credentials and those of the target, with their passwords from the address,
+    /// a file or the environment.
     ///
     /// # Errors
     /// [`SecretError`].

@@ -4,10 +4,10 @@
 //! srp://host[:port]/[lun][?key=value[&key=value…]]
 //! ```
 //!
-//! The host is an IPv4 address, an IPv6 address in brackets, or a name to be resolved by the caller.
-//! Without a port it is [`DEFAULT_PORT`]. The keys bear the names that the Linux kernel's
-//! `add_target` file gives them, and mean the same; see [`SrpUrl`]'s fields. Numbers that the kernel
-//! writes in hexadecimal (`id_ext`, `ioc_guid`, `initiator_ext`, `service_id`, `pkey`) are
+//! The host is an IPv4 address, an IPv6 address in brackets, or a name to be resolved by the
+//! caller. Without a port it is [`DEFAULT_PORT`]. The keys bear the names that the Linux kernel's
+//! `add_target` file gives them, and mean the same; see [`SrpUrl`]'s fields. Numbers that the
+//! kernel writes in hexadecimal (`id_ext`, `ioc_guid`, `initiator_ext`, `service_id`, `pkey`) are
 //! hexadecimal here, with or without `0x`; the others are decimal.
 //!
 //! Every error names the part of the address it is about.
@@ -57,9 +57,9 @@ pub struct SrpUrl {
     pub channels: Option<u8>,
     /// `immediate`: whether to ask for immediate data.
     pub immediate: Option<bool>,
-    /// `register_always`: whether every command registers its own memory. Without, the target may read
-    /// and write every data buffer of this process, of any session, as long as its own session lasts:
-    /// for targets that are trusted with that.
+    /// `register_always`: whether every command registers its own memory. Without, the target may
+    /// read and write every data buffer of this process, of any session, as long as its own session
+    /// lasts: for targets that are trusted with that.
     pub register_always: Option<bool>,
     /// `src`: local address to connect from.
     pub src: Option<IpAddr>,

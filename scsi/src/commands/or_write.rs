@@ -88,7 +88,8 @@ impl Steps for OrWrite {
                 self.done += segment;
             }
             OrStage::Writing(write) => {
-                // The answer of one piece's write is the end of the command for the last piece only.
+                // The answer of one piece's write is the end of the command for the last piece
+                // only.
                 let next = write.advance(context, result)?;
                 if !matches!(next, Next::Answer(_)) || !self.data.advance() {
                     return Ok(next);

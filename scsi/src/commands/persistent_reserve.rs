@@ -34,8 +34,8 @@ pub(crate) struct ReserveOut {
 
 /// Plans PERSISTENT RESERVE OUT (SPC-4 6.16).
 pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    // SCOPE and TYPE are ignored by REGISTER and CLEAR, and those of a RELEASE are compared with the
-    // reservation (SPC-4 6.16.2), so they are no errors of the CDB there.
+    // SCOPE and TYPE are ignored by REGISTER and CLEAR, and those of a RELEASE are compared with
+    // the reservation (SPC-4 6.16.2), so they are no errors of the CDB there.
     let kind = ReservationType::try_from(cdb.get(TYPE)).ok();
     let is_unit = cdb.get(SCOPE) == 0;
     let scoped = || {

@@ -1,5 +1,5 @@
-//! The soft threshold of a thin unit (SBC-3 4.7.3.8): its place in the Logical Block Provisioning VPD
-//! page (6.6.4) and the Logical Block Provisioning mode page (6.5.9).
+//! The soft threshold of a thin unit (SBC-3 4.7.3.8): its place in the Logical Block Provisioning
+//! VPD page (6.6.4) and the Logical Block Provisioning mode page (6.5.9).
 //!
 //! There is one threshold, which the configuration sets, for space in use that increases. It is
 //! notified to all nexuses ([`LogicalUnit::note_space`]).
@@ -17,8 +17,8 @@ pub(crate) const PAGE: (u8, u8) = (INFORMATIONAL_EXCEPTIONS, SUBPAGE);
 /// Bytes of the page before what MODE SELECT could change.
 const HEADER_LEN: usize = 4;
 
-/// The size of a threshold set, as a power of two of blocks: the unit has at least 512 of them, where
-/// it has as many pairs of blocks, and 2^32 only when it has grown by a factor of millions.
+/// The size of a threshold set, as a power of two of blocks: the unit has at least 512 of them,
+/// where it has as many pairs of blocks, and 2^32 only when it has grown by a factor of millions.
 pub(crate) fn exponent(blocks: u64) -> u8 {
     (blocks.max(1).ilog2() as u8).saturating_sub(9).max(1)
 }

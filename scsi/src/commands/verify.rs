@@ -163,8 +163,8 @@ impl Verify {
         self.begin()
     }
 
-    /// Compares the segment that was read: the read of the next one, or `None` where there is nothing
-    /// more to compare for the moment.
+    /// Compares the segment that was read: the read of the next one, or `None` where there is
+    /// nothing more to compare for the moment.
     pub(crate) fn compare_segment(&mut self, context: &Context<'_>) -> Result<Option<Next>, Sense> {
         let segment = self.segment();
         // INFORMATION is the offset from the first byte of the range, so that the initiator finds

@@ -83,7 +83,8 @@ pub(crate) fn cache_generation_page(generation: [u8; 16]) -> Vec<u8> {
     )
 }
 
-/// The generation in the body of a Cache Generation page; `None` if it is the page of another vendor.
+/// The generation in the body of a Cache Generation page; `None` if it is the page of another
+/// vendor.
 #[must_use]
 pub fn cache_generation(body: &[u8]) -> Option<[u8; 16]> {
     body.strip_prefix(GENERATION_MARK)?.first_chunk().copied()

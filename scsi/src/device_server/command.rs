@@ -16,8 +16,8 @@
 //! ```
 //!
 //! Data that are longer than the window go through the buffer in pieces: a WRITE alternates between
-//! `ReceiveData` and `Block`, a READ between `Block` and `SendData`, and its last piece goes with the
-//! response.
+//! `ReceiveData` and `Block`, a READ between `Block` and `SendData`, and its last piece goes with
+//! the response.
 //!
 //! The target keeps the [`Command`] beside the task and calls
 //! [`advance`](Command::advance) once for every step that it carried out. It

@@ -144,8 +144,8 @@ pub fn encode(bytes: &[u8]) -> String {
     out
 }
 
-/// Reads a binary value: `0x` and hexadecimal digits, or `0b` and base64. `None` where it is neither,
-/// is empty, or is longer than [`MAX_BINARY`].
+/// Reads a binary value: `0x` and hexadecimal digits, or `0b` and base64. `None` where it is
+/// neither, is empty, or is longer than [`MAX_BINARY`].
 #[must_use]
 pub fn decode(value: &str) -> Option<Vec<u8>> {
     let mut bytes = [0; MAX_BINARY];

@@ -1,7 +1,7 @@
 //! The table of keys: what each is, and how its value is agreed on.
 //!
-//! One row per key drives parsing, the answer, the result and the defaults. Values are numbers here:
-//! a Boolean is 0 or 1, a choice of a list is its place in the list.
+//! One row per key drives parsing, the answer, the result and the defaults. Values are numbers
+//! here: a Boolean is 0 or 1, a choice of a list is its place in the list.
 
 use super::frame::Digests;
 use super::pdu::Stage;
@@ -507,8 +507,8 @@ impl Negotiation {
         bounded(Some(key), out)
     }
 
-    /// Takes a pair that answers what we have offered, is a declaration of the peer, or is an offer of
-    /// the peer, whose answer it writes: each offer has one (RFC 7143 6.2).
+    /// Takes a pair that answers what we have offered, is a declaration of the peer, or is an offer
+    /// of the peer, whose answer it writes: each offer has one (RFC 7143 6.2).
     ///
     /// # Errors
     /// [`KeyError`]: the negotiation fails.

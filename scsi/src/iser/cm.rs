@@ -1,4 +1,5 @@
-//! What both sides say of iSER in the private data of the connection's CM messages (IBTA annex A12).
+//! What both sides say of iSER in the private data of the connection's CM messages (IBTA annex
+//! A12).
 
 /// Length of the header in the private data, in bytes.
 pub const CM_HEADER_LEN: usize = 4;

@@ -199,12 +199,13 @@ fn control(raw: &RawControl) -> Buffers {
 
 impl Hello {
     /// The answer of a target that issues up to `ord` READs at once; it is refused where no version
-    /// is spoken by both, or where the target issues no READ and the initiator expects some (RFC 7145
-    /// 10.1.3.2).
+    /// is spoken by both, or where the target issues no READ and the initiator expects some (RFC
+    /// 7145 10.1.3.2).
     #[must_use]
     pub fn answer(&self, ord: u16) -> HelloReply {
-        // RFC 5046 has version 1, whose messages are the same here, so an initiator that knows no newer
-        // one is not refused. Those between are nobody's. A range whose ends are exchanged has none.
+        // RFC 5046 has version 1, whose messages are the same here, so an initiator that knows no
+        // newer one is not refused. Those between are nobody's. A range whose ends are exchanged
+        // has none.
         let offered = self.min_version..=self.max_version;
         let common = [VERSION, 1]
             .into_iter()

@@ -1,8 +1,8 @@
 //! iSER (RFC 7145): iSCSI PDUs over RDMA, with no connection in it.
 //!
-//! A control-type PDU travels as one SEND: an iSER header of 28 bytes, the basic header segment, its
-//! additional segments, the data segment. The header names the initiator's buffers, so that data move
-//! by RDMA READ and WRITE and no Data-In or R2T PDU exists.
+//! A control-type PDU travels as one SEND: an iSER header of 28 bytes, the basic header segment,
+//! its additional segments, the data segment. The header names the initiator's buffers, so that
+//! data move by RDMA READ and WRITE and no Data-In or R2T PDU exists.
 //!
 //! ```text
 //!   iSER header 28 | BHS 48 | AHS 0..1020 | data segment | pad 0..3
@@ -19,9 +19,9 @@
 //! - Nothing here panics on a peer's bytes.
 //!
 //! # Not implemented
-//! The header of 12 bytes that RFC 5046 has for zero-based buffers. It is used only where both sides
-//! offer it in their private data, and we never do. RFC 5046 peers that count from a virtual address,
-//! which are those on InfiniBand and RoCE, use the header above.
+//! The header of 12 bytes that RFC 5046 has for zero-based buffers. It is used only where both
+//! sides offer it in their private data, and we never do. RFC 5046 peers that count from a virtual
+//! address, which are those on InfiniBand and RoCE, use the header above.
 
 mod cm;
 mod header;

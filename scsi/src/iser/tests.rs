@@ -168,8 +168,8 @@ fn a_message_shorter_than_its_headers_is_refused() {
     assert!(Message::parse(&whole).is_ok());
 }
 
-/// A command may announce data that stay in its buffer, but not bring a part of them, nor may another
-/// PDU, nor a command without a buffer.
+/// A command may announce data that stay in its buffer, but not bring a part of them, nor may
+/// another PDU, nor a command without a buffer.
 #[test]
 fn announced_data_may_stay_in_the_buffer_of_a_command() {
     let write = |opcode, follows| {

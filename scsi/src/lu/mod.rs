@@ -1,11 +1,11 @@
 //! The logical unit: the state that its commands share.
 //!
-//! A [`LogicalUnit`] is shared by all workers. The mode bits that commands look at, the stopped state
-//! and the capacity are atomics; unit attentions and [nexuses] sit behind one mutex,
+//! A [`LogicalUnit`] is shared by all workers. The mode bits that commands look at, the stopped
+//! state and the capacity are atomics; unit attentions and [nexuses] sit behind one mutex,
 //! [reservations] behind another.
 //!
-//! Invariant: the mode bits change only under the mutex of the nexuses, so that a change and its unit
-//! attentions are one event.
+//! Invariant: the mode bits change only under the mutex of the nexuses, so that a change and its
+//! unit attentions are one event.
 
 mod nexuses;
 mod reservations;
@@ -53,7 +53,8 @@ pub(crate) const NO_MEDIUM: Sense = Sense::new(
     AdditionalSense::MANUAL_INTERVENTION_REQUIRED,
 );
 
-/// Percent of the space by which its use must recede before the soft threshold can be reached again.
+/// Percent of the space by which its use must recede before the soft threshold can be reached
+/// again.
 pub const HYSTERESIS: u8 = 5;
 
 /// A direct-access logical unit.

@@ -14,8 +14,8 @@ use crate::reservation::{
 };
 
 impl LogicalUnit {
-    /// The same unit with the reservations that `keeper` has of it, which also keeps those to come if
-    /// initiators ask for it. Without a keeper, APTPL is refused.
+    /// The same unit with the reservations that `keeper` has of it, which also keeps those to come
+    /// if initiators ask for it. Without a keeper, APTPL is refused.
     ///
     /// # Errors
     /// The keeper cannot read the saved reservations.
@@ -90,8 +90,8 @@ impl LogicalUnit {
         Some(outcome.map(|notices| self.notify(&notices)))
     }
 
-    /// Carries out a change of reservations that is a step of its own: saves it where it must persist
-    /// through power loss, lets it take effect when it is durable, and notifies the nexuses
+    /// Carries out a change of reservations that is a step of its own: saves it where it must
+    /// persist through power loss, lets it take effect when it is durable, and notifies the nexuses
     /// concerned. Changes are saved one after another. What was begun so takes effect although its
     /// command is aborted meanwhile.
     ///
@@ -136,8 +136,9 @@ impl LogicalUnit {
         }))
     }
 
-    /// Whether a PREEMPT AND ABORT aborts the commands of a nexus. Those of sessions that have ended
-    /// are among them: a preempted nexus may have logged out while a device held its commands.
+    /// Whether a PREEMPT AND ABORT aborts the commands of a nexus. Those of sessions that have
+    /// ended are among them: a preempted nexus may have logged out while a device held its
+    /// commands.
     #[must_use]
     pub fn is_preempted(&self, preempted: &Preemption, id: NexusId) -> bool {
         let is_meant = |nexus: Arc<Nexus>| preempted.ports.iter().any(|ports| ports.is_of(&nexus));

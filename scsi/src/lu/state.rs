@@ -46,8 +46,8 @@ impl LogicalUnit {
     }
 
     /// Takes over the state of the unit before, before there is any nexus. It is newer than what
-    /// the keeper had, and is saved in its place: the program before may have had another keeper, or
-    /// none. Where saving fails, which the keeper reports, the unit serves all the same.
+    /// the keeper had, and is saved in its place: the program before may have had another keeper,
+    /// or none. Where saving fails, which the keeper reports, the unit serves all the same.
     ///
     /// Blocks as long as the keeper does.
     pub fn import_state(&self, state: &UnitState) {

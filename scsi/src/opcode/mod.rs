@@ -162,8 +162,8 @@ impl Opcode {
         }
     }
 
-    /// The row of a CDB that an initiator sends: also that of a command that a unit of ours does not
-    /// offer.
+    /// The row of a CDB that an initiator sends: also that of a command that a unit of ours does
+    /// not offer.
     #[must_use]
     pub fn sent(cdb: &[u8]) -> &'static Self {
         let row = Self::of(cdb);
@@ -431,8 +431,8 @@ mod tests {
         assert_eq!(UNKNOWN.kind, Kind::Other);
     }
 
-    /// The kind of a command that its name says. Metrics count by kinds, and nothing else would notice a
-    /// wrong one.
+    /// The kind of a command that its name says. Metrics count by kinds, and nothing else would
+    /// notice a wrong one.
     fn kind_of(name: &str) -> Kind {
         match name.split(' ').next().unwrap() {
             "READ" if name.starts_with("READ (") => Kind::Read,

@@ -2,8 +2,8 @@
 //! RELEASE (SPC-2 5.5).
 //!
 //! Both belong to I_T nexuses. A registration outlives its nexus: who logs in again by the same
-//! ports is registered still, so it is kept by the names of the ports. A reservation by RESERVE ends
-//! with its nexus.
+//! ports is registered still, so it is kept by the names of the ports. A reservation by RESERVE
+//! ends with its nexus.
 //!
 //! At a unit without reservation a command looks at one atomic.
 //!
@@ -13,8 +13,8 @@
 //!
 //! # Persistence through power loss (SPC-4 5.13.5)
 //! The APTPL bit of the last registration that succeeded governs the whole unit. While it is one,
-//! every change is saved before it takes effect, by the [`ReservationKeeper`] that the unit was made
-//! with. A save blocks, so such a change is a step of its own
+//! every change is saved before it takes effect, by the [`ReservationKeeper`] that the unit was
+//! made with. A save blocks, so such a change is a step of its own
 //! ([`BlockOp::ChangeReservations`](crate::step::BlockOp::ChangeReservations)) that the target
 //! carries out away from its data path. A unit without a keeper refuses APTPL.
 //!
@@ -305,7 +305,8 @@ impl Reservations {
         }
     }
 
-    /// Reservations that were kept through a power loss. PRGENERATION begins at zero (SPC-4 6.15.2).
+    /// Reservations that were kept through a power loss. PRGENERATION begins at zero (SPC-4
+    /// 6.15.2).
     pub(crate) fn restored(saved: SavedReservations) -> Self {
         let mut registrants = saved.registrants;
         for registrant in &mut registrants {

@@ -16,9 +16,9 @@ impl Reservations {
             Action::Register { ignore, persists } => {
                 let was_registered = self.registrant(nexus).is_some();
                 let notices = self.register(nexus, keys, ignore)?;
-                // Only a registration that succeeded decides about persistence, so this comes after the
-                // error. Where there is none to take away, nothing is done (SPC-4 5.13.7): a host that is
-                // not registered must not switch off what the others rely on.
+                // Only a registration that succeeded decides about persistence, so this comes after
+                // the error. Where there is none to take away, nothing is done (SPC-4 5.13.7): a
+                // host that is not registered must not switch off what the others rely on.
                 if was_registered || keys.action != 0 {
                     self.persists = persists;
                 }

@@ -19,8 +19,8 @@
 //! - Tags are opaque. They travel as eight bytes and are read here as a big-endian number.
 //!
 //! # Not implemented
-//! Format codes of SRP other than direct, indirect and immediate do not exist; bidirectional commands
-//! parse, but immediate data is refused for data-in.
+//! Format codes of SRP other than direct, indirect and immediate do not exist; bidirectional
+//! commands parse, but immediate data is refused for data-in.
 
 mod cmd;
 mod login;
@@ -147,7 +147,8 @@ impl From<TryFromPrimitiveError<Opcode>> for SrpError {
     }
 }
 
-/// Identifies a request on its channel; chosen by the sender of the request, returned in the answer.
+/// Identifies a request on its channel; chosen by the sender of the request, returned in the
+/// answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(pub u64);
 
@@ -238,8 +239,8 @@ impl<'a> FromInitiator<'a> {
     /// Parses an information unit that an initiator sent. `immediate` is what the login agreed on.
     ///
     /// # Errors
-    /// Those of the information unit's own `parse`; [`SrpError::UnexpectedOpcode`] for one that only
-    /// targets send.
+    /// Those of the information unit's own `parse`; [`SrpError::UnexpectedOpcode`] for one that
+    /// only targets send.
     pub fn parse(iu: &'a [u8], immediate: Option<ImmediateDataOffset>) -> Result<Self, SrpError> {
         Ok(match Opcode::of(iu)? {
             Opcode::LoginReq => Self::LoginReq(LoginReq::parse(iu)?),
@@ -289,8 +290,8 @@ impl<'a> FromTarget<'a> {
     /// Parses an information unit that a target sent.
     ///
     /// # Errors
-    /// Those of the information unit's own `parse`; [`SrpError::UnexpectedOpcode`] for one that only
-    /// initiators send.
+    /// Those of the information unit's own `parse`; [`SrpError::UnexpectedOpcode`] for one that
+    /// only initiators send.
     pub fn parse(iu: &'a [u8]) -> Result<Self, SrpError> {
         Ok(match Opcode::of(iu)? {
             Opcode::LoginRsp => Self::LoginRsp(LoginRsp::parse(iu)?),

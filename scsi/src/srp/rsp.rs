@@ -119,7 +119,8 @@ impl<'a> Rsp<'a> {
             over: DIOVER,
         };
         let data_in = Residual::parse("DIUNDER and DIOVER", into, raw.data_in_res_cnt.get())?;
-        // Response data come first; a length counts only where its flag says that the part is there.
+        // Response data come first; a length counts only where its flag says that the part is
+        // there.
         let mut at = Cursor::new(iu, RSP_LEN);
         let mut response = None;
         if flags & RSPVALID != 0 {

@@ -1,4 +1,5 @@
-//! Data-Out buffers that do not fit what the CDB says (SAM-5 5.4.3, SPC-4 4.2.5.6, RFC 7143 11.4.5).
+//! Data-Out buffers that do not fit what the CDB says (SAM-5 5.4.3, SPC-4 4.2.5.6, RFC 7143
+//! 11.4.5).
 //!
 //! What cannot be done with fewer data is refused. More than a command wants stays where it is, and
 //! the residual says so; unless the length itself says that the initiator means something else.

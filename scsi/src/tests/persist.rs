@@ -221,8 +221,8 @@ fn the_last_registration_switches_persistence_off() {
     let refused = change(&mut rig, B, REGISTER, 0, 0xbad, 0xb);
     assert_eq!(refused.response.status, Status::ReservationConflict);
     assert_eq!(capabilities(&mut rig), [1, 0x81]);
-    // Nor that of one with which a nexus that is not registered would take its registration away: nothing
-    // is done (SPC-4 5.13.7).
+    // Nor that of one with which a nexus that is not registered would take its registration away:
+    // nothing is done (SPC-4 5.13.7).
     for action in [REGISTER, IGNORE] {
         change(&mut rig, B, action, 0, 0, 0).good();
         assert_eq!(capabilities(&mut rig), [1, 0x81], "service action {action}");

@@ -363,8 +363,8 @@ fn a_reservation_that_ends_with_its_nexus_is_not_left_to_anybody() {
     assert_eq!(access(&mut next, B), (true, true));
 }
 
-/// What a PREEMPT AND ABORT aborts: commands of those whose registrations it took away, and of those
-/// who are gone and may have had one.
+/// What a PREEMPT AND ABORT aborts: commands of those whose registrations it took away, and of
+/// those who are gone and may have had one.
 #[test]
 fn preempt_and_abort_names_the_preempted() {
     let mut rig = Rig::new();

@@ -205,8 +205,8 @@ pub struct Changes {
     /// Reason why it cannot follow while the daemon runs, if so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
-    /// Differences between what is served then and what is written down. `unsaved` and `restored` are
-    /// true only if they were not before the change.
+    /// Differences between what is served then and what is written down. `unsaved` and `restored`
+    /// are true only if they were not before the change.
     #[serde(flatten)]
     pub written: Written,
 }

@@ -276,8 +276,8 @@ impl Document {
                 }
                 kind => {
                     let entries = as_map(value);
-                    // The schema has the key, so it is there in some sense; a name of the file's own may be a
-                    // mistake in writing.
+                    // The schema has the key, so it is there in some sense; a name of the file's
+                    // own may be a mistake in writing.
                     let is_made = make || matches!(kind, Kind::Object(_));
                     if !is_made && !entries.contains_key(segment) {
                         let keys: Vec<_> = entries.keys().cloned().collect();
@@ -391,7 +391,8 @@ impl<'a> Found<'a> {
         };
         children.retain(|(_, found)| found.kind().is_structured());
         if let Kind::Object(keys) = self.shape.kind() {
-            // What is set comes first, in the order of the file; then objects that exist by default.
+            // What is set comes first, in the order of the file; then objects that exist by
+            // default.
             for key in keys.keys() {
                 let has = children.iter().any(|(name, _)| name == key);
                 match self.inner(key) {

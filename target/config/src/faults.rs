@@ -122,9 +122,9 @@ impl Faults {
         list.is_empty()
     }
 
-    /// Holds the requests of this kind that touch any of `len` bytes from `offset` on, from now until
-    /// [`Self::release`]. As at a device that hangs, they cannot be cancelled meanwhile, and are carried
-    /// out then.
+    /// Holds the requests of this kind that touch any of `len` bytes from `offset` on, from now
+    /// until [`Self::release`]. As at a device that hangs, they cannot be cancelled meanwhile, and
+    /// are carried out then.
     pub fn hold(&self, on: FaultOn, offset: u64, len: u64) {
         *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = Some(Range { on, offset, len });
     }

@@ -22,8 +22,8 @@ pub(super) fn names(items: &[Value]) -> Vec<String> {
     named.filter(is_good).unwrap_or_else(numbers)
 }
 
-/// The number of an item, and whether only that was said. A portal may go without its port where no other
-/// has its protocol and address; a name may end like a port, and is meant only in full.
+/// The number of an item, and whether only that was said. A portal may go without its port where no
+/// other has its protocol and address; a name may end like a port, and is meant only in full.
 pub(super) fn find(items: &[Value], segment: &str) -> Option<(usize, bool)> {
     let names = names(items);
     let named = |n: usize| (n, names[n].parse::<usize>().is_ok());

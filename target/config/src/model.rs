@@ -1,5 +1,5 @@
-//! [`Config`] and its parts: checked and complete. Choices between words are those of the file, with
-//! the descriptions of its schema; all else is free of anything YAML.
+//! [`Config`] and its parts: checked and complete. Choices between words are those of the file,
+//! with the descriptions of its schema; all else is free of anything YAML.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

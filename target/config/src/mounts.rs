@@ -1,5 +1,6 @@
-//! Mounts that the daemon must not use: FUSE file systems whose program asks the daemon for what it shows.
-//! A system call on a path there waits for that program, and the program waits for the daemon.
+//! Mounts that the daemon must not use: FUSE file systems whose program asks the daemon for what it
+//! shows. A system call on a path there waits for that program, and the program waits for the
+//! daemon.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -12,8 +13,8 @@ pub const SOURCE: &str = "riserd";
 /// Symbolic links that are followed at most, as the kernel does (`path_resolution(7)`).
 const MAX_LINKS: u32 = 40;
 
-/// The mount with [`SOURCE`] that a path leads to or through, if there is one. Nothing below such a mount is
-/// touched to find out.
+/// The mount with [`SOURCE`] that a path leads to or through, if there is one. Nothing below such a
+/// mount is touched to find out.
 #[must_use]
 pub fn find(path: &Path) -> Option<PathBuf> {
     let mounts = mounts(&fs::read("/proc/self/mountinfo").ok()?);

@@ -6,8 +6,8 @@ use serde_json::{Map, Value};
 use super::edit::{Document, EditError};
 use super::{Config, ObjectPath};
 
-/// Levels of a document that operations make, at most. A configuration has fewer, and what reads and frees a
-/// document calls itself for every level.
+/// Levels of a document that operations make, at most. A configuration has fewer, and what reads
+/// and frees a document calls itself for every level.
 const MAX_DEPTH: usize = 128;
 
 /// Bytes that the operations of a patch copy together, at most: each could double the document.
@@ -63,7 +63,8 @@ impl Patch {
     }
 }
 
-/// JSON as YAML, which it is but for characters that YAML has only as escapes. They stand in strings only.
+/// JSON as YAML, which it is but for characters that YAML has only as escapes. They stand in
+/// strings only.
 fn yaml_of(json: &Value) -> String {
     let is_printable = |c: char| !matches!(c, '\u{7f}'..='\u{9f}' | '\u{fffe}' | '\u{ffff}');
     let mut yaml = String::new();
@@ -76,8 +77,8 @@ fn yaml_of(json: &Value) -> String {
     yaml
 }
 
-/// Carries out operations. After an error the document is of no use: nothing is undone, since not every
-/// operation can be.
+/// Carries out operations. After an error the document is of no use: nothing is undone, since not
+/// every operation can be.
 fn operate(json: &mut Value, operations: &[PatchOperation]) -> Result<(), String> {
     let mut copied = 0;
     for (n, operation) in operations.iter().enumerate() {
@@ -100,7 +101,8 @@ fn operate(json: &mut Value, operations: &[PatchOperation]) -> Result<(), String
     Ok(())
 }
 
-/// The depth to which the value of an operation reaches, and the bytes of the document that it copies.
+/// The depth to which the value of an operation reaches, and the bytes of the document that it
+/// copies.
 fn growth(json: &Value, operation: &PatchOperation) -> Option<(usize, usize)> {
     let (path, value) = match operation {
         PatchOperation::Add(op) => (&op.path, &op.value),

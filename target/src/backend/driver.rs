@@ -55,7 +55,8 @@ struct Attached {
     bounce: OwnBounce,
     /// Lines about its failures.
     complaints: RateLimit,
-    /// A helper thread for its blocking calls, once it was needed. Those of one that hangs do not return.
+    /// A helper thread for its blocking calls, once it was needed. Those of one that hangs do not
+    /// return.
     helper: Option<Offload<io::Result<(bool, u64)>>>,
 }
 
@@ -70,9 +71,9 @@ enum OwnBounce {
 /// A worker's engine: takes block operations, works them through the ring, and gives results.
 ///
 /// Every accepted request gives exactly one [`Done`]. Calls, in the worker's loop:
-/// [`begin_round`](Driver::begin_round) with the time, [`submit`](Driver::submit) for new requests, [`handle_completion`](Driver::handle_completion)
-/// for every completion whose token has the driver's tag, then [`poll_done`](Driver::poll_done)
-/// until it gives nothing.
+/// [`begin_round`](Driver::begin_round) with the time, [`submit`](Driver::submit) for new requests,
+/// [`handle_completion`](Driver::handle_completion) for every completion whose token has the
+/// driver's tag, then [`poll_done`](Driver::poll_done) until it gives nothing.
 pub struct Driver {
     config: DriverConfig,
     stores: Slab<Attached>,
@@ -303,8 +304,9 @@ impl Driver {
             bounce: None,
             window: self.spare.pop().unwrap_or_default(),
         });
-        // A flush that has failed is not tried again: the kernel reports a lost page once, and the next
-        // `fsync` would succeed without the data. Faults on purpose come later, so they do not hide it.
+        // A flush that has failed is not tried again: the kernel reports a lost page once, and the
+        // next `fsync` would succeed without the data. Faults on purpose come later, so they do not
+        // hide it.
         let failure = match op {
             BlockOp::Flush { .. } => self.stores[store.0].store.flush_failure(),
             _ => None,
@@ -398,7 +400,8 @@ impl Driver {
         self.done.pop_front()
     }
 
-    /// Returns the time at which [`poll_done`](Driver::poll_done) is due even though nothing completed.
+    /// Returns the time at which [`poll_done`](Driver::poll_done) is due even though nothing
+    /// completed.
     #[must_use]
     pub fn poll_deadline(&self) -> Option<Instant> {
         self.delayed
@@ -418,8 +421,8 @@ impl Driver {
     /// Goes on with requests that waited for something else than the ring.
     ///
     /// Results of helpers come first, since they end requests; what is delayed comes before what is
-    /// stalled, which it may join. Flushes are last: one call covers every request of its store that has
-    /// come this far.
+    /// stalled, which it may join. Flushes are last: one call covers every request of its store
+    /// that has come this far.
     fn move_on(&mut self, ring: &mut Ring) {
         for at in 0..self.helped.len() {
             let store = self.helped[at];
@@ -550,7 +553,8 @@ impl Driver {
         faults.as_ref().is_some_and(|f| f.holds(&request.op))
     }
 
-    /// As if requests of a store that hangs had all shared bounce buffers, and its own, and its helper.
+    /// As if requests of a store that hangs had all shared bounce buffers, and its own, and its
+    /// helper.
     #[cfg(test)]
     pub(super) fn hang(&mut self, ring: &Ring, id: StoreId) -> std::sync::mpsc::Sender<()> {
         self.idle_bounces.clear();

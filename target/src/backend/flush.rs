@@ -1,18 +1,20 @@
 //! Failed flushes of a backend, and what they mean for the next ones.
 //!
-//! Linux reports a failed write-back once to each open file description and then takes the pages for
-//! clean, so the next `fdatasync` succeeds although the data are lost. Three things keep such a success
-//! from an initiator:
+//! Linux reports a failed write-back once to each open file description and then takes the pages
+//! for clean, so the next `fdatasync` succeeds although the data are lost. Three things keep such a
+//! success from an initiator:
 //!
-//! - a failure is remembered in the [`Store`](super::Store): every flush fails from then on, on every
-//!   worker, until an administrator clears it. A write with FUA is checked by itself and goes on;
+//! - a failure is remembered in the [`Store`](super::Store): every flush fails from then on, on
+//!   every worker, until an administrator clears it. A write with FUA is checked by itself and goes
+//!   on;
 //! - each worker flushes through a descriptor of its own, so that none takes another's error. After
-//!   a failure was cleared it opens a new one, for which the kernel does not report the old error again;
-//! - a worker has one flush of a backend under way at a time, which serves everyone that waits for one,
-//!   so that two flushes do not race for one error.
+//!   a failure was cleared it opens a new one, for which the kernel does not report the old error
+//!   again;
+//! - a worker has one flush of a backend under way at a time, which serves everyone that waits for
+//!   one, so that two flushes do not race for one error.
 //!
-//! Nor does a restart end it: a [`FlushKeeper`] keeps the failure, by a thread of its own, since a worker does
-//! not wait for the file system that it is kept in.
+//! Nor does a restart end it: a [`FlushKeeper`] keeps the failure, by a thread of its own, since a
+//! worker does not wait for the file system that it is kept in.
 
 use std::fmt::Debug;
 use std::io;
@@ -160,8 +162,8 @@ impl FlushState {
         true
     }
 
-    /// Returns when what was found is saved. What could not be saved then, as where the file system was full,
-    /// is tried once more.
+    /// Returns when what was found is saved. What could not be saved then, as where the file system
+    /// was full, is tried once more.
     pub(super) fn wait_saved(&self) {
         if let Some(saver) = lock(&self.saver).take() {
             // After a panic, nothing is saved.

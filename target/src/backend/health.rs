@@ -164,7 +164,8 @@ impl Errors {
         true
     }
 
-    /// An operation succeeded; whether the backend works again by that, which is so once in [`QUIET`] at most.
+    /// An operation succeeded; whether the backend works again by that, which is so once in
+    /// [`QUIET`] at most.
     pub(super) fn clear(&self, now: Instant, is_write: bool) -> bool {
         let is_due = |clears: Clears| clears.is_due(is_write, || self.since_start(now));
         let clears = Clears(self.clears.load(Ordering::Relaxed));
@@ -250,8 +251,8 @@ pub struct Space {
 }
 
 impl Space {
-    /// Bytes in use, and bytes in all that a file of `size` can have: as many as it is long, or what it has been
-    /// allocated and what its file system has left, if that is less.
+    /// Bytes in use, and bytes in all that a file of `size` can have: as many as it is long, or
+    /// what it has been allocated and what its file system has left, if that is less.
     #[must_use]
     pub fn of(self, size: u64) -> (u64, u64) {
         let all = size.min(self.allocated.saturating_add(self.free));

@@ -1,8 +1,8 @@
 //! Questions to open backends, without waiting for ever for a file system that does not answer.
 //!
-//! Each question has a thread of its own, and is given up after a time. A backend has one thread at most that waits for
-//! the control plane, one that measures its room, and one that takes back changes; as long as one waits, further
-//! questions of its kind fail at once.
+//! Each question has a thread of its own, and is given up after a time. A backend has one thread at
+//! most that waits for the control plane, one that measures its room, and one that takes back
+//! changes; as long as one waits, further questions of its kind fail at once.
 
 use std::io;
 use std::path::PathBuf;

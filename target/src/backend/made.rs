@@ -1,4 +1,5 @@
-//! Changes on disk by opening or growing a backend, to be taken back where nothing was served from it.
+//! Changes on disk by opening or growing a backend, to be taken back where nothing was served from
+//! it.
 
 use std::fs::File;
 use std::io;

@@ -107,8 +107,8 @@ fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
     })
 }
 
-/// Locks a file that may just have been created: if another process has the lock first, it serves the file, which
-/// is not to be removed then.
+/// Locks a file that may just have been created: if another process has the lock first, it serves
+/// the file, which is not to be removed then.
 fn lock_made(
     file: &File,
     spec: &Spec,
@@ -154,7 +154,8 @@ pub(super) fn open_file(
     for _ in 0..ATTEMPTS {
         let file = open_or_create(spec, path, create, made)?;
         lock_made(&file, spec, path, made)?;
-        // Only now: the one that had the lock may have cut the file back to the length that it had, or removed it.
+        // Only now: the one that had the lock may have cut the file back to the length that it had,
+        // or removed it.
         let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
         if is_removed(path, &metadata) {
             *made = None;
@@ -327,7 +328,8 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
     Ok((medium(file, align, Some(logical)), geometry))
 }
 
-/// A disk in memory in the place of the specification's file or device. Direct I/O on it goes by sectors.
+/// A disk in memory in the place of the specification's file or device. Direct I/O on it goes by
+/// sectors.
 pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Opened {
     let file = Handle::from(disk.open());
     let (path, wanted, may_extend) = match &spec.source {
@@ -488,7 +490,8 @@ mod tests {
         leads.filter(|lead| lead == path).count()
     }
 
-    /// What is opened while another one has its lock, which then takes back what it has done to the file.
+    /// What is opened while another one has its lock, which then takes back what it has done to the
+    /// file.
     fn after_undo(name: &str, before: Option<u64>) -> (PathBuf, Arc<Store>) {
         let path = path(name);
         if let Some(len) = before {

@@ -1,7 +1,7 @@
 //! Backends: the bytes of logical units.
 //!
-//! A logical unit asks for block operations ([`riser_scsi::step::BlockOp`]); this module carries them out
-//! on a file, a block device, memory, or nothing at all, through the worker's own
+//! A logical unit asks for block operations ([`riser_scsi::step::BlockOp`]); this module carries
+//! them out on a file, a block device, memory, or nothing at all, through the worker's own
 //! [`Ring`](riser_reactor::Ring).
 //!
 //! # Modules
@@ -14,10 +14,12 @@
 //! - `file_id`: names of files that outlive a rename.
 //! - `health`: counts failures, and measures room.
 //! - `hints`: what may help where a file cannot be opened, and notes about one that can.
-//! - `medium`: opens, locks and measures files and devices. `made`: takes back what that has changed on disk.
+//! - `medium`: opens, locks and measures files and devices. `made`: takes back what that has
+//!   changed on disk.
 //! - `look`: asks for their size and room on file systems that may not answer.
 //! - `open_error`: [`OpenError`], why a backend is not opened.
-//! - `opening`: opens backends on file systems that may not answer. `waiting`: threads that wait for one.
+//! - `opening`: opens backends on file systems that may not answer. `waiting`: threads that wait
+//!   for one.
 //! - `errno`: what a host error means to a logical unit.
 //! - `unit`: what a logical unit is made of on an opened backend.
 //! - `sys`: the system calls the standard library lacks.
@@ -25,8 +27,9 @@
 //! # Promises
 //! - **Durability.** With `write_cache: off`, every write, zeroing and discard is on stable storage
 //!   before it completes. With `write_cache: on`, only those with FUA and those before a completed
-//!   flush are. A FUA read makes the cached data of the unit durable first. After a flush that failed
-//!   every flush fails, until an administrator clears it: what was acknowledged before may be lost.
+//!   flush are. A FUA read makes the cached data of the unit durable first. After a flush that
+//!   failed every flush fails, until an administrator clears it: what was acknowledged before may
+//!   be lost.
 //! - **All or an error.** A short read or write is resumed until the range is done. The end of a
 //!   file that shrank under us is a medium error, never made-up data.
 //! - **Exclusive.** A file or device that is served for writing is locked against every other
@@ -44,8 +47,8 @@
 //! # Discard
 //! Always by punching holes, on block devices too: that is the discard after which the kernel
 //! promises zeroes, which the logical unit has promised the initiator. The device's bare
-//! `BLKDISCARD` promises nothing. A device with larger logical blocks than the unit frees whole ones of its
-//! own and leaves the rest as it was; where zeroes are asked for, the rest is written.
+//! `BLKDISCARD` promises nothing. A device with larger logical blocks than the unit frees whole
+//! ones of its own and leaves the rest as it was; where zeroes are asked for, the rest is written.
 
 mod driver;
 mod errno;

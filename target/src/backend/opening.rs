@@ -1,5 +1,5 @@
-//! Opening backends without waiting for ever: a file system that does not answer, such as a network share
-//! whose server is gone, must not stop what opens one.
+//! Opening backends without waiting for ever: a file system that does not answer, such as a network
+//! share whose server is gone, must not stop what opens one.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -32,11 +32,13 @@ pub struct Wish {
     pub spec: Spec,
     /// A lock that another process has is waited for.
     pub is_patient: bool,
-    /// There was a file before, so that a missing one is not created: its file system may not be mounted.
+    /// There was a file before, so that a missing one is not created: its file system may not be
+    /// mounted.
     pub is_known: bool,
 }
 
-/// Stores that were opened, by the names of backends. One that is not taken is closed, as if it had not been opened.
+/// Stores that were opened, by the names of backends. One that is not taken is closed, as if it had
+/// not been opened.
 #[derive(Debug, Default)]
 pub struct OpenedStores(BTreeMap<String, (Spec, Result<Arc<Store>, OpenError>)>);
 
@@ -81,7 +83,8 @@ impl Drop for OpenedStores {
     }
 }
 
-/// Takes back what opening and growing backends has changed on disk, and waits for that some seconds at most.
+/// Takes back what opening and growing backends has changed on disk, and waits for that some
+/// seconds at most.
 pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
     let until = look::until();
     let looks: Vec<_> = stores.filter_map(Store::look_undo).collect();
@@ -92,8 +95,9 @@ pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
     }
 }
 
-/// Opens all of them at the same time, as [`Store::open`] does, for eight seconds at most. What is opened later
-/// is closed again, and as long as that has not happened, further attempts at the same path fail at once.
+/// Opens all of them at the same time, as [`Store::open`] does, for eight seconds at most. What is
+/// opened later is closed again, and as long as that has not happened, further attempts at the same
+/// path fail at once.
 ///
 /// # Errors
 /// For each, those of [`Store::open`]; [`OpenError::Io`] of kind `TimedOut`; [`OpenError::Gone`].
@@ -106,8 +110,8 @@ pub fn open_all(wishes: Vec<Wish>) -> OpenedStores {
     all
 }
 
-/// As [`open_all`], but nothing waits for a file system that does not answer: `take` is called with what was opened
-/// after a moment, which may be nothing, and then whenever there is more.
+/// As [`open_all`], but nothing waits for a file system that does not answer: `take` is called with
+/// what was opened after a moment, which may be nothing, and then whenever there is more.
 pub fn open_each(wishes: Vec<Wish>, take: impl FnMut(OpenedStores)) {
     Round::start(wishes).give_each(take);
 }
@@ -138,7 +142,8 @@ impl Round {
         round
     }
 
-    /// Starts what no other opening of the same path stands against. The first one has the lock, or the same error.
+    /// Starts what no other opening of the same path stands against. The first one has the lock, or
+    /// the same error.
     fn start_more(&mut self) {
         for wish in std::mem::take(&mut self.doubled) {
             let Some(path) = wish.spec.source.path().map(Path::to_owned) else {

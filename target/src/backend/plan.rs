@@ -46,9 +46,9 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
 /// WriteZeroes ─(unmap)→ Punch, else Zero … ─(not whole units)→ Edges ─→ SyncLast → done
 /// Status ─→ Extent → done
 /// ```
-/// A device frees and zeroes whole logical blocks of its own, which may be larger than the unit's: of
-/// a range that is no multiple of them, `Punch` and `Zero` take the whole ones inside. What is left at
-/// the edges is written if it must be zero, and stays as it is if it was only to be freed.
+/// A device frees and zeroes whole logical blocks of its own, which may be larger than the unit's:
+/// of a range that is no multiple of them, `Punch` and `Zero` take the whole ones inside. What is
+/// left at the edges is written if it must be zero, and stays as it is if it was only to be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     /// Makes cached data durable before it is read from the medium.
@@ -76,7 +76,8 @@ pub(super) struct Lacks {
     pub(super) zero: bool,
 }
 
-/// Returns the first stage of a request. `volatile` says that completed writes may still be in a cache.
+/// Returns the first stage of a request. `volatile` says that completed writes may still be in a
+/// cache.
 pub(super) fn first_stage(op: &BlockOp, volatile: bool, lacks: Lacks) -> Stage {
     match op {
         // FUA of a read asks for the data on the medium, so what is cached goes there first.
@@ -95,8 +96,8 @@ pub(super) fn first_stage(op: &BlockOp, volatile: bool, lacks: Lacks) -> Stage {
     }
 }
 
-/// The next bytes of a stage, after `done` of them: where they begin, and how many follow in one piece.
-/// `unit` is what the medium frees and zeroes at least, in bytes.
+/// The next bytes of a stage, after `done` of them: where they begin, and how many follow in one
+/// piece. `unit` is what the medium frees and zeroes at least, in bytes.
 pub(super) fn piece(op: &BlockOp, stage: Stage, unit: u64, done: u64) -> (u64, u64) {
     let (start, len) = range(op);
     let end = start + len;

@@ -186,7 +186,8 @@ impl Ram {
     /// Moves everything to an empty file, chunk by chunk, so that no more than one is in both.
     ///
     /// # Errors
-    /// The file has no room; everything is in one of the two, and [`Ram::take_back`] brings it together.
+    /// The file has no room; everything is in one of the two, and [`Ram::take_back`] brings it
+    /// together.
     pub fn give_away(&self, file: &File) -> io::Result<()> {
         let mut end = 0;
         for shard in &self.shards {

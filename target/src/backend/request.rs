@@ -22,8 +22,8 @@ pub struct DriverConfig {
     pub pieces: usize,
     /// Bytes of one bounce buffer; a multiple of 4096.
     pub bounce: usize,
-    /// Number of bounce buffers that all stores share. A store that finds none idle has one of its own;
-    /// requests that find that in use as well wait.
+    /// Number of bounce buffers that all stores share. A store that finds none idle has one of its
+    /// own; requests that find that in use as well wait.
     pub bounces: usize,
 }
 
@@ -116,9 +116,9 @@ impl Bounce {
     }
 }
 
-/// Cuts the next window of a read or write, of `most` bytes at most. `None` where it needs a bounce buffer
-/// and none is idle;
-/// otherwise the bounce memory to use, or nothing where the request's own memory will do.
+/// Cuts the next window of a read or write, of `most` bytes at most. `None` where it needs a bounce
+/// buffer and none is idle; otherwise the bounce memory to use, or nothing where the request's own
+/// memory will do.
 #[allow(
     clippy::option_option,
     reason = "waiting and not needing are different answers"

@@ -86,8 +86,8 @@ impl Store {
         Self::open_by(spec, Arc::new(SystemHost), open)
     }
 
-    /// A backend on a disk in memory, for simulations; its threads and dates are those of `host`. The disk
-    /// stands for the specification's file or device.
+    /// A backend on a disk in memory, for simulations; its threads and dates are those of `host`.
+    /// The disk stands for the specification's file or device.
     ///
     /// # Errors
     /// Those of [`Store::open`].
@@ -128,8 +128,9 @@ impl Store {
         }))
     }
 
-    /// Stands for a backend that cannot be opened: what reads or writes it finds that it is not ready. Its
-    /// geometry is that of the specification, and its capacity one block where that names none.
+    /// Stands for a backend that cannot be opened: what reads or writes it finds that it is not
+    /// ready. Its geometry is that of the specification, and its capacity one block where that
+    /// names none.
     #[must_use]
     pub fn absent(spec: &Spec) -> Arc<Self> {
         let capacity = match &spec.source {
@@ -228,8 +229,9 @@ impl Store {
         }
     }
 
-    /// Identifies the cache that holds data before a flush: the content of a RAM disk, which is lost with it,
-    /// or the kernel's page cache and the devices below, which survive this process but not a reboot.
+    /// Identifies the cache that holds data before a flush: the content of a RAM disk, which is
+    /// lost with it, or the kernel's page cache and the devices below, which survive this process
+    /// but not a reboot.
     #[must_use]
     pub fn cache_generation(&self) -> [u8; 16] {
         match &self.medium {
@@ -247,9 +249,9 @@ impl Store {
         }
     }
 
-    /// Checks that it would be opened again as it is: a file that was moved or replaced under us, or that
-    /// is shorter than the configuration says, would not. Nor would one with a failure of a flush
-    /// that was not cleared: the shutdown before the next program starts would fail.
+    /// Checks that it would be opened again as it is: a file that was moved or replaced under us,
+    /// or that is shorter than the configuration says, would not. Nor would one with a failure of a
+    /// flush that was not cleared: the shutdown before the next program starts would fail.
     ///
     /// # Errors
     /// [`OpenError`]: why not.
@@ -314,8 +316,8 @@ impl Store {
     }
 
     /// Makes room for the size that a backend is to have, and gives the capacity that it would have
-    /// then; [`Store::set_capacity`] makes it so. `None` where that is the present one. A file that is larger
-    /// already stays so.
+    /// then; [`Store::set_capacity`] makes it so. `None` where that is the present one. A file that
+    /// is larger already stays so.
     ///
     /// # Errors
     /// [`OpenError`]: it would shrink, or its file is smaller and may not be extended.
@@ -325,8 +327,8 @@ impl Store {
             (Medium::File { file, device, .. }, Source::File { path, size, create }) => {
                 let error = |action| io_error(path, action);
                 let actual = sys::file_size(file).map_err(error("examine it"))?;
-                // A file that is longer than the configuration says is served as it is: a disk is never
-                // cut. An extension is noted, to be undone if the change fails elsewhere.
+                // A file that is longer than the configuration says is served as it is: a disk is
+                // never cut. An extension is noted, to be undone if the change fails elsewhere.
                 match *size {
                     Some(wanted) if wanted > actual && *create && !device && !spec.read_only => {
                         sys::extend(file, wanted).map_err(error("extend it"))?;
@@ -426,13 +428,14 @@ impl Store {
         self.errors.failing(now, date)
     }
 
-    /// Returns the number of operations that the medium failed, by kind: `medium`, `no_space`, `read_only`, `not_ready`,
-    /// `internal`.
+    /// Returns the number of operations that the medium failed, by kind: `medium`, `no_space`,
+    /// `read_only`, `not_ready`, `internal`.
     pub fn errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.errors.counts()
     }
 
-    /// The room that it had when it was measured last; `None` if it is no file, or was not measured yet.
+    /// The room that it had when it was measured last; `None` if it is no file, or was not measured
+    /// yet.
     #[must_use]
     pub fn space(&self) -> Option<Space> {
         self.space.get()
@@ -449,8 +452,8 @@ impl Store {
         self.flush.clear()
     }
 
-    /// Takes the failure of a flush that is kept for a unit, and keeps those that come. What cannot be read is
-    /// taken for a failure of `now`.
+    /// Takes the failure of a flush that is kept for a unit, and keeps those that come. What cannot
+    /// be read is taken for a failure of `now`.
     pub fn keep_flush_failures(&self, keeper: Arc<dyn FlushKeeper>, unit: &Identity, now: Instant) {
         if let Some(failure) = self.flush.keep(keeper, unit, self.host.date(now)) {
             let error = io::Error::from_raw_os_error(failure.errno);
@@ -532,8 +535,8 @@ impl Store {
     }
 }
 
-/// A medium with its capacity in whole blocks: what files and devices report need not be a multiple of the block size
-/// that the configuration chooses.
+/// A medium with its capacity in whole blocks: what files and devices report need not be a multiple
+/// of the block size that the configuration chooses.
 fn whole_blocks(
     spec: &Spec,
     medium: Medium,

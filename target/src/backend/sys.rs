@@ -30,7 +30,8 @@ fn open_file(file: &Handle) -> OpenFile<'_> {
 /// Size of an open file in bytes.
 pub(super) fn file_size(file: &Handle) -> io::Result<u64> {
     match open_file(file) {
-        // Closing a copy of the descriptor would have some file systems write everything back first.
+        // Closing a copy of the descriptor would have some file systems write everything back
+        // first.
         OpenFile::Fd(fd) => Ok(u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0)),
         OpenFile::Memory(disk) => Ok(disk.len()),
     }
@@ -47,7 +48,8 @@ pub(super) fn set_file_size(file: &Handle, len: u64) -> io::Result<()> {
     }
 }
 
-/// Extends an open file, durably: after a crash it must not be shorter than the disk that initiators have seen.
+/// Extends an open file, durably: after a crash it must not be shorter than the disk that
+/// initiators have seen.
 pub(super) fn extend(file: &Handle, len: u64) -> io::Result<()> {
     set_file_size(file, len)?;
     match open_file(file) {

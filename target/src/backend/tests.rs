@@ -1032,7 +1032,8 @@ fn opening_and_dropping_leaks_nothing() {
         rig.ring.submit().unwrap();
     };
     round();
-    // With what the kernel has yet to close of one round at most, which is less than forty would leak.
+    // With what the kernel has yet to close of one round at most, which is less than forty would
+    // leak.
     let before = footprint();
     for _ in 0..40 {
         round();
@@ -1315,8 +1316,8 @@ fn a_store_that_hangs_leaves_room_for_the_others() {
     rig.wait(1);
 }
 
-/// A block device whose file has no room: what is written through the page cache is lost at the flush.
-/// The parts go in the order in which they depend on each other.
+/// A block device whose file has no room: what is written through the page cache is lost at the
+/// flush. The parts go in the order in which they depend on each other.
 struct FullDevice {
     store: Arc<Store>,
     _device: Loop,

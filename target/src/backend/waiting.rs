@@ -1,4 +1,5 @@
-//! Threads that wait for a file system, which may never answer: at which paths, and at which open files.
+//! Threads that wait for a file system, which may never answer: at which paths, and at which open
+//! files.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,8 @@ impl Mark {
         Some(Self { path, number })
     }
 
-    /// It does no longer. Both the thread and the one that has its result say so; another thread may wait by then.
+    /// It does no longer. Both the thread and the one that has its result say so; another thread
+    /// may wait by then.
     pub(super) fn clear(&self) {
         let mut waiting = waiting();
         if waiting.get(&self.path) == Some(&self.number) {

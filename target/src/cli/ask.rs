@@ -143,7 +143,8 @@ pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Resul
     }
 }
 
-/// Replaces a file, or the one that a symbolic link leads to, and keeps one with other contents: its name then.
+/// Replaces a file, or the one that a symbolic link leads to, and keeps one with other contents:
+/// its name then.
 fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
     let was = match fs::metadata(file) {
         Ok(was) if was.is_file() => was,
@@ -170,8 +171,9 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
         state::replace(&file, text)?;
         return Ok(Some(kept));
     }
-    // The service runs as another user than the administrator, and must still be able to read its file; but
-    // what is written now may hold secrets that were not in a file which all users could read.
+    // The service runs as another user than the administrator, and must still be able to read its
+    // file; but what is written now may hold secrets that were not in a file which all users could
+    // read.
     let access = state::Access {
         owner: (was.uid(), was.gid()),
         mode: was.permissions().mode() & 0o660,

@@ -1,5 +1,5 @@
-//! Configuration files: reading them, their mistakes with the lines that they are in, and what they would
-//! serve.
+//! Configuration files: reading them, their mistakes with the lines that they are in, and what they
+//! would serve.
 
 use std::path::Path;
 

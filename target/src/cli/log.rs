@@ -10,8 +10,8 @@ use crate::audit;
 use crate::config::{Log, LogFormat};
 use crate::control::events::{Collector, Noteworthy};
 
-/// Sends the log to standard error. The environment's `RUST_LOG` comes before the file's filter; about the audit log the
-/// file alone decides.
+/// Sends the log to standard error. The environment's `RUST_LOG` comes before the file's filter;
+/// about the audit log the file alone decides.
 pub(super) fn start(log: &Log) {
     let filter = EnvFilter::try_from_default_env()
         .or_else(|_| EnvFilter::try_new(&log.filter))

@@ -1,4 +1,5 @@
-//! Manual pages: those of the command line, and riserd.yaml(5), which is made of the configuration's schema.
+//! Manual pages: those of the command line, and riserd.yaml(5), which is made of the
+//! configuration's schema.
 
 use std::fs;
 use std::io;

@@ -12,8 +12,10 @@
 //! # Modules
 //! - `ask`: questions to a running daemon. `verbs`: those that show and change its objects by path.
 //!   `trace`: its commands.
-//! - `manual`: manual pages. [`mod@reference`]: the keys of a configuration file, for one of them and for the book.
-//! - `check`: configuration files. `probe`: whether what they name can be opened. `devices`: what a portal can use. `log`: where the log goes.
+//! - `manual`: manual pages. [`mod@reference`]: the keys of a configuration file, for one of them
+//!   and for the book.
+//! - `check`: configuration files. `probe`: whether what they name can be opened. `devices`: what a
+//!   portal can use. `log`: where the log goes.
 
 mod ask;
 mod check;
@@ -71,9 +73,9 @@ const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure at run time, 2 bad us
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve what a configuration file describes, until SIGTERM or SIGINT. SIGHUP reads the file again
-    /// and applies it. Logs to standard error; the environment's RUST_LOG comes before the file's log
-    /// filter.
+    /// Serve what a configuration file describes, until SIGTERM or SIGINT. SIGHUP reads the file
+    /// again and applies it. Logs to standard error; the environment's RUST_LOG comes before the
+    /// file's log filter.
     Run {
         /// Path of the configuration file.
         #[arg(long, short, value_name = "FILE")]
@@ -105,8 +107,8 @@ enum Command {
     /// Let a running daemon read its configuration file again, and wait until it is applied; show
     /// what that changed. Changes that were not saved are taken back.
     Reload(Ask),
-    /// Let a running daemon serve what a configuration file describes, whole or not at all; show what
-    /// that changed.
+    /// Let a running daemon serve what a configuration file describes, whole or not at all; show
+    /// what that changed.
     Apply {
         /// Path of the configuration file.
         file: PathBuf,
@@ -128,8 +130,8 @@ enum Command {
         #[command(flatten)]
         ask: Ask,
     },
-    /// Let a running daemon serve again what it served before; show what that changed. It is a change
-    /// like any other, and can be rolled back.
+    /// Let a running daemon serve again what it served before; show what that changed. It is a
+    /// change like any other, and can be rolled back.
     Rollback {
         /// Number of configurations to go back.
         #[arg(default_value_t = 1)]
@@ -138,11 +140,11 @@ enum Command {
         ask: Ask,
     },
     /// Let a running daemon hand over to another program, after an update as a rule: its process,
-    /// connections that wait, reservations and RAM disks stay, and initiators log in again. A program
-    /// that does not take the running configuration is refused, and nothing has changed.
+    /// connections that wait, reservations and RAM disks stay, and initiators log in again. A
+    /// program that does not take the running configuration is refused, and nothing has changed.
     Upgrade {
-        /// The program; by default the one that is now where the daemon's own was when it began. Root
-        /// and the daemon's own user may name one.
+        /// The program; by default the one that is now where the daemon's own was when it began.
+        /// Root and the daemon's own user may name one.
         #[arg(long, value_name = "PATH")]
         binary: Option<PathBuf>,
         #[command(flatten)]
@@ -152,16 +154,16 @@ enum Command {
     History(Ask),
     /// Let a running daemon measure its backends again: after a file or device has grown.
     Rescan(Ask),
-    /// Let flushes succeed again after one failed. Writes that were acknowledged before may be lost: check or
-    /// restore what is on the unit first.
+    /// Let flushes succeed again after one failed. Writes that were acknowledged before may be
+    /// lost: check or restore what is on the unit first.
     ClearFlushFailure {
         /// The unit's serial number; by default, all units.
         serial: Option<String>,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Show what a running daemon does, again and again: commands, bytes and times by logical unit and
-    /// session. JSON has a document for each interval.
+    /// Show what a running daemon does, again and again: commands, bytes and times by logical unit
+    /// and session. JSON has a document for each interval.
     Top {
         /// Seconds from one look to the next.
         #[arg(long, short, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
@@ -172,8 +174,8 @@ enum Command {
         #[command(flatten)]
         ask: Ask,
     },
-    /// Show single commands on their way through a running daemon: which, whose, and when each reached
-    /// which stage.
+    /// Show single commands on their way through a running daemon: which, whose, and when each
+    /// reached which stage.
     Trace(Trace),
     #[command(flatten)]
     Verb(Verb),

@@ -46,7 +46,8 @@ impl Probe {
             let name = backend.name.clone();
             match open_in_time(&backend.spec) {
                 Ok(store) => {
-                    // As it was found: a file that was created or extended would be so by the daemon.
+                    // As it was found: a file that was created or extended would be so by the
+                    // daemon.
                     store.undo();
                     let (size, notes) = (store.capacity(), store.notes().to_vec());
                     probe.opened.push(Opened { name, size, notes });
@@ -82,8 +83,8 @@ impl Probe {
         probe
     }
 
-    /// Reads secrets and compares them as a start does: those that can be read, since the others are
-    /// problems already.
+    /// Reads secrets and compares them as a start does: those that can be read, since the others
+    /// are problems already.
     fn read_secrets(&mut self, config: &Config) {
         let mut read = Vec::new();
         if let Some(chap) = &config.discovery_chap {

@@ -1,5 +1,5 @@
-//! The keys of a configuration file, as its JSON Schema describes them: for the manual page riserd.yaml(5) and for
-//! the book, which say the same.
+//! The keys of a configuration file, as its JSON Schema describes them: for the manual page
+//! riserd.yaml(5) and for the book, which say the same.
 
 use serde_json::{Map, Value};
 
@@ -50,10 +50,11 @@ impl Key {
     }
 }
 
-/// Returns all objects of a schema, the file first, each followed by those in it that come for the first time.
+/// Returns all objects of a schema, the file first, each followed by those in it that come for the
+/// first time.
 ///
-/// An object that has several places (`limits` of a backend and of a rule) is described once, since the schema
-/// has one definition of it.
+/// An object that has several places (`limits` of a backend and of a rule) is described once, since
+/// the schema has one definition of it.
 #[must_use]
 pub fn objects(schema: &Value) -> Vec<Object> {
     let mut reader = Reader {

@@ -20,7 +20,8 @@ pub(super) struct Trace {
     /// Commands to the logical unit of this number only.
     #[arg(long, value_name = "N")]
     lun: Option<u16>,
-    /// Commands of this initiator port only, or of ports whose names begin so, as `sessions` shows them.
+    /// Commands of this initiator port only, or of ports whose names begin so, as `sessions` shows
+    /// them.
     #[arg(long, value_name = "NAME")]
     initiator: Option<String>,
     /// Commands of this tag only: decimal, or hexadecimal with 0x.

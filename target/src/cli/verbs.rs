@@ -1,8 +1,8 @@
 //! The verbs that show and change the objects of a running daemon's configuration by their paths.
 //!
-//! A change is made in the configuration that was read, which the daemon takes whole in its place, or not
-//! at all. If another user has changed it meanwhile, it is made again in what it is now, unless it names
-//! an object by its number in a list, which may be another one by then.
+//! A change is made in the configuration that was read, which the daemon takes whole in its place,
+//! or not at all. If another user has changed it meanwhile, it is made again in what it is now,
+//! unless it names an object by its number in a list, which may be another one by then.
 
 use std::io::Write;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Requests to the daemon and their answers: between the routes, whose clients ask, and the thread that
-//! owns the server.
+//! Requests to the daemon and their answers: between the routes, whose clients ask, and the thread
+//! that owns the server.
 
 use std::path::PathBuf;
 

@@ -1,8 +1,9 @@
 //! A listener for HTTP whose clients cannot keep each other out, however slow they are.
 //!
-//! Each connection has a limited time for its request, for reading its answer, and between two requests.
-//! Where all places are taken, a new connection displaces another one: of the origin that has the most,
-//! the one whose last answer is the oldest. A connection whose request is being worked on comes last.
+//! Each connection has a limited time for its request, for reading its answer, and between two
+//! requests. Where all places are taken, a new connection displaces another one: of the origin that
+//! has the most, the one whose last answer is the oldest. A connection whose request is being
+//! worked on comes last.
 //!
 //! ```text
 //! accepted ──→ Request ──first byte written──→ Answer ──all written──→ Idle ──first byte read──→ Request

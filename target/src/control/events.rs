@@ -1,9 +1,10 @@
-//! The last things that happened, as the status page shows them: the audit log, what is not served and is served
-//! again, and warnings.
+//! The last things that happened, as the status page shows them: the audit log, what is not served
+//! and is served again, and warnings.
 //!
-//! A layer of the log collects them, so that everything that is worth a line in the log of an operator is an event
-//! without being reported twice. The log belongs to the process, and so do its events. They are shown without a
-//! login, so without the audit log where the log does not have that either.
+//! A layer of the log collects them, so that everything that is worth a line in the log of an
+//! operator is an event without being reported twice. The log belongs to the process, and so do its
+//! events. They are shown without a login, so without the audit log where the log does not have
+//! that either.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};

@@ -1,5 +1,5 @@
-//! Failures of flushes that no administrator has cleared, in the state directory: a file for each logical
-//! unit that has one, named after the unit's world-wide name.
+//! Failures of flushes that no administrator has cleared, in the state directory: a file for each
+//! logical unit that has one, named after the unit's world-wide name.
 
 use std::io;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ pub struct FlushFiles {
 /// Content of a file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
-    /// The unit's serial number. With another one it is another unit, even if the world-wide name is the same.
+    /// The unit's serial number. With another one it is another unit, even if the world-wide name
+    /// is the same.
     serial: String,
     errno: i32,
     /// Time of the failure, in milliseconds since 1970.

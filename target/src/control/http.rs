@@ -171,8 +171,8 @@ impl Listening {
         listener.set_nonblocking(true)?;
         let socket = tokio::net::TcpListener::from_std(listener.try_clone()?)?;
         let mut router = router().fallback(not_found).with_state(requests);
-        // What other hosts may reach is no secret to their browsers' pages either, and has names that are
-        // not known here.
+        // What other hosts may reach is no secret to their browsers' pages either, and has names
+        // that are not known here.
         if addr.ip().is_loopback() {
             router = router.layer(from_fn(check_host));
         }

@@ -27,7 +27,8 @@ impl IdentityFile {
     }
 }
 
-/// The names that are kept where a configuration says; none if nothing is kept there. The daemon may be running.
+/// The names that are kept where a configuration says; none if nothing is kept there. The daemon
+/// may be running.
 ///
 /// # Errors
 /// Those of the file system; or the file is not one of ours. All name the file.

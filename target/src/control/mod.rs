@@ -12,20 +12,23 @@
 //!
 //! # Modules
 //! - [`run`]: what `riserd run` does: start, notify the service manager, serve, shut down.
-//! - [`routes`]: the paths of the admin API. [`api`]: what they ask the daemon. [`view`]: fills what
-//!   they say, whose types are those of `riser-admin-api`.
-//! - [`http`]: those that may be had on a TCP address too: [`metrics`], [`health`], the status page,
-//!   which shows what [`live`] says; [`top`] shows its rates in a terminal. [`timeline`]: what the page shows of
-//!   the last minutes; [`events`]: what happened.
+//! - [`routes`]: the paths of the admin API. [`api`]: what they ask the daemon. [`view`]: fills
+//!   what they say, whose types are those of `riser-admin-api`.
+//! - [`http`]: those that may be had on a TCP address too: [`metrics`], [`health`], the status
+//!   page, which shows what [`live`] says; [`top`] shows its rates in a terminal. [`timeline`]:
+//!   what the page shows of the last minutes; [`events`]: what happened.
 //! - [`trace`]: the ways of single commands.
 //! - [`socket`]: place and access of the API.
-//! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
+//! - [`history`]: the configurations that were applied. [`state`]: the directory where they are
+//!   kept.
 //!   [`reservations`]: what is kept there of logical units.
 //! - [`upgrade`]: another program takes over.
 //! - `open`: what is opened at the start. `serving`: servers of HTTP that come to an end.
 //! - `bounded`: their listener, whose clients cannot keep each other out.
-//! - `watchdog`: reports to the service manager that all workers make progress, on a separate thread.
-//! - [`report`]: what `riserd sessions` and its like print, whose client is that of `riser-admin-api`;
+//! - `watchdog`: reports to the service manager that all workers make progress, on a separate
+//!   thread.
+//! - [`report`]: what `riserd sessions` and its like print, whose client is that of
+//!   `riser-admin-api`;
 //!   [`objects`]: the configuration's objects with what the daemon says about them.
 
 pub mod api;
@@ -107,8 +110,8 @@ pub struct Source<'a> {
     pub handover: Handover,
 }
 
-/// Serves a configuration until SIGTERM or SIGINT, or until another program takes over. At SIGHUP, and
-/// when the admin API asks for it, takes another one, as far as [`Server::change`] allows.
+/// Serves a configuration until SIGTERM or SIGINT, or until another program takes over. At SIGHUP,
+/// and when the admin API asks for it, takes another one, as far as [`Server::change`] allows.
 ///
 /// # Errors
 /// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
@@ -634,7 +637,8 @@ impl Control<'_> {
         let changes = diff(self.server.config(), &config);
         let before = self.standing();
         if before == Standing::Saved {
-            // Such as after `save`: that the file was written is no edit, which would be served after a restart.
+            // Such as after `save`: that the file was written is no edit, which would be served
+            // after a restart.
             let file = self.server.config().to_yaml();
             if let Err(error) = self.history.see_file(file) {
                 tracing::warn!(%error, "cannot record that the file was read");

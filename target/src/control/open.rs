@@ -90,8 +90,8 @@ fn parse(yaml: &str, name: &str) -> Result<Config, ServerError> {
     parsed.map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
 }
 
-/// Opens the admin API where the configuration wants it, or goes on without it: what cannot be had is a problem,
-/// and tried again, unless a daemon that runs has it.
+/// Opens the admin API where the configuration wants it, or goes on without it: what cannot be had
+/// is a problem, and tried again, unless a daemon that runs has it.
 pub(super) fn admin_or_problem(
     config: &Config,
     left: Option<UnixListener>,
@@ -120,8 +120,9 @@ pub(super) fn admin_again(path: &Path, requests: &mpsc::Sender<AdminRequest>) ->
     Ok(admin)
 }
 
-/// Opens the admin API where the configuration wants it, by a socket that was left to us or that the
-/// service manager has, if it is there. A default place that cannot be had is no reason not to serve.
+/// Opens the admin API where the configuration wants it, by a socket that was left to us or that
+/// the service manager has, if it is there. A default place that cannot be had is no reason not to
+/// serve.
 fn admin(
     wanted: &Location,
     left: Option<UnixListener>,

@@ -1,5 +1,5 @@
-//! Reservations that persist through power loss, in the state directory: a file for each logical unit
-//! that has had some, named after the unit's world-wide name.
+//! Reservations that persist through power loss, in the state directory: a file for each logical
+//! unit that has had some, named after the unit's world-wide name.
 
 use std::io;
 use std::sync::Arc;
@@ -26,7 +26,8 @@ pub struct ReservationFiles {
 /// Content of a file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
-    /// The unit's serial number. With another one it is another unit, even if the world-wide name is the same.
+    /// The unit's serial number. With another one it is another unit, even if the world-wide name
+    /// is the same.
     serial: String,
     reservations: SavedReservations,
 }

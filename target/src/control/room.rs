@@ -8,7 +8,8 @@ use std::time::Duration;
 /// Interval of the measurements.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Goes on measuring until it is dropped. The thread then ends by itself, as soon as no file system holds it up.
+/// Goes on measuring until it is dropped. The thread then ends by itself, as soon as no file system
+/// holds it up.
 #[derive(Debug)]
 pub(super) struct Room(#[expect(dead_code, reason = "its end is the message")] Sender<()>);
 

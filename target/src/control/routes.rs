@@ -20,10 +20,11 @@
 //! | `GET /v1/recent?sample=N&event=N` | what is newer than these: [`Recent`](riser_admin_api::recent::Recent) |
 //! | `GET /metrics`, `/healthz`, `/readyz`, `/` | see [`http`] |
 //!
-//! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not here,
-//! 405 for a method, 409 for a configuration that was not applied, 412 for one in place of another
-//! revision than the present one, 415 for a patch of another media type, 500 for what failed, 503 while too much waits or the daemon ends.
-//! Where the operating system said no, `"errno"` is its number.
+//! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not
+//! here, 405 for a method, 409 for a configuration that was not applied, 412 for one in place of
+//! another revision than the present one, 415 for a patch of another media type, 500 for what
+//! failed, 503 while too much waits or the daemon ends. Where the operating system said no,
+//! `"errno"` is its number.
 //!
 //! ```text
 //! curl --unix-socket /run/riserd/admin.sock http://riserd/v1/sessions
@@ -136,8 +137,8 @@ fn text_of<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// The revision of the configuration that a request is to replace; `None` for any. What is no text is a
-/// condition, too, and no revision meets it.
+/// The revision of the configuration that a request is to replace; `None` for any. What is no text
+/// is a condition, too, and no revision meets it.
 fn replaced(headers: &HeaderMap) -> Option<String> {
     let tag = headers.get(&IF_MATCH)?.to_str().unwrap_or_default();
     (tag != "*").then(|| tag.trim_matches('"').to_owned())

@@ -73,8 +73,8 @@ impl Admin {
     }
 }
 
-/// The socket that a service manager listens at for us, if it does: the first that it has handed over.
-/// It stays over restarts, and who may use it is the manager's to say.
+/// The socket that a service manager listens at for us, if it does: the first that it has handed
+/// over. It stays over restarts, and who may use it is the manager's to say.
 ///
 /// # Errors
 /// What was handed over is no listening Unix socket.
@@ -113,8 +113,8 @@ impl SocketOrigin {
 /// replaced.
 ///
 /// # Errors
-/// `AddrInUse` if another daemon listens there, `AlreadyExists` if the path is no socket; any error of the
-/// file system.
+/// `AddrInUse` if another daemon listens there, `AlreadyExists` if the path is no socket; any error
+/// of the file system.
 pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir)?;

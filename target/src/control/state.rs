@@ -1,12 +1,14 @@
-//! The state directory: files that are replaced as a whole, also if the process is killed meanwhile.
+//! The state directory: files that are replaced as a whole, also if the process is killed
+//! meanwhile.
 //!
 //! ```text
 //! hidden file written → made durable → takes the name → the directory made durable
 //!                                                              └─ not: the old file takes the name back
 //! ```
-//! If the process is killed at any of these steps, the name refers to the complete old file or the complete
-//! new one. After a replacement that fails it refers to the old one, so the caller and the next start agree.
-//! Hidden files have fixed names, so leftovers are overwritten by the next replacement.
+//! If the process is killed at any of these steps, the name refers to the complete old file or the
+//! complete new one. After a replacement that fails it refers to the old one, so the caller and the
+//! next start agree. Hidden files have fixed names, so leftovers are overwritten by the next
+//! replacement.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
@@ -206,8 +208,8 @@ pub fn load<T: DeserializeOwned>(path: &Path, version: u32) -> io::Result<Option
     Ok(Some(content))
 }
 
-/// Adds to the error of [`load`] what can be done about a file that is damaged or of another version,
-/// and what is so without the file.
+/// Adds to the error of [`load`] what can be done about a file that is damaged or of another
+/// version, and what is so without the file.
 #[must_use]
 pub fn advise(error: io::Error, without: &str) -> io::Error {
     // What the file system refuses says itself what is wrong, and the file may be sound.

@@ -1,8 +1,8 @@
 //! The service manager's watchdog: it hears of the daemon as long as every worker gets round to its
 //! mailbox. If one does not, the manager restarts the daemon.
 //!
-//! It has a thread of its own. The control plane opens and measures files, and may wait as long as a file
-//! system hangs; what is served meanwhile must not be ended for that.
+//! It has a thread of its own. The control plane opens and measures files, and may wait as long as
+//! a file system hangs; what is served meanwhile must not be ended for that.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::thread::{self, JoinHandle};
@@ -15,9 +15,9 @@ use sd_notify::NotifyState;
 pub(super) struct Watchdog(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl Watchdog {
-    /// Looks as often as the service manager wants: at half of `$WATCHDOG_USEC`, as sd_watchdog_enabled(3)
-    /// recommends. `ping` asks every worker to answer; a receiver without a sender is of one that could
-    /// not be asked.
+    /// Looks as often as the service manager wants: at half of `$WATCHDOG_USEC`, as
+    /// sd_watchdog_enabled(3) recommends. `ping` asks every worker to answer; a receiver without a
+    /// sender is of one that could not be asked.
     pub(super) fn start(ping: impl FnMut() -> Vec<Receiver<()>> + Send + 'static) -> Self {
         let every = sd_notify::watchdog_enabled().map(|limit| limit / 2);
         let alive = || super::notify(&[NotifyState::Watchdog]);

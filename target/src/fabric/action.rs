@@ -5,8 +5,8 @@ use riser_scsi::step::BlockOp;
 
 use super::{TaskIdx, TaskRef, UnitIdx};
 
-/// A request of a connection to its worker on behalf of a command or a task-management function, the
-/// same on every fabric. Each fabric adds requests of its own.
+/// A request of a connection to its worker on behalf of a command or a task-management function,
+/// the same on every fabric. Each fabric adds requests of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TaskAction {
     /// Start a block operation; when it ends, call the connection's `handle_block_done`.

@@ -13,11 +13,11 @@
 //! memory without keeping others from their turn. The checks of the command run when it starts, so
 //! they see what happened while its data were on their way.
 //!
-//! Where the unit or the initiator has limits ([`crate::qos`]), a command waits for them even before
-//! that, with or without Data-Out.
+//! Where the unit or the initiator has limits ([`crate::qos`]), a command waits for them even
+//! before that, with or without Data-Out.
 //!
-//! A fabric's context for a request holds one [`Execution`] and adds what is its own: how data travel,
-//! credit, the form of the answer. Nothing here sends or posts.
+//! A fabric's context for a request holds one [`Execution`] and adds what is its own: how data
+//! travel, credit, the form of the answer. Nothing here sends or posts.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -74,7 +74,8 @@ pub struct Descriptors {
     pub pooled: bool,
 }
 
-/// Data or descriptors that a command gets from its initiator before it takes its place in the order.
+/// Data or descriptors that a command gets from its initiator before it takes its place in the
+/// order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Early {
     /// None, or none are left to come.
@@ -210,9 +211,9 @@ impl Execution {
         });
     }
 
-    /// Returns what the command has to pay before it goes on, once. `None` where nothing limits it, or
-    /// where it is going to be refused: an initiator that may not write must not use up what others
-    /// may.
+    /// Returns what the command has to pay before it goes on, once. `None` where nothing limits it,
+    /// or where it is going to be refused: an initiator that may not write must not use up what
+    /// others may.
     pub fn toll(&mut self, nexus: NexusId) -> Option<Toll> {
         let initiator = self.limiter.take();
         let unit = self.unit.as_ref()?;
@@ -237,7 +238,8 @@ impl Execution {
         Some(Toll::new(unit.index, cost, initiator, of_unit))
     }
 
-    /// Ends the wait for limits. Its data come next, or [`Execution::data_arrived`] follows at once.
+    /// Ends the wait for limits. Its data come next, or [`Execution::data_arrived`] follows at
+    /// once.
     pub fn pass_limits(&mut self, now: Instant) {
         self.timer.enter(Stage::Scsi, now);
         self.end_limited();
@@ -269,8 +271,8 @@ impl Execution {
             }
             return Entry::Now;
         };
-        // Data that no buffer of the pool can ever hold are not awaited: the command is refused when it
-        // starts, as if it had none.
+        // Data that no buffer of the pool can ever hold are not awaited: the command is refused
+        // when it starts, as if it had none.
         let data = unit.lu.data_out(&self.request(nexus, &[]));
         let data = data.filter(|data| data.buffer_len as usize <= pool.max_buffer());
         let new = NewTask {
@@ -283,8 +285,8 @@ impl Execution {
             Ok((key, started)) => {
                 self.key = Some(key);
                 match started {
-                    // It takes its place in the order when its data have come, not here: it would keep
-                    // others from their turn for as long as its initiator likes.
+                    // It takes its place in the order when its data have come, not here: it would
+                    // keep others from their turn for as long as its initiator likes.
                     _ if new.awaits_data => {
                         self.early = Early::Awaited(data);
                         let waits = |is_write| LimitWait {
@@ -316,7 +318,8 @@ impl Execution {
         matches!(self.early, Early::Awaited(_))
     }
 
-    /// Returns the length of the Data-Out that comes before it takes its place in the order, in bytes.
+    /// Returns the length of the Data-Out that comes before it takes its place in the order, in
+    /// bytes.
     #[must_use]
     pub fn early_data(&self) -> Option<u32> {
         match self.early {
@@ -325,8 +328,8 @@ impl Execution {
         }
     }
 
-    /// Its data or descriptors have come, or failed to. Returns whether it may start at once, and the
-    /// other tasks that may.
+    /// Its data or descriptors have come, or failed to. Returns whether it may start at once, and
+    /// the other tasks that may.
     ///
     /// # Panics
     /// If it does not wait for that.
@@ -363,8 +366,8 @@ impl Execution {
         }
     }
 
-    /// Starts the command; returns its first step that is not done yet. A command whose data no buffer
-    /// of the pool can ever hold is refused.
+    /// Starts the command; returns its first step that is not done yet. A command whose data no
+    /// buffer of the pool can ever hold is refused.
     pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
         self.timer.enter(Stage::Scsi, now);
         let request = self.request(nexus, luns);
@@ -431,8 +434,8 @@ impl Execution {
         self.buffer.is_some() || len == 0
     }
 
-    /// Waits for the buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not get. The
-    /// step that needs it is in `step`.
+    /// Waits for the buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not get.
+    /// The step that needs it is in `step`.
     pub fn await_buffer(&mut self, pool: &mut Pool, owner: Owner, now: Instant) {
         self.timer.enter(Stage::Memory, now);
         if self.is_held_up() {
@@ -442,8 +445,9 @@ impl Execution {
         }
     }
 
-    /// Takes the pool's reserve, if the command has started and waits for memory: others may wait for
-    /// its end and hold memory meanwhile. `false` if not, or while another command has the reserve.
+    /// Takes the pool's reserve, if the command has started and waits for memory: others may wait
+    /// for its end and hold memory meanwhile. `false` if not, or while another command has the
+    /// reserve.
     pub fn take_reserve(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         if self.is_held_up() {
             self.buffer = pool.grant_reserve(owner, self.buffer_len());
@@ -461,8 +465,8 @@ impl Execution {
         runs && self.buffer.is_none() && !self.is_gathering()
     }
 
-    /// Brings the data of a response into the buffer, where they are not there yet; returns the number
-    /// of bytes for the initiator. `None` without room in the pool.
+    /// Brings the data of a response into the buffer, where they are not there yet; returns the
+    /// number of bytes for the initiator. `None` without room in the pool.
     pub fn gather(
         &mut self,
         pool: &mut Pool,
@@ -489,8 +493,8 @@ impl Execution {
         Some(len)
     }
 
-    /// The answer has been sent. Until then the initiator does not know the unit that the answer names,
-    /// and commands that it has sent with this one may be for the unit before.
+    /// The answer has been sent. Until then the initiator does not know the unit that the answer
+    /// names, and commands that it has sent with this one may be for the unit before.
     pub fn arrive(&mut self, now: Instant) {
         self.timer.arrive(now);
         if let Some(stale) = self.stale.take().filter(|_| self.names_unit) {
@@ -514,8 +518,8 @@ impl Execution {
         }
     }
 
-    /// Notes that it is about to leave the task set while its answer waits, so that functions of its
-    /// nexus find it.
+    /// Notes that it is about to leave the task set while its answer waits, so that functions of
+    /// its nexus find it.
     pub fn note_left(&mut self, nexus: NexusId, name: TaskRef) {
         if let (None, Some(unit)) = (self.left, &self.unit) {
             unit.note_left(nexus, (name, self.lun));
@@ -535,13 +539,14 @@ impl Execution {
         started
     }
 
-    /// Notes that its own nexus ends it, and expects no status from then on, even if others end it too.
+    /// Notes that its own nexus ends it, and expects no status from then on, even if others end it
+    /// too.
     pub fn renounce(&mut self) {
         self.is_renounced = true;
     }
 
-    /// Whether another nexus has ended it, so that its initiator has to be answered. It may have left
-    /// the task set before its connection is notified, or be ended by several.
+    /// Whether another nexus has ended it, so that its initiator has to be answered. It may have
+    /// left the task set before its connection is notified, or be ended by several.
     #[must_use]
     pub fn is_cleared(&self) -> bool {
         if self.is_renounced {

@@ -95,7 +95,8 @@ impl Backlog {
     }
 }
 
-/// A connection that carries commands. The methods that it has to provide are what fabrics differ in.
+/// A connection that carries commands. The methods that it has to provide are what fabrics differ
+/// in.
 pub(crate) trait CommandFlow {
     /// The worker's things, and what else the fabric needs for a call.
     type Cx<'a>: Lent;
@@ -121,8 +122,8 @@ pub(crate) trait CommandFlow {
         false
     }
 
-    /// Brings `len` bytes of Data-Out, from `from` on, into the buffer. Returns the result if they are
-    /// there already; otherwise [`CommandFlow::go_on`] follows.
+    /// Brings `len` bytes of Data-Out, from `from` on, into the buffer. Returns the result if they
+    /// are there already; otherwise [`CommandFlow::go_on`] follows.
     fn receive_data(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -160,8 +161,8 @@ pub(crate) trait CommandFlow {
 
     /// Enters a command into its unit's task set, and goes on with it as far as it may.
     ///
-    /// Limits come first: a command that waits for them is in the set, so that functions find it and
-    /// the order holds, but has no buffer yet.
+    /// Limits come first: a command that waits for them is in the set, so that functions find it
+    /// and the order holds, but has no buffer yet.
     fn enter_task_set(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -266,8 +267,8 @@ pub(crate) trait CommandFlow {
         }
     }
 
-    /// Advances a command with the result of its last step; returns the next one. A command whose data
-    /// have come takes its place in the order, and may have to wait there.
+    /// Advances a command with the result of its last step; returns the next one. A command whose
+    /// data have come takes its place in the order, and may have to wait there.
     fn advance(
         &mut self,
         cx: &mut Self::Cx<'_>,

@@ -29,8 +29,8 @@ const MAX_FORMER: usize = 64;
 /// Maximum number of LUNs that lead nowhere and whose units are remembered.
 const MAX_GONE: usize = 256;
 
-/// A flag that is set while a LUN leads to another unit than its initiator takes it for. The maps of
-/// a session that lead the LUN to one unit share it.
+/// A flag that is set while a LUN leads to another unit than its initiator takes it for. The maps
+/// of a session that lead the LUN to one unit share it.
 #[derive(Clone, Debug, Default)]
 pub struct StaleLun(Arc<AtomicBool>);
 
@@ -75,8 +75,8 @@ impl KnownUnits {
 /// The logical units that one initiator may see at one target port. Several LUNs may lead to one.
 ///
 /// # A LUN that comes to lead to another unit
-/// The initiator may send commands for the unit before until it has learned of the change. So all of
-/// them are answered with REPORTED LUNS DATA HAS CHANGED, and not only the first one, until the
+/// The initiator may send commands for the unit before until it has learned of the change. So all
+/// of them are answered with REPORTED LUNS DATA HAS CHANGED, and not only the first one, until the
 /// initiator has an INQUIRY page with the unit's names: the LUN is *stale*. That it led nowhere in
 /// between makes no difference; if it leads back to the unit before, nothing has changed. Commands
 /// under way at the unit before go on, and functions for the LUN find them.
@@ -194,8 +194,8 @@ impl LunMap {
         lu.has_names().then(|| &lu.config().identity)
     }
 
-    /// Returns the units that may have commands for a LUN: the one that it leads to, then those that
-    /// it led to before.
+    /// Returns the units that may have commands for a LUN: the one that it leads to, then those
+    /// that it led to before.
     #[must_use]
     pub fn with_former(&self, lun: WireLun) -> Vec<Arc<Unit>> {
         self.addressed(lun)
@@ -222,8 +222,8 @@ impl LunMap {
         Some(&self.stale[place]).filter(|stale| stale.is_set())
     }
 
-    /// Whether a LUN is stale. Functions for such a LUN end no commands of others: the initiator means
-    /// those at the unit before.
+    /// Whether a LUN is stale. Functions for such a LUN end no commands of others: the initiator
+    /// means those at the unit before.
     #[must_use]
     pub fn is_stale(&self, lun: WireLun) -> bool {
         self.find(lun).is_some_and(|place| self.is_stale_at(place))
@@ -282,8 +282,8 @@ impl LunMap {
         Some(Arc::clone(&self.mappings[place].unit))
     }
 
-    /// Whether the LUN that addresses a unit is read-only. Functions for such a LUN end no commands of
-    /// others: an initiator that may not write must not stop others.
+    /// Whether the LUN that addresses a unit is read-only. Functions for such a LUN end no commands
+    /// of others: an initiator that may not write must not stop others.
     #[must_use]
     pub fn is_read_only(&self, lun: WireLun) -> bool {
         let place = self.find(lun);
@@ -360,7 +360,8 @@ mod tests {
         let mut back = map([0, most, most + 100], &one);
         back.follow(&luns);
         let stale = |luns: &LunMap| luns.stale.iter().map(StaleLun::is_set).collect::<Vec<_>>();
-        // One that is not known any more may have been another unit, and so may one that never was there.
+        // One that is not known any more may have been another unit, and so may one that never was
+        // there.
         assert_eq!(stale(&back), [false, true, true]);
         let mut once_more = map([0, most, most + 100], &one);
         once_more.follow(&back);

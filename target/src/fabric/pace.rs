@@ -1,12 +1,12 @@
 //! The time that a command may wait for its initiator on a connection that moves data.
 //!
-//! Data of a command wait behind those of others on the same connection, and a deep queue of long commands
-//! takes minutes on a slow link although it moves data all the time. So the time that a command waits counts
-//! only as far as the data that its connection moved meanwhile do not explain it, at [`SLOWEST`]. A
-//! connection that is faster is never too slow. One that moves little, to keep its place, gains nothing
-//! by it. A piece of data waits at most behind one piece of every other command, so at most that many
-//! bytes explain the wait for one piece: an initiator cannot keep a command waiting for ever by moving
-//! the data of others.
+//! Data of a command wait behind those of others on the same connection, and a deep queue of long
+//! commands takes minutes on a slow link although it moves data all the time. So the time that a
+//! command waits counts only as far as the data that its connection moved meanwhile do not explain
+//! it, at [`SLOWEST`]. A connection that is faster is never too slow. One that moves little, to
+//! keep its place, gains nothing by it. A piece of data waits at most behind one piece of every
+//! other command, so at most that many bytes explain the wait for one piece: an initiator cannot
+//! keep a command waiting for ever by moving the data of others.
 
 use std::time::{Duration, Instant};
 

@@ -162,8 +162,8 @@ impl From<TmfOutcome> for Effect {
     }
 }
 
-/// Carries out a function of a nexus that names no task, for the unit that `lun` addresses or for all
-/// of its units.
+/// Carries out a function of a nexus that names no task, for the unit that `lun` addresses or for
+/// all of its units.
 ///
 /// # Errors
 /// The answer that refuses it.
@@ -174,9 +174,9 @@ pub fn manage(
     nexus: NexusId,
 ) -> Result<Effect, FunctionAnswer> {
     match function {
-        // An unknown function may concern no unit at all. A cold reset is optional, and would end the
-        // sessions of all initiators (RFC 7143 11.5.1): a host must not do that to others. LIO rejects
-        // it, too.
+        // An unknown function may concern no unit at all. A cold reset is optional, and would end
+        // the sessions of all initiators (RFC 7143 11.5.1): a host must not do that to others. LIO
+        // rejects it, too.
         Function::Unknown | Function::TargetColdReset => Err(FunctionAnswer::NotSupported),
         Function::TargetWarmReset => reset_target(luns, nexus),
         Function::NexusReset => {

@@ -12,7 +12,8 @@ use crate::qos::{Cost, Limiter};
 /// Number of a connection's commands that may always wait.
 const MIN_WAITING: usize = 4;
 
-/// The price of a command, paid before it goes on: first to its initiator's limits, then to its unit's.
+/// The price of a command, paid before it goes on: first to its initiator's limits, then to its
+/// unit's.
 #[derive(Clone, Debug)]
 pub struct Toll {
     unit: UnitIdx,
@@ -53,9 +54,9 @@ impl Toll {
         self.cost.is_write
     }
 
-    /// Pays from a gate on; returns the gate at which it has to wait, and until when. The unit is not
-    /// paid before the initiator's own limits have room, or the command would hold up others there
-    /// while it waits for these.
+    /// Pays from a gate on; returns the gate at which it has to wait, and until when. The unit is
+    /// not paid before the initiator's own limits have room, or the command would hold up others
+    /// there while it waits for these.
     fn book(&mut self, from: Gate, now: Instant) -> Option<(Gate, Instant)> {
         let gates = [Gate::Initiator, Gate::Unit];
         for gate in &gates[from as usize..] {
@@ -160,9 +161,9 @@ pub struct Throttle<I> {
 }
 
 impl<I: Copy + PartialEq> Throttle<I> {
-    /// The throttle of a connection that takes up to `commands` at once. A quarter of them may wait,
-    /// and the first of each line: the others are left for commands without limits. Initiators may use
-    /// half of what they are granted (ib_srp: 64 by default).
+    /// The throttle of a connection that takes up to `commands` at once. A quarter of them may
+    /// wait, and the first of each line: the others are left for commands without limits.
+    /// Initiators may use half of what they are granted (ib_srp: 64 by default).
     #[must_use]
     pub fn new(commands: usize) -> Self {
         Self {
@@ -291,9 +292,9 @@ impl<I: Copy + PartialEq> Throttle<I> {
         self.waiting.iter().map(|waiting| waiting.command)
     }
 
-    /// Removes a command that has been ended, if it waits; the next one has its turn. The limit that it
-    /// waits for is paid back. An initiator's limit that it has passed is not, or an initiator could
-    /// make a unit wait for free.
+    /// Removes a command that has been ended, if it waits; the next one has its turn. The limit
+    /// that it waits for is paid back. An initiator's limit that it has passed is not, or an
+    /// initiator could make a unit wait for free.
     pub fn remove(&mut self, command: I) {
         self.take(command, Toll::refund_at);
     }
@@ -479,7 +480,8 @@ mod tests {
         assert!(throttle.is_empty());
     }
 
-    /// One that waits for its own limit does not use the time of a unit that it shares, however often it comes.
+    /// One that waits for its own limit does not use the time of a unit that it shares, however
+    /// often it comes.
     #[test]
     fn an_initiator_that_its_own_limit_holds_back_delays_no_other_at_the_unit() {
         let (unit, own, now) = (limiter(10), limiter(1), Instant::now());

@@ -1,11 +1,11 @@
-//! Transfers: the RDMA READs or WRITEs that move bytes between a buffer of the pool and ranges of the
-//! initiator's memory.
+//! Transfers: the RDMA READs or WRITEs that move bytes between a buffer of the pool and ranges of
+//! the initiator's memory.
 //!
-//! One walk over both sides yields the work requests: [`Requests`]. [`Transfer::plan`] takes it as far
-//! as a portion may go, to count them before any send-queue credit is taken. [`Transfer::requests`]
-//! repeats it over the same bytes, to post them. So the requests that are posted are those that were
-//! counted. A transfer that needs more than a portion goes on when the portion has completed, so no
-//! peer can make a chain longer than the queue.
+//! One walk over both sides yields the work requests: [`Requests`]. [`Transfer::plan`] takes it as
+//! far as a portion may go, to count them before any send-queue credit is taken.
+//! [`Transfer::requests`] repeats it over the same bytes, to post them. So the requests that are
+//! posted are those that were counted. A transfer that needs more than a portion goes on when the
+//! portion has completed, so no peer can make a chain longer than the queue.
 
 use std::ops::Range;
 
@@ -81,8 +81,8 @@ struct Position {
     bytes: u32,
     /// Index of a remote range.
     range: u32,
-    /// Bytes from the beginning of that range. At least as many as it has put the position in a later
-    /// one.
+    /// Bytes from the beginning of that range. At least as many as it has put the position in a
+    /// later one.
     offset: u32,
 }
 
@@ -120,8 +120,8 @@ impl Transfer {
         Self::between(direction, range, 0)
     }
 
-    /// A transfer of the first `len` bytes of the buffer: a piece of longer data, of which the remote
-    /// ranges describe all. The piece begins `from` bytes into the data.
+    /// A transfer of the first `len` bytes of the buffer: a piece of longer data, of which the
+    /// remote ranges describe all. The piece begins `from` bytes into the data.
     #[must_use]
     pub fn of_piece(direction: Direction, from: u32, len: u32) -> Self {
         Self::between(direction, 0..len, from)
@@ -203,8 +203,8 @@ impl Transfer {
     }
 }
 
-/// The walk over both sides of a transfer. A request covers one remote range at most, and has as many
-/// pieces of the buffer as there are scatter-gather entries.
+/// The walk over both sides of a transfer. A request covers one remote range at most, and has as
+/// many pieces of the buffer as there are scatter-gather entries.
 #[derive(Debug)]
 pub struct Requests<'a, R> {
     direction: Direction,

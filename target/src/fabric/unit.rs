@@ -151,12 +151,12 @@ impl Unit {
         self.lock().set.len()
     }
 
-    /// Takes a task into the set; returns whether it may start at once. Its initiator uses `lun` for
-    /// the unit. `limited` is there if it waits for limits first: to write or to read.
+    /// Takes a task into the set; returns whether it may start at once. Its initiator uses `lun`
+    /// for the unit. `limited` is there if it waits for limits first: to write or to read.
     ///
-    /// A task that `keeps_memory` (data or tables) is refused where the order would make it wait for
-    /// one that waits for limits, since it would keep the memory until then. One that waits behind
-    /// that one for the same limits is not.
+    /// A task that `keeps_memory` (data or tables) is refused where the order would make it wait
+    /// for one that waits for limits, since it would keep the memory until then. One that waits
+    /// behind that one for the same limits is not.
     ///
     /// # Errors
     /// The set is full: TASK SET FULL.
@@ -171,8 +171,8 @@ impl Unit {
         keeps_memory: bool,
         limited: Option<bool>,
     ) -> Result<(TaskKey, bool), TaskSetFull> {
-        // One lock for all of it: between the look at those that wait for limits and its own entry, no
-        // other worker may add one.
+        // One lock for all of it: between the look at those that wait for limits and its own entry,
+        // no other worker may add one.
         let mut tasks = self.lock();
         let own = limited.map(|is_write| (task.worker, task.channel, is_write));
         let others = |other: &LimitQueue| other.nexus == nexus && Some(other.line) != own;
@@ -229,8 +229,8 @@ impl Unit {
         }
     }
 
-    /// Notes that the Data-Out of a task has come; returns whether it may start now, and which others
-    /// may.
+    /// Notes that the Data-Out of a task has come; returns whether it may start now, and which
+    /// others may.
     pub fn data_arrived(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
         let Tasks { set, refs, .. } = &mut *tasks;
@@ -274,8 +274,9 @@ impl Unit {
         *known.expect("the task is in its set") = name;
     }
 
-    /// Notes that a task is about to leave the set while its answer has to wait. Functions of its own
-    /// nexus find it until [`Unit::forget_left`], so that nothing of it follows their responses.
+    /// Notes that a task is about to leave the set while its answer has to wait. Functions of its
+    /// own nexus find it until [`Unit::forget_left`], so that nothing of it follows their
+    /// responses.
     pub fn note_left(&self, nexus: NexusId, (task, lun): (TaskRef, LunId)) {
         self.lock().left.push(PendingAnswer {
             nexus,
@@ -308,7 +309,8 @@ impl Unit {
         left.any(|left| left.task == task && left.is_ended)
     }
 
-    /// Carries out a task-management function on the set, and on the nexus's tasks that have left it.
+    /// Carries out a task-management function on the set, and on the nexus's tasks that have left
+    /// it.
     ///
     /// Its effect on other nexuses happens here, with the abort of their tasks: those are answered
     /// with TASK ABORTED, and a reset resets the unit. So it does not matter whether the connection
@@ -342,8 +344,8 @@ impl Unit {
         TmfOutcome { response, aborted }
     }
 
-    /// Ends the tasks that a nexus has sent to a LUN which no longer leads to this unit. Its tasks by
-    /// other LUNs go on.
+    /// Ends the tasks that a nexus has sent to a LUN which no longer leads to this unit. Its tasks
+    /// by other LUNs go on.
     pub fn abort_by_lun(&self, nexus: NexusId, lun: LunId) -> TmfOutcome {
         let mut tasks = self.lock();
         let Tasks {
@@ -381,7 +383,8 @@ impl Unit {
         aborted.iter().filter_map(|key| refs[key.slot()]).collect()
     }
 
-    /// Whether a task was ended by another nexus than its own, and is to be answered with TASK ABORTED.
+    /// Whether a task was ended by another nexus than its own, and is to be answered with TASK
+    /// ABORTED.
     #[must_use]
     pub fn is_cleared(&self, key: TaskKey) -> bool {
         self.lock().set.is_cleared(key)

@@ -1,10 +1,10 @@
 //! Commands that go from a connection that is lost to another one of its session: error recovery
 //! level 2 (RFC 7143 7.2.2, 7.6, 11.5, 11.14).
 //!
-//! A connection that is lost stays as a channel without a socket. What it had under way goes on there as
-//! far as it can without the initiator: until it wants data, or is answered. Once the connection is
-//! logged out for recovery, by a LOGOUT or by a login that takes its place, TASK REASSIGN on another
-//! connection claims a command by its tag, and the lost one hands it over:
+//! A connection that is lost stays as a channel without a socket. What it had under way goes on
+//! there as far as it can without the initiator: until it wants data, or is answered. Once the
+//! connection is logged out for recovery, by a LOGOUT or by a login that takes its place, TASK
+//! REASSIGN on another connection claims a command by its tag, and the lost one hands it over:
 //!
 //! ```text
 //!   TASK REASSIGN ─→ claim_tag ─→ ReassignRequest ─→ lost connection: waits for data, or is answered?
@@ -12,15 +12,16 @@
 //!   data, R2Ts, answer ←─ handle_reassigned ←─ ReassignedTask
 //! ```
 //!
-//! A reassigned task carries the bytes of the data: the connections may belong to workers with a pool each.
+//! A reassigned task carries the bytes of the data: the connections may belong to workers with a
+//! pool each.
 //!
 //! # Bounds
-//! Nothing is kept beyond Time2Wait and Time2Retain, of which Time2Wait counts for [`TIME2WAIT`] at most: it
-//! is the larger value of both sides, so an initiator alone could ask for an hour.
-//! Nor is anything kept when others wait for the pool memory that it occupies. What is kept takes
-//! its places of the command window, so a session has no more contexts in use than without
-//! recovery. What was handed over is known by its old name for [`LINGER`] longer, for mail that is
-//! on its way.
+//! Nothing is kept beyond Time2Wait and Time2Retain, of which Time2Wait counts for [`TIME2WAIT`] at
+//! most: it is the larger value of both sides, so an initiator alone could ask for an hour. Nor is
+//! anything kept when others wait for the pool memory that it occupies. What is kept takes its
+//! places of the command window, so a session has no more contexts in use than without recovery.
+//! What was handed over is known by its old name for [`LINGER`] longer, for mail that is on its
+//! way.
 
 use std::time::{Duration, Instant};
 
@@ -43,8 +44,8 @@ use crate::pool::{Buffer, Pool};
 /// DefaultTime2Retain as we offer it, in seconds (RFC 7143 13.16).
 pub const TIME2RETAIN: u32 = 20;
 
-/// Seconds of DefaultTime2Wait that are waited at most: the value of an initiator that names none (RFC 7143
-/// 13.15).
+/// Seconds of DefaultTime2Wait that are waited at most: the value of an initiator that names none
+/// (RFC 7143 13.15).
 const TIME2WAIT: u32 = 2;
 
 /// Time for which a channel that has handed everything over still knows the new names.
@@ -185,8 +186,8 @@ impl<D: Datamover> Channel<D> {
         !self.is_connected && self.is_flushed
     }
 
-    /// Ends what waits here for nothing but another connection and was not claimed, if it is `meant`,
-    /// which gets whether it has a buffer.
+    /// Ends what waits here for nothing but another connection and was not claimed, if it is
+    /// `meant`, which gets whether it has a buffer.
     fn give_up(&mut self, pool: &mut Pool, meant: impl Fn(bool) -> bool) {
         for idx in self.all() {
             let is_meant = meant(self.tasks[usize::from(idx.0)].exec.buffer.is_some());
@@ -330,8 +331,8 @@ impl<D: Datamover> Channel<D> {
         let exp = claim.exp_data_sn;
         let mut r2ts = std::mem::take(&mut task.r2ts);
         let start = std::mem::take(&mut task.data_start);
-        // What the initiator has is said by ExpDataSN of the TASK REASSIGN (RFC 7143 11.5.6): Data-In PDUs,
-        // or R2Ts. It decides where the other connection begins.
+        // What the initiator has is said by ExpDataSN of the TASK REASSIGN (RFC 7143 11.5.6):
+        // Data-In PDUs, or R2Ts. It decides where the other connection begins.
         let point = if let Some(mut response) = task.response.take() {
             let len = response.data_in.len().min(exec.expected.data_in);
             let end = response.data_in.from() + len;
@@ -431,8 +432,8 @@ impl<D: Datamover> Channel<D> {
 
     fn resume_reassigned(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, moved: ReassignedTask) {
         let task = &mut self.tasks[usize::from(idx.0)];
-        // Functions may have named the context while the command was on its way: what they wait for goes
-        // on here, and an abort counts for what has come.
+        // Functions may have named the context while the command was on its way: what they wait for
+        // goes on here, and an abort counts for what has come.
         let before = std::mem::replace(&mut task.exec, moved.exec);
         task.exec.watchers.extend(before.watchers);
         let addressed = self.session.as_ref().and_then(|session| {
@@ -485,8 +486,9 @@ impl<D: Datamover> Channel<D> {
     }
 }
 
-/// Where the data begin that the initiator does not have, of those up to `end`, if it has said that it has
-/// all Data-In PDUs before `exp`. Zero says that nothing is new; what it cannot be is passed over.
+/// Where the data begin that the initiator does not have, of those up to `end`, if it has said that
+/// it has all Data-In PDUs before `exp`. Zero says that nothing is new; what it cannot be is passed
+/// over.
 fn acknowledged(mover: &impl Datamover, start: Start, end: u32, exp: u32) -> Start {
     let found = mover.start_of(start, end, exp).filter(|_| exp > 0);
     found.unwrap_or(start)

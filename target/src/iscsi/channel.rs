@@ -4,8 +4,8 @@
 //! 1. [`Channel::new`] when the connection exists.
 //! 2. Inputs, in any order: [`Channel::handle_frame`], [`Channel::handle_done`],
 //!    [`Channel::handle_block_done`], [`Channel::handle_pool`], [`Channel::handle_timeout`],
-//!    [`Channel::handle_disconnected`], and what other channels say: [`Channel::handle_task_start`],
-//!    [`Channel::handle_abort`], [`Channel::handle_task_gone`].
+//!    [`Channel::handle_disconnected`], and what other channels say:
+//!    [`Channel::handle_task_start`], [`Channel::handle_abort`], [`Channel::handle_task_gone`].
 //! 3. After every input, [`Channel::poll_action`] until it has none.
 //! 4. After [`Action::Release`] the channel holds nothing, and may be dropped.
 
@@ -147,11 +147,11 @@ pub enum Action {
     TakeTurn(ConnRef),
     /// End other connections of the session, then call [`Channel::handle_others_gone`].
     EndOthers(LogoutScope),
-    /// The connection is lost, and what it had under way is kept: another connection of the session is
-    /// to be notified, by [`Channel::handle_lost`].
+    /// The connection is lost, and what it had under way is kept: another connection of the session
+    /// is to be notified, by [`Channel::handle_lost`].
     Lost,
-    /// Other connections may claim what this one had under way: the one that has logged it out is to be
-    /// notified.
+    /// Other connections may claim what this one had under way: the one that has logged it out is
+    /// to be notified.
     Detached,
     /// Notify the channel of a command that TASK REASSIGN claims it: [`Channel::handle_reassign`].
     Reassign(ReassignRequest),
@@ -193,7 +193,8 @@ pub enum LogoutScope {
 pub enum Phase {
     /// Exchanges login PDUs; any other PDU ends the connection.
     Login,
-    /// Login succeeded; waits until the commands of the sessions that it replaces have left the devices.
+    /// Login succeeded; waits until the commands of the sessions that it replaces have left the
+    /// devices.
     Joining,
     /// Takes commands, or text requests in a discovery session.
     FullFeature,
@@ -265,7 +266,8 @@ pub struct Channel<D> {
     pub(super) idle: Vec<TaskIdx>,
     /// Memory for data that come with a command, while none has it; FirstBurstLength at most.
     pub(super) staging: Vec<u8>,
-    /// The request that is being carried out has taken a place of the command window, and no context.
+    /// The request that is being carried out has taken a place of the command window, and no
+    /// context.
     pub(super) has_place: bool,
     /// Tasks that take a place of the command window.
     pub(super) counted: u16,
@@ -410,7 +412,8 @@ impl<D: Datamover> Channel<D> {
         !self.tasks.is_empty()
     }
 
-    /// Returns the memory of its contexts and of unsolicited data that have no buffer yet, in bytes.
+    /// Returns the memory of its contexts and of unsolicited data that have no buffer yet, in
+    /// bytes.
     #[must_use]
     pub fn memory(&self) -> usize {
         if self.takes_commands() {
@@ -570,8 +573,8 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// What was handed to the datamover with this task as its end is on its way, or a piece of its data
-    /// is.
+    /// What was handed to the datamover with this task as its end is on its way, or a piece of its
+    /// data is.
     pub fn handle_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx) {
         self.last_taken = cx.now;
         if self.tasks[usize::from(task.0)].state == TaskState::Send {

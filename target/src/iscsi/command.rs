@@ -124,8 +124,8 @@ impl<D: Datamover> Channel<D> {
         Ok(())
     }
 
-    /// Whether a command would wait for limits with unsolicited data beyond [`MAX_STAGED`] of those that do. The only
-    /// one never does.
+    /// Whether a command would wait for limits with unsolicited data beyond [`MAX_STAGED`] of those
+    /// that do. The only one never does.
     fn is_staging_full(&self, idx: TaskIdx) -> bool {
         let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
         let most = |idx: TaskIdx| {
@@ -358,8 +358,8 @@ impl<D: Datamover> CommandFlow for Channel<D> {
     fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
         let owner = self.backlog.owner();
         let task = &mut self.tasks[usize::from(idx.0)];
-        // No response before the F bit of unsolicited data (RFC 7143 11.4.2): what still comes could
-        // be taken for data of the next command with this tag.
+        // No response before the F bit of unsolicited data (RFC 7143 11.4.2): what still comes
+        // could be taken for data of the next command with this tag.
         if task.incoming.open {
             self.note_left(idx);
             self.leave_task_set(idx);

@@ -27,8 +27,9 @@ impl<D: Datamover> Channel<D> {
         staged
     }
 
-    /// Keeps the memory of data that were taken, for the next command's: most commands start at once, so
-    /// one such piece of memory is all that they need. What a burst cannot fill is given back.
+    /// Keeps the memory of data that were taken, for the next command's: most commands start at
+    /// once, so one such piece of memory is all that they need. What a burst cannot fill is given
+    /// back.
     pub(super) fn keep_staging(&mut self, mut list: Vec<u8>) {
         let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
         list.clear();
@@ -56,8 +57,9 @@ impl<D: Datamover> Channel<D> {
         self.go_on(cx, idx, StepResult::Done);
     }
 
-    /// The initiator asks for PDUs once more. Where it does not get data of a command that is not answered
-    /// yet, the command fails (RFC 7143 7.8): it must not succeed while the initiator waits for them.
+    /// The initiator asks for PDUs once more. Where it does not get data of a command that is not
+    /// answered yet, the command fails (RFC 7143 7.8): it must not succeed while the initiator
+    /// waits for them.
     pub(super) fn on_snack(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, snack: &Snack) {
         let Err(reason) = self.mover.resend(snack) else {
             return;
@@ -92,16 +94,16 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Returns the result of a command's wait for data if they are here. Asks for what is missing when
-    /// nothing else comes by itself.
+    /// Returns the result of a command's wait for data if they are here. Asks for what is missing
+    /// when nothing else comes by itself.
     pub(super) fn check_received(&mut self, now: Instant, idx: TaskIdx) -> Option<StepResult> {
         self.watch_data(now);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.wait = self.pace.begin(now);
         let incoming = &mut task.incoming;
         let wanted = incoming.wanted.expect("the command waits for data");
-        // What is missing is known when unsolicited data have ended; an error, too, is answered only
-        // then (RFC 7143 11.4.2).
+        // What is missing is known when unsolicited data have ended; an error, too, is answered
+        // only then (RFC 7143 11.4.2).
         if incoming.open {
             return None;
         }
@@ -272,19 +274,21 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Data that were asked for may be overdue: none at all came for the timeout, or those of one
-    /// command have taken [`MAX_DATA_TIMEOUTS`] of them. Data of one command may well wait behind those
-    /// of others on a slow link, so as long as something comes, no command is given up early. The same is
-    /// true of data that the initiator does not take, while others follow that need the buffer.
+    /// command have taken [`MAX_DATA_TIMEOUTS`] of them. Data of one command may well wait behind
+    /// those of others on a slow link, so as long as something comes, no command is given up early.
+    /// The same is true of data that the initiator does not take, while others follow that need the
+    /// buffer.
     ///
-    /// A command that goes in pieces has its place in the order from the second one on, and others may
-    /// wait for its end: all later pieces together have that time, also where it moves to another
-    /// connection. Nothing waits for an answered command, but it keeps its buffer until its answer
-    /// is sent, at error recovery level 1 until that is acknowledged: it has what is left of that
-    /// time, but always as long as an initiator may be silent. Data that were moved meanwhile
+    /// A command that goes in pieces has its place in the order from the second one on, and others
+    /// may wait for its end: all later pieces together have that time, also where it moves to
+    /// another connection. Nothing waits for an answered command, but it keeps its buffer until its
+    /// answer is sent, at error recovery level 1 until that is acknowledged: it has what is left of
+    /// that time, but always as long as an initiator may be silent. Data that were moved meanwhile
     /// extend it: see [`Pace`](crate::fabric::Pace).
     ///
-    /// The commands concerned are aborted, and the connection is lost: at this point it is not known
-    /// what the initiator will still send. So no command waits without limit or keeps its buffer.
+    /// The commands concerned are aborted, and the connection is lost: at this point it is not
+    /// known what the initiator will still send. So no command waits without limit or keeps its
+    /// buffer.
     pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
         self.data_deadline = None;
         let timeout = self.config.data_out_timeout;

@@ -115,8 +115,8 @@ pub enum SolicitedData {
 
 /// The layer that moves data.
 pub trait Datamover {
-    /// Whether connections on it recover from errors by more than a new login (RFC 7143 7.1.1): without
-    /// that, the error recovery level of a session is zero in spite of what was negotiated.
+    /// Whether connections on it recover from errors by more than a new login (RFC 7143 7.1.1):
+    /// without that, the error recovery level of a session is zero in spite of what was negotiated.
     const RECOVERS: bool;
 
     /// Full-feature phase begins with these values, once the answer to the login is on its way.
@@ -136,8 +136,8 @@ pub trait Datamover {
     fn send_control(&mut self, control: Control);
 
     /// Moves data to the initiator, after everything before it. The number of Data-In PDUs that the
-    /// command has with that, where there are such. Unless more data follow, or the status goes with the data, the
-    /// next PDU sent is the task's answer.
+    /// command has with that, where there are such. Unless more data follow, or the status goes
+    /// with the data, the next PDU sent is the task's answer.
     fn put_data(&mut self, put: PutData) -> u32;
 
     /// Whether a good status can go with the data.
@@ -154,15 +154,15 @@ pub trait Datamover {
     /// then [`Channel::handle_arrived`](super::Channel::handle_arrived) says when it is over.
     fn forget(&mut self, task: TaskIdx) -> bool;
 
-    /// The initiator has every status before `exp`; or it leaves, and wants none any more. The tasks
-    /// that end with that; they were kept to be sent once more.
+    /// The initiator has every status before `exp`; or it leaves, and wants none any more. The
+    /// tasks that end with that; they were kept to be sent once more.
     fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
         let _ = exp;
         Vec::new()
     }
 
-    /// The initiator has all Data-In PDUs of a command before one, which it was asked to say: the task
-    /// whose piece left its buffer with that, if nothing uses the buffer any more.
+    /// The initiator has all Data-In PDUs of a command before one, which it was asked to say: the
+    /// task whose piece left its buffer with that, if nothing uses the buffer any more.
     ///
     /// # Errors
     /// Why that cannot be.
@@ -191,7 +191,8 @@ pub trait Datamover {
         Progress::default()
     }
 
-    /// Returns the beginning of the PDU with a number, of data of `len` bytes; `None` if they are fewer.
+    /// Returns the beginning of the PDU with a number, of data of `len` bytes; `None` if they are
+    /// fewer.
     fn start_of(&self, start: Start, len: u32, data_sn: u32) -> Option<Start> {
         let _ = (start, len, data_sn);
         None

@@ -75,8 +75,8 @@ impl<D: Datamover> Channel<D> {
         self.cut_short(pool, idx, End::Aborted);
     }
 
-    /// Ends a command that task management has ended, here or on another channel, at once or as soon as no
-    /// device uses its buffer.
+    /// Ends a command that task management has ended, here or on another channel, at once or as
+    /// soon as no device uses its buffer.
     pub(super) fn end_managed(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         let task = &mut self.tasks[usize::from(idx.0)];
         if !task.is_command() {
@@ -93,8 +93,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Ends an aborted command that no device uses any more. One that another nexus has ended is answered
-    /// with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
+    /// Ends an aborted command that no device uses any more. One that another nexus has ended is
+    /// answered with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let task = &self.tasks[usize::from(idx.0)];
         let is_over = matches!(self.phase, Phase::Closing | Phase::Closed);
@@ -121,8 +121,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Stops what a request does; whether a device or a socket still has its buffer, or it is another
-    /// connection's.
+    /// Stops what a request does; whether a device or a socket still has its buffer, or it is
+    /// another connection's.
     fn stop(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
         match self.tasks[usize::from(idx.0)].state {
             TaskState::AwaitBuffer => {
@@ -143,7 +143,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Aborts what waits for the initiator, who is logging out, or for limits, which would delay that.
+    /// Aborts what waits for the initiator, who is logging out, or for limits, which would delay
+    /// that.
     pub(super) fn abort_waiting(&mut self, cx: &mut Cx<'_>) {
         for idx in self.all() {
             let task = &self.tasks[usize::from(idx.0)];

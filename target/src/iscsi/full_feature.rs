@@ -1,5 +1,5 @@
-//! Full-feature phase: PDUs are looked at and carried out, requests get contexts, and what is no command is
-//! answered.
+//! Full-feature phase: PDUs are looked at and carried out, requests get contexts, and what is no
+//! command is answered.
 
 use std::fmt::Display;
 use std::time::Instant;
@@ -68,8 +68,8 @@ impl<D: Datamover> Channel<D> {
         let is_discovery = self.session.as_ref().is_none_or(|s| s.params.discovery);
         match pdu {
             FromInitiator::TextRequest(request) => self.on_text(cx, frame, &request),
-            // Nothing new follows a logout on its connection (RFC 7143 11.14). One that was kept until its
-            // turn may also come after the connection has begun to close.
+            // Nothing new follows a logout on its connection (RFC 7143 11.14). One that was kept
+            // until its turn may also come after the connection has begun to close.
             FromInitiator::LogoutRequest(_) if self.phase != Phase::FullFeature => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"a second logout");
             }
@@ -96,8 +96,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Carries out a request that was admitted, and so has taken a place of the window. It gives that
-    /// back unless it is kept in a context.
+    /// Carries out a request that was admitted, and so has taken a place of the window. It gives
+    /// that back unless it is kept in a context.
     pub(super) fn carry_out_admitted(
         &mut self,
         cx: &mut Cx<'_>,

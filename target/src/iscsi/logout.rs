@@ -114,8 +114,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// I_T NEXUS RESET has been answered: all connections of the session end at once, and none of them is
-    /// kept for recovery (RFC 7144 6.3). This one sends the answer first.
+    /// I_T NEXUS RESET has been answered: all connections of the session end at once, and none of
+    /// them is kept for recovery (RFC 7144 6.3). This one sends the answer first.
     fn end_reset_session(&mut self, cx: &mut Cx<'_>) {
         self.ended.get_or_insert(Parting::Terminated);
         self.actions
@@ -187,8 +187,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Ends everything at once. No memory may be taken from the pool until devices and sockets have released
-    /// what they still use.
+    /// Ends everything at once. No memory may be taken from the pool until devices and sockets have
+    /// released what they still use.
     pub fn abandon(&mut self, pool: &mut Pool) {
         if self.phase != Phase::Closed {
             become_state(&mut self.phase, Phase::Closed);

@@ -1,8 +1,9 @@
 //! The iSCSI target: connections as machines that do no I/O.
 //!
 //! A [`Channel`] is one connection of a session (RFC 7143), over a [`Datamover`] (RFC 5047) that
-//! knows how data travel. Over TCP a [`TcpChannel`] puts the framing around both: it takes bytes and
-//! gives batches of bytes to send. What the channel wants done otherwise it says with [`Action`]s.
+//! knows how data travel. Over TCP a [`TcpChannel`] puts the framing around both: it takes bytes
+//! and gives batches of bytes to send. What the channel wants done otherwise it says with
+//! [`Action`]s.
 //!
 //! ```text
 //!   bytes ──→ TcpChannel ── frames ──→ Channel ── Action ──→ worker: block operations, other channels
@@ -11,14 +12,15 @@
 //! ```
 //!
 //! # Modules
-//! - `channel`: [`Channel`]: its state and its inputs. `login`, `full_feature`, `logout`: what it does in
-//!   each phase of its life. `report`: what it reports. `counters`, `pending`, `reassigned`: what it has.
+//! - `channel`: [`Channel`]: its state and its inputs. `login`, `full_feature`, `logout`: what it
+//!   does in each phase of its life. `report`: what it reports. `counters`, `pending`,
+//!   `reassigned`: what it has.
 //! - `command`: the way of a SCSI command; `data`: its data; `ending`: its end; `task`: its context
 //!   ([`TaskState`]).
 //! - `window`: the command numbers that a session's connections share; `order`: requests whose turn
 //!   has not come.
-//! - `recovery`: what is kept to be sent once more. `allegiance`: commands that go from a connection that
-//!   is lost to another one.
+//! - `recovery`: what is kept to be sent once more. `allegiance`: commands that go from a
+//!   connection that is lost to another one.
 //! - `mgmt`: task management and aborts. `text`: text requests.
 //! - `datamover`: what a channel asks of the layer below. `tcp`: that layer on TCP.
 //!   [`iser`](crate::iser) has it on RDMA.

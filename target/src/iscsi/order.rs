@@ -35,7 +35,8 @@ impl<D: Datamover> Channel<D> {
         let me = self.conn_ref();
         let window = self.window();
         let admission = match (&pdu, immediate) {
-            // What is reassigned has come, and numbers may be missing with the connection that is lost.
+            // What is reassigned has come, and numbers may be missing with the connection that is
+            // lost.
             (FromInitiator::TmfRequest(request), true)
                 if request.function != TmfFunction::TaskReassign =>
             {

@@ -1,5 +1,5 @@
-//! Exchanges that a connection has not finished: a login before its last answer, requests before their turn, a
-//! text whose parts go one by one.
+//! Exchanges that a connection has not finished: a login before its last answer, requests before
+//! their turn, a text whose parts go one by one.
 
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};

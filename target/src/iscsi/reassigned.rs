@@ -1,5 +1,5 @@
-//! Commands on their way between the connections of a session, as the connections know them. The way itself is
-//! in `allegiance`.
+//! Commands on their way between the connections of a session, as the connections know them. The
+//! way itself is in `allegiance`.
 
 use std::collections::VecDeque;
 

@@ -2,13 +2,14 @@
 //! (RFC 7143 7.8, 7.9, 11.16).
 //!
 //! A status PDU is kept from when it is sent until ExpStatSN acknowledges it; so is the task whose
-//! end it is, with its data. A SNACK names statuses by their numbers, and Data-In PDUs by the numbers
-//! that they had; these follow from how the data are cut, so nothing else is kept of them. Where
-//! MaxRecvDataSegmentLength has changed since, an R-Data SNACK asks for all the data, cut again.
+//! end it is, with its data. A SNACK names statuses by their numbers, and Data-In PDUs by the
+//! numbers that they had; these follow from how the data are cut, so nothing else is kept of them.
+//! Where MaxRecvDataSegmentLength has changed since, an R-Data SNACK asks for all the data, cut
+//! again.
 //!
 //! # Bounds
-//! What ends tasks is bounded by their contexts. Other PDUs count as if they waited to be sent, so a
-//! peer that never acknowledges is not read from any more, and is dropped when a ping stays
+//! What ends tasks is bounded by their contexts. Other PDUs count as if they waited to be sent, so
+//! a peer that never acknowledges is not read from any more, and is dropped when a ping stays
 //! unanswered.
 
 use std::collections::VecDeque;
@@ -124,8 +125,8 @@ impl Recovery {
         self.is_on
     }
 
-    /// The initiator has every status before this one, or `None`: it leaves, and nothing is kept any
-    /// more. The tasks that end with that.
+    /// The initiator has every status before this one, or `None`: it leaves, and nothing is kept
+    /// any more. The tasks that end with that.
     pub(super) fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
         // An initiator that leaves asks for nothing once more, so what follows is not kept either.
         self.is_on &= exp.is_some();
@@ -151,9 +152,9 @@ impl Recovery {
     /// Returns what a SNACK asks for.
     ///
     /// # Errors
-    /// The reason to reject it: what is not there was acknowledged or never sent, which is a protocol
-    /// error of the initiator (RFC 7143 11.16); without recovery, or where it cannot be cut anew,
-    /// [`RejectReason::SnackReject`].
+    /// The reason to reject it: what is not there was acknowledged or never sent, which is a
+    /// protocol error of the initiator (RFC 7143 11.16); without recovery, or where it cannot be
+    /// cut anew, [`RejectReason::SnackReject`].
     pub(super) fn find(&self, snack: &Snack) -> Result<Vec<Retransmission>, RejectReason> {
         match snack.kind {
             _ if !self.is_on => Err(RejectReason::SnackReject),
@@ -165,8 +166,9 @@ impl Recovery {
         }
     }
 
-    /// The data that an R-Data SNACK asks for: all that are not acknowledged (RFC 7143 11.16.3). Their
-    /// status does not go with them any more. Of data that go in pieces they are not all here.
+    /// The data that an R-Data SNACK asks for: all that are not acknowledged (RFC 7143 11.16.3).
+    /// Their status does not go with them any more. Of data that go in pieces they are not all
+    /// here.
     pub(super) fn find_all_data(&mut self, snack: &Snack) -> Result<PutData, RejectReason> {
         // All data are meant, so a range is an error. The tag comes back in the answer, which zero
         // could not do: that is the tag of an answer to no SNACK.
@@ -187,7 +189,8 @@ impl Recovery {
         ))
     }
 
-    /// The response of a task is another one from now on, with the number that it had, if it was sent.
+    /// The response of a task is another one from now on, with the number that it had, if it was
+    /// sent.
     pub(super) fn replace(&mut self, task: TaskIdx, control: &Control) -> Option<StatSn> {
         let kept = self
             .kept

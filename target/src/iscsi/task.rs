@@ -24,8 +24,8 @@ use crate::fabric::{Execution, Pace, Wait};
 /// ```
 ///
 /// A command may be answered early in every state (it is refused, or another nexus ends it: TASK
-/// ABORTED), and ends without an answer where its own nexus or the end of the connection takes it. A state
-/// that follows itself is the next block operation, or another wait.
+/// ABORTED), and ends without an answer where its own nexus or the end of the connection takes it.
+/// A state that follows itself is the next block operation, or another wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskState {
     /// No request has the context.
@@ -123,8 +123,8 @@ pub(super) struct Incoming {
     pub(super) fault: Option<TransferError>,
     /// Some of them were lost, and those that follow are ignored.
     pub(super) lost: bool,
-    /// Data that came before there was a buffer, or are for a later piece; at most FirstBurstLength, or a
-    /// piece that comes from another connection.
+    /// Data that came before there was a buffer, or are for a later piece; at most
+    /// FirstBurstLength, or a piece that comes from another connection.
     pub(super) staged: Vec<u8>,
     /// These are a piece to send, from another connection.
     pub(super) is_moved: bool,
@@ -223,9 +223,9 @@ impl Task {
         };
     }
 
-    /// Whether it waits for the initiator to send data, or to take them. One that was aborted, and which a
-    /// socket or a device still has, counts: others may wait for its end. So does one that is answered,
-    /// which keeps its buffer.
+    /// Whether it waits for the initiator to send data, or to take them. One that was aborted, and
+    /// which a socket or a device still has, counts: others may wait for its end. So does one that
+    /// is answered, which keeps its buffer.
     pub(super) fn waits_for_initiator(&self) -> bool {
         match self.state {
             TaskState::Receive | TaskState::Send | TaskState::AwaitUnsolicited => true,

@@ -292,8 +292,8 @@ impl Tcp {
         SolicitedData::Again(open.task)
     }
 
-    /// Whether nothing uses the buffer of a task. Otherwise it is among those that end with the batch that
-    /// is being sent.
+    /// Whether nothing uses the buffer of a task. Otherwise it is among those that end with the
+    /// batch that is being sent.
     fn let_go(&mut self, task: TaskIdx) -> bool {
         // The socket reads the buffer until the batch is sent.
         let is_busy = self.is_sending && self.in_batch.contains(&task);
@@ -357,11 +357,11 @@ impl Tcp {
         is_last || *from >= *until
     }
 
-    /// Sends all data of a task once more, in PDUs of the present size, then its answer with the tag of
-    /// the SNACK that asks for that.
+    /// Sends all data of a task once more, in PDUs of the present size, then its answer with the
+    /// tag of the SNACK that asks for that.
     fn resend_cut_anew(&mut self, snack: &Snack) -> Result<(), RejectReason> {
-        // The answer comes after the data once more, with the tag of the SNACK (RFC 7143 11.16.3), so one
-        // that still waits to be sent is taken back, as are data in PDUs of the former size.
+        // The answer comes after the data once more, with the tag of the SNACK (RFC 7143 11.16.3),
+        // so one that still waits to be sent is taken back, as are data in PDUs of the former size.
         let put = self.recovery.find_all_data(snack)?;
         let task = put.task;
         let mut response = self.recovery.response_of(task);
@@ -408,7 +408,8 @@ impl Tcp {
         buffer: &Buffer,
         batch: &mut Batch,
     ) -> bool {
-        // A sequence ends at MaxBurstLength with the F bit (RFC 7143 13.13, 11.7.1), and no PDU crosses that.
+        // A sequence ends at MaxBurstLength with the F bit (RFC 7143 13.13, 11.7.1), and no PDU
+        // crosses that.
         let put = item.put;
         let in_burst = self.max_burst - item.sent % self.max_burst;
         let len = self.piece(item);
@@ -529,8 +530,8 @@ impl Tcp {
         self.is_sending
     }
 
-    /// The batch was sent, or never will be. Swaps two empty lists for those of the tasks that end with
-    /// it, and of those whose answers went with it and which are kept.
+    /// The batch was sent, or never will be. Swaps two empty lists for those of the tasks that end
+    /// with it, and of those whose answers went with it and which are kept.
     fn on_sent(&mut self, ends: &mut Vec<TaskIdx>, answered: &mut Vec<TaskIdx>) {
         self.is_sending = false;
         self.in_batch.clear();
@@ -634,8 +635,8 @@ impl Datamover for Tcp {
         let wanted = wanted.expect("what is open is wanted");
         if fault.is_some() {
             wanted.fault = wanted.fault.or(fault);
-            // Nothing more is asked for, and another connection that takes the command over has to ask for
-            // this again.
+            // Nothing more is asked for, and another connection that takes the command over has to
+            // ask for this again.
             wanted.get.offset = wanted.get.offset.min(open.offset + open.got);
             wanted.get.len = 0;
         }
@@ -647,8 +648,9 @@ impl Datamover for Tcp {
             }
         }
         let is_last = pdu.is_final && !self.open.iter().any(|open| open.task == task);
-        // The command is answered when the F bit of each R2T has come (RFC 7143 7.8): until then the initiator
-        // sends data, which could be taken for those of the next command with this tag.
+        // The command is answered when the F bit of each R2T has come (RFC 7143 7.8): until then
+        // the initiator sends data, which could be taken for those of the next command with this
+        // tag.
         if let Some(error) = failed {
             if !is_last {
                 return SolicitedData::Stale;
@@ -886,7 +888,8 @@ impl TcpChannel {
             return bytes.len() - rest.len();
         }
         if !rest.is_empty() && self.channel.phase() == Phase::Joining {
-            // An initiator that logs in sends nothing before the answer, on which the meaning of it depends.
+            // An initiator that logs in sends nothing before the answer, on which the meaning of it
+            // depends.
             let event = SessionEvent::FormatError;
             self.channel
                 .handle_broken(cx, event, "data before the login is answered");
@@ -906,7 +909,8 @@ impl TcpChannel {
         self.follow_params();
     }
 
-    /// Fills the next batch; `false` when there is nothing to send, or the last one is not yet sent.
+    /// Fills the next batch; `false` when there is nothing to send, or the last one is not yet
+    /// sent.
     pub fn poll_batch(&mut self, batch: &mut Batch) -> bool {
         self.channel
             .poll_mover(|mover, numbers, held| mover.poll_batch(numbers, held, batch))

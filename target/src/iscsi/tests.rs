@@ -204,8 +204,8 @@ fn cve_2026_90293_a_command_before_login_ends_the_connection() {
     rig.end();
 }
 
-/// CVE-2026-90413, CVE-2026-90414: a length beyond what we take ends the connection before any byte of
-/// it is kept.
+/// CVE-2026-90413, CVE-2026-90414: a length beyond what we take ends the connection before any byte
+/// of it is kept.
 #[test]
 fn cve_2026_90413_and_90414_a_length_beyond_our_limit_ends_the_connection() {
     let mut rig = Rig::logged_in("");
@@ -524,8 +524,8 @@ fn what_was_sent_is_sent_once_more() {
     rig.end();
 }
 
-/// RFC 7143 11.16.3: after a change of MaxRecvDataSegmentLength the data are sent once more in PDUs of
-/// another size, and their answer with the tag of the SNACK.
+/// RFC 7143 11.16.3: after a change of MaxRecvDataSegmentLength the data are sent once more in PDUs
+/// of another size, and their answer with the tag of the SNACK.
 #[test]
 fn data_are_cut_anew_where_the_pdu_size_has_changed() {
     let rdata = |tag, ttt, begin| {
@@ -1206,7 +1206,8 @@ proptest! {
     }
 }
 
-/// What a command's times are about ends with its answer, be that kept for an initiator that is silent.
+/// What a command's times are about ends with its answer, be that kept for an initiator that is
+/// silent.
 #[test]
 fn a_command_is_counted_when_its_answer_is_sent() {
     for keys in ["", "ErrorRecoveryLevel=1\0"] {
@@ -1370,8 +1371,8 @@ fn functions_that_concern_others_are_refused_by_read_only_numbers() {
     assert_eq!(unit.management().resets, 1);
 }
 
-/// By a number that has moved an initiator means the unit before: nobody's commands at the new one end but its own, until
-/// it has an answer that names the unit.
+/// By a number that has moved an initiator means the unit before: nobody's commands at the new one
+/// end but its own, until it has an answer that names the unit.
 #[test]
 fn functions_for_a_number_that_has_moved_leave_others_alone() {
     let mut rig = Rig::logged_in("");
@@ -1511,7 +1512,8 @@ fn a_discovery_session_ends_when_it_is_silent_and_after_a_while_in_any_case() {
     }
 }
 
-/// A request that takes a number but no context takes its place of the window only while it is looked at.
+/// A request that takes a number but no context takes its place of the window only while it is
+/// looked at.
 #[test]
 fn numbered_requests_that_are_no_commands_leave_the_window_open() {
     let mut rig = Rig::logged_in("");
@@ -1546,8 +1548,8 @@ fn ask(rig: &mut Rig, tag: u32, text: &[u8]) -> Vec<Received> {
     rig.send(&FromInitiator::TextRequest(request), text)
 }
 
-/// RFC 7143 Appendix C: one SendTargets makes a request. More would have a short question answered at
-/// any length.
+/// RFC 7143 Appendix C: one SendTargets makes a request. More would have a short question answered
+/// at any length.
 #[test]
 fn targets_are_listed_once_for_a_request() {
     let mut rig = Rig::new();
@@ -1561,8 +1563,8 @@ fn targets_are_listed_once_for_a_request() {
     rig.end();
 }
 
-/// RFC 7143 Appendix C: in a normal session `SendTargets=` asks for the session's own target, and `All` is not
-/// supported. Each request has one answer.
+/// RFC 7143 Appendix C: in a normal session `SendTargets=` asks for the session's own target, and
+/// `All` is not supported. Each request has one answer.
 #[test]
 fn a_normal_session_learns_of_its_own_target_only() {
     let mut rig = Rig::logged_in("");
@@ -1597,8 +1599,8 @@ fn a_normal_session_learns_of_its_own_target_only() {
     rig.end();
 }
 
-/// RFC 7143 11.4.8, 13.12: ExpDataSN counts the Data-In PDUs that were sent, so what waits while the
-/// initiator declares another length is cut as it was counted.
+/// RFC 7143 11.4.8, 13.12: ExpDataSN counts the Data-In PDUs that were sent, so what waits while
+/// the initiator declares another length is cut as it was counted.
 #[test]
 fn a_new_segment_length_concerns_what_is_queued_after_it() {
     let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=2048\0");

@@ -178,8 +178,8 @@ impl Duo {
     }
 }
 
-/// RFC 7143 7.2.2: data and status that were not acknowledged are sent once more, after the answer to
-/// the function.
+/// RFC 7143 7.2.2: data and status that were not acknowledged are sent once more, after the answer
+/// to the function.
 #[test]
 fn a_read_is_sent_again_on_the_new_connection() {
     for (exp, expected) in [
@@ -230,7 +230,8 @@ fn a_read_goes_on_with_another_pdu_size() {
     duo.end();
 }
 
-/// RFC 7143 7.2.2: R2Ts are made anew for what is missing, numbered from what the initiator expects.
+/// RFC 7143 7.2.2: R2Ts are made anew for what is missing, numbered from what the initiator
+/// expects.
 #[test]
 fn a_write_goes_on_with_what_is_missing() {
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
@@ -283,8 +284,8 @@ fn a_write_goes_on_with_what_is_missing() {
     }
 }
 
-/// A piece of a long read that was not acknowledged is sent again; the rest follows, and what is lost with
-/// the last piece is sent again as well.
+/// A piece of a long read that was not acknowledged is sent again; the rest follows, and what is
+/// lost with the last piece is sent again as well.
 #[test]
 fn a_read_in_pieces_goes_on_with_what_is_missing() {
     // What the initiator has, and what it gets: all of the piece before it says that it has it.
@@ -397,8 +398,8 @@ fn write_in_pieces(starved: bool) {
     duo.end();
 }
 
-/// Others may wait for a command that goes in pieces: the time that it has waited goes with it, and so does
-/// that without a connection.
+/// Others may wait for a command that goes in pieces: the time that it has waited goes with it, and
+/// so does that without a connection.
 #[test]
 fn a_command_that_moves_has_no_more_time() {
     let step = Duration::from_secs(10);
@@ -416,7 +417,8 @@ fn a_command_that_moves_has_no_more_time() {
     let mut duo = Duo::of_window(2048, LEVEL_2);
     let asked = duo.first.write(1, 255, &[], true);
     let mut asked = give(&mut duo.first, &asked);
-    // 120 seconds are all that there are from the second piece on: sixty pass here, forty meanwhile.
+    // 120 seconds are all that there are from the second piece on: sixty pass here, forty
+    // meanwhile.
     for _ in 0..6 {
         duo.first.wait(step);
         asked = give(&mut duo.first, &asked);
@@ -621,7 +623,8 @@ fn functions_reach_commands_that_move() {
     duo.end();
 }
 
-/// The initiator ends a command over another connection that another nexus has ended: no answer follows.
+/// The initiator ends a command over another connection that another nexus has ended: no answer
+/// follows.
 #[test]
 fn no_answer_follows_an_abort_over_another_connection() {
     for is_first in [true, false] {
@@ -655,7 +658,8 @@ fn no_answer_follows_an_abort_over_another_connection() {
     }
 }
 
-/// A function of the same nexus may come over another connection, where the answer waits for unsolicited data.
+/// A function of the same nexus may come over another connection, where the answer waits for
+/// unsolicited data.
 #[test]
 fn no_answer_follows_a_function_over_another_connection() {
     for function in [
@@ -964,8 +968,8 @@ fn exp_cmd(duo: &Duo) -> CmdSn {
     CmdSn(duo.second.cmd_sn)
 }
 
-/// DefaultTime2Wait is the larger value of both sides, and so the initiator's to choose; how long commands of a
-/// lost connection are kept is not.
+/// DefaultTime2Wait is the larger value of both sides, and so the initiator's to choose; how long
+/// commands of a lost connection are kept is not.
 #[test]
 fn an_initiator_cannot_have_commands_kept_for_an_hour() {
     let keys = "ErrorRecoveryLevel=2\0DefaultTime2Wait=3600\0DefaultTime2Retain=20\0";

@@ -138,8 +138,8 @@ fn every_transition_of_phases_is_taken() {
     });
 }
 
-/// RFC 7143 11.14: nothing new follows a logout on its connection. The second one would otherwise be
-/// answered in the place of the first.
+/// RFC 7143 11.14: nothing new follows a logout on its connection. The second one would otherwise
+/// be answered in the place of the first.
 #[test]
 fn a_second_logout_is_rejected() {
     let mut rig = Rig::logged_in("");
@@ -392,8 +392,8 @@ fn commands_end_everywhere() {
     }
 }
 
-/// Answers that wait for the end of unsolicited data: it comes, or the connection ends, or another nexus
-/// has ended the command, or there is no memory then.
+/// Answers that wait for the end of unsolicited data: it comes, or the connection ends, or another
+/// nexus has ended the command, or there is no memory then.
 fn answers_wait_for_data() {
     let waiting = || {
         let mut bench = Bench::new();
@@ -520,8 +520,8 @@ fn functions_end() {
     duo.end();
 }
 
-/// Commands that another connection takes over: answered, in the middle of their data, without memory
-/// for those, or ended before.
+/// Commands that another connection takes over: answered, in the middle of their data, without
+/// memory for those, or ended before.
 fn commands_move() {
     let state = |duo: &Duo| duo.second.channel.channel().task_state(Itt(TAG));
     let mut duo = Duo::new();

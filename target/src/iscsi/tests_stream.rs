@@ -265,7 +265,8 @@ fn a_read_waits_for_an_initiator_that_does_not_read() {
     rig.end();
 }
 
-/// RFC 7143 7.8: the initiator waits for data that it will not get, so their command must not succeed.
+/// RFC 7143 7.8: the initiator waits for data that it will not get, so their command must not
+/// succeed.
 #[test]
 fn a_command_whose_data_cannot_be_sent_again_fails() {
     let rdata = FromInitiator::Snack(Snack {
@@ -398,8 +399,8 @@ fn an_abort_in_the_middle_ends_every_state() {
     rig.end();
 }
 
-/// Others wait for the end of a command that was aborted: the time that its piece may take does not end
-/// with the abort.
+/// Others wait for the end of a command that was aborted: the time that its piece may take does not
+/// end with the abort.
 #[test]
 fn an_aborted_command_may_not_linger() {
     let untagged = 0xffff_ffff;
@@ -449,8 +450,9 @@ fn an_aborted_command_may_not_linger() {
     rig.end();
 }
 
-/// A command that another nexus ends, in whatever state, is answered with TASK ABORTED (SPC-4 7.5.8: TAS); one
-/// that its own nexus ends is not. The function that ended it waits for devices only.
+/// A command that another nexus ends, in whatever state, is answered with TASK ABORTED (SPC-4
+/// 7.5.8: TAS); one that its own nexus ends is not. The function that ended it waits for devices
+/// only.
 #[test]
 fn a_command_that_another_nexus_ends_is_answered() {
     let own = NexusId(7);
@@ -546,7 +548,8 @@ fn a_command_that_two_others_end_is_answered() {
     rig.end();
 }
 
-/// A command that its own nexus ends is not answered after that, even if another nexus has ended it too.
+/// A command that its own nexus ends is not answered after that, even if another nexus has ended it
+/// too.
 #[test]
 fn no_answer_follows_the_abort_of_a_command_that_another_nexus_has_ended() {
     let mut rig = rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
@@ -634,8 +637,8 @@ fn an_atomic_command_excludes_others_between_its_pieces() {
     rig.end();
 }
 
-/// An ORDERED command has its place in the order from its first piece on: what is older comes before
-/// it, what is newer after its last piece.
+/// An ORDERED command has its place in the order from its first piece on: what is older comes
+/// before it, what is newer after its last piece.
 #[test]
 fn an_ordered_command_is_one_command() {
     let mut rig = rig(KEYS);
@@ -850,8 +853,8 @@ fn the_disks_time_does_not_count() {
     rig.end();
 }
 
-/// RFC 7143 11.7.2: at level 1 a piece is kept until the initiator acknowledges it, and is sent once
-/// more until then.
+/// RFC 7143 11.7.2: at level 1 a piece is kept until the initiator acknowledges it, and is sent
+/// once more until then.
 #[test]
 fn a_piece_is_kept_until_it_is_acknowledged() {
     let mut rig = rig(LEVEL_1);
@@ -894,8 +897,8 @@ fn a_piece_is_kept_until_it_is_acknowledged() {
     rig.end();
 }
 
-/// The buffer of a piece that is acknowledged is for the next one, or for another command: it is not sent
-/// from any more.
+/// The buffer of a piece that is acknowledged is for the next one, or for another command: it is
+/// not sent from any more.
 #[test]
 fn a_piece_that_is_acknowledged_is_not_sent_again() {
     let mut rig = rig(LEVEL_1);
@@ -921,7 +924,8 @@ fn a_piece_that_is_acknowledged_is_not_sent_again() {
     rig.end();
 }
 
-/// An initiator that leaves acknowledges nothing: pieces are not kept for that, and not sent either.
+/// An initiator that leaves acknowledges nothing: pieces are not kept for that, and not sent
+/// either.
 #[test]
 fn a_logout_does_not_wait_for_acknowledgments() {
     // All of the piece was sent.

@@ -26,8 +26,8 @@ impl<D: Datamover> Channel<D> {
                 &"no such text exchange",
             );
         }
-        // A request without a transfer tag begins a new exchange; the rest of an older one is dropped
-        // (RFC 7143 11.10.4).
+        // A request without a transfer tag begins a new exchange; the rest of an older one is
+        // dropped (RFC 7143 11.10.4).
         if !goes_on {
             self.text.collector = Collector::default();
             self.text.outgoing = Outgoing::default();
@@ -63,7 +63,8 @@ impl<D: Datamover> Channel<D> {
         for pair in text::pairs(text) {
             let (key, value) = pair.ok()?;
             match keys.answer(key, value, context, &mut out).ok()? {
-                // One key of it makes a request (RFC 7143 Appendix C): an answer names a target once.
+                // One key of it makes a request (RFC 7143 Appendix C): an answer names a target
+                // once.
                 Some(Key::SendTargets) if std::mem::replace(&mut is_sought, true) => return None,
                 Some(Key::SendTargets) => {
                     let own = session.identity.target.as_ref();

@@ -1,8 +1,8 @@
 //! A session's command numbers (RFC 7143 4.2.2.1), which all its connections share.
 //!
-//! Commands of one session may come on several connections, on several workers. They are carried out
-//! in the order of their numbers: the connection that has the next one takes it; one that has a later
-//! one keeps it and enters that here, and is notified when its turn has come.
+//! Commands of one session may come on several connections, on several workers. They are carried
+//! out in the order of their numbers: the connection that has the next one takes it; one that has a
+//! later one keeps it and enters that here, and is notified when its turn has come.
 //!
 //! ```text
 //!                  next number → Now
@@ -11,8 +11,9 @@
 //!   next_up() → the connection that keeps what is next
 //! ```
 //!
-//! The next number is not served before the command that was admitted has entered its unit's task set
-//! ([`Window::on_carried_out`]): another connection, on another worker, would get its command in first.
+//! The next number is not served before the command that was admitted has entered its unit's task
+//! set ([`Window::on_carried_out`]): another connection, on another worker, would get its command
+//! in first.
 //!
 //! A session of one connection over a lossless stream never enters anything: a number that is not
 //! the next one is an old one then.
@@ -34,7 +35,8 @@ use crate::fabric::{ConnRef, TaskRef};
 
 /// Windows of contexts per connection: one for commands that run, one for those whose answers are
 /// being sent, and one for those whose answers wait behind these. An answer opens the window before
-/// it is sent, and the initiator learns of that no earlier than it arrives, so there are never more.
+/// it is sent, and the initiator learns of that no earlier than it arrives, so there are never
+/// more.
 pub(super) const WINDOWS: u16 = 3;
 
 /// Immediate functions that wait for earlier commands, and numbers that were given up.
@@ -91,7 +93,8 @@ pub struct Window {
 #[derive(Debug)]
 struct Numbering {
     exp: CmdSn,
-    /// A request that was admitted is being carried out: those after it wait, on whichever connection.
+    /// A request that was admitted is being carried out: those after it wait, on whichever
+    /// connection.
     is_taken: bool,
     /// Requests that take a place of the window.
     counted: u16,
@@ -103,8 +106,9 @@ struct Numbering {
 }
 
 impl Window {
-    /// Of a session of `commands` at once, whose first one has the number `first`. With `unordered`,
-    /// numbers may come out of order: the session may have several connections, or lose PDUs.
+    /// Of a session of `commands` at once, whose first one has the number `first`. With
+    /// `unordered`, numbers may come out of order: the session may have several connections, or
+    /// lose PDUs.
     #[must_use]
     pub fn new(commands: u16, first: CmdSn, unordered: bool) -> Self {
         Self {
@@ -161,9 +165,9 @@ impl Window {
     }
 
     /// Looks at a request that takes a number. With [`Admission::Now`] it has taken a place of the
-    /// window, in the same step: connections of one session may belong to different workers. The place
-    /// is free again with [`Window::on_answered`] or [`Window::on_gone`]; the turn is the next one's with
-    /// [`Window::on_carried_out`].
+    /// window, in the same step: connections of one session may belong to different workers. The
+    /// place is free again with [`Window::on_answered`] or [`Window::on_gone`]; the turn is the
+    /// next one's with [`Window::on_carried_out`].
     pub(super) fn admit(&self, sn: CmdSn, who: ConnRef) -> Admission {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
@@ -193,7 +197,8 @@ impl Window {
         })
     }
 
-    /// The command that was admitted last is in its unit's task set, or answered: it is the next one's turn.
+    /// The command that was admitted last is in its unit's task set, or answered: it is the next
+    /// one's turn.
     pub(super) fn on_carried_out(&self) {
         if self.unordered {
             self.lock().is_taken = false;
@@ -294,8 +299,8 @@ impl Window {
         *count = count.saturating_sub(1);
     }
 
-    /// Enters a command's tag. An answered command with the same tag is forgotten: an initiator that uses the
-    /// tag again has its answer.
+    /// Enters a command's tag. An answered command with the same tag is forgotten: an initiator
+    /// that uses the tag again has its answer.
     pub(super) fn enter_tag(&self, itt: Itt, task: TaskRef, immediate: bool) {
         if self.unordered {
             let tag = Tag {
@@ -315,7 +320,8 @@ impl Window {
         (!tag.answered).then_some(tag.task)
     }
 
-    /// Ends the unanswered command with a tag, on whichever connection, whose channel has yet to be notified.
+    /// Ends the unanswered command with a tag, on whichever connection, whose channel has yet to be
+    /// notified.
     pub(super) fn abort_tag(&self, itt: Itt) -> Option<TaskRef> {
         if !self.unordered {
             return None;

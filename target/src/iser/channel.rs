@@ -117,7 +117,8 @@ pub struct IserChannel {
     receive_ring: MemSlice,
     state: ConnState,
     posted_receives: u32,
-    /// Messages that came before the connection was known to be there; each in a receive of its own.
+    /// Messages that came before the connection was known to be there; each in a receive of its
+    /// own.
     deferred: VecDeque<(RxIdx, u32)>,
     /// Receives that are not posted while too much waits to be sent; each once.
     held_back: VecDeque<RxIdx>,
@@ -338,8 +339,8 @@ impl IserChannel {
         self.channel.handle_luns(luns);
     }
 
-    /// Ends everything at once, for a worker that ends without a shutdown; the connection is of no use
-    /// then. The devices are closed already, so nothing touches a buffer.
+    /// Ends everything at once, for a worker that ends without a shutdown; the connection is of no
+    /// use then. The devices are closed already, so nothing touches a buffer.
     pub fn abandon(&mut self, pool: &mut Pool) {
         self.actions.clear();
         self.channel.abandon(pool);

@@ -555,8 +555,8 @@ impl Rig {
         );
     }
 
-    /// Everything is said: sees that the initiator has a moment to disconnect, and what happens when
-    /// it does not.
+    /// Everything is said: sees that the initiator has a moment to disconnect, and what happens
+    /// when it does not.
     pub(super) fn check_parting(mut self) {
         assert!(!self.in_error && !self.released);
         let until = self.conn.deadline().expect("patience ends");

@@ -1,8 +1,8 @@
 //! iSER at the target (RFC 7145): a connection with RDMA beneath it.
 //!
 //! An [`IserChannel`] is a [`Channel`](crate::iscsi::Channel) over the datamover [`Iser`], with the
-//! descriptor rings around both. It takes completions, and gives receives to post and chains of work
-//! requests ([`Post`]); everything else it wants is what the channel wants. Nothing above the
+//! descriptor rings around both. It takes completions, and gives receives to post and chains of
+//! work requests ([`Post`]); everything else it wants is what the channel wants. Nothing above the
 //! datamover knows that there is RDMA.
 //!
 //! ```text
@@ -20,11 +20,11 @@
 //!
 //! # Flow control
 //! There is a posted receive for every message that a well-behaved initiator may send: the commands
-//! of the window, the unsolicited data of each, immediate requests and answers to pings. A receive is
-//! posted again as soon as its message has been looked at, so a peer never meets an RNR NAK. One that
-//! sends more than it may meets them, and slows down no other; so does one that does not
-//! negotiate FirstBurstLength and then sends unsolicited data up to its default, which is longer than
-//! ours.
+//! of the window, the unsolicited data of each, immediate requests and answers to pings. A receive
+//! is posted again as soon as its message has been looked at, so a peer never meets an RNR NAK. One
+//! that sends more than it may meets them, and slows down no other; so does one that does not
+//! negotiate FirstBurstLength and then sends unsolicited data up to its default, which is longer
+//! than ours.
 //!
 //! # Invariants
 //! - Answers leave in the order of their status sequence numbers: there is one queue, and nothing

@@ -1,8 +1,9 @@
 //! The datamover on RDMA: control-type PDUs as SENDs, data to the initiator as RDMA WRITEs in front
 //! of the answer, data from it as RDMA READs.
 //!
-//! Everything that is to be posted waits in one queue, in order; the front waits for send-queue credit
-//! and a transmit descriptor. A transfer that is longer than the queue allows goes in portions.
+//! Everything that is to be posted waits in one queue, in order; the front waits for send-queue
+//! credit and a transmit descriptor. A transfer that is longer than the queue allows goes in
+//! portions.
 
 use std::collections::VecDeque;
 
@@ -21,8 +22,8 @@ use super::ring::{LARGE_SEGMENT, TxIdx, TxRing};
 use crate::fabric::{Direction, PortionLimits, RdmaRequest, RemoteRange, TaskIdx, Transfer};
 use crate::iscsi::{Control, Datamover, GetData, PutData, SolicitedData, TaskBuffers};
 
-/// Longest data segment sent in full-feature phase of a normal session, in bytes. Linux and libiscsi
-/// declare more than their descriptors hold, which is this.
+/// Longest data segment sent in full-feature phase of a normal session, in bytes. Linux and
+/// libiscsi declare more than their descriptors hold, which is this.
 const RESPONSE_SEGMENT: u32 = 128;
 
 /// Number of a chain of work requests under way.
@@ -39,7 +40,8 @@ pub struct SendMessage {
 }
 
 /// One chain to post: RDMA requests, then a message if there is one. Its last request is signaled;
-/// when it completes, or fails, call [`IserChannel::handle_post_done`](super::IserChannel::handle_post_done).
+/// when it completes, or fails, call
+/// [`IserChannel::handle_post_done`](super::IserChannel::handle_post_done).
 #[derive(Debug)]
 pub struct Post {
     /// Number that its completion is reported with.
@@ -126,8 +128,8 @@ struct TaskRecord {
 pub(super) struct ChainEnd {
     /// The task whose answer is sent.
     pub(super) answered: Option<TaskIdx>,
-    /// The task whose data have come, or a piece of whose data has gone, or will not, and whose buffer is
-    /// free.
+    /// The task whose data have come, or a piece of whose data has gone, or will not, and whose
+    /// buffer is free.
     pub(super) arrived: Option<TaskIdx>,
 }
 
@@ -249,8 +251,8 @@ impl Iser {
         held: TaskBuffers<'_>,
         post: &mut Post,
     ) -> Option<bool> {
-        // The message of an item needs a work request of its own behind the data, so one is kept back
-        // from these.
+        // The message of an item needs a work request of its own behind the data, so one is kept
+        // back from these.
         let len = item.then.message_len();
         let reserve = u32::from(len.is_some());
         if self.credits < reserve + u32::from(item.transfer.is_some()) {
@@ -293,8 +295,8 @@ impl Iser {
         Some(is_last)
     }
 
-    /// Bounds of the next portion, with `reserve` work requests left for the message. Half the queue
-    /// at most, so that a long transfer and a short one go side by side.
+    /// Bounds of the next portion, with `reserve` work requests left for the message. Half the
+    /// queue at most, so that a long transfer and a short one go side by side.
     fn portion(&self, reserve: u32) -> PortionLimits {
         let half = (self.params.credits() / 2).max(1);
         PortionLimits {
@@ -325,8 +327,9 @@ impl Iser {
                     self.stat_sn = self.stat_sn.next();
                 }
                 chain.ends = control.ends;
-                // Only a command advertises a buffer. What is known of the context of any other request is
-                // what an earlier command left there, and that key may be another command's by now.
+                // Only a command advertises a buffer. What is known of the context of any other
+                // request is what an earlier command left there, and that key may be another
+                // command's by now.
                 let is_command = matches!(control.pdu, FromTarget::ScsiResponse(_));
                 let command = control.ends.filter(|_| is_command);
                 invalidate = command.and_then(|task| self.advertised(task));
@@ -387,8 +390,8 @@ impl Iser {
     }
 }
 
-/// The `len` bytes from `at` on of a buffer that the initiator has advertised. The address may wrap if
-/// it says so: such a chain is not posted, and the connection ends.
+/// The `len` bytes from `at` on of a buffer that the initiator has advertised. The address may wrap
+/// if it says so: such a chain is not posted, and the connection ends.
 fn remote(buffer: RemoteBuffer, at: u32, len: u32) -> RemoteRange {
     RemoteRange {
         addr: buffer.base.wrapping_add(u64::from(at)),
@@ -414,10 +417,11 @@ impl Datamover for Iser {
             RESPONSE_SEGMENT
         };
         self.max_send_segment = connection.max_send_segment.min(limit);
-        // The default is No: the buffer has all data of the command (RFC 7145 6.9). But Linux, the initiator
-        // that is known to send unsolicited data, says nothing, and its buffers begin with the first
-        // solicited byte; LIO reads all of them so. For commands without unsolicited data there is no
-        // difference, so silence is taken as Linux means it, and only a No that is said as No.
+        // The default is No: the buffer has all data of the command (RFC 7145 6.9). But Linux, the
+        // initiator that is known to send unsolicited data, says nothing, and its buffers begin
+        // with the first solicited byte; LIO reads all of them so. For commands without unsolicited
+        // data there is no difference, so silence is taken as Linux means it, and only a No that is
+        // said as No.
         self.whole_buffers = session.tagged_solicited_only == Some(false);
         self.hello_required = session.hello_required;
     }

@@ -1,7 +1,7 @@
 //! Transmit descriptors: slots of the send ring.
 //!
-//! Nearly every message fits a small slot: headers, and sense data at most. Login and discovery text
-//! go through a few large ones.
+//! Nearly every message fits a small slot: headers, and sense data at most. Login and discovery
+//! text go through a few large ones.
 
 use riser_memory::MemSlice;
 use riser_scsi::iser::HEADERS_LEN;

@@ -454,7 +454,8 @@ fn a_logout_is_answered_then_the_connection_ends() {
     rig.check_parting();
 }
 
-/// The units have forgotten a session when its logout is answered, whether or not the initiator disconnects.
+/// The units have forgotten a session when its logout is answered, whether or not the initiator
+/// disconnects.
 #[test]
 fn a_logout_ends_the_nexus_before_the_connection() {
     let mut rig = Rig::logged_in("");
@@ -670,7 +671,8 @@ fn a_login_shorter_than_its_headers_ends_the_connection() {
     }
 }
 
-/// CVE 2026-90413, 2026-90414: a DataSegmentLength larger than what was received, in login and after.
+/// CVE 2026-90413, 2026-90414: a DataSegmentLength larger than what was received, in login and
+/// after.
 #[test]
 fn a_data_segment_longer_than_its_message_ends_the_connection() {
     for mut rig in [Rig::up(), Rig::logged_in("")] {
@@ -795,9 +797,9 @@ fn memory_is_fixed_and_said() {
     assert!(memory.total() < 3200 << 10, "{memory:?}");
 }
 
-/// Data that are longer than the window go through one page of the pool, whichever part of them came
-/// unsolicited, and whether the initiator's buffer begins with the first byte or with the first solicited
-/// one. Only the answer invalidates the key.
+/// Data that are longer than the window go through one page of the pool, whichever part of them
+/// came unsolicited, and whether the initiator's buffer begins with the first byte or with the
+/// first solicited one. Only the answer invalidates the key.
 #[test]
 fn long_data_go_through_a_bounded_buffer() {
     let data = pattern(20 * 512);
@@ -856,7 +858,8 @@ fn an_abort_between_pieces_waits_for_the_device() {
     }
 }
 
-/// An initiator that posts no receives blocks the chains behind an answer, even if their commands are aborted.
+/// An initiator that posts no receives blocks the chains behind an answer, even if their commands
+/// are aborted.
 #[test]
 fn an_aborted_command_may_not_linger() {
     for write in [true, false] {
@@ -931,8 +934,8 @@ fn data_are_counted_when_they_are_moved() {
     rig.end();
 }
 
-/// A command that another nexus ends is answered with TASK ABORTED when the device has its buffer no longer,
-/// and its key ends with that.
+/// A command that another nexus ends is answered with TASK ABORTED when the device has its buffer
+/// no longer, and its key ends with that.
 #[test]
 fn a_command_that_another_nexus_ends_is_answered() {
     for write in [true, false] {

@@ -1,9 +1,9 @@
 //! One rate: the generic cell rate algorithm (ITU-T I.371), which keeps a single time.
 //!
 //! That is the theoretical arrival time: when everything that has been taken is paid for. Each
-//! command moves it on by what the command costs at the rate. A command may go when the time before its
-//! own cost is at most the tolerance ahead of now, so what was not used for as long as the tolerance is
-//! there at once.
+//! command moves it on by what the command costs at the rate. A command may go when the time before
+//! its own cost is at most the tolerance ahead of now, so what was not used for as long as the
+//! tolerance is there at once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

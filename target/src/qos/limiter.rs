@@ -66,8 +66,8 @@ impl Limiter {
         limiter
     }
 
-    /// Has these limits from now on. Where they are others than before, nothing is owed any more, and what
-    /// waits is to book once more.
+    /// Has these limits from now on. Where they are others than before, nothing is owed any more,
+    /// and what waits is to book once more.
     pub fn set(&self, limits: &IoLimits) {
         // A reload that changes nothing here must not forgive what is owed, or reloads would be a
         // way past limits.
@@ -125,8 +125,8 @@ impl Limiter {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Gives back what was booked in an epoch and not used. What other limits have forgiven meanwhile is not given back
-    /// once more.
+    /// Gives back what was booked in an epoch and not used. What other limits have forgiven
+    /// meanwhile is not given back once more.
     pub fn refund(&self, cost: Cost, epoch: u64) {
         // The buckets were emptied since, so the units would be a gift.
         if epoch != self.epoch() {

@@ -13,7 +13,8 @@ pub const MAX_IDLE: usize = 1024;
 /// Owner of a limiter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct LimiterKey {
-    /// The rule that says so: one at another address, or that asks for no secret, must not use up what this one grants.
+    /// The rule that says so: one at another address, or that asks for no secret, must not use up
+    /// what this one grants.
     pub rule: config::RuleSubject,
     /// Its name, or its address where the rule is about no name.
     pub initiator: String,
@@ -21,8 +22,8 @@ pub struct LimiterKey {
     pub limits: IoLimits,
 }
 
-/// The limiters of initiators: all sessions of one at a target share it, as far as one rule decides about them.
-/// One that has used more than its rate does not get rid of that by another login.
+/// The limiters of initiators: all sessions of one at a target share it, as far as one rule decides
+/// about them. One that has used more than its rate does not get rid of that by another login.
 #[derive(Debug, Default)]
 pub struct Initiators(Mutex<HashMap<LimiterKey, Arc<Limiter>>>);
 

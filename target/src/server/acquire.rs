@@ -268,7 +268,8 @@ fn open_ours(
 
 fn open_on_host(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
     let device = RdmaCoreDevice::open(addr)?;
-    // Whether it can be listened on there is another question, which is asked again every few seconds.
+    // Whether it can be listened on there is another question, which is asked again every few
+    // seconds.
     tracing::debug!(%addr, device = %device.device_attr().name, "opened an RDMA device");
     let device = Opened::RdmaCore(Box::new(device));
     acquired.parts[0].devices.push((slot, device));

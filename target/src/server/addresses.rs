@@ -1,18 +1,20 @@
 //! The addresses of the host, and the portals that a wildcard comes to.
 //!
-//! A portal at `0.0.0.0`, `[::]` or an interface is one portal at each address, with a socket or device of its
-//! own: what is served elsewhere does not change when an address comes or goes. Addresses are listed when a
-//! configuration is applied, and every few seconds.
+//! A portal at `0.0.0.0`, `[::]` or an interface is one portal at each address, with a socket or
+//! device of its own: what is served elsewhere does not change when an address comes or goes.
+//! Addresses are listed when a configuration is applied, and every few seconds.
 //!
-//! Discovery of iSCSI names portals at literal addresses and at those of interfaces to everyone. Of `0.0.0.0` and
-//! `[::]` it names only the address by which the initiator came, since it may not reach the others.
+//! Discovery of iSCSI names portals at literal addresses and at those of interfaces to everyone. Of
+//! `0.0.0.0` and `[::]` it names only the address by which the initiator came, since it may not
+//! reach the others.
 //!
-//! One that is gone is served for [`GRACE`], since it may come back at once, as when its lease is renewed.
-//! Link-local addresses of IPv6 are left out: initiators cannot use them without knowing their own interface.
+//! One that is gone is served for [`GRACE`], since it may come back at once, as when its lease is
+//! renewed. Link-local addresses of IPv6 are left out: initiators cannot use them without knowing
+//! their own interface.
 //!
 //! # Overlaps
-//! Of the portals of a target that include an address and port, the most specific one is there: an address before
-//! an interface, and that before all addresses of the host.
+//! Of the portals of a target that include an address and port, the most specific one is there: an
+//! address before an interface, and that before all addresses of the host.
 
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
@@ -153,8 +155,8 @@ impl Expansion {
                     let all =
                         expansion.addresses_of(portal, &wildcard, addresses, has_device, before);
                     for at in all {
-                        // An interface and an address, or two interfaces, may meet at a port of the RDMA CM,
-                        // which one protocol has.
+                        // An interface and an address, or two interfaces, may meet at a port of the
+                        // RDMA CM, which one protocol has.
                         let is_rival = |(other, there): (Protocol, SocketAddr)| {
                             other != protocol
                                 && other.is_rdma()
@@ -191,8 +193,8 @@ impl Expansion {
         expansion
     }
 
-    /// The addresses of a portal with a wildcard, those of `before` first: a new one ends no sessions
-    /// at another. Notes it if there are none, or too many.
+    /// The addresses of a portal with a wildcard, those of `before` first: a new one ends no
+    /// sessions at another. Notes it if there are none, or too many.
     fn addresses_of(
         &mut self,
         portal: &Portal,
@@ -203,7 +205,8 @@ impl Expansion {
     ) -> impl Iterator<Item = SocketAddr> + use<> {
         let (protocol, listen) = (portal.protocol, portal.listen);
         let may_be = |ip: &IpAddr| !protocol.is_rdma() || has_device(*ip);
-        // Counted before devices are asked for, so that a message can say which of the two is missing.
+        // Counted before devices are asked for, so that a message can say which of the two is
+        // missing.
         let there = addresses.of(wildcard).count();
         let ips = addresses.of(wildcard).filter(may_be);
         let mut all: Vec<_> = ips.map(|ip| SocketAddr::new(ip, listen.port())).collect();

@@ -74,8 +74,8 @@ fn iscsi(
     secrets: &mut Secrets,
 ) -> Result<Option<IscsiDef>, ServerError> {
     // All portals lead to the same sessions, over any transport: they are one portal group, and so
-    // one port for initiators. Relative port identifiers are unique among all portals of the target.
-    // A target may have a name and no such portal.
+    // one port for initiators. Relative port identifiers are unique among all portals of the
+    // target. A target may have a name and no such portal.
     let (Some(name), Some(&group)) = (&target.iqn, ids.get(&Port::Iscsi)) else {
         return Ok(None);
     };
@@ -100,8 +100,9 @@ fn iscsi(
 
 /// Makes catalogs, one after another; what they have in common is made once and keeps its number.
 ///
-/// Backends are known by their names. A backend is one unit, whichever targets and numbers lead to it:
-/// its reservations hold for all of them. Whether a number is read-only is in the map that has it.
+/// Backends are known by their names. A backend is one unit, whichever targets and numbers lead to
+/// it: its reservations hold for all of them. Whether a number is read-only is in the map that has
+/// it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Builder {
     stores: BTreeMap<String, usize>,
@@ -171,8 +172,8 @@ impl Builder {
         Ok(builder)
     }
 
-    /// From now on, a configuration that is applied already is tried again, or the other way round: the secrets
-    /// are those that are known, and what cannot be had is a problem.
+    /// From now on, a configuration that is applied already is tried again, or the other way round:
+    /// the secrets are those that are known, and what cannot be had is a problem.
     pub(super) fn set_retrying(&mut self, is_retrying: bool) {
         self.secrets.set_kept(is_retrying);
         self.set_lenient(is_retrying);
@@ -256,8 +257,8 @@ impl Builder {
         self.stores.keys().any(|name| self.is_gone(name))
     }
 
-    /// Saves the numbers of ports, for as long as it is open whether these become those that are served,
-    /// or `old` stay.
+    /// Saves the numbers of ports, for as long as it is open whether these become those that are
+    /// served, or `old` stay.
     ///
     /// # Errors
     /// [`ServerError::Ports`].
@@ -273,8 +274,8 @@ impl Builder {
         keeper.save(&ports).map_err(ServerError::Ports)
     }
 
-    /// Takes back what opening and growing backends has changed on disk for a catalog that is not served in the
-    /// place of this builder's.
+    /// Takes back what opening and growing backends has changed on disk for a catalog that is not
+    /// served in the place of this builder's.
     pub(super) fn undo<'a>(&self, stores: impl Iterator<Item = &'a Arc<Store>>) {
         let changed: Vec<_> = stores
             .filter(|store| store.changed_file().is_some())
@@ -346,7 +347,8 @@ impl Builder {
             .open()
             .filter_map(|(name, store)| Some((name, store, store.look_reopen(spec_of(name)?))))
             .collect();
-        // All are waited for: a thread that still asks would stand for a file system that does not answer.
+        // All are waited for: a thread that still asks would stand for a file system that does not
+        // answer.
         let answers = looks.into_iter();
         let answers: Vec<_> = answers
             .map(|(name, store, look)| store.reopens(look, until).map_err(closed(name)))
@@ -381,8 +383,9 @@ impl Builder {
         })
     }
 
-    /// Makes units and targets of backends that are open, or were opened for it. Backends that the configuration
-    /// does not serve are left out, and close when the last of their requests has ended.
+    /// Makes units and targets of backends that are open, or were opened for it. Backends that the
+    /// configuration does not serve are left out, and close when the last of their requests has
+    /// ended.
     pub(super) fn catalog(
         &mut self,
         config: &Config,
@@ -390,7 +393,8 @@ impl Builder {
     ) -> Result<Catalog, ServerError> {
         let host = self.identities.host(config);
         self.tried.clear();
-        // A unit that is no longer served has no limits: what waits there ends soon, and its backend closes.
+        // A unit that is no longer served has no limits: what waits there ends soon, and its
+        // backend closes.
         self.unit_limits.clear();
         let mut targets = Vec::new();
         self.expand(config)?;
@@ -570,7 +574,8 @@ impl Builder {
         if is_absent {
             lu = lu.without_medium();
         } else {
-            // Not before: one whose reservations still cannot be read stays a problem, and no failure.
+            // Not before: one whose reservations still cannot be read stays a problem, and no
+            // failure.
             let subject = Subject::Backend(backend.name.clone());
             self.problems.remove(&subject);
         }
@@ -585,8 +590,8 @@ impl Builder {
         Ok(self.enter_unit(config, backend, place, lu))
     }
 
-    /// Configuration of a backend's unit, with the names that are kept or, where those cannot be read,
-    /// none. `returns` says that its backend was missing and is there again.
+    /// Configuration of a backend's unit, with the names that are kept or, where those cannot be
+    /// read, none. `returns` says that its backend was missing and is there again.
     fn unit_config(
         &mut self,
         config: &Config,
@@ -620,7 +625,8 @@ impl Builder {
         unit_config
     }
 
-    /// Enters a unit under the next number, in the place of one that its backend may have had before.
+    /// Enters a unit under the next number, in the place of one that its backend may have had
+    /// before.
     fn enter_unit(
         &mut self,
         config: &Config,

@@ -1,19 +1,20 @@
-//! Handover state of a server: what the next one imports, in this process or in the program that takes
-//! its place.
+//! Handover state of a server: what the next one imports, in this process or in the program that
+//! takes its place.
 //!
 //! A start from the same configuration finds files and devices again, but not
 //! - the numbers of ports, which initiators know and registrations refer to, and which give the
 //!   order in which portals were added;
 //! - registrations, persistent reservations and modes of logical units;
 //! - what is in RAM disks;
-//! - the sockets that listen for iSCSI: while they stay open, connections wait that would be refused.
+//! - the sockets that listen for iSCSI: while they stay open, connections wait that would be
+//!   refused.
 //!
 //! Sessions are not part of it. They end, as in every shutdown, and initiators log in again.
 //!
 //! # How it travels
-//! [`ServerState::export`] makes of it a document ([`StateDocument`]) and open files, one for each RAM disk;
-//! [`ServerState::import`] the other way round. The files are emptied and filled chunk by chunk, so that a
-//! RAM disk is never in memory twice.
+//! [`ServerState::export`] makes of it a document ([`StateDocument`]) and open files, one for each
+//! RAM disk; [`ServerState::import`] the other way round. The files are emptied and filled chunk by
+//! chunk, so that a RAM disk is never in memory twice.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -106,8 +107,8 @@ impl ServerState {
         &self.sockets
     }
 
-    /// Duplicates the `n`th of the sockets at an address. Those that are not duplicated close with this
-    /// value.
+    /// Duplicates the `n`th of the sockets at an address. Those that are not duplicated close with
+    /// this value.
     ///
     /// # Errors
     /// Those of `fcntl(2)`.
@@ -116,8 +117,8 @@ impl ServerState {
         there.nth(n).map(TcpListener::try_clone).transpose()
     }
 
-    /// Writes the state down, and moves the content of RAM disks to `files`, whose descriptors the document
-    /// names.
+    /// Writes the state down, and moves the content of RAM disks to `files`, whose descriptors the
+    /// document names.
     ///
     /// # Errors
     /// There is no room. [`ServerState::restore`] undoes it, then as well as after a success.
@@ -161,8 +162,8 @@ impl ServerState {
         Ok(())
     }
 
-    /// Reads a state that was written down, with the files that `file_of` gives for descriptors. It has no
-    /// sockets.
+    /// Reads a state that was written down, with the files that `file_of` gives for descriptors. It
+    /// has no sockets.
     ///
     /// # Errors
     /// A file is missing, or is none of ours.
@@ -198,8 +199,8 @@ impl ServerState {
 }
 
 impl Server {
-    /// Shuts down as [`Server::shutdown`] does, and returns the state for the next server, with these
-    /// sockets.
+    /// Shuts down as [`Server::shutdown`] does, and returns the state for the next server, with
+    /// these sockets.
     ///
     /// # Errors
     /// [`ServerError`]. Nothing runs any more then, as after a shutdown that fails.
@@ -220,8 +221,8 @@ impl Server {
         })
     }
 
-    /// Duplicates the sockets that listen for iSCSI. While the duplicates are open, connections that are not
-    /// accepted wait.
+    /// Duplicates the sockets that listen for iSCSI. While the duplicates are open, connections
+    /// that are not accepted wait.
     ///
     /// # Errors
     /// [`ServerError`]: a worker does not answer, or there are too many descriptors.
@@ -241,8 +242,8 @@ impl Server {
         Ok(sockets)
     }
 
-    /// Checks that another server can serve the same, before a shutdown that could not be undone. Secrets
-    /// are read, and files looked for.
+    /// Checks that another server can serve the same, before a shutdown that could not be undone.
+    /// Secrets are read, and files looked for.
     ///
     /// # Errors
     /// [`ServerError`]: why not.

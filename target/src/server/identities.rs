@@ -1,10 +1,11 @@
-//! Names that logical units keep: serial numbers and world-wide names that the configuration does not give are
-//! derived when a backend is served for the first time, and saved.
+//! Names that logical units keep: serial numbers and world-wide names that the configuration does
+//! not give are derived when a backend is served for the first time, and saved.
 //!
-//! So an image may be moved, its host be renamed or its disk be put into another one, and initiators still find
-//! the same unit. A backend is known by its name. One that has another name now is known by its file, as long
-//! as no other backend has that. A backend whose file is another one than before keeps its names, and the log
-//! says so: it may be a copy, and the unit that it was copied from must not be served as the same.
+//! So an image may be moved, its host be renamed or its disk be put into another one, and
+//! initiators still find the same unit. A backend is known by its name. One that has another name
+//! now is known by its file, as long as no other backend has that. A backend whose file is another
+//! one than before keeps its names, and the log says so: it may be a copy, and the unit that it was
+//! copied from must not be served as the same.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -116,8 +117,8 @@ impl Identities {
         known.is_some_and(|names| names.file.is_some() && names.path.as_deref() == path)
     }
 
-    /// Gives a unit the names that it has had, as far as the configuration does not give them, and keeps those
-    /// that it has now. `file` is its file, if it is open.
+    /// Gives a unit the names that it has had, as far as the configuration does not give them, and
+    /// keeps those that it has now. `file` is its file, if it is open.
     pub(super) fn keep(
         &mut self,
         config: &Config,
@@ -131,8 +132,8 @@ impl Identities {
             self.derive_unused(config, backend, identity);
         }
         if let Some(before) = &before {
-            // What the configuration gives to another backend now is that one's: initiators would take two
-            // disks for two paths to one.
+            // What the configuration gives to another backend now is that one's: initiators would
+            // take two disks for two paths to one.
             let is_given = |is_it: &dyn Fn(&Backend) -> bool| {
                 let mut others = config.backends.iter().filter(|b| b.name != backend.name);
                 let is_given = others.any(is_it);
@@ -189,7 +190,8 @@ impl Identities {
         self.backends.insert(backend.name.clone(), names);
     }
 
-    /// Derives other names while a backend has these: one that was renamed keeps those of its old name.
+    /// Derives other names while a backend has these: one that was renamed keeps those of its old
+    /// name.
     fn derive_unused(&mut self, config: &Config, backend: &Backend, identity: &mut Identity) {
         let host = self.host(config);
         let is_used = |identity: &Identity| {

@@ -6,7 +6,8 @@
 //! # Start
 //! Backends are opened and locked, logical units and targets made, devices opened (for each address
 //! one per worker, in the workers' order, since packets are steered by it), workers started. A step
-//! that fails undoes the rest; but files that were created or extended stay once workers may have written to them.
+//! that fails undoes the rest; but files that were created or extended stay once workers may have
+//! written to them.
 //!
 //! # Shutdown
 //! ```text
@@ -19,8 +20,8 @@
 //! nothing, and acquires what it takes with the same code.
 //!
 //! # Successors
-//! [`Server::export_state`] shuts down and gives what a restart would lose, and [`Server::start_after`]
-//! starts with it: see [`handover`].
+//! [`Server::export_state`] shuts down and gives what a restart would lose, and
+//! [`Server::start_after`] starts with it: see [`handover`].
 
 mod acquire;
 pub(crate) mod addresses;
@@ -300,7 +301,8 @@ pub struct Server {
 }
 
 /// Opens backends and makes units and targets, without devices and workers: for programs that bring
-/// their own, such as simulations. Reservations persist through power loss as far as `keeper` keeps them.
+/// their own, such as simulations. Reservations persist through power loss as far as `keeper` keeps
+/// them.
 ///
 /// # Errors
 /// [`ServerError`].
@@ -332,7 +334,8 @@ pub fn build_shared_on(
     Ok(shared(catalog, Arc::default()))
 }
 
-/// Files that a start has created or extended. Unless they are kept, that is undone when this is dropped.
+/// Files that a start has created or extended. Unless they are kept, that is undone when this is
+/// dropped.
 #[derive(Debug)]
 struct FirstFiles {
     /// The builder as it was before the files were opened.
@@ -408,8 +411,8 @@ impl Server {
         Self::start_after(config, &ServerState::default(), Keepers::default())
     }
 
-    /// As [`Server::start`], in the place of a server that has left something, and with what is kept beyond
-    /// the end of the process.
+    /// As [`Server::start`], in the place of a server that has left something, and with what is
+    /// kept beyond the end of the process.
     ///
     /// # Errors
     /// [`ServerError`]; nothing runs then, and it may be tried again.
@@ -421,10 +424,10 @@ impl Server {
         Self::start_patiently(config, server_state, keepers, Duration::ZERO)
     }
 
-    /// As [`Server::start_after`], and waits for addresses that are in use, such as those of a daemon which
-    /// is ending. Backends stay open meanwhile: opening one may change its file, or take long. What is in use
-    /// for longer than `patience` is a problem, and the rest is served, unless nothing would be left: then
-    /// another daemon serves this configuration.
+    /// As [`Server::start_after`], and waits for addresses that are in use, such as those of a
+    /// daemon which is ending. Backends stay open meanwhile: opening one may change its file, or
+    /// take long. What is in use for longer than `patience` is a problem, and the rest is served,
+    /// unless nothing would be left: then another daemon serves this configuration.
     ///
     /// # Errors
     /// As [`Server::start_after`].
@@ -622,8 +625,9 @@ impl Server {
         self.builder.keep_control_problems(before);
     }
 
-    /// Looks which addresses the host has now, and for names of units that could not be read. Whether it is time for [`Server::retry`]: something could not be
-    /// served, a device is gone, or portals with a wildcard are to be at other addresses.
+    /// Looks which addresses the host has now, and for names of units that could not be read.
+    /// Whether it is time for [`Server::retry`]: something could not be served, a device is gone,
+    /// or portals with a wildcard are to be at other addresses.
     pub fn look(&mut self) -> bool {
         let builder = &mut self.builder;
         builder.look(&self.config);
@@ -664,8 +668,9 @@ impl Server {
         self.builder.units().get(backend)
     }
 
-    /// Measures the room of all backends, from any thread, and notifies initiators of thresholds. A file system that
-    /// does not answer is waited for once, for some seconds. `false` when the server is gone.
+    /// Measures the room of all backends, from any thread, and notifies initiators of thresholds. A
+    /// file system that does not answer is waited for once, for some seconds. `false` when the
+    /// server is gone.
     pub fn measurer(&self) -> impl Fn() -> bool + Send + use<> {
         let shared = Arc::downgrade(&self.shared);
         move || {
@@ -746,8 +751,8 @@ impl Server {
             .collect()
     }
 
-    /// Asks every worker to answer when it gets round to it, from any thread. A worker whose mailbox is full
-    /// is not asked, and its receiver has no sender.
+    /// Asks every worker to answer when it gets round to it, from any thread. A worker whose
+    /// mailbox is full is not asked, and its receiver has no sender.
     pub fn pinger(&self) -> impl Fn() -> Vec<Receiver<()>> + Send + use<> {
         let senders = self.senders.clone();
         move || ask(&senders, Mail::Ping)
@@ -793,8 +798,8 @@ impl Server {
         result
     }
 
-    /// Lets flushes succeed again on the backends of units with this serial number, or of all, after an
-    /// administrator has dealt with what was lost. How many backends that were.
+    /// Lets flushes succeed again on the backends of units with this serial number, or of all,
+    /// after an administrator has dealt with what was lost. How many backends that were.
     #[must_use]
     pub fn clear_flush_failure(&self, serial: Option<&str>) -> usize {
         let catalog = self.shared.registry.catalog();
@@ -1014,7 +1019,8 @@ fn pin(cpu: usize) -> io::Result<()> {
     Ok(sched_setaffinity(None, &set)?)
 }
 
-/// Reports the use of a backend's space to its units, and logs when it reaches their threshold or recedes.
+/// Reports the use of a backend's space to its units, and logs when it reaches their threshold or
+/// recedes.
 fn note_space(catalog: &Catalog, place: usize, store: &Store, space: Space) {
     let (used, all) = space.of(store.capacity());
     for unit in catalog.units_on(place) {

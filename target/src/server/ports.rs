@@ -1,7 +1,9 @@
-//! RELATIVE TARGET PORT IDENTIFIERs, which are portal group tags for iSCSI: the numbers of a target's ports.
+//! RELATIVE TARGET PORT IDENTIFIERs, which are portal group tags for iSCSI: the numbers of a
+//! target's ports.
 //!
-//! Initiators identify ports by them, so a port keeps its number while it is configured: independent of its
-//! place in the file, and over restarts, for which a [`PortKeeper`] saves the numbers.
+//! Initiators identify ports by them, so a port keeps its number while it is configured:
+//! independent of its place in the file, and over restarts, for which a [`PortKeeper`] saves the
+//! numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -87,8 +89,8 @@ pub(super) fn during(old: &AllPortIds, new: &AllPortIds) -> AllPortIds {
     all
 }
 
-/// Gives every port of a target a number: the one that it had, else its place in the file where that is
-/// free. Those that are not configured any longer lose theirs.
+/// Gives every port of a target a number: the one that it had, else its place in the file where
+/// that is free. Those that are not configured any longer lose theirs.
 pub(super) fn number(known: &mut PortIds, target: &Target) {
     let ports = || target.portals.iter().map(port_of);
     let mut taken = BTreeSet::new();
@@ -187,7 +189,8 @@ mod tests {
         }
     }
 
-    /// The numbers of a target's SRP ports, by their hosts, in a process that begins with what is kept.
+    /// The numbers of a target's SRP ports, by their hosts, in a process that begins with what is
+    /// kept.
     fn start(keeper: &std::sync::Arc<Kept>, portals: &str) -> Vec<(u8, u16)> {
         use super::super::handover::ServerState;
         use super::super::{Keepers, build::Builder};

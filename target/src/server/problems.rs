@@ -178,8 +178,8 @@ impl Problems {
         });
     }
 
-    /// The portals that could not be listened on, in the place of those before: for want of a device or socket, or
-    /// at workers.
+    /// The portals that could not be listened on, in the place of those before: for want of a
+    /// device or socket, or at workers.
     pub(super) fn set_missing_portals(
         &mut self,
         missing: &[(Subject, ServerError)],

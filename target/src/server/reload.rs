@@ -1,10 +1,10 @@
 //! Another configuration for a running server.
 //!
 //! Everything may change but what workers, devices that stay and the daemon itself were made with:
-//! identity, workers, transport, log, admin socket, state, the buffer pool, the longest transfer, and more
-//! sessions than the workers' rings have room for.
-//! A configuration that changes one of these is refused whole and says which, as is one that makes
-//! another disk of a backend under the feet of those who use it; a backend may grow.
+//! identity, workers, transport, log, admin socket, state, the buffer pool, the longest transfer,
+//! and more sessions than the workers' rings have room for. A configuration that changes one of
+//! these is refused whole and says which, as is one that makes another disk of a backend under the
+//! feet of those who use it; a backend may grow.
 //!
 //! # In one step
 //! ```text
@@ -16,14 +16,14 @@
 //! ```
 //!
 //! # What sessions see
-//! Those that it does not concern: nothing. Initiators whose units are others than before get the unit
-//! attention REPORTED LUNS DATA HAS CHANGED, those of a unit that has grown CAPACITY DATA HAS CHANGED.
-//! A unit that was taken away takes no new commands; those under way end as if nothing had happened,
-//! and its backend closes after the last one. Initiators whose target or portal is gone, or that may
-//! not log in any more, are logged out in the way of their protocol, for which they get
+//! Those that it does not concern: nothing. Initiators whose units are others than before get the
+//! unit attention REPORTED LUNS DATA HAS CHANGED, those of a unit that has grown CAPACITY DATA HAS
+//! CHANGED. A unit that was taken away takes no new commands; those under way end as if nothing had
+//! happened, and its backend closes after the last one. Initiators whose target or portal is gone,
+//! or that may not log in any more, are logged out in the way of their protocol, for which they get
 //! [`PATIENCE`]. The bounds of `limits` hold for sessions that log in from now on; the number of
-//! commands that a unit takes from all of them together stays what it was when the unit was made. The limits of
-//! a backend or an access rule hold at once, also for commands that wait.
+//! commands that a unit takes from all of them together stays what it was when the unit was made.
+//! The limits of a backend or an access rule hold at once, also for commands that wait.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -78,8 +78,8 @@ pub enum ChangeError {
 /// one.
 ///
 /// # Errors
-/// [`ChangeError::NeedsRestart`], [`ChangeError::InUse`] or [`ChangeError::Threshold`] names the first
-/// thing that cannot change.
+/// [`ChangeError::NeedsRestart`], [`ChangeError::InUse`] or [`ChangeError::Threshold`] names the
+/// first thing that cannot change.
 pub fn check(
     old: &Config,
     new: &Config,
@@ -187,8 +187,8 @@ impl Server {
         self.change_if(config, || Ok(()))
     }
 
-    /// The files and devices that could not be opened, to be opened again with [`open_all`]: elsewhere, since
-    /// that may take its time.
+    /// The files and devices that could not be opened, to be opened again with [`open_all`]:
+    /// elsewhere, since that may take its time.
     #[must_use]
     pub fn wishes(&self) -> Vec<Wish> {
         self.builder.wishes(&self.config)
@@ -300,8 +300,9 @@ impl Server {
         }
     }
 
-    /// Acquires what a catalog takes of the network, in every worker too. Portals that cannot be listened on are
-    /// left out of it where the builder tolerates that: others are not to wait for them.
+    /// Acquires what a catalog takes of the network, in every worker too. Portals that cannot be
+    /// listened on are left out of it where the builder tolerates that: others are not to wait for
+    /// them.
     fn acquire(
         &self,
         config: &Config,

@@ -7,12 +7,13 @@
 //!                            └── all have released it, or late ──▶ Undone
 //! ```
 //!
-//! The machine sends nothing and has no clock. It names the workers that are to be told something, takes their
-//! answers, and is polled with the time. Until *Staged*, a worker that fails or is late undoes the change everywhere.
-//! From the commit on nothing can fail: a worker that does not say that it has applied the change is left to it.
+//! The machine sends nothing and has no clock. It names the workers that are to be told something,
+//! takes their answers, and is polled with the time. Until *Staged*, a worker that fails or is late
+//! undoes the change everywhere. From the commit on nothing can fail: a worker that does not say
+//! that it has applied the change is left to it.
 //!
-//! A mailbox keeps its order. So a worker that answers a ping has done what it was told before, and one that
-//! acquires its part too late finds the order to release it behind.
+//! A mailbox keeps its order. So a worker that answers a ping has done what it was told before, and
+//! one that acquires its part too late finds the order to release it behind.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
@@ -372,7 +373,8 @@ impl RolloutDriver {
         self.rollout.state()
     }
 
-    /// Goes on until workers are not waited for any longer, by the clock; for threads that may block.
+    /// Goes on until workers are not waited for any longer, by the clock; for threads that may
+    /// block.
     pub fn wait(&mut self) -> RolloutState {
         loop {
             let now = Instant::now();

@@ -94,7 +94,8 @@ fn start_patiently(
     Server::start_patiently(config, &ServerState::default(), keepers, patience)
 }
 
-/// A start that fails leaves files as they were, and is no reason for the next one not to create them.
+/// A start that fails leaves files as they were, and is no reason for the next one not to create
+/// them.
 #[test]
 fn a_start_that_fails_leaves_no_files() {
     const LISTEN: &str = "127.97.9.1:3290";

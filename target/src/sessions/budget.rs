@@ -65,8 +65,8 @@ impl Counts {
 }
 
 impl Budget {
-    /// Returns a permit for another session from an address, if there is room for it. A session that
-    /// replaces one from the address `replaced` needs no room beside that.
+    /// Returns a permit for another session from an address, if there is room for it. A session
+    /// that replaces one from the address `replaced` needs no room beside that.
     #[must_use]
     pub fn acquire(
         &self,

@@ -1,7 +1,7 @@
 //! Targets as workers see them: ports, units, and who may use them.
 //!
-//! All of it together is a [`Catalog`]. It never changes; a new configuration makes a new one, which
-//! keeps the numbers of units and backends that it has in common with the old one.
+//! All of it together is a [`Catalog`]. It never changes; a new configuration makes a new one,
+//! which keeps the numbers of units and backends that it has in common with the old one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -264,9 +264,9 @@ impl IscsiDef {
 
     /// Where an initiator that came by an address finds the target, that address first.
     ///
-    /// Loopback addresses are those of the initiator's own host, and only of use there. A portal at all addresses
-    /// has some that this initiator cannot reach, such as those of bridges for containers or of networks of its
-    /// own, and it would try each of them for a long time.
+    /// Loopback addresses are those of the initiator's own host, and only of use there. A portal at
+    /// all addresses has some that this initiator cannot reach, such as those of bridges for
+    /// containers or of networks of its own, and it would try each of them for a long time.
     pub fn shown_to(&self, by: SocketAddr) -> impl Iterator<Item = SocketAddr> + '_ {
         let is_useful = move |at: &SocketAddr| by.ip().is_loopback() || !at.ip().is_loopback();
         let is_listed = move |at: &SocketAddr| at.ip() == by.ip() || !self.unlisted.contains(at);
@@ -308,8 +308,8 @@ impl TargetDef {
         Some(self.map_of(&allowed, limiter))
     }
 
-    /// The limits of an initiator whose rule has this number. One that the rule does not name is known by its
-    /// address: it could have any number of names.
+    /// The limits of an initiator whose rule has this number. One that the rule does not name is
+    /// known by its address: it could have any number of names.
     fn limiter(
         &self,
         rule: Option<usize>,
@@ -330,13 +330,15 @@ impl TargetDef {
         Some(self.initiators.limiter(key))
     }
 
-    /// The number of the access rule that decides about an iSCSI initiator at an address, if one does.
+    /// The number of the access rule that decides about an iSCSI initiator at an address, if one
+    /// does.
     #[must_use]
     pub fn rule_of(&self, initiator: &IscsiName, address: IpAddr) -> Option<usize> {
         self.config.rule_of(initiator, address)
     }
 
-    /// How an iSCSI initiator at an address proves who it is; `None` if the target is none of iSCSI.
+    /// How an iSCSI initiator at an address proves who it is; `None` if the target is none of
+    /// iSCSI.
     #[must_use]
     pub fn auth_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<&Auth> {
         let iscsi = self.iscsi.as_ref()?;
@@ -345,8 +347,8 @@ impl TargetDef {
         Some(own.unwrap_or(&iscsi.auth))
     }
 
-    /// Whether an iSCSI initiator at an address could log in at present with what it has proved: the name
-    /// that its secret belongs to, or nothing.
+    /// Whether an iSCSI initiator at an address could log in at present with what it has proved:
+    /// the name that its secret belongs to, or nothing.
     #[must_use]
     pub fn is_accepted(
         &self,

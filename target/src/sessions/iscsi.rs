@@ -1,9 +1,10 @@
 //! Sessions of iSCSI, over TCP and RDMA.
 //!
-//! A session may have several connections, on any workers: they share its numbers ([`Window`]). It ends
-//! with the first of them that is lost; at error recovery level 2 with the last of them, those that are
-//! kept for what they had under way included. A session that is replaced stays here until its commands at
-//! the devices have ended, and the one that replaces it waits for that (RFC 7143 6.3.5).
+//! A session may have several connections, on any workers: they share its numbers ([`Window`]). It
+//! ends with the first of them that is lost; at error recovery level 2 with the last of them, those
+//! that are kept for what they had under way included. A session that is replaced stays here until
+//! its commands at the devices have ended, and the one that replaces it waits for that (RFC 7143
+//! 6.3.5).
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -27,23 +28,23 @@ use crate::iscsi::{LogoutScope, Window};
 /// Connections of a session that are lost, and kept for what they had under way.
 const MAX_KEPT: usize = 8;
 
-/// Discovery sessions at once. They are no I_T nexuses and have a budget of their own: a host that only
-/// lists targets, perhaps without authentication, keeps no other from its disks.
+/// Discovery sessions at once. They are no I_T nexuses and have a budget of their own: a host that
+/// only lists targets, perhaps without authentication, keeps no other from its disks.
 const DISCOVERIES: Bounds = Bounds {
     sessions: 64,
     per_address: 16,
 };
 
-/// The initiator port and the target of a session. An initiator may have several sessions to one target,
-/// with an ISID each.
+/// The initiator port and the target of a session. An initiator may have several sessions to one
+/// target, with an ISID each.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct SessionKey {
     initiator: IscsiName,
     isid: Isid,
     /// None of a discovery session.
     target: Option<IscsiName>,
-    /// Where a discovery session comes from. As a rule nothing has been proved in one, so none takes the
-    /// place of another address's.
+    /// Where a discovery session comes from. As a rule nothing has been proved in one, so none
+    /// takes the place of another address's.
     address: Option<IpAddr>,
 }
 
@@ -234,8 +235,8 @@ struct Table {
     recent: Recent<Owner>,
 }
 
-/// The owner of a session: its key, its address, and the name that was proved. A host that knows only the
-/// key must not hold up the owner.
+/// The owner of a session: its key, its address, and the name that was proved. A host that knows
+/// only the key must not hold up the owner.
 type Owner = (SessionKey, IpAddr, Option<String>);
 
 /// Consequences of the end of a connection.
@@ -300,12 +301,13 @@ impl IscsiSessions {
         table.recent.find(&owner, now)
     }
 
-    /// Enters a session, if `check` finds nothing against its replacing the one that is there (RFC 7143
-    /// 6.3.5). The handle is `random`, or the next one that is free: a number that can be guessed
-    /// would help to join another initiator's session.
+    /// Enters a session, if `check` finds nothing against its replacing the one that is there (RFC
+    /// 7143 6.3.5). The handle is `random`, or the next one that is free: a number that can be
+    /// guessed would help to join another initiator's session.
     ///
     /// # Errors
-    /// The status with which the login is refused; nothing was entered, and the permit is given back.
+    /// The status with which the login is refused; nothing was entered, and the permit is given
+    /// back.
     pub fn enter(
         &self,
         new: NewSession,
@@ -353,8 +355,8 @@ impl IscsiSessions {
         Ok(grant)
     }
 
-    /// Enters a connection into its session if `check` finds nothing against it. It replaces the one
-    /// with its number (RFC 7143 6.3.4).
+    /// Enters a connection into its session if `check` finds nothing against it. It replaces the
+    /// one with its number (RFC 7143 6.3.4).
     ///
     /// # Errors
     /// The status with which its login is refused; nothing was entered.
@@ -397,8 +399,8 @@ impl IscsiSessions {
         ending
     }
 
-    /// Returns the connections of a session with a number, which are to be detached; `channel` waits for
-    /// that.
+    /// Returns the connections of a session with a number, which are to be detached; `channel`
+    /// waits for that.
     pub fn detach(&self, tsih: Tsih, channel: ConnRef, cid: Cid) -> Vec<ConnRef> {
         let mut table = self.lock();
         let Some(entry) = table.entries.get(&tsih) else {
@@ -442,8 +444,9 @@ impl IscsiSessions {
         Left { notify, terminate }
     }
 
-    /// A connection is gone, and nothing of it is left; with the last one its session ends. At `again`
-    /// the initiator may log in again and go on with its disks: it has not logged out by itself.
+    /// A connection is gone, and nothing of it is left; with the last one its session ends. At
+    /// `again` the initiator may log in again and go on with its disks: it has not logged out by
+    /// itself.
     pub fn leave(
         &self,
         tsih: Tsih,
@@ -567,7 +570,8 @@ impl Table {
         let is_other = |c: &&Connection| c.cid != cid && c.standing == Standing::Up;
         let others = entry.connections.iter().filter(is_other).count();
         let params = &entry.session.params;
-        // At level 2 there may be a second one in any case, to log the first one out (RFC 7143 6.3.4).
+        // At level 2 there may be a second one in any case, to log the first one out (RFC 7143
+        // 6.3.4).
         let least = if params.error_recovery_level > 1 {
             2
         } else {

@@ -1,5 +1,5 @@
-//! Sessions and what is served to them: shared by all workers, and touched at login, logout and changes of
-//! the configuration only.
+//! Sessions and what is served to them: shared by all workers, and touched at login, logout and
+//! changes of the configuration only.
 //!
 //! A session holds a [`Permit`](budget::Permit) of the budget and its entries at the units
 //! (`units::UnitEntries`). Both undo themselves when they are dropped. So a login that fails

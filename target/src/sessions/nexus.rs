@@ -5,11 +5,12 @@
 //!  Requested ──established──→ Current ──a newer login is established──→ Replaced ──last channel gone──→
 //!      └──── place given to another, or no place is left ────→ Displaced ──last channel gone──→
 //! ```
-//! A connection request comes in one datagram, whose source address may be forged. So it ends nothing:
-//! the session that it asks for is beside the one that is there until its own connection is
-//! established, which only the owner of the address can do. Then the channels of older sessions are
-//! terminated, and the new session's commands wait until these channels and their disk operations have
-//! ended. It is a new I_T nexus, which receives I_T NEXUS LOSS; RESERVE ends with the old one.
+//! A connection request comes in one datagram, whose source address may be forged. So it ends
+//! nothing: the session that it asks for is beside the one that is there until its own connection
+//! is established, which only the owner of the address can do. Then the channels of older sessions
+//! are terminated, and the new session's commands wait until these channels and their disk
+//! operations have ended. It is a new I_T nexus, which receives I_T NEXUS LOSS; RESERVE ends with
+//! the old one.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -78,8 +79,8 @@ struct Table {
     budget: Budget,
     /// Channels whose connections are not established, the oldest first.
     unconfirmed: Vec<Unconfirmed<(NexusKey, ConnRef)>>,
-    /// Sessions that have ended, by their addresses: a host that knows a port's identifier must not hold
-    /// up its owner.
+    /// Sessions that have ended, by their addresses: a host that knows a port's identifier must not
+    /// hold up its owner.
     recent: Recent<(NexusKey, IpAddr)>,
     next_id: u64,
     stopping: bool,
@@ -96,8 +97,8 @@ impl Table {
         self.unconfirmed.retain(|u| !channels.contains(&u.what.1));
     }
 
-    /// A channel that is not established gives its place away, and the session with it that only this
-    /// channel can establish. Returns the channels to terminate.
+    /// A channel that is not established gives its place away, and the session with it that only
+    /// this channel can establish. Returns the channels to terminate.
     fn displace(&mut self, key: NexusKey, channel: ConnRef) -> Vec<ConnRef> {
         let entries = self.nexuses.get_mut(&key).into_iter().flatten();
         let mut led = entries.filter(|e| e.leader == channel && e.stage == Stage::Requested);
@@ -246,8 +247,8 @@ impl Registry {
         self.lock().unconfirmed.len()
     }
 
-    /// Decides on a login and enters its channel. Channels that are established are not concerned before
-    /// [`Registry::establish`]; others may have to give their places to this one.
+    /// Decides on a login and enters its channel. Channels that are established are not concerned
+    /// before [`Registry::establish`]; others may have to give their places to this one.
     ///
     /// # Errors
     /// Why it is refused; nothing was entered.
@@ -415,7 +416,8 @@ impl Registry {
     }
 
     /// Numbers an I_T nexus of another protocol, within the same bounds; `None` where they are
-    /// reached, or the server is stopping. `replaced` is the address of the session that it replaces.
+    /// reached, or the server is stopping. `replaced` is the address of the session that it
+    /// replaces.
     pub fn open_nexus(
         &self,
         address: IpAddr,
@@ -484,8 +486,8 @@ impl Registry {
     }
 }
 
-/// The session that another channel from an address joins: the newest from there, or of all, since the
-/// message that establishes the newest one may be late.
+/// The session that another channel from an address joins: the newest from there, or of all, since
+/// the message that establishes the newest one may be late.
 fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
     let alive = entries.iter().enumerate();
     let alive = alive.filter(|(_, e)| matches!(e.stage, Stage::Requested | Stage::Current));
@@ -493,8 +495,8 @@ fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
     best.map(|(at, _)| at)
 }
 
-/// Whether replaced sessions are still there that should have ended long since, or too many of them: a
-/// device holds their commands, and another login would only wait for it as well.
+/// Whether replaced sessions are still there that should have ended long since, or too many of
+/// them: a device holds their commands, and another login would only wait for it as well.
 fn is_held_up(entries: &[Entry], now: Instant) -> bool {
     let replaced = entries.iter().filter_map(|e| match e.stage {
         Stage::Replaced(since) => Some(since),
@@ -513,7 +515,8 @@ impl Entry {
         self.channels.iter().map(|(channel, _)| *channel)
     }
 
-    /// Whether it was established, which makes it count as a session until its last channel is gone.
+    /// Whether it was established, which makes it count as a session until its last channel is
+    /// gone.
     fn has_been_current(&self) -> bool {
         self.permit.is_some()
     }
@@ -738,7 +741,8 @@ mod tests {
         let most = MAX_UNCONFIRMED as u64;
         assert!((0..most).all(|_| forge().is_empty()));
         assert_eq!(forge(), [channel(1001)], "the oldest");
-        // An honest host gets a place, and the forgers have to fill all others before they can take it.
+        // An honest host gets a place, and the forgers have to fill all others before they can take
+        // it.
         host.single(1).unwrap();
         for _ in 1..most {
             assert_ne!(forge(), [channel(1)]);

@@ -1,17 +1,17 @@
 //! Units that the initiators of sessions which have just ended take their LUNs for.
 //!
-//! An initiator that loses its session without a logout logs in again and goes on with its disks: if a LUN
-//! has come to lead to another unit meanwhile, the initiator must not write there before it has asked which
-//! one it is. One that starts from nothing, such as firmware that boots from a disk, may never ask; so this
-//! is forgotten soon.
+//! An initiator that loses its session without a logout logs in again and goes on with its disks:
+//! if a LUN has come to lead to another unit meanwhile, the initiator must not write there before
+//! it has asked which one it is. One that starts from nothing, such as firmware that boots from a
+//! disk, may never ask; so this is forgotten soon.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::fabric::KnownUnits;
 
-/// Time until a session is forgotten. Linux keeps the commands of an iSCSI session for as long before it
-/// fails them.
+/// Time until a session is forgotten. Linux keeps the commands of an iSCSI session for as long
+/// before it fails them.
 const LASTS: Duration = Duration::from_secs(120);
 
 /// Sessions that are remembered, at most.

@@ -1,5 +1,5 @@
-//! The choice of a connection that gives way to a newer one, among those whose peers have proved nothing
-//! yet.
+//! The choice of a connection that gives way to a newer one, among those whose peers have proved
+//! nothing yet.
 //!
 //! A connection request may bear a forged address. So what is kept for requests is bounded, and a
 //! newer one always gets a place: the oldest request from the address with most of them gives way.
@@ -16,8 +16,8 @@ pub struct Unconfirmed<T> {
     pub what: T,
 }
 
-/// Of these, in the order of their requests, the one that gives way: the oldest of the address that has
-/// most of them.
+/// Of these, in the order of their requests, the one that gives way: the oldest of the address that
+/// has most of them.
 pub fn displaceable<T: Copy>(all: &[Unconfirmed<T>]) -> Option<T> {
     let mut counts: HashMap<IpAddr, usize> = HashMap::new();
     for one in all {

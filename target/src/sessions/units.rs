@@ -15,11 +15,11 @@ pub(super) struct UnitEntries {
 }
 
 impl UnitEntries {
-    /// Enters a nexus at the units that it sees. Without ports there is no nexus to enter, and there
-    /// are no units.
+    /// Enters a nexus at the units that it sees. Without ports there is no nexus to enter, and
+    /// there are no units.
     ///
-    /// `is_loss` if a session of the same ports was there before: the units establish I_T NEXUS LOSS
-    /// OCCURRED then (SAM-5 6.4).
+    /// `is_loss` if a session of the same ports was there before: the units establish I_T NEXUS
+    /// LOSS OCCURRED then (SAM-5 6.4).
     pub(super) fn enter(
         nexus: NexusId,
         ports: Option<&Nexus>,
@@ -50,13 +50,15 @@ impl UnitEntries {
     }
 
     /// Gives the nexus other units, which report that the LUNs have changed if they have
-    /// (SPC-5: REPORTED LUNS DATA HAS CHANGED). `luns` was made for this nexus and has no other owner.
+    /// (SPC-5: REPORTED LUNS DATA HAS CHANGED). `luns` was made for this nexus and has no other
+    /// owner.
     pub(super) fn change(&mut self, mut luns: Arc<LunMap>, ports: &Nexus) {
         Arc::get_mut(&mut luns)
             .expect("made for this nexus")
             .follow(&self.luns);
         if self.luns.is_same(&luns) {
-            // Commands that keep the map keep their accounts, so it is not exchanged for an equal one.
+            // Commands that keep the map keep their accounts, so it is not exchanged for an equal
+            // one.
             if !self.luns.is_accounted_alike(&luns) {
                 self.luns = luns;
             }

@@ -1,8 +1,9 @@
 //! Channels that wait until others have ended, and their commands with them.
 //!
 //! A login that replaces a session must not start a command while one of the old session can still
-//! reach the disk: the old one would overwrite what the new one has written. So its channels wait for
-//! those that they replace, in either protocol (SRP r16a, MULTI-CHANNEL ACTION; RFC 7143 6.3.5).
+//! reach the disk: the old one would overwrite what the new one has written. So its channels wait
+//! for those that they replace, in either protocol (SRP r16a, MULTI-CHANNEL ACTION; RFC 7143
+//! 6.3.5).
 
 use crate::fabric::ConnRef;
 
@@ -18,7 +19,8 @@ struct Wait {
 pub(super) struct Waits(Vec<Wait>);
 
 impl Waits {
-    /// A channel waits until these are gone, for each of them once, however often that is asked for.
+    /// A channel waits until these are gone, for each of them once, however often that is asked
+    /// for.
     pub(super) fn wait_for(&mut self, others: &[ConnRef], who: ConnRef) {
         for wait in others.iter().map(|on| Wait { on: *on, who }) {
             if !self.0.contains(&wait) {

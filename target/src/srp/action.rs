@@ -19,8 +19,8 @@ pub enum Action {
     Task(TaskAction),
     /// Post this context of the receive ring.
     PostRecv(RecvIdx),
-    /// Post one chain: the RDMA requests of [`Channel::requests`](super::Channel::requests), then the
-    /// message if there is one. Its last request is signaled; when it completes, call
+    /// Post one chain: the RDMA requests of [`Channel::requests`](super::Channel::requests), then
+    /// the message if there is one. Its last request is signaled; when it completes, call
     /// [`Channel::handle_post_done`](super::Channel::handle_post_done).
     Post {
         /// Context whose requests and message are posted.
@@ -30,13 +30,16 @@ pub enum Action {
     },
     /// Notify the CM that data came before the message that establishes the connection.
     NotifyEstablished,
-    /// See whether the initiator is there: post a signaled write of no bytes, which its device answers
-    /// without looking at the key. When it completes, call [`Channel::handle_probed`](super::Channel::handle_probed).
+    /// See whether the initiator is there: post a signaled write of no bytes, which its device
+    /// answers without looking at the key. When it completes, call
+    /// [`Channel::handle_probed`](super::Channel::handle_probed).
     Probe,
     /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
-    /// signaled zero-length write. When it completes, call [`Channel::handle_drained`](super::Channel::handle_drained).
+    /// signaled zero-length write. When it completes, call
+    /// [`Channel::handle_drained`](super::Channel::handle_drained).
     Disconnect,
-    /// The channel is [`ChState::Disconnected`](super::ChState::Disconnected): destroy its queue pair, free its rings.
+    /// The channel is [`ChState::Disconnected`](super::ChState::Disconnected): destroy its queue
+    /// pair, free its rings.
     Release,
 }
 

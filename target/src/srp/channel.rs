@@ -531,8 +531,8 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// What every input ends with: deferred requests, chains that wait for credit, our own messages,
-    /// and whether the channel is done.
+    /// What every input ends with: deferred requests, chains that wait for credit, our own
+    /// messages, and whether the channel is done.
     pub(super) fn settle_round(&mut self, cx: &mut Cx<'_>) {
         self.retry_deferred(cx);
         self.retry_posts(cx);
@@ -541,8 +541,8 @@ impl Channel {
         self.check_drained();
     }
 
-    /// Limits the time in which chains complete. An initiator that does not take its answers holds memory,
-    /// and blocks what waits for credit behind them.
+    /// Limits the time in which chains complete. An initiator that does not take its answers holds
+    /// memory, and blocks what waits for credit behind them.
     fn watch_chains(&mut self, now: Instant) {
         let timeout = self.config.data_out_timeout;
         // An answer alone, with nothing behind it, has longer than what others wait for.
@@ -556,9 +556,9 @@ impl Channel {
         self.data_deadline = Some(self.data_deadline.map_or(at, |other| other.min(at)));
     }
 
-    /// A command that goes in pieces has its place in the order from the second one on, and others may wait
-    /// for its end: all later pieces together have a time, and the answer what is left of it. Data that are moved
-    /// meanwhile extend it: see [`Pace`](crate::fabric::Pace).
+    /// A command that goes in pieces has its place in the order from the second one on, and others
+    /// may wait for its end: all later pieces together have a time, and the answer what is left of
+    /// it. Data that are moved meanwhile extend it: see [`Pace`](crate::fabric::Pace).
     pub(super) fn begin_piece(&mut self, now: Instant, idx: TaskIdx) {
         let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
         let io = &mut self.ioctx[usize::from(idx.0)];
@@ -634,8 +634,8 @@ impl Channel {
                     %error,
                     "malformed information unit"
                 );
-                // A request with a tag can be answered by itself; anything else leaves it open what the
-                // peer means, so the channel ends.
+                // A request with a tag can be answered by itself; anything else leaves it open what
+                // the peer means, so the channel ends.
                 match (opcode, tag_of(bytes)) {
                     (Ok(Opcode::Cmd | Opcode::TskMgmt), Some(tag)) => self.refuse(cx, tag),
                     _ => self.logout(cx, TLogoutReason::InvalidIuType),

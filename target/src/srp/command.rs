@@ -130,8 +130,8 @@ impl Channel {
         }
     }
 
-    /// Moves immediate data from the receive ring to the buffer, and frees its receive context when it has
-    /// been all.
+    /// Moves immediate data from the receive ring to the buffer, and frees its receive context when
+    /// it has been all.
     fn take_immediate(&mut self, idx: TaskIdx, len: u32) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let held = io.immediate.as_mut().expect("immediate data is held");
@@ -175,8 +175,8 @@ impl Channel {
         false
     }
 
-    /// Ends an aborted command that no device uses any more. One that another nexus has ended is answered
-    /// with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
+    /// Ends an aborted command that no device uses any more. One that another nexus has ended is
+    /// answered with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let is_live = self.state == ChState::Live && !self.torn_down;
         if !is_live || !self.ioctx[usize::from(idx.0)].exec.is_cleared() {

@@ -47,8 +47,9 @@ pub enum ChainKind {
 /// ```
 ///
 /// A command may be answered early in every state (it is refused, or another nexus ends it: TASK
-/// ABORTED), and ends without an answer where its own nexus or the end of the channel takes it. A state
-/// that follows itself is the next portion of a transfer, the next block operation, or another wait.
+/// ABORTED), and ends without an answer where its own nexus or the end of the channel takes it. A
+/// state that follows itself is the next portion of a transfer, the next block operation, or
+/// another wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoctxState {
     /// Idle: processing finished, or never began.
@@ -122,7 +123,8 @@ impl State for IoctxState {
             AwaitCredit(ChainKind::NeedData) => is_end || matches!(next, NeedData),
             AwaitCredit(ChainKind::SendData) => is_end || matches!(next, SendData),
             AwaitCredit(ChainKind::Respond) => is_end || matches!(next, WriteData | MgmtRspSent),
-            // A function is answered, or a command with the tag of another one goes on to its answer.
+            // A function is answered, or a command with the tag of another one goes on to its
+            // answer.
             Mgmt => matches!(
                 next,
                 New | AwaitCredit(ChainKind::Respond) | MgmtRspSent | Done
@@ -217,8 +219,8 @@ pub struct SendIoctx {
     pub response: Option<Response>,
     /// Work requests of the chain that is posted.
     pub wrs: u32,
-    /// Since when a command that has started waits for the initiator to give or take a piece of its data, or
-    /// its answer.
+    /// Since when a command that has started waits for the initiator to give or take a piece of its
+    /// data, or its answer.
     pub wait: Option<Wait>,
     /// Time that its waits for earlier pieces count.
     pub waited: Duration,
@@ -285,8 +287,8 @@ impl SendIoctx {
         self.state != IoctxState::Done && self.mgmt.is_none() && self.state != IoctxState::Mgmt
     }
 
-    /// Plans the next portion of the transfer under way; returns its number of work requests. Without
-    /// a transfer there are none.
+    /// Plans the next portion of the transfer under way; returns its number of work requests.
+    /// Without a transfer there are none.
     pub(super) fn plan_portion(&mut self, limits: PortionLimits) -> u32 {
         let Some(transfer) = &mut self.transfer else {
             return 0;

@@ -62,8 +62,8 @@ pub enum Admission {
 pub struct LoginRefused {
     /// The reason for the SRP_LOGIN_REJ.
     pub reason: LoginRejReason,
-    /// The reason for the audit log, in the words of every protocol: SRP has one code both for initiators that
-    /// access control denies and for targets that do not exist.
+    /// The reason for the audit log, in the words of every protocol: SRP has one code both for
+    /// initiators that access control denies and for targets that do not exist.
     pub audit: &'static str,
 }
 

@@ -1,7 +1,7 @@
 //! Task management over SRP, and commands with the tag of another one.
 //!
-//! ABORT TASK names a tag of this channel, since SRP tags are unique on their channel only. All else
-//! is common to the fabrics: [`task_mgmt`].
+//! ABORT TASK names a tag of this channel, since SRP tags are unique on their channel only. All
+//! else is common to the fabrics: [`task_mgmt`].
 
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
@@ -40,8 +40,8 @@ impl Channel {
     }
 
     /// A command has the tag of one that is not answered yet, so an answer to either could be taken
-    /// for the other's. All commands of the nexus in the unit's task set end without an answer, and so
-    /// does the older one where it is for another unit (SAM-5 5.10).
+    /// for the other's. All commands of the nexus in the unit's task set end without an answer, and
+    /// so does the older one where it is for another unit (SAM-5 5.10).
     pub(super) fn on_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, older: TaskIdx) {
         self.counters.malformed += 1;
         let tag = self.ioctx[usize::from(idx.0)].tag.0;
@@ -180,8 +180,8 @@ impl Channel {
         self.abort(cx, idx, watcher);
     }
 
-    /// Ends a command, at once or as soon as no device uses its buffers. It is answered if only another nexus
-    /// has ended it.
+    /// Ends a command, at once or as soon as no device uses its buffers. It is answered if only
+    /// another nexus has ended it.
     fn abort(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         let own = self.task_ref(idx);
         let is_elsewhere = (watcher.worker, watcher.channel) != (own.worker, own.channel);
@@ -201,8 +201,8 @@ impl Channel {
                 io.exec.aborted = true;
                 self.ask(TaskAction::AbortBlock(idx));
             }
-            // It was named while its answer waited, by a function that comes over another channel: the last of
-            // its data may still be on their way. `finish` reports their end.
+            // It was named while its answer waited, by a function that comes over another channel:
+            // the last of its data may still be on their way. `finish` reports their end.
             IoctxState::CmdRspSent if is_elsewhere && io.exec.is_left_ended() => {}
             IoctxState::CmdRspSent => {
                 // Its answer is on its way before ours: the task is gone for the initiator.

@@ -1,9 +1,9 @@
 //! The SRP target: channels as machines that do no I/O.
 //!
 //! A [`Channel`] is one RC connection with one initiator. It takes information units, completions,
-//! results of block operations and connection events, and gives [`Action`]s: post this receive, post
-//! this chain, start this block operation, disconnect. The worker carries the actions out; a test or
-//! a simulator does so as well.
+//! results of block operations and connection events, and gives [`Action`]s: post this receive,
+//! post this chain, start this block operation, disconnect. The worker carries the actions out; a
+//! test or a simulator does so as well.
 //!
 //! # Modules
 //! - `login`: whether a login is accepted, and with what limits ([`plan_login`]).

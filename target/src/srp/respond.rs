@@ -11,8 +11,8 @@ use super::login::MAX_TI_IU;
 use crate::fabric::{CommandFlow as _, End, TaskIdx, Transfer};
 
 impl Channel {
-    /// A command leaves the task set with its answer. What is left of that must not follow the response to a
-    /// function of the nexus, which may come over another channel.
+    /// A command leaves the task set with its answer. What is left of that must not follow the
+    /// response to a function of the nexus, which may come over another channel.
     pub(super) fn leave_answering(&mut self, idx: TaskIdx) {
         let (nexus, name) = (self.config.nexus, self.task_ref(idx));
         let io = &mut self.ioctx[usize::from(idx.0)];

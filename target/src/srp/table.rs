@@ -1,8 +1,8 @@
 //! Descriptor tables: where a command's data lies in the initiator's memory.
 //!
-//! A direct descriptor and a short indirect table fit the command's own context. A longer table, and
-//! an external one that must first be read from the initiator, lie in a buffer of the pool, so that
-//! a channel's memory does not depend on what its peer sends.
+//! A direct descriptor and a short indirect table fit the command's own context. A longer table,
+//! and an external one that must first be read from the initiator, lie in a buffer of the pool, so
+//! that a channel's memory does not depend on what its peer sends.
 
 use arrayvec::ArrayVec;
 use riser_scsi::access::DataAccess;
@@ -247,7 +247,8 @@ impl Tables {
         external.check(data_len)
     }
 
-    /// Returns both sides of a transfer: of the table that is being fetched, or of the command's data.
+    /// Returns both sides of a transfer: of the table that is being fetched, or of the command's
+    /// data.
     ///
     /// # Panics
     /// If there is neither a fetch nor `data`.

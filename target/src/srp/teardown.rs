@@ -46,8 +46,8 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// A new login of the same nexus ends the channel. Its commands end now, since the initiator has
-    /// given them up: one that started or went on would overwrite what comes after it.
+    /// A new login of the same nexus ends the channel. Its commands end now, since the initiator
+    /// has given them up: one that started or went on would overwrite what comes after it.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
         self.ended.get_or_insert(Parting::Terminated);
         self.logout(cx, TLogoutReason::MultiChannelAction);
@@ -91,7 +91,8 @@ impl Channel {
     }
 
     /// The initiator sees other units from now on. Commands under way keep theirs to their end. The
-    /// unit attention is the nexus's affair; an initiator that has asked for events gets an AER_REQ at once.
+    /// unit attention is the nexus's affair; an initiator that has asked for events gets an AER_REQ
+    /// at once.
     pub fn handle_luns(&mut self, cx: &mut Cx<'_>, luns: Arc<LunMap>) {
         let is_same = self.config.luns.is_same(&luns);
         self.accounts.follow(&luns);

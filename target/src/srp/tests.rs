@@ -322,7 +322,8 @@ fn a_command_in_the_order_gets_memory_that_others_hold() {
     rig.end();
 }
 
-/// Newer commands of its nexus wait for an ORDERED one, and must not do so with the memory that it needs.
+/// Newer commands of its nexus wait for an ORDERED one, and must not do so with the memory that it
+/// needs.
 #[test]
 fn no_command_overtakes_one_that_waits_for_memory() {
     let mut rig = Rig::live();
@@ -426,7 +427,8 @@ fn long_transfers_go_in_portions_and_others_pass_between() {
     rig.end();
 }
 
-/// A command that is being answered has left the unit's task set, but its data may have only begun to move.
+/// A command that is being answered has left the unit's task set, but its data may have only begun
+/// to move.
 #[test]
 fn no_data_move_after_the_function_that_ended_their_command() {
     for function in [
@@ -481,8 +483,8 @@ fn a_cleared_command_whose_answer_has_begun_is_answered() {
     rig.end();
 }
 
-/// The answer to an older command with the same tag could be taken for the newer one's, and a command that its
-/// own nexus ends gets no status: both hold where another nexus has ended it, too.
+/// The answer to an older command with the same tag could be taken for the newer one's, and a
+/// command that its own nexus ends gets no status: both hold where another nexus has ended it, too.
 #[test]
 fn a_cleared_command_that_its_own_nexus_ends_is_not_answered() {
     let overlapped = cmd(&[0; 6]).lun(1).tag(5).bytes();

@@ -232,7 +232,8 @@ fn the_order_of_a_nexus_holds_while_its_commands_wait() {
     rig.end();
 }
 
-/// A command that waits in the order keeps its data in memory: not behind one that waits for a limit.
+/// A command that waits in the order keeps its data in memory: not behind one that waits for a
+/// limit.
 #[test]
 fn no_data_wait_in_memory_behind_a_limit() {
     let mut rig = limited();

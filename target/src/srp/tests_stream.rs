@@ -210,8 +210,8 @@ fn an_error_in_the_middle_says_what_was_moved() {
     }
 }
 
-/// A command that reads and writes keeps its blocks between its pieces; an initiator that does not give
-/// the next one loses its channel.
+/// A command that reads and writes keeps its blocks between its pieces; an initiator that does not
+/// give the next one loses its channel.
 #[test]
 fn blocks_are_kept_between_pieces_and_not_for_ever() {
     let mut rig = Rig::with_window(WINDOW);

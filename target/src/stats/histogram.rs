@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Buckets of a histogram. The first takes up to [`bound`]`(0)`, the last all that is longer than the
-/// one before it takes.
+/// Buckets of a histogram. The first takes up to [`bound`]`(0)`, the last all that is longer than
+/// the one before it takes.
 pub const BUCKETS: usize = 26;
 
 /// The exponent of the first bound: 1.024 µs.

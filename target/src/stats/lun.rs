@@ -77,8 +77,8 @@ pub struct ClassCounts {
     pub bytes: u64,
 }
 
-/// A logical unit of a target. Commands that were aborted or torn down are in `queue_depth` while they
-/// last, and nowhere else.
+/// A logical unit of a target. Commands that were aborted or torn down are in `queue_depth` while
+/// they last, and nowhere else.
 #[derive(Debug)]
 pub struct LunStats {
     target: String,
@@ -94,8 +94,8 @@ pub struct LunStats {
 }
 
 impl LunStats {
-    /// Nothing was done yet. Without a clock, stages begin and end at the times of workers' rounds, as
-    /// under virtual time.
+    /// Nothing was done yet. Without a clock, stages begin and end at the times of workers' rounds,
+    /// as under virtual time.
     #[must_use]
     pub fn new(target: &str, lun: u16, clock: Option<Clock>) -> Self {
         Self {
@@ -183,7 +183,8 @@ impl LunStats {
         begun.saturating_sub(ended)
     }
 
-    /// A session is over: what it has done stays with its initiator's name, unless there are too many.
+    /// A session is over: what it has done stays with its initiator's name, unless there are too
+    /// many.
     pub fn keep(&self, initiator: &str, share: InitiatorStats) {
         let mut kept = self.lock_kept();
         if let Some(sum) = kept.get_mut(initiator) {
@@ -291,7 +292,8 @@ impl SessionStats {
         }
     }
 
-    /// Returns the totals of all commands. The kind of a command decides in which direction its data count.
+    /// Returns the totals of all commands. The kind of a command decides in which direction its
+    /// data count.
     #[must_use]
     pub fn share(&self) -> InitiatorStats {
         let mut share = InitiatorStats::default();

@@ -2,7 +2,8 @@
 //!
 //! # Modules
 //! - `histogram`: how long something took, in buckets of powers of two.
-//! - `lun`: [`LunStats`], of a logical unit of a target; [`SessionStats`], of one session's part of it.
+//! - `lun`: [`LunStats`], of a logical unit of a target; [`SessionStats`], of one session's part of
+//!   it.
 //! - `timer`: [`CommandTimer`], the way of one command through its stages.
 //! - `trace`: [`Tracer`], the ways of single commands, on request.
 //! - `tally`: [`Tally`], what happens rarely, by kind.
@@ -14,14 +15,16 @@
 //! reader.
 //!
 //! # Clock
-//! For most commands none is read: they begin and end at the times that the worker's rounds began with. One
-//! command in [`SAMPLE`], and each one that is traced, is *timed*: the clock that a unit was made with
-//! ([`LunStats::new`]) is read at each stage. The numbers by stage are of timed commands alone.
+//! For most commands none is read: they begin and end at the times that the worker's rounds began
+//! with. One command in [`SAMPLE`], and each one that is traced, is *timed*: the clock that a unit
+//! was made with ([`LunStats::new`]) is read at each stage. The numbers by stage are of timed
+//! commands alone.
 //!
 //! # Bounds
-//! A logical unit of a target takes [`lun::WORKER_BYTES`] at each worker that has served it, a session
-//! an [`SessionStats`] for each unit that it has used; both are made with the first command and never with
-//! a later one. A unit keeps the names of [`lun::MAX_INITIATORS`] whose sessions are over.
+//! A logical unit of a target takes [`lun::WORKER_BYTES`] at each worker that has served it, a
+//! session an [`SessionStats`] for each unit that it has used; both are made with the first command
+//! and never with a later one. A unit keeps the names of [`lun::MAX_INITIATORS`] whose sessions are
+//! over.
 
 mod histogram;
 mod lun;
@@ -83,8 +86,8 @@ pub enum Stage {
     Scsi,
     /// A block operation runs, or waits for those that the device has to do first.
     Backend,
-    /// Data and answer are on their way, until the network has them: of a reliable connection until the
-    /// initiator's side has acknowledged them, of TCP until the socket has taken them.
+    /// Data and answer are on their way, until the network has them: of a reliable connection until
+    /// the initiator's side has acknowledged them, of TCP until the socket has taken them.
     FabricOut,
 }
 

@@ -108,8 +108,8 @@ impl CommandTimer {
         }
     }
 
-    /// Takes the command over from another connection, on this account. One that was answered there, and
-    /// only has its answer repeated, stays on the other's.
+    /// Takes the command over from another connection, on this account. One that was answered
+    /// there, and only has its answer repeated, stays on the other's.
     pub fn join(&mut self, account: Option<Arc<SessionStats>>) {
         // Counted at the other connection already, it would count as a second command here.
         self.account = account.filter(|_| !self.counted);

@@ -1,11 +1,11 @@
 //! The ways of single commands, on request.
 //!
-//! [`Tracer`] says which commands; a logical unit that has one ([`LunStats::trace`]) gives every command
-//! that begins there a [`Trace`], which its [`CommandTimer`](super::CommandTimer) fills in. Without one a command
-//! costs one look at a flag.
+//! [`Tracer`] says which commands; a logical unit that has one ([`LunStats::trace`]) gives every
+//! command that begins there a [`Trace`], which its [`CommandTimer`](super::CommandTimer) fills in.
+//! Without one a command costs one look at a flag.
 //!
-//! What is kept is bounded by the tracer: [`Tracer::take`] empties it, and what does not fit meanwhile is
-//! counted.
+//! What is kept is bounded by the tracer: [`Tracer::take`] empties it, and what does not fit
+//! meanwhile is counted.
 //!
 //! [`LunStats::trace`]: super::LunStats::trace
 
@@ -67,7 +67,8 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// A tracer of commands with this tag, or any, that take at least `slower_than`; it keeps `most` of them.
+    /// A tracer of commands with this tag, or any, that take at least `slower_than`; it keeps
+    /// `most` of them.
     #[must_use]
     pub fn new(tag: Option<u64>, slower_than: Duration, most: usize) -> Self {
         Self {

@@ -1,8 +1,8 @@
-//! Block operations of a worker's connections: the backends that it has attached, what waits for room in
-//! the driver, and the flush of all backends.
+//! Block operations of a worker's connections: the backends that it has attached, what waits for
+//! room in the driver, and the flush of all backends.
 //!
-//! A backend that hangs may have as many operations as the driver gives it. What comes for it then waits in a
-//! queue of its own, so it stops none of the others.
+//! A backend that hangs may have as many operations as the driver gives it. What comes for it then
+//! waits in a queue of its own, so it stops none of the others.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -232,8 +232,8 @@ impl Blocks {
     }
 }
 
-/// Hands a block operation to the driver; `false` if it has no room. That of a connection which is gone
-/// is dropped.
+/// Hands a block operation to the driver; `false` if it has no room. That of a connection which is
+/// gone is dropped.
 fn submit(
     driver: &mut Driver,
     ring: &mut Ring,

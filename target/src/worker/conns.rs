@@ -73,9 +73,9 @@ pub(super) struct Conns<F> {
     dirty: VecDeque<ConnKey>,
     /// Connections whose completion queue may have completions; each once.
     ready: VecDeque<ConnKey>,
-    /// Timers with the serial numbers of their connections. One of each connection counts, and others
-    /// are passed over; [`Conns::arm`] bounds their number. A heap keeps its room, so it does not
-    /// allocate for a deadline that comes and goes with every command, as a tree would.
+    /// Timers with the serial numbers of their connections. One of each connection counts, and
+    /// others are passed over; [`Conns::arm`] bounds their number. A heap keeps its room, so it
+    /// does not allocate for a deadline that comes and goes with every command, as a tree would.
     timers: BinaryHeap<Reverse<(Instant, u64)>>,
 }
 
@@ -95,8 +95,8 @@ impl<F> Default for Conns<F> {
 }
 
 impl<F: Connection> Conns<F> {
-    /// Returns the number of a new connection. Peers make connections, so it is of a width that they
-    /// cannot exhaust.
+    /// Returns the number of a new connection. Peers make connections, so it is of a width that
+    /// they cannot exhaust.
     pub(super) fn take_serial(&mut self) -> u64 {
         let serial = self.next_serial;
         self.next_serial += 1;
@@ -223,8 +223,8 @@ impl<F: Connection> Conns<F> {
         Some((key, link.device, link.hardware.cq))
     }
 
-    /// Sets the timer of a connection for its deadline, unless it fires earlier anyhow: a deadline that
-    /// is put off with every command costs nothing here.
+    /// Sets the timer of a connection for its deadline, unless it fires earlier anyhow: a deadline
+    /// that is put off with every command costs nothing here.
     pub(super) fn arm(&mut self, key: ConnKey) {
         let Some(conn) = self.slab.get_mut(key.0) else {
             return;
@@ -237,8 +237,8 @@ impl<F: Connection> Conns<F> {
         }
         conn.timer = Some(at);
         self.timers.push(Reverse((at, conn.serial)));
-        // Timers that count no longer make room when they are the greater part, so that peers who come
-        // and go do not leave one each until its time, and a command pays for a few at most.
+        // Timers that count no longer make room when they are the greater part, so that peers who
+        // come and go do not leave one each until its time, and a command pays for a few at most.
         if self.timers.len() > 2 * self.slab.len() + FEW_TIMERS {
             let set = self.slab.iter().filter_map(|(_, conn)| {
                 let at = conn.timer?;
@@ -280,8 +280,8 @@ impl<F: Connection> Conns<F> {
         waits && !has_waited
     }
 
-    /// Appends the connections that wait for pool memory, of all fabrics in one order: the one whose
-    /// turn it is comes first.
+    /// Appends the connections that wait for pool memory, of all fabrics in one order: the one
+    /// whose turn it is comes first.
     pub(super) fn put_waiting(&self, pool: &Pool, waiting: &mut Vec<ConnKey>) {
         let known = pool
             .waiting()
@@ -400,8 +400,8 @@ mod tests {
         assert_eq!(conns.take_timer(due), None);
     }
 
-    /// A command at a time waits a millisecond for its limit, while the session has a deadline of its own:
-    /// a ping that each command puts off, or a time that stays the same.
+    /// A command at a time waits a millisecond for its limit, while the session has a deadline of
+    /// its own: a ping that each command puts off, or a time that stays the same.
     #[test]
     fn a_deadline_that_comes_and_goes_leaves_few_timers() {
         for is_put_off in [true, false] {

@@ -173,8 +173,9 @@ fn watch_token(device: usize) -> Token {
     Token(WATCH | device as u64)
 }
 
-/// A worker's devices, by number: their slots, which are the same for all workers. Indexing is for what is
-/// known to be there, such as the device of a session; it panics where the device is closed.
+/// A worker's devices, by number: their slots, which are the same for all workers. Indexing is for
+/// what is known to be there, such as the device of a session; it panics where the device is
+/// closed.
 #[derive(Default)]
 pub(super) struct Devices {
     slots: Vec<Slot>,
@@ -474,8 +475,8 @@ impl Devices {
         }
     }
 
-    /// Watches the descriptors of a device. Where the ring has no slot for that, it is watched as soon
-    /// as there is one.
+    /// Watches the descriptors of a device. Where the ring has no slot for that, it is watched as
+    /// soon as there is one.
     ///
     /// # Errors
     /// The ring is of no further use.
@@ -498,8 +499,8 @@ impl Devices {
         Ok(())
     }
 
-    /// Stops watching a device. A process that holds a descriptor of an RDMA device keeps the kernel from
-    /// taking it away.
+    /// Stops watching a device. A process that holds a descriptor of an RDMA device keeps the
+    /// kernel from taking it away.
     pub(super) fn unwatch(&mut self, ring: &mut Ring, device: usize) {
         if let Err(error) = ring.cancel(watch_token(device)) {
             tracing::warn!(%error, "a device's descriptors stay open");
@@ -523,8 +524,8 @@ impl Devices {
         Ok(())
     }
 
-    /// Takes a completion of the ring. It may say that a device has something, which the next round looks
-    /// for in any case; the device is watched again where that ended.
+    /// Takes a completion of the ring. It may say that a device has something, which the next round
+    /// looks for in any case; the device is watched again where that ended.
     pub(super) fn on_watch(&mut self, completion: &Completion) {
         // A watch that was cancelled was ended by us. Others end where the kernel could not report
         // an event.

@@ -2,8 +2,8 @@
 //!
 //! A software NIC has a socket per worker behind one address, and packets are steered by the order
 //! in which these were bound. So a device whose last portal has gone is closed only when no worker
-//! needs it any more, and opened again for the same address only after that; a portal that comes back
-//! before takes the device as it is.
+//! needs it any more, and opened again for the same address only after that; a portal that comes
+//! back before takes the device as it is.
 //!
 //! ```text
 //! wanted → unwanted: each worker ends its sessions, and says when it is idle
@@ -135,7 +135,8 @@ impl DeviceSlots {
     }
 }
 
-/// Takes the slot of the device at an address, or a free one; `None` while that device is being closed.
+/// Takes the slot of the device at an address, or a free one; `None` while that device is being
+/// closed.
 fn take_from(slots: &mut Vec<Option<OpenDevice>>, addr: IpAddr) -> Option<DeviceSlot> {
     let mut open = slots.iter_mut().enumerate();
     let found = open.find_map(|(slot, device)| {

@@ -1,7 +1,7 @@
 //! Disconnect requests of a worker that are to be answered.
 //!
-//! The identifier of a connection outlives its channel until the peer has answered, or has had its time: an
-//! identifier that is destroyed before cannot repeat a request that was lost.
+//! The identifier of a connection outlives its channel until the peer has answered, or has had its
+//! time: an identifier that is destroyed before cannot repeat a request that was lost.
 
 use std::time::Instant;
 

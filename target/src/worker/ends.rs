@@ -15,8 +15,8 @@ use crate::fabric::ConnRef;
 use crate::sessions::iscsi::Ending;
 
 impl Worker {
-    /// Accepts a connection on RDMA that has just been made, with our private data. Where that fails,
-    /// nothing of it is left but its session.
+    /// Accepts a connection on RDMA that has just been made, with our private data. Where that
+    /// fails, nothing of it is left but its session.
     pub(super) fn accept(
         &mut self,
         key: ConnKey,
@@ -43,8 +43,9 @@ impl Worker {
         let Some(conn) = self.conns.get_mut(key) else {
             return Ok(());
         };
-        // The receives must be there before the peer may send. They are not posted by way of the connection's
-        // actions: one whose device dies meanwhile would end like a connection that was accepted.
+        // The receives must be there before the peer may send. They are not posted by way of the
+        // connection's actions: one whose device dies meanwhile would end like a connection that
+        // was accepted.
         let receives = conn.fabric.take_first_receives();
         let Some(link) = conn.fabric.rdma() else {
             return Ok(());
@@ -136,8 +137,8 @@ impl Worker {
         }
     }
 
-    /// Gives sessions the units and limits that they have now, and logs those out that are not served
-    /// any longer.
+    /// Gives sessions the units and limits that they have now, and logs those out that are not
+    /// served any longer.
     pub(super) fn follow_sessions(&mut self) {
         let until = self.now + PATIENCE;
         let catalog = Arc::clone(&self.catalog);

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use crate::host::{Host, SystemHost};
 
-/// The source of what a worker does not compute itself, but for devices and the ring, which it is made with,
-/// and for the time, which comes with each round ([`Worker::step`](super::Worker::step)).
+/// The source of what a worker does not compute itself, but for devices and the ring, which it is
+/// made with, and for the time, which comes with each round
+/// ([`Worker::step`](super::Worker::step)).
 pub trait Env {
-    /// Fills `out` with random bytes that no peer can foresee: challenges of CHAP, and names of sessions.
+    /// Fills `out` with random bytes that no peer can foresee: challenges of CHAP, and names of
+    /// sessions.
     fn fill_random(&mut self, out: &mut [u8]);
 
     /// Threads for calls that may block, and dates.

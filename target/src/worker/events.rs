@@ -170,8 +170,8 @@ impl Worker {
         work
     }
 
-    /// Takes a batch of a connection's completions. The queue is armed only once it is empty, since an
-    /// event for what is there already would cost a system call.
+    /// Takes a batch of a connection's completions. The queue is armed only once it is empty, since
+    /// an event for what is there already would cost a system call.
     fn poll_cq(&mut self, key: ConnKey, device: usize, cq: CqId) -> usize {
         let serial = self.conns.get(key).map(Conn::serial);
         // What was in it never completes; `check_removed` ends its connections.
@@ -230,8 +230,8 @@ impl Worker {
         }
     }
 
-    /// Looks at the `len` bytes that a completed receive has left in its slot. `input` hands them to
-    /// the channel that owns the slot, and must not post the receive again.
+    /// Looks at the `len` bytes that a completed receive has left in its slot. `input` hands them
+    /// to the channel that owns the slot, and must not post the receive again.
     pub(super) fn with_received(
         &mut self,
         slot: &MemSlice,
@@ -374,8 +374,8 @@ impl Worker {
         work
     }
 
-    /// Gives pool memory that has come back to the channels that wait for it, by turns; returns their
-    /// number.
+    /// Gives pool memory that has come back to the channels that wait for it, by turns; returns
+    /// their number.
     pub(super) fn poll_pool(&mut self) -> usize {
         if !self.pool.take_change() {
             return 0;

@@ -107,24 +107,24 @@ impl Worker {
         }
     }
 
-    /// Ends the connection of a chain that was taken in part. The chain ends when a marker behind its
-    /// requests completes: until then the device may read or write the buffer. The chain has send-queue
-    /// credit for the marker, since its own last request was not taken.
+    /// Ends the connection of a chain that was taken in part. The chain ends when a marker behind
+    /// its requests completes: until then the device may read or write the buffer. The chain has
+    /// send-queue credit for the marker, since its own last request was not taken.
     pub(super) fn end_torn_chain(&mut self, key: ConnKey, marker: Work) {
         let Some(link) = self.conns.get(key).and_then(|conn| conn.fabric.rdma()) else {
             return;
         };
         let (device, qp) = (link.device, link.hardware.qp);
         if !self.post_empty_write(device, qp, marker) {
-            // The buffer stays out of the pool until the device goes. Lost memory is the lesser evil:
-            // given to another command, its data could go to the wrong initiator or disk.
+            // The buffer stays out of the pool until the device goes. Lost memory is the lesser
+            // evil: given to another command, its data could go to the wrong initiator or disk.
             tracing::error!("the end of a chain cannot be known, so its buffer is not used again");
         }
         self.input(key, Input::Disconnected);
     }
 
-    /// Notifies the connection manager that a connection has data, so it is established. The message
-    /// that says so may have arrived meanwhile.
+    /// Notifies the connection manager that a connection has data, so it is established. The
+    /// message that says so may have arrived meanwhile.
     pub(super) fn notify_established(&mut self, key: ConnKey) {
         if let Some(link) = self.conns.get(key).and_then(|c| c.fabric.rdma()) {
             let _ = self.devices[link.device].notify_established(link.cm);

@@ -1,8 +1,8 @@
 //! The fabrics of connections: the one place that knows all three of them.
 //!
-//! Inputs that reach a connection from its worker, and from others by mail, are an [`Input`]; which of
-//! them a fabric takes, and how, is said once, in [`Input::apply`]. Inputs of one fabric only, such as
-//! bytes and completions, come from `tcp`, `srp` and `iser`.
+//! Inputs that reach a connection from its worker, and from others by mail, are an [`Input`]; which
+//! of them a fabric takes, and how, is said once, in [`Input::apply`]. Inputs of one fabric only,
+//! such as bytes and completions, come from `tcp`, `srp` and `iser`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -292,8 +292,8 @@ impl RecoveryInput {
 }
 
 impl Input {
-    /// Gives the input to a machine. Inputs that its fabric does not know are dropped: they were meant
-    /// for a connection that is gone.
+    /// Gives the input to a machine. Inputs that its fabric does not know are dropped: they were
+    /// meant for a connection that is gone.
     fn apply(self, machine: Machine<'_, '_>) {
         match machine {
             Machine::Srp(channel, cx) => self.apply_srp(channel, cx),
@@ -352,7 +352,8 @@ impl Input {
             Self::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
             Self::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
             Self::Turn => channel.handle_turn(cx),
-            // Asynchronous events of units have no way to an iSCSI initiator; it reads unit attentions.
+            // Asynchronous events of units have no way to an iSCSI initiator; it reads unit
+            // attentions.
             Self::Event { .. } => {}
             Self::Cut
             | Self::Disconnected
@@ -422,8 +423,8 @@ impl Worker {
         self.with(key, |machine| input.apply(machine));
     }
 
-    /// Gives a connection an input of error recovery. One whose fabric has none, which is a mistake of
-    /// this or another worker, answers what is asked of it and changes nothing else.
+    /// Gives a connection an input of error recovery. One whose fabric has none, which is a mistake
+    /// of this or another worker, answers what is asked of it and changes nothing else.
     pub(super) fn recover(&mut self, serial: u64, input: RecoveryInput) {
         let key = self.conns.by_serial(serial);
         if let Some(key) = key.filter(|key| self.conns.tcp_mut(*key).is_some()) {

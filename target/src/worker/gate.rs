@@ -132,8 +132,8 @@ impl Transport {
     }
 }
 
-/// Whether a connection's portal is one of its target's; in a discovery session and before the login,
-/// of any target's.
+/// Whether a connection's portal is one of its target's; in a discovery session and before the
+/// login, of any target's.
 pub(in crate::worker) fn is_served(
     catalog: &Catalog,
     transport: Transport,
@@ -237,9 +237,9 @@ impl WorkerGate<'_> {
         })
     }
 
-    /// Whether an initiator may log in with what it has proved. `admit` has checked its rights when the
-    /// login began, but another catalog may be served by now: a host whose rule was taken away in between
-    /// must not get in, nor one that has to prove its identity from now on.
+    /// Whether an initiator may log in with what it has proved. `admit` has checked its rights when
+    /// the login began, but another catalog may be served by now: a host whose rule was taken away
+    /// in between must not get in, nor one that has to prove its identity from now on.
     fn check_rights(&self, joined: &CompletedLogin) -> Result<(), LoginStatus> {
         let (identity, address) = (&joined.identity, self.address());
         let proved = joined.chap_name.as_deref();
@@ -300,9 +300,9 @@ impl WorkerGate<'_> {
         target.rule_of(initiator, self.address()) == target.rule_of(initiator, there)
     }
 
-    /// Whether a session of an initiator that has proved its identity as `joined` says may take the place
-    /// of another one. It must have proved the same: names are no secret, and an initiator with a
-    /// CHAP name of its own may claim any initiator name.
+    /// Whether a session of an initiator that has proved its identity as `joined` says may take the
+    /// place of another one. It must have proved the same: names are no secret, and an initiator
+    /// with a CHAP name of its own may claim any initiator name.
     fn check_reinstatement(
         &self,
         joined: &CompletedLogin,
@@ -313,8 +313,8 @@ impl WorkerGate<'_> {
         let Some((target, _)) = name.and_then(|name| self.target(name)) else {
             return Ok(());
         };
-        // A session whose initiator may no longer log in is about to end, and may be replaced; so may
-        // one whose name is not accepted any longer.
+        // A session whose initiator may no longer log in is about to end, and may be replaced; so
+        // may one whose name is not accepted any longer.
         let is_allowed = target.luns_of_name(initiator, there.address).is_some()
             && target.is_accepted(initiator, there.address, there.chap_name.as_deref());
         let is_same = there.chap_name == joined.chap_name
@@ -325,8 +325,8 @@ impl WorkerGate<'_> {
         Ok(())
     }
 
-    /// In which respect a login, refused by a check against a session of its initiator port, differs
-    /// from it.
+    /// In which respect a login, refused by a check against a session of its initiator port,
+    /// differs from it.
     fn conflict(&self, joined: &CompletedLogin, there: &Session) -> String {
         let identity = |name: &Option<String>| match name {
             Some(name) => format!("CHAP name {name:?}"),
@@ -373,8 +373,8 @@ impl WorkerGate<'_> {
 impl Gate for WorkerGate<'_> {
     fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal> {
         let refuse = |status| Err(Refusal::Status(status));
-        // One of discovery has one connection (RFC 7143 13.2), as has one of iSER; and what connections
-        // of different transports agree on means nothing to each other.
+        // One of discovery has one connection (RFC 7143 13.2), as has one of iSER; and what
+        // connections of different transports agree on means nothing to each other.
         let is_single = identity.discovery || self.transport == Transport::Iser;
         if identity.tsih.0 != 0 && is_single {
             return refuse(LoginStatus::TOO_MANY_CONNECTIONS);
@@ -423,8 +423,8 @@ impl Gate for WorkerGate<'_> {
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
         let grant = self.enter(joined, first)?;
         let SessionGrant { session, .. } = grant;
-        // A new session ends the one that it replaces with all its commands; a connection may leave them
-        // to others (RFC 7143 6.3.4).
+        // A new session ends the one that it replaces with all its commands; a connection may leave
+        // them to others (RFC 7143 6.3.4).
         let how = match identity.tsih.0 {
             0 => Ending::Terminate,
             _ => Ending::of_reinstatement(&session.params),

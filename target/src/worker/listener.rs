@@ -8,8 +8,8 @@ use riser_reactor::{Handle, simulated};
 
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
-/// Connections that wait to be accepted. The kernel holds them; neither pool memory nor a place in a
-/// table is taken for one before it is accepted.
+/// Connections that wait to be accepted. The kernel holds them; neither pool memory nor a place in
+/// a table is taken for one before it is accepted.
 const BACKLOG: i32 = 256;
 
 /// A socket that listens, on its way to a worker or to the next program.

@@ -25,7 +25,8 @@ pub(super) struct Listener {
 #[derive(Debug, Default)]
 pub(super) struct Listeners {
     all: BTreeMap<(usize, CmId), Listener>,
-    /// Devices that came back and have portals where nothing listens, and when these are tried again.
+    /// Devices that came back and have portals where nothing listens, and when these are tried
+    /// again.
     refused: Vec<(usize, Instant)>,
 }
 
@@ -55,8 +56,8 @@ impl Listeners {
         std::mem::take(&mut self.all).into_keys()
     }
 
-    /// Keeps the listeners of a device at these entrances, for what they serve now, and removes the others:
-    /// `destroy` is given their identifiers.
+    /// Keeps the listeners of a device at these entrances, for what they serve now, and removes the
+    /// others: `destroy` is given their identifiers.
     pub(super) fn follow(
         &mut self,
         device: usize,

@@ -1,4 +1,5 @@
-//! The logins of a worker: for each a line of the audit log and a count, which therefore never differ.
+//! The logins of a worker: for each a line of the audit log and a count, which therefore never
+//! differ.
 
 use std::fmt::Display;
 use std::time::Instant;

@@ -214,8 +214,8 @@ pub struct Snapshot {
 /// The mailboxes of all workers, as one of them sees them.
 ///
 /// A worker never blocks on another: what a full mailbox does not take waits here. That queue holds
-/// messages about tasks and logins only, of which there are no more than contexts; forwarded packets
-/// are dropped instead, like packets that a full socket buffer drops.
+/// messages about tasks and logins only, of which there are no more than contexts; forwarded
+/// packets are dropped instead, like packets that a full socket buffer drops.
 #[derive(Debug)]
 pub struct Outbox {
     workers: Vec<Mailbox>,
@@ -225,8 +225,8 @@ pub struct Outbox {
 #[derive(Debug)]
 struct Mailbox {
     sender: MailSender<Mail>,
-    /// In the order in which they were sent. There is one for each worker: in a common one, a message
-    /// that is refused once more would go behind the next to the same worker.
+    /// In the order in which they were sent. There is one for each worker: in a common one, a
+    /// message that is refused once more would go behind the next to the same worker.
     backlog: VecDeque<Mail>,
 }
 

@@ -1,9 +1,9 @@
 //! A worker: one thread, its devices, its ring, its channels.
 //!
-//! Everything that a worker works with belongs to it alone: the NIC's shard with its queue pairs, the
-//! ring, the backend driver, the data buffers, the channels and their timers. Workers meet in few
-//! places: logical units (shared, with their own locks), the [`sessions`](crate::sessions) at login and logout, and
-//! [`mail::Mail`].
+//! Everything that a worker works with belongs to it alone: the NIC's shard with its queue pairs,
+//! the ring, the backend driver, the data buffers, the channels and their timers. Workers meet in
+//! few places: logical units (shared, with their own locks), the [`sessions`](crate::sessions) at
+//! login and logout, and [`mail::Mail`].
 //!
 //! # A round
 //! ```text
@@ -18,13 +18,15 @@
 //! # Modules
 //! - `blocks`: block operations and backends. `catalog`: follows what is served.
 //! - `device`: [`Device`], a provider as a worker drives it, and those that a worker has.
-//! - `portals`: where it listens on them, and what the next catalog takes is acquired before it is served.
-//!   `listeners`: at their connection managers. `disconnects`: identifiers whose peer has not answered.
+//! - `portals`: where it listens on them, and what the next catalog takes is acquired before it is
+//!   served. `listeners`: at their connection managers. `disconnects`: identifiers whose peer has
+//!   not answered.
 //! - `conns`: the connections of all fabrics, in one table. `fabrics`: the three kinds of them.
 //! - `events`: completions, connection events and mail into connections.
 //! - `exec`: carries out what connections ask for. `ends`: how they begin and end.
 //! - `srp`: channels of SRP. `iscsi`: connections and sockets of iSCSI on TCP. `iser`: on RDMA.
-//! - `gate`: who may log in by iSCSI. `login_log`: the lines and counts of logins. `listener`, `stream`: its sockets.
+//! - `gate`: who may log in by iSCSI. `login_log`: the lines and counts of logins. `listener`,
+//!   `stream`: its sockets.
 //! - `rdma`: what a connection has at its device. `queue`: posts on queue pairs.
 //! - `work`: names of work requests and block operations. `env`: where random bytes come from.
 //! - `discovery`: answers device-management MADs.
@@ -110,8 +112,8 @@ const SPIN: Duration = Duration::from_micros(50);
 /// How long a connection's identifier outlives its channel, for the goodbye to be answered.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// How long sessions get to finish and log out when what they use is no longer served, or the server
-/// goes.
+/// How long sessions get to finish and log out when what they use is no longer served, or the
+/// server goes.
 pub const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How often backends that are no longer served, and devices without portals, are looked at.

@@ -5,8 +5,9 @@ use riser_reactor::Next;
 use super::{Worker, WorkerError};
 
 impl Worker {
-    /// Sleeps, unless there was work a moment ago or something is due; returns what it has done. On a ring
-    /// of a simulation it does not sleep: who drives the worker comes back then, or when something has happened.
+    /// Sleeps, unless there was work a moment ago or something is due; returns what it has done. On
+    /// a ring of a simulation it does not sleep: who drives the worker comes back then, or when
+    /// something has happened.
     ///
     /// # Errors
     /// As [`Worker::run`].

@@ -1,5 +1,5 @@
-//! Portals on RDMA devices, and the way from one catalog to the next: everything that can fail is acquired
-//! first, and nothing of it is seen from outside.
+//! Portals on RDMA devices, and the way from one catalog to the next: everything that can fail is
+//! acquired first, and nothing of it is seen from outside.
 //!
 //! ```text
 //! stage → staged → follow: in use
@@ -7,9 +7,9 @@
 //!       └→ an error: released at once
 //! ```
 //!
-//! Devices and sockets are opened by the server, since all workers have theirs in one order. What only
-//! the owner of a device can do is done here: to listen on it. A connection that finds a staged
-//! listener is refused as one that finds none.
+//! Devices and sockets are opened by the server, since all workers have theirs in one order. What
+//! only the owner of a device can do is done here: to listen on it. A connection that finds a
+//! staged listener is refused as one that finds none.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -82,7 +82,8 @@ struct Staged {
 /// The portals of a worker on RDMA devices, and what was acquired for the next catalog.
 #[derive(Debug)]
 pub(super) struct Portals {
-    /// Whether this is the first worker, which has the devices that cannot be shared, and discovery.
+    /// Whether this is the first worker, which has the devices that cannot be shared, and
+    /// discovery.
     is_first: bool,
     pub(super) listeners: Listeners,
     staged: Option<Staged>,
@@ -149,7 +150,8 @@ impl Portals {
                 let (listeners, without) = self.listen_missing(devices, device, &staged.catalog);
                 let new = listeners.into_iter().map(|(cm, l)| (device, cm, l));
                 staged.listeners.extend(new);
-                // Where that was refused as the device came back, it is tried again, also for a new catalog.
+                // Where that was refused as the device came back, it is tried again, also for a new
+                // catalog.
                 let is_tried = self.listeners.is_refused(device);
                 let tried: BTreeSet<_> = served.rdma_portals().filter(|_| is_tried).collect();
                 let without = without.into_iter();
@@ -179,8 +181,8 @@ impl Portals {
         }
     }
 
-    /// Serves a new catalog on devices: with what was staged for it, and without what it does not have
-    /// any more. Returns the sockets that were staged.
+    /// Serves a new catalog on devices: with what was staged for it, and without what it does not
+    /// have any more. Returns the sockets that were staged.
     pub(super) fn follow(
         &mut self,
         devices: &mut Devices,
@@ -231,7 +233,8 @@ impl Portals {
         })
     }
 
-    /// Listens at a device's entrances that have no listener yet; the portals where that is not possible.
+    /// Listens at a device's entrances that have no listener yet; the portals where that is not
+    /// possible.
     fn listen_missing(
         &self,
         devices: &mut Devices,
@@ -262,8 +265,8 @@ impl Portals {
         (made, unserved)
     }
 
-    /// Serves what is served on a device that has just come: listens, watches, answers discovery. Returns
-    /// the portals where it cannot listen.
+    /// Serves what is served on a device that has just come: listens, watches, answers discovery.
+    /// Returns the portals where it cannot listen.
     ///
     /// # Errors
     /// The device cannot be watched; nothing is served on it then.
@@ -323,7 +326,8 @@ impl Portals {
         at.filter(|_| self.staged.is_none())
     }
 
-    /// Listens where that was refused when a device came back. What it serves elsewhere goes on meanwhile.
+    /// Listens where that was refused when a device came back. What it serves elsewhere goes on
+    /// meanwhile.
     pub(super) fn listen_again(&mut self, devices: &mut Devices, catalog: &Catalog, now: Instant) {
         if self.deadline().is_none_or(|at| at > now) {
             return;

@@ -63,8 +63,8 @@ impl Chain {
     /// Takes these requests, and no others. Their local ranges lie in the pool's mapping, which the
     /// device knows by `lkey`.
     ///
-    /// The whole chain is checked before any of it is posted: the buffer of a chain that failed goes
-    /// back to the pool, so no request of it may be under way.
+    /// The whole chain is checked before any of it is posted: the buffer of a chain that failed
+    /// goes back to the pool, so no request of it may be under way.
     pub(super) fn build(
         &mut self,
         requests: impl Iterator<Item = RdmaRequest>,
@@ -138,8 +138,8 @@ impl Chain {
         let mut all = requests.by_ref().chain(last);
         let mut is_begun = false;
         // In batches, since the list lies on the stack: nothing is allocated for a command. It is
-        // filled where it lies: one that is collected is moved there, with the room that it does not
-        // use.
+        // filled where it lies: one that is collected is moved there, with the room that it does
+        // not use.
         let mut batch = ArrayVec::<SendWr<'_>, POST_BATCH>::new();
         loop {
             batch.clear();

@@ -1,5 +1,5 @@
-//! RDMA beneath a connection of any protocol: its queue pair, its memory keys, its identifier at the
-//! connection manager.
+//! RDMA beneath a connection of any protocol: its queue pair, its memory keys, its identifier at
+//! the connection manager.
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
@@ -48,8 +48,8 @@ impl RdmaLink {
         ((self.device, self.cm), (self.device, self.hardware.cq))
     }
 
-    /// Whether a disconnect request is still to be answered. Otherwise the connection is over on both
-    /// sides or was never established, and its identifier may be gone already.
+    /// Whether a disconnect request is still to be answered. Otherwise the connection is over on
+    /// both sides or was never established, and its identifier may be gone already.
     pub(super) fn owes_disconnect(&self) -> bool {
         self.was_established && !self.is_closed
     }

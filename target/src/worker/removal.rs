@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A device whose last portal the configuration has taken away is closed by all workers together,
-//! once none of them has a session on it any more: see [`DeviceSlots`](super::device_slots::DeviceSlots).
+//! once none of them has a session on it any more: see
+//! [`DeviceSlots`](super::device_slots::DeviceSlots).
 
 use super::conns::Connection;
 use super::fabrics::Input;

@@ -1,18 +1,19 @@
 //! Changes of reservations that persist through power loss, or that abort commands: a helper thread
-//! saves them, so that the worker goes on meanwhile, and then the worker waits for the aborted commands.
+//! saves them, so that the worker goes on meanwhile, and then the worker waits for the aborted
+//! commands.
 //!
 //! ```text
 //!   waits ── its turn ──→ being saved ── saved ──→ preempted commands end ── the last is gone ──→ done
 //!                              └─ refused, or nothing to abort ────────────────────────────────────↑
 //! ```
 //!
-//! One change is saved at a time, and the nexuses with changes take turns: however many one of them has,
-//! the first of another waits for at most one of each nexus. Each change belongs to a command, so
-//! their number is bounded.
+//! One change is saved at a time, and the nexuses with changes take turns: however many one of them
+//! has, the first of another waits for at most one of each nexus. Each change belongs to a command,
+//! so their number is bounded.
 //!
-//! A change whose own command was aborted while it was being saved takes effect all the same, and aborts
-//! what it preempts; only nothing waits for that. So nexuses that preempt each other do not wait for each
-//! other. One that was still waiting is dropped.
+//! A change whose own command was aborted while it was being saved takes effect all the same, and
+//! aborts what it preempts; only nothing waits for that. So nexuses that preempt each other do not
+//! wait for each other. One that was still waiting is dropped.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -50,8 +51,8 @@ pub(super) struct Saver {
 struct Change {
     /// The helper's token, and what watchers of preempted commands are known by.
     name: u32,
-    /// The command that waits for it. One that was aborted does not: the change runs to its end, and
-    /// its owner's name may be another command's by then.
+    /// The command that waits for it. One that was aborted does not: the change runs to its end,
+    /// and its owner's name may be another command's by then.
     owner: Option<Owner>,
     unit: Arc<Unit>,
     /// Preempted commands that are not gone yet; none while it is being saved.
@@ -173,8 +174,8 @@ impl Worker {
     }
 
     /// A command does not wait for its change any longer; `false` if it did not. It ends at once: a
-    /// state directory that hangs must hold up neither task management nor the next login. The change
-    /// may take effect all the same, as with every command that is aborted.
+    /// state directory that hangs must hold up neither task management nor the next login. The
+    /// change may take effect all the same, as with every command that is aborted.
     pub(super) fn abandon_change(&mut self, owner: Owner) -> bool {
         let saver = &mut self.saver;
         let is_meant = |waiting: &Waiting| waiting.owner == owner;

@@ -1,5 +1,5 @@
-//! How the slots of a worker's ring are shared: block operations, which may take as long as they like,
-//! never take those that connections need.
+//! How the slots of a worker's ring are shared: block operations, which may take as long as they
+//! like, never take those that connections need.
 
 /// Block operations in the ring at once.
 const BLOCKS: usize = 1024;

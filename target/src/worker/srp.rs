@@ -159,8 +159,8 @@ impl Worker {
         }
     }
 
-    /// A channel's connection is established. Only now its login ends other channels: a request alone
-    /// may have come from anywhere.
+    /// A channel's connection is established. Only now its login ends other channels: a request
+    /// alone may have come from anywhere.
     pub(super) fn on_srp_established(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.srp_mut(key) else {
             return;
@@ -413,7 +413,8 @@ impl Worker {
             worker: self.index,
             serial,
         };
-        // One that only disconnects, as Linux does before it connects again, goes on with its disks.
+        // One that only disconnects, as Linux does before it connects again, goes on with its
+        // disks.
         let again = (conn.channel.end() != Parting::Logout).then_some(self.now);
         let left = self.shared.registry.logout(conn.key, channel, again);
         self.notify_waiting(left.start);

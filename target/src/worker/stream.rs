@@ -1,4 +1,5 @@
-//! The socket of a connection on TCP, and what it has in the ring: at most one receive and one send.
+//! The socket of a connection on TCP, and what it has in the ring: at most one receive and one
+//! send.
 
 use std::io;
 use std::ops::Range;

@@ -18,8 +18,8 @@ pub(crate) struct Dialed {
     pub(crate) qp: QpId,
 }
 
-/// Finds the way to a target, and makes a queue pair for that many sends and receives, with one completion
-/// queue.
+/// Finds the way to a target, and makes a queue pair for that many sends and receives, with one
+/// completion queue.
 pub(crate) fn dial<P: Provider>(
     dev: &mut P,
     space: PortSpace,

@@ -1,5 +1,5 @@
-//! Minimal initiators, for tests of targets: one connection each, no recovery, and nothing that is done
-//! for the user.
+//! Minimal initiators, for tests of targets: one connection each, no recovery, and nothing that is
+//! done for the user.
 //!
 //! - [`mini`]: SRP on any provider.
 //! - [`iser_client`]: iSER on any provider.
@@ -8,8 +8,8 @@
 //!
 //! [`pdus`] makes CDBs and requests of iSCSI as most tests want them.
 //!
-//! They use the wire formats of `riser-scsi`, and of the initiator nothing. What waits counts its attempts,
-//! or has a deadline, and fails when it has used them up.
+//! They use the wire formats of `riser-scsi`, and of the initiator nothing. What waits counts its
+//! attempts, or has a deadline, and fails when it has used them up.
 
 #![allow(
     missing_docs,

@@ -1,5 +1,5 @@
-//! A minimal iSCSI initiator on a socket, or on another stream, for tests: our own login machine, one command at a
-//! time.
+//! A minimal iSCSI initiator on a socket, or on another stream, for tests: our own login machine,
+//! one command at a time.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -176,8 +176,8 @@ fn an_answer_to_an_earlier_command_is_no_fence() {
     disk.read(B, Some(one)).unwrap();
 }
 
-/// A read that began before a write may see what that overwrites, also if it is the read's end that ends a
-/// lost write.
+/// A read that began before a write may see what that overwrites, also if it is the read's end that
+/// ends a lost write.
 #[test]
 fn a_fence_forgets_nothing_that_its_read_may_see() {
     let mut disk = Disk::new();
@@ -213,8 +213,8 @@ fn a_refused_write_may_have_taken_effect_but_does_not_later() {
     assert!(is_refused(disk.read(B, Some(one))));
 }
 
-/// A write that is repeated comes back until it is acknowledged, and not within a time in which another
-/// version was there throughout.
+/// A write that is repeated comes back until it is acknowledged, and not within a time in which
+/// another version was there throughout.
 #[test]
 fn a_repeated_write_may_come_back_until_it_ends() {
     let story = |history: History| {

@@ -54,8 +54,8 @@ impl Trick {
 pub(crate) enum Reach {
     /// It knows addresses, ports and formats.
     OffPath,
-    /// It sees every packet, and each of its own is right but for one number: an address that it does not
-    /// have, an id of a connection, a queue pair, or a sequence number that is far away.
+    /// It sees every packet, and each of its own is right but for one number: an address that it
+    /// does not have, an id of a connection, a queue pair, or a sequence number that is far away.
     OneNumberOff,
     /// It sees every packet, and sends what it likes, but for commands in a host's name.
     OnPath,
@@ -209,7 +209,8 @@ impl Forger {
     pub(crate) fn play(&mut self, trick: Trick) {
         match (trick, self.reach) {
             (Trick::Icmp, _) => self.send_icmp(),
-            // Seldom, since the host refuses each REP to such a REQ, so that the next one is taken at once.
+            // Seldom, since the host refuses each REP to such a REQ, so that the next one is taken
+            // at once.
             (Trick::Requests, Reach::OneNumberOff) if self.sent.is_multiple_of(64) => {
                 self.request_again();
             }
@@ -269,8 +270,8 @@ impl Forger {
             1 => Ipv4Addr::new(10, 11, 0, 100 + self.chance.below(100) as u8),
             _ => STRANGER,
         };
-        // The transaction, the requester's id, queue pair and first PSN; the addresses stand in the path
-        // and in the RDMA CM's header too.
+        // The transaction, the requester's id, queue pair and first PSN; the addresses stand in the
+        // path and in the RDMA CM's header too.
         for range in [8..16, 24..28, 56..59, 72..75] {
             for byte in &mut mad[range] {
                 *byte = self.chance.below(256) as u8;
@@ -284,7 +285,8 @@ impl Forger {
         self.send_mad(host, TARGET, &mad);
     }
 
-    /// The REQ of a host that is at work, with its queue pair, as if the host had forgotten its connection.
+    /// The REQ of a host that is at work, with its queue pair, as if the host had forgotten its
+    /// connection.
     fn request_again(&mut self) {
         let login = self.any_login();
         let mut mad = login.req;
@@ -414,7 +416,8 @@ impl Forger {
         }
     }
 
-    /// What comes next to a queue pair whose peer reaches memory at the other end, as far as is known.
+    /// What comes next to a queue pair whose peer reaches memory at the other end, as far as is
+    /// known.
     fn next_access(&mut self) -> Option<Place> {
         let known = self.seen.iter().filter(|s| s.reth().is_some()).count();
         let which = self.chance.below(known.clamp(1, 8) as u64) as usize;
@@ -465,8 +468,8 @@ impl Forger {
         self.send(place.from, place.to, &bth, &ext, &[]);
     }
 
-    /// A WRITE, or a READ, of memory whose key is a guess, or right but for one bit; or a message of
-    /// nonsense where another number is wrong. A message with the right numbers would be carried
+    /// A WRITE, or a READ, of memory whose key is a guess, or right but for one bit; or a message
+    /// of nonsense where another number is wrong. A message with the right numbers would be carried
     /// out: RoCE cannot distinguish it from one of the peer.
     fn access(&mut self) {
         let place = match self.reach {
@@ -567,7 +570,8 @@ fn ipv4(address: SocketAddr) -> Ipv4Addr {
     }
 }
 
-/// IPv4 and UDP headers before `body`; the kernel makes the header's checksum, and UDP's is not used.
+/// IPv4 and UDP headers before `body`; the kernel makes the header's checksum, and UDP's is not
+/// used.
 fn datagram(from: SocketAddr, to: SocketAddr, body: &[u8]) -> Vec<u8> {
     let len = 28 + body.len() as u16;
     let mut packet = vec![0x45, 0];

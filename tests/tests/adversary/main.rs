@@ -1,8 +1,8 @@
-//! A stranger on the network of a loaded target: it forges ICMP, messages of the connection manager, and
-//! packets of reliable connections. It is off path (it knows addresses and formats), on path (it sees every
-//! packet, and so knows queue pairs, sequence numbers and keys), or on path where each of its packets is right
-//! but for one number: a switch that forwards only a port's own address makes one of it that is wrong in
-//! the address, say.
+//! A stranger on the network of a loaded target: it forges ICMP, messages of the connection
+//! manager, and packets of reliable connections. It is off path (it knows addresses and formats),
+//! on path (it sees every packet, and so knows queue pairs, sequence numbers and keys), or on path
+//! where each of its packets is right but for one number: a switch that forwards only a port's own
+//! address makes one of it that is wrong in the address, say.
 //!
 //! RoCE cannot distinguish a packet of the peer from a forged one with all the right numbers. So an
 //! attacker on path can end sessions, and could carry out commands in a host's name; this one does
@@ -16,8 +16,9 @@
 //! | hosts can log in | yes | yes | when it is over |
 //! | the daemon's memory is bounded | yes | yes | yes |
 //!
-//! It takes all of a machine's time, so it is run by itself: `cargo test -p riser-tests --test adversary --
-//! --ignored --nocapture`. `RISER_ADVERSARY_SECONDS` sets how long it goes on (default 10), `RISER_ADVERSARY_SEED` what it forges.
+//! It takes all of a machine's time, so it is run by itself: `cargo test -p riser-tests --test
+//! adversary -- --ignored --nocapture`. `RISER_ADVERSARY_SECONDS` sets how long it goes on (default
+//! 10), `RISER_ADVERSARY_SEED` what it forges.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
@@ -51,9 +52,9 @@ const DISK: Range<u64> = 0..512;
 /// Where the daemon reports its metrics, in its namespace.
 const METRICS: &str = "127.0.0.1:9909";
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How much more memory the daemon may have at the end than after its first logins, in bytes: some 240 MiB
-/// are for connections that are not established, of which it has room for 256 of SRP and 64 of iSER for each
-/// worker. The connection manager's limits are twice that.
+/// How much more memory the daemon may have at the end than after its first logins, in bytes: some
+/// 240 MiB are for connections that are not established, of which it has room for 256 of SRP and 64
+/// of iSER for each worker. The connection manager's limits are twice that.
 const GROWTH: u64 = 320 << 20;
 /// Packets of a burst, and the pause after it: some ten thousand in a second at most.
 const BURST: u32 = 16;
@@ -329,7 +330,8 @@ impl Attack {
         *self.trick.lock().unwrap() = trick;
     }
 
-    /// Ends it; how many packets were forged, and how many READs among them were answered with data.
+    /// Ends it; how many packets were forged, and how many READs among them were answered with
+    /// data.
     fn end(mut self) -> (u64, u64) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.take().unwrap().join().unwrap()

@@ -1,5 +1,5 @@
-//! Four network namespaces: a switch, and behind it the target, honest hosts, and a stranger. Each is that
-//! of a thread, and goes with it.
+//! Four network namespaces: a switch, and behind it the target, honest hosts, and a stranger. Each
+//! is that of a thread, and goes with it.
 
 use std::net::Ipv4Addr;
 use std::process::Command;
@@ -17,7 +17,8 @@ pub(crate) const STRANGER: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 66);
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread in a network namespace of its own. Threads and processes that its jobs start are there too.
+/// A thread in a network namespace of its own. Threads and processes that its jobs start are there
+/// too.
 pub(crate) struct Network {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,

@@ -1,9 +1,9 @@
-//! One host asks for all that a disk can do: limits keep it from that, over every fabric, and change while
-//! sessions go on.
+//! One host asks for all that a disk can do: limits keep it from that, over every fabric, and
+//! change while sessions go on.
 //!
-//! A limit is a bound on how much is done in a time, which cannot be exceeded however slow the machine is: the
-//! time is that of the whole program. That others are not limited is shown by more than the limit would
-//! allow, which is a few commands a second.
+//! A limit is a bound on how much is done in a time, which cannot be exceeded however slow the
+//! machine is: the time is that of the whole program. That others are not limited is shown by more
+//! than the limit would allow, which is a few commands a second.
 
 use std::process::{Command, Stdio};
 use std::thread::{self, JoinHandle};
@@ -99,8 +99,8 @@ fn set(daemon: &Daemon, path: &str, key: &str) {
     assert_eq!(code, 0, "{errors}");
 }
 
-/// Other limits count at once, for a session that goes on, and for what waits. `slow` lets one command pass a
-/// second.
+/// Other limits count at once, for a session that goes on, and for what waits. `slow` lets one
+/// command pass a second.
 fn check_live(daemon: &Daemon, url: &str, options: &[&str], path: &str, slow: &str, fast: &str) {
     set(daemon, path, &format!("limits/{slow}"));
     // It would take minutes.

@@ -1,5 +1,5 @@
-//! Days on which something is wrong, with the programs as an operator runs them: what still works goes on,
-//! and what is wrong is named.
+//! Days on which something is wrong, with the programs as an operator runs them: what still works
+//! goes on, and what is wrong is named.
 
 #![allow(missing_docs, reason = "tests")]
 

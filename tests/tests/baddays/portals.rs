@@ -254,7 +254,8 @@ fn an_interface_may_come_later_than_the_daemon() {
         assert_eq!(read(&daemon, &url), 2, "{url}");
     }
 
-    // A typing mistake in a new portal is refused while it runs, and a strict start refuses what is missing.
+    // A typing mistake in a new portal is refused while it runs, and a strict start refuses what is
+    // missing.
     let wrong = config(&format!("{all}, {{ protocol: iscsi, listen: lat0 }}"));
     daemon.write(&wrong);
     let (code, _, errors) = daemon.ask(&["reload"]);

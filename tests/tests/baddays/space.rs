@@ -93,7 +93,8 @@ fn a_disk_that_fills_up_is_reported_before_writes_fail() {
     assert_eq!(backend()["is_filling"], true);
     assert_eq!(backend()["threshold"], 50);
 
-    // Full: the write fails with the reason, everything else is served, and it is counted and logged.
+    // Full: the write fails with the reason, everything else is served, and it is counted and
+    // logged.
     let (code, errors) = daemon.fill(24);
     assert_ne!(code, 0);
     assert!(errors.contains("no space left"), "{errors}");

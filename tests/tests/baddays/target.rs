@@ -162,8 +162,8 @@ fn set_len(path: &Path, len: u64) {
     file.unwrap().set_len(len).unwrap();
 }
 
-/// Two disks, of which one is a file that is not created, and two portals, of which one has an address that
-/// this host does not have.
+/// Two disks, of which one is a file that is not created, and two portals, of which one has an
+/// address that this host does not have.
 const HALF: &str = "
 backends:
   good: { kind: ram, size: 64MiB }
@@ -535,8 +535,8 @@ fn unreadable_reservations_keep_one_disk_from_being_served() {
     let why = problem(&daemon, "gone").expect("a problem");
     assert!(why.contains("reservations"), "{why}");
     daemon.write_block("srp://127.0.194.1/0", 1);
-    // Retries do not fail for it, and neither do changes of the configuration. One that serves the portal
-    // has tried the disk as well.
+    // Retries do not fail for it, and neither do changes of the configuration. One that serves the
+    // portal has tried the disk as well.
     drop(taken);
     eventually("a retry", || problem(&daemon, "127.0.194.9:3260").is_none());
     assert!(problem(&daemon, "gone").is_some());

@@ -121,8 +121,8 @@ pub fn receive(socket: BorrowedFd<'_>, pieces: &mut [ReceivePiece<'_>]) -> io::R
     checked(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
 }
 
-/// Bytes that a socket has taken and its peer has not acknowledged (`SIOCOUTQ` of `tcp(7)`). A socket
-/// of the domain `AF_UNIX` gives the memory that its unread bytes take, which is more.
+/// Bytes that a socket has taken and its peer has not acknowledged (`SIOCOUTQ` of `tcp(7)`). A
+/// socket of the domain `AF_UNIX` gives the memory that its unread bytes take, which is more.
 ///
 /// # Errors
 /// The errors of `ioctl(2)`.

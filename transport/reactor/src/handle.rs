@@ -16,8 +16,8 @@ use crate::objects::{self, File, Listener, Socket};
 /// to the file, which saves the kernel a look-up per operation; on any other ring, and when made
 /// with [`Handle::new`], it works by descriptor.
 ///
-/// One of [`simulated`](crate::simulated) has no descriptor. It works on simulated rings alone, as descriptors work on
-/// those of the host; on the others, operations end with `EBADF`.
+/// One of [`simulated`](crate::simulated) has no descriptor. It works on simulated rings alone, as
+/// descriptors work on those of the host; on the others, operations end with `EBADF`.
 #[derive(Debug, Clone)]
 pub struct Handle {
     object: Arc<Object>,

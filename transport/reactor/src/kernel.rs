@@ -1,8 +1,9 @@
 //! [`Kernel`]: what carries out the operations of a ring.
 //!
-//! A ring has tokens, slots and bounds; a kernel has queues and does the work. It gets an operation with the
-//! slot that keeps its file and memory, and gives each back, by the slot's user data, as completions. The host's
-//! `io_uring` is one, and one in memory the other ([`simulated`](crate::simulated)).
+//! A ring has tokens, slots and bounds; a kernel has queues and does the work. It gets an operation
+//! with the slot that keeps its file and memory, and gives each back, by the slot's user data, as
+//! completions. The host's `io_uring` is one, and one in memory the other
+//! ([`simulated`](crate::simulated)).
 
 use std::io;
 use std::sync::Arc;
@@ -60,8 +61,8 @@ impl Kernel {
         }
     }
 
-    /// Queues the operation that a slot was prepared for, after [`make_room`](Self::make_room). The slot
-    /// keeps all that it names until its last completion.
+    /// Queues the operation that a slot was prepared for, after [`make_room`](Self::make_room). The
+    /// slot keeps all that it names until its last completion.
     #[inline(always)]
     #[allow(
         clippy::inline_always,
@@ -98,8 +99,8 @@ impl Kernel {
         }
     }
 
-    /// Hands over what is queued; with `wait`, until a completion is there or the time in it has passed.
-    /// Nothing waits in memory.
+    /// Hands over what is queued; with `wait`, until a completion is there or the time in it has
+    /// passed. Nothing waits in memory.
     pub(crate) fn enter(&mut self, wait: Option<Option<Duration>>) -> io::Result<()> {
         match self {
             Self::Uring(uring) => uring.enter(wait),

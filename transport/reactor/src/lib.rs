@@ -8,13 +8,14 @@
 //! - `ring`: [`Ring`], [`Completion`], registration of memory and files, the park.
 //! - `ops`: the operations, `submit_*`. `op`: their words. `config`: [`RingConfig`].
 //! - `kernel`: what carries them out: the host's `io_uring` (`uring`), or one in memory.
-//! - [`simulated`]: that one, with its files, sockets (`objects`) and threads, driven by a test or a simulator.
+//! - [`simulated`]: that one, with its files, sockets (`objects`) and threads, driven by a test or
+//!   a simulator.
 //! - `handle`: [`Handle`], a file or socket that operations name.
 //! - `slot`: the table of operations in flight and what each keeps alive (private).
 //! - `waker`: [`Waker`], which ends a park from any thread.
 //! - `mailbox`: a bounded queue into a worker, [`mailbox()`], which rings the waker.
-//! - `offload`: [`Offload`], one helper thread for the few system calls the ring lacks. `threads`: where that
-//!   thread comes from.
+//! - `offload`: [`Offload`], one helper thread for the few system calls the ring lacks. `threads`:
+//!   where that thread comes from.
 //! - `spinner`: [`Spinner`], the policy that polls while busy and sleeps when idle.
 //!
 //! # I/O model

@@ -14,7 +14,8 @@ use crate::waker::Waker;
 /// A helper thread, the queue into it and the results out of it.
 ///
 /// The queue holds a fixed number of jobs. Results are bounded by the jobs accepted and not yet
-/// collected. Dropping it drops the [`Helper`], which finishes the jobs already queued, if it can do so soon.
+/// collected. Dropping it drops the [`Helper`], which finishes the jobs already queued, if it can
+/// do so soon.
 #[derive(Debug)]
 pub struct Offload<R> {
     /// First, since it is dropped first: its jobs send their results while there is a receiver.

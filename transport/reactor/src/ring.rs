@@ -404,7 +404,8 @@ enum Accepted {
     Simulated(Option<Handle>),
 }
 
-/// Adds a completion to the caller's list; returns true if it is a wake, which the caller never sees.
+/// Adds a completion to the caller's list; returns true if it is a wake, which the caller never
+/// sees.
 #[inline(always)]
 #[allow(
     clippy::inline_always,

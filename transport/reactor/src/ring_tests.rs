@@ -1,5 +1,5 @@
-//! Tests of the ring against files, sockets and threads. Those that are about neither the host nor its threads run
-//! on a kernel in memory as well ([`both`]).
+//! Tests of the ring against files, sockets and threads. Those that are about neither the host nor
+//! its threads run on a kernel in memory as well ([`both`]).
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -584,7 +584,8 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
         drop(ring);
     };
     round();
-    // With what the kernel has yet to close of one ring at most, which is less than fifty would leak.
+    // With what the kernel has yet to close of one ring at most, which is less than fifty would
+    // leak.
     let before = footprint();
     for _ in 0..50 {
         round();

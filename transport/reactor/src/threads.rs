@@ -29,8 +29,8 @@ pub trait Threads: Debug + Send + Sync {
     fn spawn(&self, name: &str, job: Job) -> io::Result<Box<dyn Spawned>>;
 }
 
-/// A thread that does one job after another. Dropping it finishes the jobs that it has; but a system call
-/// may never return, and dropping a helper does not wait for that for long.
+/// A thread that does one job after another. Dropping it finishes the jobs that it has; but a
+/// system call may never return, and dropping a helper does not wait for that for long.
 pub trait Helper: Debug + Send {
     /// Queues a job.
     ///
@@ -63,8 +63,9 @@ impl Threads for SystemThreads {
     }
 }
 
-/// A thread and the queue into it. When it is dropped and does not end within two seconds, the thread is
-/// left alone with the job that it has: it begins no other, and ends with that or with the process.
+/// A thread and the queue into it. When it is dropped and does not end within two seconds, the
+/// thread is left alone with the job that it has: it begins no other, and ends with that or with
+/// the process.
 #[derive(Debug)]
 struct SystemHelper {
     jobs: Option<SyncSender<Job>>,

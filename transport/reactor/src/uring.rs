@@ -38,8 +38,8 @@ struct Buffer {
 
 /// An `io_uring` with its registered memory.
 ///
-/// What an operation names is owned by its slot, which its ring neither changes nor frees before the
-/// last completion: every method that queues one relies on that.
+/// What an operation names is owned by its slot, which its ring neither changes nor frees before
+/// the last completion: every method that queues one relies on that.
 pub(crate) struct Uring {
     uring: IoUring,
     /// Registered memory by table index.
@@ -58,8 +58,8 @@ macro_rules! entry {
 }
 
 impl Uring {
-    /// Sets up queues for `total` operations and tables of the configured sizes; returns the entries
-    /// that its table of files has.
+    /// Sets up queues for `total` operations and tables of the configured sizes; returns the
+    /// entries that its table of files has.
     ///
     /// # Errors
     /// Those of [`Ring::new`](crate::Ring::new).
@@ -174,8 +174,8 @@ impl Uring {
         files: &Arc<FileTable>,
     ) {
         let target = file.target(files);
-        // The vectors and the header stay where they are until the slot is free: the kernel may read
-        // them as long as that.
+        // The vectors and the header stay where they are until the slot is free: the kernel may
+        // read them as long as that.
         let (iov, count) = (slot.iovecs.as_ptr(), slot.iovecs.len() as u32);
         let msg = &raw mut *slot.msg;
         let entry = match op {
@@ -322,8 +322,8 @@ impl Uring {
         }
     }
 
-    /// Releases registered files and memory, once nothing is in flight. The kernel takes a closed ring
-    /// apart later, on a thread of its own, but a file's lock is to end with its last handle.
+    /// Releases registered files and memory, once nothing is in flight. The kernel takes a closed
+    /// ring apart later, on a thread of its own, but a file's lock is to end with its last handle.
     pub(crate) fn release(&mut self) {
         let _ = self.uring.submitter().unregister_files();
         let _ = self.uring.submitter().unregister_buffers();

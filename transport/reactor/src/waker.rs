@@ -68,7 +68,8 @@ impl Waker {
         self.0.pending.swap(false, Ordering::AcqRel);
     }
 
-    /// As [`acknowledge`](Self::acknowledge), where no descriptor reports wakes; whether there was one.
+    /// As [`acknowledge`](Self::acknowledge), where no descriptor reports wakes; whether there was
+    /// one.
     pub(crate) fn take_flag(&self) -> bool {
         self.0.counter.is_none() && self.0.pending.swap(false, Ordering::AcqRel)
     }

@@ -256,8 +256,8 @@ impl Cm {
             .req
             .take()
             .expect("the active side keeps its REQ until the REP");
-        // The claim of the peer's queue pair is known first: `end_superseded` ends the older connection
-        // that has it.
+        // The claim of the peer's queue pair is known first: `end_superseded` ends the older
+        // connection that has it.
         self.learn_remote(id);
         self.become_state(id, CmState::RepRcvd);
         self.end_superseded(now, id);

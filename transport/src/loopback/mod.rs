@@ -232,8 +232,8 @@ impl Fabric {
         wire.unplugged.insert(addr);
     }
 
-    /// Has the devices at an address refuse these posts, in place of those of the last call: one that is
-    /// being taken away refuses all, before its owner learns of it.
+    /// Has the devices at an address refuse these posts, in place of those of the last call: one
+    /// that is being taken away refuses all, before its owner learns of it.
     pub fn refuse_posts(&self, addr: IpAddr, refusals: Refusals) {
         let mut wire = self.wire();
         let known = wire.refusals.entry(addr).or_default();

@@ -1,10 +1,10 @@
 //! State shared by the devices of a process that lie on one RDMA device.
 //!
-//! librdmacm opens each RDMA device once and hands all its users the same context. So two devices of
-//! ours, at two addresses of one RDMA device, or of two threads, read asynchronous events from one
-//! descriptor, and the reader of an event takes it from the others. Here each has a [`Seat`]: the
-//! reader notifies all seats at the context, and wakes those that are not its own; each then looks
-//! for itself whether the object is one of its own.
+//! librdmacm opens each RDMA device once and hands all its users the same context. So two devices
+//! of ours, at two addresses of one RDMA device, or of two threads, read asynchronous events from
+//! one descriptor, and the reader of an event takes it from the others. Here each has a [`Seat`]:
+//! the reader notifies all seats at the context, and wakes those that are not its own; each then
+//! looks for itself whether the object is one of its own.
 //!
 //! The seats also know who is the last to leave, which is when a context whose device was unplugged
 //! can be released: the kernel waits for that, and librdmacm keeps an idle context open.

@@ -274,8 +274,8 @@ pub struct QpInitAttr {
 }
 
 impl QpInitAttr {
-    /// A queue pair with one completion queue for both directions and a receive queue of its own, whose
-    /// sends complete visibly where they are signaled.
+    /// A queue pair with one completion queue for both directions and a receive queue of its own,
+    /// whose sends complete visibly where they are signaled.
     #[must_use]
     pub fn new(pd: PdId, cq: CqId, qp_type: QpType, cap: QpCap) -> Self {
         Self {

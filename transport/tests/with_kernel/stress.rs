@@ -1,5 +1,5 @@
-//! Conditions of a kernel and a real network: every length at every path MTU, receivers that are late,
-//! peers that vanish, devices that are unplugged.
+//! Conditions of a kernel and a real network: every length at every path MTU, receivers that are
+//! late, peers that vanish, devices that are unplugged.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

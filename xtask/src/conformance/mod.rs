@@ -1,12 +1,13 @@
-//! `cargo xtask conformance`: libiscsi's test suite against our iSCSI target over TCP, and beside it
-//! the same against `tgt` on the same machine.
+//! `cargo xtask conformance`: libiscsi's test suite against our iSCSI target over TCP, and beside
+//! it the same against `tgt` on the same machine.
 //!
-//! The whole suite runs in one process of the installed client, or suite by suite in processes of another
-//! one (`--libiscsi`), with two paths to one LUN so that the tests of multipath run too. The LUN has physical blocks as long as its logical ones, as one test demands
-//! without saying so; those that want another LUN are tried on one. QEMU's own client compares images
-//! on a disk of ours, and boots a guest from one. A failed test, a client that dies or hangs, a daemon
-//! that complains, or one that keeps file descriptors when all initiators have gone, makes the
-//! command fail; what happens to the peer does not.
+//! The whole suite runs in one process of the installed client, or suite by suite in processes of
+//! another one (`--libiscsi`), with two paths to one LUN so that the tests of multipath run too.
+//! The LUN has physical blocks as long as its logical ones, as one test demands without saying so;
+//! those that want another LUN are tried on one. QEMU's own client compares images on a disk of
+//! ours, and boots a guest from one. A failed test, a client that dies or hangs, a daemon that
+//! complains, or one that keeps file descriptors when all initiators have gone, makes the command
+//! fail; what happens to the peer does not.
 
 mod peer;
 mod qemu;
@@ -39,7 +40,8 @@ pub(crate) struct Options {
     /// Folder of programs that are built already.
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Take the client from this folder, in which libiscsi was built, in the place of the installed one.
+    /// Take the client from this folder, in which libiscsi was built, in the place of the installed
+    /// one.
     #[arg(long, value_name = "DIR")]
     libiscsi: Option<PathBuf>,
     /// Keep what the client said of our target in this file.
@@ -74,7 +76,8 @@ impl Options {
 
 /// End of a run.
 pub(crate) enum Ended {
-    /// It was tried: the suite's tests and the checks beside it, and what went wrong if something did.
+    /// It was tried: the suite's tests and the checks beside it, and what went wrong if something
+    /// did.
     Ran(Tally, Option<String>),
     /// The client is missing.
     Unavailable(String),
@@ -124,8 +127,8 @@ const CLIENT_HANGS: (&str, &str) = (
 /// Bytes of a LUN: enough for the tests that write and read 32 MiB with one command.
 const SIZE: u64 = 64 << 20;
 
-/// LUNs for tests that are skipped on the first one, and with what words they say so: one has longer
-/// physical blocks, one is read-only.
+/// LUNs for tests that are skipped on the first one, and with what words they say so: one has
+/// longer physical blocks, one is read-only.
 const OTHER_LUNS: [(u8, &str); 2] = [(1, "LBPPB < 2"), (2, "Logical unit is not write-protected")];
 
 /// Runs everything; fails if our target failed in anything.

@@ -1,4 +1,5 @@
-//! QEMU's own iSCSI driver as a client: `qemu-img` compares images, and a guest boots from our disk.
+//! QEMU's own iSCSI driver as a client: `qemu-img` compares images, and a guest boots from our
+//! disk.
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};

@@ -1,13 +1,13 @@
 //! Wireshark's dissectors as judges of the captures that the cases leave.
 //!
 //! A capture holds both directions, the kernel's packets and ours. It is cut to the first bytes of
-//! each packet, which the dissectors distinguish from a packet that lies about itself: the one is a short
-//! frame, the other is malformed. Of a packet of InfiniBand that is cut they read the headers only, so one
-//! that begins a message gets zeros in the place of what was cut off ([`filled`]).
+//! each packet, which the dissectors distinguish from a packet that lies about itself: the one is a
+//! short frame, the other is malformed. Of a packet of InfiniBand that is cut they read the headers
+//! only, so one that begins a message gets zeros in the place of what was cut off ([`filled`]).
 //!
 //! What an RC connection carries is known from the connection manager's messages and not guessed: a
-//! SEND on a connection to the port of iSER must be read as an iSER message with an iSCSI PDU in it.
-//! The dissectors have none for SRP; there the headers of InfiniBand are judged.
+//! SEND on a connection to the port of iSER must be read as an iSER message with an iSCSI PDU in
+//! it. The dissectors have none for SRP; there the headers of InfiniBand are judged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -50,8 +50,8 @@ const GUESSING: [&str; 3] = ["rpcordma", "smb_direct", "nvme-rdma"];
 /// The port of iSER, 3260, as the service identifier of the connection manager has it.
 const ISER_PORT: &str = "0x0cbc";
 
-/// Opcodes of packets that a message of the upper protocol begins with: RC SEND First, Only, Only with
-/// immediate data, and Only with Invalidate.
+/// Opcodes of packets that a message of the upper protocol begins with: RC SEND First, Only, Only
+/// with immediate data, and Only with Invalidate.
 const BEGINS_MESSAGE: [&str; 4] = ["0", "4", "5", "23"];
 
 /// Data of which an initiator may ask for the beginning only: the dissector of SCSI reads on to the
@@ -66,19 +66,20 @@ const BEGINNINGS: [&str; 2] = ["4", "36"];
 /// checksum would. Our packets have one.
 const NO_CHECKSUM: &str = "Illegal checksum value (0)";
 
-/// Addresses of the end where the kernel's device always is, and the kernel's target where there is one.
+/// Addresses of the end where the kernel's device always is, and the kernel's target where there is
+/// one.
 const KERNEL: [&str; 2] = ["10.99.0.1", "fd99::1"];
 
 /// Complaint about the inside of a payload that the InfiniBand dissector takes for an Ethernet
 /// frame: any that it knows no protocol for and whose third and fourth byte are zero.
 const GUESSED_FRAME: &str = "[Malformed Packet: Ethertype]";
 
-/// The same of a payload that is taken for a frame with a VLAN tag, as SRP_CRED_REQ is, whose credits
-/// are then the frame's length.
+/// The same of a payload that is taken for a frame with a VLAN tag, as SRP_CRED_REQ is, whose
+/// credits are then the frame's length.
 const GUESSED_LENGTH: &str = "Length field value goes past the end of the payload";
 
-/// The same where the credits are few enough to be the length of what follows. No packet of the rig has
-/// such a header.
+/// The same where the credits are few enough to be the length of what follows. No packet of the rig
+/// has such a header.
 const GUESSED_LLC: &str = "[Malformed Packet: LLC]";
 
 /// Complaint about a TCP segment that was sent again with other bounds, as after a link was cut.
@@ -91,7 +92,8 @@ const ERROR: u32 = 0x80_0000;
 /// Expectations of a case's captures.
 #[derive(Clone, Copy)]
 pub(crate) struct Expected {
-    /// Packets that there must be at least, in all captures together; without a number, there must be none.
+    /// Packets that there must be at least, in all captures together; without a number, there must
+    /// be none.
     pub(crate) least: Option<u64>,
     /// Whether the case is about iSER, so that there must be PDUs of it.
     pub(crate) is_iser: bool,
@@ -320,7 +322,8 @@ struct Packet<'a> {
     v6: (&'a str, &'a str),
     opcode: &'a str,
     to_qp: &'a str,
-    /// The communication ID and queue pair of the end that asks for a connection, and to which port.
+    /// The communication ID and queue pair of the end that asks for a connection, and to which
+    /// port.
     asks: &'a str,
     port: &'a str,
     asking_qp: &'a str,
@@ -408,8 +411,8 @@ impl<'a> Packet<'a> {
         self.opcode.parse::<u8>().is_ok_and(|opcode| opcode < 0x20)
     }
 
-    /// Number, summary and complaint, if something is wrong with it. Data of RDMA, and the rest of a message
-    /// in several packets, are no PDUs, and may look as a bad one.
+    /// Number, summary and complaint, if something is wrong with it. Data of RDMA, and the rest of
+    /// a message in several packets, are no PDUs, and may look as a bad one.
     fn objection(&self, expected: Expected, begins: bool, is_iser: bool) -> Option<String> {
         let Self {
             number,
@@ -664,7 +667,8 @@ mod tests {
         assert!(judged(&ours, is_kernel_only).is_ok());
     }
 
-    /// A session of the kernel's initiator and target over iSER, and the same with a fault in one PDU.
+    /// A session of the kernel's initiator and target over iSER, and the same with a fault in one
+    /// PDU.
     #[test]
     fn what_iser_carries_is_judged() {
         if !has_tshark("iSER") {
@@ -678,8 +682,8 @@ mod tests {
         let golden = fs::read(crate::root().join("tests/data/golden_iser.pcap")).unwrap();
         let sound = judged(&golden, iser).unwrap();
         assert_eq!(sound.iser, 84);
-        // The first command, INQUIRY: SCSI Command (01h), final and read, in an iSCSI control-type PDU with a
-        // read STag. The session's logins are before it.
+        // The first command, INQUIRY: SCSI Command (01h), final and read, in an iSCSI control-type
+        // PDU with a read STag. The session's logins are before it.
         let command = golden
             .windows(30)
             .position(|w| w[0] == 0x14 && w[28..] == [0x01, 0xc1])

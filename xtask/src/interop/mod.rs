@@ -1,10 +1,11 @@
 //! `cargo xtask interop`: a stock Debian kernel as the peer, in QEMU.
 //!
-//! A case is a script in `tests/vm/cases`. Its head says, in lines that start with `#:`, which group
-//! it belongs to, how long it may take, whether it is short, whether it must run alone, and how many
-//! packets its captures have at least. Cases of a group may share a boot, so each starts from and returns to a clean state, with the functions of
-//! `tests/vm/lib.sh`. Of each the output and the daemon's log are kept, and a capture of its packets if it
-//! has one, which is judged ([`judge`]).
+//! A case is a script in `tests/vm/cases`. Its head says, in lines that start with `#:`, which
+//! group it belongs to, how long it may take, whether it is short, whether it must run alone, and
+//! how many packets its captures have at least. Cases of a group may share a boot, so each starts
+//! from and returns to a clean state, with the functions of `tests/vm/lib.sh`. Of each the output
+//! and the daemon's log are kept, and a capture of its packets if it has one, which is judged
+//! ([`judge`]).
 
 pub(crate) mod case;
 pub(crate) mod guest;
@@ -78,10 +79,10 @@ const MEMORY_PER_GUEST: u64 = 7168;
 /// Options of `cargo xtask interop`.
 ///
 /// Of each case the output, the log of riserd and a capture are kept. A capture has the first 400
-/// bytes, or where more is read 1000, of the first 100,000 packets between the two hosts; packets that an
-/// RDMA device sends to itself do not pass there, so a few cases have none. tshark judges every capture: a
-/// malformed packet fails its case, and so do too few packets. A case that fails is tried once more; if it
-/// passes then, the table and the sum say so.
+/// bytes, or where more is read 1000, of the first 100,000 packets between the two hosts; packets
+/// that an RDMA device sends to itself do not pass there, so a few cases have none. tshark judges
+/// every capture: a malformed packet fails its case, and so do too few packets. A case that fails
+/// is tried once more; if it passes then, the table and the sum say so.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Run only the cases whose group or name contains one of these words.

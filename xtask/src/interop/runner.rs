@@ -1,10 +1,11 @@
 //! Guests that take cases from a list, several at once.
 //!
-//! A guest runs cases of one group, and is exchanged for a new one when the group is another or when
-//! a case has failed. Cases that measure come last, with one guest only.
+//! A guest runs cases of one group, and is exchanged for a new one when the group is another or
+//! when a case has failed. Cases that measure come last, with one guest only.
 //!
-//! An emulated kernel with `rdma_rxe` has races of its own. So a case that has failed is tried once more,
-//! by itself in a new guest; if it passes then, its line in the table says so, and why it failed before.
+//! An emulated kernel with `rdma_rxe` has races of its own. So a case that has failed is tried once
+//! more, by itself in a new guest; if it passes then, its line in the table says so, and why it
+//! failed before.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,8 @@
 //! Dependencies that a manifest declares and no source uses.
 //!
-//! A dependency is used where its name begins a path or a `use` declaration, in code, a macro's arguments or
-//! an attribute. A normal dependency has to be used by the product, since tests have their own list.
+//! A dependency is used where its name begins a path or a `use` declaration, in code, a macro's
+//! arguments or an attribute. A normal dependency has to be used by the product, since tests have
+//! their own list.
 
 use std::collections::BTreeSet;
 use std::fs;

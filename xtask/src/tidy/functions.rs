@@ -104,8 +104,8 @@ impl<'ast> Visit<'ast> for Found {
     }
 }
 
-/// Measures how deep a body is nested. An `else if` is on the level of its `if`; items in a body count for
-/// themselves.
+/// Measures how deep a body is nested. An `else if` is on the level of its `if`; items in a body
+/// count for themselves.
 #[derive(Default)]
 struct Nesting {
     depth: usize,

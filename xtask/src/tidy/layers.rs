@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use super::dependencies::declared;
 use super::sources::Package;
 
-/// Packages, and what they must not link. Who edits configurations or asks a daemon needs none of its own.
+/// Packages, and what they must not link. Who edits configurations or asks a daemon needs none of
+/// its own.
 const FORBIDDEN: [(&str, &[&str]); 3] = [
     ("riser-config", DAEMON),
     ("riser-admin-api", DAEMON),

@@ -1,7 +1,7 @@
 //! Lines, comments and tokens of a source text.
 //!
-//! A syntax tree has no comments, and macro bodies are not parsed. Both are seen here: every line is
-//! classified by the tokens on it, and text between tokens is a comment.
+//! A syntax tree has no comments, and macro bodies are not parsed. Both are seen here: every line
+//! is classified by the tokens on it, and text between tokens is a comment.
 
 use proc_macro2::{Delimiter, LexError, LineColumn, TokenStream, TokenTree};
 

@@ -1,10 +1,10 @@
 //! `cargo xtask tidy`: import circles, words, and measures of the sources.
 //!
-//! Without options it fails for what is new: a circle of sibling modules that import each other, a word
-//! of [`words`] in something that users see, a file or function that a document names and that does not
-//! exist, or a dependency that [`layers`] forbids. What was there before it was looked for is listed in
-//! [`KNOWN`], which only ever gets shorter: an entry that is not found any more fails, too. With `--report`
-//! it measures, and never fails.
+//! Without options it fails for what is new: a circle of sibling modules that import each other, a
+//! word of [`words`] in something that users see, a file or function that a document names and that
+//! does not exist, or a dependency that [`layers`] forbids. What was there before it was looked for
+//! is listed in [`KNOWN`], which only ever gets shorter: an entry that is not found any more fails,
+//! too. With `--report` it measures, and never fails.
 
 mod dependencies;
 mod functions;

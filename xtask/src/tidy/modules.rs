@@ -1,10 +1,11 @@
 //! Import circles between sibling modules.
 //!
-//! A reference is a `use` declaration or a path in code or in a macro's arguments. It is followed through
-//! re-exports to the module that defines what it names, so that a parent that passes names on does not hide
-//! the modules behind it. References between a module and those within it are no arrows: a type in `mod.rs`
-//! with implementations in its children is ordinary Rust. All others are arrows between two siblings: those
-//! that the two ends are within, below their nearest common ancestor.
+//! A reference is a `use` declaration or a path in code or in a macro's arguments. It is followed
+//! through re-exports to the module that defines what it names, so that a parent that passes names
+//! on does not hide the modules behind it. References between a module and those within it are no
+//! arrows: a type in `mod.rs` with implementations in its children is ordinary Rust. All others are
+//! arrows between two siblings: those that the two ends are within, below their nearest common
+//! ancestor.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
@@ -162,8 +163,8 @@ impl Crate {
         circles
     }
 
-    /// The module that defines what names mean in a module, or the innermost one that is known on the way
-    /// there; none if they lead out of the crate.
+    /// The module that defines what names mean in a module, or the innermost one that is known on
+    /// the way there; none if they lead out of the crate.
     fn resolve(&self, module: &[String], names: &[String], steps: usize) -> Option<ModulePath> {
         // Re-exports may form a circle of their own, which would be followed for ever.
         let steps = steps.checked_sub(1)?;
@@ -373,7 +374,8 @@ impl<'ast> Visit<'ast> for Visitor<'_> {
     }
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
-        // A test module that is written out may import anything; what it imports is not the module's.
+        // A test module that is written out may import anything; what it imports is not the
+        // module's.
         let is_product = self.source.purpose_of(item.span().start().line) == Purpose::Product;
         if item.leading_colon.is_none() && is_product {
             self.import(&item.tree, Vec::new());

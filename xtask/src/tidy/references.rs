@@ -17,8 +17,8 @@ const DOCUMENTS: &[&str] = &[
     "SECURITY.md",
 ];
 
-/// Finds names of files and functions that do not exist: the line of the list of what is known, and a
-/// message.
+/// Finds names of files and functions that do not exist: the line of the list of what is known, and
+/// a message.
 pub(super) fn dead(root: &Path) -> Result<Vec<(String, String)>, Failure> {
     let mut dead = Vec::new();
     for path in sources::paths(root)? {
@@ -73,8 +73,8 @@ fn dead_in(root: &Path, text: &str) -> Vec<(usize, String)> {
     dead
 }
 
-/// Whether a name in backticks means a file or folder of the repository: without blanks and wildcards, below
-/// one of its folders.
+/// Whether a name in backticks means a file or folder of the repository: without blanks and
+/// wildcards, below one of its folders.
 fn is_path(root: &Path, span: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-@".contains(c);
     let Some((first, _)) = span.split_once('/') else {

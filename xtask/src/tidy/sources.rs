@@ -1,4 +1,5 @@
-//! The Rust sources of a tree of folders: packages, the files of each, and the purpose of each line.
+//! The Rust sources of a tree of folders: packages, the files of each, and the purpose of each
+//! line.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -73,8 +74,8 @@ impl Source {
     }
 }
 
-/// Reads all sources below a folder. Files that are not Rust, as the templates of some projects, are named
-/// beside the others.
+/// Reads all sources below a folder. Files that are not Rust, as the templates of some projects,
+/// are named beside the others.
 pub(crate) fn read(root: &Path) -> Result<Vec<Package>, Failure> {
     // Positions of earlier trees would only take memory.
     invalidate_current_thread_spans();
@@ -396,7 +397,8 @@ fn attributes(item: &syn::Item) -> &[syn::Attribute] {
     }
 }
 
-/// Recognizes `#[test]` in its variants and `#[cfg(test)]`. A condition with `not` may hold in the product.
+/// Recognizes `#[test]` in its variants and `#[cfg(test)]`. A condition with `not` may hold in the
+/// product.
 fn is_for_tests(attribute: &syn::Attribute) -> bool {
     let path = attribute.path();
     if path

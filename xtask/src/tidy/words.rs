@@ -53,7 +53,8 @@ pub(crate) struct Found {
     pub(crate) instead: &'static str,
 }
 
-/// Finds words of the list in a text whose first line has this number. Phrases may go over line ends.
+/// Finds words of the list in a text whose first line has this number. Phrases may go over line
+/// ends.
 pub(crate) fn find(text: &str, first_line: usize) -> Vec<Found> {
     let words = words_of(text, first_line);
     let mut found = Vec::new();
@@ -68,8 +69,8 @@ pub(crate) fn find(text: &str, first_line: usize) -> Vec<Found> {
     found
 }
 
-/// The words of a text in lower case, each with the number of its line. Parts of names in programs, as in
-/// `tell_peer` or `so-many`, are words too.
+/// The words of a text in lower case, each with the number of its line. Parts of names in programs,
+/// as in `tell_peer` or `so-many`, are words too.
 fn words_of(text: &str, first_line: usize) -> Vec<(usize, String)> {
     let mut words = Vec::new();
     for (n, line) in text.lines().enumerate() {

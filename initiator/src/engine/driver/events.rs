@@ -16,8 +16,8 @@ use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::session::SessionEvent;
 
-/// Longest duration of a ping, repetitions and reconnections included. A session that gets no answer
-/// at all ends the connection before.
+/// Longest duration of a ping, repetitions and reconnections included. A session that gets no
+/// answer at all ends the connection before.
 const PING: Duration = Duration::from_secs(60);
 
 impl<E: Env> Driver<E> {
@@ -151,8 +151,9 @@ impl<E: Env> Driver<E> {
         self.sessions[index].report_pending();
     }
 
-    /// Submits commands that had no room before, as far as there is some. Of several commands that are over
-    /// at once, or one that is over as soon as it begins, the first call sees to the room of all.
+    /// Submits commands that had no room before, as far as there is some. Of several commands that
+    /// are over at once, or one that is over as soon as it begins, the first call sees to the room
+    /// of all.
     fn refill(&mut self, index: usize, now: Instant) {
         if std::mem::replace(&mut self.sessions[index].is_refilling, true) {
             return;
@@ -167,8 +168,8 @@ impl<E: Env> Driver<E> {
         self.sessions[index].is_refilling = false;
     }
 
-    /// Handles an event of a session: for its units first, then for its status, for the paths that it
-    /// is one of, and for its user.
+    /// Handles an event of a session: for its units first, then for its status, for the paths that
+    /// it is one of, and for its user.
     pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
         self.observe(index, &event, now);
         let session = &mut self.sessions[index];

@@ -1,5 +1,5 @@
-//! Inputs of sessions that are paths, and of sessions whose units are watched; and the commands that
-//! identify a unit.
+//! Inputs of sessions that are paths, and of sessions whose units are watched; and the commands
+//! that identify a unit.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ use crate::session::Down;
 /// Longest duration of one question of a unit's check.
 const CHECK: Duration = Duration::from_secs(10);
 
-/// An event of a session that is a path or whose unit is watched, or the end of a command on it. The
-/// key is that of the paths, or of the session with the watched unit.
+/// An event of a session that is a path or whose unit is watched, or the end of a command on it.
+/// The key is that of the paths, or of the session with the watched unit.
 pub(super) enum Input {
     Live(SessionKey, PathIndex, Option<PortTag>),
     /// With the time of the target's last message, if there was one.

@@ -1,5 +1,5 @@
-//! Sessions of iSCSI: carries out what the machine asks for, by a datamover (RFC 5047) that is a TCP
-//! connection or an RDMA one.
+//! Sessions of iSCSI: carries out what the machine asks for, by a datamover (RFC 5047) that is a
+//! TCP connection or an RDMA one.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
@@ -79,8 +79,8 @@ impl IscsiLink {
         }
     }
 
-    /// Returns whether a command's memory may have that many pieces. A command of iSER has one key for all of its
-    /// memory, and a number that is lost if it cannot be sent.
+    /// Returns whether a command's memory may have that many pieces. A command of iSER has one key
+    /// for all of its memory, and a number that is lost if it cannot be sent.
     pub(super) fn takes(&self, pieces: usize) -> bool {
         match &self.mover {
             Datamover::Tcp(_) => true,

@@ -1,8 +1,8 @@
 //! The machine of a session and what it drives: connections, or other sessions.
 //!
 //! The engine knows little of a protocol. It gives a link its inputs, and carries out the
-//! [`Report`]s that come of them ([`Link::poll`]); what else a machine asks for is between it and the
-//! link's own file: `srp`, `iscsi` (with `tcp` and `iser` as datamovers), `multipath`.
+//! [`Report`]s that come of them ([`Link::poll`]); what else a machine asks for is between it and
+//! the link's own file: `srp`, `iscsi` (with `tcp` and `iser` as datamovers), `multipath`.
 
 use std::time::Instant;
 

@@ -1,9 +1,9 @@
-//! The engine itself: it owns a provider, and drives sessions with what the provider reports. It reads
-//! no clock: the loop around it gives each round its time.
+//! The engine itself: it owns a provider, and drives sessions with what the provider reports. It
+//! reads no clock: the loop around it gives each round its time.
 //!
 //! One round: packets and timers of the provider, connection events, completions,
-//! messages of other threads, timeouts. After each input the session's outputs are carried out until
-//! there are none, so that a session never sees an input with its outputs pending.
+//! messages of other threads, timeouts. After each input the session's outputs are carried out
+//! until there are none, so that a session never sees an input with its outputs pending.
 
 mod context;
 mod discovery;
@@ -204,8 +204,8 @@ impl<E: Env> Driver<E> {
         waiting
     }
 
-    /// Gives a session's link an input, and carries out what follows from it: a machine never sees an
-    /// input with its outputs pending.
+    /// Gives a session's link an input, and carries out what follows from it: a machine never sees
+    /// an input with its outputs pending.
     fn with_link<T>(
         &mut self,
         index: usize,
@@ -506,8 +506,8 @@ impl<E: Env> Driver<E> {
     }
 }
 
-/// Refuses messages from now on, and drops those that came too late, whose senders are notified by the
-/// ends of their oneshots.
+/// Refuses messages from now on, and drops those that came too late, whose senders are notified by
+/// the ends of their oneshots.
 impl<E: Env> Drop for Driver<E> {
     fn drop(&mut self) {
         drop(self.mailbox.close());

@@ -85,9 +85,9 @@ impl Member {
         }
     }
 
-    /// The path is in use with what its check found; returns the generation of the cache that may be
-    /// lost, if one may be. `known` is the generation that was found last, on any path: this one may
-    /// have found an older one, whose loss is counted already.
+    /// The path is in use with what its check found; returns the generation of the cache that may
+    /// be lost, if one may be. `known` is the generation that was found last, on any path: this one
+    /// may have found an older one, whose loss is counted already.
     fn settle(&mut self, known: Option<[u8; 16]>) -> Option<Option<[u8; 16]>> {
         let is = self.check.found().cache;
         let own = self.cache.replace(is);
@@ -107,8 +107,8 @@ pub(super) struct PathsLink {
     dones: Vec<Option<Done>>,
     /// The generation of the unit's cache that a path has found last.
     generation: Option<[u8; 16]>,
-    /// Generations of caches that are known to be gone, so that each is counted once, however many paths
-    /// find it gone. Bound: [`GONE`].
+    /// Generations of caches that are known to be gone, so that each is counted once, however many
+    /// paths find it gone. Bound: [`GONE`].
     gone: VecDeque<[u8; 16]>,
 }
 
@@ -182,8 +182,8 @@ impl<E: Env> Driver<E> {
         Some((index, self.sessions[index].link.paths_mut()?))
     }
 
-    /// Gives machines of paths the events of their sessions, and checks watched units; whether there
-    /// was anything to do.
+    /// Gives machines of paths the events of their sessions, and checks watched units; whether
+    /// there was anything to do.
     pub(super) fn run_paths(&mut self, now: Instant) -> bool {
         let worked = !self.inputs.is_empty();
         while let Some(input) = self.inputs.pop_front() {

@@ -111,8 +111,9 @@ impl EngineSession {
         }
     }
 
-    /// Reports which generation a unit's cache is of, for a process that would take over. While a loss is yet
-    /// to be reported by a flush, that is the generation before, from which that process learns of the loss.
+    /// Reports which generation a unit's cache is of, for a process that would take over. While a
+    /// loss is yet to be reported by a flush, that is the generation before, from which that
+    /// process learns of the loss.
     pub(super) fn report_cache(&self) {
         let Some(unit) = self.units.first() else {
             return;
@@ -344,8 +345,8 @@ impl<E: Env> Driver<E> {
         self.release_checked(index, now);
     }
 
-    /// A unit is another one, or not to be found: nothing may be sent there. The session ends where that
-    /// is for good.
+    /// A unit is another one, or not to be found: nothing may be sent there. The session ends where
+    /// that is for good.
     fn on_unit_lost(&mut self, index: usize, serial: u64, why: Down, now: Instant) {
         let session = &mut self.sessions[index];
         let portal = session.link.target().dst;
@@ -358,8 +359,8 @@ impl<E: Env> Driver<E> {
         self.with_link(index, now, |link, _| link.machine().leave(why, last, now));
     }
 
-    /// Lets a session go on once every unit is known to be the same, and nothing has happened since that
-    /// could mean another one.
+    /// Lets a session go on once every unit is known to be the same, and nothing has happened since
+    /// that could mean another one.
     fn release_checked(&mut self, index: usize, now: Instant) {
         let key = self.key(index);
         let is_again = |input: &Input| matches!(input, Input::Check(own) if *own == key);

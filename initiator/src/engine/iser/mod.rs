@@ -5,14 +5,16 @@
 //! them, or writes them, by the key in the header.
 //!
 //! # Memory
-//! A command's buffer is one region of the connection ([`RdmaConn`]). Its key ends with the target's
-//! answer, where both sides offered that (SEND with invalidate), or else by an invalidation of ours.
+//! A command's buffer is one region of the connection ([`RdmaConn`]). Its key ends with the
+//! target's answer, where both sides offered that (SEND with invalidate), or else by an
+//! invalidation of ours.
 //!
 //! # Bounds
-//! Commands: the queue size. Receives: that and [`SPARE`] more of [`RING_LEN`] bytes in full-feature
-//! phase of a normal session, [`LARGE`] of [`LARGE_LEN`] bytes before and in discovery. Regions: one
-//! for each command. Send queue: three entries for each command, and one for each control message.
-//! A control message that finds no buffer waits in a queue, whose bound is the session's.
+//! Commands: the queue size. Receives: that and [`SPARE`] more of [`RING_LEN`] bytes in
+//! full-feature phase of a normal session, [`LARGE`] of [`LARGE_LEN`] bytes before and in
+//! discovery. Regions: one for each command. Send queue: three entries for each command, and one
+//! for each control message. A control message that finds no buffer waits in a queue, whose bound
+//! is the session's.
 
 mod start;
 
@@ -45,7 +47,8 @@ const LARGE: u16 = 4;
 /// Length of a receive in full-feature phase.
 const RING_LEN: usize = HEADERS + ISER_RECV as usize;
 
-/// Receives beyond those of the commands: pings, task management, and what the target sends unasked.
+/// Receives beyond those of the commands: pings, task management, and what the target sends
+/// unasked.
 const SPARE: u16 = 16;
 
 /// Pieces that a command's memory may have: those of its immediate data go into the SEND.
@@ -178,8 +181,8 @@ impl IserConn {
         self.rdma.post_recv(device, slot, at, len)
     }
 
-    /// Sends a control PDU, or keeps it until there is a buffer; false if the connection is broken, or
-    /// too many are kept.
+    /// Sends a control PDU, or keeps it until there is a buffer; false if the connection is broken,
+    /// or too many are kept.
     pub(super) fn send_control<P: Provider>(
         &mut self,
         device: &mut Device<P>,

@@ -12,11 +12,12 @@ use crate::iscsi::session::CommandPdu;
 use crate::request::{DataLen, RequestId};
 
 impl IserConn {
-    /// Starts a command whose data lies in `pieces`, at most [`MAX_PIECES`]; false if the connection is
-    /// broken. There is a slot, since the session bounds the commands whose memory is not back.
+    /// Starts a command whose data lies in `pieces`, at most [`MAX_PIECES`]; false if the
+    /// connection is broken. There is a slot, since the session bounds the commands whose memory is
+    /// not back.
     ///
-    /// The header is written by hand up to the data segment, which is behind it in the gather list and
-    /// not in memory of ours; so its length goes into the basic header segment here.
+    /// The header is written by hand up to the data segment, which is behind it in the gather list
+    /// and not in memory of ours; so its length goes into the basic header segment here.
     pub(in crate::engine) fn start<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -66,8 +67,8 @@ impl IserConn {
     }
 }
 
-/// The advertisement of a command's buffer in its header: of a write, from the first byte on that does
-/// not go with the command (TaggedBufferForSolicitedDataOnly).
+/// The advertisement of a command's buffer in its header: of a write, from the first byte on that
+/// does not go with the command (TaggedBufferForSolicitedDataOnly).
 fn advertise(region: Option<&PooledMr>, len: DataLen, immediate: usize) -> Buffers {
     let Some(remote) = region.map(PooledMr::remote) else {
         return Buffers::default();

@@ -6,12 +6,12 @@
 //! A command's data are made known to the target with fast registrations that are posted before the
 //! command. A key ends by an invalidation whose completion is awaited, or by one of the target's
 //! (SEND with invalidate); and the command's own SEND must have completed too before its data are
-//! free. Requests of a send queue complete in order, so the completion of an invalidation also shows
-//! that the SEND is over.
+//! free. Requests of a send queue complete in order, so the completion of an invalidation also
+//! shows that the SEND is over.
 //!
 //! # Bounds
-//! Every queue's length is in [`RdmaLimits`]. A command that finds its slot, its send-queue entries or
-//! its regions used up is not started.
+//! Every queue's length is in [`RdmaLimits`]. A command that finds its slot, its send-queue entries
+//! or its regions used up is not started.
 
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,8 @@ use crate::session::ConnectError;
 /// Longest duration of the resolution of an address or a route.
 const RESOLVE: Duration = Duration::from_secs(2);
 
-/// Longest duration of a logout, or of a connection that is still being made, before the end of both.
+/// Longest duration of a logout, or of a connection that is still being made, before the end of
+/// both.
 const CLOSING_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Sizes of a connection.
@@ -120,8 +121,8 @@ struct Rings {
     regions: MrPool,
 }
 
-/// A connection, from the first call of the connection manager on. A command of it has `R` regions at
-/// most.
+/// A connection, from the first call of the connection manager on. A command of it has `R` regions
+/// at most.
 pub(in crate::engine) struct RdmaConn<const R: usize> {
     id: CmId,
     owner: Owner,
@@ -262,8 +263,8 @@ impl<const R: usize> RdmaConn<R> {
     /// Begins to close the connection; false if it is to be released at once.
     ///
     /// A logout that was posted is awaited, and so is the answer to a request for the connection: a
-    /// peer that has answered a request and hears that it is withdrawn may keep what it has made for
-    /// it, as Linux's `ib_srpt` does until its port goes.
+    /// peer that has answered a request and hears that it is withdrawn may keep what it has made
+    /// for it, as Linux's `ib_srpt` does until its port goes.
     pub(in crate::engine) fn begin_close(&mut self, has_logout: bool, now: Instant) -> bool {
         let waits = self.is_connecting || has_logout;
         if waits {
@@ -277,8 +278,9 @@ impl<const R: usize> RdmaConn<R> {
         self.closing_until
     }
 
-    /// Releases everything. From now on nothing that the peer sends reaches memory, and no key given
-    /// to it works. With `linger` the peer is notified, and the identifier lives until it has answered.
+    /// Releases everything. From now on nothing that the peer sends reaches memory, and no key
+    /// given to it works. With `linger` the peer is notified, and the identifier lives until it has
+    /// answered.
     pub(in crate::engine) fn release<P: Provider>(
         self,
         device: &mut Device<P>,
@@ -396,8 +398,9 @@ impl<const R: usize> RdmaConn<R> {
         self.put_back(device, regions);
     }
 
-    /// Posts a command as one chain: the registrations of its data, and the SEND of its header, which
-    /// is in the connection's memory, with `immediate` data. False if the connection is broken.
+    /// Posts a command as one chain: the registrations of its data, and the SEND of its header,
+    /// which is in the connection's memory, with `immediate` data. False if the connection is
+    /// broken.
     pub(in crate::engine) fn post_command<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -505,8 +508,8 @@ impl<const R: usize> RdmaConn<R> {
         }
     }
 
-    /// Frees a slot whose command is over in every respect; returns the request whose memory is back
-    /// with that.
+    /// Frees a slot whose command is over in every respect; returns the request whose memory is
+    /// back with that.
     fn finish<P: Provider>(&mut self, device: &mut Device<P>, slot: u16) -> Option<RequestId> {
         let task = self.tasks.finish(slot)?;
         self.put_back(device, task.regions);
@@ -609,8 +612,8 @@ mod tests {
         slot
     }
 
-    /// The target may invalidate a key while an invalidation of ours is under way, and the slot have
-    /// another command when that completes.
+    /// The target may invalidate a key while an invalidation of ours is under way, and the slot
+    /// have another command when that completes.
     #[test]
     fn an_invalidation_ends_only_the_key_that_it_is_about() {
         let (mut device, mut conn, buffer) = conn(LIMITS);

@@ -1,9 +1,9 @@
 //! An RDMA device and the connections on it, as SRP and iSER use them.
 //!
-//! [`Device`] is the provider with the owners of identifiers and queue pairs. [`Resources`] are what
-//! a session has of a device, [`RdmaConn`] is one reliable connection of it: from the address to the
-//! disconnect, with its own memory, its receives, and the keys of the commands on it. [`ConnSlot`]
-//! makes and ends connections, one after another, for a protocol's [`RdmaProtocol`].
+//! [`Device`] is the provider with the owners of identifiers and queue pairs. [`Resources`] are
+//! what a session has of a device, [`RdmaConn`] is one reliable connection of it: from the address
+//! to the disconnect, with its own memory, its receives, and the keys of the commands on it.
+//! [`ConnSlot`] makes and ends connections, one after another, for a protocol's [`RdmaProtocol`].
 
 mod conn;
 mod device;

@@ -116,9 +116,9 @@ impl<const R: usize> Tasks<R> {
         }
     }
 
-    /// An invalidation of a slot's key has completed, which shows that the SEND before it is over too.
-    /// Where the target has invalidated the key before, the slot may have another command by now,
-    /// whose key still works.
+    /// An invalidation of a slot's key has completed, which shows that the SEND before it is over
+    /// too. Where the target has invalidated the key before, the slot may have another command by
+    /// now, whose key still works.
     pub(super) fn on_invalidated(&mut self, slot: u16, key: RKey) {
         if let Some(task) = self.get_mut(slot)
             && task.regions.iter_mut().any(|r| r.on_invalidated(key))

@@ -2,8 +2,8 @@
 
 use riser_transport::verbs::{RKey, WrId};
 
-/// A work request of a connection, as its id names it: the kind in the top byte, a slot in the lowest
-/// two, and a key in the four before those.
+/// A work request of a connection, as its id names it: the kind in the top byte, a slot in the
+/// lowest two, and a key in the four before those.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum WorkRequest {
     /// A receive, by its slot.
@@ -12,8 +12,8 @@ pub(in crate::engine) enum WorkRequest {
     Command(u16),
     /// The fast registration of a command's data.
     Register(u16),
-    /// The invalidation of a command's key. The key is named, since the slot may have another command
-    /// with another key when it completes.
+    /// The invalidation of a command's key. The key is named, since the slot may have another
+    /// command with another key when it completes.
     Invalidate(u16, RKey),
     /// The SEND of another message, from the buffer of that number.
     Message(u16),

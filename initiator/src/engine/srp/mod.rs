@@ -93,8 +93,8 @@ impl SrpConfig {
     }
 }
 
-/// An information unit of ours that is no command. Its number as a message of the connection follows
-/// from it.
+/// An information unit of ours that is no command. Its number as a message of the connection
+/// follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ShortIu {
     /// The answer to what that receive brought.
@@ -212,8 +212,8 @@ impl SrpConn {
         }
     }
 
-    /// Sends the answer to what receive `slot` brought; the receive is posted again when it has been
-    /// sent. False if the connection is broken.
+    /// Sends the answer to what receive `slot` brought; the receive is posted again when it has
+    /// been sent. False if the connection is broken.
     pub(super) fn post_answer<P: Provider>(
         &mut self,
         device: &mut Device<P>,

@@ -5,9 +5,9 @@
 //!
 //! # Memory
 //! Data of a command are sent from its buffers and received into them, by `sendmsg` and `recvmsg`
-//! with the buffers' own addresses. Only what comes in one go with a header is copied, from a receive
-//! buffer of [`recv::BUFFER`] bytes. The system has taken what it wants of a buffer when the call
-//! returns, so a buffer is free as soon as nothing of it waits to be sent.
+//! with the buffers' own addresses. Only what comes in one go with a header is copied, from a
+//! receive buffer of [`recv::BUFFER`] bytes. The system has taken what it wants of a buffer when
+//! the call returns, so a buffer is free as soon as nothing of it waits to be sent.
 
 mod recv;
 mod send;

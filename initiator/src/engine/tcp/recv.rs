@@ -139,8 +139,8 @@ impl Incoming {
         self.direct.drain(..done);
     }
 
-    /// The next thing that has arrived whole. `place` says where the data of a Data-In go, and gives
-    /// the buffers of a request.
+    /// The next thing that has arrived whole. `place` says where the data of a Data-In go, and
+    /// gives the buffers of a request.
     ///
     /// # Errors
     /// [`IscsiFault`]: the stream is of no use any longer.

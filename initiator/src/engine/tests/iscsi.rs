@@ -199,8 +199,8 @@ impl Written {
     }
 }
 
-/// A target on a slow network answers a write when it has all of its data. As long as they leave, the
-/// write is not late, and nor is the ping behind them.
+/// A target on a slow network answers a write when it has all of its data. As long as they leave,
+/// the write is not late, and nor is the ping behind them.
 #[test]
 fn a_write_is_not_late_while_its_data_leave() {
     let mut written = Written::new();

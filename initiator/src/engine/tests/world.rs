@@ -1,5 +1,5 @@
-//! Engines, their targets and the wire between them, under one virtual clock. Each test has a world of
-//! its own: what waits in it lets the others go on, and time passes when all of them are idle.
+//! Engines, their targets and the wire between them, under one virtual clock. Each test has a world
+//! of its own: what waits in it lets the others go on, and time passes when all of them are idle.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;

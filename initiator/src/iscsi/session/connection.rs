@@ -124,7 +124,8 @@ impl IscsiSession {
         self.tear_down(error.into(), false);
     }
 
-    /// The next attempt goes where the first one went, and is redirected as often as that one may be.
+    /// The next attempt goes where the first one went, and is redirected as often as that one may
+    /// be.
     pub(super) fn forget_move(&mut self) {
         self.moved = None;
         self.moves = 0;
@@ -253,8 +254,8 @@ impl IscsiSession {
         self.on_down(now);
     }
 
-    /// Goes on with a tear-down once the connection is gone: ends the session, or waits for the next
-    /// login.
+    /// Goes on with a tear-down once the connection is gone: ends the session, or waits for the
+    /// next login.
     pub(super) fn on_down(&mut self, now: Instant) {
         if self.conn != ConnState::Free {
             return;

@@ -8,25 +8,28 @@
 //!
 //! # Memory
 //! A request is never reported while its memory is in use. When an attempt is over the session says
-//! [`Output::Retire`]; the owner answers [`IscsiSession::handle_retired`] when nothing of the memory
-//! waits to be sent and the target cannot reach it. A connection that is gone ends all use at once,
-//! and is left where the memory of an attempt does not come back for as long as its answer had.
+//! [`Output::Retire`]; the owner answers [`IscsiSession::handle_retired`] when nothing of the
+//! memory waits to be sent and the target cannot reach it. A connection that is gone ends all use
+//! at once, and is left where the memory of an attempt does not come back for as long as its answer
+//! had.
 //!
 //! # Time
 //! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then
 //! TARGET WARM RESET, then a new connection, each when the one before it fails or is not answered
-//! either. The time of an attempt, of its memory, of a function and of a ping begins again while they
-//! are on their way to a target that takes what was sent before them
-//! ([`IscsiSession::handle_progress`]), and that of an attempt with each R2T and Data-In: a slow network
-//! is no silent target. The request's deadline bounds all of it. A target that says nothing for a while is pinged; one that does not answer is left.
+//! either. The time of an attempt, of its memory, of a function and of a ping begins again while
+//! they are on their way to a target that takes what was sent before them
+//! ([`IscsiSession::handle_progress`]), and that of an attempt with each R2T and Data-In: a slow
+//! network is no silent target. The request's deadline bounds all of it. A target that says nothing
+//! for a while is pinged; one that does not answer is left.
 //!
 //! # Replay
 //! Error recovery level 0: each failure on the connection ends it, and the session logs in
 //! again with the same ISID and no TSIH. That reinstates the session (RFC 7143 6.3.5): the target
 //! ends the tasks of the old one before it answers the login. So the requests for which it makes no
-//! difference to be carried out twice are sent again, in the order of their submission and none while
-//! an earlier one with an overlapping effect is outstanding, exactly as on SRP; see
-//! [`crate::srp::session`]. Others end with [`RequestError::ConnectionLost`](crate::request::RequestError::ConnectionLost).
+//! difference to be carried out twice are sent again, in the order of their submission and none
+//! while an earlier one with an overlapping effect is outstanding, exactly as on SRP; see
+//! [`crate::srp::session`]. Others end with
+//! [`RequestError::ConnectionLost`](crate::request::RequestError::ConnectionLost).
 //!
 //! # Discovery
 //! A session without a target asks for all targets (SendTargets=All), reports them

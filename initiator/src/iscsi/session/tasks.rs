@@ -159,10 +159,10 @@ impl IscsiSession {
         }
     }
 
-    /// Some of what was sent has arrived at the target: it reads, however slowly. What still is on its
-    /// way behind that is not late: the requests that `is_under_way` names, and with
-    /// `is_control_under_way` the task-management function. Nor is the ping, which may wait in a buffer
-    /// of the target's host.
+    /// Some of what was sent has arrived at the target: it reads, however slowly. What still is on
+    /// its way behind that is not late: the requests that `is_under_way` names, and with
+    /// `is_control_under_way` the task-management function. Nor is the ping, which may wait in a
+    /// buffer of the target's host.
     pub fn handle_progress(
         &mut self,
         is_under_way: impl Fn(RequestId) -> bool,
@@ -181,7 +181,8 @@ impl IscsiSession {
     /// Nothing uses the memory of a request's last attempt any more.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
         if let Some(end) = self.core.requests.retiring(request.0) {
-            // Not earlier: a command that is started is sent at once, so that its abort comes after it.
+            // Not earlier: a command that is started is sent at once, so that its abort comes after
+            // it.
             let place = self.core.requests.retiring_place(request.0);
             self.free
                 .extend(place.map(|(_, itt)| (itt.0 & 0xffff) as u16));
@@ -190,7 +191,8 @@ impl IscsiSession {
         }
     }
 
-    /// Ends an attempt: its task is over, and its memory is to be taken back. Its slot is free after that.
+    /// Ends an attempt: its task is over, and its memory is to be taken back. Its slot is free
+    /// after that.
     pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptEnd, now: Instant) {
         self.slots[(itt.0 & 0xffff) as usize].task = None;
         let until = self.core.requests.end_attempt(index, 0, end, now);

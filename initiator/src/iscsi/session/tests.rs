@@ -537,8 +537,8 @@ fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
     assert_eq!(rig.started().0, late);
 }
 
-/// Over RDMA, a connection has a slot for each command of the queue size, and it is in use until the memory
-/// is back. A command that had to wait for one there would be overtaken by its abort.
+/// Over RDMA, a connection has a slot for each command of the queue size, and it is in use until
+/// the memory is back. A command that had to wait for one there would be overtaken by its abort.
 #[test]
 fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
     let mut rig = Rig::live();
@@ -662,8 +662,9 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
     assert_ne!(later, silent);
 }
 
-/// A command that is repeated while its abort is under way, and is to be aborted once more: the answer to
-/// the first abort says nothing of the second attempt, which the target still carries out.
+/// A command that is repeated while its abort is under way, and is to be aborted once more: the
+/// answer to the first abort says nothing of the second attempt, which the target still carries
+/// out.
 #[test]
 fn the_answer_to_an_abort_ends_no_later_attempt() {
     let mut rig = Rig::live();
@@ -710,7 +711,8 @@ fn a_target_that_redirects_is_found_again_after_an_outage() {
         rig.receive(moved, b"TargetAddress=10.0.0.9:3261,1\0");
         rig.gone();
     };
-    // The portal is there and names the node, as it did at every login; the node is away for a while.
+    // The portal is there and names the node, as it did at every login; the node is away for a
+    // while.
     for _ in 0..5 {
         assert!(matches!(
             rig.next(),

@@ -215,8 +215,8 @@ impl InitiatorChannel {
     }
 
     /// Takes a tag and a unit of the request limit for a command of `owner`; `None` where there is
-    /// none. Follow with [`Self::emit_command`], or [`Self::cancel`]; and with [`Self::retire`] once the
-    /// command is over.
+    /// none. Follow with [`Self::emit_command`], or [`Self::cancel`]; and with [`Self::retire`]
+    /// once the command is over.
     pub fn reserve(&mut self, owner: u32, len: DataLen) -> Option<Tag> {
         if !self.can_start() {
             return None;
@@ -239,8 +239,8 @@ impl InitiatorChannel {
     }
 
     /// Gives up a command that was sent: it will not be answered, because the target aborted it. An
-    /// answer that comes all the same is [`Received::Stale`]. The unit of the request limit that it took
-    /// stays with the target, which grants it again in the delta of a later message.
+    /// answer that comes all the same is [`Received::Stale`]. The unit of the request limit that it
+    /// took stays with the target, which grants it again in the delta of a later message.
     pub fn give_up(&mut self, tag: Tag) {
         if let Some(index) = self.release(tag) {
             let slot = &mut self.slots[index];
@@ -256,8 +256,9 @@ impl InitiatorChannel {
         Some(index)
     }
 
-    /// Frees the slot of a command that is over, once its memory is back. Not earlier: the connection has as
-    /// many places as there are slots, and a command that waited for one would be overtaken by its abort.
+    /// Frees the slot of a command that is over, once its memory is back. Not earlier: the
+    /// connection has as many places as there are slots, and a command that waited for one would be
+    /// overtaken by its abort.
     pub fn retire(&mut self, tag: Tag) {
         if let Some(index) = self.slot_of(tag) {
             debug_assert!(self.slots[index].owner.is_none());

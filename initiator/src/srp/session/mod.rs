@@ -5,28 +5,29 @@
 //! ([`next_deadline`](crate::session::Machine::next_deadline)).
 //!
 //! # Memory
-//! The session never reports a request while the target could still reach its memory by a key of that
-//! request. (With `register_always=0` there are no such keys: the target may reach the whole pool of
-//! data buffers as long as the session lasts, as it may with Linux's `ib_srp` and that option, and is
-//! trusted not to.) When an
-//! attempt is over, for any reason, the session says [`Output::Retire`]; the owner invalidates
-//! the memory's keys and answers [`SrpSession::handle_retired`]; only then is the request completed or
-//! tried again. When a channel has been torn down, so that nothing can arrive on it any more and its
-//! keys are gone, [`SrpSession::handle_channel_gone`] says so for all of its requests at once.
+//! The session never reports a request while the target could still reach its memory by a key of
+//! that request. (With `register_always=0` there are no such keys: the target may reach the whole
+//! pool of data buffers as long as the session lasts, as it may with Linux's `ib_srp` and that
+//! option, and is trusted not to.) When an attempt is over, for any reason, the session says
+//! [`Output::Retire`]; the owner invalidates the memory's keys and answers
+//! [`SrpSession::handle_retired`]; only then is the request completed or tried again. When a
+//! channel has been torn down, so that nothing can arrive on it any more and its keys are gone,
+//! [`SrpSession::handle_channel_gone`] says so for all of its requests at once.
 //!
 //! The memory of an attempt has as long to come back as its answer had. A target can hold up the
-//! connection's send queue without end, and with it every invalidation, by answering a command whose
-//! packets it keeps refusing (RNR NAK). Then the connection is left, which ends all keys.
+//! connection's send queue without end, and with it every invalidation, by answering a command
+//! whose packets it keeps refusing (RNR NAK). Then the connection is left, which ends all keys.
 //!
 //! # Time
 //! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then a
-//! new connection, each when the one before it fails or is not answered either. A command that has no
-//! room on its connection waits here, so that none is sent behind its own abort or a reset.
+//! new connection, each when the one before it fails or is not answered either. A command that has
+//! no room on its connection waits here, so that none is sent behind its own abort or a reset.
 //!
-//! A target that has nothing to answer and says nothing for [`SessionConfig::ping`] is asked whether it is
-//! there ([`Output::Ping`]). One that is gone does not acknowledge the question, which breaks the connection
-//! soon. The question is a command with the times of any other; if it cannot be aborted, no reset follows
-//! but a new connection, since a reset would end the commands of every other initiator.
+//! A target that has nothing to answer and says nothing for [`SessionConfig::ping`] is asked
+//! whether it is there ([`Output::Ping`]). One that is gone does not acknowledge the question,
+//! which breaks the connection soon. The question is a command with the times of any other; if it
+//! cannot be aborted, no reset follows but a new connection, since a reset would end the commands
+//! of every other initiator.
 //!
 //! # Replay
 //! When a connection breaks, it is not known which of its outstanding commands were carried out.
@@ -41,15 +42,15 @@
 //! - they are sent in the order of their submission, and none is sent while an earlier one with an
 //!   overlapping effect is outstanding.
 //!
-//! The first of these is the target's promise, and `riserd` keeps it, which is known by its page of the
-//! cache's generation ([`crate::unit`]). Linux's `ib_srpt` disconnects the old channels and answers at
-//! once, while their commands go on at its backend. So a session with any other target, whose unit is
-//! watched, starts nothing before [`Timing::settle`](crate::session::Timing::settle) has passed since a
-//! connection was lost with a command outstanding that changes the medium: a write that stays longer in
-//! the backend can land after its repetition, and after later writes to the same blocks. ABORT TASK
-//! would not reach it, since that names commands of its own I_T nexus, and LOGICAL UNIT RESET would end
-//! the commands of every other initiator with it. Nor is anything known of the connection of an earlier
-//! process.
+//! The first of these is the target's promise, and `riserd` keeps it, which is known by its page of
+//! the cache's generation ([`crate::unit`]). Linux's `ib_srpt` disconnects the old channels and
+//! answers at once, while their commands go on at its backend. So a session with any other target,
+//! whose unit is watched, starts nothing before [`Timing::settle`](crate::session::Timing::settle)
+//! has passed since a connection was lost with a command outstanding that changes the medium: a
+//! write that stays longer in the backend can land after its repetition, and after later writes to
+//! the same blocks. ABORT TASK would not reach it, since that names commands of its own I_T nexus,
+//! and LOGICAL UNIT RESET would end the commands of every other initiator with it. Nor is anything
+//! known of the connection of an earlier process.
 //!
 //! Task-management functions and commands with other effects (reservations, mode pages, compare and
 //! write) are never sent again; they end with [`RequestError::ConnectionLost`].

@@ -45,9 +45,9 @@ impl SrpSession {
         }
     }
 
-    /// A request has waited in vain. Where no channel has a command that could be late, or room in its
-    /// request limit for a ping, nothing else would show that the target is of no use. A new login
-    /// grants a new limit.
+    /// A request has waited in vain. Where no channel has a command that could be late, or room in
+    /// its request limit for a ping, nothing else would show that the target is of no use. A new
+    /// login grants a new limit.
     fn leave_if_starved(&mut self) {
         let is_live = self.state() == SessionState::Live;
         let is_stuck = |m: &Member| match m.conn {

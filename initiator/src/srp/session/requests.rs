@@ -94,9 +94,10 @@ impl SrpSession {
         }
     }
 
-    /// The channel's connection has no room for a command that is to be started; nothing of it was sent.
-    /// The request waits in the queue again, and the channel starts nothing before the memory of another
-    /// command is back. It does not wait behind the queue, where its abort or a reset would overtake it.
+    /// The channel's connection has no room for a command that is to be started; nothing of it was
+    /// sent. The request waits in the queue again, and the channel starts nothing before the memory
+    /// of another command is back. It does not wait behind the queue, where its abort or a reset
+    /// would overtake it.
     pub fn handle_no_room(&mut self, request: RequestId, now: Instant) {
         let place = self.core.requests.find(request.0).and_then(Request::place);
         let Some((channel, tag)) = place else {
@@ -132,7 +133,8 @@ impl SrpSession {
         }
     }
 
-    /// Starts everything again, once the unit is known and the commands of old connections are over.
+    /// Starts everything again, once the unit is known and the commands of old connections are
+    /// over.
     pub(super) fn release_settled(&mut self, now: Instant) {
         match self.settle_at {
             _ if !self.is_checked => {}

@@ -752,8 +752,9 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
     assert_eq!(rig.started().0, silent);
 }
 
-/// A command that is repeated while its abort is under way, and is to be aborted once more: the answer to
-/// the first abort says nothing of the second attempt, which the target still carries out.
+/// A command that is repeated while its abort is under way, and is to be aborted once more: the
+/// answer to the first abort says nothing of the second attempt, which the target still carries
+/// out.
 #[test]
 fn the_answer_to_an_abort_ends_no_later_attempt() {
     let mut rig = Rig::live(1);
@@ -814,7 +815,8 @@ fn a_reset_on_one_channel_is_no_end_of_commands_on_another() {
     assert_eq!((reset[30], on), (8, here), "LOGICAL UNIT RESET");
     rig.answer_tsk_mgmt(on, &reset, 0);
     rig.retire(late);
-    // Whether the reset came before the other channel's command or after it, its abort comes after it.
+    // Whether the reset came before the other channel's command or after it, its abort comes after
+    // it.
     let (abort, on) = rig.tsk_mgmt();
     assert_eq!((abort[30], on), (1, there), "ABORT TASK");
     rig.idle();
@@ -1104,8 +1106,9 @@ fn closing_while_waiting_to_reconnect_ends_at_once() {
     assert_eq!(rig.session.state(), SessionState::Closed);
 }
 
-/// As over iSER: a connection has a place for each command of the queue size, and it is in use until the
-/// memory is back. A command that had to wait for one there would be overtaken by its abort.
+/// As over iSER: a connection has a place for each command of the queue size, and it is in use
+/// until the memory is back. A command that had to wait for one there would be overtaken by its
+/// abort.
 #[test]
 fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
     let mut rig = Rig::live(1);

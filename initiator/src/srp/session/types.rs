@@ -63,8 +63,9 @@ pub enum Output {
     SendTskMgmt(ChannelIndex, [u8; TSK_MGMT_LEN]),
     /// Send an answer, and post the receive it answers only after that.
     Answer(ChannelIndex, [u8; SHORT_IU_LEN]),
-    /// Submit a command that every unit answers and that changes nothing ([`Retry::Probe`](crate::request::Retry::Probe)):
-    /// SRP has no message to ask whether the target is there.
+    /// Submit a command that every unit answers and that changes nothing
+    /// ([`Retry::Probe`](crate::request::Retry::Probe)): SRP has no message to ask whether the
+    /// target is there.
     Ping,
     /// Tear the channel down, after sending the logout if there is one; then
     /// [`SrpSession::handle_channel_gone`].

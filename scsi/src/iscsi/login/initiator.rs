@@ -146,8 +146,8 @@ impl InitiatorLogin {
         }
     }
 
-    /// The same, with no other digests for CHAP than these, the best first. Some targets know others
-    /// by the numbers of the newer ones.
+    /// The same, with no other digests for CHAP than these, the best first. Some targets know
+    /// others by the numbers of the newer ones.
     #[must_use]
     pub fn with_algorithms(mut self, algorithms: Vec<Algorithm>) -> Self {
         self.algorithms = algorithms;
@@ -360,8 +360,8 @@ impl InitiatorLogin {
     }
 }
 
-/// Returns whether a negotiation is over, though these answers to the target's offers cannot be sent:
-/// they agree, or are about keys that mean nothing here.
+/// Returns whether a negotiation is over, though these answers to the target's offers cannot be
+/// sent: they agree, or are about keys that mean nothing here.
 fn is_settled(answers: &[u8], offers: &[(&str, &str)]) -> bool {
     text::pairs(answers).all(|answer| {
         answer.is_ok_and(|(name, value)| {

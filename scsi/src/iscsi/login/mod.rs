@@ -63,8 +63,8 @@ pub struct SessionParams {
     /// Answer of the initiator about the buffer that it advertises for a write (RFC 7145 6.9):
     /// whether it begins with the first solicited byte, rather than with the first byte of all.
     pub tagged_solicited_only: Option<bool>,
-    /// Whether the initiator begins full-feature phase with a Hello (RFC 7145 6.10); `None` if it has not
-    /// said so, as one of RFC 5046, which may or may not.
+    /// Whether the initiator begins full-feature phase with a Hello (RFC 7145 6.10); `None` if it
+    /// has not said so, as one of RFC 5046, which may or may not.
     pub hello_required: Option<bool>,
     /// iSCSIProtocolLevel: from 2 on, RFC 7144 applies.
     pub protocol_level: u8,

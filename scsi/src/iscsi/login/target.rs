@@ -364,7 +364,8 @@ impl TargetLogin {
         };
         let mut chap = ChapKeys::default();
         for &(name, value) in pairs {
-            // libiscsi repeats its names in the second stage if it had secrets and nothing was to be proved.
+            // libiscsi repeats its names in the second stage if it had secrets and nothing was to
+            // be proved.
             if self.rounds > 1 && repeats(identity, name, value) {
                 continue;
             }

@@ -1,8 +1,8 @@
 //! Protocol data units as values that hold only what is legal (RFC 7143 chapter 11).
 //!
-//! `parse` makes a value from a [`Frame`](super::frame::Frame); `header` returns its basic header segment;
-//! the data segment stays apart, because block data lie in a command's buffer. Lengths in the header
-//! are the business of [`frame`](super::frame).
+//! `parse` makes a value from a [`Frame`](super::frame::Frame); `header` returns its basic header
+//! segment; the data segment stays apart, because block data lie in a command's buffer. Lengths in
+//! the header are the business of [`frame`](super::frame).
 
 mod initiator;
 mod login;

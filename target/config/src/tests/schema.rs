@@ -60,7 +60,8 @@ fn the_defaults_of_the_schema_are_those_of_the_reader() {
     }
 }
 
-/// Every key and every word of a choice has a description that is a sentence, and a summary of one line.
+/// Every key and every word of a choice has a description that is a sentence, and a summary of one
+/// line.
 #[test]
 fn every_key_is_described() {
     let schema = schema();

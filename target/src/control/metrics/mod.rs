@@ -1,17 +1,17 @@
 //! Counters of the daemon, as Prometheus reads them.
 //!
-//! Numbers are counted by workers ([`crate::stats`]) and gathered for each answer. A family that has
-//! nothing to say is left out: the commands of a unit that was never used, for example.
+//! Numbers are counted by workers ([`crate::stats`]) and gathered for each answer. A family that
+//! has nothing to say is left out: the commands of a unit that was never used, for example.
 //!
 //! # Labels
-//! `target`, `lun`, `initiator`, `protocol`, `worker` and `device` name what the configuration bounds:
-//! targets and their units, sessions, workers, portals. `op` is a kind of command, `stage` where it
-//! spends its time. A series of a session ends with the session.
+//! `target`, `lun`, `initiator`, `protocol`, `worker` and `device` name what the configuration
+//! bounds: targets and their units, sessions, workers, portals. `op` is a kind of command, `stage`
+//! where it spends its time. A series of a session ends with the session.
 //!
 //! # Modules
 //! - `family`: a metric, its help and its series.
-//! - `commands`: targets, units, sessions. `backends`: their files. `limits`: what commands wait for.
-//!   `host`: workers, logins. `nic`: devices. `process`: the process.
+//! - `commands`: targets, units, sessions. `backends`: their files. `limits`: what commands wait
+//!   for. `host`: workers, logins. `nic`: devices. `process`: the process.
 
 mod backends;
 mod commands;

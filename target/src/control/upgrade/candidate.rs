@@ -1,8 +1,9 @@
-//! Check of a program that is to take over: it runs as a child and checks the running configuration.
+//! Check of a program that is to take over: it runs as a child and checks the running
+//! configuration.
 //!
-//! `PROGRAM check -o json /dev/stdin` is to find the configuration valid, and to report which versions of
-//! the handover state it reads. So another program, or a `riserd` from before hand-overs, is refused
-//! before anything has ended.
+//! `PROGRAM check -o json /dev/stdin` is to find the configuration valid, and to report which
+//! versions of the handover state it reads. So another program, or a `riserd` from before
+//! hand-overs, is refused before anything has ended.
 
 use std::fs::File;
 use std::io::Read;

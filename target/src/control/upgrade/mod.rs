@@ -1,5 +1,5 @@
-//! Another program takes over from this one, within the process: the process id, and what the service
-//! manager has given it, stay.
+//! Another program takes over from this one, within the process: the process id, and what the
+//! service manager has given it, stay.
 //!
 //! ```text
 //! asked to → the program checks the running configuration → secrets and files are looked for
@@ -13,15 +13,15 @@
 //! ```
 //!
 //! # Handover state
-//! Descriptors: a sealed file with the [`HandoverState`], the listening sockets of the admin API, of metrics and
-//! of iSCSI, and a file for each RAM disk. A socket says by itself where it listens, so even a program
-//! that cannot read the state loses no connection that waits. The sockets of software NICs are not part of it:
-//! peers repeat their requests to connect.
+//! Descriptors: a sealed file with the [`HandoverState`], the listening sockets of the admin API,
+//! of metrics and of iSCSI, and a file for each RAM disk. A socket says by itself where it listens,
+//! so even a program that cannot read the state loses no connection that waits. The sockets of
+//! software NICs are not part of it: peers repeat their requests to connect.
 //!
 //! # Versions
-//! The state has a [`VERSION`]. Fields may be added within it, with a default. A program reports with `check`
-//! which versions it reads, so that it gets no other. If it does after all, that is an error in the log, and
-//! it starts without the state.
+//! The state has a [`VERSION`]. Fields may be added within it, with a default. A program reports
+//! with `check` which versions it reads, so that it gets no other. If it does after all, that is an
+//! error in the log, and it starts without the state.
 //!
 //! # Modules
 //! - `candidate`: whether a program can take over.
@@ -107,8 +107,8 @@ pub struct Handover {
 }
 
 impl Handover {
-    /// Takes the state that this process was given, as a rule none. Has to be called before the process
-    /// opens anything.
+    /// Takes the state that this process was given, as a rule none. Has to be called before the
+    /// process opens anything.
     #[must_use]
     pub fn take() -> Self {
         process::take_passed().map_or_else(Self::default, Self::of)
@@ -122,8 +122,8 @@ impl Handover {
         };
         let mut handover = Self::default();
         let (mut sockets, mut files) = (Vec::new(), BTreeMap::new());
-        // Sockets are adopted even where the state cannot be read, so that connections that wait are
-        // served by the ordinary start.
+        // Sockets are adopted even where the state cannot be read, so that connections that wait
+        // are served by the ordinary start.
         for fd in fds {
             let is_file =
                 |(state, _): &(HandoverState, Config)| state.server.has_file(fd.as_raw_fd());
@@ -268,8 +268,8 @@ impl<'a> Control<'a> {
         // Before the shutdown, since no request could be answered during it; clients that connect
         // wait in the sockets' queues for the next program.
         let (admin, metrics) = end_http(admin, metrics, queue).await;
-        // The shutdown has ended every session, but nothing is lost yet: if another program cannot be run,
-        // a server of this one starts with the same state.
+        // The shutdown has ended every session, but nothing is lost yet: if another program cannot
+        // be run, a server of this one starts with the same state.
         let Some(server_state) = shut_down(server, prepared.sockets, signals).await? else {
             return Ok(HandoverEnd::Ended);
         };
@@ -339,8 +339,8 @@ type HttpSockets = (
     Option<std::net::TcpListener>,
 );
 
-/// Ends the servers of HTTP but not their sockets: clients that connect from here on wait. Requests on their
-/// way are refused.
+/// Ends the servers of HTTP but not their sockets: clients that connect from here on wait. Requests
+/// on their way are refused.
 async fn end_http(
     admin: Option<Admin>,
     metrics: Option<Listening>,
@@ -371,8 +371,8 @@ async fn end_http(
     }
 }
 
-/// Shuts the server down, on a thread of its own, so that the service manager is notified meanwhile;
-/// returns nothing where a signal has ended the daemon.
+/// Shuts the server down, on a thread of its own, so that the service manager is notified
+/// meanwhile; returns nothing where a signal has ended the daemon.
 async fn shut_down(
     server: Server,
     sockets: Vec<TcpListener>,

@@ -1,7 +1,7 @@
 //! One program in the place of another within a process, and the descriptors that stay open.
 //!
-//! The environment names them: `RISERD_HANDOVER=PID:STATE,FD,FD…`. The process id is part of it, so that a
-//! child with a copy of the environment does not take them for its own.
+//! The environment names them: `RISERD_HANDOVER=PID:STATE,FD,FD…`. The process id is part of it, so
+//! that a child with a copy of the environment does not take them for its own.
 
 #![allow(
     unsafe_code,
@@ -41,8 +41,8 @@ pub(super) struct PassedDescriptors {
     pub(super) problem: Option<String>,
 }
 
-/// Takes the descriptors that the environment names to this process; `None` where it names none. To be
-/// called before the process opens anything, and only the first call finds something.
+/// Takes the descriptors that the environment names to this process; `None` where it names none. To
+/// be called before the process opens anything, and only the first call finds something.
 pub(super) fn take_passed() -> Option<PassedDescriptors> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     let value = env::var_os(VARIABLE)?;
@@ -82,8 +82,8 @@ fn adopt(fd: RawFd) -> Option<OwnedFd> {
     if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
         return None;
     }
-    // SAFETY: it is open, it was passed to this process, which has opened nothing itself yet, and it is
-    // taken once.
+    // SAFETY: it is open, it was passed to this process, which has opened nothing itself yet, and
+    // it is taken once.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     // Children must not get the sockets: they would hold the addresses after the daemon's end.
     fcntl_setfd(&fd, FdFlags::CLOEXEC).ok()?;
@@ -164,8 +164,8 @@ fn exec(program: &Path, fds: &[BorrowedFd<'_>]) -> io::Error {
         Err(error) => return error,
     };
     // The path is the first argument.
-    // SAFETY: the strings end with a zero byte and the lists with a null pointer, and both live on; the
-    // call returns only if it has done nothing.
+    // SAFETY: the strings end with a zero byte and the lists with a null pointer, and both live on;
+    // the call returns only if it has done nothing.
     unsafe {
         let (args, variables) = (args.pointers(), variables.pointers());
         libc::execve(args[0], args.as_ptr(), variables.as_ptr());

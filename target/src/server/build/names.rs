@@ -1,9 +1,9 @@
 //! The names of units, also where those that are kept cannot be read.
 //!
-//! Other names in their place would make other disks of units. So no names are derived then: units and SRP portals
-//! whose names the configuration gives are served, and the others when the file can be read. It is not written
-//! before. That the file is gone is no reason to derive names either, as long as the daemon runs: one that is
-//! restored may be moved away first.
+//! Other names in their place would make other disks of units. So no names are derived then: units
+//! and SRP portals whose names the configuration gives are served, and the others when the file can
+//! be read. It is not written before. That the file is gone is no reason to derive names either, as
+//! long as the daemon runs: one that is restored may be moved away first.
 
 use super::Builder;
 use crate::backend::{OpenError, Store, random_generation};
@@ -113,7 +113,8 @@ impl Builder {
     /// Identifies what is in the volatile cache of a backend.
     pub(super) fn cache_generation(&self, backend: &Backend, store: &Store) -> [u8; 16] {
         match self.unread {
-            // How often the disk was missing is not known, and then neither is what became of its cache.
+            // How often the disk was missing is not known, and then neither is what became of its
+            // cache.
             Some(_) if store.ram().is_none() => random_generation(),
             _ => {
                 let generation = store.cache_generation();
@@ -122,9 +123,9 @@ impl Builder {
         }
     }
 
-    /// Saves the names of units, before they are served; see [`Builder::undo`] for those that never are. What is
-    /// kept is left as it is where it cannot be read, which is a problem; and an error, if there are other names
-    /// than in `known`.
+    /// Saves the names of units, before they are served; see [`Builder::undo`] for those that never
+    /// are. What is kept is left as it is where it cannot be read, which is a problem; and an
+    /// error, if there are other names than in `known`.
     ///
     /// # Errors
     /// [`ServerError::Identities`], [`ServerError::Unnamed`].

@@ -132,8 +132,9 @@ mod tests {
             .collect()
     }
 
-    /// Portals of which the first cannot be listened on where the second one is: its service is that of the other
-    /// one's port (RDMA IP CM Service, InfiniBand Architecture Release 1.3 annex A11.2).
+    /// Portals of which the first cannot be listened on where the second one is: its service is
+    /// that of the other one's port (RDMA IP CM Service, InfiniBand Architecture Release 1.3 annex
+    /// A11.2).
     fn rivals(listen: &str) -> String {
         format!(
             "{{ protocol: srp, listen: \"{listen}:5555\", service_guid: \"0x0000000001060cbd\" }}, \

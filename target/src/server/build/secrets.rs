@@ -21,8 +21,9 @@ pub(super) struct Secrets {
 }
 
 impl Secrets {
-    /// From now on, what is known is not read again, or the other way round. A file that cannot be read any more, or
-    /// that is being written, is no matter as long as the configuration is not applied again.
+    /// From now on, what is known is not read again, or the other way round. A file that cannot be
+    /// read any more, or that is being written, is no matter as long as the configuration is not
+    /// applied again.
     pub(super) fn set_kept(&mut self, are_kept: bool) {
         self.are_kept = are_kept;
     }
@@ -89,9 +90,10 @@ pub(super) fn auth(chap: Option<&Chap>) -> Result<Auth, ServerError> {
     })
 }
 
-/// The secret with which the target authenticates itself is accepted from no initiator (RFC 7143 9.2.1):
-/// otherwise an initiator could have the target compute the response to a challenge that it got elsewhere.
-/// The secrets are compared here because they have only now been read from their sources.
+/// The secret with which the target authenticates itself is accepted from no initiator (RFC 7143
+/// 9.2.1): otherwise an initiator could have the target compute the response to a challenge that it
+/// got elsewhere. The secrets are compared here because they have only now been read from their
+/// sources.
 pub(super) fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(), ServerError> {
     let defs = targets.iter().filter_map(|target| target.iscsi.as_ref());
     let auths = defs.flat_map(|iscsi| iscsi.rule_auths.values().chain([&iscsi.auth]));

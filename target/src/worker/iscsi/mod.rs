@@ -1,19 +1,19 @@
 //! iSCSI on a worker: its listening sockets, its connections, and what connects them to the ring.
 //!
-//! Every worker has a listening socket for every portal, which the server binds; the kernel deals new
-//! connections out among them (`SO_REUSEPORT`). A connection has at most one receive and one send in the ring at a time. It is
-//! closed in this order: the socket is shut down, both operations end, the channel lets go of its
-//! tasks, the socket is closed.
+//! Every worker has a listening socket for every portal, which the server binds; the kernel deals
+//! new connections out among them (`SO_REUSEPORT`). A connection has at most one receive and one
+//! send in the ring at a time. It is closed in this order: the socket is shut down, both operations
+//! end, the channel lets go of its tasks, the socket is closed.
 //!
 //! # Modules
 //! - `socket`: accepting, receiving, sending.
 //!
 //! # Bounds
 //! Connections of a worker are bounded by twice the sessions and some for logins; further ones are
-//! closed at once. Half of them may be logging in, a quarter from one address: beyond that the oldest
-//! of them gives way. The ring has a slot for each operation of each connection, which block operations
-//! do not take. A connection's memory is its receive buffer, its channel, and a batch of headers; before
-//! it has logged in, these are a few KiB.
+//! closed at once. Half of them may be logging in, a quarter from one address: beyond that the
+//! oldest of them gives way. The ring has a slot for each operation of each connection, which block
+//! operations do not take. A connection's memory is its receive buffer, its channel, and a batch of
+//! headers; before it has logged in, these are a few KiB.
 
 mod socket;
 
@@ -126,7 +126,8 @@ impl Worker {
         let ending = member.map_or_else(Vec::new, |member| {
             sessions.end_others(member.tsih, channel, scope)
         });
-        // Only the end of a whole session is waited for: what another logout finds says nothing of that.
+        // Only the end of a whole session is waited for: what another logout finds says nothing of
+        // that.
         if ending.is_empty() && scope == LogoutScope::Session {
             self.post_mail(self.index, Mail::OthersGone { serial });
         }

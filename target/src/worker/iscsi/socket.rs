@@ -129,8 +129,8 @@ impl Sockets {
         resting.filter_map(|(_, l)| l.rests_until).min()
     }
 
-    /// Takes the end of an accept, of a socket or of none; returns its listener's address, unless that is on
-    /// its way out.
+    /// Takes the end of an accept, of a socket or of none; returns its listener's address, unless
+    /// that is on its way out.
     fn end_accept(&mut self, place: usize, now: Instant, is_socket: bool) -> Option<SocketAddr> {
         let listener = self.listeners.get_mut(place)?;
         listener.accepting = false;
@@ -216,8 +216,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Ends the oldest connection that has not logged in, if there are `most` of them, or half as many
-    /// from the address of the one that comes: those that do not log in keep no others from it.
+    /// Ends the oldest connection that has not logged in, if there are `most` of them, or half as
+    /// many from the address of the one that comes: those that do not log in keep no others from
+    /// it.
     fn make_room_for_login(&mut self, address: IpAddr, most: usize) {
         let strangers = self.conns.tcps().filter(|(_, _, tcp)| {
             tcp.channel.channel().phase() == Phase::Login && !tcp.socket.is_shut
@@ -303,8 +304,8 @@ impl Worker {
         let Some(mut buffer) = conn.socket.receive.take() else {
             return;
         };
-        // The ring has given its handle back with the completion, and gets another one with the next
-        // receive, which waits until everything was read.
+        // The ring has given its handle back with the completion, and gets another one with the
+        // next receive, which waits until everything was read.
         let bytes = buffer.get_mut().expect("no receive is under way");
         let mut taken = 0;
         self.with_tcp(key, |ch, cx| {

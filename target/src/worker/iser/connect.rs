@@ -82,8 +82,8 @@ impl Worker {
         }
     }
 
-    /// A connection is established. Where too many have not logged in, one of them gives way: those that
-    /// do not log in keep no others from it.
+    /// A connection is established. Where too many have not logged in, one of them gives way: those
+    /// that do not log in keep no others from it.
     pub(in crate::worker) fn on_iser_established(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.iser_mut(key) else {
             return;

@@ -1,10 +1,11 @@
 //! iSER on a worker: connections that the CM brings, and what connects them to queue pairs.
 //!
-//! A request for a connection carries the initiator's offer in its private data; the login itself comes over
-//! the connection. So a connection exists before it is known whose it is. Connections are bounded like
-//! those of TCP, and so are those that are not established, and those that have not logged in: the
-//! oldest give way, and one of the latter never for one of the former, whose request may be forged. The
-//! gate of iSCSI decides about logins: one target serves the same units over both.
+//! A request for a connection carries the initiator's offer in its private data; the login itself
+//! comes over the connection. So a connection exists before it is known whose it is. Connections
+//! are bounded like those of TCP, and so are those that are not established, and those that have
+//! not logged in: the oldest give way, and one of the latter never for one of the former, whose
+//! request may be forged. The gate of iSCSI decides about logins: one target serves the same units
+//! over both.
 //!
 //! # Modules
 //! - `connect`: requests, queue pairs, the end.

@@ -13,10 +13,10 @@ type Sector = Option<Box<[u8; SECTOR as usize]>>;
 
 /// A file or block device in memory. Clones are the same one.
 ///
-/// A write goes to the cache, from where reads have it. A flush makes it stable. A [`crash`](Disk::crash)
-/// keeps of every sector its stable version or one of those written since. A write-back that has
-/// failed ([`fail_write_back`](Disk::fail_write_back)) is reported as Linux does: once for each open file, and
-/// the cache takes the data for clean.
+/// A write goes to the cache, from where reads have it. A flush makes it stable. A
+/// [`crash`](Disk::crash) keeps of every sector its stable version or one of those written since. A
+/// write-back that has failed ([`fail_write_back`](Disk::fail_write_back)) is reported as Linux
+/// does: once for each open file, and the cache takes the data for clean.
 #[derive(Debug, Clone)]
 pub struct Disk(Arc<Mutex<State>>);
 
@@ -80,8 +80,8 @@ impl State {
         }
     }
 
-    /// Changes a range in memory, sector by sector: `change` gets the sector's bytes, the part of them, and
-    /// where that part lies in the range.
+    /// Changes a range in memory, sector by sector: `change` gets the sector's bytes, the part of
+    /// them, and where that part lies in the range.
     fn change(
         &mut self,
         offset: u64,
@@ -193,8 +193,8 @@ impl Disk {
         lock(&self.0).change(offset, data.len() as u64, change);
     }
 
-    /// Zeroes a range up to the end, in the cache. Whole sectors are no longer allocated afterwards, unless
-    /// they are to stay.
+    /// Zeroes a range up to the end, in the cache. Whole sectors are no longer allocated
+    /// afterwards, unless they are to stay.
     pub fn zero(&self, offset: u64, len: u64, stays_allocated: bool) {
         let mut state = lock(&self.0);
         let len = len.min(state.len.saturating_sub(offset));
@@ -222,8 +222,8 @@ impl Disk {
         lock(&self.0).flush(offset / SECTOR, end);
     }
 
-    /// Fails to write back the dirty sectors that `is_lost` names by their numbers. The cache has their
-    /// data still, but no flush will write them; every open file reports the error once.
+    /// Fails to write back the dirty sectors that `is_lost` names by their numbers. The cache has
+    /// their data still, but no flush will write them; every open file reports the error once.
     pub fn fail_write_back(&self, errno: i32, mut is_lost: impl FnMut(u64) -> bool) {
         let mut state = lock(&self.0);
         let numbers: Vec<u64> = state.dirty.keys().copied().collect();
@@ -239,13 +239,15 @@ impl Disk {
         };
     }
 
-    /// Drops sectors from the cache that are taken for clean: what was lost is read as it is on the disk.
+    /// Drops sectors from the cache that are taken for clean: what was lost is read as it is on the
+    /// disk.
     pub fn drop_cache(&self) {
         lock(&self.0).lost.clear();
     }
 
-    /// Loses power. Of each dirty sector one version remains, which `choose` names by the sector's number and
-    /// the number of versions written since it was stable: 0 is the stable one, 1 the first of those.
+    /// Loses power. Of each dirty sector one version remains, which `choose` names by the sector's
+    /// number and the number of versions written since it was stable: 0 is the stable one, 1 the
+    /// first of those.
     ///
     /// # Panics
     /// If it names a version that there is not.

@@ -138,8 +138,8 @@ impl Peer {
         self.address
     }
 
-    /// Bytes arrive at the socket, as far as its buffer takes them; returns their number. What was shut
-    /// down takes none.
+    /// Bytes arrive at the socket, as far as its buffer takes them; returns their number. What was
+    /// shut down takes none.
     pub fn deliver(&self, bytes: &[u8]) -> usize {
         let mut state = lock(&self.shared);
         if state.is_shut || state.broken.is_some() {
@@ -179,8 +179,8 @@ impl Peer {
         state.arrivals += 1;
     }
 
-    /// The connection breaks with an error number, such as `ECONNRESET` or `ETIMEDOUT`; what is on the
-    /// way is lost.
+    /// The connection breaks with an error number, such as `ECONNRESET` or `ETIMEDOUT`; what is on
+    /// the way is lost.
     pub fn break_off(&self, errno: i32) {
         let mut state = lock(&self.shared);
         state.broken = Some(errno);

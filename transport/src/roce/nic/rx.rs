@@ -50,8 +50,8 @@ impl Nic {
         for packet in bytes.chunks(segment.max(1)) {
             is_peer |= self.handle_packet(src, packet, &mut verifier, is_marked);
         }
-        // Only peers are remembered, so that neither noise nor strangers fill the table. Most packets
-        // of a peer teach nothing new.
+        // Only peers are remembered, so that neither noise nor strangers fill the table. Most
+        // packets of a peer teach nothing new.
         if is_peer && known != Some(verifier) {
             self.remember(key, verifier);
         }

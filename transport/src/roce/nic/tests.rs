@@ -275,7 +275,8 @@ fn a_mark_must_come_from_where_the_connection_comes_from() {
     assert_eq!(take(peer(), Opcode::RcSendOnly, 150), 2);
 }
 
-/// Destinations and sources of requests that are made from `since` on for `time`, without an answer.
+/// Destinations and sources of requests that are made from `since` on for `time`, without an
+/// answer.
 fn repeated(nic: &mut Nic, since: Instant, time: Duration) -> Vec<(bool, bool)> {
     let mut sent = Vec::new();
     for step in 0..time.as_millis() as u64 {

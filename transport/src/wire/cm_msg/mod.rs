@@ -429,7 +429,8 @@ mod tests {
                     let emitted = message.emit(transaction);
                     prop_assert_eq!(CmMessage::parse(&emitted), Ok((transaction, message)));
                 }
-                // REJ, SIDR_REP and APR give the length of additional information; nothing else can be wrong.
+                // REJ, SIDR_REP and APR give the length of additional information; nothing else can
+                // be wrong.
                 Err(error) => {
                     prop_assert_eq!(error, CmMsgError::InfoLength);
                     prop_assert!([0x12, 0x18, 0x1a].contains(&attribute), "{attribute:#x}");

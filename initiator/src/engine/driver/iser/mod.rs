@@ -105,8 +105,8 @@ impl IserMover {
         is_entered.then_some(()).ok_or(MoverError::Broken)
     }
 
-    /// Sends a command. One that was given up meanwhile has used up a number that is never sent, which
-    /// only a new connection makes up for.
+    /// Sends a command. One that was given up meanwhile has used up a number that is never sent,
+    /// which only a new connection makes up for.
     pub(super) fn start<E: Env>(
         &mut self,
         request: RequestId,

@@ -63,9 +63,9 @@ impl TcpMover {
         sent
     }
 
-    /// Looks, before anything is found to be late, whether what was sent arrives at the target. What
-    /// a socket takes shows nothing of that, and it may take some MiB, which a slow network has for
-    /// minutes.
+    /// Looks, before anything is found to be late, whether what was sent arrives at the target.
+    /// What a socket takes shows nothing of that, and it may take some MiB, which a slow network
+    /// has for minutes.
     pub(in crate::engine::driver) fn look(&mut self, machine: &mut IscsiSession, now: Instant) {
         let Some(conn) = &mut self.conn else {
             return;

@@ -6,6 +6,9 @@
 
 use zerocopy::byteorder::big_endian::U64;
 
+/// A logical unit number in its eight-byte form (SAM-5 4.7), as the wire carries it.
+pub type WireLun = [u8; 8];
+
 /// The number of a logical unit, at most 24 bits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct LunId(u32);
@@ -50,7 +53,7 @@ impl LunId {
     /// The number of the logical unit that an eight-byte LUN addresses; none if it is another
     /// address.
     #[must_use]
-    pub fn addressed(lun: [u8; 8]) -> Option<Self> {
+    pub fn addressed(lun: WireLun) -> Option<Self> {
         match LunAddress::parse(lun) {
             Ok(LunAddress::Unit(lun)) => Some(lun),
             Ok(LunAddress::WellKnown(_)) | Err(_) => None,

@@ -94,7 +94,9 @@ macro_rules! additional_sense {
             #[must_use]
             pub fn name(self) -> Option<&'static str> {
                 let named: &[(Self, &'static str)] = &[$((Self::$name, $text)),*];
-                let (_, name) = named.iter().find(|(sense, _)| *sense == self)?;
+                let (_, text) = named.iter().find(|(sense, _)| *sense == self)?;
+                // What follows a colon explains the name.
+                let name = text.split_once(':').map_or(*text, |(name, _)| name);
                 Some(name.trim().trim_end_matches('.'))
             }
         }
@@ -122,7 +124,7 @@ additional_sense! {
     NOT_READY = 0x04, 0x00;
     /// LOGICAL UNIT COMMUNICATION FAILURE.
     COMMUNICATION_FAILURE = 0x08, 0x00;
-    /// WRITE ERROR, of an unnamed cause.
+    /// WRITE ERROR.
     WRITE_ERROR = 0x0c, 0x00;
     /// WRITE ERROR - UNEXPECTED UNSOLICITED DATA.
     UNEXPECTED_UNSOLICITED_DATA = 0x0c, 0x0c;
@@ -130,7 +132,7 @@ additional_sense! {
     NOT_ENOUGH_UNSOLICITED_DATA = 0x0c, 0x0d;
     /// INVALID FIELD IN COMMAND INFORMATION UNIT.
     INVALID_FIELD_IN_INFORMATION_UNIT = 0x0e, 0x03;
-    /// UNRECOVERED READ ERROR of the medium.
+    /// UNRECOVERED READ ERROR.
     UNRECOVERED_READ_ERROR = 0x11, 0x00;
     /// READ ERROR - FAILED RETRANSMISSION REQUEST.
     FAILED_RETRANSMISSION_REQUEST = 0x11, 0x13;
@@ -150,7 +152,7 @@ additional_sense! {
     INVALID_FIELD_IN_PARAMETER_LIST = 0x26, 0x00;
     /// INVALID RELEASE OF PERSISTENT RESERVATION.
     INVALID_RELEASE = 0x26, 0x04;
-    /// WRITE PROTECTED, for a mapping or a medium.
+    /// WRITE PROTECTED.
     WRITE_PROTECTED = 0x27, 0x00;
     /// LOGICAL UNIT SOFTWARE WRITE PROTECTED.
     SOFTWARE_WRITE_PROTECTED = 0x27, 0x02;
@@ -162,7 +164,7 @@ additional_sense! {
     DEVICE_RESET = 0x29, 0x03;
     /// I_T NEXUS LOSS OCCURRED.
     NEXUS_LOSS = 0x29, 0x07;
-    /// MODE PARAMETERS CHANGED by another nexus.
+    /// MODE PARAMETERS CHANGED: by another nexus.
     MODE_PARAMETERS_CHANGED = 0x2a, 0x01;
     /// RESERVATIONS PREEMPTED: another nexus cleared all registrations.
     RESERVATIONS_PREEMPTED = 0x2a, 0x03;
@@ -186,17 +188,17 @@ additional_sense! {
     INTERNAL_TARGET_FAILURE = 0x44, 0x00;
     /// PROTOCOL SERVICE CRC ERROR: a digest was wrong.
     PROTOCOL_SERVICE_CRC_ERROR = 0x47, 0x05;
-    /// INVALID MESSAGE ERROR, for the task attribute ACA without such an allegiance.
+    /// INVALID MESSAGE ERROR: the task attribute is ACA without such an allegiance.
     INVALID_MESSAGE_ERROR = 0x49, 0x00;
-    /// DATA PHASE ERROR, for data that could not be moved to or from the initiator.
+    /// DATA PHASE ERROR: data could not be moved to or from the initiator.
     DATA_PHASE_ERROR = 0x4b, 0x00;
     /// OVERLAPPED COMMANDS ATTEMPTED: the tag is in use.
     OVERLAPPED_COMMANDS = 0x4e, 0x00;
-    /// INSUFFICIENT RESERVATION RESOURCES for a change that cannot be kept.
+    /// INSUFFICIENT RESERVATION RESOURCES: a change cannot be kept.
     INSUFFICIENT_RESERVATION_RESOURCES = 0x55, 0x02;
-    /// INSUFFICIENT RESOURCES, for a command whose data no buffer can hold.
+    /// INSUFFICIENT RESOURCES: no buffer can hold the command's data.
     INSUFFICIENT_RESOURCES = 0x55, 0x03;
-    /// INSUFFICIENT REGISTRATION RESOURCES, for one that has no room or cannot be kept.
+    /// INSUFFICIENT REGISTRATION RESOURCES: a registration has no room or cannot be kept.
     INSUFFICIENT_REGISTRATION_RESOURCES = 0x55, 0x04;
 }
 
@@ -491,6 +493,21 @@ mod tests {
         assert_eq!(Sense::parse(&[]), None);
         assert_eq!(Sense::parse(&[0x7f, 0, 0, 0]), None);
         assert_eq!(Sense::parse(&[0x72, 5, 0x24]), None);
+    }
+
+    /// Documentation of a code begins with its name, which users read.
+    #[test]
+    fn names_are_those_of_spc() {
+        let names = (0..=u16::MAX).filter_map(|n| {
+            let [code, qualifier] = n.to_be_bytes();
+            AdditionalSense { code, qualifier }.name()
+        });
+        let is_name = |name: &&str| {
+            name.chars()
+                .all(|c| c.is_ascii_uppercase() || " ,-_".contains(c))
+        };
+        assert_eq!(names.clone().find(|name| !is_name(name)), None);
+        assert!(names.count() > 30);
     }
 
     /// A target or a transport cuts sense data at the initiator's allocation length (SPC-4 4.5.1),

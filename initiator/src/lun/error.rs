@@ -1,13 +1,17 @@
 //! Failures of operations on logical units.
 
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
+use riser_scsi::step::Status;
 
 use crate::block::BlockError;
 use crate::engine::{Elapsed, IoData, IoEnd};
 use crate::request::{Answer, GOOD, RequestError};
 
 /// SCSI status RESERVATION CONFLICT.
-const RESERVATION_CONFLICT: u8 = 0x18;
+const RESERVATION_CONFLICT: u8 = Status::ReservationConflict as u8;
+
+/// SCSI status CHECK CONDITION.
+const CHECK_CONDITION: u8 = Status::CheckCondition as u8;
 
 /// Failure of an operation on a logical unit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -69,12 +73,15 @@ impl From<LunError> for BlockError {
             LunError::Request(RequestError::ConnectionLost | RequestError::Closed) => {
                 Self::Disconnected(text)
             }
-            LunError::Check { key, additional } => match (key, additional.code) {
+            LunError::Check { key, additional } => match (key, additional) {
                 (SenseKey::MediumError, _) => Self::Medium(text),
-                (SenseKey::DataProtect, 0x27) if additional.qualifier == 0x07 => Self::NoSpace,
+                (SenseKey::DataProtect, AdditionalSense::SPACE_ALLOCATION_FAILED) => Self::NoSpace,
                 (SenseKey::DataProtect, _) => Self::ReadOnly,
-                (SenseKey::IllegalRequest, 0x20 | 0x24) => Self::Unsupported,
-                (SenseKey::IllegalRequest, 0x21) => Self::OutOfRange,
+                (
+                    SenseKey::IllegalRequest,
+                    AdditionalSense::INVALID_OPERATION_CODE | AdditionalSense::INVALID_FIELD_IN_CDB,
+                ) => Self::Unsupported,
+                (SenseKey::IllegalRequest, AdditionalSense::LBA_OUT_OF_RANGE) => Self::OutOfRange,
                 _ => Self::Io(text),
             },
             LunError::Status(RESERVATION_CONFLICT) => Self::ReservationConflict,
@@ -93,8 +100,10 @@ pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
     match answer.sense() {
         Some(Sense {
             key, additional, ..
-        }) if answer.status == 0x02 => Err(match (key, additional.code) {
-            (SenseKey::IllegalRequest, 0x25) => LunError::NoUnit,
+        }) if answer.status == CHECK_CONDITION => Err(match (key, additional) {
+            (SenseKey::IllegalRequest, AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED) => {
+                LunError::NoUnit
+            }
             _ => LunError::Check { key, additional },
         }),
         _ => Err(LunError::Status(answer.status)),

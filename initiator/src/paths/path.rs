@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 use riser_state::become_state;
 
 use super::types::{Assignment, Path, Proof, Stage};

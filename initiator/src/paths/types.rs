@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use riser_scsi::srp::{TargetPortId, WireLun};
+use riser_scsi::lun::WireLun;
+use riser_scsi::srp::TargetPortId;
 use riser_state::State;
 use serde::{Deserialize, Serialize};
 

@@ -10,8 +10,9 @@ pub(crate) mod table;
 use std::time::Instant;
 
 use riser_scsi::iscsi::pdu::RejectReason;
+use riser_scsi::lun::WireLun;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
-use riser_scsi::srp::{RspCode, TaskAttr, WireLun};
+use riser_scsi::srp::{RspCode, TaskAttr};
 
 pub use self::command::{Cdb, DataLen, MAX_CDB};
 

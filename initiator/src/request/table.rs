@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 use riser_state::{State, become_state};
 use slab::Slab;
 

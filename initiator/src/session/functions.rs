@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 
 use crate::request::table::Late;
 

@@ -11,7 +11,7 @@ mod task_manager;
 
 use std::time::Duration;
 
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 
 pub(crate) use self::core::{Core, CoreConfig, SessionOutput};
 pub use self::fault::{ConnectError, Down, IscsiFault, SrpFault, SrpLoginError};

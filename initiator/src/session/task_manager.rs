@@ -4,8 +4,8 @@
 use std::fmt::Debug;
 use std::time::Instant;
 
+use riser_scsi::lun::WireLun;
 use riser_scsi::sense::Sense;
-use riser_scsi::srp::WireLun;
 
 use super::core::{Core, Expired, SessionOutput};
 use super::functions::{FunctionEnd, TaskFunction};

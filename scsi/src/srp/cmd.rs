@@ -6,7 +6,8 @@ use zerocopy::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::raw::{Cursor, RawCmd, expect};
-use super::{CMD_LEN, ImmediateDataOffset, Opcode, SrpError, Tag, WireLun};
+use super::{CMD_LEN, ImmediateDataOffset, Opcode, SrpError, Tag};
+use crate::lun::WireLun;
 
 /// The longest additional CDB that the ADDITIONAL CDB LENGTH field can name, in bytes.
 pub const MAX_ADDITIONAL_CDB: usize = 0xfc;

@@ -3,7 +3,8 @@
 use num_enum::{FromPrimitive, IntoPrimitive};
 
 use super::raw::{Cursor, RawAerReq, RawNumbered, RawTagOnly, RawTskMgmt, expect};
-use super::{AER_REQ_LEN, Opcode, SrpError, Tag, WireLun};
+use super::{AER_REQ_LEN, Opcode, SrpError, Tag};
+use crate::lun::WireLun;
 
 /// Task-management function (SRP r16a, TASK MANAGEMENT FUNCTION).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]

@@ -158,9 +158,6 @@ impl fmt::Display for Tag {
     }
 }
 
-/// A logical unit number in its eight-byte form (SAM-5 clause 4.7), as the wire carries it.
-pub type WireLun = [u8; 8];
-
 macro_rules! port_id {
     ($(#[$meta:meta])* $name:ident, $ext:literal, $guid:literal) => {
         $(#[$meta])*

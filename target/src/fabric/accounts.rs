@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use riser_scsi::lun::LunId;
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 
 use super::{LunMap, StaleLun, Unit};
 use crate::qos::Limiter;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use riser_scsi::config::Identity;
 use riser_scsi::lun::LunId;
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 
 use super::Unit;
 use crate::qos::Limiter;

@@ -13,8 +13,8 @@
 
 use riser_scsi::attention::Attention;
 use riser_scsi::lun::LunId;
+use riser_scsi::lun::WireLun;
 use riser_scsi::nexus::NexusId;
-use riser_scsi::srp::WireLun;
 use riser_scsi::task::TaskManagement;
 
 use super::{LunMap, TaskAction, TaskRef, TmfOutcome, Unit, UnitIdx};

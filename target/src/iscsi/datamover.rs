@@ -12,7 +12,7 @@
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use riser_scsi::iscsi::pdu::{DataInStatus, DataOut, FromTarget, RejectReason, Snack};
 use riser_scsi::iscsi::{Itt, StatSn};
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 use riser_scsi::step::TransferError;
 
 use crate::fabric::TaskIdx;

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use riser_scsi::iscsi::Itt;
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 use riser_scsi::step::Response;
 
 use super::datamover::Start;

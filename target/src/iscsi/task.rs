@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use riser_scsi::iscsi::Itt;
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 use riser_scsi::step::{Response, TransferError};
 use riser_state::State;
 

@@ -13,7 +13,7 @@ use riser_scsi::iscsi::pdu::{
     DataIn, DataInStatus, DataOut, FromTarget, R2t, RejectReason, ScsiResponse, Snack, SnackKind,
 };
 use riser_scsi::iscsi::{Itt, Numbers, StatSn, Ttt};
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 use riser_scsi::step::{Residual, TransferError};
 
 use super::channel::{Channel, ChannelConfig, Cx, Phase, TaskBuffers};

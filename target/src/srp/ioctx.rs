@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_scsi::srp::{RspCode, Tag, WireLun};
+use riser_scsi::lun::WireLun;
+use riser_scsi::srp::{RspCode, Tag};
 use riser_scsi::step::Response;
 use riser_state::State;
 

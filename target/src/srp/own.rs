@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use riser_scsi::lun::WireLun;
 use riser_scsi::sense::SenseData;
-use riser_scsi::srp::{Tag, WireLun};
+use riser_scsi::srp::Tag;
 
 /// A message of our own: at most one of each kind is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

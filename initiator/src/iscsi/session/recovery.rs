@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::pdu::{NopOut, TmfFunction, TmfRequest};
 use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 
 use super::types::ConnState;
 use super::{ControlPdu, IscsiSession, Output, PING_TAG, TMF_TAG};

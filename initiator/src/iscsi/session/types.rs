@@ -8,7 +8,7 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::ConnectionParams;
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::{BHS_LEN, CmdSn, Isid, Itt, Ttt};
-use riser_scsi::srp::WireLun;
+use riser_scsi::lun::WireLun;
 use riser_state::State;
 
 #[cfg(doc)]

@@ -14,10 +14,11 @@
 
 mod types;
 
+use riser_scsi::lun::WireLun;
 use riser_scsi::srp::{
     AerRsp, BufferFormats, Cmd, CredRsp, DataBuffer, FromTarget, ILogout, ImmediateDataOffset,
     LoginRej, LoginReq, LoginReqFlags, LoginRsp, MIN_MAX_IU_LEN, MemDesc, Opcode, Residual, Rsp,
-    RspCode, SHORT_IU_LEN, TSK_MGMT_LEN, Tag, TskMgmt, TskMgmtFunction, WireLun,
+    RspCode, SHORT_IU_LEN, TSK_MGMT_LEN, Tag, TskMgmt, TskMgmtFunction,
 };
 use riser_state::become_state;
 

@@ -1,8 +1,9 @@
 //! Configuration, states and information units of a channel.
 
+use riser_scsi::lun::WireLun;
 use riser_scsi::srp::{
     ImmediateDataOffset, IndirectTable, InitiatorPortId, MemDesc, MultiChannelAction,
-    MultiChannelResult, Rsp, RspCode, SHORT_IU_LEN, TargetPortId, TaskAttr, WireLun,
+    MultiChannelResult, Rsp, RspCode, SHORT_IU_LEN, TargetPortId, TaskAttr,
 };
 use riser_state::State;
 

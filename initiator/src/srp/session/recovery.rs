@@ -2,7 +2,8 @@
 
 use std::time::Instant;
 
-use riser_scsi::srp::{Tag, TskMgmtFunction, WireLun};
+use riser_scsi::lun::WireLun;
+use riser_scsi::srp::{Tag, TskMgmtFunction};
 
 use super::types::{ConnState, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, SessionState, SrpSession};

@@ -14,7 +14,7 @@ use super::{
     CONTINUE, FINAL, IMMEDIATE, LoginRequest, LogoutRequest, Opcode, PduError, TmfRequest, coded,
     flag, immediate,
 };
-use crate::srp::WireLun;
+use crate::lun::WireLun;
 
 /// Longest CDB that a command carries, in bytes (SPC-4 4.2.3).
 pub const MAX_CDB: usize = 260;

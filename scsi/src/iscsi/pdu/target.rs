@@ -10,7 +10,7 @@ use super::{
     CONTINUE, FINAL, LoginResponse, LogoutResponse, Opcode, PduError, TmfResponse, coded,
     with_numbers,
 };
-use crate::srp::WireLun;
+use crate::lun::WireLun;
 use crate::step::Residual;
 
 const OVERFLOW: u8 = 0x04;

@@ -6,7 +6,7 @@ use super::super::frame::Frame;
 use super::super::raw::{RawTargetCommon, RawTmfRequest};
 use super::super::{BHS_LEN, CmdSn, Itt, Numbers, StatSn};
 use super::{FINAL, IMMEDIATE, Opcode, PduError, coded, immediate, with_numbers};
-use crate::srp::WireLun;
+use crate::lun::WireLun;
 
 /// Task management function (RFC 7143 11.5.1, RFC 7144 6.3).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, FromPrimitive, IntoPrimitive)]

@@ -282,6 +282,7 @@ fn sockets(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     let mut done: Vec<_> = wanted
         .old
         .map_or_else(Vec::new, |old| old.tcp_portals().collect());
+    // All are bound before any listens: a start that fails at the last has let no initiator in.
     let mut new = Vec::new();
     for portal in wanted.catalog.tcp_portals() {
         if done.contains(&portal) {

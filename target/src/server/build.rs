@@ -464,6 +464,7 @@ impl Builder {
             same.any(|t| t.config.luns.contains_key(&lun))
         };
         self.stats.retain(|(name, lun), _| has(name, *lun));
+        // By identity, and not by name: a unit that was made again under the same name is another.
         let served = |unit: &Arc<Unit>| {
             let mut all = targets.iter().flat_map(|t| &t.units);
             all.any(|(_, u)| Arc::ptr_eq(u, unit))

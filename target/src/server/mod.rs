@@ -772,6 +772,7 @@ impl Server {
         let until = look::until();
         let stores = catalog.stores.iter().enumerate();
         let stores = stores.filter_map(|(place, store)| Some((place, store.as_ref()?)));
+        // All looks begin before the first is waited for: media that hang share one deadline.
         let looks: Vec<_> = stores
             .map(|(place, store)| (place, store, store.look_measure()))
             .collect();

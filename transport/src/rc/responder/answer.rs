@@ -22,6 +22,8 @@ pub(super) struct Resource {
     msn: Msn,
     /// Packets before it that its answer acknowledges, and nothing else does.
     unacked: u32,
+    /// A packet of its answer has left, which acknowledged what came before it.
+    has_begun: bool,
     /// The end of its answer has left; before that the peer cannot be done with it.
     is_answered: bool,
     pending: Option<Pending>,
@@ -48,18 +50,22 @@ impl Responder {
 
     /// Whether the next answer is an acknowledgement, a NAK or an atomic's.
     pub(in crate::rc) fn is_urgent(&self) -> bool {
-        // An acknowledgement that may leave before the next READ response is as urgent as one
-        // that is alone.
+        // An acknowledgement that may leave before a READ's answer is as urgent as one that is
+        // alone.
         match self.front() {
             Some(at) => {
                 let resource = &self.resources[at];
                 matches!(resource.kind, ResourceKind::Atomic { .. })
-                    || self
-                        .ack
-                        .is_some_and(|psn| psn.is_before(resource.next_psn()))
+                    || (!resource.has_begun && self.has_ack_before(resource))
             }
             None => self.has_output(),
         }
+    }
+
+    /// Whether an acknowledgement is due for something before this resource's next packet.
+    fn has_ack_before(&self, resource: &Resource) -> bool {
+        self.ack
+            .is_some_and(|psn| psn.is_before(resource.next_psn()))
     }
 
     /// The oldest resource with something to send.
@@ -119,6 +125,7 @@ impl Responder {
             msn: self.msn,
             // Its response acknowledges all that came before.
             unacked: std::mem::take(&mut self.unacked),
+            has_begun: false,
             is_answered: false,
             pending: Some(Pending {
                 start: 0,
@@ -195,10 +202,11 @@ impl Responder {
 
     /// Acknowledges all that has been taken in, unasked: there will be no further packet to ask.
     fn acknowledge_all(&mut self) {
-        // What a READ's answer was to acknowledge as well, as that answer will not leave. Those of
-        // atomics will.
+        // What a READ's answer was to acknowledge as well, if nothing of that answer has left.
+        // Those of atomics will leave.
         let is_read = |r: &Resource| matches!(r.kind, ResourceKind::Read { .. });
-        let is_owing = |r: &Resource| r.pending.is_some() && is_read(r) && r.unacked > 0;
+        let is_owing =
+            |r: &Resource| r.pending.is_some() && is_read(r) && !r.has_begun && r.unacked > 0;
         if self.unacked > 0 || self.resources.iter().any(is_owing) {
             self.ack = Some(self.newest);
             self.unacked = 0;
@@ -214,10 +222,9 @@ impl Responder {
         // In PSN order: an acknowledgement covers everything before its PSN, so it must not
         // overtake the READ response of an earlier one.
         while let Some(at) = self.front() {
-            let next = self.resources[at].next_psn();
-            if let Some(psn) = self.ack
-                && psn.is_before(next)
-            {
+            let resource = &self.resources[at];
+            let is_covered = self.has_ack_before(resource);
+            if is_covered && !resource.has_begun {
                 break;
             }
             // The others wait as well: they are behind it in PSN order.
@@ -226,6 +233,11 @@ impl Responder {
             }
             // False if a replay lost its key and was dropped: then the next one is looked at.
             if self.answer(ctx, tx, at)? {
+                // The packets of an answer acknowledge what came before it. `rdma_rxe` takes an
+                // acknowledgement between them for the end of the answer.
+                if is_covered {
+                    self.ack = None;
+                }
                 return Ok(true);
             }
         }
@@ -327,6 +339,7 @@ impl Responder {
         pending.next += 1;
         let is_done = pending.next == pending.end;
         let entry = &mut self.resources[at];
+        entry.has_begun = true;
         entry.is_answered |= pending.next == entry.packets;
         entry.pending = (!is_done).then_some(pending);
         self.waiting -= usize::from(is_done);

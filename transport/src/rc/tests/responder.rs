@@ -705,16 +705,44 @@ fn an_acknowledgement_never_names_a_psn_of_a_read() {
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN), (0x10, RQ_PSN + 1)]);
     rig.feed(&send);
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
-    // Both before the first of the answers leaves.
+    // Both before the first of the answers leaves: that of the READ stands for both.
     rig.feed(&send);
     rig.feed(&read);
-    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN), (0x10, RQ_PSN + 1)]);
+    assert_eq!(rig.sent_brief(), [(0x10, RQ_PSN + 1)]);
     // What follows the READ acknowledges that, and nothing less.
     let write = packet(0x0a, RQ_PSN + 2, true, &reth(0, key, 0), &[]);
     rig.feed(&write);
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 2)]);
     rig.feed(&send);
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 2)]);
+}
+
+/// `rdma_rxe` completes a READ with a part of its data at an acknowledgement between the packets of
+/// the answer, whatever that names.
+#[test]
+fn no_acknowledgement_leaves_in_the_middle_of_an_answer() {
+    for repeats_read in [false, true] {
+        let mut rig = Rig::new();
+        let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+        rig.post_recv(1, 64);
+        let send = packet(0x04, RQ_PSN, true, &[], b"data");
+        let read = packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]);
+        rig.feed(&send);
+        assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
+        rig.feed(&read);
+        let (now, mut tx) = (rig.now, TxPacket::default());
+        assert!(rig.run(|qp, env| qp.poll_transmit(now, env, &mut tx)));
+        rig.feed(&send);
+        if repeats_read {
+            rig.feed(&read);
+        }
+        let sent = rig.sent_brief();
+        assert!(sent.len() >= 2);
+        assert!(sent.iter().all(|(opcode, _)| *opcode != 0x11), "{sent:x?}");
+        // Alone again, it is acknowledged.
+        rig.feed(&send);
+        assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
+    }
 }
 
 /// The NAK says that nothing from the READ on has happened, as far as the peer is concerned.

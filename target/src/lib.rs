@@ -15,6 +15,8 @@
 //! - [`qos`]: how fast units and initiators may be.
 //! - [`stats`]: what commands are counted by, and how long they take.
 //! - [`host`]: where threads and dates come from.
+//! - [`holder`]: the process that has a file or an address that we want. `patience`: the wait for
+//!   what may be free in a moment.
 //! - [`log`]: rate limits for what a peer can make us log.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
 

@@ -346,7 +346,7 @@ pub enum KeyError {
     Text(#[from] text::TextError),
 }
 
-/// Where in a login or session a key comes in.
+/// Context of a key: its sender, and the stage and session in which it comes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct KeyContext {
     /// The side that sent it.

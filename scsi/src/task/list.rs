@@ -32,7 +32,7 @@ impl Neighbours {
 
 /// Table whose entries can be in lists.
 pub(super) trait Linked {
-    /// Its neighbours in the lists of a number.
+    /// Its neighbours in the list of this number.
     fn link_mut(&mut self, link: usize) -> &mut Neighbours;
 }
 
@@ -61,7 +61,7 @@ impl List {
         (self.tail != NIL).then_some(self.tail)
     }
 
-    /// Appends a task, by its link of this number.
+    /// Appends a task, by its neighbours of this number.
     pub(super) fn push<T: Linked>(&mut self, tasks: &mut [Option<T>], link: usize, slot: u32) {
         *link_of(tasks, link, slot) = Neighbours {
             prev: self.tail,

@@ -391,7 +391,7 @@ impl TaskSet {
     /// going altogether. What it held follows.
     fn leave_arriving(&mut self, slot: u32, enters: bool) {
         let task = *self.at(slot);
-        // Read before the removal clears the link: what this one held stands behind it.
+        // Read before the removal clears its neighbours: what this one held is behind it.
         let next = task.links[GATE].next;
         let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
         let was_first = own.arriving.first() == Some(slot);

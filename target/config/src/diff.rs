@@ -8,7 +8,7 @@ use super::model::Config;
 use super::object_path::ObjectPath;
 use super::show::masked;
 
-/// A place where two configurations differ.
+/// A difference of two configurations.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Difference {
     /// The [`ObjectPath`], such as `/targets/demo/luns/1`.
@@ -19,7 +19,7 @@ pub struct Difference {
     pub new: Value,
 }
 
-/// All places where two configurations differ. The order of backends, targets, portals and users
+/// All differences of two configurations. The order of backends, targets, portals and users
 /// makes no difference.
 #[must_use]
 pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {

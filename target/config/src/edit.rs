@@ -1,4 +1,4 @@
-//! [`Document`]: the objects of a configuration by their places, to be looked at and changed.
+//! [`Document`]: the objects of a configuration by their paths, to be looked at and changed.
 //!
 //! What may stand where is the schema's to say ([`Shape`]), so no key is named here. What a change
 //! makes of the configuration as a whole is checked as a file is, by [`Document::finish`].
@@ -33,7 +33,7 @@ pub struct Found<'a> {
 /// A mistake in looking at a configuration or changing it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EditError {
-    /// ObjectPath of the mistake, as far as it leads somewhere.
+    /// Path of the mistake, as far as it leads somewhere.
     pub place: ObjectPath,
     /// The mistake, for people.
     pub message: String,
@@ -98,7 +98,7 @@ impl Document {
         self.by_number
     }
 
-    /// Finds the value and the shape of a place.
+    /// Finds the value at a path, and its shape.
     ///
     /// # Errors
     /// Nothing does, and nothing may.
@@ -106,8 +106,8 @@ impl Document {
         self.find(place).map(|(_, found)| found)
     }
 
-    /// Finds the value and the shape of a place, and the place with the names of items where it
-    /// has their numbers.
+    /// Finds the value at a path, and its shape; and the path with the names of items where it has
+    /// their numbers.
     ///
     /// # Errors
     /// As [`Document::at`].
@@ -139,7 +139,7 @@ impl Document {
         self.assign(place, pairs, false)
     }
 
-    /// Makes an object with these keys. A list's own place means a further item at its end; the
+    /// Makes an object with these keys. A list's own path means a further item at its end; the
     /// number of an item without a name is where the new one goes.
     ///
     /// # Errors
@@ -242,7 +242,7 @@ impl Document {
         Ok(())
     }
 
-    /// The value at a place, which is made where the schema's keys lead there; `make` makes items
+    /// The value at a path, which is made where the schema's keys lead there; `make` makes items
     /// of lists and mappings too.
     fn reach(&mut self, place: &ObjectPath, make: bool) -> Edited<(&mut Value, Shape<'_>)> {
         let mut shape = Shape::root(&self.schema);
@@ -312,7 +312,7 @@ impl Document {
         Ok(())
     }
 
-    /// A mistake with its place.
+    /// A mistake with its path.
     pub(super) fn placed(&self, error: ConfigError) -> EditError {
         let mut place = ObjectPath::default();
         let mut value = Some(&self.root);

@@ -15,7 +15,8 @@
 //! - `to_raw`: from `model` back to `raw`. `show`: from there to JSON and YAML, which
 //!   [`Config::to_value`] and [`Config::to_yaml`] give. `diff`: the differences of two files.
 //! - `schema`: its JSON Schema, for editors. `shape`: the same, as a question about one place.
-//! - `edit`: [`Document`]: objects of a configuration, by their [`ObjectPath`] (`place`, `items`).
+//! - `edit`: [`Document`]: objects of a configuration, by their paths. `object_path`:
+//!   [`ObjectPath`]. `items`: what it calls the items of lists.
 //! - `patch`: [`Patch`], a change as JSON.
 //! - `value`: scalars with a meaning: sizes, GUIDs, addresses, percentages.
 //! - `yaml`: the one place that knows the YAML library.

@@ -709,7 +709,7 @@ pub struct LinkFaults {
     pub seed: u64,
 }
 
-/// ObjectPath of a socket or directory of the daemon's own.
+/// Path of a socket or directory of the daemon's own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Location {
     /// The usual place, if it can be had.

@@ -5,7 +5,7 @@ use std::fmt;
 use std::str::FromStr;
 
 /// A path from the top of a configuration: a JSON Pointer (RFC 6901), in which `~1` is a slash in a
-/// name and `~0` a tilde. Items of lists stand by their names where they have some (targets and
+/// name and `~0` a tilde. It has items of lists by their names where they have some (targets and
 /// users by theirs, portals as `iscsi:192.0.2.10:3260`), else by their numbers from 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ObjectPath(Vec<String>);
@@ -17,7 +17,7 @@ impl ObjectPath {
         &self.0
     }
 
-    /// Returns the place of a key or name in this one.
+    /// Returns the path of a key or name below this one.
     #[must_use]
     pub fn join(&self, segment: &str) -> Self {
         let mut segments = self.0.clone();
@@ -25,7 +25,7 @@ impl ObjectPath {
         Self(segments)
     }
 
-    /// The place above and the name from there; `None` at the top.
+    /// The path above and the name from there; `None` at the top.
     #[must_use]
     pub fn split_last(&self) -> Option<(Self, &str)> {
         let (last, rest) = self.0.split_last()?;

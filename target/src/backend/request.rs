@@ -1,4 +1,4 @@
-//! A request under way, and the memory that its next ring operation moves.
+//! A block command under way, and the memory that its next ring operation moves.
 
 use std::time::Instant;
 
@@ -51,7 +51,7 @@ impl StoreId {
     }
 }
 
-/// A request under way. It has at most one operation in the ring at a time.
+/// A block command under way. It has at most one operation in the ring at a time.
 pub(super) struct BlockCommand {
     pub(super) user: u64,
     pub(super) store: StoreId,
@@ -62,12 +62,12 @@ pub(super) struct BlockCommand {
     pub(super) done: u64,
     pub(super) state: State,
     pub(super) cancelled: bool,
-    /// The bounce buffer in use, and what of the request's memory it stands for.
+    /// The bounce buffer in use, and the part of the command's memory in whose place it is.
     pub(super) bounce: Option<Bounce>,
     pub(super) window: Vec<MemSlice>,
 }
 
-/// State of a request, by what it waits for.
+/// State of a block command, by what it waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     /// For its operation in the ring.

@@ -18,7 +18,7 @@ use super::bounded::{Bounded, TableEntry};
 use super::timeline::Since;
 use super::trace::Wanted;
 
-/// AdminRequest to the daemon, without its origin.
+/// Question or order to the daemon, without its origin.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ask {
     /// Show the state of the daemon.
@@ -119,7 +119,7 @@ pub type Answer = Result<Value, Failure>;
 /// A request on its way to the thread that owns the server.
 #[derive(Debug)]
 pub struct AdminRequest {
-    /// AdminRequest itself, without its origin.
+    /// Question or order.
     pub ask: Ask,
     /// User or process that asks, for the log.
     pub who: String,

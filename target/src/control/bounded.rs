@@ -1,7 +1,7 @@
 //! A listener for HTTP whose clients cannot keep each other out, however slow they are.
 //!
 //! Each connection has a limited time for its request, for reading its answer, and between two
-//! requests. Where all places are taken, a new connection displaces another one: of the origin that
+//! requests. Where the table is full, a new connection displaces another one: of the origin that
 //! has the most, the one whose last answer is the oldest. A connection whose request is being
 //! worked on comes last.
 //!
@@ -177,7 +177,7 @@ impl<L: Source> Listener for Bounded<L> {
     async fn accept(&mut self) -> (Connection<L::Io>, L::Addr) {
         let (stream, addr) = self.listener.accept().await;
         // Waited for before the next connection is accepted, so that descriptors are bounded like
-        // places.
+        // entries of the table.
         let permit = permit(Arc::clone(&self.free), &self.table).await;
         let (displace, displaced) = oneshot::channel();
         let mut table = lock(&self.table);
@@ -239,7 +239,7 @@ impl<S> Connection<S> {
         &self.stream
     }
 
-    /// its entry in the table of connections.
+    /// Its entry in the table of connections.
     pub(super) fn entry(&self) -> &TableEntry {
         &self.entry
     }

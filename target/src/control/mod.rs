@@ -1,10 +1,10 @@
 //! The control plane of `riserd`: signals, and the admin API on a Unix socket.
 //!
 //! ```text
-//! signals ───────────────┐
-//!                        ├──→ run: owns the Server, does one thing at a time
-//! admin socket ─ AdminRequest ┘            │
-//!   (tokio, axum: `api`)              └──→ workers, through their mailboxes
+//! signals ─────────────────────┐
+//!                              ├──→ run: owns the Server, does one thing at a time
+//! admin socket ─ AdminRequest ─┘            │
+//!   (tokio, axum: `api`)                    └──→ workers, through their mailboxes
 //! ```
 //!
 //! Workers know nothing of tokio. What people and tools ask for waits in a queue of [`WAITING`]
@@ -20,16 +20,16 @@
 //! - [`trace`]: the ways of single commands.
 //! - [`socket`]: place and access of the API.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are
-//!   kept.
-//!   [`reservations`]: what is kept there of logical units.
+//!   kept, with [`reservations`] and [`identities`] of logical units, failed [`flushes`] and the
+//!   numbers of [`ports`].
+//! - `room`: measures the room of backends.
 //! - [`upgrade`]: another program takes over.
 //! - `open`: what is opened at the start. `serving`: servers of HTTP that come to an end.
 //! - `bounded`: their listener, whose clients cannot keep each other out.
 //! - `watchdog`: reports to the service manager that all workers make progress, on a separate
 //!   thread.
 //! - [`report`]: what `riserd sessions` and its like print, whose client is that of
-//!   `riser-admin-api`;
-//!   [`objects`]: the configuration's objects with what the daemon says about them.
+//!   `riser-admin-api`; [`objects`]: the configuration's objects with the daemon's data about them.
 
 pub mod api;
 mod bounded;

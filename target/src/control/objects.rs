@@ -52,7 +52,7 @@ pub struct Info {
     pub unset: Vec<(String, String)>,
 }
 
-/// The object at a place with those beneath it, so many levels deep.
+/// The object at a path with those beneath it, `depth` levels deep.
 #[must_use]
 pub fn list(facts: &Facts, place: &ObjectPath, found: Found<'_>, depth: usize) -> Node {
     let segments = place.segments();
@@ -74,7 +74,7 @@ pub fn list(facts: &Facts, place: &ObjectPath, found: Found<'_>, depth: usize) -
     }
 }
 
-/// The object at a place.
+/// The object at a path.
 #[must_use]
 pub fn info(facts: &Facts, place: &ObjectPath, found: Found<'_>) -> Info {
     let last = place.segments().last().map_or("", String::as_str);
@@ -116,7 +116,7 @@ impl Facts {
         uses.map(|(target, number, _)| (target, number)).collect()
     }
 
-    /// A few words about what stands at a place.
+    /// A few words about the object at a path.
     fn summary(&self, segments: &[String], found: Found<'_>) -> String {
         let segments: Vec<&str> = segments.iter().map(String::as_str).collect();
         match segments[..] {
@@ -174,7 +174,7 @@ impl Facts {
         }
     }
 
-    /// The daemon's data about a place; null where it says nothing.
+    /// The daemon's data about the object at a path; null where there are none.
     fn live(&self, segments: &[String]) -> Value {
         let segments: Vec<&str> = segments.iter().map(String::as_str).collect();
         match segments[..] {

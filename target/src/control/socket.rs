@@ -82,7 +82,7 @@ pub fn inherited() -> io::Result<Option<UnixListener>> {
     ListenFd::from_env().take_unix_listener(0)
 }
 
-/// SocketOrigin of a socket that this process did not bind.
+/// Origin of a socket that this process did not bind.
 #[derive(Debug)]
 pub enum SocketOrigin {
     /// At its path, bound by the program that was in this process before: it is ours to remove.
@@ -94,7 +94,7 @@ pub enum SocketOrigin {
 }
 
 impl SocketOrigin {
-    /// SocketOrigin of a socket that should be at a path.
+    /// Returns the origin of a socket that should be at a path.
     ///
     /// # Errors
     /// It has no address.

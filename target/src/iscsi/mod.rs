@@ -35,7 +35,8 @@
 //! - A connection that has not logged in has no contexts, and takes no place of another.
 //!
 //! # Not implemented
-//! Target cold reset resets the units as the warm one does; the sessions stay.
+//! TARGET COLD RESET, which would end the sessions of all initiators: it is answered as not
+//! supported.
 
 #![forbid(unsafe_code)]
 

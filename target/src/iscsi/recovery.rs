@@ -154,7 +154,7 @@ impl Recovery {
     /// # Errors
     /// The reason to reject it: what is not there was acknowledged or never sent, which is a
     /// protocol error of the initiator (RFC 7143 11.16); without recovery, or where it cannot be
-    /// cut anew, [`RejectReason::SnackReject`].
+    /// cut again, [`RejectReason::SnackReject`].
     pub(super) fn find(&self, snack: &Snack) -> Result<Vec<Retransmission>, RejectReason> {
         match snack.kind {
             _ if !self.is_on => Err(RejectReason::SnackReject),

@@ -7,13 +7,13 @@
 //!                            └── all have released it, or late ──▶ Undone
 //! ```
 //!
-//! The machine sends nothing and has no clock. It names the workers that are to be told something,
-//! takes their answers, and is polled with the time. Until *Staged*, a worker that fails or is late
-//! undoes the change everywhere. From the commit on nothing can fail: a worker that does not say
-//! that it has applied the change is left to it.
+//! The machine sends nothing and has no clock. It gives the orders for workers, takes their
+//! answers, and is polled with the time. Until *Staged*, a worker that fails or is late undoes the
+//! change everywhere. From the commit on nothing can fail: a worker that does not confirm in time
+//! applies the change later.
 //!
-//! A mailbox keeps its order. So a worker that answers a ping has done what it was told before, and
-//! one that acquires its part too late finds the order to release it behind.
+//! A mailbox keeps its order. So a worker that answers [`Order::Confirm`] has carried out the
+//! orders before it, and one that acquires its part too late finds the order to release it next.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
@@ -146,7 +146,7 @@ impl Rollout {
         self.until.filter(|_| self.is_waiting())
     }
 
-    /// The next worker that is to be told something.
+    /// The next order, and the number of its worker.
     pub fn poll_order(&mut self) -> Option<(usize, Order)> {
         self.orders.pop_front()
     }
@@ -395,7 +395,7 @@ impl RolloutDriver {
         }
     }
 
-    /// Sends by `send`, takes answers, and tells the time.
+    /// Sends orders by `send`, takes answers, and polls the machine with the time.
     fn advance(
         &mut self,
         now: Instant,

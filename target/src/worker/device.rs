@@ -255,7 +255,7 @@ impl Devices {
     /// All of them open.
     ///
     /// # Errors
-    /// A device does not tell its address.
+    /// A device does not report its address.
     pub(super) fn new(devices: Vec<Box<dyn Device>>) -> Result<Self, VerbsError> {
         let slots = devices.into_iter().map(Slot::open);
         let slots = slots.collect::<Result<_, _>>()?;
@@ -266,7 +266,7 @@ impl Devices {
     /// Puts a device into a vacant slot.
     ///
     /// # Errors
-    /// It does not tell its address.
+    /// It does not report its address.
     pub(super) fn put(&mut self, slot: usize, device: Box<dyn Device>) -> Result<(), VerbsError> {
         // Slots are numbered for all workers together; those in between may be others'.
         while self.slots.len() <= slot {

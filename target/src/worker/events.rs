@@ -20,7 +20,7 @@ use crate::config::Protocol;
 use crate::warn_limited;
 
 impl Worker {
-    /// Drives the devices, and takes what they tell.
+    /// Drives the devices, and takes their events.
     pub(super) fn poll_devices(&mut self) -> usize {
         let mut work = 0;
         for device in 0..self.devices.len() {

@@ -98,7 +98,7 @@ pub enum Mail {
     },
     /// Acquire what serving another catalog takes, and say whether that was possible.
     Stage(Box<Stage>, Sender<Result<(), StageError>>),
-    /// What was staged is not to be: let go of it.
+    /// What was staged is withdrawn: release it.
     Unstage,
     /// The registry has another catalog.
     Changed,

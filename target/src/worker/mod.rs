@@ -28,7 +28,9 @@
 //! - `gate`: who may log in by iSCSI. `login_log`: the lines and counts of logins. `listener`,
 //!   `stream`: its sockets.
 //! - `rdma`: what a connection has at its device. `queue`: posts on queue pairs.
-//! - `work`: names of work requests and block operations. `env`: where random bytes come from.
+//! - `work`: names of work requests and block operations. `env`: where random bytes, threads and
+//!   dates come from.
+//! - `reservations`: changes of reservations that are saved, or that abort commands.
 //! - `discovery`: answers device-management MADs.
 //! - `mail`: messages between workers.
 //! - `park`: where a worker sleeps. `slots`: how its ring is shared.
@@ -109,7 +111,7 @@ pub const CQ_BATCH: usize = 32;
 /// Time after the last work for which a worker goes on looking before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// How long a connection's identifier outlives its channel, for the goodbye to be answered.
+/// Time for which a connection's identifier outlives its channel, for the DREQ to be answered.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// How long sessions get to finish and log out when what they use is no longer served, or the
@@ -201,7 +203,7 @@ enum Phase {
     Serving,
     /// Sessions may finish until then.
     Stopping(Instant),
-    /// Nothing is left; waits to be told to go.
+    /// Nothing is left; waits for the order to exit.
     Quiet,
 }
 
@@ -342,7 +344,7 @@ impl Worker {
         Ok((worker, unserved))
     }
 
-    /// Serves until told to leave.
+    /// Serves until it gets the order to exit.
     ///
     /// # Errors
     /// [`WorkerError::Ring`]: the ring is of no further use, and the worker neither.

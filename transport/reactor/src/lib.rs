@@ -6,7 +6,8 @@
 //!
 //! # Modules
 //! - `ring`: [`Ring`], [`Completion`], registration of memory and files, the park.
-//! - `ops`: the operations, `submit_*`. `op`: their words. `config`: [`RingConfig`].
+//! - `ops`: the operations, `submit_*`. `op`: their words. `config`: [`RingConfig`]. `error`: the
+//!   errors of all of these.
 //! - `kernel`: what carries them out: the host's `io_uring` (`uring`), or one in memory.
 //! - [`simulated`]: that one, with its files, sockets (`objects`) and threads, driven by a test or
 //!   a simulator.

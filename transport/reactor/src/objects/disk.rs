@@ -59,7 +59,7 @@ impl State {
     }
 
     fn put(&mut self, number: u64, sector: Sector) {
-        // The failed page is written anew, and is dirty again.
+        // The failed page is written again, and is dirty.
         self.lost.remove(&number);
         self.dirty.entry(number).or_default().push(sector);
     }

@@ -160,7 +160,7 @@ impl Peer {
         state.outbound.drain(..len).collect()
     }
 
-    /// Bytes that the socket has sent and nobody has taken.
+    /// Bytes that the socket has sent and that the peer has not taken.
     #[must_use]
     pub fn sent(&self) -> usize {
         lock(&self.shared).outbound.len()

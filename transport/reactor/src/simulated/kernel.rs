@@ -147,7 +147,7 @@ impl Kernel {
         Some(result)
     }
 
-    /// Completes whatever can be, in the order in which it was handed over; returns how many ended.
+    /// Completes all operations that can be, in the order in which they came; returns their number.
     pub fn complete_all(&self) -> usize {
         let ready = self.operations().into_iter().filter(|op| op.is_ready);
         let done = ready.filter_map(|op| self.complete(op.id, Outcome::Whole));

@@ -1,5 +1,5 @@
-//! A kernel in memory, for tests and simulators: files, sockets and threads that do something when
-//! they are told to.
+//! A kernel in memory, for tests and simulators: files, sockets and threads that act only when a
+//! simulator says so.
 //!
 //! [`Ring::simulated`](crate::Ring::simulated) makes a ring that is the one that ships, with its
 //! tokens, slots, checks and bounds, but whose operations wait in a [`Kernel`] until its driver

@@ -32,7 +32,7 @@ use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
 
 /// Longest time until the kernel releases the file when the loop device is free.
-const LET_GO: Duration = Duration::from_secs(30);
+const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
     if !rustix::process::geteuid().is_root() {
@@ -145,7 +145,7 @@ impl Below {
     }
 
     fn finish(mut self, device: &ByteDevice<Disk>) -> Result<(), CliError> {
-        let patience = Instant::now() + LET_GO;
+        let patience = Instant::now() + RELEASE_PATIENCE;
         let mount = self.mount.take().expect("made with it");
         loop {
             match mount.try_unmount() {

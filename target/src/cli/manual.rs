@@ -53,8 +53,8 @@ fn configuration() -> Roff {
     page.control("SH", ["DESCRIPTION"]);
     page.text([roman(
         "A YAML file with the keys below. Sizes have a suffix KiB to TiB (powers of 1024) or KB to TB (powers of \
-         1000); times have ms, s or m. Relative paths begin at the directory in which riserd was started. No other \
-         keys are allowed.",
+         1000); times have ms, s, m or h, or are numbers of seconds. Relative paths begin at the directory in which \
+         riserd was started. No other keys are allowed.",
     )]);
     page.control("PP", []);
     page.text([

@@ -111,7 +111,8 @@ pub enum ServerError {
     },
     /// A CHAP secret is used in both directions.
     #[error(
-        "{own}, with which a target proves who it is, and {user}, who is let in, have one secret"
+        "the CHAP user {own}, by which a target proves who it is (`mutual`), and the user {user}, which is admitted, \
+         have one secret: give one of them another"
     )]
     SameSecret {
         /// CHAP name of the target's own secret.

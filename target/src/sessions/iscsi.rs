@@ -141,7 +141,7 @@ impl Ending {
 
 /// States of a connection in its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Standing {
+enum ConnectionStanding {
     /// All, as far as we know.
     Up,
     /// It is lost, and not logged out.
@@ -155,7 +155,7 @@ struct Connection {
     cid: Cid,
     channel: ConnRef,
     address: IpAddr,
-    standing: Standing,
+    standing: ConnectionStanding,
 }
 
 impl Connection {
@@ -164,7 +164,7 @@ impl Connection {
             cid: candidate.cid,
             channel: candidate.channel,
             address: candidate.address,
-            standing: Standing::Up,
+            standing: ConnectionStanding::Up,
         }
     }
 }
@@ -192,7 +192,7 @@ struct Entry {
 }
 
 impl Entry {
-    fn set_standing(&mut self, channel: ConnRef, standing: Standing) {
+    fn set_standing(&mut self, channel: ConnRef, standing: ConnectionStanding) {
         let mut connections = self.connections.iter_mut();
         if let Some(connection) = connections.find(|c| c.channel == channel) {
             connection.standing = standing;
@@ -219,7 +219,7 @@ impl Entry {
         let kept = self
             .connections
             .iter()
-            .filter(|c| c.standing != Standing::Up);
+            .filter(|c| c.standing != ConnectionStanding::Up);
         let surplus = kept.clone().count().saturating_sub(MAX_KEPT);
         kept.take(surplus).map(|c| c.channel).collect()
     }
@@ -374,7 +374,7 @@ impl IscsiSessions {
         // trips.
         table.check_room(key, tsih, new.cid, new.commands)?;
         let entry = table.entries.get_mut(&tsih).expect("just found");
-        let same = |c: &&Connection| c.cid == new.cid && c.standing != Standing::Detached;
+        let same = |c: &&Connection| c.cid == new.cid && c.standing != ConnectionStanding::Detached;
         let old = entry.connections.iter().filter(same);
         let replaced: Vec<_> = old.map(|c| c.channel).collect();
         entry.connections.push(Connection::new(new));
@@ -407,7 +407,7 @@ impl IscsiSessions {
             return Vec::new();
         };
         let meant = |c: &&Connection| {
-            c.channel != channel && c.cid == cid && c.standing != Standing::Detached
+            c.channel != channel && c.cid == cid && c.standing != ConnectionStanding::Detached
         };
         let found = entry.connections.iter().filter(meant);
         let found: Vec<_> = found.map(|c| c.channel).collect();
@@ -421,11 +421,11 @@ impl IscsiSessions {
         let Some(entry) = table.entries.get_mut(&tsih) else {
             return Lost::default();
         };
-        entry.set_standing(channel, Standing::Lost);
+        entry.set_standing(channel, ConnectionStanding::Lost);
         let mut up = entry
             .connections
             .iter()
-            .filter(|c| c.standing == Standing::Up);
+            .filter(|c| c.standing == ConnectionStanding::Up);
         Lost {
             reporter: up.next().map(|c| c.channel),
             terminate: entry.surplus(),
@@ -438,7 +438,7 @@ impl IscsiSessions {
         let notify = table.waits.end(channel);
         let entry = table.entries.get_mut(&tsih);
         let terminate = entry.map_or_else(Vec::new, |entry| {
-            entry.set_standing(channel, Standing::Detached);
+            entry.set_standing(channel, ConnectionStanding::Detached);
             entry.surplus()
         });
         Left { notify, terminate }
@@ -567,7 +567,7 @@ impl Table {
         if entry.session.window.commands() > commands {
             return Err(LoginStatus::OUT_OF_RESOURCES);
         }
-        let is_other = |c: &&Connection| c.cid != cid && c.standing == Standing::Up;
+        let is_other = |c: &&Connection| c.cid != cid && c.standing == ConnectionStanding::Up;
         let others = entry.connections.iter().filter(is_other).count();
         let params = &entry.session.params;
         // At level 2 there may be a second one in any case, to log the first one out (RFC 7143

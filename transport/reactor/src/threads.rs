@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Time that a helper has to finish when it is dropped.
-const FAREWELL: Duration = Duration::from_secs(2);
+const END_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Work for a thread.
 pub type Job = Box<dyn FnOnce() + Send>;
@@ -112,7 +112,7 @@ impl Drop for SystemHelper {
         // Closing the queue ends the thread once it has done what is in it.
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            let until = Instant::now() + FAREWELL;
+            let until = Instant::now() + END_PATIENCE;
             while !thread.is_finished() {
                 if Instant::now() >= until {
                     self.is_left.store(true, Ordering::Release);

@@ -642,7 +642,7 @@ mod tests {
         let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
         std::fs::remove_file(&file).unwrap();
         assert_eq!(code, 1, "{said}");
-        let problem = "NOT SERVED: secret /discovery_chap/mutual: own, with which";
+        let problem = "NOT SERVED: secret /discovery_chap/mutual: the CHAP user own";
         assert_eq!(said.matches(problem).count(), 1, "{said}");
     }
 

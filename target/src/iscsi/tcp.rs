@@ -626,6 +626,7 @@ impl Datamover for Tcp {
             () if !in_order => Some(TransferError::Failed),
             () => None,
         };
+        let from = open.offset + open.got;
         if fault.is_none() {
             open.got += len;
             open.next_sn = open.next_sn.wrapping_add(1);
@@ -633,11 +634,12 @@ impl Datamover for Tcp {
         let mut wanted = self.wanted.iter_mut();
         let wanted = wanted.find(|wanted| wanted.get.task == task);
         let wanted = wanted.expect("what is open is wanted");
-        if fault.is_some() {
-            wanted.fault = wanted.fault.or(fault);
+        wanted.fault = wanted.fault.or(fault);
+        if wanted.fault.is_some() {
             // Nothing more is asked for, and another connection that takes the command over has to
-            // ask for this again.
-            wanted.get.offset = wanted.get.offset.min(open.offset + open.got);
+            // ask for this again. Data behind an earlier fault are dropped, so they have not come
+            // either, though they count for their R2T.
+            wanted.get.offset = wanted.get.offset.min(from);
             wanted.get.len = 0;
         }
         let failed = wanted.fault;

@@ -143,6 +143,32 @@ impl Duo {
         received
     }
 
+    /// Answers the R2Ts of task 1 on the second connection until there are no more. Returns them,
+    /// and what came last.
+    fn send_what_is_asked_for(
+        &mut self,
+        mut received: Vec<Received>,
+        data: &[u8],
+    ) -> (Vec<R2t>, Vec<Received>) {
+        let mut all = Vec::new();
+        loop {
+            let asked = received.iter().filter_map(|(pdu, ..)| match pdu {
+                FromTarget::R2t(r2t) => Some(*r2t),
+                _ => None,
+            });
+            let asked: Vec<R2t> = asked.collect();
+            if asked.is_empty() {
+                return (all, received);
+            }
+            received.clear();
+            for r2t in &asked {
+                let part = &data[r2t.offset as usize..(r2t.offset + r2t.len) as usize];
+                received.extend(self.second.data_out(1, r2t.ttt, 0, r2t.offset, part, true));
+            }
+            all.extend(asked);
+        }
+    }
+
     /// As [`Duo::reassign`], of a command that is there: what follows the answer.
     pub(super) fn reassigned(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
         let mut received = self.reassign(tag, exp_data_sn);
@@ -251,34 +277,38 @@ fn a_write_goes_on_with_what_is_missing() {
         duo.first
             .data_out(1, b.ttt, 0, b.offset, part(b.offset, 512), false);
         duo.cut();
-        let mut received = duo.reassigned(1, exp);
-        let mut sns = Vec::new();
-        loop {
-            let asked: Vec<R2t> = received
-                .iter()
-                .filter_map(|(pdu, ..)| match pdu {
-                    FromTarget::R2t(r2t) => Some(*r2t),
-                    _ => None,
-                })
-                .collect();
-            if asked.is_empty() {
-                break;
-            }
-            received.clear();
-            for r2t in asked {
-                if sns.is_empty() {
-                    assert_eq!(r2t.offset, 1024, "after what came without a gap");
-                }
-                sns.push(r2t.r2t_sn);
-                let data = part(r2t.offset, r2t.len);
-                received.extend(duo.second.data_out(1, r2t.ttt, 0, r2t.offset, data, true));
-            }
-        }
+        let received = duo.reassigned(1, exp);
+        let (asked, received) = duo.send_what_is_asked_for(received, &data);
+        assert_eq!(asked[0].offset, 1024, "after what came without a gap");
+        let sns: Vec<_> = asked.iter().map(|r2t| r2t.r2t_sn).collect();
         assert_eq!(sns, [first_sn, first_sn + 1, first_sn + 2]);
         let FromTarget::ScsiResponse(response) = received[0].0 else {
             panic!("{received:?}");
         };
         assert_eq!((response.status, response.exp_data_sn), (0, first_sn + 3));
+        assert_eq!(duo.second.disk[..4096], data);
+        duo.end();
+    }
+}
+
+/// Data behind a fault are dropped, though their R2T is answered: the buffer has none of them.
+#[test]
+fn data_that_were_dropped_behind_a_fault_are_asked_for_again() {
+    let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
+    for is_whole in [false, true] {
+        let mut duo = Duo::new();
+        let asked = duo.first.write(1, 8, &data[..512], true);
+        let [a, b] = [0, 1].map(|i| r2t(&asked[i..=i]));
+        duo.first
+            .data_out(1, b.ttt, 0, b.offset + 512, &[9; 512], false);
+        let len = if is_whole { a.len } else { 512 };
+        let part = &data[a.offset as usize..(a.offset + len) as usize];
+        duo.first.data_out(1, a.ttt, 0, a.offset, part, is_whole);
+        duo.cut();
+        let received = duo.reassigned(1, 0);
+        let (asked, received) = duo.send_what_is_asked_for(received, &data);
+        assert_eq!(asked[0].offset, 512);
+        assert_eq!(status(&received).0, 0);
         assert_eq!(duo.second.disk[..4096], data);
         duo.end();
     }

@@ -22,7 +22,10 @@ impl Waits {
     /// A channel waits until these are gone, for each of them once, however often that is asked
     /// for.
     pub(super) fn wait_for(&mut self, others: &[ConnRef], who: ConnRef) {
-        for wait in others.iter().map(|on| Wait { on: *on, who }) {
+        // Two that wait for each other, as after crossing logouts, would else have the one that is
+        // left wait for itself.
+        let others = others.iter().filter(|on| **on != who);
+        for wait in others.map(|on| Wait { on: *on, who }) {
             if !self.0.contains(&wait) {
                 self.0.push(wait);
             }
@@ -83,6 +86,19 @@ mod tests {
         assert_eq!(waits.end(second), []);
         assert_eq!(waits.0.len(), 1);
         assert_eq!(waits.end(first), [third]);
+        assert_eq!(waits.0.len(), 0);
+    }
+
+    /// Connections of one session end each other, and a login replaces both.
+    #[test]
+    fn channels_that_wait_for_each_other_leave_no_wait() {
+        let [first, second, login] = [1, 2, 3].map(|serial| ConnRef { worker: 0, serial });
+        let mut waits = Waits::default();
+        waits.wait_for(&[first], second);
+        waits.wait_for(&[second], first);
+        waits.wait_for(&[first, second], login);
+        assert_eq!(waits.end(first), [second]);
+        assert_eq!(waits.end(second), [login]);
         assert_eq!(waits.0.len(), 0);
     }
 }

@@ -213,9 +213,10 @@ pub struct Snapshot {
 
 /// The mailboxes of all workers, as one of them sees them.
 ///
-/// A worker never blocks on another: what a full mailbox does not take waits here. That queue holds
-/// messages about tasks and logins only, of which there are no more than contexts; forwarded
-/// packets are dropped instead, like packets that a full socket buffer drops.
+/// A worker never blocks on another: what a full mailbox does not take waits here. That queue is
+/// bounded: it holds messages about tasks and logins, of which there are no more than contexts, and
+/// events of units, each once. Forwarded packets are dropped, like packets that a full socket
+/// buffer drops.
 #[derive(Debug)]
 pub struct Outbox {
     workers: Vec<Mailbox>,
@@ -239,6 +240,16 @@ impl Mailbox {
                 return;
             }
         }
+    }
+
+    /// Whether a message is an event that waits already.
+    fn has_event(&self, mail: &Mail) -> bool {
+        let of = |mail: &Mail| match mail {
+            Mail::Event { unit, attention } => Some((*unit, *attention)),
+            _ => None,
+        };
+        let event = of(mail);
+        event.is_some() && self.backlog.iter().any(|waiting| of(waiting) == event)
     }
 
     /// Returns the message if there is no room and it must not be dropped.
@@ -278,6 +289,10 @@ impl Outbox {
         // Not past what waits for the same worker already. Packets may overtake: a network does
         // not keep their order either.
         let waits = !mailbox.backlog.is_empty() && !matches!(mail, Mail::Forwarded { .. });
+        // Once says as much as twice, and an initiator may cause resets without end.
+        if waits && mailbox.has_event(&mail) {
+            return;
+        }
         let refused = match waits {
             true => Some(mail),
             false => mailbox.try_send(mail),
@@ -285,11 +300,18 @@ impl Outbox {
         mailbox.backlog.extend(refused);
     }
 
-    /// Sends again what a full mailbox refused; how many messages still wait.
-    pub fn retry(&mut self) -> usize {
+    /// Sends again what full mailboxes refused, as far as they have room now.
+    pub fn retry(&mut self) {
         self.workers.iter_mut().for_each(Mailbox::retry);
-        let waiting = self.workers.iter().map(|mailbox| mailbox.backlog.len());
-        waiting.sum()
+    }
+
+    /// Returns the number of messages that wait for room.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.workers
+            .iter()
+            .map(|mailbox| mailbox.backlog.len())
+            .sum()
     }
 }
 
@@ -298,6 +320,25 @@ mod tests {
     use riser_reactor::{Ring, RingConfig, mailbox};
 
     use super::*;
+
+    #[test]
+    fn events_that_are_caused_without_end_wait_once() {
+        let ring = Ring::new(RingConfig::default()).unwrap();
+        let (sender, mut receiver) = mailbox(2, ring.waker());
+        let mut outbox = Outbox::new(vec![sender]);
+        for n in 0..10_000 {
+            let unit = UnitIdx(n % 4);
+            let attention = Attention::DeviceReset;
+            outbox.send(0, Mail::Event { unit, attention });
+        }
+        assert_eq!(outbox.waiting(), 4);
+        let taken = std::iter::from_fn(|| {
+            let mail = receiver.poll_message();
+            outbox.retry();
+            mail
+        });
+        assert_eq!(taken.count(), 6);
+    }
 
     /// The receiver takes messages while those that it had no room for are sent again.
     #[test]
@@ -314,7 +355,9 @@ mod tests {
                     outbox.retry();
                 }
             }
-            while outbox.retry() > 0 {}
+            while outbox.waiting() > 0 {
+                outbox.retry();
+            }
         });
         let mut next = 0;
         while next < COUNT {

@@ -381,6 +381,8 @@ impl Worker {
         self.poll_stalled();
         self.devices.renew_watches(&mut self.ring)?;
         work += self.poll_mail();
+        // Here and not before a park only: a worker that is never idle never parks.
+        self.outbox.retry();
         // After the inputs of the round: a silence that one of them has ended is not taken for
         // one.
         work += self.poll_timers();

@@ -22,7 +22,7 @@ impl Worker {
                 // mailbox has refused.
                 let is_watched = self.devices.is_watched();
                 let is_due = self.conns.ready() > 0 || self.pool.has_change();
-                if self.exiting || !is_watched || is_due || self.outbox.retry() > 0 {
+                if self.exiting || !is_watched || is_due || self.outbox.waiting() > 0 {
                     return Ok(Next::Poll);
                 }
                 self.parks += 1;

@@ -60,9 +60,12 @@ impl RdmaCoreDevice {
             // SAFETY: the queue pair is alive; the chain and its scatter lists live in `scratch`.
             let r = unsafe { ops::ibv_post_send(ptr, first, &raw mut bad) };
             // SAFETY: on failure the library points `bad` into the chain that it was given.
-            let at = || unsafe { bad.offset_from(first) };
+            let at = (!bad.is_null()).then(|| unsafe { bad.offset_from(first) });
             if r != 0 {
-                result = Err(self.post_error(qp, posted_before(bad.is_null(), at, r)));
+                // A provider whose doorbell fails may name no request: the whole chain is in the
+                // queue then, and a later doorbell may carry it out.
+                let error = posted_before(at, scratch.sends.len(), r);
+                result = Err(self.post_error(qp, error));
             }
         }
         let posted = result.err().map_or(wrs.len(), |e| e.index);
@@ -429,9 +432,9 @@ impl RdmaCoreDevice {
             post(first, &raw mut bad)
         };
         // SAFETY: on failure the library points `bad` into the chain that it was given.
-        let at = || unsafe { bad.offset_from(first) };
+        let at = (!bad.is_null()).then(|| unsafe { bad.offset_from(first) });
         let error = if r != 0 {
-            Some(posted_before(bad.is_null(), at, r))
+            Some(posted_before(at, 0, r))
         } else if scratch.slots.len() < wrs.len() {
             Some(PostError {
                 index: scratch.slots.len(),
@@ -581,13 +584,10 @@ impl RdmaCoreDevice {
     }
 }
 
-/// The error of a chain that the library took in part.
-fn posted_before(unknown: bool, at: impl FnOnce() -> isize, errno: i32) -> PostError {
-    let index = if unknown {
-        0
-    } else {
-        usize::try_from(at()).unwrap_or(0)
-    };
+/// The error of a chain that the library took up to the request `at`; up to `unnamed` where it
+/// names none.
+fn posted_before(at: Option<isize>, unnamed: usize, errno: i32) -> PostError {
+    let index = at.map_or(unnamed, |at| usize::try_from(at).unwrap_or(0));
     PostError {
         index,
         reason: convert::post_reason(errno),

@@ -116,6 +116,7 @@ impl Worker {
             if !conn.channel.poll_post(&mut post) {
                 break;
             }
+            let has_others = conn.channel.outstanding() > 1;
             let (pool, lkey) = (self.pool.memory(), conn.rdma.hardware.pool_key);
             let built = self.chain.build(post.requests.drain(..), pool, lkey);
             let send = post.send.take().map(|send| ChainSend {
@@ -143,6 +144,10 @@ impl Worker {
             match posted {
                 Posted::Whole => {}
                 Posted::Part => self.end_torn_chain(key, Work::IserTorn(post.chain)),
+                // An earlier portion of the same transfer may be under way in the same buffer.
+                Posted::Nothing if has_others => {
+                    self.end_torn_chain(key, Work::IserTorn(post.chain));
+                }
                 Posted::Nothing => self.on_iser_posted(key, post.chain, false),
             }
         }

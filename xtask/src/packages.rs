@@ -127,7 +127,12 @@ pub(crate) fn have_program(name: &str) -> Result<(), Failure> {
     if !may_install(&format!("{name}, from crates.io")) {
         return Err(format!("{name} is missing").into());
     }
-    sh::output(&mut sh::cargo(["install", "-q", name, "--locked"])).map(drop)
+    let mut install = sh::cargo(["install", "-q", name, "--locked"]);
+    if name == "mdbook" {
+        // Its server and its search take most of the time to build, and are not for pages here.
+        install.arg("--no-default-features");
+    }
+    sh::output(&mut install).map(drop)
 }
 
 /// Announces what is to be installed; asks for permission where a person can answer.

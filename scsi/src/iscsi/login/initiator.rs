@@ -184,6 +184,8 @@ impl InitiatorLogin {
         response: &LoginResponse,
         data: &[u8],
     ) -> Result<LoginStep, LoginError> {
+        // What this response brings may ask for another stage, but with the next request only.
+        let asked = self.wants;
         self.rounds += 1;
         // A target that answers for ever without T would keep the login going, each answer in
         // time.
@@ -219,7 +221,7 @@ impl InitiatorLogin {
         match response.flags.transit {
             // A target must not go on where it was not asked to (RFC 7143 11.13.6), and could skip
             // CHAP so.
-            Some(next) if Some(next) != self.wants => {
+            Some(next) if Some(next) != asked => {
                 Err(LoginError::Protocol("a stage that was not asked for"))
             }
             Some(next) => self.enter(next, response.tsih, answer),

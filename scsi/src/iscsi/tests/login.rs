@@ -504,6 +504,35 @@ fn a_digest_that_was_not_offered_is_not_taken() {
     assert!(matches!(end, Err(LoginError::Protocol(_))), "{end:?}");
 }
 
+/// RFC 7143 11.13.6: a challenge and the way out of its stage cannot come in one response, or the
+/// proof would go in a stage that has none.
+#[test]
+fn a_stage_is_left_only_by_a_request_that_asked_for_it() {
+    let to_operational = response(Security, Some(Operational));
+    let not_asked = Err(LoginError::Protocol("a stage that was not asked for"));
+    let with_secret = || {
+        let config = InitiatorConfig {
+            credentials: Some(credentials("alice", "alice has a secret")),
+            ..config()
+        };
+        let mut login = InitiatorLogin::new(config, [1; 33]);
+        let (first, _) = login.poll_request().unwrap();
+        assert_eq!(first.flags.transit, None);
+        login
+    };
+    let mut login = with_secret();
+    let step = login.handle_response(&response(Security, None), b"AuthMethod=CHAP\0");
+    assert_eq!(step, Ok(LoginStep::Send));
+    let (second, _) = login.poll_request().unwrap();
+    assert_eq!(second.flags.transit, None);
+    let challenge = b"CHAP_A=5\0CHAP_I=1\0CHAP_C=0x0102\0";
+    assert_eq!(login.handle_response(&to_operational, challenge), not_asked);
+    assert_eq!(login.poll_request(), None);
+    let mut login = with_secret();
+    let end = login.handle_response(&to_operational, b"AuthMethod=None\0");
+    assert_eq!(end, not_asked);
+}
+
 #[test]
 fn both_sides_agree() {
     let mut gate = Gate::new(Auth::None);

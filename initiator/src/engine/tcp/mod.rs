@@ -14,6 +14,7 @@ mod send;
 mod socket;
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use riser_memory::MemSlice;
@@ -92,13 +93,15 @@ impl TcpConn {
         Ok(sent_any)
     }
 
-    /// Looks how much the peer has acknowledged since the last look. Returns that position in the
-    /// stream if there was more.
-    pub(super) fn poll_acknowledged(&mut self) -> Option<u64> {
+    /// Looks how much the peer has acknowledged since the last look. Returns that part of the
+    /// stream if there is one.
+    pub(super) fn poll_acknowledged(&mut self) -> Option<Range<u64>> {
         let position = self.outgoing.position();
         let acknowledged = position.saturating_sub(self.socket.unacknowledged());
+        // A socket that counts the memory of unread bytes may say less than before.
+        let acknowledged = acknowledged.max(self.acknowledged);
         let last = std::mem::replace(&mut self.acknowledged, acknowledged);
-        (acknowledged > last).then_some(acknowledged)
+        (acknowledged > last).then_some(last..acknowledged)
     }
 
     /// Receives once; how many bytes came, `None` where there are none.

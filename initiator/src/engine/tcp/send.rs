@@ -18,7 +18,7 @@ use riser_scsi::iscsi::pdu::DataOut;
 use super::{cut, read_parts};
 use crate::block::Buffer;
 use crate::engine::io::Io;
-use crate::iscsi::session::{ControlPdu, DataOrder, IscsiSession, MAX_CONTROLS};
+use crate::iscsi::session::{ControlKind, ControlPdu, DataOrder, IscsiSession, MAX_CONTROLS};
 use crate::request::RequestId;
 
 /// A batch takes no further PDU once it has this many bytes.
@@ -74,8 +74,10 @@ impl<'a> Source<'a> {
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Outgoing {
     queue: VecDeque<Item>,
-    /// Control PDUs in the queue.
-    controls: usize,
+    /// Control PDUs in the queue, by kind.
+    controls: [usize; 3],
+    /// Position before the last control PDU that is in the batch or has left, by kind.
+    starts: [u64; 3],
     /// The sequence that is being sent.
     sequence: Option<Sequence>,
     digests: Digests,
@@ -88,10 +90,6 @@ pub(in crate::engine) struct Outgoing {
     position: u64,
     /// Position behind the last item of a request, by request.
     ends: Vec<u64>,
-    /// Position behind the last control PDU.
-    controls_end: u64,
-    /// Control PDUs in the batch.
-    has_controls: bool,
     /// Items of a request that wait or are in the batch, by request.
     pending: Vec<u16>,
     /// Requests whose items end with the batch.
@@ -115,8 +113,10 @@ impl Outgoing {
                 }
                 self.pending[at] += 1;
             }
-            Item::Control(_) if self.controls == MAX_CONTROLS => return false,
-            Item::Control(_) => self.controls += 1,
+            Item::Control(_) if self.controls.iter().sum::<usize>() == MAX_CONTROLS => {
+                return false;
+            }
+            Item::Control(pdu) => self.controls[pdu.kind() as usize] += 1,
             Item::Params(..) => {}
         }
         self.queue.push_back(item);
@@ -135,9 +135,10 @@ impl Outgoing {
         self.is_pending(request) || end.is_some_and(|end| *end > acknowledged)
     }
 
-    /// The same for control PDUs.
-    pub(in crate::engine) fn is_control_under_way(&self, acknowledged: u64) -> bool {
-        self.controls > 0 || self.has_controls || self.controls_end > acknowledged
+    /// Returns whether the last control PDU of a kind waits to be sent, or has bytes before it that
+    /// lie beyond the first `acknowledged` bytes of the stream. Its own bytes do not count.
+    pub(in crate::engine) fn is_behind(&self, kind: ControlKind, acknowledged: u64) -> bool {
+        self.controls[kind as usize] > 0 || self.starts[kind as usize] > acknowledged
     }
 
     /// A sequence that has left.
@@ -182,9 +183,6 @@ impl Outgoing {
             self.pending[request.0 as usize] -= 1;
             self.ends[request.0 as usize] = self.position;
         }
-        if std::mem::take(&mut self.has_controls) {
-            self.controls_end = self.position;
-        }
         self.done.append(&mut self.ended);
     }
 
@@ -205,8 +203,10 @@ impl Outgoing {
                     (self.digests, self.max_segment) = (digests, max_segment);
                 }
                 Some(Item::Control(pdu)) => {
-                    self.controls -= 1;
-                    self.has_controls = true;
+                    let kind = pdu.kind() as usize;
+                    self.controls[kind] -= 1;
+                    // All of the batch before this one has left.
+                    self.starts[kind] = self.position + self.len as u64;
                     let start = self.heads.len();
                     frame::put(pdu.bhs, &[], &pdu.data, self.digests, &mut self.heads);
                     self.push_head(start);
@@ -321,9 +321,13 @@ impl Outgoing {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use riser_scsi::iscsi::BHS_LEN;
 
     use super::*;
+    use crate::iscsi::session::PING_TAG;
+    use crate::iscsi::session::fixture::config;
 
     #[test]
     fn a_target_that_pings_and_does_not_read_fills_no_memory() {
@@ -338,5 +342,43 @@ mod tests {
             .take_while(|_| outgoing.push(control()))
             .count();
         assert_eq!(taken, MAX_CONTROLS);
+    }
+
+    #[test]
+    fn a_ping_is_behind_what_was_sent_before_it_only() {
+        let session = IscsiSession::new(config(), Instant::now());
+        let source = Source {
+            session: &session,
+            ios: &[],
+        };
+        let mut outgoing = Outgoing::default();
+        let push = |outgoing: &mut Outgoing, itt: u32| {
+            let mut bhs = [0; BHS_LEN];
+            bhs[16..20].copy_from_slice(&itt.to_be_bytes());
+            let data = Vec::new();
+            assert!(outgoing.push(Item::Control(ControlPdu { bhs, data })));
+        };
+        let ping = PING_TAG.0;
+        for itt in [1, 2, ping, 3] {
+            push(&mut outgoing, itt);
+        }
+        assert!(outgoing.is_behind(ControlKind::Ping, 0), "it waits");
+        assert!(outgoing.fill(&source));
+        for (acknowledged, is_behind) in [(0, true), (95, true), (96, false), (97, false)] {
+            assert_eq!(
+                outgoing.is_behind(ControlKind::Ping, acknowledged),
+                is_behind
+            );
+        }
+        outgoing.advance(4 * BHS_LEN);
+        // Another batch: what comes behind the ping does not count.
+        push(&mut outgoing, 4);
+        assert!(outgoing.fill(&source));
+        assert!(!outgoing.is_behind(ControlKind::Ping, 96));
+        push(&mut outgoing, ping);
+        outgoing.advance(BHS_LEN);
+        assert!(outgoing.fill(&source));
+        assert!(outgoing.is_behind(ControlKind::Ping, 4 * 48));
+        assert!(!outgoing.is_behind(ControlKind::Ping, 5 * 48));
     }
 }

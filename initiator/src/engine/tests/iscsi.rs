@@ -85,14 +85,20 @@ impl Peer {
     }
 
     /// Sends a PDU with the next status number.
-    fn send(&mut self, mut bhs: [u8; BHS_LEN], data: &[u8]) {
+    fn send(&mut self, bhs: [u8; BHS_LEN], data: &[u8]) {
+        let out = self.pdu_of(bhs, data);
+        self.stream.write_all(&out).unwrap();
+    }
+
+    /// Bytes of a PDU with the next status number.
+    fn pdu_of(&mut self, mut bhs: [u8; BHS_LEN], data: &[u8]) -> Vec<u8> {
         bhs[24..28].copy_from_slice(&self.stat_sn.to_be_bytes());
         bhs[28..32].copy_from_slice(&self.exp_cmd_sn.to_be_bytes());
         bhs[32..36].copy_from_slice(&(self.exp_cmd_sn + 63).to_be_bytes());
         self.stat_sn += 1;
         let mut out = Vec::new();
         frame::put(bhs, &[], data, Digests::default(), &mut out);
-        self.stream.write_all(&out).unwrap();
+        out
     }
 
     /// Answers the login requests of a session without CHAP.
@@ -158,17 +164,23 @@ struct Written {
     end: Box<dyn FnMut() -> Option<IoEnd>>,
 }
 
+/// A session and its target's end of the connection.
+fn logged_in() -> (Client, Session, Peer) {
+    let client = client();
+    let url = "iscsi://127.0.0.9/iqn.2026-01.com.example:disk/0";
+    let url: IscsiUrl = url.parse().unwrap();
+    let connect = client.connect(&url);
+    let mut connecting = begin(connect);
+    let mut peer = Peer::accept();
+    peer.log_in();
+    let session = block_on(connecting.as_mut()).unwrap();
+    drop(connecting);
+    (client, session, peer)
+}
+
 impl Written {
     fn new() -> Self {
-        let client = client();
-        let url = "iscsi://127.0.0.9/iqn.2026-01.com.example:disk/0";
-        let url: IscsiUrl = url.parse().unwrap();
-        let connect = client.connect(&url);
-        let mut connecting = begin(connect);
-        let mut peer = Peer::accept();
-        peer.log_in();
-        let session = block_on(connecting.as_mut()).unwrap();
-        drop(connecting);
+        let (client, session, mut peer) = logged_in();
         let buffer = block_on(client.buffers().take(LEN as usize));
         let range = BlockRange {
             lba: 0,
@@ -284,5 +296,28 @@ fn data_that_do_not_leave_end_the_connection() {
     Peer::accept();
     let took = world::now() - begun;
     assert!(took < 3 * timing().attempt, "{took:?}");
+    written.client.shutdown();
+}
+
+/// That the host of a target takes a ping does not show that the target reads it.
+#[test]
+fn a_target_whose_host_takes_everything_is_left_when_it_says_nothing() {
+    let mut written = Written::new();
+    let mut data = written.immediate;
+    while data < LEN {
+        data += written.peer.pdu().1;
+    }
+    written.peer.answer(&written.command);
+    let begun = world::now();
+    let mut next = None;
+    eventually("another connection", || {
+        // Nothing is left in a stream that the session has closed.
+        written.peer.read(8192);
+        next = next.take().or_else(world::accept_tcp);
+        next.is_some()
+    });
+    let took = world::now() - begun;
+    let pings = 2 * crate::session::PING;
+    assert!(took < pings + Duration::from_secs(1), "{took:?}");
     written.client.shutdown();
 }

@@ -52,8 +52,10 @@ use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::iscsi::text::Collector;
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
 
-pub use self::types::{CommandPdu, ControlPdu, DataOrder, Output, Placement, SessionConfig};
-use self::types::{ConnState, Slot};
+pub use self::types::{
+    CommandPdu, ControlKind, ControlPdu, DataOrder, Output, Placement, SessionConfig,
+};
+use self::types::{ConnState, Ping, Slot};
 use crate::session::{Core, CoreConfig, SessionState};
 
 /// Longest wait for the answer to a logout.
@@ -63,12 +65,17 @@ const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
 /// answers to NOP-Ins, of up to 8 KiB each.
 pub const MAX_CONTROLS: usize = 64;
 
+/// Longest silence of a target before it is left, in spans of [`SessionConfig::ping`], however
+/// slowly arrives what was sent before the ping: with the usual 5 seconds as long as a request has,
+/// which may be one write that takes all of its time.
+const MAX_SILENCE: u32 = 12;
+
 /// Redirections followed in a row.
 const MAX_REDIRECTIONS: u8 = 4;
 
 /// Tags of what is not a command; commands have smaller low halves.
 const TMF_TAG: u32 = 0xfff1;
-const PING_TAG: Itt = Itt(0xfff2);
+pub(crate) const PING_TAG: Itt = Itt(0xfff2);
 const LOGOUT_TAG: Itt = Itt(0xfff3);
 const TEXT_TAG: Itt = Itt(0xfff4);
 
@@ -91,8 +98,8 @@ pub struct IscsiSession {
     exp_stat_sn: StatSn,
     /// Number of the last task-management request, a part of its tag.
     tmf_serial: u16,
-    /// A ping is unanswered, until then.
-    pinged: Option<Instant>,
+    /// The ping that is unanswered.
+    pinged: Option<Ping>,
     targets: Collector,
 }
 

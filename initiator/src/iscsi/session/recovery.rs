@@ -6,8 +6,8 @@ use riser_scsi::iscsi::pdu::{NopOut, TmfFunction, TmfRequest};
 use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
 use riser_scsi::lun::WireLun;
 
-use super::types::ConnState;
-use super::{ControlPdu, IscsiSession, Output, PING_TAG, TMF_TAG};
+use super::types::{ConnState, Ping};
+use super::{ControlPdu, IscsiSession, MAX_SILENCE, Output, PING_TAG, TMF_TAG};
 use crate::request::table::AttemptEnd;
 use crate::session::{ConnectError, Core, Down, TaskFunction, TaskManager};
 
@@ -33,11 +33,13 @@ impl IscsiSession {
         }
         let due = self.core.ping_at();
         match self.pinged {
-            Some(until) if until <= now => self.tear_down(Down::Unresponsive, false),
-            Some(until) => self.core.arm(until),
+            Some(ping) if ping.until <= now => self.tear_down(Down::Unresponsive, false),
+            Some(ping) => self.core.arm(ping.until),
             None if due <= now => {
                 let until = now + self.core.ping;
-                self.pinged = Some(until);
+                let limit = self.core.last_heard + self.core.ping * MAX_SILENCE;
+                let limit = limit.max(until);
+                self.pinged = Some(Ping { until, limit });
                 self.core.arm(until);
                 self.send_nop(PING_TAG, Ttt::NONE, [0; 8], Vec::new());
             }

@@ -7,7 +7,7 @@ use riser_scsi::iscsi::{Itt, Ttt};
 use riser_scsi::srp::TaskAttr;
 
 use super::types::{ConnState, Task};
-use super::{CommandPdu, DataOrder, IscsiSession, Output};
+use super::{CommandPdu, ControlKind, DataOrder, IscsiSession, Output};
 use crate::request::table::AttemptEnd;
 use crate::request::{DataLen, RequestId};
 
@@ -159,20 +159,22 @@ impl IscsiSession {
         }
     }
 
-    /// Some of what was sent has arrived at the target: it reads, however slowly. What still is on
-    /// its way behind that is not late: the requests that `is_under_way` names, and with
-    /// `is_control_under_way` the task-management function. Nor is the ping, which may wait in a
-    /// buffer of the target's host.
+    /// Some of what was sent has arrived at the target's host. What is on its way behind that is not
+    /// late: the requests that `is_under_way` names, and the last PDUs of the kinds that `is_behind`
+    /// names. A PDU that has arrived itself has no more time, since a host takes bytes also for a
+    /// target that hangs.
     pub fn handle_progress(
         &mut self,
         is_under_way: impl Fn(RequestId) -> bool,
-        is_control_under_way: bool,
+        is_behind: impl Fn(ControlKind) -> bool,
         now: Instant,
     ) {
-        if let Some(until) = &mut self.pinged {
-            *until = now + self.core.ping;
+        if let Some(ping) = &mut self.pinged
+            && is_behind(ControlKind::Ping)
+        {
+            ping.until = (now + self.core.ping).min(ping.limit);
         }
-        if is_control_under_way {
+        if is_behind(ControlKind::Function) {
             self.core.functions.on_progress(0, now);
         }
         self.core.requests.on_progress_where(is_under_way, now);

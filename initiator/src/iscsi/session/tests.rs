@@ -190,6 +190,11 @@ impl Rig {
         self.session.handle_gone(self.now);
     }
 
+    /// Something has arrived of all that is on its way.
+    fn progress(&mut self) {
+        self.session.handle_progress(|_| true, |_| true, self.now);
+    }
+
     fn reconnecting(&mut self, why: Down) {
         assert_eq!(self.next(), Output::Event(SessionEvent::Reconnecting(why)));
         self.advance(SEC);
@@ -253,7 +258,7 @@ fn only_what_is_on_its_way_has_more_time() {
         rig.advance(SEC);
         rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
         rig.session
-            .handle_progress(|id| id == moving, false, rig.now);
+            .handle_progress(|id| id == moving, |_| false, rig.now);
         rig.idle();
     }
     rig.advance(SEC);
@@ -263,13 +268,34 @@ fn only_what_is_on_its_way_has_more_time() {
     // The abort is behind the data of the other one.
     for _ in 0..3 {
         rig.session
-            .handle_progress(|id| id == moving, true, rig.now);
+            .handle_progress(|id| id == moving, |_| true, rig.now);
         rig.advance(SEC / 2);
         rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
         rig.idle();
     }
     rig.advance(SEC / 2);
     assert_eq!(rig.sent().bhs[1], 0x85, "LOGICAL UNIT RESET");
+}
+
+/// A ping may wait behind data that arrive slowly, but not for ever.
+#[test]
+fn a_silent_target_is_left_however_slowly_bytes_arrive() {
+    let mut rig = Rig::live();
+    let begun = rig.now;
+    rig.advance(3 * SEC);
+    rig.sent();
+    while rig.now < begun + 35 * SEC {
+        rig.idle();
+        rig.now += SEC;
+        rig.progress();
+        rig.advance(Duration::ZERO);
+    }
+    rig.idle();
+    rig.now += SEC;
+    rig.progress();
+    rig.advance(Duration::ZERO);
+    rig.gone();
+    rig.reconnecting(Down::Unresponsive);
 }
 
 fn states() -> [ConnState; 6] {

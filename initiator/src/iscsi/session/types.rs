@@ -7,12 +7,14 @@ use riser_scsi::iscsi::frame::Digests;
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::ConnectionParams;
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
+use riser_scsi::iscsi::pdu::Opcode;
 use riser_scsi::iscsi::{BHS_LEN, CmdSn, Isid, Itt, Ttt};
 use riser_scsi::lun::WireLun;
 use riser_state::State;
 
 #[cfg(doc)]
 use super::IscsiSession;
+use super::PING_TAG;
 use crate::request::{DataLen, RequestId, RequestResult};
 use crate::session::{SessionEvent, SessionOutput, Timing};
 
@@ -61,6 +63,38 @@ pub struct ControlPdu {
     pub bhs: [u8; BHS_LEN],
     /// Data segment, without padding.
     pub data: Vec<u8>,
+}
+
+impl ControlPdu {
+    /// The kind of the PDU, by its opcode and tag.
+    #[must_use]
+    pub fn kind(&self) -> ControlKind {
+        match Opcode::of(&self.bhs) {
+            Ok(Opcode::NopOut) if self.bhs[16..20] == PING_TAG.0.to_be_bytes() => ControlKind::Ping,
+            Ok(Opcode::TmfRequest) => ControlKind::Function,
+            _ => ControlKind::Other,
+        }
+    }
+}
+
+/// Kind of a [`ControlPdu`]. There is one ping and one function at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ControlKind {
+    /// The NOP-Out that a silent target is to answer.
+    Ping,
+    /// A task-management function.
+    Function,
+    /// Any other, whose answer has no time of its own.
+    Other,
+}
+
+/// A ping that is unanswered.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ping {
+    /// The target is left then.
+    pub(super) until: Instant,
+    /// The latest time for that.
+    pub(super) limit: Instant,
 }
 
 /// A command to send.

@@ -70,11 +70,11 @@ impl TcpMover {
         let Some(conn) = &mut self.conn else {
             return;
         };
-        if let Some(acknowledged) = conn.poll_acknowledged() {
+        if let Some(arrived) = conn.poll_acknowledged() {
             let outgoing = &conn.outgoing;
             machine.handle_progress(
-                |request| outgoing.is_under_way(request, acknowledged),
-                outgoing.is_control_under_way(acknowledged),
+                |request| outgoing.is_under_way(request, arrived.end),
+                |kind| outgoing.is_behind(kind, arrived.start),
                 now,
             );
         }

@@ -125,6 +125,8 @@ pub(crate) struct Limits {
     pub(crate) attempts: u8,
     /// Longest wait for an attempt's answer, and then for its memory.
     pub(crate) attempt: Duration,
+    /// Longest wait for the end of an abort after the request's deadline.
+    pub(crate) abort: Duration,
     /// Wait before a command is repeated that the target was too busy for; doubles with every
     /// attempt.
     pub(crate) busy: Duration,
@@ -302,16 +304,29 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         until
     }
 
-    /// Data of a request have moved: what is missing (more data, the answer, the memory) has as
-    /// long again, up to the request's deadline. Linux counts the same way
-    /// (`iscsi_eh_cmd_timed_out`).
+    /// Data of a request have moved: what is missing has as long again. Linux counts the same way
+    /// (`iscsi_eh_cmd_timed_out`). More data and the answer are awaited up to the request's deadline
+    /// ([`Self::plan_late`]), and the memory for one attempt's time behind that, or a target that
+    /// takes a byte now and then would have the request for ever.
     pub(crate) fn on_progress(&mut self, index: u32, now: Instant) {
-        let request = self.slab.get_mut(index as usize);
-        if let Some(RequestState::Started { until, .. } | RequestState::Retiring { until, .. }) =
-            request.map(|r| &mut r.state)
-        {
-            *until = now + self.limits.attempt;
+        let Some(request) = self.slab.get_mut(index as usize) else {
+            return;
+        };
+        let again = now + self.limits.attempt;
+        let last = request.spec.deadline + self.limits.attempt;
+        match &mut request.state {
+            RequestState::Started { until, .. } => *until = again,
+            RequestState::Retiring { until, .. } => *until = again.min(last.max(*until)),
+            _ => {}
         }
+    }
+
+    /// Returns whether no request that is being aborted is past its deadline.
+    pub(crate) fn are_aborts_in_time(&self, now: Instant) -> bool {
+        let is_late = |r: &Request<T>| {
+            matches!(r.state, RequestState::Aborting { .. }) && r.spec.deadline <= now
+        };
+        !self.slab.iter().any(|(_, request)| is_late(request))
     }
 
     /// The same for each request that is on its way.
@@ -432,7 +447,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                 }
                 // Memory may be late after the request's deadline, at which its attempt is aborted.
                 RequestState::Retiring { until, .. } => until,
-                RequestState::Aborting { .. } => continue,
+                // Each function has its own time, but many aborts may wait for each other.
+                RequestState::Aborting { .. } => request.spec.deadline + self.limits.abort,
             };
             if at <= now {
                 late.push(request.late(index as u32));
@@ -531,6 +547,7 @@ mod tests {
         requests: 4,
         attempts: 4,
         attempt: Duration::from_secs(30),
+        abort: Duration::from_secs(15),
         busy: Duration::from_millis(5),
     };
 

@@ -14,6 +14,10 @@ use crate::request::{
     Answer, Effect, RequestError, RequestId, RequestResult, RequestSpec, may_change_unit,
 };
 
+/// Functions that a late command may take one after the other: ABORT TASK, LOGICAL UNIT RESET and
+/// TARGET WARM RESET.
+const LADDER: u32 = 3;
+
 /// The outputs that the machines of both protocols have.
 pub(crate) trait SessionOutput {
     /// The request is over.
@@ -29,7 +33,8 @@ pub(crate) enum Expired {
     Nothing,
     /// The target, which has it on that channel, is to be asked to abort it.
     Abort(u8),
-    /// The connection does not give its memory back, and is to be left.
+    /// It is not aborted in time, or the connection does not give its memory back: the connection is
+    /// to be left.
     Leave,
 }
 
@@ -75,6 +80,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
                 requests: config.requests,
                 attempts: config.attempts,
                 attempt: config.timing.attempt,
+                abort: config.timing.tsk_mgmt * LADDER,
                 busy: config.timing.busy,
             }),
             functions: TaskFunctions::new(config.channels, config.timing.tsk_mgmt),
@@ -180,6 +186,14 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         late
     }
 
+    /// A function is on its way on a channel, or its answer is, and it has as long again. Past the
+    /// deadline of a request that waits for its abort there is no more time to be had.
+    pub(crate) fn on_function_progress(&mut self, channel: u8, now: Instant) {
+        if self.requests.are_aborts_in_time(now) {
+            self.functions.on_progress(channel, now);
+        }
+    }
+
     /// Handles the end of a request's time.
     pub(crate) fn expire(&mut self, late: Late, now: Instant) -> Expired {
         let request = self.requests.at(late.index);
@@ -194,8 +208,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
                 self.requests.begin_abort(late.index);
                 return Expired::Abort(channel);
             }
-            RequestState::Retiring { .. } => return Expired::Leave,
-            RequestState::Aborting { .. } => {}
+            RequestState::Aborting { .. } | RequestState::Retiring { .. } => return Expired::Leave,
         }
         Expired::Nothing
     }

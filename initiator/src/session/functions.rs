@@ -35,11 +35,20 @@ pub(crate) enum FunctionEnd {
     Failed,
 }
 
+/// A function whose answer is awaited.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    function: TaskFunction,
+    until: Instant,
+    /// It has been given more time.
+    is_extended: bool,
+}
+
 /// Task management on one channel, with one function under way at a time.
 #[derive(Debug, Default)]
 struct ChannelFunctions {
-    /// The function under way, and the time until which its answer is awaited.
-    pending: Option<(TaskFunction, Instant)>,
+    /// The function under way.
+    pending: Option<Pending>,
     /// Requests that wait for their ABORT TASK. Bound: the channel's queue size.
     aborts: VecDeque<Late>,
 }
@@ -83,8 +92,7 @@ impl TaskFunctions {
     /// outstanding on the reset's channel when it is answered was then sent before it, and is ended
     /// by it. The aborts that follow a reset on other channels belong to it.
     pub(crate) fn may_start(&mut self) -> bool {
-        let is_reset =
-            |f: &ChannelFunctions| matches!(f.pending, Some((function, _)) if function.is_reset());
+        let is_reset = |f: &ChannelFunctions| f.pending.is_some_and(|p| p.function.is_reset());
         if self.channels.iter().any(is_reset) {
             return false;
         }
@@ -115,27 +123,35 @@ impl TaskFunctions {
     /// A function is under way. Returns the time until which its answer is awaited.
     pub(super) fn begin(&mut self, channel: u8, function: TaskFunction, now: Instant) -> Instant {
         let until = now + self.patience;
-        self.at_mut(channel).pending = Some((function, until));
+        self.at_mut(channel).pending = Some(Pending {
+            function,
+            until,
+            is_extended: false,
+        });
         until
     }
 
     /// The time until which the answer to a channel's function is awaited.
     pub(super) fn until(&self, channel: u8) -> Option<Instant> {
-        self.at(channel).pending.map(|(_, until)| until)
+        self.at(channel).pending.map(|pending| pending.until)
     }
 
-    /// The function of a channel is on its way to the target, and has as long again.
+    /// The function of a channel is on its way to the target, or its answer on the way back, and it
+    /// has as long again. A reset has so once, since nothing is started before it is over.
     pub(crate) fn on_progress(&mut self, channel: u8, now: Instant) {
         let until = now + self.patience;
-        if let Some((_, pending)) = &mut self.at_mut(channel).pending {
-            *pending = until;
+        if let Some(pending) = &mut self.at_mut(channel).pending
+            && !(pending.is_extended && pending.function.is_reset())
+        {
+            pending.until = until;
+            pending.is_extended = true;
         }
     }
 
     /// Takes the function that is under way, which is over.
     pub(super) fn take(&mut self, channel: u8) -> Option<TaskFunction> {
         let pending = self.at_mut(channel).pending.take();
-        pending.map(|(function, _)| function)
+        pending.map(|pending| pending.function)
     }
 
     fn at(&self, channel: u8) -> &ChannelFunctions {

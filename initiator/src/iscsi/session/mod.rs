@@ -19,8 +19,10 @@
 //! either. The time of an attempt, of its memory, of a function and of a ping begins again while
 //! they are on their way to a target that takes what was sent before them
 //! ([`IscsiSession::handle_progress`]), and that of an attempt with each R2T and Data-In: a slow
-//! network is no silent target. The request's deadline bounds all of it. A target that says nothing
-//! for a while is pinged; one that does not answer is left.
+//! network is no silent target. The request's deadline bounds all of it: past that nothing has more
+//! time, an abort and the resets that follow it have three times that of a function, and memory has
+//! that of an attempt behind its abort. A target that says nothing for a while is pinged; one that
+//! does not answer is left.
 //!
 //! # Replay
 //! Error recovery level 0: each failure on the connection ends it, and the session logs in

@@ -175,7 +175,7 @@ impl IscsiSession {
             ping.until = (now + self.core.ping).min(ping.limit);
         }
         if is_behind(ControlKind::Function) {
-            self.core.functions.on_progress(0, now);
+            self.core.on_function_progress(0, now);
         }
         self.core.requests.on_progress_where(is_under_way, now);
     }

@@ -298,6 +298,103 @@ fn a_silent_target_is_left_however_slowly_bytes_arrive() {
     rig.reconnecting(Down::Unresponsive);
 }
 
+/// Lets a second pass in which the target speaks and takes bytes.
+fn dribble(rig: &mut Rig) {
+    rig.now += SEC;
+    rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+    rig.progress();
+    rig.advance(Duration::ZERO);
+}
+
+#[test]
+fn a_target_that_only_takes_bytes_holds_no_request_beyond_its_deadline() {
+    let mut rig = Rig::live();
+    let id = rig.submit(out(512, 0));
+    rig.started();
+    for _ in 0..60 {
+        rig.idle();
+        dribble(&mut rig);
+    }
+    // Its time is over, and nothing gives the functions more.
+    for function in [0x81, 0x85, 0x86] {
+        assert_eq!(rig.sent().bhs[1], function);
+        dribble(&mut rig);
+    }
+    rig.gone();
+    assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
+    rig.reconnecting(Down::Unresponsive);
+}
+
+#[test]
+fn memory_comes_back_some_time_after_the_deadline_however_slowly_bytes_arrive() {
+    let mut rig = Rig::live();
+    let id = rig.submit(out(512, 0));
+    rig.started();
+    for _ in 0..60 {
+        dribble(&mut rig);
+    }
+    let abort = rig.sent();
+    rig.receive(bhs(0x22, 0x80, word(&abort.bhs, 16)), &[]);
+    assert_eq!(rig.next(), Output::Retire(id));
+    for _ in 0..10 {
+        rig.idle();
+        dribble(&mut rig);
+    }
+    rig.gone();
+    assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
+    rig.reconnecting(Down::Unresponsive);
+}
+
+/// A reset has more time once: nothing is sent behind it.
+#[test]
+fn a_reset_does_not_wait_behind_slow_data_for_long() {
+    let mut rig = Rig::live();
+    rig.submit(out(512, 0));
+    rig.started();
+    for _ in 0..10 {
+        rig.advance(SEC);
+        rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+    }
+    let abort = rig.sent();
+    let mut refused = bhs(0x22, 0x80, word(&abort.bhs, 16));
+    refused[2] = 5;
+    rig.receive(refused, &[]);
+    assert_eq!(rig.sent().bhs[1], 0x85, "LOGICAL UNIT RESET");
+    for _ in 0..3 {
+        rig.idle();
+        rig.now += SEC / 2;
+        rig.progress();
+        rig.advance(Duration::ZERO);
+    }
+    assert_eq!(rig.sent().bhs[1], 0x86, "TARGET WARM RESET");
+}
+
+/// The aborts of many requests wait for each other, but no longer than one of them may take.
+#[test]
+fn aborts_that_are_answered_slowly_hold_no_request_beyond_its_deadline() {
+    let mut rig = Rig::live();
+    let ids: Vec<_> = (0..4).map(|_| rig.submit(READ)).collect();
+    for _ in &ids {
+        rig.started();
+    }
+    for _ in 0..60 {
+        dribble(&mut rig);
+    }
+    let mut abort = rig.sent();
+    for id in &ids[..3] {
+        rig.advance(9 * SEC / 10);
+        rig.receive(bhs(0x22, 0x80, word(&abort.bhs, 16)), &[]);
+        assert_eq!(rig.next(), Output::Retire(*id));
+        abort = rig.sent();
+        rig.session.handle_retired(*id, rig.now);
+        assert_eq!(rig.completed(*id), Err(RequestError::TimedOut));
+    }
+    rig.advance(3 * SEC / 10);
+    rig.gone();
+    assert_eq!(rig.completed(ids[3]), Err(RequestError::TimedOut));
+    rig.reconnecting(Down::Unresponsive);
+}
+
 fn states() -> [ConnState; 6] {
     let until = Instant::now();
     [

@@ -305,9 +305,9 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     }
 
     /// Data of a request have moved: what is missing has as long again. Linux counts the same way
-    /// (`iscsi_eh_cmd_timed_out`). More data and the answer are awaited up to the request's deadline
-    /// ([`Self::plan_late`]), and the memory for one attempt's time behind that, or a target that
-    /// takes a byte now and then would have the request for ever.
+    /// (`iscsi_eh_cmd_timed_out`). More data and the answer are awaited up to the request's
+    /// deadline ([`Self::plan_late`]), and the memory for one attempt's time behind that, or a
+    /// target that takes a byte now and then would have the request for ever.
     pub(crate) fn on_progress(&mut self, index: u32, now: Instant) {
         let Some(request) = self.slab.get_mut(index as usize) else {
             return;

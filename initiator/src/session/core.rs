@@ -33,8 +33,8 @@ pub(crate) enum Expired {
     Nothing,
     /// The target, which has it on that channel, is to be asked to abort it.
     Abort(u8),
-    /// It is not aborted in time, or the connection does not give its memory back: the connection is
-    /// to be left.
+    /// It is not aborted in time, or the connection does not give its memory back: the connection
+    /// is to be left.
     Leave,
 }
 
@@ -186,8 +186,8 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         late
     }
 
-    /// A function is on its way on a channel, or its answer is, and it has as long again. Past the
-    /// deadline of a request that waits for its abort there is no more time to be had.
+    /// The function of a channel is on its way to the target, and has as long again, unless the
+    /// deadline of a request that waits for its abort is over.
     pub(crate) fn on_function_progress(&mut self, channel: u8, now: Instant) {
         if self.requests.are_aborts_in_time(now) {
             self.functions.on_progress(channel, now);

@@ -136,8 +136,8 @@ impl TaskFunctions {
         self.at(channel).pending.map(|pending| pending.until)
     }
 
-    /// The function of a channel is on its way to the target, or its answer on the way back, and it
-    /// has as long again. A reset has so once, since nothing is started before it is over.
+    /// The function of a channel is on its way to the target, and has as long again. A reset has so
+    /// once, since nothing is started before it is over.
     pub(crate) fn on_progress(&mut self, channel: u8, now: Instant) {
         let until = now + self.patience;
         if let Some(pending) = &mut self.at_mut(channel).pending

@@ -49,7 +49,8 @@ pub trait Machine {
     /// login is tried.
     fn leave(&mut self, _why: Down, _last: bool, _now: Instant) {}
 
-    /// The time of the target's last message, on the connection that there is, or was last.
+    /// The time at which something of the target last arrived, on the connection that there is, or
+    /// was last.
     fn last_heard(&self) -> Option<Instant> {
         None
     }

@@ -1,8 +1,8 @@
 //! The stream that arrives: PDUs, and data into the buffers of their commands.
 
 use riser_memory::MemSlice;
-use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iscsi::frame::{DataDigest, Digests, Frame, FrameError, Framer, digest, padding};
+use riser_scsi::iscsi::{BHS_LEN, Itt};
 
 use super::{cut, read_parts};
 use crate::iscsi::session::Placement;
@@ -165,6 +165,15 @@ impl Incoming {
         let (used, frame) = self.framer.next(input)?;
         self.start += used;
         Ok(frame.map(Item::Pdu))
+    }
+
+    /// Tag of the command whose data are arriving.
+    pub(in crate::engine) fn arriving(&self) -> Option<Itt> {
+        let arriving = self.arriving.as_ref().filter(|a| !a.is_discarded)?;
+        let bhs = &arriving.bhs;
+        Some(Itt(u32::from_be_bytes([
+            bhs[16], bhs[17], bhs[18], bhs[19],
+        ])))
     }
 
     /// Looks at the first byte of a connection: a target answers a login before anything else.

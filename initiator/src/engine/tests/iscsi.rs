@@ -321,3 +321,48 @@ fn a_target_whose_host_takes_everything_is_left_when_it_says_nothing() {
     assert!(took < pings + Duration::from_secs(1), "{took:?}");
     written.client.shutdown();
 }
+
+/// A slow network has long for one Data-In, which is no silence of the target and no lateness of
+/// the command.
+#[test]
+fn data_that_arrive_slowly_end_no_connection() {
+    let (client, session, mut peer) = logged_in();
+    let buffer = block_on(client.buffers().take(LEN as usize));
+    let range = BlockRange {
+        lba: 0,
+        blocks: LEN / 512,
+    };
+    let io = ScsiIo::new(
+        LunId::new(0).unwrap(),
+        Command::read(range, LEN),
+        IoData::One(buffer),
+        Duration::from_secs(60),
+    );
+    let mut read = begin(session.submit(io));
+    let (command, _) = peer.pdu();
+    peer.exp_cmd_sn += 1;
+    let mut data_in = [0; BHS_LEN];
+    // F, and no status.
+    (data_in[0], data_in[1]) = (0x25, 0x80);
+    data_in[16..20].copy_from_slice(&command[16..20]);
+    data_in[20..24].copy_from_slice(&[0xff; 4]);
+    let pdu = peer.pdu_of(data_in, &vec![7; LEN as usize]);
+    peer.stat_sn -= 1;
+    let begun = world::now();
+    for part in pdu.chunks(8192) {
+        pass(Duration::from_millis(500));
+        peer.stream.write_all(part).unwrap();
+        assert_eq!(peer.read(8192), 0, "{:?} later", world::now() - begun);
+    }
+    let took = world::now() - begun;
+    assert!(
+        took > 2 * crate::session::PING,
+        "they arrive slowly: {took:?}"
+    );
+    peer.answer(&command);
+    let end = block_on(read.as_mut());
+    assert_eq!(end.result.unwrap().status, CONFLICT);
+    assert!(world::accept_tcp().is_none(), "there is one connection");
+    drop(read);
+    client.shutdown();
+}

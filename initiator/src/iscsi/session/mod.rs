@@ -18,7 +18,8 @@
 //! TARGET WARM RESET, then a new connection, each when the one before it fails or is not answered
 //! either. The time of an attempt, of its memory, of a function and of a ping begins again while
 //! they are on their way to a target that takes what was sent before them
-//! ([`IscsiSession::handle_progress`]), and that of an attempt with each R2T and Data-In: a slow
+//! ([`IscsiSession::handle_progress`]), and that of an attempt with each R2T and each part of a
+//! Data-In ([`IscsiSession::handle_bytes`]), which also shows that the target is there: a slow
 //! network is no silent target. The request's deadline bounds all of it: past that nothing has more
 //! time, an abort and the resets that follow it have three times that of a function, and memory has
 //! that of an attempt behind its abort. A target that says nothing for a while is pinged; one that

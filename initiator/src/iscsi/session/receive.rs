@@ -27,6 +27,26 @@ struct Ended {
 }
 
 impl IscsiSession {
+    /// Bytes have arrived, which may be a small part of a PDU: the target is not silent. Where they
+    /// end within the data of a Data-In, `arriving` is its tag, and that command is not late.
+    ///
+    /// Task-management functions get no further time: a target that hangs with one command may
+    /// answer others all the time.
+    pub fn handle_bytes(&mut self, arriving: Option<Itt>, now: Instant) {
+        if !self.conn.is_open() {
+            return;
+        }
+        self.core.last_heard = now;
+        if let Some(ping) = &mut self.pinged {
+            // Its answer may be behind them.
+            ping.until = (now + self.core.ping).min(ping.limit);
+        }
+        if let Some(task) = arriving.and_then(|itt| self.task(itt)) {
+            let request = task.request;
+            self.core.requests.on_progress(request, now);
+        }
+    }
+
     /// Takes a PDU that is no Data-In with data.
     pub fn handle_pdu(&mut self, frame: &Frame<'_>, now: Instant) {
         if !self.conn.is_open() {

@@ -159,10 +159,10 @@ impl IscsiSession {
         }
     }
 
-    /// Some of what was sent has arrived at the target's host. What is on its way behind that is not
-    /// late: the requests that `is_under_way` names, and the last PDUs of the kinds that `is_behind`
-    /// names. A PDU that has arrived itself has no more time, since a host takes bytes also for a
-    /// target that hangs.
+    /// Some of what was sent has arrived at the target's host. What is on its way behind that is
+    /// not late: the requests that `is_under_way` names, and the last PDUs of the kinds that
+    /// `is_behind` names. A PDU that has arrived itself gets no further time, since a host takes
+    /// bytes also for a target that hangs.
     pub fn handle_progress(
         &mut self,
         is_under_way: impl Fn(RequestId) -> bool,

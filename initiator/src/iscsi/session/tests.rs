@@ -298,6 +298,68 @@ fn a_silent_target_is_left_however_slowly_bytes_arrive() {
     rig.reconnecting(Down::Unresponsive);
 }
 
+/// The answer to a ping may be behind data that arrive slowly, but not for ever.
+#[test]
+fn a_target_of_which_bytes_arrive_is_there_and_answers_its_ping_some_time() {
+    let mut rig = Rig::live();
+    for _ in 0..20 {
+        rig.now += SEC;
+        rig.session.handle_bytes(None, rig.now);
+        rig.advance(Duration::ZERO);
+        rig.idle();
+    }
+    rig.advance(3 * SEC);
+    rig.sent();
+    for _ in 0..33 {
+        rig.idle();
+        rig.now += SEC;
+        rig.session.handle_bytes(None, rig.now);
+        rig.advance(Duration::ZERO);
+    }
+    rig.gone();
+    rig.reconnecting(Down::Unresponsive);
+}
+
+/// Data of one command excuse no other.
+#[test]
+fn bytes_of_a_data_in_are_progress_of_its_command_until_the_deadline() {
+    let mut rig = Rig::live();
+    let silent = rig.submit(READ);
+    let (_, first) = rig.started();
+    rig.submit(READ);
+    let (_, command) = rig.started();
+    let trickle = |rig: &mut Rig, command: &CommandPdu, seconds: u32| {
+        let itt = Itt(word(&command.bhs, 16));
+        for _ in 0..seconds {
+            rig.idle();
+            rig.now += SEC;
+            rig.session.handle_bytes(Some(itt), rig.now);
+            rig.advance(Duration::ZERO);
+        }
+    };
+    trickle(&mut rig, &command, 10);
+    let abort = rig.sent();
+    assert_eq!(abort.bhs[20..24], first.bhs[16..20], "of {silent:?}");
+    rig.receive(bhs(0x22, 0x80, word(&abort.bhs, 16)), &[]);
+    assert_eq!(rig.next(), Output::Retire(silent));
+    trickle(&mut rig, &command, 10);
+    // Memory that does not come back.
+    rig.gone();
+    let Output::Event(SessionEvent::Reconnecting(_)) = rig.next() else {
+        panic!("no outage");
+    };
+    // The same until the deadline.
+    let mut rig = Rig::live();
+    rig.submit(READ);
+    let (_, command) = rig.started();
+    trickle(&mut rig, &command, 60);
+    for function in [0x81, 0x85, 0x86] {
+        assert_eq!(rig.sent().bhs[1], function);
+        trickle(&mut rig, &command, 1);
+    }
+    rig.gone();
+}
+
 /// Lets a second pass in which the target speaks and takes bytes.
 fn dribble(rig: &mut Rig) {
     rig.now += SEC;

@@ -92,7 +92,8 @@ impl TcpMover {
         }
     }
 
-    /// Takes the next PDU of what has arrived; returns whether there was one.
+    /// Takes the next PDU of what has arrived; returns whether there was one. A part of one that is
+    /// left is no silence.
     fn take(&mut self, machine: &mut IscsiSession, ios: &[Option<Io>], now: Instant) -> bool {
         let Some(conn) = &mut self.conn else {
             return false;
@@ -103,7 +104,10 @@ impl TcpMover {
             io.map_or(&[], |io| io.io.data.buffers())
         };
         match conn.incoming.next(place, buffers) {
-            Ok(None) => return false,
+            Ok(None) => {
+                machine.handle_bytes(conn.incoming.arriving(), now);
+                return false;
+            }
             Ok(Some(Received::Pdu(frame))) => machine.handle_pdu(&frame, now),
             Ok(Some(Received::Data {
                 bhs,

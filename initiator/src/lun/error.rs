@@ -10,6 +10,12 @@ use crate::request::{Answer, GOOD, RequestError};
 /// SCSI status RESERVATION CONFLICT.
 const RESERVATION_CONFLICT: u8 = Status::ReservationConflict as u8;
 
+// Additional sense codes whose qualifiers only say more of the same.
+const INVALID_OPERATION_CODE: u8 = AdditionalSense::INVALID_OPERATION_CODE.code;
+const INVALID_FIELD_IN_CDB: u8 = AdditionalSense::INVALID_FIELD_IN_CDB.code;
+const LBA_OUT_OF_RANGE: u8 = AdditionalSense::LBA_OUT_OF_RANGE.code;
+const LOGICAL_UNIT_NOT_SUPPORTED: u8 = AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED.code;
+
 /// SCSI status CHECK CONDITION.
 const CHECK_CONDITION: u8 = Status::CheckCondition as u8;
 
@@ -73,15 +79,18 @@ impl From<LunError> for BlockError {
             LunError::Request(RequestError::ConnectionLost | RequestError::Closed) => {
                 Self::Disconnected(text)
             }
-            LunError::Check { key, additional } => match (key, additional) {
+            LunError::Check { key, additional } => match (key, additional.code) {
                 (SenseKey::MediumError, _) => Self::Medium(text),
-                (SenseKey::DataProtect, AdditionalSense::SPACE_ALLOCATION_FAILED) => Self::NoSpace,
+                (SenseKey::DataProtect, _)
+                    if additional == AdditionalSense::SPACE_ALLOCATION_FAILED =>
+                {
+                    Self::NoSpace
+                }
                 (SenseKey::DataProtect, _) => Self::ReadOnly,
-                (
-                    SenseKey::IllegalRequest,
-                    AdditionalSense::INVALID_OPERATION_CODE | AdditionalSense::INVALID_FIELD_IN_CDB,
-                ) => Self::Unsupported,
-                (SenseKey::IllegalRequest, AdditionalSense::LBA_OUT_OF_RANGE) => Self::OutOfRange,
+                (SenseKey::IllegalRequest, INVALID_OPERATION_CODE | INVALID_FIELD_IN_CDB) => {
+                    Self::Unsupported
+                }
+                (SenseKey::IllegalRequest, LBA_OUT_OF_RANGE) => Self::OutOfRange,
                 _ => Self::Io(text),
             },
             LunError::Status(RESERVATION_CONFLICT) => Self::ReservationConflict,
@@ -100,10 +109,8 @@ pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
     match answer.sense() {
         Some(Sense {
             key, additional, ..
-        }) if answer.status == CHECK_CONDITION => Err(match (key, additional) {
-            (SenseKey::IllegalRequest, AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED) => {
-                LunError::NoUnit
-            }
+        }) if answer.status == CHECK_CONDITION => Err(match (key, additional.code) {
+            (SenseKey::IllegalRequest, LOGICAL_UNIT_NOT_SUPPORTED) => LunError::NoUnit,
             _ => LunError::Check { key, additional },
         }),
         _ => Err(LunError::Status(answer.status)),

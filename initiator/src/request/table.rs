@@ -321,14 +321,6 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// Returns whether no request that is being aborted is past its deadline.
-    pub(crate) fn are_aborts_in_time(&self, now: Instant) -> bool {
-        let is_late = |r: &Request<T>| {
-            matches!(r.state, RequestState::Aborting { .. }) && r.spec.deadline <= now
-        };
-        !self.slab.iter().any(|(_, request)| is_late(request))
-    }
-
     /// The same for each request that is on its way.
     pub(crate) fn on_progress_where(&mut self, is: impl Fn(RequestId) -> bool, now: Instant) {
         let moving: Vec<u32> = (self.slab.iter())

@@ -186,14 +186,6 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         late
     }
 
-    /// The function of a channel is on its way to the target, and has as long again, unless the
-    /// deadline of a request that waits for its abort is over.
-    pub(crate) fn on_function_progress(&mut self, channel: u8, now: Instant) {
-        if self.requests.are_aborts_in_time(now) {
-            self.functions.on_progress(channel, now);
-        }
-    }
-
     /// Handles the end of a request's time.
     pub(crate) fn expire(&mut self, late: Late, now: Instant) -> Expired {
         let request = self.requests.at(late.index);

@@ -136,14 +136,18 @@ impl TaskFunctions {
         self.at(channel).pending.map(|pending| pending.until)
     }
 
-    /// The function of a channel is on its way to the target, and has as long again. A reset has so
-    /// once, since nothing is started before it is over.
+    /// The function of a channel is on its way to the target. An ABORT TASK has its time again: it
+    /// ends with its request's, and a reset in its place would hit other initiators. A reset has
+    /// twice its time and no more, since nothing is started before it is over.
     pub(crate) fn on_progress(&mut self, channel: u8, now: Instant) {
-        let until = now + self.patience;
-        if let Some(pending) = &mut self.at_mut(channel).pending
-            && !(pending.is_extended && pending.function.is_reset())
-        {
-            pending.until = until;
+        let patience = self.patience;
+        let Some(pending) = &mut self.at_mut(channel).pending else {
+            return;
+        };
+        if !pending.function.is_reset() {
+            pending.until = now + patience;
+        } else if !pending.is_extended {
+            pending.until += patience;
             pending.is_extended = true;
         }
     }

@@ -593,3 +593,14 @@ fn posted_before(at: Option<isize>, unnamed: usize, errno: i32) -> PostError {
         reason: convert::post_reason(errno),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_without_a_named_request_may_all_be_posted() {
+        let index = |at| posted_before(at, 3, libc::EINVAL).index;
+        assert_eq!((index(None), index(Some(1)), index(Some(0))), (3, 1, 0));
+    }
+}

@@ -7,7 +7,7 @@ use riser_scsi::iscsi::{Itt, Ttt};
 use riser_scsi::srp::TaskAttr;
 
 use super::types::{ConnState, Task};
-use super::{CommandPdu, ControlKind, DataOrder, IscsiSession, Output};
+use super::{CommandPdu, ControlKind, DataOrder, IscsiSession, MAX_SILENCE, Output};
 use crate::request::table::AttemptEnd;
 use crate::request::{DataLen, RequestId};
 
@@ -172,10 +172,13 @@ impl IscsiSession {
         if let Some(ping) = &mut self.pinged
             && is_behind(ControlKind::Ping)
         {
+            // What was heard since the ping was sent counts as well: its answer may be behind it.
+            let limit = self.core.last_heard + self.core.ping * MAX_SILENCE;
+            ping.limit = ping.limit.max(limit);
             ping.until = (now + self.core.ping).min(ping.limit);
         }
         if is_behind(ControlKind::Function) {
-            self.core.on_function_progress(0, now);
+            self.core.functions.on_progress(0, now);
         }
         self.core.requests.on_progress_where(is_under_way, now);
     }

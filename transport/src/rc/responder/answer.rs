@@ -186,6 +186,13 @@ impl Responder {
     /// what was delivered for lost, and does not learn why the connection ended.
     pub(in crate::rc) fn close(&mut self) {
         self.acknowledge_all();
+        // Not in the middle of an answer, which ends here (see `poll`).
+        if let Some(at) = self.front()
+            && self.resources[at].is_under_way()
+            && self.has_ack_before(&self.resources[at])
+        {
+            self.ack = None;
+        }
         let is_atomic = |r: &Resource| matches!(r.kind, ResourceKind::Atomic { .. });
         // Atomics are kept, since their answers hold their result. A READ would read the owner's
         // memory.
@@ -381,6 +388,11 @@ fn aeth(syndrome: AethSyndrome, msn: Msn) -> ExtHeaders {
 }
 
 impl Resource {
+    /// A packet of the answer has left, and not the last one.
+    fn is_under_way(&self) -> bool {
+        self.pending.is_some_and(|p| p.next > p.start)
+    }
+
     fn next_psn(&self) -> Psn {
         self.first.add(self.pending.map_or(0, |p| p.next))
     }

@@ -745,6 +745,22 @@ fn no_acknowledgement_leaves_in_the_middle_of_an_answer() {
     }
 }
 
+#[test]
+fn a_connection_that_ends_acknowledges_nothing_in_the_middle_of_an_answer() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.post_recv(1, 64);
+    let send = packet(0x04, RQ_PSN, true, &[], b"data");
+    rig.feed(&send);
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
+    rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]));
+    let (now, mut tx) = (rig.now, TxPacket::default());
+    assert!(rig.run(|qp, env| qp.poll_transmit(now, env, &mut tx)));
+    rig.feed(&send);
+    rig.run(RcQp::to_error);
+    assert!(rig.sent_brief().is_empty());
+}
+
 /// The NAK says that nothing from the READ on has happened, as far as the peer is concerned.
 #[test]
 fn nothing_behind_a_read_that_lost_its_key_is_acknowledged() {

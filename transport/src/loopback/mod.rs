@@ -90,11 +90,14 @@ struct Wire {
     plugged: HashMap<IpAddr, u64>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
+    /// Addresses that nothing reaches, and from which nothing leaves.
+    partitioned: HashSet<IpAddr>,
     /// Posts that the device at an address is to refuse, which it knows as well.
     refusals: HashMap<IpAddr, Arc<Mutex<Refusals>>>,
     /// Ports that other programs have.
     occupied: HashSet<SocketAddr>,
     sequence: u64,
+    packets: u64,
     endpoints: u64,
     trace: u64,
     overflows: u64,
@@ -155,9 +158,11 @@ impl Fabric {
             queues: HashMap::new(),
             plugged: HashMap::new(),
             unplugged: HashSet::new(),
+            partitioned: HashSet::new(),
             refusals: HashMap::new(),
             occupied: HashSet::new(),
             sequence: 0,
+            packets: 0,
             endpoints: 0,
             trace: FnvHasher::default().finish(),
             overflows: 0,
@@ -232,6 +237,16 @@ impl Fabric {
         wire.unplugged.insert(addr);
     }
 
+    /// Separates an address from all others, or joins it with them again. What is on the way
+    /// arrives.
+    pub fn partition(&self, addr: IpAddr, is_apart: bool) {
+        let mut wire = self.wire();
+        match is_apart {
+            true => wire.partitioned.insert(addr),
+            false => wire.partitioned.remove(&addr),
+        };
+    }
+
     /// Has the devices at an address refuse these posts, in place of those of the last call: one
     /// that is being taken away refuses all, before its owner learns of it.
     pub fn refuse_posts(&self, addr: IpAddr, refusals: Refusals) {
@@ -243,6 +258,12 @@ impl Fabric {
     /// Lets an address have a new device.
     pub fn plug(&self, addr: IpAddr) {
         self.wire().unplugged.remove(&addr);
+    }
+
+    /// Returns the number of packets that were sent.
+    #[must_use]
+    pub fn packets(&self) -> u64 {
+        self.wire().packets
     }
 
     /// Whether the device at an address was taken away, and not brought back.
@@ -330,7 +351,14 @@ impl Fabric {
 
     fn send(&self, now: Instant, src: SocketAddr, dst: SocketAddr, packet: Vec<u8>) {
         let mut wire = self.wire();
+        wire.packets += 1;
         wire.note(now, dst, &packet);
+        if [src, dst]
+            .iter()
+            .any(|at| wire.partitioned.contains(&at.ip()))
+        {
+            return;
+        }
         wire.injector.handle_packet(now, (src, dst), packet);
         wire.pump(now);
     }
@@ -584,6 +612,10 @@ impl Provider for Endpoint {
     }
 
     fn deadline(&self) -> Option<Instant> {
+        // Its timers no longer end: nothing is due at a device that is gone.
+        if self.is_gone() {
+            return None;
+        }
         let arrival = self.fabric.next_for(self.addr());
         // A full socket takes nothing, so output that is ready is no reason to wake.
         let nic = match self.full_until {

@@ -1,0 +1,39 @@
+//! The programs that ship, in one thread under a virtual clock: initiators over SRP, iSER and
+//! iSCSI/TCP, the software NIC, a target's workers and their backends, on a simulated network and
+//! on simulated disks. One seed gives one run.
+//!
+//! ```text
+//!   workload ─▶ Engine (initiator) ─┬─ loopback::Fabric ─┬─▶ Worker ─▶ Kernel ─▶ Disk
+//!      │                            └────── tcp::Network ┘      │
+//!      ▼                                                        └─▶ Threads
+//!   History: does an order of the writes explain what was read?
+//! ```
+//!
+//! | module | contents |
+//! | --- | --- |
+//! | [`plan`] | what a seed decides: who takes part, and what goes wrong when |
+//! | [`mod@run`] | one run: the schedule, the clock, the verdict |
+//! | [`target`] | workers with their rings, disks and threads |
+//! | [`initiator`] | an engine, and what its users do |
+//! | [`tcp`] | connections between the two |
+//! | [`executor`] | futures whose waits are steps of the schedule |
+//!
+//! # Verdict
+//! A run passes if a history of every block explains each read ([`riser_tests::history`]), if all
+//! commands end within [`run::PATIENCE`] of virtual time after the last fault has gone, and if
+//! buffers and connections are back at the end.
+//!
+//! # Determinism
+//! Actors take turns in an order that the seed chooses. Nothing reads a clock, and nothing draws a
+//! random number that is not of the seed; a test compares the steps and times of two runs. Their
+//! bytes differ in the addresses of registered memory, which are those of the process.
+
+pub mod executor;
+pub mod initiator;
+pub mod plan;
+pub mod run;
+pub mod target;
+pub mod tcp;
+
+pub use plan::Plan;
+pub use run::{Failure, Outcome, run};

@@ -1,0 +1,216 @@
+//! TCP between initiators, whose end is one of a pair of sockets of the host, and the target, whose
+//! end is in memory.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use riser_reactor::simulated::{Listener, Peer};
+
+/// Time of a byte on its way.
+const LATENCY: Duration = Duration::from_micros(30);
+
+/// Bytes on the way in one direction, at which the sender has to wait.
+const WINDOW: usize = 64 << 10;
+
+/// One direction.
+#[derive(Debug, Default)]
+struct Flow {
+    segments: VecDeque<(Instant, Vec<u8>)>,
+    bytes: usize,
+}
+
+impl Flow {
+    fn push(&mut self, at: Instant, bytes: Vec<u8>) {
+        self.bytes += bytes.len();
+        self.segments.push_back((at, bytes));
+    }
+
+    /// Gives what has arrived to `deliver`, which returns how much of it was taken.
+    fn deliver(&mut self, now: Instant, mut deliver: impl FnMut(&[u8]) -> usize) -> usize {
+        let mut delivered = 0;
+        while let Some((at, bytes)) = self.segments.front_mut()
+            && *at <= now
+        {
+            let taken = deliver(bytes);
+            self.bytes -= taken;
+            delivered += taken;
+            bytes.drain(..taken);
+            if !bytes.is_empty() {
+                break;
+            }
+            self.segments.pop_front();
+        }
+        delivered
+    }
+}
+
+#[derive(Debug)]
+struct Connection {
+    stream: UnixStream,
+    peer: Peer,
+    to_target: Flow,
+    to_initiator: Flow,
+    /// The initiator's end is closed.
+    is_ended: bool,
+}
+
+/// All connections.
+#[derive(Debug)]
+pub struct Network {
+    listeners: Vec<Listener>,
+    connections: Vec<Connection>,
+    ports: u16,
+    pub(crate) is_stalled: bool,
+    pub(crate) is_narrow: bool,
+    bytes: u64,
+}
+
+impl Network {
+    /// A network to these listeners, of which a connection finds one, as with `SO_REUSEPORT`.
+    #[must_use]
+    pub fn new(listeners: Vec<Listener>) -> Self {
+        Self {
+            listeners,
+            connections: Vec::new(),
+            ports: 40_000,
+            is_stalled: false,
+            is_narrow: false,
+            bytes: 0,
+        }
+    }
+
+    /// An initiator connects from an address.
+    pub fn connect(&mut self, stream: UnixStream, from: std::net::IpAddr, rng: &mut Rng) {
+        self.ports += 1;
+        let listener = &self.listeners[rng.usize(..self.listeners.len())];
+        let from = SocketAddr::new(from, self.ports);
+        // Without room it is refused: the stream is closed.
+        if let Some(peer) = listener.connect(from) {
+            self.connections.push(Connection {
+                stream,
+                peer,
+                to_target: Flow::default(),
+                to_initiator: Flow::default(),
+                is_ended: false,
+            });
+        }
+    }
+
+    /// Breaks connections.
+    pub fn cut(&mut self, probability: f64, rng: &mut Rng) {
+        self.connections.retain(|connection| {
+            let is_cut = rng.f64() < probability;
+            if is_cut {
+                connection.peer.break_off(libc::ECONNRESET);
+            }
+            !is_cut
+        });
+    }
+
+    /// Moves bytes; returns whether any moved.
+    pub fn turn(&mut self, now: Instant) -> bool {
+        if self.is_stalled {
+            return false;
+        }
+        let most = if self.is_narrow { 100 } else { usize::MAX };
+        let mut moved = 0;
+        self.connections.retain_mut(|connection| {
+            moved += connection.turn(now, most, &mut self.bytes);
+            !connection.is_over()
+        });
+        moved > 0
+    }
+
+    /// When the next bytes arrive.
+    #[must_use]
+    pub fn next_arrival(&self, now: Instant) -> Option<Instant> {
+        if self.is_stalled {
+            return None;
+        }
+        let flows = self.connections.iter();
+        let flows = flows.flat_map(|c| [&c.to_target, &c.to_initiator]);
+        let next = flows.filter_map(|flow| flow.segments.front().map(|(at, _)| *at));
+        // Those that have arrived wait for room.
+        next.filter(|at| *at > now).min()
+    }
+
+    /// Returns the number of bytes that have arrived.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the number of connections.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.connections.len()
+    }
+
+    /// Whether there is no connection.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.connections.is_empty()
+    }
+}
+
+impl Connection {
+    fn turn(&mut self, now: Instant, most: usize, arrived: &mut u64) -> usize {
+        let mut moved = 0;
+        let at = now + LATENCY;
+        let room = WINDOW.saturating_sub(self.to_initiator.bytes).min(most);
+        let bytes = self.peer.take(room);
+        if !bytes.is_empty() {
+            moved += bytes.len();
+            self.to_initiator.push(at, bytes);
+        }
+        let room = WINDOW.saturating_sub(self.to_target.bytes).min(most);
+        let mut buffer = vec![0; room.min(WINDOW)];
+        if room > 0 && !self.is_ended {
+            match self.stream.read(&mut buffer) {
+                Ok(0) => {
+                    self.is_ended = true;
+                    moved += 1;
+                }
+                Ok(len) => {
+                    buffer.truncate(len);
+                    moved += len;
+                    self.to_target.push(at, buffer);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => self.is_ended = true,
+            }
+        }
+        let peer = &self.peer;
+        moved += self.to_target.deliver(now, |bytes| {
+            let taken = peer.deliver(&bytes[..bytes.len().min(most)]);
+            *arrived += taken as u64;
+            taken
+        });
+        if self.is_ended && self.to_target.segments.is_empty() {
+            peer.close();
+        }
+        let stream = &mut self.stream;
+        moved += self.to_initiator.deliver(now, |bytes| {
+            let taken = match stream.write(&bytes[..bytes.len().min(most)]) {
+                Ok(taken) => taken,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+                // The initiator is gone, and nothing arrives any more.
+                Err(_) => bytes.len(),
+            };
+            *arrived += taken as u64;
+            taken
+        });
+        moved
+    }
+
+    /// Whether one side is gone and the other has had everything.
+    fn is_over(&self) -> bool {
+        let is_drained = self.to_initiator.segments.is_empty();
+        (self.peer.is_closed() && is_drained)
+            || (self.is_ended && self.to_target.segments.is_empty() && self.peer.is_closed())
+    }
+}

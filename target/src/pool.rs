@@ -124,7 +124,7 @@ pub struct Pool {
     tables: Blocks,
     reserve: Blocks,
     lowest_free: usize,
-    /// Owners that have or want something, by numbers of ours, which nobody can choose for their
+    /// Owners that have or want something, by numbers of ours: no peer can choose them for their
     /// hashes.
     owners: FnvHashMap<Owner, Holding>,
     /// Owners that wait for data memory, by turns; each once.

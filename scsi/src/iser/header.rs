@@ -204,8 +204,8 @@ impl Hello {
     #[must_use]
     pub fn answer(&self, ord: u16) -> HelloReply {
         // RFC 5046 has version 1, whose messages are the same here, so an initiator that knows no
-        // newer one is not refused. Those between are nobody's. A range whose ends are exchanged
-        // has none.
+        // newer one is not refused. Versions 2 to 9 are not assigned. A range whose bounds are
+        // swapped has none.
         let offered = self.min_version..=self.max_version;
         let common = [VERSION, 1]
             .into_iter()

@@ -30,7 +30,7 @@ pub struct TaskSet {
     slots: Vec<Option<Task>>,
     free: Vec<u32>,
     by_tag: HashMap<(NexusId, TaskTag), u32>,
-    /// By numbers of ours, which nobody can choose for their hashes.
+    /// By numbers of ours: no peer can choose them for their hashes.
     nexuses: FnvHashMap<NexusId, NexusTasks>,
     /// Tasks of one nexus at most.
     share: u32,

@@ -1371,8 +1371,8 @@ fn functions_that_concern_others_are_refused_by_read_only_numbers() {
     assert_eq!(unit.management().resets, 1);
 }
 
-/// By a number that has moved an initiator means the unit before: nobody's commands at the new one
-/// end but its own, until it has an answer that names the unit.
+/// An initiator that uses a number that has moved means the earlier unit. Until it has an answer
+/// that names the new one, a function ends only its own commands there.
 #[test]
 fn functions_for_a_number_that_has_moved_leave_others_alone() {
     let mut rig = Rig::logged_in("");

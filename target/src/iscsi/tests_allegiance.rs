@@ -256,8 +256,7 @@ fn a_read_goes_on_with_another_pdu_size() {
     duo.end();
 }
 
-/// RFC 7143 7.2.2: R2Ts are made anew for what is missing, numbered from what the initiator
-/// expects.
+/// RFC 7143 7.2.2: new R2Ts ask for what is missing, numbered from what the initiator expects.
 #[test]
 fn a_write_goes_on_with_what_is_missing() {
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();

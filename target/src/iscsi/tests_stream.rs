@@ -450,7 +450,7 @@ fn an_aborted_command_may_not_linger() {
     rig.end();
 }
 
-/// A command that another nexus ends, in whatever state, is answered with TASK ABORTED (SPC-4
+/// A command that another nexus ends, in any state, is answered with TASK ABORTED (SPC-4
 /// 7.5.8: TAS); one that its own nexus ends is not. The function that ended it waits for devices
 /// only.
 #[test]

@@ -64,7 +64,7 @@ impl<F> Conn<F> {
 #[derive(Debug)]
 pub(super) struct Conns<F> {
     slab: Slab<Conn<F>>,
-    // By numbers of ours, which nobody can choose for their hashes.
+    // By numbers of ours: no peer can choose them for their hashes.
     by_serial: FnvHashMap<u64, ConnKey>,
     by_cm: FnvHashMap<(usize, CmId), ConnKey>,
     by_cq: FnvHashMap<(usize, CqId), ConnKey>,

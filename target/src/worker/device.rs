@@ -222,7 +222,7 @@ impl Slot {
 ///             └→ Vacant ←─────────────┘
 /// ```
 enum State {
-    /// There is none: another worker's is at this place, or nobody's.
+    /// There is none: the slot is free, or another worker has a device there.
     Vacant,
     /// The device is open, though perhaps taken away.
     Open {

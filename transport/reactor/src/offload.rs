@@ -69,7 +69,7 @@ impl<R: Send + 'static> Offload<R> {
         }
         let (outbox, waker) = (self.outbox.clone(), self.waker.clone());
         let job = Box::new(move || {
-            // After the result is in the queue; where nobody receives it, nobody sleeps.
+            // After the result is in the queue. If its receiver is gone, no worker sleeps.
             if outbox.send((token, job())).is_ok() {
                 waker.wake();
             }

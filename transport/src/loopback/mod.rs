@@ -397,7 +397,7 @@ impl Refusals {
         calls: u32::MAX,
     };
 
-    /// Takes a call that posts so many send requests; returns how many are taken.
+    /// Takes a call that posts `count` send requests; returns how many of them are taken.
     fn take_sends(&mut self, count: usize) -> usize {
         if self.calls == 0 {
             return count;

@@ -3,7 +3,7 @@
 //! Every worker has a listening socket for every portal, which the server binds; the kernel deals
 //! new connections out among them (`SO_REUSEPORT`). A connection has at most one receive and one
 //! send in the ring at a time. It is closed in this order: the socket is shut down, both operations
-//! end, the channel lets go of its tasks, the socket is closed.
+//! end, the channel releases its tasks, the socket is closed.
 //!
 //! # Modules
 //! - `socket`: accepting, receiving, sending.

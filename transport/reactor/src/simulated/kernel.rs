@@ -122,7 +122,7 @@ impl Kernel {
     }
 
     /// Carries an operation out, and reports its end to the ring; returns the result, or `None` if
-    /// there is no such operation, or it goes on waiting for its socket.
+    /// there is no such operation, or it still waits for its socket.
     pub fn complete(&self, id: OperationId, outcome: Outcome) -> Option<i32> {
         let state = &mut *self.0.borrow_mut();
         let at = state.pending.iter().position(|p| p.user_data == id.0)?;

@@ -155,7 +155,7 @@ fn a_failed_write_back_is_reported_once_to_each_open_file() {
     assert_eq!(flush(&mut ring, &kernel, &two), -libc::EIO);
     disk.drop_cache();
     assert_eq!((byte(&disk, 0), byte(&disk, 512)), (0, 2));
-    // One that nobody has heard of is reported to who opens the file next.
+    // An error that no file has seen is reported to the next one that is opened.
     disk.fail_write_back(libc::ENOSPC, |_| true);
     assert_eq!(
         flush(&mut ring, &kernel, &disk.open().into()),

@@ -6,9 +6,9 @@
 //! they note.
 
 use std::fmt::Debug;
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use riser_reactor::{SystemThreads, Threads};
+use riser_reactor::{SystemThreads, Threads, simulated};
 
 /// The machine, or a simulation of one.
 pub trait Host: Debug + Send + Sync {
@@ -31,5 +31,33 @@ impl Host for SystemHost {
     /// The date of now: rounds are short.
     fn date(&self, _: Instant) -> SystemTime {
         SystemTime::now()
+    }
+}
+
+/// The date at which a simulation begins, from 1970 on.
+const SIMULATED_DATE: Duration = Duration::from_secs(1_700_000_000);
+
+/// A simulation's machine: threads of its schedule, and a date that goes with its clock.
+#[derive(Clone, Debug)]
+pub struct SimulatedHost {
+    threads: simulated::Threads,
+    start: Instant,
+}
+
+impl SimulatedHost {
+    /// A machine whose clock begins at `start`.
+    #[must_use]
+    pub fn new(threads: simulated::Threads, start: Instant) -> Self {
+        Self { threads, start }
+    }
+}
+
+impl Host for SimulatedHost {
+    fn threads(&self) -> &dyn Threads {
+        &self.threads
+    }
+
+    fn date(&self, now: Instant) -> SystemTime {
+        UNIX_EPOCH + SIMULATED_DATE + now.duration_since(self.start)
     }
 }

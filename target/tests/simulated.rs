@@ -8,13 +8,13 @@ use std::io::{self, Read, Write};
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use riser_reactor::simulated::{Disk, Kernel, Listener, Outcome, Peer, Threads};
 use riser_reactor::{Next, Ring, RingConfig};
 use riser_target::backend::{OpenedStores, Store};
 use riser_target::config::Config;
-use riser_target::host::Host;
+use riser_target::host::{Host, SimulatedHost};
 use riser_target::server::{Keepers, build_shared_on};
 use riser_target::worker::TcpListener;
 use riser_test_peers::mini::{Mini, login_req};
@@ -25,23 +25,6 @@ use riser_transport::verbs::Provider;
 use world::{SERVER, World};
 
 const IQN: &str = "iqn.2026-01.org.example:disk";
-
-/// Threads of the schedule, and a date that goes with the clock.
-#[derive(Debug)]
-struct SimulatedHost {
-    threads: Threads,
-    start: Instant,
-}
-
-impl Host for SimulatedHost {
-    fn threads(&self) -> &dyn riser_reactor::Threads {
-        &self.threads
-    }
-
-    fn date(&self, now: Instant) -> SystemTime {
-        UNIX_EPOCH + Duration::from_secs(1_700_000_000) + now.duration_since(self.start)
-    }
-}
 
 /// The world, and the parts of it that a seed drives.
 struct Simulation {
@@ -72,10 +55,7 @@ impl Simulation {
             ..FabricConfig::default()
         });
         let threads = Threads::default();
-        let host: Arc<dyn Host> = Arc::new(SimulatedHost {
-            threads: threads.clone(),
-            start: fabric.now(),
-        });
+        let host: Arc<dyn Host> = Arc::new(SimulatedHost::new(threads.clone(), fabric.now()));
         let disk = Disk::new(0);
         let mut opened = OpenedStores::default();
         let backend = &config.backends[0];

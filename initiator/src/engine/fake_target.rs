@@ -362,13 +362,8 @@ impl Target {
             max_inline: 0,
         };
         let init = QpInitAttr {
-            pd: self.pd,
-            send_cq: self.cq,
-            recv_cq: self.cq,
-            srq: None,
-            qp_type: QpType::Rc,
-            cap,
             sq_sig_all: true,
+            ..QpInitAttr::new(self.pd, self.cq, QpType::Rc, cap)
         };
         // The initiator may have given up by now.
         let Ok(qp) = self.nic.create_cm_qp(id, &init) else {

@@ -174,19 +174,8 @@ impl Made {
         let cq = dev.create_cq(2 * DEPTH)?;
         self.cq = Some(cq);
         let qp = dev.create_qp(&QpInitAttr {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
-            srq: None,
-            qp_type: QpType::Gsi,
-            cap: QpCap {
-                max_send_wr: DEPTH,
-                max_recv_wr: DEPTH,
-                max_send_sge: 1,
-                max_recv_sge: 1,
-                max_inline: 0,
-            },
             sq_sig_all: true,
+            ..QpInitAttr::new(pd, cq, QpType::Gsi, QpCap::new(DEPTH, DEPTH))
         })?;
         self.qp = Some(qp);
         make_gsi_ready(dev, qp)?;

@@ -161,21 +161,11 @@ impl Hardware {
         }
         // Every request may complete before one completion is taken.
         let cq = dev.create_cq(queues.receives + queues.sends)?;
-        let init = QpInitAttr {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
-            srq: None,
-            qp_type: QpType::Rc,
-            cap: QpCap {
-                max_send_wr: queues.sends,
-                max_recv_wr: queues.receives,
-                max_send_sge: queues.max_sge as u32,
-                max_recv_sge: 1,
-                max_inline: 0,
-            },
-            sq_sig_all: false,
+        let cap = QpCap {
+            max_send_sge: queues.max_sge as u32,
+            ..QpCap::new(queues.sends, queues.receives)
         };
+        let init = QpInitAttr::new(pd, cq, QpType::Rc, cap);
         let armed = dev.req_notify_cq(cq, Notify::Next).map(|_| ());
         let qp = armed
             .map_err(CmError::from)

@@ -35,21 +35,8 @@ pub(crate) fn dial<P: Provider>(
     assert_eq!(wait_event(dev, pump).kind, CmEventKind::AddrResolved);
     dev.resolve_route(cm, second).unwrap();
     assert_eq!(wait_event(dev, pump).kind, CmEventKind::RouteResolved);
-    let init = QpInitAttr {
-        pd,
-        send_cq: cq,
-        recv_cq: cq,
-        srq: None,
-        qp_type: QpType::Rc,
-        cap: QpCap {
-            max_send_wr,
-            max_recv_wr,
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            max_inline: 0,
-        },
-        sq_sig_all: false,
-    };
+    let cap = QpCap::new(max_send_wr, max_recv_wr);
+    let init = QpInitAttr::new(pd, cq, QpType::Rc, cap);
     let qp = dev.create_cm_qp(cm, &init).unwrap();
     Dialed { pd, cq, cm, qp }
 }

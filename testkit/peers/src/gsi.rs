@@ -31,21 +31,7 @@ impl Gsi {
         let mr = dev.reg_mr(pd, &memory, Access::LOCAL_WRITE).unwrap();
         let cq = dev.create_cq(16).unwrap();
         let qp = dev
-            .create_qp(&QpInitAttr {
-                pd,
-                send_cq: cq,
-                recv_cq: cq,
-                srq: None,
-                qp_type: QpType::Gsi,
-                cap: QpCap {
-                    max_send_wr: 4,
-                    max_recv_wr: 4,
-                    max_send_sge: 1,
-                    max_recv_sge: 1,
-                    max_inline: 0,
-                },
-                sq_sig_all: false,
-            })
+            .create_qp(&QpInitAttr::new(pd, cq, QpType::Gsi, QpCap::new(4, 4)))
             .unwrap();
         make_gsi_ready(&mut dev, qp).unwrap();
         Self {

@@ -11,7 +11,6 @@ use std::time::Duration;
 use fastrand::Rng;
 use riser_initiator::engine::{Client, Engine, Env};
 use riser_initiator::lun::{Lun, LunError};
-use riser_initiator::request::RequestError;
 use riser_initiator::url::TargetUrl;
 use riser_scsi::srp::TargetPortId;
 use riser_tests::history::{BLOCK, History, Port};
@@ -161,9 +160,6 @@ impl User {
         buffer.slice().write(0, &bytes);
         match lun.write(offset, buffer, fua).await {
             Ok(_) => self.judge(self.history.acknowledge(id)),
-            Err(LunError::Request(RequestError::TimedOut | RequestError::ConnectionLost)) => {
-                self.history.lose(id);
-            }
             Err(LunError::Check { .. } | LunError::Status(_)) => self.history.refuse(id),
             Err(_) => self.history.lose(id),
         }

@@ -11,23 +11,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
+use clap::Parser;
 use riser_sim::{Plan, run};
 
+/// Runs seeds, and prints the plan of each that fails
+#[derive(Debug, Parser)]
+struct Args {
+    /// Number of seeds
+    #[arg(long, default_value_t = 1000)]
+    seeds: u64,
+    /// The first one
+    #[arg(long, default_value_t = 1)]
+    from: u64,
+}
+
 fn main() -> ExitCode {
-    let mut from = 1;
-    let mut seeds = 1000;
-    let mut args = std::env::args().skip(1);
-    while let Some(arg) = args.next() {
-        let number = args.next().and_then(|text| text.parse().ok());
-        match (arg.as_str(), number) {
-            ("--from", Some(n)) => from = n,
-            ("--seeds", Some(n)) => seeds = n,
-            _ => {
-                eprintln!("usage: riser-sim [--seeds N] [--from SEED]");
-                return ExitCode::from(2);
-            }
-        }
-    }
+    let Args { seeds, from } = Args::parse();
     let start = Instant::now();
     let next = AtomicU64::new(from);
     let failures = Mutex::new(Vec::new());

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use riser_reactor::simulated::{
@@ -13,7 +13,7 @@ use riser_reactor::simulated::{
 use riser_reactor::{Next, Ring, RingConfig, mailbox};
 use riser_target::backend::{OpenedStores, Store};
 use riser_target::config::Config;
-use riser_target::host::Host;
+use riser_target::host::{Host, SimulatedHost};
 use riser_target::server::{Keepers, build_shared_on};
 use riser_target::worker::mail::{MAILBOX, Outbox};
 use riser_target::worker::{Env, Report, Shared, TcpListener, Worker, WorkerConfig};
@@ -34,23 +34,6 @@ const SPIN: Duration = Duration::from_micros(10);
 #[must_use]
 pub fn address(worker: usize) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1 + worker as u8))
-}
-
-/// Threads of the schedule, and a date that goes with the clock.
-#[derive(Debug)]
-struct SimulatedHost {
-    threads: Threads,
-    start: Instant,
-}
-
-impl Host for SimulatedHost {
-    fn threads(&self) -> &dyn riser_reactor::Threads {
-        &self.threads
-    }
-
-    fn date(&self, now: Instant) -> SystemTime {
-        UNIX_EPOCH + Duration::from_secs(1_700_000_000) + now.duration_since(self.start)
-    }
 }
 
 /// Surroundings of a worker.
@@ -125,10 +108,7 @@ impl Target {
         );
         let config = Config::parse(&text, "sim.yaml").expect("the configuration is right");
         let threads = Threads::default();
-        let host: Arc<dyn Host> = Arc::new(SimulatedHost {
-            threads: threads.clone(),
-            start: fabric.now(),
-        });
+        let host: Arc<dyn Host> = Arc::new(SimulatedHost::new(threads.clone(), fabric.now()));
         let disk = Disk::new(0);
         let backend = &config.backends[0];
         let mut opened = OpenedStores::default();

@@ -75,21 +75,7 @@ impl Peer {
             let event = peer.nic.poll_cm_event()?;
             matches!(event.kind, CmEventKind::ConnectRequest { .. }).then_some(event.id)
         });
-        let init = QpInitAttr {
-            pd: self.pd,
-            send_cq: self.cq,
-            recv_cq: self.cq,
-            srq: None,
-            qp_type: QpType::Rc,
-            cap: QpCap {
-                max_send_wr: 2,
-                max_recv_wr: 2,
-                max_send_sge: 1,
-                max_recv_sge: 1,
-                max_inline: 0,
-            },
-            sq_sig_all: false,
-        };
+        let init = QpInitAttr::new(self.pd, self.cq, QpType::Rc, QpCap::new(2, 2));
         let qp = self.nic.create_cm_qp(id, &init).unwrap();
         let wr = RecvWr {
             wr_id: WrId(0),

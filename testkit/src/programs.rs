@@ -152,10 +152,17 @@ impl Pair {
         }
     }
 
-    /// Asks riserd to end, as a service manager does, and waits until it has.
+    /// Asks riserd to end, as a service manager does.
+    pub fn ask_to_end(&self) {
+        if let Some(id) = self.process() {
+            tool("kill", ["-TERM", &id.to_string()]);
+        }
+    }
+
+    /// Asks riserd to end and waits until it has.
     pub fn terminate(&mut self) {
+        self.ask_to_end();
         if let Some(mut daemon) = self.daemon.take() {
-            tool("kill", ["-TERM", &daemon.id().to_string()]);
             let status = daemon.wait().unwrap();
             assert!(status.success(), "riserd: {status}");
         }

@@ -85,14 +85,22 @@ impl Version {
         names.into_iter().chain((2..64).map(mix))
     }
 
-    fn fill(self, block: u64, bytes: &mut [u8]) {
+    /// The version of a write; their numbers begin with 1.
+    #[must_use]
+    pub const fn new(sequence: u64, writer: Port) -> Self {
+        Self { sequence, writer }
+    }
+
+    /// Fills a block.
+    pub fn fill(self, block: u64, bytes: &mut [u8]) {
         for (word, bytes) in self.words(block).zip(bytes.chunks_exact_mut(8)) {
             bytes.copy_from_slice(&word.to_be_bytes());
         }
     }
 
     /// The version of a block; `None` if it is not whole, or of another block.
-    fn of(block: u64, bytes: &[u8]) -> Option<Self> {
+    #[must_use]
+    pub fn of(block: u64, bytes: &[u8]) -> Option<Self> {
         if bytes.iter().all(|b| *b == 0) {
             return Some(Self::NONE);
         }

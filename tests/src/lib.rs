@@ -12,6 +12,7 @@
 //! | --- | --- |
 //! | [`iscsi_rig`] | the initiator's library before a target in the same process, over iSCSI and iSER |
 //! | [`load`], [`history`] | verified reads and writes, and a checker of what a disk answers |
+//! | [`contest`] | initiators of all protocols that write the same blocks |
 //! | [`capture`], [`dissect`] | captures, as bytes and as Wireshark's dissectors see them |
 //! | [`seeds`] | the corpora of the fuzz targets |
 //! | [`browser`] | pages in a browser |
@@ -22,6 +23,7 @@
 
 pub mod browser;
 pub mod capture;
+pub mod contest;
 pub mod dissect;
 pub mod history;
 pub mod iscsi_rig;

@@ -5,6 +5,7 @@
 //! - `cargo xtask test`: everything that must hold ([`mod@test`]).
 //! - `cargo xtask tidy`: import circles, words, and measures of the sources ([`tidy`]).
 //! - `cargo xtask baddays`: what goes on when something is wrong ([`baddays`]).
+//! - `cargo xtask crash`: what is left when the daemon or its machine dies ([`crash`]).
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
 //!   ([`conformance`]).
@@ -29,6 +30,7 @@ mod bench;
 mod check;
 mod conformance;
 mod container;
+mod crash;
 mod daemon;
 mod demo;
 mod harnesses;
@@ -78,6 +80,8 @@ enum Command {
     Tidy(tidy::Options),
     /// Run the cases in which a disk, an address, a target or an operator fails.
     Baddays,
+    /// Kill the daemon under load and at each step of its state, and cut its disk's power.
+    Crash(crash::Options),
     /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
     Interop(interop::Options),
     /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
@@ -113,6 +117,7 @@ fn main() -> ExitCode {
         Command::Test(options) => test::run(&options),
         Command::Tidy(options) => tidy::run(&options),
         Command::Baddays => baddays::run(),
+        Command::Crash(options) => crash::run(&options),
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),
         Command::Package(options) => package::run(&options),

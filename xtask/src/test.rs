@@ -31,6 +31,11 @@ const NEEDS: &[Need] = &[
         "nbdcopy and nbdinfo as judges of the NBD export",
     ),
     need("fio", "fio", "fio with its nbd engine"),
+    need(
+        "strace",
+        "strace",
+        "killing riserd before each system call on its state",
+    ),
     need("tgtd", "tgt", "the iSCSI initiator against another target"),
     need("fusermount3", "fuse3", "FUSE exports without root"),
     need("mkfs.ext4", "e2fsprogs", "file systems on attached LUNs"),

@@ -1,0 +1,303 @@
+//! Initiators of different protocols that write and read the same few blocks of one unit, judged
+//! by one history.
+//!
+//! - [`Initiator`]: one initiator port of this process, with one session at a time.
+//! - [`Contest`]: several of them at work, and clients of an NBD export beside them.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::{Client, Session};
+use riser_initiator::lun::Lun;
+use riser_initiator::session::Timing;
+use riser_initiator::url::TargetUrl;
+use riser_testkit::eventually_ok;
+
+use crate::history::{BLOCK, History, Port};
+use crate::load::{Chance, Nbd, Op};
+
+pub const IQN: &str = "iqn.2026-01.com.example:contended";
+
+/// The disk, in blocks. All writers work on all of it.
+pub const DISK: Range<u64> = 0..48;
+const LONGEST: u64 = 20;
+
+/// The disk's size in bytes.
+pub const SIZE: u64 = DISK.end * BLOCK as u64;
+
+/// Threads of each initiator, and clients of an NBD export.
+const THREADS: u64 = 2;
+
+/// How long anything may take on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A target's lines of riserd's configuration, with a portal of each protocol at
+/// 127.0.`network`.1.
+pub fn portals(network: u8) -> String {
+    let portals = ["srp", "iser", "iscsi"]
+        .map(|protocol| format!("{{ protocol: {protocol}, listen: 127.0.{network}.1 }}"));
+    format!("iqn: {IQN}\nportals: [{}]", portals.join(", "))
+}
+
+/// One initiator port, with one session at a time.
+pub struct Initiator {
+    scheme: &'static str,
+    client: Client,
+    url: TargetUrl,
+    port: Port,
+    lun: Mutex<Lun>,
+    /// A session is being replaced: what it had outstanding ends with it.
+    is_replacing: AtomicBool,
+    cut: AtomicU64,
+}
+
+impl Initiator {
+    fn new(scheme: &'static str, network: u8, port: u16) -> Arc<Self> {
+        let timing = Timing {
+            attempt: Duration::from_millis(400),
+            tsk_mgmt: Duration::from_millis(800),
+            backoff_min: Duration::from_millis(20),
+            backoff_max: Duration::from_millis(200),
+            ..Timing::default()
+        };
+        let builder = Client::builder()
+            .pool(2 << 20)
+            .timing(timing)
+            .spin(Duration::from_micros(10))
+            .port(0x0123_4567_0000_0000 | u64::from(port) << 24);
+        let client = match scheme {
+            "iscsi" => builder.without_device(),
+            _ => builder.open(format!("127.0.{network}.{}", port + 1).parse().unwrap()),
+        };
+        let client = client.unwrap();
+        let target = match scheme {
+            "srp" => "0".to_owned(),
+            _ => format!("{IQN}/0"),
+        };
+        let url = format!("{scheme}://127.0.{network}.1/{target}");
+        let url: TargetUrl = url.parse().unwrap();
+        let lun = log_in(&client, &url);
+        Arc::new(Self {
+            scheme,
+            url,
+            client,
+            port: Port(port),
+            lun: Mutex::new(lun),
+            is_replacing: AtomicBool::new(false),
+            cut: AtomicU64::new(0),
+        })
+    }
+
+    fn lun(&self) -> Lun {
+        self.lun
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    fn session(&self) -> Session {
+        self.lun().session().clone()
+    }
+
+    /// Another session of the same initiator port in place of this one, with commands outstanding.
+    pub fn replace(&self) {
+        self.is_replacing.store(true, Ordering::SeqCst);
+        block_on(self.session().close());
+        let lun = log_in(&self.client, &self.url);
+        *self.lun.lock().unwrap() = lun;
+        self.is_replacing.store(false, Ordering::SeqCst);
+    }
+
+    fn work(&self, history: &History, chance: &mut Chance, done: &AtomicU64, stop: &AtomicBool) {
+        while !stop.load(Ordering::Relaxed) {
+            let op = Op::random(chance, &DISK, LONGEST);
+            let mut lun = self.lun();
+            match op.carry_out(&mut lun, self.port, history) {
+                Ok(()) => {
+                    done.fetch_add(1, Ordering::Relaxed);
+                }
+                // Only the end of the session that it was sent by is an excuse: such a session
+                // repeats nothing, not even after a unit attention.
+                Err(error) => {
+                    let is_excused = self.is_replacing.load(Ordering::SeqCst)
+                        || !std::ptr::eq(self.lun().session().status(), lun.session().status());
+                    assert!(is_excused, "{op:?} over {}: {error:?}", self.scheme);
+                    self.cut.fetch_add(1, Ordering::Relaxed);
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+        }
+    }
+}
+
+fn log_in(client: &Client, url: &TargetUrl) -> Lun {
+    // A daemon that has just been started does not serve yet.
+    eventually_ok(&format!("a login to {url}"), PATIENCE, || {
+        let session = block_on(client.connect(url.clone())).map_err(|e| e.to_string())?;
+        block_on(session.with_timeout(PATIENCE).lun(0)).map_err(|e| e.to_string())
+    })
+}
+
+/// A thread at work, and what it has done.
+struct Worker {
+    scheme: &'static str,
+    done: Arc<AtomicU64>,
+    thread: JoinHandle<()>,
+}
+
+impl Worker {
+    fn end(self) -> u64 {
+        self.thread.join().unwrap();
+        self.done.load(Ordering::Relaxed)
+    }
+}
+
+/// Initiators at work on one disk of [`DISK`] blocks, all zeroes at first.
+pub struct Contest {
+    history: Arc<History>,
+    pub initiators: Vec<Arc<Initiator>>,
+    seed: u64,
+    stop: Arc<AtomicBool>,
+    workers: Vec<Worker>,
+}
+
+impl Contest {
+    /// Logs initiators of these protocols in to the target of [`portals`], and sets them to work.
+    pub fn new(schemes: &[&'static str], network: u8, seed: u64) -> Self {
+        let initiators = schemes.iter().zip(1..);
+        let mut contest = Self {
+            history: Arc::new(History::new(DISK.end as usize).with_repeats()),
+            initiators: initiators
+                .map(|(scheme, port)| Initiator::new(scheme, network, port))
+                .collect(),
+            seed,
+            stop: Arc::default(),
+            workers: Vec::new(),
+        };
+        for initiator in contest.initiators.clone() {
+            for stream in 0..THREADS {
+                let stream = u64::from(initiator.port.0) << 8 | stream;
+                let (scheme, initiator) = (initiator.scheme, Arc::clone(&initiator));
+                let work = move |history: &_, chance: &mut _, done: &_, stop: &_| {
+                    initiator.work(history, chance, done, stop);
+                };
+                contest.start(scheme, stream, work);
+            }
+        }
+        contest
+    }
+
+    /// Sets clients of an NBD export of the same disk to work. The export repeats what was not
+    /// answered, so none of their requests fails.
+    pub fn add_nbd(&mut self, socket: &Path) {
+        let port = Port(self.initiators.len() as u16 + 1);
+        for stream in 0..THREADS {
+            let mut disk = Nbd::connect(socket);
+            let stream = u64::from(port.0) << 8 | stream;
+            let work =
+                move |history: &History, chance: &mut _, done: &AtomicU64, stop: &AtomicBool| {
+                    while !stop.load(Ordering::Relaxed) {
+                        let op = Op::random(chance, &DISK, LONGEST);
+                        if let Err(error) = op.carry_out(&mut disk, port, history) {
+                            panic!("{op:?} over NBD: {error:?}");
+                        }
+                        done.fetch_add(1, Ordering::Relaxed);
+                    }
+                };
+            self.start("nbd", stream, work);
+        }
+    }
+
+    fn start(
+        &mut self,
+        scheme: &'static str,
+        stream: u64,
+        mut work: impl FnMut(&History, &mut Chance, &AtomicU64, &AtomicBool) + Send + 'static,
+    ) {
+        let (history, stop) = (Arc::clone(&self.history), Arc::clone(&self.stop));
+        let mut chance = Chance::new(self.seed, stream);
+        let done: Arc<AtomicU64> = Arc::default();
+        let thread = thread::spawn({
+            let done = Arc::clone(&done);
+            move || work(&history, &mut chance, &done, &stop)
+        });
+        self.workers.push(Worker {
+            scheme,
+            done,
+            thread,
+        });
+    }
+
+    /// Waits until every thread has done `more` further operations.
+    pub fn go_on(&mut self, what: &str, more: u64) {
+        let counts = |contest: &Self| -> Vec<u64> {
+            let all = contest.workers.iter();
+            all.map(|worker| worker.done.load(Ordering::Relaxed))
+                .collect()
+        };
+        let before = counts(self);
+        let until = Instant::now() + PATIENCE;
+        while counts(self)
+            .iter()
+            .zip(&before)
+            .any(|(now, before)| now - before < more)
+        {
+            if let Some(at) = self.workers.iter().position(|w| w.thread.is_finished()) {
+                panic!("{what}: {:?}", self.workers.remove(at).thread.join());
+            }
+            let downs = || -> Vec<_> {
+                let all = self.initiators.iter();
+                all.map(|i| i.session().status().last_down()).collect()
+            };
+            assert!(
+                Instant::now() < until,
+                "{what}: {:?}, {:?}",
+                counts(self),
+                downs()
+            );
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Ends the work, and lets each initiator read everything once more. Returns figures.
+    pub fn end(mut self) -> String {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut done = Vec::new();
+        let mut workers = self.workers.drain(..).peekable();
+        while let Some(&Worker { scheme, .. }) = workers.peek() {
+            // The threads of a port have been started one after another.
+            let of_port = workers.by_ref().take(THREADS as usize).map(Worker::end);
+            done.push((scheme, of_port.sum::<u64>()));
+        }
+        drop(workers);
+        for _ in 0..2 {
+            for initiator in &self.initiators {
+                let read = Op::read(DISK);
+                read.carry_out(&mut initiator.lun(), initiator.port, &self.history)
+                    .unwrap();
+            }
+        }
+        assert_eq!(self.history.lost(), 0, "all have been answered since");
+        let of = |(at, (scheme, done)): (usize, (&str, u64))| match self.initiators.get(at) {
+            None => format!("{done} over {scheme}"),
+            Some(initiator) => {
+                let cut = initiator.cut.load(Ordering::Relaxed);
+                let reconnects = initiator.session().status().reconnects();
+                format!("{done} over {scheme} ({cut} cut, {reconnects} reconnects)")
+            }
+        };
+        let all: Vec<_> = done.into_iter().enumerate().map(of).collect();
+        all.join(", ")
+    }
+}
+
+impl Drop for Contest {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,119 @@
+//! The daemon is killed, or asked to end, and restarted under load.
+//!
+//! A file outlives the process that serves it, so every acknowledged write is there after a kill.
+//!
+//! `RISER_CRASH_ROUNDS` sets how often (default 3), `RISER_CRASH_SEED` when.
+
+use std::thread;
+use std::time::Duration;
+
+use riser_testkit::programs::Pair;
+use riser_tests::contest::{Contest, SIZE, portals};
+use riser_tests::load::{Chance, setting};
+
+struct Case {
+    name: &'static str,
+    schemes: [&'static str; 2],
+    network: u8,
+    write_cache: bool,
+    /// With clients of `riser attach --nbd` over SRP beside them.
+    nbd: bool,
+}
+
+fn killed(case: &Case) {
+    let &Case {
+        name,
+        schemes,
+        network,
+        write_cache,
+        nbd,
+    } = case;
+    let seed = setting("RISER_CRASH_SEED", 0x0c0f);
+    let rounds = setting("RISER_CRASH_ROUNDS", 3);
+    println!(
+        "RISER_CRASH_SEED={seed} RISER_CRASH_ROUNDS={rounds} cargo test -p riser-tests --test \
+         crash {name}"
+    );
+    let backend = format!(
+        "{{ kind: file, path: DIR/disk, size: {SIZE}, create: true, write_cache: {write_cache} }}"
+    );
+    let mut pair = Pair::with_target(network, &backend, &portals(network));
+    let mut contest = Contest::new(&schemes, network, seed);
+    if nbd {
+        let socket = pair.path("nbd");
+        pair.riser(&["attach", &pair.url(), "--nbd", &socket]);
+        contest.add_nbd(socket.as_ref());
+    }
+    let mut chance = Chance::new(seed, 0);
+    for round in 0..rounds {
+        contest.go_on(&format!("before restart {round}"), 8);
+        thread::sleep(chance.between(Duration::ZERO, Duration::from_millis(10)));
+        // A kill also hits the end of a daemon that was asked to end, and its start.
+        match chance.below(4) {
+            0 => pair.terminate(),
+            1 => {
+                pair.ask_to_end();
+                thread::sleep(chance.between(Duration::ZERO, Duration::from_millis(20)));
+                pair.kill();
+            }
+            2 => {
+                pair.kill();
+                pair.serve();
+                thread::sleep(chance.between(Duration::ZERO, Duration::from_millis(60)));
+                pair.kill();
+            }
+            _ => pair.kill(),
+        }
+        pair.serve();
+        if chance.below(3) == 0 {
+            contest.go_on(&format!("after restart {round}"), 2);
+            contest.initiators[chance.below(2) as usize].replace();
+        }
+    }
+    contest.go_on("at the end", 8);
+    println!("figure: {rounds} rounds during {}", contest.end());
+}
+
+#[test]
+fn killed_over_srp_and_iser() {
+    killed(&Case {
+        name: "killed_over_srp_and_iser",
+        schemes: ["srp", "iser"],
+        network: 167,
+        write_cache: true,
+        nbd: false,
+    });
+}
+
+#[test]
+fn killed_over_iser_and_iscsi() {
+    killed(&Case {
+        name: "killed_over_iser_and_iscsi",
+        schemes: ["iser", "iscsi"],
+        network: 168,
+        write_cache: true,
+        nbd: false,
+    });
+}
+
+#[test]
+fn killed_over_iscsi_and_srp_without_a_write_cache() {
+    killed(&Case {
+        name: "killed_over_iscsi_and_srp_without_a_write_cache",
+        schemes: ["iscsi", "srp"],
+        network: 169,
+        write_cache: false,
+        nbd: false,
+    });
+}
+
+#[test]
+fn killed_through_nbd() {
+    killed(&Case {
+        name: "killed_through_nbd",
+        schemes: ["iscsi", "iser"],
+        network: 170,
+        write_cache: true,
+        nbd: true,
+    });
+}

@@ -1,0 +1,16 @@
+//! What is left when the daemon or its machine dies in the middle: everything that was
+//! acknowledged, and on stable storage what was flushed.
+//!
+//! - [`kills`]: SIGKILL at any moment under verified load, over all protocols and through an NBD
+//!   export.
+//! - [`power`]: the disk at each moment of a load, as a loss of power could have left it.
+//! - [`state`]: SIGKILL before each system call that changes the state directory.
+//!
+//! `cargo xtask crash` runs all of them for longer.
+
+#![allow(missing_docs, reason = "a test")]
+#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
+
+mod kills;
+mod power;
+mod state;

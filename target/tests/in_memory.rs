@@ -23,6 +23,7 @@ use riser_target::fabric::{ConnRef, TaskIdx, TaskRef};
 use riser_target::iscsi::ReassignRequest;
 use riser_target::server::build_shared;
 use riser_target::sessions::catalog::Entrance;
+use riser_target::sessions::guard::{Departure, SessionGuard};
 use riser_target::sessions::nexus::{Endpoints, NexusKey};
 use riser_target::worker::mail::Mail;
 use riser_target::worker::{Report, TcpListener};
@@ -363,7 +364,7 @@ fn preempt_and_abort_ends_the_commands_of_the_preempted() {
 }
 
 /// A channel of a worker that is not there: it stands for one whose commands a device holds.
-fn held_channel(world: &World) -> (NexusKey, ConnRef) {
+fn held_channel(world: &World) -> SessionGuard {
     let req = login_req(1, world.target());
     let key = NexusKey {
         initiator: req.initiator_port,
@@ -377,15 +378,15 @@ fn held_channel(world: &World) -> (NexusKey, ConnRef) {
         entrance: Entrance::Port(5555),
     };
     let (registry, now) = (&world.shared.registry, world.fabric.now());
-    registry.login(&req, ends, channel, now).unwrap();
+    let (_, guard) = registry.login(&req, ends, channel, now).unwrap();
     assert!(registry.establish(key, channel, now).may_start);
-    (key, channel)
+    guard
 }
 
 #[test]
 fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
     let mut world = World::new(FaultConfig::default(), "");
-    let (key, held) = held_channel(&world);
+    let held = held_channel(&world);
     let mut new = log_in_again(&mut world, 1).unwrap();
     new.send_cmd(1, 0, &[0; 6], DataBuffer::None, DataBuffer::None);
     for _ in 0..1000 {
@@ -393,8 +394,8 @@ fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
         world.pump(&mut new.dev);
     }
     assert_eq!(new.said, [], "the old session still has commands");
-    let left = world.shared.registry.logout(key, held, None);
-    let [ConnRef { serial, .. }] = left.start[..] else {
+    let left = held.leave(Departure::default());
+    let [ConnRef { serial, .. }] = left.notify[..] else {
         panic!("one channel waits: {left:?}");
     };
     world.mail.send(Mail::OthersGone { serial }).unwrap();
@@ -409,7 +410,7 @@ fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
 #[test]
 fn a_login_is_refused_while_a_device_does_not_give_the_old_commands_back() {
     let mut world = World::new(FaultConfig::default(), "");
-    let (key, held) = held_channel(&world);
+    let held = held_channel(&world);
     let mut new = log_in_again(&mut world, 1).unwrap();
     assert_eq!(new.next(&mut |d| world.pump(d)), Said::Logout(0));
     new.wait_closed(&mut |d| world.pump(d));
@@ -418,7 +419,8 @@ fn a_login_is_refused_while_a_device_does_not_give_the_old_commands_back() {
         let reason = LoginRejReason::InsufficientResources;
         assert_eq!(refused, Some(Refused::Login(reason)), "it may try again");
     }
-    world.shared.registry.logout(key, held, None);
+    let left = held.leave(Departure::default());
+    assert!(left.terminate.is_empty());
     let mut new = log_in_again(&mut world, 5).unwrap();
     new.settle(&mut |d| world.pump(d));
 }
@@ -941,6 +943,7 @@ fn a_login_is_refused_while_its_device_dies() {
     assert_eq!(snapshot.rejects.total(), 1);
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
     assert_eq!(world.shared.registry.sessions(), 0);
+    assert_eq!(world.shared.registry.unconfirmed(), 0);
     world.fabric.refuse_posts(SERVER, Refusals::NONE);
     let mini = world.log_in(2);
     mini.disconnect(&mut |d| world.pump(d));
@@ -1077,6 +1080,18 @@ fn an_initiator_that_vanishes_leaves_nothing() {
     }
     let snapshot = drain(&mut world);
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
+}
+
+/// As one that fails. Its disk writes may still be under way, so a new login must wait for them,
+/// until the daemon has ended.
+#[test]
+fn a_worker_that_fails_keeps_its_sessions_entered() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let minis = [1, 2].map(|n| world.log_in(n));
+    let World { worker, shared, .. } = world;
+    drop(worker);
+    assert_eq!(shared.registry.sessions(), 2);
+    drop(minis);
 }
 
 /// Twice, with transfers under way: sessions end, nothing stays behind, and the portals come back

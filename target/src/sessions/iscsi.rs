@@ -19,6 +19,7 @@ use riser_scsi::nexus::{Nexus, NexusId};
 
 use super::budget::{Bounds, Budget, Permit};
 use super::catalog::Catalog;
+use super::guard::{self, Departure, Left, SessionGuard};
 use super::recent::Recent;
 use super::units::UnitEntries;
 use super::waits::Waits;
@@ -62,7 +63,7 @@ impl SessionKey {
 }
 
 /// The session of a connection that has logged in, as its worker knows it.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Membership {
     /// Name that the initiator has given in its login.
     pub initiator: IscsiName,
@@ -74,6 +75,8 @@ pub struct Membership {
     pub tsih: Tsih,
     /// Number of the nexus; 0 in a discovery session.
     pub nexus: NexusId,
+    /// The connection's part in the session, which it leaves with this.
+    pub guard: SessionGuard,
 }
 
 /// A session that logs in.
@@ -239,15 +242,6 @@ struct Table {
 /// only the key must not hold up the owner.
 type Owner = (SessionKey, IpAddr, Option<String>);
 
-/// Consequences of the end of a connection.
-#[derive(Debug, Default)]
-pub struct Left {
-    /// Channels that wait for no others any longer.
-    pub notify: Vec<ConnRef>,
-    /// Channels of the session, which ends with a connection that was lost.
-    pub terminate: Vec<ConnRef>,
-}
-
 /// Consequences of the loss of a connection whose commands are kept.
 #[derive(Debug, Default)]
 pub struct Lost {
@@ -258,8 +252,20 @@ pub struct Lost {
 }
 
 /// Sessions of iSCSI at all workers. There are no more than permits of the budget.
-#[derive(Debug, Default)]
-pub struct IscsiSessions(Mutex<Table>);
+#[derive(Clone, Debug, Default)]
+pub struct IscsiSessions(Arc<Mutex<Table>>);
+
+/// A session of iSCSI, for the guards of its connections.
+struct Handle {
+    sessions: IscsiSessions,
+    tsih: Tsih,
+}
+
+impl guard::Session for Handle {
+    fn leave(&self, channel: ConnRef, departure: Departure) -> Left {
+        self.sessions.leave(self.tsih, channel, departure)
+    }
+}
 
 impl IscsiSessions {
     /// Checks that a connection that can hold `commands` commands may join a session.
@@ -314,7 +320,7 @@ impl IscsiSessions {
         first: &Candidate,
         random: u16,
         check: impl FnOnce(&Session) -> Result<(), LoginStatus>,
-    ) -> Result<SessionGrant, LoginStatus> {
+    ) -> Result<(SessionGrant, SessionGuard), LoginStatus> {
         let NewSession {
             nexus,
             luns,
@@ -352,7 +358,7 @@ impl IscsiSessions {
         };
         let grant = entry.grant(tsih, replaced);
         table.entries.insert(tsih, entry);
-        Ok(grant)
+        Ok((grant, self.guard(tsih, first.channel)))
     }
 
     /// Enters a connection into its session if `check` finds nothing against it. It replaces the
@@ -366,7 +372,7 @@ impl IscsiSessions {
         tsih: Tsih,
         new: &Candidate,
         check: impl FnOnce(&Session, &LunMap) -> Result<(), LoginStatus>,
-    ) -> Result<SessionGrant, LoginStatus> {
+    ) -> Result<(SessionGrant, SessionGuard), LoginStatus> {
         let mut table = self.lock();
         let entry = table.entry_of(key, tsih)?;
         check(&entry.session, entry.units.luns())?;
@@ -380,7 +386,7 @@ impl IscsiSessions {
         entry.connections.push(Connection::new(new));
         let grant = entry.grant(tsih, replaced);
         table.waits.wait_for(&grant.replaced, new.channel);
-        Ok(grant)
+        Ok((grant, self.guard(tsih, new.channel)))
     }
 
     /// Returns the other connections of a session that are to end; `channel` waits for them.
@@ -444,16 +450,9 @@ impl IscsiSessions {
         Left { notify, terminate }
     }
 
-    /// A connection is gone, and nothing of it is left; with the last one its session ends. At
-    /// `again` the initiator may log in again and go on with its disks: it has not logged out by
-    /// itself.
-    pub fn leave(
-        &self,
-        tsih: Tsih,
-        channel: ConnRef,
-        logged_out: bool,
-        again: Option<Instant>,
-    ) -> Left {
+    /// A connection is gone, and nothing of it is left; with the last one its session ends.
+    fn leave(&self, tsih: Tsih, channel: ConnRef, departure: Departure) -> Left {
+        let Departure { logged_out, again } = departure;
         let mut table = self.lock();
         // Before the wait ends below. A connection that another one has replaced or logged out
         // takes its session with it as little as one that has logged out by itself.
@@ -528,6 +527,11 @@ impl IscsiSessions {
             entry.units.change(luns.unwrap_or_default(), ports);
         }
         ended
+    }
+
+    fn guard(&self, tsih: Tsih, channel: ConnRef) -> SessionGuard {
+        let sessions = self.clone();
+        SessionGuard::new(Handle { sessions, tsih }, channel)
     }
 
     /// A panic elsewhere cannot have left the table half changed, so poison is ignored.
@@ -619,14 +623,73 @@ mod tests {
         Ok(())
     }
 
-    fn entered(granted: Result<SessionGrant, LoginStatus>) -> (Tsih, Vec<ConnRef>) {
-        let grant = granted.unwrap();
-        (grant.tsih, grant.replaced)
+    type Granted = Result<(SessionGrant, SessionGuard), LoginStatus>;
+
+    fn entered(granted: Granted) -> (Tsih, SessionGuard, Vec<ConnRef>) {
+        let (grant, guard) = granted.unwrap();
+        (grant.tsih, guard, grant.replaced)
     }
 
-    fn joined(granted: Result<SessionGrant, LoginStatus>) -> (Session, Vec<ConnRef>) {
-        let grant = granted.unwrap();
-        (grant.session, grant.replaced)
+    fn joined(granted: Granted) -> (SessionGuard, Vec<ConnRef>) {
+        let (grant, guard) = granted.unwrap();
+        (guard, grant.replaced)
+    }
+
+    /// Leaves without a logout.
+    fn lose(guard: SessionGuard) -> Left {
+        guard.leave(Departure::default())
+    }
+
+    fn log_out(guard: SessionGuard) -> Left {
+        guard.leave(Departure {
+            logged_out: true,
+            again: None,
+        })
+    }
+
+    fn is_empty(sessions: &IscsiSessions) -> bool {
+        let table = sessions.lock();
+        table.entries.is_empty() && table.current.is_empty()
+    }
+
+    /// Whichever way a connection ends, nothing of its session is left.
+    #[test]
+    fn a_connection_leaves_nothing_behind() {
+        type Way = fn(&IscsiSessions, Tsih, SessionGuard);
+        let ways: [(&str, Way); 4] = [
+            ("the connection is lost", |sessions, tsih, guard| {
+                sessions.lose(tsih, channel(1));
+                let again = Some(Instant::now());
+                let logged_out = false;
+                let left = guard.leave(Departure { logged_out, again });
+                assert!(left.notify.is_empty() && left.terminate.is_empty());
+            }),
+            ("its commands go to others", |sessions, tsih, guard| {
+                let _ = sessions.detached(tsih, channel(1));
+                let _ = lose(guard);
+            }),
+            ("the initiator logs out", |_, _, guard| {
+                let _ = log_out(guard);
+            }),
+            ("another login takes its place", |sessions, _, guard| {
+                let budget = Budget::default();
+                let newer = sessions.enter(recoverable(&budget), &new(0, 2), 9, fits);
+                let (_, newer, replaced) = entered(newer);
+                assert_eq!(replaced, [channel(1)]);
+                assert_eq!(lose(guard).notify, [channel(2)]);
+                let _ = lose(newer);
+                assert_eq!(budget.sessions(), 0);
+            }),
+        ];
+        for (way, end) in ways {
+            let (sessions, budget) = (IscsiSessions::default(), Budget::default());
+            let (tsih, guard, _) =
+                entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+            assert_eq!(budget.sessions(), 1, "{way}");
+            end(&sessions, tsih, guard);
+            assert_eq!(budget.sessions(), 0, "{way}");
+            assert!(is_empty(&sessions), "{way}");
+        }
     }
 
     fn params(max_connections: u16) -> SessionParams {
@@ -687,16 +750,16 @@ mod tests {
     #[test]
     fn a_session_that_takes_another_s_place_waits_for_its_end() {
         let sessions = IscsiSessions::default();
-        let (first, old) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
+        let (first, one, old) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
         assert!(old.is_empty());
-        let (second, old) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
+        let (_, two, old) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
         assert_eq!(old, [channel(1)]);
         // A third one comes while the second still waits, whose client gives up.
-        let (third, old) = entered(sessions.enter(session(1), &new(0, 3), 7, fits));
+        let (third, _three, old) = entered(sessions.enter(session(1), &new(0, 3), 7, fits));
         assert_eq!(old, [channel(2)]);
-        let left = sessions.leave(second, channel(2), false, None);
+        let left = lose(two);
         assert!(left.notify.is_empty(), "the first is still there");
-        let left = sessions.leave(first, channel(1), false, None);
+        let left = lose(one);
         assert_eq!(left.notify, [channel(3)]);
         assert!(left.terminate.is_empty());
         let key = bare(1).key;
@@ -708,7 +771,7 @@ mod tests {
     #[test]
     fn a_session_that_may_not_take_another_s_place_leaves_it_alone() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
-        let (first, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        let (first, _guard, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
         let refuse = |_: &Session| Err(LoginStatus::AUTHORIZATION_FAILURE);
         let refused = sessions.enter(counted(&budget, 1), &new(0, 2), 7, refuse);
         assert_eq!(refused.unwrap_err(), LoginStatus::AUTHORIZATION_FAILURE);
@@ -716,7 +779,7 @@ mod tests {
         let key = bare(1).key;
         assert_eq!(sessions.check_join(&key, first, Cid(1), 4), Ok(()));
         // Without one to replace nothing is asked.
-        sessions.enter(session(2), &new(0, 3), 7, refuse).unwrap();
+        drop(sessions.enter(session(2), &new(0, 3), 7, refuse).unwrap());
     }
 
     #[test]
@@ -735,20 +798,21 @@ mod tests {
                 session,
             };
             let entered = sessions.enter(new_session, &new(0, serial), 7, fits);
-            entered.ok().map(|grant| (grant.tsih, channel(serial)))
+            entered.ok().map(|(_, guard)| guard)
         };
         let first = enter(1).unwrap();
+        let mut others = Vec::new();
         for _ in 1..DISCOVERIES.per_address {
-            enter(1).unwrap();
+            others.push(enter(1).unwrap());
         }
         assert!(enter(1).is_none());
         for host in 2..=(DISCOVERIES.sessions / DISCOVERIES.per_address) as u8 {
             for _ in 0..DISCOVERIES.per_address {
-                enter(host).unwrap();
+                others.push(enter(host).unwrap());
             }
         }
         assert!(enter(99).is_none());
-        let left = sessions.leave(first.0, first.1, true, None);
+        let left = log_out(first);
         assert!(left.notify.is_empty() && left.terminate.is_empty());
         assert!(enter(99).is_some());
     }
@@ -757,8 +821,8 @@ mod tests {
     fn connections_join_up_to_the_limit_and_replace_each_other() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
-        let (_, old) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
+        let (tsih, one, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        let (two, old) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
         assert!(old.is_empty());
         let third = sessions.join(&key, tsih, &new(2, 3), joins);
         assert_eq!(third.unwrap_err(), LoginStatus::TOO_MANY_CONNECTIONS);
@@ -772,27 +836,29 @@ mod tests {
             joins,
         );
         assert_eq!(small.unwrap_err(), LoginStatus::OUT_OF_RESOURCES);
-        let (_, old) = joined(sessions.join(&key, tsih, &new(1, 4), joins));
+        let (four, old) = joined(sessions.join(&key, tsih, &new(1, 4), joins));
         assert_eq!(old, [channel(2)]);
-        let left = sessions.leave(tsih, channel(2), false, None);
+        let left = lose(two);
         assert_eq!(left.notify, [channel(4)]);
         assert!(left.terminate.is_empty(), "its place was taken");
         // The session does not survive the loss of a connection.
-        let left = sessions.leave(tsih, channel(1), false, None);
+        let left = lose(one);
         assert_eq!(left.terminate, [channel(4)]);
         assert_eq!(budget.sessions(), 1);
-        sessions.leave(tsih, channel(4), false, None);
+        let _ = lose(four);
         assert_eq!(budget.sessions(), 0);
     }
 
     #[test]
     fn handles_are_random_and_free() {
         let sessions = IscsiSessions::default();
-        let mut serial = 0;
+        let mut guards = Vec::new();
         let mut enter = |isid, random| {
-            serial += 1;
+            let serial = guards.len() as u64;
             let entered = sessions.enter(session(isid), &new(0, serial), random, fits);
-            entered.unwrap().tsih
+            let (grant, guard) = entered.unwrap();
+            guards.push(guard);
+            grant.tsih
         };
         assert_eq!(enter(1, 0x5a5a), Tsih(0x5a5a));
         assert_eq!(enter(2, 0x5a5a), Tsih(0x5a5b));
@@ -804,18 +870,18 @@ mod tests {
     fn a_logout_of_the_session_ends_the_others() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
-        sessions.join(&key, tsih, &new(1, 2), joins).unwrap();
-        let one = sessions.end_others(tsih, channel(1), LogoutScope::Connection(Cid(7)));
-        assert!(one.is_empty());
+        let (tsih, one, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        let (two, _) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
+        let none = sessions.end_others(tsih, channel(1), LogoutScope::Connection(Cid(7)));
+        assert!(none.is_empty());
         assert_eq!(
             sessions.end_others(tsih, channel(1), LogoutScope::Session),
             [channel(2)]
         );
-        let left = sessions.leave(tsih, channel(2), false, None);
+        let left = lose(two);
         assert_eq!(left.notify, [channel(1)]);
         assert_eq!(budget.sessions(), 1);
-        sessions.leave(tsih, channel(1), true, None);
+        let _ = log_out(one);
         assert_eq!(budget.sessions(), 0);
     }
 
@@ -831,9 +897,9 @@ mod tests {
     fn a_session_of_level_2_survives_a_connection_that_is_lost() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+        let (tsih, one, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
         // Another one may come in any case, to log it out (RFC 7143 6.3.4); not a third.
-        sessions.join(&key, tsih, &new(1, 2), joins).unwrap();
+        let (two, _) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
         let third = sessions.check_join(&key, tsih, Cid(2), 4);
         assert_eq!(third, Err(LoginStatus::TOO_MANY_CONNECTIONS));
         let lost = sessions.lose(tsih, channel(1));
@@ -846,9 +912,9 @@ mod tests {
         assert_eq!(sessions.detached(tsih, channel(1)).notify, [channel(2)]);
         let twice = sessions.detach(tsih, channel(2), Cid(0));
         assert!(twice.is_empty(), "it is logged out already");
-        let left = sessions.leave(tsih, channel(1), false, None);
+        let left = lose(one);
         assert!(left.terminate.is_empty() && budget.sessions() == 1);
-        sessions.leave(tsih, channel(2), true, None);
+        let _ = log_out(two);
         assert_eq!(budget.sessions(), 0);
     }
 
@@ -856,19 +922,22 @@ mod tests {
     fn connections_that_are_kept_are_bounded_and_end_with_their_session() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, _) = entered(sessions.enter(recoverable(&budget), &new(0, 0), 7, fits));
+        let (tsih, first, _) = entered(sessions.enter(recoverable(&budget), &new(0, 0), 7, fits));
         let most = MAX_KEPT as u64;
+        let mut guards = vec![first];
         for serial in 1..=most {
-            let (session, old) = joined(sessions.join(&key, tsih, &new(0, serial), joins));
-            assert_eq!(old, [channel(serial - 1)]);
-            assert_eq!(Ending::of_reinstatement(&session.params), Ending::Detach);
+            let (grant, guard) = sessions.join(&key, tsih, &new(0, serial), joins).unwrap();
+            guards.push(guard);
+            assert_eq!(grant.replaced, [channel(serial - 1)]);
+            let ending = Ending::of_reinstatement(&grant.session.params);
+            assert_eq!(ending, Ending::Detach);
             let left = sessions.detached(tsih, channel(serial - 1));
             assert_eq!(left.notify, [channel(serial)]);
             assert!(left.terminate.is_empty());
         }
         let lost = sessions.lose(tsih, channel(most));
         assert_eq!((lost.reporter, lost.terminate), (None, vec![channel(0)]));
-        let (_, old) = entered(sessions.enter(recoverable(&budget), &new(0, 50), 7, fits));
+        let (_, _guard, old) = entered(sessions.enter(recoverable(&budget), &new(0, 50), 7, fits));
         assert_eq!(old.len(), MAX_KEPT + 1);
     }
 }

@@ -7,16 +7,18 @@ use riser_transport::verbs::{CmId, ConnParam};
 
 use super::conns::{Conn, ConnKey, Connection};
 use super::fabrics::{Fabric, Input};
-use super::gate::is_served;
+use super::gate::{ConnAddrs, is_served};
 use super::mail::Mail;
 use super::rdma::{SetupError, answer};
 use super::{LINGER, PATIENCE, Phase, Worker};
+use crate::audit::Parting;
 use crate::fabric::ConnRef;
+use crate::sessions::guard::{Departure, SessionGuard};
 use crate::sessions::iscsi::Ending;
 
 impl Worker {
     /// Accepts a connection on RDMA that has just been made, with our private data. Where that
-    /// fails, nothing of it is left but its session.
+    /// fails, nothing of it is left, and it leaves its session if it has one.
     pub(super) fn accept(
         &mut self,
         key: ConnKey,
@@ -29,6 +31,9 @@ impl Worker {
             conn.fabric.abandon(&mut self.pool);
             if let Some(link) = conn.fabric.rdma() {
                 link.hardware.destroy(&mut self.devices[link.device]);
+            }
+            if let Some(guard) = conn.fabric.into_guard() {
+                self.leave(guard, Departure::default());
             }
         }
         accepted
@@ -76,12 +81,47 @@ impl Worker {
             }
         }
         self.past.add(&conn.fabric);
-        let (serial, peer) = (conn.serial(), conn.peer);
-        match &conn.fabric {
-            Fabric::Srp(own) => self.leave_srp(serial, peer, own),
-            Fabric::Tcp(own) => self.leave_iscsi(own.channel.channel(), &conn),
-            Fabric::Iser(own) => self.leave_iscsi(own.channel.channel(), &conn),
+        self.end_session(conn);
+    }
+
+    /// A connection is gone: its session's numbers and its end are kept, and it leaves the session.
+    fn end_session(&mut self, conn: Conn<Fabric>) {
+        let (_, accounts) = conn.fabric.accounts();
+        let who = match &conn.fabric {
+            Fabric::Srp(own) => {
+                accounts.keep(&own.key.initiator.to_string());
+                self.who_of_srp(conn.peer, own)
+            }
+            Fabric::Tcp(_) | Fabric::Iser(_) => {
+                let login = conn.fabric.login();
+                let member = login.and_then(|(_, login)| login.membership.as_ref());
+                let (Some((transport, login)), Some(member)) = (login, member) else {
+                    return;
+                };
+                accounts.keep(member.initiator.as_str());
+                let addrs = ConnAddrs {
+                    transport,
+                    listen: login.listen,
+                    peer: conn.peer,
+                };
+                addrs.who(&self.catalog, member)
+            }
+        };
+        let (end, logged_out) = conn.fabric.end();
+        self.logins.audit.end(self.now, &who, end);
+        // An initiator of SRP that only disconnects, as Linux does before it connects again, goes on
+        // with its disks; one of iSCSI that was asked to log out logs in again.
+        let again = (end != Parting::Logout).then_some(self.now);
+        if let Some(guard) = conn.fabric.into_guard() {
+            self.leave(guard, Departure { logged_out, again });
         }
+    }
+
+    /// A connection leaves its session, with what that means for others.
+    pub(super) fn leave(&mut self, guard: SessionGuard, departure: Departure) {
+        let left = guard.leave(departure);
+        self.notify_waiting(left.notify);
+        self.terminate_all(left.terminate);
     }
 
     /// A peer has answered the disconnect request of a connection whose channel is gone.

@@ -21,12 +21,14 @@ use super::queue::Receive;
 use super::rdma::RdmaLink;
 use super::stream::Stream;
 use super::work::Work;
+use crate::audit::Parting;
 use crate::config::Protocol;
 use crate::fabric::{Accounts, ConnRef, LunMap, TaskIdx, TaskRef, UnitIdx};
 use crate::iscsi::{self, Channel, Datamover, Phase, ReassignRequest, ReassignedTask, TcpChannel};
 use crate::iser::{IserAction, IserChannel};
 use crate::pool::Pool;
 use crate::sessions::catalog::Entrance;
+use crate::sessions::guard::SessionGuard;
 use crate::sessions::iscsi::Membership;
 use crate::sessions::nexus::NexusKey;
 use crate::srp;
@@ -45,6 +47,8 @@ pub(super) enum Fabric {
 pub(super) struct SrpConn {
     pub(super) channel: srp::Channel,
     pub(super) key: NexusKey,
+    /// Its part in the session of the nexus.
+    pub(super) guard: SessionGuard,
     /// The listener that it came by.
     pub(super) entrance: Entrance,
     pub(super) rdma: RdmaLink,
@@ -135,6 +139,25 @@ impl Fabric {
         }
     }
 
+    /// Returns its part in its session, if it has logged in.
+    pub(super) fn into_guard(self) -> Option<SessionGuard> {
+        let login = match self {
+            Self::Srp(conn) => return Some(conn.guard),
+            Self::Tcp(conn) => conn.login,
+            Self::Iser(conn) => conn.login,
+        };
+        login.membership.map(|membership| membership.guard)
+    }
+
+    /// Returns how it has ended, and whether the initiator has logged it out before.
+    pub(super) fn end(&self) -> (Parting, bool) {
+        match self {
+            Self::Srp(conn) => (conn.channel.end(), false),
+            Self::Tcp(conn) => end_of(conn.channel.channel()),
+            Self::Iser(conn) => end_of(conn.channel.channel()),
+        }
+    }
+
     /// Takes the receives that a new connection wants to have posted before it is accepted.
     ///
     /// # Panics
@@ -213,6 +236,10 @@ impl Fabric {
             Self::Iser(conn) => accounts_of(conn.channel.channel()),
         }
     }
+}
+
+fn end_of<M: Datamover>(channel: &Channel<M>) -> (Parting, bool) {
+    (channel.end(), channel.has_logged_out())
 }
 
 fn accounts_of<M: Datamover>(channel: &Channel<M>) -> (String, &Accounts) {

@@ -21,6 +21,7 @@ use crate::fabric::{ConnRef, LunMap, Unit};
 use crate::iscsi::{Gate, LoginGrant, TIME2RETAIN, Window};
 use crate::iser::IserParams;
 use crate::sessions::catalog::{Catalog, IscsiDef, TargetDef, is_proof};
+use crate::sessions::guard::SessionGuard;
 use crate::sessions::iscsi::{
     Candidate, Ending, Membership, NewSession, Session, SessionGrant, SessionKey,
 };
@@ -261,7 +262,7 @@ impl WorkerGate<'_> {
         &mut self,
         joined: &CompletedLogin,
         first: CmdSn,
-    ) -> Result<SessionGrant, LoginStatus> {
+    ) -> Result<(SessionGrant, SessionGuard), LoginStatus> {
         self.check_rights(joined)?;
         let identity = &joined.identity;
         let sessions = &self.shared.iscsi;
@@ -421,7 +422,7 @@ impl Gate for WorkerGate<'_> {
     fn join(&mut self, joined: &CompletedLogin, first: CmdSn) -> Result<LoginGrant, LoginStatus> {
         let identity = &joined.identity;
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
-        let grant = self.enter(joined, first)?;
+        let (grant, guard) = self.enter(joined, first)?;
         let SessionGrant { session, .. } = grant;
         // A new session ends the one that it replaces with all its commands; a connection may leave
         // them to others (RFC 7143 6.3.4).
@@ -435,6 +436,7 @@ impl Gate for WorkerGate<'_> {
             target: name.cloned(),
             tsih: grant.tsih,
             nexus: grant.nexus,
+            guard,
         };
         let who = self.place().who(self.catalog, &entered);
         self.logins.accept(self.now, &who);

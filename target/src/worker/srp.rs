@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::net::SocketAddr;
 
 use arrayvec::ArrayVec;
-use riser_memory::Memory;
+use riser_memory::{MemSlice, Memory};
 use riser_scsi::srp::{BufferFormats, LoginRej, LoginRejReason, LoginReq, Tag};
 use riser_transport::verbs::{CmId, Completion, ConnParam, SendFlags, SendOp};
 
@@ -16,12 +16,15 @@ use super::mail::SessionInfo;
 use super::queue::{ChainSend, Posted, RECV_BATCH, Receive};
 use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError};
 use super::work::Work;
-use crate::audit::{Parting, Who};
+use crate::audit::Who;
 use crate::config::Protocol;
 use crate::fabric::{ConnRef, ConnectionMemory, MAX_SGE, TaskIdx};
 use crate::sessions::catalog::{Entrance, Serves};
+use crate::sessions::guard::{Departure, SessionGuard};
 use crate::sessions::nexus::{Endpoints, NexusKey, SessionGrant};
-use crate::srp::{Action, ChState, Channel, ChannelConfig, LoginRefused, RecvIdx, SendIu};
+use crate::srp::{
+    Action, ChState, Channel, ChannelConfig, ChannelParams, LoginRefused, RecvIdx, SendIu,
+};
 
 /// A login that was granted, on its way to a channel.
 struct Login<'a> {
@@ -32,8 +35,17 @@ struct Login<'a> {
     entrance: Entrance,
     key: NexusKey,
     grant: SessionGrant,
+    guard: SessionGuard,
     /// Parameters of the request for a connection.
     param: &'a ConnParam,
+}
+
+/// Parts of a channel that its device and the system have to grant.
+struct Parts {
+    receive_ring: MemSlice,
+    send_ring: MemSlice,
+    hardware: Hardware,
+    max_sge: usize,
 }
 
 impl SrpConn {
@@ -117,8 +129,8 @@ impl Worker {
         };
         // Before the channel is made: logins of one initiator at several workers get one order
         // here.
-        let mut grant = match shared.registry.login(req, ends, channel, self.now) {
-            Ok(grant) => grant,
+        let (mut grant, guard) = match shared.registry.login(req, ends, channel, self.now) {
+            Ok(entered) => entered,
             Err(refused) => {
                 return self.refuse(device, cm, req.tag, refused, &who, None);
             }
@@ -135,6 +147,7 @@ impl Worker {
             entrance,
             key,
             grant,
+            guard,
             param,
         };
         match self.accept_srp(login) {
@@ -150,9 +163,6 @@ impl Worker {
                 );
             }
             Err(error) => {
-                let left = shared.registry.logout(key, channel, None);
-                self.notify_waiting(left.start);
-                self.terminate_all(left.terminate);
                 let reason = LoginRejReason::InsufficientResources;
                 self.refuse(device, cm, req.tag, reason, &who, Some(&error));
             }
@@ -235,10 +245,56 @@ impl Worker {
         let _ = dev.destroy_id(cm);
     }
 
-    /// Makes the channel and accepts the connection.
+    /// Makes the channel and accepts the connection. Where that fails, the login leaves its session.
     fn accept_srp(&mut self, login: Login<'_>) -> Result<ConnectionMemory, SetupError> {
-        let Login { device, grant, .. } = login;
+        let Login {
+            device,
+            grant,
+            guard,
+            ..
+        } = login;
         let params = grant.outcome.params;
+        let parts = match self.make_srp(device, login.cm, &params) {
+            Ok(parts) => parts,
+            Err(error) => {
+                self.leave(guard, Departure::default());
+                return Err(error);
+            }
+        };
+        let config = ChannelConfig {
+            params,
+            worker: self.index,
+            serial: login.serial,
+            nexus: grant.nexus,
+            luns: grant.outcome.luns,
+            receive_ring: parts.receive_ring,
+            send_ring: parts.send_ring,
+            max_sge: parts.max_sge,
+            data_out_timeout: self.catalog.data_out_timeout,
+        };
+        let conn = SrpConn {
+            channel: Channel::new(config, self.now),
+            key: login.key,
+            guard,
+            entrance: login.entrance,
+            rdma: RdmaLink::new(device, login.cm, parts.hardware),
+        };
+        let fabric = Fabric::Srp(Box::new(conn));
+        // Before the answer goes: events and completions that follow it have to find the channel.
+        let key = self.conns.insert(login.serial, login.peer, fabric);
+        let mut rsp = [0; riser_scsi::srp::LOGIN_RSP_LEN];
+        grant.outcome.rsp.emit(&mut rsp);
+        self.accept(key, login.param, &rsp)?;
+        Ok(params.memory())
+    }
+
+    /// Makes the rings and the queue pair of a channel.
+    fn make_srp(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        params: &ChannelParams,
+    ) -> Result<Parts, SetupError> {
         let memory = params.memory();
         // In full before the answer: no request of the initiator can make the channel's memory
         // grow.
@@ -256,31 +312,13 @@ impl Worker {
             send_ring: &send_ring,
             pool: self.pool.memory(),
         };
-        let hardware = Hardware::make(dev, login.cm, queues, regions)?;
-        let config = ChannelConfig {
-            params,
-            worker: self.index,
-            serial: login.serial,
-            nexus: grant.nexus,
-            luns: grant.outcome.luns,
+        let hardware = Hardware::make(dev, cm, queues, regions)?;
+        Ok(Parts {
             receive_ring,
             send_ring,
+            hardware,
             max_sge,
-            data_out_timeout: self.catalog.data_out_timeout,
-        };
-        let conn = SrpConn {
-            channel: Channel::new(config, self.now),
-            key: login.key,
-            entrance: login.entrance,
-            rdma: RdmaLink::new(device, login.cm, hardware),
-        };
-        let fabric = Fabric::Srp(Box::new(conn));
-        // Before the answer goes: events and completions that follow it have to find the channel.
-        let key = self.conns.insert(login.serial, login.peer, fabric);
-        let mut rsp = [0; riser_scsi::srp::LOGIN_RSP_LEN];
-        grant.outcome.rsp.emit(&mut rsp);
-        self.accept(key, login.param, &rsp)?;
-        Ok(memory)
+        })
     }
 
     /// Carries out the actions of a channel.
@@ -409,26 +447,13 @@ impl Worker {
         });
     }
 
-    /// A channel is gone, and holds nothing any longer.
-    pub(super) fn leave_srp(&mut self, serial: u64, peer: SocketAddr, conn: &SrpConn) {
-        let channel = ConnRef {
-            worker: self.index,
-            serial,
-        };
-        // One that only disconnects, as Linux does before it connects again, goes on with its
-        // disks.
-        let again = (conn.channel.end() != Parting::Logout).then_some(self.now);
-        let left = self.shared.registry.logout(conn.key, channel, again);
-        self.notify_waiting(left.start);
-        self.terminate_all(left.terminate);
-        let initiator = conn.key.initiator.to_string();
-        conn.channel.accounts().keep(&initiator);
+    /// Names both ends of a channel's session for the audit log.
+    pub(super) fn who_of_srp(&self, peer: SocketAddr, conn: &SrpConn) -> Who {
         let (device, entrance) = (conn.rdma.device, Some(conn.entrance));
-        let who = Who {
+        Who {
             nexus: Some(conn.channel.nexus().0),
             ..self.who_srp(device, entrance, peer, Some(&conn.key))
-        };
-        self.logins.audit.end(self.now, &who, conn.channel.end());
+        }
     }
 
     /// Whether the listener of a channel is gone, or is another target's now.

@@ -25,12 +25,10 @@ use slab::Slab;
 use super::Worker;
 use super::conns::{Conn, ConnKey};
 use super::fabrics::Fabric;
-use super::gate::ConnAddrs;
 use super::listener::TcpListener;
 use super::mail::Mail;
-use crate::audit::Parting;
 use crate::fabric::ConnRef;
-use crate::iscsi::{Action, Channel, Datamover, LogoutScope, Phase};
+use crate::iscsi::{Action, LogoutScope, Phase};
 use socket::Listener;
 
 /// Sockets of a worker: those that listen, and what waits for the ring.
@@ -161,31 +159,5 @@ impl Worker {
         self.send_next(key);
         self.read_on(key);
         self.receive_next(key);
-    }
-
-    /// A connection of iSCSI is gone; its session is notified if it had one.
-    pub(super) fn leave_iscsi<M: Datamover>(&mut self, channel: &Channel<M>, conn: &Conn<Fabric>) {
-        let Some((transport, login)) = conn.fabric.login() else {
-            return;
-        };
-        let Some(member) = &login.membership else {
-            return;
-        };
-        channel.accounts().keep(member.initiator.as_str());
-        let channel_ref = self.channel_ref(conn.serial());
-        // An initiator that was asked to log out logs in again.
-        let again = (channel.end() != Parting::Logout).then_some(self.now);
-        let logged_out = channel.has_logged_out();
-        let sessions = &self.shared.iscsi;
-        let left = sessions.leave(member.tsih, channel_ref, logged_out, again);
-        let addrs = ConnAddrs {
-            transport,
-            listen: login.listen,
-            peer: conn.peer,
-        };
-        let who = addrs.who(&self.catalog, member);
-        self.logins.audit.end(self.now, &who, channel.end());
-        self.notify_waiting(left.notify);
-        self.terminate_all(left.terminate);
     }
 }

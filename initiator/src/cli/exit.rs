@@ -6,16 +6,19 @@ use std::io;
 use std::process::ExitCode;
 
 use miette::Diagnostic;
+use num_enum::{FromPrimitive, IntoPrimitive};
 
 use crate::bench::BenchError;
 use crate::block::BlockError;
 use crate::fuse::UnmountError;
 
-/// Exit status of a failure. Success is 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Exit status of a failure. Success is 0. A number that another process of ours reports, and that
+/// is none of these, is a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum Exit {
     /// An I/O or protocol failure.
+    #[num_enum(default)]
     Failure = 1,
     /// Wrong use of the command line.
     Usage = 2,
@@ -29,24 +32,9 @@ pub enum Exit {
     Busy = 6,
 }
 
-impl Exit {
-    /// The status of a number, for a report of another process of ours.
-    #[must_use]
-    pub fn of(status: u8) -> Self {
-        match status {
-            2 => Self::Usage,
-            3 => Self::Refused,
-            4 => Self::Timeout,
-            5 => Self::NotFound,
-            6 => Self::Busy,
-            _ => Self::Failure,
-        }
-    }
-}
-
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
-        Self::from(exit as u8)
+        Self::from(u8::from(exit))
     }
 }
 

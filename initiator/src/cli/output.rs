@@ -54,7 +54,7 @@ pub(super) fn error(error: &CliError, global: &Global) {
                     message: &error.what,
                     causes: error.causes(),
                     help: error.help.as_deref(),
-                    exit_status: error.exit as u8,
+                    exit_status: error.exit.into(),
                 },
             };
             let text = serde_json::to_string_pretty(&document);

@@ -93,7 +93,7 @@ pub(super) fn run(
     if let Some(log) = &args.supervised {
         match &result {
             Err(error) if !ready.reported => report(&Outcome::Failed {
-                exit: error.exit as u8,
+                exit: error.exit.into(),
                 what: error.what.clone(),
                 causes: error.causes(),
                 help: error.help.clone(),
@@ -309,7 +309,7 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
                 let _ = std::fs::remove_file(&log);
             }
             let _ = child.wait();
-            let mut error = CliError::new(Exit::of(exit), what);
+            let mut error = CliError::new(Exit::from(exit), what);
             error.cause = Cause::chain(causes);
             error.help = help;
             Err(error)

@@ -86,3 +86,25 @@ impl Owner {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_requests_keep_their_names() {
+        for work in [
+            Work::Recv(RecvIdx(u16::MAX)),
+            Work::Post(TaskIdx(1)),
+            Work::Inner,
+            Work::Drain,
+            Work::Probe,
+            Work::IserRecv(RxIdx(2)),
+            Work::IserPost(ChainIdx(3)),
+            Work::Torn(TaskIdx(4)),
+            Work::IserTorn(ChainIdx(5)),
+        ] {
+            assert_eq!(Work::of(work.id()), work);
+        }
+    }
+}

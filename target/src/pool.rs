@@ -33,11 +33,6 @@
 //! # Not implemented
 //! Growing: the size is fixed when the worker starts.
 
-#![allow(
-    unsafe_code,
-    reason = "a command looks at its own buffer in place, between device operations"
-)]
-
 use std::collections::VecDeque;
 use std::collections::hash_map::{Entry, OccupiedEntry};
 use std::io;
@@ -633,6 +628,10 @@ impl Buffer {
     }
 }
 
+#[allow(
+    unsafe_code,
+    reason = "a command looks at its own buffer in place, between device operations"
+)]
 impl DataAccess for Buffer {
     fn len(&self) -> u32 {
         self.len

@@ -1,21 +1,15 @@
 //! Requests of a process that serves a disk to the kernel, for itself.
 
-#![allow(
-    unsafe_code,
-    reason = "calls of the C library, and the environment before there are threads"
-)]
-
-use rustix::process::{Resource, getrlimit};
+use rustix::mm::{MlockAllFlags, mlockall};
+use rustix::process::{Resource, configure_io_flusher_behavior, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::url::SECRET_ENV;
 
-/// Option of `prctl(2)`, from `linux/prctl.h`.
-const PR_SET_IO_FLUSHER: libc::c_int = 57;
-
 /// Takes the passwords out of the environment, which every program that is started inherits.
 ///
 /// To be called while the process has one thread.
+#[allow(unsafe_code, reason = "the environment, before there are threads")]
 pub(super) fn forget_secrets() {
     for name in SECRET_ENV {
         // SAFETY: the caller's process has no other thread that could read the environment.
@@ -27,9 +21,7 @@ pub(super) fn forget_secrets() {
 /// pages of that very disk to have memory for this process, whose help it then needs for the write.
 /// Threads that are started later inherit it. Without the privilege it is left out, and logged.
 pub(super) fn serve_without_reclaim() {
-    // SAFETY: the call takes three numbers and nothing else.
-    if unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) } != 0 {
-        let error = std::io::Error::last_os_error();
+    if let Err(error) = configure_io_flusher_behavior(true) {
         tracing::debug!(%error, "memory reclaim may wait for this disk (CAP_SYS_RESOURCE)");
     }
     // Under a limit, memory that is asked for later would be refused.
@@ -40,10 +32,8 @@ pub(super) fn serve_without_reclaim() {
         return;
     }
     // What is touched stays; what is only mapped (stacks, a disk in memory) takes nothing.
-    let flags = libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT;
-    // SAFETY: the call takes a number and changes no memory's contents.
-    if unsafe { libc::mlockall(flags) } != 0 {
-        let error = std::io::Error::last_os_error();
+    let flags = MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT;
+    if let Err(error) = mlockall(flags) {
         tracing::debug!(%error, "memory is not locked");
     }
 }

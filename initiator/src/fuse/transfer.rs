@@ -1,10 +1,5 @@
 //! Bytes between the kernel's requests and the disk.
 
-#![allow(
-    unsafe_code,
-    reason = "shows the kernel a buffer that is addressed by pointer only"
-)]
-
 use fuser::ReplyData;
 
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, ExtentKind, Span, task};
@@ -16,6 +11,10 @@ const SEEK_WINDOW: u64 = 1 << 30;
 pub(super) type Piece = (Span, Option<Buffer>);
 
 /// Answers a read with a part of a buffer.
+#[allow(
+    unsafe_code,
+    reason = "shows the kernel a buffer that is addressed by pointer only"
+)]
 pub(super) fn send(reply: ReplyData, buffer: &Buffer, span: &Span) {
     let slice = buffer.slice();
     // SAFETY: the operation that filled the buffer is done, and only the holder of a buffer may

@@ -1,7 +1,5 @@
 //! Commands of a device's life.
 
-#![allow(unsafe_code, reason = "shows the kernel memory by its address")]
-
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -107,6 +105,7 @@ impl Control {
     }
 
     /// Gives a command and waits for its end. The buffer is read or written by the driver.
+    #[allow(unsafe_code, reason = "shows the kernel memory by its address")]
     fn call(
         &mut self,
         op: ControlOp,

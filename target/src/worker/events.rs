@@ -1,10 +1,5 @@
 //! Completions, connection events, timers and mail into channels.
 
-#![allow(
-    unsafe_code,
-    reason = "a received message is looked at in place, in the receive ring"
-)]
-
 use riser_memory::MemSlice;
 use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, VerbsError};
 
@@ -232,6 +227,10 @@ impl Worker {
 
     /// Looks at the `len` bytes that a completed receive has left in its slot. `input` hands them
     /// to the channel that owns the slot, and must not post the receive again.
+    #[allow(
+        unsafe_code,
+        reason = "a message is looked at in place, in the receive ring"
+    )]
     pub(super) fn with_received(
         &mut self,
         slot: &MemSlice,
@@ -240,7 +239,7 @@ impl Worker {
     ) {
         let (memory, offset) = (slot.memory().clone(), slot.offset());
         let len = len.min(slot.len());
-        // SAFETY: the receive has completed, so the device writes there no more, and it is posted
+        // SAFETY: the receive has completed, so the device no longer writes there, and it is posted
         // again only by an action, which is carried out after this call. The channel itself only
         // reads its receive ring.
         unsafe { memory.with_bytes(offset, len, |bytes| input(self, bytes)) };
@@ -342,7 +341,7 @@ impl Worker {
             Mail::Flush => self.begin_flush(),
             Mail::Exit => self.exiting = true,
             Mail::Snapshot(reply) => {
-                // Whoever asked may have given up.
+                // The server may have given up waiting.
                 let _ = reply.send(self.snapshot());
             }
             Mail::Ping(reply) => {

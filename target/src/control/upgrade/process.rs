@@ -3,11 +3,6 @@
 //! The environment names them: `RISERD_HANDOVER=PID:STATE,FD,FD…`. The process id is part of it, so
 //! that a child with a copy of the environment does not take them for its own.
 
-#![allow(
-    unsafe_code,
-    reason = "descriptors come as numbers, and the standard library's exec changes signals first"
-)]
-
 use std::env;
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
@@ -17,6 +12,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use nix::unistd::execve;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::io::{FdFlags, fcntl_setfd};
 
@@ -77,6 +73,7 @@ pub(super) fn take_passed() -> Option<PassedDescriptors> {
 }
 
 /// Owns a descriptor, if it is open.
+#[allow(unsafe_code, reason = "descriptors come as numbers")]
 fn adopt(fd: RawFd) -> Option<OwnedFd> {
     // SAFETY: the call takes and gives integers.
     if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
@@ -157,34 +154,19 @@ fn exec(program: &Path, fds: &[BorrowedFd<'_>]) -> io::Error {
         line
     });
     let variables = variables.chain([OsString::from(variable)]);
-    // Made before the call, since memory behind the pointers has to stay until it returns.
-    let lists = Strings::new(args).and_then(|args| Ok((args, Strings::new(variables)?)));
+    let lists = c_strings(args).and_then(|args| Ok((args, c_strings(variables)?)));
     let (args, variables) = match lists {
         Ok(lists) => lists,
         Err(error) => return error,
     };
-    // The path is the first argument.
-    // SAFETY: the strings end with a zero byte and the lists with a null pointer, and both live on;
-    // the call returns only if it has done nothing.
-    unsafe {
-        let (args, variables) = (args.pointers(), variables.pointers());
-        libc::execve(args[0], args.as_ptr(), variables.as_ptr());
-    }
-    io::Error::last_os_error()
+    // Not the standard library's exec, which changes the handling of signals first. The path is the
+    // first argument.
+    let Err(error) = execve(&args[0], &args, &variables);
+    error.into()
 }
 
 /// Strings as C takes them.
-struct Strings(Vec<CString>);
-
-impl Strings {
-    fn new(strings: impl Iterator<Item = OsString>) -> io::Result<Self> {
-        let strings = strings.map(|s| CString::new(s.into_vec()));
-        Ok(Self(strings.collect::<Result<_, _>>()?))
-    }
-
-    /// Pointers to them, and a null pointer, as long as this lives.
-    fn pointers(&self) -> Vec<*const libc::c_char> {
-        let all = self.0.iter().map(|s| s.as_ptr());
-        all.chain([std::ptr::null()]).collect()
-    }
+fn c_strings(strings: impl Iterator<Item = OsString>) -> io::Result<Vec<CString>> {
+    let strings = strings.map(|s| CString::new(s.into_vec()));
+    Ok(strings.collect::<Result<_, _>>()?)
 }

@@ -347,6 +347,8 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
                 wanted,
             });
         }
+        // Noted before it grows, as with a real file: what fails later gives back the length that
+        // the disk had.
         *made = Some(Made {
             path: path.clone(),
             file: file.clone(),

@@ -6,7 +6,7 @@
 //! worked on comes last.
 //!
 //! ```text
-//! accepted ──→ Request ──first byte written──→ Answer ──all written──→ Idle ──first byte read──→ Request
+//! accepted ─→ Request ─first byte written─→ Answer ─all written─→ Idle ─first byte read─→ Request
 //! ```
 
 use std::cmp::Reverse;

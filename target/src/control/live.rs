@@ -290,6 +290,8 @@ fn ops(stats: &LunStats) -> BTreeMap<String, LiveOp> {
 
 fn sessions(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveSession> {
     let catalog = server.shared().registry.catalog();
+    // By worker as well: an initiator that has channels at several workers has an account at each,
+    // and a view of each channel, so the sum of all would count with every one of them.
     let mut done: BTreeMap<(u16, &str, &str), InitiatorStats> = BTreeMap::new();
     for snapshot in snapshots {
         for entry in &snapshot.accounts {

@@ -25,6 +25,8 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
     }
     let mut lines = Vec::new();
     for s in sessions {
+        // A discovery session has no target (RFC 7143 4.3). An empty name would leave the protocol
+        // as the first word of its line, where others have a target.
         let target = if s.target.is_empty() {
             "(discovery)"
         } else {
@@ -69,6 +71,8 @@ pub fn targets(targets: &Vec<TargetView>) -> String {
         );
         lines.extend(t.luns.iter().flat_map(|(number, lun)| {
             let read_only = if lun.read_only { ", read-only" } else { "" };
+            // In the line of the unit, and loud: an operator who looks for anything else has to see
+            // that data may be gone.
             let failed = lun.flush_failure.as_ref().map_or_else(String::new, |f| {
                 format!(", A FLUSH FAILED ({}): writes may be lost", f.error)
             });
@@ -109,6 +113,8 @@ pub fn status(status: &Status) -> String {
         "riserd {} (process {}), up {} s, {} session(s)",
         status.version, status.pid, status.uptime, status.sessions
     )];
+    // What needs an operator comes before the workers, of which there may be more lines than a
+    // screen has.
     lines.extend(status.problems.iter().map(problem));
     lines.extend(status.written.drift.iter().map(drift));
     lines.extend(standing(&status.written));
@@ -216,6 +222,7 @@ pub fn traced(traced: &Traced) -> String {
     let mut lines = Vec::new();
     let zone = TimeZone::system();
     for command in &traced.commands {
+        // A command that was refused may have an operation code that no table names.
         let name = command.name.clone();
         let name = name.unwrap_or_else(|| format!("opcode {:#04x}", command.opcode));
         let blocks = match (command.lba, command.blocks) {

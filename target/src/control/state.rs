@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! hidden file written → made durable → takes the name → the directory made durable
-//!                                                              └─ not: the old file takes the name back
+//!                                                              └─ not: the old file is put back
 //! ```
 //! If the process is killed at any of these steps, the name refers to the complete old file or the
 //! complete new one. After a replacement that fails it refers to the old one, so the caller and the

@@ -1,9 +1,9 @@
 //! The way of a command through a connection, the same on every fabric.
 //!
 //! ```text
-//!  enter_task_set ─→ limits ─→ prepare: Data-Out ─→ order ─→ run ─→ Step ─→ done ─→ advance ─→ Step …
-//!                       (each only where it is needed)        │                        │
-//!                                                             └─→ memory ─→ resume     └─→ respond
+//! enter_task_set ─→ limits ─→ prepare: Data-Out ─→ order ─→ run ─→ Step ─→ done ─→ advance ─→ Step
+//!                      (each only where it is needed)        │                        │
+//!                                                            └─→ memory ─→ resume     └─→ respond
 //! ```
 //!
 //! A connection is a [`CommandFlow`]: it provides what its fabric decides (how data travel, what an

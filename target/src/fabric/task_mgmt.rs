@@ -7,8 +7,8 @@
 //! over. What was posted before, with the answer, on another connection may arrive after that.
 //!
 //! ```text
-//!   request ──→ manage ──→ Effect ──→ AbortTask … ──→ TaskGone … ──→ PendingFunction::is_over ──→ answer
-//!                 └──→ refused: answer
+//!   request ─→ manage ─→ Effect ─→ AbortTask … ─→ TaskGone … ─→ PendingFunction::is_over ─→ answer
+//!                └─→ refused: answer
 //! ```
 
 use riser_scsi::attention::Attention;

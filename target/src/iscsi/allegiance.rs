@@ -7,9 +7,9 @@
 //! REASSIGN on another connection claims a command by its tag, and the lost one hands it over:
 //!
 //! ```text
-//!   TASK REASSIGN ─→ claim_tag ─→ ReassignRequest ─→ lost connection: waits for data, or is answered?
-//!                                                       │ yes, or as soon as it is
-//!   data, R2Ts, answer ←─ handle_reassigned ←─ ReassignedTask
+//! TASK REASSIGN ─→ claim_tag ─→ ReassignRequest ─→ lost connection: waits for data, or answered?
+//!                                                     │ yes, or as soon as it is
+//! data, R2Ts, answer ←─ handle_reassigned ←─ ReassignedTask
 //! ```
 //!
 //! A reassigned task carries the bytes of the data: the connections may belong to workers with a

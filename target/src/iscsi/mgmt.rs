@@ -61,6 +61,8 @@ impl<D: Datamover> Channel<D> {
         request: &TmfRequest,
     ) -> Option<FunctionAnswer> {
         let session = self.session.as_ref().expect("full-feature phase");
+        // With those that the LUN led to before: a change of the configuration does not keep an
+        // initiator from aborting a command that it has begun at one of them.
         let units = session.luns.with_former(request.lun);
         match function {
             Function::AbortTask
@@ -72,6 +74,8 @@ impl<D: Datamover> Channel<D> {
                 Some(FunctionAnswer::NoSuchLun)
             }
             Function::AbortTask => self.abort_named(cx, idx, request, &units),
+            // Of a session with several connections, the task may be at another one. Only the
+            // window has all of them, and a task that is there must not be reported as gone.
             Function::QueryTask => {
                 let found = self.find_command(request.referenced, &units);
                 let elsewhere = self.window().tagged(request.referenced);

@@ -6,9 +6,9 @@
 //! [`Action`]s.
 //!
 //! ```text
-//!   bytes ──→ TcpChannel ── frames ──→ Channel ── Action ──→ worker: block operations, other channels
-//!                 ↑                       │ control PDUs, Put_Data, Get_Data
-//!   bytes ←── Batch ←──── Tcp (Datamover) ←┘
+//! bytes ──→ TcpChannel ── frames ──→ Channel ── Action ─→ worker: block operations, other channels
+//!               ↑                       │ control PDUs, Put_Data, Get_Data
+//! bytes ←── Batch ←──── Tcp (Datamover) ←┘
 //! ```
 //!
 //! # Modules

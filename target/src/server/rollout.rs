@@ -1,10 +1,11 @@
-//! [`Rollout`]: a change of what is served, at all workers, and [`RolloutDriver`], which brings it there.
+//! [`Rollout`]: a change of what is served, at all workers, and [`RolloutDriver`], which brings it
+//! there.
 //!
 //! ```text
-//!   Staging ── all have acquired their part ──▶ Staged ── commit ──▶ Applying ── all have, or late ──▶ Applied
-//!      │ refused, failed or late                  │ withdraw
-//!      └────────────────▶ Undoing ◀───────────────┘
-//!                            └── all have released it, or late ──▶ Undone
+//!   Staging ─ all have acquired ─▶ Staged ─ commit ─▶ Applying ─ all have, or late ─▶ Applied
+//!      │ refused, failed or late      │ withdraw
+//!      └──────────▶ Undoing ◀─────────┘
+//!                      └── all have released it, or late ──▶ Undone
 //! ```
 //!
 //! The machine sends nothing and has no clock. It gives the orders for workers, takes their

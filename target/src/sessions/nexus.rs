@@ -2,8 +2,8 @@
 //!
 //! # A login that replaces a session
 //! ```text
-//!  Requested ──established──→ Current ──a newer login is established──→ Replaced ──last channel gone──→
-//!      └──── place given to another, or no place is left ────→ Displaced ──last channel gone──→
+//! Requested ──established──→ Current ──a newer login established──→ Replaced ──last channel gone─→
+//!     └──── place given to another, or no place is left ───→ Displaced ──last channel gone─→
 //! ```
 //! A connection request comes in one datagram, whose source address may be forged. So it ends
 //! nothing: the session that it asks for is beside the one that is there until its own connection

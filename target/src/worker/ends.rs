@@ -109,8 +109,8 @@ impl Worker {
         };
         let (end, logged_out) = conn.fabric.end();
         self.logins.audit.end(self.now, &who, end);
-        // An initiator of SRP that only disconnects, as Linux does before it connects again, goes on
-        // with its disks; one of iSCSI that was asked to log out logs in again.
+        // An initiator of SRP that only disconnects, as Linux does before it connects again, goes
+        // on with its disks; one of iSCSI that was asked to log out logs in again.
         let again = (end != Parting::Logout).then_some(self.now);
         if let Some(guard) = conn.fabric.into_guard() {
             self.leave(guard, Departure { logged_out, again });

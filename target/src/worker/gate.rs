@@ -547,7 +547,7 @@ pub(in crate::worker) struct ConnAddrs {
 }
 
 impl ConnAddrs {
-    /// Somebody there who has not logged in.
+    /// Names a peer that has not logged in.
     pub(in crate::worker) fn nobody(self) -> Who {
         Who {
             protocol: self.transport.protocol(),
@@ -559,7 +559,7 @@ impl ConnAddrs {
         }
     }
 
-    /// Somebody there who has.
+    /// Names a peer that has logged in.
     pub(in crate::worker) fn who(self, catalog: &Catalog, entered: &Membership) -> Who {
         let target = entered.target.as_ref();
         Who {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! open → gone: its sessions end without a word, its listeners are forgotten
-//!   → the last session has let go of its buffers → closed, which the kernel may be waiting for
+//!   → the last session has released its buffers → closed, which the kernel may be waiting for
 //!   → looked for now and then → open: listens
 //! ```
 //!

@@ -3,8 +3,8 @@
 //! commands.
 //!
 //! ```text
-//!   waits ── its turn ──→ being saved ── saved ──→ preempted commands end ── the last is gone ──→ done
-//!                              └─ refused, or nothing to abort ────────────────────────────────────↑
+//! waits ─ its turn ─→ being saved ─ saved ─→ preempted commands end ─ the last is gone ─→ done
+//!                          └─ refused, or nothing to abort ────────────────────────────────↑
 //! ```
 //!
 //! One change is saved at a time, and the nexuses with changes take turns: however many one of them

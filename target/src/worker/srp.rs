@@ -245,7 +245,8 @@ impl Worker {
         let _ = dev.destroy_id(cm);
     }
 
-    /// Makes the channel and accepts the connection. Where that fails, the login leaves its session.
+    /// Makes the channel and accepts the connection. Where that fails, the login leaves its
+    /// session.
     fn accept_srp(&mut self, login: Login<'_>) -> Result<ConnectionMemory, SetupError> {
         let Login {
             device,
@@ -325,8 +326,8 @@ impl Worker {
     pub(super) fn pump_srp(&mut self, key: ConnKey) {
         let mut receives = ArrayVec::<RecvIdx, RECV_BATCH>::new();
         let mut released = false;
-        // The connection is looked up for each action: carrying one out may have removed it. Receives
-        // are gathered, since a post of several costs about as much as one of one.
+        // The connection is looked up for each action: carrying one out may have removed it.
+        // Receives are gathered, since a post of several costs about as much as one of one.
         while let Some(conn) = self.conns.srp_mut(key) {
             let Some(action) = conn.channel.poll_action() else {
                 break;

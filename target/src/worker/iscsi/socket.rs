@@ -438,7 +438,7 @@ impl Worker {
         self.check_gone(key);
     }
 
-    /// Tells the channel once nothing of the connection is in the ring any more.
+    /// Notifies the channel once nothing of the connection is in the ring any more.
     fn check_gone(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;

@@ -41,11 +41,11 @@ impl Drop for Closing {
 struct State {
     inbound: VecDeque<u8>,
     inbound_room: usize,
-    /// The peer sends no more.
+    /// The peer has ended its direction of the stream.
     is_ended: bool,
     outbound: VecDeque<u8>,
     outbound_room: usize,
-    /// This end sends and takes no more.
+    /// This end is shut down, in both directions.
     is_shut: bool,
     /// The connection is broken, with this error number.
     broken: Option<i32>,
@@ -172,7 +172,7 @@ impl Peer {
         (state.inbound_room, state.outbound_room) = (inbound, outbound);
     }
 
-    /// The peer sends no more: the end of the stream arrives.
+    /// The peer ends its direction: the end of the stream arrives.
     pub fn close(&self) {
         let mut state = lock(&self.shared);
         state.is_ended = true;
@@ -189,7 +189,7 @@ impl Peer {
         state.arrivals += 1;
     }
 
-    /// Whether the socket sends no more, and all that it has sent was taken.
+    /// Whether the socket no longer sends, and all that it has sent was taken.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         let state = lock(&self.shared);

@@ -305,6 +305,8 @@ impl Pending {
                 bytes.truncate(most);
                 disk.write(offset, &bytes);
                 match durability {
+                    // It may still be lost in a crash, as in the page cache of a host. So its fault
+                    // shows with the next flush, not here.
                     Durability::Cached => Ok(bytes.len()),
                     Durability::Durable => {
                         disk.flush_range(offset, bytes.len() as u64);

@@ -7,10 +7,10 @@
 //! has a clock, a random number, a descriptor or a thread, so one schedule gives one trace.
 //!
 //! ```text
-//!   worker ─ submit ─▶ Ring ─ enter ─▶ Kernel::operations ─ Kernel::complete ─▶ Ring ─ reap ─▶ worker
-//!                                             │ acts on
-//!                                             ▼
-//!                               Disk        Socket ◀─ Peer ─▶ the simulator's network
+//! worker ─ submit ─▶ Ring ─ enter ─▶ Kernel::operations ─ Kernel::complete ─▶ Ring ─ reap → worker
+//!                                           │ acts on
+//!                                           ▼
+//!                             Disk        Socket ◀─ Peer ─▶ the simulator's network
 //! ```
 //!
 //! - [`Kernel`]: the operations under way on one ring, and their completion.

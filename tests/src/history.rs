@@ -35,6 +35,28 @@
 //! The target cannot know that. [`History::with_repeats`] allows it: an acknowledged write then has
 //! taken effect at least once between its begin and its end, and not afterwards.
 //!
+//! # Power cuts
+//!
+//! [`History::with_power_cuts`] allows [`power_cut`](History::power_cut): what a volatile cache held
+//! may be lost then, block by block (`history/durability.rs` has the rules). A write is *durable*
+//! once it was [acknowledged as such](History::acknowledge_durable), or once a
+//! [flush](History::end_flush) that began after its acknowledgement was answered GOOD. After a cut,
+//! each block holds one version: any one that no durable version came wholly after. So a block that
+//! was not flushed holds the last durable version, or any that was written since, and never another.
+//!
+//! # Zeroes
+//!
+//! Blocks that are zeroed or unmapped ([`begin_zero`](History::begin_zero)) cannot say which write
+//! they are from. A read of zeroes counts as one of the zeroing that there is; where there are
+//! several, it only has to be of one of them.
+//!
+//! # Compare and swap
+//!
+//! [`begin_write`](History::begin_write) begins a COMPARE AND WRITE as well. If it has succeeded
+//! ([`acknowledge_swap`](History::acknowledge_swap)), the blocks held what was expected, and no
+//! other that expected the same version has succeeded; if the comparison failed
+//! ([`refute`](History::refute)), nothing was written.
+//!
 //! # How it decides
 //!
 //! Versions are unique, so a block is a register of which it is known what each read saw. All that
@@ -46,10 +68,15 @@
 //! several: one for each read that began before it ended, and one for all later reads. Instants are
 //! the order in which the history is notified.
 
+mod durability;
+
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use durability::Durability;
+pub use durability::FlushId;
 
 /// Length of a block in bytes.
 pub const BLOCK: usize = 512;
@@ -150,6 +177,30 @@ pub enum Violation {
         /// The zones of both, in instants.
         zones: [(u64, u64); 2],
     },
+    /// A write was acknowledged and flushed before the power was cut, and the block held an older
+    /// version afterwards.
+    Lost {
+        /// The block.
+        block: u64,
+        /// What was lost.
+        version: Version,
+        /// What was there instead.
+        seen: Version,
+    },
+    /// A write that had not taken effect, or had not been let through, was read.
+    Refuted {
+        /// The block.
+        block: u64,
+        /// The write.
+        version: Version,
+    },
+    /// Two writes were let through by a comparison with the same version, which was written once.
+    SwappedTwice {
+        /// The block.
+        block: u64,
+        /// What both replaced.
+        version: Version,
+    },
 }
 
 impl fmt::Display for Violation {
@@ -167,6 +218,21 @@ impl fmt::Display for Violation {
                     "block {block} holds {seen}, which was overwritten or never written"
                 )
             }
+            Self::Lost {
+                block,
+                version,
+                seen,
+            } => write!(
+                f,
+                "block {block} lost {version}, which was durable, with the power, and held {seen}"
+            ),
+            Self::Refuted { block, version } => {
+                write!(f, "block {block} holds {version}, whose comparison failed")
+            }
+            Self::SwappedTwice { block, version } => write!(
+                f,
+                "block {block}: two comparisons with {version}, written once, let a write through"
+            ),
             Self::Disorder {
                 block,
                 versions: [one, two],
@@ -192,6 +258,8 @@ pub struct ReadId(u64);
 #[derive(Clone, Debug)]
 struct Entry {
     version: Version,
+    /// It is zeroes, which bear no version.
+    is_zero: bool,
     /// When the write began.
     begin: u64,
     /// When the write has taken effect at the latest; `u64::MAX` while that is not known.
@@ -204,9 +272,34 @@ struct Entry {
     last_begin: u64,
     /// The zones of single reads of a write that may be repeated. All are backward.
     glimpses: Vec<(u64, u64)>,
+    /// When it was acknowledged.
+    acknowledged: Option<u64>,
+    /// No power cut undoes it, but for a newer version.
+    is_durable: bool,
+    /// Its zone before the first power cut that came after its end.
+    origin: Option<(u64, u64)>,
+    /// A write that succeeded because the block had this version.
+    is_swapped: bool,
 }
 
 impl Entry {
+    fn new(version: Version, is_zero: bool, begin: u64) -> Self {
+        Self {
+            version,
+            is_zero,
+            begin,
+            end: u64::MAX,
+            is_certain: false,
+            first_end: u64::MAX,
+            last_begin: begin,
+            glimpses: Vec::new(),
+            acknowledged: None,
+            is_durable: false,
+            origin: None,
+            is_swapped: false,
+        }
+    }
+
     fn zone(&self) -> (u64, u64) {
         let (a, b) = (self.first_end, self.last_begin);
         (a.min(b), a.max(b))
@@ -252,6 +345,9 @@ impl Entry {
 #[derive(Debug)]
 struct Write {
     version: Version,
+    begin: u64,
+    /// Number of power cuts before it began.
+    cuts: usize,
     blocks: Range<u64>,
     /// When it was lost, if it was.
     lost: Option<u64>,
@@ -261,6 +357,8 @@ struct Write {
 struct Read {
     port: Port,
     begin: u64,
+    /// Number of power cuts before it began.
+    cuts: usize,
     blocks: Range<u64>,
 }
 
@@ -274,6 +372,7 @@ struct State {
     /// Writes that may still take effect.
     writes: HashMap<WriteId, Write>,
     reads: BTreeMap<ReadId, Read>,
+    durability: Durability,
 }
 
 /// What was written and read on one disk. See the module's documentation.
@@ -285,13 +384,11 @@ impl History {
     #[must_use]
     pub fn new(blocks: usize) -> Self {
         let nothing = Entry {
-            version: Version::NONE,
-            begin: 0,
             end: 0,
             is_certain: true,
             first_end: 0,
-            last_begin: 0,
-            glimpses: Vec::new(),
+            is_durable: true,
+            ..Entry::new(Version::NONE, true, 0)
         };
         Self(Mutex::new(State {
             clock: 0,
@@ -300,6 +397,7 @@ impl History {
             blocks: vec![vec![nothing]; blocks],
             writes: HashMap::new(),
             reads: BTreeMap::new(),
+            durability: Durability::default(),
         }))
     }
 
@@ -325,32 +423,20 @@ impl History {
             (blocks.end - blocks.start) * BLOCK as u64
         );
         let mut state = self.lock();
-        state.sequence += 1;
-        let version = Version {
-            sequence: state.sequence,
-            writer: port,
-        };
-        let begin = state.tick();
-        for (block, bytes) in blocks.clone().zip(bytes.chunks_exact_mut(BLOCK)) {
+        let id = state.begin_write(port, blocks.clone(), false);
+        let version = state.writes[&id].version;
+        for (block, bytes) in blocks.zip(bytes.chunks_exact_mut(BLOCK)) {
             version.fill(block, bytes);
-            state.blocks[block as usize].push(Entry {
-                version,
-                begin,
-                end: u64::MAX,
-                is_certain: false,
-                first_end: u64::MAX,
-                last_begin: begin,
-                glimpses: Vec::new(),
-            });
         }
-        let id = WriteId(version.sequence);
-        let write = Write {
-            version,
-            blocks,
-            lost: None,
-        };
-        state.writes.insert(id, write);
         id
+    }
+
+    /// A command that zeroes these blocks is about to be sent.
+    ///
+    /// # Panics
+    /// If the blocks are none of the disk's.
+    pub fn begin_zero(&self, port: Port, blocks: Range<u64>) -> WriteId {
+        self.lock().begin_write(port, blocks, true)
     }
 
     /// A write was answered GOOD.
@@ -361,12 +447,67 @@ impl History {
     /// # Panics
     /// If the write has ended before.
     pub fn acknowledge(&self, id: WriteId) -> Result<(), Violation> {
+        self.lock().acknowledge(id, false)
+    }
+
+    /// A write was answered GOOD, and is on the medium by then: one with FUA, or of a unit without a
+    /// volatile cache.
+    ///
+    /// # Errors
+    /// [`Violation`], as of [`acknowledge`](Self::acknowledge).
+    ///
+    /// # Panics
+    /// If the write has ended before.
+    pub fn acknowledge_durable(&self, id: WriteId) -> Result<(), Violation> {
+        self.lock().acknowledge(id, true)
+    }
+
+    /// A COMPARE AND WRITE of one block was answered GOOD; `expected` is what it compared with, and
+    /// `is_durable` says whether it is on the medium.
+    ///
+    /// # Errors
+    /// [`Violation`].
+    ///
+    /// # Panics
+    /// If the write has ended before.
+    pub fn acknowledge_swap(
+        &self,
+        id: WriteId,
+        expected: &[u8],
+        is_durable: bool,
+    ) -> Result<(), Violation> {
         let mut state = self.lock();
-        let begin = state.begin_of(id);
+        let (begin, block, cuts) = state.names_of(id);
+        // After a power cut in between, it is not known which of the two states it has met.
+        if cuts == state.durability.cuts() {
+            let now = state.tick();
+            state.see(block, expected, (begin, now))?;
+            state.swap(block, expected, begin)?;
+        }
+        state.acknowledge(id, is_durable)
+    }
+
+    /// A COMPARE AND WRITE was answered MISCOMPARE: nothing was written.
+    ///
+    /// # Errors
+    /// [`Violation::Refuted`]: what it would have written was read.
+    ///
+    /// # Panics
+    /// If the write has ended before.
+    pub fn refute(&self, id: WriteId) -> Result<(), Violation> {
+        let mut state = self.lock();
+        let (begin, block, _) = state.names_of(id);
+        let version = state.writes[&id].version;
         let now = state.tick();
-        let (port, result) = state.end_write(id, now, true);
+        let (port, _) = state.end_write(id, now, false);
         state.fence(port, begin, now);
-        result
+        let entries = &state.blocks[block as usize];
+        let was_seen = entries.iter().any(|e| e.version == version && e.is_certain);
+        state.remove(block, version);
+        match was_seen {
+            true => Err(Violation::Refuted { block, version }),
+            false => Ok(()),
+        }
     }
 
     /// A write was answered with an error: it has ended, and each of its blocks may have been
@@ -376,7 +517,7 @@ impl History {
     /// If the write has ended before.
     pub fn refuse(&self, id: WriteId) {
         let mut state = self.lock();
-        let begin = state.begin_of(id);
+        let (begin, ..) = state.names_of(id);
         let now = state.tick();
         let (port, _) = state.end_write(id, now, false);
         state.fence(port, begin, now);
@@ -407,9 +548,11 @@ impl History {
     pub fn begin_read(&self, port: Port, blocks: Range<u64>) -> ReadId {
         let mut state = self.lock();
         let begin = state.tick();
+        let cuts = state.durability.cuts();
         let read = Read {
             port,
             begin,
+            cuts,
             blocks,
         };
         state.reads.insert(ReadId(begin), read);
@@ -433,8 +576,13 @@ impl History {
         // seen.
         state.fence(read.port, read.begin, now);
         state.reads.remove(&id);
+        // One that was answered across a power cut may have been carried out before it, or after.
+        let is_across = read.cuts != state.durability.cuts();
         for (block, bytes) in read.blocks.zip(bytes.chunks_exact(BLOCK)) {
-            state.see(block, bytes, (read.begin, now))?;
+            match is_across {
+                true => drop(state.version_of(block, bytes)?),
+                false => state.see(block, bytes, (read.begin, now))?,
+            }
         }
         Ok(())
     }
@@ -451,11 +599,59 @@ impl State {
         self.clock
     }
 
-    fn begin_of(&self, id: WriteId) -> u64 {
+    /// When a write began, its first block, and the number of power cuts before it.
+    fn names_of(&self, id: WriteId) -> (u64, u64, usize) {
         let write = self.writes.get(&id).expect("a write under way");
-        let entries = &self.blocks[write.blocks.start as usize];
-        let entry = entries.iter().find(|e| e.version == write.version);
-        entry.expect("kept while it is under way").begin
+        (write.begin, write.blocks.start, write.cuts)
+    }
+
+    fn begin_write(&mut self, port: Port, blocks: Range<u64>, is_zero: bool) -> WriteId {
+        self.sequence += 1;
+        let version = Version {
+            sequence: self.sequence,
+            writer: port,
+        };
+        let begin = self.tick();
+        for block in blocks.clone() {
+            self.blocks[block as usize].push(Entry::new(version, is_zero, begin));
+        }
+        let id = WriteId(version.sequence);
+        let write = Write {
+            version,
+            begin,
+            cuts: self.durability.cuts(),
+            blocks,
+            lost: None,
+        };
+        self.writes.insert(id, write);
+        id
+    }
+
+    fn acknowledge(&mut self, id: WriteId, is_durable: bool) -> Result<(), Violation> {
+        let (begin, _, cuts) = self.names_of(id);
+        let write = &self.writes[&id];
+        let (version, blocks) = (write.version, write.blocks.clone());
+        let now = self.tick();
+        for block in blocks.clone() {
+            let mut entries = self.blocks[block as usize].iter_mut();
+            let entry = entries.find(|e| e.version == version);
+            let entry = entry.expect("kept while it is under way");
+            entry.acknowledged = Some(now);
+            entry.is_durable = is_durable;
+        }
+        // One that began before a power cut may have been carried out, and lost, before it.
+        let is_certain = is_durable || cuts == self.durability.cuts();
+        let (port, result) = self.end_write(id, now, is_certain);
+        if is_durable {
+            for block in blocks {
+                if cuts != self.durability.cuts() {
+                    self.replace_survivors(block, begin);
+                }
+                self.forget_overwritten(block);
+            }
+        }
+        self.fence(port, begin, now);
+        result
     }
 
     fn end_write(
@@ -467,6 +663,7 @@ impl State {
         let write = self.writes.remove(&id).expect("a write under way");
         let oldest = self.reads.values().next().map_or(now, |read| read.begin);
         let mut result = Ok(());
+        let durability = &mut self.durability;
         for block in write.blocks.clone() {
             let entries = &mut self.blocks[block as usize];
             let at = entries.iter().position(|e| e.version == write.version);
@@ -476,7 +673,7 @@ impl State {
             entry.first_end = entry.first_end.min(now);
             entry.is_certain |= is_certain;
             result = result.and(check(block, entries, at));
-            prune(entries, oldest);
+            durability.keep(block, prune(entries, oldest));
         }
         (write.version.writer, result)
     }
@@ -496,7 +693,8 @@ impl State {
         }
     }
 
-    fn see(&mut self, block: u64, bytes: &[u8], (begin, end): (u64, u64)) -> Result<(), Violation> {
+    /// The version that the bytes of a block name.
+    fn version_of(&self, block: u64, bytes: &[u8]) -> Result<Version, Violation> {
         let Some(seen) = Version::of(block, bytes) else {
             let said = u64::from_be_bytes(bytes[8..16].try_into().expect("eight bytes"));
             let said = Version {
@@ -511,12 +709,55 @@ impl State {
                 byte: byte.unwrap_or(0),
             });
         };
-        let entries = &mut self.blocks[block as usize];
-        let Some(at) = entries.iter().position(|e| e.version == seen) else {
-            return Err(Violation::Stale { block, seen });
+        match seen.sequence > self.sequence {
+            true => Err(Violation::Stale { block, seen }),
+            false => Ok(seen),
+        }
+    }
+
+    /// The place of what was read among a block's versions; `None` if several may be meant.
+    fn place_of(&self, block: u64, bytes: &[u8]) -> Result<Option<usize>, Violation> {
+        let seen = self.version_of(block, bytes)?;
+        let is_it = |e: &Entry| match seen == Version::NONE {
+            true => e.is_zero,
+            false => !e.is_zero && e.version == seen,
         };
-        entries[at].on_read(begin, end, self.repeats);
-        check(block, entries, at)
+        let entries = self.blocks[block as usize].iter();
+        let mut places = entries.enumerate().filter(|(_, e)| is_it(e));
+        match (places.next(), places.next()) {
+            (None, _) => Err(Violation::Stale { block, seen }),
+            (Some((at, _)), None) => Ok(Some(at)),
+            _ => Ok(None),
+        }
+    }
+
+    fn see(&mut self, block: u64, bytes: &[u8], (begin, end): (u64, u64)) -> Result<(), Violation> {
+        let Some(at) = self.place_of(block, bytes)? else {
+            self.survive_as_zeroes(block);
+            return Ok(());
+        };
+        let repeats = self.repeats;
+        let entries = &mut self.blocks[block as usize];
+        entries[at].on_read(begin, end, repeats);
+        check(block, entries, at)?;
+        self.survive(block, at);
+        Ok(())
+    }
+
+    /// A write that began then was let through because the block had this content.
+    fn swap(&mut self, block: u64, expected: &[u8], begin: u64) -> Result<(), Violation> {
+        let Some(at) = self.place_of(block, expected)? else {
+            return Ok(());
+        };
+        let entry = &mut self.blocks[block as usize][at];
+        // One that may be repeated until it ends may have been there twice, and so may one that a
+        // power cut has brought back.
+        let is_once = entry.end < begin && entry.origin.is_none();
+        let version = entry.version;
+        match std::mem::replace(&mut entry.is_swapped, is_once) && is_once {
+            true => Err(Violation::SwappedTwice { block, version }),
+            false => Ok(()),
+        }
     }
 }
 
@@ -536,15 +777,18 @@ fn check(block: u64, entries: &[Entry], at: usize) -> Result<(), Violation> {
 /// Forgets versions that can neither be read again nor stand against one that can: another version
 /// came wholly after them and before each read that has not ended. Who reads one of them reads what
 /// was overwritten; a zone that reaches from theirs to the present contains that other version's.
-fn prune(entries: &mut Vec<Entry>, oldest_read: u64) {
+/// Returns them.
+fn prune(entries: &mut Vec<Entry>, oldest_read: u64) -> Vec<Entry> {
     let newest = entries
         .iter()
         .filter(|e| e.is_certain && e.end != u64::MAX && e.zone().1 < oldest_read)
         .map(|e| e.zone().0)
         .max();
-    if let Some(newest) = newest {
-        entries.retain(|e| e.end == u64::MAX || e.zone().1 >= newest);
-    }
+    let Some(newest) = newest else {
+        return Vec::new();
+    };
+    let is_over = |e: &mut Entry| e.end != u64::MAX && e.zone().1 < newest;
+    entries.extract_if(.., is_over).collect()
 }
 
 #[cfg(test)]

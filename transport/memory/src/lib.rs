@@ -25,7 +25,10 @@
 //!   posted work, rings and scatter lists hold while a device may touch the bytes.
 //! - [`sys`]: system calls that send from ranges and receive into them.
 //!
-//! Units: offsets and lengths are bytes. Addresses are virtual addresses of this process.
+//! - [`simulated`]: addresses that are the same in each run.
+//!
+//! Units: offsets and lengths are bytes. Addresses are virtual addresses of this process, except in
+//! simulations.
 
 #![allow(
     unsafe_code,
@@ -33,6 +36,7 @@
 )]
 
 mod copy;
+pub mod simulated;
 pub mod sys;
 
 use std::fmt;
@@ -51,6 +55,8 @@ pub const PAGE: usize = 4096;
 struct Mapping {
     base: NonNull<u8>,
     len: usize,
+    /// Address by which devices know the first byte.
+    address: u64,
 }
 
 // SAFETY: a mapping is plain bytes. All access from this crate goes through raw-pointer copies that
@@ -104,7 +110,8 @@ impl Memory {
             return Err(io::Error::last_os_error());
         }
         let base = NonNull::new(p.cast::<u8>()).ok_or_else(io::Error::last_os_error)?;
-        Ok(Self(Arc::new(Mapping { base, len })))
+        let address = simulated::take(len).unwrap_or(base.as_ptr() as u64);
+        Ok(Self(Arc::new(Mapping { base, len, address })))
     }
 
     /// Length in bytes: a multiple of [`PAGE`].
@@ -119,10 +126,11 @@ impl Memory {
         self.0.len == 0
     }
 
-    /// Virtual address of the first byte.
+    /// Address of the first byte for devices: the virtual one, unless the mapping was made in
+    /// [`simulated::addresses`].
     #[must_use]
     pub fn addr(&self) -> u64 {
-        self.0.base.as_ptr() as u64
+        self.0.address
     }
 
     /// Pointer to the byte at `offset`, for handing to a device or a system call. Dereferencing it
@@ -302,7 +310,7 @@ impl MemSlice {
         self.len == 0
     }
 
-    /// Virtual address of the range's first byte.
+    /// Address of the range's first byte for devices, as [`Memory::addr`].
     #[must_use]
     pub fn addr(&self) -> u64 {
         self.memory.addr() + self.offset as u64

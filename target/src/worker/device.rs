@@ -105,9 +105,10 @@ impl Device for Endpoint {
 
     fn reopen(&self) -> Option<Reopen> {
         let (fabric, addr) = (self.fabric().clone(), self.addr());
+        let (worker, bits) = self.worker();
         Some(Box::new(move || {
             let is_there = !fabric.is_unplugged(addr);
-            is_there.then(|| Box::new(fabric.endpoint(addr)) as Box<dyn Device>)
+            is_there.then(|| Box::new(fabric.endpoint_of(addr, worker, bits)) as Box<dyn Device>)
         }))
     }
 }

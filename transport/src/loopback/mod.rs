@@ -15,6 +15,10 @@
 //! - [`Pair`]: two endpoints and their fabric, driven together: [`Pair::advance`],
 //!   [`Pair::run_until_idle`].
 //!
+//! A target whose workers share an address has a device of each worker there
+//! ([`Fabric::endpoint_of`]), to which packets go by the rule of the socket's selector
+//! ([`crate::roce::steer`]).
+//!
 //! Bound: [`QUEUE`] packets wait for an address; what comes beyond is lost, as in a socket buffer.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -32,11 +36,12 @@ use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
 use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
+use crate::roce::steer::steer;
 use crate::verbs::{
     CmId, Mtu, PortSpace, PostError, PostReason, Provider, QpId, RdmaCm, RecvWr, SendWr, VerbsError,
 };
 
-/// Packets that wait for one address.
+/// Packets that wait for one device.
 pub const QUEUE: usize = 8192;
 
 /// Bytes that an endpoint sends in one call of `progress`.
@@ -79,15 +84,20 @@ impl Default for FabricConfig {
 /// Packets on the way to an address, by time of arrival and order of sending.
 type Queue = BTreeMap<(Instant, u64), (SocketAddr, Vec<u8>)>;
 
+/// Place of a device: its address, and the worker that it belongs to.
+type Place = (IpAddr, u32);
+
 #[derive(Debug)]
 struct Wire {
     config: FabricConfig,
     start: Instant,
     now: Instant,
     injector: FaultInjector<(SocketAddr, SocketAddr)>,
-    queues: HashMap<IpAddr, Queue>,
-    /// Device at each address, by the order of their making.
-    plugged: HashMap<IpAddr, u64>,
+    queues: HashMap<Place, Queue>,
+    /// Device at each place, by the order of their making.
+    plugged: HashMap<Place, u64>,
+    /// Low bits of queue-pair numbers that name the worker, at addresses that workers share.
+    worker_bits: HashMap<IpAddr, u8>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
     /// Addresses that nothing reaches, and from which nothing leaves.
@@ -108,7 +118,10 @@ impl Wire {
     fn pump(&mut self, now: Instant) {
         while let Some(((src, dst), bytes)) = self.injector.poll_packet(now) {
             // A packet to an address without a device is lost, as on a network.
-            let Some(queue) = self.queues.get_mut(&dst.ip()) else {
+            let bits = self.worker_bits.get(&dst.ip()).copied().unwrap_or(0);
+            // The selector's load beyond the packet ends it with 0.
+            let worker = steer(&bytes, bits).unwrap_or(0);
+            let Some(queue) = self.queues.get_mut(&(dst.ip(), worker)) else {
                 continue;
             };
             // As a socket buffer does: what comes last is lost.
@@ -157,6 +170,7 @@ impl Fabric {
             injector: FaultInjector::new(faults),
             queues: HashMap::new(),
             plugged: HashMap::new(),
+            worker_bits: HashMap::new(),
             unplugged: HashSet::new(),
             partitioned: HashSet::new(),
             refusals: HashMap::new(),
@@ -180,12 +194,23 @@ impl Fabric {
     /// If there is one at this address.
     #[must_use]
     pub fn endpoint(&self, addr: IpAddr) -> Endpoint {
+        self.endpoint_of(addr, 0, 0)
+    }
+
+    /// Adds a worker's device at an address that `1 << worker_bits` workers share.
+    ///
+    /// # Panics
+    /// If the worker has one at this address.
+    #[must_use]
+    pub fn endpoint_of(&self, addr: IpAddr, worker: u32, worker_bits: u8) -> Endpoint {
         let mut wire = self.wire();
-        let before = wire.queues.insert(addr, Queue::new());
-        assert!(before.is_none(), "an address has one device");
+        let place = (addr, worker);
+        let before = wire.queues.insert(place, Queue::new());
+        assert!(before.is_none(), "a worker has one device at an address");
+        wire.worker_bits.insert(addr, worker_bits);
         wire.endpoints += 1;
         let number = wire.endpoints;
-        wire.plugged.insert(addr, number);
+        wire.plugged.insert(place, number);
         // The seed is the fabric's and the device's number, so that devices differ and runs do not.
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&wire.config.seed.to_le_bytes());
@@ -195,6 +220,8 @@ impl Fabric {
             mtu: wire.config.mtu,
             max_inflight_bytes: wire.config.max_inflight_bytes,
             limits: wire.config.limits,
+            worker_index: worker,
+            worker_bits,
             ..NicConfig::new(addr, seed)
         };
         let refuses = wire.refusals.entry(addr).or_default();
@@ -208,6 +235,7 @@ impl Fabric {
             nic,
             fabric: self.clone(),
             number,
+            place,
             batch: TxBatch::new(1),
             full_until: None,
             occupied: Vec::new(),
@@ -228,12 +256,12 @@ impl Fabric {
         self.wire().occupied.remove(&at);
     }
 
-    /// Takes the device at an address away, with what is on the way to it: it is gone
-    /// ([`Endpoint::is_gone`]) and stays so, and there is none until [`Fabric::plug`].
+    /// Takes the device at an address away, of all workers, with what is on the way to it: it is
+    /// gone ([`Endpoint::is_gone`]) and stays so, and there is none until [`Fabric::plug`].
     pub fn unplug(&self, addr: IpAddr) {
         let mut wire = self.wire();
-        wire.plugged.remove(&addr);
-        wire.queues.remove(&addr);
+        wire.plugged.retain(|(at, _), _| *at != addr);
+        wire.queues.retain(|(at, _), _| *at != addr);
         wire.unplugged.insert(addr);
     }
 
@@ -363,22 +391,21 @@ impl Fabric {
         wire.pump(now);
     }
 
-    /// The next packet that has arrived at `addr`.
-    fn take(&self, now: Instant, addr: IpAddr) -> Option<(SocketAddr, Vec<u8>)> {
+    /// The next packet that has arrived at a place.
+    fn take(&self, now: Instant, place: Place) -> Option<(SocketAddr, Vec<u8>)> {
         let mut wire = self.wire();
-        let entry = wire.queues.get_mut(&addr)?.first_entry()?;
+        let entry = wire.queues.get_mut(&place)?.first_entry()?;
         // The first is the one that arrives first; nothing behind it can be due.
         (entry.key().0 <= now).then(|| entry.remove())
     }
 
-    fn next_for(&self, addr: IpAddr) -> Option<Instant> {
+    fn next_for(&self, place: Place) -> Option<Instant> {
         let wire = self.wire();
-        let first = wire.queues.get(&addr)?.keys().next().map(|k| k.0);
+        let first = wire.queues.get(&place)?.keys().next().map(|k| k.0);
         first.into_iter().chain(wire.injector.deadline()).min()
     }
 }
 
-/// The NIC of an endpoint, whose methods for posts come before those of the NIC.
 /// Posts that a device refuses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Refusals {
@@ -428,6 +455,7 @@ fn refused(index: usize) -> PostError {
     }
 }
 
+/// The NIC of an endpoint, whose methods for posts come before those of the NIC.
 #[derive(Debug)]
 struct RefusingNic {
     nic: Nic,
@@ -477,6 +505,7 @@ pub struct Endpoint {
     fabric: Fabric,
     /// Number of the device in its fabric.
     number: u64,
+    place: Place,
     batch: TxBatch,
     /// Until when its socket takes nothing.
     full_until: Option<Instant>,
@@ -510,7 +539,19 @@ impl Endpoint {
     /// Address of the device.
     #[must_use]
     pub fn addr(&self) -> IpAddr {
-        self.nic.local_addr().ip()
+        self.place.0
+    }
+
+    /// Changes the largest path MTU of connections that are made from now on.
+    pub fn set_mtu(&mut self, mtu: Mtu) {
+        self.nic.set_mtu(mtu);
+    }
+
+    /// Returns the worker that it belongs to, and how many bits name it.
+    #[must_use]
+    pub fn worker(&self) -> (u32, u8) {
+        let config = self.nic.config();
+        (config.worker_index, config.worker_bits)
     }
 
     /// The wire that it is on.
@@ -522,7 +563,7 @@ impl Endpoint {
     /// Whether it was taken off the wire. It does nothing any more.
     #[must_use]
     pub fn is_gone(&self) -> bool {
-        self.fabric.wire().plugged.get(&self.addr()) != Some(&self.number)
+        self.fabric.wire().plugged.get(&self.place) != Some(&self.number)
     }
 
     /// Counters of the device.
@@ -583,10 +624,9 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         // Another device may have its address by now, and keeps its queue.
         if !self.is_gone() {
-            let addr = self.addr();
             let mut wire = self.fabric.wire();
-            wire.queues.remove(&addr);
-            wire.plugged.remove(&addr);
+            wire.queues.remove(&self.place);
+            wire.plugged.remove(&self.place);
         }
     }
 }
@@ -600,9 +640,8 @@ impl Provider for Endpoint {
         if !self.occupied.is_empty() {
             self.vacate();
         }
-        let addr = self.addr();
         let mut did = 0;
-        while let Some((src, packet)) = self.fabric.take(now, addr) {
+        while let Some((src, packet)) = self.fabric.take(now, self.place) {
             self.nic.handle_datagram(now, src, packet.len(), &packet);
             did += 1;
         }
@@ -616,7 +655,7 @@ impl Provider for Endpoint {
         if self.is_gone() {
             return None;
         }
-        let arrival = self.fabric.next_for(self.addr());
+        let arrival = self.fabric.next_for(self.place);
         // A full socket takes nothing, so output that is ready is no reason to wake.
         let nic = match self.full_until {
             Some(_) => self.nic.timer_deadline(),

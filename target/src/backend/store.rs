@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use riser_config::{Faults, Source, Spec};
@@ -28,14 +28,6 @@ use super::ram::{self, Ram};
 use super::sys;
 use super::waiting::{Waiting, is_waiting};
 use crate::host::{Host, SystemHost};
-
-/// Names the host's boot; where the kernel does not, this process.
-static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
-    let uuid = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let digits = uuid.trim().replace('-', "");
-    let id = u128::from_str_radix(&digits, 16).map(u128::to_be_bytes);
-    id.unwrap_or_else(|_| ram::random_generation())
-});
 
 /// A backend changed its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -236,7 +228,7 @@ impl Store {
     pub fn cache_generation(&self) -> [u8; 16] {
         match &self.medium {
             Medium::Ram(ram) => ram.generation(),
-            Medium::File { .. } | Medium::Null | Medium::Absent => *BOOT,
+            Medium::File { .. } | Medium::Null | Medium::Absent => self.host.boot(),
         }
     }
 

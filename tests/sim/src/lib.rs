@@ -19,14 +19,16 @@
 //! | [`executor`] | futures whose waits are steps of the schedule |
 //!
 //! # Verdict
-//! A run passes if a history of every block explains each read ([`riser_tests::history`]), if all
-//! commands end within [`run::PATIENCE`] of virtual time after the last fault has gone, and if
-//! buffers and connections are back at the end.
+//! A run passes if a history of every block explains each read ([`riser_tests::history`]), also
+//! after the target's process or its host's power has gone; if all commands end within
+//! [`run::PATIENCE`] of virtual time after the last fault has gone; and if buffers and connections,
+//! and what the target had for them, are back at the end.
 //!
 //! # Determinism
 //! Actors take turns in an order that the seed chooses. Nothing reads a clock, and nothing draws a
-//! random number that is not of the seed; a test compares the steps and times of two runs. Their
-//! bytes differ in the addresses of registered memory, which are those of the process.
+//! random number that is not of the seed. Devices know memory by addresses of the simulation
+//! ([`riser_memory::simulated`]). So two runs have the same bytes on both networks, which
+//! [`Outcome::trace`] stands for.
 
 pub mod executor;
 pub mod initiator;

@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use fastrand::Rng;
+use riser_transport::verbs::Mtu;
 
 /// The protocol of an initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +45,21 @@ pub enum Fault {
     FailDisks(f64),
     /// Transfers of disks move a part of what was asked for, each with this probability.
     ShortTransfers(f64),
+    /// The target's process dies, and starts again at the end.
+    CrashTarget,
+    /// The target's host loses its power, and what its disk had not made stable; it is back at the
+    /// end.
+    PowerCut,
+    /// The target has no RDMA device.
+    Unplug,
+}
+
+impl Fault {
+    /// Whether the target does not run meanwhile.
+    #[must_use]
+    pub fn ends_target(self) -> bool {
+        matches!(self, Self::CrashTarget | Self::PowerCut)
+    }
 }
 
 /// A fault, and when it is there.
@@ -74,6 +90,16 @@ pub struct Plan {
     pub blocks: u64,
     /// Most blocks of a command.
     pub longest: u64,
+    /// Time that a command may take: short ones are aborted, and units reset.
+    pub timeout: Duration,
+    /// The disk has a volatile cache, as initiators see it.
+    pub write_cache: bool,
+    /// Time of an RDMA packet on its way.
+    pub latency: Duration,
+    /// Largest path MTU of the target, and of the initiators.
+    pub mtus: [Mtu; 2],
+    /// Packets that the socket of an RDMA device takes at once.
+    pub socket_room: usize,
     /// What goes wrong.
     pub troubles: Vec<Trouble>,
 }
@@ -88,9 +114,16 @@ impl Plan {
         let initiators: Vec<_> = initiators.collect();
         let troubles = (0..rng.usize(0..=4)).map(|_| Trouble::draw(&mut rng, initiators.len()));
         let troubles = troubles.collect();
+        let mtus = [Mtu::Mtu4096, Mtu::Mtu1024, Mtu::Mtu256];
         Self {
             seed,
-            workers: 1,
+            // A power of two, as the daemon makes it.
+            workers: [1, 1, 2, 4][rng.usize(..4)],
+            timeout: Duration::from_secs([1, 10, 60, 60][rng.usize(..4)]),
+            write_cache: rng.u8(..4) > 0,
+            latency: Duration::from_micros([2, 10, 10, 500][rng.usize(..4)]),
+            mtus: [mtus[rng.usize(..3)], mtus[rng.usize(..3)]],
+            socket_room: [usize::MAX, usize::MAX, 64, 16][rng.usize(..4)],
             tasks: rng.usize(1..=4),
             commands: rng.usize(5..=40),
             blocks: [16, 64, 512][rng.usize(..3)],
@@ -115,7 +148,7 @@ impl Trouble {
         let length = [2_000, 200_000, 8_000_000, 90_000_000][rng.usize(..4)];
         let until = from + Duration::from_micros(rng.u64(1..length));
         let percent = |rng: &mut Rng| rng.f64() * [0.0, 0.5, 5.0][rng.usize(..3)];
-        let fault = match rng.u8(..8) {
+        let fault = match rng.u8(..12) {
             0 => Fault::Wire {
                 loss: percent(rng),
                 duplication: percent(rng),
@@ -128,7 +161,10 @@ impl Trouble {
             4 => Fault::NarrowTcp,
             5 => Fault::StallDisks,
             6 => Fault::FailDisks(rng.f64() * 0.2),
-            _ => Fault::ShortTransfers(rng.f64()),
+            7 => Fault::ShortTransfers(rng.f64()),
+            8 => Fault::CrashTarget,
+            9 | 10 => Fault::PowerCut,
+            _ => Fault::Unplug,
         };
         Self { from, until, fault }
     }
@@ -147,6 +183,17 @@ impl fmt::Display for Plan {
             self.blocks,
             self.longest
         )?;
+        let [target, others] = self.mtus;
+        write!(
+            f,
+            "\n  {} write cache, commands have {:?}, packets take {:?}, path MTU {target:?} and {others:?}",
+            if self.write_cache { "with" } else { "no" },
+            self.timeout,
+            self.latency,
+        )?;
+        if self.socket_room < usize::MAX {
+            write!(f, ", sockets take {} packets", self.socket_room)?;
+        }
         for trouble in &self.troubles {
             let Trouble { from, until, fault } = trouble;
             write!(f, "\n  {from:?} to {until:?}: {fault:?}")?;

@@ -14,7 +14,7 @@ use riser_transport::roce::fault::FaultConfig;
 use crate::executor::Executor;
 use crate::initiator::{self, Dialed, Initiator, User, Verdict};
 use crate::plan::{Fault, Plan};
-use crate::target::Target;
+use crate::target::{self, Target};
 use crate::tcp::Network;
 
 /// Virtual time after the last fault, in which all commands must have ended.
@@ -34,6 +34,8 @@ pub struct Outcome {
     pub steps: u64,
     /// Virtual time.
     pub time: Duration,
+    /// A number that stands for all bytes on both networks, and the times of the packets.
+    pub trace: u64,
 }
 
 /// Why a run failed.
@@ -75,8 +77,14 @@ struct World {
 /// # Errors
 /// [`Failure`]: something is wrong with the programs, or with the simulator.
 pub fn run(plan: &Plan) -> Result<Outcome, Box<Failure>> {
+    riser_memory::simulated::addresses(|| run_here(plan))
+}
+
+fn run_here(plan: &Plan) -> Result<Outcome, Box<Failure>> {
     let fabric = Fabric::new(FabricConfig {
         seed: plan.seed,
+        latency: plan.latency,
+        socket_room: plan.socket_room,
         ..FabricConfig::default()
     });
     let clock = fabric.clone();
@@ -103,14 +111,19 @@ impl World {
     fn new(plan: &Plan, fabric: Fabric) -> Self {
         let mut rng = Rng::with_seed(plan.seed ^ 0x5eed);
         let (target, listeners) = Target::new(plan, &fabric, &mut rng);
-        let port = target.shared().registry.catalog().targets[0].portals[0].target_port();
+        let shared = target.shared().expect("it runs");
+        let port = shared.registry.catalog().targets[0].portals[0].target_port();
         let dialed = Dialed::default();
         let initiators = plan.initiators.iter().copied().enumerate();
         let initiators = initiators
             .map(|one| Initiator::new(one, port, &fabric, &dialed, (plan, &mut rng)))
             .collect();
         Self {
-            history: Rc::new(History::new(plan.blocks as usize).with_repeats()),
+            history: Rc::new(
+                History::new(plan.blocks as usize)
+                    .with_repeats()
+                    .with_power_cuts(),
+            ),
             active: vec![false; plan.troubles.len()],
             plan: plan.clone(),
             rng,
@@ -129,6 +142,7 @@ impl World {
         User {
             port: Port(1 + index as u16),
             history: Rc::clone(&self.history),
+            is_cached: self.plan.write_cache,
             verdict: Rc::clone(&self.verdict),
         }
     }
@@ -190,12 +204,39 @@ impl World {
         self.run_until("all sessions have ended", limit, |world| {
             world.initiators.iter().all(|one| one.engine.is_over()) && world.network.is_empty()
         })?;
+        self.check_leftovers()?;
+        let trace = self.fabric.trace() ^ self.network.trace().rotate_left(1);
         Ok(Outcome {
+            trace,
             packets: self.fabric.packets(),
             bytes: self.network.bytes(),
             steps: self.steps,
             time: self.fabric.elapsed(),
         })
+    }
+
+    /// After all sessions have ended, the target must let go of what it had for them.
+    fn check_leftovers(&mut self) -> Result<(), String> {
+        let limit = self.fabric.elapsed() + PATIENCE;
+        loop {
+            let (snapshots, workers) = (self.target.ask(), self.plan.workers);
+            let mut reports = Vec::new();
+            self.run_until("all workers report", limit, |_| {
+                reports.extend(snapshots.try_iter());
+                reports.len() == workers
+            })?;
+            let leftovers = self.target.leftovers(&reports);
+            if leftovers.is_empty() {
+                return Ok(());
+            }
+            let pause = self.fabric.elapsed() + Duration::from_secs(5);
+            if pause > limit {
+                return Err(format!("the target still has {}", leftovers.join(", ")));
+            }
+            self.run_until("time passes", limit, |world| {
+                world.fabric.elapsed() >= pause
+            })?;
+        }
     }
 
     fn run_until(
@@ -221,7 +262,7 @@ impl World {
         self.steps += 1;
         self.trouble();
         let now = self.fabric.now();
-        let (workers, initiators) = (self.target.workers(), self.initiators.len());
+        let (workers, initiators) = (self.plan.workers, self.initiators.len());
         let mut order: Vec<usize> = (0..workers + initiators + 3).collect();
         self.rng.shuffle(&mut order);
         let mut worked = false;
@@ -268,7 +309,8 @@ impl World {
     fn trouble(&mut self) {
         let elapsed = self.fabric.elapsed();
         let mut is_changed = false;
-        for (at, trouble) in self.plan.troubles.iter().enumerate() {
+        for at in 0..self.plan.troubles.len() {
+            let trouble = self.plan.troubles[at];
             let is_active = (trouble.from..trouble.until).contains(&elapsed);
             if is_active == self.active[at] {
                 continue;
@@ -278,6 +320,10 @@ impl World {
                 Fault::CutTcp(probability) if is_active => {
                     self.network.cut(probability, &mut self.rng);
                 }
+                Fault::CrashTarget if is_active => self.end_target(false),
+                Fault::PowerCut if is_active => self.end_target(true),
+                Fault::FailDisks(_) if !is_active => self.target.clear_failures(),
+                Fault::Unplug if is_active => self.fabric.unplug(target::ADDRESS),
                 Fault::Partition(index) => {
                     let address = initiator::address(index);
                     self.fabric.partition(address, is_active);
@@ -290,6 +336,17 @@ impl World {
         }
     }
 
+    fn end_target(&mut self, is_power_cut: bool) {
+        match is_power_cut {
+            true => {
+                self.target.cut_power();
+                self.history.power_cut();
+            }
+            false => self.target.crash(),
+        }
+        self.network.end_target(!is_power_cut);
+    }
+
     /// Sets what lasts, from the troubles that are there now.
     fn follow(&mut self) {
         let troubles = self.plan.troubles.iter().zip(&self.active);
@@ -297,6 +354,16 @@ impl World {
             .filter(|(_, is_active)| **is_active)
             .map(|(trouble, _)| trouble.fault)
             .collect();
+        let is_unplugged = active.contains(&Fault::Unplug);
+        if !is_unplugged {
+            self.fabric.plug(target::ADDRESS);
+        }
+        if !self.target.is_running() && !active.iter().any(|fault| fault.ends_target()) {
+            self.network.listen(self.target.start(self.plan.workers));
+            if is_unplugged {
+                self.fabric.unplug(target::ADDRESS);
+            }
+        }
         self.network.is_stalled = active.contains(&Fault::StallTcp);
         self.network.is_narrow = active.contains(&Fault::NarrowTcp);
         let disks = &mut self.target.faults;

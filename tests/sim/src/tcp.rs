@@ -2,6 +2,7 @@
 //! end is in memory.
 
 use std::collections::VecDeque;
+use std::hash::{DefaultHasher, Hasher as _};
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
@@ -63,10 +64,29 @@ struct Connection {
 pub struct Network {
     listeners: Vec<Listener>,
     connections: Vec<Connection>,
+    /// Connections whose target has vanished without a word, until its host is back.
+    vanished: Vec<UnixStream>,
+    /// The target's host is there, whether or not its process is.
+    is_host_up: bool,
     ports: u16,
     pub(crate) is_stalled: bool,
     pub(crate) is_narrow: bool,
-    bytes: u64,
+    arrived: Arrived,
+}
+
+/// Bytes that have arrived.
+#[derive(Debug, Default)]
+struct Arrived {
+    count: u64,
+    /// All of them, in their order.
+    trace: DefaultHasher,
+}
+
+impl Arrived {
+    fn note(&mut self, bytes: &[u8]) {
+        self.count += bytes.len() as u64;
+        self.trace.write(bytes);
+    }
 }
 
 impl Network {
@@ -76,16 +96,44 @@ impl Network {
         Self {
             listeners,
             connections: Vec::new(),
+            vanished: Vec::new(),
+            is_host_up: true,
             ports: 40_000,
             is_stalled: false,
             is_narrow: false,
-            bytes: 0,
+            arrived: Arrived::default(),
         }
+    }
+
+    /// The target's process is gone. Its host ends the connections, unless it is gone as well.
+    pub fn end_target(&mut self, is_host_up: bool) {
+        self.listeners.clear();
+        self.is_host_up &= is_host_up;
+        for connection in self.connections.drain(..) {
+            connection.peer.break_off(libc::ECONNRESET);
+            if !is_host_up {
+                self.vanished.push(connection.stream);
+            }
+        }
+    }
+
+    /// The target listens again. Its host knows nothing of the connections from before.
+    pub fn listen(&mut self, listeners: Vec<Listener>) {
+        self.listeners = listeners;
+        self.is_host_up = true;
+        self.vanished.clear();
     }
 
     /// An initiator connects from an address.
     pub fn connect(&mut self, stream: UnixStream, from: std::net::IpAddr, rng: &mut Rng) {
         self.ports += 1;
+        if self.listeners.is_empty() {
+            // Without a host there is no answer, and without a process, a refusal.
+            if !self.is_host_up {
+                self.vanished.push(stream);
+            }
+            return;
+        }
         let listener = &self.listeners[rng.usize(..self.listeners.len())];
         let from = SocketAddr::new(from, self.ports);
         // Without room it is refused: the stream is closed.
@@ -119,7 +167,7 @@ impl Network {
         let most = if self.is_narrow { 100 } else { usize::MAX };
         let mut moved = 0;
         self.connections.retain_mut(|connection| {
-            moved += connection.turn(now, most, &mut self.bytes);
+            moved += connection.turn(now, most, &mut self.arrived);
             !connection.is_over()
         });
         moved > 0
@@ -141,24 +189,30 @@ impl Network {
     /// Returns the number of bytes that have arrived.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.arrived.count
+    }
+
+    /// Returns a number that stands for all bytes that have arrived.
+    #[must_use]
+    pub fn trace(&self) -> u64 {
+        self.arrived.trace.finish()
     }
 
     /// Returns the number of connections.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.connections.len()
+        self.connections.len() + self.vanished.len()
     }
 
     /// Whether there is no connection.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.connections.is_empty()
+        self.len() == 0
     }
 }
 
 impl Connection {
-    fn turn(&mut self, now: Instant, most: usize, arrived: &mut u64) -> usize {
+    fn turn(&mut self, now: Instant, most: usize, arrived: &mut Arrived) -> usize {
         let mut moved = 0;
         let at = now + LATENCY;
         let room = WINDOW.saturating_sub(self.to_initiator.bytes).min(most);
@@ -187,7 +241,7 @@ impl Connection {
         let peer = &self.peer;
         moved += self.to_target.deliver(now, |bytes| {
             let taken = peer.deliver(&bytes[..bytes.len().min(most)]);
-            *arrived += taken as u64;
+            arrived.note(&bytes[..taken]);
             taken
         });
         if self.is_ended && self.to_target.segments.is_empty() {
@@ -201,7 +255,7 @@ impl Connection {
                 // The initiator is gone, and nothing arrives any more.
                 Err(_) => bytes.len(),
             };
-            *arrived += taken as u64;
+            arrived.note(&bytes[..taken]);
             taken
         });
         moved

@@ -1,14 +1,49 @@
 //! A few seeds of the simulator, and the same one twice.
 
+use std::io::Write as _;
+use std::process::Command;
+use std::time::Duration;
+
+use riser_sim::plan::{Fault, Protocol, Trouble};
 use riser_sim::{Plan, run};
+
+/// Seeds whose bytes are compared.
+const COMPARED: [u64; 6] = [1, 2, 3, 7, 10, 12];
+
+/// Names the seed that another process is to run, and print the outcome of.
+const SEED: &str = "RISER_SIM_TRACE_OF";
 
 #[test]
 fn one_seed_gives_one_run() {
     let outcome = |seed| run(&Plan::of(seed)).unwrap();
-    for seed in [1, 3, 10] {
+    for seed in COMPARED {
         assert_eq!(outcome(seed), outcome(seed), "seed {seed}");
     }
-    assert_ne!(outcome(1), outcome(2));
+    assert_ne!(outcome(1).trace, outcome(2).trace);
+}
+
+#[test]
+fn two_processes_send_the_same_bytes() {
+    if let Ok(seed) = std::env::var(SEED) {
+        let outcome = run(&Plan::of(seed.parse().unwrap())).unwrap();
+        let text = format!("\n{outcome:?}\n");
+        std::io::stdout().write_all(text.as_bytes()).unwrap();
+        return;
+    }
+    for seed in COMPARED {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "two_processes_send_the_same_bytes",
+                "--nocapture",
+            ])
+            .env(SEED, seed.to_string())
+            .output()
+            .unwrap();
+        let expected = format!("\n{:?}\n", run(&Plan::of(seed)).unwrap());
+        let output = String::from_utf8(child.stdout).unwrap();
+        assert!(output.contains(&expected), "{expected}{output}");
+    }
 }
 
 #[test]
@@ -16,6 +51,36 @@ fn the_first_seeds_pass() {
     for seed in 1..=30 {
         if let Err(failure) = run(&Plan::of(seed)) {
             panic!("{failure}");
+        }
+    }
+}
+
+/// A plan whose target ends while all protocols are at work, again and again.
+fn restarts(seed: u64, fault: Fault) -> Plan {
+    let troubles = (1..=4).map(|n| Trouble {
+        from: Duration::from_millis(20 * n),
+        until: Duration::from_millis(20 * n + 10),
+        fault,
+    });
+    Plan {
+        workers: 2,
+        initiators: vec![Protocol::Srp, Protocol::Iser, Protocol::Iscsi],
+        tasks: 3,
+        commands: 60,
+        blocks: 64,
+        longest: 8,
+        troubles: troubles.collect(),
+        ..Plan::of(seed)
+    }
+}
+
+#[test]
+fn initiators_go_on_after_a_target_that_has_died_or_lost_its_power() {
+    for fault in [Fault::CrashTarget, Fault::PowerCut, Fault::Unplug] {
+        for seed in 1..=5 {
+            if let Err(failure) = run(&restarts(seed, fault)) {
+                panic!("{failure}");
+            }
         }
     }
 }

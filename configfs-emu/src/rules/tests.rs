@@ -73,6 +73,43 @@ fn names_decide_what_can_be_made() {
     }
 }
 
+/// CVE-2025-39998: names of devices and of groups have a greatest length, and what lists them is as
+/// long as they are.
+#[test]
+fn cve_2025_39998_names_have_a_greatest_length() {
+    let long = |len: usize| "n".repeat(len);
+    for (parent, most) in [
+        ("core/fileio_0/", 255),
+        ("core/alua/lu_gps/", 255),
+        ("core/fileio_0/disk/alua/", 255),
+        ("iscsi/iqn.2026-01.", 223 - "iqn.2026-01.".len()),
+        ("TPG/acls/", 223),
+    ] {
+        let parent = parent.replace("TPG", TPG);
+        let line = |len| format!("mkdir {parent}{}", long(len));
+        assert_eq!(Fixture::served().try_line(&line(most)), OK, "{parent}");
+        for len in [most + 1, 256, 1024, 70_000] {
+            let result = Fixture::served().try_line(&line(len));
+            assert!(result.is_err(), "{parent}, {len}");
+            if len > 255 {
+                assert_eq!(result, Err(Errno::NAMETOOLONG), "{parent}, {len}");
+            }
+        }
+    }
+    let link = format!("ln {TPG}/lun/lun_0/{} core/fileio_0/disk", long(256));
+    assert_eq!(Fixture::served().try_line(&link), Err(Errno::NAMETOOLONG));
+    // The longest names there are, in the one file that shows two of them in a line.
+    let mut fixture = Fixture::served();
+    let (group, device) = (long(255), "d".repeat(255));
+    fixture.run(&format!(
+        "mkdir core/alua/lu_gps/{group}
+             mkdir core/fileio_0/{device}
+             echo core/fileio_0/{device}/alua_lu_gp {group}"
+    ));
+    let members = fixture.read(&format!("core/alua/lu_gps/{group}/members"));
+    assert_eq!(members.unwrap(), format!("fileio_0/{device}\n"));
+}
+
 #[test]
 fn a_portal_is_one_portal_groups() {
     let mut fixture = Fixture::served();

@@ -10,6 +10,17 @@ use crate::world::World;
 /// The size that configfs gives each attribute: a page.
 const FILE_SIZE: u64 = 4096;
 
+/// The longest name of a directory or a link, in bytes: `NAME_MAX`, which the kernel holds configfs
+/// to, but for FUSE allows 1024.
+const MAX_NAME: usize = 255;
+
+fn check_name(name: &str) -> Result<(), Errno> {
+    if name.len() > MAX_NAME {
+        return Err(Errno::NAMETOOLONG);
+    }
+    Ok(())
+}
+
 impl<K: Kind> Tree<K> {
     /// Finds a name in a directory.
     ///
@@ -92,9 +103,11 @@ impl<K: Kind> Tree<K> {
     /// Makes a directory.
     ///
     /// # Errors
-    /// `EEXIST`; `EPERM` where no directory can be made; what the directory's owner says.
+    /// `ENAMETOOLONG`; `EEXIST`; `EPERM` where no directory can be made; what the directory's owner
+    /// says.
     pub fn make_dir(&mut self, parent: Ino, name: &str, world: &dyn World) -> Result<Ino, Errno> {
         let id = self.as_dir(parent)?;
+        check_name(name)?;
         if self.lookup(parent, name).is_ok() {
             return Err(Errno::EXIST);
         }
@@ -122,8 +135,8 @@ impl<K: Kind> Tree<K> {
     /// Makes a symbolic link. Its target must exist.
     ///
     /// # Errors
-    /// `EEXIST`; `ENOENT` for a target that does not exist; `EPERM` for one outside of the tree,
-    /// and where no link can be made; what the directory's owner says.
+    /// `ENAMETOOLONG`; `EEXIST`; `ENOENT` for a target that does not exist; `EPERM` for one outside of
+    /// the tree, and where no link can be made; what the directory's owner says.
     pub fn link(
         &mut self,
         parent: Ino,
@@ -132,6 +145,7 @@ impl<K: Kind> Tree<K> {
         world: &dyn World,
     ) -> Result<Ino, Errno> {
         let id = self.as_dir(parent)?;
+        check_name(name)?;
         if self.lookup(parent, name).is_ok() {
             return Err(Errno::EXIST);
         }

@@ -1,5 +1,6 @@
 //! A server with an iSCSI portal, and an initiator of our own login machine on a socket.
 
+use std::collections::HashSet;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::pin::pin;
@@ -90,6 +91,64 @@ fn what_is_written_in_one_session_is_read_in_another() {
     assert_eq!(sessions, 2);
     drop((writer, reader));
     server.shutdown().unwrap();
+}
+
+/// CVE-2024-45751: CHAP challenges that are the same after every start.
+#[test]
+fn cve_2024_45751_challenges_differ_in_every_run() {
+    let mut seen = HashSet::new();
+    for _ in 0..3 {
+        let (server, port) = start();
+        for _ in 0..3 {
+            for challenge in challenges(port) {
+                assert_eq!(challenge.len(), 2 + 64, "{challenge}");
+                assert!(seen.insert(challenge.clone()), "{challenge} twice");
+            }
+        }
+        drop(server);
+    }
+    // Nor is any byte of them a constant.
+    for at in 0..32 {
+        let bytes: HashSet<_> = seen.iter().map(|c| &c[2 + 2 * at..4 + 2 * at]).collect();
+        assert!(bytes.len() > 1, "byte {at} is always {bytes:?}");
+    }
+}
+
+/// The challenges of two logins that begin at the same time.
+fn challenges(port: u16) -> [String; 2] {
+    let ask = |text: &str, flags: u8, socket: &mut TcpStream| {
+        let mut bhs = [0; 48];
+        (bhs[0], bhs[1]) = (0x43, flags);
+        bhs[8..14].copy_from_slice(&[0x80, 0, 0, 0, 0, 1]);
+        let mut pdu = Vec::new();
+        frame::put(
+            bhs,
+            &[],
+            text.as_bytes(),
+            frame::Digests::default(),
+            &mut pdu,
+        );
+        socket.write_all(&pdu).unwrap();
+        let mut bhs = [0; 48];
+        socket.read_exact(&mut bhs).unwrap();
+        let len = usize::from(u16::from_be_bytes([bhs[6], bhs[7]]));
+        let mut data = vec![0; len.next_multiple_of(4)];
+        socket.read_exact(&mut data).unwrap();
+        String::from_utf8(data).unwrap()
+    };
+    let names = "InitiatorName=iqn.2026-01.org.example:client\0SessionType=Normal\0\
+                 TargetName=iqn.2026-01.org.example:chap\0AuthMethod=CHAP\0";
+    let mut both = [(); 2].map(|()| TcpStream::connect(("127.0.0.1", port)).unwrap());
+    for socket in &mut both {
+        assert!(ask(names, 0, socket).contains("AuthMethod=CHAP"));
+    }
+    both.map(|mut socket| {
+        let text = ask("CHAP_A=7\0", 0, &mut socket);
+        let value = text
+            .split('\0')
+            .find_map(|pair| pair.strip_prefix("CHAP_C="));
+        value.expect("a challenge").to_owned()
+    })
 }
 
 #[test]

@@ -153,9 +153,9 @@ fn message(ahs_words: u8, declared: u32, follows: usize) -> Vec<u8> {
     bytes
 }
 
-/// CVE 2026-53176: a login PDU shorter than its 76 bytes of headers.
+/// CVE-2026-53176: a login PDU shorter than its 76 bytes of headers.
 #[test]
-fn a_message_shorter_than_its_headers_is_refused() {
+fn cve_2026_53176_a_message_shorter_than_its_headers_is_refused() {
     let whole = message(0, 0, 0);
     for len in 0..76 {
         let error = Message::parse(&whole[..len]).unwrap_err();
@@ -194,9 +194,9 @@ fn announced_data_may_stay_in_the_buffer_of_a_command() {
     }
 }
 
-/// CVE 2026-90413, 2026-90414: a DataSegmentLength beyond what was received.
+/// CVE-2026-90413, CVE-2026-90414: a DataSegmentLength beyond what was received.
 #[test]
-fn a_data_segment_ends_with_what_was_received() {
+fn cve_2026_90413_and_2026_90414_a_data_segment_ends_with_what_was_received() {
     let truncated = |bytes: &[u8], need| {
         let error = Message::parse(bytes).unwrap_err();
         assert!(

@@ -141,7 +141,7 @@ fn immediate_data_is_found_at_the_agreed_offset() {
 
 /// CVE-2026-74394: the sum of offset and length wraps, and passes a check made on the sum.
 #[test]
-fn immediate_length_that_wraps_is_refused() {
+fn cve_2026_74394_immediate_length_that_wraps_is_refused() {
     for len in [513, u32::MAX, u32::MAX - 67, u32::MAX - 68, 1 << 31] {
         let iu = immediate_write(len, 512);
         assert_eq!(
@@ -177,7 +177,7 @@ fn immediate_data_needs_agreement_and_room_for_descriptors() {
 /// CVE-2026-53186, CVE-2026-74556, CVE-2026-74557: an initiator that believes the lengths of a
 /// response reads sense data from beyond what it received.
 #[test]
-fn response_lengths_are_checked_against_what_came() {
+fn cve_2026_53186_2026_74556_and_2026_74557_response_lengths_are_checked() {
     let mut iu = [0; 36 + 4 + 18];
     iu[0] = 0xc1;
     iu[18] = 0x03;

@@ -85,6 +85,33 @@ fn thick_units_do_not_report_unmap() {
     assert_eq!(report(&mut rig, 1, 0x42, 0).good().data[1], 1);
 }
 
+/// CVE-2020-28374, CVE-2021-3139: no unit copies for an initiator what it may not read itself. There
+/// is no third-party copy here: neither the commands, nor a word of them.
+#[test]
+fn cve_2020_28374_and_2021_3139_units_offer_no_third_party_copy() {
+    let mut rig = Rig::new();
+    let inquiry = rig.send(&[0x12, 0, 0, 0, 96, 0]).good().data;
+    assert_eq!(inquiry[5] & 0x08, 0, "3PC");
+    // Third-party Copy.
+    assert_eq!(rig.send(&[0x12, 1, 0x8f, 0, 0xff, 0]).check(), (5, 0x24, 0));
+    let listed = report(&mut rig, 0, 0, 0).good().data;
+    for row in listed[4..].chunks(8) {
+        assert!(
+            !matches!(row[0], 0x18 | 0x39 | 0x3a | 0x83 | 0x84),
+            "{row:x?}"
+        );
+    }
+    for opcode in [0x18, 0x39, 0x3a, 0x83, 0x84] {
+        for action in 0..0x20 {
+            let mut cdb = [0; 16];
+            (cdb[0], cdb[1], cdb[13]) = (opcode, action, 255);
+            let outcome = rig.run(super::A, &cdb, &[0xff; 255], 0);
+            assert!(outcome.ops.is_empty(), "{opcode:#x}");
+            assert_eq!(outcome.check(), (5, 0x20, 0), "{opcode:#x}/{action:#x}");
+        }
+    }
+}
+
 #[test]
 fn task_management_functions() {
     let mut rig = Rig::new();

@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use riser_scsi::attention::Attention;
 use riser_scsi::device_server::Request;
 use riser_scsi::iscsi::pdu::{
-    AsyncEvent, DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, LogoutStatus,
-    NopOut, R2t, RejectReason, ScsiCommand, Snack, SnackKind, TextRequest, TmfFunction, TmfRequest,
-    TmfStatus,
+    AsyncEvent, DataOut, FromInitiator, FromTarget, LoginStatus, LogoutReason, LogoutRequest,
+    LogoutStatus, NopOut, R2t, RejectReason, ScsiCommand, Snack, SnackKind, TextRequest,
+    TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::lu::LogicalUnit;
@@ -207,7 +207,7 @@ fn cve_2026_90293_a_command_before_login_ends_the_connection() {
 /// CVE-2026-90413, CVE-2026-90414: a length beyond what we take ends the connection before any byte
 /// of it is kept.
 #[test]
-fn cve_2026_90413_and_90414_a_length_beyond_our_limit_ends_the_connection() {
+fn cve_2026_90413_and_2026_90414_a_length_beyond_our_limit_ends_the_connection() {
     let mut rig = Rig::logged_in("");
     let mut bytes = [0; 48];
     bytes[0] = 0x40;
@@ -216,6 +216,53 @@ fn cve_2026_90413_and_90414_a_length_beyond_our_limit_ends_the_connection() {
     assert!(rig.disconnected);
     assert_eq!(rig.channel.held(), 0);
     rig.end();
+}
+
+/// CVE-2021-28361: PDUs without a data segment where data are expected.
+#[test]
+fn cve_2021_28361_pdus_without_data_are_taken_for_what_they_are() {
+    // As the first of a connection: no keys, no name.
+    let mut rig = Rig::new();
+    let bytes = rig.login_bytes(b"");
+    let received = rig.bytes(&bytes);
+    assert!(matches!(
+        received[..],
+        [(FromTarget::LoginResponse(r), ..)] if r.status == LoginStatus::MISSING_PARAMETER
+    ));
+    assert_eq!(rig.gate.joined, 0);
+    rig.end();
+    // Data-Out of nothing, where unsolicited data were announced, and where data were asked for:
+    // the target asks for all of them again, or ends the command.
+    let mut rig = Rig::logged_in("FirstBurstLength=1024\0");
+    assert!(rig.write(1, 2, &[], false).is_empty());
+    let received = rig.data_out(1, Ttt::NONE, 0, 0, &[], true);
+    let FromTarget::R2t(r2t) = received[0].0 else {
+        panic!("{received:?}");
+    };
+    assert_eq!((r2t.offset, r2t.len), (0, 1024));
+    let received = rig.data_out(1, r2t.ttt, 0, 0, &[], true);
+    match received[0].0 {
+        FromTarget::R2t(r2t) => assert_eq!((r2t.offset, r2t.len), (0, 1024)),
+        _ => assert_eq!(status(&received), (2, Some(0x0b))),
+    }
+    assert!(rig.disk.iter().all(|b| *b == 0));
+    rig.end();
+    let mut rig = Rig::logged_in("");
+    // A write of nothing is one; a ping of nothing is answered.
+    assert_eq!(status(&rig.write(3, 0, &[], true)), (0, None));
+    assert!(matches!(rig.nop(4, &[])[..], [(FromTarget::NopIn(_), ..)]));
+    rig.end();
+    // Every opcode, as a header of which all else is zero.
+    for first in 0..=0xff {
+        for flags in [0, 0x80] {
+            let mut rig = Rig::logged_in("");
+            let mut bytes = [0; 48];
+            (bytes[0], bytes[1]) = (first, flags);
+            bytes[24..28].copy_from_slice(&rig.cmd_sn.to_be_bytes());
+            rig.bytes(&bytes);
+            rig.end();
+        }
+    }
 }
 
 /// SCST 93: INQUIRY of no length to a missing unit.

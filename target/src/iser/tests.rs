@@ -657,9 +657,9 @@ fn the_last_of_all_completions_releases() {
     assert!(rig.released);
 }
 
-/// CVE 2026-53176: a login PDU shorter than its 76 bytes of headers.
+/// CVE-2026-53176: a login PDU shorter than its 76 bytes of headers.
 #[test]
-fn a_login_shorter_than_its_headers_ends_the_connection() {
+fn cve_2026_53176_a_login_shorter_than_its_headers_ends_the_connection() {
     for len in [0, 1, 27, 28, 75] {
         let mut rig = Rig::up();
         let mut bytes = vec![0; len];
@@ -671,10 +671,10 @@ fn a_login_shorter_than_its_headers_ends_the_connection() {
     }
 }
 
-/// CVE 2026-90413, 2026-90414: a DataSegmentLength larger than what was received, in login and
+/// CVE-2026-90413, CVE-2026-90414: a DataSegmentLength larger than what was received, in login and
 /// after.
 #[test]
-fn a_data_segment_longer_than_its_message_ends_the_connection() {
+fn cve_2026_90413_and_2026_90414_a_data_segment_longer_than_its_message() {
     for mut rig in [Rig::up(), Rig::logged_in("")] {
         let mut bytes = vec![0x10; 1];
         bytes.resize(28, 0);
@@ -710,9 +710,9 @@ fn a_data_segment_beyond_what_was_agreed_on_ends_the_connection() {
     rig.check_gone();
 }
 
-/// CVE 2026-90293: a command before the session is there.
+/// CVE-2026-90293: a command before the session is there.
 #[test]
-fn a_command_before_the_login_ends_the_connection() {
+fn cve_2026_90293_a_command_before_the_login_ends_the_connection() {
     let mut rig = Rig::up();
     assert!(rig.command(1, &[0; 6], None, 0, &[], true).is_empty());
     assert_eq!(rig.gate.joined, 0);
@@ -722,7 +722,7 @@ fn a_command_before_the_login_ends_the_connection() {
 
 /// SCST 93: INQUIRY without a length, to a unit that is not there.
 #[test]
-fn an_inquiry_of_no_length_to_no_unit_is_answered() {
+fn scst_93_an_inquiry_of_no_length_to_no_unit_is_answered() {
     let mut rig = Rig::logged_in("");
     let mut command = rig.scsi(4, &[0x12, 0, 0, 0, 0, 0], false, 0);
     command.lun = [0, 9, 0, 0, 0, 0, 0, 0];

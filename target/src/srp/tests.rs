@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use riser_scsi::attention::Attention;
+use riser_scsi::data::designator::Naa;
 use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{
     AerRsp, CredRsp, FromTarget, ILogout, LoginReq, MemDesc, Residual, TLogoutReason, Tag,
@@ -908,6 +909,77 @@ fn cve_2026_74394_immediate_data_length_wraps() {
         assert!(rig.disks[0].iter().all(|&b| b == 0));
         rig.end();
     }
+}
+
+/// CVE-2020-28374, CVE-2021-3139: a copy command of one unit that names another one by its
+/// designator, where the initiator may not see it. No command to LUN 0 leads to any other unit.
+#[test]
+fn cve_2020_28374_and_2021_3139_no_command_leads_to_a_unit_that_it_does_not_name() {
+    let mut rig = Rig::live();
+    rig.disks[1].fill(0x77);
+    // EXTENDED COPY (LID1): two targets by their NAA designators, and a segment from the second
+    // to the first.
+    let mut list = vec![0; 16];
+    (list[3], list[11]) = (64, 28);
+    for unit in 0..2 {
+        let config = rig.units[unit].lu.config();
+        let Naa::LocallyAssigned(name) = config.identity.naa else {
+            panic!("{config:?}");
+        };
+        list.extend([0xe4, 0, 0, 0, 1, 3, 0, 8]);
+        list.extend((3 << 60 | name).to_be_bytes());
+        list.extend([0; 16]);
+    }
+    list.extend([2, 2, 0, 24, 0, 1, 0, 0, 0, 0, 0, 8]);
+    list.extend([0; 16]);
+    list.resize(512, 0);
+    let was = rig.disks.clone();
+    for opcode in [0x83, 0x84] {
+        for action in 0..0x20 {
+            let mut cdb = [0; 16];
+            (cdb[0], cdb[1]) = (opcode, action);
+            cdb[12..14].copy_from_slice(&512_u16.to_be_bytes());
+            let out = Data::Immediate(list.clone());
+            rig.send(0, &cmd(&cdb).tag(5).out(out).bytes());
+            let is_at_a_disk = |p: &Pending| matches!(p, Pending::Block { .. });
+            assert!(
+                !rig.pending.iter().any(is_at_a_disk),
+                "{opcode:#x}/{action:#x}"
+            );
+            rig.settle();
+            let rsp = rig.rsp();
+            assert_eq!(
+                (rsp.status, rsp.key),
+                (2, Some(5)),
+                "{opcode:#x}/{action:#x}"
+            );
+        }
+    }
+    // Neither does any other code, with the same list.
+    for opcode in 0..=0xff {
+        for action in 0..0x20 {
+            let mut cdb = [0; 16];
+            (cdb[0], cdb[1]) = (opcode, action);
+            let out = Data::Immediate(list.clone());
+            rig.send(0, &cmd(&cdb).tag(6).out(out).bytes());
+            for pending in &rig.pending {
+                if let Pending::Block { unit, .. } = pending {
+                    assert_eq!(*unit, UnitIdx(0), "{opcode:#x}/{action:#x}");
+                }
+            }
+            rig.settle();
+            rig.sent.clear();
+        }
+    }
+    assert_eq!(rig.disks[1], was[1]);
+    // A LUN that leads nowhere for this initiator is no unit, whatever other initiators have there.
+    for lun in [2, 9, 255] {
+        rig.sent.clear();
+        rig.send(0, &read10(0, 1).tag(7).lun(lun).bytes());
+        rig.settle();
+        assert_eq!(rig.rsp().key, Some(5), "{lun}");
+    }
+    rig.end();
 }
 
 /// CVE-2026-100075: an indirect table that fails half-way leaves send-queue credit as it was.

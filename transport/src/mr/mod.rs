@@ -557,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_that_wrap_are_refused() {
+    fn cve_2026_98365_and_2026_46325_ranges_that_wrap_are_refused() {
         // CVE-2026-98365, CVE-2026-46325.
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();

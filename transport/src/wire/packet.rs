@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_cannot_reach_into_the_headers() {
+    fn cve_2026_46043_padding_cannot_reach_into_the_headers() {
         // CVE-2026-46043: pad count and ICRC longer than what was received.
         let mut bytes = datagram(Opcode::RcSendOnly, &[]);
         bytes[1] |= 0x30;

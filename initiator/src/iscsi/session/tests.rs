@@ -1112,6 +1112,160 @@ fn a_discovery_session_tells_what_there_is() {
     assert_eq!(rig.sent().bhs[0], 0x46, "logout");
 }
 
+/// CVE-2026-99154: a task tag that is negative as a signed number is a tag like any other, of no
+/// command of ours, however its low half looks.
+#[test]
+fn cve_2026_99154_negative_task_tags_lead_to_no_command() {
+    let high = [0x8000_0000, 0xffff_0000, 0xfffe_0000, 0x8001_0000];
+    for tag in high.into_iter().flat_map(|half| [half, half | 1, half | 3]) {
+        for opcode in [0x21, 0x25, 0x31] {
+            let mut rig = Rig::live();
+            let ids = [(); 4].map(|()| rig.submit(READ));
+            let commands = [(); 4].map(|()| rig.started());
+            let used = commands.map(|(_, command)| word(&command.bhs, 16));
+            assert!(
+                used.iter().all(|itt| (*itt).cast_signed() >= 0),
+                "{used:x?}"
+            );
+            let pdu = bhs(opcode, 0x80, tag);
+            if opcode == 0x25 {
+                let placed = rig.session.place_data(&pdu, 512);
+                assert_eq!(placed, Err(IscsiFault::UnknownTask(Itt(tag))));
+            }
+            rig.receive(pdu, &[]);
+            rig.gone();
+            rig.reconnecting(Down::IscsiFault(IscsiFault::UnknownTask(Itt(tag))));
+            rig.log_in();
+            // All of them are sent again.
+            for id in ids {
+                assert_eq!(rig.started().0, id, "{opcode:#x}, {tag:#x}");
+            }
+        }
+    }
+}
+
+/// CVE-2023-2162: the end of a session at any point, while the target goes on about it. Every
+/// request is given back once, and what comes later finds nothing.
+#[test]
+fn cve_2023_2162_a_session_that_has_ended_is_not_used() {
+    const ENDS: [fn(&mut IscsiSession, Instant); 2] = [
+        |session, now| session.close(now),
+        |session, now| session.handle_broken(now),
+    ];
+    for (end, progress) in ENDS
+        .into_iter()
+        .flat_map(|end| (0..5).map(move |n| (end, n)))
+    {
+        let mut rig = Rig::connecting(SessionConfig {
+            reconnect: false,
+            ..config()
+        });
+        rig.log_in();
+        let ids = [rig.submit(READ), rig.submit(out(512, 0)), rig.submit(READ)];
+        let tags = [(); 3].map(|()| word(&rig.started().1.bhs, 16));
+        let mut completed = Vec::new();
+        if progress > 0 {
+            rig.answer(tags[0], 0);
+        }
+        if progress > 1 {
+            rig.retired(ids[0]);
+        }
+        if progress > 2 {
+            let mut r2t = bhs(0x31, 0x80, tags[1]);
+            put(&mut r2t, 20, 7);
+            put(&mut r2t, 44, 64);
+            rig.receive(r2t, &[]);
+        }
+        if progress > 3 {
+            rig.advance(3 * SEC);
+        }
+        end(&mut rig.session, rig.now);
+        let mut is_closed = false;
+        for round in 0..40 {
+            while let Some(output) = rig.session.poll_output() {
+                match output {
+                    Output::Complete(id, _) => completed.push(id),
+                    Output::Event(SessionEvent::Closed(_)) => is_closed = true,
+                    Output::Retire(id) => rig.session.handle_retired(id, rig.now),
+                    Output::Disconnect => rig.session.handle_gone(rig.now),
+                    other => assert!(!is_closed, "{other:?} after the end"),
+                }
+            }
+            // What was on its way still comes.
+            for tag in tags {
+                let data = bhs(0x25, 0x81, tag);
+                if rig.session.place_data(&data, 16).is_ok() {
+                    rig.session.handle_data_in(&data, 16, true, rig.now);
+                }
+                rig.answer(tag, 0);
+            }
+            for id in ids {
+                assert!(
+                    !is_closed || rig.session.emit_command(id).is_none(),
+                    "{round}"
+                );
+            }
+            rig.session.handle_timeout(rig.now);
+            rig.session.handle_progress(|_| true, |_| true, rig.now);
+            rig.session.handle_broken(rig.now);
+            rig.now += SEC;
+        }
+        completed.sort();
+        assert_eq!((is_closed, completed), (true, ids.to_vec()), "{progress}");
+        assert_eq!(rig.session.next_deadline(), None);
+        let late = rig.session.submit(rig.spec(READ), rig.now);
+        assert_eq!(late, Err(SubmitError::Closed));
+    }
+}
+
+/// CVE-2026-18724 to CVE-2026-18728: what a target calls itself reaches paths and terminals.
+#[test]
+fn cve_2026_18724_to_2026_18728_names_that_a_target_sends_are_checked() {
+    let listed = |text: &[u8]| {
+        let mut config = config();
+        config.target = None;
+        let mut rig = Rig::connecting(config);
+        rig.log_in();
+        let wish = rig.sent();
+        rig.receive(bhs(0x24, 0x80, word(&wish.bhs, 16)), text);
+        rig.next()
+    };
+    for name in [
+        "iqn.2026-01.a:../../etc/shadow",
+        "iqn.2026-01.a:x/y",
+        "iqn.2026-01.a:x y",
+        "iqn.2026-01.a:x;reboot",
+        "iqn.2026-01.a:$(id)",
+        "iqn.2026-01.a:%2e%2e",
+        "../x",
+        ".",
+    ] {
+        let text = format!(
+            "TargetName={name}\0TargetAddress=10.0.0.1:3260,1\0\
+             TargetName=iqn.2026-01.a:good\0TargetAddress=10.0.0.2:3260,1\0"
+        );
+        let Output::Found(found) = listed(text.as_bytes()) else {
+            panic!("{name:?}");
+        };
+        let names: Vec<_> = found.iter().map(|f| f.name.as_str()).collect();
+        assert_eq!(names, ["iqn.2026-01.a:good"], "{name:?}");
+        assert_eq!(found[0].addresses.len(), 1, "{name:?}");
+    }
+    // Control characters are in no text of the protocol at all.
+    for byte in (1..0x20).chain([0x7f]) {
+        for key in ["TargetName=iqn.2026-01.a:x", "TargetAddress=10.0.0.1"] {
+            let text = [
+                b"TargetName=iqn.2026-01.a:y\0",
+                key.as_bytes(),
+                &[byte],
+                b"z\0",
+            ]
+            .concat();
+            assert_eq!(listed(&text), Output::Disconnect, "{key}{byte:#x}");
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 enum Action {
     Submit(u8),

@@ -230,9 +230,9 @@ fn refusals_have_the_status_of_the_rfc() {
     assert!(gate.joined.is_empty());
 }
 
-/// CVE 2026-90293: nothing but the machine's own order leads to full-feature phase.
+/// CVE-2026-90293: nothing but the machine's own order leads to full-feature phase.
 #[test]
-fn stages_cannot_be_skipped() {
+fn cve_2026_90293_stages_cannot_be_skipped() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
     let first = format!("{NAMES}AuthMethod=CHAP\0");
     let answer = step(&mut login, &mut gate, Security, None, &first);
@@ -403,6 +403,41 @@ fn chap_takes_the_right_secret_only() {
     );
     let answer = step(&mut login, &mut gate, Security, None, "CHAP_A=9\0");
     assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+}
+
+/// CVE-2018-14633, CVE-2026-63886: a response of any length, in both codings, is compared or refused.
+#[test]
+fn cve_2018_14633_and_2026_63886_a_long_chap_response_is_a_wrong_one() {
+    for digits in [0, 1, 15, 31, 32, 33, 64, 66, 128, 2048, 2050, 4000] {
+        for (prefix, digit) in [
+            ("0x", "a"),
+            ("0X", "F"),
+            ("0b", "A"),
+            ("0B", "/"),
+            ("", "7"),
+        ] {
+            for key in ["CHAP_R", "CHAP_C"] {
+                let mut gate = Gate::new(chap_auth());
+                let (mut login, algorithm, id, challenge) = challenged(&mut gate, "5");
+                let right = algorithm.respond(id, b"alice has a secret", &challenge);
+                let long = format!("{prefix}{}", digit.repeat(digits));
+                let text = match key {
+                    "CHAP_R" => format!("CHAP_N=alice\0CHAP_R={long}\0"),
+                    _ => format!(
+                        "CHAP_N=alice\0CHAP_R={}\0CHAP_I=9\0CHAP_C={long}\0",
+                        chap::encode(&right)
+                    ),
+                };
+                let answer = step(&mut login, &mut gate, Security, Some(Operational), &text);
+                // A challenge of ours to answer may have any length up to the greatest.
+                let is_legal = key == "CHAP_C" && answer.response.status == LoginStatus::SUCCESS;
+                let bytes = chap::decode(&long);
+                assert_eq!(is_legal, key == "CHAP_C" && bytes.is_some(), "{key}={long}");
+                assert!(bytes.is_none_or(|b| b.len() <= chap::MAX_BINARY));
+                assert!(answer.text.len() < 512);
+            }
+        }
+    }
 }
 
 /// CVE-2024-45751: the same CHAP challenges in every run.

@@ -71,7 +71,7 @@ fn additional_headers_carry_long_cdbs_and_read_lengths() {
 /// CVE-2026-53176, CVE-2026-90413, CVE-2026-90414, CVE-2021-28361: lengths that promise more than
 /// there is, or nothing at all.
 #[test]
-fn cve_2026_53176_90413_90414_and_2021_28361_a_declared_length_is_not_believed() {
+fn cve_2026_53176_2026_90413_2026_90414_and_2021_28361_lengths_are_not_believed() {
     let mut framer = Framer::new(8192);
     let mut long = WRITE;
     long[5..8].copy_from_slice(&[0xff, 0xff, 0xff]);
@@ -132,7 +132,7 @@ fn digests_are_crc32c_and_are_checked() {
 
 /// CVE-2026-74556, CVE-2026-74557: lengths of sense data come from the target.
 #[test]
-fn cve_2026_74556_and_74557_sense_data_end_with_what_was_received() {
+fn cve_2026_74556_and_2026_74557_sense_data_end_with_what_was_received() {
     assert_eq!(ScsiResponse::sense_of(&[]), Ok(&[][..]));
     assert_eq!(ScsiResponse::sense_of(&[0]), Ok(&[][..]));
     assert_eq!(
@@ -174,7 +174,7 @@ fn collected_text_is_bounded() {
 
 /// CVE-2026-18724 to CVE-2026-18728: names with control characters, or what would be a path.
 #[test]
-fn cve_2026_18724_to_18728_names_from_discovery_are_checked() {
+fn cve_2026_18724_to_2026_18728_names_from_discovery_are_checked() {
     for good in [
         "iqn.2026-01.org.example:disk.1",
         "eui.02004567A425678D",

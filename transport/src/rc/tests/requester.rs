@@ -590,7 +590,7 @@ fn registrations_run_in_order() {
 }
 
 #[test]
-fn a_bad_local_key_completes_with_an_error_after_what_came_before() {
+fn cve_2021_47076_a_bad_local_key_completes_after_what_came_before() {
     // CVE-2021-47076: such a request gave no completion at all.
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 4);

@@ -156,7 +156,7 @@ fn a_write_with_immediate_needs_a_receive_only_at_its_end() {
 }
 
 #[test]
-fn a_request_that_must_wait_holds_nothing() {
+fn cve_2022_49929_a_request_that_must_wait_holds_nothing() {
     // CVE-2022-49929: a reference to the region stayed behind an RNR NAK.
     let mut rig = Rig::new();
     let (addr, rkey) = (rig.mr.addr, rig.mr.rkey);
@@ -823,7 +823,7 @@ fn more_reads_than_resources_are_refused_after_the_answers_due() {
 }
 
 #[test]
-fn states_that_take_no_packets_take_none() {
+fn cve_2026_93107_states_that_take_no_packets_take_none() {
     // CVE-2026-93107: packets were processed in the error state.
     let request = packet(0x0a, RQ_PSN, true, &reth(0, RKey(0), 0), &[]);
     for state in [QpState::Reset, QpState::Init, QpState::Error] {

@@ -338,7 +338,7 @@ fn a_queue_pair_in_error_takes_nothing() {
 }
 
 #[test]
-fn a_timer_does_not_outlive_its_queue_pair() {
+fn cve_2026_45910_a_timer_does_not_outlive_its_queue_pair() {
     // CVE-2026-45910.
     let mut nic = nic();
     let qp = connected(&mut nic);

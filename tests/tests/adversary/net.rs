@@ -118,7 +118,7 @@ impl World {
 }
 
 /// Runs a command of words, in the namespace of the calling thread.
-fn sh(words: &str) -> Result<(), String> {
+pub(crate) fn sh(words: &str) -> Result<(), String> {
     let mut words = words.split_whitespace();
     let mut command = Command::new(words.next().expect("a command"));
     let out = command.args(words).output();

@@ -63,7 +63,10 @@ impl Cm {
         theirs: CommId,
     ) -> Option<(IbCmId, CmState)> {
         let id = IbCmId(ours);
-        let conn = self.conns.get(&id)?;
+        let Some(conn) = self.conns.get(&id) else {
+            self.counters.unknown += 1;
+            return None;
+        };
         // Until its REP has come the active side does not know the peer's id, and takes any.
         if conn.peer != from || conn.remote_id.is_some_and(|known| known != theirs) {
             self.counters.illegal += 1;
@@ -417,6 +420,7 @@ impl Cm {
         });
         if !self.conns.contains_key(&IbCmId(dreq.remote_comm_id)) {
             // Gone already, or never was: the peer need not wait.
+            self.counters.unknown += 1;
             return self.send(from, drep.emit(transaction));
         }
         let Some((id, state)) = self.addressed(from, dreq.remote_comm_id, dreq.local_comm_id)

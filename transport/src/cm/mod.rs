@@ -175,6 +175,8 @@ pub struct CmCounters {
     pub malformed: u64,
     /// Messages that their connection's state, address or ids forbid.
     pub illegal: u64,
+    /// Messages about connections that there are not, or no longer.
+    pub unknown: u64,
     /// Messages that had been seen before.
     pub duplicates: u64,
     /// Messages of ours that were repeated.

@@ -194,6 +194,7 @@ const METRICS: &[NicMetric] = &[
                 ("received", n.cm.received),
                 ("malformed", n.cm.malformed),
                 ("illegal", n.cm.illegal),
+                ("unknown", n.cm.unknown),
                 ("duplicate", n.cm.duplicates),
                 ("repeated", n.cm.retries),
                 ("refused", n.cm.refused),

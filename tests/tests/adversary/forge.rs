@@ -185,6 +185,41 @@ impl Forger {
         }
     }
 
+    /// One that knows nothing, to send what it is told. Call it in the stranger's namespace.
+    pub(crate) fn from_here() -> Self {
+        Self::new(1, Reach::OffPath, Vec::new(), Vec::new())
+    }
+
+    /// A message to queue pair 1, in the stranger's own name.
+    pub(crate) fn send_own_mad(&mut self, mad: &[u8]) {
+        self.send_mad(STRANGER, TARGET, mad);
+    }
+
+    /// A packet in the stranger's own name: all behind the UDP header, whose last bytes are to be
+    /// the ICRC.
+    pub(crate) fn send_own_packet(&mut self, body: Vec<u8>, is_sealed: bool) {
+        self.send_body(roce(STRANGER), roce(TARGET), body, is_sealed);
+    }
+
+    pub(crate) fn send_body(
+        &mut self,
+        from: SocketAddr,
+        to: SocketAddr,
+        mut body: Vec<u8>,
+        is_sealed: bool,
+    ) {
+        // An Ethernet frame has no more.
+        body.truncate(1400);
+        // A packet without a whole BTH has none.
+        if is_sealed && body.len() >= 16 {
+            body.truncate(body.len() - 4);
+            let flow = IcrcFlow::new(from, to).expect("two addresses of IPv4");
+            let icrc = flow.compute(&body, IP_ID).to_le_bytes();
+            body.extend_from_slice(&icrc);
+        }
+        let _ = self.raw.send_to(&datagram(from, to, &body), &to.into());
+    }
+
     /// What the sniffer has seen since.
     pub(crate) fn learn(&mut self, sniffer: &mut Sniffer) {
         while let Some(seen) = sniffer.next() {
@@ -235,7 +270,7 @@ impl Forger {
         others[self.chance.below(3) as usize]
     }
 
-    fn send_icmp(&mut self) {
+    pub(crate) fn send_icmp(&mut self) {
         let (about_from, about_to) = self.ends();
         let (protocol, port) = match self.chance.below(3) {
             0 => (6, 3260u16),
@@ -359,7 +394,7 @@ impl Forger {
         self.send_mad(from, to, &mad);
     }
 
-    fn send_mad(&mut self, from: Ipv4Addr, to: Ipv4Addr, mad: &[u8]) {
+    pub(crate) fn send_mad(&mut self, from: Ipv4Addr, to: Ipv4Addr, mad: &[u8]) {
         const QKEY: u32 = 0x8001_0000;
         let bth = Bth::new(Opcode::UdSendOnly, Qpn::new(1), Psn::new(0));
         let ext = ExtHeaders {
@@ -559,7 +594,7 @@ impl Place {
 /// The kernel chooses one where it is zero.
 const IP_ID: u16 = 1;
 
-fn roce(host: Ipv4Addr) -> SocketAddr {
+pub(crate) fn roce(host: Ipv4Addr) -> SocketAddr {
     SocketAddr::new(host.into(), ROCE_PORT)
 }
 
@@ -586,6 +621,64 @@ fn datagram(from: SocketAddr, to: SocketAddr, body: &[u8]) -> Vec<u8> {
     packet.extend([0, 0]);
     packet.extend(body);
     packet
+}
+
+/// Says in an ARP answer to all that an address is the stranger's. Call it in its namespace.
+pub(crate) fn claim(host: Ipv4Addr) {
+    let mac = std::fs::read_to_string("/sys/class/net/eth0/address");
+    // Another namespace's interfaces may be shown there.
+    let mac = mac.ok().and_then(|text| {
+        let bytes: Option<Vec<u8>> = text
+            .trim()
+            .split(':')
+            .map(|byte| u8::from_str_radix(byte, 16).ok())
+            .collect();
+        bytes.filter(|bytes| bytes.len() == 6)
+    });
+    let mac = mac.unwrap_or_else(|| vec![0x02, 0, 0, 0, 0, 0x66]);
+    let mut frame = vec![0xff; 6];
+    frame.extend(&mac);
+    frame.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, 2]);
+    frame.extend(&mac);
+    frame.extend(host.octets());
+    frame.extend([0xff; 6]);
+    frame.extend(host.octets());
+    let socket = Socket::new(Domain::PACKET, Type::RAW, None).unwrap();
+    let name = std::ffi::CString::new("eth0").unwrap();
+    // SAFETY: a string that ends with zero.
+    let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
+    let mut to = link_address();
+    to.sll_ifindex = index.cast_signed();
+    // SAFETY: an open socket, and an address and bytes that outlive the call.
+    let sent = unsafe {
+        libc::sendto(
+            socket.as_raw_fd(),
+            frame.as_ptr().cast(),
+            frame.len(),
+            0,
+            (&raw const to).cast(),
+            size_of_val(&to) as libc::socklen_t,
+        )
+    };
+    assert_eq!(
+        sent,
+        frame.len() as isize,
+        "{}",
+        std::io::Error::last_os_error()
+    );
+}
+
+/// A link-layer address of no interface.
+fn link_address() -> libc::sockaddr_ll {
+    libc::sockaddr_ll {
+        sll_family: libc::AF_PACKET as u16,
+        sll_protocol: 0x0806_u16.to_be(),
+        sll_ifindex: 0,
+        sll_hatype: 0,
+        sll_pkttype: 0,
+        sll_halen: 6,
+        sll_addr: [0xff; 8],
+    }
 }
 
 /// Sees what passes the switch.
@@ -645,6 +738,51 @@ impl Sniffer {
             return Some(seen);
         }
         None
+    }
+
+    /// Forgets what has passed.
+    pub(crate) fn skip(&mut self) {
+        while self.next().is_some() {}
+    }
+
+    /// The sender, queue pair and PSN of the last SEND from a host to another one.
+    pub(crate) fn last_request(
+        &mut self,
+        from: Ipv4Addr,
+        to: Ipv4Addr,
+    ) -> Option<(SocketAddr, u32, u32)> {
+        let mut last = None;
+        while let Some(seen) = self.next() {
+            let is_send = matches!(seen.body[0], 0..=5 | 0x16 | 0x17);
+            if is_send && ipv4(seen.from) == from && ipv4(seen.to) == to {
+                last = Some((seen.from, seen.qpn(), seen.psn()));
+            }
+        }
+        last
+    }
+
+    /// Addresses and keys of a host's memory that has been reached.
+    pub(crate) fn memory_at(&mut self, host: Ipv4Addr) -> Vec<(u64, u32)> {
+        let mut places = Vec::new();
+        while let Some(seen) = self.next() {
+            if ipv4(seen.to) == host {
+                places.extend(seen.reth());
+            }
+        }
+        places.dedup();
+        places.truncate(2);
+        places
+    }
+
+    /// Whole packets of a host that have passed, but for messages of the connection manager.
+    pub(crate) fn bodies_from(&mut self, host: Ipv4Addr) -> Vec<Vec<u8>> {
+        let mut bodies = Vec::new();
+        while let Some(seen) = self.next() {
+            if ipv4(seen.from) == host && seen.is_whole && !seen.is_cm() {
+                bodies.push(seen.body);
+            }
+        }
+        bodies
     }
 
     /// The logins that have passed.

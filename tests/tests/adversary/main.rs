@@ -25,7 +25,9 @@
 #![allow(unsafe_code, reason = "a network namespace of a thread's own")]
 
 mod forge;
+mod hostile;
 mod net;
+mod single;
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -68,6 +70,8 @@ struct Shared {
     count: AtomicU64,
     total: AtomicU64,
     longest: AtomicU64,
+    /// How long each took, in microseconds.
+    times: Mutex<Vec<u64>>,
 }
 
 impl Shared {
@@ -81,6 +85,7 @@ impl Shared {
             self.count.fetch_add(1, Ordering::Relaxed);
             self.total.fetch_add(took, Ordering::Relaxed);
             self.longest.fetch_max(took, Ordering::Relaxed);
+            self.times.lock().unwrap().push(took);
             done.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -128,6 +133,22 @@ fn log_in(client: &Client, scheme: &str) -> (Session, Lun, Duration) {
     }
 }
 
+/// Logs in to the target that every host may use, over RDMA, and out again.
+fn visit_other_target() {
+    let other = hostile::OTHER;
+    let srp = hostile::OTHER_SRP;
+    for url in [
+        format!("srp://{TARGET}:{srp}/0"),
+        format!("iser://{TARGET}/{other}/0"),
+    ] {
+        let client = client("srp", LATER);
+        let url: TargetUrl = url.parse().unwrap();
+        let session = block_on(client.connect(url)).unwrap();
+        block_on(session.close());
+        client.shutdown();
+    }
+}
+
 /// Another host logs in by every protocol, and reads what is right.
 fn others_log_in(shared: Arc<Shared>) -> Duration {
     let mut longest = Duration::ZERO;
@@ -145,17 +166,58 @@ fn others_log_in(shared: Arc<Shared>) -> Duration {
     longest
 }
 
+/// A second target on a disk of its own, which every host may use, in a configuration.
+fn with_another_target(text: &str) -> String {
+    let other = hostile::OTHER;
+    let srp = hostile::OTHER_SRP;
+    let target = format!(
+        "targets:\n  - name: other\n    iqn: {other}\n    portals:\n      \
+         - {{ protocol: srp, listen: \"{TARGET}:{srp}\" }}\n      \
+         - {{ protocol: iser, listen: {TARGET} }}\n      \
+         - {{ protocol: iscsi, listen: {TARGET} }}\n    luns: {{ 0: junk }}\n    access: open\n"
+    );
+    text.replacen(
+        "backends:\n",
+        "backends:\n  junk: { kind: ram, size: 1MiB }\n",
+        1,
+    )
+    .replacen("targets:\n", &target, 1)
+}
+
+/// Starts the daemon, with two targets.
+fn serve(world: &World, workers: u32) -> Pair {
+    world.target.run(move || {
+        let portals = SCHEMES.map(|p| format!("{{ protocol: {p}, listen: {TARGET} }}"));
+        let target = format!("iqn: {IQN}\nportals: [{}]", portals.join(", "));
+        let size = DISK.end * BLOCK as u64;
+        let metrics =
+            format!("metrics: {{ listen: \"{METRICS}\" }}\nworkers: {{ count: {workers} }}");
+        let backend = format!("{{ kind: ram, size: {size}, write_cache: true }}\n{metrics}");
+        let mut pair = Pair::with_target(0, &backend, &target);
+        pair.kill();
+        let file = pair.dir.join("riserd.yaml");
+        let text = fs::read_to_string(&file).unwrap();
+        fs::write(&file, with_another_target(&text)).unwrap();
+        pair.serve();
+        pair
+    })
+}
+
+/// The sum of the daemon's metrics whose names begin so, and have this reason or kind, or any.
+fn metric(world: &World, name: &'static str, label: &'static str) -> u64 {
+    let text = world.target.run(|| get(METRICS, "/metrics"));
+    let text = text.expect("a daemon that answers");
+    let lines = text.lines().filter(|l| l.starts_with(name));
+    let is_wanted = |l: &&str| label.is_empty() || l.contains(&format!("=\"{label}\""));
+    let values = lines.filter(is_wanted);
+    let values = values.filter_map(|l| l.rsplit(' ').next()?.parse::<f64>().ok());
+    values.sum::<f64>() as u64
+}
+
 impl Scene {
     fn new(world: World, seed: u64) -> Self {
         let world = Arc::new(world);
-        let pair = world.target.run(|| {
-            let portals = SCHEMES.map(|p| format!("{{ protocol: {p}, listen: {TARGET} }}"));
-            let target = format!("iqn: {IQN}\nportals: [{}]", portals.join(", "));
-            let size = DISK.end * BLOCK as u64;
-            let metrics = format!("metrics: {{ listen: \"{METRICS}\" }}\nworkers: {{ count: 2 }}");
-            let backend = format!("{{ kind: ram, size: {size}, write_cache: true }}\n{metrics}");
-            Pair::with_target(0, &backend, &target)
-        });
+        let pair = serve(&world, 2);
         let daemon = pair.process().expect("a daemon that runs");
         let shared = Arc::new(Shared {
             // A session that is lost repeats what was not answered.
@@ -164,6 +226,7 @@ impl Scene {
             count: AtomicU64::new(0),
             total: AtomicU64::new(0),
             longest: AtomicU64::new(0),
+            times: Mutex::default(),
         });
         let (mut sessions, mut workers) = (Vec::new(), Vec::new());
         for (at, scheme) in SCHEMES.into_iter().enumerate() {
@@ -208,16 +271,6 @@ impl Scene {
         kilobytes.unwrap().parse::<u64>().unwrap() << 10
     }
 
-    /// The sum of the daemon's metrics whose names begin so, and have this reason or kind.
-    fn metric(&self, name: &'static str, label: &'static str) -> u64 {
-        let text = self.world.target.run(|| get(METRICS, "/metrics"));
-        let text = text.expect("a daemon that answers");
-        let lines = text.lines().filter(|l| l.starts_with(name));
-        let wanted = lines.filter(|l| l.contains(&format!("=\"{label}\"")));
-        let values = wanted.filter_map(|l| l.rsplit(' ').next()?.parse::<f64>().ok());
-        values.sum::<f64>() as u64
-    }
-
     /// What was forged has reached the daemon, and been refused for what is wrong with it.
     fn has_refused(&self) {
         for (name, label) in [
@@ -225,7 +278,7 @@ impl Scene {
             ("riser_device_dropped_packets_total", "unknown_qp"),
             ("riser_device_cm_messages_total", "illegal"),
         ] {
-            let count = self.metric(name, label);
+            let count = metric(&self.world, name, label);
             println!("figure: {label}: {count}");
             assert!(count > 0, "nothing was refused as {label}");
         }
@@ -259,8 +312,11 @@ impl Scene {
         let taken = |n: &AtomicU64| n.swap(0, Ordering::Relaxed);
         let (count, total) = (taken(&self.shared.count), taken(&self.shared.total));
         let longest = taken(&self.shared.longest);
+        let mut times = std::mem::take(&mut *self.shared.times.lock().unwrap());
+        times.sort_unstable();
+        let p99 = times.get(times.len() * 99 / 100).copied().unwrap_or(0);
         println!(
-            "figure: {what}: {:.0} operations/s, mean {} us, longest {} ms, daemon {} MiB",
+            "figure: {what}: {:.0} operations/s, mean {} us, p99 {p99} us, longest {} ms, daemon {} MiB",
             count as f64 / span.as_secs_f64(),
             total / count.max(1),
             longest / 1000,
@@ -416,4 +472,67 @@ fn a_stranger_on_the_network_spoils_nothing() {
         worker.join().unwrap();
     }
     scene.pair.kill();
+}
+
+#[test]
+#[ignore = "keeps the machine busy, and is run by itself"]
+fn messages_that_are_almost_right_harm_no_other_session() {
+    let seed = setting("RISER_ADVERSARY_SEED", 0xadd);
+    let count = setting("RISER_HOSTILE_MESSAGES", 2_000);
+    println!(
+        "RISER_ADVERSARY_SEED={seed} RISER_HOSTILE_MESSAGES={count} cargo test -p riser-tests \
+         --test adversary -- --ignored --nocapture almost"
+    );
+    let world = match World::new() {
+        Ok(world) => world,
+        Err(why) => return skip("messages_that_are_almost_right_harm_no_other_session", &why),
+    };
+    let mut scene = Scene::new(world, seed);
+    let world = scene.world.clone();
+    let mut sniffer = world.switch.run(Sniffer::new);
+    world.hosts.run(visit_other_target);
+    let requests: Vec<_> = sniffer.logins().into_iter().map(|l| l.req).collect();
+    drop(sniffer);
+    let idle = Duration::from_secs(5);
+    scene.go_on("before", 20, idle);
+    scene.figures("before", idle);
+    let mut memory = None;
+    for wire in hostile::Wire::ALL {
+        // Twice: what the first half makes the daemon keep, the second finds there.
+        for half in 0..2 {
+            let (requests, sniffer) = (requests.clone(), world.switch.run(Sniffer::new));
+            let begun = Instant::now();
+            let world = world.clone();
+            let seed = seed ^ half << 32;
+            let attack = thread::spawn(move || {
+                world
+                    .stranger
+                    .run(move || hostile::attack(wire, count / 2, seed, &requests, sniffer))
+            });
+            while !attack.is_finished() {
+                // Every honest thread gets on meanwhile, however slowly.
+                scene.go_on(&format!("{wire:?}"), 1, Duration::from_millis(100));
+            }
+            let tally = attack.join().expect("the stranger does not fail");
+            let took = begun.elapsed();
+            println!("figure: {wire:?}: {tally:?} in {took:.1?}");
+            scene.figures(&format!("{wire:?}"), took);
+            assert_eq!(scene.reconnects(), [0; 3], "{wire:?}: {:?}", scene.downs());
+        }
+        let now = scene.memory();
+        let grown = now.saturating_sub(*memory.get_or_insert(now));
+        assert!(grown < GROWTH, "the daemon has grown by {grown} bytes");
+    }
+    scene.go_on("afterwards", 20, idle);
+    scene.figures("afterwards", idle);
+    println!("figure: after it, logins took {:?} at most", {
+        let shared = scene.shared.clone();
+        world.hosts.run(move || others_log_in(shared))
+    });
+    scene.shared.stop.store(true, Ordering::Relaxed);
+    for (_, worker) in scene.workers.drain(..) {
+        worker.join().unwrap();
+    }
+    // A daemon that has lost no buffer and no lock ends by itself.
+    scene.pair.terminate();
 }

@@ -6,6 +6,7 @@ mod commands;
 mod examples;
 mod links;
 mod reference;
+mod security;
 
 /// Fails with everything that is wrong, a line each.
 fn all_right(wrong: &[String]) {

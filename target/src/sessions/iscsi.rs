@@ -118,8 +118,10 @@ pub struct SessionGrant {
     pub luns: Arc<LunMap>,
     /// Parameters and numbers of the session.
     pub session: Session,
-    /// Connections that this one replaces, and waits for.
+    /// Connections that this one replaces.
     pub replaced: Vec<ConnRef>,
+    /// It waits for these, or for others that were replaced before.
+    pub waits: bool,
 }
 
 /// Ways in which a connection is ended by others.
@@ -207,13 +209,14 @@ impl Entry {
     }
 
     /// Grants a connection of the session that replaces these.
-    fn grant(&self, tsih: Tsih, replaced: Vec<ConnRef>) -> SessionGrant {
+    fn grant(&self, tsih: Tsih, replaced: Vec<ConnRef>, waits: bool) -> SessionGrant {
         SessionGrant {
             tsih,
             nexus: self.units.nexus(),
             luns: Arc::clone(self.units.luns()),
             session: self.session.clone(),
             replaced,
+            waits,
         }
     }
 
@@ -347,16 +350,22 @@ impl IscsiSessions {
         let old = table.current.insert(session.key.clone(), tsih);
         let old = old.and_then(|tsih| table.entries.get(&tsih));
         let replaced: Vec<_> = old.map_or_else(Vec::new, |old| old.channels().collect());
-        table.waits.wait_for(&replaced, first.channel);
+        // Sessions that were replaced before may still have commands at a device, while the one
+        // that waited for them has gone: its initiator has given up, and now logs in again.
+        let sessions = table.entries.values();
+        let sessions = sessions.filter(|entry| entry.session.key == session.key);
+        let others: Vec<_> = sessions.flat_map(Entry::channels).collect();
+        table.waits.wait_for(&others, first.channel);
+        let waits = !others.is_empty();
         let ports = session.ports.as_ref();
-        let units = UnitEntries::enter(nexus, ports, luns, !replaced.is_empty());
+        let units = UnitEntries::enter(nexus, ports, luns, waits);
         let entry = Entry {
             session,
             units,
             connections: vec![Connection::new(first)],
             _permit: permit,
         };
-        let grant = entry.grant(tsih, replaced);
+        let grant = entry.grant(tsih, replaced, waits);
         table.entries.insert(tsih, entry);
         Ok((grant, self.guard(tsih, first.channel)))
     }
@@ -384,7 +393,8 @@ impl IscsiSessions {
         let old = entry.connections.iter().filter(same);
         let replaced: Vec<_> = old.map(|c| c.channel).collect();
         entry.connections.push(Connection::new(new));
-        let grant = entry.grant(tsih, replaced);
+        let waits = !replaced.is_empty();
+        let grant = entry.grant(tsih, replaced, waits);
         table.waits.wait_for(&grant.replaced, new.channel);
         Ok((grant, self.guard(tsih, new.channel)))
     }
@@ -766,6 +776,24 @@ mod tests {
         assert_eq!(sessions.check_join(&key, third, Cid(1), 4), Ok(()));
         let stranger = sessions.check_join(&key, first, Cid(1), 4);
         assert_eq!(stranger, Err(LoginStatus::NO_SUCH_SESSION));
+    }
+
+    #[test]
+    fn a_session_waits_for_those_that_one_before_it_has_waited_for_in_vain() {
+        let sessions = IscsiSessions::default();
+        let (_, first, _) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
+        let (_, second, _) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
+        // A device still has commands of the first when the second has waited for too long.
+        let _ = lose(second);
+        let (other, _other) = sessions.enter(session(2), &new(0, 3), 7, fits).unwrap();
+        assert!(!other.waits, "of another initiator port");
+        let (third, _third) = sessions.enter(session(1), &new(0, 4), 7, fits).unwrap();
+        assert!(third.waits);
+        assert!(third.replaced.is_empty(), "they are ending already");
+        assert_eq!(lose(first).notify, [channel(4)]);
+        // The one that has waited is the session of the port.
+        let (fourth, _fourth) = sessions.enter(session(1), &new(0, 5), 7, fits).unwrap();
+        assert_eq!(fourth.replaced, [channel(4)]);
     }
 
     #[test]

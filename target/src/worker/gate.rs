@@ -444,7 +444,6 @@ impl Gate for WorkerGate<'_> {
         if let Some(target) = name.and_then(|name| self.catalog.target_named(name)) {
             target.counts.count_login();
         }
-        let waits = !grant.replaced.is_empty();
         let replaced = grant.replaced.into_iter();
         self.ending.extend(replaced.map(|old| (old, how)));
         Ok(LoginGrant {
@@ -452,7 +451,7 @@ impl Gate for WorkerGate<'_> {
             nexus: session.ports.map(|_| (grant.nexus, grant.luns)),
             params: session.params,
             window: session.window,
-            waits,
+            waits: grant.waits,
         })
     }
 

@@ -55,6 +55,15 @@ fn the_first_seeds_pass() {
     }
 }
 
+/// A login gave up waiting for its old session, whose commands a disk held for longer, and the next
+/// one did not wait for them.
+#[test]
+fn a_login_after_others_that_have_given_up_waits_for_what_they_waited_for() {
+    if let Err(failure) = run(&Plan::of(123)) {
+        panic!("{failure}");
+    }
+}
+
 /// A plan whose target ends while all protocols are at work, again and again.
 fn restarts(seed: u64, fault: Fault) -> Plan {
     let troubles = (1..=4).map(|n| Trouble {

@@ -52,8 +52,8 @@
 //!
 //! # Compare and swap
 //!
-//! [`begin_write`](History::begin_write) begins a COMPARE AND WRITE as well. If it has succeeded
-//! ([`acknowledge_swap`](History::acknowledge_swap)), the blocks held what was expected, and no
+//! If a COMPARE AND WRITE ([`begin_swap`](History::begin_swap)) has succeeded
+//! ([`acknowledge_swap`](History::acknowledge_swap)), the block held what was expected, and no
 //! other that expected the same version has succeeded; if the comparison failed
 //! ([`refute`](History::refute)), nothing was written.
 //!
@@ -349,6 +349,8 @@ struct Write {
     /// Number of power cuts before it began.
     cuts: usize,
     blocks: Range<u64>,
+    /// It reads its block as well.
+    is_swap: bool,
     /// When it was lost, if it was.
     lost: Option<u64>,
 }
@@ -428,6 +430,17 @@ impl History {
         for (block, bytes) in blocks.zip(bytes.chunks_exact_mut(BLOCK)) {
             version.fill(block, bytes);
         }
+        id
+    }
+
+    /// A COMPARE AND WRITE of this block is about to be sent; `bytes` gets the data to write.
+    ///
+    /// # Panics
+    /// As of [`begin_write`](Self::begin_write).
+    pub fn begin_swap(&self, port: Port, block: u64, bytes: &mut [u8]) -> WriteId {
+        let id = self.begin_write(port, block..block + 1, bytes);
+        let mut state = self.lock();
+        state.writes.get_mut(&id).expect("just begun").is_swap = true;
         id
     }
 
@@ -621,6 +634,7 @@ impl State {
             begin,
             cuts: self.durability.cuts(),
             blocks,
+            is_swap: false,
             lost: None,
         };
         self.writes.insert(id, write);
@@ -661,7 +675,7 @@ impl State {
         is_certain: bool,
     ) -> (Port, Result<(), Violation>) {
         let write = self.writes.remove(&id).expect("a write under way");
-        let oldest = self.reads.values().next().map_or(now, |read| read.begin);
+        let oldest = self.oldest_read().unwrap_or(now);
         let mut result = Ok(());
         let durability = &mut self.durability;
         for block in write.blocks.clone() {
@@ -676,6 +690,14 @@ impl State {
             durability.keep(block, prune(entries, oldest));
         }
         (write.version.writer, result)
+    }
+
+    /// When the oldest command began that may still answer what it has read.
+    fn oldest_read(&self) -> Option<u64> {
+        let swaps = self.writes.values();
+        let swaps = swaps.filter(|w| w.is_swap && w.lost.is_none());
+        let reads = self.reads.values().next().map(|read| read.begin);
+        reads.into_iter().chain(swaps.map(|w| w.begin)).min()
     }
 
     /// A command of this port that began then has ended: what the port had lost before has ended

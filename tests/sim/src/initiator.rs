@@ -227,9 +227,7 @@ impl User {
         };
         let buffer = lun.buffers().take(2 * BLOCK).await;
         let mut bytes = vec![0; BLOCK];
-        let id = self
-            .history
-            .begin_write(self.port, block..block + 1, &mut bytes);
+        let id = self.history.begin_swap(self.port, block, &mut bytes);
         buffer.slice().write(0, &expected);
         buffer.slice().write(BLOCK, &bytes);
         let mut cdb = [0; 16];

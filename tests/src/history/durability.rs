@@ -200,7 +200,7 @@ impl State {
     /// it is not there any more.
     pub(super) fn replace_survivors(&mut self, block: u64, begin: u64) {
         // A read under way may have seen it before.
-        if self.reads.is_empty() {
+        if self.oldest_read().is_none() {
             let is_before = |e: &Entry| e.origin.is_some_and(|zone| zone.1 < begin);
             self.blocks[block as usize].retain(|e| !is_before(e));
         }

@@ -24,6 +24,13 @@ impl Disk {
         id
     }
 
+    fn begin_swap(&mut self, port: Port) -> WriteId {
+        let mut bytes = vec![0; BLOCK];
+        let id = self.history.begin_swap(port, 1, &mut bytes);
+        self.data.insert(id, bytes);
+        id
+    }
+
     fn write(&mut self, port: Port) -> WriteId {
         let id = self.begin(port);
         self.history.acknowledge(id).unwrap();
@@ -513,7 +520,7 @@ fn one_of_two_swaps_from_one_version_succeeds() {
     let mut disk = Disk::new();
     let old = disk.write(A);
     let expected = disk.data[&old].clone();
-    let (one, two) = (disk.begin(A), disk.begin(B));
+    let (one, two) = (disk.begin_swap(A), disk.begin_swap(B));
     disk.history
         .acknowledge_swap(one, &expected, false)
         .unwrap();
@@ -524,18 +531,43 @@ fn one_of_two_swaps_from_one_version_succeeds() {
     let mut disk = Disk::new();
     let old = disk.write(A);
     disk.write(B);
-    let swap = disk.begin(A);
+    let swap = disk.begin_swap(A);
     let result = disk.history.acknowledge_swap(swap, &disk.data[&old], false);
     assert!(is_refused(result));
     // Another whose comparison failed, and which was read all the same.
     let mut disk = Disk::new();
-    let swap = disk.begin(A);
+    let swap = disk.begin_swap(A);
     disk.read(B, Some(swap)).unwrap();
     let refuted = disk.history.refute(swap);
     assert!(matches!(refuted, Err(Violation::Refuted { block: 1, .. })));
-    let swap = disk.begin(A);
+    let swap = disk.begin_swap(A);
     disk.history.refute(swap).unwrap();
     assert!(is_refused(disk.read(B, Some(swap))));
+}
+
+/// The comparison met what was there before a write that was answered first.
+#[test]
+fn a_swap_under_way_may_have_met_what_was_overwritten_since_it_began() {
+    for has_repeats in [false, true] {
+        let mut disk = Disk::new();
+        if has_repeats {
+            disk.history = disk.history.with_repeats();
+        }
+        let old = disk.write(A);
+        let swap = disk.begin_swap(A);
+        let new = disk.write(B);
+        disk.history
+            .acknowledge_swap(swap, &disk.data[&old], false)
+            .unwrap();
+        disk.read(A, Some(new)).unwrap();
+        assert!(is_refused(disk.read(A, Some(old))));
+    }
+    // One that was lost says no more of what it met.
+    let mut disk = Disk::new();
+    let swap = disk.begin_swap(A);
+    disk.history.lose(swap);
+    disk.write(B);
+    assert!(is_refused(disk.read(B, None)));
 }
 
 /// A generator of numbers that are the same in every run.

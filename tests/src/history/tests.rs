@@ -555,6 +555,8 @@ fn a_swap_under_way_may_have_met_what_was_overwritten_since_it_began() {
         }
         let old = disk.write(A);
         let swap = disk.begin_swap(A);
+        // The second one makes the oldest be forgotten.
+        disk.write(B);
         let new = disk.write(B);
         disk.history
             .acknowledge_swap(swap, &disk.data[&old], false)

@@ -21,6 +21,7 @@ use riser_target::server::Server;
 use riser_testkit::eventually_ok;
 use riser_testkit::programs::Pair;
 use riser_tests::iscsi_rig::{IQN, buffer_of, builder, eventually, get, pattern, put, start};
+use riser_tests::load::{Disk, Nbd};
 
 /// How long anything may take that happens by itself.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -429,6 +430,10 @@ fn an_attachment_shows_its_paths() {
         human.contains("path 127.0.108.3:3260: lost, lost 1 time(s): "),
         "{human}"
     );
+    // The daemon that was killed may hold the disk for a while; the last flush would fail.
+    let mut disk = Nbd::connect(socket.as_ref());
+    eventually_ok("the disk is served again", PATIENCE, || disk.flush());
+    drop(disk);
     pair.riser(&["detach", &socket]);
     let bad = format!("iscsi://127.0.108.1/{IQN}/0?portal=127.0.108.3:0");
     let output = pair.command(&["inquiry", &bad]).output().unwrap();

@@ -27,6 +27,9 @@ use riser_testkit::programs::{Pair, missing, skip, tool};
 use riser_tests::load::Disk;
 use socket2::{Domain, Protocol, Socket, Type};
 
+/// Protocol number of the Internet Group Management Protocol.
+const IGMP: u8 = 2;
+
 const IQN: &str = "iqn.2026-01.com.example:tunnel";
 /// The ends of a tunnel of its own.
 const INNER: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 77, 0, 1), Ipv4Addr::new(10, 77, 0, 2)];
@@ -69,6 +72,10 @@ impl Outside {
             self.marks += u64::from(frame.windows(MARK.len()).any(|part| part == MARK));
             let port = u16::from_be_bytes([frame[36], frame[37]]);
             let kind = (frame[23], if frame[23] == 17 { port } else { 0 });
+            // Hosts report their multicast groups by themselves.
+            if kind.0 == IGMP {
+                continue;
+            }
             if !self.kinds.contains(&kind) {
                 self.kinds.push(kind);
             }

@@ -19,7 +19,7 @@ use riser_scsi::data::designator::{self, EUI_64, LOGICAL_UNIT, NAA, SCSI_NAME_ST
 use riser_scsi::data::field::Field;
 use riser_scsi::data::vpd::{block_limits, provisioning};
 use riser_scsi::data::{capacity::capacity_16, inquiry as standard, luns, mode, unmap as list};
-use riser_scsi::opcode::Opcode;
+use riser_scsi::opcode::{Kind, Opcode};
 
 use crate::request::Effect;
 use crate::request::{Cdb, DataLen};
@@ -57,8 +57,13 @@ impl BlockRange {
     fn effect(self) -> Effect {
         Effect::Blocks {
             start: self.lba,
-            end: self.lba.saturating_add(self.blocks.into()),
+            end: self.end(),
         }
+    }
+
+    /// Block after the last.
+    fn end(self) -> u64 {
+        self.lba.saturating_add(self.blocks.into())
     }
 }
 
@@ -169,7 +174,11 @@ impl Command {
     #[must_use]
     pub fn read(range: BlockRange, len: u32) -> Self {
         const ROW: &Opcode = Opcode::named("READ (16)");
-        Self::data_in(range.cdb(ROW), len)
+        let effect = Effect::Read {
+            start: range.lba,
+            end: range.end(),
+        };
+        Self::new(range.cdb(ROW), DataLen::In(len), effect)
     }
 
     /// WRITE (16); with `fua` the data are on the medium when it is answered.
@@ -211,14 +220,27 @@ impl Command {
             .cdb()
             .with(get_lba_status::STARTING_LBA, lba)
             .with(get_lba_status::ALLOCATION_LENGTH, len);
-        Self::data_in(cdb, len)
+        Self {
+            effect: Effect::Read {
+                start: lba,
+                end: u64::MAX,
+            },
+            ..Self::data_in(cdb, len)
+        }
     }
 
     /// Any other command. Its effect is taken from the opcode table: a command that is not known to
-    /// change nothing is never sent twice.
+    /// change nothing is never sent twice, and one that reads blocks may read any.
     #[must_use]
     pub fn raw(cdb: Cdb, len: DataLen) -> Self {
-        let effect = match Opcode::sent(cdb.as_bytes()).changes_nothing() {
+        const LBA_STATUS: &Opcode = Opcode::named("GET LBA STATUS");
+        let row = Opcode::sent(cdb.as_bytes());
+        let reads = matches!(row.kind, Kind::Read | Kind::Compare) || row.is(LBA_STATUS);
+        let effect = match row.changes_nothing() {
+            true if reads => Effect::Read {
+                start: 0,
+                end: u64::MAX,
+            },
             true => Effect::None,
             false => Effect::Other,
         };
@@ -478,13 +500,17 @@ mod tests {
 
     #[test]
     fn effects_say_what_may_be_repeated() {
-        assert!(Command::read(RANGE, 512).effect == Effect::None);
+        assert!(!Command::read(RANGE, 512).effect.is_change());
         let write = |lba, blocks| Command::write(BlockRange { lba, blocks }, 512, false).effect;
         assert!(write(0, 8).conflicts(write(7, 1)));
         assert!(!write(0, 8).conflicts(write(8, 1)));
         assert!(write(0, 8).conflicts(Command::synchronize_cache().effect));
         let raw = |bytes: &[u8]| Command::raw(Cdb::new(bytes).unwrap(), DataLen::None).effect;
         assert_eq!(raw(&[0x12, 0, 0, 0, 0, 0]), Effect::None);
+        let status = Command::lba_status(0, 24);
+        for reading in [raw(&[0x28, 0]), raw(status.cdb.as_bytes()), status.effect] {
+            assert!(Effect::Other.is_seen_by(reading), "{reading:?}");
+        }
         assert_eq!(raw(&[0x9e, 0x10]), Effect::None);
         assert_eq!(raw(&[0x5f, 0]), Effect::Other, "PERSISTENT RESERVE OUT");
         assert_eq!(raw(&[0x89, 0]), Effect::Other, "COMPARE AND WRITE");

@@ -426,7 +426,7 @@ pub fn is_cached(command: &Command) -> bool {
     let row = Opcode::of(cdb);
     match WITH_FUA.iter().any(|with_fua| row.is(with_fua)) {
         true => FUA.get(cdb) != Some(true),
-        false => command.effect != Effect::None && !is_flush(command),
+        false => command.effect.is_change() && !is_flush(command),
     }
 }
 

@@ -30,7 +30,8 @@ bitflags! {
         /// must not block those that may. (SPC-4 lets a write-protected medium be reserved, but has
         /// no rule for LUNs.)
         const SETTINGS = 1 << 8;
-        /// Reports reservations, so they must be known.
+        /// Reports or changes persistent reservations: they must be known, and the command conflicts
+        /// with RESERVE of any nexus, its own included (SPC-2 5.5.1).
         const RESERVATIONS = 1 << 9;
         /// Writes the one block that it takes to all of its blocks.
         const REPEATS = 1 << 10;

@@ -5,7 +5,8 @@
 //! where it happens, in production as in tests.
 //!
 //! A test of the machine compares its table with its diagram (`testing::table`) and takes every
-//! transition of it (`testing::assert_all_taken`); both need the feature `testing`.
+//! transition of it (`testing::assert_all_taken`); both need the feature `testing`, as does a
+//! simulation that counts what it has reached (`testing::recorded`).
 
 #![forbid(unsafe_code)]
 
@@ -32,67 +33,8 @@ pub fn become_state<S: State>(state: &mut S, next: S) {
     *state = next;
 }
 
-/// What the tests of a machine need.
 #[cfg(feature = "testing")]
-pub mod testing {
-    use std::cell::RefCell;
-    use std::collections::BTreeSet;
-    use std::fmt::Debug;
-
-    use super::State;
-
-    type Taken = BTreeSet<(String, String)>;
-
-    thread_local! {
-        /// The transitions of this thread, while [`assert_all_taken`] runs.
-        static TAKEN: RefCell<Option<Taken>> = const { RefCell::new(None) };
-    }
-
-    pub(super) fn record(from: &impl Debug, to: &impl Debug) {
-        TAKEN.with_borrow_mut(|taken| {
-            if let Some(taken) = taken {
-                taken.insert((name(from), name(to)));
-            }
-        });
-    }
-
-    /// The name of a state's variant, without what it carries, unless that is a variant as well.
-    fn name(state: &impl Debug) -> String {
-        let text = format!("{state:?}");
-        let end = text.find([' ', '(', '{']).unwrap_or(text.len());
-        let is_plain = |c: char| c.is_alphabetic() || c == '(' || c == ')';
-        if text.chars().all(is_plain) {
-            return text;
-        }
-        text[..end].to_owned()
-    }
-
-    /// Renders a machine's table: a line for each state, with the states that may follow it.
-    pub fn table<S: State>(all: &[S]) -> String {
-        let row = |from: &S| {
-            let next = all.iter().filter(|to| from.may_become(to));
-            let next: Vec<String> = next.map(name).collect();
-            format!("{}: {}\n", name(from), next.join(" "))
-        };
-        all.iter().map(row).collect()
-    }
-
-    /// Runs scripts and asserts that they take every transition of a machine's table.
-    ///
-    /// # Panics
-    /// If they do not.
-    pub fn assert_all_taken<S: State>(all: &[S], scripts: impl FnOnce()) {
-        TAKEN.set(Some(Taken::new()));
-        scripts();
-        let taken = TAKEN.take().expect("the recording that was begun");
-        let rows = all.iter().flat_map(|from| {
-            let next = all.iter().filter(|to| from.may_become(to));
-            next.map(|to| (name(from), name(to)))
-        });
-        let missing: Vec<_> = rows.filter(|row| !taken.contains(row)).collect();
-        assert!(missing.is_empty(), "never taken: {missing:?}");
-    }
-}
+pub mod testing;
 
 #[cfg(test)]
 mod tests {

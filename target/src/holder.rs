@@ -1,8 +1,8 @@
 //! The process that has something we want, for error messages: a file that is locked, or an
 //! address that is in use.
 //!
-//! The kernel shows the files of other users to root alone, so there may be no name. Nothing here
-//! asks a file system, which might hang.
+//! The kernel shows the files of processes of other users, or with more capabilities, to root with
+//! all of them alone, so there may be no name. Nothing here asks a file system, which might hang.
 
 use std::fmt;
 use std::fs;

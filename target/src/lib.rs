@@ -17,6 +17,7 @@
 //! - [`host`]: where threads and dates come from.
 //! - [`holder`]: the process that has a file or an address that we want. `patience`: the wait for
 //!   what may be free in a moment.
+//! - [`sandbox`]: what the daemon gives up before it serves.
 //! - [`log`]: rate limits for what a peer can make us log.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
 
@@ -35,6 +36,7 @@ pub mod log;
 mod patience;
 pub mod pool;
 pub mod qos;
+pub mod sandbox;
 pub mod server;
 pub mod sessions;
 pub mod srp;

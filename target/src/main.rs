@@ -3,5 +3,8 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    riser_target::cli::main(|source| Ok(riser_target::control::run(source)?))
+    riser_target::cli::main(|source| {
+        riser_target::sandbox::confine(source.handover.takes_over());
+        Ok(riser_target::control::run(source)?)
+    })
 }

@@ -1,157 +1,19 @@
 //! A worker in one thread under a virtual clock, on a ring, a disk, TCP sockets and threads in
 //! memory: one seed gives one trace.
 
+mod simulation;
 mod world;
 
 use std::cell::RefCell;
-use std::io::{self, Read, Write};
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::time::Duration;
 
-use riser_reactor::simulated::{Disk, Kernel, Listener, Outcome, Peer, Threads};
-use riser_reactor::{Next, Ring, RingConfig};
-use riser_target::backend::{OpenedStores, Store};
-use riser_target::config::Config;
-use riser_target::host::{Host, SimulatedHost};
-use riser_target::server::{Keepers, build_shared_on};
-use riser_target::worker::TcpListener;
 use riser_test_peers::mini::{Mini, login_req};
 use riser_test_peers::pdus::cdb10;
 use riser_test_peers::tcp::Client;
-use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
-use riser_transport::verbs::Provider;
-use world::{SERVER, World};
-
-const IQN: &str = "iqn.2026-01.org.example:disk";
-
-/// The world, and the parts of it that a seed drives.
-struct Simulation {
-    world: World,
-    kernel: Kernel,
-    threads: Threads,
-    listener: Listener,
-    disk: Disk,
-    random: u64,
-    /// Jobs that threads have done.
-    jobs: usize,
-    /// Rounds after which the worker would have slept.
-    sleeps: usize,
-}
-
-impl Simulation {
-    fn new(seed: u64) -> Self {
-        let text = format!(
-            "backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true }}\n\
-             targets:\n  - name: t\n    iqn: {IQN}\n    portals:\n      \
-             - {{ protocol: srp, listen: \"{SERVER}:5555\" }}\n      \
-             - {{ protocol: iscsi, listen: \"{SERVER}:3260\" }}\n    \
-             luns: {{ 0: {{ backend: d }} }}\n    access: open\nworkers: {{ count: 1 }}\n"
-        );
-        let config = Config::parse(&text, "test.yaml").unwrap();
-        let fabric = Fabric::new(FabricConfig {
-            seed,
-            ..FabricConfig::default()
-        });
-        let threads = Threads::default();
-        let host: Arc<dyn Host> = Arc::new(SimulatedHost::new(threads.clone(), fabric.now()));
-        let disk = Disk::new(0);
-        let mut opened = OpenedStores::default();
-        let backend = &config.backends[0];
-        let store = Store::on_disk(&backend.spec, &disk, Arc::clone(&host)).unwrap();
-        opened.insert(&backend.name, &backend.spec, store);
-        let shared = build_shared_on(&config, Keepers::default(), opened).unwrap();
-        let (ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
-        let listener = Listener::new(SocketAddr::new(SERVER, 3260));
-        let sockets = vec![TcpListener::simulated(&listener)];
-        Self {
-            world: World::on(fabric, shared, ring, sockets, (seed, host)),
-            kernel,
-            threads,
-            listener,
-            disk,
-            random: seed,
-            jobs: 0,
-            sleeps: 0,
-        }
-    }
-
-    fn draw(&mut self, below: usize) -> usize {
-        // As in `world`.
-        self.random = self
-            .random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        (self.random >> 33) as usize % below
-    }
-
-    /// One step of everything: a round of the worker, the end of one operation, and one job.
-    fn step(&mut self, dev: &mut Endpoint) {
-        let now = self.world.fabric.now();
-        dev.progress(now);
-        let worked = self.world.worker.step(now).unwrap();
-        let next = self.world.worker.park(worked).unwrap();
-        self.sleeps += usize::from(matches!(next, Next::Park(_)));
-        let mut ready = self.kernel.operations();
-        ready.retain(|operation| operation.is_ready);
-        if !ready.is_empty() {
-            let chosen = self.draw(ready.len());
-            self.kernel.complete(ready[chosen].id, Outcome::Whole);
-        }
-        if let [thread, ..] = self.threads.runnable()[..] {
-            self.threads.step(thread);
-            self.jobs += 1;
-        }
-        dev.progress(now);
-        let later = now + Duration::from_micros(10);
-        self.world.fabric.advance_to(later);
-    }
-}
-
-/// A connection of TCP whose other end is in the simulation, and what came over it.
-struct Wire {
-    simulation: Rc<RefCell<Simulation>>,
-    peer: Peer,
-    idle: Endpoint,
-    received: Rc<RefCell<Vec<u8>>>,
-}
-
-impl Wire {
-    /// Goes on until `done` gives something, for a second of virtual time at most.
-    fn until<T>(&mut self, mut done: impl FnMut(&Peer) -> Option<T>) -> io::Result<T> {
-        for _ in 0..100_000 {
-            if let Some(result) = done(&self.peer) {
-                return Ok(result);
-            }
-            self.simulation.borrow_mut().step(&mut self.idle);
-        }
-        Err(io::ErrorKind::TimedOut.into())
-    }
-}
-
-impl Read for Wire {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let most = buf.len();
-        let bytes = self.until(|peer| {
-            let bytes = peer.take(most);
-            (!bytes.is_empty() || peer.is_closed()).then_some(bytes)
-        })?;
-        buf[..bytes.len()].copy_from_slice(&bytes);
-        self.received.borrow_mut().extend(&bytes);
-        Ok(bytes.len())
-    }
-}
-
-impl Write for Wire {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.until(|peer| Some(peer.deliver(bytes)).filter(|n| *n > 0))
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
+use riser_transport::loopback::Endpoint;
+use simulation::{IQN, Simulation, Wire, footprint, pattern};
+use world::SERVER;
 
 /// Bytes that left the target: over TCP, and a number for those over RDMA, with their times.
 #[derive(Debug, PartialEq)]
@@ -159,10 +21,6 @@ struct Trace {
     tcp: Vec<u8>,
     rdma: u64,
     sleeps: usize,
-}
-
-fn pattern(len: usize, seed: u8) -> Vec<u8> {
-    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
 }
 
 fn run(seed: u64) -> Trace {
@@ -231,12 +89,6 @@ fn run(seed: u64) -> Trace {
     disk.read(51_200, &mut there);
     assert_eq!(there[..4096], [0; 4096]);
     trace
-}
-
-/// Descriptors and threads of this process.
-fn footprint() -> (usize, usize) {
-    let count = |path| std::fs::read_dir(path).unwrap().count();
-    (count("/proc/self/fd"), count("/proc/self/task"))
 }
 
 #[test]

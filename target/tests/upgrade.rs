@@ -161,6 +161,8 @@ fn what_cannot_take_over_is_refused_and_nothing_changes() {
     let old = script(&dir, "old", r#"echo '{"valid":true,"targets":[]}'"#);
     let other = r#"echo '{"valid":true,"version":"9.0.0","takes_over":[2,3]}'"#;
     let other = script(&dir, "other", other);
+    let younger = r#"echo '{"valid":true,"version":"9.0.0","takes_over":[1],"system_calls":["read","mount"]}'"#;
+    let younger = script(&dir, "younger", younger);
     let picky = script(&dir, "picky", "echo 'riserd.yaml:1:1: no' >&2; exit 2");
     let killed = script(&dir, "killed", "kill -9 $$");
     for (program, why) in [
@@ -179,6 +181,10 @@ fn what_cannot_take_over_is_refused_and_nothing_changes() {
         (
             &other,
             "riserd 9.0.0 reads other versions of the handover state",
+        ),
+        (
+            &younger,
+            "riserd 9.0.0 makes system calls that the sandbox of this process refuses (mount)",
         ),
         (&picky, "riserd.yaml:1:1: no"),
         (&killed, "ended by signal 9"),

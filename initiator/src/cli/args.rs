@@ -179,6 +179,9 @@ pub struct ConnectOptions {
     /// Number that the initiator port follows from, if it is to be that of an earlier process.
     #[arg(skip)]
     pub port: Option<u64>,
+    /// GUID of that port.
+    #[arg(skip)]
+    pub guid: Option<u64>,
     /// That process did not end properly.
     #[arg(skip)]
     pub recovers: bool,

@@ -30,12 +30,17 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
             (None, None) => {}
         }
         // A block device keeps its port in the list of attachments.
-        let port = match (&choice, args.fuse.as_ref().or(args.nbd.as_ref())) {
+        let mut port = match (&choice, args.fuse.as_ref().or(args.nbd.as_ref())) {
             (None, Some(path)) => serve::export_port(path, &args.url)?,
             _ => None,
         };
         let own = port.as_ref().map(ExportPort::port);
         link.port = choice.as_ref().map(blockdev::DeviceChoice::port).or(own);
+        let guid = port.as_ref().and_then(ExportPort::noted_guid);
+        link.guid = choice
+            .as_ref()
+            .and_then(blockdev::DeviceChoice::noted_guid)
+            .or(guid);
         link.recovers = matches!(choice, Some(blockdev::DeviceChoice::Lost { .. }))
             || port.as_ref().is_some_and(ExportPort::is_inherited);
         let noted = port.as_ref().and_then(ExportPort::noted_cache);
@@ -43,8 +48,8 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
             .as_ref()
             .and_then(blockdev::DeviceChoice::noted_cache)
             .or(noted);
-        ready.port = port.as_ref().and_then(ExportPort::entry);
         let disk = Arc::new(Disk::open(&args.url, &link, access)?);
+        ready.port = serve::note_port(&mut port, &disk)?;
         let bytes = || Arc::new(ByteDevice::new(disk.clone()));
         let result = match (choice, &args.fuse, &args.nbd) {
             (Some(choice), ..) => blockdev::serve(choice, &args.url, &disk, events, ready),

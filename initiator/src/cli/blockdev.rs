@@ -89,6 +89,17 @@ impl DeviceChoice {
         }
     }
 
+    /// The GUID of the initiator port that the process that was killed had noted.
+    pub(super) fn noted_guid(&self) -> Option<u64> {
+        match self {
+            Self::Lost { before, .. } => match before.export {
+                Export::Ublk { guid, .. } => guid,
+                _ => None,
+            },
+            Self::New { .. } => None,
+        }
+    }
+
     /// The generation of the unit's cache that the process that was killed had noted.
     pub(super) fn noted_cache(&self) -> Option<[u8; 16]> {
         match self {
@@ -131,6 +142,7 @@ pub(super) fn serve(
         number: device.id(),
         device: path.clone(),
         port: choice.port(),
+        guid: disk.port_guid(),
         properties,
     };
     // Before it can be used: a device that no list names could not be taken away again.
@@ -234,6 +246,7 @@ mod tests {
                 number: 3,
                 device: "/dev/ublkb3".into(),
                 port: 1,
+                guid: None,
                 properties: properties("one"),
             },
             capacity: 64 << 20,

@@ -271,6 +271,7 @@ mod tests {
                 number: 0,
                 device: "/dev/ublkb0".into(),
                 port: 0,
+                guid: None,
                 properties: std::collections::BTreeMap::new(),
             },
             ..fixture::attachment("".as_ref())

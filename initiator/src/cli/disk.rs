@@ -188,6 +188,7 @@ pub(super) fn start_engine(
     if let Some(port) = link.port {
         builder = builder
             .port(port)
+            .guid(link.guid)
             .recovers(link.recovers)
             .noted_cache(link.noted);
     }
@@ -371,6 +372,15 @@ impl Disk {
         };
         geometry.read_only |= access.read_only;
         Ok(Self { kind, geometry })
+    }
+
+    /// The GUID of the initiator port, if it is a logical unit.
+    #[must_use]
+    pub fn port_guid(&self) -> Option<u64> {
+        match &self.kind {
+            Kind::Memory(_) => None,
+            Kind::Lun(lun) => Some(lun.session().port_guid()),
+        }
     }
 
     /// Description of the disk by itself.

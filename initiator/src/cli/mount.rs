@@ -52,13 +52,14 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
             .map_err(|e| CliError::io(format!("{} cannot be resolved", args.dir.display()), e))?;
         check_vacant(&dir, global)?;
         let access = serve::access(&args.serve, global, args.read_only);
-        let port = serve::export_port(&dir, &args.url)?;
+        let mut port = serve::export_port(&dir, &args.url)?;
         let mut link = args.link.clone();
         link.port = port.as_ref().map(ExportPort::port);
+        link.guid = port.as_ref().and_then(ExportPort::noted_guid);
         link.recovers = port.as_ref().is_some_and(ExportPort::is_inherited);
         link.noted = port.as_ref().and_then(ExportPort::noted_cache);
-        ready.port = port.as_ref().and_then(ExportPort::entry);
         let disk = Arc::new(Disk::open(&args.url, &link, access)?);
+        ready.port = serve::note_port(&mut port, &disk)?;
         let vacant = guard::check_mounted(&disk, global);
         if vacant.is_err() {
             disk.close();

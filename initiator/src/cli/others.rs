@@ -160,6 +160,7 @@ mod tests {
             number: 0,
             device: "/dev/watchdog".into(),
             port: 0,
+            guid: None,
             properties: std::collections::BTreeMap::new(),
         };
         let mount = Export::Mount {

@@ -25,6 +25,9 @@ struct Entry {
     path: PathBuf,
     url: String,
     port: u64,
+    /// Its GUID, once it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    guid: Option<u64>,
     /// The process that uses it, and when that was started.
     pid: u32,
     started: u64,
@@ -86,7 +89,7 @@ impl ExportPort {
         let before = fs::read(&file)
             .ok()
             .and_then(|text| serde_json::from_slice::<Entry>(&text).ok());
-        let (port, cache, is_inherited) = match before {
+        let (port, guid, cache, is_inherited) = match before {
             // Two live processes with one port would end each other's sessions.
             Some(entry) if process_start(entry.pid) == Some(entry.started) => {
                 return Ok(Self {
@@ -96,15 +99,16 @@ impl ExportPort {
                 });
             }
             Some(entry) if entry.path == path && entry.url == url => {
-                (entry.port, entry.cache, true)
+                (entry.port, entry.guid, entry.cache, true)
             }
-            _ => (random(), None, false),
+            _ => (random(), None, None, false),
         };
         let pid = std::process::id();
         let entry = Entry {
             path: path.to_owned(),
             url: url.to_owned(),
             port,
+            guid,
             pid,
             started: process_start(pid).unwrap_or(0),
             cache,
@@ -126,6 +130,25 @@ impl ExportPort {
     /// Returns whether a process had it that did not end properly.
     pub(super) fn is_inherited(&self) -> bool {
         self.is_inherited
+    }
+
+    /// The GUID of the port that the process before had noted.
+    pub(super) fn noted_guid(&self) -> Option<u64> {
+        self.entry.as_ref()?.entry.guid
+    }
+
+    /// Writes down which GUID the port has, before the disk is used.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub(super) fn note_guid(&mut self, guid: Option<u64>) -> io::Result<()> {
+        match &mut self.entry {
+            Some(entry) if entry.entry.guid != guid => {
+                entry.entry.guid = guid;
+                entry.write()
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The generation of the unit's cache that the process before had noted.
@@ -156,7 +179,7 @@ mod tests {
         let path = std::env::temp_dir().join(format!("riser-state-{}-port", std::process::id()));
         let dir = StateDir::at(path.clone()).unwrap();
         let take = |path: &str, url: &str| ExportPort::take(&dir, Path::new(path), url).unwrap();
-        let first = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
+        let mut first = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
         let port = first.port();
         // While its process lives, no other process gets the port.
         let second = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
@@ -164,6 +187,7 @@ mod tests {
         let second_was_inherited = second.is_inherited();
         second.release();
         // Its process was killed.
+        first.note_guid(Some(7)).unwrap();
         first.entry().unwrap().note_cache(Some([0xa5; 16])).unwrap();
         let file = first.entry().unwrap().file;
         let mut entry: Entry = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
@@ -174,6 +198,7 @@ mod tests {
         assert_eq!(third.port(), port);
         assert!(third.is_inherited() && !second_was_inherited);
         assert_eq!(third.noted_cache(), Some([0xa5; 16]));
+        assert_eq!(third.noted_guid(), Some(7));
         assert_eq!(first.noted_cache(), None);
         // One that ends properly leaves nothing to hand on.
         third.release();

@@ -442,6 +442,19 @@ pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<Expor
         .map_err(|e| CliError::io("cannot save the initiator port", e))
 }
 
+/// Writes down the GUID of the port that a disk was opened with; returns the port's entry.
+pub(super) fn note_port(
+    port: &mut Option<ExportPort>,
+    disk: &Disk,
+) -> Result<Option<PortEntry>, CliError> {
+    let Some(port) = port else {
+        return Ok(None);
+    };
+    port.note_guid(disk.port_guid())
+        .map_err(|e| CliError::io("cannot save the initiator port", e))?;
+    Ok(port.entry())
+}
+
 /// Refuses a path at which another attachment shows already.
 pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
     let other = StateDir::open()

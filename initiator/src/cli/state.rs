@@ -51,6 +51,9 @@ pub enum Export {
         /// Number that its initiator port follows from, which a process that takes it over must
         /// have too.
         port: u64,
+        /// The GUID of that port.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        guid: Option<u64>,
         /// Properties by which udev names it.
         properties: BTreeMap<String, String>,
     },

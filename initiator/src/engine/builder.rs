@@ -15,6 +15,7 @@ pub struct ClientBuilder {
     pub(super) region_segments: u32,
     pub(super) max_requests: usize,
     pub(super) port: Option<u64>,
+    pub(super) guid: Option<u64>,
     pub(super) recovers: bool,
     pub(super) noted: Option<[u8; 16]>,
 }
@@ -30,6 +31,7 @@ impl Default for ClientBuilder {
             region_segments: 64,
             max_requests: 1024,
             port: None,
+            guid: None,
             recovers: false,
             noted: None,
         }
@@ -94,6 +96,15 @@ impl ClientBuilder {
     #[must_use]
     pub fn recovers(mut self, recovers: bool) -> Self {
         self.recovers = recovers;
+        self
+    }
+
+    /// GUID of its initiator ports of SRP, as [`Session::port_guid`](super::Session::port_guid) gave
+    /// it in the earlier life: the device may have another by now, as a software NIC has at another
+    /// address, and the target would not know that the old session is to end. Default: the device's.
+    #[must_use]
+    pub fn guid(mut self, guid: Option<u64>) -> Self {
+        self.guid = guid;
         self
     }
 

@@ -132,6 +132,11 @@ impl Shared {
         random.unwrap_or_else(PoisonError::into_inner).u64(..)
     }
 
+    /// The second half of the identifiers of this client's initiator ports (SRP).
+    pub(super) fn port_guid(&self) -> u64 {
+        self.config.guid.unwrap_or(self.device.guid)
+    }
+
     pub(super) fn stop(&self) {
         let _ = self.mailbox.send(Message::Shutdown);
         let thread = self

@@ -210,7 +210,7 @@ impl Client {
             max_immediate,
             initiator_port: url.initiator_port(PortIdParts {
                 extension: self.0.extension,
-                guid: self.0.device.guid,
+                guid: self.0.port_guid(),
             }),
             target_port: url.target_port(),
             multi_channel: MultiChannelAction::Single,

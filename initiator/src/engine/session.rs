@@ -103,6 +103,13 @@ impl Session {
         IoFuture(receiver)
     }
 
+    /// The GUID of its initiator port, which a process that takes its place needs
+    /// ([`ClientBuilder::guid`](super::ClientBuilder::guid)); of no meaning but for SRP.
+    #[must_use]
+    pub fn port_guid(&self) -> u64 {
+        self.handle.client.0.port_guid()
+    }
+
     /// Has a unit watched while `owner` lives, which was `unit` when the session had reconnected so
     /// often; see [`crate::unit`].
     pub(crate) async fn watch_unit(
@@ -115,10 +122,12 @@ impl Session {
     ) -> Result<(), Elapsed> {
         let config = &self.handle.client.0.config;
         // Before the disk is used. While the engine has not compared them, the one that was noted
-        // counts.
+        // counts. A session reports the cache of its first unit only.
         let status = &self.handle.status;
         let found = unit.cache.filter(|_| write_cache);
-        status.set_cache(config.noted.filter(|_| config.recovers).or(found));
+        if status.report().cache.is_none() {
+            status.set_cache(config.noted.filter(|_| config.recovers).or(found));
+        }
         let watch = Watch {
             lun,
             unit,

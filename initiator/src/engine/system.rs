@@ -44,6 +44,10 @@ impl<P: Provider> Env for System<P> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let socket = socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
         sockopt::set_tcp_nodelay(&socket, true)?;
+        // A process that is killed takes what it has not sent with it: otherwise the kernel repeats
+        // its writes for minutes, also when another process has taken its place. So each close is a
+        // reset; a logout is answered before.
+        sockopt::set_socket_linger(&socket, Some(Duration::ZERO))?;
         if let Some(src) = src {
             bind(&socket, &src)?;
         }
@@ -76,5 +80,37 @@ pub(super) fn run<E: Env>(driver: &mut Driver<E>, spin: Duration) {
             Next::Poll => std::hint::spin_loop(),
             Next::Park(timeout) => driver.park(timeout),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::net::TcpListener;
+
+    use riser_transport::loopback::Endpoint;
+    use rustix::event::{PollFd, PollFlags, poll};
+    use rustix::io::write;
+
+    use super::*;
+
+    #[test]
+    fn what_was_not_sent_is_gone_with_the_socket() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut system: System<Endpoint> = System::new(Box::new(|| Ok(None)));
+        let socket = system.connect_tcp(None, listener.local_addr().unwrap());
+        let socket = socket.unwrap();
+        let (mut peer, _) = listener.accept().unwrap();
+        let mut set = [PollFd::new(&socket, PollFlags::OUT)];
+        poll(&mut set, None).unwrap();
+        let mut sent = 0;
+        while let Ok(len) = write(&socket, &[1; 1 << 16]) {
+            sent += len;
+        }
+        drop(socket);
+        let mut received = Vec::new();
+        let end = peer.read_to_end(&mut received);
+        assert_eq!(end.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+        assert!(received.len() < sent, "{} of {sent}", received.len());
     }
 }

@@ -35,13 +35,14 @@
 //!   target's device, even if several ports report one identifier.
 //! - **A write that was given up is not forgotten.** A request that ends without an answer while
 //!   its path is not fenced (its time is over, or it may not be repeated) leaves its effect behind,
-//!   and nothing that conflicts with it starts before the fence.
+//!   and nothing that conflicts with it starts before the fence. Nor does a read of those blocks: it
+//!   would bring what they held before, and a later one what the write has left.
 //! - **Nothing that conflicts is outstanding twice.** A request whose effect overlaps with that of
 //!   an earlier one waits for the end of that, whichever path it is on. So there is no order among
 //!   paths to keep, and a request that is replayed cannot undo a later one.
 //!
-//! Reads change nothing, so they start again at once on another path. What may not be carried out
-//! twice ends with [`RequestError::ConnectionLost`], as on a single session.
+//! Reads change nothing, so one whose path is lost starts again at once on another. What may not be
+//! carried out twice ends with [`RequestError::ConnectionLost`], as on a single session.
 //!
 //! # Where no login proves anything
 //! iSCSI's targets are believed, as they are by a session that reconnects, and so is `riserd` on
@@ -52,13 +53,13 @@
 //! - **A portal that has come back in another group.** The old group has not heard of that login.
 //!   The time begins with it, since a target that says nothing at all may say more later.
 //! - **A process that takes the place of one that was killed** ([`Paths::recover`]). What that one
-//!   had outstanding is not known, so everything that changes the unit waits until each of its
-//!   paths is fenced by a login at its own portal; which target port the old session was with is
-//!   not known either. The time begins with the process, for paths that do not come back.
+//!   had outstanding is not known, so everything that changes or reads blocks waits until each of
+//!   its paths is fenced by a login at its own portal; which target port the old session was with
+//!   is not known either. The time begins with the process, for paths that do not come back.
 //!
 //! A write that stays in a backend or in the network for longer can then land late. A path that is
-//! lost in any other way is waited for without end, and writes that conflict end when their time is
-//! over.
+//! lost in any other way is waited for without end, and writes that conflict, and reads, end when
+//! their time is over.
 //!
 //! # One unit
 //! Before a path is used, each time it is made, and after a unit attention that can mean another
@@ -86,7 +87,7 @@ pub use self::access::Access;
 use self::types::{Assignment, Path, PathRequest, Stage};
 pub use self::types::{Found, Output, PathIndex, PathState, PathView, PathsConfig, PortTag};
 use crate::request::{
-    Answer, CHECK_CONDITION, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+    Answer, CHECK_CONDITION, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
 use crate::session::{Down, Machine, SubmitError};
 use crate::unit::Snapshot;
@@ -195,16 +196,19 @@ impl Paths {
     fn must_wait(&self, index: u32) -> bool {
         let request = &self.requests[index as usize];
         let RequestSpec { lun, effect, .. } = request.spec;
-        if effect == Effect::None {
-            return false;
+        let ghosts = self.paths.iter().flat_map(|path| &path.ghosts);
+        let mut ghosts = ghosts.filter(|(l, _)| l.is_none_or(|l| l == lun));
+        if !effect.is_change() {
+            return ghosts.any(|(_, ghost)| ghost.is_seen_by(effect));
         }
         let fenced = |path: PathIndex| !self.paths[usize::from(path.0)].unfenced;
-        let meets = |(l, e): &(_, Effect)| *l == lun && effect.conflicts(*e);
+        let meets = |other: &RequestSpec| other.lun == lun && effect.conflicts(other.effect);
         !request.behind.is_none_or(fenced)
-            || self.paths.iter().any(|p| p.ghosts.iter().any(meets))
-            || self.requests.iter().any(|(_, other)| {
-                other.seq < request.seq && meets(&(other.spec.lun, other.spec.effect))
-            })
+            || ghosts.any(|(_, ghost)| effect.conflicts(*ghost))
+            || self
+                .requests
+                .iter()
+                .any(|(_, other)| other.seq < request.seq && meets(&other.spec))
     }
 
     /// A path's session has ended a request.
@@ -275,7 +279,7 @@ impl Paths {
             self.end_session(path);
         }
         let request = &mut self.requests[index as usize];
-        if request.spec.effect != Effect::None {
+        if request.spec.effect.is_change() {
             request.behind = Some(PathIndex(path as u8));
         }
         if !request.spec.effect.is_replayable() {
@@ -303,7 +307,7 @@ impl Paths {
     /// Ends a request without an answer. What it would change may happen until its path is fenced.
     fn give_up(&mut self, index: u32, error: RequestError) {
         let request = &self.requests[index as usize];
-        let ghost = (request.spec.lun, request.spec.effect);
+        let ghost = (Some(request.spec.lun), request.spec.effect);
         if let Some(path) = request.behind {
             let path = &mut self.paths[usize::from(path.0)];
             if path.unfenced {

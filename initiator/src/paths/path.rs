@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use riser_scsi::lun::WireLun;
 use riser_state::become_state;
 
 use super::types::{Assignment, Path, Proof, Stage};
@@ -70,14 +69,15 @@ impl Paths {
     }
 
     /// Replaces a process that had the same initiator ports and ended without logging out: any
-    /// command that changes the unit may have been outstanding on each of its paths.
-    pub fn recover(&mut self, lun: WireLun, now: Instant) {
+    /// command that changes the unit may have been outstanding on each of its paths. Reads wait for
+    /// their ends as well.
+    pub fn recover(&mut self, now: Instant) {
         let at = now + self.config.timing.settle;
         for path in &mut self.paths {
             path.unfenced = true;
             path.proof = Proof::Own;
             path.settled_at = Some(at);
-            path.ghosts.push((lun, Effect::Medium));
+            path.ghosts.push((None, Effect::Other));
         }
         self.arm(at);
     }

@@ -6,10 +6,15 @@ use riser_state::testing::{assert_all_taken, table};
 
 use super::types::Stage;
 use super::*;
-use crate::request::{Cdb, DataLen, GOOD};
+use crate::request::{Cdb, DataLen, Effect, GOOD};
 use crate::scsi::{Identity, Inquiry};
 use crate::session::{ConnectError, SessionEvent, Timing};
 
+/// Blocks that no write of these tests touches.
+const READ: Effect = Effect::Read {
+    start: 1000,
+    end: 1008,
+};
 const A: PathIndex = PathIndex(0);
 const B: PathIndex = PathIndex(1);
 const GROUP: Option<PortTag> = Some(PortTag::Group(1));
@@ -244,12 +249,12 @@ fn requests_spread_over_the_paths_by_what_is_outstanding() {
 #[test]
 fn a_lost_read_goes_on_at_once_and_a_lost_write_after_the_fence() {
     let mut rig = Rig::live();
-    let read = rig.submit(Effect::None);
+    let read = rig.submit(READ);
     let write_a = rig.submit(write(0, 8));
-    let read_b = rig.submit(Effect::None);
+    let read_b = rig.submit(READ);
     assert_eq!(rig.started(), [(read_b, B)]);
     rig.answer(read);
-    let read_a = rig.submit(Effect::None);
+    let read_a = rig.submit(READ);
     rig.answer(read_b);
     let lost: Vec<_> = [write_a, read_a].into();
     rig.lose(A, &lost[..1]);
@@ -282,8 +287,8 @@ fn a_lost_read_goes_on_at_once_and_a_lost_write_after_the_fence() {
 #[test]
 fn a_lost_read_starts_on_another_path_before_any_login() {
     let mut rig = Rig::live();
-    let on_b = rig.submit(Effect::None);
-    let on_a = rig.submit(Effect::None);
+    let on_b = rig.submit(READ);
+    let on_a = rig.submit(READ);
     assert_eq!(rig.started(), [(on_a, A)]);
     rig.lose(A, &[on_a]);
     assert_eq!(rig.started(), [(on_a, B)]);
@@ -349,8 +354,12 @@ fn a_write_that_was_given_up_holds_back_what_it_could_spoil() {
     let timed_out = Err(RequestError::TimedOut);
     assert!(rig.saw(&Output::Complete(stale, timed_out)));
     let newer = rig.submit(write(4, 5));
+    let read = rig.submit(Effect::Read { start: 7, end: 9 });
     let raw = rig.submit(Effect::Other);
     assert_eq!(rig.started(), [], "the stale copy may still land");
+    let free = rig.submit(Effect::Read { start: 8, end: 9 });
+    assert_eq!(rig.started(), [(free, B)], "it sees nothing of that");
+    rig.answer(free);
     let elsewhere = rig.submit(write(8, 9));
     assert_eq!(
         rig.started(),
@@ -361,7 +370,8 @@ fn a_write_that_was_given_up_holds_back_what_it_could_spoil() {
     rig.paths.handle_live(A, GROUP);
     rig.take();
     rig.check(A, Ok(found(None)));
-    assert_eq!(rig.started(), [(newer, A)]);
+    let started: Vec<_> = rig.started().into_iter().map(|(id, _)| id).collect();
+    assert_eq!(started, [newer, read]);
     rig.answer(newer);
     assert_eq!(rig.started().len(), 1);
     rig.answer(raw);
@@ -370,7 +380,7 @@ fn a_write_that_was_given_up_holds_back_what_it_could_spoil() {
 }
 
 #[test]
-fn what_may_not_be_repeated_fails_and_holds_back_every_write() {
+fn what_may_not_be_repeated_fails_and_holds_back_every_write_and_read() {
     let mut rig = Rig::live();
     rig.submit(Effect::None);
     let other = rig.submit(Effect::Other);
@@ -380,11 +390,12 @@ fn what_may_not_be_repeated_fails_and_holds_back_every_write() {
     assert!(rig.saw(&Output::Complete(other, lost)));
     assert!(rig.saw(&open(A, B)), "it is fenced nevertheless");
     let newer = rig.submit(write(0, 1));
-    let read = rig.submit(Effect::None);
-    assert_eq!(rig.started(), [(read, B)]);
+    let read = rig.submit(READ);
+    let inquiry = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(inquiry, B)]);
     rig.paths.handle_live(A, GROUP);
     rig.take();
-    assert_eq!(rig.started(), [(newer, B)]);
+    assert_eq!(rig.started(), [(newer, B), (read, B)]);
 }
 
 #[test]
@@ -826,27 +837,29 @@ fn sessions_that_were_lost_in_two_groups_are_not_fenced_by_a_login_in_one() {
 #[test]
 fn a_process_that_takes_over_writes_when_each_path_of_the_dead_one_is_fenced() {
     let mut rig = Rig::new(2);
-    rig.paths.recover([0; 8], rig.now);
+    rig.paths.recover(rig.now);
     rig.come(A, None);
     rig.close(B, ConnectError::Unreachable.into());
     assert!(rig.saw(&Output::Event(SessionEvent::Live)));
     let write = rig.submit(write(0, 8));
-    let read = rig.submit(Effect::None);
-    assert_eq!(rig.started(), [(read, A)]);
+    // It would bring what a block held before a write of the dead process lands.
+    let read = rig.submit(Effect::Read { start: 16, end: 24 });
+    let inquiry = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(inquiry, A)]);
     rig.wait(ms(200));
     assert_eq!(rig.started(), []);
     assert!(rig.saw(&open(B, B)), "{:?}", rig.seen);
     rig.paths.handle_live(B, Some(PortTag::Group(2)));
     rig.take();
     rig.check(B, Ok(found(None)));
-    assert_eq!(rig.started().len(), 1);
-    assert_eq!(rig.started()[0].0, write);
+    let started = rig.started().into_iter().map(|(request, _)| request);
+    assert_eq!(started.collect::<Vec<_>>(), [write, read]);
 }
 
 #[test]
 fn a_path_of_a_dead_process_that_stays_away_holds_writes_up_for_a_while_only() {
     let mut rig = Rig::new(2);
-    rig.paths.recover([0; 8], rig.now);
+    rig.paths.recover(rig.now);
     rig.come(A, None);
     rig.close(B, ConnectError::Unreachable.into());
     let write = rig.submit(write(0, 8));

@@ -169,9 +169,9 @@ pub(super) struct Path {
     pub(super) is_ending: bool,
     /// The target ends a session's commands before it answers the login that takes its place.
     pub(super) is_trusted: bool,
-    /// Effects of those of them that are no requests any more. Bound: the requests that were
-    /// outstanding when the path was lost.
-    pub(super) ghosts: Vec<(WireLun, Effect)>,
+    /// Effects of those of them that are no requests any more, on a unit or on all of them. Bound:
+    /// the requests that were outstanding when the path was lost, and one of a dead process.
+    pub(super) ghosts: Vec<(Option<WireLun>, Effect)>,
     pub(super) backoff: Duration,
     /// Longest duration of the next login.
     pub(super) patience: Duration,

@@ -30,8 +30,15 @@ pub const TASK_ABORTED: u8 = 0x40;
 /// Effect of a command, which decides whether it may be carried out twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// It changes nothing: reads, inquiries.
+    /// It changes nothing: inquiries, status.
     None,
+    /// It changes nothing, and brings what blocks of the logical unit hold.
+    Read {
+        /// First logical block address.
+        start: u64,
+        /// Block after the last.
+        end: u64,
+    },
     /// Blocks of the logical unit, to a state that does not depend on what they held: writes,
     /// unmaps. Doing it twice leaves what doing it once leaves.
     Blocks {
@@ -40,7 +47,7 @@ pub enum Effect {
         /// Block after the last.
         end: u64,
     },
-    /// The whole medium, as [`Effect::Blocks`]: cache flushes, unmaps of several ranges.
+    /// The whole medium, whose blocks stay what they are: cache flushes.
     Medium,
     /// Something else, which doing twice may spoil.
     Other,
@@ -53,11 +60,27 @@ impl Effect {
         self != Self::Other
     }
 
+    /// Returns whether the command may change the unit.
+    #[must_use]
+    pub fn is_change(self) -> bool {
+        !matches!(self, Self::None | Self::Read { .. })
+    }
+
+    /// Returns whether what another command brings may depend on this one.
+    #[must_use]
+    pub fn is_seen_by(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::Blocks { start, end }, Self::Read { start: s, end: e }) => start < e && s < end,
+            (Self::Other, Self::Read { .. }) => true,
+            _ => false,
+        }
+    }
+
     /// Returns whether the order of two commands matters for the medium.
     #[must_use]
     pub fn conflicts(self, other: Self) -> bool {
         match (self, other) {
-            (Self::None, _) | (_, Self::None) => false,
+            _ if !self.is_change() || !other.is_change() => false,
             (Self::Blocks { start, end }, Self::Blocks { start: s, end: e }) => {
                 start < e && s < end
             }
@@ -123,7 +146,8 @@ impl Answer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// It did not end in time. It may have been carried out if it was sent. The target carries it
-    /// out no longer, unless the connection is down: then none of what is sent later overtakes it.
+    /// out no longer, unless the connection is down: then none of what is sent later overtakes it,
+    /// with several paths none that reads or changes the same blocks.
     #[error("timed out")]
     TimedOut,
     /// The connection broke, and the command is not one that may be sent twice.

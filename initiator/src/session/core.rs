@@ -11,7 +11,7 @@ use super::functions::TaskFunctions;
 use super::{Lifecycle, SessionEvent, SessionState, SubmitError, Timing};
 use crate::request::table::{AttemptEnd, Late, Limits, RequestState, Requests, Settled};
 use crate::request::{
-    Answer, Effect, RequestError, RequestId, RequestResult, RequestSpec, may_change_unit,
+    Answer, RequestError, RequestId, RequestResult, RequestSpec, may_change_unit,
 };
 
 /// Functions that a late command may take one after the other: ABORT TASK, LOGICAL UNIT RESET and
@@ -220,7 +220,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.functions.clear(channel);
         let mut changes = false;
         for (index, end) in self.requests.of_channel(channel) {
-            changes |= self.requests.at(index).spec.effect != Effect::None;
+            changes |= self.requests.at(index).spec.effect.is_change();
             self.settle(index, end, now);
         }
         changes

@@ -102,8 +102,8 @@ impl SrpUrl {
         })
     }
 
-    /// The identifier of the initiator port to log in from, given the device's GUID and an
-    /// extension to use where the address has none.
+    /// The identifier of the initiator port to log in from, given its GUID and an extension to use
+    /// where the address has none.
     #[must_use]
     pub fn initiator_port(&self, defaults: PortIdParts) -> InitiatorPortId {
         InitiatorPortId::from_parts(PortIdParts {

@@ -11,10 +11,11 @@ mod nexuses;
 mod reservations;
 mod state;
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use bitflags::bitflags;
+use riser_sync::Mutex;
+use riser_sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use crate::attention::{Attention, AttentionScope};
 use crate::config::{Config, ConfigError};

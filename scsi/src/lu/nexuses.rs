@@ -7,8 +7,10 @@
 //! cleared under the mutex only, so no attention can be raised in between.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
+
+use riser_sync::atomic::{AtomicU64, Ordering};
+use riser_sync::{Mutex, MutexGuard};
 
 use crate::attention::{Attention, AttentionScope, Attentions};
 use crate::nexus::{Nexus, NexusId};
@@ -166,4 +168,41 @@ impl Hints {
 fn bit_of(id: NexusId) -> (usize, u64) {
     let index = id.0 as usize % (WORDS * 64);
     (index / 64, 1 << (index % 64))
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_sync::testing::explore;
+    use riser_sync::thread;
+
+    use super::*;
+    use crate::tests::srp_nexus;
+
+    /// Two nexuses that share a hint bit.
+    const PAIR: [NexusId; 2] = [NexusId(1), NexusId(1 + 64 * WORDS as u64)];
+
+    #[test]
+    fn interleavings_of_raising_and_taking_leave_each_attention_once() {
+        explore(|| {
+            let nexuses = Arc::new(Nexuses::new());
+            for id in PAIR {
+                nexuses.lock().insert(id, srp_nexus(1), &[]);
+            }
+            let takers = PAIR.map(|id| {
+                let nexuses = Arc::clone(&nexuses);
+                thread::spawn(move || [nexuses.take_attention(id), nexuses.take_attention(id)])
+            });
+            let raised = [Attention::CapacityChanged, Attention::ModeChanged];
+            for one in raised {
+                nexuses.lock().raise(one, AttentionScope::All);
+            }
+            for (id, taker) in PAIR.into_iter().zip(takers) {
+                let early = taker.join().unwrap();
+                let late = std::iter::from_fn(|| nexuses.take_attention(id));
+                let mut all: Vec<_> = early.into_iter().flatten().chain(late).collect();
+                all.sort_by_key(|one| raised.iter().position(|other| other == one));
+                assert_eq!(all, raised);
+            }
+        });
+    }
 }

@@ -1,8 +1,10 @@
 //! The reservations of a unit: who may send a command, and changes that are saved.
 
 use std::io;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
+
+use riser_sync::MutexGuard;
+use riser_sync::atomic::Ordering;
 
 use super::LogicalUnit;
 use crate::attention::Attention;

@@ -391,8 +391,10 @@ impl Reservations {
         nexus: Option<&Arc<Nexus>>,
         flags: CommandFlags,
     ) -> bool {
-        // RESERVE comes first: while a nexus has the unit by it, only that nexus can have
-        // registered.
+        // RESERVE comes first: while a nexus has the unit by it, no nexus is registered.
+        if self.reserved.is_some() && flags.contains(CommandFlags::RESERVATIONS) {
+            return true;
+        }
         if self.reserved.is_some_and(|holder| holder != id) {
             return !flags.intersects(CommandFlags::UNDER_ATTENTION | CommandFlags::UNDER_RESERVE);
         }

@@ -11,6 +11,10 @@ type Outcome = Result<Notices, ReservationError>;
 impl Reservations {
     /// Carries out a change that a nexus asks for.
     pub(crate) fn change(&mut self, nexus: &Nexus, change: &ReservationChange) -> Outcome {
+        // RESERVE may have come while the parameters were under way.
+        if self.reserved.is_some() {
+            return Err(ReservationError::Conflict);
+        }
         let keys = change.keys;
         match change.action {
             Action::Register { ignore, persists } => {

@@ -6,6 +6,7 @@
 
 mod atomic;
 mod identity;
+mod interleavings;
 mod lengths;
 mod linux;
 mod medium;

@@ -303,7 +303,13 @@ fn reserve_and_release_of_old() {
     rig.run(B, &release, &[], 0).good();
     conflict(&rig.run(B, &sense, &[], 255));
     conflict(&rig.run(B, &READY, &[], 0));
-    conflict(&out(&mut rig, B, REGISTER, 0, 0, 1));
+    // Commands for persistent reservations conflict meanwhile, from the holder too (SPC-2 5.5.1).
+    for who in [A, B] {
+        conflict(&out(&mut rig, who, REGISTER, 0, 0, 1));
+        for action in 0..4 {
+            conflict(&rig.run(who, &[0x5e, action, 0, 0, 0, 0, 0, 0, 8, 0], &[], 8));
+        }
+    }
     rig.run(B, &[0x12, 0, 0, 0, 36, 0], &[], 36).good();
     rig.run(B, &[0x03, 0, 0, 0, 18, 0], &[], 18).good();
     rig.send(&[0x57, 0, 0, 0, 0, 0, 0, 0, 0, 0]).good();

@@ -274,6 +274,10 @@ impl Driver {
         if !self.has_room(store) {
             return Err(DriverFull);
         }
+        let volatile = self.stores[store.0].store.geometry().write_cache;
+        if plan::is_durable_write(&op, volatile) {
+            self.renew_sync(store);
+        }
         let attached = &mut self.stores[store.0];
         let block = u64::from(attached.store.geometry().block_size);
         let (offset, len) = plan::range(&op);
@@ -287,7 +291,6 @@ impl Driver {
         // Taken before anything else can end the request, so that faults with a number of times
         // strike the same requests in each run.
         let strike = attached.store.faults.as_ref().and_then(|f| f.strike(&op));
-        let volatile = attached.store.geometry().write_cache;
         let mut kept = self.spare.pop().unwrap_or_default();
         // The slices keep the memory mapped: the command may be aborted, and its connection
         // closed, while the kernel still reads or writes here.
@@ -301,6 +304,7 @@ impl Driver {
             done: 0,
             state: State::Stalled,
             cancelled: false,
+            failed: None,
             bounce: None,
             window: self.spare.pop().unwrap_or_default(),
         });
@@ -364,6 +368,8 @@ impl Driver {
                 // A thread in a system call cannot be called back, and a fault holds aborted
                 // requests as a disk that hangs would.
                 State::Helper | State::Held => {}
+                // The kernel does not report again what the flush is to find.
+                State::Flush if request.failed.is_some() => {}
                 // A flush under way serves others too.
                 State::Flush if self.stores[request.store.0].flushing.contains(&index) => {}
                 State::Flush | State::Stalled | State::Delayed { .. } => {
@@ -694,6 +700,7 @@ impl Driver {
     }
 
     fn on_result(&mut self, ring: &mut Ring, index: usize, result: Result<usize, i32>) {
+        let is_suspect = result.is_err_and(|errno| self.may_report_a_loss(index, errno));
         let request = &mut self.requests[index];
         let attached = &mut self.stores[request.store.0];
         let at = plan::range(&request.op).0 + request.done;
@@ -740,12 +747,49 @@ impl Driver {
                 request.stage = Stage::Fill;
                 self.issue(ring, index);
             }
+            (Stage::Transfer, Err(errno)) if is_suspect => {
+                (request.failed, request.stage) = (Some(errno), Stage::SyncLast);
+                self.free_bounce(index);
+                self.issue(ring, index);
+            }
             // Also a ring operation that was cancelled, as ECANCELED: it is aborted, not failed.
             (_, Err(errno)) => {
                 let error = io::Error::from_raw_os_error(errno);
                 self.fail(index, from_errno(errno, at), &error);
             }
             (Stage::Extent, Ok(_)) => unreachable!("extents are the helper's"),
+        }
+    }
+
+    /// Whether the error of an operation may be that of data which others have written: a durable
+    /// write ends with a sync of its descriptor. The kernel takes it for reported then, also to
+    /// the process that opens the file after this one. A flush by the descriptor for flushes reports
+    /// it once more, and it is remembered.
+    fn may_report_a_loss(&self, index: usize, errno: i32) -> bool {
+        let request = &self.requests[index];
+        let store = &self.stores[request.store.0].store;
+        plan::is_durable_write(&request.op, store.geometry().write_cache)
+            && errno != libc::ECANCELED
+            && store.flush_failure().is_none()
+    }
+
+    /// Opens another descriptor for flushes once a failure was cleared: the old one may still carry
+    /// the error of that time, which the administrator has dealt with already. Not while a durable
+    /// write is under way, which may be the first to report a loss: a descriptor that is opened after
+    /// that report knows nothing of it.
+    fn renew_sync(&mut self, store: StoreId) {
+        let attached = &mut self.stores[store.0];
+        let clears = attached.store.flush_clears();
+        if attached.clears == clears {
+            return;
+        }
+        let volatile = attached.store.geometry().write_cache;
+        let is_durable = |request: &BlockCommand| {
+            request.store == store && plan::is_durable_write(&request.op, volatile)
+        };
+        if !self.requests.iter().any(|(_, request)| is_durable(request)) {
+            attached.clears = clears;
+            attached.sync = open_sync(&attached.store.medium);
         }
     }
 
@@ -761,13 +805,8 @@ impl Driver {
         if !attached.flushing.is_empty() {
             return;
         }
-        // A descriptor from before a failure was cleared may still carry the error of that time,
-        // which the administrator has dealt with already.
-        let clears = attached.store.flush_clears();
-        if attached.clears != clears {
-            attached.clears = clears;
-            attached.sync = open_sync(&attached.store.medium);
-        }
+        self.renew_sync(store);
+        let attached = &mut self.stores[store.0];
         let sync = attached.sync.as_ref().expect("files have descriptors");
         match ring.submit_sync(sync, SyncKind::Data, token) {
             Ok(()) => std::mem::swap(&mut attached.flushing, &mut attached.to_flush),
@@ -798,10 +837,15 @@ impl Driver {
         // one's did not.
         let failure = attached.store.flush_failure();
         for index in served.drain(..) {
-            match failure {
-                None => self.after_stage(ring, index),
-                Some(failure) => {
-                    let at = plan::range(&self.requests[index].op).0;
+            let request = &self.requests[index];
+            let at = plan::range(&request.op).0;
+            match (request.failed, failure) {
+                (Some(errno), _) => {
+                    let why = io::Error::from_raw_os_error(errno);
+                    self.fail(index, from_errno(errno, at + request.done), &why);
+                }
+                (None, None) => self.after_stage(ring, index),
+                (None, Some(failure)) => {
                     let error = from_errno(failure.errno, at);
                     self.finish(index, StepResult::Failed(error));
                 }

@@ -6,7 +6,8 @@
 //!
 //! - a failure is remembered in the [`Store`](super::Store): every flush fails from then on, on
 //!   every worker, until an administrator clears it. A write with FUA is checked by itself and goes
-//!   on;
+//!   on. Its error may be the only report of what others have lost, so one that fails is followed
+//!   by a flush;
 //! - each worker flushes through a descriptor of its own, so that none takes another's error. After
 //!   a failure was cleared it opens a new one, for which the kernel does not report the old error
 //!   again;

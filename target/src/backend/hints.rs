@@ -10,10 +10,7 @@ use crate::units::bytes;
 /// Returns advice about an error of opening a file, if there is any.
 pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String> {
     let directory = path.parent().filter(|p| !p.as_os_str().is_empty());
-    let is_denied = matches!(
-        error.kind(),
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem
-    );
+    let is_readable = || !spec.read_only && std::fs::File::open(path).is_ok();
     match (error.kind(), directory) {
         (io::ErrorKind::NotFound, Some(directory)) if !directory.exists() => {
             let directory = directory.display();
@@ -24,8 +21,22 @@ pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String
         (io::ErrorKind::NotFound, _) => {
             Some("`create: true` and a `size` create a file".to_owned())
         }
-        _ if is_denied && !spec.read_only && std::fs::File::open(path).is_ok() => {
+        (io::ErrorKind::PermissionDenied, _) if is_readable() => {
             Some("it can be read: `read_only: true` serves it so".to_owned())
+        }
+        // The service's sandbox mounts all but its `ReadWritePaths=` read-only, so a path outside
+        // fails like a disk that is mounted so.
+        (io::ErrorKind::ReadOnlyFilesystem, Some(directory)) => {
+            let or = if is_readable() {
+                ", or `read_only: true` serves it as it is"
+            } else {
+                ""
+            };
+            let directory = directory.display();
+            Some(format!(
+                "if it is the sandbox of the service that makes it so, `systemctl edit riserd` lets it in with \
+                 `ReadWritePaths={directory}`{or}"
+            ))
         }
         _ => None,
     }
@@ -80,11 +91,15 @@ mod tests {
         let path = std::env::current_exe().unwrap();
         let hint = |spec: &Spec, errno| hint(spec, &path, &io::Error::from_raw_os_error(errno));
         let expected = Some("it can be read: `read_only: true` serves it so".to_owned());
-        for errno in [libc::EACCES, libc::EPERM, libc::EROFS] {
+        for errno in [libc::EACCES, libc::EPERM] {
             assert_eq!(hint(&spec, errno), expected);
         }
+        let sandbox = hint(&spec, libc::EROFS).unwrap();
+        assert!(sandbox.contains("`ReadWritePaths=/"), "{sandbox}");
+        assert!(sandbox.contains("`read_only: true`"), "{sandbox}");
         assert_eq!(hint(&spec, libc::EIO), None);
         spec.read_only = true;
         assert_eq!(hint(&spec, libc::EACCES), None);
+        assert!(!hint(&spec, libc::EROFS).unwrap().contains("read_only"));
     }
 }

@@ -55,9 +55,9 @@ impl OpenedStores {
         self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
     }
 
-    /// Adds a backend that is open, such as one of a simulation ([`Store::on_disk`]).
-    pub fn insert(&mut self, backend: &str, spec: &Spec, store: Arc<Store>) {
-        let opened = (spec.clone(), Ok(store));
+    /// Adds what has come of opening a backend, such as one of a simulation ([`Store::on_disk`]).
+    pub fn insert(&mut self, backend: &str, spec: &Spec, result: Result<Arc<Store>, OpenError>) {
+        let opened = (spec.clone(), result);
         self.0.insert(backend.to_owned(), opened);
     }
 

@@ -146,6 +146,12 @@ pub(super) fn is_durable(op: &BlockOp, volatile: bool) -> bool {
     !volatile || matches!(op, BlockOp::Write { fua: true, .. })
 }
 
+/// Whether an operation is a write that is on stable storage when it is done, so that its descriptor
+/// may report lost write-backs.
+pub(super) fn is_durable_write(op: &BlockOp, volatile: bool) -> bool {
+    matches!(op, BlockOp::Write { .. }) && is_durable(op, volatile)
+}
+
 /// Bounds of one ring operation.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {

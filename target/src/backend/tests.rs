@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use riser_memory::{MemSlice, Memory};
+use riser_reactor::simulated::{self, Disk, Outcome};
 use riser_reactor::{Ring, RingConfig};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
@@ -16,6 +17,7 @@ use riser_testkit::skip::skip;
 
 use super::medium::Medium;
 use super::*;
+use crate::host::SimulatedHost;
 
 /// A directory that is gone with the test.
 struct Dir(PathBuf);
@@ -1427,6 +1429,65 @@ fn a_worker_does_not_take_the_flush_error_of_another() {
     // What is lost from now on is.
     assert_eq!(one.run(write(8192, 4096), &[m.whole()]), StepResult::Done);
     assert!(matches!(other.run(FLUSH, &[]), StepResult::Failed(_)));
+}
+
+/// A write with FUA syncs its descriptor, and so takes the one report of what others have lost.
+#[test]
+fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
+    let now = Instant::now();
+    let disk = Disk::new(16 << 20);
+    let host = Arc::new(SimulatedHost::new(simulated::Threads::default(), now));
+    let source = file("/in/memory".into(), 16 << 20);
+    let store = Store::on_disk(&spec(source), &disk, host).unwrap();
+    let (mut ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
+    let mut driver = Driver::new(&mut ring, now, DriverConfig::default()).unwrap();
+    let id = driver.attach(&mut ring, store.clone());
+    let m = Memory::new(4096).unwrap();
+    // Runs a write; its operation in the ring ends like that, and those after it as they should.
+    let mut run = |op, outcome| {
+        driver.submit(&mut ring, id, op, &[m.whole()], 1).unwrap();
+        let mut outcomes = std::iter::once(outcome).chain(std::iter::repeat(Outcome::Whole));
+        let mut completions = Vec::new();
+        loop {
+            if let Some(done) = driver.poll_done(&mut ring) {
+                return done.result;
+            }
+            ring.submit().unwrap();
+            for operation in kernel.operations() {
+                kernel.complete(operation.id, outcomes.next().unwrap());
+            }
+            ring.reap(&mut completions).unwrap();
+            for completion in completions.drain(..) {
+                driver.handle_completion(&mut ring, &completion);
+            }
+        }
+    };
+    let durable = BlockOp::Write {
+        offset: 8 << 20,
+        len: 4096,
+        buffer_offset: 0,
+        fua: true,
+    };
+    assert_eq!(run(write(0, 4096), Outcome::Whole), StepResult::Done);
+    // A block that cannot be written is its writer's matter.
+    let failed = run(durable, Outcome::Failed(libc::EIO));
+    assert!(matches!(failed, StepResult::Failed(_)), "{failed:?}");
+    assert_eq!(store.flush_failure(), None);
+    assert_eq!(run(write(0, 4096), Outcome::Whole), StepResult::Done);
+    disk.fail_write_back(libc::EIO, |_| true);
+    let failed = run(durable, Outcome::Whole);
+    assert!(matches!(failed, StepResult::Failed(_)), "{failed:?}");
+    assert_eq!(store.flush_failure().unwrap().errno, libc::EIO);
+    // From here on such a write is checked by itself.
+    assert_eq!(run(durable, Outcome::Whole), StepResult::Done);
+    // The same after an administrator has cleared the failure, with no flush in between: a descriptor
+    // opened after the report would not return the error again.
+    store.clear_flush_failure().unwrap();
+    assert_eq!(run(write(0, 4096), Outcome::Whole), StepResult::Done);
+    disk.fail_write_back(libc::EIO, |_| true);
+    let failed = run(durable, Outcome::Whole);
+    assert!(matches!(failed, StepResult::Failed(_)), "{failed:?}");
+    assert!(store.flush_failure().is_some(), "the writer alone knows");
 }
 
 #[test]

@@ -11,6 +11,7 @@ use super::probe::Probe;
 use super::{Failure, MISTAKE};
 use crate::config::{Access, Backend, Config, ConfigError, HostId, Protocol};
 use crate::control::{identities, upgrade};
+use crate::sandbox;
 use crate::server::identities::Identities;
 
 pub(super) fn load(path: &Path) -> Result<Config, Failure> {
@@ -198,12 +199,13 @@ fn describe_json(described: &Described<'_>) -> String {
             })
         })
         .collect();
-    // `valid` and `takes_over` are what a daemon looks at before it hands over to this program, so
-    // they stay even if the rest changes.
+    // `valid`, `takes_over` and `system_calls` are what a daemon looks at before it hands over to
+    // this program, so they stay even if the rest changes.
     let mut document = json!({
         "valid": true,
         "version": env!("CARGO_PKG_VERSION"),
         "takes_over": [upgrade::VERSION],
+        "system_calls": sandbox::system_calls(),
         "targets": targets,
         "notes": described.notes,
     });

@@ -1,12 +1,12 @@
 //! The logical units that an initiator may address, and by which numbers.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use riser_scsi::config::Identity;
 use riser_scsi::lun::LunId;
 use riser_scsi::lun::WireLun;
+use riser_sync::atomic::{AtomicBool, Ordering};
 
 use super::Unit;
 use crate::qos::Limiter;

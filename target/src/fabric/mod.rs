@@ -25,6 +25,8 @@ mod accounts;
 mod action;
 mod command;
 mod flow;
+#[cfg(test)]
+mod interleavings;
 mod lun_map;
 mod memory;
 mod pace;

@@ -1,7 +1,6 @@
 //! A logical unit and its task set, as connections of all fabrics share it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
@@ -10,6 +9,8 @@ use riser_scsi::reservation::Preemption;
 use riser_scsi::task::{
     NewTask, RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse,
 };
+use riser_sync::atomic::{AtomicU64, Ordering};
+use riser_sync::{Mutex, MutexGuard};
 
 use super::TaskRef;
 use crate::qos::Limiter;

@@ -26,10 +26,11 @@
 //! session's connections.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use riser_scsi::iscsi::login::SessionParams;
 use riser_scsi::iscsi::{CmdSn, Itt};
+use riser_sync::{Mutex, MutexGuard};
 
 use crate::fabric::{ConnRef, TaskRef};
 
@@ -413,7 +414,12 @@ impl Numbering {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
     use proptest::prelude::*;
+    use riser_sync::testing::explore;
+    use riser_sync::{mpsc, thread};
 
     use super::*;
 
@@ -573,6 +579,87 @@ mod tests {
             prop_assert!(kept.is_empty());
             prop_assert_eq!(done, (0..keys.len()).collect::<Vec<_>>());
         }
+    }
+
+    /// A connection on a worker of its own, as `order` makes it use the window.
+    struct Worker {
+        me: ConnRef,
+        window: Arc<Window>,
+        carried_out: Arc<Mutex<Vec<CmdSn>>>,
+        /// Turns of A, and of B.
+        turns: [mpsc::Sender<()>; 2],
+        waiting: Vec<CmdSn>,
+    }
+
+    impl Worker {
+        /// Receives these commands, and carries all out when it is their turn.
+        fn run(mut self, commands: &[CmdSn], turns: &mpsc::Receiver<()>) {
+            for sn in commands {
+                match self.window.admit(*sn, self.me) {
+                    Admission::Now => self.carry_out(*sn),
+                    Admission::Later => self.waiting.push(*sn),
+                    Admission::Never => panic!("{sn:?} is inside the window"),
+                }
+                self.take_turns();
+            }
+            while !self.waiting.is_empty() {
+                let turn = turns.recv_timeout(Duration::from_secs(10));
+                turn.expect("a turn is lost");
+                self.take_turns();
+            }
+        }
+
+        fn carry_out(&self, sn: CmdSn) {
+            self.carried_out.lock().unwrap().push(sn);
+            self.window.on_carried_out();
+        }
+
+        fn take_turns(&mut self) {
+            while let Some(whose) = self.window.next_up() {
+                if whose != self.me {
+                    // A connection that has ended keeps nothing.
+                    let _ = self.turns[usize::from(whose.worker)].send(());
+                    return;
+                }
+                let (exp, _) = self.window.bounds();
+                let due = self.waiting.iter().position(|sn| *sn == exp);
+                let Some(at) = due.filter(|_| self.window.admit(exp, self.me) == Admission::Now)
+                else {
+                    return;
+                };
+                let sn = self.waiting.swap_remove(at);
+                self.carry_out(sn);
+            }
+        }
+    }
+
+    #[test]
+    fn interleavings_of_two_connections_carry_out_each_command_in_its_turn() {
+        explore(|| {
+            let window = Arc::new(Window::new(8, CmdSn(1), true));
+            let carried_out = Arc::default();
+            let (to_a, of_a) = mpsc::channel();
+            let (to_b, of_b) = mpsc::channel();
+            let commands = [[1, 4, 5], [2, 3, 6]].map(|numbers| numbers.map(CmdSn));
+            let workers: Vec<_> = [(A, of_a), (B, of_b)]
+                .into_iter()
+                .zip(commands)
+                .map(|((me, turns), commands)| {
+                    let worker = Worker {
+                        me,
+                        window: Arc::clone(&window),
+                        carried_out: Arc::clone(&carried_out),
+                        turns: [to_a.clone(), to_b.clone()],
+                        waiting: Vec::new(),
+                    };
+                    thread::spawn(move || worker.run(&commands, &turns))
+                })
+                .collect();
+            workers.into_iter().for_each(|one| one.join().unwrap());
+            let in_order: Vec<_> = (1..7).map(CmdSn).collect();
+            assert_eq!(*carried_out.lock().unwrap(), in_order);
+            assert_eq!(window.next_up(), None);
+        });
     }
 
     #[test]

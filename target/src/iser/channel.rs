@@ -308,14 +308,15 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// The device is gone: nothing that was posted there will happen or complete.
-    pub fn handle_device_gone(&mut self, cx: &mut Cx<'_>) {
+    /// The queues are gone, alone or with their device: nothing that was posted there will happen or
+    /// complete.
+    pub fn handle_queues_gone(&mut self, cx: &mut Cx<'_>) {
         self.terminate(cx);
         let chains: Vec<_> = self.channel.mover().under_way().collect();
         for chain in chains {
             self.end_chain(cx, chain, false);
         }
-        // A device that is gone flushes nothing.
+        // Queues that are gone flush nothing.
         self.posted_receives = 0;
         self.drained = true;
         self.settle(cx);

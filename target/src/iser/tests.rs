@@ -538,7 +538,7 @@ fn the_connection_terminates_in_every_state() {
         rig.check_gone();
         // The device goes, with everything that was posted.
         let mut rig = make();
-        rig.with(IserChannel::handle_device_gone);
+        rig.with(IserChannel::handle_queues_gone);
         assert!(rig.released);
         assert_eq!(rig.conn.state(), ConnState::Down);
         // Nobody logs in.

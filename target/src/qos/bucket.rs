@@ -5,7 +5,7 @@
 //! its own cost is at most the tolerance ahead of now, so what was not used for as long as the
 //! tolerance is there at once.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use riser_sync::atomic::{AtomicU64, Ordering};
 
 /// Nanoseconds of a second.
 const SECOND: u64 = 1_000_000_000;

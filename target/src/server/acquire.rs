@@ -2,11 +2,13 @@
 
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
+use std::fmt::Debug;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_transport::loopback::Endpoint;
 use riser_transport::rdma_core::{GidTables, RdmaCoreDevice};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
@@ -27,13 +29,28 @@ use crate::worker::device_slots::{DeviceSlot, DeviceSlots};
 /// Time limit for workers to close a device that none of them needs.
 const CLOSING: Duration = Duration::from_secs(5);
 
+/// Source of devices and listening sockets in a simulation, in the place of the host.
+pub trait SimulatedNetwork: Debug + Send + Sync {
+    /// Opens the device at an address for the worker of this index, of `workers`.
+    ///
+    /// # Errors
+    /// There is none, or it is in use.
+    fn open(&self, addr: IpAddr, worker: usize, workers: usize) -> io::Result<Endpoint>;
+
+    /// Listens at a TCP portal, for one more worker.
+    ///
+    /// # Errors
+    /// It is in use.
+    fn listen(&self, portal: SocketAddr) -> io::Result<TcpListener>;
+}
+
 /// The devices and sockets of one worker.
 #[derive(Debug, Default)]
-pub(super) struct Part {
+pub struct Part {
     /// Devices, by the number of their slot.
-    pub(super) devices: Vec<(usize, Opened)>,
+    pub devices: Vec<(usize, Opened)>,
     /// Sockets of TCP portals.
-    pub(super) sockets: Vec<TcpListener>,
+    pub sockets: Vec<TcpListener>,
 }
 
 /// The devices and sockets that were acquired. Unless it is kept, the slots of devices are given
@@ -53,9 +70,18 @@ impl Acquired {
     }
 
     /// It is in use from now on; the parts that no worker has taken.
-    pub(super) fn keep(mut self) -> Vec<Part> {
+    pub(super) fn keep(&mut self) -> Vec<Part> {
         self.taken.clear();
         self.take_parts()
+    }
+
+    /// It is not needed, and workers have none of it.
+    pub(super) fn give_all_back(&mut self) {
+        // Sockets are closed before their slots are free.
+        self.parts.clear();
+        for slot in self.taken.drain(..) {
+            self.slots.give_back(slot);
+        }
     }
 
     /// The portals that are done without, and why.
@@ -77,10 +103,10 @@ impl Acquired {
     }
 
     /// Takes a slot for the device at an address; returns the number of a new one.
-    fn slot(&mut self, addr: IpAddr) -> Result<Option<usize>, ServerError> {
+    fn slot(&mut self, addr: IpAddr, patience: Duration) -> Result<Option<usize>, ServerError> {
         // The device of an earlier configuration may still be open at a worker, and one address
         // cannot have two.
-        let taken = self.slots.take(addr, CLOSING);
+        let taken = self.slots.take(addr, patience);
         let slot = taken.ok_or(ServerError::Closing(addr))?;
         // Noted before anything is opened there, so that each way out gives it back.
         self.taken.push(slot);
@@ -112,11 +138,7 @@ impl Acquired {
 
 impl Drop for Acquired {
     fn drop(&mut self) {
-        // Sockets are closed before their slots are free.
-        self.parts.clear();
-        for slot in self.taken.drain(..) {
-            self.slots.give_back(slot);
-        }
+        self.give_all_back();
     }
 }
 
@@ -129,6 +151,8 @@ pub(super) struct Wanted<'a> {
     /// The catalog before, whose sockets are open.
     pub(super) old: Option<&'a Catalog>,
     pub(super) workers: usize,
+    /// The network, if it is not the host's.
+    pub(super) simulated: Option<&'a dyn SimulatedNetwork>,
     /// True if a portal may be done without that cannot be had for this reason.
     pub(super) tolerates: &'a dyn Fn(&Subject, &ServerError) -> bool,
 }
@@ -166,6 +190,7 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     // ports.
     let gids = LazyCell::new(GidTables::read);
     let on_host = |addr: &IpAddr| match wanted.config.transport.provider {
+        _ if wanted.simulated.is_some() => false,
         Provider::Roce => false,
         Provider::RdmaCore => true,
         Provider::Auto => gids.has(*addr),
@@ -176,8 +201,10 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     // others.
     let addresses = ours.into_iter().map(|addr| (addr, false));
     let addresses = addresses.chain(on_host.into_iter().map(|addr| (addr, true)));
+    // In a simulation, workers get no turn while this waits.
+    let patience = wanted.simulated.map_or(CLOSING, |_| Duration::ZERO);
     for (addr, is_on_host) in addresses {
-        let slot = match acquired.slot(addr) {
+        let slot = match acquired.slot(addr, patience) {
             Ok(Some(slot)) => slot,
             // It is open for another portal, or was with the catalog before.
             Ok(None) => continue,
@@ -188,7 +215,7 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
         };
         let opened = match is_on_host {
             true => open_on_host(addr, slot, acquired),
-            false => open_ours(wanted.config, addr, slot, acquired),
+            false => open_ours(wanted, addr, slot, acquired),
         };
         if let Err(error) = opened {
             acquired.give_back(addr);
@@ -225,45 +252,56 @@ fn do_without(
 
 /// In the workers' order: the sockets of one port are numbered as they are bound.
 fn open_ours(
-    config: &Config,
+    wanted: &Wanted<'_>,
     addr: IpAddr,
     slot: usize,
     acquired: &mut Acquired,
 ) -> Result<(), ServerError> {
     let workers = acquired.parts.len();
     let socket = SocketAddr::new(addr, ROCE_PORT);
-    // The sockets below share the port with each other, and would share it with another program,
-    // too.
-    check_free(socket, Transport::Udp).map_err(|source| ServerError::Device {
-        addr,
-        holder: holder_of(&source, socket, Transport::Udp),
-        source,
-    })?;
-    for index in 0..workers {
-        let roce = RoceConfig {
-            mtu: config.transport.mtu.and_then(mtu),
-            on_link: config.transport.on_link,
-            // Numbers of queue pairs carry the worker's index, by which packets find the socket of
-            // their worker.
-            worker_index: index as u32,
-            worker_bits: workers.ilog2() as u8,
-            faults: RoceFaults {
-                transmit: config.transport.faults.map(|f| faults(f, index as u64)),
-                receive: None,
-            },
-            ..RoceConfig::new(addr)
+    if wanted.simulated.is_none() {
+        // The sockets below share the port with each other, and would share it with another
+        // program, too.
+        check_free(socket, Transport::Udp).map_err(|source| ServerError::Device {
+            addr,
+            holder: holder_of(&source, socket, Transport::Udp),
+            source,
+        })?;
+    }
+    for (index, part) in acquired.parts.iter_mut().enumerate() {
+        let device = match wanted.simulated {
+            Some(network) => network
+                .open(addr, index, workers)
+                .map(|device| Opened::Simulated(Box::new(device))),
+            None => open_roce(wanted.config, addr, index, workers),
         };
-        let device = Roce::open(&roce).map_err(|source| ServerError::Device {
+        let device = device.map_err(|source| ServerError::Device {
             addr,
             holder: HeldBy::default(),
             source,
         })?;
-        let device = Opened::Roce(Box::new(device));
-        acquired.parts[index].devices.push((slot, device));
+        part.devices.push((slot, device));
     }
     // The slot is free again only after all of these have closed the device.
     acquired.slots.fill(slot, workers as u16);
     Ok(())
+}
+
+fn open_roce(config: &Config, addr: IpAddr, index: usize, workers: usize) -> io::Result<Opened> {
+    let device = Roce::open(&RoceConfig {
+        mtu: config.transport.mtu.and_then(mtu),
+        on_link: config.transport.on_link,
+        // Numbers of queue pairs carry the worker's index, by which packets find the socket of
+        // their worker.
+        worker_index: index as u32,
+        worker_bits: workers.ilog2() as u8,
+        faults: RoceFaults {
+            transmit: config.transport.faults.map(|f| faults(f, index as u64)),
+            receive: None,
+        },
+        ..RoceConfig::new(addr)
+    })?;
+    Ok(Opened::Roce(Box::new(device)))
 }
 
 fn open_on_host(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
@@ -289,7 +327,7 @@ fn sockets(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             continue;
         }
         done.push(portal);
-        match bind(portal, wanted.server_state, acquired) {
+        match bind(portal, wanted, acquired) {
             Ok(()) => new.push(portal),
             Err(error) => go_without(wanted, acquired, portal, error)?,
         }
@@ -343,15 +381,17 @@ fn holder_of(error: &io::Error, address: SocketAddr, transport: Transport) -> He
 
 fn bind(
     portal: SocketAddr,
-    server_state: &ServerState,
+    wanted: &Wanted<'_>,
     acquired: &mut Acquired,
 ) -> Result<(), ServerError> {
     for (n, part) in acquired.parts.iter_mut().enumerate() {
-        let socket = match server_state.socket(portal, n) {
-            Ok(Some(socket)) => Ok(socket),
-            Ok(None) if n > 0 => TcpListener::bind(portal),
-            Ok(None) => check_free(portal, Transport::Tcp).and_then(|()| TcpListener::bind(portal)),
-            Err(error) => Err(error),
+        let socket = match (wanted.server_state.socket(portal, n), wanted.simulated) {
+            (Ok(None), Some(network)) => network.listen(portal),
+            (socket, _) => socket.and_then(|socket| match socket {
+                Some(socket) => Ok(socket),
+                None if n > 0 => TcpListener::bind(portal),
+                None => check_free(portal, Transport::Tcp).and_then(|()| TcpListener::bind(portal)),
+            }),
         };
         let socket = socket.map_err(|source| ServerError::Listen {
             portal,

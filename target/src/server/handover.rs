@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use riser_reactor::{Ring, RingConfig};
 use riser_scsi::lu::UnitState;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
@@ -32,6 +33,7 @@ use serde::{Deserialize, Serialize};
 use super::ports::{self, AllPortIds, WrittenPort};
 use super::{Server, ServerError};
 use crate::backend::Ram;
+use crate::fabric::Unit;
 use crate::worker::TcpListener;
 use crate::worker::mail::Mail;
 
@@ -198,6 +200,31 @@ impl ServerState {
     }
 }
 
+/// What a server that shuts down leaves: its states are those after the last command, and the
+/// content of RAM disks outlives it.
+#[derive(Debug)]
+pub struct Handover {
+    ports: AllPortIds,
+    units: BTreeMap<String, Arc<Unit>>,
+    rams: BTreeMap<String, Arc<Ram>>,
+}
+
+impl Handover {
+    /// The state for the next server, once this one has shut down.
+    #[must_use]
+    pub fn after_shutdown(self, sockets: Vec<TcpListener>) -> ServerState {
+        let states = self.units.iter();
+        ServerState {
+            ports: self.ports,
+            units: states
+                .map(|(key, unit)| (key.clone(), unit.lu.export_state()))
+                .collect(),
+            rams: self.rams,
+            sockets,
+        }
+    }
+}
+
 impl Server {
     /// Shuts down as [`Server::shutdown`] does, and returns the state for the next server, with
     /// these sockets.
@@ -205,20 +232,19 @@ impl Server {
     /// # Errors
     /// [`ServerError`]. Nothing runs any more then, as after a shutdown that fails.
     pub fn export_state(self, sockets: Vec<TcpListener>) -> Result<ServerState, ServerError> {
-        // Held across the shutdown, which drops everything else: states are exported after the
-        // last command, and the content of RAM disks has to outlive the server.
-        let (ports, units) = (self.builder.ports().clone(), self.builder.units().clone());
-        let rams = self.builder.open_rams();
+        let handover = self.hand_over();
         self.shutdown()?;
-        let states = units.iter();
-        Ok(ServerState {
-            ports,
-            units: states
-                .map(|(key, unit)| (key.clone(), unit.lu.export_state()))
-                .collect(),
-            rams,
-            sockets,
-        })
+        Ok(handover.after_shutdown(sockets))
+    }
+
+    /// What is to be handed over, to be held across the shutdown, which drops everything else.
+    #[must_use]
+    pub fn hand_over(&self) -> Handover {
+        Handover {
+            ports: self.builder.ports().clone(),
+            units: self.builder.units().clone(),
+            rams: self.builder.open_rams(),
+        }
     }
 
     /// Duplicates the sockets that listen for iSCSI. While the duplicates are open, connections
@@ -248,6 +274,13 @@ impl Server {
     /// # Errors
     /// [`ServerError`]: why not.
     pub fn check_successor(&self) -> Result<(), ServerError> {
+        // The administrator may have forbidden rings since the start, or this process may have
+        // given up the capability that they need by now.
+        let small = RingConfig {
+            capacity: 1,
+            ..RingConfig::default()
+        };
+        drop(Ring::new(small)?);
         self.builder.check_successor(&self.config)
     }
 }

@@ -32,6 +32,7 @@ pub mod ports;
 pub mod problems;
 pub mod reload;
 pub mod rollout;
+pub mod shutdown;
 #[cfg(test)]
 mod tests_files;
 #[cfg(test)]
@@ -42,7 +43,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -68,6 +69,8 @@ use identities::IdentityKeeper;
 use ports::PortKeeper;
 use problems::{Problems, Subject};
 use rollout::RolloutDriver;
+
+pub use acquire::{Part, SimulatedNetwork};
 
 pub use crate::worker::PATIENCE;
 
@@ -157,6 +160,9 @@ pub enum ServerError {
     /// A listening socket cannot be handed on.
     #[error("cannot duplicate a listening socket: {0}")]
     Duplicate(#[source] io::Error),
+    /// A worker of the next program could have no ring.
+    #[error(transparent)]
+    Ring(#[from] RingError),
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
     Thread(#[source] io::Error),
@@ -290,6 +296,8 @@ pub struct Server {
     ring: u32,
     builder: build::Builder,
     shared: Arc<Shared>,
+    /// The network, if it is not the host's.
+    network: Option<Arc<dyn SimulatedNetwork>>,
     senders: Vec<MailSender<Mail>>,
     threads: Vec<Option<JoinHandle<()>>>,
     reports: Receiver<Report>,
@@ -454,9 +462,11 @@ impl Server {
             server_state,
             old: None,
             workers: build::workers(config),
+            simulated: None,
             tolerates: &tolerates,
         };
-        let acquired = match while_in_use(patience, || acquire::acquire(&wanted, &device_slots)) {
+        let mut acquired = match while_in_use(patience, || acquire::acquire(&wanted, &device_slots))
+        {
             // An address that is in use for longer is not a predecessor's. The rest is served.
             Err(error) if error.is_in_use() && !patience.is_zero() => {
                 is_waited_for.set(false);
@@ -480,19 +490,7 @@ impl Server {
         let parts = acquired.keep();
         // Initiators may write to them as soon as workers run.
         files.keep();
-        let (reports_tx, reports) = channel();
-        let mut server = Self {
-            config: config.clone(),
-            ring: ring_capacity(config.limits.max_sessions),
-            builder,
-            shared,
-            senders: Vec::new(),
-            threads: Vec::new(),
-            reports,
-            gone: 0,
-            failed: None,
-            failure: Arc::default(),
-        };
+        let (mut server, reports_tx) = Self::without_workers(config, builder, shared);
         let started = server.start_workers(config, parts, &reports_tx);
         // Or a wait for reports would not end once all workers have.
         drop(reports_tx);
@@ -502,6 +500,65 @@ impl Server {
             return Err(error);
         }
         Ok(server)
+    }
+
+    fn without_workers(
+        config: &Config,
+        builder: build::Builder,
+        shared: Arc<Shared>,
+    ) -> (Self, Sender<Report>) {
+        let (sender, reports) = channel();
+        let server = Self {
+            config: config.clone(),
+            ring: ring_capacity(config.limits.max_sessions),
+            builder,
+            shared,
+            network: None,
+            senders: Vec::new(),
+            threads: Vec::new(),
+            reports,
+            gone: 0,
+            failed: None,
+            failure: Arc::default(),
+        };
+        (server, sender)
+    }
+
+    /// A server of a simulation, with backends that are open. The caller makes its workers, of the
+    /// parts that this returns, and drives them; and names them by [`Server::attach`].
+    ///
+    /// # Errors
+    /// [`ServerError`].
+    pub fn simulated(
+        config: &Config,
+        server_state: &ServerState,
+        keepers: Keepers,
+        opened: OpenedStores,
+        network: Arc<dyn SimulatedNetwork>,
+    ) -> Result<(Self, Vec<Part>, Sender<Report>), ServerError> {
+        let mut builder = build::Builder::after(server_state, keepers)?;
+        let (catalog, files) = first_catalog(&mut builder, config, server_state, opened)?;
+        let device_slots = Arc::new(DeviceSlots::default());
+        let wanted = acquire::Wanted {
+            config,
+            catalog: &catalog,
+            server_state,
+            old: None,
+            workers: build::workers(config),
+            simulated: Some(&*network),
+            tolerates: &|_, _| false,
+        };
+        let parts = acquire::acquire(&wanted, &device_slots)?.keep();
+        files.keep();
+        let shared = Arc::new(shared(catalog, device_slots));
+        let (mut server, reports) = Self::without_workers(config, builder, shared);
+        server.network = Some(network);
+        Ok((server, parts, reports))
+    }
+
+    /// Names the workers of a simulation, in their order.
+    pub fn attach(&mut self, workers: Vec<MailSender<Mail>>) {
+        self.senders = workers;
     }
 
     /// Goes on without portals that workers cannot listen on, or fails.
@@ -522,8 +579,11 @@ impl Server {
         let mut catalog = Catalog::clone(&self.shared.registry.catalog());
         catalog.remove_portals(problems.portals());
         self.builder.set_problems(problems);
-        let rollout = RolloutDriver::staged(self.senders.clone());
-        self.exchange(&Arc::new(catalog), &[], rollout);
+        let catalog = Arc::new(catalog);
+        let mut rollout = RolloutDriver::staged(self.senders.clone());
+        self.exchange(&catalog, &[], &mut rollout, Instant::now());
+        rollout.wait();
+        self.want_devices(&catalog);
         Ok(())
     }
 
@@ -716,7 +776,7 @@ impl Server {
 
     /// Sessions and what they are served.
     #[must_use]
-    pub fn shared(&self) -> &Shared {
+    pub fn shared(&self) -> &Arc<Shared> {
         &self.shared
     }
 
@@ -841,74 +901,6 @@ impl Server {
             }
         }
         is_taken
-    }
-
-    /// Shuts down: see the module's header. Returns when nothing runs any more.
-    ///
-    /// # Errors
-    /// [`ServerError`] for a worker that failed and for data that could not be made durable.
-    pub fn shutdown(mut self) -> Result<(), ServerError> {
-        self.poll_reports();
-        // First, so that no session can begin that is not logged out below.
-        self.shared.registry.stop();
-        let until = Instant::now() + PATIENCE;
-        for sender in &self.senders {
-            let _ = sender.send_blocking(Mail::Shutdown { until });
-        }
-        // The flush must come after the last write: it would not cover one that is still under
-        // way.
-        let mut result = self.wait_quiet(until + LAST_IO);
-        if result.is_ok() {
-            // Any worker can flush for all: the backends are shared.
-            let flusher = self
-                .senders
-                .iter()
-                .find(|s| s.send_blocking(Mail::Flush).is_ok());
-            result = match flusher {
-                Some(_) => self.wait_flushed(),
-                None => Err(ServerError::Flush("no worker is left".into())),
-            };
-        }
-        self.abandon();
-        let catalog = self.shared.registry.catalog();
-        // The thread that saves a failure would end with the process, and the next start would
-        // trust the disk.
-        let stores = catalog.stores.iter().flatten();
-        stores.for_each(|store| store.wait_flush_failure_saved());
-        self.failed.take().map_or(result, Err)
-    }
-
-    fn wait_quiet(&mut self, until: Instant) -> Result<(), ServerError> {
-        let mut quiet = 0;
-        while quiet + self.gone < self.senders.len() {
-            if let Report::Quiet(_) = self.next_report(until)? {
-                quiet += 1;
-            }
-        }
-        Ok(())
-    }
-
-    fn wait_flushed(&mut self) -> Result<(), ServerError> {
-        let until = Instant::now() + LAST_IO;
-        loop {
-            match self.next_report(until)? {
-                Report::Flushed(result) => return result.map_err(ServerError::Flush),
-                Report::Ended(..) if self.gone == self.senders.len() => {
-                    return Err(ServerError::Flush("no worker is left".into()));
-                }
-                Report::Started(..) | Report::Quiet(_) | Report::Ended(..) => {}
-            }
-        }
-    }
-
-    fn next_report(&mut self, until: Instant) -> Result<Report, ServerError> {
-        let left = until.saturating_duration_since(Instant::now());
-        let report = self.reports.recv_timeout(left).map_err(|e| match e {
-            RecvTimeoutError::Timeout => ServerError::Timeout("the shutdown"),
-            RecvTimeoutError::Disconnected => ServerError::Timeout("a worker"),
-        })?;
-        self.note(&report);
-        Ok(report)
     }
 
     /// Remembers workers that have ended by themselves.

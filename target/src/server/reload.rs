@@ -30,8 +30,8 @@ use std::time::Instant;
 
 use super::acquire::{self, Acquired};
 use super::handover::ServerState;
-use super::problems::Subject;
-use super::rollout::{Refusal, RolloutDriver};
+use super::problems::{Problems, Subject};
+use super::rollout::{Refusal, RolloutDriver, RolloutState};
 use super::{PATIENCE, Server, ServerError, build};
 use crate::backend::{OpenedStores, Source, Spec, Store, Wish, look, open_all};
 use crate::config::{Backend, Config, Protocol};
@@ -160,14 +160,50 @@ fn size_aside(backend: &Backend) -> Backend {
     backend
 }
 
-/// A change that has everything it takes.
-struct Prepared {
+/// A change under way: see [`Server::begin_change`].
+pub struct Change {
     config: Config,
     builder: build::Builder,
+    /// The catalog with all portals.
+    whole: Catalog,
+    /// What workers are to serve.
     catalog: Arc<Catalog>,
     acquired: Acquired,
     rollout: RolloutDriver,
     grown: Vec<Grown>,
+    /// What will not be served, until the builder has it.
+    problems: Option<Problems>,
+    /// Portals that workers could not listen on, and that are done without.
+    unserved: Vec<Unserved>,
+}
+
+impl std::fmt::Debug for Change {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Change")
+            .field("rollout", &self.rollout)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Change {
+    /// The time at which workers are no longer waited for.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        self.rollout.deadline()
+    }
+}
+
+/// The progress of a [`Change`].
+#[derive(Debug)]
+pub enum ChangeStep {
+    /// It waits for workers.
+    Waiting,
+    /// It has everything it takes, and nothing of it can be seen: to be committed or withdrawn.
+    Staged,
+    /// It is served.
+    Applied,
+    /// Nothing is left of it; why, unless it was withdrawn.
+    Undone(Option<ChangeError>),
 }
 
 /// A backend with room for more.
@@ -192,6 +228,18 @@ impl Server {
     #[must_use]
     pub fn wishes(&self) -> Vec<Wish> {
         self.builder.wishes(&self.config)
+    }
+
+    /// The files and devices that another configuration takes, and that are not open.
+    #[must_use]
+    pub fn wishes_for(&self, config: &Config) -> Vec<Wish> {
+        self.builder.wishes(config)
+    }
+
+    /// The files and devices that a start takes.
+    #[must_use]
+    pub fn first_wishes(config: &Config) -> Vec<Wish> {
+        build::Builder::default().wishes(config)
     }
 
     /// Tries again to serve what could not be served, with what came of opening it; see
@@ -237,23 +285,92 @@ impl Server {
         mut opened: OpenedStores,
         agree: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        // All that can fail, or take long, comes before `commit`.
-        let mut prepared = self.prepare(config, builder, &mut opened)?;
+        // All that can fail, or take long, comes before the commit.
+        let mut change = self.prepare(config, builder, &mut opened, Instant::now())?;
+        let (mut agree, mut refused) = (Some(agree), None);
+        loop {
+            change.rollout.wait();
+            match self.poll_change(&mut change, Instant::now()) {
+                ChangeStep::Waiting => {}
+                ChangeStep::Staged => {
+                    let agree = agree.take().expect("it is staged once");
+                    let saved = self.save_numbers(&mut change).map_err(E::from);
+                    match saved.and_then(|()| agree()) {
+                        Ok(()) => self.commit_change(&mut change, Instant::now()),
+                        Err(error) => {
+                            refused = Some(error);
+                            // Numbers that were saved stay: they are a superset of those in use,
+                            // which does no harm.
+                            self.withdraw_change(&mut change, Instant::now());
+                        }
+                    }
+                }
+                ChangeStep::Applied => return Ok(()),
+                ChangeStep::Undone(error) => {
+                    let error = error.map(E::from).or(refused);
+                    return Err(error.expect("there is a reason"));
+                }
+            }
+        }
+    }
+
+    /// Begins to serve another configuration, with backends that were opened for it; for callers
+    /// that go on meanwhile, and give the change its turns by [`Server::poll_change`].
+    ///
+    /// # Errors
+    /// [`ChangeError`]; everything is as it was then.
+    pub fn begin_change(
+        &self,
+        config: Config,
+        mut opened: OpenedStores,
+        now: Instant,
+    ) -> Result<Change, ChangeError> {
+        self.check(&config)?;
+        self.prepare(config, self.builder.clone(), &mut opened, now)
+    }
+
+    /// Goes on with a change. It is over when it was applied or undone. Nothing else may change
+    /// what is served meanwhile.
+    ///
+    /// # Panics
+    /// If it was over before.
+    pub fn poll_change(&mut self, change: &mut Change, now: Instant) -> ChangeStep {
+        match change.rollout.poll(now) {
+            RolloutState::Staging | RolloutState::Applying | RolloutState::Undoing => {
+                ChangeStep::Waiting
+            }
+            RolloutState::Staged => {
+                if let Some(problems) = change.problems.take() {
+                    change.builder.set_problems(problems);
+                    change.builder.set_retrying(false);
+                }
+                ChangeStep::Staged
+            }
+            RolloutState::Applied => {
+                self.finish_change(change);
+                ChangeStep::Applied
+            }
+            RolloutState::Undone => match self.stage_again(change, now) {
+                Ok(true) => ChangeStep::Waiting,
+                end => {
+                    change.acquired.give_all_back();
+                    // A file that was created or extended for a change that did not come would be
+                    // left as litter, and keep room that others need.
+                    self.undo_backends(&change.builder, &change.grown);
+                    ChangeStep::Undone(end.err())
+                }
+            },
+        }
+    }
+
+    /// Saves the numbers and names that a change has given, before it is committed.
+    ///
+    /// # Errors
+    /// [`ChangeError`]; the change is to be withdrawn then.
+    pub fn save_numbers(&self, change: &mut Change) -> Result<(), ChangeError> {
         // Before the configuration is written down: a restart with either finds its numbers.
-        let saved = prepared.builder.save_ports(self.builder.ports());
-        let known = &self.builder;
-        let saved = saved.and_then(|()| prepared.builder.save_identities(Some(known)));
-        let saved = saved.map_err(|error| E::from(error.into()));
-        if let Err(error) = saved.and_then(|()| agree()) {
-            // The saved numbers stay: they are a superset of those in use, which does no harm.
-            self.withdraw(prepared);
-            return Err(error);
-        }
-        self.commit(prepared);
-        // Saving too many numbers does no harm.
-        if let Err(error) = self.builder.save_ports(self.builder.ports()) {
-            tracing::warn!(%error, "port numbers that are no longer used stay saved");
-        }
+        change.builder.save_ports(self.builder.ports())?;
+        change.builder.save_identities(Some(&self.builder))?;
         Ok(())
     }
 
@@ -263,13 +380,14 @@ impl Server {
         &self.config
     }
 
-    /// Acquires all that a configuration takes.
+    /// Acquires all that a configuration takes here, and has workers begin to acquire theirs.
     fn prepare(
         &self,
         config: Config,
         mut builder: build::Builder,
         opened: &mut OpenedStores,
-    ) -> Result<Prepared, ChangeError> {
+        now: Instant,
+    ) -> Result<Change, ChangeError> {
         // The host's addresses may be others than at the last change, and wildcards stand for
         // those of now.
         builder.look(&config);
@@ -278,87 +396,104 @@ impl Server {
             .catalog(&config, opened)
             .and_then(|catalog| self.grow(&config, &builder, &mut grown).map(|()| catalog))
             .map_err(ChangeError::from)
-            .and_then(|catalog| self.acquire(&config, &mut builder, &catalog));
+            .and_then(|whole| {
+                let attempt = self.acquire(&config, &builder, &whole, &[], now)?;
+                Ok((whole, attempt))
+            });
         match built {
-            Ok((catalog, acquired, rollout)) => {
-                builder.set_retrying(false);
-                Ok(Prepared {
-                    config,
-                    builder,
-                    catalog,
-                    acquired,
-                    rollout,
-                    grown,
-                })
-            }
+            Ok((whole, attempt)) => Ok(Change {
+                config,
+                builder,
+                whole,
+                catalog: attempt.catalog,
+                acquired: attempt.acquired,
+                rollout: attempt.rollout,
+                grown,
+                problems: Some(attempt.problems),
+                unserved: Vec::new(),
+            }),
             Err(error) => {
-                // A file that was created or extended for a change that did not come would be left
-                // as litter, and keep room that others need.
+                // As in `poll_change`.
                 self.undo_backends(&builder, &grown);
                 Err(error)
             }
         }
     }
 
-    /// Acquires what a catalog takes of the network, in every worker too. Portals that cannot be
-    /// listened on are left out of it where the builder tolerates that: others are not to wait for
-    /// them.
+    /// Acquires what a catalog takes of the network, and has every worker begin to. Portals that
+    /// cannot be had are left out of it where the builder tolerates that: others are not to wait
+    /// for them.
     fn acquire(
         &self,
         config: &Config,
-        builder: &mut build::Builder,
+        builder: &build::Builder,
         whole: &Catalog,
-    ) -> Result<(Arc<Catalog>, Acquired, RolloutDriver), ChangeError> {
+        unserved: &[Unserved],
+        now: Instant,
+    ) -> Result<Attempt, ChangeError> {
         let old = self.shared.registry.catalog();
-        let before = builder.problems().clone();
-        let mut unserved: Vec<Unserved> = Vec::new();
-        loop {
-            let mut catalog = whole.clone();
-            catalog.remove_portals(|protocol, at| {
-                // Only listeners of the RDMA CM can fail at a worker: TCP sockets are bound here
-                // before.
-                protocol != Protocol::Iscsi && unserved.iter().any(|other| other.portal == at)
-            });
-            // What was missing before may stay so: the administrator knows of it, and the change
-            // does not make it worse. A new portal that cannot be had is a mistake in the change.
-            let tolerates = |subject: &Subject| before.has(subject) || builder.tolerates(subject);
-            let wanted = acquire::Wanted {
-                config,
-                catalog: &catalog,
-                server_state: &ServerState::default(),
-                old: Some(&old),
-                workers: self.senders.len(),
-                tolerates: &|subject: &Subject, _: &ServerError| tolerates(subject),
-            };
-            let mut acquired = acquire::acquire(&wanted, &self.shared.device_slots)?;
-            let mut problems = before.clone();
-            let unserved_now = [&unserved[..], builder.unnamed_portals()];
-            problems.set_missing_portals(acquired.missing(), &unserved_now);
-            catalog.remove_portals(problems.portals());
-            // Without what is missing, so that discovery names only portals that are listened on.
-            let catalog = Arc::new(catalog);
-            // Where it is refused, all workers have released their parts when this returns.
-            let rollout = self.stage(&catalog, &mut acquired);
-            let refused = match rollout.refusal() {
-                None => {
-                    builder.set_problems(problems);
-                    return Ok((catalog, acquired, rollout));
-                }
-                Some(Refusal::Worker { worker, message }) => {
-                    return Err(ChangeError::Worker { worker, message });
-                }
-                Some(Refusal::Portals(refused)) => refused,
-            };
-            // Once more without them; there is no third time.
-            let is_tolerated =
-                |(_, other): &(usize, Unserved)| tolerates(&Subject::RdmaPortal(other.portal));
-            let is_over = !unserved.is_empty() || !refused.iter().all(is_tolerated);
-            if let Some((worker, first)) = refused.first().filter(|_| is_over) {
-                let (worker, message) = (*worker, first.why.clone());
+        let mut catalog = whole.clone();
+        catalog.remove_portals(|protocol, at| {
+            // Only listeners of the RDMA CM can fail at a worker: TCP sockets are bound here
+            // before.
+            protocol != Protocol::Iscsi && unserved.iter().any(|other| other.portal == at)
+        });
+        let wanted = acquire::Wanted {
+            config,
+            catalog: &catalog,
+            server_state: &ServerState::default(),
+            old: Some(&old),
+            workers: self.senders.len(),
+            simulated: self.network.as_deref(),
+            tolerates: &|subject: &Subject, _: &ServerError| is_tolerated(builder, subject),
+        };
+        let mut acquired = acquire::acquire(&wanted, &self.shared.device_slots)?;
+        let mut problems = builder.problems().clone();
+        let unserved = [unserved, builder.unnamed_portals()];
+        problems.set_missing_portals(acquired.missing(), &unserved);
+        catalog.remove_portals(problems.portals());
+        // Without what is missing, so that discovery names only portals that are listened on.
+        let catalog = Arc::new(catalog);
+        let parts = acquired.take_parts().into_iter().map(|part| Stage {
+            catalog: Arc::clone(&catalog),
+            devices: part.devices,
+            sockets: part.sockets,
+        });
+        let rollout = RolloutDriver::stage(self.senders.clone(), parts.collect(), now);
+        Ok(Attempt {
+            catalog,
+            acquired,
+            rollout,
+            problems,
+        })
+    }
+
+    /// Tries once more without portals that workers have refused; there is no third time. `false`
+    /// if they have refused none.
+    fn stage_again(&self, change: &mut Change, now: Instant) -> Result<bool, ChangeError> {
+        let refused = match change.rollout.refusal() {
+            None => return Ok(false),
+            Some(Refusal::Worker { worker, message }) => {
                 return Err(ChangeError::Worker { worker, message });
             }
-            unserved = refused.into_iter().map(|(_, other)| other).collect();
+            Some(Refusal::Portals(refused)) => refused,
+        };
+        let can_go_without = |(_, other): &(usize, Unserved)| {
+            is_tolerated(&change.builder, &Subject::RdmaPortal(other.portal))
+        };
+        let is_over = !change.unserved.is_empty() || !refused.iter().all(can_go_without);
+        if let Some((worker, first)) = refused.first().filter(|_| is_over) {
+            let (worker, message) = (*worker, first.why.clone());
+            return Err(ChangeError::Worker { worker, message });
         }
+        change.unserved = refused.into_iter().map(|(_, other)| other).collect();
+        let (config, builder) = (&change.config, &change.builder);
+        // All workers have released their parts, so these slots are free.
+        change.acquired.give_all_back();
+        let again = self.acquire(config, builder, &change.whole, &change.unserved, now)?;
+        (change.catalog, change.acquired) = (again.catalog, again.acquired);
+        (change.rollout, change.problems) = (again.rollout, Some(again.problems));
+        Ok(true)
     }
 
     /// Makes room in backends that are to be larger.
@@ -402,19 +537,6 @@ impl Server {
         Ok(())
     }
 
-    /// Lets every worker acquire its part, or undoes that; see [`rollout`](super::rollout).
-    fn stage(&self, catalog: &Arc<Catalog>, acquired: &mut Acquired) -> RolloutDriver {
-        let parts = acquired.take_parts().into_iter().map(|part| Stage {
-            catalog: Arc::clone(catalog),
-            devices: part.devices,
-            sockets: part.sockets,
-        });
-        let senders = self.senders.clone();
-        let mut rollout = RolloutDriver::stage(senders, parts.collect(), Instant::now());
-        rollout.wait();
-        rollout
-    }
-
     /// Takes back what opening backends has done to files.
     fn undo_backends(&self, builder: &build::Builder, grown: &[Grown]) {
         let new = builder.stores_beyond(&self.builder);
@@ -422,28 +544,25 @@ impl Server {
         self.builder.undo(new.chain(grown));
     }
 
-    /// Releases all that was acquired.
-    fn withdraw(&self, mut prepared: Prepared) {
-        prepared.rollout.withdraw(Instant::now());
-        prepared.rollout.wait();
-        self.undo_backends(&prepared.builder, &prepared.grown);
+    /// Releases all that was acquired for a change that is staged.
+    ///
+    /// # Panics
+    /// Unless it is staged.
+    pub fn withdraw_change(&self, change: &mut Change, now: Instant) {
+        change.rollout.withdraw(now);
     }
 
-    /// Serves what was prepared.
-    fn commit(&mut self, prepared: Prepared) {
-        let Prepared {
-            config,
-            builder,
-            catalog,
-            acquired,
-            rollout,
-            grown,
-        } = prepared;
+    /// Serves what a change has prepared. Workers follow; from here on nothing can fail.
+    ///
+    /// # Panics
+    /// Unless it is staged.
+    pub fn commit_change(&mut self, change: &mut Change, now: Instant) {
+        let builder = &change.builder;
         builder
             // From here on the files are what initiators use, and nothing may cut or remove them
             // again.
             .stores_beyond(&self.builder)
-            .chain(grown.iter().map(|g| &g.store))
+            .chain(change.grown.iter().map(|g| &g.store))
             .for_each(|store| store.keep());
         // Only from here on: a change that was withdrawn must leave no lines about problems that
         // never were.
@@ -458,12 +577,21 @@ impl Server {
                 unit.lu.import_state(&before.lu.export_state());
             }
         }
-        self.builder = builder;
-        self.config = config;
+        self.builder = builder.clone();
+        self.config = change.config.clone();
         // Workers have taken their parts when they staged them; only the slots are to be kept
         // here.
-        let _ = acquired.keep();
-        self.exchange(&catalog, &grown, rollout);
+        change.acquired.keep();
+        self.exchange(&change.catalog, &change.grown, &mut change.rollout, now);
+    }
+
+    /// Workers have applied a change, or take too long over it.
+    fn finish_change(&self, change: &Change) {
+        self.want_devices(&change.catalog);
+        // Saving too many numbers does no harm.
+        if let Err(error) = self.builder.save_ports(self.builder.ports()) {
+            tracing::warn!(%error, "port numbers that are no longer used stay saved");
+        }
     }
 
     /// Serves another catalog, for which workers have acquired what it takes.
@@ -471,9 +599,9 @@ impl Server {
         &self,
         catalog: &Arc<Catalog>,
         grown: &[Grown],
-        mut rollout: RolloutDriver,
+        rollout: &mut RolloutDriver,
+        now: Instant,
     ) {
-        let wanted = |addr| catalog.rdma_portals().any(|portal| portal.ip() == addr);
         // The catalog first: a login that comes now already meets it, so no session can slip in
         // between for a target that is gone.
         let ended = self.shared.registry.change(Arc::clone(catalog));
@@ -484,20 +612,36 @@ impl Server {
             self.on_resized(catalog, grown.place, grown.to);
         }
         // Initiators that do not answer the request to log out are cut off then.
-        let until = Instant::now() + PATIENCE;
+        let until = now + PATIENCE;
         for channel in ended.into_iter().chain(of_iscsi) {
             if let Some(sender) = self.senders.get(usize::from(channel.worker)) {
                 let serial = channel.serial;
                 let _ = sender.send_blocking(Mail::LogOut { serial, until });
             }
         }
-        // When this returns, workers have applied the change, or take too long over it.
-        rollout.commit(Instant::now());
-        rollout.wait();
-        // Last: workers have left the listeners of devices that are not wanted, and may close
-        // them.
+        rollout.commit(now);
+    }
+
+    /// Lets devices without portals be closed: after workers have left their listeners.
+    pub(super) fn want_devices(&self, catalog: &Catalog) {
+        let wanted = |addr| catalog.rdma_portals().any(|portal| portal.ip() == addr);
         self.shared.device_slots.want(wanted);
     }
+}
+
+/// The parts of a change that come of the network.
+struct Attempt {
+    catalog: Arc<Catalog>,
+    acquired: Acquired,
+    rollout: RolloutDriver,
+    problems: Problems,
+}
+
+/// Returns true if a change may do without something. What was missing before may stay so: the
+/// administrator knows of it, and the change does not make it worse. A new portal that cannot be had
+/// is a mistake in the change.
+fn is_tolerated(builder: &build::Builder, subject: &Subject) -> bool {
+    builder.problems().has(subject) || builder.tolerates(subject)
 }
 
 /// Returns true if a backend's size is to be looked at: where the file's words about it are others

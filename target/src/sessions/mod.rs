@@ -19,6 +19,8 @@
 pub mod budget;
 pub mod catalog;
 pub mod guard;
+#[cfg(test)]
+mod interleavings;
 pub mod iscsi;
 pub mod nexus;
 mod recent;

@@ -14,11 +14,12 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId};
+use riser_sync::{Mutex, MutexGuard};
 
 use super::budget::{Budget, Permit};
 use super::catalog::{Catalog, Entrance, TargetDef};

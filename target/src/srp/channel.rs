@@ -513,8 +513,9 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// The device is gone: nothing that was posted there will happen or complete.
-    pub fn handle_device_gone(&mut self, cx: &mut Cx<'_>) {
+    /// The queues are gone, alone or with their device: nothing that was posted there will happen or
+    /// complete.
+    pub fn handle_queues_gone(&mut self, cx: &mut Cx<'_>) {
         self.on_queue_pair_error(cx);
         for idx in (0..self.ioctx.len() as u16).map(TaskIdx) {
             let wrs = std::mem::take(&mut self.ioctx[usize::from(idx.0)].wrs);
@@ -524,7 +525,7 @@ impl Channel {
             }
         }
         self.own.forget_sends();
-        // A device that is gone flushes nothing.
+        // Queues that are gone flush nothing.
         self.posted_receives = 0;
         self.probing = false;
         self.drained = true;

@@ -142,6 +142,8 @@ pub enum Opened {
     Roce(Box<Roce>),
     /// A device of the host, by rdma-core.
     RdmaCore(Box<RdmaCoreDevice>),
+    /// A device of a simulation.
+    Simulated(Box<Endpoint>),
 }
 
 impl std::fmt::Debug for Opened {
@@ -149,6 +151,7 @@ impl std::fmt::Debug for Opened {
         f.write_str(match self {
             Self::Roce(_) => "Roce",
             Self::RdmaCore(_) => "RdmaCore",
+            Self::Simulated(_) => "Simulated",
         })
     }
 }
@@ -160,6 +163,7 @@ impl Opened {
         match self {
             Self::Roce(device) => device,
             Self::RdmaCore(device) => device,
+            Self::Simulated(device) => device,
         }
     }
 }

@@ -129,6 +129,14 @@ impl DeviceSlots {
         slots.iter().flatten().map(|device| device.addr).collect()
     }
 
+    /// Devices that are wanted.
+    #[must_use]
+    pub fn wanted(&self) -> Vec<IpAddr> {
+        let slots = self.lock();
+        let wanted = slots.iter().flatten().filter(|device| device.is_wanted);
+        wanted.map(|device| device.addr).collect()
+    }
+
     /// Every change of the table is whole, so poison is ignored.
     fn lock(&self) -> MutexGuard<'_, Vec<Option<OpenDevice>>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)

@@ -29,7 +29,7 @@ impl Worker {
         if accepted.is_err() {
             let mut conn = self.conns.remove(key);
             conn.fabric.abandon(&mut self.pool);
-            if let Some(link) = conn.fabric.rdma() {
+            if let Some(link) = conn.fabric.rdma_mut() {
                 link.hardware.destroy(&mut self.devices[link.device]);
             }
             if let Some(guard) = conn.fabric.into_guard() {
@@ -68,8 +68,8 @@ impl Worker {
 
     /// A connection holds nothing any longer: what is left of it goes, and its session is notified.
     pub(super) fn release(&mut self, key: ConnKey) {
-        let conn = self.conns.remove(key);
-        if let Some(link) = conn.fabric.rdma() {
+        let mut conn = self.conns.remove(key);
+        if let Some(link) = conn.fabric.rdma_mut() {
             let dev = &mut self.devices[link.device];
             link.hardware.destroy(dev);
             // The peer has yet to answer our request, and its answer names the identifier.

@@ -77,11 +77,13 @@ impl Worker {
     fn on_async_event(&mut self, device: usize, event: AsyncEvent) {
         match event {
             AsyncEvent::CqError(cq) => {
-                // Completions are lost, so it is not known what the device still uses: the queue
-                // pair has to go before the buffers do.
-                tracing::error!("a completion queue overran");
-                if let Some(key) = self.conns.by_cq(device, cq) {
-                    self.input(key, Input::Disconnected);
+                match self.conns.by_cq(device, cq) {
+                    Some(key) => self.end_overrun(key),
+                    // That of the agent that answers discoveries.
+                    None => tracing::error!(
+                        addr = %self.devices.addr(device),
+                        "a completion queue without a connection overran"
+                    ),
                 }
             }
             AsyncEvent::QpFatal(qp)
@@ -169,8 +171,9 @@ impl Worker {
     /// an event for what is there already would cost a system call.
     fn poll_cq(&mut self, key: ConnKey, device: usize, cq: CqId) -> usize {
         let serial = self.conns.get(key).map(Conn::serial);
-        // What was in it never completes; `check_removed` ends its connections.
-        if self.devices[device].is_gone() {
+        let link = self.conns.get(key).and_then(|conn| conn.fabric.rdma());
+        // What was in it never completes; `check_removed` or `end_overrun` has ended the connection.
+        if self.devices[device].is_gone() || link.is_some_and(|l| l.hardware.has_lost_queues) {
             return 0;
         }
         let mut completions = std::mem::take(&mut self.completions);
@@ -197,7 +200,7 @@ impl Worker {
                 n
             }
             Err(VerbsError::CqOverrun) => {
-                self.input(key, Input::Disconnected);
+                self.end_overrun(key);
                 self.drain_dirty();
                 1
             }

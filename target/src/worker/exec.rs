@@ -102,8 +102,28 @@ impl Worker {
         let (device, cm, qp) = (link.device, link.cm, link.hardware.qp);
         // Without a marker nothing would end the wait for it. The channel counts its receives and
         // chains besides, so it releases no memory that is in use.
-        if !self.cut(device, cm, qp) {
+        if link.hardware.has_lost_queues || !self.cut(device, cm, qp) {
             self.input(key, Input::Drained);
+        }
+    }
+
+    /// Ends a connection whose completion queue has lost completions, so that it is not known what
+    /// the device still uses, nor would a drain marker show it: the queues go before the buffers
+    /// do.
+    pub(super) fn end_overrun(&mut self, key: ConnKey) {
+        let Some(conn) = self.conns.get_mut(key) else {
+            return;
+        };
+        let peer = conn.peer;
+        let Some(link) = conn.fabric.rdma_mut() else {
+            return;
+        };
+        let dev = &mut self.devices[link.device];
+        // The peer hears of it while there is a queue pair to disconnect.
+        let _ = dev.disconnect(link.cm);
+        if link.hardware.destroy_queues(dev) {
+            tracing::error!(%peer, "a completion queue overran, and its connection ends");
+            self.input(key, Input::QueuesGone);
         }
     }
 

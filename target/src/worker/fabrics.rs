@@ -277,8 +277,8 @@ pub(super) enum Input {
     Disconnected,
     /// The drain marker has completed, or was not taken.
     Drained,
-    /// The device is gone, and will complete nothing.
-    DeviceGone,
+    /// The queues are gone, alone or with their device, and will complete nothing.
+    QueuesGone,
     /// The session that this one replaces has ended.
     OthersGone,
     /// A task may start.
@@ -339,7 +339,7 @@ impl Input {
                 Self::Cut if conn.channel().phase() == Phase::Closed => {}
                 Self::Disconnected | Self::Cut => conn.handle_disconnected(cx),
                 Self::Drained => conn.handle_drained(cx),
-                Self::DeviceGone => conn.handle_device_gone(cx),
+                Self::QueuesGone => conn.handle_queues_gone(cx),
                 input => conn.input(cx, |channel, cx| input.apply_iscsi(channel, cx)),
             },
         }
@@ -356,7 +356,7 @@ impl Input {
             Self::Terminate => channel.handle_terminate(cx),
             Self::Cut | Self::Disconnected => channel.handle_disconnected(cx),
             Self::Drained => channel.handle_drained(cx),
-            Self::DeviceGone => channel.handle_device_gone(cx),
+            Self::QueuesGone => channel.handle_queues_gone(cx),
             Self::OthersGone => channel.handle_others_gone(cx),
             Self::StartTask(task) => channel.handle_task_start(cx, task),
             Self::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
@@ -385,7 +385,7 @@ impl Input {
             Self::Cut
             | Self::Disconnected
             | Self::Drained
-            | Self::DeviceGone
+            | Self::QueuesGone
             | Self::OthersGone => unreachable!("the connection takes these itself"),
         }
     }

@@ -85,6 +85,8 @@ pub(super) struct Hardware {
     pub(super) receive_key: LKey,
     pub(super) send_key: LKey,
     pub(super) pool_key: LKey,
+    /// The queues were destroyed before the rest.
+    pub(super) has_lost_queues: bool,
 }
 
 /// Reasons for which a connection cannot be made.
@@ -127,6 +129,7 @@ impl Hardware {
                 receive_key,
                 send_key,
                 pool_key,
+                has_lost_queues: false,
             }),
             Err(error) => {
                 // Regions before the domain that they are in; `fill` has destroyed its queues
@@ -179,18 +182,33 @@ impl Hardware {
 
     /// Destroys the objects. Everything was created by us and is used by nothing else, so a refusal
     /// is a bug; it costs a log line and a leak, not the daemon.
-    pub(super) fn destroy(&self, dev: &mut (dyn Device + 'static)) {
-        let mut results = vec![dev.destroy_qp(self.qp), dev.destroy_cq(self.cq)];
-        results.extend(self.mrs.iter().map(|mr| dev.dereg_mr(*mr)));
+    pub(super) fn destroy(&mut self, dev: &mut (dyn Device + 'static)) {
+        self.destroy_queues(dev);
+        let mut results: Vec<_> = self.mrs.iter().map(|mr| dev.dereg_mr(*mr)).collect();
         results.push(dev.dealloc_pd(self.pd));
-        if dev.is_gone() {
-            // Everything went with it.
-            return;
+        check_freed(dev, results);
+    }
+
+    /// Destroys the queues alone: from now on the device uses no buffer. Returns whether they were
+    /// there.
+    pub(super) fn destroy_queues(&mut self, dev: &mut (dyn Device + 'static)) -> bool {
+        if std::mem::replace(&mut self.has_lost_queues, true) {
+            return false;
         }
-        for error in results.into_iter().filter_map(Result::err) {
-            debug_assert!(false, "{error}");
-            tracing::error!(%error, "cannot free a connection's device objects");
-        }
+        let results = vec![dev.destroy_qp(self.qp), dev.destroy_cq(self.cq)];
+        check_freed(dev, results);
+        true
+    }
+}
+
+fn check_freed(dev: &(dyn Device + 'static), results: Vec<Result<(), VerbsError>>) {
+    if dev.is_gone() {
+        // Everything went with it.
+        return;
+    }
+    for error in results.into_iter().filter_map(Result::err) {
+        debug_assert!(false, "{error}");
+        tracing::error!(%error, "cannot free a connection's device objects");
     }
 }
 

@@ -35,7 +35,7 @@ impl Worker {
             if let Some(link) = link {
                 link.is_closed = true;
             }
-            self.input(key, Input::DeviceGone);
+            self.input(key, Input::QueuesGone);
         }
         self.drain_dirty();
     }

@@ -430,7 +430,6 @@ impl<P: Provider> Client<P> {
         }
     }
 
-    /// Logs out and sees the connection end.
     /// Resets LUN 0.
     pub fn reset_unit(&mut self, pump: Pump<'_, P>) -> TmfStatus {
         let request = TmfRequest {
@@ -452,7 +451,14 @@ impl<P: Provider> Client<P> {
         }
     }
 
+    /// Logs out and sees the connection end.
     pub fn logout(&mut self, pump: Pump<'_, P>) {
+        self.ask_for_logout(pump);
+        self.wait_closed(pump);
+    }
+
+    /// Logs out, and leaves it to the caller to disconnect.
+    pub fn ask_for_logout(&mut self, pump: Pump<'_, P>) {
         let request = LogoutRequest {
             immediate: true,
             reason: LogoutReason::CloseSession,
@@ -466,7 +472,6 @@ impl<P: Provider> Client<P> {
         let (FromTarget::LogoutResponse(_), _) = self.next(pump) else {
             panic!("a logout is answered");
         };
-        self.wait_closed(pump);
     }
 
     /// Waits for the end of the connection.

@@ -1,6 +1,6 @@
 //! A bounded queue of messages into a worker.
 
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use riser_sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 
 use crate::waker::Waker;
 
@@ -82,5 +82,86 @@ impl<T> MailReceiver<T> {
     /// The next message, if there is one. Never blocks.
     pub fn poll_message(&mut self) -> Option<T> {
         self.rx.try_recv().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use riser_sync::testing::explore;
+    use riser_sync::thread;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+    use crate::handle::Handle;
+
+    /// Waits for a wake as a ring does: its read of the counter ends, then it has seen the wake.
+    fn park(waker: &Waker) {
+        let counter = waker.counter().and_then(Handle::fd).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        // It must not block: the threads of a checker are one thread.
+        while poll(
+            &mut [PollFd::new(&counter, PollFlags::IN)],
+            Some(&Timespec::default()),
+        ) == Ok(0)
+        {
+            assert!(Instant::now() < deadline, "a wake is lost");
+            thread::yield_now();
+        }
+        rustix::io::read(counter, &mut [0; 8]).unwrap();
+        waker.acknowledge();
+    }
+
+    #[test]
+    fn interleavings_of_senders_lose_no_message_and_no_wake() {
+        const EACH: u32 = 3;
+        explore(|| {
+            let waker = Waker::new().unwrap();
+            // Of fewer messages than are sent.
+            let (sender, mut receiver) = mailbox(2, waker.clone());
+            let senders = [0, 1].map(|who| {
+                let sender = sender.clone();
+                thread::spawn(move || {
+                    (0..EACH).for_each(|n| sender.send_blocking((who, n)).unwrap());
+                })
+            });
+            let mut next = [0; 2];
+            while next != [EACH; 2] {
+                match receiver.poll_message() {
+                    Some((who, n)) => {
+                        assert_eq!(n, next[who], "a sender's messages are in order");
+                        next[who] += 1;
+                    }
+                    None => park(&waker),
+                }
+            }
+            senders.into_iter().for_each(|one| one.join().unwrap());
+            assert_eq!(receiver.poll_message(), None);
+        });
+    }
+
+    #[test]
+    fn interleavings_of_workers_that_never_wait_lose_nothing_unnoticed() {
+        explore(|| {
+            let (sender, mut receiver) = mailbox(1, Waker::simulated());
+            let senders = [1, 2].map(|message| {
+                let sender = sender.clone();
+                thread::spawn(move || match sender.send(message) {
+                    Ok(()) => message,
+                    Err(SendError::Full(back)) => {
+                        assert_eq!(back, message);
+                        0
+                    }
+                    Err(SendError::Closed(_)) => panic!("the worker is there"),
+                })
+            });
+            let early = receiver.poll_message().unwrap_or(0);
+            let sent: i32 = senders.into_iter().map(|one| one.join().unwrap()).sum();
+            let late = std::iter::from_fn(|| receiver.poll_message()).sum::<i32>();
+            assert_eq!(early + late, sent);
+            drop(receiver);
+            assert!(matches!(sender.send(3), Err(SendError::Closed(3))));
+        });
     }
 }

@@ -21,7 +21,7 @@
 //!
 //! Bound: [`QUEUE`] packets wait for an address; what comes beyond is lost, as in a socket buffer.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::{Deref, DerefMut};
@@ -35,10 +35,11 @@ use crate::rc::RcCounters;
 use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
-use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
+use crate::roce::nic::{Breakage, Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
 use crate::roce::steer::steer;
 use crate::verbs::{
-    CmId, Mtu, PortSpace, PostError, PostReason, Provider, QpId, RdmaCm, RecvWr, SendWr, VerbsError,
+    CmId, Mtu, PortSpace, PostError, PostReason, Provider, QpId, RdmaCm, RecvWr, SendWr, Sge,
+    VerbsError, WrId,
 };
 
 /// Packets that wait for one device.
@@ -87,6 +88,18 @@ type Queue = BTreeMap<(Instant, u64), (SocketAddr, Vec<u8>)>;
 /// Place of a device: its address, and the worker that it belongs to.
 type Place = (IpAddr, u32);
 
+/// A function that gets source, destination and bytes of a packet.
+type OnPacket = dyn FnMut(SocketAddr, SocketAddr, &[u8]) + Send;
+
+/// Sees the packets that devices send.
+struct Tap(Box<OnPacket>);
+
+impl std::fmt::Debug for Tap {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tap").finish_non_exhaustive()
+    }
+}
+
 #[derive(Debug)]
 struct Wire {
     config: FabricConfig,
@@ -102,10 +115,15 @@ struct Wire {
     unplugged: HashSet<IpAddr>,
     /// Addresses that nothing reaches, and from which nothing leaves.
     partitioned: HashSet<IpAddr>,
-    /// Posts that the device at an address is to refuse, which it knows as well.
-    refusals: HashMap<IpAddr, Arc<Mutex<Refusals>>>,
+    /// What is wrong with the devices at an address, which they know as well.
+    defects: HashMap<IpAddr, Arc<Mutex<Defects>>>,
+    /// Largest path MTU of the devices at an address, if it is not that of the configuration.
+    mtus: HashMap<IpAddr, Mtu>,
+    /// Largest path MTU of the ways to an address.
+    ways: HashMap<IpAddr, Mtu>,
     /// Ports that other programs have.
     occupied: HashSet<SocketAddr>,
+    tap: Option<Tap>,
     sequence: u64,
     packets: u64,
     endpoints: u64,
@@ -113,7 +131,23 @@ struct Wire {
     overflows: u64,
 }
 
+/// Most bytes of a packet beside its payload: headers, padding and ICRC.
+const HEADERS: usize = 64;
+
 impl Wire {
+    /// The largest path MTU of connections that devices at an address make.
+    fn mtu(&self, addr: IpAddr) -> Mtu {
+        let own = self.mtus.get(&addr).copied().unwrap_or(self.config.mtu);
+        let way = self.ways.get(&addr).copied().unwrap_or(own);
+        std::cmp::min_by_key(own, way, |mtu| mtu.bytes())
+    }
+
+    /// Whether a packet is too long for the way between two addresses.
+    fn is_too_long(&self, ends: [SocketAddr; 2], len: usize) -> bool {
+        let mut ways = ends.iter().filter_map(|at| self.ways.get(&at.ip()));
+        ways.any(|mtu| len > mtu.bytes() as usize + HEADERS)
+    }
+
     /// Takes what comes out of the injector onto the queues.
     fn pump(&mut self, now: Instant) {
         while let Some(((src, dst), bytes)) = self.injector.poll_packet(now) {
@@ -173,8 +207,11 @@ impl Fabric {
             worker_bits: HashMap::new(),
             unplugged: HashSet::new(),
             partitioned: HashSet::new(),
-            refusals: HashMap::new(),
+            defects: HashMap::new(),
+            mtus: HashMap::new(),
+            ways: HashMap::new(),
             occupied: HashSet::new(),
+            tap: None,
             sequence: 0,
             packets: 0,
             endpoints: 0,
@@ -217,17 +254,19 @@ impl Fabric {
         seed[8..16].copy_from_slice(&wire.endpoints.to_le_bytes());
         let config = NicConfig {
             provider: "loopback",
-            mtu: wire.config.mtu,
+            mtu: wire.mtu(addr),
             max_inflight_bytes: wire.config.max_inflight_bytes,
             limits: wire.config.limits,
             worker_index: worker,
             worker_bits,
             ..NicConfig::new(addr, seed)
         };
-        let refuses = wire.refusals.entry(addr).or_default();
-        let refuses = Arc::clone(refuses);
-        let nic = Nic::new(config, wire.now);
-        let nic = RefusingNic { nic, refuses };
+        let defects = Arc::clone(wire.defects.entry(addr).or_default());
+        let nic = DefectiveNic {
+            nic: Nic::new(config, wire.now),
+            defects,
+            late: VecDeque::new(),
+        };
         let here = wire.occupied.iter().copied();
         let occupied: Vec<_> = here.filter(|at| at.ip() == addr).collect();
         drop(wire);
@@ -278,14 +317,55 @@ impl Fabric {
     /// Has the devices at an address refuse these posts, in place of those of the last call: one
     /// that is being taken away refuses all, before its owner learns of it.
     pub fn refuse_posts(&self, addr: IpAddr, refusals: Refusals) {
+        self.change(addr, |defects| defects.refusals = refusals);
+    }
+
+    /// Has receives that are posted at an address reach their queues so much later. Senders find
+    /// none there meanwhile, and are asked to wait (RNR NAK).
+    pub fn delay_receives(&self, addr: IpAddr, delay: Duration) {
+        self.change(addr, |defects| defects.delay = delay);
+    }
+
+    /// Breaks something of one of the connections at an address, the `nth`, once there is one.
+    pub fn break_one(&self, addr: IpAddr, what: Breakage, nth: usize) {
+        self.change(addr, |defects| defects.broken = Some((what, nth)));
+    }
+
+    /// Breaks nothing more at an address.
+    pub fn break_none(&self, addr: IpAddr) {
+        self.change(addr, |defects| defects.broken = None);
+    }
+
+    fn change(&self, addr: IpAddr, change: impl FnOnce(&mut Defects)) {
         let mut wire = self.wire();
-        let known = wire.refusals.entry(addr).or_default();
-        *known.lock().unwrap_or_else(PoisonError::into_inner) = refusals;
+        let known = wire.defects.entry(addr).or_default();
+        change(&mut known.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Narrows all ways to an address: longer packets are lost, and devices there make no
+    /// connections of a larger path MTU. `None` widens them again.
+    pub fn narrow(&self, addr: IpAddr, most: Option<Mtu>) {
+        let mut wire = self.wire();
+        match most {
+            Some(most) => wire.ways.insert(addr, most),
+            None => wire.ways.remove(&addr),
+        };
+    }
+
+    /// Puts a packet on the wire that no device has made.
+    pub fn inject(&self, src: SocketAddr, dst: SocketAddr, packet: Vec<u8>) {
+        self.send(self.now(), src, dst, packet);
     }
 
     /// Lets an address have a new device.
     pub fn plug(&self, addr: IpAddr) {
         self.wire().unplugged.remove(&addr);
+    }
+
+    /// Shows each packet that a device sends, as it leaves it, to a function: where it is from,
+    /// where it goes, and its bytes. The function must not use the fabric.
+    pub fn tap(&self, tap: impl FnMut(SocketAddr, SocketAddr, &[u8]) + Send + 'static) {
+        self.wire().tap = Some(Tap(Box::new(tap)));
     }
 
     /// Returns the number of packets that were sent.
@@ -329,6 +409,18 @@ impl Fabric {
         queued
             .map(|(at, _)| *at)
             .chain(wire.injector.deadline())
+            .min()
+    }
+
+    /// Next time after `now` at which a packet arrives or comes out of hold. Those that have arrived
+    /// at a device that does not take them are left out.
+    #[must_use]
+    pub fn next_arrival_after(&self, now: Instant) -> Option<Instant> {
+        let wire = self.wire();
+        let queues = wire.queues.values();
+        let queued = queues.filter_map(|q| q.keys().map(|(at, _)| *at).find(|at| *at > now));
+        queued
+            .chain(wire.injector.deadline().filter(|at| *at > now))
             .min()
     }
 
@@ -381,9 +473,13 @@ impl Fabric {
         let mut wire = self.wire();
         wire.packets += 1;
         wire.note(now, dst, &packet);
+        if let Some(Tap(tap)) = &mut wire.tap {
+            tap(src, dst, &packet);
+        }
         if [src, dst]
             .iter()
             .any(|at| wire.partitioned.contains(&at.ip()))
+            || wire.is_too_long([src, dst], packet.len())
         {
             return;
         }
@@ -455,20 +551,41 @@ fn refused(index: usize) -> PostError {
     }
 }
 
-/// The NIC of an endpoint, whose methods for posts come before those of the NIC.
-#[derive(Debug)]
-struct RefusingNic {
-    nic: Nic,
-    refuses: Arc<Mutex<Refusals>>,
+/// What is wrong with a device.
+#[derive(Debug, Default)]
+struct Defects {
+    refusals: Refusals,
+    /// Time until a receive that was posted is in its queue.
+    delay: Duration,
+    /// What is to break.
+    broken: Option<(Breakage, usize)>,
 }
 
-impl RefusingNic {
-    fn refusals(&self) -> MutexGuard<'_, Refusals> {
-        self.refuses.lock().unwrap_or_else(PoisonError::into_inner)
+/// A receive that is not in its queue yet.
+#[derive(Debug)]
+struct LateRecv {
+    at: Instant,
+    qp: QpId,
+    wr_id: WrId,
+    sges: Vec<Sge>,
+}
+
+/// The NIC of an endpoint, whose methods for posts come before those of the NIC.
+#[derive(Debug)]
+struct DefectiveNic {
+    nic: Nic,
+    defects: Arc<Mutex<Defects>>,
+    /// In the order of their posts.
+    late: VecDeque<LateRecv>,
+}
+
+impl DefectiveNic {
+    fn defects(&self) -> MutexGuard<'_, Defects> {
+        self.defects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
-        let taken = self.refusals().take_sends(wrs.len());
+        let taken = self.defects().refusals.take_sends(wrs.len());
         self.nic.post_send(qp, &wrs[..taken])?;
         if taken < wrs.len() {
             return Err(refused(taken));
@@ -477,14 +594,50 @@ impl RefusingNic {
     }
 
     fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
-        if self.refusals().refuses_next() {
+        let mut defects = self.defects();
+        if defects.refusals.refuses_next() {
             return Err(refused(0));
         }
-        self.nic.post_recv(qp, wrs)
+        let delay = defects.delay;
+        drop(defects);
+        if delay.is_zero() && self.late.is_empty() {
+            return self.nic.post_recv(qp, wrs);
+        }
+        let at = self.nic.now() + delay;
+        self.late.extend(wrs.iter().map(|wr| LateRecv {
+            at,
+            qp,
+            wr_id: wr.wr_id,
+            sges: wr.sges.to_vec(),
+        }));
+        Ok(())
+    }
+
+    /// Does what is due of what is wrong; returns how much that was.
+    fn suffer(&mut self, now: Instant) -> usize {
+        let mut done = 0;
+        while self.late.front().is_some_and(|late| late.at <= now)
+            && let Some(LateRecv {
+                qp, wr_id, sges, ..
+            }) = self.late.pop_front()
+        {
+            let sges = &sges;
+            // If its queue pair was destroyed meanwhile, the receive is dropped.
+            let _ = self.nic.post_recv(qp, &[RecvWr { wr_id, sges }]);
+            done += 1;
+        }
+        let broken = self.defects().broken;
+        if let Some((what, nth)) = broken
+            && self.nic.break_one(what, nth)
+        {
+            self.defects().broken = None;
+            done += 1;
+        }
+        done
     }
 }
 
-impl Deref for RefusingNic {
+impl Deref for DefectiveNic {
     type Target = Nic;
 
     fn deref(&self) -> &Nic {
@@ -492,7 +645,7 @@ impl Deref for RefusingNic {
     }
 }
 
-impl DerefMut for RefusingNic {
+impl DerefMut for DefectiveNic {
     fn deref_mut(&mut self) -> &mut Nic {
         &mut self.nic
     }
@@ -501,7 +654,7 @@ impl DerefMut for RefusingNic {
 /// A device on a fabric.
 #[derive(Debug)]
 pub struct Endpoint {
-    nic: RefusingNic,
+    nic: DefectiveNic,
     fabric: Fabric,
     /// Number of the device in its fabric.
     number: u64,
@@ -543,7 +696,9 @@ impl Endpoint {
     }
 
     /// Changes the largest path MTU of connections that are made from now on.
+    /// A device that takes its place has it as well.
     pub fn set_mtu(&mut self, mtu: Mtu) {
+        self.fabric.wire().mtus.insert(self.place.0, mtu);
         self.nic.set_mtu(mtu);
     }
 
@@ -640,7 +795,9 @@ impl Provider for Endpoint {
         if !self.occupied.is_empty() {
             self.vacate();
         }
-        let mut did = 0;
+        let mtu = self.fabric.wire().mtu(self.place.0);
+        self.nic.set_mtu(mtu);
+        let mut did = self.nic.suffer(now);
         while let Some((src, packet)) = self.fabric.take(now, self.place) {
             self.nic.handle_datagram(now, src, packet.len(), &packet);
             did += 1;
@@ -661,7 +818,9 @@ impl Provider for Endpoint {
             Some(_) => self.nic.timer_deadline(),
             None => self.nic.deadline(),
         };
-        [nic, self.full_until, arrival].into_iter().flatten().min()
+        let late = self.nic.late.front().map(|late| late.at);
+        let all = [nic, self.full_until, arrival, late];
+        all.into_iter().flatten().min()
     }
 
     fn event_fds(&self) -> Vec<BorrowedFd<'_>> {

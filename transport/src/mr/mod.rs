@@ -146,14 +146,6 @@ impl MrTable {
         self.len() == 0
     }
 
-    /// Whether any region belongs to `pd`. Looks at every slot.
-    #[must_use]
-    pub fn is_used_by(&self, pd: PdId) -> bool {
-        self.slots
-            .iter()
-            .any(|r| r.kind != Kind::Free && r.pd == pd)
-    }
-
     /// Registers a range of memory (see [`crate::verbs::Verbs::reg_mr`]).
     ///
     /// # Errors
@@ -244,11 +236,11 @@ impl MrTable {
         })
     }
 
-    /// Deregisters a region of any kind, valid or not.
+    /// Deregisters a region of any kind, valid or not; returns its protection domain.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
-    pub fn dereg(&mut self, id: MrId) -> Result<(), VerbsError> {
+    pub fn dereg(&mut self, id: MrId) -> Result<PdId, VerbsError> {
         let region = self.region_mut(id)?;
         // The slot keeps its generation until it is taken again. Until then a stale handle is
         // refused by the slot's kind.
@@ -256,9 +248,10 @@ impl MrTable {
         region.valid = false;
         region.length = 0;
         region.segments = Vec::new();
+        let pd = region.pd;
         // Behind all other free slots, so that this key comes back as late as possible.
         self.free.push_back(id.0.index() as u32);
-        Ok(())
+        Ok(pd)
     }
 
     /// Executes a REG_MR: makes what was mapped valid under `key` (IBTA 10.6.3.6).
@@ -715,8 +708,7 @@ mod tests {
             mrs.alloc_fast(PD, 8),
             Err(VerbsError::InsufficientResources(_))
         ));
-        assert!(mrs.is_used_by(PD) && !mrs.is_used_by(OTHER));
-        mrs.dereg(a.id).unwrap();
+        assert_eq!(mrs.dereg(a.id), Ok(PD));
         mrs.alloc_fast(PD, 8).unwrap();
     }
 

@@ -92,6 +92,13 @@ impl Cq {
         self.users = self.users.saturating_sub(1);
     }
 
+    /// Loses a completion; returns whether it is the first.
+    pub(super) fn overrun(&mut self) -> bool {
+        // What waits would look like a complete record of what was done.
+        self.entries.clear();
+        !std::mem::replace(&mut self.overrun, true)
+    }
+
     /// Adds a completion; the result says whether an armed notification fires.
     pub fn push(&mut self, completion: Completion) -> Added {
         // An overrun queue completes nothing any more: its user could not know what is missing.
@@ -99,9 +106,7 @@ impl Cq {
             return Added::Dead;
         }
         if self.entries.len() >= self.capacity {
-            self.overrun = true;
-            // What waits would look like a complete record of what was done.
-            self.entries.clear();
+            self.overrun();
             return Added::Overrun;
         }
         // An error wakes a user that waits for solicited completions only, or it would never

@@ -9,9 +9,10 @@ use riser_transport::verbs::{AsyncEvent, Completion, CqId, Provider, RdmaCm, Ver
 use super::inputs::Input;
 use super::multipath::PathsLink;
 use super::units::Watched;
-use super::{BATCH, Driver, MAX_RDMA, SessionGuard};
+use super::{BATCH, Driver, SessionGuard};
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoData, ScsiIo};
+use crate::engine::rdma::{Device, Owner};
 use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::session::SessionEvent;
@@ -46,19 +47,20 @@ impl<E: Env> Driver<E> {
         worked
     }
 
-    /// Handles the completions of every session; whether there were any.
+    /// Handles the completions of every connection; whether there were any.
     pub(super) fn poll_completions(&mut self, now: Instant) -> bool {
-        let mut worked = false;
-        let all = self.sessions.iter();
-        let queues = all.filter_map(|(index, s)| s.link.cq().map(|cq| (index, cq)));
-        let queues = queues.collect::<arrayvec::ArrayVec<(usize, CqId), MAX_RDMA>>();
-        for (index, cq) in queues {
-            worked |= self.poll_cq(index, cq, now);
+        let (mut worked, mut at) = (false, 0);
+        // What completes may end connections, so one may be left to the next round.
+        while let Some(device) = &self.device
+            && let Some(&(cq, owner)) = device.cqs().get(at)
+        {
+            worked |= self.poll_cq(cq, owner, now);
+            at += 1;
         }
         worked
     }
 
-    fn poll_cq(&mut self, index: usize, cq: CqId, now: Instant) -> bool {
+    fn poll_cq(&mut self, cq: CqId, owner: Owner, now: Instant) -> bool {
         let Some(device) = &mut self.device else {
             return false;
         };
@@ -72,7 +74,10 @@ impl<E: Env> Driver<E> {
         match polled {
             Ok(n) => n > 0,
             Err(_) => {
-                self.break_channel(index, 0, now);
+                // Completions of the same batch may have ended the connection.
+                if self.device.as_ref().and_then(|d| d.cq_owner(cq)).is_some() {
+                    self.break_channel(owner, now);
+                }
                 true
             }
         }
@@ -80,7 +85,7 @@ impl<E: Env> Driver<E> {
 
     fn handle_completion(&mut self, completion: &Completion, now: Instant) {
         let owner = self.device.as_ref().and_then(|d| d.owner(completion.qp));
-        // A queue pair that has been released may have left completions behind.
+        // It may have been released since they were polled.
         if let Some(owner) = owner {
             self.with_link(owner.session, now, |link, cx| {
                 link.handle_completion(owner.channel, completion, cx);
@@ -89,8 +94,10 @@ impl<E: Env> Driver<E> {
     }
 
     /// A channel's connection is broken; of iSER, the session's.
-    fn break_channel(&mut self, index: usize, channel: u8, now: Instant) {
-        self.with_link(index, now, |link, _| link.handle_broken(channel, now));
+    fn break_channel(&mut self, owner: Owner, now: Instant) {
+        self.with_link(owner.session, now, |link, _| {
+            link.handle_broken(owner.channel, now);
+        });
     }
 
     fn handle_async_event(&mut self, event: AsyncEvent, now: Instant) {
@@ -99,20 +106,19 @@ impl<E: Env> Driver<E> {
             | AsyncEvent::QpReqError(qp)
             | AsyncEvent::QpAccessError(qp) => {
                 if let Some(owner) = self.device.as_ref().and_then(|d| d.owner(qp)) {
-                    self.break_channel(owner.session, owner.channel, now);
+                    self.break_channel(owner, now);
                 }
             }
             AsyncEvent::CqError(cq) => {
-                let found = self.sessions.iter().find(|(_, s)| s.link.cq() == Some(cq));
-                if let Some((index, _)) = found {
-                    self.break_channel(index, 0, now);
+                if let Some(owner) = self.device.as_ref().and_then(|d| d.cq_owner(cq)) {
+                    self.break_channel(owner, now);
                 }
             }
             AsyncEvent::DeviceFatal => {
-                let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
-                let all: Vec<usize> = rdma.map(|(i, _)| i).collect();
-                for index in all {
-                    self.break_channel(index, 0, now);
+                let cqs = self.device.iter().flat_map(Device::cqs);
+                let all: Vec<Owner> = cqs.map(|(_, owner)| *owner).collect();
+                for owner in all {
+                    self.break_channel(owner, now);
                 }
             }
             _ => {}

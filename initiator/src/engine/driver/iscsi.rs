@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use riser_memory::MemSlice;
 use riser_scsi::iscsi::name::{Found, TargetAddress};
-use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider, VerbsError};
+use riser_transport::verbs::{CmEventKind, Completion, Provider, VerbsError};
 
 use super::context::{Context, MoverError, Report};
 use super::iser::IserMover;
@@ -65,11 +65,8 @@ impl IscsiLink {
         &self.target
     }
 
-    pub(super) fn cq(&self) -> Option<CqId> {
-        match &self.mover {
-            Datamover::Tcp(_) => None,
-            Datamover::Iser(mover) => Some(mover.cq()),
-        }
+    pub(super) fn is_rdma(&self) -> bool {
+        matches!(self.mover, Datamover::Iser(_))
     }
 
     pub(super) fn waited(&self) -> Option<Waited<'_>> {

@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use riser_transport::verbs::{CmEventKind, Completion, CqId, Provider};
+use riser_transport::verbs::{CmEventKind, Completion, Provider};
 
 use super::context::{Context, Report};
 use super::iscsi::IscsiLink;
@@ -114,12 +114,12 @@ impl Link {
         }
     }
 
-    /// The completion queue, of sessions on RDMA.
-    pub(super) fn cq(&self) -> Option<CqId> {
+    /// Returns whether the session is one on RDMA.
+    pub(super) fn is_rdma(&self) -> bool {
         match self {
-            Self::Srp(link) => Some(link.cq()),
-            Self::Iscsi(link) => link.cq(),
-            Self::Paths(_) => None,
+            Self::Srp(_) => true,
+            Self::Iscsi(link) => link.is_rdma(),
+            Self::Paths(_) => false,
         }
     }
 

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
-use riser_transport::verbs::{Completion, Notify, Provider, Verbs, VerbsError};
+use riser_transport::verbs::{Completion, Provider, Verbs, VerbsError};
 use slab::Slab;
 
 use self::context::{Context, Report};
@@ -194,12 +194,7 @@ impl<E: Env> Driver<E> {
         let Some(device) = &mut self.device else {
             return waiting;
         };
-        for (_, session) in &self.sessions {
-            if let Some(cq) = session.link.cq() {
-                let armed = device.provider.req_notify_cq(cq, Notify::Next);
-                waiting |= armed.unwrap_or(false);
-            }
-        }
+        waiting |= device.arm();
         while device.provider.poll_cq_event().is_some() {}
         waiting
     }
@@ -376,7 +371,7 @@ impl<E: Env> Driver<E> {
 
     /// The device for one more session, and the memory to register on it.
     fn claim_device(&mut self) -> Result<(&mut Device<E::Provider>, &MemSlice), VerbsError> {
-        let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
+        let rdma = self.sessions.iter().filter(|(_, s)| s.link.is_rdma());
         if rdma.count() >= MAX_RDMA {
             return Err(VerbsError::InsufficientResources("sessions of one engine"));
         }

@@ -105,8 +105,8 @@ pub(super) struct PathsLink {
     members: Vec<Member>,
     /// By request: the completion of a command that a path's session has.
     dones: Vec<Option<Done>>,
-    /// The generation of the unit's cache that a path has found last.
-    generation: Option<[u8; 16]>,
+    /// The generation of the unit's cache that a path has found last; `None` where it offers none.
+    pub(super) generation: Option<[u8; 16]>,
     /// Generations of caches that are known to be gone, so that each is counted once, however many
     /// paths find it gone. Bound: [`GONE`].
     gone: VecDeque<[u8; 16]>,
@@ -118,15 +118,10 @@ impl PathsLink {
         self.lun
     }
 
-    /// The generation of the unit's cache; `None` where it offers none.
-    pub(super) fn generation(&self) -> Option<[u8; 16]> {
-        self.generation
-    }
-
     pub(super) fn new(open: PathsOpen, now: Instant) -> Self {
         let mut machine = Paths::new(open.config);
         if open.recovers {
-            machine.recover(open.lun.encode(), now);
+            machine.recover(now);
         }
         let member = |plan: PathPlan| Member {
             target: plan.target,

@@ -118,14 +118,19 @@ impl EngineSession {
         let Some(unit) = self.units.first() else {
             return;
         };
-        let generation = match self.link.paths() {
-            Some(paths) => paths.generation(),
-            None => unit.unit.cache,
-        };
+        let generation = self.generation(&unit.unit);
         // Without a volatile cache, nothing is lost with it.
         let generation = generation.filter(|_| unit.cache.is_some());
         if !unit.cache.is_some_and(|cache| cache.has_lost()) {
             self.status.set_cache(generation);
+        }
+    }
+
+    /// The generation of a watched unit's cache that was found last.
+    fn generation(&self, unit: &Snapshot) -> Option<[u8; 16]> {
+        match self.link.paths() {
+            Some(paths) => paths.generation,
+            None => unit.cache,
         }
     }
 
@@ -144,10 +149,14 @@ impl EngineSession {
     }
 }
 
-/// The books of a unit's cache when a process takes over from one that was killed.
-fn inherited(watch: &Watch) -> Option<WriteCache> {
+/// The books of a unit's cache when a process takes over from one that was killed. `found` is the
+/// generation that was found last, which may be another than when the unit was first identified.
+fn inherited(watch: &Watch, found: Option<[u8; 16]>) -> Option<WriteCache> {
     let mut cache = WriteCache::inherited();
-    if watch.noted.is_some() && watch.noted != watch.unit.cache {
+    // Where nothing was noted, the cache may still have been lost since the unit was identified.
+    let known = watch.unit.cache.filter(|_| watch.write_cache);
+    let noted = watch.noted.or(known);
+    if noted.is_some() && noted != found {
         cache.on_lost();
         tracing::warn!(
             lun = watch.lun.number(),
@@ -164,11 +173,12 @@ impl<E: Env> Driver<E> {
         let key = self.key(index);
         let session = &mut self.sessions[index];
         session.units.retain(|u| u.owner.strong_count() > 0);
+        let found = session.generation(&watch.unit);
         // All watchers of a unit share the state of its cache.
         let known = session.units.iter().find(|u| u.lun == watch.lun);
         let cache = match known {
             Some(unit) => unit.cache.filter(|_| watch.write_cache),
-            None if watch.recovers && session.units.is_empty() => inherited(&watch),
+            None if watch.recovers && session.units.is_empty() => inherited(&watch, found),
             None => Some(WriteCache::default()).filter(|_| watch.write_cache),
         };
         session.units.push(Watched {
@@ -389,33 +399,47 @@ mod tests {
 
     use super::*;
 
-    use crate::engine::driver::{IscsiOpen, Open, Plan, Protocol, Transport, User};
+    use crate::engine::driver::{
+        IscsiOpen, Open, PathPlan, PathsOpen, Plan, Protocol, Transport, User,
+    };
     use crate::engine::io::{IoData, ScsiIo, Target};
     use crate::engine::oneshot::oneshot;
     use crate::engine::park::Mailbox;
     use crate::engine::pool::BufferPool;
     use crate::engine::tests::world::Sim;
     use crate::iscsi::session::fixture::config;
+    use crate::paths::PathsConfig;
 
-    /// An engine without a thread, with a session whose target was heard of before.
-    fn driver(now: Instant) -> (Driver<Sim>, SessionKey) {
-        let pool = BufferPool::new(1 << 16).unwrap();
-        let mailbox = Arc::new(Mailbox::new().unwrap());
-        let mut driver = Driver::new(Sim::new(None), None, mailbox, pool.memory().whole());
-        let open = IscsiOpen {
+    fn target() -> Target {
+        Target {
+            dst: "127.0.0.1:1".parse().unwrap(),
+            src: None,
+            service_id: None,
+        }
+    }
+
+    fn iscsi() -> Protocol {
+        Protocol::Iscsi(Box::new(IscsiOpen {
             config: config(),
             transport: Transport::Tcp,
             found: None,
-        };
+        }))
+    }
+
+    /// An engine without a thread, with a session whose target was heard of before.
+    fn driver(now: Instant) -> (Driver<Sim>, SessionKey) {
+        driver_with(Plan::One(iscsi()), now)
+    }
+
+    fn driver_with(plan: Plan, now: Instant) -> (Driver<Sim>, SessionKey) {
+        let pool = BufferPool::new(1 << 16).unwrap();
+        let mailbox = Arc::new(Mailbox::new().unwrap());
+        let mut driver = Driver::new(Sim::new(None), None, mailbox, pool.memory().whole());
         let (reply, _) = oneshot();
         let opened = driver.open(
             Open {
-                target: Target {
-                    dst: "127.0.0.1:1".parse().unwrap(),
-                    src: None,
-                    service_id: None,
-                },
-                plan: Plan::One(Protocol::Iscsi(Box::new(open))),
+                target: target(),
+                plan,
                 status: Arc::default(),
                 user: User::Caller(reply),
             },
@@ -502,6 +526,57 @@ mod tests {
             assert_eq!(status.report().cache, found, "{what:?}");
             flush(&mut driver, key, now).unwrap();
         }
+    }
+
+    /// The paths have found the loss before the unit was watched, but after it was identified.
+    #[test]
+    fn a_cache_lost_while_a_process_takes_over_is_noticed() {
+        for noted in [None, Some([1; 16])] {
+            take_over_amid_a_loss(noted);
+        }
+    }
+
+    fn take_over_amid_a_loss(noted: Option<[u8; 16]>) {
+        let now = Instant::now();
+        let lun = LunId::new(0).unwrap();
+        let pool = BufferPool::new(1 << 16).unwrap();
+        let plan = Plan::Paths(Box::new(PathsOpen {
+            config: PathsConfig {
+                paths: 1,
+                max_requests: 8,
+                timing: config().timing,
+                recheck: Duration::from_secs(5),
+            },
+            lun,
+            recovers: true,
+            paths: vec![PathPlan {
+                target: target(),
+                protocol: iscsi(),
+                buffer: pool.try_take(4096).unwrap(),
+            }],
+        }));
+        let (mut driver, key) = driver_with(plan, now);
+        let session = &mut driver.sessions[key.index];
+        session.units.clear();
+        session.link.paths_mut().unwrap().generation = Some([2; 16]);
+        let owner = Arc::new(());
+        let watch = Watch {
+            lun,
+            unit: Snapshot {
+                cache: Some([1; 16]),
+                ..Snapshot::default()
+            },
+            write_cache: true,
+            recovers: true,
+            noted,
+            reconnects: 0,
+            owner: Arc::downgrade(&owner),
+            buffer: pool.try_take(4096).unwrap(),
+        };
+        driver.watch(key.index, watch, now);
+        let first = flush(&mut driver, key, now);
+        assert_eq!(first, Err(RequestError::CacheLost));
+        flush(&mut driver, key, now).unwrap();
     }
 
     /// Before it has flushed, a loss concerns what the earlier process had written.

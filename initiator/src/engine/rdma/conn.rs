@@ -19,8 +19,8 @@ use arrayvec::ArrayVec;
 use riser_memory::{MemSlice, Memory};
 use riser_transport::mr_pool::{MrPool, PooledMr};
 use riser_transport::verbs::{
-    Access, CmError, CmEventKind, CmId, Completion, ConnParam, Mr, PortSpace, Provider, QpCap,
-    QpId, QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, VerbsError,
+    Access, CmError, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PdId, PortSpace, Provider,
+    QpCap, QpId, QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, VerbsError,
 };
 
 use super::task::{NewTask, Tasks};
@@ -116,6 +116,7 @@ pub(in crate::engine) enum Retire {
 /// Parts of a connection whose queue pair exists.
 struct Rings {
     qp: QpId,
+    cq: CqId,
     memory: Memory,
     mr: Mr,
     regions: MrPool,
@@ -206,13 +207,12 @@ impl<const R: usize> RdmaConn<R> {
         device: &mut Device<P>,
         resources: &Resources,
     ) -> Result<(), VerbsError> {
-        let (pd, cq, limits) = (resources.pd, resources.cq, &self.limits);
+        let (pd, limits) = (resources.pd, &self.limits);
         let memory = new_memory(limits.memory)?;
         let cap = QpCap {
             max_send_sge: MAX_SEND_SGE as u32,
             ..QpCap::new(limits.send_entries(), limits.receives)
         };
-        let init = QpInitAttr::new(pd, cq, QpType::Rc, cap);
         let provider = &mut device.provider;
         // Until all parts exist, each error gives back the ones before it: a release knows
         // them only as a whole.
@@ -224,20 +224,19 @@ impl<const R: usize> RdmaConn<R> {
                 return Err(e);
             }
         };
-        let qp = match provider.create_cm_qp(self.id, &init) {
-            Ok(qp) => qp,
+        let (qp, cq) = match create_queues(provider, self.id, pd, cap, limits.completions()) {
+            Ok(queues) => queues,
             Err(e) => {
                 let _ = provider.dereg_mr(mr.id);
                 regions.destroy(provider);
-                return Err(match e {
-                    CmError::Verbs(e) => e,
-                    _ => VerbsError::InvalidState("identifier takes no queue pair"),
-                });
+                return Err(e);
             }
         };
         device.own_qp(qp, self.owner);
+        device.own_cq(cq, self.owner);
         self.rings = Some(Rings {
             qp,
+            cq,
             memory,
             mr,
             regions,
@@ -291,6 +290,7 @@ impl<const R: usize> RdmaConn<R> {
         let is_disconnecting = linger && device.provider.disconnect(self.id).is_ok();
         if let Some(mut rings) = self.rings {
             device.disown_qp(rings.qp);
+            device.disown_cq(rings.cq);
             let provider = &mut device.provider;
             // Regions that are memory windows refer to the queue pair that they were bound on, and
             // Linux waits with its end until they are gone.
@@ -299,6 +299,7 @@ impl<const R: usize> RdmaConn<R> {
             }
             rings.regions.destroy(provider);
             let _ = provider.destroy_qp(rings.qp);
+            let _ = provider.destroy_cq(rings.cq);
             let _ = provider.dereg_mr(rings.mr.id);
         }
         match is_disconnecting {
@@ -541,6 +542,30 @@ pub(in crate::engine) fn new_memory(len: usize) -> Result<Memory, VerbsError> {
     Memory::new(len).map_err(|e| VerbsError::Os(e.raw_os_error().unwrap_or(0)))
 }
 
+/// Makes a connection's queue pair, and a completion queue of its own: one that has overrun goes with
+/// the connection, and takes no other with it.
+fn create_queues<P: Provider>(
+    provider: &mut P,
+    id: CmId,
+    pd: PdId,
+    cap: QpCap,
+    completions: u32,
+) -> Result<(QpId, CqId), VerbsError> {
+    // One spare, so that a correct device cannot fill the queue.
+    let cq = provider.create_cq(completions + 1)?;
+    let init = QpInitAttr::new(pd, cq, QpType::Rc, cap);
+    provider
+        .create_cm_qp(id, &init)
+        .map(|qp| (qp, cq))
+        .map_err(|e| {
+            let _ = provider.destroy_cq(cq);
+            match e {
+                CmError::Verbs(e) => e,
+                _ => VerbsError::InvalidState("identifier takes no queue pair"),
+            }
+        })
+}
+
 #[cfg(test)]
 mod tests {
     use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
@@ -575,7 +600,7 @@ mod tests {
             channel: 0,
         };
         let buffer = Memory::new(4096).unwrap();
-        let resources = Resources::new(&mut device, &buffer.whole(), 64, false).unwrap();
+        let resources = Resources::new(&mut device, &buffer.whole(), false).unwrap();
         let conn = RdmaConn::resolve(&mut device, owner, PortSpace::Tcp, &target, limits);
         let mut conn = conn.unwrap();
         conn.set_up(&mut device, &resources).unwrap();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_transport::verbs::{
-    Access, CmEvent, CmEventKind, CmId, CqId, Mr, PdId, Provider, QpId, VerbsError,
+    Access, CmEvent, CmEventKind, CmId, CqId, Mr, Notify, PdId, Provider, QpId, VerbsError,
 };
 
 /// Longest duration of a disconnect, after which its identifier is destroyed anyway.
@@ -23,6 +23,8 @@ pub(in crate::engine) struct Device<P> {
     pub(in crate::engine) provider: P,
     ids: HashMap<CmId, Owner>,
     qps: HashMap<QpId, Owner>,
+    /// Completion queues, each of one connection, in the order in which they were made.
+    cqs: Vec<(CqId, Owner)>,
     /// Identifiers without an owner, whose disconnect goes on until the given time at the latest.
     disconnecting: Vec<(CmId, Instant)>,
 }
@@ -33,6 +35,7 @@ impl<P: Provider> Device<P> {
             provider,
             ids: HashMap::new(),
             qps: HashMap::new(),
+            cqs: Vec::new(),
             disconnecting: Vec::new(),
         }
     }
@@ -40,6 +43,26 @@ impl<P: Provider> Device<P> {
     /// The owner of a queue pair; `None` if it has been released.
     pub(in crate::engine) fn owner(&self, qp: QpId) -> Option<Owner> {
         self.qps.get(&qp).copied()
+    }
+
+    /// The owner of a completion queue; `None` if it has been released.
+    pub(in crate::engine) fn cq_owner(&self, cq: CqId) -> Option<Owner> {
+        self.cqs.iter().find(|(own, _)| *own == cq).map(|(_, o)| *o)
+    }
+
+    /// The completion queues and their owners.
+    pub(in crate::engine) fn cqs(&self) -> &[(CqId, Owner)] {
+        &self.cqs
+    }
+
+    /// Arms every completion queue; whether completions wait already.
+    pub(in crate::engine) fn arm(&mut self) -> bool {
+        let mut waiting = false;
+        for (cq, _) in &self.cqs {
+            let armed = self.provider.req_notify_cq(*cq, Notify::Next);
+            waiting |= armed.unwrap_or(false);
+        }
+        waiting
     }
 
     /// The owner that an event is for. An event without one may end a disconnect.
@@ -69,6 +92,14 @@ impl<P: Provider> Device<P> {
 
     pub(super) fn disown_qp(&mut self, qp: QpId) {
         self.qps.remove(&qp);
+    }
+
+    pub(super) fn own_cq(&mut self, cq: CqId, owner: Owner) {
+        self.cqs.push((cq, owner));
+    }
+
+    pub(super) fn disown_cq(&mut self, cq: CqId) {
+        self.cqs.retain(|(own, _)| *own != cq);
     }
 
     pub(super) fn disown_id(&mut self, id: CmId) {
@@ -107,38 +138,27 @@ impl<P: Provider> Device<P> {
 /// A session's objects on a device.
 pub(in crate::engine) struct Resources {
     pub(in crate::engine) pd: PdId,
-    pub(in crate::engine) cq: CqId,
     /// The registration of the pool of data buffers.
     pub(in crate::engine) pool: Mr,
 }
 
 impl Resources {
-    /// Makes a protection domain, a completion queue and the pool's registration. `is_remote` gives
-    /// the target access to the whole pool.
+    /// Makes a protection domain and the pool's registration. `is_remote` gives the target access to
+    /// the whole pool.
     pub(in crate::engine) fn new<P: Provider>(
         device: &mut Device<P>,
         pool: &MemSlice,
-        completions: u32,
         is_remote: bool,
     ) -> Result<Self, VerbsError> {
         let provider = &mut device.provider;
         let pd = provider.alloc_pd()?;
-        // One spare, so that a correct device cannot fill the queue.
-        let cq = match provider.create_cq(completions + 1) {
-            Ok(cq) => cq,
-            Err(e) => {
-                let _ = provider.dealloc_pd(pd);
-                return Err(e);
-            }
-        };
         let access = match is_remote {
             true => Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE,
             false => Access::LOCAL_WRITE,
         };
         match provider.reg_mr(pd, pool, access) {
-            Ok(pool) => Ok(Self { pd, cq, pool }),
+            Ok(pool) => Ok(Self { pd, pool }),
             Err(e) => {
-                let _ = provider.destroy_cq(cq);
                 let _ = provider.dealloc_pd(pd);
                 Err(e)
             }
@@ -148,7 +168,6 @@ impl Resources {
     pub(in crate::engine) fn release<P: Provider>(&self, device: &mut Device<P>) {
         let provider = &mut device.provider;
         let _ = provider.dereg_mr(self.pool.id);
-        let _ = provider.destroy_cq(self.cq);
         let _ = provider.dealloc_pd(self.pd);
     }
 }

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use crate::iscsi::chap::{self, ALGORITHMS, Algorithm, Credentials};
-use crate::iscsi::keys::{Key, KeyError, Offer};
+use crate::iscsi::keys::{Key, KeyContext, KeyError, MAX_ANSWER, Negotiation, Offer, Sender};
 use crate::iscsi::login::{
     Answer, Auth, CompletedLogin, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin,
     LoginError, LoginStep, Outcome, Refusal, TargetLogin, Terms,
@@ -256,6 +256,19 @@ fn cve_2026_63887_unknown_keys_cannot_make_the_answer_long() {
     );
     assert_eq!(answer.response.status, LoginStatus::INITIATOR_ERROR);
     assert!(answer.text.is_empty());
+    // Nor is it that long before it is thrown away: at most by the last key of those that fit.
+    let mut keys = Negotiation::new(Offer::default());
+    let context = KeyContext {
+        from: Sender::Initiator,
+        stage: Operational,
+        leading: true,
+        discovery: false,
+    };
+    let mut text = Vec::new();
+    let mut names = (0..2000).map(|i| format!("k{i}"));
+    let error = names.find_map(|name| keys.answer(&name, "", context, &mut text).err());
+    assert_eq!(error, Some(KeyError::TooMany));
+    assert!(text.len() < MAX_ANSWER + 64, "{} bytes", text.len());
 }
 
 #[test]

@@ -2,8 +2,8 @@
 //! configuration.
 //!
 //! `PROGRAM check -o json /dev/stdin` is to find the configuration valid, and to report which
-//! versions of the handover state it reads. So another program, or a `riserd` from before
-//! hand-overs, is refused before anything has ended.
+//! versions of the handover state it reads, and which system calls it makes. So another program, or
+//! a `riserd` from before hand-overs, is refused before anything has ended.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,6 +17,7 @@ use rustix::fs::{Access, access};
 use serde::Deserialize;
 
 use super::{VERSION, process};
+use crate::sandbox;
 
 /// Time limit of a check.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -59,6 +60,11 @@ pub(super) enum CandidateError {
         "riserd {version} reads other versions of the handover state ({versions:?}, not {VERSION}); restart the service instead"
     )]
     OtherVersions { version: String, versions: Vec<u32> },
+    #[error(
+        "riserd {version} makes system calls that the sandbox of this process refuses ({calls}); restart the service \
+         instead"
+    )]
+    SystemCalls { version: String, calls: String },
 }
 
 /// The part of the output of `check -o json` that matters here.
@@ -67,6 +73,9 @@ struct CheckAnswer {
     valid: bool,
     version: String,
     takes_over: Vec<u32>,
+    /// Versions without a sandbox make no others than we do.
+    #[serde(default)]
+    system_calls: Vec<String>,
 }
 
 /// Checks that a program can take over with this configuration.
@@ -106,10 +115,28 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
             versions: answer.takes_over,
         });
     }
+    let refused = refused_calls(&answer.system_calls);
+    if !refused.is_empty() {
+        return Err(CandidateError::SystemCalls {
+            version: answer.version,
+            calls: refused.join(", "),
+        });
+    }
     Ok(Candidate {
         program: program.to_owned(),
         version: answer.version,
     })
+}
+
+/// System calls among these that the filter of this process may refuse. It is that of this program,
+/// or of a program before it, whose list had all of ours.
+fn refused_calls(wanted: &[String]) -> Vec<&str> {
+    if !sandbox::is_confined() {
+        return Vec::new();
+    }
+    let allowed = sandbox::system_calls();
+    let wanted = wanted.iter().map(String::as_str);
+    wanted.filter(|call| !allowed.contains(call)).collect()
 }
 
 /// Runs the check; returns its exit status and what it has written.

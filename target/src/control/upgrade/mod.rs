@@ -153,6 +153,12 @@ impl Handover {
         handover
     }
 
+    /// Returns true if this program takes over from another one in the same process.
+    #[must_use]
+    pub fn takes_over(&self) -> bool {
+        self.predecessor.is_some() || self.broken.is_some()
+    }
+
     /// The configuration that was served.
     #[must_use]
     pub fn config(&self) -> Option<&Config> {

@@ -25,8 +25,11 @@ struct State {
     len: u64,
     /// Sectors that survive a crash, and are not zero.
     stable: BTreeMap<u64, Sector>,
-    /// Versions written since the last flush, the newest last. None is empty.
-    dirty: BTreeMap<u64, Vec<Sector>>,
+    /// Versions written since the last flush, the newest last, and the order of all writes. None is
+    /// empty.
+    dirty: BTreeMap<u64, Vec<(u64, Sector)>>,
+    /// Number of the last change of a sector.
+    changes: u64,
     /// Sectors in the cache that are taken for clean, but were not written back.
     lost: BTreeMap<u64, Sector>,
     error: WriteBackError,
@@ -54,14 +57,18 @@ impl State {
     /// The sector as processes see it.
     fn sector(&self, number: u64) -> &Sector {
         let dirty = self.dirty.get(&number).and_then(|versions| versions.last());
-        let cached = dirty.or_else(|| self.lost.get(&number));
+        let cached = dirty
+            .map(|(_, sector)| sector)
+            .or_else(|| self.lost.get(&number));
         cached.or_else(|| self.stable.get(&number)).unwrap_or(&None)
     }
 
     fn put(&mut self, number: u64, sector: Sector) {
         // The failed page is written again, and is dirty.
         self.lost.remove(&number);
-        self.dirty.entry(number).or_default().push(sector);
+        self.changes += 1;
+        let version = (self.changes, sector);
+        self.dirty.entry(number).or_default().push(version);
     }
 
     fn settle(&mut self, number: u64, sector: Sector) {
@@ -71,12 +78,19 @@ impl State {
         };
     }
 
-    /// Makes what is dirty in a range of sectors stable.
-    fn flush(&mut self, first: u64, end: u64) {
+    /// Makes what is dirty in a range of sectors stable, as far as it was changed by then.
+    fn flush(&mut self, first: u64, end: u64, until: u64) {
         let numbers: Vec<u64> = self.dirty.range(first..end).map(|(n, _)| *n).collect();
         for number in numbers {
-            let newest = self.dirty.remove(&number).and_then(|mut v| v.pop());
-            self.settle(number, newest.unwrap_or(None));
+            let mut versions = self.dirty.remove(&number).unwrap_or_default();
+            let covered = versions.partition_point(|(change, _)| *change <= until);
+            let later = versions.split_off(covered);
+            if let Some((_, newest)) = versions.pop() {
+                self.settle(number, newest);
+            }
+            if !later.is_empty() {
+                self.dirty.insert(number, later);
+            }
         }
     }
 
@@ -159,7 +173,7 @@ impl Disk {
                 part.fill(0);
                 !is_whole
             });
-            state.flush(len / SECTOR, u64::MAX);
+            state.flush(len / SECTOR, u64::MAX, u64::MAX);
         }
         state.len = len;
     }
@@ -213,13 +227,23 @@ impl Disk {
 
     /// Makes all that was written stable.
     pub fn flush(&self) {
-        lock(&self.0).flush(0, u64::MAX);
+        self.flush_until(u64::MAX);
+    }
+
+    /// Number of the last change: a flush that begins now covers what was changed until then.
+    pub(crate) fn changes(&self) -> u64 {
+        lock(&self.0).changes
+    }
+
+    /// Makes stable what was written by then. What was written later may well be lost.
+    pub(crate) fn flush_until(&self, change: u64) {
+        lock(&self.0).flush(0, u64::MAX, change);
     }
 
     /// Makes what was written to a range stable.
     pub fn flush_range(&self, offset: u64, len: u64) {
         let end = (offset + len).div_ceil(SECTOR);
-        lock(&self.0).flush(offset / SECTOR, end);
+        lock(&self.0).flush(offset / SECTOR, end, u64::MAX);
     }
 
     /// Fails to write back the dirty sectors that `is_lost` names by their numbers. The cache has
@@ -229,7 +253,8 @@ impl Disk {
         let numbers: Vec<u64> = state.dirty.keys().copied().collect();
         for number in numbers.into_iter().filter(|number| is_lost(*number)) {
             let newest = state.dirty.remove(&number).and_then(|mut v| v.pop());
-            state.lost.insert(number, newest.unwrap_or(None));
+            let newest = newest.and_then(|(_, sector)| sector);
+            state.lost.insert(number, newest);
         }
         let count = state.error.count + 1;
         state.error = WriteBackError {
@@ -240,9 +265,18 @@ impl Disk {
     }
 
     /// Drops sectors from the cache that are taken for clean: what was lost is read as it is on the
-    /// disk.
-    pub fn drop_cache(&self) {
-        lock(&self.0).lost.clear();
+    /// disk. Returns the numbers of those that were lost.
+    pub fn drop_cache(&self) -> Vec<u64> {
+        let lost = std::mem::take(&mut lock(&self.0).lost);
+        lost.into_keys().collect()
+    }
+
+    /// Whether a write-back has failed, and no open file has reported it: the next one that is
+    /// opened will.
+    #[must_use]
+    pub fn has_unseen_error(&self) -> bool {
+        let error = &lock(&self.0).error;
+        error.count > 0 && !error.is_seen
     }
 
     /// Loses power. Of each dirty sector one version remains, which `choose` names by the sector's
@@ -256,7 +290,7 @@ impl Disk {
         for (number, mut versions) in std::mem::take(&mut state.dirty) {
             let chosen = choose(number, versions.len());
             if chosen > 0 {
-                let version = versions.swap_remove(chosen - 1);
+                let (_, version) = versions.swap_remove(chosen - 1);
                 state.settle(number, version);
             }
         }

@@ -189,6 +189,12 @@ impl Peer {
         state.arrivals += 1;
     }
 
+    /// Whether the socket has shut down sending, even if sent bytes are still to be taken.
+    #[must_use]
+    pub fn is_shut(&self) -> bool {
+        lock(&self.shared).is_shut
+    }
+
     /// Whether the socket no longer sends, and all that it has sent was taken.
     #[must_use]
     pub fn is_closed(&self) -> bool {
@@ -230,6 +236,16 @@ impl Listener {
         let (socket, far) = Socket::connected(peer);
         waiting.push_back(socket);
         Some(far)
+    }
+
+    /// Whether there is another clone of it, such as a process has. If not, those that wait to be
+    /// accepted are cut off.
+    pub fn is_listening(&self) -> bool {
+        let is_listening = Arc::strong_count(&self.waiting) > 1;
+        if !is_listening {
+            lock(&self.waiting).clear();
+        }
+        is_listening
     }
 
     pub(crate) fn is_waiting(&self) -> bool {

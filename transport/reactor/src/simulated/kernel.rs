@@ -86,6 +86,9 @@ struct Pending {
     moved: usize,
     /// Arrivals that a poll has reported.
     reported: u64,
+    /// Last change of its disk before it was handed over, which is all that a flush is sure to
+    /// cover.
+    before: u64,
 }
 
 /// What an operation has come to.
@@ -178,6 +181,7 @@ impl Queue {
             is_cancelled: false,
             moved: 0,
             reported,
+            before: 0,
         });
     }
 
@@ -191,6 +195,11 @@ impl Queue {
 
     pub(crate) fn enter(&mut self) {
         let state = &mut *self.0.borrow_mut();
+        for pending in &mut state.queued {
+            if let Some(Object::File(file)) = pending.handle.simulated() {
+                pending.before = file.disk().changes();
+            }
+        }
         state.pending.append(&mut state.queued);
     }
 
@@ -315,7 +324,7 @@ impl Pending {
                 }
             }
             Op::Sync(_) => {
-                disk.flush();
+                disk.flush_until(self.before);
                 file.check_write_back().map(|()| 0)
             }
             Op::Fallocate { what, offset, len } => {

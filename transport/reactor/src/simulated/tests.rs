@@ -126,6 +126,25 @@ fn a_crash_keeps_any_version_of_what_was_not_flushed() {
 }
 
 #[test]
+fn a_flush_covers_nothing_that_was_written_after_it_began() {
+    let (mut ring, kernel) = ring();
+    let disk = Disk::new(1 << 20);
+    let file = crate::Handle::from(disk.open());
+    write(&mut ring, &kernel, &file, 0, &filled(1, 1024));
+    ring.submit_sync(&file, SyncKind::Data, Token(2)).unwrap();
+    ring.submit().unwrap();
+    disk.write(512, &[2; 1024]);
+    let [flush] = &kernel.operations()[..] else {
+        panic!("one operation");
+    };
+    assert_eq!(kernel.complete(flush.id, Outcome::Whole), Some(0));
+    assert_eq!(disk.dirty(), [(1, 1), (2, 1)]);
+    disk.crash(|_, _| 0);
+    let bytes = [0, 512, 1024].map(|at| byte(&disk, at));
+    assert_eq!(bytes, [1, 1, 0]);
+}
+
+#[test]
 fn durable_writes_survive_a_crash_and_no_others() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(1 << 20);

@@ -34,6 +34,7 @@
 //!
 //! Not implemented: unreliable connections, memory windows, multicast, several ports or partitions.
 
+mod breakage;
 mod config;
 mod objects;
 mod qp;
@@ -63,6 +64,7 @@ use crate::verbs::{
 };
 use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, ROCE_PORT};
 
+pub use breakage::Breakage;
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, device_guid};
 use qpn::{QpnAllocator, QpnMap};
 use rdma_cm::CmAgent;
@@ -80,8 +82,7 @@ const PORTS_PER_QP: usize = 4;
 
 #[derive(Debug, Default)]
 struct Pd {
-    /// Queue pairs, shared receive queues and address handles; memory regions are counted by their
-    /// own table.
+    /// Queue pairs, shared receive queues, address handles and memory regions.
     users: u32,
 }
 

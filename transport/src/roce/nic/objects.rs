@@ -80,7 +80,7 @@ impl Nic {
     }
 
     pub fn dealloc_pd(&mut self, pd: PdId) -> Result<(), VerbsError> {
-        if self.pds.get(pd)?.users > 0 || self.mrs.is_used_by(pd) {
+        if self.pds.get(pd)?.users > 0 {
             return Err(VerbsError::ResourceBusy("protection domain"));
         }
         self.pds.remove(pd).map(drop)
@@ -88,7 +88,9 @@ impl Nic {
 
     pub fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
         self.pds.get(pd)?;
-        self.mrs.reg(pd, range, access)
+        let mr = self.mrs.reg(pd, range, access)?;
+        self.pds.get_mut(pd)?.users += 1;
+        Ok(mr)
     }
 
     pub fn query_mr(&self, mr: MrId) -> Result<MrAttr, VerbsError> {
@@ -96,12 +98,16 @@ impl Nic {
     }
 
     pub fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError> {
-        self.mrs.dereg(mr)
+        let pd = self.mrs.dereg(mr)?;
+        self.release_pd(pd);
+        Ok(())
     }
 
     pub fn alloc_fast_mr(&mut self, pd: PdId, max_segments: u32) -> Result<Mr, VerbsError> {
         self.pds.get(pd)?;
-        self.mrs.alloc_fast(pd, max_segments)
+        let mr = self.mrs.alloc_fast(pd, max_segments)?;
+        self.pds.get_mut(pd)?.users += 1;
+        Ok(mr)
     }
 
     pub fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {
@@ -169,13 +175,17 @@ impl Nic {
                 false
             }
             Added::Overrun => {
-                self.counters.cq_overruns += 1;
-                self.raise(AsyncEvent::CqError(cq));
-                // A user that sleeps until the next completion must not sleep for ever.
-                self.fire(cq);
+                self.on_overrun(cq);
                 true
             }
         }
+    }
+
+    pub(super) fn on_overrun(&mut self, cq: CqId) {
+        self.counters.cq_overruns += 1;
+        self.raise(AsyncEvent::CqError(cq));
+        // A user that sleeps until the next completion must not sleep for ever.
+        self.fire(cq);
     }
 
     pub fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError> {

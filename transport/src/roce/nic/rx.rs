@@ -263,19 +263,20 @@ impl Nic {
         if let Some(srq) = shared {
             self.check_srq_limit(srq);
         }
-        // A queue that overran has lost completions, so the queue pairs that complete there
-        // cannot go on.
         for cq in broken {
-            let users: Vec<QpId> = self
-                .qps
-                .iter()
-                .filter(|(_, q)| q.send_cq == cq || q.recv_cq == cq)
-                .map(|(id, _)| id)
-                .collect();
-            // Flushing may break further queues; each breaks once, so this ends.
-            for user in users {
-                self.fail_qp(user);
-            }
+            self.fail_users(cq);
+        }
+    }
+
+    /// A queue that overran has lost completions, so the queue pairs that complete there cannot go
+    /// on.
+    pub(super) fn fail_users(&mut self, cq: CqId) {
+        let is_user = |qp: &super::Qp| qp.send_cq == cq || qp.recv_cq == cq;
+        let users = self.qps.iter().filter(|(_, qp)| is_user(qp));
+        let users: Vec<QpId> = users.map(|(id, _)| id).collect();
+        // Flushing may break further queues; each breaks once, so this ends.
+        for user in users {
+            self.fail_qp(user);
         }
     }
 

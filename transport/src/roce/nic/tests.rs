@@ -339,8 +339,10 @@ fn a_queue_pair_in_error_takes_nothing() {
 
 #[test]
 fn cve_2026_45910_a_timer_does_not_outlive_its_queue_pair() {
-    // CVE-2026-45910.
-    let mut nic = nic();
+    // CVE-2026-45910. With room for one queue pair, so that the next one has its slot.
+    let mut config = NicConfig::new("10.0.0.1".parse().unwrap(), [7; 32]);
+    config.limits.max_qp = 1;
+    let mut nic = Nic::new(config, Instant::now());
     let qp = connected(&mut nic);
     let wr = SendWr::new(
         1,
@@ -357,7 +359,6 @@ fn cve_2026_45910_a_timer_does_not_outlive_its_queue_pair() {
     assert_eq!(batch.packets(), 1);
     let at = nic.timer_deadline().expect("a retransmission timer");
     nic.destroy_qp(qp).unwrap();
-    // Another queue pair may take the slot.
     let other = connected(&mut nic);
     assert_eq!(nic.handle_timeouts(at + Duration::from_secs(100)), 0);
     batch.clear();

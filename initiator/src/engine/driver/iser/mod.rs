@@ -5,7 +5,7 @@ mod events;
 use std::time::Instant;
 
 use riser_memory::MemSlice;
-use riser_transport::verbs::{CqId, Provider, VerbsError};
+use riser_transport::verbs::{Provider, VerbsError};
 
 use super::context::{Context, MoverError};
 use crate::engine::env::Env;
@@ -35,19 +35,14 @@ impl IserMover {
         pool: &MemSlice,
         config: IserConfig,
     ) -> Result<Self, VerbsError> {
-        let completions = config.limits().completions();
         Ok(Self {
             config,
-            resources: Resources::new(device, pool, completions, false)?,
+            resources: Resources::new(device, pool, false)?,
             slot: ConnSlot::default(),
             receiving: None,
             message: Vec::new(),
             slices: Vec::new(),
         })
-    }
-
-    pub(super) fn cq(&self) -> CqId {
-        self.resources.cq
     }
 
     pub(super) fn region_segments(&self) -> usize {

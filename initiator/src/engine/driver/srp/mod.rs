@@ -5,7 +5,7 @@ mod events;
 use std::time::Instant;
 
 use riser_memory::MemSlice;
-use riser_transport::verbs::{CqId, Provider, VerbsError};
+use riser_transport::verbs::{Provider, VerbsError};
 
 use super::context::{Context, Report};
 use super::plan::SrpOpen;
@@ -40,8 +40,7 @@ impl SrpLink {
         now: Instant,
     ) -> Result<Self, VerbsError> {
         let channels = open.config.channels;
-        let completions = open.conn.limits().completions() * u32::from(channels);
-        let resources = Resources::new(device, pool, completions, open.pool_wide)?;
+        let resources = Resources::new(device, pool, open.pool_wide)?;
         Ok(Self {
             machine: SrpSession::new(open.config, now),
             target,
@@ -59,10 +58,6 @@ impl SrpLink {
 
     pub(super) fn target(&self) -> &Target {
         &self.target
-    }
-
-    pub(super) fn cq(&self) -> CqId {
-        self.resources.cq
     }
 
     pub(super) fn release_device<P: Provider>(&self, device: &mut Device<P>) {

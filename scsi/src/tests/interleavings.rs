@@ -1,0 +1,88 @@
+//! A unit that several workers share, in many interleavings of what they do.
+
+use std::sync::Arc;
+
+use riser_sync::testing::explore;
+use riser_sync::thread;
+
+use super::{A, B, config, srp_nexus};
+use crate::attention::Attention;
+use crate::config::{BlockSize, Config};
+use crate::lu::LogicalUnit;
+use crate::nexus::NexusId;
+use crate::reservation::Reservations;
+
+/// Runs two things at once.
+fn both(
+    lu: &Arc<LogicalUnit>,
+    one: impl FnOnce(&LogicalUnit) + Send + 'static,
+    other: impl FnOnce(&LogicalUnit) + Send + 'static,
+) {
+    let (first, second) = (Arc::clone(lu), Arc::clone(lu));
+    let threads = [
+        thread::spawn(move || one(&first)),
+        thread::spawn(move || other(&second)),
+    ];
+    threads.into_iter().for_each(|one| one.join().unwrap());
+}
+
+fn pending(lu: &LogicalUnit, id: NexusId) -> Vec<Attention> {
+    std::iter::from_fn(|| lu.take_attention(id)).collect()
+}
+
+#[test]
+fn interleavings_of_reserve_and_release_leave_the_flag_as_the_reservations() {
+    explore(|| {
+        let lu = Arc::new(LogicalUnit::new(config(BlockSize::B512, 128)).unwrap());
+        let visit = |id| {
+            move |lu: &LogicalUnit| {
+                if lu.reserve_unit(id) {
+                    assert!(lu.is_restricted(), "commands of others must look");
+                    lu.release_unit(id);
+                }
+            }
+        };
+        both(&lu, visit(A), visit(B));
+        let restricts = lu.with_reservations(Reservations::restricts);
+        assert_eq!(lu.is_restricted(), restricts);
+        assert!(!restricts);
+    });
+}
+
+#[test]
+fn interleavings_of_a_login_with_the_threshold_notify_the_new_nexus() {
+    explore(|| {
+        let thin = Config {
+            threshold: Some(80),
+            ..config(BlockSize::B512, 128)
+        };
+        let lu = Arc::new(LogicalUnit::new(thin).unwrap());
+        both(
+            &lu,
+            |lu| assert_eq!(lu.note_space(90, 100), Some(true)),
+            |lu| lu.add_nexus(A, srp_nexus(1)),
+        );
+        let expected = [Attention::PowerOn, Attention::SoftThreshold];
+        assert_eq!(pending(&lu, A), expected);
+    });
+}
+
+#[test]
+fn interleavings_of_capacity_changes_notify_of_the_last_one() {
+    explore(|| {
+        let lu = Arc::new(LogicalUnit::new(config(BlockSize::B512, 128)).unwrap());
+        lu.add_nexus(A, srp_nexus(1));
+        assert_eq!(pending(&lu, A), [Attention::PowerOn]);
+        both(
+            &lu,
+            |lu| lu.set_capacity(256).unwrap(),
+            |lu| {
+                // An initiator that meets the attention finds the new capacity.
+                if lu.take_attention(A) == Some(Attention::CapacityChanged) {
+                    assert_eq!(lu.capacity_blocks(), 256);
+                }
+            },
+        );
+        assert_eq!(lu.capacity_blocks(), 256);
+    });
+}

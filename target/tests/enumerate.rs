@@ -1,0 +1,381 @@
+//! Each operation of a worker's ring fails once.
+//!
+//! The same commands run again and again; each time another operation, by its number, ends with an
+//! error. The command concerned reports the sense data of that error, or its connection ends; the
+//! initiator repeats it. All others are answered as ever, the data are those of a run without
+//! errors, and in the end nothing is left at the target.
+
+#![allow(clippy::print_stdout, reason = "prints figures")]
+
+mod simulation;
+mod world;
+
+use std::cell::RefCell;
+use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::rc::Rc;
+use std::sync::mpsc::channel;
+
+use riser_reactor::Op;
+use riser_reactor::simulated::Operation;
+use riser_scsi::iscsi::pdu::FromTarget;
+use riser_scsi::srp::{DataBuffer, TargetPortId};
+use riser_target::worker::mail::Mail;
+use riser_test_peers::mini::{Mini, login_req};
+use riser_test_peers::pdus::cdb10;
+use riser_test_peers::tcp::Client;
+use riser_transport::loopback::Endpoint;
+use simulation::{IQN, Simulation, Wire, footprint, pattern};
+use world::SERVER;
+
+const GOOD: u8 = 0;
+const CHECK_CONDITION: u8 = 2;
+const UNIT_ATTENTION: u8 = 6;
+const MISCOMPARE: u8 = 0xe;
+const COMPARE_AND_WRITE: u8 = 0x89;
+const VERIFY: u8 = 0x2f;
+
+/// Attempts at a command. One fails, and one meets a unit attention after another login.
+const ATTEMPTS: usize = 4;
+
+/// What fails in a run.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    None,
+    /// The operation of the ring with this number, with one of its errors.
+    Operation(usize, usize),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Protocol {
+    Iscsi,
+    Srp,
+}
+
+struct Command {
+    cdb: Vec<u8>,
+    out: Vec<u8>,
+    /// Bytes that come in.
+    len: u32,
+}
+
+/// A status, with data or sense data.
+type Answer = (u8, Vec<u8>);
+
+/// What a run came to.
+#[derive(Debug, Default)]
+struct Report {
+    /// Data of each command.
+    data: Vec<Vec<u8>>,
+    /// Operation code, sense key and additional sense code of commands that have failed.
+    failures: Vec<(u8, [u8; 3])>,
+    /// Connections that have ended in the middle.
+    lost: usize,
+    failed: Option<(Operation, i32)>,
+    operations: usize,
+}
+
+/// Commands that take each kind of operation on a disk, in pieces and alone.
+fn commands() -> Vec<Command> {
+    let command = |cdb: &[u8], out: Vec<u8>, len| Command {
+        cdb: cdb.to_vec(),
+        out,
+        len,
+    };
+    let with_flags = |opcode, flags, lba, blocks| {
+        let mut cdb = cdb10(opcode, lba, blocks);
+        cdb[1] = flags;
+        cdb
+    };
+    let (first, second) = (pattern(8192, 7), pattern(4096, 9));
+    let mut unmap = vec![0; 24];
+    (unmap[1], unmap[3], unmap[15], unmap[19]) = (22, 16, 16, 8);
+    let mut write_same = [0; 16];
+    (write_same[0], write_same[9], write_same[13]) = (0x93, 200, 4);
+    let mut swap = [0; 16];
+    (swap[0], swap[9], swap[13]) = (COMPARE_AND_WRITE, 64, 1);
+    let mut status = [0; 16];
+    (status[0], status[1], status[13]) = (0x9e, 0x12, 24);
+    vec![
+        command(&cdb10(0x2a, 8, 16), first.clone(), 0),
+        command(&cdb10(0x28, 8, 16), Vec::new(), 8192),
+        command(&cdb10(0x35, 0, 0), Vec::new(), 0),
+        // With FUA.
+        command(&with_flags(0x2a, 8, 64, 8), second.clone(), 0),
+        command(&[0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0], unmap, 0),
+        command(&write_same, pattern(512, 3), 0),
+        command(&swap, [&second[..512], &pattern(512, 5)[..]].concat(), 0),
+        // BYTCHK.
+        command(&with_flags(VERIFY, 2, 8, 8), first[..4096].to_vec(), 0),
+        command(&status, Vec::new(), 24),
+        command(&cdb10(0x35, 0, 0), Vec::new(), 0),
+        command(&cdb10(0x28, 0, 256), Vec::new(), 131_072),
+    ]
+}
+
+/// Errors of an operation that a kernel may report.
+fn errors(op: Op) -> &'static [i32] {
+    match op {
+        Op::Accept => &[libc::EMFILE, libc::ECONNABORTED],
+        Op::Send | Op::Receive(_) => &[libc::ECONNRESET, libc::ENOMEM],
+        Op::Poll { .. } => &[libc::ENOMEM],
+        Op::Read { .. } => &[libc::EIO, libc::ENOMEM],
+        Op::Write { .. } | Op::Sync(_) | Op::Fallocate { .. } => {
+            &[libc::EIO, libc::ENOSPC, libc::ENOMEM]
+        }
+    }
+}
+
+/// Sense data of a command with an operation that ended so (SPC-4 and SBC-3, by key and code).
+fn sense_of(opcode: u8, op: Op, errno: i32) -> [u8; 3] {
+    match (errno, op) {
+        (libc::EIO, Op::Read { .. }) => [3, 0x11, 0],
+        // It verifies the medium, so it writes what is in the cache; then it cannot read.
+        (libc::EIO, Op::Sync(_)) if opcode == VERIFY => [3, 0x11, 0],
+        (libc::EIO, _) => [3, 0x0c, 0],
+        (libc::ENOSPC, _) => [7, 0x27, 7],
+        (libc::ENOMEM, _) => [0xb, 0, 0],
+        _ => panic!("{op:?} does not fail with {errno}"),
+    }
+}
+
+/// An initiator that may lose its connection and make another one.
+struct Initiator {
+    simulation: Rc<RefCell<Simulation>>,
+    protocol: Protocol,
+    target: TargetPortId,
+    connections: u8,
+    tcp: Option<Client<Wire>>,
+    srp: Option<Mini<Endpoint>>,
+}
+
+impl Initiator {
+    fn new(simulation: &Rc<RefCell<Simulation>>, protocol: Protocol) -> Self {
+        let catalog = simulation.borrow().world.shared.registry.catalog();
+        Self {
+            simulation: Rc::clone(simulation),
+            protocol,
+            target: catalog.targets[0].portals[0].target_port(),
+            connections: 0,
+            tcp: None,
+            srp: None,
+        }
+    }
+
+    /// Does something with the connection; `None` if it has ended, which peers report by a panic.
+    /// A panic of the worker is one of the test.
+    fn attempt<T>(&mut self, run: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
+        match catch_unwind(AssertUnwindSafe(|| run(self))) {
+            Ok(Some(done)) => return Some(done),
+            Err(panic) if self.simulation.borrow().is_working => resume_unwind(panic),
+            Ok(None) | Err(_) => {}
+        }
+        (self.tcp, self.srp) = (None, None);
+        None
+    }
+
+    fn connect(&mut self) -> Option<()> {
+        if self.tcp.is_some() || self.srp.is_some() {
+            return Some(());
+        }
+        self.connections += 1;
+        let number = self.connections;
+        let simulation = Rc::clone(&self.simulation);
+        match self.protocol {
+            Protocol::Iscsi => {
+                let (peer, idle) = {
+                    let one = simulation.borrow();
+                    let from = SocketAddr::from(([10, 0, 0, 150], 40_000 + u16::from(number)));
+                    (one.listener.connect(from)?, one.world.client(50 + number))
+                };
+                let wire = Wire {
+                    simulation,
+                    peer,
+                    idle,
+                    received: Rc::default(),
+                };
+                self.tcp = Client::login_on(wire, IQN, 1).ok();
+            }
+            Protocol::Srp => {
+                let dev = simulation.borrow().world.client(number);
+                let (at, request) = (SocketAddr::new(SERVER, 5555), login_req(1, self.target));
+                let mut step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
+                self.srp = Mini::connect(dev, at, &request, &mut step).ok();
+            }
+        }
+        (self.tcp.is_some() || self.srp.is_some()).then_some(())
+    }
+
+    fn command(&mut self, command: &Command) -> Option<Answer> {
+        let Command { cdb, out, len } = command;
+        if let Some(tcp) = &mut self.tcp {
+            let moved = *len + out.len() as u32;
+            tcp.send_command(cdb, !out.is_empty(), moved, out);
+            let mut read = Vec::new();
+            loop {
+                match tcp.receive()? {
+                    (FromTarget::DataIn(pdu), _, data) => {
+                        read.extend(data);
+                        if let Some(with) = pdu.status {
+                            return Some((with.status, read));
+                        }
+                    }
+                    (FromTarget::ScsiResponse(response), ..) if response.status == GOOD => {
+                        return Some((GOOD, read));
+                    }
+                    // Sense data come behind their length (RFC 7143 11.4.7.2).
+                    (FromTarget::ScsiResponse(response), _, data) => {
+                        return Some((response.status, data[2..].to_vec()));
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        let simulation = Rc::clone(&self.simulation);
+        let srp = self.srp.as_mut()?;
+        srp.data.write(0, out);
+        let desc = |len| match len {
+            0 => DataBuffer::None,
+            len => DataBuffer::Direct(srp.desc(0, len)),
+        };
+        let (to, from) = (desc(out.len() as u32), desc(*len));
+        let mut step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
+        let answer = srp.command(cdb, to, from, &mut step);
+        let mut data = vec![0; *len as usize];
+        srp.data.read(0, &mut data);
+        Some(match answer.status {
+            GOOD => (GOOD, data),
+            status => (status, answer.sense),
+        })
+    }
+
+    fn leave(mut self) {
+        if let Some(srp) = self.srp.take() {
+            srp.disconnect(&mut |dev| self.simulation.borrow_mut().step(dev));
+        }
+    }
+}
+
+/// Runs all commands, each until it succeeds, with one fault.
+fn run(protocol: Protocol, fault: Fault) -> Report {
+    let simulation = Rc::new(RefCell::new(Simulation::new(1)));
+    if let Fault::Operation(index, which) = fault {
+        let errno = move |op| errors(op)[which];
+        simulation.borrow_mut().fails = Some((index, Box::new(errno)));
+    }
+    let mut report = Report::default();
+    let mut initiator = Initiator::new(&simulation, protocol);
+    for command in commands() {
+        let mut was_lost = false;
+        let mut data = None;
+        for _ in 0..ATTEMPTS {
+            let answer =
+                initiator.attempt(|own| own.connect().and_then(|()| own.command(&command)));
+            match answer {
+                Some((GOOD, bytes)) => data = Some(bytes),
+                Some((CHECK_CONDITION, sense)) => match sense[2] & 0xf {
+                    UNIT_ATTENTION => continue,
+                    // It was carried out, and the answer was lost.
+                    MISCOMPARE if was_lost && command.cdb[0] == COMPARE_AND_WRITE => {
+                        data = Some(Vec::new());
+                    }
+                    key => {
+                        let sense = [key, sense[12], sense[13]];
+                        report.failures.push((command.cdb[0], sense));
+                        // As an administrator does after a failed flush.
+                        let catalog = simulation.borrow().world.shared.registry.catalog();
+                        for store in catalog.stores.iter().flatten() {
+                            store.clear_flush_failure();
+                        }
+                        continue;
+                    }
+                },
+                Some((status, _)) => panic!("{fault:?}: status {status:#x}"),
+                None => {
+                    (report.lost, was_lost) = (report.lost + 1, true);
+                    continue;
+                }
+            }
+            break;
+        }
+        let opcode = command.cdb[0];
+        report
+            .data
+            .push(data.unwrap_or_else(|| panic!("{fault:?}: {opcode:#x} never succeeds")));
+    }
+    initiator.leave();
+    check_nothing_is_left(&mut simulation.borrow_mut(), fault);
+    let one = simulation.borrow();
+    report.failed = one.failed.clone();
+    report.operations = one.ended;
+    report
+}
+
+/// The sessions end, and what they had is back.
+fn check_nothing_is_left(one: &mut Simulation, fault: Fault) {
+    let mut idle = one.world.client(99);
+    for _ in 0..100_000 {
+        one.step(&mut idle);
+        if one.world.shared.registry.sessions() == 0 {
+            break;
+        }
+    }
+    let (answers, snapshots) = channel();
+    assert!(one.world.mail.send(Mail::Snapshot(answers)).is_ok());
+    let snapshot = loop {
+        one.step(&mut idle);
+        if let Ok(snapshot) = snapshots.try_recv() {
+            break snapshot;
+        }
+    };
+    assert_eq!(one.world.shared.registry.sessions(), 0, "{fault:?}");
+    assert_eq!(snapshot.pool_free, snapshot.pool_size, "{fault:?}");
+    let at_disk = one.kernel.operations();
+    assert!(at_disk.iter().all(|op| op.disk().is_none()), "{fault:?}");
+}
+
+/// Fails one operation after the other; returns the number of runs.
+fn enumerate(protocol: Protocol) -> usize {
+    let whole = run(protocol, Fault::None);
+    assert!(whole.failures.is_empty() && whole.lost == 0, "{whole:?}");
+    let mut runs = 0;
+    for index in 0..whole.operations {
+        for which in 0.. {
+            let fault = Fault::Operation(index, which);
+            let report = run(protocol, fault);
+            let (failed, errno) = report.failed.expect("as many operations as before");
+            runs += 1;
+            let what = format!("{fault:?}: {:?} with error {errno}", failed.op);
+            assert!(report.data == whole.data, "{what}");
+            match failed.disk() {
+                Some(_) => {
+                    let [(opcode, sense)] = report.failures[..] else {
+                        panic!("{what}: {:?}", report.failures);
+                    };
+                    assert_eq!(sense, sense_of(opcode, failed.op, errno), "{what}");
+                    assert_eq!(report.lost, 0, "{what}");
+                }
+                None => {
+                    assert_eq!(report.failures, [], "{what}");
+                    assert!(report.lost <= 1, "{what}");
+                }
+            }
+            if which + 1 == errors(failed.op).len() {
+                break;
+            }
+        }
+    }
+    runs
+}
+
+/// One function, since it counts the descriptors and threads of the process.
+#[test]
+fn each_operation_fails_once() {
+    let before = footprint();
+    for (protocol, least) in [(Protocol::Iscsi, 50), (Protocol::Srp, 20)] {
+        let runs = enumerate(protocol);
+        println!("figure: {runs} failures of operations, over {protocol:?}");
+        assert!(runs > least, "{runs}");
+    }
+    assert_eq!(footprint(), before, "descriptors and threads");
+}

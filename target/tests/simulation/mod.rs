@@ -1,0 +1,197 @@
+//! A worker on a ring, a disk, TCP sockets and threads in memory, which a seed drives.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::cell::RefCell;
+use std::io::{self, Read, Write};
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use riser_reactor::simulated::{Disk, Kernel, Listener, Operation, Outcome, Peer, Threads};
+use riser_reactor::{Next, Op, Ring, RingConfig};
+use riser_target::backend::{OpenedStores, Store};
+use riser_target::config::Config;
+use riser_target::host::{Host, SimulatedHost};
+use riser_target::server::{Keepers, build_shared_on};
+use riser_target::worker::TcpListener;
+use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
+use riser_transport::verbs::Provider;
+
+use crate::world::{SERVER, World};
+
+pub(crate) const IQN: &str = "iqn.2026-01.org.example:disk";
+
+/// Chooses the error of an operation.
+pub(crate) type ErrorOf = Box<dyn Fn(Op) -> i32>;
+
+/// The world, and the parts of it that a seed drives.
+pub(crate) struct Simulation {
+    pub(crate) world: World,
+    pub(crate) kernel: Kernel,
+    pub(crate) threads: Threads,
+    pub(crate) listener: Listener,
+    pub(crate) disk: Disk,
+    random: u64,
+    /// Jobs that threads have done.
+    pub(crate) jobs: usize,
+    /// Rounds after which the worker would have slept.
+    pub(crate) sleeps: usize,
+    /// Operations of the ring that have ended.
+    pub(crate) ended: usize,
+    /// The operation to fail, counted from the first to end, and its error number.
+    pub(crate) fails: Option<(usize, ErrorOf)>,
+    /// The one that has failed, and its error number.
+    pub(crate) failed: Option<(Operation, i32)>,
+    /// The worker is in a round: a panic is its own, and no check of a test's.
+    pub(crate) is_working: bool,
+}
+
+impl Simulation {
+    pub(crate) fn new(seed: u64) -> Self {
+        let text = format!(
+            "backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true }}\n\
+             targets:\n  - name: t\n    iqn: {IQN}\n    portals:\n      \
+             - {{ protocol: srp, listen: \"{SERVER}:5555\" }}\n      \
+             - {{ protocol: iscsi, listen: \"{SERVER}:3260\" }}\n    \
+             luns: {{ 0: {{ backend: d }} }}\n    access: open\nworkers: {{ count: 1 }}\n"
+        );
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        let fabric = Fabric::new(FabricConfig {
+            seed,
+            ..FabricConfig::default()
+        });
+        let threads = Threads::default();
+        let host: Arc<dyn Host> = Arc::new(SimulatedHost::new(threads.clone(), fabric.now()));
+        let disk = Disk::new(0);
+        let mut opened = OpenedStores::default();
+        let backend = &config.backends[0];
+        let store = Store::on_disk(&backend.spec, &disk, Arc::clone(&host));
+        opened.insert(&backend.name, &backend.spec, store);
+        let shared = build_shared_on(&config, Keepers::default(), opened).unwrap();
+        let (ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
+        let listener = Listener::new(SocketAddr::new(SERVER, 3260));
+        let sockets = vec![TcpListener::simulated(&listener)];
+        Self {
+            world: World::on(fabric, shared, ring, sockets, (seed, host)),
+            kernel,
+            threads,
+            listener,
+            disk,
+            random: seed,
+            jobs: 0,
+            sleeps: 0,
+            ended: 0,
+            fails: None,
+            failed: None,
+            is_working: false,
+        }
+    }
+
+    fn draw(&mut self, below: usize) -> usize {
+        // As in `world`.
+        self.random = self
+            .random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (self.random >> 33) as usize % below
+    }
+
+    /// One step of everything: a round of the worker, the end of one operation, and one job.
+    pub(crate) fn step(&mut self, dev: &mut Endpoint) {
+        let now = self.world.fabric.now();
+        dev.progress(now);
+        self.is_working = true;
+        let worked = self.world.worker.step(now).unwrap();
+        let next = self.world.worker.park(worked).unwrap();
+        self.is_working = false;
+        self.sleeps += usize::from(matches!(next, Next::Park(_)));
+        let mut ready = self.kernel.operations();
+        ready.retain(|operation| operation.is_ready);
+        if !ready.is_empty() {
+            let chosen = self.draw(ready.len());
+            self.end(ready.swap_remove(chosen));
+        }
+        if let [thread, ..] = self.threads.runnable()[..] {
+            self.threads.step(thread);
+            self.jobs += 1;
+        }
+        dev.progress(now);
+        let later = now + Duration::from_micros(10);
+        self.world.fabric.advance_to(later);
+    }
+
+    /// Ends an operation of the ring, as it was asked for or with the error that is its turn.
+    fn end(&mut self, operation: Operation) {
+        let fails = self.fails.as_ref();
+        let fails = fails.filter(|(index, _)| *index == self.ended);
+        let errno = fails.map(|(_, errno)| errno(operation.op));
+        let outcome = errno.map_or(Outcome::Whole, Outcome::Failed);
+        if self.kernel.complete(operation.id, outcome).is_some() {
+            self.ended += 1;
+            self.failed = errno.map(|errno| (operation, errno)).or(self.failed.take());
+        }
+    }
+}
+
+/// A connection of TCP whose other end is in the simulation, and what came over it.
+pub(crate) struct Wire {
+    pub(crate) simulation: Rc<RefCell<Simulation>>,
+    pub(crate) peer: Peer,
+    pub(crate) idle: Endpoint,
+    pub(crate) received: Rc<RefCell<Vec<u8>>>,
+}
+
+impl Wire {
+    /// Goes on until `done` gives something, for a second of virtual time at most.
+    fn until<T>(&mut self, mut done: impl FnMut(&Peer) -> Option<T>) -> io::Result<T> {
+        for _ in 0..100_000 {
+            if let Some(result) = done(&self.peer) {
+                return Ok(result);
+            }
+            self.simulation.borrow_mut().step(&mut self.idle);
+        }
+        Err(io::ErrorKind::TimedOut.into())
+    }
+}
+
+/// As the kernel closes a socket.
+impl Drop for Wire {
+    fn drop(&mut self) {
+        self.peer.close();
+    }
+}
+
+impl Read for Wire {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let most = buf.len();
+        let bytes = self.until(|peer| {
+            let bytes = peer.take(most);
+            (!bytes.is_empty() || peer.is_closed()).then_some(bytes)
+        })?;
+        buf[..bytes.len()].copy_from_slice(&bytes);
+        self.received.borrow_mut().extend(&bytes);
+        Ok(bytes.len())
+    }
+}
+
+impl Write for Wire {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.until(|peer| Some(peer.deliver(bytes)).filter(|n| *n > 0))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+pub(crate) fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
+}
+
+/// Descriptors and threads of this process.
+pub(crate) fn footprint() -> (usize, usize) {
+    let count = |path| std::fs::read_dir(path).unwrap().count();
+    (count("/proc/self/fd"), count("/proc/self/task"))
+}

@@ -143,6 +143,18 @@ for set in CapInh CapPrm CapEff CapBnd CapAmb; do
     grep -Eq "^$set:[[:space:]]0+$" "/proc/$(main_pid)/status" || fail "riserd has a capability in $set"
 done
 grep -Eq '^NoNewPrivs:[[:space:]]1$' "/proc/$(main_pid)/status" || fail "riserd may gain privileges"
+# Beside the service manager's filters, of which there may be any number.
+filters() { sed -n 's/^Seccomp_filters:[[:space:]]*//p' "/proc/$(main_pid)/status"; }
+all=$(filters)
+printf '[Service]\nEnvironment=RISERD_SANDBOX=off\n' >/run/systemd/system/riserd.service.d/test.conf
+systemctl daemon-reload
+systemctl restart riserd
+[ "$all" = $(($(filters) + 2)) ] || fail "riserd has not installed its own filters"
+rm /run/systemd/system/riserd.service.d/test.conf
+systemctl daemon-reload
+systemctl restart riserd
+is_there
+! journalctl -u riserd | grep 'less of a sandbox' || fail "riserd could not enter its sandbox"
 # Of 100; it is 20 with systemd 252.
 systemd-analyze security --no-pager --threshold=25 riserd | tail -n 1
 # What attaches disks mounts them, and has nothing else to do with root.

@@ -4,6 +4,7 @@
 //! - [`Initiator`]: one initiator port of this process, with one session at a time.
 //! - [`Contest`]: several of them at work, and clients of an NBD export beside them.
 
+use std::net::Ipv4Addr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -30,7 +31,7 @@ const LONGEST: u64 = 20;
 /// The disk's size in bytes.
 pub const SIZE: u64 = DISK.end * BLOCK as u64;
 
-/// Threads of each initiator, and clients of an NBD export.
+/// Threads of each initiator, and clients of an NBD export, unless a test chooses another number.
 const THREADS: u64 = 2;
 
 /// How long anything may take on the slowest machine.
@@ -39,9 +40,26 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// A target's lines of riserd's configuration, with a portal of each protocol at
 /// 127.0.`network`.1.
 pub fn portals(network: u8) -> String {
+    portals_at(loopback(network, 1))
+}
+
+/// The same, at an address.
+pub fn portals_at(address: Ipv4Addr) -> String {
     let portals = ["srp", "iser", "iscsi"]
-        .map(|protocol| format!("{{ protocol: {protocol}, listen: 127.0.{network}.1 }}"));
+        .map(|protocol| format!("{{ protocol: {protocol}, listen: {address} }}"));
     format!("iqn: {IQN}\nportals: [{}]", portals.join(", "))
+}
+
+fn loopback(network: u8, host: u16) -> Ipv4Addr {
+    Ipv4Addr::new(127, 0, network, host as u8)
+}
+
+/// The address of the contended unit over a protocol.
+pub fn url(scheme: &str, target: Ipv4Addr) -> String {
+    match scheme {
+        "srp" => format!("srp://{target}/0"),
+        _ => format!("{scheme}://{target}/{IQN}/0"),
+    }
 }
 
 /// One initiator port, with one session at a time.
@@ -57,7 +75,8 @@ pub struct Initiator {
 }
 
 impl Initiator {
-    fn new(scheme: &'static str, network: u8, port: u16) -> Arc<Self> {
+    /// Logs in to the target of [`portals`] at one address from another.
+    pub fn new(scheme: &'static str, target: Ipv4Addr, host: Ipv4Addr, port: u16) -> Arc<Self> {
         let timing = Timing {
             attempt: Duration::from_millis(400),
             tsk_mgmt: Duration::from_millis(800),
@@ -72,15 +91,10 @@ impl Initiator {
             .port(0x0123_4567_0000_0000 | u64::from(port) << 24);
         let client = match scheme {
             "iscsi" => builder.without_device(),
-            _ => builder.open(format!("127.0.{network}.{}", port + 1).parse().unwrap()),
+            _ => builder.open(host.into()),
         };
         let client = client.unwrap();
-        let target = match scheme {
-            "srp" => "0".to_owned(),
-            _ => format!("{IQN}/0"),
-        };
-        let url = format!("{scheme}://127.0.{network}.1/{target}");
-        let url: TargetUrl = url.parse().unwrap();
+        let url: TargetUrl = url(scheme, target).parse().unwrap();
         let lun = log_in(&client, &url);
         Arc::new(Self {
             scheme,
@@ -161,6 +175,8 @@ impl Worker {
 pub struct Contest {
     history: Arc<History>,
     pub initiators: Vec<Arc<Initiator>>,
+    /// Of each initiator, and as many clients of an NBD export.
+    threads: u64,
     seed: u64,
     stop: Arc<AtomicBool>,
     workers: Vec<Worker>,
@@ -169,18 +185,29 @@ pub struct Contest {
 impl Contest {
     /// Logs initiators of these protocols in to the target of [`portals`], and sets them to work.
     pub fn new(schemes: &[&'static str], network: u8, seed: u64) -> Self {
-        let initiators = schemes.iter().zip(1..);
+        let target = loopback(network, 1);
+        let initiator = |(scheme, port): (&&'static str, u16)| {
+            Initiator::new(scheme, target, loopback(network, port + 1), port)
+        };
+        Self::of(
+            schemes.iter().zip(1..).map(initiator).collect(),
+            THREADS,
+            seed,
+        )
+    }
+
+    /// Sets initiators, whose ports are numbered from 1 on, to work with some threads each.
+    pub fn of(initiators: Vec<Arc<Initiator>>, threads: u64, seed: u64) -> Self {
         let mut contest = Self {
             history: Arc::new(History::new(DISK.end as usize).with_repeats()),
-            initiators: initiators
-                .map(|(scheme, port)| Initiator::new(scheme, network, port))
-                .collect(),
+            initiators,
+            threads,
             seed,
             stop: Arc::default(),
             workers: Vec::new(),
         };
         for initiator in contest.initiators.clone() {
-            for stream in 0..THREADS {
+            for stream in 0..threads {
                 let stream = u64::from(initiator.port.0) << 8 | stream;
                 let (scheme, initiator) = (initiator.scheme, Arc::clone(&initiator));
                 let work = move |history: &_, chance: &mut _, done: &_, stop: &_| {
@@ -196,7 +223,7 @@ impl Contest {
     /// answered, so none of their requests fails.
     pub fn add_nbd(&mut self, socket: &Path) {
         let port = Port(self.initiators.len() as u16 + 1);
-        for stream in 0..THREADS {
+        for stream in 0..self.threads {
             let mut disk = Nbd::connect(socket);
             let stream = u64::from(port.0) << 8 | stream;
             let work =
@@ -233,16 +260,28 @@ impl Contest {
         });
     }
 
+    /// Number of operations that were carried out.
+    pub fn done(&self) -> u64 {
+        self.counts().iter().sum()
+    }
+
+    /// Number of versions that the history keeps, of all blocks.
+    pub fn versions(&self) -> usize {
+        self.history.versions()
+    }
+
+    fn counts(&self) -> Vec<u64> {
+        let all = self.workers.iter();
+        all.map(|worker| worker.done.load(Ordering::Relaxed))
+            .collect()
+    }
+
     /// Waits until every thread has done `more` further operations.
     pub fn go_on(&mut self, what: &str, more: u64) {
-        let counts = |contest: &Self| -> Vec<u64> {
-            let all = contest.workers.iter();
-            all.map(|worker| worker.done.load(Ordering::Relaxed))
-                .collect()
-        };
-        let before = counts(self);
+        let before = self.counts();
         let until = Instant::now() + PATIENCE;
-        while counts(self)
+        while self
+            .counts()
             .iter()
             .zip(&before)
             .any(|(now, before)| now - before < more)
@@ -257,7 +296,7 @@ impl Contest {
             assert!(
                 Instant::now() < until,
                 "{what}: {:?}, {:?}",
-                counts(self),
+                self.counts(),
                 downs()
             );
             thread::sleep(Duration::from_millis(1));
@@ -271,7 +310,10 @@ impl Contest {
         let mut workers = self.workers.drain(..).peekable();
         while let Some(&Worker { scheme, .. }) = workers.peek() {
             // The threads of a port have been started one after another.
-            let of_port = workers.by_ref().take(THREADS as usize).map(Worker::end);
+            let of_port = workers
+                .by_ref()
+                .take(self.threads as usize)
+                .map(Worker::end);
             done.push((scheme, of_port.sum::<u64>()));
         }
         drop(workers);

@@ -26,6 +26,8 @@
 //! A *fence* of an initiator port is the end of any command of that port that began after the loss:
 //! nothing that is sent later overtakes a command that timed out (`RequestError::TimedOut`), and a
 //! login that replaces a session is not served before the commands of the old session have ended.
+//! With several paths ([`History::with_paths`]) that holds for commands that share a block, since
+//! only those wait for a path that is lost.
 //! The checker sees it by itself, from the number of the port that each read and write is given.
 //!
 //! # Writes that are repeated
@@ -85,6 +87,25 @@ pub const BLOCK: usize = 512;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Port(pub u16);
 
+impl Port {
+    /// Bit of the ports whose data are marked.
+    const MARKED: u16 = 0x8000;
+
+    /// Bytes that all marks begin with; the port follows.
+    pub const MARK: [u8; 4] = [0xb1, 0x0c, 0x5e, 0xa7];
+
+    /// A port whose data are marked, so that a part of them is known wherever it turns up: each
+    /// word of a block, beside its first two, begins with [`Self::MARK`] and the port.
+    #[must_use]
+    pub const fn marked(number: u16) -> Self {
+        Self(number | Self::MARKED)
+    }
+
+    fn is_marked(self) -> bool {
+        self.0 & Self::MARKED != 0
+    }
+}
+
 /// Which write the content of a block is from. Zeroes are of version 0 of port 0: never written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Version {
@@ -103,11 +124,16 @@ impl Version {
     /// The words of a block, which depend on the version and the block's address.
     fn words(self, block: u64) -> impl Iterator<Item = u64> {
         let names = [block, self.sequence << 16 | u64::from(self.writer.0)];
+        let mark = u64::from(u32::from_be_bytes(Port::MARK)) << 32 | u64::from(self.writer.0) << 16;
         let mix = move |n: u64| {
             let mut word = names[0].rotate_left(32) ^ names[1] ^ n << 56;
             word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-            word ^ word >> 31
+            let word = word ^ word >> 31;
+            match self.writer.is_marked() {
+                true => mark | word & 0xffff,
+                false => word,
+            }
         };
         names.into_iter().chain((2..64).map(mix))
     }
@@ -370,6 +396,8 @@ struct State {
     sequence: u64,
     /// Writes may be repeated until they end.
     repeats: bool,
+    /// A fence is one for writes that share a block with it.
+    by_block: bool,
     blocks: Vec<Vec<Entry>>,
     /// Writes that may still take effect.
     writes: HashMap<WriteId, Write>,
@@ -396,6 +424,7 @@ impl History {
             clock: 0,
             sequence: 0,
             repeats: false,
+            by_block: false,
             blocks: vec![vec![nothing]; blocks],
             writes: HashMap::new(),
             reads: BTreeMap::new(),
@@ -407,6 +436,13 @@ impl History {
     #[must_use]
     pub fn with_repeats(self) -> Self {
         self.lock().repeats = true;
+        self
+    }
+
+    /// The same, where initiators have several paths to the disk.
+    #[must_use]
+    pub fn with_paths(self) -> Self {
+        self.lock().by_block = true;
         self
     }
 
@@ -513,7 +549,7 @@ impl History {
         let version = state.writes[&id].version;
         let now = state.tick();
         let (port, _) = state.end_write(id, now, false);
-        state.fence(port, begin, now);
+        state.fence(port, begin, block..block + 1, now);
         let entries = &state.blocks[block as usize];
         let was_seen = entries.iter().any(|e| e.version == version && e.is_certain);
         state.remove(block, version);
@@ -531,9 +567,10 @@ impl History {
     pub fn refuse(&self, id: WriteId) {
         let mut state = self.lock();
         let (begin, ..) = state.names_of(id);
+        let blocks = state.writes[&id].blocks.clone();
         let now = state.tick();
         let (port, _) = state.end_write(id, now, false);
-        state.fence(port, begin, now);
+        state.fence(port, begin, blocks, now);
     }
 
     /// A write was not answered: it may take effect until a fence of its port.
@@ -555,6 +592,13 @@ impl History {
             .values()
             .filter(|w| w.lost.is_some())
             .count()
+    }
+
+    /// Number of versions that are kept, of all blocks: those that can still be read, and those that
+    /// a command under way may have read.
+    #[must_use]
+    pub fn versions(&self) -> usize {
+        self.lock().blocks.iter().map(Vec::len).sum()
     }
 
     /// A read of these blocks is about to be sent.
@@ -587,7 +631,7 @@ impl History {
         let now = state.tick();
         // What the fence ends makes older versions be forgotten, but none that this read may have
         // seen.
-        state.fence(read.port, read.begin, now);
+        state.fence(read.port, read.begin, read.blocks.clone(), now);
         state.reads.remove(&id);
         // One that was answered across a power cut may have been carried out before it, or after.
         let is_across = read.cuts != state.durability.cuts();
@@ -657,14 +701,14 @@ impl State {
         let is_certain = is_durable || cuts == self.durability.cuts();
         let (port, result) = self.end_write(id, now, is_certain);
         if is_durable {
-            for block in blocks {
+            for block in blocks.clone() {
                 if cuts != self.durability.cuts() {
                     self.replace_survivors(block, begin);
                 }
                 self.forget_overwritten(block);
             }
         }
-        self.fence(port, begin, now);
+        self.fence(port, begin, blocks, now);
         result
     }
 
@@ -700,11 +744,14 @@ impl State {
         reads.into_iter().chain(swaps.map(|w| w.begin)).min()
     }
 
-    /// A command of this port that began then has ended: what the port had lost before has ended
-    /// too.
-    fn fence(&mut self, port: Port, begin: u64, now: u64) {
-        let is_over =
-            |w: &Write| w.version.writer == port && w.lost.is_some_and(|lost| lost < begin);
+    /// A command of this port that began then, and was about these blocks, has ended: what the port
+    /// had lost before has ended too.
+    fn fence(&mut self, port: Port, begin: u64, blocks: Range<u64>, now: u64) {
+        let is_met = |w: &Write| w.blocks.start < blocks.end && blocks.start < w.blocks.end;
+        let is_over = |w: &Write| {
+            let is_older = w.lost.is_some_and(|lost| lost < begin);
+            w.version.writer == port && is_older && (!self.by_block || is_met(w))
+        };
         let over: Vec<WriteId> = self
             .writes
             .iter()

@@ -14,7 +14,7 @@
 //! | [`load`], [`history`] | verified reads and writes, and a checker of what a disk answers |
 //! | [`contest`] | initiators of all protocols that write the same blocks |
 //! | [`capture`], [`dissect`] | captures, as bytes and as Wireshark's dissectors see them |
-//! | [`seeds`] | the corpora of the fuzz targets |
+//! | [`seeds`], [`mutator`] | the corpora of the fuzz targets, and messages that are almost right |
 //! | [`browser`] | pages in a browser |
 //!
 //! What the tests of other crates need as well is in `riser-testkit` and `riser-test-peers`.
@@ -28,4 +28,5 @@ pub mod dissect;
 pub mod history;
 pub mod iscsi_rig;
 pub mod load;
+pub mod mutator;
 pub mod seeds;

@@ -16,6 +16,7 @@ use riser_scsi::sense::SenseKey;
 const TASK_ABORTED: u8 = 0x40;
 
 /// A generator of numbers that are the same in every run.
+#[derive(Clone, Debug)]
 pub struct Chance(u64);
 
 impl Chance {

@@ -1,9 +1,17 @@
-//! What the service may do, by systemd's own measure, from the unit alone; the package's test looks
-//! at the running one.
+//! What the daemon may still do in its sandbox, and what the service may do, by systemd's own
+//! measure, from the unit alone; the package's test looks at the running one.
+//!
+//! That the daemon can do in its sandbox all that it has to is shown by every test that starts one.
 
+#![allow(missing_docs, reason = "a test")]
+#![allow(unsafe_code, reason = "system calls that are to be refused")]
+
+use std::fs;
 use std::process::Command;
 
-use riser_testkit::programs::missing;
+use riser_target::sandbox;
+use riser_testkit::daemon::{Daemon, RISERD};
+use riser_testkit::programs::{folder, missing, succeeded};
 use riser_testkit::skip::skip;
 
 /// Most that the service may be exposed, of 100, by `systemd-analyze security`. It is 20; without
@@ -56,4 +64,188 @@ fn the_service_is_confined() {
     ] {
         assert_eq!(may(what), None);
     }
+}
+
+/// Calls with arguments with which each of them fails, or changes nothing, where it is allowed.
+const REFUSED: [(&str, libc::c_long, [libc::c_long; 4]); 27] = [
+    // Namespaces; clone(2) with flags that exclude each other.
+    ("unshare", libc::SYS_unshare, [0; 4]),
+    ("setns", libc::SYS_setns, [-1, 0, 0, 0]),
+    (
+        "clone of a user",
+        libc::SYS_clone,
+        [NEWUSER_AND_FS, 0, 0, 0],
+    ),
+    ("clone3", libc::SYS_clone3, [0; 4]),
+    // Mounts and roots.
+    ("mount", libc::SYS_mount, [0; 4]),
+    ("umount2", libc::SYS_umount2, [0; 4]),
+    ("move_mount", libc::SYS_move_mount, [-1, 0, -1, 0]),
+    ("fsopen", libc::SYS_fsopen, [0; 4]),
+    ("chroot", libc::SYS_chroot, [0; 4]),
+    ("pivot_root", libc::SYS_pivot_root, [0; 4]),
+    ("mknodat", libc::SYS_mknodat, [-1, 0, 0, 0]),
+    (
+        "open_by_handle_at",
+        libc::SYS_open_by_handle_at,
+        [-1, 0, 0, 0],
+    ),
+    // The kernel.
+    ("init_module", libc::SYS_init_module, [0; 4]),
+    ("finit_module", libc::SYS_finit_module, [-1, 0, 0, 0]),
+    ("bpf", libc::SYS_bpf, [-1, 0, 0, 0]),
+    ("perf_event_open", libc::SYS_perf_event_open, [0, 0, -1, -1]),
+    ("clock_settime", libc::SYS_clock_settime, [-1, 0, 0, 0]),
+    ("userfaultfd", libc::SYS_userfaultfd, [-1, 0, 0, 0]),
+    // Other processes, and other users.
+    ("ptrace", libc::SYS_ptrace, [-1, 0, 0, 0]),
+    (
+        "process_vm_readv",
+        libc::SYS_process_vm_readv,
+        [-1, 0, 0, 0],
+    ),
+    ("setuid", libc::SYS_setuid, [-1, 0, 0, 0]),
+    ("setgroups", libc::SYS_setgroups, [-1, 0, 0, 0]),
+    // Sockets, of which the families and types here are allowed otherwise.
+    (
+        "a raw socket",
+        libc::SYS_socket,
+        [libc::AF_INET as _, libc::SOCK_RAW as _, 255, 0],
+    ),
+    (
+        "a packet socket",
+        libc::SYS_socket,
+        [libc::AF_PACKET as _, libc::SOCK_DGRAM as _, 0, 0],
+    ),
+    (
+        "a key socket",
+        libc::SYS_socket,
+        [libc::AF_KEY as _, libc::SOCK_STREAM as _, 0, 0],
+    ),
+    (
+        "a netfilter socket",
+        libc::SYS_socket,
+        [
+            libc::AF_NETLINK as _,
+            libc::SOCK_RAW as _,
+            libc::NETLINK_NETFILTER as _,
+            0,
+        ],
+    ),
+    ("typing", libc::SYS_ioctl, [-1, libc::TIOCSTI as _, 0, 0]),
+];
+
+/// A user namespace cannot be had with the parent's `fs_struct` (clone(2)).
+const NEWUSER_AND_FS: libc::c_long = (libc::CLONE_NEWUSER | libc::CLONE_FS) as _;
+
+/// The error of a call, or zero.
+fn errno((_, number, args): &(&str, libc::c_long, [libc::c_long; 4])) -> i32 {
+    let [a, b, c, d] = *args;
+    // SAFETY: none of these calls does anything with such arguments, but for sockets, which nothing
+    // else knows of.
+    match unsafe { libc::syscall(*number, a, b, c, d) } {
+        -1 => std::io::Error::last_os_error().raw_os_error().unwrap(),
+        _ => 0,
+    }
+}
+
+/// Lines of `/proc/PID/status` for every thread of a process: a key, and a number in this base.
+fn of_threads(pid: u32, key: &str, base: u32) -> Vec<u64> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let value = |status: String| {
+        let mut lines = status.lines();
+        let line = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+        u64::from_str_radix(line.unwrap().trim(), base).unwrap()
+    };
+    // One may have ended meanwhile.
+    let statuses =
+        threads.filter_map(|t| fs::read_to_string(t.unwrap().path().join("status")).ok());
+    statuses.map(value).collect()
+}
+
+#[test]
+fn a_confined_process_is_refused_what_reaches_beyond_it() {
+    // A filter cannot be taken off again, so there is a process for it.
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "--ignored", "--nocapture", "inside"]);
+    let said = succeeded(&mut child);
+    assert!(said.contains("1 passed"), "{said}");
+}
+
+#[test]
+#[ignore = "a process of its own, for the test above"]
+fn inside() {
+    let before: Vec<_> = REFUSED.iter().map(errno).collect();
+    assert!(!sandbox::is_confined());
+    sandbox::enter().unwrap();
+    assert!(sandbox::is_confined());
+    for call in &REFUSED {
+        assert_eq!(errno(call), libc::ENOSYS, "{}", call.0);
+    }
+    // A kernel may be without some of them, of which this shows nothing.
+    let there = before
+        .iter()
+        .filter(|error| **error != libc::ENOSYS)
+        .count();
+    assert!(there > REFUSED.len() / 2, "{before:?}");
+    // Threads, programs and ordinary sockets are there.
+    std::thread::spawn(|| ()).join().unwrap();
+    succeeded(&mut Command::new("true"));
+    std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    std::net::TcpListener::bind("[::1]:0").unwrap();
+    // What is executed is no less confined.
+    let unshare = Command::new("unshare").args(["--user", "true"]).status();
+    assert!(!unshare.unwrap().success());
+}
+
+/// One that was started by root: nothing more is dropped in the service, which is never root.
+#[test]
+fn a_daemon_is_confined_and_stays_so_over_upgrades() {
+    assert!(folder().join("riserd").exists());
+    let daemon = Daemon::start("confined", "127.0.118.1");
+    for upgrades in 0..3 {
+        let pid = daemon.process.id();
+        assert!(
+            of_threads(pid, "NoNewPrivs", 10)
+                .iter()
+                .all(|flag| *flag == 1)
+        );
+        assert!(of_threads(pid, "Seccomp", 10).iter().all(|mode| *mode == 2));
+        // Each would cost time with every call.
+        let filters = of_threads(pid, "Seccomp_filters", 10);
+        let started_with = of_threads(std::process::id(), "Seccomp_filters", 10)[0];
+        assert!(
+            filters.iter().all(|n| *n == started_with + 2),
+            "{filters:?}"
+        );
+        // DAC_OVERRIDE, NET_BIND_SERVICE, NET_ADMIN, IPC_LOCK.
+        let needed = 1 << 1 | 1 << 10 | 1 << 12 | 1 << 14;
+        let had = of_threads(std::process::id(), "CapPrm", 16)[0];
+        for set in ["CapPrm", "CapEff"] {
+            let sets = of_threads(pid, set, 16);
+            assert!(
+                sets.iter().all(|caps| *caps == had & needed),
+                "{set}: {sets:x?}"
+            );
+        }
+        assert_eq!(daemon.json("status")["upgrades"], upgrades);
+        let upgraded = daemon.ask(&["upgrade"]);
+        assert!(upgraded.status.success(), "{upgraded:?}");
+    }
+}
+
+#[test]
+fn the_sandbox_can_be_left_out() {
+    assert!(folder().join("riserd").exists());
+    let mut daemon = Daemon::start("unconfined", "127.0.118.2");
+    daemon.kill();
+    let mut command = Command::new(&*RISERD);
+    command
+        .args(["run", "--config"])
+        .arg(daemon.dir.join("riserd.yaml"));
+    command.env("RISERD_SANDBOX", "off");
+    daemon.spawn(command);
+    let own = of_threads(std::process::id(), "Seccomp_filters", 10)[0];
+    let filters = of_threads(daemon.process.id(), "Seccomp_filters", 10);
+    assert!(filters.iter().all(|n| *n == own), "{filters:?}");
 }

@@ -1,6 +1,10 @@
 //! `cargo xtask crash`: the tests of `tests/tests/crash` for longer, in the programs' profile.
 
-use crate::daemon::OPTIMIZED;
+use std::process::Command;
+
+use riser_testkit::programs::ARE_BUILT;
+
+use crate::daemon::{self, OPTIMIZED};
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, sh};
 
@@ -36,15 +40,6 @@ const DISKS: u64 = 3;
 /// Runs them one after another, so that each has the machine.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
-    let args = [
-        "test",
-        "--profile",
-        OPTIMIZED,
-        "--workspace",
-        "--test",
-        "crash",
-    ];
-    let mut command = sh::cargo(args);
     let numbers = [
         ("RISER_CRASH_ROUNDS", options.rounds.div_ceil(COMBINATIONS)),
         ("RISER_CRASH_SEED", options.seed),
@@ -52,8 +47,25 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         ("RISER_POWER_RUNS", options.runs.div_ceil(DISKS)),
         ("RISER_POWER_SEED", options.seed),
     ];
-    command.envs(numbers.map(|(name, number)| (name, number.to_string())));
-    command.arg("--").args(&options.name);
+    long("crash", &numbers, options.name.as_deref())
+}
+
+/// Runs a test in the programs' profile, its functions one after another, with variables that make
+/// it long.
+pub(crate) fn long(test: &str, numbers: &[(&str, u64)], name: Option<&str>) -> Result<(), Failure> {
+    let mut command = optimized_test(test)?;
+    command.envs(numbers.iter().map(|(name, n)| (name, n.to_string())));
+    command.args(name);
     command.args(["--test-threads=1", "--nocapture"]);
     sh::run(&mut command)
+}
+
+/// Cargo with a test in the programs' profile, up to what the test itself takes. Cargo builds no
+/// programs of other packages for a test, and those that are there may be old ones.
+pub(crate) fn optimized_test(test: &str) -> Result<Command, Failure> {
+    daemon::build()?;
+    let args = ["test", "--profile", OPTIMIZED, "--workspace", "--test"];
+    let mut command = sh::cargo(args);
+    command.env(ARE_BUILT, "1").args([test, "--"]);
+    Ok(command)
 }

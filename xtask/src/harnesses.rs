@@ -203,7 +203,8 @@ impl Harness {
 }
 
 fn built() -> Result<Vec<Harness>, Failure> {
-    let args = "test --workspace --no-run --message-format=json-render-diagnostics";
+    // Quiet: what matters in its output is an error.
+    let args = "test --quiet --workspace --no-run --message-format=json-render-diagnostics";
     let text = sh::output(&mut sh::cargo(args.split(' ')))?;
     let messages = text
         .lines()

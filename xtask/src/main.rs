@@ -6,6 +6,11 @@
 //! - `cargo xtask tidy`: import circles, words, and measures of the sources ([`tidy`]).
 //! - `cargo xtask baddays`: what goes on when something is wrong ([`baddays`]).
 //! - `cargo xtask crash`: what is left when the daemon or its machine dies ([`crash`]).
+//! - `cargo xtask sim`: seeds of the simulator ([`sim`]).
+//! - `cargo xtask linear`: all initiators on networks that fail, and one order of what they did
+//!   ([`linear`]).
+//! - `cargo xtask soak`: sessions that come and go, and what they leave behind ([`soak`]).
+//! - `cargo xtask hostile`: messages that are almost right, to a daemon at work ([`hostile`]).
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
 //!   ([`conformance`]).
@@ -15,6 +20,7 @@
 //! - `cargo xtask neighbours`: what a noisy initiator does to a quiet one, with limits and without
 //!   ([`neighbours`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
+//! - `cargo xtask interleavings`: state that threads share, in many orders ([`interleavings`]).
 //!
 //! Debian packages that a command needs are installed if that is allowed ([`packages`]); otherwise
 //! it prints which are missing and what is skipped for it.
@@ -34,12 +40,17 @@ mod crash;
 mod daemon;
 mod demo;
 mod harnesses;
+mod hostile;
 mod instructions;
+mod interleavings;
 mod interop;
+mod linear;
 mod neighbours;
 mod package;
 mod packages;
 mod sh;
+mod sim;
+mod soak;
 mod steps;
 mod tally;
 mod test;
@@ -82,6 +93,17 @@ enum Command {
     Baddays,
     /// Kill the daemon under load and at each step of its state, and cut its disk's power.
     Crash(crash::Options),
+    /// Run seeds of the simulator, in which everything that ships runs in one thread and much goes
+    /// wrong; make the plan of a seed that fails smaller, and keep it.
+    Sim(sim::Options),
+    /// Let initiators of all protocols write the same blocks over networks that fail, and check that
+    /// one order explains what they read.
+    Linear(linear::Options),
+    /// Let sessions come and go beside many that stay, and check that they leave nothing in riserd.
+    Soak(soak::Options),
+    /// Send messages that are almost right, of every protocol, to a daemon at work, and measure what
+    /// they do to that.
+    Hostile(hostile::Options),
     /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
     Interop(interop::Options),
     /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
@@ -97,6 +119,8 @@ enum Command {
     Neighbours(neighbours::Options),
     /// Count the instructions of a 4 KiB read, and those of counting it.
     Instructions,
+    /// Run tests of state that threads share in many interleavings of these.
+    Interleavings(interleavings::Options),
 }
 
 /// The reason why a command of ours stopped, for a person.
@@ -118,6 +142,10 @@ fn main() -> ExitCode {
         Command::Tidy(options) => tidy::run(&options),
         Command::Baddays => baddays::run(),
         Command::Crash(options) => crash::run(&options),
+        Command::Sim(options) => sim::run(&options),
+        Command::Linear(options) => linear::run(&options),
+        Command::Soak(options) => soak::run(&options),
+        Command::Hostile(options) => hostile::run(&options),
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),
         Command::Package(options) => package::run(&options),
@@ -125,6 +153,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => bench::run(&options),
         Command::Neighbours(options) => neighbours::run(&options),
         Command::Instructions => instructions::run(),
+        Command::Interleavings(options) => interleavings::run(&options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -11,7 +11,9 @@ use crate::steps::{
     step,
 };
 use crate::tally::{Counts, Kind, Tally, note, noted};
-use crate::{Failure, conformance, container, demo, instructions, interop, package, sh};
+use crate::{
+    Failure, conformance, container, demo, instructions, interleavings, interop, package, sh, sim,
+};
 
 /// Programs that the tests use beyond Rust.
 const NEEDS: &[Need] = &[
@@ -132,7 +134,13 @@ const STEPS: &[Step] = &[
     step("book", |_| Outcome::of(book())).requiring_crate("mdbook"),
     step("benchmarks, once each", |_| benchmarks()),
     step("deny", |_| deny()).requiring_crate("cargo-deny"),
+    step("interleavings of threads", |_| {
+        Outcome::of(interleavings::run(&interleavings::Options::for_test()))
+    }),
     step("simulation of a million messages", |_| again(&MILLION)),
+    step("a thousand seeds of the simulator", |_| {
+        Outcome::of(sim::thousand())
+    }),
     step("sessions and connection cycles", |_| again(&CYCLES)),
     step("configuration changes during I/O", |_| again(&CHANGES)),
     // Its functions are ignored by `tests`, so they are counted here.
@@ -183,7 +191,7 @@ fn all_functions(run: &Run) -> Outcome {
 /// fails.
 fn work_ahead() {
     let simulations = [MILLION, CYCLES, CHANGES].map(|long| long.building());
-    let programs = [daemon::building(OPTIMIZED)];
+    let programs = [daemon::building(OPTIMIZED), sim::building()];
     for command in [clippy(), doc()]
         .into_iter()
         .chain(simulations)

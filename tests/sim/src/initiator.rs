@@ -1,8 +1,10 @@
 //! Initiators, and what their users do.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::fmt::Display;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
@@ -10,20 +12,34 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use riser_initiator::block::ZeroOptions;
-use riser_initiator::engine::{Client, Engine, Env, IoData};
+use riser_initiator::engine::{Client, Engine, Env, IoData, Session};
 use riser_initiator::lun::{Lun, LunError};
-use riser_initiator::request::{Cdb, DataLen};
+use riser_initiator::request::{Cdb, DataLen, RequestResult};
 use riser_initiator::url::TargetUrl;
 use riser_scsi::sense::SenseKey;
 use riser_scsi::srp::TargetPortId;
 use riser_tests::history::{BLOCK, History, Port, WriteId};
 use riser_transport::loopback::{Endpoint, Fabric};
+use tracing::debug;
 
+use crate::coverage;
+use crate::executor::Executor;
 use crate::plan::{Plan, Protocol};
 use crate::target;
 
 /// Streams that initiators have opened and the network has not seen.
-pub type Dialed = Rc<RefCell<Vec<(IpAddr, UnixStream)>>>;
+pub type Dialed = Rc<RefCell<Vec<Dial>>>;
+
+/// A stream that was opened.
+#[derive(Debug)]
+pub struct Dial {
+    /// Address of the initiator.
+    pub from: IpAddr,
+    /// Where it goes.
+    pub to: SocketAddr,
+    /// The network's end.
+    pub stream: UnixStream,
+}
 
 /// Memory of an initiator for data.
 const POOL: usize = 4 << 20;
@@ -31,11 +47,22 @@ const POOL: usize = 4 << 20;
 /// Time that a command may take which must succeed.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Address of an initiator.
+/// Address of an initiator in the beginning.
 #[must_use]
 pub fn address(index: usize) -> IpAddr {
-    IpAddr::V4(Ipv4Addr::new(10, 0, 0, 100 + index as u8))
+    address_after(index, 0)
 }
+
+/// Address of an initiator that has moved so often.
+#[must_use]
+pub fn address_after(index: usize, moves: u8) -> IpAddr {
+    // 10.0.2.0/24 is that of cheating peers.
+    let net = [0, 3, 4, 5][usize::from(moves) % ADDRESSES];
+    IpAddr::V4(Ipv4Addr::new(10, 0, net, 100 + index as u8))
+}
+
+/// Addresses of an initiator.
+pub const ADDRESSES: usize = 4;
 
 /// Surroundings of an engine.
 pub struct SimulatedEnv {
@@ -52,11 +79,15 @@ impl Env for SimulatedEnv {
         Ok(self.device.take())
     }
 
-    fn connect_tcp(&mut self, _: Option<SocketAddr>, _: SocketAddr) -> io::Result<OwnedFd> {
+    fn connect_tcp(&mut self, _: Option<SocketAddr>, to: SocketAddr) -> io::Result<OwnedFd> {
         let (ours, theirs) = UnixStream::pair()?;
         ours.set_nonblocking(true)?;
         theirs.set_nonblocking(true)?;
-        self.dialed.borrow_mut().push((self.address, theirs));
+        self.dialed.borrow_mut().push(Dial {
+            from: self.address,
+            to,
+            stream: theirs,
+        });
         Ok(ours.into())
     }
 
@@ -70,15 +101,38 @@ impl Env for SimulatedEnv {
     }
 }
 
+/// What an initiator's process knows from the one before it.
+#[derive(Clone, Copy, Debug)]
+pub struct Heritage {
+    /// Seed of its port.
+    pub port: u64,
+    /// There was one before, which did not end its sessions.
+    pub recovers: bool,
+    /// The GUID of its port.
+    pub guid: Option<u64>,
+    /// The generation of the unit's cache, as that one had noted it.
+    pub cache: Option<[u8; 16]>,
+    /// How often its host has moved.
+    pub moves: u8,
+}
+
 /// An initiator: its engine, and the handle that users have.
 #[derive(Debug)]
 pub struct Initiator {
-    /// The engine.
-    pub engine: Engine<SimulatedEnv>,
+    /// Its own address.
+    pub address: IpAddr,
+    /// The engine; none when its process has died.
+    pub engine: Option<Engine<SimulatedEnv>>,
     /// The users' handle.
     pub client: Client,
     /// Address of the target.
     pub url: TargetUrl,
+    /// Whether its process has died, for its users.
+    pub is_dead: Rc<Cell<bool>>,
+    /// The units, once they are open, and a user of each.
+    pub opened: Rc<RefCell<Vec<(User, Lun)>>>,
+    /// What the next process knows.
+    pub heritage: Heritage,
 }
 
 impl Initiator {
@@ -89,31 +143,103 @@ impl Initiator {
         port: TargetPortId,
         fabric: &Fabric,
         dialed: &Dialed,
+        heritage: Heritage,
         (plan, rng): (&Plan, &mut Rng),
     ) -> Self {
-        let mut device = fabric.endpoint(address(index));
+        let address = address_after(index, heritage.moves);
+        let mut device = fabric.endpoint(address);
         device.set_mtu(plan.mtus[1]);
         let env = SimulatedEnv {
-            address: address(index),
+            address,
             device: Some(device),
             dialed: Rc::clone(dialed),
             random: Rng::with_seed(rng.u64(..)),
         };
-        let builder = Client::builder().pool(POOL).queue_size(rng.u16(1..=32));
+        let builder = Client::builder()
+            .pool(POOL)
+            .queue_size(rng.u16(1..=32))
+            .port(heritage.port)
+            .guid(heritage.guid)
+            .recovers(heritage.recovers)
+            .noted_cache(heritage.cache);
         let (client, engine) = builder.attach(env).expect("an engine");
         let at = target::ADDRESS;
         let (extension, guid) = (port.parts().extension, port.parts().guid);
-        let url = match protocol {
+        let (base, keys) = match protocol {
             Protocol::Srp => {
-                format!("srp://{at}:5555/?id_ext={extension:016x}&ioc_guid={guid:016x}")
+                let channels = rng.u8(1..=3);
+                let port = format!("id_ext={extension:016x}&ioc_guid={guid:016x}");
+                let keys = vec![port, format!("channels={channels}")];
+                (format!("srp://{at}:5555/0"), keys)
             }
-            Protocol::Iser => format!("iser://{at}:3260/{}", target::IQN),
-            Protocol::Iscsi => format!("iscsi://10.0.1.1:3260/{}", target::IQN),
+            Protocol::Iser => (format!("iser://{at}:3260/{}/0", target::IQN), vec![]),
+            Protocol::Iscsi => {
+                let at = target::tcp_address(0);
+                (format!("iscsi://{at}/{}/0", target::IQN), vec![])
+            }
+        };
+        let others = (1..plan.paths).map(|path| match protocol {
+            Protocol::Srp => format!("portal={}:5555", target::rdma_address(path)),
+            Protocol::Iser => format!("portal={}:3260", target::rdma_address(path)),
+            Protocol::Iscsi => format!("portal={}", target::tcp_address(path)),
+        });
+        let keys: Vec<_> = keys.into_iter().chain(others).collect();
+        let url = match keys.is_empty() {
+            true => base,
+            false => format!("{base}?{}", keys.join("&")),
         };
         Self {
-            engine,
+            address,
+            engine: Some(engine),
             client,
             url: url.parse().expect("an address"),
+            is_dead: Rc::default(),
+            opened: Rc::default(),
+            heritage,
+        }
+    }
+
+    /// Ends the process without a word.
+    pub fn die(&mut self) {
+        if let Some((_, lun)) = self.opened.take().first() {
+            self.heritage.cache = lun.session().status().report().cache;
+            self.heritage.guid = Some(lun.session().port_guid());
+        }
+        self.heritage.recovers = true;
+        self.is_dead.set(true);
+        self.engine = None;
+    }
+
+    /// Opens the disk, and the private unit if there is one, and starts the tasks that use them at
+    /// random.
+    pub fn start(
+        &self,
+        users: Vec<(User, Rng)>,
+        private: Option<(User, Rng)>,
+        plan: &Plan,
+    ) -> impl Future<Output = ()> + use<> {
+        let (client, url) = (self.client.clone(), self.url.clone());
+        let (is_dead, opened) = (Rc::clone(&self.is_dead), Rc::clone(&self.opened));
+        let plan = plan.clone();
+        async move {
+            let Some(lun) = open(&client, &url, &is_dead).await else {
+                return;
+            };
+            opened.borrow_mut().push((users[0].0.clone(), lun.clone()));
+            let mut all = Executor::default();
+            for (user, rng) in users {
+                all.spawn(user.work(lun.clone(), plan.clone(), rng, Rc::clone(&is_dead)));
+            }
+            if let Some((user, rng)) = private {
+                all.spawn(async move {
+                    let own = private_unit(&client, lun.session(), &is_dead).await;
+                    if let Some(own) = own {
+                        opened.borrow_mut().push((user.clone(), own.clone()));
+                        user.work(own, plan, rng, is_dead).await;
+                    }
+                });
+            }
+            all.finish().await;
         }
     }
 }
@@ -130,12 +256,15 @@ pub struct User {
     pub history: Rc<History>,
     /// The disk has a volatile cache.
     pub is_cached: bool,
+    /// Nothing goes wrong, so no request fails.
+    pub is_quiet: bool,
     /// Where mistakes go.
     pub verdict: Verdict,
 }
 
 impl User {
-    fn judge<T, E: std::fmt::Display>(&self, result: Result<T, E>) {
+    /// Notes the first mistake.
+    pub(crate) fn judge<T, E: std::fmt::Display>(&self, result: Result<T, E>) {
         if let Err(error) = result {
             self.verdict
                 .borrow_mut()
@@ -143,10 +272,40 @@ impl User {
         }
     }
 
-    /// Uses the disk at random.
-    pub async fn work(self, lun: Lun, plan: Plan, mut rng: Rng) {
+    /// A command begins; it may be of these blocks.
+    fn on_begin(&self, command: &'static str, blocks: &Range<u64>) {
+        debug!(port = self.port.0, ?blocks, "{command} begins");
+    }
+
+    /// A command has ended.
+    fn on_end<T, E: Display>(
+        &self,
+        command: &'static str,
+        blocks: &Range<u64>,
+        result: &Result<T, E>,
+    ) {
+        let outcome = match result {
+            Ok(_) => "GOOD".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        coverage::note("command", command, &outcome);
+        debug!(port = self.port.0, ?blocks, "{command} ends: {outcome}");
+    }
+
+    /// A command has no answer.
+    fn on_failure(&self, error: &LunError) {
+        if self.is_quiet && matches!(error, LunError::Request(_)) {
+            self.judge::<(), _>(Err(format!("a quiet day, and a request fails: {error}")));
+        }
+    }
+
+    /// Uses the disk at random, until its process dies.
+    pub async fn work(self, lun: Lun, plan: Plan, mut rng: Rng, is_dead: Rc<Cell<bool>>) {
         let lun = lun.with_timeout(plan.timeout);
         for _ in 0..plan.commands {
+            if is_dead.get() {
+                return;
+            }
             let len = rng.u64(1..=plan.longest.min(plan.blocks));
             let first = rng.u64(..=plan.blocks - len);
             let blocks = first..first + len;
@@ -157,6 +316,7 @@ impl User {
                 17 => self.zero(&lun, blocks, fua, rng.bool()).await,
                 18 => self.unmap(&lun, blocks).await,
                 19..21 => self.swap(&lun, first, fua).await,
+                21 if plan.knowledge().reservations => {}
                 21 => self.reserve(&lun, &plan, &mut rng).await,
                 _ => {
                     self.read(&lun, blocks).await;
@@ -171,36 +331,51 @@ impl User {
             Ok(true) => self.judge(self.history.acknowledge_durable(id)),
             Ok(false) => self.judge(self.history.acknowledge(id)),
             Err(LunError::Check { .. } | LunError::Status(_)) => self.history.refuse(id),
-            Err(_) => self.history.lose(id),
+            Err(error) => {
+                self.on_failure(&error);
+                self.history.lose(id);
+            }
         }
     }
 
     async fn flush(&self, lun: &Lun) {
         let id = self.history.begin_flush(self.port);
-        match lun.flush().await {
+        self.on_begin("flush", &(0..0));
+        let result = lun.flush().await;
+        self.on_end("flush", &(0..0), &result);
+        match result {
             Ok(()) => self.judge(self.history.end_flush(id)),
-            Err(_) => self.history.fail_flush(id),
+            Err(error) => {
+                self.on_failure(&error);
+                self.history.fail_flush(id);
+            }
         }
     }
 
-    async fn write(&self, lun: &Lun, blocks: std::ops::Range<u64>, fua: bool) {
+    async fn write(&self, lun: &Lun, blocks: Range<u64>, fua: bool) {
         let len = (blocks.end - blocks.start) as usize * BLOCK;
         let buffer = lun.buffers().take(len).await;
         let mut bytes = vec![0; len];
         let offset = blocks.start * BLOCK as u64;
-        let id = self.history.begin_write(self.port, blocks, &mut bytes);
+        let id = self
+            .history
+            .begin_write(self.port, blocks.clone(), &mut bytes);
         buffer.slice().write(0, &bytes);
+        self.on_begin("write", &blocks);
         let result = lun.write(offset, buffer, fua).await;
+        self.on_end("write", &blocks, &result);
         self.end(id, result.map(|_| fua || !self.is_cached));
     }
 
-    async fn zero(&self, lun: &Lun, blocks: std::ops::Range<u64>, fua: bool, may_unmap: bool) {
+    async fn zero(&self, lun: &Lun, blocks: Range<u64>, fua: bool, may_unmap: bool) {
         let bytes = blocks.start * BLOCK as u64..blocks.end * BLOCK as u64;
-        let id = self.history.begin_zero(self.port, blocks);
+        let id = self.history.begin_zero(self.port, blocks.clone());
+        self.on_begin("zero", &blocks);
         // With FUA it ends with a flush, which may be the one that reports a loss.
         let flush = fua.then(|| self.history.begin_flush(self.port));
         let options = ZeroOptions { may_unmap, fua };
         let result = lun.write_zeroes(bytes, options).await;
+        self.on_end("zero", &blocks, &result);
         if let Some(flush) = flush {
             match result {
                 Ok(()) => self.judge(self.history.end_flush(flush)),
@@ -210,10 +385,13 @@ impl User {
         self.end(id, result.map(|()| fua || !self.is_cached));
     }
 
-    async fn unmap(&self, lun: &Lun, blocks: std::ops::Range<u64>) {
+    async fn unmap(&self, lun: &Lun, blocks: Range<u64>) {
         let bytes = blocks.start * BLOCK as u64..blocks.end * BLOCK as u64;
-        let id = self.history.begin_zero(self.port, blocks);
-        match lun.discard(bytes).await {
+        let id = self.history.begin_zero(self.port, blocks.clone());
+        self.on_begin("unmap", &blocks);
+        let result = lun.discard(bytes).await;
+        self.on_end("unmap", &blocks, &result);
+        match result {
             // A unit may keep blocks that it was asked to unmap (SBC-4 clause 4.7.4.4).
             Ok(()) | Err(LunError::Unsupported) => self.history.refuse(id),
             result => self.end(id, result.map(|()| false)),
@@ -235,7 +413,9 @@ impl User {
         cdb[2..10].copy_from_slice(&block.to_be_bytes());
         let cdb = Cdb::new(&cdb).expect("sixteen bytes");
         let len = DataLen::Out(2 * BLOCK as u32);
+        self.on_begin("swap", &(block..block + 1));
         let end = lun.scsi(cdb, len, IoData::One(buffer)).await;
+        self.on_end("swap", &(block..block + 1), &outcome(&end.result));
         match end.result {
             Ok(answer) if answer.status == 0 => {
                 let is_durable = fua || !self.is_cached;
@@ -268,28 +448,34 @@ impl User {
             list[8..16].copy_from_slice(&keys[1].to_be_bytes());
             buffer.slice().write(0, &list);
             let cdb = Cdb::new(&[0x5f, action, scope, 0, 0, 0, 0, 0, 24, 0]).expect("ten bytes");
-            drop(lun.scsi(cdb, DataLen::Out(24), IoData::One(buffer)).await);
+            self.on_begin("reserve", &(0..0));
+            let end = lun.scsi(cdb, DataLen::Out(24), IoData::One(buffer)).await;
+            self.on_end("reserve", &(0..0), &outcome(&end.result));
         }
     }
 
     /// Reads blocks; returns whether that was possible.
-    pub async fn read(&self, lun: &Lun, blocks: std::ops::Range<u64>) -> bool {
+    pub async fn read(&self, lun: &Lun, blocks: Range<u64>) -> bool {
         self.content(lun, blocks).await.is_some()
     }
 
-    async fn content(&self, lun: &Lun, blocks: std::ops::Range<u64>) -> Option<Vec<u8>> {
+    async fn content(&self, lun: &Lun, blocks: Range<u64>) -> Option<Vec<u8>> {
         let len = (blocks.end - blocks.start) as usize * BLOCK;
         let buffer = lun.buffers().take(len).await;
         let offset = blocks.start * BLOCK as u64;
-        let id = self.history.begin_read(self.port, blocks);
-        match lun.read(offset, buffer).await {
+        let id = self.history.begin_read(self.port, blocks.clone());
+        self.on_begin("read", &blocks);
+        let result = lun.read(offset, buffer).await;
+        self.on_end("read", &blocks, &result);
+        match result {
             Ok(buffer) => {
                 let mut bytes = vec![0; len];
                 buffer.slice().read(0, &mut bytes);
                 self.judge(self.history.end_read(id, &bytes));
                 Some(bytes)
             }
-            Err(_) => {
+            Err(error) => {
+                self.on_failure(&error);
                 self.history.abandon_read(id);
                 None
             }
@@ -297,19 +483,41 @@ impl User {
     }
 }
 
-/// Opens the disk, however often that fails.
-pub async fn open(client: &Client, url: &TargetUrl) -> Lun {
-    loop {
+/// The end of a command, in words.
+fn outcome(result: &RequestResult) -> Result<(), String> {
+    let answer = result.as_ref().map_err(ToString::to_string)?;
+    match (answer.status, answer.sense()) {
+        (0, _) => Ok(()),
+        (_, Some(sense)) => Err(format!("{}: {}", sense.key, sense.additional)),
+        (status, None) => Err(format!("status {status:#04x}")),
+    }
+}
+
+/// Opens the disk, however often that fails; `None` when its process has died.
+async fn open(client: &Client, url: &TargetUrl, is_dead: &Cell<bool>) -> Option<Lun> {
+    while !is_dead.get() {
         let Ok(session) = client.connect(url.clone()).await else {
             pause(client).await;
             continue;
         };
         match session.lun(0).await {
-            Ok(lun) => return lun.with_timeout(TIMEOUT),
+            Ok(lun) => return Some(lun.with_timeout(TIMEOUT)),
             Err(_) => session.close().await,
         }
         pause(client).await;
     }
+    None
+}
+
+/// Opens the unit that no other initiator sees, however often that fails, until the process dies.
+async fn private_unit(client: &Client, session: &Session, is_dead: &Cell<bool>) -> Option<Lun> {
+    while !is_dead.get() {
+        match session.lun(1).await {
+            Ok(lun) => return Some(lun.with_timeout(TIMEOUT)),
+            Err(_) => pause(client).await,
+        }
+    }
+    None
 }
 
 async fn pause(client: &Client) {

@@ -14,15 +14,26 @@
 //! | [`plan`] | what a seed decides: who takes part, and what goes wrong when |
 //! | [`mod@run`] | one run: the schedule, the clock, the verdict |
 //! | [`target`] | workers with their rings, disks and threads |
+//! | [`disks`], [`nics`] | faults of disks and of RDMA devices |
 //! | [`initiator`] | an engine, and what its users do |
+//! | [`rival`] | an initiator of iSCSI that does what ours does not |
+//! | [`cheat`] | peers that break the rules |
+//! | [`model`], [`reservations`] | what it may see of reservations and unit attentions |
+//! | [`keeper`] | what the target keeps through a power loss, besides the disk |
+//! | [`leaks`] | data that leave for a peer that may not read them |
 //! | [`tcp`] | connections between the two |
+//! | [`text`] | plans as YAML |
+//! | [`mod@shrink`] | a plan that fails, made smaller |
+//! | [`events`] | what happened in a run |
+//! | [`coverage`] | what runs have reached |
 //! | [`executor`] | futures whose waits are steps of the schedule |
 //!
 //! # Verdict
 //! A run passes if a history of every block explains each read ([`riser_tests::history`]), also
 //! after the target's process or its host's power has gone; if all commands end within
-//! [`run::PATIENCE`] of virtual time after the last fault has gone; and if buffers and connections,
-//! and what the target had for them, are back at the end.
+//! [`run::PATIENCE`] of virtual time after the last fault has gone; if buffers and connections, and
+//! what the target had for them, are back at the end; and if no data of a unit left for an
+//! initiator that may not read it ([`leaks`]).
 //!
 //! # Determinism
 //! Actors take turns in an order that the seed chooses. Nothing reads a clock, and nothing draws a
@@ -30,12 +41,25 @@
 //! ([`riser_memory::simulated`]). So two runs have the same bytes on both networks, which
 //! [`Outcome::trace`] stands for.
 
+mod caught;
+pub mod cheat;
+pub mod coverage;
+pub mod disks;
+pub mod events;
 pub mod executor;
 pub mod initiator;
+pub mod keeper;
+pub mod leaks;
+pub mod model;
+pub mod nics;
 pub mod plan;
+pub mod reservations;
+pub mod rival;
 pub mod run;
+pub mod shrink;
 pub mod target;
 pub mod tcp;
+pub mod text;
 
 pub use plan::Plan;
 pub use run::{Failure, Outcome, run};

@@ -1,4 +1,4 @@
-//! `riser-sim`: runs seeds.
+//! `riser-sim`: runs plans of seeds, or of a file.
 
 #![allow(
     clippy::print_stdout,
@@ -6,15 +6,24 @@
     reason = "the report is for who runs it"
 )]
 
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Parser;
-use riser_sim::{Plan, run};
+use indicatif::{ProgressBar, ProgressStyle};
+use riser_sim::coverage::Coverage;
+use riser_sim::plan::Fault;
+use riser_sim::shrink::{Budget, shrink};
+use riser_sim::{Failure, Plan, events, run};
 
-/// Runs seeds, and prints the plan of each that fails
+/// Time between lines of progress where there is no terminal.
+const LINES: Duration = Duration::from_secs(30);
+
+/// Runs plans. Of those that fail, the first of each kind is made smaller and kept as a file
 #[derive(Debug, Parser)]
 struct Args {
     /// Number of seeds
@@ -23,43 +32,222 @@ struct Args {
     /// The first one
     #[arg(long, default_value_t = 1)]
     from: u64,
+    /// Only these kinds of trouble happen, separated by commas
+    #[arg(long, value_delimiter = ',', value_parser = Fault::kinds())]
+    faults: Vec<String>,
+    /// Run the plan of this file instead
+    #[arg(long, conflicts_with_all = ["seeds", "from", "faults"])]
+    plan: Option<PathBuf>,
+    /// Print the plans, and run none
+    #[arg(long)]
+    show: bool,
+    /// Where plans that fail are kept
+    #[arg(long, default_value = ".build/sim")]
+    keep: PathBuf,
+    /// Runs that may be spent to make a plan smaller
+    #[arg(long, default_value_t = Budget::default().runs)]
+    shrink: usize,
+    /// Events that are printed of a plan that fails
+    #[arg(long, default_value_t = 40)]
+    events: usize,
+    /// Only print the first seed that fails, and why
+    #[arg(long)]
+    first: bool,
+    /// Fail if a transition is neither reached nor excused by `tests/sim/unreached.txt`
+    #[arg(long)]
+    coverage: bool,
 }
 
 fn main() -> ExitCode {
-    let Args { seeds, from } = Args::parse();
-    let start = Instant::now();
-    let next = AtomicU64::new(from);
-    let failures = Mutex::new(Vec::new());
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let args = Args::parse();
+    let result = match &args.plan {
+        Some(file) => replay(&args, file),
+        None if args.show => show(&args),
+        None if args.first => first(&args),
+        None => explore(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(text) => {
+            eprintln!("{text}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs the plan of a file, and prints its events.
+fn replay(args: &Args, file: &Path) -> Result<(), String> {
+    let text = std::fs::read_to_string(file);
+    let text = text.map_err(|error| format!("{}: {error}", file.display()))?;
+    let plan = Plan::parse(&text).map_err(|error| format!("{}: {error}", file.display()))?;
+    let (result, events) = events::record(args.events, || run(&plan));
+    println!("{}", events.join("\n"));
+    let outcome = result.map_err(|failure| failure.to_string())?;
+    println!("passed: {outcome:?}");
+    Ok(())
+}
+
+/// The plan of a seed.
+fn plan_of(args: &Args, seed: u64) -> Plan {
+    let is_named = |fault: Fault| args.faults.iter().any(|kind| kind == fault.kind());
+    Plan::drawn(seed, |fault| args.faults.is_empty() || is_named(fault))
+}
+
+fn show(args: &Args) -> Result<(), String> {
+    for seed in args.from..args.from.saturating_add(args.seeds) {
+        println!("---\n{}", plan_of(args, seed));
+    }
+    Ok(())
+}
+
+/// Runs seeds on all cores until one fails.
+fn first(args: &Args) -> Result<(), String> {
+    let next = AtomicU64::new(args.from);
+    let end = AtomicU64::new(args.from.saturating_add(args.seeds));
+    let failures = Mutex::new(BTreeMap::<u64, String>::new());
     std::thread::scope(|scope| {
-        for _ in 0..threads {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= from + seeds {
-                        return;
-                    }
-                    if let Err(failure) = run(&Plan::of(seed)) {
-                        eprintln!("{failure}\n");
-                        let mut failures = failures.lock().unwrap_or_else(PoisonError::into_inner);
-                        failures.push(seed);
+                // Seeds before one that has failed go on, since the first is wanted.
+                while let seed = next.fetch_add(1, Ordering::Relaxed)
+                    && seed < end.load(Ordering::Relaxed)
+                {
+                    if let Err(failure) = run(&plan_of(args, seed)) {
+                        end.fetch_min(seed, Ordering::Relaxed);
+                        lock(&failures).insert(seed, failure.why);
                     }
                 }
             });
         }
     });
-    let mut failures = failures
-        .into_inner()
-        .unwrap_or_else(PoisonError::into_inner);
-    failures.sort_unstable();
+    match lock(&failures).first_key_value() {
+        Some((seed, why)) => {
+            println!("seed {seed}: {}", why.replace('\n', " "));
+            Err("a seed has failed".to_owned())
+        }
+        None => Ok(()),
+    }
+}
+
+/// Runs seeds on all cores.
+fn explore(args: &Args) -> Result<(), String> {
+    let start = Instant::now();
+    let progress = Progress::new(args.seeds, start);
+    let next = AtomicU64::new(args.from);
+    let seeds = args.from..args.from.saturating_add(args.seeds);
+    let coverage = Mutex::new(Coverage::default());
+    let failures = Mutex::new(BTreeMap::<u64, Box<Failure>>::new());
+    let work = || {
+        while let seed = next.fetch_add(1, Ordering::Relaxed)
+            && seeds.contains(&seed)
+        {
+            if let Err(failure) = run(&plan_of(args, seed)) {
+                progress.print(&format!("seed {seed}: {}", failure.why));
+                lock(&failures).insert(seed, failure);
+            }
+            progress.advance();
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                let ((), reached) = Coverage::of(work);
+                lock(&coverage).merge(reached);
+            });
+        }
+    });
+    progress.bar.finish_and_clear();
+
     let seconds = start.elapsed().as_secs_f64();
+    let (coverage, failures) = (lock(&coverage), lock(&failures));
+    println!("{coverage}");
+    for failure in first_of_each_kind(&failures) {
+        report(args, failure);
+    }
+    let mistakes = match args.coverage {
+        true => coverage.mistakes(),
+        false => Vec::new(),
+    };
+    for mistake in &mistakes {
+        println!("{mistake}");
+    }
     println!(
-        "{seeds} seeds in {seconds:.1} s, {:.0} a second: {} failed {failures:?}",
-        seeds as f64 / seconds,
-        failures.len()
+        "{} seeds in {seconds:.1} s, {:.0} a second: {} failed {:?}",
+        args.seeds,
+        args.seeds as f64 / seconds,
+        failures.len(),
+        failures.keys().collect::<Vec<_>>()
     );
-    match failures.is_empty() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
+    match (failures.len(), mistakes.len()) {
+        (0, 0) => Ok(()),
+        (0, mistakes) => Err(format!("{mistakes} mistakes in the coverage")),
+        (failed, _) => Err(format!("{failed} seeds failed")),
+    }
+}
+
+fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn first_of_each_kind(failures: &BTreeMap<u64, Box<Failure>>) -> Vec<&Failure> {
+    let mut kinds = BTreeMap::new();
+    for failure in failures.values() {
+        kinds.entry(failure.kind()).or_insert(&**failure);
+    }
+    kinds.into_values().collect()
+}
+
+/// Makes the plan of a failure smaller, keeps it, and prints what happens in it.
+fn report(args: &Args, failure: &Failure) {
+    let seed = failure.plan.seed;
+    println!("── seed {seed}: {}", failure.why);
+    let budget = Budget {
+        runs: args.shrink,
+        ..Budget::default()
+    };
+    let small = shrink(Box::new(failure.clone()), budget, run);
+    let (_, events) = events::record(args.events, || run(&small.plan));
+    println!("{}\n\n{small}", events.join("\n"));
+    let file = args.keep.join(format!("seed-{seed}.yaml"));
+    let text = format!("# {}\n{}\n", small.why, small.plan);
+    let kept = std::fs::create_dir_all(&args.keep).and_then(|()| std::fs::write(&file, text));
+    match kept {
+        Ok(()) => println!("cargo xtask sim --plan {}\n", file.display()),
+        Err(error) => println!("{}: {error}\n", file.display()),
+    }
+}
+
+/// A bar on a terminal, and lines elsewhere.
+struct Progress {
+    bar: ProgressBar,
+    start: Instant,
+    /// Time of the last line.
+    printed: Mutex<Instant>,
+}
+
+impl Progress {
+    fn new(seeds: u64, start: Instant) -> Self {
+        let style = "{wide_bar} {pos} of {len} seeds, {per_sec}, {eta} left";
+        let style = ProgressStyle::with_template(style).expect("a template");
+        Self {
+            bar: ProgressBar::new(seeds).with_style(style),
+            start,
+            printed: Mutex::new(start),
+        }
+    }
+
+    fn advance(&self) {
+        self.bar.inc(1);
+        let mut printed = lock(&self.printed);
+        if self.bar.is_hidden() && printed.elapsed() >= LINES {
+            *printed = Instant::now();
+            let (done, seconds) = (self.bar.position(), self.start.elapsed().as_secs_f64());
+            eprintln!("{done} seeds, {:.0} a second", done as f64 / seconds);
+        }
+    }
+
+    fn print(&self, line: &str) {
+        self.bar.suspend(|| eprintln!("{line}"));
     }
 }

@@ -1,13 +1,26 @@
-//! [`Plan`]: what a seed decides before a run begins.
+//! [`Plan`]: what a seed decides before a run begins. It can be written and read as YAML
+//! ([`crate::text`]).
 
-use std::fmt;
 use std::time::Duration;
 
 use fastrand::Rng;
 use riser_transport::verbs::Mtu;
+use serde::{Deserialize, Serialize};
+
+use crate::cheat::CheatPlan;
+use crate::disks::DiskFault;
+use crate::initiator::TIMEOUT;
+use crate::model::Knowledge;
+use crate::nics::{NicFault, Place};
+use crate::rival::RivalPlan;
+use crate::text;
+
+/// Packets that are lost at most where no connection breaks, in percent.
+const MILD: f64 = 1.0;
 
 /// The protocol of an initiator.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Protocol {
     /// SRP over RDMA.
     Srp,
@@ -18,7 +31,8 @@ pub enum Protocol {
 }
 
 /// One kind of trouble.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Fault {
     /// The RDMA network loses, repeats, spoils and reorders packets, in percent of each.
     Wire {
@@ -35,6 +49,8 @@ pub enum Fault {
     Partition(usize),
     /// TCP connections break, each with this probability.
     CutTcp(f64),
+    /// Nothing reaches the target by that path, nor comes back.
+    LosePath(usize),
     /// Nothing moves on TCP connections.
     StallTcp,
     /// Sockets of the target take and give few bytes at once.
@@ -43,6 +59,8 @@ pub enum Fault {
     StallDisks,
     /// Operations on disks fail, each with this probability.
     FailDisks(f64),
+    /// Something else is wrong with disks.
+    Disk(DiskFault),
     /// Transfers of disks move a part of what was asked for, each with this probability.
     ShortTransfers(f64),
     /// The target's process dies, and starts again at the end.
@@ -52,9 +70,42 @@ pub enum Fault {
     PowerCut,
     /// The target has no RDMA device.
     Unplug,
+    /// Something else is wrong with a device.
+    Nic(Place, NicFault),
+    /// The host of an initiator is gone, and back at another address at the end.
+    MoveInitiator(usize),
+    /// Another initiator has the names of this one, until it dies.
+    Twin(usize),
+    /// The process of an initiator dies, and starts again at the end, with the same names.
+    KillInitiator {
+        /// The initiator.
+        index: usize,
+        /// Its host goes with it: nobody learns that its connections are gone.
+        vanishes: bool,
+    },
 }
 
 impl Fault {
+    /// Names of all kinds, as in files of plans.
+    #[must_use]
+    pub fn kinds() -> Vec<&'static str> {
+        let own = text::variants_of::<Self>().iter();
+        let own = own.filter(|name| !["disk", "nic"].contains(name));
+        let disks = text::variants_of::<DiskFault>();
+        let nics = text::variants_of::<NicFault>();
+        own.chain(disks).chain(nics).copied().collect()
+    }
+
+    /// Name of its kind.
+    #[must_use]
+    pub fn kind(self) -> &'static str {
+        match self {
+            Self::Disk(fault) => text::variant_of(&fault),
+            Self::Nic(_, fault) => text::variant_of(&fault),
+            fault => text::variant_of(&fault),
+        }
+    }
+
     /// Whether the target does not run meanwhile.
     #[must_use]
     pub fn ends_target(self) -> bool {
@@ -63,18 +114,23 @@ impl Fault {
 }
 
 /// A fault, and when it is there.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Trouble {
     /// When it begins.
+    #[serde(with = "text::duration")]
     pub from: Duration,
     /// When it has gone.
+    #[serde(with = "text::duration")]
     pub until: Duration,
     /// Its kind.
     pub fault: Fault,
 }
 
-/// What happens in a run.
-#[derive(Clone, Debug)]
+/// What happens in a run. A field that a file does not name is that of [`Plan::default`], so files
+/// stay readable if a new field does nothing by default.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Plan {
     /// Seed of everything.
     pub seed: u64,
@@ -82,55 +138,184 @@ pub struct Plan {
     pub workers: usize,
     /// Initiators, by protocol.
     pub initiators: Vec<Protocol>,
+    /// Paths of each initiator to the disk.
+    pub paths: usize,
+    /// Initiators of another make.
+    pub rivals: Vec<RivalPlan>,
+    /// Peers that cheat.
+    pub cheats: Vec<CheatPlan>,
     /// Tasks of an initiator at once.
     pub tasks: usize,
     /// Commands of each task.
     pub commands: usize,
+    /// Connections that the target allows a session of iSCSI.
+    pub connections: usize,
     /// Blocks of the disk that they use; few, so that they meet.
     pub blocks: u64,
     /// Most blocks of a command.
     pub longest: u64,
     /// Time that a command may take: short ones are aborted, and units reset.
+    #[serde(with = "text::duration")]
     pub timeout: Duration,
     /// The disk has a volatile cache, as initiators see it.
     pub write_cache: bool,
     /// Time of an RDMA packet on its way.
+    #[serde(with = "text::duration")]
     pub latency: Duration,
     /// Largest path MTU of the target, and of the initiators.
+    #[serde(with = "text::mtus")]
     pub mtus: [Mtu; 2],
     /// Packets that the socket of an RDMA device takes at once.
     pub socket_room: usize,
+    /// Memory of a worker for data, in bytes. Little, so that commands wait for it.
+    pub pool: usize,
+    /// Operations of a worker's ring at once.
+    pub ring: u32,
+    /// Each initiator has a unit that others may not read.
+    pub private_units: bool,
     /// What goes wrong.
     pub troubles: Vec<Trouble>,
+}
+
+impl Default for Plan {
+    /// A quiet day of one initiator.
+    fn default() -> Self {
+        Self {
+            seed: 1,
+            workers: 1,
+            initiators: vec![Protocol::Srp],
+            paths: 1,
+            rivals: Vec::new(),
+            cheats: Vec::new(),
+            tasks: 1,
+            commands: 10,
+            connections: 1,
+            blocks: 16,
+            longest: 8,
+            timeout: Duration::from_secs(60),
+            write_cache: true,
+            latency: Duration::from_micros(10),
+            mtus: [Mtu::Mtu4096; 2],
+            socket_room: usize::MAX,
+            pool: 2 << 20,
+            ring: 511,
+            private_units: false,
+            troubles: Vec::new(),
+        }
+    }
 }
 
 impl Plan {
     /// The plan of a seed.
     #[must_use]
     pub fn of(seed: u64) -> Self {
+        Self::drawn(seed, |_| true)
+    }
+
+    /// The plan of a seed in which only these kinds of trouble happen.
+    #[must_use]
+    pub fn drawn(seed: u64, is_wanted: impl Fn(Fault) -> bool) -> Self {
         let mut rng = Rng::with_seed(seed);
         let kinds = [Protocol::Srp, Protocol::Iser, Protocol::Iscsi];
         let initiators = (0..rng.usize(1..=3)).map(|_| kinds[rng.usize(..3)]);
         let initiators: Vec<_> = initiators.collect();
-        let troubles = (0..rng.usize(0..=4)).map(|_| Trouble::draw(&mut rng, initiators.len()));
-        let troubles = troubles.collect();
+        let count = rng.usize(0..=4);
+        let mut draw = || Trouble::draw(&mut rng, initiators.len());
+        let troubles = (0..count).filter_map(|_| {
+            // There is none if all that are wanted are of the generators below.
+            let mut some = std::iter::repeat_with(&mut draw).take(1000);
+            some.find(|trouble| is_wanted(trouble.fault))
+        });
+        let mut troubles: Vec<_> = troubles.collect();
         let mtus = [Mtu::Mtu4096, Mtu::Mtu1024, Mtu::Mtu256];
+        // Of random numbers of their own, so that what was there before stays as it is.
+        let mut others = Rng::with_seed(seed ^ 0x0124_e501);
+        // Reservations need several that meet at them, again and again. All rivals change them, or
+        // none: those that the model does not know are not for it.
+        let reservations = [0, 0, 12][others.usize(..3)];
+        let rivals = match reservations {
+            0 => [0, 0, 1, 2][others.usize(..4)],
+            _ => others.usize(2..=3),
+        };
+        let rival = |_| {
+            let rival = RivalPlan::draw(&mut others);
+            let commands = rival.commands * if reservations > 0 { 3 } else { 1 };
+            RivalPlan {
+                reservations,
+                commands,
+                ..rival
+            }
+        };
+        let rivals: Vec<_> = (0..rivals).map(rival).collect();
+        let mut more = Trouble::deaths(&mut others, initiators.len());
+        let paths = [1, 1, 2][others.usize(..3)];
+        if paths > 1 {
+            more.extend(Trouble::losses(&mut others, paths));
+        }
+        more.extend(Trouble::returns(&mut others, initiators.len()));
+        more.extend(Trouble::cuts(&mut others));
+        more.extend(DiskFault::draw(&mut Rng::with_seed(seed ^ 0xd15c)));
+        let mut devices = Rng::with_seed(seed ^ 0x41c5);
+        more.extend(NicFault::draw(&mut devices, (paths, initiators.len())));
+        more.extend(Trouble::doubles(&mut devices, initiators.len()));
+        let mut cheats = Rng::with_seed(seed ^ 0xc4ea7);
+        let number = [0, 0, 0, 1, 3][cheats.usize(..5)];
+        let cheats = (0..number).map(|_| CheatPlan::draw(&mut cheats)).collect();
+        troubles.extend(more.into_iter().filter(|trouble| is_wanted(trouble.fault)));
+        let mut timeout = Duration::from_secs([1, 10, 60, 60][rng.usize(..4)]);
+        // A quiet day is judged more strictly.
+        if seed % 6 == 5 {
+            troubles = Vec::from_iter(Trouble::mild(&mut others));
+            troubles.retain(|trouble| is_wanted(trouble.fault));
+            timeout = TIMEOUT;
+        }
         Self {
+            cheats,
+            paths,
+            rivals,
             seed,
+            timeout,
+            connections: 1,
+            pool: [1 << 20, 2 << 20][others.usize(..2)],
+            ring: [64, 128, 511][others.usize(..3)],
             // A power of two, as the daemon makes it.
             workers: [1, 1, 2, 4][rng.usize(..4)],
-            timeout: Duration::from_secs([1, 10, 60, 60][rng.usize(..4)]),
             write_cache: rng.u8(..4) > 0,
             latency: Duration::from_micros([2, 10, 10, 500][rng.usize(..4)]),
             mtus: [mtus[rng.usize(..3)], mtus[rng.usize(..3)]],
-            socket_room: [usize::MAX, usize::MAX, 64, 16][rng.usize(..4)],
+            socket_room: [usize::MAX, 64, 16, 4][rng.usize(..4)],
             tasks: rng.usize(1..=4),
             commands: rng.usize(5..=40),
             blocks: [16, 64, 512][rng.usize(..3)],
             longest: [1, 8, 64, 300][rng.usize(..4)],
+            // Not drawn, so that what was drawn before stays as it is.
+            private_units: seed.is_multiple_of(3),
             initiators,
             troubles,
         }
+    }
+
+    /// What the model of reservations and unit attentions knows.
+    #[must_use]
+    pub fn knowledge(&self) -> Knowledge {
+        Knowledge {
+            // Otherwise initiators may reset the unit because a command takes too long.
+            resets: self.is_quiet(),
+            reservations: self.rivals.iter().any(|rival| rival.reservations > 0),
+        }
+    }
+
+    /// Whether nothing goes wrong that repetitions of packets do not cure, and all commands have
+    /// time: then none fails, and no connection breaks.
+    #[must_use]
+    pub fn is_quiet(&self) -> bool {
+        let is_mild = |trouble: &Trouble| match trouble.fault {
+            Fault::Wire {
+                loss, corruption, ..
+            } => loss + corruption <= MILD,
+            _ => false,
+        };
+        self.troubles.iter().all(is_mild) && self.timeout >= TIMEOUT
     }
 
     /// When the last fault has gone.
@@ -142,8 +327,115 @@ impl Plan {
 }
 
 impl Trouble {
+    /// Initiators that come back elsewhere, or meet another of their names.
+    fn doubles(rng: &mut Rng, initiators: usize) -> Vec<Self> {
+        let number = [0, 0, 0, 0, 1, 2][rng.usize(..6)];
+        let double = |_| {
+            let from = Duration::from_micros(rng.u64(0..60_000));
+            let length = [2_000, 50_000, 2_000_000, 20_000_000][rng.usize(..4)];
+            let index = rng.usize(..initiators);
+            Self {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: [Fault::MoveInitiator(index), Fault::Twin(index)][rng.usize(..2)],
+            }
+        };
+        (0..number).map(double).collect()
+    }
+
+    /// Processes of initiators that die.
+    fn deaths(rng: &mut Rng, initiators: usize) -> Vec<Self> {
+        let number = [0, 0, 0, 1, 3][rng.usize(..5)];
+        let death = |_| {
+            let from = Duration::from_micros(rng.u64(0..60_000));
+            // Mostly it is back before anybody has noticed.
+            let length = [1, 2_000, 50_000, 20_000_000][rng.usize(..4)];
+            Self {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: Fault::KillInitiator {
+                    index: rng.usize(..initiators),
+                    vanishes: rng.bool(),
+                },
+            }
+        };
+        (0..number).map(death).collect()
+    }
+
+    /// Initiators that come back again and again while disks hold what they had sent before.
+    fn returns(rng: &mut Rng, initiators: usize) -> Vec<Self> {
+        if rng.u8(..6) > 0 {
+            return Vec::new();
+        }
+        let length = [20_000, 500_000, 20_000_000][rng.usize(..3)];
+        let from = rng.u64(1_000..60_000);
+        let during = |from: u64, length: u64, fault| Self {
+            from: Duration::from_micros(from),
+            until: Duration::from_micros(from + length),
+            fault,
+        };
+        let stall = during(from, length, Fault::StallDisks);
+        let number = rng.usize(1..=4);
+        let death = |_| {
+            let at = from + rng.u64(..length);
+            let fault = Fault::KillInitiator {
+                index: rng.usize(..initiators),
+                vanishes: rng.bool(),
+            };
+            during(at, rng.u64(1..=2_000), fault)
+        };
+        let deaths: Vec<_> = (0..number).map(death).collect();
+        [vec![stall], deaths].concat()
+    }
+
+    /// A network that loses and repeats few packets, or none.
+    fn mild(rng: &mut Rng) -> Option<Self> {
+        let fault = Fault::Wire {
+            loss: rng.f64() * MILD / 2.0,
+            duplication: rng.f64() * 5.0,
+            corruption: rng.f64() * MILD / 2.0,
+            reorder: rng.f64() * 5.0,
+        };
+        rng.bool().then_some(Self {
+            from: Duration::ZERO,
+            until: Duration::from_secs(1),
+            fault,
+        })
+    }
+
+    /// Power that goes again and again, so that some of it hits a flush.
+    fn cuts(rng: &mut Rng) -> Vec<Self> {
+        let number = [0, 0, 0, 0, 0, 3, 6][rng.usize(..7)];
+        let cut = |_| {
+            let from = Duration::from_micros(rng.u64(2_000..120_000));
+            Self {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=2_000)),
+                fault: Fault::PowerCut,
+            }
+        };
+        (0..number).map(cut).collect()
+    }
+
+    /// Paths that are lost, one after the other or at once.
+    fn losses(rng: &mut Rng, paths: usize) -> Vec<Self> {
+        let number = rng.usize(1..=3);
+        let loss = |_| {
+            let from = Duration::from_micros(rng.u64(0..100_000));
+            let length = [5_000, 3_000_000, 30_000_000, 90_000_000][rng.usize(..4)];
+            Self {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: Fault::LosePath(rng.usize(..paths)),
+            }
+        };
+        (0..number).map(loss).collect()
+    }
+
     fn draw(rng: &mut Rng, initiators: usize) -> Self {
-        let from = Duration::from_micros(rng.u64(0..300_000));
+        // Most of the work is done early.
+        let latest = [20_000, 60_000, 300_000][rng.usize(..3)];
+        let from = Duration::from_micros(rng.u64(0..latest));
         // Short ones are over before anything notices; long ones outlast every patience.
         let length = [2_000, 200_000, 8_000_000, 90_000_000][rng.usize(..4)];
         let until = from + Duration::from_micros(rng.u64(1..length));
@@ -167,37 +459,5 @@ impl Trouble {
             _ => Fault::Unplug,
         };
         Self { from, until, fault }
-    }
-}
-
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "seed {}: {} worker(s), initiators {:?} with {} task(s) of {} commands on {} blocks, of up to {}",
-            self.seed,
-            self.workers,
-            self.initiators,
-            self.tasks,
-            self.commands,
-            self.blocks,
-            self.longest
-        )?;
-        let [target, others] = self.mtus;
-        write!(
-            f,
-            "\n  {} write cache, commands have {:?}, packets take {:?}, path MTU {target:?} and {others:?}",
-            if self.write_cache { "with" } else { "no" },
-            self.timeout,
-            self.latency,
-        )?;
-        if self.socket_room < usize::MAX {
-            write!(f, ", sockets take {} packets", self.socket_room)?;
-        }
-        for trouble in &self.troubles {
-            let Trouble { from, until, fault } = trouble;
-            write!(f, "\n  {from:?} to {until:?}: {fault:?}")?;
-        }
-        Ok(())
     }
 }

@@ -1,27 +1,41 @@
 //! One run of a plan.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::time::Duration;
 
 use fastrand::Rng;
+use riser_initiator::engine::Engine;
+use riser_scsi::srp::TargetPortId;
+use riser_target::worker::mail::Snapshot;
 use riser_tests::history::{History, Port};
 use riser_transport::loopback::{Fabric, FabricConfig};
 use riser_transport::roce::fault::FaultConfig;
+use tracing::debug;
 
+use crate::caught::caught;
+use crate::cheat::{Cheat, Overheard, Surroundings};
+use crate::disks::DiskFault;
 use crate::executor::Executor;
-use crate::initiator::{self, Dialed, Initiator, User, Verdict};
+use crate::initiator::{self, Dialed, Heritage, Initiator, User, Verdict};
+use crate::leaks::{self, Guard};
+use crate::model::Model;
 use crate::plan::{Fault, Plan};
+use crate::rival::Rival;
 use crate::target::{self, Target};
 use crate::tcp::Network;
+use crate::{coverage, events};
 
 /// Virtual time after the last fault, in which all commands must have ended.
 pub const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Most steps of a run: one that does not get on, in no time, is stuck.
 const STEPS: u64 = 30_000_000;
+
+/// The first of the numbers of initiators that have the names of others.
+const TWINS: usize = 50;
 
 /// What a run came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +63,15 @@ pub struct Failure {
     pub why: String,
 }
 
+impl Failure {
+    /// Text that failures of the same kind share: the first words of the reason, without numbers.
+    #[must_use]
+    pub fn kind(&self) -> String {
+        let words = self.why.split(' ').take(3).collect::<Vec<_>>().join(" ");
+        words.replace(|c: char| c.is_ascii_digit(), "")
+    }
+}
+
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}\nat {:?}: {}", self.plan, self.at, self.why)
@@ -63,13 +86,25 @@ struct World {
     target: Target,
     network: Network,
     initiators: Vec<Initiator>,
+    rivals: Vec<Rival>,
+    cheats: Vec<Cheat>,
+    /// Others with the names of initiators, by trouble.
+    twins: BTreeMap<usize, Initiator>,
     executor: Executor,
     dialed: Dialed,
     verdict: Verdict,
     history: Rc<History>,
+    model: Rc<Model>,
+    /// Those of units that one initiator sees each.
+    private: Vec<Rc<History>>,
+    guard: Guard,
+    /// The reports of idle workers, taken before any session: the baseline for leaks.
+    fresh: Vec<Snapshot>,
     steps: u64,
     /// Troubles that have begun and not ended.
     active: Vec<bool>,
+    /// The target port of SRP.
+    port: TargetPortId,
 }
 
 /// Runs a plan.
@@ -95,16 +130,9 @@ fn run_here(plan: &Plan) -> Result<Outcome, Box<Failure>> {
             why,
         })
     };
-    // A panic of the programs is a failure like others.
-    let result = catch_unwind(AssertUnwindSafe(|| World::new(plan, fabric.clone()).run()));
-    match result {
-        Ok(result) => result.map_err(failed),
-        Err(panic) => {
-            let text = panic.downcast_ref::<String>().cloned();
-            let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
-            Err(failed(format!("panic: {}", text.unwrap_or_default())))
-        }
-    }
+    caught(|| World::new(plan, fabric.clone()).run())
+        .flatten()
+        .map_err(failed)
 }
 
 impl World {
@@ -115,75 +143,131 @@ impl World {
         let port = shared.registry.catalog().targets[0].portals[0].target_port();
         let dialed = Dialed::default();
         let initiators = plan.initiators.iter().copied().enumerate();
-        let initiators = initiators
-            .map(|one| Initiator::new(one, port, &fabric, &dialed, (plan, &mut rng)))
-            .collect();
+        let initiators = initiators.map(|one| {
+            let first = Heritage {
+                port: rng.u64(..),
+                guid: None,
+                recovers: false,
+                cache: None,
+                moves: 0,
+            };
+            Initiator::new(one, port, &fabric, &dialed, first, (plan, &mut rng))
+        });
+        let initiators = initiators.collect();
+        let guard = Guard::default();
+        let (tap, paths) = (guard.clone(), plan.paths);
+        let overheard = Overheard::default();
+        let surroundings = Surroundings {
+            fabric: fabric.clone(),
+            dialed: dialed.clone(),
+            port: target.port_of_cheats().unwrap_or(port),
+            overheard: overheard.clone(),
+        };
+        let is_cheated = !plan.cheats.is_empty();
+        fabric.tap(move |from, to, bytes| {
+            if is_cheated {
+                overheard.hear(from.ip(), to.ip(), bytes);
+            }
+            let mut addresses = (0..paths).map(target::rdma_address);
+            if addresses.any(|address| address == from.ip()) {
+                tap.look(to.ip(), bytes);
+            }
+        });
+        let history = || {
+            let history = History::new(plan.blocks as usize);
+            let history = history.with_repeats().with_power_cuts();
+            Rc::new(match plan.paths {
+                1 => history,
+                _ => history.with_paths(),
+            })
+        };
+        let owners = plan.initiators.iter().filter(|_| plan.private_units);
+        let cheats = plan.cheats.iter().copied().enumerate();
+        // Of random numbers of their own, as what the plan says of them.
+        let mut chance = Rng::with_seed(plan.seed ^ 0xc4ea7);
+        let cheats = cheats.map(|cheat| Cheat::new(cheat, &surroundings, chance.fork()));
         Self {
-            history: Rc::new(
-                History::new(plan.blocks as usize)
-                    .with_repeats()
-                    .with_power_cuts(),
-            ),
+            cheats: cheats.collect(),
+            twins: BTreeMap::new(),
+            history: history(),
+            private: owners.map(|_| history()).collect(),
+            model: Rc::new(Model::new(plan.knowledge())),
             active: vec![false; plan.troubles.len()],
             plan: plan.clone(),
             rng,
             fabric,
             target,
-            network: Network::new(listeners),
+            network: Network::new(listeners, guard.clone()),
+            guard,
             initiators,
+            rivals: Vec::new(),
             executor: Executor::default(),
             dialed,
             verdict: Rc::new(RefCell::new(None)),
+            fresh: Vec::new(),
             steps: 0,
+            port,
         }
     }
 
     fn user(&self, index: usize) -> User {
+        self.user_of(Port(1 + index as u16))
+    }
+
+    fn user_of(&self, port: Port) -> User {
         User {
-            port: Port(1 + index as u16),
+            port,
             history: Rc::clone(&self.history),
             is_cached: self.plan.write_cache,
+            is_quiet: self.plan.is_quiet(),
             verdict: Rc::clone(&self.verdict),
         }
     }
 
+    /// The user of an initiator's own unit, if there is one.
+    fn private_user(&self, index: usize) -> Option<User> {
+        let history = Rc::clone(self.private.get(index)?);
+        Some(User {
+            port: leaks::private_port(index),
+            history,
+            // An initiator's next process notes the cache of one unit only.
+            is_cached: false,
+            ..self.user(index)
+        })
+    }
+
     /// The whole life: faults with work, then quiet, then a last look at all blocks.
     fn run(mut self) -> Result<Outcome, String> {
-        let luns: Rc<RefCell<Vec<_>>> = Rc::default();
+        self.fresh = self.reports()?;
         for index in 0..self.initiators.len() {
-            let (client, url) = (
-                self.initiators[index].client.clone(),
-                self.initiators[index].url.clone(),
-            );
-            let users = (0..self.plan.tasks).map(|_| (self.user(index), self.rng.fork()));
-            let users: Vec<_> = users.collect();
-            let (plan, luns) = (self.plan.clone(), Rc::clone(&luns));
-            self.executor.spawn(async move {
-                let lun = initiator::open(&client, &url).await;
-                luns.borrow_mut().push((index, lun.clone()));
-                let mut all = Executor::default();
-                for (user, rng) in users {
-                    all.spawn(user.work(lun.clone(), plan.clone(), rng));
-                }
-                all.finish().await;
-            });
+            self.start_initiator(index);
         }
+        self.start_rivals();
         let healed = self.plan.healed();
         self.run_until("all commands have ended", healed + PATIENCE, |world| {
-            world.executor.is_empty() && world.fabric.elapsed() >= healed
+            world.executor.is_empty()
+                && world.rivals.iter().all(Rival::is_over)
+                && world.fabric.elapsed() >= healed
+                && !world.active.contains(&true)
         })?;
-        for (index, lun) in luns.take() {
-            let (user, plan) = (self.user(index), self.plan.clone());
-            let verdict = Rc::clone(&self.verdict);
+        for index in 0..self.initiators.len() {
+            let units = self.initiators[index].opened.take();
+            let status = units[0].1.session().status();
+            if self.plan.is_quiet() && status.reconnects() > 0 {
+                return Err(format!("a quiet day, and {:?}", status.last_down()));
+            }
+            let (blocks, verdict) = (self.plan.blocks, Rc::clone(&self.verdict));
             self.executor.spawn(async move {
-                for first in (0..plan.blocks).step_by(8) {
-                    let end = (first + 8).min(plan.blocks);
-                    if !user.read(&lun, first..end).await {
-                        let text = || format!("blocks {first} to {end} cannot be read");
-                        verdict.borrow_mut().get_or_insert_with(text);
+                for (user, lun) in &units {
+                    for first in (0..blocks).step_by(8) {
+                        let end = (first + 8).min(blocks);
+                        if !user.read(lun, first..end).await {
+                            let text = || format!("blocks {first} to {end} cannot be read");
+                            verdict.borrow_mut().get_or_insert_with(text);
+                        }
                     }
                 }
-                lun.session().close().await;
+                units[0].1.session().close().await;
             });
         }
         let limit = self.fabric.elapsed() + PATIENCE;
@@ -200,10 +284,13 @@ impl World {
             }
             initiator.client.shutdown();
         }
+        self.cheats.clear();
         let limit = self.fabric.elapsed() + PATIENCE;
-        self.run_until("all sessions have ended", limit, |world| {
-            world.initiators.iter().all(|one| one.engine.is_over()) && world.network.is_empty()
-        })?;
+        let ended = self.run_until("all sessions have ended", limit, |world| {
+            let mut engines = world.initiators.iter().flat_map(|one| &one.engine);
+            engines.all(Engine::is_over) && world.network.is_empty()
+        });
+        ended.map_err(|why| format!("{why}; there are {}", self.network))?;
         self.check_leftovers()?;
         let trace = self.fabric.trace() ^ self.network.trace().rotate_left(1);
         Ok(Outcome {
@@ -215,17 +302,30 @@ impl World {
         })
     }
 
+    fn start_initiator(&mut self, index: usize) {
+        let users = (0..self.plan.tasks).map(|_| (self.user(index), self.rng.fork()));
+        let users: Vec<_> = users.collect();
+        let private = self.private_user(index).map(|user| (user, self.rng.fork()));
+        let work = self.initiators[index].start(users, private, &self.plan);
+        self.executor.spawn(work);
+    }
+
+    fn start_rivals(&mut self) {
+        for (index, plan) in self.plan.rivals.clone().into_iter().enumerate() {
+            let user = self.user_of(Port(101 + index as u16));
+            let seed = (self.fabric.now(), self.rng.fork());
+            let user = (user, Rc::clone(&self.model));
+            let rival = Rival::new((index, plan), user, &self.plan, &self.dialed, seed);
+            self.rivals.push(rival);
+        }
+    }
+
     /// After all sessions have ended, the target must let go of what it had for them.
     fn check_leftovers(&mut self) -> Result<(), String> {
         let limit = self.fabric.elapsed() + PATIENCE;
         loop {
-            let (snapshots, workers) = (self.target.ask(), self.plan.workers);
-            let mut reports = Vec::new();
-            self.run_until("all workers report", limit, |_| {
-                reports.extend(snapshots.try_iter());
-                reports.len() == workers
-            })?;
-            let leftovers = self.target.leftovers(&reports);
+            let reports = self.reports()?;
+            let leftovers = self.target.leftovers(&reports, &self.fresh);
             if leftovers.is_empty() {
                 return Ok(());
             }
@@ -239,6 +339,17 @@ impl World {
         }
     }
 
+    fn reports(&mut self) -> Result<Vec<Snapshot>, String> {
+        let (snapshots, workers) = (self.target.ask(), self.plan.workers);
+        let limit = self.fabric.elapsed() + PATIENCE;
+        let mut reports = Vec::new();
+        self.run_until("all workers report", limit, |_| {
+            reports.extend(snapshots.try_iter());
+            reports.len() == workers
+        })?;
+        Ok(reports)
+    }
+
     fn run_until(
         &mut self,
         what: &str,
@@ -247,7 +358,8 @@ impl World {
     ) -> Result<(), String> {
         while !is_so(self) {
             self.step();
-            if let Some(why) = self.verdict.borrow().clone() {
+            let verdict = self.verdict.borrow().clone();
+            if let Some(why) = verdict.or_else(|| self.guard.found()) {
                 return Err(why);
             }
             if self.fabric.elapsed() > limit || self.steps > STEPS {
@@ -260,24 +372,41 @@ impl World {
     /// Each actor has a turn, in an order of the seed. If none had anything to do, time passes.
     fn step(&mut self) {
         self.steps += 1;
+        events::set_time(self.fabric.elapsed());
         self.trouble();
         let now = self.fabric.now();
         let (workers, initiators) = (self.plan.workers, self.initiators.len());
-        let mut order: Vec<usize> = (0..workers + initiators + 3).collect();
+        let (rivals, cheats) = (self.rivals.len(), self.cheats.len());
+        let count = 3 + workers + initiators + rivals + cheats + self.twins.len();
+        let mut order: Vec<usize> = (0..count).collect();
         self.rng.shuffle(&mut order);
         let mut worked = false;
+        let turn = |one: &mut Initiator| one.engine.as_mut().is_some_and(|e| e.step(now));
         for actor in order {
             worked |= match actor {
                 0 => self.executor.turn() > 0,
                 1 => {
-                    for (from, stream) in self.dialed.take() {
-                        self.network.connect(stream, from, &mut self.rng);
+                    for dial in self.dialed.take() {
+                        self.network.connect(dial, &mut self.rng);
                     }
                     self.network.turn(now)
                 }
                 2 => self.target.turn_of_threads(&mut self.rng),
                 n if n < 3 + workers => self.target.turn(n - 3, now, &mut self.rng),
-                n => self.initiators[n - 3 - workers].engine.step(now),
+                n => match n - 3 - workers {
+                    n if n < initiators => turn(&mut self.initiators[n]),
+                    n if n < initiators + rivals => self.rivals[n - initiators].step(now),
+                    n if n < initiators + rivals + cheats => {
+                        self.cheats[n - initiators - rivals].step(now)
+                    }
+                    n => {
+                        let twin = self
+                            .twins
+                            .values_mut()
+                            .nth(n - initiators - rivals - cheats);
+                        twin.is_some_and(turn)
+                    }
+                },
             };
         }
         let soon = now + Duration::from_micros(self.rng.u64(1..=20));
@@ -293,15 +422,18 @@ impl World {
     fn next_deadline(&self) -> Option<std::time::Instant> {
         let now = self.fabric.now();
         let start = now - self.fabric.elapsed();
-        let engines = self.initiators.iter();
-        let engines = engines.filter_map(|one| one.engine.next_deadline());
+        let engines = self.initiators.iter().chain(self.twins.values());
+        let engines = engines.flat_map(|one| &one.engine);
+        let engines = engines.filter_map(Engine::next_deadline);
         let troubles = self.plan.troubles.iter();
         let troubles = troubles.flat_map(|trouble| [start + trouble.from, start + trouble.until]);
         engines
             .chain(troubles.filter(|at| *at > now))
-            .chain(self.fabric.next_arrival())
+            .chain(self.fabric.next_arrival_after(now))
             .chain(self.network.next_arrival(now))
             .chain(self.target.next_deadline())
+            .chain(self.rivals.iter().filter_map(Rival::next_deadline))
+            .chain(self.cheats.iter().filter_map(Cheat::next_deadline))
             .min()
     }
 
@@ -316,14 +448,36 @@ impl World {
                 continue;
             }
             (self.active[at], is_changed) = (is_active, true);
+            if is_active {
+                coverage::note("fault", trouble.fault.kind(), "begins");
+            }
+            debug!(fault = ?trouble.fault, "{}", if is_active { "begins" } else { "ends" });
             match trouble.fault {
                 Fault::CutTcp(probability) if is_active => {
                     self.network.cut(probability, &mut self.rng);
                 }
                 Fault::CrashTarget if is_active => self.end_target(false),
                 Fault::PowerCut if is_active => self.end_target(true),
-                Fault::FailDisks(_) if !is_active => self.target.clear_failures(),
+                Fault::FailDisks(_) if !is_active => self.target.clear_failures(&self.history),
+                Fault::Disk(fault) => self.disk_fault(fault, is_active),
+                Fault::KillInitiator { index, vanishes } => match is_active {
+                    true => self.kill_initiator(index, vanishes),
+                    false => self.revive_initiator(index),
+                },
                 Fault::Unplug if is_active => self.fabric.unplug(target::ADDRESS),
+                Fault::Nic(place, fault) => fault.set(place, is_active, &self.fabric),
+                Fault::MoveInitiator(index) => match is_active {
+                    true => self.kill_initiator(index, true),
+                    false => self.move_initiator(index),
+                },
+                Fault::Twin(index) => match is_active {
+                    true => self.start_twin(at, index),
+                    false => self.end_twin(at),
+                },
+                Fault::LosePath(path) => {
+                    let address = target::rdma_address(path);
+                    self.fabric.partition(address, is_active);
+                }
                 Fault::Partition(index) => {
                     let address = initiator::address(index);
                     self.fabric.partition(address, is_active);
@@ -336,14 +490,117 @@ impl World {
         }
     }
 
+    /// Ends the process of an initiator, if there is such a one.
+    fn kill_initiator(&mut self, index: usize, vanishes: bool) {
+        if index >= self.initiators.len() {
+            return;
+        }
+        let address = self.initiators[index].address;
+        match vanishes {
+            true => self.network.vanish(address),
+            false => self.network.kill(address),
+        }
+        self.initiators[index].die();
+    }
+
+    /// Starts an initiator's process again, unless it runs, or another death of it goes on.
+    fn revive_initiator(&mut self, index: usize) {
+        let is_its = |fault| match fault {
+            Fault::KillInitiator { index: at, .. } | Fault::MoveInitiator(at) => at == index,
+            _ => false,
+        };
+        let mut troubles = self.plan.troubles.iter().zip(&self.active);
+        let is_dead = troubles.any(|(trouble, active)| *active && is_its(trouble.fault));
+        if is_dead
+            || self
+                .initiators
+                .get(index)
+                .is_none_or(|one| one.engine.is_some())
+        {
+            return;
+        }
+        let heritage = self.initiators[index].heritage;
+        self.initiators[index] = Initiator::new(
+            (index, self.plan.initiators[index]),
+            self.port,
+            &self.fabric,
+            &self.dialed,
+            heritage,
+            (&self.plan, &mut self.rng),
+        );
+        self.network.come_back(self.initiators[index].address);
+        self.start_initiator(index);
+    }
+
+    /// A fault of disks begins or ends. After the end of any, an administrator looks.
+    fn disk_fault(&mut self, fault: DiskFault, is_active: bool) {
+        match fault {
+            DiskFault::FailOnce(kind) => self.target.faults.fail_once(kind, is_active),
+            DiskFault::LoseWriteBack(share) if is_active => self.target.begin_loss(share),
+            _ => {}
+        }
+        if !is_active {
+            self.target.clear_failures(&self.history);
+        }
+    }
+
+    /// The host of an initiator is back at another address, if there is such a one.
+    fn move_initiator(&mut self, index: usize) {
+        if let Some(one) = self.initiators.get_mut(index) {
+            one.heritage.moves += 1;
+            self.revive_initiator(index);
+        }
+    }
+
+    /// Another initiator comes that has the names of this one.
+    fn start_twin(&mut self, at: usize, index: usize) {
+        let Some(protocol) = self.plan.initiators.get(index).copied() else {
+            return;
+        };
+        let first = &self.initiators[index];
+        let opened = first.opened.borrow();
+        let guid = opened.first().map(|(_, lun)| lun.session().port_guid());
+        let heritage = Heritage {
+            recovers: false,
+            guid: guid.or(first.heritage.guid),
+            cache: None,
+            ..first.heritage
+        };
+        drop(opened);
+        // An address that no other has, and a port of its own in the history.
+        let number = TWINS + at;
+        let twin = Initiator::new(
+            (number, protocol),
+            self.port,
+            &self.fabric,
+            &self.dialed,
+            heritage,
+            (&self.plan, &mut self.rng),
+        );
+        let users = (0..self.plan.tasks).map(|_| (self.user(number), self.rng.fork()));
+        let users: Vec<_> = users.collect();
+        self.executor.spawn(twin.start(users, None, &self.plan));
+        self.twins.insert(at, twin);
+    }
+
+    fn end_twin(&mut self, at: usize) {
+        if let Some(mut twin) = self.twins.remove(&at) {
+            self.network.kill(twin.address);
+            twin.die();
+        }
+    }
+
     fn end_target(&mut self, is_power_cut: bool) {
         match is_power_cut {
             true => {
-                self.target.cut_power();
-                self.history.power_cut();
+                self.target.cut_power(&self.history);
+                for history in self.private.iter().chain([&self.history]) {
+                    history.power_cut();
+                }
             }
-            false => self.target.crash(),
+            false => self.target.crash(&self.history),
         }
+        self.model.lose_power();
         self.network.end_target(!is_power_cut);
     }
 
@@ -355,6 +612,7 @@ impl World {
             .map(|(trouble, _)| trouble.fault)
             .collect();
         let is_unplugged = active.contains(&Fault::Unplug);
+        self.target.wake();
         if !is_unplugged {
             self.fabric.plug(target::ADDRESS);
         }
@@ -366,13 +624,17 @@ impl World {
         }
         self.network.is_stalled = active.contains(&Fault::StallTcp);
         self.network.is_narrow = active.contains(&Fault::NarrowTcp);
+        let lost = (0..self.plan.paths).filter(|path| active.contains(&Fault::LosePath(*path)));
+        self.network
+            .lose_paths(lost.map(target::tcp_address).collect());
         let disks = &mut self.target.faults;
-        *disks = crate::target::DiskFaults::default();
+        disks.reset();
         disks.is_stalled = active.contains(&Fault::StallDisks);
         let mut wire = FaultConfig::default();
         for fault in active {
             match fault {
                 Fault::FailDisks(probability) => disks.failure = probability,
+                Fault::Disk(fault) => disks.add(fault),
                 Fault::ShortTransfers(probability) => disks.short = probability,
                 Fault::Wire {
                     loss,

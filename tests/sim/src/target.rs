@@ -5,53 +5,74 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use riser_reactor::simulated::{
     Disk, Kernel, Listener, Operation, OperationId, Outcome, SECTOR, Threads,
 };
-use riser_reactor::{MailSender, Next, Ring, RingConfig, mailbox};
+use riser_reactor::{MailSender, Next, Ring, RingConfig, Waker, mailbox};
 use riser_scsi::config::Identity;
+use riser_scsi::srp::TargetPortId;
 use riser_target::backend::{FlushFailure, FlushKeeper, OpenedStores, Store};
 use riser_target::config::Config;
 use riser_target::host::{Host, SimulatedHost};
 use riser_target::server::{Keepers, build_shared_on};
 use riser_target::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
-use riser_target::worker::{Env, Report, Shared, TcpListener, Worker, WorkerConfig};
+use riser_target::worker::{Device, Env, Report, Shared, TcpListener, Worker, WorkerConfig};
+use riser_tests::history::History;
 use riser_transport::loopback::Fabric;
+use riser_transport::roce::nic::NicUsage;
 use riser_transport::verbs::Mtu;
 
+use crate::disks::DiskFaults;
+use crate::keeper::KeptReservations;
 use crate::plan::Plan;
+use crate::{cheat, initiator};
 
 /// Name of the iSCSI target.
 pub const IQN: &str = "iqn.2026-01.org.example:disk";
-
-/// Memory of a worker for data. Little, so that commands wait for it.
-const POOL: usize = 2 << 20;
 
 /// Wait between rounds of a worker that polls.
 const SPIN: Duration = Duration::from_micros(10);
 
 /// Address of the RDMA device.
-pub const ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
+pub const ADDRESS: IpAddr = rdma_address(0);
 
-/// Where TCP connections go.
-const TCP: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 0, 1, 1)), 3260);
+/// Address of the RDMA device of a path.
+#[must_use]
+pub const fn rdma_address(path: usize) -> IpAddr {
+    IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1 + path as u8))
+}
+
+/// Where TCP connections of a path go.
+#[must_use]
+pub const fn tcp_address(path: usize) -> SocketAddr {
+    SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 0, 1, 1 + path as u8)), 3260)
+}
 
 /// Keeps failures of flushes, as files of the state directory do.
 #[derive(Clone, Debug, Default)]
 struct Failures(Arc<Mutex<BTreeMap<String, FlushFailure>>>);
 
+impl Failures {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, FlushFailure>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+}
+
 impl FlushKeeper for Failures {
     fn load(&self, unit: &Identity) -> io::Result<Option<FlushFailure>> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(all.get(&unit.serial).copied())
+        Ok(self.lock().get(&unit.serial).copied())
     }
 
     fn save(&self, unit: &Identity, failure: Option<&FlushFailure>) -> io::Result<()> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.lock();
         match failure {
             Some(failure) => all.insert(unit.serial.clone(), *failure),
             None => all.remove(&unit.serial),
@@ -76,14 +97,6 @@ impl Env for SimulatedEnv {
     }
 }
 
-/// The state of the disks, as troubles have it.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DiskFaults {
-    pub(crate) is_stalled: bool,
-    pub(crate) failure: f64,
-    pub(crate) short: f64,
-}
-
 /// One worker, and its ring from the kernel's side.
 struct Member {
     worker: Worker,
@@ -92,6 +105,9 @@ struct Member {
     due: BTreeMap<OperationId, (Instant, Outcome)>,
     /// When the worker is given its next round, if nothing happens before.
     wakes: Option<Instant>,
+    waker: Waker,
+    /// It sleeps, and is given none before something wakes it.
+    is_parked: bool,
     /// Kept open: what a worker reports is of no interest here.
     _reports: Receiver<Report>,
 }
@@ -100,10 +116,18 @@ struct Member {
 pub struct Target {
     config: Config,
     fabric: Fabric,
+    paths: usize,
     start: Instant,
     mtu: Mtu,
+    pool: usize,
+    ring: u32,
     disk: Disk,
+    /// Those of units that one initiator sees each.
+    private: Vec<Disk>,
+    /// That of the unit of cheating peers.
+    cheats: Disk,
     failures: Failures,
+    reservations: KeptReservations,
     /// Times that the host was started.
     boots: u64,
     rng: Rng,
@@ -124,24 +148,44 @@ impl Target {
     /// Serves one disk by all protocols; returns the listeners of TCP as well.
     #[must_use]
     pub fn new(plan: &Plan, fabric: &Fabric, rng: &mut Rng) -> (Self, Vec<Listener>) {
+        let (backends, luns, access) = private_units(plan);
+        let portals = |path| {
+            let (rdma, tcp) = (rdma_address(path), tcp_address(path));
+            format!(
+                "      - {{ protocol: srp, listen: \"{rdma}:5555\" }}\n      \
+                 - {{ protocol: iser, listen: \"{rdma}:3260\" }}\n      \
+                 - {{ protocol: iscsi, listen: \"{tcp}\" }}\n"
+            )
+        };
+        let portals: String = (0..plan.paths).map(portals).collect();
+        let (cheats, more) = cheats(plan);
         let text = format!(
             "identity: simulated\n\
-             backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true, write_cache: {} }}\n\
-             targets:\n  - name: t\n    iqn: {IQN}\n    portals:\n      \
-             - {{ protocol: srp, listen: \"{ADDRESS}:5555\" }}\n      \
-             - {{ protocol: iser, listen: \"{ADDRESS}:3260\" }}\n      \
-             - {{ protocol: iscsi, listen: \"{TCP}\" }}\n    \
-             luns: {{ 0: {{ backend: d }} }}\n    access: open\nworkers: {{ count: {} }}\n",
+             backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true, write_cache: {} }}\n{backends}{cheats}\
+             targets:\n  - name: t\n    iqn: {IQN}\n    portals:\n{portals}    \
+             luns: {{ 0: {{ backend: d }}{luns} }}\n    access: {access}\n{more}workers: {{ count: {} }}\n\
+             limits: {{ connections_per_session: {} }}\n",
             if plan.write_cache { "on" } else { "off" },
-            plan.workers
+            plan.workers,
+            plan.connections
         );
+        let private = plan.initiators.iter().filter(|_| plan.private_units);
+        let private = private
+            .enumerate()
+            .map(|(index, _)| Disk::new(1 + index as u64));
         let mut target = Self {
             config: Config::parse(&text, "sim.yaml").expect("the configuration is right"),
             fabric: fabric.clone(),
+            paths: plan.paths,
             start: fabric.now(),
             mtu: plan.mtus[0],
+            pool: plan.pool,
+            ring: plan.ring,
             disk: Disk::new(0),
+            private: private.collect(),
+            cheats: Disk::new(0),
             failures: Failures::default(),
+            reservations: KeptReservations::default(),
             boots: 1,
             rng: rng.fork(),
             members: Vec::new(),
@@ -159,44 +203,53 @@ impl Target {
         let fabric = &self.fabric;
         let host = SimulatedHost::new(self.threads.clone(), self.start).with_boot(self.boots);
         let host: Arc<dyn Host> = Arc::new(host);
-        let backend = &self.config.backends[0];
+        let disks = std::iter::once(&self.disk).chain(&self.private);
+        let disks = disks.chain([&self.cheats]);
         let mut opened = OpenedStores::default();
-        let store = Store::on_disk(&backend.spec, &self.disk, Arc::clone(&host));
-        opened.insert(
-            &backend.name,
-            &backend.spec,
-            store.expect("a disk in memory"),
-        );
+        for (backend, disk) in self.config.backends.iter().zip(disks) {
+            let store = Store::on_disk(&backend.spec, disk, Arc::clone(&host));
+            opened.insert(&backend.name, &backend.spec, store);
+        }
         let keepers = Keepers {
             flushes: Some(Arc::new(self.failures.clone())),
+            reservations: Some(Arc::new(self.reservations.clone())),
             ..Keepers::default()
         };
         let shared = build_shared_on(&self.config, keepers, opened);
         let shared = Arc::new(shared.expect("the configuration can be served"));
 
-        let listeners: Vec<_> = (0..workers).map(|_| Listener::new(TCP)).collect();
-        let rings = (0..workers).map(|_| Ring::simulated(RingConfig::default()));
+        let at_paths = |_| (0..self.paths).map(|path| Listener::new(tcp_address(path)));
+        let listeners: Vec<Vec<_>> = (0..workers).map(|w| at_paths(w).collect()).collect();
+        let ring = RingConfig {
+            capacity: self.ring,
+            ..RingConfig::default()
+        };
+        let rings = (0..workers).map(|_| Ring::simulated(ring));
         let rings: Vec<_> = rings.map(|ring| ring.expect("memory")).collect();
         let mailboxes = rings.iter().map(|(ring, _)| mailbox(MAILBOX, ring.waker()));
         let (senders, inboxes): (Vec<_>, Vec<_>) = mailboxes.unzip();
         let parts = rings.into_iter().zip(inboxes).zip(&listeners);
         let bits = workers.ilog2() as u8;
-        for (index, (((ring, kernel), inbox), listener)) in parts.enumerate() {
+        for (index, (((ring, kernel), inbox), listeners)) in parts.enumerate() {
+            let waker = ring.waker();
             let (reports, _reports) = channel();
             let env = SimulatedEnv {
                 random: self.rng.fork(),
                 host: Arc::clone(&host),
             };
-            let mut device = fabric.endpoint_of(ADDRESS, index as u32, bits);
-            device.set_mtu(self.mtu);
+            let devices = (0..self.paths).map(|path| {
+                let mut device = fabric.endpoint_of(rdma_address(path), index as u32, bits);
+                device.set_mtu(self.mtu);
+                Box::new(device) as Box<dyn Device>
+            });
             let (worker, unserved) = Worker::new(WorkerConfig {
                 index: index as u16,
                 now: fabric.now(),
                 env: Box::new(env),
-                pool: POOL,
+                pool: self.pool,
                 shared: Arc::clone(&shared),
-                devices: vec![Box::new(device)],
-                sockets: vec![TcpListener::simulated(listener)],
+                devices: devices.collect(),
+                sockets: listeners.iter().map(TcpListener::simulated).collect(),
                 ring,
                 mailbox: inbox,
                 outbox: Outbox::new(senders.clone()),
@@ -209,16 +262,21 @@ impl Target {
                 kernel,
                 due: BTreeMap::new(),
                 wakes: None,
+                waker,
+                is_parked: false,
                 _reports,
             });
         }
         self.mail = senders;
         self.shared = Some(shared);
-        listeners
+        listeners.into_iter().flatten().collect()
     }
 
     /// Ends the process without a word. What it had at its disk may be done, in part or not at all.
-    pub fn crash(&mut self) {
+    pub fn crash(&mut self, history: &History) {
+        let was_unseen = self.disk.has_unseen_error();
+        let is_known =
+            self.has_failure() || self.members.iter().any(|m| m.kernel.has_completions());
         for member in &self.members {
             let mut operations = member.kernel.operations();
             operations.retain(|operation| operation.disk().is_some());
@@ -235,23 +293,55 @@ impl Target {
                 member.kernel.complete(operation.id, outcome);
             }
         }
+        // Who has heard of a lost write-back, and not yet written it down, takes it into the grave:
+        // the disk reports it once.
+        let is_heard = is_known || was_unseen != self.disk.has_unseen_error();
+        if is_heard && self.failures.is_empty() {
+            self.end_loss(history);
+            history.forgive_losses();
+        }
         self.members.clear();
         self.mail.clear();
         self.shared = None;
         self.threads = Threads::default();
     }
 
+    /// Whether the process knows of a failed flush.
+    fn has_failure(&self) -> bool {
+        let catalog = self.shared.as_ref().map(|shared| shared.registry.catalog());
+        let stores = catalog.iter().flat_map(|catalog| &catalog.stores).flatten();
+        stores
+            .map(|store| store.flush_failure())
+            .any(|failure| failure.is_some())
+    }
+
+    /// A part of what is in the disk's cache cannot be written back. The disk reports that once, and
+    /// takes the cache for clean. So the target must remember it: until its administrator knows, no
+    /// flush may succeed.
+    pub fn begin_loss(&mut self, share: f64) {
+        let rng = &mut self.rng;
+        let errno = [libc::EIO, libc::EIO, libc::ENOSPC][rng.usize(..3)];
+        self.disk.fail_write_back(errno, |_| rng.f64() < share);
+    }
+
+    /// What could not be written back goes from the cache as well.
+    pub fn end_loss(&mut self, history: &History) {
+        history.lose_write_back(self.disk.drop_cache());
+    }
+
     /// The host loses its power: what was not flushed may be lost, sector by sector.
-    pub fn cut_power(&mut self) {
-        self.crash();
+    pub fn cut_power(&mut self, history: &History) {
+        self.crash(history);
         self.boots += 1;
         let rng = &mut self.rng;
         // Whole caches are lost as well as single sectors.
         let share = [0.0, 0.5, 1.0][rng.usize(..3)];
-        self.disk.crash(|_, versions| match rng.f64() < share {
-            true => rng.usize(..=versions),
-            false => 0,
-        });
+        for disk in std::iter::once(&self.disk).chain(&self.private) {
+            disk.crash(|_, versions| match rng.f64() < share {
+                true => rng.usize(..=versions),
+                false => 0,
+            });
+        }
     }
 
     /// Whether there is a process.
@@ -260,19 +350,18 @@ impl Target {
         !self.members.is_empty()
     }
 
-    /// The administrator has looked at a failed flush.
-    pub fn clear_failures(&self) {
+    /// The administrator looks at a failed flush, and at what it has lost, if there is one.
+    pub fn clear_failures(&mut self, history: &History) {
+        self.end_loss(history);
+        let was_kept = !self.failures.is_empty();
+        if !self.is_running() {
+            self.failures.lock().clear();
+        }
         let catalog = self.shared.as_ref().map(|shared| shared.registry.catalog());
-        let Some(catalog) = catalog else {
-            self.failures
-                .0
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clear();
-            return;
-        };
-        for store in catalog.stores.iter().flatten() {
-            store.clear_flush_failure();
+        let stores = catalog.iter().flat_map(|catalog| &catalog.stores).flatten();
+        let cleared = stores.filter_map(|store| store.clear_flush_failure());
+        if cleared.count() > 0 || was_kept && !self.is_running() {
+            history.forgive_losses();
         }
     }
 
@@ -286,9 +375,10 @@ impl Target {
         snapshots
     }
 
-    /// What is still held for sessions that are over, from the reports of all workers.
+    /// What is still held for sessions that are over: the difference between the reports of all
+    /// workers and those taken before any session.
     #[must_use]
-    pub fn leftovers(&self, snapshots: &[Snapshot]) -> Vec<String> {
+    pub fn leftovers(&self, snapshots: &[Snapshot], fresh: &[Snapshot]) -> Vec<String> {
         let mut found = Vec::new();
         let mut check = |what: String, count: usize| {
             if count > 0 {
@@ -305,6 +395,19 @@ impl Target {
             check(of("connections of iSCSI"), one.iscsi_sessions.len());
             let used = one.pool_size - one.pool_free;
             check(of("bytes of the pool"), used);
+            for (addr, usage) in usages(one) {
+                let all = fresh.iter().filter(|other| other.worker == one.worker);
+                let mut all = all.flat_map(usages);
+                let own = all.find(|(other, _)| *other == addr).unwrap_or_default();
+                for (now, then, what) in [
+                    (usage.qps, own.1.qps, "queue pairs"),
+                    (usage.cqs, own.1.cqs, "completion queues"),
+                    (usage.mrs, own.1.mrs, "memory regions"),
+                    (usage.pds, own.1.pds, "protection domains"),
+                ] {
+                    check(of(what), now.saturating_sub(then));
+                }
+            }
         }
         for (index, member) in self.members.iter().enumerate() {
             let operations = member.kernel.operations();
@@ -312,6 +415,13 @@ impl Target {
             check(format!("operations of worker {index} at a disk"), at_disk);
         }
         found
+    }
+
+    /// The SRP port of cheating peers, if there are some.
+    #[must_use]
+    pub fn port_of_cheats(&self) -> Option<TargetPortId> {
+        let catalog = self.shared.as_ref()?.registry.catalog();
+        Some(catalog.targets.get(1)?.portals[0].target_port())
     }
 
     /// What is served.
@@ -326,21 +436,35 @@ impl Target {
         &self.disk
     }
 
+    /// Wakes all workers: a device was removed or added.
+    pub fn wake(&mut self) {
+        for member in &mut self.members {
+            member.is_parked = false;
+        }
+    }
+
     /// A round of a worker, and of the kernel for it. Returns whether there was anything to do.
     pub fn turn(&mut self, index: usize, now: Instant, rng: &mut Rng) -> bool {
-        let Self {
-            members, faults, ..
-        } = self;
-        let Some(member) = members.get_mut(index) else {
+        let Some(member) = self.members.get_mut(index) else {
             return false;
         };
-        let worked = member.worker.step(now).expect("the ring works");
-        let next = member.worker.park(worked).expect("the ring works");
-        member.wakes = match next {
-            Next::Poll => Some(now + SPIN),
-            Next::Park(timeout) => timeout.map(|timeout| now + timeout),
-        };
-        let completed = member.complete(now, *faults, rng);
+        let arrival = self.fabric.next_arrival();
+        let mut worked = 0;
+        // As in a thread of its own, where it sleeps until its ring, a packet or its time wakes it.
+        if !member.is_parked
+            || member.waker.is_pending()
+            || member.kernel.has_completions()
+            || arrival.into_iter().chain(member.wakes).any(|at| at <= now)
+        {
+            worked = member.worker.step(now).expect("the ring works");
+            let next = member.worker.park(worked).expect("the ring works");
+            member.is_parked = matches!(next, Next::Park(_));
+            member.wakes = match next {
+                Next::Poll => Some(now + SPIN),
+                Next::Park(timeout) => timeout.map(|timeout| now + timeout),
+            };
+        }
+        let completed = member.complete(now, &mut self.faults, rng);
         worked > 0 || completed > 0
     }
 
@@ -363,9 +487,56 @@ impl Target {
     }
 }
 
+/// Objects of the RDMA devices that work, by address.
+fn usages(of: &Snapshot) -> impl Iterator<Item = (Option<IpAddr>, NicUsage)> {
+    let open = of.devices.iter().filter(|device| device.is_open);
+    open.filter_map(|device| Some((Some(device.addr), device.nic?.usage)))
+}
+
+/// The backend of cheating peers, and their target.
+fn cheats(plan: &Plan) -> (String, String) {
+    if plan.cheats.is_empty() {
+        return (String::new(), String::new());
+    }
+    let (rdma, tcp) = (rdma_address(0), tcp_address(0));
+    let backend = "  c: { kind: file, path: /in/memory/c, size: 1MiB, create: true, thin: true }\n";
+    let target = format!(
+        "  - name: c\n    iqn: {}\n    portals:\n      \
+         - {{ protocol: srp, listen: \"{rdma}:{}\" }}\n      \
+         - {{ protocol: iser, listen: \"{rdma}:3260\" }}\n      \
+         - {{ protocol: iscsi, listen: \"{tcp}\" }}\n    \
+         luns: {{ 0: {{ backend: c }} }}\n    access: open\n",
+        cheat::IQN,
+        cheat::SRP_PORT
+    );
+    (backend.to_owned(), target)
+}
+
+/// The backends of units that one initiator sees each, as number 1, their numbers in the target, and
+/// the rules of access.
+fn private_units(plan: &Plan) -> (String, String, String) {
+    if !plan.private_units {
+        return (String::new(), String::new(), "open".to_owned());
+    }
+    let (mut backends, mut luns, mut rules) = (String::new(), String::new(), String::from("["));
+    for index in 0..plan.initiators.len() {
+        let lun = index + 10;
+        backends += &format!(
+            "  p{index}: {{ kind: file, path: /in/memory/{index}, size: 1MiB, create: true, thin: true, write_cache: off }}\n"
+        );
+        luns += &format!(", {lun}: {{ backend: p{index} }}");
+        for moves in 0..initiator::ADDRESSES {
+            let address = initiator::address_after(index, moves as u8);
+            rules += &format!("{{ address: {address}, luns: {{ 0: d, 1: p{index} }} }}, ");
+        }
+    }
+    let others = "{ address: 10.0.0.0/8, luns: { 0: d } }]";
+    (backends, luns, rules + others)
+}
+
 impl Member {
     /// Ends operations that are due, in an order that the seed chooses; returns their number.
-    fn complete(&mut self, now: Instant, faults: DiskFaults, rng: &mut Rng) -> usize {
+    fn complete(&mut self, now: Instant, faults: &mut DiskFaults, rng: &mut Rng) -> usize {
         let mut operations = self.kernel.operations();
         rng.shuffle(&mut operations);
         let mut completed = 0;
@@ -388,27 +559,18 @@ impl Member {
         &mut self,
         operation: &Operation,
         now: Instant,
-        faults: DiskFaults,
+        faults: &mut DiskFaults,
         rng: &mut Rng,
     ) -> Option<Outcome> {
         let (at, outcome) = *self.due.entry(operation.id).or_insert_with(|| {
             let most = [20, 200, 5_000][rng.usize(..3)];
             let time = Duration::from_micros(rng.u64(1..=most));
-            let outcome = match () {
-                () if rng.f64() < faults.failure => Outcome::Failed(libc::EIO),
-                // Whole sectors, as with direct I/O.
-                () if rng.f64() < faults.short && operation.len > SECTOR as usize => {
-                    let sectors = operation.len / SECTOR as usize;
-                    Outcome::Short(rng.usize(1..=sectors) * SECTOR as usize)
-                }
-                () => Outcome::Whole,
-            };
-            (now + time, outcome)
+            (now + time, faults.outcome(operation, rng))
         });
         if at > now {
             return None;
         }
         self.due.remove(&operation.id);
-        Some(outcome)
+        Some(faults.with_room(operation, outcome))
     }
 }

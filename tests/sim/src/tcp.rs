@@ -2,14 +2,18 @@
 //! end is in memory.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::hash::{DefaultHasher, Hasher as _};
 use std::io::{self, Read, Write};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use riser_reactor::simulated::{Listener, Peer};
+
+use crate::initiator::Dial;
+use crate::leaks::{self, Guard};
 
 /// Time of a byte on its way.
 const LATENCY: Duration = Duration::from_micros(30);
@@ -52,11 +56,19 @@ impl Flow {
 #[derive(Debug)]
 struct Connection {
     stream: UnixStream,
+    /// Address of the initiator.
+    from: IpAddr,
+    /// Address of the target.
+    to: SocketAddr,
     peer: Peer,
     to_target: Flow,
     to_initiator: Flow,
+    /// What the target has sent.
+    sent: leaks::Stream,
     /// The initiator's end is closed.
     is_ended: bool,
+    /// The initiator has forgotten it, which the target does not know.
+    is_orphan: bool,
 }
 
 /// All connections.
@@ -66,12 +78,21 @@ pub struct Network {
     connections: Vec<Connection>,
     /// Connections whose target has vanished without a word, until its host is back.
     vanished: Vec<UnixStream>,
+    /// Addresses of initiators whose hosts are gone.
+    gone: Vec<IpAddr>,
+    /// Addresses of the target that nothing reaches.
+    lost: Vec<SocketAddr>,
+    /// Connections to such an address that were begun, until it can be reached.
+    begun: Vec<Dial>,
     /// The target's host is there, whether or not its process is.
     is_host_up: bool,
     ports: u16,
     pub(crate) is_stalled: bool,
     pub(crate) is_narrow: bool,
     arrived: Arrived,
+    /// Room for what is read from a stream.
+    scratch: Vec<u8>,
+    guard: Guard,
 }
 
 /// Bytes that have arrived.
@@ -92,16 +113,21 @@ impl Arrived {
 impl Network {
     /// A network to these listeners, of which a connection finds one, as with `SO_REUSEPORT`.
     #[must_use]
-    pub fn new(listeners: Vec<Listener>) -> Self {
+    pub fn new(listeners: Vec<Listener>, guard: Guard) -> Self {
         Self {
             listeners,
+            guard,
             connections: Vec::new(),
             vanished: Vec::new(),
+            gone: Vec::new(),
+            lost: Vec::new(),
+            begun: Vec::new(),
             is_host_up: true,
             ports: 40_000,
             is_stalled: false,
             is_narrow: false,
             arrived: Arrived::default(),
+            scratch: vec![0; WINDOW],
         }
     }
 
@@ -125,8 +151,13 @@ impl Network {
     }
 
     /// An initiator connects from an address.
-    pub fn connect(&mut self, stream: UnixStream, from: std::net::IpAddr, rng: &mut Rng) {
+    pub fn connect(&mut self, dial: Dial, rng: &mut Rng) {
         self.ports += 1;
+        if self.lost.contains(&dial.to) {
+            self.begun.push(dial);
+            return;
+        }
+        let Dial { from, to, stream } = dial;
         if self.listeners.is_empty() {
             // Without a host there is no answer, and without a process, a refusal.
             if !self.is_host_up {
@@ -134,18 +165,49 @@ impl Network {
             }
             return;
         }
-        let listener = &self.listeners[rng.usize(..self.listeners.len())];
-        let from = SocketAddr::new(from, self.ports);
+        let there = self.listeners.iter().filter(|l| l.address() == to);
+        let there: Vec<_> = there.collect();
+        let listener = there[rng.usize(..there.len())];
+        let peer = listener.connect(SocketAddr::new(from, self.ports));
         // Without room it is refused: the stream is closed.
-        if let Some(peer) = listener.connect(from) {
+        if let Some(peer) = peer {
             self.connections.push(Connection {
                 stream,
+                from,
+                to,
                 peer,
                 to_target: Flow::default(),
                 to_initiator: Flow::default(),
+                sent: leaks::Stream::default(),
                 is_ended: false,
+                is_orphan: false,
             });
         }
+    }
+
+    /// Nothing reaches these addresses of the target, nor comes from there. What waited for others
+    /// has to try again.
+    pub fn lose_paths(&mut self, lost: Vec<SocketAddr>) {
+        self.begun.retain(|dial| lost.contains(&dial.to));
+        self.lost = lost;
+    }
+
+    /// The process of an initiator is gone, and what it had sent and has not arrived with it
+    /// (`SO_LINGER`). Its host resets the connections, as far as anything reaches the target.
+    pub fn kill(&mut self, address: IpAddr) {
+        let its = self.connections.iter_mut().filter(|c| c.from == address);
+        its.for_each(|connection| connection.is_orphan = true);
+    }
+
+    /// The host of an initiator is gone: nothing comes from it, and nothing is answered.
+    pub fn vanish(&mut self, address: IpAddr) {
+        self.kill(address);
+        self.gone.push(address);
+    }
+
+    /// The host of an initiator is back, and knows nothing of its old connections.
+    pub fn come_back(&mut self, address: IpAddr) {
+        self.gone.retain(|gone| *gone != address);
     }
 
     /// Breaks connections.
@@ -165,9 +227,18 @@ impl Network {
             return false;
         }
         let most = if self.is_narrow { 100 } else { usize::MAX };
-        let mut moved = 0;
+        let (lost, gone) = (&self.lost, &self.gone);
+        let (mut moved, scratch) = (0, &mut self.scratch);
         self.connections.retain_mut(|connection| {
-            moved += connection.turn(now, most, &mut self.arrived);
+            if lost.contains(&connection.to) {
+                return true;
+            }
+            if connection.is_orphan && !gone.contains(&connection.from) {
+                connection.peer.break_off(libc::ECONNRESET);
+                moved += 1;
+                return false;
+            }
+            moved += connection.turn(now, most, (&mut self.arrived, scratch, &self.guard));
             !connection.is_over()
         });
         moved > 0
@@ -179,7 +250,8 @@ impl Network {
         if self.is_stalled {
             return None;
         }
-        let flows = self.connections.iter();
+        let is_moving = |c: &&Connection| !c.is_orphan && !self.lost.contains(&c.to);
+        let flows = self.connections.iter().filter(is_moving);
         let flows = flows.flat_map(|c| [&c.to_target, &c.to_initiator]);
         let next = flows.filter_map(|flow| flow.segments.front().map(|(at, _)| *at));
         // Those that have arrived wait for room.
@@ -201,7 +273,7 @@ impl Network {
     /// Returns the number of connections.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.connections.len() + self.vanished.len()
+        self.connections.len() + self.vanished.len() + self.begun.len()
     }
 
     /// Whether there is no connection.
@@ -211,28 +283,47 @@ impl Network {
     }
 }
 
+impl fmt::Display for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let peers = self.connections.iter().map(|one| one.from.to_string());
+        let peers = peers.collect::<Vec<_>>().join(", ");
+        let (begun, vanished) = (self.begun.len(), self.vanished.len());
+        write!(
+            f,
+            "connections of {peers}, {begun} begun, {vanished} without a target"
+        )
+    }
+}
+
 impl Connection {
-    fn turn(&mut self, now: Instant, most: usize, arrived: &mut Arrived) -> usize {
+    fn turn(
+        &mut self,
+        now: Instant,
+        most: usize,
+        (arrived, scratch, guard): (&mut Arrived, &mut [u8], &Guard),
+    ) -> usize {
+        if self.is_orphan {
+            return 0;
+        }
         let mut moved = 0;
         let at = now + LATENCY;
         let room = WINDOW.saturating_sub(self.to_initiator.bytes).min(most);
         let bytes = self.peer.take(room);
         if !bytes.is_empty() {
             moved += bytes.len();
+            self.sent.look(guard, self.from, &bytes);
             self.to_initiator.push(at, bytes);
         }
         let room = WINDOW.saturating_sub(self.to_target.bytes).min(most);
-        let mut buffer = vec![0; room.min(WINDOW)];
         if room > 0 && !self.is_ended {
-            match self.stream.read(&mut buffer) {
+            match self.stream.read(&mut scratch[..room.min(WINDOW)]) {
                 Ok(0) => {
                     self.is_ended = true;
                     moved += 1;
                 }
                 Ok(len) => {
-                    buffer.truncate(len);
                     moved += len;
-                    self.to_target.push(at, buffer);
+                    self.to_target.push(at, scratch[..len].to_vec());
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => self.is_ended = true,
@@ -263,6 +354,9 @@ impl Connection {
 
     /// Whether one side is gone and the other has had everything.
     fn is_over(&self) -> bool {
+        if self.is_orphan {
+            return self.peer.is_shut();
+        }
         let is_drained = self.to_initiator.segments.is_empty();
         (self.peer.is_closed() && is_drained)
             || (self.is_ended && self.to_target.segments.is_empty() && self.peer.is_closed())

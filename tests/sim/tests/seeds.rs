@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use riser_sim::plan::{Fault, Protocol, Trouble};
+use riser_sim::rival::RivalPlan;
 use riser_sim::{Plan, run};
 
 /// Seeds whose bytes are compared.
@@ -55,15 +56,6 @@ fn the_first_seeds_pass() {
     }
 }
 
-/// A login gave up waiting for its old session, whose commands a disk held for longer, and the next
-/// one did not wait for them.
-#[test]
-fn a_login_after_others_that_have_given_up_waits_for_what_they_waited_for() {
-    if let Err(failure) = run(&Plan::of(123)) {
-        panic!("{failure}");
-    }
-}
-
 /// A plan whose target ends while all protocols are at work, again and again.
 fn restarts(seed: u64, fault: Fault) -> Plan {
     let troubles = (1..=4).map(|n| Trouble {
@@ -90,6 +82,35 @@ fn initiators_go_on_after_a_target_that_has_died_or_lost_its_power() {
             if let Err(failure) = run(&restarts(seed, fault)) {
                 panic!("{failure}");
             }
+        }
+    }
+}
+
+/// Initiators of another make, which abort, reset, reserve and leave as they like, beside ours.
+#[test]
+fn rivals_pass() {
+    let rival = RivalPlan {
+        connections: 2,
+        depth: 8,
+        commands: 60,
+        functions: 4,
+        ..RivalPlan::default()
+    };
+    for seed in 1..=10 {
+        let reservations = [0, 12][seed as usize % 2];
+        let rivals = [0, 8].map(|departures| RivalPlan {
+            reservations,
+            departures,
+            ..rival
+        });
+        let plan = Plan {
+            rivals: rivals.to_vec(),
+            troubles: Vec::new(),
+            timeout: Duration::from_secs(60),
+            ..Plan::of(seed)
+        };
+        if let Err(failure) = run(&plan) {
+            panic!("{failure}");
         }
     }
 }

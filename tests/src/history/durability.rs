@@ -15,6 +15,11 @@
 //! The second line is the promise of an initiator, which sees that a target may have lost its cache:
 //! the next flush fails, and with it every one that was under way. Of what others have written, it
 //! knows nothing. A flush that fails beside another that succeeds may have reported the loss first.
+//!
+//! # Lost write-backs
+//! What a disk fails to write back ([`History::lose_write_back`]) is lost like what a cut takes, but
+//! its target goes on, and can know it. So until an administrator has been told of the loss
+//! ([`History::forgive_losses`]), no flush that is answered GOOD may cover what was lost, of any port.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -30,6 +35,8 @@ struct Risk {
     version: Version,
     acknowledged: u64,
     zone: (u64, u64),
+    /// Flushes of all ports answer for it: the target has lost it, and not with its power.
+    is_of_all: bool,
 }
 
 /// What a block held after a power cut.
@@ -58,6 +65,8 @@ pub(super) struct Durability {
     flushes: BTreeMap<FlushId, Port>,
     /// When the last flush of a port that failed ended.
     failed: HashMap<Port, u64>,
+    /// When an administrator was last told of what was lost.
+    forgiven: u64,
 }
 
 impl Durability {
@@ -117,7 +126,8 @@ impl State {
         }
     }
 
-    fn cut(&mut self, block: usize) {
+    /// A block has lost what was not durable, with the power or on a target that goes on.
+    fn cut(&mut self, block: usize, is_of_all: bool) {
         let now = self.clock;
         let kept = &mut self.durability.blocks[block];
         let entries = &mut self.blocks[block];
@@ -129,6 +139,7 @@ impl State {
                     version: entry.version,
                     acknowledged,
                     zone: entry.origin.unwrap_or(entry.zone()),
+                    is_of_all,
                 });
             }
         }
@@ -159,7 +170,8 @@ impl State {
         // Another flush of the port that is under way may fail, and report a loss.
         let is_alone = !self.durability.flushes.values().any(|p| *p == port);
         let failed = self.durability.failed.get(&port).copied().unwrap_or(0);
-        let is_kept = |e: &Entry, at| e.version.writer == port && is_alone && at > failed;
+        let known = failed.max(self.durability.forgiven);
+        let is_kept = |e: &Entry, at| e.version.writer == port && is_alone && at > known;
         // One whose answer came after a cut may have been lost by it, like one before.
         let is_covered = |e: &Entry| {
             let at = e.acknowledged.filter(|at| (last_cut..begin).contains(at));
@@ -169,10 +181,10 @@ impl State {
         for entry in all.filter(|e| is_covered(e)) {
             (entry.is_certain, entry.is_durable) = (true, true);
         }
-        let risks = kept
-            .risks
-            .extract_if(.., |r| r.version.writer == port && r.acknowledged < begin);
-        for risk in risks.filter(|r| is_alone && r.acknowledged > failed) {
+        let is_answered =
+            |r: &mut Risk| (r.version.writer == port || r.is_of_all) && r.acknowledged < begin;
+        let risks = kept.risks.extract_if(.., is_answered);
+        for risk in risks.filter(|r| r.is_of_all || is_alone && r.acknowledged > failed) {
             let is_older = |zone: (u64, u64)| zone.1 < risk.zone.0;
             let mut survivors = kept.survivors.iter();
             let survivor = survivors.find(|s| s.cut > risk.acknowledged && is_older(s.zone));
@@ -234,10 +246,40 @@ impl History {
         let blocks = state.blocks.len();
         assert_eq!(state.durability.blocks.len(), blocks, "cuts are possible");
         let now = state.tick();
+        // Nobody but those who have written it can know of an earlier loss from now on.
+        let kept = state.durability.blocks.iter_mut();
+        kept.flat_map(|kept| &mut kept.risks)
+            .for_each(|risk| risk.is_of_all = false);
         for block in 0..blocks {
-            state.cut(block);
+            state.cut(block, false);
         }
         state.durability.cuts.push(now);
+    }
+
+    /// The disk has failed to write back what it held of these blocks, and no longer has it.
+    ///
+    /// # Panics
+    /// Without [`with_power_cuts`](Self::with_power_cuts).
+    pub fn lose_write_back(&self, blocks: impl IntoIterator<Item = u64>) {
+        let mut blocks = blocks.into_iter().peekable();
+        if blocks.peek().is_none() {
+            return;
+        }
+        let mut state = self.lock();
+        let now = state.tick();
+        for block in blocks {
+            state.cut(block as usize, true);
+        }
+        state.durability.cuts.push(now);
+    }
+
+    /// An administrator was told that writes may be lost, and takes it from there.
+    pub fn forgive_losses(&self) {
+        let mut state = self.lock();
+        state.durability.forgiven = state.tick();
+        for kept in &mut state.durability.blocks {
+            kept.risks.retain(|risk| !risk.is_of_all);
+        }
     }
 
     /// A flush of the whole disk is about to be sent.
@@ -260,7 +302,8 @@ impl History {
         let port = state.durability.flushes.remove(&id);
         let port = port.expect("a flush under way");
         let now = state.tick();
-        state.fence(port, id.0, now);
+        let all = 0..state.blocks.len() as u64;
+        state.fence(port, id.0, all, now);
         for block in 0..state.durability.blocks.len() {
             state.cover(port, id.0, block)?;
         }

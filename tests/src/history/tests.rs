@@ -183,6 +183,21 @@ fn an_answer_to_an_earlier_command_is_no_fence() {
     disk.read(B, Some(one)).unwrap();
 }
 
+#[test]
+fn with_several_paths_a_fence_is_one_for_its_blocks() {
+    for (by_block, blocks, left) in [(false, 2..3, 0), (true, 2..3, 1), (true, 1..2, 0)] {
+        let mut disk = Disk::new();
+        if by_block {
+            disk.history = disk.history.with_paths();
+        }
+        let one = disk.begin(A);
+        disk.history.lose(one);
+        let read = disk.history.begin_read(A, blocks);
+        disk.history.end_read(read, &[0; BLOCK]).unwrap();
+        assert_eq!(disk.history.lost(), left);
+    }
+}
+
 /// A read that began before a write may see what that overwrites, also if it is the read's end that
 /// ends a lost write.
 #[test]
@@ -497,6 +512,60 @@ fn a_flush_after_a_power_cut_that_hides_a_loss_is_found() {
     disk.flush(B).unwrap();
     disk.fail_flush(A);
     disk.flush(A).unwrap();
+}
+
+#[test]
+fn a_flush_of_any_port_that_hides_a_lost_write_back_is_found() {
+    let is_lost = |result| matches!(result, Err(Violation::Lost { block: 1, .. }));
+    for port in [A, B] {
+        let mut disk = Disk::with_power_cuts();
+        disk.write(A);
+        disk.history.lose_write_back([1]);
+        disk.read(B, None).unwrap();
+        // That one port has been told of it says nothing to the others.
+        disk.fail_flush(port);
+        assert!(is_lost(disk.flush(port)));
+        // The loss may show after the flush.
+        let mut disk = Disk::with_power_cuts();
+        disk.write(A);
+        disk.history.lose_write_back([1]);
+        disk.flush(port).unwrap();
+        assert!(is_refused(disk.read(B, None)));
+        // Once an administrator knows, flushes cover what came later.
+        let mut disk = Disk::with_power_cuts();
+        disk.write(A);
+        disk.history.lose_write_back([1]);
+        disk.read(B, None).unwrap();
+        disk.history.forgive_losses();
+        disk.flush(port).unwrap();
+        disk.read(B, None).unwrap();
+        let new = disk.write(A);
+        disk.flush(port).unwrap();
+        disk.history.lose_write_back([1]);
+        disk.read(B, Some(new)).unwrap();
+        // What was lost before it was answered may show later.
+        let mut disk = Disk::with_power_cuts();
+        let lost = disk.begin(A);
+        disk.history.lose_write_back([1]);
+        disk.history.acknowledge(lost).unwrap();
+        disk.history.forgive_losses();
+        disk.flush(port).unwrap();
+        disk.read(B, None).unwrap();
+    }
+    // Other blocks have lost nothing, and what was durable stays.
+    let mut disk = Disk::with_power_cuts();
+    let one = disk.write(A);
+    disk.history.lose_write_back([2]);
+    disk.read(A, Some(one)).unwrap();
+    assert!(is_refused(disk.read(A, None)));
+    // After a power cut, only those who wrote it know.
+    let mut disk = Disk::with_power_cuts();
+    disk.write(A);
+    disk.history.lose_write_back([1]);
+    disk.history.power_cut();
+    disk.read(B, None).unwrap();
+    disk.flush(B).unwrap();
+    assert!(is_lost(disk.flush(A)));
 }
 
 #[test]
@@ -828,4 +897,17 @@ fn a_cache_that_loses_only_what_it_may_is_never_found_fault_with() {
             assert!(block.disk.read(B, block.stable).is_err(), "seed {seed}");
         }
     }
+}
+
+#[test]
+fn a_part_of_marked_data_names_its_port() {
+    let (version, mut block) = (Version::new(7, Port::marked(3)), [0; BLOCK]);
+    version.fill(5, &mut block);
+    assert_eq!(Version::of(5, &block), Some(version));
+    for word in block[16..].chunks(8) {
+        assert_eq!(word[..6], [0xb1, 0x0c, 0x5e, 0xa7, 0x80, 0x03]);
+    }
+    // Words differ all the same, so that a part of another block is found.
+    block.copy_within(64..128, 256);
+    assert_eq!(Version::of(5, &block), None);
 }

@@ -1,23 +1,22 @@
 //! Messages that are almost right, of every protocol, to a daemon that has other work: valid ones
 //! with fields at their boundaries, cut off, made longer, twice, or in the wrong state. They come
-//! from a host that may log in, to a target of its own.
+//! from a host that may log in, to a target of its own, over many connections at a time.
+//!
+//! What counts is what has arrived: a SEND that the target's queue pair has acknowledged, or bytes
+//! of a stream that was not reset. Of datagrams, the kernel counts what it drops.
 //!
 //! `RISER_HOSTILE_MESSAGES` sets how many of each protocol (default 2 000).
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use riser_memory::{MemSlice, Memory};
 use riser_tests::load::Chance;
+use riser_tests::mutator::Mutator;
 use riser_tests::seeds;
-use riser_transport::roce::{Roce, RoceConfig};
-use riser_transport::verbs::{
-    Access, CmEventKind, CmId, ConnParam, CqId, Mr, PortSpace, Provider as _, QpCap, QpId,
-    QpInitAttr, QpType, RdmaCm as _, RecvWr, SendOp, SendWr, Sge, Verbs as _, WcStatus, WrId,
-};
 
 use super::forge::{Forger, Sniffer};
+use super::host::{ANSWER, Connection, Host, PARALLEL, State};
 use super::net::{STRANGER, TARGET};
 
 /// The target that the stranger may log in to.
@@ -25,10 +24,10 @@ pub(crate) const OTHER: &str = "iqn.2026-01.com.example:other";
 /// Port of its SRP portal.
 pub(crate) const OTHER_SRP: u16 = 6555;
 
-/// Time for an answer that decides what is sent next.
-const ANSWER: Duration = Duration::from_secs(2);
+/// Time for the answer on a connection that forged packets have not spoilt.
+const UNSPOILT: Duration = Duration::from_millis(100);
 /// Messages on a connection at most, so that logins have their turn.
-const PER_CONNECTION: u64 = 16;
+const PER_CONNECTION: u64 = 64;
 
 /// A protocol that is attacked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,93 +49,10 @@ impl Wire {
     ];
 }
 
-/// Valid messages, and what is done to them.
-struct Mutator {
-    valid: Vec<Vec<u8>>,
-    chance: Chance,
-}
-
-impl Mutator {
-    fn new(valid: impl IntoIterator<Item = Vec<u8>>, seed: u64, wire: Wire) -> Self {
-        let mutator = Self {
-            valid: valid.into_iter().filter(|m| !m.is_empty()).collect(),
-            chance: Chance::new(seed, wire as u64),
-        };
-        assert!(!mutator.valid.is_empty(), "{wire:?} has valid messages");
-        mutator
-    }
-
-    fn of(seeds: &str, seed: u64, wire: Wire) -> Self {
-        Self::new(seeds::corpus(seeds).into_iter().map(|(_, m)| m), seed, wire)
-    }
-
-    fn valid(&mut self) -> Vec<u8> {
-        let at = self.chance.below(self.valid.len() as u64) as usize;
-        self.valid[at].clone()
-    }
-
-    /// The next message.
-    fn next(&mut self) -> Vec<u8> {
-        let mut message = self.valid();
-        for _ in 0..self.chance.below(4) {
-            self.change(&mut message);
-        }
-        message
-    }
-
-    fn change(&mut self, message: &mut Vec<u8>) {
-        if message.is_empty() {
-            return;
-        }
-        let at = self.chance.below(message.len() as u64) as usize;
-        match self.chance.below(12) {
-            // A number of some width at its boundaries, or at those of what was sent.
-            0..6 => {
-                let width = 1 << self.chance.below(4);
-                let at = at - at % width;
-                let len = message.len() as u64;
-                let ones = u64::MAX >> (64 - 8 * width);
-                let values = [
-                    0,
-                    1,
-                    ones,
-                    ones - 1,
-                    ones >> 1,
-                    (ones >> 1) + 1,
-                    len,
-                    len + 1,
-                    len - 1,
-                ];
-                let value = values[self.chance.below(9) as usize].to_be_bytes();
-                if let Some(field) = message.get_mut(at..at + width) {
-                    field.copy_from_slice(&value[8 - width..]);
-                }
-            }
-            6 | 7 => message[at] ^= 1 << self.chance.below(8),
-            8 => message.truncate(at),
-            9 => message.extend(std::iter::repeat_n(0xa5, 1 + at % 300)),
-            // The head of this one, and the tail of another.
-            10 => {
-                let other = self.valid();
-                message.truncate(at);
-                message.extend(other.into_iter().skip(at));
-            }
-            _ => message[0] = self.chance.below(256) as u8,
-        }
-    }
-
-    fn one_in(&mut self, n: u64) -> bool {
-        self.chance.below(n) == 0
-    }
-}
-
-/// What was sent, and how the target ended it.
+/// What has arrived, and how the target ended it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) messages: u64,
-    /// Of these, those that the target's queue pairs have acknowledged: what follows the message
-    /// that ends a connection is not.
-    pub(crate) acknowledged: u64,
     pub(crate) connections: u64,
     /// Connections that the target has ended, or did not take.
     pub(crate) ended: u64,
@@ -152,23 +68,30 @@ pub(crate) fn attack(
 ) -> Tally {
     match wire {
         Wire::Srp => over_rdma(
-            Mutator::of("from_initiator", seed, wire),
+            Mutator::of("from_initiator", seed, wire as u64),
             wire,
             count,
             requests,
         ),
-        Wire::Iser => over_rdma(Mutator::of("message", seed, wire), wire, count, requests),
-        Wire::Iscsi => over_tcp(Mutator::of("stream", seed, wire), count),
+        Wire::Iser => over_rdma(
+            Mutator::of("message", seed, wire as u64),
+            wire,
+            count,
+            requests,
+        ),
+        Wire::Iscsi => over_tcp(Mutator::of("stream", seed, wire as u64), count),
         Wire::ConnectionManagement => datagrams(seed, count, requests),
         Wire::Roce => packets(seed, count, requests, sniffer),
     }
 }
 
-/// A Login Request that leads to full-feature phase at once.
-fn login(more: &str) -> ([u8; 48], Vec<u8>) {
+/// A Login Request that leads to full-feature phase at once, in a session of its own.
+fn login(chance: &mut Chance, more: &str) -> ([u8; 48], Vec<u8>) {
     let mut bhs = [0; 48];
     (bhs[0], bhs[1]) = (0x43, 0x87);
-    bhs[8..14].copy_from_slice(&[0x80, 0, 0, 0, 0, 6]);
+    // The ISID, of the random kind.
+    bhs[8..14].fill_with(|| chance.below(256) as u8);
+    bhs[8] = 0x80;
     let text = format!(
         "InitiatorName=iqn.2026-01.com.example:stranger\0SessionType=Normal\0TargetName={OTHER}\0\
          InitialR2T=No\0{more}"
@@ -180,248 +103,114 @@ fn login(more: &str) -> ([u8; 48], Vec<u8>) {
     (bhs, data)
 }
 
+/// A stream that is attacked.
+struct Stream {
+    socket: TcpStream,
+    /// Bytes of a message that the socket had no room for.
+    pending: Vec<u8>,
+    /// A login is under way, whose answer must come first.
+    logs_in: bool,
+    left: u64,
+    since: Instant,
+}
+
+/// How a stream is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Flow {
+    /// The target has sent something, or nothing.
+    Came(bool),
+    /// The target has read all, and closed it.
+    Closed,
+    /// The target has closed it with bytes that it had not read.
+    Reset,
+}
+
+impl Stream {
+    fn open(mutator: &mut Mutator) -> Self {
+        let socket = TcpStream::connect((TARGET, 3260)).expect("the portal listens");
+        socket.set_nonblocking(true).unwrap();
+        let mut stream = Self {
+            socket,
+            pending: Vec::new(),
+            // Some of what is sent comes before the login, or in the middle of it.
+            logs_in: !mutator.one_in(4),
+            left: PER_CONNECTION,
+            since: Instant::now(),
+        };
+        if stream.logs_in {
+            let (bhs, data) = login(&mut mutator.chance, "");
+            stream.pending = [&bhs[..], &data].concat();
+        }
+        stream
+    }
+
+    /// Takes what has come, and sends what is pending.
+    fn go_on(&mut self, sink: &mut [u8]) -> Flow {
+        let mut came = false;
+        loop {
+            match self.socket.read(sink) {
+                Ok(0) => return Flow::Closed,
+                Ok(_) => came = true,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => return Flow::Reset,
+            }
+        }
+        while !self.pending.is_empty() {
+            match self.socket.write(&self.pending) {
+                Ok(sent) => drop(self.pending.drain(..sent)),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => return Flow::Reset,
+            }
+        }
+        Flow::Came(came)
+    }
+}
+
 fn over_tcp(mut mutator: Mutator, count: u64) -> Tally {
     let mut tally = Tally::default();
+    let mut streams: Vec<_> = (0..PARALLEL).map(|_| Stream::open(&mut mutator)).collect();
+    let mut sink = vec![0; 1 << 16];
     while tally.messages < count {
-        let mut socket = TcpStream::connect((TARGET, 3260)).expect("the portal listens");
-        tally.connections += 1;
-        socket.set_read_timeout(Some(ANSWER)).unwrap();
-        socket.set_write_timeout(Some(ANSWER)).unwrap();
-        let mut is_open = true;
-        // Some of what is sent comes before the login, or in the middle of it.
-        if !mutator.one_in(4) {
-            let (bhs, data) = login("");
-            is_open = socket.write_all(&[&bhs[..], &data].concat()).is_ok();
-            let mut answer = [0; 48];
-            is_open &= socket.read_exact(&mut answer).is_ok();
+        for stream in &mut streams {
+            let flow = stream.go_on(&mut sink);
+            let is_stuck = stream.since.elapsed() > ANSWER;
+            match flow {
+                Flow::Came(came) if stream.logs_in && !is_stuck => stream.logs_in = !came,
+                Flow::Came(_) if !stream.pending.is_empty() && !is_stuck => {}
+                Flow::Came(_) if stream.left > 0 && !is_stuck => {
+                    let messages = next_pdus(&mut mutator);
+                    stream.left = stream.left.saturating_sub(messages.len() as u64);
+                    tally.messages += messages.len() as u64;
+                    stream.pending = messages.concat();
+                    stream.since = Instant::now();
+                }
+                flow => {
+                    // The last one may be what was not read.
+                    let is_unread = flow == Flow::Reset && stream.left < PER_CONNECTION;
+                    tally.messages -= u64::from(is_unread);
+                    tally.ended += u64::from(!matches!(flow, Flow::Came(_)));
+                    tally.connections += 1;
+                    *stream = Stream::open(&mut mutator);
+                }
+            }
         }
-        socket.set_nonblocking(true).unwrap();
-        let mut sink = vec![0; 1 << 16];
-        for _ in 0..PER_CONNECTION {
-            if !is_open || tally.messages >= count {
-                break;
-            }
-            let mut message = mutator.next();
-            // Where the numbers of a command fit, more of it is looked at.
-            if let Some(numbers) = message.get_mut(24..28)
-                && mutator.chance.below(2) == 0
-            {
-                numbers.copy_from_slice(&[0, 0, 0, 1 + mutator.chance.below(8) as u8]);
-            }
-            let repeats = 1 + u64::from(mutator.one_in(8));
-            for _ in 0..repeats {
-                is_open &= send_all(&mut socket, &message, &mut sink);
-                tally.messages += 1;
-            }
-            is_open &= drain(&mut socket, &mut sink);
-        }
-        tally.ended += u64::from(!is_open);
+        // The target answers the messages before the next ones are sent.
+        std::thread::sleep(Duration::from_micros(50));
     }
     tally
 }
 
-/// Takes what has come; false at the end of the stream.
-fn drain(socket: &mut TcpStream, sink: &mut [u8]) -> bool {
-    loop {
-        match socket.read(sink) {
-            Ok(0) => return false,
-            Ok(_) => {}
-            Err(error) => return error.kind() == ErrorKind::WouldBlock,
-        }
+/// A message, or the same one twice.
+fn next_pdus(mutator: &mut Mutator) -> Vec<Vec<u8>> {
+    let mut message = mutator.message();
+    // Where the numbers of a command fit, more of it is looked at.
+    if let Some(numbers) = message.get_mut(24..28)
+        && mutator.chance.below(2) == 0
+    {
+        numbers.copy_from_slice(&[0, 0, 0, 1 + mutator.chance.below(8) as u8]);
     }
-}
-
-/// Sends to a peer that may wait for what it sends to be taken; false if the stream has ended.
-fn send_all(socket: &mut TcpStream, mut message: &[u8], sink: &mut [u8]) -> bool {
-    let until = Instant::now() + ANSWER;
-    while !message.is_empty() {
-        match socket.write(message) {
-            Ok(sent) => message = &message[sent..],
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                if !drain(socket, sink) || Instant::now() > until {
-                    return false;
-                }
-                std::thread::sleep(Duration::from_micros(50));
-            }
-            Err(_) => return false,
-        }
-    }
-    true
-}
-
-/// An initiator's device, with memory for its messages.
-pub(crate) struct Host {
-    dev: Roce,
-    pd: riser_transport::verbs::PdId,
-    memory: MemSlice,
-    mr: Mr,
-    sent: usize,
-}
-
-struct Connection {
-    cm: CmId,
-    qp: QpId,
-    cq: CqId,
-    is_open: bool,
-    acknowledged: u64,
-}
-
-const SLOT: usize = 16 << 10;
-const SLOTS: usize = 64;
-const RECEIVES: usize = 64;
-
-impl Host {
-    /// Call it in the stranger's namespace.
-    pub(crate) fn new() -> Self {
-        let mut dev = Roce::open(&RoceConfig::new(IpAddr::V4(STRANGER))).unwrap();
-        let pd = dev.alloc_pd().unwrap();
-        let memory = Memory::new(SLOT * (SLOTS + RECEIVES)).unwrap().whole();
-        let access = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
-        let mr = dev.reg_mr(pd, &memory, access).unwrap();
-        Self {
-            dev,
-            pd,
-            memory,
-            mr,
-            sent: 0,
-        }
-    }
-
-    fn drive(&mut self) {
-        if self.dev.progress(Instant::now()) == 0 {
-            std::thread::sleep(Duration::from_micros(20));
-        }
-    }
-
-    /// Waits for an event of this connection, at most some time.
-    fn event(&mut self, cm: CmId) -> Option<CmEventKind> {
-        let until = Instant::now() + ANSWER;
-        while Instant::now() < until {
-            while let Some(event) = self.dev.poll_cm_event() {
-                if event.id == cm {
-                    return Some(event.kind);
-                }
-            }
-            self.drive();
-        }
-        None
-    }
-
-    fn connect(&mut self, port: u16, private_data: Vec<u8>) -> Connection {
-        let dev = &mut self.dev;
-        let cm = dev.create_id(PortSpace::Tcp).unwrap();
-        let cq = dev.create_cq(1024).unwrap();
-        let to = SocketAddr::new(TARGET.into(), port);
-        dev.resolve_addr(cm, None, to, ANSWER).unwrap();
-        assert_eq!(self.event(cm), Some(CmEventKind::AddrResolved));
-        self.dev.resolve_route(cm, ANSWER).unwrap();
-        assert_eq!(self.event(cm), Some(CmEventKind::RouteResolved));
-        let cap = QpCap::new(SLOTS as u32 * 2, RECEIVES as u32);
-        let init = QpInitAttr::new(self.pd, cq, QpType::Rc, cap);
-        let qp = self.dev.create_cm_qp(cm, &init).unwrap();
-        let mut connection = Connection {
-            cm,
-            qp,
-            cq,
-            is_open: false,
-            acknowledged: 0,
-        };
-        for slot in 0..RECEIVES {
-            self.post_recv(&connection, slot);
-        }
-        let param = ConnParam {
-            private_data,
-            initiator_depth: 1,
-            ..ConnParam::default()
-        };
-        self.dev.connect(cm, &param).unwrap();
-        connection.is_open = matches!(self.event(cm), Some(CmEventKind::Established { .. }));
-        connection
-    }
-
-    fn sge(&self, slot: usize, len: usize) -> [Sge; 1] {
-        [Sge {
-            addr: self.memory.addr() + (slot * SLOT) as u64,
-            length: len as u32,
-            lkey: self.mr.lkey,
-        }]
-    }
-
-    fn post_recv(&mut self, connection: &Connection, slot: usize) {
-        let wr = RecvWr {
-            wr_id: WrId(slot as u64),
-            sges: &self.sge(SLOTS + slot, SLOT),
-        };
-        let _ = self.dev.post_recv(connection.qp, &[wr]);
-    }
-
-    /// Sends a message, once there is room for it.
-    fn send(&mut self, connection: &mut Connection, message: &[u8]) {
-        let message = &message[..message.len().min(SLOT)];
-        let slot = self.sent % SLOTS;
-        self.sent += 1;
-        self.memory.write(slot * SLOT, message);
-        let sge = self.sge(slot, message.len());
-        let until = Instant::now() + ANSWER;
-        while connection.is_open {
-            let wr = SendWr::new(1 << 32, SendOp::Send, &sge);
-            if self.dev.post_send(connection.qp, &[wr]).is_ok() {
-                break;
-            }
-            connection.is_open = Instant::now() < until;
-            self.poll(connection);
-        }
-        self.poll(connection);
-    }
-
-    /// Takes what has come; how many messages.
-    fn poll(&mut self, connection: &mut Connection) -> usize {
-        self.dev.progress(Instant::now());
-        let (mut done, mut came) = (Vec::new(), 0);
-        let _ = self.dev.poll_cq(connection.cq, 64, &mut done);
-        for completion in done {
-            if !completion.status.is_ok() {
-                connection.is_open = false;
-            } else if completion.opcode.is_recv() {
-                came += 1;
-                self.post_recv(connection, completion.wr_id.0 as usize);
-            } else {
-                connection.acknowledged += 1;
-            }
-        }
-        while let Some(event) = self.dev.poll_cm_event() {
-            if event.id == connection.cm && event.kind == CmEventKind::Disconnected {
-                connection.is_open = false;
-            }
-        }
-        came
-    }
-
-    /// Whether a request on a new connection is refused for what it wants to reach.
-    pub(crate) fn is_refused(&mut self, port: u16, private_data: Vec<u8>, op: SendOp) -> bool {
-        let connection = self.connect(port, private_data);
-        assert!(connection.is_open, "a login that is right");
-        let sge = self.sge(0, 64);
-        let request = SendWr::new(7, op, &sge);
-        self.dev.post_send(connection.qp, &[request]).unwrap();
-        let until = Instant::now() + ANSWER;
-        let mut done = Vec::new();
-        while done.is_empty() && Instant::now() < until {
-            self.drive();
-            let _ = self.dev.poll_cq(connection.cq, 64, &mut done);
-        }
-        self.close(&connection);
-        done.iter()
-            .any(|c| c.wr_id == WrId(7) && c.status == WcStatus::RemAccessErr)
-    }
-
-    fn close(&mut self, connection: &Connection) {
-        let _ = self.dev.disconnect(connection.cm);
-        self.drive();
-        let _ = self.dev.destroy_qp(connection.qp);
-        let _ = self.dev.destroy_id(connection.cm);
-        let _ = self.dev.destroy_cq(connection.cq);
-    }
+    let repeats = 1 + usize::from(mutator.one_in(8));
+    vec![message; repeats]
 }
 
 /// The private data of a login's REQ, behind the RDMA CM's header.
@@ -446,48 +235,131 @@ fn request_of(requests: &[Vec<u8>], wire: Wire) -> &[u8] {
     of_wire.next().expect("a login of that protocol was seen")
 }
 
-fn over_rdma(mut mutator: Mutator, wire: Wire, count: u64, requests: &[Vec<u8>]) -> Tally {
-    let mut host = Host::new();
-    let mut tally = Tally::default();
-    let (port, good) = match wire {
-        Wire::Iser => (3260, private_data(request_of(requests, wire))),
-        _ => (OTHER_SRP, private_data(request_of(requests, wire))),
-    };
-    while tally.messages < count {
-        let mut data = good.clone();
-        if mutator.one_in(4) {
+/// A connection that is attacked.
+struct Line {
+    connection: Connection,
+    logs_in: Login,
+    /// The request to connect was changed.
+    is_changed: bool,
+    left: u64,
+    /// Messages of the login, which count for nothing.
+    valid: u64,
+    since: Instant,
+}
+
+/// The login of iSER, behind that of the connection.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Login {
+    Wanted,
+    Sent,
+    /// Or not wanted.
+    Over,
+}
+
+/// Attacks a protocol over RDMA.
+struct Raid {
+    wire: Wire,
+    mutator: Mutator,
+    host: Host,
+    port: u16,
+    good: Vec<u8>,
+}
+
+impl Raid {
+    /// A connection at a place, which logs in under a name of its own.
+    fn open(&mut self, place: usize) -> Line {
+        let mut data = self.good.clone();
+        let mutator = &mut self.mutator;
+        if self.wire == Wire::Srp {
+            // The initiator port of SRP_LOGIN_REQ, in its form for the RDMA CM.
+            data[16..32].fill_with(|| mutator.chance.below(256) as u8);
+        }
+        let is_changed = mutator.one_in(4);
+        if is_changed {
             mutator.change(&mut data);
             data.truncate(56);
-            tally.messages += 1;
         }
-        let mut connection = host.connect(port, data);
-        tally.connections += 1;
-        if wire == Wire::Iser && !mutator.one_in(4) {
-            let (bhs, data) = login("RDMAExtensions=Yes\0");
-            let mut header = [0; 28];
-            header[0] = 0x10;
-            host.send(&mut connection, &[&header[..], &bhs, &data].concat());
-            let until = Instant::now() + ANSWER;
-            while connection.is_open && host.poll(&mut connection) == 0 && Instant::now() < until {}
+        let logs_in = match self.wire == Wire::Iser && !mutator.one_in(4) {
+            true => Login::Wanted,
+            false => Login::Over,
+        };
+        Line {
+            connection: self.host.begin(place, self.port, data),
+            logs_in,
+            is_changed,
+            left: PER_CONNECTION,
+            valid: 0,
+            since: Instant::now(),
         }
-        for _ in 0..PER_CONNECTION {
-            if !connection.is_open || tally.messages >= count {
-                break;
+    }
+
+    /// Sends what comes next on a connection; false if it is over.
+    fn go_on(&mut self, line: &mut Line) -> bool {
+        let connection = &mut line.connection;
+        let is_stuck = line.since.elapsed() > ANSWER;
+        match (connection.state, line.logs_in) {
+            (State::Ended, _) => false,
+            (State::Connecting, _) => !is_stuck,
+            (State::Open, Login::Wanted) => {
+                let (bhs, data) = login(&mut self.mutator.chance, "RDMAExtensions=Yes\0");
+                let mut header = [0; 28];
+                header[0] = 0x10;
+                let message = [&header[..], &bhs, &data].concat();
+                self.host.send(connection, &message);
+                (line.logs_in, line.valid, line.since) = (Login::Sent, 1, Instant::now());
+                true
             }
-            let message = mutator.next();
-            for _ in 0..1 + u64::from(mutator.one_in(8)) {
-                host.send(&mut connection, &message);
-                tally.messages += 1;
+            (State::Open, Login::Sent) => {
+                if connection.came > 0 {
+                    line.logs_in = Login::Over;
+                }
+                !is_stuck
+            }
+            // One after another: what follows the message that ends a connection does not arrive.
+            (State::Open, Login::Over) if connection.acknowledged < connection.sent => !is_stuck,
+            (State::Open, Login::Over) => {
+                let message = self.mutator.message();
+                for _ in 0..1 + u64::from(self.mutator.one_in(8)) {
+                    self.host.send(connection, &message);
+                }
+                line.since = Instant::now();
+                line.left = line.left.saturating_sub(1);
+                line.left > 0
             }
         }
-        // What the last messages lead to.
-        let until = Instant::now() + Duration::from_millis(20);
-        while connection.is_open && Instant::now() < until {
-            host.poll(&mut connection);
+    }
+}
+
+fn over_rdma(mutator: Mutator, wire: Wire, count: u64, requests: &[Vec<u8>]) -> Tally {
+    let mut raid = Raid {
+        wire,
+        mutator,
+        host: Host::new(),
+        port: if wire == Wire::Iser { 3260 } else { OTHER_SRP },
+        good: private_data(request_of(requests, wire)),
+    };
+    let mut tally = Tally::default();
+    let mut lines: Vec<_> = (0..PARALLEL).map(|place| raid.open(place)).collect();
+    while tally.messages < count {
+        let mut connections: Vec<_> = lines.iter_mut().map(|l| &mut l.connection).collect();
+        raid.host.drive(&mut connections);
+        for (place, line) in lines.iter_mut().enumerate() {
+            if raid.go_on(line) {
+                continue;
+            }
+            let next = raid.open(place);
+            let over = std::mem::replace(line, next);
+            // A request to connect has arrived if it was answered.
+            let is_answered = over.connection.state != State::Connecting;
+            tally.messages += over.connection.acknowledged.saturating_sub(over.valid);
+            tally.messages += u64::from(over.is_changed && is_answered);
+            tally.ended += u64::from(over.connection.state == State::Ended);
+            tally.connections += 1;
+            raid.host.close(over.connection);
         }
-        tally.acknowledged += connection.acknowledged;
-        tally.ended += u64::from(!connection.is_open);
-        host.close(&connection);
+    }
+    for line in lines {
+        raid.host.close(line.connection);
     }
     tally
 }
@@ -496,11 +368,11 @@ fn over_rdma(mut mutator: Mutator, wire: Wire, count: u64, requests: &[Vec<u8>])
 fn datagrams(seed: u64, count: u64, requests: &[Vec<u8>]) -> Tally {
     let seeds = seeds::corpus("cm_message").into_iter().map(|(_, m)| m);
     let valid = seeds.chain(requests.iter().cloned());
-    let mut mutator = Mutator::new(valid, seed, Wire::ConnectionManagement);
+    let mut mutator = Mutator::new(valid, seed, Wire::ConnectionManagement as u64);
     let mut forger = Forger::from_here();
     let mut tally = Tally::default();
     while tally.messages < count {
-        let mut mad = mutator.next();
+        let mut mad = mutator.message();
         if !mutator.one_in(32) {
             mad.resize(256, 0);
         }
@@ -514,44 +386,38 @@ fn datagrams(seed: u64, count: u64, requests: &[Vec<u8>]) -> Tally {
 /// Packets of the stranger's own connections with changes, whose ICRC is right as a rule.
 fn packets(seed: u64, count: u64, requests: &[Vec<u8>], mut sniffer: Sniffer) -> Tally {
     let seeds = seeds::corpus("packet").into_iter().map(|(_, m)| m);
-    let mut mutator = Mutator::new(seeds, seed, Wire::Roce);
-    let known = mutator.valid.len();
+    let mut mutator = Mutator::new(seeds, seed, Wire::Roce as u64);
     let mut forger = Forger::from_here();
     let mut host = Host::new();
     let mut tally = Tally::default();
-    let mut connection: Option<Connection> = None;
+    let login = private_data(request_of(requests, Wire::Roce));
+    let mut open = host.connect(OTHER_SRP, login.clone());
     // TEST UNIT READY.
     let mut command = [0; 48];
     command[0] = 2;
     while tally.messages < count {
-        let open = match connection.take() {
-            Some(open) if open.is_open => open,
-            ended => {
-                if let Some(ended) = ended {
-                    host.close(&ended);
-                    tally.ended += 1;
-                }
-                tally.connections += 1;
-                host.connect(OTHER_SRP, private_data(request_of(requests, Wire::Roce)))
-            }
-        };
-        let mut open = open;
+        if open.state != State::Open {
+            tally.connections += 1;
+            tally.ended += 1;
+            let next = host.connect(OTHER_SRP, login.clone());
+            host.close(std::mem::replace(&mut open, next));
+            continue;
+        }
         host.send(&mut open, &command);
-        for _ in 0..20 {
-            host.poll(&mut open);
+        let until = Instant::now() + UNSPOILT;
+        while open.state == State::Open && open.came < open.sent && Instant::now() < until {
+            host.drive(&mut [&mut open]);
+        }
+        if open.came < open.sent {
+            open.state = State::Ended;
+            continue;
         }
         // What has passed now is what a valid packet looks like.
-        mutator.valid.truncate(known);
-        mutator.valid.extend(sniffer.bodies_from(STRANGER));
-        let recent = mutator.valid.len() > known;
+        let recent = sniffer.bodies_from(STRANGER);
         for _ in 0..PER_CONNECTION {
-            let mut body = match recent && !mutator.one_in(8) {
-                true => {
-                    let newest = mutator.valid.len() - known;
-                    let at = known + mutator.chance.below(newest as u64) as usize;
-                    mutator.valid[at].clone()
-                }
-                false => mutator.valid(),
+            let mut body = match recent.is_empty() || mutator.one_in(8) {
+                true => mutator.valid(),
+                false => recent[mutator.chance.below(recent.len() as u64) as usize].clone(),
             };
             for _ in 0..mutator.chance.below(3) {
                 mutator.change(&mut body);
@@ -561,12 +427,8 @@ fn packets(seed: u64, count: u64, requests: &[Vec<u8>], mut sniffer: Sniffer) ->
             tally.messages += 1;
             pace(tally.messages);
         }
-        host.poll(&mut open);
-        connection = Some(open);
     }
-    if let Some(open) = connection {
-        host.close(&open);
-    }
+    host.close(open);
     tally
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    fn new() -> Result<Self, String> {
+    pub(crate) fn new() -> Result<Self, String> {
         let (jobs, waiting) = channel::<Job>();
         let (answer, entered) = channel();
         let thread = thread::spawn(move || {

@@ -3,7 +3,6 @@
 //! of "ReDMArk: Bypassing RDMA Security Mechanisms" (USENIX Security 2021), and what a network has
 //! besides: ICMP, and hosts that claim the address of another one.
 
-use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,9 +19,10 @@ use riser_transport::wire::{
 };
 
 use super::forge::{Forger, Sniffer, roce};
-use super::hostile::{self, Host, OTHER_SRP};
+use super::host::Host;
+use super::hostile::{self, OTHER_SRP};
 use super::net::{HONEST, LATER, SECOND, STRANGER, TARGET, World};
-use super::{client, log_in, metric, serve, visit_other_target};
+use super::{client, kernel_counter, log_in, metric, serve, visit_other_target};
 
 /// Packets of each attack.
 const N: u64 = 20;
@@ -292,14 +292,13 @@ fn guessed_numbers(scene: &mut Scene) {
         let host = scene.sessions[at].2;
         let seen = scene.sniffer.bodies_from(host);
         let seen: Vec<_> = seen.into_iter().filter(|body| body[0] <= 5).collect();
-        if !seen.is_empty() {
-            scene.counts("replay", (ODD, "duplicate"), N, |forger, _| {
-                for n in 0..N {
-                    let again = seen[n as usize % seen.len()].clone();
-                    forger.send_body(next.from, to, again, false);
-                }
-            });
-        }
+        assert!(!seen.is_empty(), "commands were seen");
+        scene.counts("replay", (ODD, "duplicate"), N, |forger, _| {
+            for n in 0..N {
+                let again = seen[n as usize % seen.len()].clone();
+                forger.send_body(next.from, to, again, false);
+            }
+        });
     }
 }
 
@@ -388,15 +387,8 @@ fn forged_messages(scene: &mut Scene) {
 /// change.
 fn icmp(scene: &mut Scene) {
     let counted = |scene: &Scene| {
-        scene.world.target.run(|| {
-            let text = fs::read_to_string("/proc/thread-self/net/snmp").unwrap();
-            let lines: Vec<_> = text.lines().filter(|l| l.starts_with("Icmp:")).collect();
-            let at = lines[0]
-                .split(' ')
-                .position(|name| name == "InDestUnreachs");
-            let value = lines[1].split(' ').nth(at.expect("a counter"));
-            value.unwrap().parse::<u64>().unwrap()
-        })
+        let target = &scene.world.target;
+        target.run(|| kernel_counter("Icmp:", "InDestUnreachs"))
     };
     // Packets that the same reads take: shorter ones would be more.
     let packets = |scene: &mut Scene| {
@@ -472,7 +464,7 @@ fn claimed_addresses(scene: &mut Scene) {
             std::thread::sleep(Duration::from_millis(50));
         }
     });
-    // Hosts that have moved away ask anew at last; here at once.
+    // Hosts that have moved away ask again at last; here at once.
     for network in [&world.target, &world.hosts] {
         network
             .run(|| super::net::sh("ip neigh flush all"))

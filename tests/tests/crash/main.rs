@@ -3,6 +3,7 @@
 //!
 //! - [`kills`]: SIGKILL at any moment under verified load, over all protocols and through an NBD
 //!   export.
+//! - [`kernel`]: SIGKILL under verified load of a kernel's initiators, in the rig of `cargo xtask interop`.
 //! - [`power`]: the disk at each moment of a load, as a loss of power could have left it.
 //! - [`state`]: SIGKILL before each system call that changes the state directory.
 //!
@@ -11,6 +12,7 @@
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
 
+mod kernel;
 mod kills;
 mod power;
 mod state;

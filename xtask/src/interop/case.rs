@@ -22,6 +22,8 @@ pub(crate) struct Case {
     pub(crate) alone: bool,
     /// Smallest number of packets in its captures; none if it has no capture, or an empty one.
     pub(crate) packets: Option<u64>,
+    /// Number of rounds of a case that goes round, in `limit`.
+    pub(crate) rounds: Option<u32>,
     /// Text of the script.
     pub(crate) text: String,
 }
@@ -60,8 +62,18 @@ impl Case {
                 Some(least) => Some(least.parse()?),
                 None => Some(PACKETS),
             },
+            rounds: field("rounds").map(str::parse).transpose()?,
             text: text.clone(),
         })
+    }
+
+    /// The same case with another number of rounds, if it goes round, and as much time for each.
+    pub(crate) fn with_rounds(mut self, rounds: u32) -> Self {
+        if let Some(usual) = self.rounds {
+            self.limit = (self.limit / usual * rounds).max(self.limit);
+            self.rounds = Some(rounds);
+        }
+        self
     }
 
     fn is_named_by(&self, words: &[String]) -> bool {
@@ -135,6 +147,19 @@ mod tests {
         assert_eq!(packets("none").unwrap(), None);
         assert_eq!(packets("4").unwrap(), Some(4));
         assert!(packets("few").is_err());
+        let round = format!("{text}#: rounds: 12\n");
+        let case = Case::parse("x", round).unwrap();
+        assert_eq!(
+            (case.rounds, case.limit),
+            (Some(12), Duration::from_secs(60))
+        );
+        let case = case.with_rounds(24);
+        assert_eq!(
+            (case.rounds, case.limit),
+            (Some(24), Duration::from_secs(120))
+        );
+        let plain = Case::parse("x", text.to_owned()).unwrap().with_rounds(24);
+        assert_eq!((plain.rounds, plain.limit), (None, Duration::from_secs(60)));
         let lacks = Case::parse("x", "#: group: srp\n#: limit: 60\n".to_owned());
         assert!(lacks.is_err_and(|e| e.to_string().contains("about")));
     }

@@ -96,6 +96,9 @@ pub(crate) struct Options {
     /// Guests that run at once; one per two cores and one more unless said otherwise.
     #[arg(long)]
     jobs: Option<usize>,
+    /// Rounds of the cases that go round, as those of the group `crash`.
+    #[arg(long)]
+    rounds: Option<u32>,
     /// A folder with `riserd` and `riser`, instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
@@ -112,6 +115,7 @@ impl Options {
             list: false,
             short: !all,
             jobs: None,
+            rounds: None,
             programs: None,
             logs: ".build/interop".into(),
         }
@@ -161,7 +165,11 @@ pub(crate) fn names(options: &Options) -> Result<Vec<String>, Failure> {
 
 /// Runs the cases; a rig that is not to be had is not a case that fails.
 pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
-    let cases = case::load(&options.cases, options.short)?;
+    let mut cases = case::load(&options.cases, options.short)?;
+    if let Some(rounds) = options.rounds {
+        let with_rounds = |case: case::Case| case.with_rounds(rounds);
+        cases = cases.into_iter().map(with_rounds).collect();
+    }
     if options.list {
         for c in &cases {
             println!("{:<10} {:<28} {}", c.group, c.name, c.about);
@@ -181,13 +189,14 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
             return Ok(Ended::Unavailable(names(options)?, why));
         }
     };
-    // The transport's tests take minutes to build, so only cases that run them pay for them.
-    let tests = if cases.iter().any(|c| c.text.contains("on_devices")) {
-        println!("building the transport tests");
-        build_tests()?
-    } else {
-        PathBuf::new()
-    };
+    // Tests take minutes to build, so only cases that run them pay for them.
+    let is_used = |word: &str| cases.iter().any(|c| c.text.contains(word));
+    for (test, word) in [("devices", "on_devices"), ("crash", "killed_under_load")] {
+        if is_used(word) {
+            println!("building the test {test}");
+            build_test(test)?;
+        }
+    }
     let programs = match &options.programs {
         Some(folder) => fs::canonicalize(folder)?,
         None => {
@@ -195,7 +204,10 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
             daemon::build()?
         }
     };
-    let programs = Programs { programs, tests };
+    let programs = Programs {
+        programs,
+        tests: root().join(TESTS),
+    };
     let logs = root().join(&options.logs);
     let rig = Rig {
         kernel: &kernel,
@@ -263,16 +275,18 @@ fn table(rows: &[Row<'_>]) -> String {
     reasons.chain(lines).collect::<Vec<_>>().join("\n")
 }
 
-/// Builds the transport's tests that cases run, and answers a folder with links to them.
-fn build_tests() -> Result<PathBuf, Failure> {
-    const TEST: &str = "devices";
+/// Folder of links to test programs.
+const TESTS: &str = ".build/interop-tests";
+
+/// Builds a test that cases run, and links it into [`TESTS`].
+fn build_test(test: &str) -> Result<(), Failure> {
     // With the whole workspace, so that what the other tests have built serves here.
-    let args = ["test", "-q", "--workspace", "--test", TEST];
-    let program = sh::built(&args, TEST)?;
-    let folder = root().join(".build/interop-tests");
+    let args = ["test", "-q", "--workspace", "--test", test];
+    let program = sh::built(&args, test)?;
+    let folder = root().join(TESTS);
     fs::create_dir_all(&folder)?;
-    let link = folder.join(TEST);
+    let link = folder.join(test);
     let _ = fs::remove_file(&link);
     std::os::unix::fs::symlink(program, &link)?;
-    Ok(folder)
+    Ok(())
 }

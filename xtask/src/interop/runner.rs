@@ -157,11 +157,13 @@ impl Rig<'_> {
     ) -> Result<Vec<String>, Failure> {
         // The variables and the library come first, so that a case is only what it does.
         let script = format!(
-            "export RISER_ROOT='{}' RISER_BIN='{}' RISER_TESTS='{}' CASE='{}'\n. /vm/lib.sh\n{}",
+            "export RISER_ROOT='{}' RISER_BIN='{}' RISER_TESTS='{}' CASE='{}' ROUNDS='{}'\n\
+             . /vm/lib.sh\n{}",
             root().display(),
             self.programs.programs.display(),
             self.programs.tests.display(),
             case.name,
+            case.rounds.unwrap_or(1),
             case.text
         );
         let ran = guest.run(&script, case.limit);

@@ -1,0 +1,47 @@
+//! Panics of the programs, which are failures of a run like others.
+
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+use std::sync::Once;
+
+thread_local! {
+    /// While this thread runs programs: where they have panicked, and why.
+    static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Calls a function; a panic of it is printed nowhere, and is an error that says where it was.
+pub(crate) fn caught<T>(f: impl FnOnce() -> T) -> Result<T, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let others = take_hook();
+        set_hook(Box::new(move |panic| {
+            let is_ours = PANIC.with_borrow_mut(|text| {
+                // The first one is the cause of those that come while it unwinds.
+                let text = text.as_mut().filter(|text| text.is_empty());
+                text.map(|text| *text = panic.to_string().replace('\n', " "))
+            });
+            if is_ours.is_none() {
+                others(panic);
+            }
+        }));
+    });
+    PANIC.set(Some(String::new()));
+    let result = catch_unwind(AssertUnwindSafe(f));
+    let text = PANIC.take().unwrap_or_default();
+    result.map_err(|_| text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_says_where_it_was() {
+        let why = caught(|| panic!("{} wrong", "all")).unwrap_err();
+        assert!(
+            why.contains("caught.rs:") && why.ends_with("all wrong"),
+            "{why}"
+        );
+        assert_eq!(caught(|| 3), Ok(3));
+    }
+}

@@ -1,0 +1,466 @@
+//! Over RDMA: messages in any order, memory that comes and goes, keys of others, and packets that
+//! acknowledge what was not sent.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use riser_memory::{MemSlice, Memory};
+use riser_scsi::srp::{Cmd, DataBuffer, MemDesc, Tag, TargetPortId, TaskAttr};
+use riser_test_peers::mini::login_req;
+use riser_test_peers::pdus::cdb10;
+use riser_tests::mutator::Mutator;
+use riser_transport::loopback::{Endpoint, Fabric};
+use riser_transport::verbs::{
+    Access, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PdId, PortSpace, Provider as _,
+    QpCap, QpId, QpInitAttr, QpType, RKey, RdmaCm as _, RecvWr, RemoteAddr, SendOp, SendWr, Sge,
+    Verbs as _, WrId,
+};
+use riser_transport::wire::{
+    Aeth, AethSyndrome, Bth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, Qpn, ROCE_PORT, emit_headers,
+};
+
+use super::{Act, CheatPlan, Pace, SRP_PORT, Surroundings, address, command, login};
+use crate::plan::Protocol;
+use crate::target;
+
+static SRP: LazyLock<Mutator> = LazyLock::new(|| Mutator::of("from_initiator", 0, 0));
+static ISER: LazyLock<Mutator> = LazyLock::new(|| Mutator::of("message", 0, 0));
+
+/// Longest message.
+const SLOT: usize = 16 << 10;
+const SLOTS: usize = 8;
+const RECEIVES: usize = 16;
+
+/// Memory that it announces.
+const DATA: usize = 256 << 10;
+
+/// Time for a login, and until the next one.
+const LOGIN: Duration = Duration::from_secs(2);
+const AGAIN: Duration = Duration::from_millis(20);
+
+/// The last packets to and from each address: where they went, what they were.
+#[derive(Clone, Debug, Default)]
+pub struct Overheard(Arc<Mutex<Vec<Exchange>>>);
+
+#[derive(Clone, Copy, Debug)]
+struct Exchange {
+    peer: IpAddr,
+    /// Queue pair of the target.
+    qpn: Option<Qpn>,
+    /// Sequence number of the target's last packet.
+    psn: Option<u32>,
+}
+
+impl Overheard {
+    /// A packet leaves a device.
+    pub fn hear(&self, from: IpAddr, to: IpAddr, packet: &[u8]) {
+        let is_peer = |at: IpAddr| matches!(at, IpAddr::V4(at) if at.octets()[2] == 2);
+        let peer = match () {
+            () if is_peer(from) => from,
+            () if is_peer(to) => to,
+            () => return,
+        };
+        let Some(bth) = packet.first_chunk::<{ Bth::LEN }>() else {
+            return;
+        };
+        let number = |at: usize| u32::from_be_bytes([0, bth[at], bth[at + 1], bth[at + 2]]);
+        let (qpn, psn) = (number(5), number(9));
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = all.iter().position(|one| one.peer == peer);
+        let at = at.unwrap_or_else(|| {
+            let (qpn, psn) = (None, None);
+            all.push(Exchange { peer, qpn, psn });
+            all.len() - 1
+        });
+        // Queue pair 1 is that of the connection managers.
+        if qpn > 1 {
+            match from == peer {
+                true => all[at].qpn = Some(Qpn::new(qpn)),
+                false => all[at].psn = Some(psn),
+            }
+        }
+    }
+
+    fn exchange(&self, peer: IpAddr) -> Option<(Qpn, u32)> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = all.iter().find(|one| one.peer == peer)?;
+        Some((found.qpn?, found.psn?))
+    }
+}
+
+/// Its connection.
+#[derive(Debug)]
+struct Connection {
+    cm: CmId,
+    qp: QpId,
+    cq: CqId,
+    is_up: bool,
+    /// When its login has failed.
+    until: Instant,
+}
+
+/// A peer of SRP or iSER.
+#[derive(Debug)]
+pub struct RdmaCheat {
+    index: usize,
+    pace: Pace,
+    mutator: Mutator,
+    fabric: Fabric,
+    overheard: Overheard,
+    port: TargetPortId,
+    device: Endpoint,
+    pd: PdId,
+    memory: MemSlice,
+    mr: Mr,
+    data: MemSlice,
+    /// The memory that it announces, while it is there.
+    data_mr: Option<Mr>,
+    /// The last key of it.
+    key: RKey,
+    connection: Option<Connection>,
+    sent: usize,
+    /// The number of the next command, and its tag.
+    number: u32,
+    /// Until when its device does nothing.
+    silent_until: Instant,
+    dials_at: Instant,
+}
+
+impl RdmaCheat {
+    pub(super) fn new(index: usize, plan: CheatPlan, world: &Surroundings, mut rng: Rng) -> Self {
+        let now = world.fabric.now();
+        let mut device = world.fabric.endpoint(address(index));
+        let pd = device.alloc_pd().expect("a new device");
+        let region = |len| Memory::new(len).expect("memory").whole();
+        let (memory, data) = (region(SLOT * (SLOTS + RECEIVES)), region(DATA));
+        let remote = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let mr = device.reg_mr(pd, &memory, remote).expect("a new device");
+        let mutator = match plan.protocol {
+            Protocol::Iser => &ISER,
+            _ => &SRP,
+        };
+        Self {
+            index,
+            mutator: mutator.with_seed(rng.u64(..), 2),
+            pace: Pace::new(plan, rng, now),
+            fabric: world.fabric.clone(),
+            overheard: world.overheard.clone(),
+            port: world.port,
+            device,
+            pd,
+            memory,
+            key: mr.rkey,
+            mr,
+            data,
+            data_mr: None,
+            connection: None,
+            sent: 0,
+            number: 1,
+            silent_until: now,
+            dials_at: now,
+        }
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let own = match &self.connection {
+            Some(connection) if connection.is_up => self.pace.next(),
+            Some(connection) => Some(connection.until),
+            None => self.pace.next().map(|next| next.max(self.dials_at)),
+        };
+        let next = own.into_iter().chain(self.device.deadline()).min();
+        next.map(|next| next.max(self.silent_until))
+    }
+
+    pub(super) fn step(&mut self, now: Instant) -> bool {
+        if self.silent_until > now {
+            return false;
+        }
+        let mut worked = self.device.progress(now) > 0;
+        worked |= self.poll(now);
+        match &self.connection {
+            None if self.dials_at <= now && self.pace.left > 0 => {
+                self.dial(now);
+                worked = true;
+            }
+            Some(connection) if !connection.is_up && connection.until <= now => {
+                self.leave(now);
+                worked = true;
+            }
+            _ => {}
+        }
+        while self.silent_until <= now
+            && self.connection.as_ref().is_some_and(|c| c.is_up)
+            && let Some(act) = self.pace.act(now)
+        {
+            match act {
+                Act::Silence(time) => self.silent_until = now + time,
+                Act::Departure => self.leave(now),
+                Act::Message => self.cheat(),
+            }
+            worked = true;
+        }
+        worked
+    }
+
+    /// Asks for a connection; its events come later.
+    fn dial(&mut self, now: Instant) {
+        let is_srp = self.pace.plan.protocol == Protocol::Srp;
+        let port = if is_srp { SRP_PORT } else { 3260 };
+        let to = SocketAddr::new(target::ADDRESS, port);
+        let dev = &mut self.device;
+        let cm = dev.create_id(PortSpace::Tcp).expect("few identifiers");
+        let cq = dev.create_cq(256).expect("few queues");
+        dev.resolve_addr(cm, None, to, LOGIN).expect("an address");
+        dev.resolve_route(cm, LOGIN).expect("a route");
+        let cap = QpCap::new(SLOTS as u32 * 2, RECEIVES as u32);
+        let init = QpInitAttr::new(self.pd, cq, QpType::Rc, cap);
+        let qp = dev.create_cm_qp(cm, &init).expect("few queue pairs");
+        self.number = 1;
+        self.connection = Some(Connection {
+            cm,
+            qp,
+            cq,
+            is_up: false,
+            until: now + LOGIN,
+        });
+        for slot in 0..RECEIVES {
+            self.post_recv(slot);
+        }
+        let mut private_data = vec![0; if is_srp { 56 } else { 4 }];
+        if is_srp {
+            // The same port again and again.
+            let login = login_req(200 + self.index as u8, self.port);
+            login.emit_rdma(&mut private_data);
+        }
+        if self.pace.rng.u8(..6) == 0 {
+            self.mutator.change(&mut private_data);
+            private_data.truncate(56);
+        }
+        let param = ConnParam {
+            private_data,
+            responder_resources: 16,
+            initiator_depth: 1,
+            ..ConnParam::default()
+        };
+        if self.device.connect(cm, &param).is_err() {
+            self.leave(now);
+        }
+    }
+
+    /// Leaves the connection without a word, or with one.
+    fn leave(&mut self, now: Instant) {
+        self.dials_at = now + AGAIN;
+        let Some(Connection { cm, qp, cq, .. }) = self.connection.take() else {
+            return;
+        };
+        if self.pace.rng.bool() {
+            let _ = self.device.disconnect(cm);
+        }
+        let _ = self.device.destroy_qp(qp);
+        let _ = self.device.destroy_id(cm);
+        let _ = self.device.destroy_cq(cq);
+    }
+
+    /// Takes what has come; returns whether anything has.
+    fn poll(&mut self, now: Instant) -> bool {
+        let mut came = false;
+        while let Some(event) = self.device.poll_cm_event() {
+            came = true;
+            let Some(connection) = self.connection.as_mut().filter(|c| c.cm == event.id) else {
+                continue;
+            };
+            match event.kind {
+                CmEventKind::AddrResolved | CmEventKind::RouteResolved => {}
+                CmEventKind::Established { .. } => {
+                    connection.is_up = true;
+                    self.begin();
+                }
+                _ => self.leave(now),
+            }
+        }
+        let Some(connection) = &self.connection else {
+            return came;
+        };
+        let mut done: Vec<Completion> = Vec::new();
+        let _ = self.device.poll_cq(connection.cq, 64, &mut done);
+        came |= !done.is_empty();
+        for completion in done {
+            if !completion.status.is_ok() {
+                self.leave(now);
+                break;
+            }
+            // Some it does not take any more.
+            if completion.opcode.is_recv() && self.pace.rng.u8(..8) > 0 {
+                self.post_recv(completion.wr_id.0 as usize);
+            }
+        }
+        came
+    }
+
+    /// Logs in, where that is not done with the connection.
+    fn begin(&mut self) {
+        if self.pace.plan.protocol == Protocol::Iser && self.pace.rng.u8(..6) > 0 {
+            let login = login(self.index, "RDMAExtensions=Yes\0");
+            self.send(&[&iser_header(None), &login[..]].concat());
+        }
+    }
+
+    /// One thing that it must not do, or need not.
+    fn cheat(&mut self) {
+        match self.pace.rng.u8(..16) {
+            0..3 => self.announce(),
+            3 => self.withdraw(),
+            4 => self.access(),
+            5 => self.acknowledge(),
+            _ => {
+                let message = self.mutator.message();
+                self.send(&message);
+            }
+        }
+    }
+
+    fn sge(&self, slot: usize, len: usize) -> [Sge; 1] {
+        [Sge {
+            addr: self.memory.addr() + (slot * SLOT) as u64,
+            length: len as u32,
+            lkey: self.mr.lkey,
+        }]
+    }
+
+    fn post_recv(&mut self, slot: usize) {
+        let wr = RecvWr {
+            wr_id: WrId(slot as u64),
+            sges: &self.sge(SLOTS + slot, SLOT),
+        };
+        if let Some(connection) = &self.connection {
+            let _ = self.device.post_recv(connection.qp, &[wr]);
+        }
+    }
+
+    fn send(&mut self, message: &[u8]) {
+        let message = &message[..message.len().min(SLOT)];
+        let slot = self.sent % SLOTS;
+        self.sent += 1;
+        self.memory.write(slot * SLOT, message);
+        self.post(SendOp::Send, &self.sge(slot, message.len()));
+    }
+
+    /// Posts a request; without room for it there is none.
+    fn post(&mut self, op: SendOp, sges: &[Sge]) {
+        if let Some(connection) = &self.connection {
+            let wr = SendWr::new(1 << 32, op, sges);
+            let _ = self.device.post_send(connection.qp, &[wr]);
+        }
+    }
+
+    /// A command with memory, which may be there no more when the target uses it.
+    fn announce(&mut self) {
+        let remote = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let mr = match self.data_mr {
+            Some(mr) => mr,
+            None => self
+                .device
+                .reg_mr(self.pd, &self.data, remote)
+                .expect("few regions"),
+        };
+        (self.data_mr, self.key) = (Some(mr), mr.rkey);
+        self.number += 1;
+        let number = self.number - 1;
+        let message = match self.pace.plan.protocol {
+            Protocol::Iser => {
+                let pdu = command(&mut self.pace.rng, number);
+                let header = iser_header(Some((mr.rkey.0, mr.addr)));
+                [&header[..], &pdu].concat()
+            }
+            _ => self.srp_command(number, mr),
+        };
+        self.send(&message);
+        if self.pace.rng.bool() {
+            self.withdraw();
+        }
+    }
+
+    fn srp_command(&mut self, number: u32, mr: Mr) -> Vec<u8> {
+        let rng = &mut self.pace.rng;
+        let blocks = rng.u16(16..=512);
+        let buffer = DataBuffer::Direct(MemDesc::new(mr.addr, mr.rkey.0, u32::from(blocks) * 512));
+        let writes = rng.bool();
+        let mut cdb = [0; 16];
+        let opcode = if writes { 0x2a } else { 0x28 };
+        cdb[..10].copy_from_slice(&cdb10(opcode, rng.u32(..64), blocks));
+        let command = Cmd {
+            tag: Tag(u64::from(number)),
+            lun: [0; 8],
+            task_attr: TaskAttr::Simple,
+            notify_success: false,
+            notify_failure: false,
+            cdb,
+            additional_cdb: &[],
+            data_out: if writes { buffer } else { DataBuffer::None },
+            data_in: if writes { DataBuffer::None } else { buffer },
+        };
+        let mut iu = vec![0; command.wire_len()];
+        command.emit(&mut iu);
+        iu
+    }
+
+    /// Takes the memory away that it has announced.
+    fn withdraw(&mut self) {
+        if let Some(mr) = self.data_mr.take() {
+            let _ = self.device.dereg_mr(mr.id);
+        }
+    }
+
+    /// Reads or writes memory of the target by a key that is a guess.
+    fn access(&mut self) {
+        let rng = &mut self.pace.rng;
+        let rkey = RKey(self.key.0 ^ 1 << rng.u32(..32));
+        let addr = self.mr.addr.wrapping_add(rng.u64(..1 << 24));
+        let remote = RemoteAddr { addr, rkey };
+        let op = match rng.bool() {
+            true => SendOp::Read(remote),
+            false => SendOp::Write(remote),
+        };
+        self.post(op, &self.sge(0, 512));
+    }
+
+    /// Acknowledges packets that the target has not sent yet, or refuses them.
+    fn acknowledge(&mut self) {
+        let from = SocketAddr::new(address(self.index), ROCE_PORT);
+        let to = SocketAddr::new(target::ADDRESS, ROCE_PORT);
+        let Some((qpn, psn)) = self.overheard.exchange(from.ip()) else {
+            return;
+        };
+        let rng = &mut self.pace.rng;
+        let psn = Psn::new(psn.wrapping_add(rng.u32(..3000)) & 0xff_ffff);
+        // ACK; RNR NAK; NAKs for sequence, invalid request, access, operation.
+        let syndromes = [0x00, 0x1f, 0x20, 0x2e, 0x60, 0x61, 0x62, 0x63];
+        let syndrome = AethSyndrome::from_wire(syndromes[rng.usize(..8)]);
+        let ext = ExtHeaders {
+            aeth: Some(Aeth::new(syndrome, Msn::new(rng.u32(..1 << 24)))),
+            ..ExtHeaders::default()
+        };
+        let bth = Bth::new(Opcode::RcAcknowledge, qpn, psn);
+        let mut packet = emit_headers(&bth, &ext).to_vec();
+        let flow = IcrcFlow::new(from, to).expect("two addresses of IPv4");
+        let icrc = flow.compute(&packet, 0).to_le_bytes();
+        packet.extend_from_slice(&icrc);
+        self.fabric.inject(from, to, packet);
+    }
+}
+
+/// The header of iSER, with memory to read and to write if there is some.
+fn iser_header(memory: Option<(u32, u64)>) -> [u8; 28] {
+    let mut header = [0; 28];
+    header[0] = 0x10;
+    if let Some((key, at)) = memory {
+        header[0] |= 0x0c;
+        header[4..8].copy_from_slice(&key.to_be_bytes());
+        header[8..16].copy_from_slice(&at.to_be_bytes());
+        header[16..20].copy_from_slice(&key.to_be_bytes());
+        header[20..28].copy_from_slice(&at.to_be_bytes());
+    }
+    header
+}

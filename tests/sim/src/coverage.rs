@@ -1,0 +1,202 @@
+//! What runs have reached: transitions of the programs' machines, faults, ends of commands.
+//!
+//! The transitions are recorded by [`riser_state`], with the feature `coverage` only: the daemon
+//! that is shipped has no recorder. All that there are is known from the tables of the machines.
+//! A transition that no run reaches is named in `unreached.txt`, with the reason.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+/// Transitions that need not be reached, and why: a machine, two states and a reason a line.
+const UNREACHED: &str = include_str!("../unreached.txt");
+
+/// A reason begins with this if the transition is reached by some seeds.
+const RARE: &str = "rare";
+
+/// A transition of a machine: the type of its states, and their names.
+pub type Transition = [String; 3];
+
+thread_local! {
+    static NOTED: RefCell<BTreeMap<(&'static str, &'static str, String), u64>> =
+        const { RefCell::new(BTreeMap::new()) };
+}
+
+/// Counts something that has happened on this thread: its kind, name and outcome.
+pub(crate) fn note(kind: &'static str, name: &'static str, outcome: &str) {
+    NOTED.with_borrow_mut(|noted| {
+        *noted.entry((kind, name, outcome.to_owned())).or_default() += 1;
+    });
+}
+
+/// What has been reached.
+#[derive(Clone, Debug, Default)]
+pub struct Coverage {
+    transitions: BTreeSet<Transition>,
+    noted: BTreeMap<(&'static str, &'static str, String), u64>,
+}
+
+impl Coverage {
+    /// Calls a function that runs plans; returns its result and what was reached on this thread.
+    pub fn of<T>(f: impl FnOnce() -> T) -> (T, Self) {
+        let before = NOTED.take();
+        let (result, transitions) = recorded(f);
+        let noted = NOTED.replace(before);
+        (result, Self { transitions, noted })
+    }
+
+    /// Adds what was reached elsewhere.
+    pub fn merge(&mut self, other: Self) {
+        self.transitions.extend(other.transitions);
+        for (row, count) in other.noted {
+            *self.noted.entry(row).or_default() += count;
+        }
+    }
+
+    /// Compares with the tables of all machines and with the reasons: what is wrong, a line each.
+    #[must_use]
+    pub fn mistakes(&self) -> Vec<String> {
+        mistakes(&self.transitions, &table(TABLES), UNREACHED)
+    }
+}
+
+#[cfg(feature = "coverage")]
+fn recorded<T>(f: impl FnOnce() -> T) -> (T, BTreeSet<Transition>) {
+    let (result, taken) = riser_state::testing::recorded(f);
+    let own = |name: riser_state::testing::Name| name.as_str().to_owned();
+    let taken = taken.into_iter();
+    let taken = taken.map(|(machine, from, to)| [machine.to_owned(), own(from), own(to)]);
+    (result, taken.collect())
+}
+
+#[cfg(not(feature = "coverage"))]
+fn recorded<T>(f: impl FnOnce() -> T) -> (T, BTreeSet<Transition>) {
+    (f(), BTreeSet::new())
+}
+
+#[cfg(feature = "coverage")]
+const TABLES: &str = riser_state::testing::TABLES;
+
+#[cfg(not(feature = "coverage"))]
+const TABLES: &str = "";
+
+/// Reads tables of machines.
+fn table(text: &str) -> BTreeSet<Transition> {
+    let (mut all, mut machine) = (BTreeSet::new(), "");
+    for line in text.lines() {
+        let Some((from, next)) = line
+            .trim()
+            .split_once(':')
+            .filter(|_| line.starts_with(' '))
+        else {
+            machine = line;
+            continue;
+        };
+        let next = next.split_whitespace();
+        all.extend(next.map(|to| [machine, from, to].map(str::to_owned)));
+    }
+    all
+}
+
+/// Compares what was taken with all that there is, and with the reasons for what was not.
+fn mistakes(
+    taken: &BTreeSet<Transition>,
+    all: &BTreeSet<Transition>,
+    reasons: &str,
+) -> Vec<String> {
+    let lines = reasons
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.is_empty());
+    let reasons: BTreeMap<&str, &str> = lines.filter_map(|line| line.split_once(": ")).collect();
+    let name = |[machine, from, to]: &Transition| format!("{machine} {from} -> {to}");
+    let unknown = taken.difference(all).map(name);
+    let unknown = unknown.map(|row| format!("taken, and in no table: {row}"));
+    let missing = all.difference(taken).map(name);
+    let missing = missing.filter(|row| !reasons.contains_key(&row[..]));
+    let missing = missing.map(|row| format!("never taken, without a reason: {row}"));
+    let (all, taken): (BTreeSet<_>, BTreeSet<_>) = (
+        all.iter().map(name).collect(),
+        taken.iter().map(name).collect(),
+    );
+    let wrong = reasons.iter().filter_map(|(row, reason)| {
+        let is_taken = taken.contains(*row) && !reason.starts_with(RARE);
+        match (all.contains(*row), is_taken) {
+            (false, _) => Some(format!("a reason for what there is not: {row}")),
+            (true, true) => Some(format!("taken, in spite of a reason: {row}")),
+            (true, false) => None,
+        }
+    });
+    unknown.chain(missing).chain(wrong).collect()
+}
+
+impl fmt::Display for Coverage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = table(TABLES);
+        let machines: BTreeSet<_> = all.iter().map(|[machine, ..]| machine).collect();
+        for machine in machines {
+            let of = |set: &BTreeSet<Transition>| {
+                let rows = set.iter().filter(|row| row[0] == *machine);
+                rows.cloned().collect::<BTreeSet<_>>()
+            };
+            let (taken, all) = (of(&self.transitions), of(&all));
+            let states = |set: &BTreeSet<Transition>| {
+                let names = set.iter().flat_map(|[_, from, to]| [from, to]);
+                names.collect::<BTreeSet<_>>().len()
+            };
+            writeln!(
+                f,
+                "{:>3} of {:>3} states, {:>3} of {:>3} transitions  {}",
+                states(&taken),
+                states(&all),
+                taken.intersection(&all).count(),
+                all.len(),
+                machine
+            )?;
+        }
+        for ((kind, name, outcome), count) in &self.noted {
+            writeln!(f, "{count:>10}  {kind} {name}: {outcome}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TABLE: &str = "a::B\n  On: Off Broken\n  Off:\nc::D\n  Up: Up\n";
+
+    fn row(words: &str) -> Transition {
+        let mut words = words.split(' ').map(str::to_owned);
+        std::array::from_fn(|_| words.next().unwrap())
+    }
+
+    #[test]
+    fn tables_are_read() {
+        let rows = ["a::B On Broken", "a::B On Off", "c::D Up Up"].map(row);
+        assert_eq!(table(TABLE), rows.into());
+    }
+
+    #[test]
+    fn what_is_not_taken_needs_a_reason_and_what_is_taken_has_none() {
+        let all = table(TABLE);
+        let taken = [row("a::B On Off"), row("c::D Up Up")].into();
+        let broken = "# words\n\na::B On -> Broken: nothing breaks\n";
+        assert_eq!(mistakes(&taken, &all, broken), [""; 0]);
+        let missing = ["never taken, without a reason: a::B On -> Broken"];
+        assert_eq!(mistakes(&taken, &all, ""), missing);
+        assert_eq!(
+            mistakes(&all, &all, broken),
+            ["taken, in spite of a reason: a::B On -> Broken"]
+        );
+        assert_eq!(
+            mistakes(&all, &all, "a::B Off -> On: no\n"),
+            ["a reason for what there is not: a::B Off -> On"]
+        );
+        assert_eq!(mistakes(&all, &all, "a::B On -> Broken: rare\n"), [""; 0]);
+        assert_eq!(
+            mistakes(&all, &table("a::B\n  On: Off\nc::D\n  Up: Up\n"), ""),
+            ["taken, and in no table: a::B On -> Broken"]
+        );
+    }
+}

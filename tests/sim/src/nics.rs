@@ -1,0 +1,90 @@
+//! What goes wrong at RDMA devices.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use fastrand::Rng;
+use riser_transport::loopback::Fabric;
+use riser_transport::roce::nic::Breakage;
+use riser_transport::verbs::Mtu;
+use serde::{Deserialize, Serialize};
+
+use crate::plan::{Fault, Trouble};
+use crate::{initiator, target, text};
+
+/// A device, or the devices of all workers at an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Place {
+    /// That of a path of the target.
+    Path(usize),
+    /// That of an initiator.
+    Initiator(usize),
+}
+
+impl Place {
+    fn address(self) -> IpAddr {
+        match self {
+            Self::Path(path) => target::rdma_address(path),
+            Self::Initiator(index) => initiator::address(index),
+        }
+    }
+}
+
+/// A fault of RDMA devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NicFault {
+    /// Receives reach their queues this many microseconds late, so peers get RNR NAKs.
+    LateReceives(u64),
+    /// The queue pair of a connection fails: the first that there is from this number on.
+    BreakQp(usize),
+    /// A completion queue loses a completion.
+    OverrunCq(usize),
+    /// The ways to the device take packets up to this path MTU only.
+    Narrow(#[serde(with = "text::mtu")] Mtu),
+}
+
+impl NicFault {
+    /// Draws the device faults of a seed, given the number of paths and of initiators.
+    pub(crate) fn draw(rng: &mut Rng, devices: (usize, usize)) -> Vec<Trouble> {
+        let count = [0, 0, 0, 1, 3][rng.usize(..5)];
+        (0..count).map(|_| Self::draw_one(rng, devices)).collect()
+    }
+
+    fn draw_one(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Trouble {
+        let place = match rng.bool() {
+            true => Place::Path(rng.usize(..paths)),
+            false => Place::Initiator(rng.usize(..initiators)),
+        };
+        let from = Duration::from_micros(rng.u64(0..100_000));
+        let length = [2_000, 200_000, 8_000_000, 60_000_000][rng.usize(..4)];
+        let until = from + Duration::from_micros(rng.u64(1..length));
+        let fault = match rng.u8(..6) {
+            0 | 1 => Self::LateReceives([20, 500, 5_000, 200_000][rng.usize(..4)]),
+            2 | 3 => Self::BreakQp(rng.usize(..8)),
+            4 => Self::OverrunCq(rng.usize(..8)),
+            _ => Self::Narrow([Mtu::Mtu256, Mtu::Mtu512, Mtu::Mtu1024][rng.usize(..3)]),
+        };
+        let fault = Fault::Nic(place, fault);
+        Trouble { from, until, fault }
+    }
+
+    /// Begins at a place, or ends.
+    pub(crate) fn set(self, place: Place, is_active: bool, fabric: &Fabric) {
+        let at = place.address();
+        let broken = match self {
+            Self::LateReceives(micros) => {
+                let delay = if is_active { micros } else { 0 };
+                return fabric.delay_receives(at, Duration::from_micros(delay));
+            }
+            Self::Narrow(mtu) => return fabric.narrow(at, is_active.then_some(mtu)),
+            Self::BreakQp(nth) => (Breakage::Qp, nth),
+            Self::OverrunCq(nth) => (Breakage::Cq, nth),
+        };
+        match is_active {
+            true => fabric.break_one(at, broken.0, broken.1),
+            false => fabric.break_none(at),
+        }
+    }
+}

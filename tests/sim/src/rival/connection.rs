@@ -1,0 +1,212 @@
+//! A connection of iSCSI over TCP: its login, and PDUs to and from a stream that does not block.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
+use riser_scsi::iscsi::frame::{self, Digests, Framer};
+use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginStep, SessionParams};
+use riser_scsi::iscsi::pdu::FromTarget;
+use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, StatSn, Tsih};
+
+/// Longest data segment that it takes, in bytes.
+pub(super) const MAX_RECV: u32 = 1 << 20;
+
+/// Something that a connection reports.
+#[derive(Debug)]
+pub(super) enum Event {
+    /// It is logged in.
+    Ready(Tsih, SessionParams),
+    /// A PDU of the full-feature phase, with its data.
+    Pdu(FromTarget, Numbers, Vec<u8>),
+    /// The target has refused the login, or closed the connection.
+    Ended,
+    /// The target sent what it must not send.
+    Fault(String),
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: UnixStream,
+    login: Option<InitiatorLogin>,
+    framer: Framer,
+    arrived: Vec<u8>,
+    scratch: Vec<u8>,
+    /// Bytes of PDUs, and when each may leave.
+    leaving: VecDeque<(Instant, Vec<u8>)>,
+    digests: Digests,
+    /// Longest data segment that the target takes, in bytes.
+    pub(super) max_send: u32,
+    exp_stat_sn: StatSn,
+    is_ended: bool,
+    /// The stream takes nothing.
+    is_blocked: bool,
+    pub(super) last_heard: Instant,
+}
+
+impl Connection {
+    /// A connection that logs in.
+    pub(super) fn new(
+        stream: UnixStream,
+        config: InitiatorConfig,
+        random: [u8; 33],
+        now: Instant,
+    ) -> Self {
+        Self {
+            stream,
+            login: Some(InitiatorLogin::new(config, random)),
+            framer: Framer::new(MAX_RECV),
+            arrived: Vec::new(),
+            scratch: vec![0; 16 << 10],
+            is_blocked: false,
+            leaving: VecDeque::new(),
+            digests: Digests::default(),
+            max_send: 8192,
+            exp_stat_sn: StatSn(0),
+            is_ended: false,
+            last_heard: now,
+        }
+    }
+
+    /// Whether its login is complete.
+    pub(super) fn is_ready(&self) -> bool {
+        self.login.is_none()
+    }
+
+    /// Acknowledges the statuses that have come.
+    pub(super) fn exp_stat_sn(&self) -> StatSn {
+        self.exp_stat_sn
+    }
+
+    /// Sends a PDU, not before that time and not before those that were sent earlier.
+    pub(super) fn send(&mut self, at: Instant, bhs: [u8; BHS_LEN], data: &[u8]) {
+        let mut bytes = Vec::new();
+        frame::put(bhs, &[], data, self.digests, &mut bytes);
+        self.leaving.push_back((at, bytes));
+    }
+
+    /// When the next PDU may leave.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let next = self.leaving.front().map(|(at, _)| *at);
+        next.filter(|_| !self.is_blocked)
+    }
+
+    /// Moves bytes; returns whether any moved.
+    pub(super) fn step(&mut self, now: Instant) -> bool {
+        if let Some((request, text)) = self.login.as_mut().and_then(InitiatorLogin::poll_request) {
+            self.send(now, request.header(), &text);
+        }
+        let mut moved = 0;
+        self.is_blocked = false;
+        while let Some((at, bytes)) = self.leaving.front_mut()
+            && *at <= now
+            && !self.is_ended
+        {
+            match self.stream.write(bytes) {
+                Ok(len) => {
+                    moved += len;
+                    bytes.drain(..len);
+                    if bytes.is_empty() {
+                        self.leaving.pop_front();
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.is_blocked = true;
+                    break;
+                }
+                Err(_) => self.is_ended = true,
+            }
+        }
+        while !self.is_ended {
+            match self.stream.read(&mut self.scratch) {
+                Ok(0) => self.is_ended = true,
+                Ok(len) => {
+                    moved += len;
+                    self.last_heard = now;
+                    self.arrived.extend_from_slice(&self.scratch[..len]);
+                    if len < self.scratch.len() {
+                        break;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => self.is_ended = true,
+            }
+        }
+        moved > 0
+    }
+
+    /// The next thing to report. After [`Event::Ended`] or [`Event::Fault`] it is of no use.
+    pub(super) fn poll(&mut self) -> Option<Event> {
+        loop {
+            let framed = self.framer.next(&self.arrived).map(|(used, frame)| {
+                let pdu = frame.map(|frame| {
+                    let parsed = FromTarget::parse(&frame);
+                    (parsed, frame.is_intact, frame.data.to_vec())
+                });
+                (used, pdu)
+            });
+            let (used, pdu) = match framed {
+                Ok(framed) => framed,
+                Err(error) => return Some(Event::Fault(error.to_string())),
+            };
+            self.arrived.drain(..used);
+            let Some((parsed, is_intact, data)) = pdu else {
+                return self.is_ended.then_some(Event::Ended);
+            };
+            let (pdu, numbers) = match parsed {
+                Ok(parsed) if is_intact => parsed,
+                Ok(_) => return Some(Event::Fault("a data digest is wrong".into())),
+                Err(error) => return Some(Event::Fault(error.to_string())),
+            };
+            if counts(&pdu) {
+                self.exp_stat_sn = numbers.stat_sn.next();
+            }
+            match self.login.take() {
+                None => return Some(Event::Pdu(pdu, numbers, data)),
+                Some(login) => {
+                    if let Some(event) = self.go_on(login, &pdu, &data) {
+                        return Some(event);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Goes on with the login.
+    fn go_on(&mut self, mut login: InitiatorLogin, pdu: &FromTarget, data: &[u8]) -> Option<Event> {
+        let FromTarget::LoginResponse(response) = pdu else {
+            return Some(Event::Fault(format!("{pdu:?} in a login")));
+        };
+        match login.handle_response(response, data) {
+            Ok(LoginStep::Send) => {
+                self.login = Some(login);
+                None
+            }
+            Ok(LoginStep::FullFeature {
+                tsih,
+                session,
+                connection,
+                ..
+            }) => {
+                self.digests = connection.digests;
+                self.max_send = connection.max_send_segment;
+                self.framer.set(MAX_RECV, connection.digests);
+                Some(Event::Ready(tsih, session))
+            }
+            Ok(LoginStep::Redirect { .. }) => Some(Event::Fault("sent elsewhere".into())),
+            Err(_) => Some(Event::Ended),
+        }
+    }
+}
+
+/// Whether a PDU has a number among the statuses of its connection (RFC 7143 11.4.8, 11.19.3).
+fn counts(pdu: &FromTarget) -> bool {
+    match pdu {
+        FromTarget::DataIn(data) => data.status.is_some(),
+        FromTarget::NopIn(ping) => ping.itt != Itt::NONE,
+        FromTarget::R2t(_) => false,
+        _ => true,
+    }
+}

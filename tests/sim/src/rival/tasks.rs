@@ -1,0 +1,667 @@
+//! Commands and functions of a rival: what it sends, and what it makes of the answers.
+
+use std::fmt;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use riser_scsi::iscsi::login::SessionParams;
+use riser_scsi::iscsi::pdu::{
+    DataIn, DataOut, R2t, ScsiCommand, ScsiResponse, TaskAttr, TmfFunction, TmfRequest,
+    TmfResponse, TmfStatus,
+};
+use riser_scsi::iscsi::{CmdSn, Ttt};
+use riser_scsi::sense::{Sense, SenseKey};
+use riser_test_peers::pdus;
+use riser_tests::history::{BLOCK, FlushId, ReadId, WriteId};
+use tracing::debug;
+
+use super::{LATE, Rival};
+use crate::coverage;
+use crate::initiator::User;
+use crate::reservations::{Action, Change, Status};
+
+const GOOD: u8 = 0x00;
+const CONFLICT: u8 = 0x18;
+const TASK_ABORTED: u8 = 0x40;
+
+/// A command of the history.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Read(ReadId),
+    Write {
+        id: WriteId,
+        fua: bool,
+    },
+    Flush(FlushId),
+    TestUnitReady,
+    /// PERSISTENT RESERVE OUT; the last one takes the registration away.
+    Change {
+        is_last: bool,
+    },
+    /// PERSISTENT RESERVE IN, with its service action.
+    Look(u8),
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Read(_) => "READ",
+            Self::Write { .. } => "WRITE",
+            Self::Flush(_) => "SYNCHRONIZE CACHE",
+            Self::TestUnitReady => "TEST UNIT READY",
+            Self::Change { .. } => "PERSISTENT RESERVE OUT",
+            Self::Look(_) => "PERSISTENT RESERVE IN",
+        }
+    }
+}
+
+/// A command that was sent.
+pub(super) struct Task {
+    kind: Kind,
+    /// When it began, in the model.
+    begin: u64,
+    connection: usize,
+    cmd_sn: CmdSn,
+    /// Data that it writes.
+    data: Vec<u8>,
+    /// Bytes that it reads.
+    len: usize,
+    received: Vec<u8>,
+    /// When it is aborted.
+    late: Instant,
+}
+
+impl fmt::Debug for Task {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            kind,
+            connection,
+            cmd_sn,
+            ..
+        } = self;
+        write!(f, "{kind:?} of connection {connection} with {cmd_sn:?}")
+    }
+}
+
+/// A function that was sent.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Function {
+    function: TmfFunction,
+    connection: usize,
+    referenced: u32,
+    cmd_sn: CmdSn,
+    /// When it began, in the model, if it resets the unit.
+    reset: Option<u64>,
+}
+
+/// A command that a function has ended without an answer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Aborted {
+    connection: usize,
+    by: usize,
+}
+
+impl Task {
+    /// Its session is gone.
+    pub(super) fn lose(self, user: &User) {
+        match self.kind {
+            Kind::Read(id) => user.history.abandon_read(id),
+            Kind::Write { id, .. } => user.history.lose(id),
+            Kind::Flush(id) => user.history.fail_flush(id),
+            Kind::TestUnitReady | Kind::Change { .. } | Kind::Look(_) => {}
+        }
+    }
+
+    /// It has ended, and may have taken effect, but does not from now on.
+    fn refuse(self, user: &User) {
+        match self.kind {
+            Kind::Write { id, .. } => user.history.refuse(id),
+            _ => self.lose(user),
+        }
+    }
+
+    /// It was answered GOOD.
+    fn complete(self, user: &User) {
+        match self.kind {
+            Kind::Read(id) if self.received.len() == self.len => {
+                user.judge(user.history.end_read(id, &self.received));
+            }
+            Kind::Read(_) => {
+                let got = self.received.len();
+                user.judge::<(), _>(Err(format!("GOOD for {got} of {} bytes", self.len)));
+            }
+            Kind::Write { id, fua } if fua || !user.is_cached => {
+                user.judge(user.history.acknowledge_durable(id));
+            }
+            Kind::Write { id, .. } => user.judge(user.history.acknowledge(id)),
+            Kind::Flush(id) => user.judge(user.history.end_flush(id)),
+            Kind::TestUnitReady | Kind::Change { .. } | Kind::Look(_) => {}
+        }
+    }
+
+    /// Whether it writes blocks, if it moves any.
+    fn access(&self) -> Option<bool> {
+        match self.kind {
+            Kind::Read(_) => Some(false),
+            Kind::Write { .. } => Some(true),
+            _ => None,
+        }
+    }
+}
+
+impl Rival {
+    /// Does one of the things that it may do.
+    pub(super) fn do_something(&mut self, now: Instant) {
+        if self.rng.u8(..) < self.plan.departures {
+            return self.lose(now);
+        }
+        let is_full = self.tasks.len() >= self.plan.depth;
+        if is_full || self.rng.u8(..32) < self.plan.functions {
+            self.left -= 1;
+            return self.manage_something(now);
+        }
+        let ready = self.connections.iter().all(super::Connection::is_ready);
+        // One that ends several may arrive after a command of another connection that is sent later,
+        // and ends that as well.
+        let ends_many = |sent: &Function| sent.function != TmfFunction::AbortTask;
+        if self.connections.len() > 1 && self.functions.values().any(ends_many) {
+            return;
+        }
+        let most = self.params.map_or(1, |params| params.max_connections);
+        if ready && self.connections.len() < self.plan.connections.min(most.into()) {
+            return self.dial(now);
+        }
+        // The window is closed (RFC 7143 4.2.2.1), until an answer comes.
+        if self.max_cmd_sn.is_before(self.cmd_sn) {
+            self.next_action = now + Duration::from_micros(self.rng.u64(..200_000));
+            return;
+        }
+        self.left -= 1;
+        if self.rng.u8(..32) < self.plan.reservations {
+            return self.reserve_something(now);
+        }
+        let len = self.rng.u64(1..=self.longest.min(self.blocks));
+        let first = self.rng.u64(..=self.blocks - len);
+        let blocks = first..first + len;
+        match self.rng.u8(..16) {
+            0 => self.flush(now),
+            1 => self.zero(blocks, now),
+            2 => self.submit(Kind::TestUnitReady, &[0; 6], Vec::new(), 0, now),
+            3..10 => self.write(blocks, now),
+            _ => self.read(&blocks, now),
+        }
+    }
+
+    fn flush(&mut self, now: Instant) {
+        let id = self.user.history.begin_flush(self.user.port);
+        let cdb = pdus::cdb10(0x35, 0, 0);
+        self.submit(Kind::Flush(id), &cdb, Vec::new(), 0, now);
+    }
+
+    fn read(&mut self, blocks: &Range<u64>, now: Instant) {
+        let id = self.user.history.begin_read(self.user.port, blocks.clone());
+        let count = blocks.end - blocks.start;
+        let cdb = pdus::cdb10(0x28, blocks.start as u32, count as u16);
+        self.submit(
+            Kind::Read(id),
+            &cdb,
+            Vec::new(),
+            count as usize * BLOCK,
+            now,
+        );
+    }
+
+    fn write(&mut self, blocks: Range<u64>, now: Instant) {
+        let count = blocks.end - blocks.start;
+        let fua = self.rng.u8(..6) == 0;
+        let mut cdb = pdus::cdb10(0x2a, blocks.start as u32, count as u16);
+        cdb[1] = u8::from(fua) << 3;
+        let mut data = vec![0; count as usize * BLOCK];
+        let (port, history) = (self.user.port, &self.user.history);
+        let id = history.begin_write(port, blocks, &mut data);
+        self.submit(Kind::Write { id, fua }, &cdb, data, 0, now);
+    }
+
+    /// WRITE SAME of zeroes.
+    fn zero(&mut self, blocks: Range<u64>, now: Instant) {
+        let count = blocks.end - blocks.start;
+        let cdb = pdus::cdb10(0x41, blocks.start as u32, count as u16);
+        let id = self.user.history.begin_zero(self.user.port, blocks);
+        self.submit(Kind::Write { id, fua: false }, &cdb, vec![0; BLOCK], 0, now);
+    }
+
+    /// Sends a command, with as much of its data as may go unasked.
+    fn submit(&mut self, kind: Kind, cdb: &[u8], data: Vec<u8>, len: usize, now: Instant) {
+        let params = self.params.expect("the session is up");
+        let tag = self.take_tag();
+        let connection = self.pick_connection();
+        let out = &mut self.connections[connection];
+        let at = leaves(&mut self.rng, now);
+        let (immediate, unsolicited) = plan_data(&params, out.max_send, &data, &mut self.rng);
+        let attribute = match self.rng.u8(..16) {
+            0 => TaskAttr::Ordered,
+            1 => TaskAttr::HeadOfQueue,
+            _ => TaskAttr::Simple,
+        };
+        let writes = !data.is_empty();
+        let expected = data.len().max(len) as u32;
+        let command = ScsiCommand {
+            is_final: unsolicited == immediate,
+            attribute,
+            exp_stat_sn: out.exp_stat_sn(),
+            ..pdus::scsi_command(tag, self.cmd_sn.0, cdb, writes, expected)
+        };
+        out.send(at, command.header(), &data[..immediate]);
+        let task = Task {
+            kind,
+            begin: self.model.begin(),
+            connection,
+            cmd_sn: self.cmd_sn,
+            data,
+            len,
+            received: Vec::new(),
+            late: now + LATE,
+        };
+        debug!(port = self.user.port.0, tag, connection, "{kind:?} begins");
+        self.cmd_sn = self.cmd_sn.next();
+        self.tasks.insert(tag, task);
+        self.send_data(tag, Ttt::NONE, immediate..unsolicited, now);
+    }
+
+    fn pick_connection(&mut self) -> usize {
+        let ready = self.connections.iter().take_while(|c| c.is_ready()).count();
+        self.rng.usize(..ready)
+    }
+
+    /// Sends data of a command as one sequence.
+    fn send_data(&mut self, tag: u32, ttt: Ttt, bytes: Range<usize>, now: Instant) {
+        let task = &self.tasks[&tag];
+        let out = &mut self.connections[task.connection];
+        let pieces = bytes.clone().step_by(out.max_send as usize);
+        for (sn, from) in pieces.enumerate() {
+            let until = (from + out.max_send as usize).min(bytes.end);
+            let header = DataOut {
+                exp_stat_sn: out.exp_stat_sn(),
+                ..pdus::data_out(tag, ttt, sn as u32, from as u32, until == bytes.end)
+            };
+            let at = leaves(&mut self.rng, now);
+            out.send(at, header.header(), &task.data[from..until]);
+        }
+    }
+
+    pub(super) fn on_r2t(&mut self, at: usize, r2t: &R2t, now: Instant) {
+        let bytes = r2t.offset as usize..(r2t.offset + r2t.len) as usize;
+        match self.tasks.get(&r2t.itt.0) {
+            Some(task) if task.connection == at && bytes.end <= task.data.len() => {
+                self.send_data(r2t.itt.0, r2t.ttt, bytes, now);
+            }
+            _ if self.is_from_before(at, r2t.itt.0) => {}
+            other => self.fail(&format!("{r2t:?} for {other:?}")),
+        }
+    }
+
+    pub(super) fn on_data_in(&mut self, at: usize, header: &DataIn, data: &[u8]) {
+        let tag = header.itt.0;
+        let is_next = |task: &&mut Task| {
+            let received = task.received.len();
+            task.connection == at
+                && header.offset as usize == received
+                && received + data.len() <= task.len
+        };
+        if let Some(task) = self.tasks.get_mut(&tag).filter(is_next) {
+            task.received.extend_from_slice(data);
+        } else if !self.is_from_before(at, tag) {
+            self.fail(&format!("{header:?} for {:?}", self.tasks.get(&tag)));
+        }
+        if let Some(with) = header.status {
+            self.on_answer(at, tag, with.status, None);
+        }
+    }
+
+    pub(super) fn on_response(&mut self, at: usize, response: &ScsiResponse, data: &[u8]) {
+        let sense = match ScsiResponse::sense_of(data) {
+            Ok(sense) => Sense::parse(sense),
+            Err(error) => return self.fail(&format!("{error} in {response:?}")),
+        };
+        if response.response != 0 {
+            self.fail(&format!("{response:?}"));
+        }
+        self.on_answer(at, response.itt.0, response.status, sense);
+    }
+
+    /// A command has its status.
+    fn on_answer(&mut self, at: usize, tag: u32, status: u8, sense: Option<Sense>) {
+        match self.tasks.remove(&tag) {
+            Some(task) if task.connection == at => {
+                coverage::note(
+                    "rival's command",
+                    task.kind.name(),
+                    &format!("{status:#04x}"),
+                );
+                debug!(
+                    port = self.user.port.0,
+                    tag, "{:?} ends: {status:#04x}", task.kind
+                );
+                self.judge_answer(&task, status, sense);
+                let is_last = matches!(task.kind, Kind::Change { is_last: true });
+                self.is_registered &= !(is_last && status == GOOD);
+                match status {
+                    GOOD => task.complete(&self.user),
+                    _ => task.refuse(&self.user),
+                }
+            }
+            // It was on its way when the function was answered on the other connection.
+            None if self.is_from_before(at, tag) => drop(self.aborted.remove(&tag)),
+            other => self.fail(&format!(
+                "status {status:#04x} on connection {at} for tag {tag}: {other:?}"
+            )),
+        }
+    }
+
+    /// Compares an answer with the model.
+    fn judge_answer(&self, task: &Task, status: u8, sense: Option<Sense>) {
+        let (model, port) = (&self.model, self.user.port);
+        let attention = sense.filter(|sense| sense.key == SenseKey::UnitAttention);
+        if let Some(Sense { additional, .. }) = attention {
+            let code = (additional.code, additional.qualifier);
+            self.user.judge(model.on_attention(port, task.begin, code));
+        }
+        // It may have taken a report before it was aborted.
+        if status == TASK_ABORTED {
+            model.on_silence(port);
+        }
+        if status == GOOD && self.tasks.is_empty() {
+            self.user.judge(model.on_success(port, task.begin));
+        }
+        if let (GOOD | CONFLICT, Some(writes)) = (status, task.access()) {
+            let judged = model.judge_access(port, task.begin, writes, status == CONFLICT);
+            self.user.judge(judged);
+        }
+        match task.kind {
+            Kind::Change { .. } => self.judge_change(status, sense),
+            Kind::Look(action) if status == GOOD => self.judge_look(action, task),
+            _ => {}
+        }
+    }
+
+    fn judge_change(&self, status: u8, sense: Option<Sense>) {
+        let is_refused = sense.is_some_and(|sense| sense.key == SenseKey::IllegalRequest);
+        let status = match status {
+            GOOD => Status::Good,
+            CONFLICT => Status::Conflict,
+            _ if is_refused => Status::Check,
+            TASK_ABORTED => return self.model.lose_change(self.user.port),
+            _ => return self.model.cancel_change(),
+        };
+        self.user.judge(self.model.end_change(status));
+    }
+
+    fn judge_look(&self, action: u8, task: &Task) {
+        let seen = self
+            .model
+            .see(task.begin, |one| one.is_reported(action, &task.received));
+        if let Err(states) = seen {
+            let data = &task.received;
+            self.fail(&format!(
+                "service action {action} reports {data:02x?}, not {states:?}"
+            ));
+        }
+    }
+
+    /// Changes reservations, or looks at them.
+    fn reserve_something(&mut self, now: Instant) {
+        let port = self.user.port;
+        let change = Change::draw(port, &self.model.guess(), &mut self.rng);
+        let may_change = self.rng.u8(..3) > 0 && !self.model.is_vague();
+        if may_change && self.model.begin_change(change) {
+            return self.change(change, false, now);
+        }
+        let action = [0, 1, 3][self.rng.usize(..3)];
+        self.look_at_reservations(action, now);
+    }
+
+    /// PERSISTENT RESERVE IN.
+    fn look_at_reservations(&mut self, action: u8, now: Instant) {
+        let cdb = [0x5e, action, 0, 0, 0, 0, 0, 4, 0, 0];
+        self.submit(Kind::Look(action), &cdb, Vec::new(), 1024, now);
+    }
+
+    /// Whether a command was ended by a function of another connection, which what comes here may
+    /// have been overtaken by.
+    fn is_from_before(&self, at: usize, tag: u32) -> bool {
+        let ended = self.aborted.get(&tag);
+        ended.is_some_and(|ended| ended.connection == at && ended.by != at)
+    }
+
+    fn change(&mut self, change: Change, is_last: bool, now: Instant) {
+        let cdb = [
+            0x5f,
+            change.action.code(),
+            change.kind,
+            0,
+            0,
+            0,
+            0,
+            0,
+            24,
+            0,
+        ];
+        debug!(port = self.user.port.0, "{change:?}");
+        let list = change.parameters().to_vec();
+        self.submit(Kind::Change { is_last }, &cdb, list, 0, now);
+    }
+
+    /// Takes the own registration away, unless another change is under way, or the window is closed.
+    pub(super) fn unregister(&mut self, now: Instant) -> bool {
+        let change = Change {
+            from: self.user.port,
+            action: Action::RegisterAndIgnore,
+            kind: 1,
+            own: 0,
+            key: 0,
+            persists: false,
+        };
+        if self.max_cmd_sn.is_before(self.cmd_sn) {
+            return false;
+        }
+        if self.model.is_vague() {
+            const READ_KEYS: u8 = 0;
+            self.look_at_reservations(READ_KEYS, now);
+            return true;
+        }
+        let may = self.model.begin_change(change);
+        if may {
+            self.change(change, true, now);
+        }
+        may
+    }
+
+    /// Sends a function at random.
+    fn manage_something(&mut self, now: Instant) {
+        use TmfFunction::{
+            AbortTask, AbortTaskSet, ClearTaskSet, LogicalUnitReset, NexusReset, TargetColdReset,
+            TargetWarmReset,
+        };
+        let function = match self.rng.u8(..16) {
+            0..8 => AbortTask,
+            8..11 => AbortTaskSet,
+            11 | 12 => ClearTaskSet,
+            13 => LogicalUnitReset,
+            14 => TargetWarmReset,
+            _ => [NexusReset, TargetColdReset][self.rng.usize(..2)],
+        };
+        let tags: Vec<u32> = self.tasks.keys().copied().collect();
+        let referenced = match function {
+            AbortTask if !tags.is_empty() => tags[self.rng.usize(..tags.len())],
+            // One that was answered.
+            AbortTask => self.next_tag,
+            _ => u32::MAX,
+        };
+        let connection = self.pick_connection();
+        let immediate = self.rng.bool();
+        self.manage(function, referenced, (connection, immediate), now);
+    }
+
+    /// Aborts the commands that take too long, each on its own connection.
+    pub(super) fn abort_late(&mut self, now: Instant) {
+        let late = self.tasks.iter().filter(|(_, task)| task.late <= now);
+        let late: Vec<_> = late.map(|(tag, task)| (*tag, task.connection)).collect();
+        for (tag, connection) in late {
+            self.tasks.get_mut(&tag).expect("it is there").late = now + LATE * 4;
+            self.manage(TmfFunction::AbortTask, tag, (connection, true), now);
+        }
+    }
+
+    fn manage(
+        &mut self,
+        function: TmfFunction,
+        referenced: u32,
+        (connection, immediate): (usize, bool),
+        now: Instant,
+    ) {
+        if !immediate && self.max_cmd_sn.is_before(self.cmd_sn) {
+            return;
+        }
+        let resets = matches!(
+            function,
+            TmfFunction::LogicalUnitReset | TmfFunction::TargetWarmReset
+        );
+        let tag = self.take_tag();
+        let ref_cmd_sn = self.tasks.get(&referenced).map(|task| task.cmd_sn);
+        let request = TmfRequest {
+            immediate,
+            exp_stat_sn: self.connections[connection].exp_stat_sn(),
+            // Of a command that is not there: one that came long before. A number that is still on
+            // its way would count as received, and its command would be ignored (RFC 7143 11.6.1).
+            ref_cmd_sn: ref_cmd_sn.unwrap_or(CmdSn(self.cmd_sn.0.wrapping_sub(1 << 16))),
+            ..pdus::tmf_request(tag, self.cmd_sn.0, function, referenced)
+        };
+        let sent = Function {
+            function,
+            connection,
+            referenced,
+            cmd_sn: self.cmd_sn,
+            reset: resets.then(|| self.model.begin_reset()),
+        };
+        debug!(
+            port = self.user.port.0,
+            tag, connection, referenced, "{function:?} begins"
+        );
+        self.functions.insert(tag, sent);
+        if !immediate {
+            self.cmd_sn = self.cmd_sn.next();
+        }
+        let at = leaves(&mut self.rng, now);
+        self.connections[connection].send(at, request.header(), &[]);
+    }
+
+    /// A function was answered. What it has ended is over.
+    pub(super) fn on_function_end(&mut self, at: usize, response: TmfResponse) {
+        use TmfFunction::{AbortTask, TargetColdReset};
+        let Some(sent) = self.functions.remove(&response.itt.0) else {
+            return self.fail(&format!("{response:?} to no function"));
+        };
+        let (function, status) = (sent.function, response.status);
+        coverage::note("rival's function", label(function), &format!("{status:?}"));
+        debug!(
+            port = self.user.port.0,
+            tag = response.itt.0,
+            "{function:?} ends: {status:?}"
+        );
+        if sent.connection != at {
+            self.fail(&format!("{response:?} on connection {at} for {sent:?}"));
+        }
+        match (function, status) {
+            (AbortTask, TmfStatus::Complete) => self.end_by(sent, |tag, _| tag == sent.referenced),
+            (AbortTask, TmfStatus::TaskDoesNotExist) => {
+                let task = self.tasks.get(&sent.referenced);
+                // Another function that is under way may have ended it.
+                let is_ended =
+                    |f: &Function| f.function != AbortTask || f.referenced == sent.referenced;
+                let is_ending = self.functions.values().any(is_ended);
+                if !is_ending && task.is_some_and(|task| task.connection == at) {
+                    self.fail(&format!("no answer to {task:?}, and the target has it not"));
+                }
+            }
+            (TargetColdReset, _) | (_, TmfStatus::Rejected) => {}
+            (_, TmfStatus::Complete) => {
+                if let Some(begin) = sent.reset {
+                    self.model.end_reset(self.user.port, begin);
+                }
+                self.end_by(sent, |_, task| task.cmd_sn.is_before(sent.cmd_sn));
+            }
+            (function, status) => self.fail(&format!("{status:?} to {function:?}")),
+        }
+    }
+
+    /// A function was rejected, with its header: it has done nothing.
+    pub(super) fn on_function_refused(&mut self, header: &[u8]) {
+        let tag = header
+            .get(16..20)
+            .map(|tag| u32::from_be_bytes(tag.try_into().unwrap_or_default()));
+        if tag.and_then(|tag| self.functions.remove(&tag)).is_none() {
+            self.fail("no function is under way that was rejected");
+        }
+    }
+
+    /// A function has ended commands: they take no effect from now on.
+    fn end_by(&mut self, function: Function, ends: impl Fn(u32, &Task) -> bool) {
+        let ended: Vec<u32> = self
+            .tasks
+            .iter()
+            .filter_map(|(tag, task)| ends(*tag, task).then_some(*tag))
+            .collect();
+        for tag in ended {
+            let task = self.tasks.remove(&tag).expect("just found");
+            let aborted = Aborted {
+                connection: task.connection,
+                by: function.connection,
+            };
+            self.aborted.insert(tag, aborted);
+            self.model.on_silence(self.user.port);
+            if let Kind::Change { .. } = task.kind {
+                self.model.lose_change(self.user.port);
+            }
+            task.refuse(&self.user);
+        }
+    }
+}
+
+/// Name of a function.
+fn label(function: TmfFunction) -> &'static str {
+    match function {
+        TmfFunction::AbortTask => "ABORT TASK",
+        TmfFunction::AbortTaskSet => "ABORT TASK SET",
+        TmfFunction::ClearTaskSet => "CLEAR TASK SET",
+        TmfFunction::LogicalUnitReset => "LOGICAL UNIT RESET",
+        TmfFunction::TargetWarmReset => "TARGET WARM RESET",
+        TmfFunction::NexusReset => "I_T NEXUS RESET",
+        _ => "another",
+    }
+}
+
+/// When a PDU leaves: mostly at once, sometimes after newer ones of other connections.
+fn leaves(rng: &mut fastrand::Rng, now: Instant) -> Instant {
+    let most = [1, 1, 100, 3_000][rng.usize(..4)];
+    now + Duration::from_micros(rng.u64(..most))
+}
+
+/// Bytes that go with a command, and bytes that go unasked in all (RFC 7143 13.10, 13.11, 13.14).
+fn plan_data(
+    params: &SessionParams,
+    max_send: u32,
+    data: &[u8],
+    rng: &mut fastrand::Rng,
+) -> (usize, usize) {
+    let first_burst = data.len().min(params.first_burst as usize);
+    let most = match params.immediate_data {
+        true => first_burst.min(max_send as usize),
+        false => 0,
+    };
+    let immediate = [0, most, rng.usize(..=most)][rng.usize(..3)];
+    match params.initial_r2t {
+        true => (immediate, immediate),
+        // All of the first burst, or nothing beyond the command.
+        false => (immediate, [immediate, first_burst][rng.usize(..2)]),
+    }
+}

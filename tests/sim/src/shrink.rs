@@ -1,0 +1,269 @@
+//! A plan that fails, made smaller while it fails in the same way.
+//!
+//! It works on the text of the plan: elements leave lists, fields become those of
+//! [`Plan::default`], numbers and durations become smaller. So a new field is shrunk as well. What
+//! is no plan, or fails in another way, is passed over.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Number, Value, json};
+
+use crate::{Failure, Plan};
+
+/// Seeds that are tried for each smaller plan: another schedule may be needed for the same failure.
+const SEEDS: u64 = 3;
+
+/// How much may be tried.
+#[derive(Clone, Copy, Debug)]
+pub struct Budget {
+    /// Runs.
+    pub runs: usize,
+    /// Time.
+    pub time: Duration,
+}
+
+impl Default for Budget {
+    fn default() -> Self {
+        Self {
+            runs: 1000,
+            time: Duration::from_secs(120),
+        }
+    }
+}
+
+/// Makes the plan of a failure smaller; `run` runs plans.
+#[must_use]
+pub fn shrink<T>(
+    failure: Box<Failure>,
+    budget: Budget,
+    run: impl Fn(&Plan) -> Result<T, Box<Failure>>,
+) -> Box<Failure> {
+    let mut search = Search {
+        kind: failure.kind(),
+        found: failure,
+        runs_left: budget.runs,
+        end: Instant::now() + budget.time,
+        run,
+    };
+    search.take_usual_fields();
+    // Each round takes what it can of all; what does not go at first may go when more is gone.
+    while search.round() {}
+    search.found
+}
+
+struct Search<R> {
+    kind: String,
+    found: Box<Failure>,
+    runs_left: usize,
+    end: Instant,
+    run: R,
+}
+
+impl<T, R: Fn(&Plan) -> Result<T, Box<Failure>>> Search<R> {
+    fn plan(&self) -> Value {
+        serde_json::to_value(&self.found.plan).expect("plans have names and numbers only")
+    }
+
+    /// Runs a plan; if it fails in the same way, it is the one to go on with.
+    fn accepts(&mut self, plan: Value) -> bool {
+        let Ok(plan) = serde_json::from_value::<Plan>(plan) else {
+            return false;
+        };
+        for more in 0..SEEDS {
+            if self.runs_left == 0 || Instant::now() >= self.end {
+                return false;
+            }
+            self.runs_left -= 1;
+            let seed = plan.seed.wrapping_add(more);
+            let plan = Plan {
+                seed,
+                ..plan.clone()
+            };
+            if let Err(failure) = (self.run)(&plan)
+                && failure.kind() == self.kind
+            {
+                self.found = failure;
+                return true;
+            }
+        }
+        false
+    }
+
+    /// What is special about the plan and does not matter becomes usual. Once and first, as numbers
+    /// may become larger by it.
+    fn take_usual_fields(&mut self) {
+        let usual = serde_json::to_value(Plan::default()).expect("as above");
+        let Value::Object(usual) = usual else {
+            unreachable!("a plan has fields");
+        };
+        for (name, usual) in usual {
+            let mut plan = self.plan();
+            if name != "seed" && plan[&name] != usual {
+                plan[&name] = usual;
+                self.accepts(plan);
+            }
+        }
+    }
+
+    /// Tries all smaller plans; returns whether one was taken.
+    fn round(&mut self) -> bool {
+        let mut is_better = false;
+        let mut at = 0;
+        // After one has been taken, the list is that of the new plan, of which the first ones are
+        // those that did not work with the old one.
+        while let Some(plan) = smaller(&self.plan(), 0).into_iter().nth(at) {
+            match self.accepts(plan) {
+                true => is_better = true,
+                false => at += 1,
+            }
+        }
+        is_better
+    }
+}
+
+/// Values that are smaller by one step each, those that are smaller by much first.
+fn smaller(value: &Value, depth: usize) -> Vec<Value> {
+    match value {
+        Value::Array(all) => {
+            let without = (0..all.len()).map(|at| {
+                let mut fewer = all.clone();
+                fewer.remove(at);
+                Value::Array(fewer)
+            });
+            let inner = all.iter().enumerate().flat_map(|(at, one)| {
+                let with = move |less| {
+                    let mut all = all.clone();
+                    all[at] = less;
+                    Value::Array(all)
+                };
+                smaller(one, depth + 1).into_iter().map(with)
+            });
+            without.chain(inner).collect()
+        }
+        Value::Object(fields) => {
+            let inner = fields.iter().flat_map(|(name, one)| {
+                let with = move |less| {
+                    let mut fields = fields.clone();
+                    fields[name] = less;
+                    Value::Object(fields)
+                };
+                // The seed is no size.
+                let all = match depth == 0 && name == "seed" {
+                    true => Vec::new(),
+                    false => smaller(one, depth + 1),
+                };
+                all.into_iter().map(with)
+            });
+            inner.collect()
+        }
+        Value::Number(number) => smaller_numbers(number),
+        Value::String(text) => {
+            let Ok(time) = riser_units::parse_duration(text) else {
+                return Vec::new();
+            };
+            match time >= Duration::from_micros(2) {
+                true => vec![json!(format!("{}ms", time.as_micros() as f64 / 2000.0))],
+                false => Vec::new(),
+            }
+        }
+        Value::Bool(_) | Value::Null => Vec::new(),
+    }
+}
+
+fn smaller_numbers(number: &Number) -> Vec<Value> {
+    match number.as_u64() {
+        Some(0 | u64::MAX) => Vec::new(),
+        Some(1) => vec![json!(0)],
+        Some(n @ 2..) => vec![json!(n / 2), json!(n - 1)],
+        // Probabilities do not get smaller in a way that helps anyone.
+        None => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Fault, Protocol, Trouble};
+
+    fn failure(plan: &Plan, why: &str) -> Box<Failure> {
+        Box::new(Failure {
+            plan: plan.clone(),
+            at: Duration::ZERO,
+            why: why.to_owned(),
+        })
+    }
+
+    /// A program that goes wrong if its disks stall for 30 ms while two initiators of which one is
+    /// over iSCSI send three commands to two workers; and in another way if there is no trouble.
+    fn run(plan: &Plan) -> Result<(), Box<Failure>> {
+        let stalls = |t: &Trouble| {
+            t.fault == Fault::StallDisks && t.until.saturating_sub(t.from).as_millis() >= 30
+        };
+        if plan.troubles.is_empty() {
+            return Err(failure(plan, "another failure altogether"));
+        }
+        let fails = plan.troubles.iter().any(stalls)
+            && plan.initiators.len() >= 2
+            && plan.initiators.contains(&Protocol::Iscsi)
+            && plan.commands >= 3
+            && plan.workers >= 2;
+        match fails {
+            true => Err(failure(plan, &format!("block {} holds a lie", plan.seed))),
+            false => Ok(()),
+        }
+    }
+
+    fn large() -> Plan {
+        let trouble = |from, fault| Trouble {
+            from: Duration::from_micros(from),
+            until: Duration::from_millis(500),
+            fault,
+        };
+        Plan {
+            workers: 4,
+            initiators: vec![Protocol::Srp, Protocol::Iscsi, Protocol::Iser],
+            socket_room: 16,
+            troubles: vec![
+                trouble(20_000, Fault::CutTcp(0.5)),
+                trouble(77_777, Fault::StallDisks),
+                trouble(0, Fault::Unplug),
+            ],
+            ..Plan::of(7)
+        }
+    }
+
+    #[test]
+    fn only_what_makes_a_plan_fail_is_left() {
+        let first = run(&large()).unwrap_err();
+        let found = shrink(first, Budget::default(), run).plan;
+        assert_eq!((found.workers, found.commands), (2, 3));
+        assert_eq!(found.initiators.len(), 2);
+        assert_eq!(found.socket_room, Plan::default().socket_room);
+        assert_eq!((found.tasks, found.blocks), (0, 0));
+        let [Trouble { from, until, fault }] = found.troubles[..] else {
+            panic!("{found}");
+        };
+        assert_eq!(fault, Fault::StallDisks);
+        assert!(
+            from.is_zero() || from < Duration::from_micros(2),
+            "{from:?}"
+        );
+        assert!((30..60).contains(&until.as_millis()), "{until:?}");
+    }
+
+    #[test]
+    fn a_budget_ends_the_search() {
+        let runs = std::cell::Cell::new(0);
+        let counted = |plan: &Plan| {
+            runs.set(runs.get() + 1);
+            run(plan)
+        };
+        let budget = Budget {
+            runs: 7,
+            ..Budget::default()
+        };
+        let found = shrink(run(&large()).unwrap_err(), budget, counted);
+        assert_eq!(runs.get(), 7);
+        assert!(run(&found.plan).is_err());
+    }
+}

@@ -1,0 +1,25 @@
+//! Plans that have found something, each in a file that says what.
+
+use std::path::Path;
+
+use riser_sim::{Plan, run};
+
+#[test]
+fn plans_that_found_something_pass() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
+    let files = std::fs::read_dir(folder).unwrap();
+    let mut files: Vec<_> = files.map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    assert!(!files.is_empty());
+    let fails = |file: &Path| {
+        let text = std::fs::read_to_string(file).unwrap();
+        let result = Plan::parse(&text).map(|plan| run(&plan));
+        match result {
+            Err(error) => Some(format!("{}: {error}", file.display())),
+            Ok(Err(failure)) => Some(format!("{}: {failure}", file.display())),
+            Ok(Ok(_)) => None,
+        }
+    };
+    let failures: Vec<_> = files.iter().filter_map(|file| fails(file)).collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n\n"));
+}

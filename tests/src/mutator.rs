@@ -1,0 +1,106 @@
+//! Messages that are almost right: valid ones with fields at their boundaries, cut off, made longer,
+//! or put together.
+
+use std::sync::Arc;
+
+use crate::load::Chance;
+use crate::seeds;
+
+/// Valid messages, and what is done to them.
+/// Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Mutator {
+    valid: Arc<[Vec<u8>]>,
+    pub chance: Chance,
+}
+
+impl Mutator {
+    /// One of its own stream of random numbers.
+    ///
+    /// # Panics
+    /// If there is no valid message.
+    pub fn new(valid: impl IntoIterator<Item = Vec<u8>>, seed: u64, stream: u64) -> Self {
+        let valid: Arc<[_]> = valid.into_iter().filter(|m| !m.is_empty()).collect();
+        assert!(!valid.is_empty(), "there are valid messages");
+        let chance = Chance::new(seed, stream);
+        Self { valid, chance }
+    }
+
+    /// One whose messages are those of a fuzz target.
+    pub fn of(seeds: &str, seed: u64, stream: u64) -> Self {
+        let valid = seeds::corpus(seeds).into_iter().map(|(_, message)| message);
+        Self::new(valid, seed, stream)
+    }
+
+    /// The same with random numbers of another seed.
+    #[must_use]
+    pub fn with_seed(&self, seed: u64, stream: u64) -> Self {
+        let chance = Chance::new(seed, stream);
+        Self {
+            valid: Arc::clone(&self.valid),
+            chance,
+        }
+    }
+
+    /// One of the valid messages.
+    pub fn valid(&mut self) -> Vec<u8> {
+        let at = self.chance.below(self.valid.len() as u64) as usize;
+        self.valid[at].clone()
+    }
+
+    /// The next message.
+    pub fn message(&mut self) -> Vec<u8> {
+        let mut message = self.valid();
+        for _ in 0..self.chance.below(4) {
+            self.change(&mut message);
+        }
+        message
+    }
+
+    /// Changes a part of a message.
+    pub fn change(&mut self, message: &mut Vec<u8>) {
+        if message.is_empty() {
+            return;
+        }
+        let at = self.chance.below(message.len() as u64) as usize;
+        match self.chance.below(12) {
+            // A number of some width at its boundaries, or at those of what was sent.
+            0..6 => {
+                let width = 1 << self.chance.below(4);
+                let at = at - at % width;
+                let len = message.len() as u64;
+                let ones = u64::MAX >> (64 - 8 * width);
+                let values = [
+                    0,
+                    1,
+                    ones,
+                    ones - 1,
+                    ones >> 1,
+                    (ones >> 1) + 1,
+                    len,
+                    len + 1,
+                    len - 1,
+                ];
+                let value = values[self.chance.below(9) as usize].to_be_bytes();
+                if let Some(field) = message.get_mut(at..at + width) {
+                    field.copy_from_slice(&value[8 - width..]);
+                }
+            }
+            6 | 7 => message[at] ^= 1 << self.chance.below(8),
+            8 => message.truncate(at),
+            9 => message.extend(std::iter::repeat_n(0xa5, 1 + at % 300)),
+            // The head of this one, and the tail of another.
+            10 => {
+                let other = self.valid();
+                message.truncate(at);
+                message.extend(other.into_iter().skip(at));
+            }
+            _ => message[0] = self.chance.below(256) as u8,
+        }
+    }
+
+    /// Returns true with probability 1/n.
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.chance.below(n) == 0
+    }
+}

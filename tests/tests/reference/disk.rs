@@ -1,0 +1,654 @@
+//! A model of a disk by SPC-4, SBC-3 and SAM-5: its blocks, persistent and other reservations, and
+//! unit attentions.
+//!
+//! Where the standards leave a choice, the answer is a set, or the choice is ours and a comment
+//! says so.
+
+use std::collections::BTreeSet;
+
+pub(super) const BLOCK: usize = 512;
+pub(super) const BLOCKS: u64 = 64;
+/// Limits that the unit announces, in blocks.
+pub(super) const MAX_TRANSFER: u64 = 32;
+pub(super) const MAX_SAME: u64 = 24;
+pub(super) const MAX_COMPARE: u64 = 3;
+pub(super) const MAX_UNMAP: u64 = 40;
+pub(super) const MAX_DESCRIPTORS: usize = 4;
+/// I_T nexuses.
+pub(super) const NEXUSES: usize = 3;
+
+/// Sense key, ASC, ASCQ.
+pub(super) type Code = (u8, u8, u8);
+
+const OUT_OF_RANGE: Code = (5, 0x21, 0);
+const INVALID_FIELD: Code = (5, 0x24, 0);
+const INVALID_PARAMETER: Code = (5, 0x26, 0);
+const LIST_LENGTH: Code = (5, 0x1a, 0);
+/// INVALID FIELD IN COMMAND INFORMATION UNIT: the buffer does not fit the CDB (FCP-4 9.4.2.9).
+const BUFFER: Code = (5, 0x0e, 3);
+const INVALID_RELEASE: Code = (5, 0x26, 4);
+
+const RESERVATIONS_PREEMPTED: Code = (6, 0x2a, 3);
+const RESERVATIONS_RELEASED: Code = (6, 0x2a, 4);
+const REGISTRATIONS_PREEMPTED: Code = (6, 0x2a, 5);
+const POWER_ON: Code = (6, 0x29, 0);
+const DEVICE_RESET: Code = (6, 0x29, 3);
+
+/// A command, in any length of its CDB.
+#[derive(Clone, Debug, bolero::TypeGenerator)]
+pub(super) enum Command {
+    TestUnitReady,
+    Read(Extent),
+    Write(Extent),
+    WriteAndVerify(Extent, #[generator(0..4u8)] u8),
+    Verify(Extent, #[generator(0..4u8)] u8),
+    CompareAndWrite(Extent),
+    OrWrite(Extent),
+    WriteSame(Extent, SameFlags),
+    Unmap(Vec<Extent>),
+    SynchronizeCache(Extent),
+    ReadCapacity,
+    ReportLuns(#[generator(0..4u8)] u8),
+    RequestSense,
+    Reserve,
+    Release,
+    ReserveIn(#[generator(0..2u8)] u8),
+    ReserveOut(ReserveOut),
+    StartStop(bool),
+}
+
+/// Blocks of a command.
+#[derive(Clone, Copy, Debug, bolero::TypeGenerator)]
+pub(super) struct Extent {
+    #[generator(0..70u8)]
+    lba: u8,
+    #[generator(0..40u8)]
+    blocks: u8,
+    /// If it is large, the LBA is at the end of all that there are.
+    far: u8,
+}
+
+impl Extent {
+    pub(super) fn lba(self) -> u64 {
+        match self.is_far() {
+            true => u64::MAX - u64::from(self.lba),
+            false => self.lba.into(),
+        }
+    }
+
+    pub(super) fn blocks(self) -> u64 {
+        self.blocks.into()
+    }
+
+    fn is_far(self) -> bool {
+        self.far >= 240
+    }
+
+    fn is_in_range(self) -> bool {
+        !self.is_far() && self.lba() + self.blocks() <= BLOCKS
+    }
+
+    /// Bytes on the disk of its first blocks.
+    fn bytes(self, blocks: u64) -> std::ops::Range<usize> {
+        let from = usize::from(self.lba) * BLOCK;
+        from..from + blocks as usize * BLOCK
+    }
+}
+
+#[derive(Clone, Copy, Debug, bolero::TypeGenerator)]
+pub(super) struct SameFlags {
+    pub(super) unmap: bool,
+    pub(super) no_data: bool,
+}
+
+#[derive(Clone, Copy, Debug, bolero::TypeGenerator)]
+pub(super) struct ReserveOut {
+    #[generator(0..7u8)]
+    pub(super) action: u8,
+    #[generator(0..10u8)]
+    pub(super) kind: u8,
+    #[generator(0..3u8)]
+    pub(super) key: u8,
+    #[generator(0..3u8)]
+    pub(super) action_key: u8,
+    pub(super) persists: bool,
+}
+
+/// The answer to a command.
+#[derive(Debug, PartialEq)]
+pub(super) enum Answer {
+    Good {
+        data_in: Vec<u8>,
+        /// What the command would move, with buffers that are large enough.
+        wanted_in: usize,
+        wanted_out: usize,
+    },
+    /// Any of these: the standards have no order of them.
+    Check(Vec<Code>),
+    /// MISCOMPARE, with the offset of the first difference (SBC-3 5.36).
+    Miscompare(u64),
+    Conflict,
+}
+
+impl Answer {
+    fn good(wanted_out: usize) -> Self {
+        Self::data_in(Vec::new(), 0, wanted_out)
+    }
+
+    fn data_in(data_in: Vec<u8>, wanted_in: usize, wanted_out: usize) -> Self {
+        Self::Good {
+            data_in,
+            wanted_in,
+            wanted_out,
+        }
+    }
+}
+
+/// What the initiator offers with a command.
+pub(super) struct Offer<'a> {
+    pub(super) data_out: &'a [u8],
+    pub(super) data_in: usize,
+}
+
+#[derive(Default)]
+pub(super) struct Disk {
+    pub(super) bytes: Vec<u8>,
+    attentions: [BTreeSet<Code>; NEXUSES],
+    /// Keys of the registered nexuses, in the order of their registration.
+    registered: Vec<(usize, u64)>,
+    /// The nexus that made the persistent reservation, and its type.
+    held: Option<(usize, u8)>,
+    generation: u32,
+    /// The nexus that has the unit by RESERVE (SPC-2).
+    reserved: Option<usize>,
+}
+
+impl Disk {
+    pub(super) fn new() -> Self {
+        Self {
+            bytes: vec![0; BLOCKS as usize * BLOCK],
+            attentions: std::array::from_fn(|_| BTreeSet::from([POWER_ON])),
+            ..Self::default()
+        }
+    }
+
+    /// A LOGICAL UNIT RESET (SAM-5 6.3.3): it ends RESERVE, and not what is persistent.
+    pub(super) fn reset(&mut self) {
+        self.attentions = std::array::from_fn(|_| BTreeSet::from([DEVICE_RESET]));
+        self.reserved = None;
+    }
+
+    /// Conditions that were not reported to a nexus. A command other than INQUIRY, REPORT LUNS and
+    /// REQUEST SENSE meets one of them first (SAM-5 5.14.1).
+    pub(super) fn attentions(&mut self, nexus: usize) -> &mut BTreeSet<Code> {
+        &mut self.attentions[nexus]
+    }
+
+    fn raise(&mut self, code: Code, of: impl Fn(usize) -> bool) {
+        for (nexus, attentions) in self.attentions.iter_mut().enumerate() {
+            if of(nexus) {
+                attentions.insert(code);
+            }
+        }
+    }
+
+    pub(super) fn run(&mut self, nexus: usize, command: &Command, offer: &Offer<'_>) -> Answer {
+        if self.conflicts(nexus, command) {
+            return Answer::Conflict;
+        }
+        match command {
+            Command::TestUnitReady | Command::StartStop(_) => Answer::good(0),
+            Command::Read(extent) => match Self::refuses(*extent) {
+                Some(refusal) => refusal,
+                None => {
+                    let bytes = &self.bytes[extent.bytes(extent.blocks())];
+                    let moved = bytes.len().min(offer.data_in);
+                    Answer::data_in(bytes[..moved].to_vec(), bytes.len(), 0)
+                }
+            },
+            Command::Write(extent) => self.write(*extent, offer, |_, new| new),
+            Command::OrWrite(extent) => self.write(*extent, offer, |old, new| old | new),
+            Command::WriteAndVerify(extent, 0 | 1) => self.write(*extent, offer, |_, new| new),
+            Command::WriteAndVerify(..) => Answer::Check(vec![INVALID_FIELD, OUT_OF_RANGE]),
+            Command::Verify(extent, compare) => self.verify(*extent, *compare, offer),
+            Command::CompareAndWrite(extent) => self.compare_and_write(*extent, offer),
+            Command::WriteSame(extent, flags) => self.write_same(*extent, *flags, offer),
+            Command::Unmap(extents) => self.unmap(extents, offer),
+            Command::SynchronizeCache(extent) if extent.is_in_range() => Answer::good(0),
+            Command::SynchronizeCache(_) => Answer::Check(vec![OUT_OF_RANGE]),
+            Command::ReadCapacity => {
+                let mut data = vec![0; 32];
+                data[7] = (BLOCKS - 1) as u8;
+                data[10..12].copy_from_slice(&(BLOCK as u16).to_be_bytes());
+                // Eight logical blocks in a physical one; LBPME and LBPRZ.
+                (data[13], data[14]) = (3, 0xc0);
+                Self::parameters(data, offer)
+            }
+            Command::ReportLuns(0 | 2) => {
+                let mut data = vec![0; 16];
+                data[3] = 8;
+                Self::parameters(data, offer)
+            }
+            Command::ReportLuns(1) => Self::parameters(vec![0; 8], offer),
+            Command::ReportLuns(_) => Answer::Check(vec![INVALID_FIELD]),
+            // The caller knows which condition it reported.
+            Command::RequestSense => Answer::good(0),
+            Command::Reserve => match self.reserved.is_none_or(|holder| holder == nexus) {
+                // With a registration, RESERVE conflicts (SPC-3 5.6.3).
+                true if self.registered.is_empty() => {
+                    self.reserved = Some(nexus);
+                    Answer::good(0)
+                }
+                _ => Answer::Conflict,
+            },
+            Command::Release if !self.registered.is_empty() => Answer::Conflict,
+            Command::Release => {
+                self.reserved = self.reserved.filter(|holder| *holder != nexus);
+                Answer::good(0)
+            }
+            Command::ReserveIn(action) => Self::parameters(self.reservations(*action), offer),
+            Command::ReserveOut(out) => self.reserve_out(nexus, out, offer),
+        }
+    }
+
+    /// Parameter data, which the allocation length does not cut here.
+    fn parameters(mut data: Vec<u8>, offer: &Offer<'_>) -> Answer {
+        let wanted = data.len();
+        data.truncate(offer.data_in);
+        Answer::data_in(data, wanted, 0)
+    }
+
+    /// Refuses blocks that are not there, or more than MAXIMUM TRANSFER LENGTH.
+    fn refuses(extent: Extent) -> Option<Answer> {
+        let mut codes = Vec::new();
+        if !extent.is_in_range() {
+            codes.push(OUT_OF_RANGE);
+        }
+        if extent.blocks() > MAX_TRANSFER {
+            codes.push(INVALID_FIELD);
+        }
+        (!codes.is_empty()).then_some(Answer::Check(codes))
+    }
+
+    /// Blocks of Data-Out for a command that wants some. A part of a block is refused, and fewer
+    /// blocks are taken (our choice, as FCP-4 9.4.2.9 and libiscsi's tests have it).
+    fn offered(wanted: u64, offer: &Offer<'_>) -> Result<u64, Answer> {
+        let len = offer.data_out.len();
+        if len >= wanted as usize * BLOCK {
+            return Ok(wanted);
+        }
+        match len % BLOCK {
+            0 => Ok((len / BLOCK) as u64),
+            _ => Err(Answer::Check(vec![BUFFER])),
+        }
+    }
+
+    fn write(&mut self, extent: Extent, offer: &Offer<'_>, how: fn(u8, u8) -> u8) -> Answer {
+        if let Some(refusal) = Self::refuses(extent) {
+            return refusal;
+        }
+        let blocks = match Self::offered(extent.blocks(), offer) {
+            Ok(blocks) => blocks,
+            Err(refusal) => return refusal,
+        };
+        let old = &mut self.bytes[extent.bytes(blocks)];
+        for (old, new) in old.iter_mut().zip(offer.data_out) {
+            *old = how(*old, *new);
+        }
+        Answer::good(extent.bytes(extent.blocks()).len())
+    }
+
+    fn verify(&self, extent: Extent, compare: u8, offer: &Offer<'_>) -> Answer {
+        if compare == 2 {
+            return Answer::Check(vec![INVALID_FIELD, OUT_OF_RANGE]);
+        }
+        if let Some(refusal) = Self::refuses(extent) {
+            return refusal;
+        }
+        let wanted = match compare {
+            0 => return Answer::good(0),
+            1 => extent.blocks(),
+            _ => extent.blocks().min(1),
+        };
+        let offered = match Self::offered(wanted, offer) {
+            Ok(blocks) => blocks,
+            Err(refusal) => return refusal,
+        };
+        let blocks = match (compare, offered) {
+            (1, offered) => offered,
+            (_, 0) => 0,
+            (_, _) => extent.blocks(),
+        };
+        let medium = &self.bytes[extent.bytes(blocks)];
+        let data = offer.data_out.iter();
+        let difference = match compare {
+            1 => medium.iter().zip(data).position(|(a, b)| a != b),
+            _ => medium
+                .iter()
+                .zip(data.take(BLOCK).cycle())
+                .position(|(a, b)| a != b),
+        };
+        match difference {
+            Some(at) => Answer::Miscompare(at as u64),
+            None => Answer::good(wanted as usize * BLOCK),
+        }
+    }
+
+    fn compare_and_write(&mut self, extent: Extent, offer: &Offer<'_>) -> Answer {
+        let blocks = extent.blocks();
+        let mut codes = Vec::new();
+        if !extent.is_in_range() {
+            codes.push(OUT_OF_RANGE);
+        }
+        // Data for no blocks are refused: an initiator means more than the field can say (our
+        // choice).
+        if blocks > MAX_COMPARE || (blocks == 0 && !offer.data_out.is_empty()) {
+            codes.push(INVALID_FIELD);
+        }
+        if !codes.is_empty() {
+            return Answer::Check(codes);
+        }
+        let len = blocks as usize * BLOCK;
+        if blocks > 0 && offer.data_out.len() != 2 * len {
+            return Answer::Check(vec![BUFFER]);
+        }
+        let (expected, new) = offer.data_out.split_at(len);
+        let old = &mut self.bytes[extent.bytes(blocks)];
+        match old.iter().zip(expected).position(|(a, b)| a != b) {
+            Some(at) => Answer::Miscompare(at as u64),
+            None => {
+                old.copy_from_slice(new);
+                Answer::good(2 * len)
+            }
+        }
+    }
+
+    fn write_same(&mut self, extent: Extent, flags: SameFlags, offer: &Offer<'_>) -> Answer {
+        let mut codes = Vec::new();
+        if !extent.is_in_range() {
+            codes.push(OUT_OF_RANGE);
+        }
+        // WSNZ: no blocks do not mean all.
+        if extent.blocks() == 0 || extent.blocks() > MAX_SAME {
+            codes.push(INVALID_FIELD);
+        }
+        if !codes.is_empty() {
+            return Answer::Check(codes);
+        }
+        let blocks = &mut self.bytes[extent.bytes(extent.blocks())];
+        if flags.no_data {
+            blocks.fill(0);
+            return Answer::good(0);
+        }
+        if offer.data_out.len() != BLOCK {
+            return Answer::Check(vec![BUFFER]);
+        }
+        for block in blocks.chunks_mut(BLOCK) {
+            block.copy_from_slice(offer.data_out);
+        }
+        Answer::good(BLOCK)
+    }
+
+    /// The disk of the test unmaps any block, and unmapped blocks are zeros (LBPRZ).
+    fn unmap(&mut self, extents: &[Extent], offer: &Offer<'_>) -> Answer {
+        let len = unmap_list(extents).len();
+        if offer.data_out.len() < len {
+            return Answer::Check(vec![BUFFER]);
+        }
+        let mut codes = Vec::new();
+        let total: u64 = extents.iter().map(|extent| extent.blocks()).sum();
+        if extents.len() > MAX_DESCRIPTORS || total > MAX_UNMAP {
+            codes.push(INVALID_PARAMETER);
+        }
+        if extents.iter().any(|extent| !extent.is_in_range()) {
+            codes.push(OUT_OF_RANGE);
+        }
+        if !codes.is_empty() {
+            return Answer::Check(codes);
+        }
+        for extent in extents {
+            self.bytes[extent.bytes(extent.blocks())].fill(0);
+        }
+        Answer::good(len)
+    }
+}
+
+/// The parameter list of an UNMAP (SBC-3 5.28.2).
+pub(super) fn unmap_list(extents: &[Extent]) -> Vec<u8> {
+    let descriptors = 16 * extents.len() as u16;
+    let mut list = (descriptors + 6).to_be_bytes().to_vec();
+    list.extend(descriptors.to_be_bytes());
+    list.extend([0; 4]);
+    for extent in extents {
+        list.extend(extent.lba().to_be_bytes());
+        list.extend((extent.blocks() as u32).to_be_bytes());
+        list.extend([0; 4]);
+    }
+    list
+}
+
+/// Persistent reservations (SPC-4 5.13) and RESERVE (SPC-2 5.5).
+impl Disk {
+    fn key(&self, nexus: usize) -> Option<u64> {
+        let mut all = self.registered.iter();
+        all.find_map(|(of, key)| (*of == nexus).then_some(*key))
+    }
+
+    fn is_holder(&self, nexus: usize) -> bool {
+        let is_registered = self.key(nexus).is_some();
+        self.held
+            .is_some_and(|(maker, kind)| is_registered && (maker == nexus || matches!(kind, 7 | 8)))
+    }
+
+    /// Whether a command is not allowed beside the reservations (SPC-4 table 66, SBC-3 table 13,
+    /// SPC-2 table 10).
+    fn conflicts(&self, nexus: usize, command: &Command) -> bool {
+        if self.reserved.is_some()
+            && matches!(command, Command::ReserveIn(_) | Command::ReserveOut(_))
+        {
+            return true;
+        }
+        if self.reserved.is_some_and(|holder| holder != nexus) {
+            use Command::{Release, ReportLuns, RequestSense};
+            // RELEASE of a nexus that does not hold it is no error, and REPORT LUNS is that of the
+            // target.
+            return !matches!(command, Release | ReportLuns(_) | RequestSense);
+        }
+        let Some((_, kind)) = self.held else {
+            return false;
+        };
+        let shares = self.key(nexus).is_some() && matches!(kind, 5..=8);
+        if self.is_holder(nexus) || shares {
+            return false;
+        }
+        let exclusive = matches!(kind, 3 | 6 | 8);
+        match command {
+            Command::Write(_)
+            | Command::WriteAndVerify(..)
+            | Command::CompareAndWrite(_)
+            | Command::OrWrite(_)
+            | Command::WriteSame(..)
+            | Command::Unmap(_)
+            | Command::SynchronizeCache(_)
+            | Command::StartStop(false) => true,
+            Command::Read(_) | Command::Verify(..) => exclusive,
+            _ => false,
+        }
+    }
+
+    /// READ KEYS and READ RESERVATION.
+    fn reservations(&self, action: u8) -> Vec<u8> {
+        let mut entries = Vec::new();
+        match (action, self.held) {
+            (0, _) => entries.extend(
+                self.registered
+                    .iter()
+                    .flat_map(|(_, key)| key.to_be_bytes()),
+            ),
+            (_, Some((maker, kind))) => {
+                // Without a single holder there is no key.
+                let key = match kind {
+                    7 | 8 => 0,
+                    _ => self.key(maker).unwrap_or(0),
+                };
+                entries.extend(key.to_be_bytes());
+                entries.extend([0, 0, 0, 0, 0, kind, 0, 0]);
+            }
+            (_, None) => {}
+        }
+        let mut data = self.generation.to_be_bytes().to_vec();
+        data.extend((entries.len() as u32).to_be_bytes());
+        data.extend(entries);
+        data
+    }
+
+    fn reserve_out(&mut self, nexus: usize, out: &ReserveOut, offer: &Offer<'_>) -> Answer {
+        let is_type = matches!(out.kind, 1 | 3 | 5..=8);
+        if matches!(out.action, 1 | 4 | 5) && !is_type {
+            return Answer::Check(vec![INVALID_FIELD]);
+        }
+        if offer.data_out.len() < RESERVE_LIST {
+            return Answer::Check(vec![BUFFER, LIST_LENGTH]);
+        }
+        let (key, new) = (u64::from(out.key), u64::from(out.action_key));
+        let registers = matches!(out.action, 0 | 6);
+        let known = self.key(nexus);
+        let is_proved = match out.action {
+            6 => true,
+            0 => known.unwrap_or(0) == key,
+            _ => known == Some(key),
+        };
+        if !is_proved {
+            return Answer::Conflict;
+        }
+        let outcome = match out.action {
+            _ if registers => self.register(nexus, new),
+            1 => self.reserve(nexus, out.kind),
+            2 => self.release(nexus, out.kind),
+            3 => self.clear(nexus),
+            _ => self.preempt(nexus, new, out.kind),
+        };
+        outcome.unwrap_or(Answer::good(RESERVE_LIST))
+    }
+
+    /// REGISTER, and REGISTER AND IGNORE EXISTING KEY: SPC-4 5.13.7.
+    fn register(&mut self, nexus: usize, key: u64) -> Option<Answer> {
+        match (self.key(nexus), key) {
+            // Nothing to take away.
+            (None, 0) => return None,
+            (None, key) => self.registered.push((nexus, key)),
+            (Some(_), 0) => self.unregister(nexus),
+            (Some(_), key) => {
+                let mut all = self.registered.iter_mut();
+                all.find(|(of, _)| *of == nexus).unwrap().1 = key;
+            }
+        }
+        self.generation += 1;
+        None
+    }
+
+    /// SPC-4 5.13.11.2.1, and 5.13.11.2.3 of the reservation.
+    fn unregister(&mut self, nexus: usize) {
+        self.registered.retain(|(of, _)| *of != nexus);
+        let Some((maker, kind)) = self.held else {
+            return;
+        };
+        let ends = match kind {
+            7 | 8 => self.registered.is_empty(),
+            _ => maker == nexus,
+        };
+        if ends {
+            self.held = None;
+            if kind >= 5 {
+                self.raise_registered(RESERVATIONS_RELEASED, nexus);
+            }
+        }
+    }
+
+    /// Establishes a condition for the registered nexuses but one.
+    fn raise_registered(&mut self, code: Code, but: usize) {
+        let registered = self.registered.clone();
+        self.raise(code, |nexus| {
+            nexus != but && registered.iter().any(|(of, _)| *of == nexus)
+        });
+    }
+
+    /// SPC-4 5.13.9.
+    fn reserve(&mut self, nexus: usize, kind: u8) -> Option<Answer> {
+        match self.held {
+            None => self.held = Some((nexus, kind)),
+            Some((_, held)) if held == kind && self.is_holder(nexus) => {}
+            Some(_) => return Some(Answer::Conflict),
+        }
+        None
+    }
+
+    /// SPC-4 5.13.11.2.2.
+    fn release(&mut self, nexus: usize, kind: u8) -> Option<Answer> {
+        let (_, held) = self.held.filter(|_| self.is_holder(nexus))?;
+        if held != kind {
+            return Some(Answer::Check(vec![INVALID_RELEASE]));
+        }
+        self.held = None;
+        if kind >= 5 {
+            self.raise_registered(RESERVATIONS_RELEASED, nexus);
+        }
+        None
+    }
+
+    /// SPC-4 5.13.11.2.5.
+    fn clear(&mut self, nexus: usize) -> Option<Answer> {
+        self.raise_registered(RESERVATIONS_PREEMPTED, nexus);
+        self.registered.clear();
+        self.held = None;
+        self.generation += 1;
+        None
+    }
+
+    /// PREEMPT, and PREEMPT AND ABORT: SPC-4 5.13.11.2.4. No command of others is under way here.
+    fn preempt(&mut self, nexus: usize, key: u64, kind: u8) -> Option<Answer> {
+        let is_of_all = self.held.is_some_and(|(_, kind)| matches!(kind, 7 | 8));
+        if key == 0 && !is_of_all {
+            return Some(Answer::Check(vec![INVALID_PARAMETER]));
+        }
+        let takes = match self.held {
+            None => false,
+            Some(_) if is_of_all => key == 0,
+            Some((maker, _)) => self.key(maker) == Some(key),
+        };
+        let is_removed = |(of, k): &(usize, u64)| match takes {
+            true => *of != nexus && (is_of_all || *k == key),
+            false => *k == key,
+        };
+        let removed: Vec<_> = self.registered.iter().copied().filter(is_removed).collect();
+        if removed.is_empty() && !takes {
+            return Some(Answer::Conflict);
+        }
+        self.registered.retain(|one| !removed.contains(one));
+        self.generation += 1;
+        let is_notified = |of: usize| of != nexus && removed.iter().any(|(one, _)| *one == of);
+        self.raise(REGISTRATIONS_PREEMPTED, is_notified);
+        match self.held {
+            Some((_, old)) if takes => {
+                self.held = Some((nexus, kind));
+                if old != kind {
+                    self.raise_registered(RESERVATIONS_RELEASED, nexus);
+                }
+            }
+            // The last one has preempted itself; one that was not the only one is no holder of its
+            // own any longer.
+            Some((maker, kind)) => {
+                let is_left = match kind {
+                    7 | 8 => !self.registered.is_empty(),
+                    _ => self.key(maker).is_some(),
+                };
+                self.held = self.held.filter(|_| is_left);
+            }
+            None => {}
+        }
+        None
+    }
+}
+
+/// Bytes of PERSISTENT RESERVE OUT's parameter list.
+pub(super) const RESERVE_LIST: usize = 24;

@@ -1,0 +1,228 @@
+//! A host whose sessions come and go, in every way in which a session can begin and end.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write as _};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::os::fd::AsRawFd as _;
+use std::time::{Duration, Instant};
+
+use riser_scsi::iscsi::login::LoginError;
+use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LogoutReason, LogoutRequest};
+use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn};
+use riser_scsi::srp::{ILogout, Tag, TargetPortId};
+use riser_test_peers::iser_client::Client as Iser;
+use riser_test_peers::mini::{Mini, Refused, login_req, real};
+use riser_test_peers::tcp::Client as Tcp;
+use riser_tests::load::Chance;
+use riser_transport::roce::{Roce, RoceConfig};
+
+use super::{IOC_GUID, IQN, TARGET};
+
+/// A target that there is not.
+const NOBODY: &str = "iqn.2026-01.com.example:nobody";
+
+/// Memory regions of a guest: more than one for each command of a session.
+const REGIONS: u32 = 256;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Protocol {
+    Srp,
+    Iser,
+    Tcp,
+}
+
+impl Protocol {
+    pub(crate) const ALL: [Self; 3] = [Self::Srp, Self::Iser, Self::Tcp];
+}
+
+/// How far a session gets, and how it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum End {
+    /// By a logout.
+    Logout,
+    /// The connection is closed, without a logout.
+    Closed,
+    /// Nothing is heard of the host any more; its next login replaces what it has left.
+    Vanished,
+    /// The login is refused.
+    Refused,
+    /// The host goes in the middle of the login.
+    Half,
+}
+
+impl End {
+    const ALL: [Self; 5] = [
+        Self::Logout,
+        Self::Closed,
+        Self::Vanished,
+        Self::Refused,
+        Self::Half,
+    ];
+}
+
+/// A host, with one initiator port of each protocol.
+pub(crate) struct Guest {
+    number: u8,
+    chance: Chance,
+    /// How many sessions of each kind there were, and how long they took together.
+    pub(crate) counts: BTreeMap<(Protocol, End), (u64, Duration)>,
+}
+
+impl Guest {
+    pub(crate) fn new(number: u8, seed: u64) -> Self {
+        Self {
+            number,
+            chance: Chance::new(seed, u64::from(number)),
+            counts: BTreeMap::new(),
+        }
+    }
+
+    /// A session of any kind, from its first message to its end.
+    pub(crate) fn visit(&mut self) {
+        let protocol = Protocol::ALL[self.chance.below(3) as usize];
+        let end = End::ALL[self.chance.below(End::ALL.len() as u64) as usize];
+        self.visit_so(protocol, end);
+    }
+
+    pub(crate) fn visit_so(&mut self, protocol: Protocol, end: End) {
+        let begun = Instant::now();
+        match protocol {
+            Protocol::Srp => self.srp(end),
+            Protocol::Iser => self.iser(end),
+            Protocol::Tcp => self.tcp(end),
+        }
+        let (count, took) = self.counts.entry((protocol, end)).or_default();
+        *count += 1;
+        *took += begun.elapsed();
+    }
+
+    /// A device as that of a host that has just started. One that is dropped says nothing more.
+    fn device(&self) -> Roce {
+        let [a, b, c, _] = TARGET.octets();
+        let address = Ipv4Addr::new(a, b, c, 200 + self.number);
+        let mut config = RoceConfig::new(IpAddr::V4(address));
+        // A table for one session: it is made for each visit.
+        config.limits.max_mr = REGIONS;
+        Roce::open(&config).unwrap()
+    }
+
+    fn srp(&self, end: End) {
+        let to = SocketAddr::from((TARGET, 5555));
+        let guid = IOC_GUID.to_be_bytes();
+        let mut port = [guid, guid].concat();
+        port[15] ^= u8::from(end == End::Refused);
+        let port = TargetPortId(port.try_into().expect("16 bytes"));
+        let request = login_req(self.number, port);
+        let mut device = self.device();
+        if end == End::Half {
+            let mut private_data = vec![0; 56];
+            request.emit_rdma(&mut private_data);
+            return Mini::request(&mut device, to, private_data, &mut real);
+        }
+        let mini = Mini::connect(device, to, &request, &mut real);
+        if end == End::Refused {
+            let why = mini.err().expect("a target port that there is not").1;
+            assert!(matches!(why, Refused::Login(_)), "{why:?}");
+            return;
+        }
+        let mut mini = mini.map_err(|(_, why)| why).expect("a login");
+        mini.settle(&mut real);
+        match end {
+            End::Logout => {
+                let mut logout = [0; 16];
+                ILogout { tag: Tag(2) }.emit(&mut logout);
+                mini.send(&logout);
+                mini.wait_closed(&mut real);
+                mini.disconnect(&mut real);
+            }
+            End::Closed => drop(mini.disconnect(&mut real)),
+            _ => {}
+        }
+    }
+
+    fn iser(&self, end: End) {
+        let to = SocketAddr::from((TARGET, 3260));
+        let mut client = Iser::connect(self.device(), to, true, &mut real).expect("a connection");
+        let target = if end == End::Refused { NOBODY } else { IQN };
+        if end == End::Half {
+            return;
+        }
+        let login = client.login(Some(target), self.number, &[], &mut real);
+        if end == End::Refused {
+            assert!(matches!(login, Err(LoginError::Refused(_))), "{login:?}");
+            return client.disconnect(&mut real);
+        }
+        login.expect("a login");
+        client.settle(&mut real);
+        match end {
+            End::Logout => {
+                client.ask_for_logout(&mut real);
+                client.disconnect(&mut real);
+            }
+            End::Closed => client.disconnect(&mut real),
+            _ => {}
+        }
+    }
+
+    fn tcp(&mut self, end: End) {
+        let to = SocketAddr::from((TARGET, 3260));
+        if end == End::Half {
+            let mut socket = TcpStream::connect(to).unwrap();
+            let len = self.chance.below(48) as usize;
+            return socket.write_all(&[0x43; 48][..len]).unwrap();
+        }
+        let target = if end == End::Refused { NOBODY } else { IQN };
+        // Ports of one address would run out: those of closed connections rest for a minute.
+        let host = 1 + self.chance.below(250) as u8;
+        let here = SocketAddr::from(([127, 1, self.number, host], 0));
+        let login = Tcp::attempt_from(here, to, target, self.number, (0, 0), None);
+        if end == End::Refused {
+            let why = login.err().expect("a target that there is not");
+            assert!(matches!(why, LoginError::Refused(_)), "{why:?}");
+            return;
+        }
+        let (mut client, _) = login.expect("a login");
+        for status in [2, 0] {
+            assert_eq!(client.command(&[0; 6], false, 0, &[]).0, status);
+        }
+        match end {
+            End::Logout => log_out(&mut client),
+            End::Vanished => vanish(&client.socket).unwrap(),
+            _ => {}
+        }
+    }
+}
+
+fn log_out(client: &mut Tcp) {
+    let request = LogoutRequest {
+        immediate: true,
+        reason: LogoutReason::CloseSession,
+        itt: Itt(81),
+        cid: Cid(0),
+        cmd_sn: CmdSn(client.cmd_sn),
+        exp_stat_sn: StatSn(0),
+    };
+    client.send(FromInitiator::LogoutRequest(request).header(), &[]);
+    let answer = client.receive();
+    let is_answer = matches!(answer, Some((FromTarget::LogoutResponse(_), ..)));
+    assert!(is_answer, "a logout is answered");
+}
+
+/// Lets a socket say nothing when it is closed.
+fn vanish(socket: &TcpStream) -> io::Result<()> {
+    let on: libc::c_int = 1;
+    // SAFETY: the value is a number of the length that is said, and outlives the call.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_REPAIR,
+            (&raw const on).cast(),
+            size_of_val(&on) as libc::socklen_t,
+        )
+    };
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

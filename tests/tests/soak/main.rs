@@ -1,0 +1,308 @@
+//! Sessions that come and go by the hundred thousand at one running `riserd`, while many others
+//! stay: they leave no memory, descriptor, queue pair, region or session behind.
+//!
+//! Guests log in over all protocols, and leave by a logout, a closed connection, or without a word;
+//! some are refused, and some go in the middle of a login ([`guest`]). What the daemon holds is
+//! looked at whenever none of them is there: its resident memory and descriptors as the system
+//! counts them, and its own report.
+//!
+//! `RISER_SOAK_CONNECTS` sets how many sessions come and go (default 600), `RISER_SOAK_SESSIONS`
+//! how many stay (default 48), `RISER_SOAK_SEED` which. `cargo xtask soak` takes a million and a
+//! thousand.
+
+#![allow(missing_docs, reason = "a test")]
+#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
+#![allow(unsafe_code, reason = "a socket option")]
+
+mod guest;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::Ipv4Addr;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use guest::{End, Guest, Protocol};
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::Client;
+use riser_initiator::lun::Lun;
+use riser_initiator::url::TargetUrl;
+use riser_testkit::eventually_some;
+use riser_testkit::metered::get;
+use riser_testkit::programs::Pair;
+use riser_tests::load::{Disk, setting};
+
+const TARGET: Ipv4Addr = Ipv4Addr::new(127, 0, 171, 1);
+const METRICS: &str = "127.0.171.1:9909";
+const IQN: &str = "iqn.2026-01.com.example:soak";
+const IOC_GUID: u64 = 0x0200_c0ff_ee00_0171;
+
+/// Hosts whose sessions come and go, each with one at a time.
+const GUESTS: u8 = 6;
+
+/// Sessions of one engine that stays.
+const PER_CLIENT: usize = 96;
+
+/// Commands that use each slot of a session's rings once, at least. Otherwise the pings of sessions
+/// that stay would touch another page of them from time to time.
+const SLOTS: u32 = 128;
+
+/// Looks at the daemon in a run.
+const LOOKS: u64 = 10;
+
+/// What an allocator may keep more at one look than at another, in bytes.
+const SWAY: u64 = 2 << 20;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What the daemon holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Held {
+    descriptors: usize,
+    sessions: u64,
+    /// Objects of its RDMA devices, by kind.
+    objects: BTreeMap<String, u64>,
+    /// Requests under way.
+    requests: u64,
+    /// Buffers in use, in bytes.
+    buffers: u64,
+}
+
+/// The daemon, as others see it.
+struct Daemon {
+    pair: Pair,
+    process: u32,
+}
+
+impl Daemon {
+    fn serve(sessions: u64) -> Self {
+        let portals = [
+            format!("{{ protocol: srp, listen: {TARGET}, ioc_guid: {IOC_GUID:#018x} }}"),
+            format!("{{ protocol: iser, listen: {TARGET} }}"),
+            format!("{{ protocol: iscsi, listen: {TARGET} }}"),
+        ];
+        let target = format!("iqn: {IQN}\nportals: [{}]", portals.join(", "));
+        let most = sessions + 128;
+        let backend = format!(
+            "{{ kind: ram, size: 1MiB }}\nmetrics: {{ listen: \"{METRICS}\" }}\n\
+             workers: {{ count: 2 }}\n\
+             limits: {{ max_sessions: {most}, sessions_per_address: {most}, queue_depth: 16 }}\n\
+             log: {{ filter: error }}"
+        );
+        let pair = Pair::with_target(171, &backend, &target);
+        let process = pair.process().expect("a daemon that runs");
+        eventually_some("readiness", PATIENCE, || get(METRICS, "/readyz"));
+        Self { pair, process }
+    }
+
+    fn file(&self, name: &str) -> String {
+        fs::read_to_string(format!("/proc/{}/{name}", self.process)).unwrap()
+    }
+
+    /// Resident memory in bytes, but for that of files, which the system takes back when it likes.
+    fn memory(&self) -> u64 {
+        let status = self.file("status");
+        let is_own = |line: &&str| line.starts_with("RssAnon:") || line.starts_with("RssShmem:");
+        let kib = status.lines().filter(is_own);
+        let kib = kib.map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
+        kib.map(|kib| kib.expect("a number")).sum::<u64>() << 10
+    }
+
+    fn held(&self) -> Held {
+        let folder = format!("/proc/{}/fd", self.process);
+        // Its answer about itself takes a connection, which is over when the answer has come.
+        let report = eventually_some("a report", PATIENCE, || get(METRICS, "/metrics"));
+        let mut held = Held {
+            descriptors: fs::read_dir(folder).unwrap().count(),
+            sessions: 0,
+            objects: BTreeMap::new(),
+            requests: 0,
+            buffers: 0,
+        };
+        for line in report.lines().filter(|line| !line.starts_with('#')) {
+            let (name, value) = line.rsplit_once(' ').expect("a sample");
+            let value = value.parse::<f64>().unwrap() as u64;
+            match name.split('{').next() {
+                Some("riser_sessions") => held.sessions = value,
+                Some("riser_contexts_in_use") => held.requests += value,
+                Some("riser_buffer_pool_bytes") => held.buffers += value,
+                Some("riser_buffer_pool_free_bytes") => {
+                    held.buffers = held.buffers.wrapping_sub(value);
+                }
+                Some("riser_device_objects") => {
+                    let kind = name.split("kind=\"").nth(1).expect("a kind");
+                    let kind = kind.split('"').next().unwrap_or_default();
+                    *held.objects.entry(kind.to_owned()).or_default() += value;
+                }
+                _ => {}
+            }
+        }
+        held
+    }
+
+    /// Waits until it holds just this.
+    fn settle(&self, what: &str, expected: &Held) {
+        let mut held = None;
+        let until = Instant::now() + PATIENCE;
+        while held.as_ref() != Some(expected) {
+            assert!(
+                Instant::now() < until,
+                "{what}: it holds {held:?}, not {expected:?}"
+            );
+            held = Some(self.held());
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// Processor time of a process in seconds.
+fn processor_time(stat: &str) -> f64 {
+    let after_name = stat.rsplit(')').next().expect("a name");
+    let fields: Vec<&str> = after_name.split_whitespace().collect();
+    // User and system time, in hundredths.
+    let ticks = [11, 12].map(|at: usize| fields[at].parse::<u64>().unwrap());
+    (ticks[0] + ticks[1]) as f64 / 100.0
+}
+
+/// A session that stays, by the protocols in turn.
+fn stay(client: &Client, number: u64) -> Lun {
+    let url = match Protocol::ALL[number as usize % Protocol::ALL.len()] {
+        Protocol::Srp => format!(
+            "srp://{TARGET}/0?initiator_ext={:x}&queue_size=8",
+            0x5000 + number
+        ),
+        protocol => {
+            let scheme = if protocol == Protocol::Tcp {
+                "iscsi"
+            } else {
+                "iser"
+            };
+            let name = format!("iqn.2026-01.com.example:host{number}");
+            format!("{scheme}://{TARGET}/{IQN}/0?initiator={name}&queue_size=8")
+        }
+    };
+    let url: TargetUrl = url.parse().unwrap();
+    let session = block_on(client.connect(url)).unwrap();
+    let mut lun = block_on(session.with_timeout(PATIENCE).lun(0)).unwrap();
+    for _ in 0..SLOTS {
+        Disk::read(&mut lun, 0, &mut [0; 4096]).unwrap();
+    }
+    lun
+}
+
+/// Lets sessions come and go, and then the ports that have vanished log out in good order.
+fn come_and_go(guests: &mut [Guest], connects: u64) {
+    let each = connects.div_ceil(guests.len() as u64);
+    thread::scope(|scope| {
+        for guest in guests {
+            scope.spawn(move || {
+                (0..each).for_each(|_| guest.visit());
+                for protocol in Protocol::ALL {
+                    guest.visit_so(protocol, End::Logout);
+                }
+            });
+        }
+    });
+}
+
+/// How many sessions of each kind there were, and how long one took.
+fn print_kinds(guests: &[Guest]) {
+    let mut all: BTreeMap<(Protocol, End), (u64, Duration)> = BTreeMap::new();
+    for (kind, (count, took)) in guests.iter().flat_map(|guest| &guest.counts) {
+        let sum = all.entry(*kind).or_default();
+        *sum = (sum.0 + count, sum.1 + *took);
+    }
+    for ((protocol, end), (count, took)) in all {
+        let each = took.as_secs_f64() * 1e3 / count as f64;
+        println!("figure: {protocol:?} {end:?}: {count}, {each:.2} ms each");
+    }
+}
+
+#[test]
+fn sessions_that_come_and_go_by_the_thousand_leave_nothing_in_the_daemon() {
+    let connects = setting("RISER_SOAK_CONNECTS", 600);
+    let sessions = setting("RISER_SOAK_SESSIONS", 48);
+    let seed = setting("RISER_SOAK_SEED", 0x50a4);
+    println!(
+        "RISER_SOAK_SEED={seed} RISER_SOAK_CONNECTS={connects} RISER_SOAK_SESSIONS={sessions} cargo \
+         test -p riser-tests --test soak"
+    );
+    let mut daemon = Daemon::serve(sessions);
+    let empty = daemon.held();
+    let clients: Vec<Client> = (0..(sessions as usize).div_ceil(PER_CLIENT))
+        .map(|at| {
+            let [a, b, c, _] = TARGET.octets();
+            let address = Ipv4Addr::new(a, b, c, 2 + at as u8);
+            let builder = Client::builder().pool(PER_CLIENT * (16 << 10));
+            builder.open(address.into()).unwrap()
+        })
+        .collect();
+    let mut staying: Vec<Lun> = (0..sessions)
+        .map(|number| stay(&clients[number as usize / PER_CLIENT], number))
+        .collect();
+    let settled = daemon.held();
+    assert_eq!(settled.sessions, sessions);
+    let mut guests: Vec<Guest> = (0..GUESTS).map(|number| Guest::new(number, seed)).collect();
+    // What a process keeps for its longest queues is there after the first sessions.
+    come_and_go(&mut guests, (connects / 5).max(300));
+    daemon.settle("after the first", &settled);
+    let first = daemon.memory();
+    println!(
+        "figure: {sessions} sessions stay: {} MiB resident, {settled:?}",
+        first >> 20
+    );
+    let (begun, busy) = (
+        Instant::now(),
+        [processor_time(&daemon.file("stat")), own_time()],
+    );
+    let mut last = first;
+    for look in 1..=LOOKS {
+        come_and_go(&mut guests, connects / LOOKS);
+        daemon.settle(&format!("at look {look}"), &settled);
+        last = daemon.memory();
+        let done = look * connects / LOOKS;
+        println!(
+            "{done} connects in {:.0} s: {} KiB resident, {:+.2} %",
+            begun.elapsed().as_secs_f64(),
+            last >> 10,
+            percent(first, last)
+        );
+    }
+    let took = begun.elapsed().as_secs_f64();
+    let busy = [
+        processor_time(&daemon.file("stat")) - busy[0],
+        own_time() - busy[1],
+    ];
+    println!(
+        "figure: {connects} connects in {took:.0} s, {:.0} a second; the daemon was busy for {:.0} s of \
+         processor time, the guests for {:.0} s; memory {:+.2} %",
+        connects as f64 / took,
+        busy[0],
+        busy[1],
+        percent(first, last)
+    );
+    print_kinds(&guests);
+    let most = first + first / 100 + SWAY;
+    assert!(
+        last < most,
+        "resident memory has grown from {first} to {last} bytes"
+    );
+    for lun in &mut staying {
+        lun.read(0, &mut [0; 4096]).unwrap();
+        assert_eq!(lun.session().status().reconnects(), 0, "it stayed");
+    }
+    for lun in staying {
+        block_on(lun.session().close());
+    }
+    drop(clients);
+    daemon.settle("when all have gone", &empty);
+    daemon.pair.terminate();
+}
+
+fn own_time() -> f64 {
+    processor_time(&fs::read_to_string("/proc/self/stat").unwrap())
+}
+
+fn percent(before: u64, after: u64) -> f64 {
+    (after as f64 - before as f64) / before as f64 * 100.0
+}

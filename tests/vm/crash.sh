@@ -1,0 +1,79 @@
+# Functions for the cases in which riserd is killed behind the kernel's initiators. A case reads
+# iscsi.sh before this.
+
+# One disk over iSCSI and SRP, with iscsi_tcp and ib_srp logged in. Sets DISKS to its names here. Both
+# wait for a target that is away, however long.
+crash_rig() {
+    two_hosts
+    trap crash_clean EXIT
+    serve <<END
+backends:
+  disk0: { kind: file, path: $IMAGES/disk0.img, size: 1MiB, create: true, write_cache: true, serial: RIG-0 }
+targets:
+  - name: rig
+    iqn: $IQN
+    portals:
+      - { protocol: iscsi, listen: 10.99.0.2 }
+      - { protocol: srp, listen: 10.99.0.2, ioc_guid: 0x$GUID }
+    luns: { 0: disk0 }
+    access: open
+END
+    start_iscsid
+    iscsi_node
+    iscsi_set node.session.timeo.replacement_timeout 3600
+    iscsi_login
+    load_srp tl_retry_count=2
+    wait_for 30 srp_add 10.99.0.2:5555 "$GUID" ch_count=2
+    wait_for 60 both_disks
+    srp_port fast_io_fail_tmo off
+    srp_port dev_loss_tmo off
+    srp_port reconnect_delay 1
+}
+
+# Whether there are two disks; sets DISKS to them.
+both_disks() {
+    local d disks=()
+    for d in /sys/class/scsi_device/*:0/device/block/*; do
+        [ "$(cat "$d/device/vendor")" = "RISER   " ] && disks+=("/dev/$(basename "$d")")
+    done
+    DISKS=${disks[*]}
+    [ ${#disks[@]} = 2 ]
+}
+
+crash_clean() {
+    (srp_logout) || true
+    modprobe -r ib_srp 2>/dev/null || true
+    iscsi_clean
+}
+
+# Kills riserd ROUNDS times at random moments of a load that is judged, and once in a while kills it
+# again while it starts.
+killed_under_load() {
+    local round enough=/tmp/enough progress=/tmp/progress before
+    rm -f $enough $progress
+    RISER_CRASH_DISKS=$DISKS RISER_CRASH_STOP=$enough RISER_CRASH_PROGRESS=$progress \
+        "$RISER_TESTS/crash" --ignored --nocapture disks_of_a_kernel >"$KEEP/load.log" 2>&1 &
+    LOAD=$!
+    for ((round = 0; round < ROUNDS; round++)); do
+        before=$(cat $progress 2>/dev/null || echo 0)
+        going_on() { [ "$(cat $progress)" -gt "$before" ] || is_over $LOAD; }
+        wait_for 180 going_on
+        ! is_over $LOAD || break
+        sleep 0.$((RANDOM % 10))$((RANDOM % 10))
+        kill_serving
+        if [ $((RANDOM % 4)) = 0 ]; then
+            "${PEER[@]}" "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
+            RISERD=$!
+            sleep 0.$((RANDOM % 10))$((RANDOM % 10))
+            kill_serving
+        fi
+        serve_again
+    done
+    touch $enough
+    wait $LOAD || {
+        tail -20 "$KEEP/load.log"
+        fail "the load was not as it must be, in round $round of $ROUNDS"
+    }
+    echo "figure: killed in $round rounds"
+    grep '^figure: ' "$KEEP/load.log" || fail "the load did nothing"
+}

@@ -1,0 +1,31 @@
+//! `cargo xtask hostile`: messages that are almost right, of every protocol, to a daemon that has
+//! other work (`tests/tests/adversary/hostile.rs`), and what they do to the times of that.
+
+use crate::{Failure, crash, sh};
+
+/// Options of `cargo xtask hostile`.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Messages of each protocol that have to arrive.
+    #[arg(long, default_value_t = 1_000_000)]
+    messages: u64,
+    /// Seed of what is sent.
+    #[arg(long, default_value_t = 0xadd)]
+    seed: u64,
+    /// Only this one: srp, iscsi, iser, connectionmanagement or roce.
+    #[arg(long)]
+    protocol: Option<String>,
+}
+
+/// Runs the one test, in the programs' profile; it prints its figures.
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let mut command = crash::optimized_test("adversary")?;
+    command.args(["--ignored", "--nocapture"]);
+    command.arg("messages_that_are_almost_right_harm_no_other_session");
+    command.env("RISER_HOSTILE_MESSAGES", options.messages.to_string());
+    command.env("RISER_ADVERSARY_SEED", options.seed.to_string());
+    if let Some(protocol) = &options.protocol {
+        command.env("RISER_HOSTILE_PROTOCOL", protocol);
+    }
+    sh::run(&mut command)
+}

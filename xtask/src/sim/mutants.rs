@@ -1,0 +1,341 @@
+//! `cargo xtask sim --mutants`: changes of the state machines, of which the simulator must notice
+//! each that changes anything.
+//!
+//! `cargo mutants` lists the changes. A sample of each machine's is put behind switches of one
+//! program ([`super::switches`]), so that a mutant costs its seeds and no build.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::time::{Duration, Instant};
+
+use proc_macro2::LineColumn;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::copy::{Copy, Run};
+use super::switches::{Lines, Mutant, switched};
+use crate::packages::have_program;
+use crate::{Failure, sh};
+
+/// Mutants of each machine.
+const SAMPLE: usize = 10;
+
+/// Time for the seeds of a mutant. One that loops for ever is noticed by that.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// A state machine, and the sources that take its transitions.
+struct Machine {
+    name: &'static str,
+    folder: &'static str,
+    files: &'static [&'static str],
+}
+
+const fn machine(
+    name: &'static str,
+    folder: &'static str,
+    files: &'static [&'static str],
+) -> Machine {
+    Machine {
+        name,
+        folder,
+        files,
+    }
+}
+
+/// All machines whose states change by `riser_state::become_state`.
+const MACHINES: &[Machine] = &[
+    machine("rollout", "target/src/server", &["rollout.rs"]),
+    machine(
+        "srp-channel",
+        "target/src/srp",
+        &["channel.rs", "teardown.rs", "mgmt.rs"],
+    ),
+    machine(
+        "srp-context",
+        "target/src/srp",
+        &["ioctx.rs", "command.rs", "respond.rs"],
+    ),
+    machine(
+        "iscsi-connection",
+        "target/src/iscsi",
+        &["channel.rs", "full_feature.rs"],
+    ),
+    machine(
+        "iscsi-task",
+        "target/src/iscsi",
+        &["task.rs", "command.rs", "data.rs"],
+    ),
+    machine(
+        "iser-connection",
+        "target/src/iser",
+        &["channel.rs", "mover.rs"],
+    ),
+    machine("task-set", "scsi/src/task", &["entry.rs", "set.rs"]),
+    machine(
+        "rc-requester",
+        "transport/src/rc",
+        &[
+            "state.rs",
+            "requester.rs",
+            "requester/cut.rs",
+            "completer.rs",
+        ],
+    ),
+    machine(
+        "rc-responder",
+        "transport/src/rc",
+        &["state.rs", "responder.rs", "responder/answer.rs"],
+    ),
+    machine(
+        "cm",
+        "transport/src/cm",
+        &["state.rs", "handle.rs", "timer.rs", "calls.rs"],
+    ),
+    machine(
+        "queue-pair",
+        "transport/src",
+        &["verbs/qp_state.rs", "rc/qp.rs"],
+    ),
+    machine("region", "transport/src", &["mr_pool.rs"]),
+    machine(
+        "rdma-cm",
+        "transport/src/roce/nic/rdma_cm",
+        &["state.rs", "connect.rs", "events.rs"],
+    ),
+    machine(
+        "initiator-srp-channel",
+        "initiator/src/srp/channel",
+        &["types.rs", "mod.rs"],
+    ),
+    machine(
+        "initiator-srp-session",
+        "initiator/src/srp/session",
+        &["types.rs", "connection.rs", "requests.rs", "recovery.rs"],
+    ),
+    machine(
+        "initiator-iscsi-session",
+        "initiator/src/iscsi/session",
+        &[
+            "types.rs",
+            "connection.rs",
+            "receive.rs",
+            "tasks.rs",
+            "recovery.rs",
+        ],
+    ),
+    machine(
+        "initiator-paths",
+        "initiator/src/paths",
+        &["types.rs", "mod.rs", "path.rs"],
+    ),
+    machine(
+        "initiator-session",
+        "initiator/src/session",
+        &["lifecycle.rs", "core.rs", "task_manager.rs", "functions.rs"],
+    ),
+    machine(
+        "initiator-request",
+        "initiator/src/request",
+        &["table.rs", "mod.rs"],
+    ),
+];
+
+impl Machine {
+    fn paths(&self) -> impl Iterator<Item = String> + '_ {
+        self.files
+            .iter()
+            .map(|file| format!("{}/{file}", self.folder))
+    }
+}
+
+/// Samples of the machines whose names contain one of these words, or of all, and what the
+/// simulator says of each within so many seeds.
+pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
+    let is_meant = |machine: &&Machine| {
+        words.is_empty()
+            || words
+                .iter()
+                .any(|word| machine.name.contains(word.as_str()))
+    };
+    let machines: Vec<_> = MACHINES.iter().filter(is_meant).collect();
+    have_program("cargo-mutants")?;
+    let copy = Copy::of_head()?;
+    let mut samples = Vec::new();
+    for machine in &machines {
+        let first = 1 + SAMPLE * samples.len();
+        samples.push(sample(&copy, machine, first)?);
+    }
+    let all: Vec<_> = samples.iter().flatten().cloned().collect();
+    let unviable = build(&copy, &all)?;
+    for (machine, sample) in machines.iter().zip(&samples) {
+        let mut counts = BTreeMap::new();
+        for mutant in sample {
+            let start = Instant::now();
+            let (verdict, why) = match unviable.contains(&mutant.number) {
+                true => ("unviable", String::new()),
+                false => try_one(&copy, mutant, seeds)?,
+            };
+            *counts.entry(verdict).or_insert(0) += 1;
+            let seconds = start.elapsed().as_secs();
+            println!(
+                "{}: {verdict} {}: {why} ({seconds} s)",
+                machine.name, mutant.name
+            );
+        }
+        println!("{}: {counts:?}", machine.name);
+    }
+    copy.restore()
+}
+
+fn try_one(copy: &Copy, mutant: &Mutant, seeds: u64) -> Result<(&'static str, String), Failure> {
+    let number = mutant.number.to_string();
+    Ok(match copy.simulate(Some(&number), seeds, PATIENCE)? {
+        Run::Clean => ("missed", String::new()),
+        Run::Hung => ("caught", "it hangs or dies".to_owned()),
+        Run::Failed(seed, why) => ("caught", format!("seed {seed}: {why}")),
+    })
+}
+
+/// A few of a machine's mutants: always the same ones, and spread over all of them.
+fn sample(copy: &Copy, machine: &Machine, first: usize) -> Result<Vec<Mutant>, Failure> {
+    let mut command = sh::cargo(["mutants", "--list", "--json", "--no-config"]);
+    command.current_dir(copy.path(""));
+    for path in machine.paths() {
+        command.args(["--file", &path]);
+    }
+    let listed: Vec<Value> = serde_json::from_str(&sh::output(&mut command)?)?;
+    let mut mutants = Vec::new();
+    for listed in listed {
+        let file = listed["file"].as_str().unwrap_or_default();
+        let source = fs::read_to_string(copy.path(file))?;
+        let text = |key: &str| listed[key].as_str().unwrap_or_default().to_owned();
+        let mutant = Mutant {
+            number: 0,
+            place: Lines::of(&source).at(place(&listed["span"]["start"])),
+            genre: text("genre"),
+            replacement: text("replacement"),
+            name: text("name"),
+            file: file.to_owned(),
+        };
+        // One that cannot have a switch, as in a constant, would only be left out later.
+        let is_switched = switched(&source, std::slice::from_ref(&mutant))?
+            .without
+            .is_empty();
+        mutants.extend(is_switched.then_some(mutant));
+    }
+    // By hashes of the names without places, so that a change of the code elsewhere does not
+    // change the sample.
+    mutants.sort_by_cached_key(|mutant| {
+        let name = mutant.name.splitn(4, ':').last().unwrap_or_default();
+        Sha256::digest(name.as_bytes()).to_vec()
+    });
+    mutants.truncate(SAMPLE);
+    for (at, mutant) in mutants.iter_mut().enumerate() {
+        mutant.number = first + at;
+    }
+    Ok(mutants)
+}
+
+/// A place of `cargo mutants`, whose columns count from 1.
+fn place(of: &Value) -> LineColumn {
+    let number = |key: &str| of[key].as_u64().unwrap_or(1) as usize;
+    LineColumn {
+        line: number("line"),
+        column: number("column") - 1,
+    }
+}
+
+/// Builds the simulator with all of them; returns the numbers of those that do not compile.
+fn build(copy: &Copy, all: &[Mutant]) -> Result<BTreeSet<usize>, Failure> {
+    let files: BTreeSet<&str> = all.iter().map(|mutant| mutant.file.as_str()).collect();
+    copy.restore()?;
+    let mut sources = BTreeMap::new();
+    for file in files {
+        sources.insert(file, fs::read_to_string(copy.path(file))?);
+    }
+    let mut unviable = BTreeSet::new();
+    loop {
+        println!(
+            "building the simulator with {} mutants",
+            all.len() - unviable.len()
+        );
+        let mut ranges = BTreeMap::new();
+        for (file, source) in &sources {
+            let is_here = |m: &&Mutant| m.file == *file && !unviable.contains(&m.number);
+            let here: Vec<_> = all.iter().filter(is_here).cloned().collect();
+            let with_switches = switched(source, &here)?;
+            let path = copy.path(file);
+            if fs::read_to_string(&path)? != with_switches.text {
+                fs::write(path, &with_switches.text)?;
+            }
+            ranges.insert(*file, with_switches.ranges);
+        }
+        let mut command = copy.building();
+        let out = command.arg("--message-format=json").output()?;
+        if out.status.success() {
+            return Ok(unviable);
+        }
+        let before = unviable.len();
+        for (file, at) in errors(&String::from_utf8_lossy(&out.stdout)) {
+            let ranges = ranges.get(file.as_str()).into_iter().flatten();
+            let here = ranges.filter(|(range, _)| range.contains(&at));
+            unviable.extend(here.map(|(_, number)| *number));
+        }
+        if unviable.len() == before {
+            let why = String::from_utf8_lossy(&out.stderr).into_owned();
+            return Err(format!("the mutants do not compile, for no mutant's fault\n{why}").into());
+        }
+    }
+}
+
+/// Files and bytes of the compiler's errors.
+fn errors(messages: &str) -> Vec<(String, usize)> {
+    let mut found = Vec::new();
+    for line in messages.lines() {
+        let Ok(message) = serde_json::from_str::<Value>(line) else {
+            continue;
+        };
+        let message = &message["message"];
+        if message["level"] != "error" {
+            continue;
+        }
+        for span in message["spans"].as_array().into_iter().flatten() {
+            if let (Some(file), Some(at)) =
+                (span["file_name"].as_str(), span["byte_start"].as_u64())
+            {
+                found.push((file.to_owned(), at as usize));
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use walkdir::WalkDir;
+
+    use super::*;
+    use crate::root;
+
+    #[test]
+    fn every_table_of_states_belongs_to_a_machine() {
+        let crates = ["initiator", "scsi", "target", "transport"];
+        let sources = crates.map(|name| root().join(name).join("src"));
+        let files = sources.iter().flat_map(WalkDir::new).filter_map(Result::ok);
+        let known: BTreeSet<_> = MACHINES.iter().flat_map(Machine::paths).collect();
+        let mut tables = 0;
+        for file in files.filter(|f| f.path().extension().is_some_and(|e| e == "rs")) {
+            let text = fs::read_to_string(file.path()).unwrap();
+            if text.contains(" State for ") {
+                let path = file.path().strip_prefix(root()).unwrap();
+                let path = path.to_string_lossy().into_owned();
+                assert!(known.contains(&path), "{path} is of no machine");
+                tables += 1;
+            }
+        }
+        assert!(tables > 15, "only {tables} were found");
+        for path in &known {
+            assert!(root().join(path).exists(), "{path} has gone");
+        }
+    }
+}

@@ -745,9 +745,11 @@ impl State {
     }
 
     /// A command of this port that began then, and was about these blocks, has ended: what the port
-    /// had lost before has ended too.
+    /// had lost before has ended too. One of no blocks is a login, which ends all.
     fn fence(&mut self, port: Port, begin: u64, blocks: Range<u64>, now: u64) {
-        let is_met = |w: &Write| w.blocks.start < blocks.end && blocks.start < w.blocks.end;
+        let is_met = |w: &Write| {
+            blocks.is_empty() || w.blocks.start < blocks.end && blocks.start < w.blocks.end
+        };
         let is_over = |w: &Write| {
             let is_older = w.lost.is_some_and(|lost| lost < begin);
             w.version.writer == port && is_older && (!self.by_block || is_met(w))

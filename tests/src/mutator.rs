@@ -32,6 +32,17 @@ impl Mutator {
         Self::new(valid, seed, stream)
     }
 
+    /// One whose messages are PDUs of iSCSI. The first byte of that fuzz target chooses digests, and
+    /// how a stream is cut.
+    pub fn of_pdus(seed: u64, stream: u64) -> Self {
+        let messages = seeds::corpus("stream").into_iter();
+        let pdus = messages.map(|(_, mut message)| match message.is_empty() {
+            true => message,
+            false => message.split_off(1),
+        });
+        Self::new(pdus, seed, stream)
+    }
+
     /// The same with random numbers of another seed.
     #[must_use]
     pub fn with_seed(&self, seed: u64, stream: u64) -> Self {

@@ -23,6 +23,23 @@ pub fn scsi_command(tag: u32, cmd_sn: u32, cdb: &[u8], writes: bool, len: u32) -
     }
 }
 
+/// A Login Request that leads to full-feature phase at once, with its text: two names, and more keys
+/// that each end with a zero. The command after it has the number one.
+pub fn login(isid: [u8; 6], initiator: &str, target: &str, more: &str) -> Vec<u8> {
+    let mut bhs = [0; 48];
+    // Immediate, and from operational negotiation to full-feature phase.
+    (bhs[0], bhs[1]) = (0x43, 0x87);
+    bhs[8..14].copy_from_slice(&isid);
+    bhs[24..28].copy_from_slice(&1u32.to_be_bytes());
+    let text =
+        format!("InitiatorName={initiator}\0SessionType=Normal\0TargetName={target}\0{more}");
+    let len = (text.len() as u32).to_be_bytes();
+    bhs[5..8].copy_from_slice(&len[1..]);
+    let mut pdu = [&bhs[..], text.as_bytes()].concat();
+    pdu.resize(pdu.len().next_multiple_of(4), 0);
+    pdu
+}
+
 /// Data of a write to LUN 0.
 pub fn data_out(tag: u32, ttt: Ttt, sn: u32, offset: u32, is_final: bool) -> DataOut {
     DataOut {

@@ -64,7 +64,9 @@ impl DiskFault {
     }
 
     fn draw_one(rng: &mut Rng) -> Trouble {
-        let from = Duration::from_micros(rng.u64(0..300_000));
+        // Most of the work is done early.
+        let latest = [20_000, 60_000, 300_000][rng.usize(..3)];
+        let from = Duration::from_micros(rng.u64(0..latest));
         let length = [20_000, 500_000, 8_000_000, 90_000_000, 400_000_000][rng.usize(..5)];
         let until = from + Duration::from_micros(rng.u64(1..length));
         let kind = [Kind::Read, Kind::Write, Kind::Flush][rng.usize(..3)];

@@ -14,9 +14,9 @@ use fastrand::Rng;
 use riser_initiator::block::ZeroOptions;
 use riser_initiator::engine::{Client, Engine, Env, IoData, Session};
 use riser_initiator::lun::{Lun, LunError};
-use riser_initiator::request::{Cdb, DataLen, RequestResult};
+use riser_initiator::request::{Answer, Cdb, DataLen, RequestResult};
 use riser_initiator::url::TargetUrl;
-use riser_scsi::sense::SenseKey;
+use riser_scsi::sense::{Sense, SenseKey};
 use riser_scsi::srp::TargetPortId;
 use riser_tests::history::{BLOCK, History, Port, WriteId};
 use riser_transport::loopback::{Endpoint, Fabric};
@@ -292,9 +292,9 @@ impl User {
         debug!(port = self.port.0, ?blocks, "{command} ends: {outcome}");
     }
 
-    /// A command has no answer.
+    /// A command has failed.
     fn on_failure(&self, error: &LunError) {
-        if self.is_quiet && matches!(error, LunError::Request(_)) {
+        if self.is_quiet && !is_of_another(error) {
             self.judge::<(), _>(Err(format!("a quiet day, and a request fails: {error}")));
         }
     }
@@ -330,10 +330,12 @@ impl User {
         match result {
             Ok(true) => self.judge(self.history.acknowledge_durable(id)),
             Ok(false) => self.judge(self.history.acknowledge(id)),
-            Err(LunError::Check { .. } | LunError::Status(_)) => self.history.refuse(id),
             Err(error) => {
                 self.on_failure(&error);
-                self.history.lose(id);
+                match error {
+                    LunError::Check { .. } | LunError::Status(_) => self.history.refuse(id),
+                    _ => self.history.lose(id),
+                }
             }
         }
     }
@@ -423,8 +425,9 @@ impl User {
             }
             Ok(answer) => match answer.sense().map(|sense| sense.key) {
                 Some(SenseKey::Miscompare) => self.judge(self.history.refute(id)),
-                _ => self.history.refuse(id),
+                _ => self.end(id, Err(failure(&answer))),
             },
+            // A raw command is not repeated if another initiator resets the unit.
             Err(_) => self.history.lose(id),
         }
     }
@@ -480,6 +483,30 @@ impl User {
                 None
             }
         }
+    }
+}
+
+/// The error that an answer is.
+fn failure(answer: &Answer) -> LunError {
+    match answer.sense() {
+        Some(Sense {
+            key, additional, ..
+        }) => LunError::Check { key, additional },
+        None => LunError::Status(answer.status),
+    }
+}
+
+/// Whether a failure comes of what another initiator has done: a reservation, or commands that were
+/// cleared.
+fn is_of_another(error: &LunError) -> bool {
+    const CONFLICT: u8 = 0x18;
+    const TASK_ABORTED: u8 = 0x40;
+    match error {
+        LunError::Status(CONFLICT | TASK_ABORTED) => true,
+        LunError::Check { key, .. } => {
+            matches!(key, SenseKey::AbortedCommand | SenseKey::UnitAttention)
+        }
+        _ => false,
     }
 }
 

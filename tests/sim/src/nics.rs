@@ -10,7 +10,7 @@ use riser_transport::verbs::Mtu;
 use serde::{Deserialize, Serialize};
 
 use crate::plan::{Fault, Trouble};
-use crate::{initiator, target, text};
+use crate::text;
 
 /// A device, or the devices of all workers at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,15 +20,6 @@ pub enum Place {
     Path(usize),
     /// That of an initiator.
     Initiator(usize),
-}
-
-impl Place {
-    fn address(self) -> IpAddr {
-        match self {
-            Self::Path(path) => target::rdma_address(path),
-            Self::Initiator(index) => initiator::address(index),
-        }
-    }
 }
 
 /// A fault of RDMA devices.
@@ -70,21 +61,37 @@ impl NicFault {
         Trouble { from, until, fault }
     }
 
-    /// Begins at a place, or ends.
-    pub(crate) fn set(self, place: Place, is_active: bool, fabric: &Fabric) {
-        let at = place.address();
-        let broken = match self {
-            Self::LateReceives(micros) => {
-                let delay = if is_active { micros } else { 0 };
-                return fabric.delay_receives(at, Duration::from_micros(delay));
-            }
-            Self::Narrow(mtu) => return fabric.narrow(at, is_active.then_some(mtu)),
-            Self::BreakQp(nth) => (Breakage::Qp, nth),
-            Self::OverrunCq(nth) => (Breakage::Cq, nth),
-        };
-        match is_active {
-            true => fabric.break_one(at, broken.0, broken.1),
-            false => fabric.break_none(at),
+    /// Begins at an address, if it does not last but strikes.
+    pub(crate) fn strike(self, at: IpAddr, fabric: &Fabric) {
+        match self {
+            Self::BreakQp(nth) => fabric.break_one(at, Breakage::Qp, nth),
+            Self::OverrunCq(nth) => fabric.break_one(at, Breakage::Cq, nth),
+            Self::LateReceives(_) | Self::Narrow(_) => {}
         }
     }
+}
+
+/// Sets what lasts at the address of a place, from the faults that are there now.
+pub(crate) fn follow((place, at): (Place, IpAddr), active: &[Fault], fabric: &Fabric) {
+    let (mut delay, mut narrow, mut is_broken) = (0, None::<Mtu>, false);
+    for fault in active {
+        match *fault {
+            Fault::Nic(there, fault) if there == place => match fault {
+                NicFault::LateReceives(micros) => delay = delay.max(micros),
+                NicFault::Narrow(mtu) => narrow = Some(narrow.map_or(mtu, |m| m.min(mtu))),
+                NicFault::BreakQp(_) | NicFault::OverrunCq(_) => is_broken = true,
+            },
+            _ => {}
+        }
+    }
+    fabric.delay_receives(at, Duration::from_micros(delay));
+    fabric.narrow(at, narrow);
+    if !is_broken {
+        fabric.break_none(at);
+    }
+    let apart = match place {
+        Place::Path(path) => Fault::LosePath(path),
+        Place::Initiator(index) => Fault::Partition(index),
+    };
+    fabric.partition(at, active.contains(&apart));
 }

@@ -289,7 +289,7 @@ impl Plan {
             blocks: [16, 64, 512][rng.usize(..3)],
             longest: [1, 8, 64, 300][rng.usize(..4)],
             // Not drawn, so that what was drawn before stays as it is.
-            private_units: seed.is_multiple_of(3),
+            private_units: (seed / 6).is_multiple_of(3),
             initiators,
             troubles,
         }

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::net::IpAddr;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -22,11 +23,12 @@ use crate::executor::Executor;
 use crate::initiator::{self, Dialed, Heritage, Initiator, User, Verdict};
 use crate::leaks::{self, Guard};
 use crate::model::Model;
+use crate::nics::Place;
 use crate::plan::{Fault, Plan};
 use crate::rival::Rival;
 use crate::target::{self, Target};
 use crate::tcp::Network;
-use crate::{coverage, events};
+use crate::{coverage, events, nics};
 
 /// Virtual time after the last fault, in which all commands must have ended.
 pub const PATIENCE: Duration = Duration::from_secs(600);
@@ -465,7 +467,9 @@ impl World {
                     false => self.revive_initiator(index),
                 },
                 Fault::Unplug if is_active => self.fabric.unplug(target::ADDRESS),
-                Fault::Nic(place, fault) => fault.set(place, is_active, &self.fabric),
+                Fault::Nic(place, fault) if is_active => {
+                    fault.strike(self.address_of(place), &self.fabric);
+                }
                 Fault::MoveInitiator(index) => match is_active {
                     true => self.kill_initiator(index, true),
                     false => self.move_initiator(index),
@@ -474,19 +478,22 @@ impl World {
                     true => self.start_twin(at, index),
                     false => self.end_twin(at),
                 },
-                Fault::LosePath(path) => {
-                    let address = target::rdma_address(path);
-                    self.fabric.partition(address, is_active);
-                }
-                Fault::Partition(index) => {
-                    let address = initiator::address(index);
-                    self.fabric.partition(address, is_active);
-                }
                 _ => {}
             }
         }
         if is_changed {
             self.follow();
+        }
+    }
+
+    /// The address of an RDMA device by now.
+    fn address_of(&self, place: Place) -> IpAddr {
+        match place {
+            Place::Path(path) => target::rdma_address(path),
+            Place::Initiator(index) => match self.initiators.get(index) {
+                Some(one) => one.address,
+                None => initiator::address(index),
+            },
         }
     }
 
@@ -627,6 +634,7 @@ impl World {
         let lost = (0..self.plan.paths).filter(|path| active.contains(&Fault::LosePath(*path)));
         self.network
             .lose_paths(lost.map(target::tcp_address).collect());
+        self.follow_devices(&active);
         let disks = &mut self.target.faults;
         disks.reset();
         disks.is_stalled = active.contains(&Fault::StallDisks);
@@ -649,6 +657,24 @@ impl World {
             }
         }
         self.fabric.set_faults(wire);
+    }
+}
+
+impl World {
+    /// Sets what lasts at RDMA devices. Nothing does where an initiator is no more.
+    fn follow_devices(&self, active: &[Fault]) {
+        for path in (0..self.plan.paths).map(Place::Path) {
+            nics::follow((path, self.address_of(path)), active, &self.fabric);
+        }
+        for index in 0..self.initiators.len() {
+            let place = Place::Initiator(index);
+            for moves in 0..initiator::ADDRESSES {
+                let at = initiator::address_after(index, moves as u8);
+                let is_here = at == self.address_of(place);
+                let active = if is_here { active } else { &[] };
+                nics::follow((place, at), active, &self.fabric);
+            }
+        }
     }
 }
 

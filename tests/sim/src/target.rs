@@ -34,6 +34,9 @@ use crate::{cheat, initiator};
 /// Name of the iSCSI target.
 pub const IQN: &str = "iqn.2026-01.org.example:disk";
 
+/// Serial number of the disk.
+const SERIAL: &str = "D";
+
 /// Wait between rounds of a worker that polls.
 const SPIN: Duration = Duration::from_micros(10);
 
@@ -61,8 +64,9 @@ impl Failures {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn is_empty(&self) -> bool {
-        self.lock().is_empty()
+    /// Whether there is one of the disk.
+    fn has(&self) -> bool {
+        self.lock().contains_key(SERIAL)
     }
 }
 
@@ -127,6 +131,8 @@ pub struct Target {
     /// That of the unit of cheating peers.
     cheats: Disk,
     failures: Failures,
+    /// The process has the report of a failed write-back of the disk, and has not kept it yet.
+    is_heard: bool,
     reservations: KeptReservations,
     /// Times that the host was started.
     boots: u64,
@@ -161,7 +167,7 @@ impl Target {
         let (cheats, more) = cheats(plan);
         let text = format!(
             "identity: simulated\n\
-             backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true, write_cache: {} }}\n{backends}{cheats}\
+             backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true, serial: {SERIAL}, write_cache: {} }}\n{backends}{cheats}\
              targets:\n  - name: t\n    iqn: {IQN}\n    portals:\n{portals}    \
              luns: {{ 0: {{ backend: d }}{luns} }}\n    access: {access}\n{more}workers: {{ count: {} }}\n\
              limits: {{ connections_per_session: {} }}\n",
@@ -185,6 +191,7 @@ impl Target {
             private: private.collect(),
             cheats: Disk::new(0),
             failures: Failures::default(),
+            is_heard: false,
             reservations: KeptReservations::default(),
             boots: 1,
             rng: rng.fork(),
@@ -275,8 +282,6 @@ impl Target {
     /// Ends the process without a word. What it had at its disk may be done, in part or not at all.
     pub fn crash(&mut self, history: &History) {
         let was_unseen = self.disk.has_unseen_error();
-        let is_known =
-            self.has_failure() || self.members.iter().any(|m| m.kernel.has_completions());
         for member in &self.members {
             let mut operations = member.kernel.operations();
             operations.retain(|operation| operation.disk().is_some());
@@ -293,10 +298,10 @@ impl Target {
                 member.kernel.complete(operation.id, outcome);
             }
         }
-        // Who has heard of a lost write-back, and not yet written it down, takes it into the grave:
-        // the disk reports it once.
-        let is_heard = is_known || was_unseen != self.disk.has_unseen_error();
-        if is_heard && self.failures.is_empty() {
+        self.hear(was_unseen);
+        // The disk reports a lost write-back once. What a process had not kept of it is lost with
+        // the process.
+        if std::mem::take(&mut self.is_heard) {
             self.end_loss(history);
             history.forgive_losses();
         }
@@ -306,13 +311,11 @@ impl Target {
         self.threads = Threads::default();
     }
 
-    /// Whether the process knows of a failed flush.
-    fn has_failure(&self) -> bool {
-        let catalog = self.shared.as_ref().map(|shared| shared.registry.catalog());
-        let stores = catalog.iter().flat_map(|catalog| &catalog.stores).flatten();
-        stores
-            .map(|store| store.flush_failure())
-            .any(|failure| failure.is_some())
+    /// Notes that the disk has reported a failed write-back since the last look, or that the process
+    /// has kept that.
+    fn hear(&mut self, was_unseen: bool) {
+        self.is_heard |= was_unseen && !self.disk.has_unseen_error();
+        self.is_heard &= !self.failures.has();
     }
 
     /// A part of what is in the disk's cache cannot be written back. The disk reports that once, and
@@ -353,14 +356,19 @@ impl Target {
     /// The administrator looks at a failed flush, and at what it has lost, if there is one.
     pub fn clear_failures(&mut self, history: &History) {
         self.end_loss(history);
-        let was_kept = !self.failures.is_empty();
+        let mut is_forgiven = false;
         if !self.is_running() {
+            is_forgiven = self.failures.has();
             self.failures.lock().clear();
         }
         let catalog = self.shared.as_ref().map(|shared| shared.registry.catalog());
-        let stores = catalog.iter().flat_map(|catalog| &catalog.stores).flatten();
-        let cleared = stores.filter_map(|store| store.clear_flush_failure());
-        if cleared.count() > 0 || was_kept && !self.is_running() {
+        let stores = catalog.iter().flat_map(|catalog| &catalog.stores);
+        for (at, store) in stores.enumerate() {
+            let cleared = store.as_ref().and_then(|store| store.clear_flush_failure());
+            is_forgiven |= at == 0 && cleared.is_some();
+        }
+        if is_forgiven {
+            self.is_heard = false;
             history.forgive_losses();
         }
     }
@@ -395,6 +403,8 @@ impl Target {
             check(of("connections of iSCSI"), one.iscsi_sessions.len());
             let used = one.pool_size - one.pool_free;
             check(of("bytes of the pool"), used);
+            let closed = one.devices.iter().filter(|device| !device.is_open).count();
+            check(of("devices that were not opened again"), closed);
             for (addr, usage) in usages(one) {
                 let all = fresh.iter().filter(|other| other.worker == one.worker);
                 let mut all = all.flat_map(usages);
@@ -464,7 +474,9 @@ impl Target {
                 Next::Park(timeout) => timeout.map(|timeout| now + timeout),
             };
         }
+        let was_unseen = self.disk.has_unseen_error();
         let completed = member.complete(now, &mut self.faults, rng);
+        self.hear(was_unseen);
         worked > 0 || completed > 0
     }
 

@@ -11,6 +11,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use riser_test_peers::pdus;
 use riser_tests::load::Chance;
 use riser_tests::mutator::Mutator;
 use riser_tests::seeds;
@@ -79,28 +80,19 @@ pub(crate) fn attack(
             count,
             requests,
         ),
-        Wire::Iscsi => over_tcp(Mutator::of("stream", seed, wire as u64), count),
+        Wire::Iscsi => over_tcp(Mutator::of_pdus(seed, wire as u64), count),
         Wire::ConnectionManagement => datagrams(seed, count, requests),
         Wire::Roce => packets(seed, count, requests, sniffer),
     }
 }
 
-/// A Login Request that leads to full-feature phase at once, in a session of its own.
-fn login(chance: &mut Chance, more: &str) -> ([u8; 48], Vec<u8>) {
-    let mut bhs = [0; 48];
-    (bhs[0], bhs[1]) = (0x43, 0x87);
+/// A Login Request in a session of its own.
+fn login(chance: &mut Chance, more: &str) -> Vec<u8> {
     // The ISID, of the random kind.
-    bhs[8..14].fill_with(|| chance.below(256) as u8);
-    bhs[8] = 0x80;
-    let text = format!(
-        "InitiatorName=iqn.2026-01.com.example:stranger\0SessionType=Normal\0TargetName={OTHER}\0\
-         InitialR2T=No\0{more}"
-    );
-    let len = (text.len() as u32).to_be_bytes();
-    bhs[5..8].copy_from_slice(&len[1..]);
-    let mut data = text.into_bytes();
-    data.resize(data.len().next_multiple_of(4), 0);
-    (bhs, data)
+    let mut isid = [0x80; 6];
+    isid[1..].fill_with(|| chance.below(256) as u8);
+    let name = "iqn.2026-01.com.example:stranger";
+    pdus::login(isid, name, OTHER, &format!("InitialR2T=No\0{more}"))
 }
 
 /// A stream that is attacked.
@@ -138,8 +130,7 @@ impl Stream {
             since: Instant::now(),
         };
         if stream.logs_in {
-            let (bhs, data) = login(&mut mutator.chance, "");
-            stream.pending = [&bhs[..], &data].concat();
+            stream.pending = login(&mut mutator.chance, "");
         }
         stream
     }
@@ -301,10 +292,10 @@ impl Raid {
             (State::Ended, _) => false,
             (State::Connecting, _) => !is_stuck,
             (State::Open, Login::Wanted) => {
-                let (bhs, data) = login(&mut self.mutator.chance, "RDMAExtensions=Yes\0");
+                let login = login(&mut self.mutator.chance, "RDMAExtensions=Yes\0");
                 let mut header = [0; 28];
                 header[0] = 0x10;
-                let message = [&header[..], &bhs, &data].concat();
+                let message = [&header[..], &login].concat();
                 self.host.send(connection, &message);
                 (line.logs_in, line.valid, line.since) = (Login::Sent, 1, Instant::now());
                 true

@@ -182,21 +182,24 @@ impl Pace {
     }
 }
 
-/// A Login Request that leads to full-feature phase at once, with its text.
+/// A Login Request with the name of a peer.
 fn login(index: usize, more: &str) -> Vec<u8> {
-    let mut bhs = [0; 48];
-    (bhs[0], bhs[1]) = (0x43, 0x87);
-    bhs[8..14].copy_from_slice(&[0x80, 0, 0, 0, 2, index as u8]);
-    let text = format!(
-        "InitiatorName=iqn.2026-01.org.example:cheat{index}\0SessionType=Normal\0\
-         TargetName={IQN}\0InitialR2T=Yes\0ImmediateData=No\0{more}"
-    );
-    let len = (text.len() as u32).to_be_bytes();
-    bhs[5..8].copy_from_slice(&len[1..]);
-    let mut bytes = bhs.to_vec();
-    bytes.extend_from_slice(text.as_bytes());
-    bytes.resize(bytes.len().next_multiple_of(4), 0);
-    bytes
+    let name = format!("iqn.2026-01.org.example:cheat{index}");
+    let isid = [0x80, 0, 0, 0, 2, index as u8];
+    let more = format!("InitialR2T=Yes\0ImmediateData=No\0{more}");
+    riser_test_peers::pdus::login(isid, &name, IQN, &more)
+}
+
+/// Gives a changed PDU the number of the next command as a rule, without which a target looks at its
+/// header only.
+fn set_number(rng: &mut Rng, pdu: &mut [u8], number: &mut u32) {
+    if let Some(field) = pdu.get_mut(24..28)
+        && rng.u8(..4) > 0
+    {
+        field.copy_from_slice(&number.to_be_bytes());
+        // One that the target does not count makes a gap, which the next of another kind may fill.
+        *number += u32::from(rng.bool());
+    }
 }
 
 /// A WRITE of 16 to 512 blocks, whose data never come, or a READ, with the header of its PDU.

@@ -21,12 +21,15 @@ use riser_transport::wire::{
     Aeth, AethSyndrome, Bth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, Qpn, ROCE_PORT, emit_headers,
 };
 
-use super::{Act, CheatPlan, Pace, SRP_PORT, Surroundings, address, command, login};
+use super::{Act, CheatPlan, Pace, SRP_PORT, Surroundings, address, command, login, set_number};
 use crate::plan::Protocol;
 use crate::target;
 
 static SRP: LazyLock<Mutator> = LazyLock::new(|| Mutator::of("from_initiator", 0, 0));
 static ISER: LazyLock<Mutator> = LazyLock::new(|| Mutator::of("message", 0, 0));
+
+/// Bytes of the header before a PDU.
+const ISER_HEADER: usize = 28;
 
 /// Longest message.
 const SLOT: usize = 16 << 10;
@@ -315,7 +318,12 @@ impl RdmaCheat {
             4 => self.access(),
             5 => self.acknowledge(),
             _ => {
-                let message = self.mutator.message();
+                let mut message = self.mutator.message();
+                if self.pace.plan.protocol == Protocol::Iser
+                    && let Some(pdu) = message.get_mut(ISER_HEADER..)
+                {
+                    set_number(&mut self.pace.rng, pdu, &mut self.number);
+                }
                 self.send(&message);
             }
         }
@@ -452,8 +460,8 @@ impl RdmaCheat {
 }
 
 /// The header of iSER, with memory to read and to write if there is some.
-fn iser_header(memory: Option<(u32, u64)>) -> [u8; 28] {
-    let mut header = [0; 28];
+fn iser_header(memory: Option<(u32, u64)>) -> [u8; ISER_HEADER] {
+    let mut header = [0; ISER_HEADER];
     header[0] = 0x10;
     if let Some((key, at)) = memory {
         header[0] |= 0x0c;

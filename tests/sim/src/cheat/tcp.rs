@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use riser_tests::mutator::Mutator;
 
-use super::{Act, CheatPlan, Pace, Surroundings, address, command, login};
+use super::{Act, CheatPlan, Pace, Surroundings, address, command, login, set_number};
 use crate::initiator::{Dial, Dialed};
 use crate::target;
 
-static MESSAGES: LazyLock<Mutator> = LazyLock::new(|| Mutator::of("stream", 0, 0));
+static MESSAGES: LazyLock<Mutator> = LazyLock::new(|| Mutator::of_pdus(0, 0));
 
 /// Time after which it connects again.
 const AGAIN: Duration = Duration::from_millis(20);
@@ -92,7 +92,11 @@ impl TcpCheat {
                         self.number += 1;
                         command(rng, self.number - 1).to_vec()
                     }
-                    _ => self.mutator.message(),
+                    _ => {
+                        let mut pdu = self.mutator.message();
+                        set_number(rng, &mut pdu, &mut self.number);
+                        pdu
+                    }
                 };
                 // A part of it, and the rest never.
                 if self.pace.rng.u8(..16) == 0 {

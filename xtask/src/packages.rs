@@ -58,12 +58,13 @@ pub(crate) const fn need(
 
 /// Installs what is missing, if that is allowed, and returns what is missing still.
 pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
-    let mut missing = missing(needs);
+    let needs: Vec<&Need> = needs.into_iter().collect();
+    let mut lacking = missing(needs.iter().copied());
     // What is installed may replace a newer version of what was there, and take away what came with
     // that.
     for _ in 0..2 {
         let mut packages = BTreeMap::<_, Vec<_>>::new();
-        for need in &missing {
+        for need in &lacking {
             let purposes = packages.entry(need.package).or_default();
             if !purposes.contains(&need.purpose) {
                 purposes.push(need.purpose);
@@ -73,15 +74,15 @@ pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a N
             .iter()
             .map(|(p, purposes)| (*p, purposes.join(", ")));
         install(&packages.collect::<Vec<_>>());
-        missing.retain(is_missing);
+        lacking = missing(needs.iter().copied());
     }
-    for n in &missing {
+    for n in &lacking {
         println!(
             "missing: {} (Debian package {}): {}",
             n.program, n.package, n.purpose
         );
     }
-    missing
+    lacking
 }
 
 /// The needs that are not met now.
@@ -93,7 +94,8 @@ fn is_missing(need: &&Need) -> bool {
     sh::which(need.program).is_none()
 }
 
-/// Installs packages, each with its purpose, if that is allowed.
+/// Installs packages, each with its purpose, if that is allowed. A package is a name, `NAME=VERSION`
+/// or the path of an archive.
 pub(crate) fn install(packages: &[(&str, String)]) {
     if packages.is_empty() || !sh::is_root() || sh::which("apt-get").is_none() {
         return;
@@ -127,7 +129,8 @@ pub(crate) fn have_program(name: &str) -> Result<(), Failure> {
     if !may_install(&format!("{name}, from crates.io")) {
         return Err(format!("{name} is missing").into());
     }
-    let mut install = sh::cargo(["install", "-q", name, "--locked"]);
+    // Not optimized: to optimize it takes minutes, and it runs for seconds.
+    let mut install = sh::cargo(["install", "-q", name, "--locked", "--debug"]);
     if name == "mdbook" {
         // Its server and its search take most of the time to build, and are not for pages here.
         install.arg("--no-default-features");

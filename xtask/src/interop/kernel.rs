@@ -43,7 +43,7 @@ pub(crate) fn ensure() -> Result<Kernel, Failure> {
     if let Some(kernel) = find(&root) {
         return Ok(kernel);
     }
-    let apt = PrivateApt::new(&cache().join("apt"))?;
+    let apt = PrivateApt::new()?;
     let depends = apt.run("apt-cache", &["depends", META_PACKAGE])?;
     let package = depends
         .lines()
@@ -51,12 +51,7 @@ pub(crate) fn ensure() -> Result<Kernel, Failure> {
         .ok_or("the backports suite names no kernel")?
         .to_owned();
     println!("fetching Debian package {package}");
-    apt.run("apt-get", &["download", &package])?;
-    let archive = fs::read_dir(&apt.folder)?
-        .filter_map(Result::ok)
-        .map(|e| e.path())
-        .find(|p| p.extension().is_some_and(|e| e == "deb"))
-        .ok_or("the kernel package did not arrive")?;
+    let archive = apt.download(&package)?;
     // Unpacked beside its place and renamed: a run that is ended meanwhile leaves no half kernel
     // for the next one.
     let unpacking = cache().join(format!("kernel-{}", std::process::id()));
@@ -98,13 +93,20 @@ fn find(root: &Path) -> Option<Kernel> {
         })
 }
 
+/// Downloads a package from the backports suite, `NAME` or `NAME=VERSION`, and returns the path of
+/// its archive.
+pub(crate) fn download(package: &str) -> Result<PathBuf, Failure> {
+    PrivateApt::new()?.download(package)
+}
+
 /// An apt that knows only the backports suite and keeps its lists in a folder of ours.
 struct PrivateApt {
     folder: PathBuf,
 }
 
 impl PrivateApt {
-    fn new(folder: &Path) -> Result<Self, Failure> {
+    fn new() -> Result<Self, Failure> {
+        let folder = cache().join("apt");
         for sub in ["parts", "lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(folder.join(sub))?;
         }
@@ -133,11 +135,23 @@ impl PrivateApt {
             folder.join("parts/backports.list"),
             format!("deb [signed-by={keys}] {archive} {codename}-backports main\n"),
         )?;
-        let apt = Self {
-            folder: folder.to_path_buf(),
-        };
+        let apt = Self { folder };
         apt.run("apt-get", &["update", "-qq"])?;
         Ok(apt)
+    }
+
+    fn download(&self, package: &str) -> Result<PathBuf, Failure> {
+        self.run("apt-get", &["download", package])?;
+        let name = package.split('=').next().unwrap_or_default();
+        let is_it = |path: &PathBuf| {
+            let file = path.file_name().unwrap_or_default().to_string_lossy();
+            file.starts_with(&format!("{name}_")) && file.ends_with(".deb")
+        };
+        fs::read_dir(&self.folder)?
+            .filter_map(Result::ok)
+            .map(|e| e.path())
+            .find(is_it)
+            .ok_or_else(|| format!("the package {package} did not arrive").into())
     }
 
     fn run(&self, program: &str, args: &[&str]) -> Result<String, Failure> {

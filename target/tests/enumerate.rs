@@ -285,7 +285,11 @@ fn run(protocol: Protocol, fault: Fault) -> Report {
                         // As an administrator does after a failed flush.
                         let catalog = simulation.borrow().world.shared.registry.catalog();
                         for store in catalog.stores.iter().flatten() {
-                            store.clear_flush_failure();
+                            let was_kept = store.clear_flush_failure().is_some();
+                            let one = simulation.borrow();
+                            let failed = one.failed.as_ref().map(|(operation, _)| operation.op);
+                            let is_flush = matches!(failed, Some(Op::Sync(_)));
+                            assert!(is_flush || !was_kept, "{fault:?}: no flush has failed");
                         }
                         continue;
                     }

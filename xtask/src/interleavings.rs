@@ -35,5 +35,15 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     command.arg(&options.name);
     command.env("RISER_INTERLEAVINGS", options.runs.to_string());
     command.env("RISER_INTERLEAVINGS_SEED", options.seed.to_string());
-    sh::run(&mut command)
+    let text = sh::output(&mut command)?;
+    print!("{text}");
+    // A name that no test has any more would pass.
+    let passed = text.lines().filter_map(|line| {
+        let (_, counts) = line.split_once("test result: ok. ")?;
+        counts.split_once(" passed")?.0.parse::<u64>().ok()
+    });
+    match passed.sum::<u64>() {
+        0 => Err(format!("no test has {} in its name", options.name).into()),
+        _ => Ok(()),
+    }
 }

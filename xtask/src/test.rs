@@ -105,6 +105,12 @@ const CYCLES: Long = Long {
     args: &["--test-threads=1", "--nocapture"],
 };
 
+const SOAK: Long = Long {
+    test: "soak",
+    size: ("RISER_SOAK_CONNECTS", "20000"),
+    args: &["--nocapture"],
+};
+
 const CHANGES: Long = Long {
     test: "changes_during_io",
     size: ("RISER_CHANGES", "1000"),
@@ -159,6 +165,7 @@ const STEPS: &[Step] = &[
         .requiring(package::NEEDS)
         .requiring_crate(package::SUBCOMMAND)
         .extra(),
+    step("sessions that come and go", |_| again(&SOAK)).extra(),
     step("container", |_| container_step()).extra(),
     step("instructions", |_| Outcome::of(instructions::run()))
         .requiring(instructions::NEEDS)

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use riser_sync::atomic::{AtomicBool, Ordering};
 use riser_sync::testing::explore;
 use riser_sync::thread;
 
@@ -73,16 +74,21 @@ fn interleavings_of_capacity_changes_notify_of_the_last_one() {
         let lu = Arc::new(LogicalUnit::new(config(BlockSize::B512, 128)).unwrap());
         lu.add_nexus(A, srp_nexus(1));
         assert_eq!(pending(&lu, A), [Attention::PowerOn]);
+        let is_met = Arc::new(AtomicBool::new(false));
+        let meets = Arc::clone(&is_met);
         both(
             &lu,
             |lu| lu.set_capacity(256).unwrap(),
-            |lu| {
+            move |lu| {
                 // An initiator that meets the attention finds the new capacity.
                 if lu.take_attention(A) == Some(Attention::CapacityChanged) {
                     assert_eq!(lu.capacity_blocks(), 256);
+                    meets.store(true, Ordering::Relaxed);
                 }
             },
         );
         assert_eq!(lu.capacity_blocks(), 256);
+        let is_late = pending(&lu, A).contains(&Attention::CapacityChanged);
+        assert_ne!(is_late, is_met.load(Ordering::Relaxed), "notified once");
     });
 }

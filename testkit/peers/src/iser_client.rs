@@ -217,9 +217,23 @@ impl<P: Provider> Client<P> {
     fn send(&mut self, buffers: Buffers, pdu: &FromInitiator, data: &[u8]) {
         let mut bytes = Vec::new();
         put_control(buffers, pdu.header(), &pdu.ahs(), data, &mut bytes);
+        self.post(&bytes);
+    }
+
+    /// Sends the first request of a login, and waits for its answer.
+    pub fn begin_login(&mut self, pdu: &[u8], pump: Pump<'_, P>) {
+        let mut header = [0; 28];
+        header[0] = 0x10;
+        self.post(&[&header[..], pdu].concat());
+        let (answer, _) = self.next(pump);
+        assert!(matches!(answer, FromTarget::LoginResponse(_)), "{answer:?}");
+    }
+
+    /// Posts a message.
+    fn post(&mut self, bytes: &[u8]) {
         let slot = self.next_tx % TX_SLOTS;
         self.next_tx += 1;
-        self.tx.write(slot * TX, &bytes);
+        self.tx.write(slot * TX, bytes);
         let sge = [Sge {
             addr: self.tx.addr() + (slot * TX) as u64,
             length: bytes.len() as u32,

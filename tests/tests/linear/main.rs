@@ -82,8 +82,11 @@ fn on(wire: &Wire, host: usize, command: String) {
     wire.hosts[host].run(move || sh(&command)).unwrap();
 }
 
-/// One trouble, from its begin to its end. Returns its name.
-fn trouble(wire: &Wire, contest: &Contest, chance: &mut Chance) -> &'static str {
+/// Kinds of trouble.
+const KINDS: u64 = 8;
+
+/// One trouble of a kind, from its begin to its end. Returns its name.
+fn trouble(wire: &Wire, contest: &Contest, chance: &mut Chance, kind: u64) -> &'static str {
     // Longer than it takes to give up an attempt, or just long enough to lose a few frames.
     let most = [30, 300, 1500][chance.below(3) as usize];
     let span = chance.between(Duration::from_millis(1), Duration::from_millis(most));
@@ -110,7 +113,7 @@ fn trouble(wire: &Wire, contest: &Contest, chance: &mut Chance) -> &'static str 
             .for_each(|&host| wire.change(host, Weather::FAIR));
     };
     let everyone: Vec<usize> = (1..HOSTS).collect();
-    match chance.below(8) {
+    match kind {
         0 => {
             during(&[host], apart(blocked[0]));
             "a host apart"
@@ -181,7 +184,7 @@ fn initiators_on_networks_that_fail_agree_about_every_block() {
     let (started, mut reported) = (Instant::now(), Instant::now());
     let (mut troubles, mut versions) = (0, 0);
     let mut last = "none";
-    while contest.done() < operations {
+    while contest.done() < operations || troubles < KINDS {
         // Some follow so soon that the one before is not over for everyone.
         let calm = [1, 10, 50][chance.below(3) as usize];
         contest.go_on(&format!("after trouble {troubles}, {last}"), calm);
@@ -191,7 +194,13 @@ fn initiators_on_networks_that_fail_agree_about_every_block() {
             println!("{done} operations, {troubles} troubles in {seconds} s");
             reported = Instant::now();
         }
-        last = trouble(&wire, &contest, &mut chance);
+        // Each kind once, and then any.
+        let kind = if troubles < KINDS {
+            troubles
+        } else {
+            chance.below(KINDS)
+        };
+        last = trouble(&wire, &contest, &mut chance, kind);
         troubles += 1;
     }
     contest.go_on("at the end", 8);

@@ -40,6 +40,10 @@ impl ReservationKeeper for Keeper {
 struct Device {
     lu: LogicalUnit,
     disk: Vec<u8>,
+    /// Writes of a command that may stay in a cache.
+    cached: usize,
+    /// Flushes of a command.
+    flushes: usize,
 }
 
 impl Device {
@@ -90,6 +94,8 @@ impl Device {
         Self {
             lu,
             disk: vec![0; BLOCKS as usize * BLOCK],
+            cached: 0,
+            flushes: 0,
         }
     }
 
@@ -107,6 +113,7 @@ impl Device {
             luns: &[LunId::ZERO],
             read_only: false,
         };
+        (self.cached, self.flushes) = (0, 0);
         let (mut command, mut step) = self.lu.start(&request);
         let mut buffer = vec![0xee; command.buffer_len() as usize];
         let mut sent = Vec::new();
@@ -158,15 +165,16 @@ impl Device {
                 offset,
                 len,
                 buffer_offset,
-                ..
+                fua,
             } => {
+                self.cached += usize::from(!fua);
                 let bytes = &buffer[buffer_offset as usize..][..len as usize];
                 self.disk[disk(offset, len.into())].copy_from_slice(bytes);
             }
             BlockOp::Discard { offset, len } | BlockOp::WriteZeroes { offset, len, .. } => {
                 self.disk[disk(offset, len)].fill(0);
             }
-            BlockOp::Flush { .. } => {}
+            BlockOp::Flush { .. } => self.flushes += 1,
             BlockOp::Status { .. } | BlockOp::ChangeReservations(_) => {
                 unreachable!("no command here asks for it")
             }
@@ -313,6 +321,22 @@ enum Length {
     Any(#[generator(0..20_000u16)] u16),
 }
 
+/// A write with FUA leaves nothing in a cache, and a flush is one.
+fn check_durability(device: &Device, command: &Command, cdb: &[u8]) {
+    let writes = matches!(
+        command,
+        Command::Write(_) | Command::CompareAndWrite(_) | Command::OrWrite(_)
+    );
+    // CDBs of six bytes have no such bit.
+    if writes && cdb.len() > 6 && cdb[1] & 8 != 0 {
+        let is_durable = device.cached == 0 || device.flushes > 0;
+        assert!(is_durable, "{cdb:02x?} leaves its data in a cache");
+    }
+    if matches!(command, Command::SynchronizeCache(_)) {
+        assert!(device.flushes > 0, "{cdb:02x?} flushes nothing");
+    }
+}
+
 /// Data-Out that a command wants, by its own fields.
 fn wanted_out(command: &Command) -> usize {
     match command {
@@ -441,6 +465,7 @@ fn act(device: &mut Device, model: &mut Disk, action: &Action) {
         } => {
             assert_eq!(response.status, Status::Good, "{}", shown());
             assert_eq!(sent, expected, "{}", shown());
+            check_durability(device, command, &cdb);
             assert_eq!(
                 response.residual_in,
                 residual(wanted_in, data_in),

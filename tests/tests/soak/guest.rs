@@ -1,7 +1,7 @@
 //! A host whose sessions come and go, in every way in which a session can begin and end.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn};
 use riser_scsi::srp::{ILogout, Tag, TargetPortId};
 use riser_test_peers::iser_client::Client as Iser;
 use riser_test_peers::mini::{Mini, Refused, login_req, real};
+use riser_test_peers::pdus;
 use riser_test_peers::tcp::Client as Tcp;
 use riser_tests::load::Chance;
 use riser_transport::roce::{Roce, RoceConfig};
@@ -145,7 +146,7 @@ impl Guest {
         let mut client = Iser::connect(self.device(), to, true, &mut real).expect("a connection");
         let target = if end == End::Refused { NOBODY } else { IQN };
         if end == End::Half {
-            return;
+            return client.begin_login(&self.first_of_login("RDMAExtensions=Yes\0"), &mut real);
         }
         let login = client.login(Some(target), self.number, &[], &mut real);
         if end == End::Refused {
@@ -164,12 +165,30 @@ impl Guest {
         }
     }
 
+    /// A Login Request that another is to follow.
+    fn first_of_login(&self, more: &str) -> Vec<u8> {
+        let isid = [0x80, 0, 0, 0, 0, self.number];
+        let mut pdu = pdus::login(isid, "iqn.2026-01.com.example:half", IQN, more);
+        // Of the operational stage, without a transit to the next.
+        pdu[1] = 0x04;
+        pdu
+    }
+
     fn tcp(&mut self, end: End) {
         let to = SocketAddr::from((TARGET, 3260));
         if end == End::Half {
             let mut socket = TcpStream::connect(to).unwrap();
-            let len = self.chance.below(48) as usize;
-            return socket.write_all(&[0x43; 48][..len]).unwrap();
+            let pdu = self.first_of_login("");
+            // A part of it, or all and its answer.
+            let len = match self.chance.below(2) {
+                0 => self.chance.below(pdu.len() as u64) as usize,
+                _ => pdu.len(),
+            };
+            socket.write_all(&pdu[..len]).unwrap();
+            if len == pdu.len() {
+                socket.read_exact(&mut [0; 48]).unwrap();
+            }
+            return;
         }
         let target = if end == End::Refused { NOBODY } else { IQN };
         // Ports of one address would run out: those of closed connections rest for a minute.

@@ -1,10 +1,13 @@
 //! How a command sees the bytes of its data buffer.
 //!
-//! A command's buffer belongs to the target: it is a list of registered
-//! segments shared by the network and the disk. A command never holds it; it
-//! looks at it through [`DataAccess`] while it decides its next step. Block
-//! data passes by untouched; only parameter lists, comparison and pattern
-//! writes look inside.
+//! A command's buffer belongs to the target: it is a list of registered segments shared by the
+//! network and the disk. A command never holds it; it copies out of it and into it through
+//! [`DataAccess`] while it decides its next step. No reference into the buffer exists, since a
+//! device may write there at any time. Block data passes by untouched; only parameter lists,
+//! comparison and pattern writes look inside.
+
+/// Bytes of the pieces in which a command looks at more.
+const PIECE: usize = 4096;
 
 /// The bytes of one command's data buffer, possibly in several segments.
 ///
@@ -19,13 +22,17 @@ pub trait DataAccess {
         self.len() == 0
     }
 
-    /// The longest contiguous run of bytes that starts at `offset`.
+    /// Copies bytes out of the buffer, from `offset` on.
     ///
-    /// Never empty while `offset < self.len()`.
-    fn chunk(&self, offset: u32) -> &[u8];
+    /// # Panics
+    /// If `into` is longer than what the buffer has from there on.
+    fn read(&self, offset: u32, into: &mut [u8]);
 
-    /// The same run, for writing.
-    fn chunk_mut(&mut self, offset: u32) -> &mut [u8];
+    /// Copies bytes into the buffer, from `offset` on.
+    ///
+    /// # Panics
+    /// If `from` is longer than what the buffer has from there on.
+    fn write(&mut self, offset: u32, from: &[u8]);
 }
 
 impl DataAccess for Vec<u8> {
@@ -33,12 +40,12 @@ impl DataAccess for Vec<u8> {
         u32::try_from(self.as_slice().len()).expect("a data buffer is shorter than 4 GiB")
     }
 
-    fn chunk(&self, offset: u32) -> &[u8] {
-        &self[offset as usize..]
+    fn read(&self, offset: u32, into: &mut [u8]) {
+        into.copy_from_slice(&self[offset as usize..][..into.len()]);
     }
 
-    fn chunk_mut(&mut self, offset: u32) -> &mut [u8] {
-        &mut self[offset as usize..]
+    fn write(&mut self, offset: u32, from: &[u8]) {
+        self[offset as usize..][..from.len()].copy_from_slice(from);
     }
 }
 
@@ -51,43 +58,20 @@ impl DataAccess for NoData {
         0
     }
 
-    fn chunk(&self, _offset: u32) -> &[u8] {
-        &[]
+    fn read(&self, _offset: u32, into: &mut [u8]) {
+        assert!(into.is_empty(), "a command without data reads some");
     }
 
-    fn chunk_mut(&mut self, _offset: u32) -> &mut [u8] {
-        &mut []
+    fn write(&mut self, _offset: u32, from: &[u8]) {
+        assert!(from.is_empty(), "a command without data writes some");
     }
 }
 
-/// Copies bytes out of the buffer; `into` must lie inside it.
-pub(crate) fn copy_out(data: &dyn DataAccess, offset: u32, into: &mut [u8]) {
-    let mut done = 0;
-    while done < into.len() {
-        let chunk = data.chunk(offset + done as u32);
-        assert!(
-            !chunk.is_empty(),
-            "the data buffer is shorter than the command asked"
-        );
-        let take = chunk.len().min(into.len() - done);
-        into[done..done + take].copy_from_slice(&chunk[..take]);
-        done += take;
-    }
-}
-
-/// Copies bytes into the buffer; `from` must fit.
-pub(crate) fn copy_in(data: &mut dyn DataAccess, offset: u32, from: &[u8]) {
-    let mut done = 0;
-    while done < from.len() {
-        let chunk = data.chunk_mut(offset + done as u32);
-        assert!(
-            !chunk.is_empty(),
-            "the data buffer is shorter than the command asked"
-        );
-        let take = chunk.len().min(from.len() - done);
-        chunk[..take].copy_from_slice(&from[done..done + take]);
-        done += take;
-    }
+/// Ranges of the pieces of a range of `len` bytes, which counts from 0.
+fn pieces(len: u32) -> impl Iterator<Item = (u32, usize)> {
+    (0..len)
+        .step_by(PIECE)
+        .map(move |at| (at, PIECE.min((len - at) as usize)))
 }
 
 /// Compares two ranges of the buffer; the index of the first byte that differs.
@@ -97,22 +81,17 @@ pub(crate) fn first_difference(
     right_offset: u32,
     len: u32,
 ) -> Option<u32> {
-    let mut done = 0;
-    while done < len {
-        let left = data.chunk(left_offset + done);
-        let right = data.chunk(right_offset + done);
-        let take = left.len().min(right.len()).min((len - done) as usize);
-        assert!(
-            take > 0,
-            "the data buffer is shorter than the command asked"
-        );
-        if left[..take] != right[..take] {
-            // Whole chunks are compared first, which is fast; only in the one that differs are the
-            // bytes looked at.
-            let index = (0..take).find(|&i| left[i] != right[i])?;
-            return Some(done + index as u32);
+    let (mut left, mut right) = ([0; PIECE], [0; PIECE]);
+    for (at, take) in pieces(len) {
+        let (left, right) = (&mut left[..take], &mut right[..take]);
+        data.read(left_offset + at, left);
+        data.read(right_offset + at, right);
+        // Whole pieces are compared first, which is fast; only in the one that differs are the
+        // bytes looked at.
+        if left != right {
+            let index = left.iter().zip(&*right).position(|(a, b)| a != b)?;
+            return Some(at + index as u32);
         }
-        done += take as u32;
     }
     None
 }
@@ -120,79 +99,69 @@ pub(crate) fn first_difference(
 /// Sets in one range of the buffer the bits that another one has. The ranges do
 /// not overlap.
 pub(crate) fn or_into(data: &mut dyn DataAccess, into: u32, from: u32, len: u32) {
-    // Through a piece on the stack: the buffer cannot be borrowed in two places, one of them to be
-    // written.
-    let mut piece = [0; 4096];
-    let mut done = 0;
-    while done < len {
-        let target = data.chunk(into + done).len();
-        let take = target.min(piece.len()).min((len - done) as usize);
-        assert!(
-            take > 0,
-            "the data buffer is shorter than the command asked"
-        );
-        copy_out(data, from + done, &mut piece[..take]);
-        let target = &mut data.chunk_mut(into + done)[..take];
-        for (byte, more) in target.iter_mut().zip(&piece) {
+    let (mut bits, mut more) = ([0; PIECE], [0; PIECE]);
+    for (at, take) in pieces(len) {
+        let (bits, more) = (&mut bits[..take], &mut more[..take]);
+        data.read(into + at, bits);
+        data.read(from + at, more);
+        for (byte, more) in bits.iter_mut().zip(&*more) {
             *byte |= more;
         }
-        done += take as u32;
+        data.write(into + at, bits);
     }
 }
 
 /// Whether every byte of a range is zero.
 pub(crate) fn is_zero(data: &dyn DataAccess, offset: u32, len: u32) -> bool {
-    let mut done = 0;
-    while done < len {
-        let chunk = data.chunk(offset + done);
-        let take = chunk.len().min((len - done) as usize);
-        assert!(
-            take > 0,
-            "the data buffer is shorter than the command asked"
-        );
-        if chunk[..take].iter().any(|&byte| byte != 0) {
-            return false;
-        }
-        done += take as u32;
-    }
-    true
+    let mut piece = [0; PIECE];
+    pieces(len).all(|(at, take)| {
+        let piece = &mut piece[..take];
+        data.read(offset + at, piece);
+        piece.iter().all(|&byte| byte == 0)
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Segments of three bytes, to cross as many borders as possible.
-    struct Pieces(Vec<[u8; 3]>);
-
-    impl DataAccess for Pieces {
-        fn len(&self) -> u32 {
-            self.0.len() as u32 * 3
-        }
-        fn chunk(&self, offset: u32) -> &[u8] {
-            &self.0[offset as usize / 3][offset as usize % 3..]
-        }
-        fn chunk_mut(&mut self, offset: u32) -> &mut [u8] {
-            &mut self.0[offset as usize / 3][offset as usize % 3..]
-        }
-    }
-
     #[test]
-    fn scattered_bytes_read_back_compare_and_differ() {
-        let mut data = Pieces(vec![[0; 3]; 7]);
+    fn bytes_of_a_buffer_compare_differ_and_join() {
+        let mut data = vec![0; 21];
         assert!(is_zero(&data, 0, 21));
-        copy_in(&mut data, 2, &[1, 2, 3, 4, 5, 6, 7]);
-        copy_in(&mut data, 11, &[1, 2, 3, 4, 5, 9, 7]);
+        data.write(2, &[1, 2, 3, 4, 5, 6, 7]);
+        data.write(11, &[1, 2, 3, 4, 5, 9, 7]);
         let mut out = [0; 7];
-        copy_out(&data, 2, &mut out);
+        data.read(2, &mut out);
         assert_eq!(out, [1, 2, 3, 4, 5, 6, 7]);
         assert_eq!(first_difference(&data, 2, 11, 5), None);
         assert_eq!(first_difference(&data, 2, 11, 7), Some(5));
         assert!(!is_zero(&data, 0, 21));
         assert!(is_zero(&data, 9, 2));
         or_into(&mut data, 0, 10, 9);
-        copy_out(&data, 2, &mut out);
+        data.read(2, &mut out);
         assert_eq!(out, [3, 3, 7, 5, 13, 7, 7]);
         assert!(NoData.is_empty());
+    }
+
+    #[test]
+    fn what_lies_in_a_later_piece_is_seen() {
+        let len = 2 * PIECE as u32 + 9;
+        let mut data = vec![0; 2 * len as usize];
+        for at in [0, PIECE as u32 - 1, PIECE as u32, len - 1] {
+            data.write(len + at, &[1]);
+            assert!(!is_zero(&data, len, len));
+            assert_eq!(first_difference(&data, 0, len, len), Some(at));
+            assert_eq!(first_difference(&data, 0, len, at), None);
+            or_into(&mut data, 0, len, len);
+            assert_eq!(first_difference(&data, 0, len, len), None);
+            data.fill(0);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "out of range")]
+    fn a_range_past_the_end_panics() {
+        vec![0; 4].read(2, &mut [0; 3]);
     }
 }

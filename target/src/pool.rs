@@ -27,8 +27,8 @@
 //! - Every byte of the pool belongs to the pool or to exactly one buffer.
 //! - A buffer goes back through [`Pool::release`]; one that is merely dropped is a bug, which
 //!   debug builds report.
-//! - While a device reads or writes a buffer, there is no call of [`DataAccess`] on it: the channel
-//!   that owns the buffer alternates between device operations and looking at the bytes.
+//! - No reference into a buffer exists while a device may write it: bytes are copied out and in
+//!   ([`DataAccess`]), and who looks at them in place promises that ([`Buffer::for_each_piece`]).
 //!
 //! # Not implemented
 //! Growing: the size is fixed when the worker starts.
@@ -610,45 +610,61 @@ impl Buffer {
     /// # Panics
     /// If they do not fit.
     pub fn write(&self, offset: u32, bytes: &[u8]) {
-        let end = u32::try_from(bytes.len())
-            .ok()
-            .and_then(|len| offset.checked_add(len))
-            .filter(|&end| end <= self.len)
-            .expect("the bytes fit the buffer");
         let mut done = 0;
-        for range in self.ranges(offset..end) {
+        for range in self.ranges(self.part(offset, bytes.len())) {
             let len = range.len();
             self.memory.write(range.start, &bytes[done..done + len]);
             done += len;
         }
     }
 
-    fn run(&self, offset: u32) -> Range<usize> {
-        self.ranges(offset..self.len).next().unwrap_or(0..0)
+    /// The part of `len` bytes from `offset` on.
+    fn part(&self, offset: u32, len: usize) -> Range<u32> {
+        let end = u32::try_from(len)
+            .ok()
+            .and_then(|len| offset.checked_add(len))
+            .filter(|&end| end <= self.len);
+        offset..end.expect("the bytes fit the buffer")
+    }
+
+    /// Calls `f` with the bytes of a part, piece by piece and in order, where they lie: for a digest,
+    /// which is to cost no copy.
+    ///
+    /// # Safety
+    /// No operation that writes the part, of the ring or of a device, is under way until this
+    /// returns.
+    ///
+    /// # Panics
+    /// If the part is not within the buffer.
+    #[allow(
+        unsafe_code,
+        reason = "looks at a buffer in place, between operations of devices"
+    )]
+    pub unsafe fn for_each_piece(&self, part: Range<u32>, mut f: impl FnMut(&[u8])) {
+        assert!(part.end <= self.len, "part {part:?} beyond {}", self.len);
+        for run in self.ranges(part) {
+            // SAFETY: the caller's promise; the run belongs to this buffer alone.
+            unsafe { self.memory.with_bytes(run.start, run.len(), &mut f) };
+        }
     }
 }
 
-#[allow(
-    unsafe_code,
-    reason = "a command looks at its own buffer in place, between device operations"
-)]
 impl DataAccess for Buffer {
     fn len(&self) -> u32 {
         self.len
     }
 
-    fn chunk(&self, offset: u32) -> &[u8] {
-        let run = self.run(offset);
-        // SAFETY: the range belongs to this buffer alone and lies in a mapping that the buffer
-        // keeps alive; the bytes are initialised. By the rule in the module header no device writes
-        // them while the channel looks at them.
-        unsafe { std::slice::from_raw_parts(self.memory.ptr(run.start), run.len()) }
+    fn read(&self, offset: u32, into: &mut [u8]) {
+        let mut done = 0;
+        for range in self.ranges(self.part(offset, into.len())) {
+            let len = range.len();
+            self.memory.read(range.start, &mut into[done..done + len]);
+            done += len;
+        }
     }
 
-    fn chunk_mut(&mut self, offset: u32) -> &mut [u8] {
-        let run = self.run(offset);
-        // SAFETY: as in `chunk`; `&mut self` makes this the only view from this side.
-        unsafe { std::slice::from_raw_parts_mut(self.memory.ptr(run.start), run.len()) }
+    fn write(&mut self, offset: u32, from: &[u8]) {
+        Buffer::write(self, offset, from);
     }
 }
 
@@ -678,14 +694,22 @@ mod tests {
         let data: Vec<u8> = (0..3000u32).map(|i| (i % 251) as u8).collect();
         let at = (1 << 20) - 1000;
         buffer.write(at, &data);
-        let mut back = Vec::new();
-        while back.len() < data.len() {
-            back.extend_from_slice(buffer.chunk(at + back.len() as u32));
+        let mut back = vec![0; data.len()];
+        buffer.read(at, &mut back);
+        assert_eq!(back, data);
+        let mut in_place = Vec::new();
+        // SAFETY: no device knows the buffer.
+        #[allow(unsafe_code, reason = "what is tested")]
+        unsafe {
+            let part = at..at + data.len() as u32;
+            buffer.for_each_piece(part, |piece| in_place.extend_from_slice(piece));
         }
-        assert_eq!(back[..data.len()], data);
-        buffer.chunk_mut(len - 1)[0] = 9;
-        assert_eq!(buffer.chunk(len - 1), [9]);
-        assert!(buffer.chunk(len).is_empty());
+        assert_eq!(in_place, data);
+        buffer.write(len - 1, &[9]);
+        let mut last = [0];
+        buffer.read(len - 1, &mut last);
+        assert_eq!(last, [9]);
+        buffer.read(len, &mut []);
         let total: usize = buffer.slices(5..len).map(|s| s.len()).sum();
         assert_eq!(total, len as usize - 5);
         pool.release(buffer);

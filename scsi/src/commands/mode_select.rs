@@ -6,7 +6,6 @@
 use super::mode_pages::{FLAGS, changeable, render};
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use super::threshold;
-use crate::access::copy_out;
 use crate::cdb::Cdb;
 use crate::data::field::Field;
 use crate::data::mode::{
@@ -75,7 +74,7 @@ impl Steps for ModeSelect {
             return Ok(Next::Answer(DataIn::None));
         }
         let mut list = vec![0; self.list_len as usize];
-        copy_out(context.data, 0, &mut list);
+        context.data.read(0, &mut list);
         let (mask, values) = parse(&list, self.header, context.lu)?;
         let before = context.lu.flags();
         // First the bit, then the flush: writes that start from here on go through, and those

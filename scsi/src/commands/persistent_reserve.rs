@@ -4,7 +4,6 @@
 //! preempted nexuses aborted when it has taken effect, and is answered when they are gone.
 
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
-use crate::access::copy_out;
 use crate::cdb::Cdb;
 use crate::data::cdb::persistent_reserve::{
     ALLOCATION_LENGTH, PARAMETER_LIST_LENGTH, SCOPE, SERVICE_ACTION, TYPE,
@@ -73,7 +72,7 @@ impl ReserveOut {
     /// The change that the parameters ask for.
     fn parse(&mut self, context: &Context<'_>) -> Result<ReservationChange, Sense> {
         let mut list = [0; out::LEN];
-        copy_out(context.data, 0, &mut list);
+        context.data.read(0, &mut list);
         let refused = |field: Field<bool>| {
             Sense::parameter_field(field.at() as u16, Some(field.highest_bit()))
         };

@@ -1,7 +1,6 @@
 //! UNMAP (SBC-3 5.28).
 
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
-use crate::access::copy_out;
 use crate::cdb::Cdb;
 use crate::data::cdb::unmap::PARAMETER_LIST_LENGTH;
 use crate::data::unmap::{
@@ -44,7 +43,7 @@ impl Unmap {
     /// Checks the whole list before anything is unmapped; the descriptor count.
     fn check(&self, context: &Context<'_>) -> Result<u32, Sense> {
         let mut header = [0; HEADER_LEN];
-        copy_out(context.data, 0, &mut header);
+        context.data.read(0, &mut header);
         // The list may be shorter than its length fields say: what arrived
         // counts. A part of a descriptor is ignored (SBC-3 5.28.2).
         let declared = DESCRIPTORS_LENGTH.get(&header).unwrap_or_default();
@@ -117,6 +116,6 @@ fn needs_flush(lu: &LogicalUnit) -> bool {
 fn descriptor(context: &Context<'_>, index: u32) -> (u64, u32) {
     let mut bytes = [0; DESCRIPTOR_LEN];
     let at = HEADER_LEN as u32 + index * DESCRIPTOR_LEN as u32;
-    copy_out(context.data, at, &mut bytes);
+    context.data.read(at, &mut bytes);
     parse_descriptor(&bytes).expect("all of the descriptor was copied")
 }

@@ -1,7 +1,7 @@
 //! WRITE SAME (10) and (16) (SBC-3 5.48, 5.49).
 
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps, Transfer};
-use crate::access::{copy_in, copy_out, is_zero};
+use crate::access::is_zero;
 use crate::cdb::Cdb;
 use crate::data::cdb::write_same_16::{NDOB, UNMAP};
 use crate::lu::LogicalUnit;
@@ -126,9 +126,9 @@ impl WriteSame {
         // As long as the longest logical block, on the stack, so that nothing is allocated.
         let mut pattern = [0; 4096];
         let pattern = &mut pattern[..block as usize];
-        copy_out(context.data, 0, pattern);
+        context.data.read(0, pattern);
         for at in (block..self.segment).step_by(block as usize) {
-            copy_in(context.data, at, pattern);
+            context.data.write(at, pattern);
         }
     }
 }

@@ -18,7 +18,7 @@ mod reserve;
 mod state;
 mod stream;
 
-use crate::access::{DataAccess, copy_in, copy_out};
+use crate::access::DataAccess;
 use crate::config::{BlockSize, Config, Identity, Limits, Provisioning};
 use crate::data::designator::Naa;
 use crate::device_server::Request;
@@ -55,11 +55,15 @@ impl DataAccess for Scatter {
     fn len(&self) -> u32 {
         self.len
     }
-    fn chunk(&self, offset: u32) -> &[u8] {
-        &self.pieces[offset as usize / PIECE][offset as usize % PIECE..]
+    fn read(&self, offset: u32, into: &mut [u8]) {
+        for (at, byte) in (offset as usize..).zip(into) {
+            *byte = self.pieces[at / PIECE][at % PIECE];
+        }
     }
-    fn chunk_mut(&mut self, offset: u32) -> &mut [u8] {
-        &mut self.pieces[offset as usize / PIECE][offset as usize % PIECE..]
+    fn write(&mut self, offset: u32, from: &[u8]) {
+        for (at, byte) in (offset as usize..).zip(from) {
+            self.pieces[at / PIECE][at % PIECE] = *byte;
+        }
     }
 }
 
@@ -254,13 +258,13 @@ impl Rig {
                 Step::ReceiveData { from, len } => {
                     assert_eq!(from, received, "pieces come in order");
                     received += len;
-                    copy_in(&mut buffer, 0, &out[from as usize..received as usize]);
+                    buffer.write(0, &out[from as usize..received as usize]);
                     StepResult::Done
                 }
                 Step::SendData { from, len } => {
                     assert_eq!(from as usize, sent.len(), "pieces go in order");
                     let mut bytes = vec![0; len as usize];
-                    copy_out(&buffer, 0, &mut bytes);
+                    buffer.read(0, &mut bytes);
                     sent.extend(bytes);
                     StepResult::Done
                 }
@@ -298,7 +302,7 @@ impl Rig {
             } => {
                 let blocks = self.blocks(offset, len.into());
                 let bytes = &self.disk[blocks.start * size..blocks.end * size];
-                copy_in(buffer, buffer_offset, bytes);
+                buffer.write(buffer_offset, bytes);
             }
             BlockOp::Write {
                 offset,
@@ -309,7 +313,7 @@ impl Rig {
                 let blocks = self.blocks(offset, len.into());
                 self.mapped[blocks.clone()].fill(true);
                 let bytes = &mut self.disk[blocks.start * size..blocks.end * size];
-                copy_out(buffer, buffer_offset, bytes);
+                buffer.read(buffer_offset, bytes);
             }
             BlockOp::Flush { offset, len } => {
                 self.blocks(offset, len);
@@ -359,7 +363,7 @@ fn finish(
         DataIn::Buffer { from, len } => {
             assert_eq!(*from as usize, data.len(), "pieces go in order");
             let mut bytes = vec![0; *len as usize];
-            copy_out(buffer, 0, &mut bytes);
+            buffer.read(0, &mut bytes);
             data.extend(bytes);
         }
     }

@@ -38,7 +38,7 @@
 //! TARGET COLD RESET, which would end the sessions of all initiators: it is answered as not
 //! supported.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod allegiance;
 mod channel;

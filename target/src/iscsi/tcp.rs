@@ -6,7 +6,6 @@ use std::ops::Range;
 use std::time::Instant;
 
 use riser_memory::MemSlice;
-use riser_scsi::access::DataAccess;
 use riser_scsi::iscsi::frame::{self, DataDigest, Digests, FrameError, Framer, padding};
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use riser_scsi::iscsi::pdu::{
@@ -445,16 +444,7 @@ impl Tcp {
         let pad = &[0; 3][..padding(len as usize)];
         batch.heads.extend_from_slice(pad);
         if self.digests.data {
-            let mut digest = DataDigest::new();
-            let mut at = range.start;
-            while at < range.end {
-                let piece = buffer.chunk(at);
-                let piece = &piece[..piece.len().min((range.end - at) as usize)];
-                digest.update(piece);
-                at += piece.len() as u32;
-            }
-            digest.update(pad);
-            batch.heads.extend(digest.finish());
+            batch.heads.extend(digest_of(buffer, range, pad));
         }
         batch.push_head(start);
         item.sent += len;
@@ -806,6 +796,20 @@ impl Datamover for Tcp {
 }
 
 /// The answer that went, or was to go, with the last of the data.
+/// The digest of data that are about to be sent, and of their padding.
+#[allow(
+    unsafe_code,
+    reason = "a copy for the digest would be one of three that the data see"
+)]
+fn digest_of(buffer: &Buffer, data: Range<u32>, pad: &[u8]) -> [u8; 4] {
+    let mut digest = DataDigest::new();
+    // SAFETY: data are put out when the operations that fill that part of the buffer have ended,
+    // and the command starts no other before they are sent. On TCP no device writes the pool.
+    unsafe { buffer.for_each_piece(data, |piece| digest.update(piece)) };
+    digest.update(pad);
+    digest.finish()
+}
+
 fn with_data(put: &PutData) -> Control {
     let status = put
         .status

@@ -8,7 +8,7 @@ use arrayvec::ArrayVec;
 use riser_scsi::access::DataAccess;
 use riser_scsi::srp::{Cmd, DataBuffer, MemDesc};
 use riser_transport::verbs::RKey;
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::fabric::{Descriptors, Direction, RemoteMemory, RemoteRange};
 use crate::pool::{Buffer, Owner, Pool};
@@ -127,10 +127,8 @@ impl Table {
         match self {
             Self::Inline(list) => list[index as usize],
             Self::Pooled { buffer, entries } if index < *entries => {
-                // Descriptors are sixteen bytes and blocks are multiples of that, so none crosses
-                // from one block of the buffer to the next.
-                let run = buffer.chunk(index * MemDesc::LEN as u32);
-                let (desc, _) = MemDesc::read_from_prefix(run).expect("a whole descriptor");
+                let mut desc = MemDesc::new_zeroed();
+                buffer.read(index * MemDesc::LEN as u32, desc.as_mut_bytes());
                 desc
             }
             _ => panic!("no descriptor {index}"),

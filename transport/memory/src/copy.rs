@@ -7,14 +7,15 @@
 //!
 //! The compiler merges no atomic accesses, so it makes slow code of such loops. On x86-64 the copies
 //! are therefore the processor's string instructions: inline assembly, which means to the language
-//! what the loop means, and runs at the speed of `memcpy`. Elsewhere, and in Miri, which knows no
-//! assembly, they are the loops. Loops over words would be faster, but where two ranges overlap and
-//! do not begin at the same word, accesses of different sizes race, which the language's model does
-//! not allow ([`std::sync::atomic`], *Memory model for atomic accesses*). Volatile accesses, as in
-//! `vm-memory` and crosvm, race as plain ones do by that model. RFC 3301 (`AtomicPerByte`)
-//! describes what is here, and is not in the language yet.
+//! what the loop means, and runs at the speed of `memcpy`. Elsewhere, and for Miri and
+//! ThreadSanitizer, which see no assembly (feature `loops`), they are the loops. Loops over words
+//! would be faster, but where two ranges overlap and do not begin at the same word, accesses of
+//! different sizes race, which the language's model does not allow ([`std::sync::atomic`], *Memory
+//! model for atomic accesses*). Volatile accesses, as in `vm-memory` and crosvm, race as plain ones
+//! do by that model. RFC 3301 (`AtomicPerByte`) describes what is here, and is not in the language
+//! yet.
 
-#[cfg(any(miri, not(target_arch = "x86_64")))]
+#[cfg(any(miri, feature = "loops", not(target_arch = "x86_64")))]
 pub(crate) use bytes::{copy, fill, load, store};
 
 /// Copies `len` bytes of shared memory, `src`, to `dst`, which is the caller's own.
@@ -22,7 +23,7 @@ pub(crate) use bytes::{copy, fill, load, store};
 /// # Safety
 /// `src` can be read and `dst` written for `len` bytes, and they do not overlap. Who else accesses
 /// `src` meanwhile does so through this module, or is a device.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
 pub(crate) unsafe fn load(src: *const u8, dst: *mut u8, len: usize) {
     // SAFETY: the caller's promise.
     unsafe { copy(src, dst, len) }
@@ -32,7 +33,7 @@ pub(crate) unsafe fn load(src: *const u8, dst: *mut u8, len: usize) {
 ///
 /// # Safety
 /// As [`load`], with the roles exchanged.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
 pub(crate) unsafe fn store(src: *const u8, dst: *mut u8, len: usize) {
     // SAFETY: the caller's promise.
     unsafe { copy(src, dst, len) }
@@ -42,7 +43,7 @@ pub(crate) unsafe fn store(src: *const u8, dst: *mut u8, len: usize) {
 ///
 /// # Safety
 /// As [`load`], on both sides. `dst` is outside of the source or before it.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
 pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     // SAFETY: the caller's promise; the direction flag is clear by the rules of inline assembly.
     unsafe {
@@ -60,7 +61,7 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 ///
 /// # Safety
 /// As [`store`].
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
 pub(crate) unsafe fn fill(dst: *mut u8, byte: u8, len: usize) {
     // SAFETY: as in `copy`.
     unsafe {
@@ -74,7 +75,7 @@ pub(crate) unsafe fn fill(dst: *mut u8, byte: u8, len: usize) {
     }
 }
 
-#[cfg(any(test, miri, not(target_arch = "x86_64")))]
+#[cfg(any(test, miri, feature = "loops", not(target_arch = "x86_64")))]
 mod bytes {
     use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 

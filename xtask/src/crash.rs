@@ -24,6 +24,9 @@ pub(crate) struct Options {
     /// Loads of which each point is one at which power is lost, shared out to the kinds of disks.
     #[arg(long, default_value_t = 102)]
     runs: u64,
+    /// System calls that fail, one in each run; all that there are by default.
+    #[arg(long, default_value_t = u64::MAX >> 1)]
+    errors: u64,
     /// The seed of loads and of moments.
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -44,6 +47,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         ("RISER_CRASH_ROUNDS", options.rounds.div_ceil(COMBINATIONS)),
         ("RISER_CRASH_SEED", options.seed),
         ("RISER_CRASH_STATE", u64::MAX >> 1),
+        ("RISER_CRASH_ERRORS", options.errors),
         ("RISER_POWER_RUNS", options.runs.div_ceil(DISKS)),
         ("RISER_POWER_SEED", options.seed),
     ];

@@ -21,6 +21,8 @@
 //!   ([`neighbours`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
 //! - `cargo xtask interleavings`: state that threads share, in many orders ([`interleavings`]).
+//! - `cargo xtask miri`: undefined behaviour in unit tests ([`miri`]).
+//! - `cargo xtask tsan`: races of threads and software NICs ([`tsan`]).
 //!
 //! Debian packages that a command needs are installed if that is allowed ([`packages`]); otherwise
 //! it prints which are missing and what is skipped for it.
@@ -45,7 +47,9 @@ mod instructions;
 mod interleavings;
 mod interop;
 mod linear;
+mod miri;
 mod neighbours;
+mod nightly;
 mod package;
 mod packages;
 mod sh;
@@ -56,6 +60,7 @@ mod tally;
 mod test;
 mod tidy;
 mod tree;
+mod tsan;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -121,6 +126,10 @@ enum Command {
     Instructions,
     /// Run tests of state that threads share in many interleavings of these.
     Interleavings(interleavings::Options),
+    /// Run unit tests of memory, of the reactor and of wire formats in Miri.
+    Miri(miri::Options),
+    /// Run tests of threads and software NICs under ThreadSanitizer.
+    Tsan(tsan::Options),
 }
 
 /// The reason why a command of ours stopped, for a person.
@@ -154,6 +163,8 @@ fn main() -> ExitCode {
         Command::Neighbours(options) => neighbours::run(&options),
         Command::Instructions => instructions::run(),
         Command::Interleavings(options) => interleavings::run(&options),
+        Command::Miri(options) => miri::run(&options),
+        Command::Tsan(options) => tsan::run(&options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -139,7 +139,7 @@ pub(crate) fn have_program(name: &str) -> Result<(), Failure> {
 }
 
 /// Announces what is to be installed; asks for permission where a person can answer.
-fn may_install(what: &str) -> bool {
+pub(crate) fn may_install(what: &str) -> bool {
     match DECISION.get() {
         Some(false) => return false,
         Some(true) => println!("installing {what}"),

@@ -49,6 +49,7 @@ pub mod reservations;
 mod room;
 pub mod routes;
 mod serving;
+mod signals;
 pub mod socket;
 pub mod state;
 pub mod timeline;
@@ -65,7 +66,6 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use sd_notify::NotifyState;
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 
@@ -76,6 +76,7 @@ use self::open::{
     PREDECESSOR, admin_again, admin_or_problem, is_edited, open_metrics, restored, start,
 };
 use self::room::Room;
+use self::signals::Signals;
 use self::socket::Admin;
 use self::timeline::Timeline;
 use self::trace::{Search, Wanted};
@@ -116,14 +117,7 @@ pub struct Source<'a> {
 /// # Errors
 /// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
 pub fn run(source: Source<'_>) -> Result<(), ServerError> {
-    // A thread of its own for HTTP: the control plane blocks in files and devices while it answers
-    // a request, and clients must be able to connect and to give up meanwhile.
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .thread_name("riser-control")
-        .enable_all()
-        .build()
-        .map_err(ServerError::Thread)?;
+    let runtime = runtime().map_err(ServerError::Thread)?;
     let Handover {
         predecessor,
         server_state,
@@ -213,6 +207,34 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
     })
 }
 
+/// Makes the runtime of the control plane.
+///
+/// # Errors
+/// A thread, or a descriptor, cannot be had.
+fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+    let build = || {
+        // A thread of its own for HTTP: the control plane blocks in files and devices while it
+        // answers a request, and clients must be able to connect and to give up meanwhile.
+        tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("riser-control")
+            .enable_all()
+            .build()
+    };
+    // Tokio panics where the system refuses it a thread or the sockets that its signals take, which
+    // is no defect of this program, and is not to look like one.
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    let built = std::panic::catch_unwind(build);
+    std::panic::set_hook(hook);
+    built.unwrap_or_else(|panic| {
+        let why = panic.downcast_ref::<String>().map(String::as_str);
+        Err(std::io::Error::other(
+            why.unwrap_or("no runtime").to_owned(),
+        ))
+    })
+}
+
 /// Logs an error of the history, which is fatal only in strict mode.
 fn tolerate(config: &Config, kept: std::io::Result<()>) -> Result<(), ServerError> {
     match kept {
@@ -221,42 +243,6 @@ fn tolerate(config: &Config, kept: std::io::Result<()>) -> Result<(), ServerErro
             Ok(())
         }
         kept => kept.map_err(ServerError::State),
-    }
-}
-
-/// The signals that the daemon looks at.
-#[derive(Debug)]
-struct Signals {
-    hangup: Signal,
-    end: EndSignals,
-}
-
-/// Signals that end the daemon.
-#[derive(Debug)]
-struct EndSignals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self {
-            hangup: signal(SignalKind::hangup())?,
-            end: EndSignals {
-                terminate: signal(SignalKind::terminate())?,
-                interrupt: signal(SignalKind::interrupt())?,
-            },
-        })
-    }
-}
-
-impl EndSignals {
-    /// Returns which of them has come, once one has.
-    async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
-        }
     }
 }
 
@@ -403,7 +389,7 @@ impl Control<'_> {
                     self.open_missing(opened.clone());
                 },
                 Some(opened) = openings.recv() => self.retry(opened),
-                _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
+                () = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 why = signals.end.next() => return Turn::End(why),
                 () = failure.notified() => return Turn::End("a worker failed"),
                 Some(request) = queue.recv() => self.answer(request),

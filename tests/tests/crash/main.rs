@@ -5,6 +5,7 @@
 //!   export.
 //! - [`kernel`]: SIGKILL under verified load of a kernel's initiators, in the rig of `cargo xtask interop`.
 //! - [`power`]: the disk at each moment of a load, as a loss of power could have left it.
+//! - [`errors`]: system calls that fail, one in each run.
 //! - [`state`]: SIGKILL before each system call that changes the state directory.
 //!
 //! `cargo xtask crash` runs all of them for longer.
@@ -12,6 +13,8 @@
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
 
+mod daemon;
+mod errors;
 mod kernel;
 mod kills;
 mod power;

@@ -295,16 +295,7 @@ impl Uring {
         };
         match result {
             Ok(_) => Ok(()),
-            // A signal, the end of the wait, or a kernel that wants completions collected first:
-            // the caller's loop goes round and comes back with what is still queued.
-            Err(e)
-                if matches!(
-                    e.raw_os_error(),
-                    Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN)
-                ) =>
-            {
-                Ok(())
-            }
+            Err(e) if passes(&e) => Ok(()),
             Err(e) => Err(e),
         }
     }
@@ -334,6 +325,16 @@ impl Uring {
         let buffers = std::mem::take(&mut self.buffers);
         buffers.into_iter().for_each(|b| std::mem::forget(b.memory));
     }
+}
+
+/// Whether the caller's loop may go round, and come back with what is still queued: after a signal,
+/// at the end of the wait, where the kernel wants completions collected first, or has no memory at
+/// this moment. A worker that ended for that would end the sessions of all initiators.
+fn passes(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN | libc::ENOMEM)
+    )
 }
 
 fn mode_of(what: Fallocate) -> i32 {

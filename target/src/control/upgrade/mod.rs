@@ -46,13 +46,14 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use self::candidate::Candidate;
+use super::Control;
 use super::api::{AdminRequest, Failure};
 use super::history::Entry;
 use super::http::Listening;
 use super::open::{PREDECESSOR, start};
+use super::signals::EndSignals;
 use super::socket::Admin;
 use super::watchdog::Watchdog;
-use super::{Control, EndSignals};
 use crate::audit;
 use crate::config::Config;
 use crate::server::handover::{RamFiles, ServerState, StateDocument};

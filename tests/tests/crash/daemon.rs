@@ -1,0 +1,214 @@
+//! The daemon in a folder of its own, under strace if a test wants that, and an initiator's commands
+//! for reservations.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::net::SocketAddr;
+use std::panic::catch_unwind;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use riser_test_peers::tcp::Client;
+use riser_testkit::eventually;
+use riser_testkit::programs::folder;
+use riser_tests::contest::IQN;
+
+/// How long anything may take on the slowest machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(crate) const GOOD: u8 = 0;
+const APTPL: u8 = 1;
+pub(crate) const RESERVE: u8 = 1;
+pub(crate) const RELEASE: u8 = 2;
+pub(crate) const REGISTER_AND_IGNORE: u8 = 6;
+/// Write exclusive, registrants only (SPC-4 table 62).
+const KIND: u8 = 5;
+
+/// A folder with a configuration, and the daemon that runs there.
+pub(crate) struct Daemon {
+    pub(crate) folder: PathBuf,
+    process: Option<Child>,
+}
+
+impl Daemon {
+    /// A folder for a test's name.
+    pub(crate) fn new(name: &str) -> Self {
+        let name = format!("riser-crash-{name}-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        fs::create_dir(&folder).unwrap();
+        Self {
+            folder,
+            process: None,
+        }
+    }
+
+    /// Writes the configuration: these backends, and a target at an address with these units.
+    pub(crate) fn configure(&self, address: &str, backends: &str, luns: &str) {
+        let text = format!(
+            "backends: {backends}\n\
+             targets:\n  - name: t\n    iqn: {IQN}\n    \
+             portals: [{{ protocol: iscsi, listen: \"{address}\" }}]\n    \
+             luns: {luns}\n    access: open\n\
+             admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: 1 }}\n",
+            self.socket().display(),
+            self.state().display()
+        );
+        fs::write(self.folder.join("riserd.yaml"), text).unwrap();
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder.join("admin")
+    }
+
+    pub(crate) fn state(&self) -> PathBuf {
+        self.folder.join("state")
+    }
+
+    /// Starts it, under strace with these arguments if there are some, and waits until it serves
+    /// or has ended.
+    pub(crate) fn start(&mut self, strace: Option<&[String]>) {
+        let _ = fs::remove_file(self.socket());
+        let riserd = folder().join("riserd");
+        let mut command = match strace {
+            None => Command::new(riserd),
+            Some(args) => {
+                let mut command = Command::new("strace");
+                command.args(["-f", "-qq"]).args(args).arg("--").arg(riserd);
+                command
+            }
+        };
+        let log = self.folder.join("log");
+        let log = File::options().create(true).append(true).open(log).unwrap();
+        let process = command
+            .args(["run", "--restore", "--config"])
+            .arg(self.folder.join("riserd.yaml"))
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        self.process = Some(process);
+        eventually("the daemon serves or has ended", PATIENCE, || {
+            self.socket().exists() || self.has_ended()
+        });
+    }
+
+    pub(crate) fn has_ended(&mut self) -> bool {
+        let process = self.process.as_mut().expect("it was started");
+        process.try_wait().unwrap().is_some()
+    }
+
+    /// Kills it.
+    pub(crate) fn kill(&mut self) {
+        self.signal("-KILL");
+        if let Some(mut process) = self.process.take() {
+            process.wait().unwrap();
+        }
+    }
+
+    /// Asks it to end, and waits until it has; `None` if it does not.
+    pub(crate) fn terminate(&mut self, patience: Duration) -> Option<ExitStatus> {
+        self.signal("-TERM");
+        let until = Instant::now() + patience;
+        let process = self.process.as_mut().expect("it was started");
+        loop {
+            if let Some(status) = process.try_wait().unwrap() {
+                self.process = None;
+                return Some(status);
+            }
+            if Instant::now() > until {
+                return None;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Sends a signal. Under strace, to the tracee, with which strace ends (`--kill-on-exit` is not
+    /// in all versions, so it is named by its own number).
+    fn signal(&self, name: &str) {
+        let Some(process) = &self.process else {
+            return;
+        };
+        let id = process.id();
+        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children"));
+        let tracees = children.unwrap_or_default();
+        let own = id.to_string();
+        let mut to: Vec<_> = tracees.split_whitespace().collect();
+        if to.is_empty() {
+            to.push(&own);
+        }
+        // It may end at this moment.
+        let _ = Command::new("kill")
+            .arg(name)
+            .args(to)
+            .stderr(Stdio::null())
+            .status();
+    }
+
+    pub(crate) fn riserd(&self, args: &[&str]) -> Option<String> {
+        let output = Command::new(folder().join("riserd"))
+            .args(args)
+            .arg("--socket")
+            .arg(self.socket())
+            .output()
+            .unwrap();
+        let is_ok = output.status.success();
+        is_ok.then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!(
+                "{}",
+                fs::read_to_string(self.folder.join("log")).unwrap_or_default()
+            );
+        }
+        self.kill();
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// A session, if it can be had at once.
+pub(crate) fn try_log_in(address: &str) -> Option<Client> {
+    let to: SocketAddr = address.parse().unwrap();
+    let mut client = catch_unwind(|| Client::login_at(to, IQN, 1, None).ok()).ok()??;
+    // The unit attention of a new nexus.
+    client.command(&[0; 6], false, 0, &[]);
+    Some(client)
+}
+
+/// PERSISTENT RESERVE OUT; its status.
+pub(crate) fn reserve_out(client: &mut Client, action: u8, keys: (u64, u64)) -> u8 {
+    let (cdb, list) = reserve_list(action, keys);
+    client.command(&cdb, true, 24, &list).0
+}
+
+/// The CDB of a PERSISTENT RESERVE OUT and its parameter list.
+pub(crate) fn reserve_list(action: u8, keys: (u64, u64)) -> ([u8; 10], [u8; 24]) {
+    let mut list = [0; 24];
+    list[..8].copy_from_slice(&keys.0.to_be_bytes());
+    list[8..16].copy_from_slice(&keys.1.to_be_bytes());
+    list[20] = APTPL * u8::from(action == REGISTER_AND_IGNORE);
+    ([0x5f, action, KIND, 0, 0, 0, 0, 0, 24, 0], list)
+}
+
+/// PERSISTENT RESERVE IN; its data behind the header.
+pub(crate) fn reserve_in(client: &mut Client, action: u8) -> Vec<u8> {
+    let cdb = [0x5e, action, 0, 0, 0, 0, 0, 1, 0, 0];
+    let (status, data) = client.command(&cdb, false, 256, &[]);
+    assert_eq!(status, GOOD);
+    data[8..].to_vec()
+}
+
+/// The paths below `dir` that a trace of strace's with `-y` names.
+pub(crate) fn paths_in(trace: &str, dir: &Path) -> BTreeSet<String> {
+    let dir = dir.to_str().unwrap();
+    let starts = trace.match_indices(dir).map(|(at, _)| &trace[at..]);
+    let end = |text: &str| text.find(['"', '>', '(']).unwrap_or(text.len());
+    starts.map(|text| text[..end(text)].to_owned()).collect()
+}

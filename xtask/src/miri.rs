@@ -21,13 +21,14 @@ const SUBJECTS: &[Subject] = &[
     },
     Subject {
         package: "riser-reactor",
-        names: &["slot::", "mailbox::", "offload::"],
+        names: &["slot::", "mailbox::"],
         skipped: &[],
     },
     Subject {
         package: "riser-transport",
-        names: &["wire::", "mr::", "table::", "roce::ud::"],
-        skipped: &["a_peers_numbers_never_panic"],
+        // Not `mr` and `roce`, whose every test fills tables of random numbers for minutes.
+        names: &["wire::", "table::"],
+        skipped: &[],
     },
     Subject {
         package: "riser-scsi",

@@ -46,8 +46,9 @@ use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// Bytes that are copied at a time where code needs a slice of them.
-const CHUNK: usize = 4096;
+/// Bytes that are copied at a time where code needs a slice of them. Miri, which interprets each
+/// access, has less patience.
+const CHUNK: usize = if cfg!(miri) { 256 } else { 4096 };
 
 /// Size and alignment of a page, and the granularity of every [`Memory`], in bytes.
 pub const PAGE: usize = 4096;

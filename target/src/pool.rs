@@ -688,7 +688,7 @@ mod tests {
     fn bytes_cross_pieces_and_come_back() {
         let mut pool = Pool::new(4 << 20).unwrap();
         let len = (2 << 20) + 4096 + 7;
-        let mut buffer = pool.take(len).unwrap();
+        let buffer = pool.take(len).unwrap();
         assert_eq!(buffer.len(), len);
         assert!(buffer.pieces.len() >= 3);
         let data: Vec<u8> = (0..3000u32).map(|i| (i % 251) as u8).collect();

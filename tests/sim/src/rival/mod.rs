@@ -21,7 +21,7 @@
 //! - What was under way in an old session takes effect no longer once the login that takes its place
 //!   is accepted.
 
-mod connection;
+pub(crate) mod connection;
 mod tasks;
 
 use std::collections::BTreeMap;

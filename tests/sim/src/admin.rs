@@ -253,10 +253,10 @@ impl Layout {
         self.denied.iter().copied()
     }
 
-    /// Whether there is a target to log in to, at the portal of the first path over TCP.
+    /// Whether there is a target.
     #[must_use]
-    pub fn is_reachable(&self) -> bool {
-        self.has_target && !self.no_portals.contains(&(0, Protocol::Iscsi))
+    pub fn has_target(&self) -> bool {
+        self.has_target
     }
 
     /// The units that a session sees which may see all; none without the target.

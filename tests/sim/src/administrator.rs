@@ -20,6 +20,7 @@ use riser_target::worker::PATIENCE;
 use riser_target::worker::mail::Snapshot;
 
 use crate::admin::{AdminFault, Layout, Refusal};
+use crate::model::Model;
 use crate::plan::{Fault, Plan, ProcessFault};
 use crate::process::JobStep;
 use crate::target::Target;
@@ -48,6 +49,7 @@ pub struct Administrator {
     /// Wait before the next change that must be refused.
     pause: Duration,
     ledger: Rc<RefCell<Ledger>>,
+    model: Rc<Model>,
     /// Files before a change that must be refused, and its kind.
     refused: Option<(Refusal, Files)>,
     /// Initiators that may not log in, and when they must be gone.
@@ -66,7 +68,12 @@ fn files(target: &Target) -> Files {
 impl Administrator {
     /// One with nothing to do.
     #[must_use]
-    pub fn new(plan: &Plan, ledger: &Rc<RefCell<Ledger>>, now: Instant) -> Self {
+    pub fn new(
+        plan: &Plan,
+        ledger: &Rc<RefCell<Ledger>>,
+        model: &Rc<Model>,
+        now: Instant,
+    ) -> Self {
         Self {
             plan: plan.clone(),
             active: Vec::new(),
@@ -74,6 +81,7 @@ impl Administrator {
             next: now,
             pause: Duration::ZERO,
             ledger: Rc::clone(ledger),
+            model: Rc::clone(model),
             refused: None,
             denied: Vec::new(),
             asked: None,
@@ -156,6 +164,11 @@ impl Administrator {
     fn on_committed(&mut self, target: &Target, now: Instant) {
         tracing::debug!(layout = ?target.layout, "a change is served from now on");
         self.ledger.borrow_mut().change(target.layout.seen(), now);
+        if !target.layout.has_target() {
+            // Its units are gone, with all that does not persist through power loss.
+            self.ledger.borrow_mut().lose_memory();
+            self.model.lose_power();
+        }
         self.denied
             .retain(|(index, _)| target.layout.is_denied(*index));
         for index in target.layout.denied() {

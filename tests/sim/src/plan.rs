@@ -391,6 +391,18 @@ impl Plan {
         troubles.any(|trouble| matches!(trouble.fault, Fault::Admin(_) | Fault::Process(_)))
     }
 
+    /// Whether the target may be taken away, and all units with it.
+    #[must_use]
+    pub fn may_lose_target(&self) -> bool {
+        let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
+        faults.any(|fault| {
+            matches!(
+                fault,
+                Fault::Admin(AdminFault::RemoveTarget | AdminFault::RemovePortal(..))
+            )
+        })
+    }
+
     /// Whether the end of the target's process may fail: what was written may not be durable, or a
     /// worker does not answer.
     #[must_use]

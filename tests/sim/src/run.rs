@@ -199,6 +199,7 @@ impl World {
         let verdict = Verdict::default();
         let ledger = Ledger::new(target.layout.seen(), fabric.now());
         let ledger = Rc::new(RefCell::new(ledger));
+        let model = Rc::new(Model::new(plan.knowledge()));
         let mut chance = Rng::with_seed(plan.seed ^ 0xad_717);
         let watcher = |index| {
             let more = (plan.is_quiet(), fabric.now(), chance.fork());
@@ -207,14 +208,14 @@ impl World {
         let watchers = if plan.is_administered() { 2 } else { 0 };
         Self {
             watchers: (0..watchers).map(watcher).collect(),
-            administrator: Administrator::new(plan, &ledger, fabric.now()),
+            administrator: Administrator::new(plan, &ledger, &model, fabric.now()),
             ledger,
             failed: None,
             cheats: cheats.collect(),
             twins: BTreeMap::new(),
             history: history(),
             private: owners.map(|_| history()).collect(),
-            model: Rc::new(Model::new(plan.knowledge())),
+            model,
             active: vec![false; plan.troubles.len()],
             plan: plan.clone(),
             rng,

@@ -209,6 +209,8 @@ pub struct Watcher {
     cmd_sn: CmdSn,
     task: Option<Task>,
     heard: Vec<Heard>,
+    /// The backends that it takes LUNs for, in this session and in those before.
+    taken: [BTreeMap<u16, &'static str>; 2],
     /// Sessions end for a reason only.
     is_quiet: bool,
     is_over: bool,
@@ -238,6 +240,7 @@ impl Watcher {
             cmd_sn: CmdSn(1),
             task: None,
             heard: Vec::new(),
+            taken: Default::default(),
             is_quiet,
             is_over: false,
         }
@@ -279,6 +282,7 @@ impl Watcher {
             Event::Ready(..) => {
                 (self.is_up, self.next) = (true, now);
                 self.heard.clear();
+                self.take_units(now);
                 // It may be new to what has changed meanwhile.
                 for lun in [0, SIDE, RAM, ADDED] {
                     self.excuse(lun, &|_| true);
@@ -290,6 +294,25 @@ impl Watcher {
             }
             Event::Ended => self.leave(now),
             Event::Fault(what) => self.fail(&what),
+        }
+    }
+
+    /// LUNs are taken for the units that they lead to at the login, or for those of the session
+    /// before, whatever the target knows of that.
+    fn take_units(&mut self, now: Instant) {
+        let [taken, before] = &mut self.taken;
+        before.append(taken);
+        let ledger = self.ledger.borrow();
+        for lun in [0, SIDE, RAM, ADDED] {
+            let units = ledger.during(self.since, now);
+            let mut backends = units.filter_map(|period| Some(period.unit(lun)?.backend));
+            let Some(first) = backends.next() else {
+                continue;
+            };
+            let known = before.entry(lun).or_insert(first);
+            if *known == first && backends.all(|backend| backend == first) {
+                taken.insert(lun, first);
+            }
         }
     }
 
@@ -500,6 +523,9 @@ impl Watcher {
         if task.lun == 0 && kind != LUNS_CHANGED && kind != CAPACITY_CHANGED {
             return Ok(());
         }
+        if kind == LUNS_CHANGED && self.may_be_stale(task, now) {
+            return Ok(());
+        }
         let causes = self.ledger.borrow().causes(task.lun, self.since);
         let all = causes.into_iter().filter(|(of, begin, _)| *of == kind && *begin <= now);
         let all: Vec<_> = all.collect();
@@ -517,6 +543,39 @@ impl Watcher {
             self.hear(task.lun, kind, begin, !is_one && !certain(at));
         }
         Ok(())
+    }
+
+    /// Whether a LUN may lead to another unit than the one that this initiator takes it for: then
+    /// all commands are answered with REPORTED LUNS DATA HAS CHANGED until it has identified it.
+    fn may_be_stale(&self, task: &Task, now: Instant) -> bool {
+        let ledger = self.ledger.borrow();
+        let mut units = ledger.during(task.begin, now);
+        let taken = self.taken.each_ref().map(|taken| taken.get(&task.lun));
+        units.any(|period| {
+            let backend = period.unit(task.lun).map(|unit| unit.backend);
+            let mut taken = taken.iter().flatten();
+            taken.any(|taken| backend.is_some_and(|backend| backend != **taken))
+        })
+    }
+
+    /// A command succeeds that is for the unit that this initiator takes the LUN for.
+    fn judge_identity(&mut self, task: &Task, now: Instant) -> Result<(), String> {
+        let ledger = self.ledger.borrow();
+        let units = ledger.during(task.begin, now);
+        let units = units.filter_map(|period| period.unit(task.lun));
+        let mut backends: Vec<_> = units.map(|unit| unit.backend).collect();
+        backends.dedup();
+        let [taken, _] = &mut self.taken;
+        match (taken.get(&task.lun), &backends[..]) {
+            (Some(taken), all) if !all.contains(taken) => {
+                Err(format!("it succeeds at disk {all:?} in the place of {taken}"))
+            }
+            (None, [one]) => {
+                taken.insert(task.lun, one);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
     }
 
     fn heard(&self, lun: u16, kind: Kind, begin: Instant) -> Option<usize> {
@@ -550,6 +609,7 @@ impl Watcher {
         let ledger = Rc::clone(&self.ledger);
         // INQUIRY and REPORT LUNS do not report unit attentions (SPC-5 5.15.1).
         if !matches!(task.look, Look::SerialNumber | Look::ReportLuns) {
+            self.judge_identity(task, now)?;
             let causes = ledger.borrow().causes(task.lun, self.since);
             for (kind, begin, certain) in causes {
                 let is_certain = certain.is_some_and(|at| at < task.begin);
@@ -591,6 +651,12 @@ impl Watcher {
         drop(units);
         ledger.serials = known;
         ledger.serials.extend(learned);
+        let serial = task.data.get(4..).unwrap_or_default();
+        let mut known = ledger.serials.iter();
+        let named = known.find(|(_, known)| *known == serial);
+        if let (Look::SerialNumber, Some((backend, _))) = (task.look, named) {
+            self.taken[0].insert(task.lun, backend);
+        }
         if !is_explained {
             let data = &task.data[..task.data.len().min(64)];
             return Err(format!("no layout explains GOOD with {data:02x?}"));

@@ -104,8 +104,13 @@ impl Administrator {
     }
 
     /// The process has gone, and what was asked of it.
-    pub fn on_end_of_process(&mut self, now: Instant) {
-        self.ledger.borrow_mut().settle(now);
+    pub fn on_end_of_process(&mut self, target: &Target, now: Instant) {
+        // A change that was not taken back may have made a file larger.
+        self.goal.side = self.goal.side.max(target.layout.side);
+        let mut ledger = self.ledger.borrow_mut();
+        ledger.change(target.layout.seen(), now);
+        ledger.settle(now);
+        drop(ledger);
         (self.refused, self.asked) = (None, None);
         for (_, due) in &mut self.denied {
             *due = (*due).max(now + LIMIT);
@@ -197,6 +202,12 @@ impl Administrator {
         });
         let Some(refusal) = refusals.next() else {
             return Ok(false);
+        };
+        // Without its device, a portal is listened on when that is back.
+        let has_devices = !self.plan.troubles.iter().any(|t| t.fault == Fault::Unplug);
+        let refusal = match refusal {
+            Refusal::RdmaPortal if !has_devices => Refusal::Restart,
+            other => other,
         };
         let (layout, refusal) = target.layout.refused(refusal);
         self.refused = Some((refusal, files(target)));

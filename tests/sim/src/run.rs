@@ -527,7 +527,7 @@ impl World {
                 self.model.lose_power();
             }
         }
-        self.administrator.on_end_of_process(now);
+        self.administrator.on_end_of_process(&self.target, now);
         self.follow();
     }
 
@@ -717,7 +717,8 @@ impl World {
         self.model.lose_power();
         self.network.end_target(!is_power_cut);
         self.ledger.borrow_mut().lose_memory();
-        self.administrator.on_end_of_process(self.fabric.now());
+        let now = self.fabric.now();
+        self.administrator.on_end_of_process(&self.target, now);
         self.failed = None;
     }
 

@@ -235,6 +235,12 @@ impl Target {
         }
         self.heritage = None;
         self.clear();
+        // The next process serves all of a file that a change has made larger.
+        let side = self.disk_of("s").map_or(0, Disk::len) >> 20;
+        if side > self.layout.side {
+            self.layout.side = side;
+            self.config = config_of(&self.layout, &self.plan);
+        }
     }
 
     /// The process is gone: workers first, since what a change has acquired is theirs.

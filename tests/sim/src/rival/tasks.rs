@@ -589,7 +589,8 @@ impl Rival {
                 }
             }
             (TargetColdReset, _) | (_, TmfStatus::Rejected) => {}
-            (_, TmfStatus::LunDoesNotExist) if self.may_vanish => {}
+            (_, TmfStatus::LunDoesNotExist | TmfStatus::AuthorizationFailed)
+                if self.may_vanish => {}
             (_, TmfStatus::Complete) => {
                 if let Some(begin) = sent.reset {
                     self.model.end_reset(self.user.port, begin);

@@ -524,6 +524,8 @@ impl Watcher {
             return Ok(());
         }
         if kind == LUNS_CHANGED && self.may_be_stale(task, now) {
+            // What waits at the unit may be reported as well, or was it.
+            self.excuse(task.lun, &|kind| kind == LUNS_CHANGED);
             return Ok(());
         }
         let causes = self.ledger.borrow().causes(task.lun, self.since);
@@ -627,6 +629,10 @@ impl Watcher {
         let Ledger { serials, .. } = &mut *ledger;
         let mut learned = None;
         let known = std::mem::take(serials);
+        let units = ledger.during(task.begin, now);
+        let units = units.filter_map(|period| Some(period.unit(task.lun)?.backend));
+        let mut backends: Vec<_> = units.collect();
+        backends.dedup();
         let mut units = ledger.during(task.begin, now);
         let is_explained = units.any(|period| {
             let unit = period.unit(task.lun);
@@ -637,7 +643,7 @@ impl Watcher {
                     let serial = task.data.get(4..).unwrap_or_default();
                     let is_known = known.get(unit.backend);
                     let is_it = !is_absent(&task.data) && is_known.is_none_or(|k| k == serial);
-                    if is_it && is_known.is_none() {
+                    if is_it && is_known.is_none() && backends.len() == 1 {
                         learned = Some((unit.backend, serial.to_vec()));
                     }
                     is_it
@@ -656,6 +662,7 @@ impl Watcher {
         let named = known.find(|(_, known)| *known == serial);
         if let (Look::SerialNumber, Some((backend, _))) = (task.look, named) {
             self.taken[0].insert(task.lun, backend);
+            self.taken[1].remove(&task.lun);
         }
         if !is_explained {
             let data = &task.data[..task.data.len().min(64)];

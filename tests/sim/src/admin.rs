@@ -283,7 +283,9 @@ impl Layout {
             (self.has_added, unit(ADDED, "a", OTHERS[1])),
         ];
         let all = all.into_iter().filter(|(is_there, _)| *is_there);
-        all.filter(|_| self.has_target).map(|(_, one)| one).collect()
+        all.filter(|_| self.has_target)
+            .map(|(_, one)| one)
+            .collect()
     }
 
     /// The configuration, as YAML.
@@ -426,7 +428,12 @@ impl Layout {
         }
         // Others have numbers from 128 on in these networks.
         let nets: &[&str] = match may_deny {
-            true => &["10.0.0.128/25", "10.0.3.128/25", "10.0.4.128/25", "10.0.5.128/25"],
+            true => &[
+                "10.0.0.128/25",
+                "10.0.3.128/25",
+                "10.0.4.128/25",
+                "10.0.5.128/25",
+            ],
             false => &["10.0.0.0/8"],
         };
         for net in nets {

@@ -68,12 +68,7 @@ fn files(target: &Target) -> Files {
 impl Administrator {
     /// One with nothing to do.
     #[must_use]
-    pub fn new(
-        plan: &Plan,
-        ledger: &Rc<RefCell<Ledger>>,
-        model: &Rc<Model>,
-        now: Instant,
-    ) -> Self {
+    pub fn new(plan: &Plan, ledger: &Rc<RefCell<Ledger>>, model: &Rc<Model>, now: Instant) -> Self {
         Self {
             plan: plan.clone(),
             active: Vec::new(),

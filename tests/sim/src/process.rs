@@ -176,12 +176,7 @@ impl Target {
         (self.server, self.reports) = (Some(server), Some(reports));
     }
 
-    fn begin_workers(
-        &mut self,
-        parts: Vec<Part>,
-        host: &Arc<dyn Host>,
-        reports: &Sender<Report>,
-    ) {
+    fn begin_workers(&mut self, parts: Vec<Part>, host: &Arc<dyn Host>, reports: &Sender<Report>) {
         let config = RingConfig {
             capacity: self.plan.ring,
             ..RingConfig::default()
@@ -250,7 +245,8 @@ impl Target {
             });
         }
         let store = Store::on_disk(spec, disk, Arc::clone(host))?;
-        self.stores.insert(backend.to_owned(), Arc::downgrade(&store));
+        self.stores
+            .insert(backend.to_owned(), Arc::downgrade(&store));
         Ok(store)
     }
 
@@ -294,7 +290,9 @@ impl Target {
     /// Something could be done that must be refused.
     pub(crate) fn go_on(&mut self, now: Instant) -> Result<JobStep, String> {
         let (Some(server), Some(job)) = (&mut self.server, &mut self.job) else {
-            return Ok(JobStep::Waiting { is_committed: false });
+            return Ok(JobStep::Waiting {
+                is_committed: false,
+            });
         };
         let was_committed = job.is_committed;
         let end = match server.poll_change(&mut job.change, now) {
@@ -303,7 +301,9 @@ impl Target {
                 match job.refusal {
                     Some(Refusal::NotKept) => server.withdraw_change(&mut job.change, now),
                     Some(refusal) => {
-                        return Err(format!("workers are ready for what must be refused: {refusal:?}"));
+                        return Err(format!(
+                            "workers are ready for what must be refused: {refusal:?}"
+                        ));
                     }
                     None => {
                         let saved = server.save_numbers(&mut job.change);

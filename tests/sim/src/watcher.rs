@@ -477,7 +477,10 @@ impl Watcher {
             (CHECK_CONDITION, Some(sense)) => self.on_sense(&task, sense, now),
             _ => Ok(()),
         };
-        if status != GOOD && let Look::Write(byte) = task.look && task.lun == RAM {
+        if status != GOOD
+            && let Look::Write(byte) = task.look
+            && task.lun == RAM
+        {
             self.ledger.borrow_mut().ram.push(byte);
         }
         if let Err(why) = judged {
@@ -529,7 +532,9 @@ impl Watcher {
             return Ok(());
         }
         let causes = self.ledger.borrow().causes(task.lun, self.since);
-        let all = causes.into_iter().filter(|(of, begin, _)| *of == kind && *begin <= now);
+        let all = causes
+            .into_iter()
+            .filter(|(of, begin, _)| *of == kind && *begin <= now);
         let all: Vec<_> = all.collect();
         let fresh = all.iter().filter(|(_, begin, _)| {
             let place = self.heard(task.lun, kind, *begin);
@@ -569,9 +574,9 @@ impl Watcher {
         backends.dedup();
         let [taken, _] = &mut self.taken;
         match (taken.get(&task.lun), &backends[..]) {
-            (Some(taken), all) if !all.contains(taken) => {
-                Err(format!("it succeeds at disk {all:?} in the place of {taken}"))
-            }
+            (Some(taken), all) if !all.contains(taken) => Err(format!(
+                "it succeeds at disk {all:?} in the place of {taken}"
+            )),
             (None, [one]) => {
                 taken.insert(task.lun, one);
                 Ok(())

@@ -21,7 +21,7 @@ use riser_target::worker::mail::Snapshot;
 
 use crate::admin::{AdminFault, Layout, Refusal};
 use crate::model::Model;
-use crate::plan::{Fault, Plan, ProcessFault};
+use crate::plan::{Fault, Plan, ProcessFault, Trouble};
 use crate::process::JobStep;
 use crate::target::Target;
 use crate::watcher::Ledger;
@@ -48,6 +48,8 @@ pub struct Administrator {
     next: Instant,
     /// Wait before the next change that must be refused.
     pause: Duration,
+    /// When those whose sessions a change has ended are logged out.
+    rest: Instant,
     ledger: Rc<RefCell<Ledger>>,
     model: Rc<Model>,
     /// Files before a change that must be refused, and its kind.
@@ -75,6 +77,7 @@ impl Administrator {
             goal: Layout::first(),
             next: now,
             pause: Duration::ZERO,
+            rest: now,
             ledger: Rc::clone(ledger),
             model: Rc::clone(model),
             refused: None,
@@ -117,20 +120,26 @@ impl Administrator {
     }
 
     /// Whether all that is wanted is served.
-    #[must_use]
-    pub fn is_done(&self, target: &Target) -> bool {
+    fn is_idle(&self, target: &Target) -> bool {
         target.is_free() && target.layout == self.wanted()
+    }
+
+    /// Whether all that is wanted is served, and sessions that ended for it are over.
+    #[must_use]
+    pub fn is_done(&self, target: &Target, now: Instant) -> bool {
+        self.is_idle(target) && self.rest <= now
     }
 
     /// When there is something to do without anything else happening.
     #[must_use]
-    pub fn next_deadline(&self, target: &Target) -> Option<Instant> {
+    pub fn next_deadline(&self, target: &Target, now: Instant) -> Option<Instant> {
         let refuses = |fault: &Fault| matches!(fault, Fault::Admin(AdminFault::Refuse(_)));
-        let is_idle = self.is_done(target) && !self.active.iter().any(refuses);
+        let is_idle = self.is_idle(target) && !self.active.iter().any(refuses);
         let next = (target.is_free() && !is_idle).then_some(self.next);
         let due = self.denied.iter().map(|(_, due)| *due);
         let due = due.min().filter(|_| target.is_free());
-        next.into_iter().chain(due).min()
+        let rest = Some(self.rest).filter(|rest| *rest > now);
+        next.into_iter().chain(due).chain(rest).min()
     }
 
     /// Does what there is to do; returns whether there was anything.
@@ -164,6 +173,13 @@ impl Administrator {
     fn on_committed(&mut self, target: &Target, now: Instant) {
         tracing::debug!(layout = ?target.layout, "a change is served from now on");
         self.ledger.borrow_mut().change(target.layout.seen(), now);
+        let ends_sessions = |trouble: &Trouble| match trouble.fault {
+            Fault::Admin(change) => !change.is_mild(),
+            _ => false,
+        };
+        if self.plan.troubles.iter().any(ends_sessions) {
+            self.rest = now + LIMIT;
+        }
         if !target.layout.has_target() {
             // Its units are gone, with all that does not persist through power loss.
             self.ledger.borrow_mut().lose_memory();

@@ -273,7 +273,9 @@ impl World {
                 && world.rivals.iter().all(Rival::is_over)
                 && world.fabric.elapsed() >= healed
                 && !world.active.contains(&true)
-                && world.administrator.is_done(&world.target)
+                && world
+                    .administrator
+                    .is_done(&world.target, world.fabric.now())
         })?;
         for index in 0..self.initiators.len() {
             let units = self.initiators[index].opened.take();
@@ -464,7 +466,7 @@ impl World {
             .chain(self.rivals.iter().filter_map(Rival::next_deadline))
             .chain(self.cheats.iter().filter_map(Cheat::next_deadline))
             .chain(self.watchers.iter().filter_map(Watcher::next_deadline))
-            .chain(self.administrator.next_deadline(&self.target))
+            .chain(self.administrator.next_deadline(&self.target, now))
             .chain(self.failed)
             .min()
     }

@@ -503,7 +503,7 @@ impl Watcher {
             (SenseKey::IllegalRequest, (0x24, 0)) if task.look == Look::SerialNumber => {
                 is_some(&|unit| unit.is_none())
             }
-            (SenseKey::DataProtect, _) => {
+            (SenseKey::DataProtect, (0x27, 0)) => {
                 is_some(&|unit| unit.is_some_and(|unit| unit.is_read_only))
             }
             (SenseKey::IllegalRequest, _) => false,

@@ -42,6 +42,9 @@ pub(crate) struct Knobs {
     pub(crate) attention: AtomicU32,
     /// INQUIRYs for pages still to be answered NOT READY, with sense data that ask for no retry.
     pub(crate) no_pages: AtomicU32,
+    /// The next INQUIRY for a page is refused, as without a unit, and the command after it ends the
+    /// connection.
+    pub(crate) vanishes: AtomicBool,
     /// The list of pages names neither the serial number's nor the designators'.
     pub(crate) unlisted: AtomicBool,
     /// The disk has no volatile cache, and no command that flushes one.
@@ -591,6 +594,9 @@ impl Target {
             (rsp.status, rsp.sense) = (2, Some(&attention[..]));
         } else if cmd.cdb[..2] == [0x12, 1] && take(&self.knobs.no_pages) {
             (rsp.status, rsp.sense) = (2, Some(&not_ready[..]));
+        } else if cmd.cdb[..2] == [0x12, 1] && self.knobs.vanishes.swap(false, Ordering::SeqCst) {
+            (rsp.status, rsp.sense) = (2, Some(&illegal[..]));
+            self.knobs.disconnect.store(true, Ordering::SeqCst);
         } else if !self.move_data(qp, &cmd.data_out, false) {
             return;
         } else {

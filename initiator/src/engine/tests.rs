@@ -394,6 +394,20 @@ fn a_unit_whose_pages_cannot_be_read_yet_is_not_found() {
     assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
 }
 
+/// Pages of before and after a reconnection would make the identity of no unit.
+#[test]
+fn a_unit_is_identified_by_answers_of_one_login() {
+    let rig = rig("");
+    rig.target.knobs.vanishes.store(true, Ordering::SeqCst);
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    assert!(rig.session.status().reconnects() >= 1);
+    let again = block_on(rig.session.lun(0)).unwrap();
+    assert_eq!(lun.info().identity, again.info().identity);
+    rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
+    put(&lun, 0, &pattern(1, 8192));
+    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192), "the same unit");
+}
+
 /// The session has reconnected while the unit was being found.
 #[test]
 fn a_unit_that_may_have_changed_while_it_was_found_is_asked_before_anything_is_sent() {

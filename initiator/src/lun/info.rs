@@ -143,10 +143,7 @@ impl Session {
     /// [`LunError::NotADisk`] where there is none of that number; others as they come.
     pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
         let lun = LunId::new(number).ok_or(LunError::Number(number))?;
-        // Read before the questions, so that a reconnect among them is noticed when the unit
-        // is watched.
-        let reconnects = self.status().reconnects();
-        let info = self.discover(lun).await?;
+        let (info, reconnects) = self.discover_at_once(lun).await?;
         let pool = self.client().buffers().memory().len();
         let watch = Arc::new(());
         let unit = Snapshot {
@@ -173,6 +170,19 @@ impl Session {
                 _watch: watch,
             }),
         })
+    }
+
+    /// Discovers a unit without a reconnect among the questions; their number, which is compared
+    /// with that when the unit is watched. Answers from before and after one may be of two units:
+    /// taken together they are the identity of neither, and each later check would fail.
+    async fn discover_at_once(&self, lun: LunId) -> Result<(LunInfo, u64), LunError> {
+        loop {
+            let before = self.status().reconnects();
+            let info = self.discover(lun).await?;
+            if self.status().reconnects() == before {
+                return Ok((info, before));
+            }
+        }
     }
 
     async fn discover(&self, lun: LunId) -> Result<LunInfo, LunError> {

@@ -22,10 +22,10 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use riser_reactor::{Ring, RingConfig};
+use riser_reactor::{MailSender, Ring, RingConfig};
 use riser_scsi::lu::UnitState;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
@@ -256,16 +256,25 @@ impl Server {
         // One time limit for all workers: nothing else is answered meanwhile.
         let until = Instant::now() + SOCKETS;
         let mut sockets = Vec::new();
-        for sender in &self.senders {
-            let (tx, rx) = channel();
-            // A worker that is gone hangs up.
-            let _ = sender.send_blocking(Mail::Listeners(tx));
+        for answer in self.ask_for_sockets() {
             let left = until.saturating_duration_since(Instant::now());
-            let answer = rx.recv_timeout(left);
+            let answer = answer.recv_timeout(left);
             let answer = answer.map_err(|_| ServerError::Timeout("a worker"))?;
             sockets.extend(answer.map_err(ServerError::Duplicate)?);
         }
         Ok(sockets)
+    }
+
+    /// Asks each worker for duplicates of its sockets, in the workers' order; for callers that wait
+    /// by themselves. A worker that is gone hangs up.
+    #[must_use]
+    pub fn ask_for_sockets(&self) -> Vec<Receiver<io::Result<Vec<TcpListener>>>> {
+        let ask = |sender: &MailSender<Mail>| {
+            let (tx, rx) = channel();
+            let _ = sender.send_blocking(Mail::Listeners(tx));
+            rx
+        };
+        self.senders.iter().map(ask).collect()
     }
 
     /// Checks that another server can serve the same, before a shutdown that could not be undone.
@@ -275,12 +284,14 @@ impl Server {
     /// [`ServerError`]: why not.
     pub fn check_successor(&self) -> Result<(), ServerError> {
         // The administrator may have forbidden rings since the start, or this process may have
-        // given up the capability that they need by now.
-        let small = RingConfig {
-            capacity: 1,
-            ..RingConfig::default()
-        };
-        drop(Ring::new(small)?);
+        // given up the capability that they need by now. Those of a simulation need none.
+        if self.network.is_none() {
+            let small = RingConfig {
+                capacity: 1,
+                ..RingConfig::default()
+            };
+            drop(Ring::new(small)?);
+        }
         self.builder.check_successor(&self.config)
     }
 }

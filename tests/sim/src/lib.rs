@@ -14,6 +14,10 @@
 //! | [`plan`] | what a seed decides: who takes part, and what goes wrong when |
 //! | [`mod@run`] | one run: the schedule, the clock, the verdict |
 //! | [`target`] | workers with their rings, disks and threads |
+//! | [`admin`] | changes of the configuration |
+//! | [`administrator`] | makes them, and tries what must be refused |
+//! | `process` | how the target's process starts, changes what it serves, ends and hands over |
+//! | [`watcher`] | initiators that look at what is served |
 //! | [`disks`], [`nics`] | faults of disks and of RDMA devices |
 //! | [`initiator`] | an engine, and what its users do |
 //! | [`rival`] | an initiator of iSCSI that does what ours does not |
@@ -41,6 +45,8 @@
 //! ([`riser_memory::simulated`]). So two runs have the same bytes on both networks, which
 //! [`Outcome::trace`] stands for.
 
+pub mod admin;
+pub mod administrator;
 mod caught;
 pub mod cheat;
 pub mod coverage;
@@ -53,6 +59,7 @@ pub mod leaks;
 pub mod model;
 pub mod nics;
 pub mod plan;
+mod process;
 pub mod reservations;
 pub mod rival;
 pub mod run;
@@ -60,6 +67,7 @@ pub mod shrink;
 pub mod target;
 pub mod tcp;
 pub mod text;
+pub mod watcher;
 
 pub use plan::Plan;
 pub use run::{Failure, Outcome, run};

@@ -323,6 +323,14 @@ impl Model {
         }
     }
 
+    /// The target's process has handed over to the next one: reservations stay as they are, and what
+    /// waited for nexuses may go with their sessions.
+    pub fn hand_over(&self) {
+        let mut state = self.0.borrow_mut();
+        state.tick();
+        state.nexuses.values_mut().for_each(Nexus::excuse);
+    }
+
     /// A nexus has logged in. It may hear of that.
     pub fn log_in(&self, port: Port) {
         let mut state = self.0.borrow_mut();

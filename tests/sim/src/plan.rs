@@ -7,6 +7,7 @@ use fastrand::Rng;
 use riser_transport::verbs::Mtu;
 use serde::{Deserialize, Serialize};
 
+use crate::admin::AdminFault;
 use crate::cheat::CheatPlan;
 use crate::disks::DiskFault;
 use crate::initiator::TIMEOUT;
@@ -83,6 +84,51 @@ pub enum Fault {
         /// Its host goes with it: nobody learns that its connections are gone.
         vanishes: bool,
     },
+    /// An administrator changes what is served.
+    Admin(AdminFault),
+    /// Something happens to the target's process, or to a thread of it.
+    Process(ProcessFault),
+}
+
+/// Ends of the target's process, and faults of its workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ProcessFault {
+    /// The process ends in good order, and starts again at the end, or when it is over.
+    Restart,
+    /// The process hands over to the next program.
+    Upgrade,
+    /// The next program cannot be run, and this one goes on with what was to be handed over.
+    FailedUpgrade,
+    /// The thread of a worker fails. The process ends for it, and starts again.
+    FailWorker(usize),
+    /// The thread of a worker gets no time.
+    StallWorker(usize),
+}
+
+impl ProcessFault {
+    /// The troubles of a seed with the target's process.
+    fn draw(rng: &mut Rng) -> Vec<Trouble> {
+        let number = [0, 0, 0, 1, 2][rng.usize(..5)];
+        let one = |_| {
+            let latest = [20_000, 120_000][rng.usize(..2)];
+            let from = Duration::from_micros(rng.u64(0..latest));
+            let length = [1_000, 50_000, 12_000_000][rng.usize(..3)];
+            let fault = match rng.u8(..8) {
+                0 | 1 => Self::Restart,
+                2 | 3 => Self::Upgrade,
+                4 => Self::FailedUpgrade,
+                5 => Self::FailWorker(rng.usize(..4)),
+                _ => Self::StallWorker(rng.usize(..4)),
+            };
+            Trouble {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: Fault::Process(fault),
+            }
+        };
+        (0..number).map(one).collect()
+    }
 }
 
 impl Fault {
@@ -90,10 +136,13 @@ impl Fault {
     #[must_use]
     pub fn kinds() -> Vec<&'static str> {
         let own = text::variants_of::<Self>().iter();
-        let own = own.filter(|name| !["disk", "nic"].contains(name));
+        let own = own.filter(|name| !["disk", "nic", "admin", "process"].contains(name));
         let disks = text::variants_of::<DiskFault>();
         let nics = text::variants_of::<NicFault>();
-        own.chain(disks).chain(nics).copied().collect()
+        let changes = text::variants_of::<AdminFault>();
+        let processes = text::variants_of::<ProcessFault>();
+        let own = own.chain(disks).chain(nics);
+        own.chain(changes).chain(processes).copied().collect()
     }
 
     /// Name of its kind.
@@ -102,6 +151,8 @@ impl Fault {
         match self {
             Self::Disk(fault) => text::variant_of(&fault),
             Self::Nic(_, fault) => text::variant_of(&fault),
+            Self::Admin(change) => text::variant_of(&change),
+            Self::Process(fault) => text::variant_of(&fault),
             fault => text::variant_of(&fault),
         }
     }
@@ -109,7 +160,11 @@ impl Fault {
     /// Whether the target does not run meanwhile.
     #[must_use]
     pub fn ends_target(self) -> bool {
-        matches!(self, Self::CrashTarget | Self::PowerCut)
+        match self {
+            Self::CrashTarget | Self::PowerCut => true,
+            Self::Process(fault) => !matches!(fault, ProcessFault::StallWorker(_)),
+            _ => false,
+        }
     }
 }
 
@@ -261,11 +316,21 @@ impl Plan {
         let mut cheats = Rng::with_seed(seed ^ 0xc4ea7);
         let number = [0, 0, 0, 1, 3][cheats.usize(..5)];
         let cheats = (0..number).map(|_| CheatPlan::draw(&mut cheats)).collect();
+        // An administrator has days of his own, for which others are as they were.
+        let mut admin = Rng::with_seed(seed ^ 0xad_717);
+        more.extend(AdminFault::draw(&mut admin, (paths, initiators.len())));
+        more.extend(ProcessFault::draw(&mut admin));
         troubles.extend(more.into_iter().filter(|trouble| is_wanted(trouble.fault)));
         let mut timeout = Duration::from_secs([1, 10, 60, 60][rng.usize(..4)]);
         // A quiet day is judged more strictly.
         if seed % 6 == 5 {
             troubles = Vec::from_iter(Trouble::mild(&mut others));
+            let changes = AdminFault::draw(&mut admin, (paths, initiators.len()));
+            let is_mild = |trouble: &Trouble| match trouble.fault {
+                Fault::Admin(change) => change.is_mild(),
+                _ => false,
+            };
+            troubles.extend(changes.into_iter().filter(is_mild));
             troubles.retain(|trouble| is_wanted(trouble.fault));
             timeout = TIMEOUT;
         }
@@ -313,9 +378,44 @@ impl Plan {
             Fault::Wire {
                 loss, corruption, ..
             } => loss + corruption <= MILD,
+            Fault::Admin(change) => change.is_mild(),
             _ => false,
         };
         self.troubles.iter().all(is_mild) && self.timeout >= TIMEOUT
+    }
+
+    /// Whether an administrator changes what is served, so that there are units for it.
+    #[must_use]
+    pub fn is_administered(&self) -> bool {
+        let mut troubles = self.troubles.iter();
+        troubles.any(|trouble| matches!(trouble.fault, Fault::Admin(_) | Fault::Process(_)))
+    }
+
+    /// Whether the target may be taken away, and all units with it.
+    #[must_use]
+    pub fn may_lose_target(&self) -> bool {
+        let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
+        faults.any(|fault| {
+            matches!(
+                fault,
+                Fault::Admin(AdminFault::RemoveTarget | AdminFault::RemovePortal(..))
+            )
+        })
+    }
+
+    /// Whether the end of the target's process may fail: what was written may not be durable, or a
+    /// worker does not answer.
+    #[must_use]
+    pub fn may_fail_shutdown(&self) -> bool {
+        let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
+        faults.any(|fault| match fault {
+            Fault::StallDisks | Fault::FailDisks(_) | Fault::Disk(_) => true,
+            Fault::Process(fault) => matches!(
+                fault,
+                ProcessFault::FailWorker(_) | ProcessFault::StallWorker(_)
+            ),
+            _ => false,
+        })
     }
 
     /// When the last fault has gone.

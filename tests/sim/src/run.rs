@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use riser_initiator::engine::Engine;
@@ -16,6 +16,7 @@ use riser_transport::loopback::{Fabric, FabricConfig};
 use riser_transport::roce::fault::FaultConfig;
 use tracing::debug;
 
+use crate::administrator::Administrator;
 use crate::caught::caught;
 use crate::cheat::{Cheat, Overheard, Surroundings};
 use crate::disks::DiskFault;
@@ -24,10 +25,12 @@ use crate::initiator::{self, Dialed, Heritage, Initiator, User, Verdict};
 use crate::leaks::{self, Guard};
 use crate::model::Model;
 use crate::nics::Place;
-use crate::plan::{Fault, Plan};
+use crate::plan::{Fault, Plan, ProcessFault};
+use crate::process::{EndKind, Ended};
 use crate::rival::Rival;
 use crate::target::{self, Target};
-use crate::tcp::Network;
+use crate::tcp::{Listeners, Network};
+use crate::watcher::{Ledger, Watcher};
 use crate::{coverage, events, nics};
 
 /// Virtual time after the last fault, in which all commands must have ended.
@@ -90,6 +93,12 @@ struct World {
     initiators: Vec<Initiator>,
     rivals: Vec<Rival>,
     cheats: Vec<Cheat>,
+    /// What changes are to be seen, and those who look.
+    ledger: Rc<RefCell<Ledger>>,
+    watchers: Vec<Watcher>,
+    administrator: Administrator,
+    /// When the process ends for a worker that has failed.
+    failed: Option<Instant>,
     /// Others with the names of initiators, by trouble.
     twins: BTreeMap<usize, Initiator>,
     executor: Executor,
@@ -140,7 +149,8 @@ fn run_here(plan: &Plan) -> Result<Outcome, Box<Failure>> {
 impl World {
     fn new(plan: &Plan, fabric: Fabric) -> Self {
         let mut rng = Rng::with_seed(plan.seed ^ 0x5eed);
-        let (target, listeners) = Target::new(plan, &fabric, &mut rng);
+        let listeners = Listeners::default();
+        let target = Target::new(plan, &fabric, &listeners, &mut rng);
         let shared = target.shared().expect("it runs");
         let port = shared.registry.catalog().targets[0].portals[0].target_port();
         let dialed = Dialed::default();
@@ -188,12 +198,26 @@ impl World {
         // Of random numbers of their own, as what the plan says of them.
         let mut chance = Rng::with_seed(plan.seed ^ 0xc4ea7);
         let cheats = cheats.map(|cheat| Cheat::new(cheat, &surroundings, chance.fork()));
+        let verdict = Verdict::default();
+        let ledger = Ledger::new(target.layout.seen(), fabric.now());
+        let ledger = Rc::new(RefCell::new(ledger));
+        let model = Rc::new(Model::new(plan.knowledge()));
+        let mut chance = Rng::with_seed(plan.seed ^ 0xad_717);
+        let watcher = |index| {
+            let more = (plan.is_quiet(), fabric.now(), chance.fork());
+            Watcher::new(index, &ledger, &verdict, &dialed, more)
+        };
+        let watchers = if plan.is_administered() { 2 } else { 0 };
         Self {
+            watchers: (0..watchers).map(watcher).collect(),
+            administrator: Administrator::new(plan, &ledger, &model, fabric.now()),
+            ledger,
+            failed: None,
             cheats: cheats.collect(),
             twins: BTreeMap::new(),
             history: history(),
             private: owners.map(|_| history()).collect(),
-            model: Rc::new(Model::new(plan.knowledge())),
+            model,
             active: vec![false; plan.troubles.len()],
             plan: plan.clone(),
             rng,
@@ -205,7 +229,7 @@ impl World {
             rivals: Vec::new(),
             executor: Executor::default(),
             dialed,
-            verdict: Rc::new(RefCell::new(None)),
+            verdict,
             fresh: Vec::new(),
             steps: 0,
             port,
@@ -251,6 +275,9 @@ impl World {
                 && world.rivals.iter().all(Rival::is_over)
                 && world.fabric.elapsed() >= healed
                 && !world.active.contains(&true)
+                && world
+                    .administrator
+                    .is_done(&world.target, world.fabric.now())
         })?;
         for index in 0..self.initiators.len() {
             let units = self.initiators[index].opened.take();
@@ -287,6 +314,7 @@ impl World {
             initiator.client.shutdown();
         }
         self.cheats.clear();
+        self.watchers.iter_mut().for_each(Watcher::end);
         let limit = self.fabric.elapsed() + PATIENCE;
         let ended = self.run_until("all sessions have ended", limit, |world| {
             let mut engines = world.initiators.iter().flat_map(|one| &one.engine);
@@ -342,7 +370,7 @@ impl World {
     }
 
     fn reports(&mut self) -> Result<Vec<Snapshot>, String> {
-        let (snapshots, workers) = (self.target.ask(), self.plan.workers);
+        let (snapshots, workers) = (self.target.ask(), self.target.workers());
         let limit = self.fabric.elapsed() + PATIENCE;
         let mut reports = Vec::new();
         self.run_until("all workers report", limit, |_| {
@@ -377,12 +405,15 @@ impl World {
         events::set_time(self.fabric.elapsed());
         self.trouble();
         let now = self.fabric.now();
-        let (workers, initiators) = (self.plan.workers, self.initiators.len());
+        let mut worked = self.control(now);
+        for watcher in &mut self.watchers {
+            worked |= watcher.step(now);
+        }
+        let (workers, initiators) = (self.target.workers(), self.initiators.len());
         let (rivals, cheats) = (self.rivals.len(), self.cheats.len());
         let count = 3 + workers + initiators + rivals + cheats + self.twins.len();
         let mut order: Vec<usize> = (0..count).collect();
         self.rng.shuffle(&mut order);
-        let mut worked = false;
         let turn = |one: &mut Initiator| one.engine.as_mut().is_some_and(|e| e.step(now));
         for actor in order {
             worked |= match actor {
@@ -436,7 +467,90 @@ impl World {
             .chain(self.target.next_deadline())
             .chain(self.rivals.iter().filter_map(Rival::next_deadline))
             .chain(self.cheats.iter().filter_map(Cheat::next_deadline))
+            .chain(self.watchers.iter().filter_map(Watcher::next_deadline))
+            .chain(self.administrator.next_deadline(&self.target, now))
+            .chain(self.failed)
             .min()
+    }
+
+    /// What the control plane does: ends of the process, and changes.
+    fn control(&mut self, now: Instant) -> bool {
+        if self.failed.is_some_and(|at| at <= now) {
+            self.failed = None;
+            self.target.begin_end(EndKind::Failure);
+        }
+        let worked = match self.target.go_on_ending(now, &self.history) {
+            Ended::NotYet => false,
+            Ended::Refused(why) => {
+                coverage::note("process", "upgrade", "refused");
+                debug!(why, "the upgrade is refused");
+                if !self.plan.may_fail_shutdown() {
+                    self.blame(format!("an upgrade is refused: {why}"));
+                }
+                true
+            }
+            ended => {
+                self.on_end_of_process(&ended, now);
+                true
+            }
+        };
+        let changed = self.administrator.step(&mut self.target, now);
+        changed.map_or_else(
+            |why| {
+                self.blame(why);
+                true
+            },
+            |changed| worked | changed,
+        )
+    }
+
+    fn blame(&self, why: String) {
+        self.verdict.borrow_mut().get_or_insert(why);
+    }
+
+    /// The process has ended by itself.
+    fn on_end_of_process(&mut self, ended: &Ended, now: Instant) {
+        match ended {
+            Ended::HandedOver => {
+                coverage::note("process", "end", "handed over");
+                self.model.hand_over();
+            }
+            Ended::Failed(why) => {
+                coverage::note("process", "end", "failed");
+                debug!(why, "the shutdown failed");
+                if !self.plan.may_fail_shutdown() {
+                    self.blame(format!("the shutdown failed: {why}"));
+                }
+                self.ledger.borrow_mut().lose_memory();
+                self.model.lose_power();
+                self.network.end_target(true);
+            }
+            _ => {
+                coverage::note("process", "end", "in good order");
+                self.ledger.borrow_mut().lose_memory();
+                self.model.lose_power();
+            }
+        }
+        self.administrator.on_end_of_process(&self.target, now);
+        self.follow();
+    }
+
+    /// Something happens to the process, or to a thread of it.
+    fn process_fault(&mut self, fault: ProcessFault) {
+        match fault {
+            ProcessFault::Restart => self.target.begin_end(EndKind::Restart),
+            ProcessFault::Upgrade => self.target.begin_end(EndKind::Upgrade { fails: false }),
+            ProcessFault::FailedUpgrade => {
+                self.target.begin_end(EndKind::Upgrade { fails: true });
+            }
+            ProcessFault::FailWorker(index) => {
+                if self.target.fail_worker(index % self.target.workers()) {
+                    let soon = Duration::from_micros(self.rng.u64(..5_000));
+                    self.failed = Some(self.fabric.now() + soon);
+                }
+            }
+            ProcessFault::StallWorker(_) => {}
+        }
     }
 
     /// Begins and ends troubles.
@@ -478,6 +592,8 @@ impl World {
                     true => self.start_twin(at, index),
                     false => self.end_twin(at),
                 },
+                Fault::Admin(change) if is_active => self.administrator.on_begin(change),
+                Fault::Process(fault) if is_active => self.process_fault(fault),
                 _ => {}
             }
         }
@@ -609,6 +725,10 @@ impl World {
         }
         self.model.lose_power();
         self.network.end_target(!is_power_cut);
+        self.ledger.borrow_mut().lose_memory();
+        let now = self.fabric.now();
+        self.administrator.on_end_of_process(&self.target, now);
+        self.failed = None;
     }
 
     /// Sets what lasts, from the troubles that are there now.
@@ -623,8 +743,18 @@ impl World {
         if !is_unplugged {
             self.fabric.plug(target::ADDRESS);
         }
+        self.administrator.follow(&active);
+        let workers = self.target.workers();
+        let stalled = active.iter().filter_map(|fault| match fault {
+            Fault::Process(ProcessFault::StallWorker(index)) => Some(index % workers),
+            _ => None,
+        });
+        self.target.stalled = stalled.collect();
         if !self.target.is_running() && !active.iter().any(|fault| fault.ends_target()) {
-            self.network.listen(self.target.start(self.plan.workers));
+            self.network.start_target();
+            // It has one when it starts.
+            self.fabric.plug(target::ADDRESS);
+            self.target.begin();
             if is_unplugged {
                 self.fabric.unplug(target::ADDRESS);
             }

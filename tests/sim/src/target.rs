@@ -1,41 +1,41 @@
 //! The target: workers on simulated rings, and what a schedule does for them. Its process, or its
 //! host, may go and come back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use riser_reactor::simulated::{
-    Disk, Kernel, Listener, Operation, OperationId, Outcome, SECTOR, Threads,
-};
-use riser_reactor::{MailSender, Next, Ring, RingConfig, Waker, mailbox};
+use riser_reactor::simulated::{Disk, Kernel, Operation, OperationId, Outcome, SECTOR, Threads};
+use riser_reactor::{MailSender, Next, Waker};
 use riser_scsi::config::Identity;
 use riser_scsi::srp::TargetPortId;
-use riser_target::backend::{FlushFailure, FlushKeeper, OpenedStores, Store};
+use riser_target::backend::{FlushFailure, FlushKeeper, Store};
 use riser_target::config::Config;
-use riser_target::host::{Host, SimulatedHost};
-use riser_target::server::{Keepers, build_shared_on};
-use riser_target::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
-use riser_target::worker::{Device, Env, Report, Shared, TcpListener, Worker, WorkerConfig};
+use riser_target::host::Host;
+use riser_target::server::Server;
+use riser_target::server::handover::ServerState;
+use riser_target::worker::mail::{Mail, Snapshot};
+use riser_target::worker::{Env, Report, Shared, Worker};
 use riser_tests::history::History;
 use riser_transport::loopback::Fabric;
 use riser_transport::roce::nic::NicUsage;
-use riser_transport::verbs::Mtu;
 
+use crate::admin::Layout;
 use crate::disks::DiskFaults;
-use crate::keeper::KeptReservations;
+use crate::keeper::Kept;
 use crate::plan::Plan;
-use crate::{cheat, initiator};
+use crate::process::{Ending, Ground, Job};
+use crate::tcp::Listeners;
 
 /// Name of the iSCSI target.
 pub const IQN: &str = "iqn.2026-01.org.example:disk";
 
 /// Serial number of the disk.
-const SERIAL: &str = "D";
+pub(crate) const SERIAL: &str = "D";
 
 /// Wait between rounds of a worker that polls.
 const SPIN: Duration = Duration::from_micros(10);
@@ -57,7 +57,7 @@ pub const fn tcp_address(path: usize) -> SocketAddr {
 
 /// Keeps failures of flushes, as files of the state directory do.
 #[derive(Clone, Debug, Default)]
-struct Failures(Arc<Mutex<BTreeMap<String, FlushFailure>>>);
+pub(crate) struct Failures(Arc<Mutex<BTreeMap<String, FlushFailure>>>);
 
 impl Failures {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, FlushFailure>> {
@@ -86,9 +86,9 @@ impl FlushKeeper for Failures {
 }
 
 /// Surroundings of a worker.
-struct SimulatedEnv {
-    random: Rng,
-    host: Arc<dyn Host>,
+pub(crate) struct SimulatedEnv {
+    pub(crate) random: Rng,
+    pub(crate) host: Arc<dyn Host>,
 }
 
 impl Env for SimulatedEnv {
@@ -102,46 +102,59 @@ impl Env for SimulatedEnv {
 }
 
 /// One worker, and its ring from the kernel's side.
-struct Member {
-    worker: Worker,
-    kernel: Kernel,
+pub(crate) struct Member {
+    pub(crate) worker: Worker,
+    pub(crate) kernel: Kernel,
     /// Operations on disks, and when and how each ends.
-    due: BTreeMap<OperationId, (Instant, Outcome)>,
+    pub(crate) due: BTreeMap<OperationId, (Instant, Outcome)>,
     /// When the worker is given its next round, if nothing happens before.
-    wakes: Option<Instant>,
-    waker: Waker,
+    pub(crate) wakes: Option<Instant>,
+    pub(crate) waker: Waker,
     /// It sleeps, and is given none before something wakes it.
-    is_parked: bool,
-    /// Kept open: what a worker reports is of no interest here.
-    _reports: Receiver<Report>,
+    pub(crate) is_parked: bool,
 }
 
 /// The target: what stays, and the process while there is one.
 pub struct Target {
-    config: Config,
-    fabric: Fabric,
-    paths: usize,
-    start: Instant,
-    mtu: Mtu,
-    pool: usize,
-    ring: u32,
+    pub(crate) plan: Plan,
+    /// What is served, or was when the process ended.
+    pub(crate) layout: Layout,
+    pub(crate) config: Config,
+    pub(crate) ground: Arc<Ground>,
+    pub(crate) start: Instant,
+    /// Workers of the process.
+    workers: usize,
     disk: Disk,
     /// Those of units that one initiator sees each.
     private: Vec<Disk>,
-    /// That of the unit of cheating peers.
-    cheats: Disk,
+    /// All others, by backend.
+    others: BTreeMap<&'static str, Disk>,
+    /// Backends that were opened. As long as one is open, no other may be on its disk.
+    pub(crate) stores: BTreeMap<String, Weak<Store>>,
     failures: Failures,
     /// The process has the report of a failed write-back of the disk, and has not kept it yet.
     is_heard: bool,
-    reservations: KeptReservations,
+    pub(crate) kept: Kept,
     /// Times that the host was started.
-    boots: u64,
-    rng: Rng,
-    members: Vec<Member>,
-    mail: Vec<MailSender<Mail>>,
-    threads: Threads,
-    shared: Option<Arc<Shared>>,
+    pub(crate) boots: u64,
+    pub(crate) rng: Rng,
+    pub(crate) server: Option<Server>,
+    /// Where workers report.
+    pub(crate) reports: Option<Sender<Report>>,
+    /// Workers, but those that have failed.
+    pub(crate) members: Vec<Option<Member>>,
+    pub(crate) mail: Vec<MailSender<Mail>>,
+    pub(crate) threads: Threads,
+    pub(crate) shared: Option<Arc<Shared>>,
+    /// The change of the configuration that goes on.
+    pub(crate) job: Option<Job>,
+    /// The end of the process that goes on.
+    pub(crate) ending: Option<Ending>,
+    /// What the process before has handed over.
+    pub(crate) heritage: Option<ServerState>,
     pub(crate) faults: DiskFaults,
+    /// Workers whose threads get no time.
+    pub(crate) stalled: BTreeSet<usize>,
 }
 
 impl std::fmt::Debug for Target {
@@ -151,152 +164,71 @@ impl std::fmt::Debug for Target {
 }
 
 impl Target {
-    /// Serves one disk by all protocols; returns the listeners of TCP as well.
+    /// Serves one disk by all protocols.
     #[must_use]
-    pub fn new(plan: &Plan, fabric: &Fabric, rng: &mut Rng) -> (Self, Vec<Listener>) {
-        let (backends, luns, access) = private_units(plan);
-        let portals = |path| {
-            let (rdma, tcp) = (rdma_address(path), tcp_address(path));
-            format!(
-                "      - {{ protocol: srp, listen: \"{rdma}:5555\" }}\n      \
-                 - {{ protocol: iser, listen: \"{rdma}:3260\" }}\n      \
-                 - {{ protocol: iscsi, listen: \"{tcp}\" }}\n"
-            )
-        };
-        let portals: String = (0..plan.paths).map(portals).collect();
-        let (cheats, more) = cheats(plan);
-        let text = format!(
-            "identity: simulated\n\
-             backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true, serial: {SERIAL}, write_cache: {} }}\n{backends}{cheats}\
-             targets:\n  - name: t\n    iqn: {IQN}\n    portals:\n{portals}    \
-             luns: {{ 0: {{ backend: d }}{luns} }}\n    access: {access}\n{more}workers: {{ count: {} }}\n\
-             limits: {{ connections_per_session: {} }}\n",
-            if plan.write_cache { "on" } else { "off" },
-            plan.workers,
-            plan.connections
-        );
+    pub fn new(plan: &Plan, fabric: &Fabric, listeners: &Listeners, rng: &mut Rng) -> Self {
+        let layout = Layout::first();
         let private = plan.initiators.iter().filter(|_| plan.private_units);
         let private = private
             .enumerate()
             .map(|(index, _)| Disk::new(1 + index as u64));
+        let others = ["c", "s", "r", "a"].map(|backend| (backend, Disk::new(0)));
         let mut target = Self {
-            config: Config::parse(&text, "sim.yaml").expect("the configuration is right"),
-            fabric: fabric.clone(),
-            paths: plan.paths,
+            config: config_of(&layout, plan),
+            layout,
+            ground: Arc::new(Ground::new(fabric, plan.mtus[0], listeners)),
             start: fabric.now(),
-            mtu: plan.mtus[0],
-            pool: plan.pool,
-            ring: plan.ring,
+            workers: 1 << plan.workers.clamp(1, 64).ilog2(),
+            plan: plan.clone(),
             disk: Disk::new(0),
             private: private.collect(),
-            cheats: Disk::new(0),
+            others: others.into(),
+            stores: BTreeMap::new(),
             failures: Failures::default(),
             is_heard: false,
-            reservations: KeptReservations::default(),
+            kept: Kept::default(),
             boots: 1,
             rng: rng.fork(),
+            server: None,
+            reports: None,
             members: Vec::new(),
             mail: Vec::new(),
             threads: Threads::default(),
             shared: None,
+            job: None,
+            ending: None,
+            heritage: None,
             faults: DiskFaults::default(),
+            stalled: BTreeSet::new(),
         };
-        let listeners = target.start(plan.workers);
-        (target, listeners)
+        target.begin();
+        target
     }
 
-    /// Starts the process; returns the listeners of TCP.
-    pub fn start(&mut self, workers: usize) -> Vec<Listener> {
-        let fabric = &self.fabric;
-        let host = SimulatedHost::new(self.threads.clone(), self.start).with_boot(self.boots);
-        let host: Arc<dyn Host> = Arc::new(host);
-        let disks = std::iter::once(&self.disk).chain(&self.private);
-        let disks = disks.chain([&self.cheats]);
-        let mut opened = OpenedStores::default();
-        for (backend, disk) in self.config.backends.iter().zip(disks) {
-            let store = Store::on_disk(&backend.spec, disk, Arc::clone(&host));
-            opened.insert(&backend.name, &backend.spec, store);
+    /// The disk of a backend, if it has one.
+    pub(crate) fn disk_of(&self, backend: &str) -> Option<&Disk> {
+        match (backend, backend.strip_prefix('p')) {
+            ("d", _) => Some(&self.disk),
+            (_, Some(index)) => self.private.get(index.parse::<usize>().ok()?),
+            _ => self.others.get(backend),
         }
-        let keepers = Keepers {
-            flushes: Some(Arc::new(self.failures.clone())),
-            reservations: Some(Arc::new(self.reservations.clone())),
-            ..Keepers::default()
-        };
-        let shared = build_shared_on(&self.config, keepers, opened);
-        let shared = Arc::new(shared.expect("the configuration can be served"));
+    }
 
-        let at_paths = |_| (0..self.paths).map(|path| Listener::new(tcp_address(path)));
-        let listeners: Vec<Vec<_>> = (0..workers).map(|w| at_paths(w).collect()).collect();
-        let ring = RingConfig {
-            capacity: self.ring,
-            ..RingConfig::default()
-        };
-        let rings = (0..workers).map(|_| Ring::simulated(ring));
-        let rings: Vec<_> = rings.map(|ring| ring.expect("memory")).collect();
-        let mailboxes = rings.iter().map(|(ring, _)| mailbox(MAILBOX, ring.waker()));
-        let (senders, inboxes): (Vec<_>, Vec<_>) = mailboxes.unzip();
-        let parts = rings.into_iter().zip(inboxes).zip(&listeners);
-        let bits = workers.ilog2() as u8;
-        for (index, (((ring, kernel), inbox), listeners)) in parts.enumerate() {
-            let waker = ring.waker();
-            let (reports, _reports) = channel();
-            let env = SimulatedEnv {
-                random: self.rng.fork(),
-                host: Arc::clone(&host),
-            };
-            let devices = (0..self.paths).map(|path| {
-                let mut device = fabric.endpoint_of(rdma_address(path), index as u32, bits);
-                device.set_mtu(self.mtu);
-                Box::new(device) as Box<dyn Device>
-            });
-            let (worker, unserved) = Worker::new(WorkerConfig {
-                index: index as u16,
-                now: fabric.now(),
-                env: Box::new(env),
-                pool: self.pool,
-                shared: Arc::clone(&shared),
-                devices: devices.collect(),
-                sockets: listeners.iter().map(TcpListener::simulated).collect(),
-                ring,
-                mailbox: inbox,
-                outbox: Outbox::new(senders.clone()),
-                reports,
-            })
-            .expect("a worker");
-            assert_eq!(unserved, [], "all portals are free");
-            self.members.push(Member {
-                worker,
-                kernel,
-                due: BTreeMap::new(),
-                wakes: None,
-                waker,
-                is_parked: false,
-                _reports,
-            });
-        }
-        self.mail = senders;
-        self.shared = Some(shared);
-        listeners.into_iter().flatten().collect()
+    pub(crate) fn failures(&self) -> Failures {
+        self.failures.clone()
+    }
+
+    /// Workers of the process, when there is one.
+    #[must_use]
+    pub fn workers(&self) -> usize {
+        self.workers
     }
 
     /// Ends the process without a word. What it had at its disk may be done, in part or not at all.
     pub fn crash(&mut self, history: &History) {
         let was_unseen = self.disk.has_unseen_error();
-        for member in &self.members {
-            let mut operations = member.kernel.operations();
-            operations.retain(|operation| operation.disk().is_some());
-            self.rng.shuffle(&mut operations);
-            for operation in operations {
-                let sectors = operation.len / SECTOR as usize;
-                let outcome = match self.rng.u8(..3) {
-                    0 => continue,
-                    1 if sectors > 0 => {
-                        Outcome::Short(self.rng.usize(..=sectors) * SECTOR as usize)
-                    }
-                    _ => Outcome::Whole,
-                };
-                member.kernel.complete(operation.id, outcome);
-            }
+        for member in self.members.iter().flatten() {
+            member.abandon(&mut self.rng);
         }
         self.hear(was_unseen);
         // The disk reports a lost write-back once. What a process had not kept of it is lost with
@@ -305,15 +237,31 @@ impl Target {
             self.end_loss(history);
             history.forgive_losses();
         }
+        self.heritage = None;
+        self.clear();
+        // The next process serves all of a file that a change has made larger.
+        let side = self.disk_of("s").map_or(0, Disk::len) >> 20;
+        if side > self.layout.side {
+            self.layout.side = side;
+            self.config = config_of(&self.layout, &self.plan);
+        }
+    }
+
+    /// The process is gone: workers first, since what a change has acquired is theirs.
+    pub(crate) fn clear(&mut self) {
         self.members.clear();
         self.mail.clear();
+        self.job = None;
+        self.ending = None;
+        self.server = None;
+        self.reports = None;
         self.shared = None;
         self.threads = Threads::default();
     }
 
     /// Notes that the disk has reported a failed write-back since the last look, or that the process
     /// has kept that.
-    fn hear(&mut self, was_unseen: bool) {
+    pub(crate) fn hear(&mut self, was_unseen: bool) {
         self.is_heard |= was_unseen && !self.disk.has_unseen_error();
         self.is_heard &= !self.failures.has();
     }
@@ -339,12 +287,19 @@ impl Target {
         let rng = &mut self.rng;
         // Whole caches are lost as well as single sectors.
         let share = [0.0, 0.5, 1.0][rng.usize(..3)];
-        for disk in std::iter::once(&self.disk).chain(&self.private) {
+        let disks = std::iter::once(&self.disk).chain(&self.private);
+        for disk in disks.chain(self.others.values()) {
             disk.crash(|_, versions| match rng.f64() < share {
                 true => rng.usize(..=versions),
                 false => 0,
             });
         }
+    }
+
+    /// Whether all workers of the process are there, and get time.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.stalled.is_empty() && self.members.iter().all(Option::is_some)
     }
 
     /// Whether there is a process.
@@ -363,9 +318,11 @@ impl Target {
         }
         let catalog = self.shared.as_ref().map(|shared| shared.registry.catalog());
         let stores = catalog.iter().flat_map(|catalog| &catalog.stores);
-        for (at, store) in stores.enumerate() {
-            let cleared = store.as_ref().and_then(|store| store.clear_flush_failure());
-            is_forgiven |= at == 0 && cleared.is_some();
+        let own = self.stores.get("d").and_then(Weak::upgrade);
+        for store in stores.flatten() {
+            let is_cleared = store.clear_flush_failure().is_some();
+            let is_own = own.as_ref().is_some_and(|own| Arc::ptr_eq(own, store));
+            is_forgiven |= is_own && is_cleared;
         }
         if is_forgiven {
             self.is_heard = false;
@@ -419,7 +376,7 @@ impl Target {
                 }
             }
         }
-        for (index, member) in self.members.iter().enumerate() {
+        for (index, member) in self.members.iter().flatten().enumerate() {
             let operations = member.kernel.operations();
             let at_disk = operations.iter().filter(|o| o.disk().is_some()).count();
             check(format!("operations of worker {index} at a disk"), at_disk);
@@ -448,24 +405,25 @@ impl Target {
 
     /// Wakes all workers: a device was removed or added.
     pub fn wake(&mut self) {
-        for member in &mut self.members {
+        for member in self.members.iter_mut().flatten() {
             member.is_parked = false;
         }
     }
 
     /// A round of a worker, and of the kernel for it. Returns whether there was anything to do.
     pub fn turn(&mut self, index: usize, now: Instant, rng: &mut Rng) -> bool {
-        let Some(member) = self.members.get_mut(index) else {
+        let Some(Some(member)) = self.members.get_mut(index) else {
             return false;
         };
-        let arrival = self.fabric.next_arrival();
+        let is_stalled = self.stalled.contains(&index);
+        let arrival = self.ground.fabric().next_arrival();
         let mut worked = 0;
         // As in a thread of its own, where it sleeps until its ring, a packet or its time wakes it.
-        if !member.is_parked
+        let is_due = !member.is_parked
             || member.waker.is_pending()
             || member.kernel.has_completions()
-            || arrival.into_iter().chain(member.wakes).any(|at| at <= now)
-        {
+            || arrival.into_iter().chain(member.wakes).any(|at| at <= now);
+        if is_due && !is_stalled {
             worked = member.worker.step(now).expect("the ring works");
             let next = member.worker.park(worked).expect("the ring works");
             member.is_parked = matches!(next, Next::Park(_));
@@ -492,11 +450,20 @@ impl Target {
     /// When the next thing happens by itself.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
-        let wakes = self.members.iter().filter_map(|member| member.wakes);
-        let members = self.members.iter().filter(|_| !self.faults.is_stalled);
+        let members = || self.members.iter().enumerate();
+        let awake = members().filter(|(index, _)| !self.stalled.contains(index));
+        let wakes = awake.filter_map(|(_, member)| member.as_ref()?.wakes);
+        let members = members().filter(|_| !self.faults.is_stalled);
+        let members = members.filter_map(|(_, member)| member.as_ref());
         let due = members.flat_map(|member| member.due.values().map(|(at, _)| *at));
-        wakes.chain(due).min()
+        wakes.chain(due).chain(self.next_step()).min()
     }
+}
+
+/// The configuration of a layout.
+pub(crate) fn config_of(layout: &Layout, plan: &Plan) -> Config {
+    let text = layout.text(plan);
+    Config::parse(&text, "sim.yaml").unwrap_or_else(|error| panic!("{error:?} in\n{text}"))
 }
 
 /// Objects of the RDMA devices that work, by address.
@@ -505,48 +472,23 @@ fn usages(of: &Snapshot) -> impl Iterator<Item = (Option<IpAddr>, NicUsage)> {
     open.filter_map(|device| Some((Some(device.addr), device.nic?.usage)))
 }
 
-/// The backend of cheating peers, and their target.
-fn cheats(plan: &Plan) -> (String, String) {
-    if plan.cheats.is_empty() {
-        return (String::new(), String::new());
-    }
-    let (rdma, tcp) = (rdma_address(0), tcp_address(0));
-    let backend = "  c: { kind: file, path: /in/memory/c, size: 1MiB, create: true, thin: true }\n";
-    let target = format!(
-        "  - name: c\n    iqn: {}\n    portals:\n      \
-         - {{ protocol: srp, listen: \"{rdma}:{}\" }}\n      \
-         - {{ protocol: iser, listen: \"{rdma}:3260\" }}\n      \
-         - {{ protocol: iscsi, listen: \"{tcp}\" }}\n    \
-         luns: {{ 0: {{ backend: c }} }}\n    access: open\n",
-        cheat::IQN,
-        cheat::SRP_PORT
-    );
-    (backend.to_owned(), target)
-}
-
-/// The backends of units that one initiator sees each, as number 1, their numbers in the target, and
-/// the rules of access.
-fn private_units(plan: &Plan) -> (String, String, String) {
-    if !plan.private_units {
-        return (String::new(), String::new(), "open".to_owned());
-    }
-    let (mut backends, mut luns, mut rules) = (String::new(), String::new(), String::from("["));
-    for index in 0..plan.initiators.len() {
-        let lun = index + 10;
-        backends += &format!(
-            "  p{index}: {{ kind: file, path: /in/memory/{index}, size: 1MiB, create: true, thin: true, write_cache: off }}\n"
-        );
-        luns += &format!(", {lun}: {{ backend: p{index} }}");
-        for moves in 0..initiator::ADDRESSES {
-            let address = initiator::address_after(index, moves as u8);
-            rules += &format!("{{ address: {address}, luns: {{ 0: d, 1: p{index} }} }}, ");
+impl Member {
+    /// Its thread is gone: what it had at its disk may be done, in part or not at all.
+    pub(crate) fn abandon(&self, rng: &mut Rng) {
+        let mut operations = self.kernel.operations();
+        operations.retain(|operation| operation.disk().is_some());
+        rng.shuffle(&mut operations);
+        for operation in operations {
+            let sectors = operation.len / SECTOR as usize;
+            let outcome = match rng.u8(..3) {
+                0 => continue,
+                1 if sectors > 0 => Outcome::Short(rng.usize(..=sectors) * SECTOR as usize),
+                _ => Outcome::Whole,
+            };
+            self.kernel.complete(operation.id, outcome);
         }
     }
-    let others = "{ address: 10.0.0.0/8, luns: { 0: d } }]";
-    (backends, luns, rules + others)
-}
 
-impl Member {
     /// Ends operations that are due, in an order that the seed chooses; returns their number.
     fn complete(&mut self, now: Instant, faults: &mut DiskFaults, rng: &mut Rng) -> usize {
         let mut operations = self.kernel.operations();

@@ -7,6 +7,7 @@ use std::hash::{DefaultHasher, Hasher as _};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
@@ -71,10 +72,13 @@ struct Connection {
     is_orphan: bool,
 }
 
+/// Sockets of the target that listen, from the network's side.
+pub type Listeners = Arc<Mutex<Vec<Listener>>>;
+
 /// All connections.
 #[derive(Debug)]
 pub struct Network {
-    listeners: Vec<Listener>,
+    listeners: Listeners,
     connections: Vec<Connection>,
     /// Connections whose target has vanished without a word, until its host is back.
     vanished: Vec<UnixStream>,
@@ -113,7 +117,7 @@ impl Arrived {
 impl Network {
     /// A network to these listeners, of which a connection finds one, as with `SO_REUSEPORT`.
     #[must_use]
-    pub fn new(listeners: Vec<Listener>, guard: Guard) -> Self {
+    pub fn new(listeners: Listeners, guard: Guard) -> Self {
         Self {
             listeners,
             guard,
@@ -133,7 +137,6 @@ impl Network {
 
     /// The target's process is gone. Its host ends the connections, unless it is gone as well.
     pub fn end_target(&mut self, is_host_up: bool) {
-        self.listeners.clear();
         self.is_host_up &= is_host_up;
         for connection in self.connections.drain(..) {
             connection.peer.break_off(libc::ECONNRESET);
@@ -143,9 +146,8 @@ impl Network {
         }
     }
 
-    /// The target listens again. Its host knows nothing of the connections from before.
-    pub fn listen(&mut self, listeners: Vec<Listener>) {
-        self.listeners = listeners;
+    /// The target's host is there. It knows nothing of the connections from before.
+    pub fn start_target(&mut self) {
         self.is_host_up = true;
         self.vanished.clear();
     }
@@ -158,15 +160,20 @@ impl Network {
             return;
         }
         let Dial { from, to, stream } = dial;
-        if self.listeners.is_empty() {
-            // Without a host there is no answer, and without a process, a refusal.
+        let mut listeners = self.listeners.lock();
+        let listeners = listeners
+            .as_mut()
+            .unwrap_or_else(|poisoned| poisoned.get_mut());
+        listeners.retain(Listener::is_listening);
+        let there = listeners.iter().filter(|l| l.address() == to);
+        let there: Vec<_> = there.collect();
+        if there.is_empty() {
+            // Without a host there is no answer, and without a socket that listens, a refusal.
             if !self.is_host_up {
                 self.vanished.push(stream);
             }
             return;
         }
-        let there = self.listeners.iter().filter(|l| l.address() == to);
-        let there: Vec<_> = there.collect();
         let listener = there[rng.usize(..there.len())];
         let peer = listener.connect(SocketAddr::new(from, self.ports));
         // Without room it is refused: the stream is closed.

@@ -11,11 +11,11 @@ use riser_scsi::iscsi::pdu::FromTarget;
 use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, StatSn, Tsih};
 
 /// Longest data segment that it takes, in bytes.
-pub(super) const MAX_RECV: u32 = 1 << 20;
+pub(crate) const MAX_RECV: u32 = 1 << 20;
 
 /// Something that a connection reports.
 #[derive(Debug)]
-pub(super) enum Event {
+pub(crate) enum Event {
     /// It is logged in.
     Ready(Tsih, SessionParams),
     /// A PDU of the full-feature phase, with its data.
@@ -28,7 +28,7 @@ pub(super) enum Event {
 
 /// A connection.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(crate) struct Connection {
     stream: UnixStream,
     login: Option<InitiatorLogin>,
     framer: Framer,
@@ -38,17 +38,17 @@ pub(super) struct Connection {
     leaving: VecDeque<(Instant, Vec<u8>)>,
     digests: Digests,
     /// Longest data segment that the target takes, in bytes.
-    pub(super) max_send: u32,
+    pub(crate) max_send: u32,
     exp_stat_sn: StatSn,
     is_ended: bool,
     /// The stream takes nothing.
     is_blocked: bool,
-    pub(super) last_heard: Instant,
+    pub(crate) last_heard: Instant,
 }
 
 impl Connection {
     /// A connection that logs in.
-    pub(super) fn new(
+    pub(crate) fn new(
         stream: UnixStream,
         config: InitiatorConfig,
         random: [u8; 33],
@@ -71,30 +71,30 @@ impl Connection {
     }
 
     /// Whether its login is complete.
-    pub(super) fn is_ready(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         self.login.is_none()
     }
 
     /// Acknowledges the statuses that have come.
-    pub(super) fn exp_stat_sn(&self) -> StatSn {
+    pub(crate) fn exp_stat_sn(&self) -> StatSn {
         self.exp_stat_sn
     }
 
     /// Sends a PDU, not before that time and not before those that were sent earlier.
-    pub(super) fn send(&mut self, at: Instant, bhs: [u8; BHS_LEN], data: &[u8]) {
+    pub(crate) fn send(&mut self, at: Instant, bhs: [u8; BHS_LEN], data: &[u8]) {
         let mut bytes = Vec::new();
         frame::put(bhs, &[], data, self.digests, &mut bytes);
         self.leaving.push_back((at, bytes));
     }
 
     /// When the next PDU may leave.
-    pub(super) fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let next = self.leaving.front().map(|(at, _)| *at);
         next.filter(|_| !self.is_blocked)
     }
 
     /// Moves bytes; returns whether any moved.
-    pub(super) fn step(&mut self, now: Instant) -> bool {
+    pub(crate) fn step(&mut self, now: Instant) -> bool {
         if let Some((request, text)) = self.login.as_mut().and_then(InitiatorLogin::poll_request) {
             self.send(now, request.header(), &text);
         }
@@ -138,7 +138,7 @@ impl Connection {
     }
 
     /// The next thing to report. After [`Event::Ended`] or [`Event::Fault`] it is of no use.
-    pub(super) fn poll(&mut self) -> Option<Event> {
+    pub(crate) fn poll(&mut self) -> Option<Event> {
         loop {
             let framed = self.framer.next(&self.arrived).map(|(used, frame)| {
                 let pdu = frame.map(|frame| {

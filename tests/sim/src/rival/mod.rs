@@ -21,7 +21,7 @@
 //! - What was under way in an old session takes effect no longer once the login that takes its place
 //!   is accepted.
 
-mod connection;
+pub(crate) mod connection;
 mod tasks;
 
 use std::collections::BTreeMap;
@@ -154,6 +154,8 @@ pub struct Rival {
     /// Commands that functions have ended, by tag, whose answer may be on its way.
     aborted: BTreeMap<u32, Aborted>,
     next_tag: u32,
+    /// The unit may be taken away.
+    may_vanish: bool,
     /// It may be registered.
     is_registered: bool,
     /// Commands that are still to be sent.
@@ -193,6 +195,7 @@ impl Rival {
             functions: BTreeMap::new(),
             aborted: BTreeMap::new(),
             next_tag: 1,
+            may_vanish: whole.may_lose_target(),
             is_registered: plan.reservations > 0,
             left: plan.commands,
             next_action: now,

@@ -24,6 +24,9 @@ const GOOD: u8 = 0x00;
 const CONFLICT: u8 = 0x18;
 const TASK_ABORTED: u8 = 0x40;
 
+/// LOGICAL UNIT NOT SUPPORTED.
+const NOT_SUPPORTED: u8 = 0x25;
+
 /// A command of the history.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
@@ -373,7 +376,9 @@ impl Rival {
         if status == GOOD && self.tasks.is_empty() {
             self.user.judge(model.on_success(port, task.begin));
         }
-        if let (GOOD | CONFLICT, Some(writes)) = (status, task.access()) {
+        // A unit that was taken away no longer knows who is registered.
+        let is_judged = status == GOOD || status == CONFLICT && !self.may_vanish;
+        if let (true, Some(writes)) = (is_judged, task.access()) {
             let judged = model.judge_access(port, task.begin, writes, status == CONFLICT);
             self.user.judge(judged);
         }
@@ -386,7 +391,10 @@ impl Rival {
 
     fn judge_change(&self, status: u8, sense: Option<Sense>) {
         let is_refused = sense.is_some_and(|sense| sense.key == SenseKey::IllegalRequest);
+        let is_gone = sense.is_some_and(|sense| sense.additional.code == NOT_SUPPORTED);
         let status = match status {
+            _ if is_gone && self.may_vanish => return self.model.cancel_change(),
+            CONFLICT if self.may_vanish => return self.model.lose_change(self.user.port),
             GOOD => Status::Good,
             CONFLICT => Status::Conflict,
             _ if is_refused => Status::Check,
@@ -584,6 +592,8 @@ impl Rival {
                 }
             }
             (TargetColdReset, _) | (_, TmfStatus::Rejected) => {}
+            (_, TmfStatus::LunDoesNotExist | TmfStatus::AuthorizationFailed) if self.may_vanish => {
+            }
             (_, TmfStatus::Complete) => {
                 if let Some(begin) = sent.reset {
                     self.model.end_reset(self.user.port, begin);

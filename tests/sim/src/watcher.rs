@@ -1,0 +1,721 @@
+//! Watchers: initiators of iSCSI that look at the units again and again, and the ledger of what
+//! they may see.
+//!
+//! # Verdict
+//! - An answer is that of a layout in force between the begin and the end of its command: units
+//!   that are there, their capacity, disk and protection. A unit that is not there is not supported.
+//! - A change of the units is reported once to each nexus at each unit, as REPORTED LUNS DATA HAS
+//!   CHANGED or CAPACITY DATA HAS CHANGED, before another command succeeds there. Nothing else is.
+//! - What was written to a unit in memory is read from it until the process ends without a
+//!   successor.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::os::unix::net::UnixStream;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use riser_scsi::iscsi::keys::{Key, Offer};
+use riser_scsi::iscsi::login::InitiatorConfig;
+use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::pdu::{FromTarget, NopOut, ScsiCommand, ScsiResponse};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, Tsih, Ttt};
+use riser_scsi::sense::{Sense, SenseKey};
+use riser_test_peers::pdus;
+use riser_tests::history::BLOCK;
+
+use crate::admin::{ADDED, RAM, SIDE, Seen};
+use crate::coverage;
+use crate::initiator::{Dial, Dialed, Verdict};
+use crate::rival::connection::{Connection, Event};
+use crate::target;
+
+/// Time without an answer after which a session is left, and the longest login.
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// Longest wait between two commands, and between two logins.
+const SOON: Duration = Duration::from_millis(2);
+
+/// Time after the last change for which they look again and again.
+const EAGER: Duration = Duration::from_millis(100);
+
+const GOOD: u8 = 0x00;
+const CHECK_CONDITION: u8 = 0x02;
+
+/// A unit attention: code and qualifier.
+type Kind = (u8, u8);
+
+const LUNS_CHANGED: Kind = (0x3f, 0x0e);
+const CAPACITY_CHANGED: Kind = (0x2a, 0x09);
+
+/// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED, and its kin.
+const RESET: u8 = 0x29;
+
+/// What was served, and from when to when it may have been.
+#[derive(Debug)]
+struct Period {
+    begin: Instant,
+    /// When no worker serves it any more.
+    end: Option<Instant>,
+    units: Vec<Seen>,
+}
+
+impl Period {
+    fn unit(&self, lun: u16) -> Option<&Seen> {
+        self.units.iter().find(|one| one.lun == lun)
+    }
+}
+
+/// What was served in the course of time.
+#[derive(Debug)]
+pub struct Ledger {
+    periods: Vec<Period>,
+    /// Serial numbers, by backend.
+    serials: BTreeMap<&'static str, Vec<u8>>,
+    /// Block 0 of the unit in memory: what it may hold.
+    ram: Vec<u8>,
+    /// When something was done last that those who look may notice.
+    noted: Instant,
+}
+
+impl Ledger {
+    /// Begins with these units.
+    #[must_use]
+    pub fn new(units: Vec<Seen>, now: Instant) -> Self {
+        Self {
+            periods: vec![Period {
+                begin: now,
+                end: None,
+                units,
+            }],
+            serials: BTreeMap::new(),
+            ram: vec![0],
+            noted: now,
+        }
+    }
+
+    /// Something is done that those who look may notice.
+    pub fn note(&mut self, now: Instant) {
+        self.noted = now;
+    }
+
+    /// Other units may be seen from now on.
+    pub fn change(&mut self, units: Vec<Seen>, now: Instant) {
+        self.note(now);
+        self.periods.push(Period {
+            begin: now,
+            end: None,
+            units,
+        });
+    }
+
+    /// Only the last layout is seen from now on.
+    pub fn settle(&mut self, now: Instant) {
+        self.note(now);
+        let last = self.periods.len() - 1;
+        for period in &mut self.periods[..last] {
+            period.end.get_or_insert(now);
+        }
+    }
+
+    /// What was in memory is lost.
+    pub fn lose_memory(&mut self) {
+        self.ram.push(0);
+    }
+
+    /// The layouts that may have been in force at some time between.
+    fn during(&self, begin: Instant, end: Instant) -> impl Iterator<Item = &Period> {
+        let overlaps = move |period: &&Period| {
+            period.begin <= end && period.end.is_none_or(|over| over >= begin)
+        };
+        self.periods.iter().filter(overlaps)
+    }
+
+    /// The unit attentions that changes since then have caused at a unit: the kind, when the cause
+    /// began, and when it was certain, if it is.
+    fn causes(&self, lun: u16, since: Instant) -> Vec<(Kind, Instant, Option<Instant>)> {
+        let mut causes = Vec::new();
+        for pair in self.periods.windows(2) {
+            let [old, new] = pair else { continue };
+            let Some(unit) = new.unit(lun) else { continue };
+            if new.begin < since {
+                continue;
+            }
+            let names = |period: &Period| {
+                let units = period.units.iter();
+                let names = units.map(|one| (one.lun, one.backend, one.is_read_only));
+                names.collect::<Vec<_>>()
+            };
+            let mut cause = |kind| causes.push((kind, new.begin, old.end));
+            if names(old) != names(new) {
+                cause(LUNS_CHANGED);
+            }
+            let before = old.unit(lun).filter(|one| one.backend == unit.backend);
+            if before.is_some_and(|before| before.blocks != unit.blocks) {
+                cause(CAPACITY_CHANGED);
+            }
+        }
+        causes
+    }
+}
+
+/// A command under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Look {
+    TestUnitReady,
+    ReadCapacity,
+    SerialNumber,
+    ReportLuns,
+    /// A block of this byte.
+    Write(u8),
+    Read,
+}
+
+#[derive(Debug)]
+struct Task {
+    look: Look,
+    lun: u16,
+    tag: u32,
+    begin: Instant,
+    data: Vec<u8>,
+}
+
+/// A cause that a nexus has heard of, or need not hear of any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Heard {
+    lun: u16,
+    kind: Kind,
+    begin: Instant,
+    /// It may still be reported.
+    is_excused: bool,
+}
+
+/// A watcher.
+#[derive(Debug)]
+pub struct Watcher {
+    index: usize,
+    ledger: Rc<RefCell<Ledger>>,
+    verdict: Verdict,
+    dialed: Dialed,
+    rng: Rng,
+    connection: Option<Connection>,
+    /// When it began to log in.
+    since: Instant,
+    is_up: bool,
+    next: Instant,
+    tag: u32,
+    cmd_sn: CmdSn,
+    task: Option<Task>,
+    heard: Vec<Heard>,
+    /// The backends that it takes LUNs for, in this session and in those before.
+    taken: [BTreeMap<u16, &'static str>; 2],
+    /// Sessions end for a reason only.
+    is_quiet: bool,
+    is_over: bool,
+}
+
+impl Watcher {
+    /// A watcher that is about to log in.
+    #[must_use]
+    pub fn new(
+        index: usize,
+        ledger: &Rc<RefCell<Ledger>>,
+        verdict: &Verdict,
+        dialed: &Dialed,
+        (is_quiet, now, rng): (bool, Instant, Rng),
+    ) -> Self {
+        Self {
+            index,
+            ledger: Rc::clone(ledger),
+            verdict: Rc::clone(verdict),
+            dialed: Rc::clone(dialed),
+            rng,
+            connection: None,
+            since: now,
+            is_up: false,
+            next: now,
+            tag: 1,
+            cmd_sn: CmdSn(1),
+            task: None,
+            heard: Vec::new(),
+            taken: Default::default(),
+            is_quiet,
+            is_over: false,
+        }
+    }
+
+    /// Ends its session, for good.
+    pub fn end(&mut self) {
+        (self.connection, self.task, self.is_over) = (None, None, true);
+    }
+
+    /// When the next thing happens by itself.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let own = (!self.is_over).then_some(self.next);
+        let leaving = self.connection.as_ref().and_then(Connection::next_deadline);
+        own.into_iter().chain(leaving).min()
+    }
+
+    /// Does what there is to do; returns whether there was anything.
+    pub fn step(&mut self, now: Instant) -> bool {
+        if self.is_over {
+            return false;
+        }
+        let mut worked = self.connection.as_mut().is_some_and(|one| one.step(now));
+        while let Some(event) = self.connection.as_mut().and_then(Connection::poll) {
+            worked = true;
+            self.on_event(event, now);
+        }
+        worked | self.act(now)
+    }
+
+    fn fail(&self, what: &str) {
+        let why = format!("watcher {}: {what}", self.index);
+        self.verdict.borrow_mut().get_or_insert(why);
+    }
+
+    fn on_event(&mut self, event: Event, now: Instant) {
+        match event {
+            Event::Ready(..) => {
+                (self.is_up, self.next) = (true, now);
+                self.heard.clear();
+                self.take_units(now);
+                // It may be new to what has changed meanwhile.
+                for lun in [0, SIDE, RAM, ADDED] {
+                    self.excuse(lun, &|_| true);
+                }
+            }
+            Event::Pdu(pdu, numbers, data) => self.on_pdu(pdu, numbers, &data, now),
+            Event::Ended if self.is_quiet && self.is_up => {
+                self.fail("its session ended on a quiet day");
+            }
+            Event::Ended => self.leave(now),
+            Event::Fault(what) => self.fail(&what),
+        }
+    }
+
+    /// LUNs are taken for the units that they lead to at the login, or for those of the session
+    /// before, whatever the target knows of that.
+    fn take_units(&mut self, now: Instant) {
+        let [taken, before] = &mut self.taken;
+        before.append(taken);
+        let ledger = self.ledger.borrow();
+        for lun in [0, SIDE, RAM, ADDED] {
+            let units = ledger.during(self.since, now);
+            let mut backends = units.filter_map(|period| Some(period.unit(lun)?.backend));
+            let Some(first) = backends.next() else {
+                continue;
+            };
+            let known = before.entry(lun).or_insert(first);
+            if *known == first && backends.all(|backend| backend == first) {
+                taken.insert(lun, first);
+            }
+        }
+    }
+
+    fn leave(&mut self, now: Instant) {
+        let task = self.task.take();
+        // Whether it was written is not known.
+        if let Some(Task {
+            look: Look::Write(byte),
+            lun: RAM,
+            ..
+        }) = task
+        {
+            self.ledger.borrow_mut().ram.push(byte);
+        }
+        (self.connection, self.is_up) = (None, false);
+        self.next = now + SOON.mul_f64(self.rng.f64() * 4.0);
+    }
+
+    /// Does what is due.
+    fn act(&mut self, now: Instant) -> bool {
+        if now < self.next {
+            return false;
+        }
+        match (&self.connection, self.is_up, &self.task) {
+            (None, ..) => self.log_in(now),
+            (Some(_), true, None) => self.look(now),
+            // It has had its time.
+            (Some(_), ..) => self.leave(now),
+        }
+        true
+    }
+
+    fn log_in(&mut self, now: Instant) {
+        let name = format!("iqn.2026-01.org.example:watcher{}", self.index);
+        self.cmd_sn = CmdSn(self.rng.u32(..));
+        let config = InitiatorConfig {
+            name: IscsiName::new(&name).expect("a name"),
+            target: IscsiName::new(target::IQN).ok(),
+            isid: Isid([0x80, 0, 0, 0, 2, self.index as u8]),
+            tsih: Tsih(0),
+            cid: Cid(0),
+            cmd_sn: self.cmd_sn,
+            credentials: None,
+            target_credentials: None,
+            offer: Offer::default()
+                .with(Key::InitialR2T, 0)
+                .with(Key::ImmediateData, 1),
+            keys: vec![Key::InitialR2T, Key::ImmediateData],
+        };
+        let (ours, theirs) = UnixStream::pair().expect("two sockets");
+        for end in [&ours, &theirs] {
+            end.set_nonblocking(true).expect("a socket");
+        }
+        self.dialed.borrow_mut().push(Dial {
+            from: IpAddr::from([10, 0, 7, 10 + self.index as u8]),
+            to: target::tcp_address(0),
+            stream: theirs,
+        });
+        self.connection = Some(Connection::new(ours, config, [7; 33], now));
+        self.since = now;
+        self.next = now + SILENCE;
+    }
+
+    /// Sends the next command.
+    fn look(&mut self, now: Instant) {
+        let lun = [0, SIDE, SIDE, RAM, ADDED][self.rng.usize(..5)];
+        let byte = self.rng.u8(1..);
+        // One alone uses it, so that the last write is known.
+        let is_memory = lun == RAM && self.index == 0;
+        let look = match self.rng.u8(..8) {
+            0 => Look::ReportLuns,
+            1 | 2 => Look::ReadCapacity,
+            3 | 4 => Look::SerialNumber,
+            5 if lun == SIDE || is_memory => Look::Write(byte),
+            6 if is_memory => Look::Read,
+            _ => Look::TestUnitReady,
+        };
+        let lun = if look == Look::ReportLuns { 0 } else { lun };
+        let (cdb, len): (Vec<u8>, u32) = match look {
+            Look::TestUnitReady => (vec![0; 6], 0),
+            Look::ReadCapacity => {
+                let mut cdb = vec![0; 16];
+                (cdb[0], cdb[1], cdb[13]) = (0x9e, 0x10, 32);
+                (cdb, 32)
+            }
+            Look::SerialNumber => (vec![0x12, 1, 0x80, 0, 255, 0], 255),
+            Look::ReportLuns => (vec![0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0], 256),
+            Look::Write(_) => (pdus::cdb10(0x2a, 0, 1).to_vec(), BLOCK as u32),
+            Look::Read => (pdus::cdb10(0x28, 0, 1).to_vec(), BLOCK as u32),
+        };
+        self.tag += 1;
+        let connection = self.connection.as_mut().expect("it is up");
+        let data = match look {
+            Look::Write(byte) => vec![byte; BLOCK],
+            _ => Vec::new(),
+        };
+        let command = ScsiCommand {
+            lun: [0, lun as u8, 0, 0, 0, 0, 0, 0],
+            exp_stat_sn: connection.exp_stat_sn(),
+            ..pdus::scsi_command(self.tag, self.cmd_sn.0, &cdb, !data.is_empty(), len)
+        };
+        connection.send(now, command.header(), &data);
+        self.cmd_sn = self.cmd_sn.next();
+        self.task = Some(Task {
+            look,
+            lun,
+            tag: self.tag,
+            begin: now,
+            data: Vec::new(),
+        });
+        self.next = now + SILENCE;
+    }
+
+    fn on_pdu(&mut self, pdu: FromTarget, numbers: Numbers, data: &[u8], now: Instant) {
+        let _ = numbers;
+        match pdu {
+            FromTarget::DataIn(header) => {
+                let own = self.task.as_mut().filter(|task| task.tag == header.itt.0);
+                if let Some(task) = own {
+                    task.data.extend_from_slice(data);
+                }
+                if let Some(with) = header.status {
+                    self.on_answer(header.itt.0, with.status, None, now);
+                }
+            }
+            FromTarget::ScsiResponse(response) => {
+                let sense = ScsiResponse::sense_of(data).ok().and_then(Sense::parse);
+                self.on_answer(response.itt.0, response.status, sense, now);
+            }
+            FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => {
+                let connection = self.connection.as_mut().expect("it sent this");
+                let pong = NopOut {
+                    itt: Itt::NONE,
+                    ttt: ping.ttt,
+                    exp_stat_sn: connection.exp_stat_sn(),
+                    ..pdus::nop_out(0, self.cmd_sn.0)
+                };
+                connection.send(now, pong.header(), &[]);
+            }
+            FromTarget::AsyncMessage(_) if !self.is_quiet => self.leave(now),
+            FromTarget::NopIn(_) | FromTarget::AsyncMessage(_) => {}
+            other => self.fail(&format!("{other:?}")),
+        }
+    }
+
+    fn on_answer(&mut self, tag: u32, status: u8, sense: Option<Sense>, now: Instant) {
+        let Some(task) = self.task.take_if(|task| task.tag == tag) else {
+            return self.fail(&format!("status {status:#04x} for nothing"));
+        };
+        // Again and again while something goes on, and then more and more seldom.
+        let quiet = now - self.ledger.borrow().noted;
+        let most = SOON + quiet.saturating_sub(EAGER) / 10;
+        self.next = now + most.mul_f64(self.rng.f64());
+        let text = match sense {
+            Some(sense) => format!("{}: {}", sense.key, sense.additional),
+            None => format!("{status:#04x}"),
+        };
+        coverage::note("watcher's command", "answer", &text);
+        tracing::debug!(watcher = self.index, lun = task.lun, look = ?task.look, "{text}");
+        let judged = match (status, sense) {
+            (GOOD, _) => self.on_success(&task, now),
+            (CHECK_CONDITION, Some(sense)) => self.on_sense(&task, sense, now),
+            _ => Ok(()),
+        };
+        if status != GOOD
+            && let Look::Write(byte) = task.look
+            && task.lun == RAM
+        {
+            self.ledger.borrow_mut().ram.push(byte);
+        }
+        if let Err(why) = judged {
+            self.fail(&format!("LUN {}: {:?}: {why}", task.lun, task.look));
+        }
+    }
+
+    fn on_sense(&mut self, task: &Task, sense: Sense, now: Instant) -> Result<(), String> {
+        let code = (sense.additional.code, sense.additional.qualifier);
+        let ledger = Rc::clone(&self.ledger);
+        let ledger = ledger.borrow();
+        let mut periods = ledger.during(task.begin, now);
+        let mut is_some = |is_it: &dyn Fn(Option<&Seen>) -> bool| {
+            periods.any(|period| is_it(period.unit(task.lun)))
+        };
+        let is_explained = match (sense.key, code) {
+            (SenseKey::UnitAttention, kind) => return self.on_attention(task, kind, now),
+            (SenseKey::IllegalRequest, (0x25, 0)) => is_some(&|unit| unit.is_none()),
+            // There are no pages where there is no unit.
+            (SenseKey::IllegalRequest, (0x24, 0)) if task.look == Look::SerialNumber => {
+                is_some(&|unit| unit.is_none())
+            }
+            (SenseKey::DataProtect, (0x27, 0)) => {
+                is_some(&|unit| unit.is_some_and(|unit| unit.is_read_only))
+            }
+            (SenseKey::IllegalRequest, _) => false,
+            // Of a disk that fails.
+            _ => true,
+        };
+        match is_explained {
+            true => Ok(()),
+            false => Err(format!("{}: {}", sense.key, sense.additional)),
+        }
+    }
+
+    /// A unit attention must have a cause that was not reported before.
+    fn on_attention(&mut self, task: &Task, kind: Kind, now: Instant) -> Result<(), String> {
+        if kind.0 == RESET {
+            // It replaces what waits.
+            self.excuse(task.lun, &|_| true);
+            return Ok(());
+        }
+        if task.lun == 0 && kind != LUNS_CHANGED && kind != CAPACITY_CHANGED {
+            return Ok(());
+        }
+        if kind == LUNS_CHANGED && self.may_be_stale(task, now) {
+            // What waits at the unit may be reported as well, or was it.
+            self.excuse(task.lun, &|kind| kind == LUNS_CHANGED);
+            return Ok(());
+        }
+        let causes = self.ledger.borrow().causes(task.lun, self.since);
+        let all = causes
+            .into_iter()
+            .filter(|(of, begin, _)| *of == kind && *begin <= now);
+        let all: Vec<_> = all.collect();
+        let fresh = all.iter().filter(|(_, begin, _)| {
+            let place = self.heard(task.lun, kind, *begin);
+            place.is_none_or(|at| self.heard[at].is_excused)
+        });
+        if fresh.count() == 0 {
+            return Err(format!("UNIT ATTENTION {kind:02x?} without a cause"));
+        }
+        // What was certain before the command began is reported with it; of others, one is.
+        let certain = |at: Option<Instant>| at.is_some_and(|at| at < task.begin);
+        let is_one = all.len() == 1;
+        for (_, begin, at) in all {
+            self.hear(task.lun, kind, begin, !is_one && !certain(at));
+        }
+        Ok(())
+    }
+
+    /// Whether a LUN may lead to another unit than the one that this initiator takes it for: then
+    /// all commands are answered with REPORTED LUNS DATA HAS CHANGED until it has identified it.
+    fn may_be_stale(&self, task: &Task, now: Instant) -> bool {
+        let ledger = self.ledger.borrow();
+        let mut units = ledger.during(task.begin, now);
+        let taken = self.taken.each_ref().map(|taken| taken.get(&task.lun));
+        units.any(|period| {
+            let backend = period.unit(task.lun).map(|unit| unit.backend);
+            let mut taken = taken.iter().flatten();
+            taken.any(|taken| backend.is_some_and(|backend| backend != **taken))
+        })
+    }
+
+    /// A command succeeds that is for the unit that this initiator takes the LUN for.
+    fn judge_identity(&mut self, task: &Task, now: Instant) -> Result<(), String> {
+        let ledger = self.ledger.borrow();
+        let units = ledger.during(task.begin, now);
+        let units = units.filter_map(|period| period.unit(task.lun));
+        let mut backends: Vec<_> = units.map(|unit| unit.backend).collect();
+        backends.dedup();
+        let [taken, _] = &mut self.taken;
+        match (taken.get(&task.lun), &backends[..]) {
+            (Some(taken), all) if !all.contains(taken) => Err(format!(
+                "it succeeds at disk {all:?} in the place of {taken}"
+            )),
+            (None, [one]) => {
+                taken.insert(task.lun, one);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn heard(&self, lun: u16, kind: Kind, begin: Instant) -> Option<usize> {
+        let is_it = |one: &Heard| (one.lun, one.kind, one.begin) == (lun, kind, begin);
+        self.heard.iter().position(is_it)
+    }
+
+    fn hear(&mut self, lun: u16, kind: Kind, begin: Instant, is_excused: bool) {
+        match self.heard(lun, kind, begin) {
+            Some(at) => self.heard[at].is_excused &= is_excused,
+            None => self.heard.push(Heard {
+                lun,
+                kind,
+                begin,
+                is_excused,
+            }),
+        }
+    }
+
+    /// What has begun need not be reported any more.
+    fn excuse(&mut self, lun: u16, is_it: &dyn Fn(Kind) -> bool) {
+        let causes = self.ledger.borrow().causes(lun, self.since);
+        for (kind, begin, _) in causes {
+            if is_it(kind) && self.heard(lun, kind, begin).is_none() {
+                self.hear(lun, kind, begin, true);
+            }
+        }
+    }
+
+    fn on_success(&mut self, task: &Task, now: Instant) -> Result<(), String> {
+        let ledger = Rc::clone(&self.ledger);
+        // INQUIRY and REPORT LUNS do not report unit attentions (SPC-5 5.15.1).
+        if !matches!(task.look, Look::SerialNumber | Look::ReportLuns) {
+            self.judge_identity(task, now)?;
+            let causes = ledger.borrow().causes(task.lun, self.since);
+            for (kind, begin, certain) in causes {
+                let is_certain = certain.is_some_and(|at| at < task.begin);
+                if is_certain && self.heard(task.lun, kind, begin).is_none() {
+                    return Err(format!("it succeeds, and {kind:02x?} was not reported"));
+                }
+            }
+        }
+        if task.look == Look::ReportLuns {
+            for lun in [0, SIDE, RAM, ADDED] {
+                self.excuse(lun, &|kind| kind == LUNS_CHANGED);
+            }
+        }
+        let mut ledger = ledger.borrow_mut();
+        let Ledger { serials, .. } = &mut *ledger;
+        let mut learned = None;
+        let known = std::mem::take(serials);
+        let units = ledger.during(task.begin, now);
+        let units = units.filter_map(|period| Some(period.unit(task.lun)?.backend));
+        let mut backends: Vec<_> = units.collect();
+        backends.dedup();
+        let mut units = ledger.during(task.begin, now);
+        let is_explained = units.any(|period| {
+            let unit = period.unit(task.lun);
+            match (task.look, unit) {
+                (Look::ReportLuns, _) => luns_of(&task.data) == numbers(period),
+                (Look::SerialNumber, None) => is_absent(&task.data),
+                (Look::SerialNumber, Some(unit)) => {
+                    let serial = task.data.get(4..).unwrap_or_default();
+                    let is_known = known.get(unit.backend);
+                    let is_it = !is_absent(&task.data) && is_known.is_none_or(|k| k == serial);
+                    if is_it && is_known.is_none() && backends.len() == 1 {
+                        learned = Some((unit.backend, serial.to_vec()));
+                    }
+                    is_it
+                }
+                (_, None) => false,
+                (Look::ReadCapacity, Some(unit)) => blocks_of(&task.data) == Some(unit.blocks),
+                (Look::Write(_), Some(unit)) => !unit.is_read_only,
+                (Look::TestUnitReady | Look::Read, Some(_)) => true,
+            }
+        });
+        drop(units);
+        ledger.serials = known;
+        ledger.serials.extend(learned);
+        let serial = task.data.get(4..).unwrap_or_default();
+        let mut known = ledger.serials.iter();
+        let named = known.find(|(_, known)| *known == serial);
+        if let (Look::SerialNumber, Some((backend, _))) = (task.look, named) {
+            self.taken[0].insert(task.lun, backend);
+            self.taken[1].remove(&task.lun);
+        }
+        if !is_explained {
+            let data = &task.data[..task.data.len().min(64)];
+            return Err(format!("no layout explains GOOD with {data:02x?}"));
+        }
+        if task.lun == RAM {
+            return judge_memory(&mut ledger, task);
+        }
+        Ok(())
+    }
+}
+
+/// Compares what is in memory with what may be there.
+fn judge_memory(ledger: &mut Ledger, task: &Task) -> Result<(), String> {
+    match task.look {
+        Look::Write(byte) => ledger.ram = vec![byte],
+        Look::Read => {
+            let byte = task.data.first().copied().unwrap_or_default();
+            if !ledger.ram.contains(&byte) || task.data.iter().any(|other| *other != byte) {
+                let may = &ledger.ram;
+                return Err(format!("it reads {byte:#04x}, which is none of {may:02x?}"));
+            }
+            ledger.ram = vec![byte];
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Whether INQUIRY says that there is no unit.
+fn is_absent(data: &[u8]) -> bool {
+    data.first() == Some(&0x7f)
+}
+
+fn blocks_of(data: &[u8]) -> Option<u64> {
+    let last = data.get(..8)?.try_into().ok()?;
+    Some(u64::from_be_bytes(last) + 1)
+}
+
+/// Numbers of REPORT LUNS that may change, and of the first.
+fn luns_of(data: &[u8]) -> Vec<u16> {
+    let list = data.get(8..).unwrap_or_default().chunks_exact(8);
+    let numbers = list.map(|lun| u16::from(lun[1]));
+    numbers
+        .filter(|lun| [0, SIDE, RAM, ADDED].contains(lun))
+        .collect()
+}
+
+fn numbers(period: &Period) -> Vec<u16> {
+    period.units.iter().map(|one| one.lun).collect()
+}

@@ -3,6 +3,7 @@
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use riser_config::{Config, Patch, diff};
@@ -42,6 +43,9 @@ const ROUTES: [(&str, &str); 12] = [
 
 /// What ends a part of the input, each of which is a request.
 const END: u8 = 0xff;
+
+/// The last request of a connection, which the server closes then.
+const LAST: &[u8] = b"GET /v1/config HTTP/1.1\r\nHost: riserd\r\nConnection: close\r\n\r\n";
 
 /// A daemon that serves nothing.
 struct Daemon {
@@ -158,7 +162,9 @@ impl Rig {
             .enable_all()
             .build()
             .unwrap();
-        let name = format!("riser-fuzz-{}", std::process::id());
+        static RIGS: AtomicUsize = AtomicUsize::new(0);
+        let number = RIGS.fetch_add(1, Ordering::Relaxed);
+        let name = format!("riser-fuzz-{}-{number}", std::process::id());
         let address = SocketAddr::from_abstract_name(name).unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();
         let (requests, asked) = mpsc::channel(16);
@@ -173,8 +179,10 @@ impl Rig {
         }
     }
 
-    /// What the server answers to these bytes, while the daemon answers what it is asked.
-    fn exchange(&mut self, bytes: &[u8], daemon: &mut Daemon) -> Vec<u8> {
+    /// What the server answers to these bytes, while the daemon answers what it is asked. A server
+    /// may wait for more of bytes that are no whole requests: such a client has no more to say,
+    /// whereupon the server may close the connection without an answer.
+    fn exchange(&mut self, bytes: &[u8], is_whole: bool, daemon: &mut Daemon) -> Vec<u8> {
         let stream = UnixStream::connect_addr(&self.address).unwrap();
         stream.set_nonblocking(true).unwrap();
         let asked = &mut self.asked;
@@ -185,7 +193,9 @@ impl Rig {
             let client = async {
                 // A server that has heard enough closes the connection.
                 let _ = to.write_all(bytes).await;
-                let _ = to.shutdown().await;
+                if !is_whole {
+                    let _ = to.shutdown().await;
+                }
                 let mut answer = Vec::new();
                 let _ = from.read_to_end(&mut answer).await;
                 answer
@@ -214,15 +224,16 @@ fn check(rig: &mut Rig, bytes: &[u8]) {
         return;
     }
     let mut daemon = Daemon::new();
-    let answer = rig.exchange(&requests, &mut daemon);
+    let is_raw = |part: &[u8]| part.len() < 2 || usize::from(part[0]) >= ROUTES.len();
+    let is_whole = !bytes.split(|byte| *byte == END).any(is_raw);
+    let answer = rig.exchange(&[&requests, LAST].concat(), is_whole, &mut daemon);
     let text = String::from_utf8_lossy(&answer);
     assert!(
         answer.is_empty() || answer.starts_with(b"HTTP/1."),
         "{text}"
     );
     assert!(!answer.starts_with(b"HTTP/1.1 5"), "{text}");
-    let get = b"GET /v1/config HTTP/1.1\r\nHost: riserd\r\nConnection: close\r\n\r\n";
-    let answer = rig.exchange(get, &mut daemon);
+    let answer = rig.exchange(LAST, true, &mut daemon);
     let text = String::from_utf8(answer).unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
@@ -245,7 +256,7 @@ fn admin_api() {
 fn requests_of_the_fuzz_target_change_the_configuration() {
     let (mut rig, mut daemon) = (Rig::new(), Daemon::new());
     let bytes = request(b"\x01\x09{\"limits\":{\"max_sessions\":7}}");
-    let answer = rig.exchange(&bytes, &mut daemon);
+    let answer = rig.exchange(&[&bytes, LAST].concat(), true, &mut daemon);
     assert!(answer.starts_with(b"HTTP/1.1 200"), "{answer:?}");
     assert_ne!(daemon.config, Daemon::new().config);
 }

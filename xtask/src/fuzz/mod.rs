@@ -16,10 +16,10 @@ mod corpus;
 mod process;
 mod targets;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -63,7 +63,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !ensure(NEEDS).is_empty() {
         return Err("libFuzzer cannot be built".into());
     }
-    let programs = build(&targets)?;
+    let programs = build()?;
     let program = |target: &Target| -> &PathBuf { &programs[&(target.package, target.program)] };
     let failed = match options.minutes > 0.0 {
         true => {
@@ -100,33 +100,26 @@ fn selected(names: &[String]) -> Result<Vec<Target>, Failure> {
 /// Programs by package and name.
 type Programs = BTreeMap<(&'static str, &'static str), PathBuf>;
 
-/// Builds the programs of the targets, each once.
-fn build(targets: &[Target]) -> Result<Programs, Failure> {
+/// Builds the programs of all targets at once, whichever are run: another selection would have other
+/// features, and would build much again.
+fn build() -> Result<Programs, Failure> {
     println!("building");
-    let mut programs = Programs::new();
-    // Integration tests and unit tests apart: `--lib` would build the unit tests of `riser-tests`,
-    // which has none of bolero, and so nothing that the counters of the other crates need.
-    let (units, tests): (Vec<&Target>, _) = targets.iter().partition(|t| t.program == "lib");
-    for some in [tests, units] {
-        let mut args: Vec<_> = some.iter().flat_map(|t| t.program_args()).collect();
-        if args.is_empty() {
-            continue;
-        }
-        args.dedup();
-        let text = sh::output(compiler(&args)?.stderr(std::process::Stdio::inherit()))?;
-        for target in some {
-            let key = (target.package, target.program);
-            let path = executable(&text, target);
-            let path = path.ok_or_else(|| format!("cargo names no program of {}", target.name))?;
-            programs.insert(key, path);
-        }
-    }
-    Ok(programs)
+    let packages = TARGETS.iter().map(|t| format!("--package={}", t.package));
+    let args: BTreeSet<_> = packages
+        .chain(TARGETS.iter().map(Target::program_arg))
+        .collect();
+    let text = sh::output(compiler(&args)?.stderr(Stdio::inherit()))?;
+    let program = |target: &Target| {
+        let path = executable(&text, target);
+        let path = path.ok_or_else(|| format!("cargo names no program of {}", target.name))?;
+        Ok(((target.package, target.program), path))
+    };
+    TARGETS.iter().map(program).collect()
 }
 
 /// Cargo, about to build tests as fuzz targets. Only with a target triple are the flags not those
 /// of build scripts and macros as well, which would lack what the counters need.
-fn compiler(args: &[&str]) -> Result<Command, Failure> {
+fn compiler(args: &BTreeSet<String>) -> Result<Command, Failure> {
     let version = sh::output(&mut sh::cmd("rustc", ["-vV"]))?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
     let host = host.ok_or("rustc does not say its host")?;
@@ -178,8 +171,9 @@ fn explore<'a>(
         if let Some(crash) = &figures.crash {
             println!("  input:  {}", process::relative(crash));
             println!(
-                "  replay: cargo test {} {} -- --exact",
-                target.program_args().join(" "),
+                "  replay: cargo test -p {} {} {} -- --exact",
+                target.package,
+                target.program_arg(),
                 target.test()
             );
         }

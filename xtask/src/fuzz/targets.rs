@@ -32,11 +32,11 @@ impl Target {
         format!("{}{}", self.modules, self.name)
     }
 
-    /// Arguments of Cargo that build and run the package's program with this target.
-    pub(super) fn program_args(&self) -> Vec<&'static str> {
+    /// Argument of Cargo that chooses the program.
+    pub(super) fn program_arg(&self) -> String {
         match self.program {
-            "lib" => vec!["-p", self.package, "--lib"],
-            test => vec!["-p", self.package, "--test", test],
+            "lib" => "--lib".to_owned(),
+            test => format!("--test={test}"),
         }
     }
 }

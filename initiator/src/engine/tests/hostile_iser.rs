@@ -150,7 +150,11 @@ impl Hostile {
                 request = peer.wait("a second request", |peer| peer.poll(qp));
             }
         }
-        let session = block_on(connecting.as_mut()).unwrap();
+        let mut cx = Context::from_waker(Waker::noop());
+        let session = peer.wait("a session", |_| match connecting.as_mut().poll(&mut cx) {
+            Poll::Ready(session) => Some(session.unwrap()),
+            Poll::Pending => None,
+        });
         drop(connecting);
         Self {
             peer,

@@ -4,9 +4,11 @@
 //! sees coverage decides which actions come, and in which order. Each action has a piece of the
 //! input of its own: a fuzzer that changes, removes or repeats a piece leaves the others as they are.
 
+use std::fmt::Debug;
 use std::sync::LazyLock;
 
-use proptest::strategy::{Strategy, ValueTree};
+use proptest::prelude::Rng as _;
+use proptest::strategy::{BoxedStrategy, NewTree, Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 /// Bytes in front of the actions, for what a history begins with.
@@ -28,8 +30,51 @@ static REST: LazyLock<Vec<u8>> = LazyLock::new(|| {
         state ^= state << 17;
         state.to_le_bytes()
     });
-    words.take(256).flatten().collect()
+    words.take(512).flatten().collect()
 });
+
+/// One of several strategies, as `prop_oneof!` makes, which draws nothing for those that it does not
+/// choose: there each of them takes half of the bytes that are left. In turn it does not shrink from
+/// one to another.
+#[derive(Clone, Debug)]
+pub struct OneOf<T>(Vec<(u32, BoxedStrategy<T>)>);
+
+impl<T: Debug> OneOf<T> {
+    /// These, with their weights.
+    pub fn new(options: impl IntoIterator<Item = (u32, BoxedStrategy<T>)>) -> Self {
+        Self(options.into_iter().collect())
+    }
+}
+
+impl<T: Debug> Strategy for OneOf<T> {
+    type Tree = Box<dyn ValueTree<Value = T>>;
+    type Value = T;
+
+    fn new_tree(&self, runner: &mut TestRunner) -> NewTree<Self> {
+        let sum: u32 = self.0.iter().map(|(weight, _)| weight).sum();
+        let mut left = runner.rng().next_u32() % sum;
+        let chosen = self.0.iter().find(|(weight, _)| {
+            let is_here = left < *weight;
+            left = left.saturating_sub(*weight);
+            is_here
+        });
+        chosen.expect("less than the sum").1.new_tree(runner)
+    }
+}
+
+/// As `prop_oneof!`, by [`OneOf`](fuzz::OneOf).
+#[macro_export]
+macro_rules! one_of {
+    ($($weight:expr => $strategy:expr),+ $(,)?) => {
+        $crate::fuzz::OneOf::new([$(($weight, $crate::fuzz::boxed($strategy))),+])
+    };
+    ($($strategy:expr),+ $(,)?) => { $crate::one_of![$(1 => $strategy),+] };
+}
+
+/// A strategy behind a pointer.
+pub fn boxed<S: Strategy + 'static>(strategy: S) -> BoxedStrategy<S::Value> {
+    strategy.boxed()
+}
 
 /// The value that a strategy makes of a piece; `None` if it has none for these bytes.
 pub fn value<S: Strategy>(strategy: &S, piece: &[u8]) -> Option<S::Value> {
@@ -76,6 +121,19 @@ mod tests {
         assert_eq!((before.len(), after.len()), (3, 3));
         assert_eq!((&before[0], &before[2]), (&after[0], &after[2]));
         assert_ne!(before[1], after[1]);
+    }
+
+    #[test]
+    fn bytes_choose_by_weight_and_nothing_is_drawn_for_the_others() {
+        let nested = one_of![Just(2_u32), 3..1000_u32];
+        let strategy = one_of![3 => Just(0_u32), 1 => Just(1_u32), 4 => nested];
+        let of = |number: u32, rest: u32| {
+            let piece = [number.to_le_bytes(), rest.to_le_bytes()].concat();
+            value(&strategy, &piece).unwrap()
+        };
+        assert_eq!([0, 2, 3, 8, 11].map(|n| of(n, 0)), [0, 0, 1, 0, 1]);
+        assert_eq!(of(4, 0), 2);
+        assert!((3..1000).contains(&of(7, 1)));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{Expected, Residual, Step, TaskAttribute};
 use riser_scsi::task::NewTask;
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 
 use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, LogoutScope, MAX_QUEUED, MAX_QUEUED_BYTES, Phase, TcpChannel};
@@ -1156,7 +1156,7 @@ enum Act {
 }
 
 fn act() -> impl Strategy<Value = Act> {
-    prop_oneof![
+    one_of![
         (any::<u8>(), 0..20_u8).prop_map(|(t, n)| Act::Read(t % 6, n)),
         (any::<u8>(), 0..20_u8, 0..3000_u16, any::<bool>()).prop_map(|(t, n, d, f)| Act::Write(
             t % 6,
@@ -1185,7 +1185,7 @@ fn act() -> impl Strategy<Value = Act> {
 
 /// Keys of a login, by number, and the window of the unit.
 fn heads() -> impl Strategy<Value = (usize, u32)> {
-    let window = prop_oneof![Just(512_u32), Just(2048), Just(1 << 20)];
+    let window = one_of![Just(512_u32), Just(2048), Just(1 << 20)];
     (0..4_usize, window)
 }
 

@@ -11,7 +11,7 @@ use riser_scsi::iscsi::pdu::{
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
@@ -899,7 +899,7 @@ enum Act {
 
 fn act() -> impl Strategy<Value = Act> {
     let tag = 1..7_u8;
-    prop_oneof![
+    one_of![
         4 => (any::<bool>(), tag.clone(), 0..9_u8).prop_map(|(s, t, n)| Act::Read(s, t, n)),
         4 => (any::<bool>(), tag.clone(), 0..9_u8, 0..1024_u16)
             .prop_map(|(s, t, n, d)| Act::Write(s, t, n, d)),

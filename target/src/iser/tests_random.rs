@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::pdu::TmfFunction;
 use riser_scsi::iser::{Buffers, Header, RemoteBuffer, Stag};
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 
 use super::IserChannel;
 use super::fixture::{BASE, Rig, WINDOW};
@@ -41,7 +41,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     let tag = || 0u8..6;
-    prop_oneof![
+    one_of![
         16 => (tag(), 1u8..130).prop_map(|(t, b)| Step::Read(t, b)),
         24 => (tag(), 1u8..130, 0u16..9000, 0u16..17000).prop_map(|(t, b, i, u)| Step::Write(t, b, i, u)),
         16 => (tag(), 0u8..3, 0u16..17000, 0u16..8193, any::<bool>())
@@ -144,7 +144,7 @@ fn take(rig: &mut Rig, step: Step) {
 }
 
 fn windows() -> impl Strategy<Value = u32> {
-    prop_oneof![Just(512_u32), Just(20_480), Just(1 << 20)]
+    one_of![Just(512_u32), Just(20_480), Just(1 << 20)]
 }
 
 /// Whatever happens, everything comes back.

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 
 use super::channel::{ChState, Channel};
 use super::fixture::{
@@ -42,7 +42,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     let chan = 0..2usize;
-    let legal = prop_oneof![
+    let legal = one_of![
         (chan.clone(), any::<u8>(), 0u8..40, any::<u8>(), 0u8..8).prop_map(
             |(chan, lba, blocks, shape, attr)| Step::Read {
                 chan,
@@ -66,7 +66,7 @@ fn step() -> impl Strategy<Value = Step> {
     ];
     let mutated = (legal.clone(), any::<u16>(), any::<u8>())
         .prop_map(|(s, at, v)| Step::Mutated(Box::new(s), at, v));
-    prop_oneof![
+    one_of![
         10 => legal,
         3 => mutated,
         1 => (chan.clone(), proptest::collection::vec(any::<u8>(), 0..200))
@@ -166,7 +166,7 @@ fn iu(step: &Step, tag: u64) -> Option<(usize, Vec<u8>)> {
 }
 
 fn windows() -> impl Strategy<Value = u32> {
-    prop_oneof![Just(512_u32), Just(2560), Just(1 << 20)]
+    one_of![Just(512_u32), Just(2560), Just(1 << 20)]
 }
 
 /// Every request ends once, and nothing stays.

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iser::{Buffers, HEADER_LEN, Message, RemoteBuffer, put_control};
 use riser_scsi::lun::LunId;
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 use riser_transport::verbs::{Provider, QpId, RKey, RdmaCm, RemoteAddr, SendOp, SendWr, Verbs};
 
 use super::iser::{MESSAGE, Peer};
@@ -78,7 +78,7 @@ fn act() -> impl Strategy<Value = Act> {
         },
     );
     let access = (any::<bool>(), any::<[u8; 2]>(), 0..4200_u16, 0..4200_u16);
-    prop_oneof![
+    one_of![
         6 => pdu,
         1 => (any::<u8>(), words()).prop_map(|(len, words)| Act::Noise(len, words)),
         4 => access.prop_map(|(writes, [which, key], at, len)| Act::Access { writes, which, at, len, key }),

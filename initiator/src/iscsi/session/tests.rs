@@ -7,7 +7,7 @@ use riser_state::testing::{assert_all_taken, table};
 use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::srp::TaskAttr;
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 
 use super::fixture::config;
 use super::*;
@@ -1306,7 +1306,7 @@ fn forged() -> impl Strategy<Value = Forged> {
 }
 
 fn action() -> impl Strategy<Value = Action> {
-    prop_oneof![
+    one_of![
         4 => forged().prop_map(Action::Forged),
         6 => (0u8..4).prop_map(Action::Submit),
         6 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Answer(i, s)),

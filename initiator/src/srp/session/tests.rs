@@ -3,7 +3,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId, TaskAttr};
 use riser_state::testing::{assert_all_taken, table};
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 
 use super::*;
 use crate::request::{
@@ -1368,7 +1368,7 @@ impl Forged {
 }
 
 fn action() -> impl Strategy<Value = Action> {
-    prop_oneof![
+    one_of![
         4 => forged().prop_map(Action::Forged),
         4 => (0u8..4).prop_map(Action::Submit),
         4 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Answer(i, s)),

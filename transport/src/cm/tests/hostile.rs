@@ -1,7 +1,7 @@
 //! A peer that sends anything, and a user that calls anything.
 
 use proptest::prelude::*;
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 
 use super::*;
 use crate::wire::cm_msg::{AprStatus, CM_CLASS_VERSION};
@@ -32,7 +32,7 @@ enum Action {
 }
 
 fn action() -> impl Strategy<Value = Action> {
-    prop_oneof![
+    one_of![
         4 => (1u8..4, 0x10u8..0x1b, any::<usize>(), 0u8..4, proptest::collection::vec(any::<u8>(), 0..40)).prop_map(
             |(from, attribute, ours, theirs, body)| Action::Mad { from, attribute, ours, theirs, body }
         ),

@@ -1,14 +1,14 @@
 //! Packets that no correct peer would send.
 
 use proptest::prelude::*;
-use riser_testkit::fuzz;
+use riser_testkit::{fuzz, one_of};
 
 use super::*;
 
 /// Header bytes: mostly plausible, so that packets get past the first checks.
 fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
-    let opcode = prop_oneof![0u8..0x18, Just(0x64)];
-    let psn = prop_oneof![
+    let opcode = one_of![0u8..0x18, Just(0x64)];
+    let psn = one_of![
         RQ_PSN - 4..RQ_PSN + 40,
         SQ_PSN - 4..SQ_PSN + 40,
         0u32..0x100_0000
@@ -27,7 +27,7 @@ fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
             ext.extend_from_slice(&a.to_be_bytes());
             (ext, syndrome)
         });
-    let payload = prop_oneof![Just(0usize), Just(256), 0usize..300];
+    let payload = one_of![Just(0usize), Just(256), 0usize..300];
     (opcode, psn, any::<bool>(), ext, payload).prop_map(
         |(opcode, psn, asks, (ext, syndrome), len)| {
             let words = match opcode {
@@ -62,7 +62,7 @@ enum Step {
 }
 
 fn step(rkey: RKey) -> impl Strategy<Value = Step> {
-    prop_oneof![
+    one_of![
         (any::<prop::sample::Index>(), 0..2000_usize).prop_map(|(op, len)| Step::Post(op, len)),
         Just(Step::PostRecv),
         Just(Step::Expire),

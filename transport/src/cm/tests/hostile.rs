@@ -144,9 +144,11 @@ fn run(actions: Vec<Action>, paths: bool) {
                 let mad = CmMessage::Req(req).emit(TransactionId(u64::from(transaction)));
                 cm.handle_mad(now, addr(from), &mad).unwrap();
             }
-            Action::Listen(n) => drop(cm.listen(ServiceId(u64::from(n)), u64::MAX, 2)),
+            Action::Listen(n) => {
+                let _ = cm.listen(ServiceId(u64::from(n)), u64::MAX, 2);
+            }
             Action::Connect(to) => {
-                drop(cm.send_req(now, addr(to), &req_params(2, to, u32::from(to))))
+                let _ = cm.send_req(now, addr(to), &req_params(2, to, u32::from(to)));
             }
             Action::User {
                 which,

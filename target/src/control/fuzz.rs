@@ -244,10 +244,8 @@ fn check(rig: &mut Rig, bytes: &[u8]) {
 fn admin_api() {
     let rig = Mutex::new(Rig::new());
     bolero::check!(name = "admin_api").for_each(|bytes: &[u8]| {
-        check(
-            &mut rig.lock().unwrap_or_else(PoisonError::into_inner),
-            bytes,
-        )
+        let mut rig = rig.lock().unwrap_or_else(PoisonError::into_inner);
+        check(&mut rig, bytes);
     });
 }
 

@@ -5,6 +5,7 @@
 //! - [`programs`] starts `riserd` and `riser` as processes, and tools that judge them; [`daemon`]
 //!   runs a `riserd` in a folder of its own, and [`metered`] one that reports its metrics over TCP.
 //! - [`alloc`] counts allocations, and what is allocated and not freed.
+//! - [`fuzz`] lets a fuzzer's bytes choose what a strategy of a property test would choose by chance.
 //!
 //! No crate of ours is beneath this one, so every crate's tests can use it, unit tests included,
 //! without building that crate twice. Peers that speak our protocols are in `riser-test-peers`.
@@ -17,6 +18,7 @@
 
 pub mod alloc;
 pub mod daemon;
+pub mod fuzz;
 pub mod metered;
 pub mod programs;
 pub mod skip;

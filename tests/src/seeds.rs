@@ -1,8 +1,8 @@
 //! Messages to begin with, for fuzz targets whose decoders refuse most bytes at their headers.
 //!
-//! They are files in `__fuzz__/TARGET/corpus`, where bolero finds them, too, and `fuzz_seeds.rs`
-//! makes them: `seed-*` are valid messages, `found-*` the shortest bytes for each other outcome of
-//! the decoder that changes to the seeds have led to.
+//! They are files in `__fuzz__/TARGET/corpus`, where bolero finds them, too: `seed-*` are valid
+//! messages, which `fuzz_seeds.rs` makes; `found-*` reach more of the decoder, and `cargo xtask fuzz`
+//! has found them.
 
 use std::path::PathBuf;
 

@@ -1,16 +1,7 @@
-//! The corpora of the fuzz targets: messages of two Linux kernels from the captures of
-//! `tests/data`, a few of ours where those have none, and what changes to these lead to.
-//! `RISER_WRITE_SEEDS=1` writes the seeds; `RISER_EXPLORE=SECONDS` then looks for more outcomes of
-//! each decoder, and keeps the shortest bytes for each.
+//! Seeds of the fuzz targets of decoders: messages of two Linux kernels from the captures of
+//! `tests/data`, and a few of ours where those have none. `RISER_WRITE_SEEDS=1` writes them.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
-
-use riser_initiator::scsi::{CachingPage, Capacity, Identity};
-use riser_scsi::data::{lba_status, luns};
-use riser_scsi::iscsi::name::{IscsiName, TargetAddress, parse_targets};
-use riser_scsi::iscsi::text;
-use riser_scsi::sense::Sense;
+use std::collections::BTreeMap;
 
 use riser_scsi::iscsi::frame::{Digests, Framer};
 use riser_scsi::iscsi::pdu::{
@@ -28,9 +19,7 @@ use riser_tests::capture::packets;
 use riser_tests::seeds;
 use riser_transport::wire::cm_msg::CmMessage;
 use riser_transport::wire::cma::CmaHeader;
-use riser_transport::wire::dm::{
-    Attribute, ClassPortInfo, DmHeader, IoUnitInfo, IocProfile, Method, ServiceEntry, Status,
-};
+use riser_transport::wire::dm::{Attribute, DmHeader, Method, Status};
 use riser_transport::wire::packet::Packet;
 
 const CAPTURES: [(&str, &[u8]); 3] = [
@@ -506,162 +495,5 @@ fn decoders_take_the_seeds() {
             assert!(takes(bytes), "{target} does not take {name}");
         }
         assert!(seeds.len() >= least, "{target} has {} seeds", seeds.len());
-    }
-}
-
-/// The outcome of a decoder, as text.
-type Outcome = fn(&[u8]) -> String;
-
-/// The targets that are explored.
-const EXPLORED: [(&str, Outcome); 12] = [
-    ("packet", |b| format!("{:?}", Packet::parse(b))),
-    ("cm_message", |b| format!("{:?}", CmMessage::parse(b))),
-    ("cma_header", |b| format!("{:?}", CmaHeader::parse(b))),
-    ("from_initiator", |b| {
-        let with = |immediate| FromInitiator::parse(b, immediate);
-        format!("{:?}", [with(None), with(ImmediateDataOffset::new(68))])
-    }),
-    ("from_target", |b| format!("{:?}", FromTarget::parse(b))),
-    ("login_in_private_data", |b| {
-        format!("{:?}", LoginReq::parse_rdma(b))
-    }),
-    ("message", |b| format!("{:?}", Message::parse(b))),
-    ("private_data", |b| format!("{:?}", CmHeader::parse(b))),
-    ("stream", |b| {
-        let mut framer = Framer::new(8192);
-        framer.set(8192, Digests::default());
-        match framer.next(b.get(1..).unwrap_or(&[])) {
-            Ok((_, Some(frame))) => {
-                let (from, to) = (
-                    FromIscsiInitiator::parse(&frame),
-                    FromIscsiTarget::parse(&frame),
-                );
-                format!("{from:?} {to:?}")
-            }
-            Ok((_, None)) => "not whole".to_owned(),
-            Err(error) => format!("{error:?}"),
-        }
-    }),
-    ("words", |b| {
-        let pairs: Vec<_> = text::pairs(b).map(|pair| pair.map(drop)).collect();
-        let word = std::str::from_utf8(b).unwrap_or_default();
-        let name = IscsiName::new(word).map(drop);
-        let address = TargetAddress::parse(word).is_some();
-        let targets = parse_targets(b).map(|(targets, _)| targets.len());
-        format!("{pairs:?} {name:?} {address:?} {targets:?}")
-    }),
-    ("dm_mad", |b| {
-        let mut mad = [0; 256];
-        let len = b.len().min(mad.len());
-        mad[..len].copy_from_slice(&b[..len]);
-        let parsed = DmHeader::parse(&mad);
-        let attributes = parsed.ok().map(|(_, data)| {
-            let unit = IoUnitInfo::parse(data).map(|unit| unit.controllers().count());
-            let entries = ServiceEntry::parse_list(data, 4).len();
-            (
-                ClassPortInfo::parse(data).is_some(),
-                unit,
-                IocProfile::parse(data).is_some(),
-                entries,
-            )
-        });
-        format!("{:?} {attributes:?}", parsed.map(|(header, _)| header))
-    }),
-    ("parameter_data", |b| {
-        let lists = (
-            luns::parse(b).len().min(2),
-            lba_status::parse(b).len().min(2),
-        );
-        let identity = Identity::parse(None, Some(b.get(4..).unwrap_or(&[])));
-        let identity =
-            [&identity.naa, &identity.eui, &identity.t10, &identity.name].map(Option::is_some);
-        let caching = CachingPage::parse(b);
-        let sense = Sense::parse(b).map(|sense| sense.key);
-        let capacity = Capacity::parse(b).is_some();
-        format!("{lists:?} {identity:?} {caching:?} {sense:?} {capacity}")
-    }),
-];
-
-/// Bytes of what is kept at most, and how many for one target.
-const LONGEST: usize = 400;
-const MOST: usize = 64;
-
-/// An outcome without its numbers and texts, which are without end.
-fn shape(outcome: &str) -> String {
-    let mut shape = String::new();
-    let mut quoted = false;
-    for c in outcome.chars() {
-        quoted ^= c == '"';
-        let c = if c.is_ascii_digit() { '#' } else { c };
-        let is_more = c == '#' && shape.ends_with('#') || c == '-';
-        if (quoted && c != '"') || is_more || (", ".contains(c) && shape.ends_with('#')) {
-            continue;
-        }
-        shape.push(c);
-    }
-    shape.chars().take(600).collect()
-}
-
-/// What was found has outcomes that no seed has and that differ from each other.
-#[test]
-fn findings_are_outcomes_of_their_own() {
-    let seconds = std::env::var("RISER_EXPLORE").ok();
-    let seconds: Option<u64> = seconds.map(|s| s.parse().unwrap());
-    for (target, outcome) in EXPLORED {
-        if let Some(seconds) = seconds {
-            explore(target, outcome, Duration::from_secs(seconds));
-        }
-        let mut seen: BTreeMap<_, _> = seeds::load(target)
-            .into_iter()
-            .map(|(name, bytes)| (shape(&outcome(&bytes)), name))
-            .collect();
-        let corpus = seeds::corpus(target);
-        let found = corpus.iter().filter(|(name, _)| name.starts_with("found-"));
-        let mut count = 0;
-        for (name, bytes) in found {
-            count += 1;
-            assert!(bytes.len() <= LONGEST, "{target}: {name}");
-            if let Some(other) = seen.insert(shape(&outcome(bytes)), name.clone()) {
-                panic!("{target}: {name} is as {other}; RISER_EXPLORE=10 looks again");
-            }
-        }
-        assert!((1..=MOST).contains(&count), "{target} has {count}");
-    }
-}
-
-/// Changes seeds, and what comes of them, and keeps the shortest bytes for each outcome.
-fn explore(target: &str, outcome: Outcome, time: Duration) {
-    let of_seeds = seeds::load(target);
-    let known: BTreeSet<_> = of_seeds.iter().map(|(_, b)| shape(&outcome(b))).collect();
-    let mut found = BTreeMap::<String, Vec<u8>>::new();
-    let mut pool = of_seeds;
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state
-    };
-    let until = Instant::now() + time;
-    while Instant::now() < until {
-        let edits = (0..=next() % 4).map(|_| {
-            let n = next().to_be_bytes();
-            (n[0], u16::from_be_bytes([n[1], n[2]]), n[3])
-        });
-        let edits = edits.collect();
-        let which = next() as usize % pool.len();
-        let bytes = seeds::change(&pool[which..=which], &(0, edits));
-        let shape = shape(&outcome(&bytes));
-        let is_better = found.get(&shape).is_none_or(|old| bytes.len() < old.len());
-        let has_room = found.len() < MOST || found.contains_key(&shape);
-        if bytes.len() <= LONGEST && has_room && is_better && !known.contains(&shape) {
-            pool.push((String::new(), bytes.clone()));
-            found.insert(shape, bytes);
-        }
-    }
-    remove(target, "found-");
-    for (number, bytes) in found.values().enumerate() {
-        let file = seeds::dir(target).join(format!("found-{number:02}"));
-        std::fs::write(file, bytes).unwrap();
     }
 }

@@ -11,6 +11,7 @@
 //!   ([`linear`]).
 //! - `cargo xtask soak`: sessions that come and go, and what they leave behind ([`soak`]).
 //! - `cargo xtask hostile`: messages that are almost right, to a daemon at work ([`hostile`]).
+//! - `cargo xtask fuzz`: the fuzz targets, by what their inputs reach ([`fuzz`]).
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
 //!   ([`conformance`]).
@@ -41,6 +42,7 @@ mod container;
 mod crash;
 mod daemon;
 mod demo;
+mod fuzz;
 mod harnesses;
 mod hostile;
 mod instructions;
@@ -109,6 +111,9 @@ enum Command {
     /// Send messages that are almost right, of every protocol, to a daemon at work, and measure what
     /// they do to that.
     Hostile(hostile::Options),
+    /// Explore the fuzz targets with libFuzzer, which sees what each input reaches, and keep what is
+    /// new.
+    Fuzz(fuzz::Options),
     /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
     Interop(interop::Options),
     /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
@@ -155,6 +160,7 @@ fn main() -> ExitCode {
         Command::Linear(options) => linear::run(&options),
         Command::Soak(options) => soak::run(&options),
         Command::Hostile(options) => hostile::run(&options),
+        Command::Fuzz(options) => fuzz::run(&options),
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),
         Command::Package(options) => package::run(&options),

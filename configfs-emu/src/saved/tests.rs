@@ -1,3 +1,4 @@
+use riser_config::Config;
 use serde_json::{Value, json};
 
 use super::*;
@@ -117,4 +118,74 @@ fn a_tree_says_what_the_file_has_no_words_for() {
         acl["node_wwn"],
         json!("ib.00000000000000010002c90300a1b2c3")
     );
+}
+
+/// Values that take the place of others.
+fn other(kind: u8, document: &Value, number: usize) -> Value {
+    match kind % 10 {
+        0 => Value::Null,
+        1 => json!(0),
+        2 => json!(-1),
+        3 => json!(u64::MAX),
+        4 => json!(""),
+        5 => json!("../a/b c\n"),
+        6 => json!([]),
+        7 => json!({}),
+        8 => json!(true),
+        _ => nth(&mut document.clone(), number).map_or(Value::Null, |at| at.clone()),
+    }
+}
+
+/// The value of a number, counted from above.
+fn nth(document: &mut Value, mut number: usize) -> Option<&mut Value> {
+    fn find<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
+        if *left == 0 {
+            return Some(value);
+        }
+        *left -= 1;
+        match value {
+            Value::Array(items) => items.iter_mut().find_map(|item| find(item, left)),
+            Value::Object(entries) => entries.values_mut().find_map(|entry| find(entry, left)),
+            _ => None,
+        }
+    }
+    find(document, &mut number)
+}
+
+/// A file from bytes: as JSON, or else a file of rtslib with changes of four bytes each.
+fn file_of(bytes: &[u8]) -> Value {
+    if let Ok(file) = serde_json::from_slice(bytes) {
+        return file;
+    }
+    let mut file = saved();
+    for &[kind, high, low, from] in bytes.as_chunks().0.iter().take(16) {
+        let new = other(kind, &file, usize::from(from));
+        let number = usize::from(u16::from_be_bytes([high, low])) % 400;
+        match nth(&mut file, number) {
+            Some(Value::Array(items)) if kind >= 128 => items.push(new),
+            Some(at) => *at = new,
+            None => {}
+        }
+    }
+    file
+}
+
+/// Whatever a file says, it gives a tree and a configuration that is one, and what is saved of the
+/// tree comes back as it was.
+fn check_file(bytes: &[u8]) {
+    let world = Fake::default();
+    let file = file_of(bytes);
+    let restored = restore(&file, &world);
+    let once = save(&restored.tree, &world);
+    let again = save(&restore(&once.document, &world).tree, &world);
+    assert_eq!(again.document, once.document, "{file}");
+    let (config, _) = configuration(restored, "a secret", &world);
+    let text = config.to_yaml();
+    let parsed = Config::parse(&text, "saveconfig").map_err(|e| e.to_string());
+    assert_eq!(parsed, Ok(config), "{text}");
+}
+
+#[test]
+fn saveconfig() {
+    bolero::check!(name = "saveconfig").for_each(check_file);
 }

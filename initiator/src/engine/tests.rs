@@ -19,6 +19,7 @@ use crate::url::TargetUrl;
 
 use self::world::{begin, block_on, eventually};
 
+mod hostile_iser;
 mod iscsi;
 mod iser;
 pub(super) mod world;

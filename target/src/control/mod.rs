@@ -35,6 +35,8 @@ pub mod api;
 mod bounded;
 pub mod events;
 pub mod flushes;
+#[cfg(test)]
+mod fuzz;
 pub mod health;
 pub mod history;
 pub mod http;

@@ -18,6 +18,7 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{Expected, Residual, Step, TaskAttribute};
 use riser_scsi::task::NewTask;
+use riser_testkit::{fuzz, one_of};
 
 use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, LogoutScope, MAX_QUEUED, MAX_QUEUED_BYTES, Phase, TcpChannel};
@@ -1155,7 +1156,7 @@ enum Act {
 }
 
 fn act() -> impl Strategy<Value = Act> {
-    prop_oneof![
+    one_of![
         (any::<u8>(), 0..20_u8).prop_map(|(t, n)| Act::Read(t % 6, n)),
         (any::<u8>(), 0..20_u8, 0..3000_u16, any::<bool>()).prop_map(|(t, n, d, f)| Act::Write(
             t % 6,
@@ -1182,75 +1183,117 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
+/// Keys of a login, by number, and the window of the unit.
+fn heads() -> impl Strategy<Value = (usize, u32)> {
+    let window = one_of![Just(512_u32), Just(2048), Just(1 << 20)];
+    (0..4_usize, window)
+}
+
+/// Whatever comes in whatever order, nothing panics, and in the end everything is given back.
+fn run_acts(acts: Vec<Act>, (kind, window): (usize, u32)) {
+    let keys = [
+        "HeaderDigest=CRC32C\0DataDigest=CRC32C\0",
+        "FirstBurstLength=2048\0",
+        "FirstBurstLength=2048\0MaxConnections=4\0",
+        "FirstBurstLength=2048\0DataDigest=CRC32C\0ErrorRecoveryLevel=1\0",
+    ][kind];
+    let mut rig = Rig::with_window(window, keys);
+    rig.prompt = false;
+    for act in acts {
+        match act {
+            Act::Ack(ttt, begin) => {
+                let ack = Snack {
+                    kind: SnackKind::DataAck,
+                    lun: [0; 8],
+                    itt: Itt::NONE,
+                    ttt: Ttt(u32::from(ttt)),
+                    exp_stat_sn: StatSn(0),
+                    begin: u32::from(begin),
+                    run: 0,
+                };
+                rig.send(&FromInitiator::Snack(ack), &[]);
+            }
+            Act::Read(tag, blocks) => {
+                rig.read(u32::from(tag), 0, blocks);
+            }
+            Act::Write(tag, blocks, len, is_final) => {
+                rig.write(u32::from(tag), blocks, &vec![1; usize::from(len)], is_final);
+            }
+            Act::Data(tag, ttt, at, len, is_final) => {
+                let ttt = if ttt == 0 {
+                    Ttt::NONE
+                } else {
+                    Ttt(u32::from(ttt))
+                };
+                let data = vec![2; usize::from(len)];
+                rig.data_out(
+                    u32::from(tag),
+                    ttt,
+                    u32::from(at),
+                    u32::from(at) * 512,
+                    &data,
+                    is_final,
+                );
+            }
+            Act::Tmf(tag, function) => {
+                let functions = [
+                    TmfFunction::AbortTask,
+                    TmfFunction::AbortTaskSet,
+                    TmfFunction::ClearTaskSet,
+                    TmfFunction::LogicalUnitReset,
+                    TmfFunction::TargetWarmReset,
+                    TmfFunction::QueryTask,
+                ];
+                rig.tmf(
+                    100 + u32::from(tag),
+                    functions[usize::from(function) % 6],
+                    u32::from(tag),
+                );
+            }
+            Act::Nop(tag) => {
+                rig.nop(200 + u32::from(tag), b"x");
+            }
+            Act::Bytes(bytes) => {
+                rig.with(|ch, cx| ch.handle_bytes(cx, &bytes));
+            }
+            Act::Block(at) if !rig.blocks.is_empty() => {
+                let at = usize::from(at) % rig.blocks.len();
+                rig.finish_block(at);
+                rig.with(|_, _| {});
+            }
+            Act::Block(_) => {}
+            // Back, where it is passed over; in the last kind ahead as well.
+            Act::Skip(n) if kind == 2 && n > 1 => rig.cmd_sn = rig.cmd_sn.wrapping_add(1),
+            Act::Skip(n) => rig.cmd_sn = rig.cmd_sn.wrapping_sub(u32::from(n)),
+            Act::Wait(n) => {
+                rig.wait(Duration::from_secs(u64::from(n)));
+            }
+            Act::Limit(n) => {
+                rig.gate.unit.limits.set(&crate::qos::fixture::limits(n));
+                rig.with(|ch, cx| ch.channel_mut().handle_limits(cx));
+            }
+        }
+        assert!(rig.channel.channel().in_flight() <= 3 * usize::from(WINDOW) + 16);
+    }
+    rig.end();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever comes in whatever order, nothing panics, and in the end everything is given back.
     #[test]
-    fn nothing_is_lost(
-        acts in proptest::collection::vec(act(), 1..60),
-        kind in 0..4_usize,
-        window in prop_oneof![Just(512_u32), Just(2048), Just(1 << 20)],
-    ) {
-        let keys = [
-            "HeaderDigest=CRC32C\0DataDigest=CRC32C\0",
-            "FirstBurstLength=2048\0",
-            "FirstBurstLength=2048\0MaxConnections=4\0",
-            "FirstBurstLength=2048\0DataDigest=CRC32C\0ErrorRecoveryLevel=1\0",
-        ][kind];
-        let mut rig = Rig::with_window(window, keys);
-        rig.prompt = false;
-        for act in acts {
-            match act {
-                Act::Ack(ttt, begin) => {
-                    let ack = Snack {
-                        kind: SnackKind::DataAck,
-                        lun: [0; 8],
-                        itt: Itt::NONE,
-                        ttt: Ttt(u32::from(ttt)),
-                        exp_stat_sn: StatSn(0),
-                        begin: u32::from(begin),
-                        run: 0,
-                    };
-                    rig.send(&FromInitiator::Snack(ack), &[]);
-                }
-                Act::Read(tag, blocks) => { rig.read(u32::from(tag), 0, blocks); }
-                Act::Write(tag, blocks, len, is_final) => {
-                    rig.write(u32::from(tag), blocks, &vec![1; usize::from(len)], is_final);
-                }
-                Act::Data(tag, ttt, at, len, is_final) => {
-                    let ttt = if ttt == 0 { Ttt::NONE } else { Ttt(u32::from(ttt)) };
-                    let data = vec![2; usize::from(len)];
-                    rig.data_out(u32::from(tag), ttt, u32::from(at), u32::from(at) * 512, &data, is_final);
-                }
-                Act::Tmf(tag, function) => {
-                    let functions = [
-                        TmfFunction::AbortTask, TmfFunction::AbortTaskSet, TmfFunction::ClearTaskSet,
-                        TmfFunction::LogicalUnitReset, TmfFunction::TargetWarmReset, TmfFunction::QueryTask,
-                    ];
-                    rig.tmf(100 + u32::from(tag), functions[usize::from(function) % 6], u32::from(tag));
-                }
-                Act::Nop(tag) => { rig.nop(200 + u32::from(tag), b"x"); }
-                Act::Bytes(bytes) => { rig.with(|ch, cx| ch.handle_bytes(cx, &bytes)); }
-                Act::Block(at) if !rig.blocks.is_empty() => {
-                    let at = usize::from(at) % rig.blocks.len();
-                    rig.finish_block(at);
-                    rig.with(|_, _| {});
-                }
-                Act::Block(_) => {}
-                // Back, where it is passed over; in the last kind ahead as well.
-                Act::Skip(n) if kind == 2 && n > 1 => rig.cmd_sn = rig.cmd_sn.wrapping_add(1),
-                Act::Skip(n) => rig.cmd_sn = rig.cmd_sn.wrapping_sub(u32::from(n)),
-                Act::Wait(n) => { rig.wait(Duration::from_secs(u64::from(n))); }
-                Act::Limit(n) => {
-                    rig.gate.unit.limits.set(&crate::qos::fixture::limits(n));
-                    rig.with(|ch, cx| ch.channel_mut().handle_limits(cx));
-                }
-            }
-            prop_assert!(rig.channel.channel().in_flight() <= 3 * usize::from(WINDOW) + 16);
-        }
-        rig.end();
+    fn nothing_is_lost(acts in proptest::collection::vec(act(), 1..60), head in heads()) {
+        run_acts(acts, head);
     }
+}
+
+#[test]
+fn full_feature() {
+    bolero::check!(name = "full_feature").for_each(|bytes: &[u8]| {
+        if let Some((head, acts)) = fuzz::history(&heads(), &act(), bytes) {
+            run_acts(acts, head);
+        }
+    });
 }
 
 /// What a command's times are about ends with its answer, be that kept for an initiator that is

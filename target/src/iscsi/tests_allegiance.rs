@@ -11,6 +11,7 @@ use riser_scsi::iscsi::pdu::{
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
+use riser_testkit::{fuzz, one_of};
 
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
@@ -898,7 +899,7 @@ enum Act {
 
 fn act() -> impl Strategy<Value = Act> {
     let tag = 1..7_u8;
-    prop_oneof![
+    one_of![
         4 => (any::<bool>(), tag.clone(), 0..9_u8).prop_map(|(s, t, n)| Act::Read(s, t, n)),
         4 => (any::<bool>(), tag.clone(), 0..9_u8, 0..1024_u16)
             .prop_map(|(s, t, n, d)| Act::Write(s, t, n, d)),
@@ -916,81 +917,98 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
+/// However a connection is lost, and whatever is reassigned when: nothing panics, nothing is carried
+/// on twice, and in the end everything is given back.
+fn run(acts: Vec<Act>) {
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.second.prompt = false;
+    for act in acts {
+        // Numbers go through the session, whichever connection brings them.
+        let (exp, _) = duo.second.gate.window.as_ref().unwrap().bounds();
+        duo.first.cmd_sn = exp.0;
+        duo.second.cmd_sn = exp.0;
+        match act {
+            Act::Read(second, tag, blocks) => {
+                duo.rig(1 + u64::from(second))
+                    .read(u32::from(tag), 0, blocks);
+            }
+            Act::Write(second, tag, blocks, len) => {
+                let data = vec![1; usize::from(len)];
+                duo.rig(1 + u64::from(second))
+                    .write(u32::from(tag), blocks, &data, true);
+            }
+            Act::Data(second, tag, ttt, len) => {
+                let data = vec![2; usize::from(len)];
+                let rig = duo.rig(1 + u64::from(second));
+                rig.data_out(u32::from(tag), Ttt(u32::from(ttt)), 0, 0, &data, false);
+            }
+            Act::Abort(tag) => {
+                duo.second.tmf(50, TmfFunction::AbortTask, u32::from(tag));
+            }
+            Act::Reset => {
+                duo.second.tmf(51, TmfFunction::LogicalUnitReset, 0);
+            }
+            Act::Reassign(tag, exp) => {
+                let function = TmfFunction::TaskReassign;
+                let request = TmfRequest {
+                    exp_data_sn: u32::from(exp),
+                    ..tmf_request(900, exp_cmd(&duo).0, function, u32::from(tag))
+                };
+                duo.second.send(&FromInitiator::TmfRequest(request), &[]);
+            }
+            Act::Block(second, at) => {
+                let rig = duo.rig(1 + u64::from(second));
+                if !rig.blocks.is_empty() {
+                    let at = usize::from(at) % rig.blocks.len();
+                    rig.finish_block(at);
+                    rig.with(|_, _| {});
+                }
+            }
+            Act::Lose => {
+                duo.first
+                    .with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+            }
+            Act::Detach => {
+                duo.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
+            }
+            Act::Pressure => {
+                duo.first
+                    .with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+            }
+            Act::Hear => {
+                duo.route();
+            }
+            Act::Wait(seconds) => {
+                let time = Duration::from_secs(u64::from(seconds));
+                duo.first.wait(time);
+                duo.second.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+            }
+        }
+        for rig in [&duo.first, &duo.second] {
+            let contexts = usize::from(rig.channel.channel().config().contexts());
+            assert!(rig.channel.channel().in_flight() <= contexts);
+        }
+    }
+    duo.end();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// However a connection is lost, and whatever is reassigned when: nothing panics, nothing is
-    /// carried on twice, and in the end everything is given back.
     #[test]
     fn nothing_is_lost_on_the_way(acts in proptest::collection::vec(act(), 1..60)) {
-        let mut duo = Duo::new();
-        duo.first.prompt = false;
-        duo.second.prompt = false;
-        for act in acts {
-            // Numbers go through the session, whichever connection brings them.
-            let (exp, _) = duo.second.gate.window.as_ref().unwrap().bounds();
-            duo.first.cmd_sn = exp.0;
-            duo.second.cmd_sn = exp.0;
-            match act {
-                Act::Read(second, tag, blocks) => {
-                    duo.rig(1 + u64::from(second)).read(u32::from(tag), 0, blocks);
-                }
-                Act::Write(second, tag, blocks, len) => {
-                    let data = vec![1; usize::from(len)];
-                    duo.rig(1 + u64::from(second)).write(u32::from(tag), blocks, &data, true);
-                }
-                Act::Data(second, tag, ttt, len) => {
-                    let data = vec![2; usize::from(len)];
-                    let rig = duo.rig(1 + u64::from(second));
-                    rig.data_out(u32::from(tag), Ttt(u32::from(ttt)), 0, 0, &data, false);
-                }
-                Act::Abort(tag) => {
-                    duo.second.tmf(50, TmfFunction::AbortTask, u32::from(tag));
-                }
-                Act::Reset => {
-                    duo.second.tmf(51, TmfFunction::LogicalUnitReset, 0);
-                }
-                Act::Reassign(tag, exp) => {
-                    let function = TmfFunction::TaskReassign;
-                    let request = TmfRequest {
-                        exp_data_sn: u32::from(exp),
-                        ..tmf_request(900, exp_cmd(&duo).0, function, u32::from(tag))
-                    };
-                    duo.second.send(&FromInitiator::TmfRequest(request), &[]);
-                }
-                Act::Block(second, at) => {
-                    let rig = duo.rig(1 + u64::from(second));
-                    if !rig.blocks.is_empty() {
-                        let at = usize::from(at) % rig.blocks.len();
-                        rig.finish_block(at);
-                        rig.with(|_, _| {});
-                    }
-                }
-                Act::Lose => {
-                    duo.first.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
-                }
-                Act::Detach => {
-                    duo.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
-                }
-                Act::Pressure => {
-                    duo.first.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
-                }
-                Act::Hear => {
-                    duo.route();
-                }
-                Act::Wait(seconds) => {
-                    let time = Duration::from_secs(u64::from(seconds));
-                    duo.first.wait(time);
-                    duo.second.with(|ch, cx| ch.channel_mut().handle_pool(cx));
-                }
-            }
-            for rig in [&duo.first, &duo.second] {
-                let contexts = usize::from(rig.channel.channel().config().contexts());
-                prop_assert!(rig.channel.channel().in_flight() <= contexts);
-            }
-        }
-        duo.end();
+        run(acts);
     }
+}
+
+#[test]
+fn reassignment() {
+    bolero::check!(name = "reassignment").for_each(|bytes: &[u8]| {
+        if let Some(((), acts)) = fuzz::history(&Just(()), &act(), bytes) {
+            run(acts);
+        }
+    });
 }
 
 fn exp_cmd(duo: &Duo) -> CmdSn {

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::pdu::TmfFunction;
 use riser_scsi::iser::{Buffers, Header, RemoteBuffer, Stag};
+use riser_testkit::{fuzz, one_of};
 
 use super::IserChannel;
 use super::fixture::{BASE, Rig, WINDOW};
@@ -40,7 +41,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     let tag = || 0u8..6;
-    prop_oneof![
+    one_of![
         16 => (tag(), 1u8..130).prop_map(|(t, b)| Step::Read(t, b)),
         24 => (tag(), 1u8..130, 0u16..9000, 0u16..17000).prop_map(|(t, b, i, u)| Step::Write(t, b, i, u)),
         16 => (tag(), 0u8..3, 0u16..17000, 0u16..8193, any::<bool>())
@@ -142,6 +143,28 @@ fn take(rig: &mut Rig, step: Step) {
     }
 }
 
+fn windows() -> impl Strategy<Value = u32> {
+    one_of![Just(512_u32), Just(20_480), Just(1 << 20)]
+}
+
+/// Whatever happens, everything comes back.
+fn run(steps: Vec<Step>, prompt: bool, window: u32) {
+    let mut rig = Rig::with_window(window, "");
+    rig.prompt = prompt;
+    for step in steps {
+        if rig.in_error {
+            break;
+        }
+        take(&mut rig, step);
+        let queued = rig.conn.channel().queued();
+        assert!(queued <= MAX_QUEUED + 64, "{queued}");
+    }
+    if !rig.in_error {
+        rig.with(IserChannel::handle_disconnected);
+    }
+    rig.check_gone();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
@@ -149,21 +172,18 @@ proptest! {
     fn whatever_happens_everything_comes_back(
         steps in proptest::collection::vec(step(), 1..80),
         prompt in any::<bool>(),
-        window in prop_oneof![Just(512_u32), Just(20_480), Just(1 << 20)],
+        window in windows(),
     ) {
-        let mut rig = Rig::with_window(window, "");
-        rig.prompt = prompt;
-        for step in steps {
-            if rig.in_error {
-                break;
-            }
-            take(&mut rig, step);
-            let queued = rig.conn.channel().queued();
-            prop_assert!(queued <= MAX_QUEUED + 64, "{queued}");
-        }
-        if !rig.in_error {
-            rig.with(IserChannel::handle_disconnected);
-        }
-        rig.check_gone();
+        run(steps, prompt, window);
     }
+}
+
+#[test]
+fn iser_channel() {
+    bolero::check!(name = "iser_channel").for_each(|bytes: &[u8]| {
+        let head = (any::<bool>(), windows());
+        if let Some(((prompt, window), steps)) = fuzz::history(&head, &step(), bytes) {
+            run(steps, prompt, window);
+        }
+    });
 }

@@ -418,4 +418,94 @@ mod tests {
             prop_assert!(pool.is_whole());
         }
     }
+
+    /// Each work request lies in one descriptor, they are in order, and together they move all.
+    fn check_requests(table: &Table, len: u32, limits: PortionLimits, pool: &mut Pool) {
+        let buffer = pool.take(len).expect("the pool is large enough");
+        let mut transfer = Transfer::new(Direction::ToInitiator, len);
+        let (mut sent, mut index, mut offset) = (0, 0, 0);
+        loop {
+            let counted = transfer.plan(table, &buffer, limits);
+            let requests: Vec<_> = transfer.requests(table, &buffer).collect();
+            assert_eq!(requests.len(), counted as usize);
+            assert!((1..=limits.wrs).contains(&counted));
+            for request in requests {
+                while offset == table.desc(index).data_len() {
+                    (index, offset) = (index + 1, 0);
+                }
+                let desc = table.desc(index);
+                assert_eq!(request.remote.rkey, RKey(desc.key()));
+                let addr = desc.va().wrapping_add(offset.into());
+                assert_eq!(request.remote.addr, addr);
+                assert!(request.local.len() <= limits.sges);
+                offset += request.bytes();
+                assert!(offset <= desc.data_len(), "beyond its descriptor");
+                sent += request.bytes();
+            }
+            let is_last = transfer.is_last();
+            transfer.portion_done();
+            if is_last {
+                break;
+            }
+        }
+        assert_eq!(sent, len);
+        pool.release(buffer);
+    }
+
+    /// What a peer describes is refused, or moves each byte once to where its descriptors say. The
+    /// bytes: limits of a portion, a length, where the table is, then its descriptors.
+    fn check_descriptors(bytes: &[u8], pool: &mut Pool) {
+        let Some((&[wrs, sges, place, high, low], rest)) = bytes.split_first_chunk() else {
+            return;
+        };
+        let whole = rest.len() - rest.len() % MemDesc::LEN;
+        let list = <[MemDesc]>::ref_from_bytes(&rest[..whole]).expect("whole descriptors");
+        let len = u32::from_be_bytes([0, place >> 4, high, low]);
+        let entries = list.len() as u32;
+        let (is_external, is_direct) = (place & 1 != 0, place & 2 != 0);
+        let data = match list.first() {
+            None => return,
+            Some(desc) if is_direct => DataBuffer::Direct(*desc),
+            _ if is_external => indirect(&[], entries, len),
+            _ => indirect(list, entries, len),
+        };
+        let described: u64 = list.iter().map(|d| u64::from(d.data_len())).sum();
+        let mut tables = Tables::default();
+        let taken = tables.data_in.take(&data, pool, Owner(0));
+        let fetched = match (taken, tables.external()) {
+            (Ok(true), Some(remote)) => {
+                let buffer = pool.take_table(Owner(0), remote.data_len()).unwrap();
+                buffer.write(0, list.as_bytes());
+                tables.begin_fetch(remote, buffer);
+                tables.on_fetched().is_ok()
+            }
+            (taken, _) => taken.is_ok_and(|has_room| has_room),
+        };
+        assert_eq!(fetched, is_direct || described >= u64::from(len));
+        let len = match data {
+            DataBuffer::Direct(desc) => len.min(desc.data_len()),
+            _ => len,
+        };
+        if fetched && len > 0 {
+            let limits = PortionLimits {
+                wrs: u32::from(wrs) + 1,
+                sges: usize::from(sges % 8) + 1,
+            };
+            assert_eq!(
+                tables.data_in.entries(),
+                if is_direct { 1 } else { entries }
+            );
+            check_requests(&tables.data_in, len, limits, pool);
+        }
+        tables.release(pool);
+        assert!(pool.is_whole());
+    }
+
+    #[test]
+    fn descriptor_tables() {
+        bolero::check!(name = "descriptor_tables").for_each(|bytes: &[u8]| {
+            let mut pool = Pool::new(4 << 20).unwrap();
+            check_descriptors(bytes, &mut pool);
+        });
+    }
 }

@@ -3,6 +3,7 @@
 
 use proptest::prelude::*;
 use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
+use riser_testkit::{fuzz, one_of};
 
 use super::channel::{ChState, Channel};
 use super::fixture::{
@@ -41,7 +42,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     let chan = 0..2usize;
-    let legal = prop_oneof![
+    let legal = one_of![
         (chan.clone(), any::<u8>(), 0u8..40, any::<u8>(), 0u8..8).prop_map(
             |(chan, lba, blocks, shape, attr)| Step::Read {
                 chan,
@@ -65,7 +66,7 @@ fn step() -> impl Strategy<Value = Step> {
     ];
     let mutated = (legal.clone(), any::<u16>(), any::<u8>())
         .prop_map(|(s, at, v)| Step::Mutated(Box::new(s), at, v));
-    prop_oneof![
+    one_of![
         10 => legal,
         3 => mutated,
         1 => (chan.clone(), proptest::collection::vec(any::<u8>(), 0..200))
@@ -164,72 +165,90 @@ fn iu(step: &Step, tag: u64) -> Option<(usize, Vec<u8>)> {
     })
 }
 
+fn windows() -> impl Strategy<Value = u32> {
+    one_of![Just(512_u32), Just(2560), Just(1 << 20)]
+}
+
+/// Every request ends once, and nothing stays.
+fn run(steps: &[Step], window: u32) {
+    let mut rig = Rig::with_window(window);
+    rig.add_channel(params(), 2);
+    rig.establish(1);
+    rig.remote.insert(TABLE, table_bytes(&blocks(40)));
+    let mut starved = None;
+    for (tag, step) in steps.iter().enumerate() {
+        rig.remote.insert(KEY, vec![0x5a; 64 << 10]);
+        if let Some((chan, bytes)) = iu(step, tag as u64) {
+            rig.send(chan, &bytes);
+        }
+        match step {
+            Step::Complete(n, ok) if !rig.pending.is_empty() => {
+                let n = usize::from(*n) % rig.pending.len();
+                rig.complete_nth(n, *ok);
+            }
+            Step::Disconnect(chan) => rig.with(*chan, Channel::handle_disconnected),
+            Step::Terminate(chan) => {
+                rig.with(*chan, super::Channel::handle_terminate);
+            }
+            Step::Starve(n) => {
+                if let Some(buffer) = starved.take() {
+                    rig.pool.release(buffer);
+                    rig.pump();
+                } else if n % 2 == 0 {
+                    let free = rig.pool.free() as u32;
+                    starved = rig.pool.take(free.min(4 << 20));
+                }
+            }
+            Step::Time(ms) => {
+                rig.advance(std::time::Duration::from_millis(u64::from(*ms) * 20));
+            }
+            Step::Limit(n) => {
+                rig.units[0].limits.set(&crate::qos::fixture::limits(*n));
+                for chan in 0..2 {
+                    rig.with(chan, Channel::handle_limits);
+                }
+            }
+            _ => {}
+        }
+        for channel in &rig.channels {
+            let lim = channel.req_lim();
+            assert_eq!(
+                lim.at_initiator() + i64::from(lim.outstanding()) + i64::from(lim.owed()),
+                i64::from(lim.limit())
+            );
+            if channel.state() == ChState::Live {
+                let c = channel.counters();
+                assert_eq!(c.torn_down, 0);
+            }
+        }
+    }
+    if let Some(buffer) = starved {
+        rig.pool.release(buffer);
+    }
+    rig.pump();
+    while !rig.pending.is_empty() {
+        rig.complete();
+    }
+    rig.end();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
     fn every_request_ends_once_and_nothing_stays(
         steps in proptest::collection::vec(step(), 1..120),
-        window in prop_oneof![Just(512_u32), Just(2560), Just(1 << 20)],
+        window in windows(),
     ) {
-        let mut rig = Rig::with_window(window);
-        rig.add_channel(params(), 2);
-        rig.establish(1);
-        rig.remote.insert(TABLE, table_bytes(&blocks(40)));
-        let mut starved = None;
-        for (tag, step) in steps.iter().enumerate() {
-            rig.remote.insert(KEY, vec![0x5a; 64 << 10]);
-            if let Some((chan, bytes)) = iu(step, tag as u64) {
-                rig.send(chan, &bytes);
-            }
-            match step {
-                Step::Complete(n, ok) if !rig.pending.is_empty() => {
-                    let n = usize::from(*n) % rig.pending.len();
-                    rig.complete_nth(n, *ok);
-                }
-                Step::Disconnect(chan) => rig.with(*chan, Channel::handle_disconnected),
-                Step::Terminate(chan) => {
-                    rig.with(*chan, super::Channel::handle_terminate);
-                }
-                Step::Starve(n) => {
-                    if let Some(buffer) = starved.take() {
-                        rig.pool.release(buffer);
-                        rig.pump();
-                    } else if n % 2 == 0 {
-                        let free = rig.pool.free() as u32;
-                        starved = rig.pool.take(free.min(4 << 20));
-                    }
-                }
-                Step::Time(ms) => {
-                    rig.advance(std::time::Duration::from_millis(u64::from(*ms) * 20));
-                }
-                Step::Limit(n) => {
-                    rig.units[0].limits.set(&crate::qos::fixture::limits(*n));
-                    for chan in 0..2 {
-                        rig.with(chan, Channel::handle_limits);
-                    }
-                }
-                _ => {}
-            }
-            for channel in &rig.channels {
-                let lim = channel.req_lim();
-                prop_assert_eq!(
-                    lim.at_initiator() + i64::from(lim.outstanding()) + i64::from(lim.owed()),
-                    i64::from(lim.limit())
-                );
-                if channel.state() == ChState::Live {
-                    let c = channel.counters();
-                    prop_assert_eq!(c.torn_down, 0);
-                }
-            }
-        }
-        if let Some(buffer) = starved {
-            rig.pool.release(buffer);
-        }
-        rig.pump();
-        while !rig.pending.is_empty() {
-            rig.complete();
-        }
-        rig.end();
+        run(&steps, window);
     }
+}
+
+#[test]
+fn srp_channel() {
+    bolero::check!(name = "srp_channel").for_each(|bytes: &[u8]| {
+        if let Some((window, steps)) = fuzz::history(&windows(), &step(), bytes) {
+            run(&steps, window);
+        }
+    });
 }

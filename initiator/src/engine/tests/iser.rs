@@ -12,21 +12,21 @@ use super::*;
 use crate::url::IscsiUrl;
 
 /// Length of the longest message.
-const MESSAGE: u32 = 8192;
+pub(super) const MESSAGE: u32 = 8192;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A target's device, with one receive and one message to send in its memory.
-struct Peer {
-    nic: Endpoint,
+pub(super) struct Peer {
+    pub(super) nic: Endpoint,
     pd: PdId,
-    cq: CqId,
-    memory: Memory,
+    pub(super) cq: CqId,
+    pub(super) memory: Memory,
     mr: Mr,
 }
 
 impl Peer {
     /// Listens at these ports.
-    fn new(ports: &[u16]) -> Self {
+    pub(super) fn new(ports: &[u16]) -> Self {
         let ip = world::address();
         let mut nic = world::fabric().endpoint(ip);
         for port in ports {
@@ -48,7 +48,7 @@ impl Peer {
     }
 
     /// The receive at 0, the message at [`MESSAGE`].
-    fn sge(&self, at: u32, length: u32) -> Sge {
+    pub(super) fn sge(&self, at: u32, length: u32) -> Sge {
         Sge {
             addr: self.mr.addr + u64::from(at),
             length,
@@ -57,7 +57,11 @@ impl Peer {
     }
 
     /// Waits for what `look` looks for.
-    fn wait<T>(&mut self, what: &str, mut look: impl FnMut(&mut Self) -> Option<T>) -> T {
+    pub(super) fn wait<T>(
+        &mut self,
+        what: &str,
+        mut look: impl FnMut(&mut Self) -> Option<T>,
+    ) -> T {
         let until = world::now() + PATIENCE;
         loop {
             self.nic.progress(world::now());
@@ -70,30 +74,44 @@ impl Peer {
     }
 
     /// Accepts the next connection and receives the first message on it.
-    fn accept(&mut self) -> (QpId, Vec<u8>) {
+    pub(super) fn accept(&mut self) -> (QpId, Vec<u8>) {
         let id = self.wait("a request for a connection", |peer| {
             let event = peer.nic.poll_cm_event()?;
             matches!(event.kind, CmEventKind::ConnectRequest { .. }).then_some(event.id)
         });
         let init = QpInitAttr::new(self.pd, self.cq, QpType::Rc, QpCap::new(2, 2));
         let qp = self.nic.create_cm_qp(id, &init).unwrap();
+        self.post_recv(qp);
+        let param = ConnParam {
+            responder_resources: 4,
+            initiator_depth: 4,
+            ..ConnParam::default()
+        };
+        self.nic.accept(id, &param).unwrap();
+        let message = self.wait("a login request", |peer| peer.poll(qp));
+        (qp, message)
+    }
+
+    /// Posts the receive.
+    pub(super) fn post_recv(&mut self, qp: QpId) {
         let wr = RecvWr {
             wr_id: WrId(0),
             sges: &[self.sge(0, MESSAGE)],
         };
         self.nic.post_recv(qp, &[wr]).unwrap();
-        self.nic.accept(id, &ConnParam::default()).unwrap();
-        let len = self.wait("a login request", |peer| {
-            let mut completions = Vec::new();
-            peer.nic.poll_cq(peer.cq, 8, &mut completions).unwrap();
-            let mut received = completions.iter().filter(|c| c.qp == qp);
-            received
-                .find(|c| c.opcode.is_recv() && c.status.is_ok())
-                .map(|c| c.byte_len)
-        });
+    }
+
+    /// The message that has come, if one has.
+    pub(super) fn poll(&mut self, qp: QpId) -> Option<Vec<u8>> {
+        let mut completions = Vec::new();
+        self.nic.poll_cq(self.cq, 8, &mut completions).unwrap();
+        let mut received = completions.iter().filter(|c| c.qp == qp);
+        let len = received
+            .find(|c| c.opcode.is_recv() && c.status.is_ok())
+            .map(|c| c.byte_len)?;
         let mut message = vec![0; len as usize];
         self.memory.read(0, &mut message);
-        (qp, message)
+        Some(message)
     }
 
     /// Answers a login request: the target has moved for now (RFC 7143 clause 11.13.5).

@@ -72,7 +72,7 @@ impl Env for Sim {
 }
 
 struct World {
-    fabric: Fabric,
+    fabric: RefCell<Fabric>,
     /// Last number of the addresses that have been given out.
     addresses: Cell<u8>,
     engines: RefCell<Vec<Engine<Sim>>>,
@@ -83,7 +83,7 @@ struct World {
 
 thread_local! {
     static WORLD: World = World {
-        fabric: Fabric::new(FabricConfig::default()),
+        fabric: RefCell::new(Fabric::new(FabricConfig::default())),
         addresses: Cell::new(0),
         engines: RefCell::default(),
         targets: RefCell::default(),
@@ -92,7 +92,18 @@ thread_local! {
 }
 
 pub(in crate::engine) fn fabric() -> Fabric {
-    WORLD.with(|world| world.fabric.clone())
+    WORLD.with(|world| world.fabric.borrow().clone())
+}
+
+/// Takes everything out of the world, for another one in the same thread.
+pub(super) fn clear() {
+    WORLD.with(|world| {
+        world.engines.borrow_mut().clear();
+        world.targets.borrow_mut().clear();
+        world.streams.borrow_mut().clear();
+        world.addresses.set(0);
+        *world.fabric.borrow_mut() = Fabric::new(FabricConfig::default());
+    });
 }
 
 pub(in crate::engine) fn now() -> Instant {
@@ -131,7 +142,7 @@ pub(in crate::engine) fn add_target(target: Target) {
 /// `own`, that of the caller. A target may call this in its own turn.
 pub(in crate::engine) fn step(own: Option<Instant>) {
     WORLD.with(|world| {
-        let now = world.fabric.now();
+        let now = fabric().now();
         let mut worked = false;
         let mut next = own;
         let mut wait_for = |at: Option<Instant>| next = next.into_iter().chain(at).min();
@@ -147,7 +158,7 @@ pub(in crate::engine) fn step(own: Option<Instant>) {
         }
         if !worked {
             let next = next.expect("an engine waits for something");
-            world.fabric.advance_to(next.max(now + TICK));
+            fabric().advance_to(next.max(now + TICK));
         }
     });
 }

@@ -7,6 +7,7 @@ use riser_state::testing::{assert_all_taken, table};
 use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::srp::TaskAttr;
+use riser_testkit::{fuzz, one_of};
 
 use super::fixture::config;
 use super::*;
@@ -1274,6 +1275,7 @@ enum Action {
     Retire(u8),
     Advance(u16),
     Garbage(u8, Vec<u8>),
+    Forged(Forged),
     Break,
     Connect(bool),
     AnswerTmf(u8),
@@ -1281,8 +1283,31 @@ enum Action {
     Close,
 }
 
+/// A PDU of a target that follows no rule, some of whose fields are right.
+#[derive(Clone, Debug)]
+struct Forged {
+    /// The command whose tag it has.
+    which: u8,
+    /// Fields that are as they should be.
+    right: u8,
+    /// The length of its data.
+    len: u8,
+    bhs: [u64; 6],
+}
+
+fn forged() -> impl Strategy<Value = Forged> {
+    let bhs = prop::array::uniform6(any::<u64>());
+    (any::<[u8; 3]>(), bhs).prop_map(|([which, right, len], bhs)| Forged {
+        which,
+        right,
+        len,
+        bhs,
+    })
+}
+
 fn action() -> impl Strategy<Value = Action> {
-    prop_oneof![
+    one_of![
+        4 => forged().prop_map(Action::Forged),
         6 => (0u8..4).prop_map(Action::Submit),
         6 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Answer(i, s)),
         2 => any::<u8>().prop_map(Action::AskForData),
@@ -1396,6 +1421,7 @@ impl Model {
                 let _ = self.rig.session.place_data(&pdu, 100);
                 self.rig.session.handle_pdu(&frame, self.rig.now);
             }
+            Action::Forged(forged) => self.forge(&forged),
             Action::Break => self.rig.session.handle_broken(self.rig.now),
             Action::Connect(true) if self.connecting => {
                 self.connecting = false;
@@ -1419,6 +1445,68 @@ impl Model {
             _ => {}
         }
         self.drain();
+    }
+
+    /// Gives the session a PDU as its owner does: data of a command are placed first.
+    fn forge(&mut self, forged: &Forged) {
+        let mut pdu = [0; BHS_LEN];
+        for (at, word) in forged.bhs.iter().enumerate() {
+            pdu[8 * at..][..8].copy_from_slice(&word.to_le_bytes());
+        }
+        let is_right = |bit: u8| forged.right & 1 << bit != 0;
+        if is_right(0) {
+            // The opcodes of a target, which follow each other but for the last three.
+            let opcodes = [
+                0x20, 0x21, 0x22, 0x23, 0x24, 0x25, 0x25, 0x26, 0x31, 0x32, 0x3f,
+            ];
+            pdu[0] = opcodes[usize::from(pdu[0]) % opcodes.len()];
+        }
+        if let Some((_, itt)) = self.pick(forged.which).filter(|_| is_right(1)) {
+            put(&mut pdu, 16, itt);
+        }
+        if is_right(2) {
+            put(&mut pdu, 20, u32::MAX);
+        }
+        if is_right(3) {
+            put(&mut pdu, 24, self.rig.stat_sn);
+        }
+        if is_right(4) {
+            put(&mut pdu, 28, self.rig.exp_cmd_sn);
+            put(&mut pdu, 32, self.rig.exp_cmd_sn + self.rig.window);
+        }
+        if is_right(5) {
+            // Low offsets and numbers.
+            for at in [36, 40, 44] {
+                let value = word(&pdu, at);
+                put(&mut pdu, at, value % 8192);
+            }
+        }
+        if pdu[0] & 0x3f == 0x25 && forged.len > 0 {
+            return self.forge_data(&pdu, u32::from(forged.len));
+        }
+        let data = vec![forged.which; forged.len.into()];
+        let frame = Frame {
+            bhs: &pdu,
+            ahs: &[],
+            data: &data,
+            is_intact: !is_right(6),
+        };
+        self.rig.session.handle_pdu(&frame, self.rig.now);
+    }
+
+    /// Data go only where a command that is under way has room for them.
+    fn forge_data(&mut self, pdu: &[u8; BHS_LEN], len: u32) {
+        match self.rig.session.place_data(pdu, len) {
+            Err(fault) => return self.rig.session.handle_fault(fault),
+            Ok(Placement::Into(request, offset)) => {
+                assert!(self.exposed.contains_key(&request), "its memory is here");
+                assert!(!self.retiring.contains(&request), "its memory is going");
+                assert!(offset.checked_add(len).is_some_and(|end| end <= 1024));
+            }
+            Ok(Placement::Discard) => {}
+        }
+        let now = self.rig.now;
+        self.rig.session.handle_data_in(pdu, len, true, now);
     }
 
     fn drain(&mut self) {
@@ -1465,18 +1553,31 @@ impl Model {
     }
 }
 
+/// After any history, every request taken is completed exactly once, and never while its memory is in
+/// use.
+fn run(actions: Vec<Action>) {
+    let mut model = Model::new();
+    for action in actions {
+        model.act(action);
+    }
+    model.act(Action::Close);
+    model.act(Action::Advance(1000));
+    assert!(model.open.is_empty(), "{} left", model.open.len());
+    assert_eq!(model.rig.session.state(), SessionState::Closed);
+}
+
 proptest! {
-    /// After any history, every request taken is completed exactly once, and never while its memory
-    /// is in use.
     #[test]
     fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {
-        let mut model = Model::new();
-        for action in actions {
-            model.act(action);
-        }
-        model.act(Action::Close);
-        model.act(Action::Advance(1000));
-        prop_assert!(model.open.is_empty(), "{} left", model.open.len());
-        prop_assert_eq!(model.rig.session.state(), SessionState::Closed);
+        run(actions);
     }
+}
+
+#[test]
+fn hostile_iscsi_target() {
+    bolero::check!(name = "hostile_iscsi_target").for_each(|bytes: &[u8]| {
+        if let Some(((), actions)) = fuzz::history(&Just(()), &action(), bytes) {
+            run(actions);
+        }
+    });
 }

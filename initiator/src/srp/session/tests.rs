@@ -3,6 +3,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId, TaskAttr};
 use riser_state::testing::{assert_all_taken, table};
+use riser_testkit::{fuzz, one_of};
 
 use super::*;
 use crate::request::{
@@ -1307,6 +1308,7 @@ enum Action {
     Retire(u8),
     Advance(u16),
     Garbage(Vec<u8>),
+    Forged(Forged),
     Break(u8),
     LogIn(u8),
     Refuse(u8),
@@ -1314,8 +1316,60 @@ enum Action {
     Crowd(u8),
 }
 
+/// An information unit of a target that follows no rule, some of whose fields are right.
+#[derive(Clone, Debug)]
+struct Forged {
+    channel: u8,
+    /// The command whose tag it has.
+    which: u8,
+    /// Fields that are as they should be.
+    right: u8,
+    /// Bytes of it that are not sent.
+    cut: u8,
+    iu: [u64; 6],
+}
+
+fn forged() -> impl Strategy<Value = Forged> {
+    let iu = prop::array::uniform6(any::<u64>());
+    (any::<[u8; 3]>(), iu).prop_map(|([which, right, cut], iu)| Forged {
+        channel: which >> 7,
+        which,
+        right,
+        cut,
+        iu,
+    })
+}
+
+impl Forged {
+    /// Its bytes, for the tags that are outstanding on its channel.
+    fn bytes(&self, tags: &[u64]) -> Vec<u8> {
+        let mut iu: Vec<u8> = self.iu.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let is_right = |bit: u8| self.right & 1 << bit != 0;
+        if is_right(0) {
+            iu[0] = [0x80, 0x81, 0xc0, 0xc1, 0xc1, 0xc1, 0xc2][usize::from(iu[0]) % 7];
+        }
+        if is_right(1) && !tags.is_empty() {
+            let tag = tags[usize::from(self.which) % tags.len()];
+            iu[8..16].copy_from_slice(&tag.to_be_bytes());
+        }
+        if is_right(2) {
+            // Few credits.
+            iu[4..8].copy_from_slice(&[0, 0, 0, self.which % 4]);
+        }
+        if is_right(3) {
+            // Neither sense nor response data.
+            iu[24..36].fill(0);
+        }
+        if !is_right(4) {
+            iu.truncate(usize::from(self.cut) % 49);
+        }
+        iu
+    }
+}
+
 fn action() -> impl Strategy<Value = Action> {
-    prop_oneof![
+    one_of![
+        4 => forged().prop_map(Action::Forged),
         4 => (0u8..4).prop_map(Action::Submit),
         4 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Answer(i, s)),
         4 => any::<u8>().prop_map(Action::Retire),
@@ -1329,94 +1383,129 @@ fn action() -> impl Strategy<Value = Action> {
     ]
 }
 
-proptest! {
-    /// After any history, every request taken is completed exactly once, and never while its memory
-    /// is with the target.
-    #[test]
-    fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {
-        let mut rig = Rig { sent: Vec::new(), now: Instant::now(), session: SrpSession::new(config(2), Instant::now()) };
-        let mut open = std::collections::HashSet::new();
-        let mut exposed = std::collections::HashMap::new();
-        let mut retiring = Vec::new();
-        let mut connecting = Vec::new();
-        let mut tmfs = Vec::new();
-        let mut without_room = 0;
-        for action in actions.into_iter().chain([Action::Break(9)]) {
-            match action {
-                Action::Submit(kind) => {
-                    let mut s = spec(&rig, [Effect::None, Effect::Other, write(0, 4), write(3, 9)][usize::from(kind)]);
-                    s.deadline = rig.now + 30 * SEC;
-                    if let Ok(id) = rig.session.submit(s, rig.now) {
-                        prop_assert!(open.insert(id));
-                    }
+/// After any history, every request taken is completed exactly once, and never while its memory is
+/// with the target.
+fn run(actions: Vec<Action>) {
+    let mut rig = Rig {
+        sent: Vec::new(),
+        now: Instant::now(),
+        session: SrpSession::new(config(2), Instant::now()),
+    };
+    let mut open = std::collections::HashSet::new();
+    let mut exposed = std::collections::HashMap::new();
+    let mut retiring = Vec::new();
+    let mut connecting = Vec::new();
+    let mut tmfs = Vec::new();
+    let mut without_room = 0;
+    for action in actions.into_iter().chain([Action::Break(9)]) {
+        match action {
+            Action::Submit(kind) => {
+                let mut s = spec(
+                    &rig,
+                    [Effect::None, Effect::Other, write(0, 4), write(3, 9)][usize::from(kind)],
+                );
+                s.deadline = rig.now + 30 * SEC;
+                if let Ok(id) = rig.session.submit(s, rig.now) {
+                    assert!(open.insert(id));
                 }
-                Action::Answer(which, status) if !rig.sent.is_empty() => {
-                    let (id, ..) = rig.sent.remove(usize::from(which) % rig.sent.len());
-                    if exposed.contains_key(&id) && !retiring.contains(&id) {
-                        rig.sent.push((id, exposed[&id], 0));
-                        let tag = exposed_tag(&rig.session, id);
-                        rig.sent.last_mut().unwrap().2 = tag.unwrap_or(0);
-                        rig.answer_with(id, [0, 2, 8, 0x28][usize::from(status)], &[]);
-                        rig.sent.pop();
-                    }
-                }
-                Action::Retire(which) if !retiring.is_empty() => {
-                    let id = retiring.remove(usize::from(which) % retiring.len());
-                    exposed.remove(&id);
-                    rig.session.handle_retired(id, rig.now);
-                }
-                Action::Advance(ms) => rig.advance(u32::from(ms) * MS),
-                Action::Garbage(iu) => rig.session.handle_iu(CH0, &iu, rig.now),
-                Action::Break(9) => rig.session.close(rig.now),
-                Action::Break(c) => rig.session.handle_channel_error(ChannelIndex(c), rig.now),
-                Action::LogIn(c) if connecting.contains(&ChannelIndex(c)) => {
-                    connecting.retain(|x| *x != ChannelIndex(c));
-                    rig.log_in(ChannelIndex(c));
-                }
-                Action::Refuse(c) if connecting.contains(&ChannelIndex(c)) => {
-                    connecting.retain(|x| *x != ChannelIndex(c));
-                    rig.session.begin_login(ChannelIndex(c));
-                    rig.session.handle_rejected(ChannelIndex(c), 28, &[], rig.now);
-                }
-                Action::AnswerTskMgmt(code) if !tmfs.is_empty() => {
-                    let (c, iu): (ChannelIndex, [u8; 48]) = tmfs.remove(0);
-                    rig.answer_tsk_mgmt(c, &iu, code % 6);
-                }
-                Action::Crowd(n) => without_room = n,
-                _ => {}
             }
-            while let Some(output) = rig.session.poll_output() {
-                match output {
-                    Output::Start { request, .. } if without_room > 0 => {
-                        without_room -= 1;
-                        rig.session.handle_no_room(request, rig.now);
-                    }
-                    Output::Start { request, channel, .. } => {
-                        prop_assert!(open.contains(&request));
-                        prop_assert!(exposed.insert(request, channel).is_none(), "memory is exposed once");
-                        rig.sent.push((request, channel, 0));
-                    }
-                    Output::Retire { request, .. } => retiring.push(request),
-                    Output::Complete(request, _) => {
-                        prop_assert!(open.remove(&request), "completed once");
-                        prop_assert!(!exposed.contains_key(&request), "memory is back");
-                    }
-                    Output::Connect(c) => connecting.push(c),
-                    Output::Disconnect(c, _) => {
-                        connecting.retain(|x| *x != c);
-                        tmfs.retain(|(x, _)| *x != c);
-                        retiring.retain(|r| exposed[r] != c);
-                        exposed.retain(|_, x| *x != c);
-                        rig.session.handle_channel_gone(c, rig.now);
-                    }
-                    Output::SendTskMgmt(c, iu) => tmfs.push((c, iu)),
-                    Output::Answer(..) | Output::Event(_) | Output::Ping => {}
+            Action::Answer(which, status) if !rig.sent.is_empty() => {
+                let (id, ..) = rig.sent.remove(usize::from(which) % rig.sent.len());
+                if exposed.contains_key(&id) && !retiring.contains(&id) {
+                    rig.sent.push((id, exposed[&id], 0));
+                    let tag = exposed_tag(&rig.session, id);
+                    rig.sent.last_mut().unwrap().2 = tag.unwrap_or(0);
+                    rig.answer_with(id, [0, 2, 8, 0x28][usize::from(status)], &[]);
+                    rig.sent.pop();
                 }
+            }
+            Action::Retire(which) if !retiring.is_empty() => {
+                let id = retiring.remove(usize::from(which) % retiring.len());
+                exposed.remove(&id);
+                rig.session.handle_retired(id, rig.now);
+            }
+            Action::Advance(ms) => rig.advance(u32::from(ms) * MS),
+            Action::Garbage(iu) => rig.session.handle_iu(CH0, &iu, rig.now),
+            Action::Forged(forged) => {
+                let channel = ChannelIndex(forged.channel);
+                let on_channel = exposed.iter().filter(|(_, c)| **c == channel);
+                let mut ids: Vec<_> = on_channel.map(|(id, _)| *id).collect();
+                ids.sort_unstable();
+                let tags = ids.iter().filter_map(|id| exposed_tag(&rig.session, *id));
+                let iu = forged.bytes(&tags.collect::<Vec<_>>());
+                rig.session.handle_iu(channel, &iu, rig.now);
+            }
+            Action::Break(9) => rig.session.close(rig.now),
+            Action::Break(c) => rig.session.handle_channel_error(ChannelIndex(c), rig.now),
+            Action::LogIn(c) if connecting.contains(&ChannelIndex(c)) => {
+                connecting.retain(|x| *x != ChannelIndex(c));
+                rig.log_in(ChannelIndex(c));
+            }
+            Action::Refuse(c) if connecting.contains(&ChannelIndex(c)) => {
+                connecting.retain(|x| *x != ChannelIndex(c));
+                rig.session.begin_login(ChannelIndex(c));
+                rig.session
+                    .handle_rejected(ChannelIndex(c), 28, &[], rig.now);
+            }
+            Action::AnswerTskMgmt(code) if !tmfs.is_empty() => {
+                let (c, iu): (ChannelIndex, [u8; 48]) = tmfs.remove(0);
+                rig.answer_tsk_mgmt(c, &iu, code % 6);
+            }
+            Action::Crowd(n) => without_room = n,
+            _ => {}
+        }
+        while let Some(output) = rig.session.poll_output() {
+            match output {
+                Output::Start { request, .. } if without_room > 0 => {
+                    without_room -= 1;
+                    rig.session.handle_no_room(request, rig.now);
+                }
+                Output::Start {
+                    request, channel, ..
+                } => {
+                    assert!(open.contains(&request));
+                    assert!(
+                        exposed.insert(request, channel).is_none(),
+                        "memory is exposed once"
+                    );
+                    rig.sent.push((request, channel, 0));
+                }
+                Output::Retire { request, .. } => retiring.push(request),
+                Output::Complete(request, _) => {
+                    assert!(open.remove(&request), "completed once");
+                    assert!(!exposed.contains_key(&request), "memory is back");
+                }
+                Output::Connect(c) => connecting.push(c),
+                Output::Disconnect(c, _) => {
+                    connecting.retain(|x| *x != c);
+                    tmfs.retain(|(x, _)| *x != c);
+                    retiring.retain(|r| exposed[r] != c);
+                    exposed.retain(|_, x| *x != c);
+                    rig.session.handle_channel_gone(c, rig.now);
+                }
+                Output::SendTskMgmt(c, iu) => tmfs.push((c, iu)),
+                Output::Answer(..) | Output::Event(_) | Output::Ping => {}
             }
         }
-        prop_assert!(open.is_empty(), "{} left", open.len());
-        prop_assert_eq!(rig.session.state(), SessionState::Closed);
     }
+    assert!(open.is_empty(), "{} left", open.len());
+    assert_eq!(rig.session.state(), SessionState::Closed);
+}
+
+proptest! {
+    #[test]
+    fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {
+        run(actions);
+    }
+}
+
+#[test]
+fn hostile_srp_target() {
+    bolero::check!(name = "hostile_srp_target").for_each(|bytes: &[u8]| {
+        if let Some(((), actions)) = fuzz::history(&Just(()), &action(), bytes) {
+            run(actions);
+        }
+    });
 }
 
 /// The tag that a request has now.

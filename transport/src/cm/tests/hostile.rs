@@ -1,6 +1,7 @@
 //! A peer that sends anything, and a user that calls anything.
 
 use proptest::prelude::*;
+use riser_testkit::{fuzz, one_of};
 
 use super::*;
 use crate::wire::cm_msg::{AprStatus, CM_CLASS_VERSION};
@@ -31,7 +32,7 @@ enum Action {
 }
 
 fn action() -> impl Strategy<Value = Action> {
-    prop_oneof![
+    one_of![
         4 => (1u8..4, 0x10u8..0x1b, any::<usize>(), 0u8..4, proptest::collection::vec(any::<u8>(), 0..40)).prop_map(
             |(from, attribute, ours, theirs, body)| Action::Mad { from, attribute, ours, theirs, body }
         ),
@@ -100,63 +101,106 @@ fn forged(attribute: u8, ours: CommId, theirs: u8, body: &[u8]) -> Mad {
     mad
 }
 
+/// Nothing panics, every limit holds, and releasing everything leaves nothing.
+fn run(actions: Vec<Action>, paths: bool) {
+    let mut config = CmConfig::new(CaGuid(2));
+    (
+        config.max_ids,
+        config.max_half_open_per_peer,
+        config.max_outbox,
+    ) = (24, 6, 64);
+    config.alternate_paths = paths;
+    let mut cm = Cm::new(config, 1, 1, [3; 32]);
+    cm.listen(SERVICE, u64::MAX, 10).unwrap();
+    let mut now = Instant::now();
+    for action in actions {
+        match action {
+            Action::Mad {
+                from,
+                attribute,
+                ours,
+                theirs,
+                body,
+            } => {
+                let ids = all_ids(&cm);
+                let ours = ids
+                    .get(ours % (ids.len() + 1))
+                    .map_or(CommId(0), |id| id.comm_id());
+                let _ = cm.handle_mad(now, addr(from), &forged(attribute, ours, theirs, &body));
+            }
+            Action::Req {
+                from,
+                qpn,
+                transaction,
+            } => {
+                let mut peer = machine(from, 1);
+                peer.send_req(now, addr(2), &req_params(from, 2, u32::from(qpn)))
+                    .unwrap();
+                let (_, mad) = peer.poll_transmit().unwrap();
+                let (_, CmMessage::Req(mut req)) = CmMessage::parse(&mad).unwrap() else {
+                    panic!()
+                };
+                req.local_comm_id = CommId(u32::from(qpn % 4));
+                let mad = CmMessage::Req(req).emit(TransactionId(u64::from(transaction)));
+                cm.handle_mad(now, addr(from), &mad).unwrap();
+            }
+            Action::Listen(n) => {
+                let _ = cm.listen(ServiceId(u64::from(n)), u64::MAX, 2);
+            }
+            Action::Connect(to) => {
+                let _ = cm.send_req(now, addr(to), &req_params(2, to, u32::from(to)));
+            }
+            Action::User {
+                which,
+                call: number,
+            } => {
+                let ids = all_ids(&cm);
+                if let Some(&id) = ids.get(which % (ids.len() + 1)) {
+                    call(&mut cm, now, id, number);
+                }
+            }
+            Action::Pass(micros) => {
+                now += Duration::from_micros(u64::from(micros));
+                cm.handle_timeout(now);
+            }
+        }
+        assert!(cm.id_count() <= 24);
+        assert!(cm.outbox.len() <= 64);
+        assert!(cm.half_open.values().all(|&count| count > 0 && count <= 6));
+        assert!(cm.conns.keys().all(|id| id.comm_id().0 & 1 == 1));
+        let armed = cm.conns.values().filter(|c| c.deadline.is_some()).count();
+        assert_eq!(armed, cm.timers.len());
+    }
+    // Releasing everything leaves nothing, in any state.
+    for id in all_ids(&cm) {
+        let _ = cm.destroy(now, id);
+    }
+    for _ in 0..200 {
+        now += Duration::from_secs(20);
+        cm.handle_timeout(now);
+    }
+    assert_eq!(cm.id_count(), 0);
+    assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.by_sidr.is_empty());
+    assert!(cm.half_open.is_empty() && cm.timers.is_empty());
+    assert!(cm.unconfirmed.is_empty() && cm.proven.is_empty() && cm.finished.is_empty());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
     #[test]
-    fn nothing_panics_and_every_limit_holds(actions in proptest::collection::vec(action(), 1..150), paths: bool) {
-        let mut config = CmConfig::new(CaGuid(2));
-        (config.max_ids, config.max_half_open_per_peer, config.max_outbox) = (24, 6, 64);
-        config.alternate_paths = paths;
-        let mut cm = Cm::new(config, 1, 1, [3; 32]);
-        cm.listen(SERVICE, u64::MAX, 10).unwrap();
-        let mut now = Instant::now();
-        for action in actions {
-            match action {
-                Action::Mad { from, attribute, ours, theirs, body } => {
-                    let ids = all_ids(&cm);
-                    let ours = ids.get(ours % (ids.len() + 1)).map_or(CommId(0), |id| id.comm_id());
-                    let _ = cm.handle_mad(now, addr(from), &forged(attribute, ours, theirs, &body));
-                }
-                Action::Req { from, qpn, transaction } => {
-                    let mut peer = machine(from, 1);
-                    peer.send_req(now, addr(2), &req_params(from, 2, u32::from(qpn))).unwrap();
-                    let (_, mad) = peer.poll_transmit().unwrap();
-                    let (_, CmMessage::Req(mut req)) = CmMessage::parse(&mad).unwrap() else { panic!() };
-                    req.local_comm_id = CommId(u32::from(qpn % 4));
-                    let mad = CmMessage::Req(req).emit(TransactionId(u64::from(transaction)));
-                    cm.handle_mad(now, addr(from), &mad).unwrap();
-                }
-                Action::Listen(n) => drop(cm.listen(ServiceId(u64::from(n)), u64::MAX, 2)),
-                Action::Connect(to) => drop(cm.send_req(now, addr(to), &req_params(2, to, u32::from(to)))),
-                Action::User { which, call: number } => {
-                    let ids = all_ids(&cm);
-                    if let Some(&id) = ids.get(which % (ids.len() + 1)) {
-                        call(&mut cm, now, id, number);
-                    }
-                }
-                Action::Pass(micros) => {
-                    now += Duration::from_micros(u64::from(micros));
-                    cm.handle_timeout(now);
-                }
-            }
-            prop_assert!(cm.id_count() <= 24);
-            prop_assert!(cm.outbox.len() <= 64);
-            prop_assert!(cm.half_open.values().all(|&count| count > 0 && count <= 6));
-            prop_assert!(cm.conns.keys().all(|id| id.comm_id().0 & 1 == 1));
-            let armed = cm.conns.values().filter(|c| c.deadline.is_some()).count();
-            prop_assert_eq!(armed, cm.timers.len());
-        }
-        // Releasing everything leaves nothing, in any state.
-        for id in all_ids(&cm) {
-            let _ = cm.destroy(now, id);
-        }
-        for _ in 0..200 {
-            now += Duration::from_secs(20);
-            cm.handle_timeout(now);
-        }
-        prop_assert_eq!(cm.id_count(), 0);
-        prop_assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.by_sidr.is_empty());
-        prop_assert!(cm.half_open.is_empty() && cm.timers.is_empty());
-        prop_assert!(cm.unconfirmed.is_empty() && cm.proven.is_empty() && cm.finished.is_empty());
+    fn nothing_panics_and_every_limit_holds(
+        actions in proptest::collection::vec(action(), 1..150),
+        paths: bool,
+    ) {
+        run(actions, paths);
     }
+}
+
+#[test]
+fn connection_manager() {
+    bolero::check!(name = "connection_manager").for_each(|bytes: &[u8]| {
+        if let Some((paths, actions)) = fuzz::history(&any::<bool>(), &action(), bytes) {
+            run(actions, paths);
+        }
+    });
 }

@@ -259,7 +259,7 @@ fn one_request_takes_one_place() {
     now += Duration::from_millis(20);
     for n in 1..=10 {
         assert_eq!(ask(&mut cm, now, 1, 1000 + n), 1, "request {n}");
-        assert_eq!(cm.counters().displaced, n.into());
+        assert_eq!(cm.counters().displaced, u64::from(n));
         assert_eq!(cm.half_open[&(listener, addr(1))], 192);
     }
 }

@@ -1,13 +1,14 @@
 //! Packets that no correct peer would send.
 
 use proptest::prelude::*;
+use riser_testkit::{fuzz, one_of};
 
 use super::*;
 
 /// Header bytes: mostly plausible, so that packets get past the first checks.
 fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
-    let opcode = prop_oneof![0u8..0x18, Just(0x64)];
-    let psn = prop_oneof![
+    let opcode = one_of![0u8..0x18, Just(0x64)];
+    let psn = one_of![
         RQ_PSN - 4..RQ_PSN + 40,
         SQ_PSN - 4..SQ_PSN + 40,
         0u32..0x100_0000
@@ -26,7 +27,7 @@ fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
             ext.extend_from_slice(&a.to_be_bytes());
             (ext, syndrome)
         });
-    let payload = prop_oneof![Just(0usize), Just(256), 0usize..300];
+    let payload = one_of![Just(0usize), Just(256), 0usize..300];
     (opcode, psn, any::<bool>(), ext, payload).prop_map(
         |(opcode, psn, asks, (ext, syndrome), len)| {
             let words = match opcode {
@@ -51,48 +52,84 @@ fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
+/// What happens to a queue pair.
+#[derive(Clone, Debug)]
+enum Step {
+    Post(prop::sample::Index, usize),
+    PostRecv,
+    Expire,
+    Packet(Vec<u8>),
+}
+
+fn step(rkey: RKey) -> impl Strategy<Value = Step> {
+    one_of![
+        (any::<prop::sample::Index>(), 0..2000_usize).prop_map(|(op, len)| Step::Post(op, len)),
+        Just(Step::PostRecv),
+        Just(Step::Expire),
+        arbitrary_packet(rkey).prop_map(Step::Packet),
+    ]
+}
+
+/// Completions that have come of the work requests.
+fn completed(rig: &mut Rig) -> usize {
+    let events = rig.events();
+    let is_completion = |e: &&RcEvent| !matches!(e, RcEvent::Async(_));
+    events.iter().filter(is_completion).count()
+}
+
+/// In any order of any packets nothing panics, and each request completes once.
+fn run(steps: Vec<Step>) {
+    let mut rig = Rig::new();
+    let (mut posted, mut done) = (0, 0);
+    for step in steps {
+        match step {
+            Step::Post(op, len) if rig.qp.sends_outstanding() < 16 => {
+                let ops = [SendOp::Send, SendOp::Read(PEER), SendOp::Write(PEER)];
+                rig.post(posted, ops[op.index(3)], len);
+                posted += 1;
+            }
+            Step::PostRecv if rig.rq.len() < 4 => {
+                rig.post_recv(posted, 4096);
+                posted += 1;
+            }
+            Step::Expire if rig.qp.poll_timeout().is_some() => {
+                rig.expire();
+            }
+            Step::Packet(mut datagram) => {
+                datagram.extend_from_slice(&[0; 4]);
+                if let Ok(packet) = Packet::parse(&datagram) {
+                    let now = rig.now;
+                    rig.run(|qp, env| qp.handle_packet(now, &packet, env));
+                }
+            }
+            _ => {}
+        }
+        rig.sent();
+        done += completed(&mut rig) as u64;
+        assert!(done <= posted, "a request completes once");
+    }
+    rig.run(RcQp::to_error);
+    done += completed(&mut rig) as u64;
+    assert_eq!(done, posted);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
-    /// In any order of any packets nothing panics, and each request completes once.
     #[test]
     fn no_packet_panics_and_no_completion_is_lost(
-        picks in proptest::collection::vec((0u8..4, any::<prop::sample::Index>()), 1..60),
-        packets in {
-            let rig = Rig::new();
-            proptest::collection::vec(arbitrary_packet(rig.mr.rkey), 1..40)
-        },
+        steps in proptest::collection::vec(step(Rig::new().mr.rkey), 1..60),
     ) {
-        let mut rig = Rig::new();
-        let (mut posted, mut done) = (0u64, 0u64);
-        for (action, pick) in picks {
-            match action {
-                0 if rig.qp.sends_outstanding() < 16 => {
-                    let ops = [SendOp::Send, SendOp::Read(PEER), SendOp::Write(PEER)];
-                    rig.post(posted, ops[pick.index(3)], pick.index(2000));
-                    posted += 1;
-                }
-                1 if rig.rq.len() < 4 => {
-                    rig.post_recv(posted, 4096);
-                    posted += 1;
-                }
-                2 if rig.qp.poll_timeout().is_some() => {
-                    rig.expire();
-                }
-                _ => {
-                    let mut datagram = packets[pick.index(packets.len())].clone();
-                    datagram.extend_from_slice(&[0; 4]);
-                    if let Ok(packet) = Packet::parse(&datagram) {
-                        let now = rig.now;
-                        rig.run(|qp, env| qp.handle_packet(now, &packet, env));
-                    }
-                }
-            }
-            rig.sent();
-            done += rig.events().iter().filter(|e| !matches!(e, RcEvent::Async(_))).count() as u64;
-        }
-        rig.run(RcQp::to_error);
-        done += rig.events().iter().filter(|e| !matches!(e, RcEvent::Async(_))).count() as u64;
-        prop_assert_eq!(done, posted);
+        run(steps);
     }
+}
+
+#[test]
+fn queue_pair() {
+    let rkey = Rig::new().mr.rkey;
+    bolero::check!(name = "queue_pair").for_each(|bytes: &[u8]| {
+        if let Some(((), steps)) = fuzz::history(&Just(()), &step(rkey), bytes) {
+            run(steps);
+        }
+    });
 }

@@ -1,0 +1,260 @@
+//! Fuzz target: the admin API, from the bytes of a client to what the daemon is asked, with a daemon
+//! that only keeps a configuration.
+
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use riser_config::{Config, Patch, diff};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::mpsc;
+
+use super::api::{AdminRequest, Answer, Ask, Failure, Kept, Proposal};
+use super::revision;
+use super::socket::Admin;
+use super::trace::Wanted;
+
+const CONFIG: &str = "\
+backends: { disk: { kind: file, path: /var/lib/disk.img, size: 1GiB, create: true } }
+targets:
+  - name: demo
+    portals: [{ protocol: srp, listen: 127.0.0.1 }]
+    luns: { 0: disk }
+    access: [{ initiator: 0002:c903:00a1:b2c3, luns: [0] }]
+";
+
+/// Methods and paths. A trace is not among them: it takes its time.
+const ROUTES: [(&str, &str); 12] = [
+    ("PUT", "/v1/config"),
+    ("PATCH", "/v1/config"),
+    ("POST", "/v1/diff"),
+    ("POST", "/v1/rollback"),
+    ("GET", "/v1/config"),
+    ("POST", "/v1/upgrade"),
+    ("POST", "/v1/clear-flush-failure"),
+    ("GET", "/v1/recent?sample=1&event=2"),
+    ("GET", "/metrics"),
+    ("POST", "/v1/reload"),
+    ("DELETE", "/v1/config"),
+    ("GET", "/v1/nothing"),
+];
+
+/// What ends a part of the input, each of which is a request.
+const END: u8 = 0xff;
+
+/// The last request of a connection, which the server closes then.
+const LAST: &[u8] = b"GET /v1/config HTTP/1.1\r\nHost: riserd\r\nConnection: close\r\n\r\n";
+
+/// A daemon that serves nothing.
+struct Daemon {
+    config: Config,
+}
+
+impl Daemon {
+    fn new() -> Self {
+        let config = Config::parse(CONFIG, "fuzz.yaml").unwrap();
+        Self { config }
+    }
+
+    /// The configuration that a client asks for, which reads back as it is written, and which its
+    /// own JSON does not change.
+    fn proposed(&self, proposal: &Proposal) -> Result<Config, Failure> {
+        let config = match proposal {
+            Proposal::Whole(text) => {
+                Config::parse(text, "configuration").map_err(|e| e.to_string())
+            }
+            Proposal::Patch(patch) => patch.apply(&self.config).map_err(|e| e.to_string()),
+        };
+        let config = config.map_err(Failure::Mistake)?;
+        let again = Config::parse(&config.to_yaml(), "again").map_err(|e| e.to_string());
+        assert_eq!(again.as_ref(), Ok(&config), "{}", config.to_yaml());
+        let same = Patch::Merge(config.to_value()).apply(&config);
+        assert_eq!(same.map_err(|e| e.to_string()), Ok(config.clone()));
+        Ok(config)
+    }
+
+    fn answer(&mut self, ask: Ask) -> Answer {
+        let yaml = self.config.to_yaml();
+        match ask {
+            Ask::Config => {
+                let (revision, json) = (revision(&yaml), self.config.to_value());
+                let kept = Kept {
+                    revision,
+                    yaml,
+                    json,
+                };
+                Ok(serde_json::to_value(kept).unwrap())
+            }
+            Ask::Apply { proposal, replaces } => {
+                if replaces.is_some_and(|wanted| wanted != revision(&yaml)) {
+                    return Err(Failure::Outdated);
+                }
+                self.config = self.proposed(&proposal)?;
+                Ok(Value::Null)
+            }
+            Ask::Diff(proposal) => {
+                let proposed = self.proposed(&proposal)?;
+                let changes = diff(&self.config, &proposed);
+                assert_eq!(changes.is_empty(), proposed == self.config, "{changes:?}");
+                Ok(Value::Null)
+            }
+            Ask::Metrics => Ok(json!("a 1\n")),
+            _ => Ok(Value::Null),
+        }
+    }
+}
+
+/// The request of a part: its route, its headers, its body.
+fn request(part: &[u8]) -> Vec<u8> {
+    let [route, headers, body @ ..] = part else {
+        return part.to_vec();
+    };
+    let Some((method, path)) = ROUTES.get(usize::from(*route)) else {
+        return part[1..].to_vec();
+    };
+    let mut out = format!("{method} {path} HTTP/1.1\r\nHost: riserd\r\n");
+    out += match headers & 7 {
+        0 => "",
+        1 => "Content-Type: application/merge-patch+json\r\n",
+        2 => "Content-Type: application/json-patch+json\r\n",
+        3 => "Content-Type: Application/Merge-Patch+JSON; a=b\r\n",
+        _ => "Content-Type: text/plain\r\nAccept: application/json\r\n",
+    };
+    let own = revision(&Daemon::new().config.to_yaml());
+    out += &match headers >> 3 & 3 {
+        0 => String::new(),
+        1 => format!("If-Match: \"{own}\"\r\n"),
+        2 => "If-Match: *\r\n".to_owned(),
+        _ => "If-Match: \"another\"\r\n".to_owned(),
+    };
+    let mut bytes = match headers & 0x80 {
+        0 => format!("{out}Content-Length: {}\r\n\r\n", body.len()),
+        _ => format!(
+            "{out}Transfer-Encoding: chunked\r\n\r\n{:x}\r\n",
+            body.len()
+        ),
+    }
+    .into_bytes();
+    bytes.extend_from_slice(body);
+    if headers & 0x80 != 0 {
+        bytes.extend_from_slice(if body.is_empty() {
+            b"\r\n"
+        } else {
+            b"\r\n0\r\n\r\n"
+        });
+    }
+    bytes
+}
+
+/// A server, and the requests that reach its daemon.
+struct Rig {
+    runtime: tokio::runtime::Runtime,
+    address: SocketAddr,
+    asked: mpsc::Receiver<AdminRequest>,
+    _admin: Admin,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        static RIGS: AtomicUsize = AtomicUsize::new(0);
+        let number = RIGS.fetch_add(1, Ordering::Relaxed);
+        let name = format!("riser-fuzz-{}-{number}", std::process::id());
+        let address = SocketAddr::from_abstract_name(name).unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        let (requests, asked) = mpsc::channel(16);
+        let entered = runtime.enter();
+        let admin = Admin::open(listener, None, requests).unwrap();
+        drop(entered);
+        Self {
+            runtime,
+            address,
+            asked,
+            _admin: admin,
+        }
+    }
+
+    /// What the server answers to these bytes, while the daemon answers what it is asked. A server
+    /// may wait for more of bytes that are no whole requests: such a client has no more to say,
+    /// whereupon the server may close the connection without an answer.
+    fn exchange(&mut self, bytes: &[u8], is_whole: bool, daemon: &mut Daemon) -> Vec<u8> {
+        let stream = UnixStream::connect_addr(&self.address).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        let asked = &mut self.asked;
+        self.runtime.block_on(async {
+            let (mut from, mut to) = tokio::net::UnixStream::from_std(stream)
+                .unwrap()
+                .into_split();
+            let client = async {
+                // A server that has heard enough closes the connection.
+                let _ = to.write_all(bytes).await;
+                if !is_whole {
+                    let _ = to.shutdown().await;
+                }
+                let mut answer = Vec::new();
+                let _ = from.read_to_end(&mut answer).await;
+                answer
+            };
+            tokio::pin!(client);
+            loop {
+                tokio::select! {
+                    answer = &mut client => return answer,
+                    Some(AdminRequest { ask, reply, .. }) = asked.recv() => {
+                        let _ = reply.send(daemon.answer(ask));
+                    }
+                }
+            }
+        })
+    }
+}
+
+/// Any requests: the server answers in HTTP, never fails by itself, and then shows the configuration
+/// that was taken last.
+fn check(rig: &mut Rig, bytes: &[u8]) {
+    if let Ok(wanted) = serde_json::from_slice::<Wanted>(bytes) {
+        let _ = wanted.check();
+    }
+    let requests: Vec<u8> = bytes.split(|byte| *byte == END).flat_map(request).collect();
+    if requests.windows(5).any(|word| word == b"trace") {
+        return;
+    }
+    let mut daemon = Daemon::new();
+    let is_raw = |part: &[u8]| part.len() < 2 || usize::from(part[0]) >= ROUTES.len();
+    let is_whole = !bytes.split(|byte| *byte == END).any(is_raw);
+    let answer = rig.exchange(&[&requests, LAST].concat(), is_whole, &mut daemon);
+    let text = String::from_utf8_lossy(&answer);
+    assert!(
+        answer.is_empty() || answer.starts_with(b"HTTP/1."),
+        "{text}"
+    );
+    assert!(!answer.starts_with(b"HTTP/1.1 5"), "{text}");
+    let answer = rig.exchange(LAST, true, &mut daemon);
+    let text = String::from_utf8(answer).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
+    assert_eq!(Config::parse(body, "kept").unwrap(), daemon.config);
+}
+
+#[test]
+fn admin_api() {
+    let rig = Mutex::new(Rig::new());
+    bolero::check!(name = "admin_api").for_each(|bytes: &[u8]| {
+        let mut rig = rig.lock().unwrap_or_else(PoisonError::into_inner);
+        check(&mut rig, bytes);
+    });
+}
+
+/// The target gets as far as the configuration.
+#[test]
+fn requests_of_the_fuzz_target_change_the_configuration() {
+    let (mut rig, mut daemon) = (Rig::new(), Daemon::new());
+    let bytes = request(b"\x01\x09{\"limits\":{\"max_sessions\":7}}");
+    let answer = rig.exchange(&[&bytes, LAST].concat(), true, &mut daemon);
+    assert!(answer.starts_with(b"HTTP/1.1 200"), "{answer:?}");
+    assert_ne!(daemon.config, Daemon::new().config);
+}

@@ -300,6 +300,8 @@ mod tests {
     use proptest::prelude::*;
     use riser_scsi::srp::IndirectTable;
 
+    use zerocopy::FromBytes as _;
+
     use super::*;
     use crate::fabric::{PortionLimits, Transfer};
 

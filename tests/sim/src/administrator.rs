@@ -13,6 +13,7 @@ use std::rc::Rc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
+use riser_reactor::simulated::Disk;
 use riser_target::backend::OpenError;
 use riser_target::server::ServerError;
 use riser_target::server::reload::ChangeError;
@@ -64,7 +65,7 @@ pub struct Administrator {
 type Files = [u64; 2];
 
 fn files(target: &Target) -> Files {
-    ["s", "a"].map(|backend| target.disk_of(backend).map_or(0, |disk| disk.len()))
+    ["s", "a"].map(|backend| target.disk_of(backend).map_or(0, Disk::len))
 }
 
 impl Administrator {

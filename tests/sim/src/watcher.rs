@@ -556,13 +556,15 @@ impl Watcher {
     /// all commands are answered with REPORTED LUNS DATA HAS CHANGED until it has identified it.
     fn may_be_stale(&self, task: &Task, now: Instant) -> bool {
         let ledger = self.ledger.borrow();
-        let mut units = ledger.during(task.begin, now);
+        let backend_at = |period: &Period| period.unit(task.lun).map(|unit| unit.backend);
         let taken = self.taken.each_ref().map(|taken| taken.get(&task.lun));
-        units.any(|period| {
-            let backend = period.unit(task.lun).map(|unit| unit.backend);
-            let mut taken = taken.iter().flatten();
-            taken.any(|taken| backend.is_some_and(|backend| backend != **taken))
-        })
+        let mut taken_for: Vec<_> = taken.iter().flatten().map(|backend| **backend).collect();
+        // The target does not know whether it has looked at what the LUN led to at the login.
+        if taken[0].is_none() {
+            taken_for.extend(ledger.during(self.since, now).filter_map(backend_at));
+        }
+        let mut units = ledger.during(task.begin, now).filter_map(backend_at);
+        units.any(|backend| taken_for.iter().any(|taken| *taken != backend))
     }
 
     /// A command succeeds that is for the unit that this initiator takes the LUN for.

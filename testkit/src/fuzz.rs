@@ -62,7 +62,7 @@ impl<T: Debug> Strategy for OneOf<T> {
     }
 }
 
-/// As `prop_oneof!`, by [`OneOf`](fuzz::OneOf).
+/// As `prop_oneof!`, by [`OneOf`](crate::fuzz::OneOf).
 #[macro_export]
 macro_rules! one_of {
     ($($weight:expr => $strategy:expr),+ $(,)?) => {

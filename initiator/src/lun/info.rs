@@ -178,9 +178,11 @@ impl Session {
     async fn discover_at_once(&self, lun: LunId) -> Result<(LunInfo, u64), LunError> {
         loop {
             let before = self.status().reconnects();
-            let info = self.discover(lun).await?;
-            if self.status().reconnects() == before {
-                return Ok((info, before));
+            let found = self.discover(lun).await;
+            // A refusal, too, may be of two units: of a question for which the first gave cause.
+            let has_ended = matches!(found, Err(LunError::Request(_)));
+            if has_ended || self.status().reconnects() == before {
+                return Ok((found?, before));
             }
         }
     }

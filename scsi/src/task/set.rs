@@ -161,6 +161,12 @@ impl TaskSet {
         })
     }
 
+    /// Whether a nexus has tasks in the set.
+    #[must_use]
+    pub fn has_tasks_of(&self, nexus: NexusId) -> bool {
+        self.nexuses.contains_key(&nexus)
+    }
+
     /// The Data-Out of a command has come. Tasks may start now: see
     /// [`poll_start`](Self::poll_start).
     pub fn data_arrived(&mut self, key: TaskKey) {

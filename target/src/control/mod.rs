@@ -119,7 +119,7 @@ pub struct Source<'a> {
 /// # Errors
 /// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
 pub fn run(source: Source<'_>) -> Result<(), ServerError> {
-    let runtime = runtime().map_err(ServerError::Thread)?;
+    let runtime = runtime().map_err(ServerError::ControlPlane)?;
     let Handover {
         predecessor,
         server_state,
@@ -231,8 +231,9 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     std::panic::set_hook(hook);
     built.unwrap_or_else(|panic| {
         let why = panic.downcast_ref::<String>().map(String::as_str);
+        let why = why.or_else(|| panic.downcast_ref::<&str>().copied());
         Err(std::io::Error::other(
-            why.unwrap_or("no runtime").to_owned(),
+            why.unwrap_or("its runtime cannot be made").to_owned(),
         ))
     })
 }

@@ -53,6 +53,10 @@ impl Caught {
         Ok(Self { signal, flag })
     }
 
+    fn has_come(&self) -> bool {
+        self.flag.load(Ordering::Acquire)
+    }
+
     /// Returns once the signal has come. The runtime wakes by a byte that the handler sends, and the
     /// kernel may have no memory for it; a daemon that missed its end for that would not end.
     pub(super) async fn recv(&mut self) {
@@ -73,6 +77,11 @@ impl EndSignals {
             () = self.terminate.recv() => "SIGTERM",
             () = self.interrupt.recv() => "SIGINT",
         }
+    }
+
+    /// Whether one of them has come that [`next`](Self::next) has not returned.
+    pub(super) fn has_come(&self) -> bool {
+        [&self.terminate, &self.interrupt].map(Caught::has_come) != [false; 2]
     }
 }
 

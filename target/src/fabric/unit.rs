@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError};
 
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
-use riser_scsi::nexus::NexusId;
+use riser_scsi::nexus::{Nexus, NexusId};
 use riser_scsi::reservation::Preemption;
 use riser_scsi::task::{
     NewTask, RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse,
@@ -48,6 +48,8 @@ struct Tasks {
     left: Vec<PendingAnswer>,
     /// At most two for each connection.
     limited: Vec<LimitQueue>,
+    /// Nexuses that no longer see the unit, and have tasks in the set.
+    leaving: Vec<NexusId>,
 }
 
 /// Tasks of one connection that wait for limits, and either read or write.
@@ -111,11 +113,34 @@ impl Unit {
                 names: vec![(LunId::ZERO, TaskTag(0)); capacity as usize],
                 left: Vec::new(),
                 limited: Vec::new(),
+                leaving: Vec::new(),
             }),
             limits: Arc::default(),
             resets: AtomicU64::new(0),
             aborts: AtomicU64::new(0),
             vain_aborts: AtomicU64::new(0),
+        }
+    }
+
+    /// Enters a nexus that sees the unit, or sees it again; what the unit knows of it stays.
+    pub fn admit(&self, nexus: NexusId, ports: &Nexus) {
+        let mut tasks = self.lock();
+        tasks.leaving.retain(|other| *other != nexus);
+        if self.lu.nexus(nexus).is_none() {
+            self.lu.add_nexus(nexus, ports.clone());
+        }
+    }
+
+    /// Forgets a nexus that no longer sees the unit, at the end of its last task: one whose nexus
+    /// is not known conflicts with any reservation. No more of its tasks come.
+    pub fn dismiss(&self, nexus: NexusId) {
+        // Under the lock of the set, as `admit` and `remove`: a nexus that is admitted again is
+        // not forgotten for a task that ends at the same moment.
+        let mut tasks = self.lock();
+        if !tasks.set.has_tasks_of(nexus) {
+            self.lu.remove_nexus(nexus);
+        } else if !tasks.leaving.contains(&nexus) {
+            tasks.leaving.push(nexus);
         }
     }
 
@@ -254,11 +279,21 @@ impl Unit {
     /// If it is not in the set.
     pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
-        let Tasks { set, refs, .. } = &mut *tasks;
+        let Tasks {
+            set, refs, leaving, ..
+        } = &mut *tasks;
         // Before the slot is free, and perhaps another task's.
         let was_cleared = set.is_cleared(key);
         assert!(set.remove(key), "a task leaves its set once");
         refs[key.slot()] = None;
+        // Before others start, which RESERVE of the nexus would still keep out.
+        leaving.retain(|&nexus| {
+            let has_tasks = set.has_tasks_of(nexus);
+            if !has_tasks {
+                self.lu.remove_nexus(nexus);
+            }
+            has_tasks
+        });
         let started = std::iter::from_fn(|| set.poll_start())
             .filter_map(|key| refs[key.slot()])
             .collect();
@@ -404,6 +439,7 @@ impl Unit {
 
 #[cfg(test)]
 mod tests {
+    use riser_scsi::nexus::{PortName, TargetPort};
     use riser_scsi::step::TaskAttribute;
 
     use super::super::TaskIdx;
@@ -435,6 +471,51 @@ mod tests {
         assert_eq!(register(1, 1), Ok(true));
         assert_eq!(register(0, 1 + (1 << 16)), Ok(true));
         assert_eq!(register(2, 1), Err(TaskSetFull));
+    }
+
+    #[test]
+    fn a_nexus_that_is_dismissed_is_known_until_its_last_task_has_ended() {
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
+        let ports = Nexus {
+            initiator: PortName::Srp([1; 16]),
+            target: TargetPort {
+                name: PortName::Srp([2; 16]),
+                relative_id: 1,
+                group: 0,
+            },
+        };
+        let nexus = NexusId(7);
+        let is_known = || unit.lu.nexus(nexus).is_some();
+        let mut generation = 0;
+        let mut register = || {
+            generation += 1;
+            let task = TaskRef {
+                worker: 0,
+                channel: 0,
+                index: TaskIdx(0),
+                generation,
+            };
+            let name = (task, LunId::ZERO);
+            let taken = unit.register(nexus, NewTask::default(), name, false, None);
+            taken.unwrap().0
+        };
+        unit.admit(nexus, &ports);
+        let (one, two) = (register(), register());
+        unit.dismiss(nexus);
+        let _ = unit.remove(one);
+        assert!(is_known(), "it has a task");
+        let _ = unit.remove(two);
+        assert!(!is_known());
+        // It comes back while it has a task.
+        unit.admit(nexus, &ports);
+        let three = register();
+        unit.dismiss(nexus);
+        unit.admit(nexus, &ports);
+        let _ = unit.remove(three);
+        assert!(is_known(), "it sees the unit again");
+        unit.dismiss(nexus);
+        assert!(!is_known(), "without a task at once");
     }
 
     #[test]

@@ -795,7 +795,6 @@ impl Datamover for Tcp {
     }
 }
 
-/// The answer that went, or was to go, with the last of the data.
 /// The digest of data that are about to be sent, and of their padding.
 #[allow(
     unsafe_code,
@@ -804,12 +803,14 @@ impl Datamover for Tcp {
 fn digest_of(buffer: &Buffer, data: Range<u32>, pad: &[u8]) -> [u8; 4] {
     let mut digest = DataDigest::new();
     // SAFETY: data are put out when the operations that fill that part of the buffer have ended,
-    // and the command starts no other before they are sent. On TCP no device writes the pool.
+    // and the command starts no other before they are sent. The pool is the devices', too, but on
+    // TCP no request to one names this buffer.
     unsafe { buffer.for_each_piece(data, |piece| digest.update(piece)) };
     digest.update(pad);
     digest.finish()
 }
 
+/// The answer that went, or was to go, with the last of the data.
 fn with_data(put: &PutData) -> Control {
     let status = put
         .status

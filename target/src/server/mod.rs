@@ -166,6 +166,9 @@ pub enum ServerError {
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
     Thread(#[source] io::Error),
+    /// A thread or a socket of the control plane cannot be had.
+    #[error("cannot start the control plane: {0}")]
+    ControlPlane(#[source] io::Error),
     /// A worker has ended by itself.
     #[error("worker {index}: {message}")]
     Worker {
@@ -583,6 +586,7 @@ impl Server {
         let mut rollout = RolloutDriver::staged(self.senders.clone());
         self.exchange(&catalog, &[], &mut rollout, Instant::now());
         rollout.wait();
+        self.settle();
         self.want_devices(&catalog);
         Ok(())
     }

@@ -587,6 +587,7 @@ impl Server {
 
     /// Workers have applied a change, or take too long over it.
     fn finish_change(&self, change: &Change) {
+        self.settle();
         self.want_devices(&change.catalog);
         // Saving too many numbers does no harm.
         if let Err(error) = self.builder.save_ports(self.builder.ports()) {
@@ -620,6 +621,13 @@ impl Server {
             }
         }
         rollout.commit(now);
+    }
+
+    /// Lets sessions leave the units that they no longer see: after workers have followed, since
+    /// they lead commands there until then.
+    pub(super) fn settle(&self) {
+        self.shared.registry.settle();
+        self.shared.iscsi.settle();
     }
 
     /// Lets devices without portals be closed: after workers have left their listeners.

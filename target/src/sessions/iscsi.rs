@@ -539,6 +539,13 @@ impl IscsiSessions {
         ended
     }
 
+    /// All workers have followed the last [`IscsiSessions::change`].
+    pub fn settle(&self) {
+        let mut table = self.lock();
+        let entries = table.entries.values_mut();
+        entries.for_each(|entry| entry.units.settle());
+    }
+
     fn guard(&self, tsih: Tsih, channel: ConnRef) -> SessionGuard {
         let sessions = self.clone();
         SessionGuard::new(Handle { sessions, tsih }, channel)

@@ -381,6 +381,13 @@ impl Registry {
         ended
     }
 
+    /// All workers have followed the last [`Registry::change`].
+    pub fn settle(&self) {
+        let mut table = self.lock();
+        let entries = table.nexuses.values_mut().flatten();
+        entries.for_each(|entry| entry.units.settle());
+    }
+
     /// Refuses every login from now on.
     pub fn stop(&self) {
         self.lock().stopping = true;

@@ -1,17 +1,20 @@
 //! The I_T nexus of a session at the logical units that it sees.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::nexus::{Nexus, NexusId};
 
-use crate::fabric::LunMap;
+use crate::fabric::{LunMap, Unit};
 
 /// Entries of a nexus at its units, which are removed when this is dropped.
 #[derive(Debug)]
 pub(super) struct UnitEntries {
     nexus: NexusId,
     luns: Arc<LunMap>,
+    /// Units that the nexus no longer sees, and where it is entered still, for the commands that it
+    /// has there.
+    former: Vec<Weak<Unit>>,
 }
 
 impl UnitEntries {
@@ -36,7 +39,11 @@ impl UnitEntries {
                 unit.lu.add_nexus(nexus, ports);
             }
         }
-        Self { nexus, luns }
+        Self {
+            nexus,
+            luns,
+            former: Vec::new(),
+        }
     }
 
     /// Number of the nexus.
@@ -64,18 +71,28 @@ impl UnitEntries {
             }
             return;
         }
-        // First removed, then added: a unit that both maps have keeps its entry, and what it knows
-        // of the nexus.
+        // A unit that both maps have keeps its entry, and what it knows of the nexus. So do the
+        // others for the moment: to a unit that does not know their nexus, commands under way are
+        // a stranger's, who conflicts with every reservation. `settle` follows.
         let old = std::mem::replace(&mut self.luns, luns);
-        for (_, unit) in old.iter().filter(|(_, u)| !self.luns.has(u)) {
-            unit.lu.remove_nexus(self.nexus);
-        }
-        for (_, unit) in self.luns.iter() {
-            if unit.lu.nexus(self.nexus).is_none() {
-                unit.lu.add_nexus(self.nexus, ports.clone());
-            }
+        self.former
+            .extend(old.iter().map(|(_, unit)| Arc::downgrade(unit)));
+        let luns = &self.luns;
+        let is_gone = |unit: &Weak<Unit>| unit.upgrade().is_some_and(|unit| !luns.has(&unit));
+        self.former.retain(is_gone);
+        for (_, unit) in luns.iter() {
+            unit.admit(self.nexus, ports);
             let scope = AttentionScope::One(self.nexus);
             unit.lu.raise(Attention::LunsChanged, scope);
+        }
+    }
+
+    /// All workers use the present map, so no command comes by earlier ones any more: the nexus
+    /// leaves the units that it does not see, each with its last command there.
+    pub(super) fn settle(&mut self) {
+        let former = std::mem::take(&mut self.former);
+        for unit in former.iter().filter_map(Weak::upgrade) {
+            unit.dismiss(self.nexus);
         }
     }
 }
@@ -85,5 +102,7 @@ impl Drop for UnitEntries {
         for (_, unit) in self.luns.iter() {
             unit.lu.remove_nexus(self.nexus);
         }
+        // A session that was logged out may be over before all workers have followed.
+        self.settle();
     }
 }

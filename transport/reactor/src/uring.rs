@@ -295,7 +295,13 @@ impl Uring {
         };
         match result {
             Ok(_) => Ok(()),
-            Err(e) if passes(&e) => Ok(()),
+            Err(e) if passes(&e) => {
+                // The kernel has not waited, and is asked again until it has memory.
+                if wait.is_some() && e.raw_os_error() == Some(libc::ENOMEM) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(())
+            }
             Err(e) => Err(e),
         }
     }

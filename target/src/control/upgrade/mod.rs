@@ -277,9 +277,7 @@ impl<'a> Control<'a> {
         let (admin, metrics) = end_http(admin, metrics, queue).await;
         // The shutdown has ended every session, but nothing is lost yet: if another program cannot
         // be run, a server of this one starts with the same state.
-        let Some(server_state) = shut_down(server, prepared.sockets, signals).await? else {
-            return Ok(HandoverEnd::Ended);
-        };
+        let server_state = shut_down(server, prepared.sockets)?;
         let state = |server| HandoverState {
             version: VERSION,
             upgrade_record: UpgradeRecord {
@@ -297,8 +295,8 @@ impl<'a> Control<'a> {
             process::sealed(&bytes)
         });
         // The last moment to heed a signal: execve(2) sets handlers back, and one that was caught
-        // is lost.
-        if timeout(LAST_LOOK, signals.next()).await.is_ok() {
+        // is lost. Its flag may be all that has come of it.
+        if timeout(LAST_LOOK, signals.next()).await.is_ok() || signals.has_come() {
             return Ok(HandoverEnd::Ended);
         }
         let error = match written {
@@ -378,24 +376,11 @@ async fn end_http(
     }
 }
 
-/// Shuts the server down, on a thread of its own, so that the service manager is notified
-/// meanwhile; returns nothing where a signal has ended the daemon.
-async fn shut_down(
-    server: Server,
-    sockets: Vec<TcpListener>,
-    signals: &mut EndSignals,
-) -> Result<Option<ServerState>, ServerError> {
+/// Shuts the server down, while a thread of its own notifies the service manager. Not on a thread of
+/// the runtime, which panics where the system refuses it one. A signal that comes meanwhile leaves
+/// its flag: data are being made durable, which nothing may cut short.
+fn shut_down(server: Server, sockets: Vec<TcpListener>) -> Result<ServerState, ServerError> {
     // A shutdown has time limits of its own.
     let _watchdog = Watchdog::start(Vec::new);
-    let mut ending = tokio::task::spawn_blocking(move || server.export_state(sockets));
-    let mut is_over = false;
-    let ended = loop {
-        tokio::select! {
-            ended = &mut ending => break ended,
-            // Noted and not acted upon: data are being made durable, which nothing may cut short.
-            _ = signals.next() => is_over = true,
-        }
-    };
-    let ended = ended.map_err(|panic| ServerError::Thread(io::Error::other(panic)))?;
-    ended.map(|server_state| (!is_over).then_some(server_state))
+    server.export_state(sockets)
 }

@@ -376,9 +376,7 @@ impl Rival {
         if status == GOOD && self.tasks.is_empty() {
             self.user.judge(model.on_success(port, task.begin));
         }
-        // A unit that was taken away no longer knows who is registered.
-        let is_judged = status == GOOD || status == CONFLICT && !self.may_vanish;
-        if let (true, Some(writes)) = (is_judged, task.access()) {
+        if let (GOOD | CONFLICT, Some(writes)) = (status, task.access()) {
             let judged = model.judge_access(port, task.begin, writes, status == CONFLICT);
             self.user.judge(judged);
         }
@@ -394,7 +392,6 @@ impl Rival {
         let is_gone = sense.is_some_and(|sense| sense.additional.code == NOT_SUPPORTED);
         let status = match status {
             _ if is_gone && self.may_vanish => return self.model.cancel_change(),
-            CONFLICT if self.may_vanish => return self.model.lose_change(self.user.port),
             GOOD => Status::Good,
             CONFLICT => Status::Conflict,
             _ if is_refused => Status::Check,

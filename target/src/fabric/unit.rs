@@ -473,6 +473,25 @@ mod tests {
         assert_eq!(register(2, 1), Err(TaskSetFull));
     }
 
+    /// Registers a task of the next generation that was sent to a LUN.
+    fn register_next(
+        unit: &Unit,
+        generation: &mut u32,
+        nexus: NexusId,
+        lun: u32,
+    ) -> (TaskKey, (TaskRef, LunId)) {
+        *generation += 1;
+        let task = TaskRef {
+            worker: 0,
+            channel: 0,
+            index: TaskIdx(0),
+            generation: *generation,
+        };
+        let name = (task, LunId::new(lun).unwrap());
+        let taken = unit.register(nexus, NewTask::default(), name, false, None);
+        (taken.unwrap().0, name)
+    }
+
     #[test]
     fn a_nexus_that_is_dismissed_is_known_until_its_last_task_has_ended() {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
@@ -488,18 +507,7 @@ mod tests {
         let nexus = NexusId(7);
         let is_known = || unit.lu.nexus(nexus).is_some();
         let mut generation = 0;
-        let mut register = || {
-            generation += 1;
-            let task = TaskRef {
-                worker: 0,
-                channel: 0,
-                index: TaskIdx(0),
-                generation,
-            };
-            let name = (task, LunId::ZERO);
-            let taken = unit.register(nexus, NewTask::default(), name, false, None);
-            taken.unwrap().0
-        };
+        let mut register = || register_next(&unit, &mut generation, nexus, 0).0;
         unit.admit(nexus, &ports);
         let (one, two) = (register(), register());
         unit.dismiss(nexus);
@@ -523,18 +531,8 @@ mod tests {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
         let mut generation = 0;
-        let mut register = |nexus, number| {
-            generation += 1;
-            let task = TaskRef {
-                worker: 0,
-                channel: 0,
-                index: TaskIdx(0),
-                generation,
-            };
-            let name = (task, LunId::new(number).unwrap());
-            let taken = unit.register(NexusId(nexus), NewTask::default(), name, false, None);
-            (taken.unwrap().0, name)
-        };
+        let mut register =
+            |nexus, number| register_next(&unit, &mut generation, NexusId(nexus), number);
         let ((first, five), (_, six)) = (register(7, 5), register(7, 6));
         // Another connection carries it on.
         let heir = TaskRef {

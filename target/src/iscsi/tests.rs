@@ -1189,7 +1189,7 @@ fn heads() -> impl Strategy<Value = (usize, u32)> {
     (0..4_usize, window)
 }
 
-/// Whatever comes in whatever order, nothing panics, and in the end everything is given back.
+/// No order of messages causes a panic, and in the end everything is given back.
 fn run_acts(acts: Vec<Act>, (kind, window): (usize, u32)) {
     let keys = [
         "HeaderDigest=CRC32C\0DataDigest=CRC32C\0",

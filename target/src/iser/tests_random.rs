@@ -147,7 +147,7 @@ fn windows() -> impl Strategy<Value = u32> {
     one_of![Just(512_u32), Just(20_480), Just(1 << 20)]
 }
 
-/// Whatever happens, everything comes back.
+/// After any history, everything is given back.
 fn run(steps: Vec<Step>, prompt: bool, window: u32) {
     let mut rig = Rig::with_window(window, "");
     rig.prompt = prompt;

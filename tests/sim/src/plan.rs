@@ -81,7 +81,7 @@ pub enum Fault {
     KillInitiator {
         /// The initiator.
         index: usize,
-        /// Its host goes with it: nobody learns that its connections are gone.
+        /// Its host goes with it, so no peer learns that its connections are gone.
         vanishes: bool,
     },
     /// An administrator changes what is served.

@@ -147,7 +147,7 @@ fn smaller(value: &Value, depth: usize) -> Vec<Value> {
                     fields[name] = less;
                     Value::Object(fields)
                 };
-                // The seed is no size.
+                // The seed is not a size.
                 let all = match depth == 0 && name == "seed" {
                     true => Vec::new(),
                     false => smaller(one, depth + 1),

@@ -15,7 +15,7 @@ fn pass(plan: &Plan) {
     }
 }
 
-/// All protocols at work, while something happens twice for so many milliseconds.
+/// All protocols at work, while a fault occurs twice, for some milliseconds each.
 fn during(seed: u64, length: u64, fault: Fault) -> Plan {
     let trouble = |from| Trouble {
         from: Duration::from_millis(from),

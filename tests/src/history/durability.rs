@@ -246,7 +246,7 @@ impl History {
         let blocks = state.blocks.len();
         assert_eq!(state.durability.blocks.len(), blocks, "cuts are possible");
         let now = state.tick();
-        // Nobody but those who have written it can know of an earlier loss from now on.
+        // From now on only the writers can know of an earlier loss.
         let kept = state.durability.blocks.iter_mut();
         kept.flat_map(|kept| &mut kept.risks)
             .for_each(|risk| risk.is_of_all = false);

@@ -345,7 +345,7 @@ fn send(peer: &mut Peer, qp: QpId, message: &[u8], invalidates: Option<RKey>) {
     let _ = peer.nic.post_send(qp, &[wr]);
 }
 
-/// Whatever the target does, each command ends, and its memory is then out of the target's reach.
+/// For any behavior of the target, each command ends, and the target can then not reach its memory.
 fn run(acts: &[Act]) {
     let mut hostile = Hostile::new();
     hostile.submit();

@@ -332,7 +332,8 @@ fn check_durability(device: &Device, command: &Command, cdb: &[u8]) {
         let is_durable = device.cached == 0 || device.flushes > 0;
         assert!(is_durable, "{cdb:02x?} leaves its data in a cache");
     }
-    if matches!(command, Command::SynchronizeCache(_)) {
+    // Behind the last block there is nothing to flush.
+    if matches!(command, Command::SynchronizeCache(e) if e.lba() < BLOCKS) {
         assert!(device.flushes > 0, "{cdb:02x?} flushes nothing");
     }
 }

@@ -28,8 +28,9 @@ use crate::target::Target;
 use crate::watcher::Ledger;
 use crate::{coverage, initiator};
 
-/// Time after which an initiator that was denied has no session any more.
-pub const LIMIT: Duration = PATIENCE.saturating_add(Duration::from_secs(1));
+/// Time after which an initiator that was denied has no session any more: a second for its logout,
+/// the target's patience with a connection that does not end, and one to spare.
+pub const LIMIT: Duration = PATIENCE.saturating_add(Duration::from_secs(2));
 
 /// Wait before a change is tried again.
 const AGAIN: Duration = Duration::from_millis(20);
@@ -111,6 +112,11 @@ impl Administrator {
         ledger.settle(now);
         drop(ledger);
         (self.refused, self.asked) = (None, None);
+        self.postpone(now);
+    }
+
+    /// Those who may not log in have the whole time again.
+    fn postpone(&mut self, now: Instant) {
         for (_, due) in &mut self.denied {
             *due = (*due).max(now + LIMIT);
         }
@@ -282,6 +288,10 @@ impl Administrator {
     /// Looks for sessions of initiators that may have none.
     fn look_at_sessions(&mut self, target: &Target, now: Instant) -> Result<(), String> {
         let can_answer = target.is_free() && target.is_whole() && !target.faults.is_stalled;
+        if target.faults.is_stalled {
+            // A session is there as long as the disk has its commands.
+            self.postpone(now);
+        }
         let Some((answers, mut snapshots)) = self.asked.take() else {
             if can_answer && self.denied.iter().any(|(_, due)| *due <= now) {
                 self.asked = Some((target.ask(), Vec::new()));
@@ -289,9 +299,7 @@ impl Administrator {
             return Ok(());
         };
         if !can_answer {
-            for (_, due) in &mut self.denied {
-                *due = (*due).max(now + LIMIT);
-            }
+            self.postpone(now);
             return Ok(());
         }
         snapshots.extend(answers.try_iter());

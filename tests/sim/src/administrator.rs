@@ -48,7 +48,7 @@ pub struct Administrator {
     goal: Layout,
     /// Not before then is anything tried.
     next: Instant,
-    /// Wait before the next change that must be refused.
+    /// Wait before the next change, after those that were refused.
     pause: Duration,
     /// When those whose sessions a change has ended are logged out.
     rest: Instant,
@@ -211,6 +211,7 @@ impl Administrator {
             self.next = now + AGAIN;
             if let Err(error) = target.begin_change(wanted, None, now) {
                 self.judge(&error)?;
+                self.put_off(now);
             }
             return Ok(true);
         }
@@ -235,6 +236,13 @@ impl Administrator {
         Ok(true)
     }
 
+    /// Tries the next change later, and the longer it has been like that, the later: preparing one
+    /// takes more time than all that goes on meanwhile.
+    fn put_off(&mut self, now: Instant) {
+        self.pause = (self.pause * 5 / 4).max(REFUSED);
+        self.next = self.next.max(now + self.pause);
+    }
+
     /// A change was not applied.
     fn on_undone(
         &mut self,
@@ -242,9 +250,7 @@ impl Administrator {
         error: Option<&ChangeError>,
         now: Instant,
     ) -> Result<(), String> {
-        // Seldom, in the end, while others work.
-        self.pause = (self.pause * 5 / 4).max(REFUSED);
-        self.next = self.next.max(now + self.pause);
+        self.put_off(now);
         self.ledger.borrow_mut().note(now);
         let Some((refusal, before)) = self.refused.take() else {
             let error = error.ok_or("a change was withdrawn")?;

@@ -328,7 +328,14 @@ impl Watcher {
             self.ledger.borrow_mut().ram.push(byte);
         }
         (self.connection, self.is_up) = (None, false);
-        self.next = now + SOON.mul_f64(self.rng.f64() * 4.0);
+        self.wait(SOON * 4, now);
+    }
+
+    /// Waits for `most`, and for longer the longer nothing has changed.
+    fn wait(&mut self, most: Duration, now: Instant) {
+        let quiet = now - self.ledger.borrow().noted;
+        let most = most + quiet.saturating_sub(EAGER) / 10;
+        self.next = now + most.mul_f64(self.rng.f64());
     }
 
     /// Does what is due.
@@ -462,10 +469,7 @@ impl Watcher {
         let Some(task) = self.task.take_if(|task| task.tag == tag) else {
             return self.fail(&format!("status {status:#04x} for nothing"));
         };
-        // Again and again while something goes on, and then more and more seldom.
-        let quiet = now - self.ledger.borrow().noted;
-        let most = SOON + quiet.saturating_sub(EAGER) / 10;
-        self.next = now + most.mul_f64(self.rng.f64());
+        self.wait(SOON, now);
         let text = match sense {
             Some(sense) => format!("{}: {}", sense.key, sense.additional),
             None => format!("{status:#04x}"),

@@ -110,11 +110,17 @@ pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result
     let status = child.wait()?;
     let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
     let crash = kept(target, &text)?;
-    let failure = (!status.success()).then(|| format!("{status}, see {}", relative(&log)));
+    let executions = number_after(&text, "stat::number_of_executed_units:").unwrap_or(0);
+    // A harness that has no test of that name succeeds, too.
+    let failure = match status.success() {
+        true if executions > 0 => None,
+        true => Some(format!("nothing was executed, see {}", relative(&log))),
+        false => Some(format!("{status}, see {}", relative(&log))),
+    };
     Ok(Figures {
         target: *target,
         cpu,
-        executions: number_after(&text, "stat::number_of_executed_units:").unwrap_or(0),
+        executions,
         corpus: fs::read_dir(&corpus)?.count() as u64,
         edges: number_after(&text, " cov:").unwrap_or(0),
         all_edges: counters(&text).unwrap_or(0),

@@ -30,7 +30,7 @@ use crate::{coverage, initiator};
 
 /// Time after which an initiator that was denied has no session any more: a second for its logout,
 /// the target's patience with a connection that does not end, and one to spare.
-pub const LIMIT: Duration = PATIENCE.saturating_add(Duration::from_secs(2));
+pub const LIMIT: Duration = PATIENCE.saturating_add(Duration::from_secs(1));
 
 /// Wait before a change is tried again.
 const AGAIN: Duration = Duration::from_millis(20);
@@ -107,6 +107,7 @@ impl Administrator {
     pub fn on_end_of_process(&mut self, target: &Target, now: Instant) {
         // A change that was not taken back may have made a file larger.
         self.goal.side = self.goal.side.max(target.layout.side);
+        self.goal.disk = self.goal.disk.max(target.layout.disk);
         let mut ledger = self.ledger.borrow_mut();
         ledger.change(target.layout.seen(), now);
         ledger.settle(now);
@@ -211,7 +212,6 @@ impl Administrator {
             self.next = now + AGAIN;
             if let Err(error) = target.begin_change(wanted, None, now) {
                 self.judge(&error)?;
-                self.put_off(now);
             }
             return Ok(true);
         }
@@ -294,8 +294,8 @@ impl Administrator {
     /// Looks for sessions of initiators that may have none.
     fn look_at_sessions(&mut self, target: &Target, now: Instant) -> Result<(), String> {
         let can_answer = target.is_free() && target.is_whole() && !target.faults.is_stalled;
-        if target.faults.is_stalled {
-            // A session is there as long as the disk has its commands.
+        if target.faults.is_stalled || !target.stalled.is_empty() {
+            // A session is there as long as the disk has its commands, or its worker gets no time.
             self.postpone(now);
         }
         let Some((answers, mut snapshots)) = self.asked.take() else {

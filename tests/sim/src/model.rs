@@ -97,6 +97,10 @@ impl Nexus {
     }
 }
 
+/// A change that was begun, by the instant at which it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChangeId(u64);
+
 /// A change that is under way.
 #[derive(Debug)]
 struct Underway {
@@ -153,12 +157,12 @@ impl Model {
         self.0.borrow_mut().tick()
     }
 
-    /// A change of reservations is about to be sent; returns whether it may be, since no other is
-    /// under way.
-    pub fn begin_change(&self, change: Change) -> bool {
+    /// A change of reservations is about to be sent; `None` if it may not be, since another is under
+    /// way.
+    pub fn begin_change(&self, change: Change) -> Option<ChangeId> {
         let mut state = self.0.borrow_mut();
         if state.change.is_some() {
-            return false;
+            return None;
         }
         let begin = state.tick();
         let before = state.possible().to_vec();
@@ -180,7 +184,7 @@ impl Model {
             before,
             notices,
         });
-        true
+        Some(ChangeId(begin))
     }
 
     /// Returns true if too many states are possible. Each change with an unknown outcome doubles
@@ -200,11 +204,11 @@ impl Model {
     ///
     /// # Errors
     /// No state explains the status.
-    pub fn end_change(&self, status: Status) -> Result<(), String> {
+    pub fn end_change(&self, id: ChangeId, status: Status) -> Result<(), String> {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
-        // The answer may have been on its way when the power went.
-        let Some(change) = state.change.take() else {
+        // The answer may have been on its way when the power went, and another change be under way.
+        let Some(change) = state.take_change(id) else {
             return Ok(());
         };
         let mut ends = Vec::new();
@@ -232,10 +236,10 @@ impl Model {
     }
 
     /// The change under way was not carried out.
-    pub fn cancel_change(&self) {
+    pub fn cancel_change(&self, id: ChangeId) {
         let mut state = self.0.borrow_mut();
         state.tick();
-        if let Some(change) = state.change.take() {
+        if let Some(change) = state.take_change(id) {
             for (port, kind) in change.notices {
                 let nexus = state.nexuses.entry(port).or_default();
                 nexus.withdraw(kind, change.begin);
@@ -445,6 +449,11 @@ impl State {
         self.clock
     }
 
+    /// Takes a change that is still under way.
+    fn take_change(&mut self, id: ChangeId) -> Option<Underway> {
+        self.change.take_if(|change| change.begin == id.0)
+    }
+
     fn possible(&self) -> &[Reservations] {
         &self.log.last().expect("at least one").1
     }
@@ -489,8 +498,8 @@ mod tests {
 
     /// Carries a change out.
     fn carry_out(model: &Model, change: Change) {
-        assert!(model.begin_change(change));
-        model.end_change(Status::Good).unwrap();
+        let id = model.begin_change(change).unwrap();
+        model.end_change(id, Status::Good).unwrap();
     }
 
     /// Two nexuses with keys of their numbers, which know that they have logged in.
@@ -545,7 +554,9 @@ mod tests {
             let register = change(port, Action::RegisterAndIgnore, 0, own);
             carry_out(&model, register);
         }
-        assert!(model.begin_change(change(ONE, Action::Preempt, 1, 2)));
+        model
+            .begin_change(change(ONE, Action::Preempt, 1, 2))
+            .unwrap();
         let reset = model.begin_reset();
         for port in [TWO, Port(3)] {
             model.log_in(port);
@@ -589,11 +600,13 @@ mod tests {
     #[test]
     fn a_status_and_a_report_have_a_state_that_explains_them() {
         let model = registered();
-        assert!(model.begin_change(change(TWO, Action::Reserve, 1, 0)));
-        model.end_change(Status::Good).unwrap_err();
+        let id = model.begin_change(change(TWO, Action::Reserve, 1, 0));
+        model.end_change(id.unwrap(), Status::Good).unwrap_err();
         let model = registered();
-        assert!(model.begin_change(change(TWO, Action::Reserve, 2, 0)));
-        assert!(!model.begin_change(change(ONE, Action::Clear, 1, 0)));
+        model
+            .begin_change(change(TWO, Action::Reserve, 2, 0))
+            .unwrap();
+        assert_eq!(model.begin_change(change(ONE, Action::Clear, 1, 0)), None);
         model.lose_change(TWO);
         // It was carried out, or not; once that was seen, it is one of the two.
         model.see(model.begin(), |one| one.held.is_none()).unwrap();
@@ -642,7 +655,9 @@ mod tests {
         // The last of those that were carried out, and their number: 66 and the state before.
         for key in 1..=11 {
             assert!(!model.is_vague());
-            assert!(model.begin_change(change(TWO, Action::RegisterAndIgnore, 0, key)));
+            model
+                .begin_change(change(TWO, Action::RegisterAndIgnore, 0, key))
+                .unwrap();
             model.lose_change(TWO);
         }
         assert!(model.is_vague());

@@ -239,10 +239,12 @@ impl Target {
         }
         self.heritage = None;
         self.clear();
-        // The next process serves all of a file that a change has made larger.
+        // The next process serves all of files that a change has made larger.
         let side = self.disk_of("s").map_or(0, Disk::len) >> 20;
-        if side > self.layout.side {
-            self.layout.side = side;
+        let disk = self.disk.len() >> 20;
+        if side > self.layout.side || disk > self.layout.disk {
+            self.layout.side = side.max(self.layout.side);
+            self.layout.disk = disk.max(self.layout.disk);
             self.config = config_of(&self.layout, &self.plan);
         }
     }

@@ -10,7 +10,7 @@
 //!   successor.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
@@ -209,8 +209,10 @@ pub struct Watcher {
     cmd_sn: CmdSn,
     task: Option<Task>,
     heard: Vec<Heard>,
-    /// The backends that it takes LUNs for, in this session and in those before.
-    taken: [BTreeMap<u16, &'static str>; 2],
+    /// The backends that it takes LUNs for.
+    taken: BTreeMap<u16, &'static str>,
+    /// The backends that LUNs led to at its logins, since it identified the last one.
+    led_to: BTreeMap<u16, BTreeSet<&'static str>>,
     /// Sessions end for a reason only.
     is_quiet: bool,
     is_over: bool,
@@ -240,7 +242,8 @@ impl Watcher {
             cmd_sn: CmdSn(1),
             task: None,
             heard: Vec::new(),
-            taken: Default::default(),
+            taken: BTreeMap::new(),
+            led_to: BTreeMap::new(),
             is_quiet,
             is_over: false,
         }
@@ -297,11 +300,12 @@ impl Watcher {
         }
     }
 
-    /// LUNs are taken for the units that they lead to at the login, or for those of the session
-    /// before, whatever the target knows of that.
+    /// LUNs are taken for the units that they lead to at the login, or for those of the sessions
+    /// before, whatever the target knows of those.
     fn take_units(&mut self, now: Instant) {
-        let [taken, before] = &mut self.taken;
-        before.append(taken);
+        for (lun, backend) in std::mem::take(&mut self.taken) {
+            self.led_to.entry(lun).or_default().insert(backend);
+        }
         let ledger = self.ledger.borrow();
         for lun in [0, SIDE, RAM, ADDED] {
             let units = ledger.during(self.since, now);
@@ -309,9 +313,11 @@ impl Watcher {
             let Some(first) = backends.next() else {
                 continue;
             };
-            let known = before.entry(lun).or_insert(first);
-            if *known == first && backends.all(|backend| backend == first) {
-                taken.insert(lun, first);
+            let led_to = self.led_to.entry(lun).or_default();
+            led_to.insert(first);
+            led_to.extend(backends);
+            if led_to.len() == 1 {
+                self.taken.insert(lun, first);
             }
         }
     }
@@ -561,10 +567,11 @@ impl Watcher {
     fn may_be_stale(&self, task: &Task, now: Instant) -> bool {
         let ledger = self.ledger.borrow();
         let backend_at = |period: &Period| period.unit(task.lun).map(|unit| unit.backend);
-        let taken = self.taken.each_ref().map(|taken| taken.get(&task.lun));
-        let mut taken_for: Vec<_> = taken.iter().flatten().map(|backend| **backend).collect();
+        let taken = self.taken.get(&task.lun);
+        let led_to = self.led_to.get(&task.lun).into_iter().flatten();
+        let mut taken_for: Vec<_> = taken.into_iter().chain(led_to).copied().collect();
         // The target does not know whether it has looked at what the LUN led to at the login.
-        if taken[0].is_none() {
+        if taken.is_none() {
             taken_for.extend(ledger.during(self.since, now).filter_map(backend_at));
         }
         let mut units = ledger.during(task.begin, now).filter_map(backend_at);
@@ -578,13 +585,12 @@ impl Watcher {
         let units = units.filter_map(|period| period.unit(task.lun));
         let mut backends: Vec<_> = units.map(|unit| unit.backend).collect();
         backends.dedup();
-        let [taken, _] = &mut self.taken;
-        match (taken.get(&task.lun), &backends[..]) {
+        match (self.taken.get(&task.lun), &backends[..]) {
             (Some(taken), all) if !all.contains(taken) => Err(format!(
                 "it succeeds at disk {all:?} in the place of {taken}"
             )),
             (None, [one]) => {
-                taken.insert(task.lun, one);
+                self.taken.insert(task.lun, one);
                 Ok(())
             }
             _ => Ok(()),
@@ -671,9 +677,13 @@ impl Watcher {
         let serial = task.data.get(4..).unwrap_or_default();
         let mut known = ledger.serials.iter();
         let named = known.find(|(_, known)| *known == serial);
-        if let (Look::SerialNumber, Some((backend, _))) = (task.look, named) {
-            self.taken[0].insert(task.lun, backend);
-            self.taken[1].remove(&task.lun);
+        if task.look == Look::SerialNumber {
+            self.led_to.remove(&task.lun);
+            // One that is not known yet is of none that it was taken for.
+            match named {
+                Some((backend, _)) => self.taken.insert(task.lun, backend),
+                None => self.taken.remove(&task.lun),
+            };
         }
         if !is_explained {
             let data = &task.data[..task.data.len().min(64)];

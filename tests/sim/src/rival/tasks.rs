@@ -18,6 +18,7 @@ use tracing::debug;
 use super::{LATE, Rival};
 use crate::coverage;
 use crate::initiator::User;
+use crate::model::ChangeId;
 use crate::reservations::{Action, Change, Status};
 
 const GOOD: u8 = 0x00;
@@ -39,6 +40,7 @@ enum Kind {
     TestUnitReady,
     /// PERSISTENT RESERVE OUT; the last one takes the registration away.
     Change {
+        id: ChangeId,
         is_last: bool,
     },
     /// PERSISTENT RESERVE IN, with its service action.
@@ -346,7 +348,7 @@ impl Rival {
                     tag, "{:?} ends: {status:#04x}", task.kind
                 );
                 self.judge_answer(&task, status, sense);
-                let is_last = matches!(task.kind, Kind::Change { is_last: true });
+                let is_last = matches!(task.kind, Kind::Change { is_last: true, .. });
                 self.is_registered &= !(is_last && status == GOOD);
                 match status {
                     GOOD => task.complete(&self.user),
@@ -381,24 +383,24 @@ impl Rival {
             self.user.judge(judged);
         }
         match task.kind {
-            Kind::Change { .. } => self.judge_change(status, sense),
+            Kind::Change { id, .. } => self.judge_change(id, status, sense),
             Kind::Look(action) if status == GOOD => self.judge_look(action, task),
             _ => {}
         }
     }
 
-    fn judge_change(&self, status: u8, sense: Option<Sense>) {
+    fn judge_change(&self, id: ChangeId, status: u8, sense: Option<Sense>) {
         let is_refused = sense.is_some_and(|sense| sense.key == SenseKey::IllegalRequest);
         let is_gone = sense.is_some_and(|sense| sense.additional.code == NOT_SUPPORTED);
         let status = match status {
-            _ if is_gone && self.may_vanish => return self.model.cancel_change(),
+            _ if is_gone && self.may_vanish => return self.model.cancel_change(id),
             GOOD => Status::Good,
             CONFLICT => Status::Conflict,
             _ if is_refused => Status::Check,
             TASK_ABORTED => return self.model.lose_change(self.user.port),
-            _ => return self.model.cancel_change(),
+            _ => return self.model.cancel_change(id),
         };
-        self.user.judge(self.model.end_change(status));
+        self.user.judge(self.model.end_change(id, status));
     }
 
     fn judge_look(&self, action: u8, task: &Task) {
@@ -418,8 +420,8 @@ impl Rival {
         let port = self.user.port;
         let change = Change::draw(port, &self.model.guess(), &mut self.rng);
         let may_change = self.rng.u8(..3) > 0 && !self.model.is_vague();
-        if may_change && self.model.begin_change(change) {
-            return self.change(change, false, now);
+        if may_change && let Some(id) = self.model.begin_change(change) {
+            return self.change(change, (id, false), now);
         }
         let action = [0, 1, 3][self.rng.usize(..3)];
         self.look_at_reservations(action, now);
@@ -438,7 +440,7 @@ impl Rival {
         ended.is_some_and(|ended| ended.connection == at && ended.by != at)
     }
 
-    fn change(&mut self, change: Change, is_last: bool, now: Instant) {
+    fn change(&mut self, change: Change, (id, is_last): (ChangeId, bool), now: Instant) {
         let cdb = [
             0x5f,
             change.action.code(),
@@ -453,7 +455,7 @@ impl Rival {
         ];
         debug!(port = self.user.port.0, "{change:?}");
         let list = change.parameters().to_vec();
-        self.submit(Kind::Change { is_last }, &cdb, list, 0, now);
+        self.submit(Kind::Change { id, is_last }, &cdb, list, 0, now);
     }
 
     /// Takes the own registration away, unless another change is under way, or the window is closed.
@@ -474,11 +476,11 @@ impl Rival {
             self.look_at_reservations(READ_KEYS, now);
             return true;
         }
-        let may = self.model.begin_change(change);
-        if may {
-            self.change(change, true, now);
+        let id = self.model.begin_change(change);
+        if let Some(id) = id {
+            self.change(change, (id, true), now);
         }
-        may
+        id.is_some()
     }
 
     /// Sends a function at random.

@@ -162,6 +162,9 @@ impl Administrator {
             JobStep::Applied => {
                 coverage::note("change", "layout", "applied");
                 tracing::debug!("all workers serve the change");
+                if !target.layout.has_target() {
+                    self.model.remove();
+                }
                 self.settle(now);
             }
             JobStep::Undone(error) => self.on_undone(target, error.as_ref(), now)?,
@@ -191,7 +194,7 @@ impl Administrator {
         if !target.layout.has_target() {
             // Its units are gone, with all that does not persist through power loss.
             self.ledger.borrow_mut().lose_memory();
-            self.model.lose_power();
+            self.model.begin_removal();
         }
         self.denied
             .retain(|(index, _)| target.layout.is_denied(*index));

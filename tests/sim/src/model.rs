@@ -110,6 +110,8 @@ struct Underway {
     before: Vec<Reservations>,
     /// What it may mean for others.
     notices: Vec<Notice>,
+    /// The unit was removed meanwhile.
+    is_torn: bool,
 }
 
 #[derive(Debug)]
@@ -183,6 +185,7 @@ impl Model {
             begin,
             before,
             notices,
+            is_torn: false,
         });
         Some(ChangeId(begin))
     }
@@ -213,6 +216,10 @@ impl Model {
         };
         let mut ends = Vec::new();
         for mut one in change.before.iter().cloned() {
+            if change.is_torn {
+                // It was answered before the unit forgot it.
+                ends.push((one.clone(), Vec::new()));
+            }
             let (expected, notices) = one.apply(&change.change);
             if expected == status {
                 ends.push((one, notices));
@@ -315,16 +322,41 @@ impl Model {
     /// The target has lost its process, or its power.
     pub fn lose_power(&self) {
         let mut state = self.0.borrow_mut();
-        let now = state.tick();
         state.change = None;
-        state.resets.clear();
-        let after = state.possible().iter();
-        let after = after.map(Reservations::after_power_loss).collect();
-        state.become_one_of(after);
-        for nexus in state.nexuses.values_mut() {
-            nexus.excuse();
-            nexus.forgotten = Some(now);
-        }
+        state.lose_memory();
+    }
+
+    /// Workers are about to serve the unit no longer; each has the reservations until it has heard of
+    /// that.
+    pub fn begin_removal(&self) {
+        let mut state = self.0.borrow_mut();
+        state.tick();
+        let mut possible = state.possible().to_vec();
+        let after: Vec<_> = possible
+            .iter()
+            .map(Reservations::after_power_loss)
+            .collect();
+        possible.extend(after);
+        state.become_one_of(possible);
+    }
+
+    /// The unit is no longer served, and forgets what it would forget without power. A change that
+    /// is still on its way may come when it is served again.
+    pub fn remove(&self) {
+        let mut state = self.0.borrow_mut();
+        state.lose_memory();
+        let after = state.possible().to_vec();
+        let Some(change) = &mut state.change else {
+            return;
+        };
+        (change.before, change.is_torn) = (after.clone(), true);
+        let change = change.change;
+        let carried_out = after.iter().cloned().map(|mut one| {
+            one.apply(&change);
+            one
+        });
+        let possible = after.iter().cloned().chain(carried_out).collect();
+        state.become_one_of(possible);
     }
 
     /// The target's process has handed over to the next one: reservations stay as they are, and what
@@ -447,6 +479,19 @@ impl State {
     fn tick(&mut self) -> u64 {
         self.clock += 1;
         self.clock
+    }
+
+    /// What does not persist through a loss of power is gone, and nexuses need not hear of it.
+    fn lose_memory(&mut self) {
+        let now = self.tick();
+        self.resets.clear();
+        let after = self.possible().iter();
+        let after = after.map(Reservations::after_power_loss).collect();
+        self.become_one_of(after);
+        for nexus in self.nexuses.values_mut() {
+            nexus.excuse();
+            nexus.forgotten = Some(now);
+        }
     }
 
     /// Takes a change that is still under way.

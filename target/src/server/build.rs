@@ -456,7 +456,7 @@ impl Builder {
 
     fn forget_others(&mut self, targets: &[TargetDef]) {
         let is_there = |name: &str| targets.iter().any(|t| t.config.name == name);
-        self.ports.retain(|name, _| is_there(name));
+        ports::forget_others(&mut self.ports, is_there);
         self.counts.retain(|name, _| is_there(name));
         self.initiators.retain(|name, _| is_there(name));
         let has = |name: &str, lun: u16| {

@@ -3,7 +3,8 @@
 //!
 //! Initiators identify ports by them, so a port keeps its number while it is configured:
 //! independent of its place in the file, and over restarts, for which a [`PortKeeper`] saves the
-//! numbers.
+//! numbers. That of the iSCSI portal group is a part of the port's name (RFC 7143 4.4.2), to which
+//! persistent reservations are tied: it stays for the day on which the target is configured again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -90,11 +91,12 @@ pub(super) fn during(old: &AllPortIds, new: &AllPortIds) -> AllPortIds {
 }
 
 /// Gives every port of a target a number: the one that it had, else its place in the file where
-/// that is free. Those that are not configured any longer lose theirs.
+/// that is free. Those that are not configured any longer lose theirs, but for iSCSI's.
 pub(super) fn number(known: &mut PortIds, target: &Target) {
     let ports = || target.portals.iter().map(port_of);
     let mut taken = BTreeSet::new();
-    known.retain(|port, id| ports().any(|p| p == *port) && taken.insert(*id));
+    let is_kept = |port: &Port| is_in_names(port) || ports().any(|p| p == *port);
+    known.retain(|port, id| is_kept(port) && taken.insert(*id));
     for (place, port) in ports().enumerate() {
         if known.contains_key(&port) {
             continue;
@@ -105,6 +107,20 @@ pub(super) fn number(known: &mut PortIds, target: &Target) {
         taken.insert(id);
         known.insert(port, id);
     }
+}
+
+/// Forgets targets that are not configured any longer, but for the numbers that are in names.
+pub(super) fn forget_others(known: &mut AllPortIds, is_configured: impl Fn(&str) -> bool) {
+    known.retain(|name, ids| {
+        let is_there = is_configured(name);
+        ids.retain(|port, _| is_there || is_in_names(port));
+        !ids.is_empty()
+    });
+}
+
+/// Whether the number of a port is a part of its name.
+fn is_in_names(port: &Port) -> bool {
+    *port == Port::Iscsi
 }
 
 /// The port that a portal belongs to.
@@ -157,6 +173,22 @@ mod tests {
         assert_eq!(ids, [3]);
         let (_, ids) = numbers(&fewer, &[2, 3]);
         assert_eq!(ids, [1, 3]);
+    }
+
+    #[test]
+    fn the_portal_group_of_iscsi_keeps_its_number_while_it_is_away() {
+        let (first, ids) = numbers(&PortIds::new(), &[2, 0]);
+        assert_eq!(ids, [1, 2]);
+        let (without, ids) = numbers(&first, &[2, 3]);
+        assert_eq!(ids, [1, 3]);
+        let mut all = AllPortIds::from([("t".to_owned(), without), ("u".to_owned(), first)]);
+        forget_others(&mut all, |_| false);
+        assert_eq!(all["t"], PortIds::from([(Port::Iscsi, 2)]));
+        assert_eq!(numbers(&all["t"], &[0]).1, [2]);
+        let srp = PortIds::from([(Port::Srp("10.0.0.2:5555".parse().unwrap()), 1)]);
+        let mut all = AllPortIds::from([("t".to_owned(), srp)]);
+        forget_others(&mut all, |_| false);
+        assert!(all.is_empty(), "{all:?}");
     }
 
     #[test]

@@ -171,9 +171,12 @@ pub(super) fn acquire(
         parts: (0..wanted.workers).map(|_| Part::default()).collect(),
         missing: Vec::new(),
     };
-    // On an error, dropping `acquired` closes all of it.
+    // On an error, dropping `acquired` closes all of it. Addresses of a predecessor that are still in
+    // use are tried again and again: sockets come first, since they cost the least.
+    let bound = bind_all(wanted, &mut acquired)?;
     devices(wanted, &mut acquired)?;
-    sockets(wanted, &mut acquired)?;
+    // All is there before any listens: a start that fails at the last has let no initiator in.
+    listen(wanted, &mut acquired, bound)?;
     Ok(acquired)
 }
 
@@ -315,24 +318,32 @@ fn open_on_host(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<()
     Ok(())
 }
 
-/// A listening socket per worker for each TCP portal. All are bound before the first one listens.
-fn sockets(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerError> {
+/// A socket per worker for each new TCP portal, none of which listens yet.
+fn bind_all(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<Vec<SocketAddr>, ServerError> {
     let mut done: Vec<_> = wanted
         .old
         .map_or_else(Vec::new, |old| old.tcp_portals().collect());
-    // All are bound before any listens: a start that fails at the last has let no initiator in.
-    let mut new = Vec::new();
+    let mut bound = Vec::new();
     for portal in wanted.catalog.tcp_portals() {
         if done.contains(&portal) {
             continue;
         }
         done.push(portal);
         match bind(portal, wanted, acquired) {
-            Ok(()) => new.push(portal),
+            Ok(()) => bound.push(portal),
             Err(error) => go_without(wanted, acquired, portal, error)?,
         }
     }
-    for portal in new {
+    Ok(bound)
+}
+
+/// Lets the sockets of portals listen.
+fn listen(
+    wanted: &Wanted<'_>,
+    acquired: &mut Acquired,
+    portals: Vec<SocketAddr>,
+) -> Result<(), ServerError> {
+    for portal in portals {
         let sockets = acquired.parts.iter().flat_map(|part| &part.sockets);
         let mut sockets = sockets.filter(|socket| socket.address() == portal);
         if let Err(source) = sockets.try_for_each(TcpListener::listen) {

@@ -334,6 +334,10 @@ impl Plan {
             troubles.retain(|trouble| is_wanted(trouble.fault));
             timeout = TIMEOUT;
         }
+        // Those that want to be connected at once: a twin, and two watchers.
+        let iscsi = initiators.iter().filter(|one| **one == Protocol::Iscsi);
+        let iscsi = (iscsi.count() + 1) * paths;
+        let connections = iscsi + rivals.iter().map(|one| one.connections).sum::<usize>() + 2;
         Self {
             cheats,
             paths,
@@ -342,7 +346,8 @@ impl Plan {
             timeout,
             connections: 1,
             pool: [1 << 20, 2 << 20][others.usize(..2)],
-            ring: [64, 128, 511][others.usize(..3)],
+            // The smallest has room for eight connections.
+            ring: [64, 128, 511][others.usize(..3)].max(if connections > 8 { 128 } else { 0 }),
             // A power of two, as the daemon makes it.
             workers: [1, 1, 2, 4][rng.usize(..4)],
             write_cache: rng.u8(..4) > 0,

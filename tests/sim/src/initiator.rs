@@ -311,8 +311,8 @@ impl User {
             let blocks = first..first + len;
             let fua = rng.u8(..6) == 0;
             match rng.u8(..32) {
-                0..4 => self.flush(&lun).await,
-                4..17 => self.write(&lun, blocks, fua).await,
+                0..4 => drop(self.flush(&lun).await),
+                4..17 => drop(self.write(&lun, blocks, fua).await),
                 17 => self.zero(&lun, blocks, fua, rng.bool()).await,
                 18 => self.unmap(&lun, blocks).await,
                 19..21 => self.swap(&lun, first, fua).await,
@@ -340,21 +340,41 @@ impl User {
         }
     }
 
-    async fn flush(&self, lun: &Lun) {
+    /// Writes a block and flushes, once nothing goes wrong any more; why that fails, if it does and
+    /// not because of what another initiator does. A first attempt may report what was lost before.
+    pub async fn write_at_last(&self, lun: &Lun, block: u64) -> Result<(), LunError> {
+        let mut result = Ok(());
+        for _ in 0..3 {
+            result = self.write(lun, block..block + 1, false).await;
+            if result.is_ok() {
+                result = self.flush(lun).await;
+            }
+            if result.is_ok() {
+                break;
+            }
+        }
+        match result {
+            Err(error) if is_of_another(&error) => Ok(()),
+            result => result,
+        }
+    }
+
+    async fn flush(&self, lun: &Lun) -> Result<(), LunError> {
         let id = self.history.begin_flush(self.port);
         self.on_begin("flush", &(0..0));
         let result = lun.flush().await;
         self.on_end("flush", &(0..0), &result);
-        match result {
+        match &result {
             Ok(()) => self.judge(self.history.end_flush(id)),
             Err(error) => {
-                self.on_failure(&error);
+                self.on_failure(error);
                 self.history.fail_flush(id);
             }
         }
+        result
     }
 
-    async fn write(&self, lun: &Lun, blocks: Range<u64>, fua: bool) {
+    async fn write(&self, lun: &Lun, blocks: Range<u64>, fua: bool) -> Result<(), LunError> {
         let len = (blocks.end - blocks.start) as usize * BLOCK;
         let buffer = lun.buffers().take(len).await;
         let mut bytes = vec![0; len];
@@ -364,9 +384,10 @@ impl User {
             .begin_write(self.port, blocks.clone(), &mut bytes);
         buffer.slice().write(0, &bytes);
         self.on_begin("write", &blocks);
-        let result = lun.write(offset, buffer, fua).await;
+        let result = lun.write(offset, buffer, fua).await.map(drop);
         self.on_end("write", &blocks, &result);
-        self.end(id, result.map(|_| fua || !self.is_cached));
+        self.end(id, result.clone().map(|()| fua || !self.is_cached));
+        result
     }
 
     async fn zero(&self, lun: &Lun, blocks: Range<u64>, fua: bool, may_unmap: bool) {

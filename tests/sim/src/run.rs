@@ -279,6 +279,7 @@ impl World {
                     .administrator
                     .is_done(&world.target, world.fabric.now())
         })?;
+        let unwritten = Rc::new(RefCell::new(None));
         for index in 0..self.initiators.len() {
             let units = self.initiators[index].opened.take();
             let status = units[0].1.session().status();
@@ -286,8 +287,12 @@ impl World {
                 return Err(format!("a quiet day, and {:?}", status.last_down()));
             }
             let (blocks, verdict) = (self.plan.blocks, Rc::clone(&self.verdict));
+            let unwritten = Rc::clone(&unwritten);
             self.executor.spawn(async move {
                 for (user, lun) in &units {
+                    if let Err(error) = user.write_at_last(lun, 0).await {
+                        *unwritten.borrow_mut() = Some(error);
+                    }
                     for first in (0..blocks).step_by(8) {
                         let end = (first + 8).min(blocks);
                         if !user.read(lun, first..end).await {
@@ -303,6 +308,12 @@ impl World {
         self.run_until("all blocks were read", limit, |world| {
             world.executor.is_empty()
         })?;
+        // A failure that was found only now is the administrator's to clear.
+        if let Some(error) = unwritten.take().filter(|_| !self.target.has_failed()) {
+            return Err(format!(
+                "all is well, and block 0 cannot be written: {error}"
+            ));
+        }
         for initiator in &self.initiators {
             let (free, all) = (
                 initiator.client.buffers().free(),

@@ -310,6 +310,12 @@ impl Target {
         !self.members.is_empty()
     }
 
+    /// Whether a flush has failed, and no administrator has looked at that.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        self.failures.has()
+    }
+
     /// The administrator looks at a failed flush, and at what it has lost, if there is one.
     pub fn clear_failures(&mut self, history: &History) {
         self.end_loss(history);

@@ -21,7 +21,7 @@ use crate::{Failure, sh};
 const SAMPLE: usize = 10;
 
 /// Time for the seeds of a mutant. One that loops for ever is noticed by that.
-const PATIENCE: Duration = Duration::from_secs(600);
+const PATIENCE: Duration = Duration::from_secs(1200);
 
 /// A state machine, and the sources that take its transitions.
 struct Machine {

@@ -13,7 +13,7 @@ use super::copy::{Copy, Run};
 use crate::{Failure, root};
 
 /// Time that the simulator may take for them.
-const PATIENCE: Duration = Duration::from_secs(1800);
+const PATIENCE: Duration = Duration::from_secs(3600);
 
 /// Words for a simulator that counts no steps any more.
 const HANGS: &str = "the simulator hangs or dies";

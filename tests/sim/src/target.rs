@@ -310,10 +310,10 @@ impl Target {
         !self.members.is_empty()
     }
 
-    /// Whether a flush has failed, and no administrator has looked at that.
+    /// Whether a flush of any disk has failed, and no administrator has looked at that.
     #[must_use]
     pub fn has_failed(&self) -> bool {
-        self.failures.has()
+        !self.failures.lock().is_empty()
     }
 
     /// The administrator looks at a failed flush, and at what it has lost, if there is one.

@@ -314,6 +314,19 @@ impl World {
                 "all is well, and block 0 cannot be written: {error}"
             ));
         }
+        let now = self.fabric.now();
+        for watcher in &mut self.watchers {
+            watcher.look_at_all(now);
+        }
+        let limit = self.fabric.elapsed() + PATIENCE;
+        let seen = self.run_until("watchers find all units ready", limit, |world| {
+            let mut watchers = world.watchers.iter();
+            watchers.all(|one| one.missing().is_empty())
+        });
+        seen.map_err(|why| {
+            let missing = self.watchers.iter().map(Watcher::missing);
+            format!("{why}; not ready: {:?}", missing.collect::<Vec<_>>())
+        })?;
         for initiator in &self.initiators {
             let (free, all) = (
                 initiator.client.buffers().free(),

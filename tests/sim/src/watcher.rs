@@ -213,6 +213,8 @@ pub struct Watcher {
     taken: BTreeMap<u16, &'static str>,
     /// The backends that LUNs led to at its logins, since it identified the last one.
     led_to: BTreeMap<u16, BTreeSet<&'static str>>,
+    /// At the end: the LUNs that have not been ready since.
+    missing: Option<BTreeSet<u16>>,
     /// Sessions end for a reason only.
     is_quiet: bool,
     is_over: bool,
@@ -244,9 +246,29 @@ impl Watcher {
             heard: Vec::new(),
             taken: BTreeMap::new(),
             led_to: BTreeMap::new(),
+            missing: None,
             is_quiet,
             is_over: false,
         }
+    }
+
+    /// All troubles are over: each unit must be ready once more.
+    pub fn look_at_all(&mut self, now: Instant) {
+        let ledger = self.ledger.borrow();
+        let units = ledger.periods.iter().last().into_iter();
+        let luns = units.flat_map(|period| period.units.iter().map(|unit| unit.lun));
+        self.missing = Some(luns.collect());
+        // What it is waiting for has its whole time.
+        if self.connection.is_none() || (self.is_up && self.task.is_none()) {
+            self.next = now;
+        }
+    }
+
+    /// The LUNs that it was asked to look at and has not seen ready.
+    #[must_use]
+    pub fn missing(&self) -> &BTreeSet<u16> {
+        const NONE: &BTreeSet<u16> = &BTreeSet::new();
+        self.missing.as_ref().unwrap_or(NONE)
     }
 
     /// Ends its session, for good.
@@ -340,8 +362,11 @@ impl Watcher {
     /// Waits for `most`, and for longer the longer nothing has changed.
     fn wait(&mut self, most: Duration, now: Instant) {
         let quiet = now - self.ledger.borrow().noted;
-        let most = most + quiet.saturating_sub(EAGER) / 10;
-        self.next = now + most.mul_f64(self.rng.f64());
+        let more = match self.missing().is_empty() {
+            true => quiet.saturating_sub(EAGER) / 10,
+            false => Duration::ZERO,
+        };
+        self.next = now + (most + more).mul_f64(self.rng.f64());
     }
 
     /// Does what is due.
@@ -403,7 +428,13 @@ impl Watcher {
             6 if is_memory => Look::Read,
             _ => Look::TestUnitReady,
         };
-        let lun = if look == Look::ReportLuns { 0 } else { lun };
+        let (look, lun) = match (self.missing().first(), look) {
+            // A LUN that leads elsewhere has to be identified first.
+            (Some(lun), Look::SerialNumber) => (look, *lun),
+            (Some(lun), _) => (Look::TestUnitReady, *lun),
+            (None, Look::ReportLuns) => (look, 0),
+            (None, _) => (look, lun),
+        };
         let (cdb, len): (Vec<u8>, u32) = match look {
             Look::TestUnitReady => (vec![0; 6], 0),
             Look::ReadCapacity => {
@@ -482,6 +513,11 @@ impl Watcher {
         };
         coverage::note("watcher's command", "answer", &text);
         tracing::debug!(watcher = self.index, lun = task.lun, look = ?task.look, "{text}");
+        if let Some(missing) = &mut self.missing
+            && (status, task.look) == (GOOD, Look::TestUnitReady)
+        {
+            missing.remove(&task.lun);
+        }
         let judged = match (status, sense) {
             (GOOD, _) => self.on_success(&task, now),
             (CHECK_CONDITION, Some(sense)) => self.on_sense(&task, sense, now),

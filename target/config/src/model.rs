@@ -637,24 +637,21 @@ pub struct Limits {
     pub queue_depth: u32,
     /// Longest information unit from an initiator, in bytes.
     pub max_iu_size: u32,
-    /// Longest data transfer of one command, in bytes; [`Limits::window`] says how much of it is
-    /// in memory.
+    /// Longest data transfer of one command, in bytes; [`window`](Self::window) says how much of it
+    /// is in memory.
     pub max_transfer: u32,
+    /// Bytes of one command's data that are in memory at a time: a longer transfer goes in pieces
+    /// of this length. A file gives the lesser of `max_transfer` and [`WINDOW`].
+    pub window: u32,
+    /// Work requests in the send queue of an SRP channel. A file gives four for each command, and
+    /// 64 at least.
+    pub send_queue: u32,
     /// Data buffers of one worker, in bytes.
     pub buffer_pool: usize,
     /// Time that an initiator may take to send data that it was asked for, in whole seconds. All
     /// data of a long command, and its answer, have eight times as long, not counting what the
     /// data explain that the connection moves meanwhile.
     pub data_out_timeout: Duration,
-}
-
-impl Limits {
-    /// Bytes of one command's data that are in memory at a time: a longer transfer goes in pieces
-    /// of this length.
-    #[must_use]
-    pub fn window(&self) -> u32 {
-        self.max_transfer.min(WINDOW)
-    }
 }
 
 /// [`Limits::window`] where transfers are not shorter, in bytes: the largest block of a worker's

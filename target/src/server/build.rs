@@ -61,7 +61,7 @@ pub(super) fn session_limits(config: &Config) -> SessionLimits {
             req_lim: limits.queue_depth,
             max_it_iu_len: limits.max_iu_size,
             max_channels: limits.channels_per_session,
-            send_queue: (4 * limits.queue_depth).max(64),
+            send_queue: limits.send_queue,
         },
     }
 }
@@ -621,8 +621,7 @@ impl Builder {
         let block = geometry.block_size;
         let limits = &mut unit_config.limits;
         limits.max_transfer = config.limits.max_transfer / block * block;
-        limits.window = config.limits.window() / block * block;
-        limits.optimal_transfer = limits.optimal_transfer.min(limits.window);
+        limits.window = config.limits.window / block * block;
         unit_config
     }
 

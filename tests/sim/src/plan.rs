@@ -224,6 +224,10 @@ pub struct Plan {
     pub socket_room: usize,
     /// Memory of a worker for data, in bytes. Little, so that commands wait for it.
     pub pool: usize,
+    /// Bytes of one command's data that are in memory at a time.
+    pub window: u32,
+    /// Work requests in the send queue of an SRP channel, if they are few.
+    pub sends: Option<u32>,
     /// Operations of a worker's ring at once.
     pub ring: u32,
     /// Each initiator has a unit that others may not read.
@@ -253,6 +257,8 @@ impl Default for Plan {
             mtus: [Mtu::Mtu4096; 2],
             socket_room: usize::MAX,
             pool: 2 << 20,
+            window: 1 << 20,
+            sends: None,
             ring: 511,
             private_units: false,
             troubles: Vec::new(),
@@ -334,6 +340,7 @@ impl Plan {
             troubles.retain(|trouble| is_wanted(trouble.fault));
             timeout = TIMEOUT;
         }
+        let mut pieces = Rng::with_seed(seed ^ 0x70_1ece);
         // Those that want to be connected at once: a twin, and two watchers.
         let iscsi = initiators.iter().filter(|one| **one == Protocol::Iscsi);
         let iscsi = (iscsi.count() + 1) * paths;
@@ -346,6 +353,8 @@ impl Plan {
             timeout,
             connections: 1,
             pool: [1 << 20, 2 << 20][others.usize(..2)],
+            window: [1 << 20, 64 << 10, 8 << 10, 1 << 10][pieces.usize(..4)],
+            sends: [None, Some(8), Some(16)][pieces.usize(..3)],
             // The smallest has room for eight connections.
             ring: [64, 128, 511][others.usize(..3)].max(if connections > 8 { 128 } else { 0 }),
             // A power of two, as the daemon makes it.

@@ -471,7 +471,12 @@ impl Target {
 /// The configuration of a layout.
 pub(crate) fn config_of(layout: &Layout, plan: &Plan) -> Config {
     let text = layout.text(plan);
-    Config::parse(&text, "sim.yaml").unwrap_or_else(|error| panic!("{error:?} in\n{text}"))
+    let config = Config::parse(&text, "sim.yaml");
+    let mut config = config.unwrap_or_else(|error| panic!("{error:?} in\n{text}"));
+    // Smaller than a file may ask for.
+    config.limits.window = plan.window;
+    config.limits.send_queue = plan.sends.unwrap_or(config.limits.send_queue);
+    config
 }
 
 /// Objects of the RDMA devices that work, by address.

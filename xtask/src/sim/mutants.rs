@@ -196,7 +196,7 @@ fn try_one(copy: &Copy, mutant: &Mutant, seeds: u64) -> Result<(&'static str, St
     let number = mutant.number.to_string();
     Ok(match copy.simulate(Some(&number), seeds, PATIENCE)? {
         Run::Clean => ("missed", String::new()),
-        Run::Hung => ("caught", "it hangs or dies".to_owned()),
+        Run::Hung => ("hangs or dies", String::new()),
         Run::Failed(seed, why) => ("caught", format!("seed {seed}: {why}")),
     })
 }

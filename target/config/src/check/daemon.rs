@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::mistake::{Checked, Mistake};
-use crate::model::{Limits, LinkFaults, Location, Log, Metrics, Transport, Workers};
+use crate::model::{Limits, LinkFaults, Location, Log, Metrics, Transport, WINDOW, Workers};
 use crate::raw;
 use crate::value::Percent;
 use crate::yaml::Located;
@@ -60,20 +60,23 @@ pub(super) fn limits(raw: raw::Limits) -> Checked<Limits> {
     let mib = given.unwrap_or_default().get();
     let buffer_pool = (mib as usize) << 20;
     let given = raw.sessions_per_address.as_ref().map(|most| most.value);
+    let queue_depth = raw.queue_depth.get() as u32;
     let limits = Limits {
         max_sessions: raw.max_sessions.get() as u32,
         sessions_per_address: given.unwrap_or_default().get() as u32,
         channels_per_session: raw.channels_per_session.get() as u32,
         connections_per_session: raw.connections_per_session.get() as u32,
         error_recovery_level: raw.error_recovery_level.get() as u32,
-        queue_depth: raw.queue_depth.get() as u32,
+        queue_depth,
         max_iu_size: raw.max_iu_size.get() as u32,
         max_transfer,
+        window: max_transfer.min(WINDOW),
+        send_queue: (4 * queue_depth).max(64),
         buffer_pool,
         data_out_timeout: Duration::from_secs(raw.data_out_timeout.get()),
     };
     // Of two keys that do not fit each other, the one that is given is wrong.
-    if buffer_pool < limits.window() as usize * 2
+    if buffer_pool < limits.window as usize * 2
         && let Some(at) = [
             raw.buffer_pool_mib.as_ref().map(|v| v.at),
             raw.max_transfer.as_ref().map(|v| v.at),

@@ -39,7 +39,7 @@ const SILENCE: Duration = Duration::from_secs(20);
 const SOON: Duration = Duration::from_millis(2);
 
 /// Time after the last change for which they look again and again.
-const EAGER: Duration = Duration::from_millis(100);
+const EAGER: Duration = Duration::from_millis(20);
 
 const GOOD: u8 = 0x00;
 const CHECK_CONDITION: u8 = 0x02;
@@ -363,7 +363,7 @@ impl Watcher {
     fn wait(&mut self, most: Duration, now: Instant) {
         let quiet = now - self.ledger.borrow().noted;
         let more = match self.missing().is_empty() {
-            true => quiet.saturating_sub(EAGER) / 10,
+            true => quiet.saturating_sub(EAGER) / 4,
             false => Duration::ZERO,
         };
         self.next = now + (most + more).mul_f64(self.rng.f64());

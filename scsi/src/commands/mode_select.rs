@@ -80,7 +80,7 @@ impl Steps for ModeSelect {
         // First the bit, then the flush: writes that start from here on go through, and those
         // under way flush for themselves. The other order would leave what is written between the
         // two in the cache.
-        context.lu.change_mode(mask, values, context.nexus);
+        context.lu.change_mode(mask, values, context.nexus)?;
         let cache_off = (mask - values).contains(Flags::WRITE_CACHE);
         if cache_off && before.contains(Flags::WRITE_CACHE) {
             // The target answers for what the cache holds: an initiator that knows of no cache

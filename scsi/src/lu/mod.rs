@@ -77,6 +77,8 @@ pub struct LogicalUnit {
     is_filling: AtomicBool,
     /// Held while a change of reservations is saved.
     saving: Mutex<()>,
+    /// Another unit takes its place. Set under the mutex of the nexuses, while nothing is saved.
+    retired: AtomicBool,
 }
 
 impl LogicalUnit {
@@ -97,6 +99,7 @@ impl LogicalUnit {
             keeper: None,
             is_filling: AtomicBool::new(false),
             saving: Mutex::new(()),
+            retired: AtomicBool::new(false),
             has_medium: true,
             knows_reservations: true,
             has_names: true,
@@ -248,13 +251,15 @@ impl LogicalUnit {
     /// Forgets a nexus and what was pending for it (I_T nexus loss). The last one starts a unit
     /// that was stopped: the next initiator to log in has not stopped it.
     pub fn remove_nexus(&self, id: NexusId) {
-        // RESERVE ends with its nexus, a persistent reservation does not.
-        self.release_unit(id);
         let mut nexuses = self.lock_nexuses();
         nexuses.remove(id);
         if nexuses.is_empty() {
             self.store_flags(self.flags() - Flags::STOPPED);
         }
+        drop(nexuses);
+        // RESERVE ends with its nexus, a persistent reservation does not. Last, for a RESERVE that
+        // has met the nexus.
+        self.release_unit(id);
     }
 
     /// The ports of a nexus that was added.
@@ -350,8 +355,14 @@ impl LogicalUnit {
 
     /// Applies MODE SELECT: the bits of `mask` take their values from `values`.
     /// Other nexuses are notified when anything changed.
-    pub(crate) fn change_mode(&self, mask: Flags, values: Flags, by: NexusId) {
+    ///
+    /// # Errors
+    /// Another unit takes its place, which would not know of the change.
+    pub(crate) fn change_mode(&self, mask: Flags, values: Flags, by: NexusId) -> Result<(), Sense> {
         let mut nexuses = self.lock_nexuses();
+        if self.is_retired() {
+            return Err(NO_MEDIUM);
+        }
         let before = self.flags();
         let after = (before - mask) | (values & mask);
         // Writing the value that is there already is no change, and notifies no nexus.
@@ -359,6 +370,7 @@ impl LogicalUnit {
             self.store_flags(after);
             nexuses.raise(Attention::ModeChanged, AttentionScope::AllBut(by));
         }
+        Ok(())
     }
 
     /// The state the mode bits return to.

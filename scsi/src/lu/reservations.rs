@@ -113,6 +113,9 @@ impl LogicalUnit {
         // of the reservations is held for moments, so that commands go on being checked against
         // the state before.
         let _turn = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_retired() {
+            return Err(ReservationError::Retired);
+        }
         let nexus = self.nexus(change.nexus).ok_or(ReservationError::Conflict)?;
         // Only a copy is changed until it is durable. The other order would report a reservation
         // that a power loss takes back.
@@ -186,9 +189,16 @@ impl LogicalUnit {
         }
     }
 
-    /// RESERVE. `false` where it conflicts.
+    /// RESERVE. `false` where it conflicts, or the nexus is not known any more: its end would not
+    /// release the unit.
     pub(crate) fn reserve_unit(&self, id: NexusId) -> bool {
-        self.update_reservations(|all| all.reserve_unit(id))
+        let is_reserved = self.update_reservations(|all| all.reserve_unit(id));
+        // Afterwards: a nexus that leaves later releases it.
+        let is_known = self.nexus(id).is_some();
+        if is_reserved && !is_known {
+            self.release_unit(id);
+        }
+        is_reserved && is_known
     }
 
     /// RELEASE, or the end of a nexus.

@@ -5,6 +5,9 @@
 //! registrations and persistent reservations belong to the names of ports, which stay; and an
 //! initiator that has switched the write cache off or protected the unit counts on it.
 
+use std::sync::PoisonError;
+
+use riser_sync::atomic::Ordering;
 use serde::{Deserialize, Serialize};
 
 use super::{Flags, LogicalUnit};
@@ -28,6 +31,28 @@ struct Modes {
 }
 
 impl LogicalUnit {
+    /// The state for the unit that takes its place in the same process, while initiators may still
+    /// reach this one: from here on it refuses changes of its reservations and modes as NOT READY,
+    /// as none may succeed that the other unit does not know.
+    ///
+    /// Blocks as long as a change of reservations is saved.
+    #[must_use]
+    pub fn retire(&self) -> UnitState {
+        let _turn = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
+        let nexuses = self.lock_nexuses();
+        self.retired.store(true, Ordering::Relaxed);
+        drop(nexuses);
+        // Without an end: each change waits for its turn, and finds that the unit is retired.
+        self.update_reservations(|all| drop(all.begin_saving()));
+        self.export_state()
+    }
+
+    /// Returns whether another unit takes its place. Exact under the mutex of the nexuses, and in
+    /// turn for a save.
+    pub(crate) fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Relaxed)
+    }
+
     /// The state for the unit that takes its place.
     #[must_use]
     pub fn export_state(&self) -> UnitState {

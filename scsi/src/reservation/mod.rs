@@ -140,6 +140,8 @@ pub enum ReservationError {
     NoRoom,
     /// The change must persist through power loss and could not be saved.
     NotSaved,
+    /// Another unit takes the place of this one, and would not know of the change.
+    Retired,
 }
 
 /// A service action of PERSISTENT RESERVE OUT (SPC-4 6.16.2).

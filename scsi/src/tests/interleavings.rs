@@ -35,6 +35,8 @@ fn pending(lu: &LogicalUnit, id: NexusId) -> Vec<Attention> {
 fn interleavings_of_reserve_and_release_leave_the_flag_as_the_reservations() {
     explore(|| {
         let lu = Arc::new(LogicalUnit::new(config(BlockSize::B512, 128)).unwrap());
+        lu.add_nexus(A, srp_nexus(1));
+        lu.add_nexus(B, srp_nexus(2));
         let visit = |id| {
             move |lu: &LogicalUnit| {
                 if lu.reserve_unit(id) {
@@ -47,6 +49,22 @@ fn interleavings_of_reserve_and_release_leave_the_flag_as_the_reservations() {
         let restricts = lu.with_reservations(Reservations::restricts);
         assert_eq!(lu.is_restricted(), restricts);
         assert!(!restricts);
+    });
+}
+
+#[test]
+fn interleavings_of_reserve_and_the_end_of_its_nexus_leave_the_unit_free() {
+    explore(|| {
+        let lu = Arc::new(LogicalUnit::new(config(BlockSize::B512, 128)).unwrap());
+        lu.add_nexus(A, srp_nexus(1));
+        both(
+            &lu,
+            |lu| {
+                lu.reserve_unit(A);
+            },
+            |lu| lu.remove_nexus(A),
+        );
+        assert!(!lu.is_restricted());
     });
 }
 

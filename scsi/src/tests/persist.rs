@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use super::{A, B, Outcome, Rig, config, srp_nexus};
 use crate::config::{BlockSize, Config, Identity};
 use crate::data::designator::Naa;
+use crate::lu::Flags;
 use crate::nexus::NexusId;
 use crate::reservation::{ReservationKeeper, SavedReservations};
 use crate::step::{BlockOp, Status};
@@ -350,4 +351,25 @@ fn changes_of_several_workers_are_saved_one_after_another() {
     assert_eq!(rig.lu.registrations().registrants.len(), ids.len());
     let again = started(&keeper).lu.registrations();
     assert_eq!(again.registrants.len(), ids.len());
+}
+
+/// A unit in whose place there is another one acknowledges nothing that the other does not know.
+#[test]
+fn nothing_changes_at_a_unit_in_whose_place_there_is_another() {
+    for persists in [0, APTPL] {
+        let keeper = Arc::new(Keeper::default());
+        let mut rig = started(&keeper);
+        register(&mut rig, A, 0xa, persists).good();
+        let left = rig.lu.retire();
+        let saves = *keeper.saves.lock().unwrap();
+        let not_ready = (2, 0x04, 0x03);
+        assert_eq!(register(&mut rig, B, 0xb, persists).check(), not_ready);
+        let stop_caching = rig.lu.change_mode(Flags::WRITE_CACHE, Flags::empty(), A);
+        assert!(stop_caching.is_err());
+        assert_eq!(*keeper.saves.lock().unwrap(), saves);
+        let next = started(&keeper);
+        next.lu.import_state(&left);
+        assert_eq!(next.lu.registrations().registrants.len(), 1);
+        assert!(next.lu.is_write_cache_enabled());
+    }
 }

@@ -343,7 +343,8 @@ fn the_unit_in_its_place_keeps_what_belongs_to_ports() {
     let mut rig = registered();
     out(&mut rig, B, RESERVE, 5, 0xb, 0).good();
     rig.lu
-        .change_mode(Flags::WRITE_CACHE | Flags::D_SENSE, Flags::D_SENSE, A);
+        .change_mode(Flags::WRITE_CACHE | Flags::D_SENSE, Flags::D_SENSE, A)
+        .unwrap();
     let mut next = Rig::new();
     next.lu.import_state(&left_by(&rig));
     assert_eq!(keys(&mut next), (2, vec![0xa, 0xb]));
@@ -358,6 +359,14 @@ fn the_unit_in_its_place_keeps_what_belongs_to_ports() {
     out(&mut next, B, RELEASE, 5, 0xb, 0).good();
     assert_eq!(next.run(A, &READY, &[], 0).check(), RELEASED);
     assert_eq!(reservation(&mut next), None);
+}
+
+#[test]
+fn a_nexus_that_has_ended_reserves_nothing() {
+    let rig = Rig::new();
+    rig.lu.remove_nexus(A);
+    assert!(!rig.lu.reserve_unit(A));
+    assert!(rig.lu.reserve_unit(B));
 }
 
 #[test]

@@ -45,6 +45,10 @@ struct Attached {
     sync: Option<Handle>,
     /// Failures of flushes that were cleared before that was opened.
     clears: u64,
+    /// The descriptor for flushes is that of writes: the system had no other one.
+    is_sync_shared: bool,
+    /// How often that descriptor was replaced.
+    renewals: u32,
     /// Requests that the flush under way serves, the first of which names it.
     flushing: Vec<usize>,
     /// Requests that the next flush serves.
@@ -127,11 +131,15 @@ impl std::fmt::Debug for Driver {
     }
 }
 
-/// Opens a descriptor for flushes. Without `/proc` there is one for all.
-fn open_sync(medium: &Medium) -> Option<Handle> {
+/// Opens a descriptor for flushes; returns whether it is that of writes. Without `/proc`, or where
+/// the process may open no more, there is one for all.
+fn open_sync(medium: &Medium) -> (Option<Handle>, bool) {
     match medium {
-        Medium::File { file, .. } => Some(sys::reopen(file).unwrap_or_else(|_| file.clone())),
-        Medium::Ram(_) | Medium::Null | Medium::Absent => None,
+        Medium::File { file, .. } => match sys::reopen(file) {
+            Ok(own) => (Some(own), false),
+            Err(_) => (Some(file.clone()), true),
+        },
+        Medium::Ram(_) | Medium::Null | Medium::Absent => (None, false),
     }
 }
 
@@ -198,12 +206,14 @@ impl Driver {
         // open another one. The other way round, the number would be that of a newer descriptor
         // than this one is, which may still have an old error to report.
         let clears = store.flush_clears();
-        let sync = open_sync(&store.medium);
+        let (sync, is_sync_shared) = open_sync(&store.medium);
         StoreId(self.stores.insert(Attached {
             store,
             handle,
             sync,
             clears,
+            is_sync_shared,
+            renewals: 0,
             flushing: Vec::new(),
             to_flush: Vec::new(),
             lacks: Lacks::default(),
@@ -305,6 +315,7 @@ impl Driver {
             state: State::Stalled,
             cancelled: false,
             failed: None,
+            renewals: attached.renewals,
             bounce: None,
             window: self.spare.pop().unwrap_or_default(),
         });
@@ -748,6 +759,10 @@ impl Driver {
                 self.issue(ring, index);
             }
             (Stage::Transfer, Err(errno)) if is_suspect => {
+                if attached.is_sync_shared || attached.renewals != request.renewals {
+                    // No flush would report it once more.
+                    attached.store.on_flush_failed(errno, self.now);
+                }
                 (request.failed, request.stage) = (Some(errno), Stage::SyncLast);
                 self.free_bounce(index);
                 self.issue(ring, index);
@@ -774,22 +789,21 @@ impl Driver {
     }
 
     /// Opens another descriptor for flushes once a failure was cleared: the old one may still carry
-    /// the error of that time, which the administrator has dealt with already. Not while a durable
-    /// write is under way, which may be the first to report a loss: a descriptor that is opened after
-    /// that report knows nothing of it.
+    /// the error of that time, which the administrator has dealt with already. And while it is that
+    /// of writes. Durable writes under way may have reported a loss of which the new one knows
+    /// nothing, so their errors count as such.
     fn renew_sync(&mut self, store: StoreId) {
         let attached = &mut self.stores[store.0];
         let clears = attached.store.flush_clears();
-        if attached.clears == clears {
+        let is_cleared = attached.clears != clears;
+        if !is_cleared && !attached.is_sync_shared {
             return;
         }
-        let volatile = attached.store.geometry().write_cache;
-        let is_durable = |request: &BlockCommand| {
-            request.store == store && plan::is_durable_write(&request.op, volatile)
-        };
-        if !self.requests.iter().any(|(_, request)| is_durable(request)) {
+        let (sync, is_shared) = open_sync(&attached.store.medium);
+        if is_cleared || !is_shared {
+            (attached.sync, attached.is_sync_shared) = (sync, is_shared);
             attached.clears = clears;
-            attached.sync = open_sync(&attached.store.medium);
+            attached.renewals = attached.renewals.wrapping_add(1);
         }
     }
 

@@ -64,6 +64,8 @@ pub(super) struct BlockCommand {
     pub(super) cancelled: bool,
     /// Its write failed with this number, and a flush says whether others have lost data.
     pub(super) failed: Option<i32>,
+    /// How often the descriptor for flushes had been replaced when it began.
+    pub(super) renewals: u32,
     /// The bounce buffer in use, and the part of the command's memory in whose place it is.
     pub(super) bounce: Option<Bounce>,
     pub(super) window: Vec<MemSlice>,

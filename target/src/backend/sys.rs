@@ -114,7 +114,7 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
 pub(super) fn reopen(file: &Handle) -> io::Result<Handle> {
     let fd = match open_file(file) {
         OpenFile::Fd(fd) => fd,
-        OpenFile::Memory(disk) => return Ok(disk.open().into()),
+        OpenFile::Memory(disk) => return Ok(disk.reopen()?.into()),
     };
     let flags = rustix::fs::fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::DIRECT);
     // Not by the file's own path, which may lead to another file by now. dup(2) would share the

@@ -1490,6 +1490,142 @@ fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
     assert!(store.flush_failure().is_some(), "the writer alone knows");
 }
 
+/// The same at a worker that can open no descriptor for flushes: its flushes go by that of writes,
+/// which has reported the loss already.
+#[test]
+fn a_loss_is_noticed_where_there_is_one_descriptor() {
+    let (store, disk) = store_in_memory();
+    disk.refuse(true);
+    let mut one = InMemory::new(&store);
+    assert_eq!(one.run(&[write(0, 4096)]), [StepResult::Done]);
+    disk.fail_write_back(libc::EIO, |_| true);
+    let failed = one.run(&[DURABLE]);
+    assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
+    assert!(store.flush_failure().is_some(), "the writer alone knows");
+    // Another one is opened as soon as that is possible.
+    disk.refuse(false);
+    store.clear_flush_failure().unwrap();
+    assert_eq!(one.run(&[write(0, 4096)]), [StepResult::Done]);
+    assert_eq!(one.run(&[FLUSH]), [StepResult::Done]);
+    let outcome = one.run_with(&[DURABLE], Outcome::Failed(libc::EIO));
+    assert!(
+        matches!(outcome[..], [StepResult::Failed(_)]),
+        "{outcome:?}"
+    );
+    assert_eq!(
+        store.flush_failure(),
+        None,
+        "a block that cannot be written"
+    );
+}
+
+/// However durable writes overlap: what an administrator has dealt with is not reported again.
+#[test]
+fn a_failure_that_was_cleared_is_over_amid_durable_writes() {
+    let (store, disk) = store_in_memory();
+    let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
+    assert_eq!(one.run(&[write(0, 4096)]), [StepResult::Done]);
+    disk.fail_write_back(libc::EIO, |_| true);
+    let failed = other.run(&[FLUSH]);
+    assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
+    // The descriptor of writes has the error to report, too.
+    let failed = one.run(&[DURABLE]);
+    assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
+    one.submit(DURABLE);
+    store.clear_flush_failure().unwrap();
+    assert_eq!(one.run(&[DURABLE, FLUSH]), [StepResult::Done; 3]);
+    assert_eq!(store.flush_failure(), None);
+    // One that was under way may have had the report of a loss that the new descriptor has not.
+    one.submit(DURABLE);
+    store.on_flush_failed(libc::EIO, one.now);
+    store.clear_flush_failure().unwrap();
+    let failed = one.run_with(&[FLUSH], Outcome::Failed(libc::EIO));
+    assert!(
+        failed.iter().any(|r| matches!(r, StepResult::Failed(_))),
+        "{failed:?}"
+    );
+    assert!(store.flush_failure().is_some());
+}
+
+const DURABLE: BlockOp = BlockOp::Write {
+    offset: 8 << 20,
+    len: 4096,
+    buffer_offset: 0,
+    fua: true,
+};
+
+fn store_in_memory() -> (Arc<Store>, Disk) {
+    let disk = Disk::new(16 << 20);
+    let host = SimulatedHost::new(simulated::Threads::default(), Instant::now());
+    let source = file("/in/memory".into(), 16 << 20);
+    let store = Store::on_disk(&spec(source), &disk, Arc::new(host)).unwrap();
+    (store, disk)
+}
+
+/// A worker's driver of a store in memory.
+struct InMemory {
+    ring: Ring,
+    kernel: simulated::Kernel,
+    driver: Driver,
+    id: StoreId,
+    memory: Memory,
+    now: Instant,
+}
+
+impl InMemory {
+    fn new(store: &Arc<Store>) -> Self {
+        let now = Instant::now();
+        let (mut ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
+        let mut driver = Driver::new(&mut ring, now, DriverConfig::default()).unwrap();
+        let id = driver.attach(&mut ring, store.clone());
+        let memory = Memory::new(4096).unwrap();
+        Self {
+            ring,
+            kernel,
+            driver,
+            id,
+            memory,
+            now,
+        }
+    }
+
+    fn submit(&mut self, op: BlockOp) {
+        let data = [self.memory.whole()];
+        self.driver
+            .submit(&mut self.ring, self.id, op, &data, 1)
+            .unwrap();
+        self.ring.submit().unwrap();
+    }
+
+    /// Runs operations beside those under way; returns how all have ended.
+    fn run(&mut self, ops: &[BlockOp]) -> Vec<StepResult> {
+        self.run_with(ops, Outcome::Whole)
+    }
+
+    /// The same; the first operation of the ring ends like that, and those after it as they should.
+    fn run_with(&mut self, ops: &[BlockOp], first: Outcome) -> Vec<StepResult> {
+        ops.iter().for_each(|op| self.submit(*op));
+        let mut outcomes = std::iter::once(first).chain(std::iter::repeat(Outcome::Whole));
+        let (mut completions, mut results) = (Vec::new(), Vec::new());
+        while self.driver.in_flight() > 0 {
+            if let Some(done) = self.driver.poll_done(&mut self.ring) {
+                results.push(done.result);
+                continue;
+            }
+            self.ring.submit().unwrap();
+            for operation in self.kernel.operations() {
+                let outcome = outcomes.next().expect("endless");
+                self.kernel.complete(operation.id, outcome);
+            }
+            self.ring.reap(&mut completions).unwrap();
+            for completion in completions.drain(..) {
+                self.driver.handle_completion(&mut self.ring, &completion);
+            }
+        }
+        results
+    }
+}
+
 #[test]
 fn zeroing_memory_lets_other_commands_in_between() {
     let store = Store::open(&spec(Source::Ram { size: 64 << 20 })).unwrap();

@@ -75,8 +75,10 @@ fn iscsi(
 ) -> Result<Option<IscsiDef>, ServerError> {
     // All portals lead to the same sessions, over any transport: they are one portal group, and so
     // one port for initiators. Relative port identifiers are unique among all portals of the
-    // target. A target may have a name and no such portal.
-    let (Some(name), Some(&group)) = (&target.iqn, ids.get(&Port::Iscsi)) else {
+    // target. A target may have a name and no such portal, but still the number of one.
+    let has_portal = target.portals.iter().any(|p| p.protocol.is_iscsi());
+    let group = ids.get(&Port::Iscsi).filter(|_| has_portal);
+    let (Some(name), Some(&group)) = (&target.iqn, group) else {
         return Ok(None);
     };
     let portals = |protocol| {
@@ -579,10 +581,6 @@ impl Builder {
             // failure.
             let subject = Subject::Backend(backend.name.clone());
             self.problems.remove(&subject);
-        }
-        if let Some(before) = &before {
-            // Initiators may have registered with it meanwhile.
-            lu.import_state(&before.lu.export_state());
         }
         if let Some(keeper) = self.keepers.flushes.as_ref().filter(|_| !is_absent) {
             let store = self.opened[place].as_ref().expect("just opened");

@@ -90,13 +90,23 @@ pub(super) fn during(old: &AllPortIds, new: &AllPortIds) -> AllPortIds {
     all
 }
 
+/// Targets that are not configured, of which a number is kept at most: what is saved is bounded.
+const MOST_GONE: usize = 4096;
+
 /// Gives every port of a target a number: the one that it had, else its place in the file where
 /// that is free. Those that are not configured any longer lose theirs, but for iSCSI's.
 pub(super) fn number(known: &mut PortIds, target: &Target) {
     let ports = || target.portals.iter().map(port_of);
     let mut taken = BTreeSet::new();
-    let is_kept = |port: &Port| is_in_names(port) || ports().any(|p| p == *port);
-    known.retain(|port, id| is_kept(port) && taken.insert(*id));
+    // First those in names, should two ports have the number of one.
+    taken.extend(
+        known
+            .iter()
+            .filter(|(port, _)| is_in_names(port))
+            .map(|(_, id)| *id),
+    );
+    let is_configured = |port: &Port| ports().any(|p| p == *port);
+    known.retain(|port, id| is_in_names(port) || (is_configured(port) && taken.insert(*id)));
     for (place, port) in ports().enumerate() {
         if known.contains_key(&port) {
             continue;
@@ -116,6 +126,9 @@ pub(super) fn forget_others(known: &mut AllPortIds, is_configured: impl Fn(&str)
         ids.retain(|port, _| is_there || is_in_names(port));
         !ids.is_empty()
     });
+    let gone = known.keys().filter(|name| !is_configured(name));
+    let gone: Vec<_> = gone.skip(MOST_GONE).cloned().collect();
+    known.retain(|name, _| gone.binary_search(name).is_err());
 }
 
 /// Whether the number of a port is a part of its name.
@@ -173,6 +186,23 @@ mod tests {
         assert_eq!(ids, [3]);
         let (_, ids) = numbers(&fewer, &[2, 3]);
         assert_eq!(ids, [1, 3]);
+    }
+
+    #[test]
+    fn of_two_ports_with_one_number_that_in_names_keeps_it() {
+        let srp = Port::Srp("10.0.0.2:5555".parse().unwrap());
+        let known = PortIds::from([(srp, 1), (Port::Iscsi, 1)]);
+        assert_eq!(numbers(&known, &[2, 0]).1, [2, 1]);
+    }
+
+    #[test]
+    fn numbers_of_targets_that_are_gone_are_bounded() {
+        let one = |at| (format!("t{at:05}"), PortIds::from([(Port::Iscsi, 1)]));
+        let mut all: AllPortIds = (0..2 * MOST_GONE).map(one).collect();
+        let is_configured = |name: &str| name >= "t08000";
+        forget_others(&mut all, is_configured);
+        let there = all.keys().filter(|name| is_configured(name)).count();
+        assert_eq!((there, all.len() - there), (192, MOST_GONE));
     }
 
     #[test]

@@ -574,7 +574,7 @@ impl Server {
             // registrations and modes of the one that it replaces.
             let before = self.builder.units().get(name);
             if let Some(before) = before.filter(|before| !Arc::ptr_eq(before, unit)) {
-                unit.lu.import_state(&before.lu.export_state());
+                unit.lu.import_state(&before.lu.retire());
             }
         }
         self.builder = builder.clone();
@@ -587,7 +587,11 @@ impl Server {
 
     /// Workers have applied a change, or take too long over it.
     fn finish_change(&self, change: &Change) {
-        self.settle();
+        // Otherwise a worker may lead commands by the map before, to units that do not know their
+        // nexuses any more. A later change settles, or the end of a session.
+        if !change.rollout.is_late() {
+            self.settle();
+        }
         self.want_devices(&change.catalog);
         // Saving too many numbers does no harm.
         if let Err(error) = self.builder.save_ports(self.builder.ports()) {

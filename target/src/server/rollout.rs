@@ -98,6 +98,8 @@ pub struct Rollout {
     until: Option<Instant>,
     unserved: Vec<(usize, Unserved)>,
     failed: Option<(usize, String)>,
+    /// Not all workers have applied it in time.
+    is_late: bool,
 }
 
 impl Rollout {
@@ -125,6 +127,7 @@ impl Rollout {
             until: None,
             unserved: Vec::new(),
             failed: None,
+            is_late: false,
         }
     }
 
@@ -132,6 +135,12 @@ impl Rollout {
     #[must_use]
     pub fn state(&self) -> RolloutState {
         self.state
+    }
+
+    /// Whether some worker may serve what was before, although it is applied.
+    #[must_use]
+    pub fn is_late(&self) -> bool {
+        self.is_late
     }
 
     /// Whether it waits for workers.
@@ -205,6 +214,7 @@ impl Rollout {
             let late = self.awaited.iter().position(|awaited| *awaited);
             return self.fail(late.unwrap_or(0), "it does not answer".into(), now);
         }
+        self.is_late |= self.state == RolloutState::Applying;
         self.awaited.fill(false);
         self.advance(now);
     }
@@ -344,6 +354,12 @@ impl RolloutDriver {
             parts,
             refused: None,
         }
+    }
+
+    /// As [`Rollout::is_late`].
+    #[must_use]
+    pub fn is_late(&self) -> bool {
+        self.rollout.is_late()
     }
 
     /// As [`Rollout::refusal`].
@@ -556,7 +572,7 @@ mod tests {
         assert_eq!(rollout.state(), RolloutState::Applying);
         rollout.handle_time(commit + CONFIRMING);
         assert_eq!(rollout.state(), RolloutState::Applied);
-        assert_eq!(rollout.refusal(), None);
+        assert_eq!((rollout.refusal(), rollout.is_late()), (None, true));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! [`Disk`]: a file or block device in memory, with a volatile cache above its stable sectors.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::{Arc, Mutex};
 
 use super::lock;
@@ -33,6 +34,8 @@ struct State {
     /// Sectors in the cache that are taken for clean, but were not written back.
     lost: BTreeMap<u64, Sector>,
     error: WriteBackError,
+    /// It is not opened again.
+    refuses: bool,
 }
 
 /// The last failed write-back, and who knows of it (Linux, `lib/errseq.c`).
@@ -144,6 +147,23 @@ impl Disk {
             disk: self.clone(),
             seen: Arc::new(Mutex::new(seen)),
         }
+    }
+
+    /// Opens it once more, for a file that is open.
+    ///
+    /// # Errors
+    /// `EMFILE`, as long as [`Disk::refuse`] says so.
+    pub fn reopen(&self) -> io::Result<File> {
+        let refuses = lock(&self.0).refuses;
+        match refuses {
+            true => Err(io::Error::from_raw_os_error(libc::EMFILE)),
+            false => Ok(self.open()),
+        }
+    }
+
+    /// Whether [`Disk::reopen`] fails from now on, as in a process that has too many files.
+    pub fn refuse(&self, refuses: bool) {
+        lock(&self.0).refuses = refuses;
     }
 
     /// Whether two are the same.

@@ -129,7 +129,7 @@ impl AdminFault {
             4 => Self::GrowLun,
             5 => Self::ReadOnly,
             6 | 7 => Self::Deny(rng.usize(..initiators)),
-            8 => Self::Limit([1000, 5000][rng.usize(..2)]),
+            8 => Self::Limit([50, 1000][rng.usize(..2)]),
             9 => Self::RemovePortal(rng.usize(..paths), PROTOCOLS[rng.usize(..3)]),
             10 => Self::RemoveTarget,
             _ => Self::Refuse(Refusal::ALL[rng.usize(..7)]),
@@ -211,7 +211,7 @@ impl Layout {
                 AdminFault::ReplaceLun => new.is_replaced = true,
                 AdminFault::ReadOnly => new.is_read_only = true,
                 AdminFault::Deny(index) => _ = new.denied.insert(index),
-                AdminFault::Limit(iops) => new.limit = Some(iops.max(1000)),
+                AdminFault::Limit(iops) => new.limit = Some(iops.max(10)),
                 AdminFault::RemovePortal(path, protocol) => new.no_portals.push((path, protocol)),
                 AdminFault::RemoveTarget => new.has_target = false,
                 AdminFault::GrowDisk | AdminFault::GrowLun | AdminFault::Refuse(_) => {}

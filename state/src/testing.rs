@@ -4,6 +4,9 @@ use std::any::type_name;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt::{self, Debug, Write as _};
+use std::fs::File;
+use std::io::Write as _;
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 use super::State;
 
@@ -19,7 +22,38 @@ thread_local! {
     static TAKEN: RefCell<Option<BTreeSet<Transition>>> = const { RefCell::new(None) };
 }
 
+/// Name of the variable with a file's path: a process that has it appends each transition to that
+/// file when it takes it first, as three words of a line.
+pub const FILE: &str = "RISER_TRANSITIONS";
+
+/// That file, and what is in it.
+static WRITTEN: LazyLock<Option<Mutex<Written>>> = LazyLock::new(|| {
+    let path = std::env::var_os(FILE)?;
+    let file = File::options().create(true).append(true).open(path).ok()?;
+    let transitions = BTreeSet::new();
+    Some(Mutex::new(Written { file, transitions }))
+});
+
+struct Written {
+    file: File,
+    transitions: BTreeSet<Transition>,
+}
+
+fn write_first(transition: impl FnOnce() -> Transition) {
+    let Some(written) = &*WRITTEN else {
+        return;
+    };
+    let mut written = written.lock().unwrap_or_else(PoisonError::into_inner);
+    let (machine, from, to) = transition();
+    if written.transitions.insert((machine, from, to)) {
+        let line = format!("{machine} {} {}\n", from.as_str(), to.as_str());
+        // A line less is no reason to end the process that is looked at.
+        let _ = written.file.write_all(line.as_bytes());
+    }
+}
+
 pub(super) fn record<S: Debug>(from: &S, to: &S) {
+    write_first(|| (machine::<S>(), Name::of(from), Name::of(to)));
     TAKEN.with_borrow_mut(|taken| {
         if let Some(taken) = taken {
             taken.insert((machine::<S>(), Name::of(from), Name::of(to)));

@@ -13,6 +13,7 @@
 //! | `.build/fuzz/report.json` | figures of the last run |
 
 mod corpus;
+mod machines;
 mod process;
 mod targets;
 
@@ -234,6 +235,7 @@ fn report(figures: &[Figures]) -> Result<usize, Failure> {
             if f.failure.is_some() { "  failed" } else { "" },
         );
     }
+    machines::report(figures)?;
     let json: Vec<_> = figures.iter().map(Figures::json).collect();
     let text = serde_json::to_string_pretty(&json)?;
     fs::write(root().join(".build/fuzz/report.json"), text)?;

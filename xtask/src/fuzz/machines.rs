@@ -3,11 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-use super::process::{Figures, work};
+use super::process::{Figures, TRANSITIONS, work};
 use crate::{Failure, root};
-
-/// Name of the list of transitions in a target's folder.
-pub(super) const FILE: &str = "transitions";
 
 /// Transitions by machine: the states before and after.
 type Transitions = BTreeMap<String, BTreeSet<(String, String)>>;
@@ -19,7 +16,7 @@ pub(super) fn report(figures: &[Figures]) -> Result<(), Failure> {
     let mut taken = Transitions::new();
     for figures in figures {
         // There is none of a target without a machine.
-        let lines = fs::read_to_string(work(&figures.target).join(FILE)).unwrap_or_default();
+        let lines = fs::read_to_string(work(&figures.target).join(TRANSITIONS)).unwrap_or_default();
         for line in lines.lines() {
             let words: Vec<_> = line.split(' ').collect();
             if let [machine, from, to] = words[..] {

@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::machines;
 use super::targets::Target;
 use crate::{Failure, root, sh};
 
@@ -17,6 +16,9 @@ const MAX_LEN: usize = 16 << 10;
 /// Time and memory that one input may take, in seconds and MiB.
 const TIMEOUT: u64 = 20;
 const MEMORY: u64 = 2048;
+
+/// Name of the list of transitions in a target's folder.
+pub(super) const TRANSITIONS: &str = "transitions";
 
 /// Ticks of a second in `/proc` (`USER_HZ`).
 const TICKS: f64 = 100.0;
@@ -105,7 +107,7 @@ pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result
     ];
     let mut command = command(program, target, &args);
     // Inputs that are known are tried again, so the list becomes what it was.
-    let transitions = work.join(machines::FILE);
+    let transitions = work.join(TRANSITIONS);
     let _ = fs::remove_file(&transitions);
     command.env("RISER_TRANSITIONS", &transitions);
     let output = File::create(&log)?;

@@ -75,7 +75,7 @@ use self::api::{AdminRequest, Ask, Failure, Kept, Proposal};
 use self::history::{Entry, History};
 use self::http::Listening;
 use self::open::{
-    PREDECESSOR, admin_again, admin_or_problem, is_edited, open_metrics, restored, start,
+    PREDECESSOR, admin_at, admin_or_problem, is_edited, open_metrics, restored, start,
 };
 use self::room::Room;
 use self::signals::Signals;
@@ -452,7 +452,7 @@ impl Control<'_> {
             }
         }
         if let (None, Location::At(path)) = (&self.admin, &self.server.config().admin)
-            && let Ok(admin) = admin_again(path, &self.requests)
+            && let Ok(admin) = admin_at(path, &self.requests)
         {
             self.admin = Some(admin);
             self.server.set_admin_problem(None);

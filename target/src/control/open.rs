@@ -112,8 +112,8 @@ pub(super) fn admin_or_problem(
     }
 }
 
-/// Tries again to open the admin API at a path that could not be had.
-pub(super) fn admin_again(path: &Path, requests: &mpsc::Sender<AdminRequest>) -> io::Result<Admin> {
+/// Opens the admin API at a path.
+pub(super) fn admin_at(path: &Path, requests: &mpsc::Sender<AdminRequest>) -> io::Result<Admin> {
     let (listener, bound) = socket::bind(path)?;
     let admin = Admin::open(listener, Some(bound), requests.clone())?;
     tracing::info!(socket = %path.display(), "admin API");
@@ -164,11 +164,8 @@ fn admin(
         );
         return Ok(None);
     };
-    match socket::bind(&path) {
-        Ok((listener, bound)) => {
-            tracing::info!(socket = %path.display(), "admin API");
-            open(listener, Some(bound))
-        }
+    match admin_at(&path, requests) {
+        Ok(admin) => Ok(Some(admin)),
         Err(error) if is_default => {
             tracing::warn!(socket = %path.display(), %error, "no admin API");
             Ok(None)

@@ -324,7 +324,8 @@ fn live(
         Some(_) if log.contains("failed to allocate an alternative stack") => Ok(Came::NotUp),
         Some(signal) => Err(format!("it ended by signal {signal}\n{log}")),
         None if log.contains("panicked") => Err(format!("it panicked\n{log}")),
-        None if !is_up => Ok(Came::NotUp),
+        // Its socket is there and a session may begin before it has opened all that it serves.
+        None if !log.contains("configuration served") => Ok(Came::NotUp),
         None if has_ended => Err(format!("it ended by itself\n{log}")),
         None => Ok(Came::Through),
     }

@@ -14,6 +14,11 @@ use crate::audit::Who;
 use crate::config::Protocol;
 use crate::warn_limited;
 
+/// Events of the connection manager that a device has handled in a round: each connection is made
+/// of many objects, and the commands of those that are there do not wait for all that others ask
+/// for at once.
+const CM_EVENTS: usize = 1;
+
 impl Worker {
     /// Drives the devices, and takes their events.
     pub(super) fn poll_devices(&mut self) -> usize {
@@ -29,7 +34,10 @@ impl Worker {
                 let worker = packet.worker as usize;
                 self.outbox.send(worker, Mail::Forwarded { device, packet });
             }
-            while let Some(event) = self.devices[device].poll_cm_event() {
+            for _ in 0..CM_EVENTS {
+                let Some(event) = self.devices[device].poll_cm_event() else {
+                    break;
+                };
                 work += 1;
                 self.on_cm_event(device, event.id, event.kind);
                 self.drain_dirty();

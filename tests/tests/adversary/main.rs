@@ -345,6 +345,21 @@ impl Scene {
         p99
     }
 
+    /// Waits until an attack is over; what was sent, and how long it took.
+    fn while_attacked(
+        &mut self,
+        wire: hostile::Wire,
+        attack: JoinHandle<hostile::Tally>,
+    ) -> (hostile::Tally, Duration) {
+        let begun = Instant::now();
+        while !attack.is_finished() {
+            // Every honest thread gets on meanwhile, however slowly.
+            self.go_on(&format!("{wire:?}"), 1, Duration::from_millis(100));
+        }
+        let tally = attack.join().expect("the stranger does not fail");
+        (tally, begun.elapsed())
+    }
+
     fn reconnects(&self) -> Vec<u64> {
         self.sessions
             .iter()
@@ -509,6 +524,24 @@ fn yield_to_others() {
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
+/// Begins an attack of `count` messages in a world.
+fn begin_attack(
+    world: &Arc<World>,
+    wire: hostile::Wire,
+    count: u64,
+    seed: u64,
+    requests: &[Vec<u8>],
+) -> JoinHandle<hostile::Tally> {
+    let (world, requests) = (world.clone(), requests.to_vec());
+    thread::spawn(move || {
+        let sniffer = world.switch.run(Sniffer::new);
+        world.stranger.run(move || {
+            yield_to_others();
+            hostile::attack(wire, count, seed, &requests, sniffer)
+        })
+    })
+}
+
 /// Datagrams that the kernel has dropped in the target's namespace, since they came too fast.
 fn dropped_datagrams(world: &World) -> u64 {
     world.target.run(|| kernel_counter("Udp:", "RcvbufErrors"))
@@ -540,6 +573,8 @@ fn messages_that_are_almost_right_harm_no_other_session() {
     world.hosts.run(visit_other_target);
     let requests: Vec<_> = sniffer.logins().into_iter().map(|l| l.req).collect();
     drop(sniffer);
+    let elsewhere = Arc::new(World::new().unwrap());
+    let mut elsewhere = (elsewhere.clone(), serve(&elsewhere, 2));
     scene.go_on("before", 20, ALONE);
     let alone = scene.figures("before", ALONE);
     let mut report = String::new();
@@ -549,35 +584,28 @@ fn messages_that_are_almost_right_harm_no_other_session() {
     let wires: Vec<_> = hostile::Wire::ALL.into_iter().filter(is_wanted).collect();
     assert!(!wires.is_empty(), "there is no protocol {only}");
     for wire in wires {
+        // What the attack costs the machine, of which each host would have its own.
+        let elsewhere = begin_attack(&elsewhere.0, wire, count / 10, !seed, &requests);
+        let (_, took) = scene.while_attacked(wire, elsewhere);
+        let beside = scene.figures(&format!("{wire:?}, at another daemon"), took);
         // Twice: what the first half makes the daemon keep, the second finds there.
         let mut memory = None;
         for half in 0..2 {
-            let (requests, sniffer) = (requests.clone(), world.switch.run(Sniffer::new));
-            let (begun, dropped) = (Instant::now(), dropped_datagrams(&world));
-            let stranger = world.clone();
-            let seed = seed ^ half << 32;
-            let attack = thread::spawn(move || {
-                stranger.stranger.run(move || {
-                    yield_to_others();
-                    hostile::attack(wire, count / 2, seed, &requests, sniffer)
-                })
-            });
-            while !attack.is_finished() {
-                // Every honest thread gets on meanwhile, however slowly.
-                scene.go_on(&format!("{wire:?}"), 1, Duration::from_millis(100));
-            }
-            let tally = attack.join().expect("the stranger does not fail");
-            let took = begun.elapsed();
+            let dropped = dropped_datagrams(&world);
+            let attack = begin_attack(&world, wire, count / 2, seed ^ half << 32, &requests);
+            let (tally, took) = scene.while_attacked(wire, attack);
             let p99 = scene.figures(&format!("{wire:?}"), took);
             report += &format!(
                 "figure: {wire:?}: {} messages and {} connections ({} ended by the target) in {took:.1?}, {:.0}/s, \
-                 {} datagrams dropped; p99 {p99} us, {:.2} times that alone\n",
+                 {} datagrams dropped; p99 {p99} us, {:.2} times that alone, {:.2} times that beside \
+                 the same attack at another daemon\n",
                 tally.messages,
                 tally.connections,
                 tally.ended,
                 tally.messages as f64 / took.as_secs_f64(),
                 dropped_datagrams(&world) - dropped,
                 p99 as f64 / alone as f64,
+                p99 as f64 / beside as f64,
             );
             assert_eq!(scene.reconnects(), [0; 3], "{wire:?}: {:?}", scene.downs());
             let is_counted = matches!(
@@ -612,4 +640,5 @@ fn messages_that_are_almost_right_harm_no_other_session() {
     }
     // A daemon that has lost no buffer and no lock ends by itself.
     scene.pair.terminate();
+    elsewhere.1.terminate();
 }

@@ -1,6 +1,5 @@
 //! The task set itself.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use fnv::FnvHashMap;
@@ -25,12 +24,18 @@ struct NexusTasks {
 }
 
 /// The tasks of a logical unit.
+///
+/// Its tables grow to the most tasks that it has held: few units ever hold what they may, and one
+/// that is idle takes no memory for it.
 #[derive(Debug)]
 pub struct TaskSet {
     slots: Vec<Option<Task>>,
+    /// Slots that were in use and are not.
     free: Vec<u32>,
-    by_tag: HashMap<(NexusId, TaskTag), u32>,
-    /// By numbers of ours: no peer can choose them for their hashes.
+    /// Tasks at most.
+    capacity: usize,
+    /// By numbers of ours, as below: no peer can choose them for their hashes.
+    by_tag: FnvHashMap<(NexusId, TaskTag), u32>,
     nexuses: FnvHashMap<NexusId, NexusTasks>,
     /// Tasks of one nexus at most.
     share: u32,
@@ -61,11 +66,10 @@ impl TaskSet {
     #[must_use]
     pub fn new(capacity: u32, share: u32) -> Self {
         Self {
-            slots: vec![None; capacity as usize],
-            free: (0..capacity).rev().collect(),
-            // Twice as large as it gets: a table at most half full makes room
-            // for itself without allocating.
-            by_tag: HashMap::with_capacity(2 * capacity as usize),
+            slots: Vec::new(),
+            free: Vec::new(),
+            capacity: capacity as usize,
+            by_tag: FnvHashMap::default(),
             nexuses: FnvHashMap::default(),
             share,
             next_id: 0,
@@ -123,7 +127,14 @@ impl TaskSet {
             return Err(RegisterError::Full);
         }
         // Nothing is entered before the last refusal, so none has to be undone.
-        let slot = self.free.pop().ok_or(RegisterError::Full)?;
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None if self.slots.len() < self.capacity => {
+                self.slots.push(None);
+                self.slots.len() as u32 - 1
+            }
+            None => return Err(RegisterError::Full),
+        };
         // Slots are used again and ids are not, so a key that outlives its task names none.
         let id = self.next_id;
         self.next_id += 1;

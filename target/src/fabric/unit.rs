@@ -41,8 +41,9 @@ pub struct Unit {
 #[derive(Debug)]
 struct Tasks {
     set: TaskSet,
+    /// By slot, as far as slots were used.
     refs: Vec<Option<TaskRef>>,
-    /// By slot: the LUN that the initiator used for the unit, and the task's tag in the set.
+    /// Likewise: the LUN that the initiator used for the unit, and the task's tag in the set.
     names: Vec<(LunId, TaskTag)>,
     /// At most as many as all connections have contexts.
     left: Vec<PendingAnswer>,
@@ -109,8 +110,8 @@ impl Unit {
             lu,
             tasks: Mutex::new(Tasks {
                 set: TaskSet::new(capacity, share),
-                refs: vec![None; capacity as usize],
-                names: vec![(LunId::ZERO, TaskTag(0)); capacity as usize],
+                refs: Vec::new(),
+                names: Vec::new(),
                 left: Vec::new(),
                 limited: Vec::new(),
                 leaving: Vec::new(),
@@ -213,6 +214,10 @@ impl Unit {
             Err(RegisterError::Full) => return Err(TaskSetFull),
             Err(RegisterError::Overlapped(_)) => panic!("{task:?} is in the set already"),
         };
+        if tasks.refs.len() <= key.slot() {
+            tasks.refs.resize(key.slot() + 1, None);
+            tasks.names.resize(key.slot() + 1, (lun, task.tag()));
+        }
         tasks.refs[key.slot()] = Some(task);
         tasks.names[key.slot()] = (lun, task.tag());
         let started = tasks.set.try_start(key);

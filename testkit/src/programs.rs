@@ -2,10 +2,11 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
+use std::os::unix::fs::lchown;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{LazyLock, Once};
 
 pub use crate::skip::skip;
 
@@ -43,6 +44,59 @@ pub fn folder() -> PathBuf {
         assert!(cargo.status().expect("cargo runs").success(), "no programs");
     });
     folder.to_owned()
+}
+
+/// A user that owns nothing else.
+const NOBODY: u32 = 65534;
+
+/// Words before a program that run it as a user without capabilities, with as much locked memory as
+/// the service may have if this process may give it so much. None where it is not root, or where
+/// that user cannot run the programs.
+pub static WITHOUT_RIGHTS: LazyLock<Vec<String>> = LazyLock::new(|| {
+    let user = format!(
+        "setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups --inh-caps=-all \
+         --bounding-set=-all"
+    );
+    let memory = "prlimit --memlock=unlimited:unlimited";
+    let can_run = |words: &Vec<String>| {
+        let mut attempt = Command::new(&words[0]);
+        attempt.args(&words[1..]).arg(folder().join("riserd"));
+        let output = attempt.arg("--version").stdin(Stdio::null()).output();
+        output.is_ok_and(|output| output.status.success())
+    };
+    let ways = [format!("{memory} {user}"), user];
+    let mut ways = ways.map(|way| way.split(' ').map(str::to_owned).collect());
+    let way = ways.iter_mut().find(|way| can_run(way));
+    way.map(std::mem::take).unwrap_or_default()
+});
+
+/// A program, about to run [`WITHOUT_RIGHTS`].
+#[must_use]
+pub fn without_rights(program: impl AsRef<OsStr>) -> Command {
+    match &WITHOUT_RIGHTS[..] {
+        [] => Command::new(program),
+        [first, rest @ ..] => {
+            let mut command = Command::new(first);
+            command.args(rest).arg(program);
+            command
+        }
+    }
+}
+
+/// Gives a path, and all that is below it, to programs [`WITHOUT_RIGHTS`].
+///
+/// # Panics
+/// If it is not there.
+pub fn give(path: &Path) {
+    if WITHOUT_RIGHTS.is_empty() {
+        return;
+    }
+    lchown(path, Some(NOBODY), Some(NOBODY)).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    if path.is_dir() && !path.is_symlink() {
+        for entry in fs::read_dir(path).unwrap() {
+            give(&entry.unwrap().path());
+        }
+    }
 }
 
 /// The first of these tools that is not installed.
@@ -84,6 +138,7 @@ pub struct Pair {
     programs: PathBuf,
     daemon: Option<Child>,
     network: u8,
+    has_rights: bool,
 }
 
 impl Pair {
@@ -98,6 +153,16 @@ impl Pair {
     /// describe, with its portals, beside its name and its one logical unit.
     #[must_use]
     pub fn with_target(network: u8, backend: &str, target: &str) -> Self {
+        Self::start(network, backend, target, true)
+    }
+
+    /// The same with a riserd [`WITHOUT_RIGHTS`], as the service is.
+    #[must_use]
+    pub fn without_rights(network: u8, backend: &str, target: &str) -> Self {
+        Self::start(network, backend, target, false)
+    }
+
+    fn start(network: u8, backend: &str, target: &str, has_rights: bool) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let programs = folder();
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -118,6 +183,7 @@ impl Pair {
             programs,
             daemon: None,
             network,
+            has_rights,
         };
         pair.serve();
         pair
@@ -127,7 +193,15 @@ impl Pair {
     pub fn serve(&mut self) {
         let log = self.dir.join("riserd.log");
         let log = File::options().create(true).append(true).open(log).unwrap();
-        let daemon = Command::new(self.programs.join("riserd"))
+        let riserd = self.programs.join("riserd");
+        let mut command = match self.has_rights {
+            true => Command::new(riserd),
+            false => {
+                give(&self.dir);
+                without_rights(riserd)
+            }
+        };
+        let daemon = command
             .args(["run", "--config"])
             .arg(self.dir.join("riserd.yaml"))
             .stdin(Stdio::null())

@@ -40,6 +40,11 @@ const COMBINATIONS: u64 = 4;
 /// Kinds of disks that lose power (`tests/tests/crash/power.rs`).
 const DISKS: u64 = 3;
 
+/// Images of each load that a daemon is started on, and for how many loads of each kind there is one
+/// of each point at which power is lost.
+const IMAGES: u64 = 10;
+const WHOLE: u64 = 2;
+
 /// Runs them one after another, so that each has the machine.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
@@ -47,9 +52,12 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         ("RISER_CRASH_ROUNDS", options.rounds.div_ceil(COMBINATIONS)),
         ("RISER_CRASH_SEED", options.seed),
         ("RISER_CRASH_STATE", u64::MAX >> 1),
+        ("RISER_CRASH_CUTS", u64::MAX >> 1),
         ("RISER_CRASH_ERRORS", options.errors),
         ("RISER_POWER_RUNS", options.runs.div_ceil(DISKS)),
         ("RISER_POWER_SEED", options.seed),
+        ("RISER_POWER_IMAGES", IMAGES),
+        ("RISER_POWER_WHOLE", WHOLE),
     ];
     long("crash", &numbers, options.name.as_deref())
 }

@@ -43,6 +43,9 @@ const NEEDS: &[Need] = &[
     need("mkfs.ext4", "e2fsprogs", "file systems on attached LUNs"),
     need("losetup", "mount", "loop devices over FUSE exports"),
     need("ip", "iproute2", "network namespaces"),
+    need("wg", "wireguard-tools", "a target behind WireGuard"),
+    // For a kernel that lacks it.
+    need("wireguard-go", "wireguard-go", "a target behind WireGuard"),
     need(
         "promtool",
         "prometheus",

@@ -71,7 +71,7 @@ impl StateDir {
     /// `AddrInUse` if another daemon has it, and does not end within seconds; those of the file
     /// system.
     pub fn take(path: &Path) -> io::Result<Self> {
-        DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+        make_durable(path)?;
         // The directory itself is locked, so that no lock file is left behind or removed under a
         // lock.
         let lock = File::open(path)?;
@@ -258,6 +258,23 @@ pub fn replace_as(path: &Path, bytes: &[u8], access: &Access) -> io::Result<()> 
 
 fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
+}
+
+/// Makes a directory, and those above it that are missing. With a name that is lost with the
+/// machine's power, all that was made durable below it would be lost as well.
+fn make_durable(path: &Path) -> io::Result<()> {
+    let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+    let made: Vec<_> = path.ancestors().take_while(is_missing).collect();
+    DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    for path in made {
+        let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+        match sync_dir(parent.unwrap_or(Path::new("."))) {
+            // One that may be written to and not read: nothing can be done there.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+            synced => synced?,
+        }
+    }
+    Ok(())
 }
 
 /// Removes a file, if it is there.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use riser_test_peers::tcp::Client;
 use riser_testkit::eventually;
-use riser_testkit::programs::folder;
+use riser_testkit::programs::{folder, give, without_rights};
 use riser_tests::contest::IQN;
 
 /// How long anything may take on the slowest machine.
@@ -71,10 +71,11 @@ impl Daemon {
     pub(crate) fn start(&mut self, strace: Option<&[String]>) {
         let _ = fs::remove_file(self.socket());
         let riserd = folder().join("riserd");
+        give(&self.folder);
         let mut command = match strace {
-            None => Command::new(riserd),
+            None => without_rights(riserd),
             Some(args) => {
-                let mut command = Command::new("strace");
+                let mut command = without_rights("strace");
                 command.args(["-f", "-qq"]).args(args).arg("--").arg(riserd);
                 command
             }

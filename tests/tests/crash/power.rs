@@ -7,9 +7,15 @@
 //! what was acknowledged as stable until then: by a flush, by a write with FUA, or by each write
 //! where the unit has no write cache.
 //!
-//! `RISER_POWER_RUNS` sets how many loads (default 2 of each kind), `RISER_POWER_SEED` which.
+//! At some of these points, and at all of some loads, the image of the disk is made as the loss of
+//! power could have left it, with a part of what was not flushed, torn at any sector; a daemon is
+//! started on it, and an initiator reads it ([`images`](super::images)).
+//!
+//! `RISER_POWER_RUNS` sets how many loads (default 2 of each kind), `RISER_POWER_SEED` which,
+//! `RISER_POWER_IMAGES` how many images of each load, and `RISER_POWER_WHOLE` for how many loads
+//! there is one of each point.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -22,18 +28,23 @@ use riser_initiator::block::task::block_on;
 use riser_initiator::block::{
     BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
 };
-use riser_initiator::engine::Client;
+use riser_initiator::engine::IoData;
 use riser_initiator::fuse::{Caching, FuseMount, FuseOptions};
 use riser_initiator::lun::Lun;
-use riser_initiator::url::TargetUrl;
+use riser_initiator::request::{Cdb, DataLen};
 use riser_testkit::eventually_ok;
 use riser_testkit::programs::{Pair, skip};
-use riser_tests::contest::{IQN, portals};
+use riser_tests::contest::portals;
 use riser_tests::history::{BLOCK, Port, Version};
 use riser_tests::load::{Chance, setting};
 
+use crate::images::{Image, Images, client, url};
+
 /// The disk in blocks of the record.
 const DISK: u64 = 3 * 64;
+
+/// By how much the network of the daemons on images is another one.
+const IMAGES: u8 = 40;
 
 /// Most blocks of a command.
 const LONGEST: u64 = 24;
@@ -42,6 +53,9 @@ const LONGEST: u64 = 24;
 const COMMANDS: usize = 60;
 
 const PATIENCE: Duration = Duration::from_secs(60);
+
+const GOOD: u8 = 0;
+const CHECK_CONDITION: u8 = 2;
 
 /// Versions of blocks, by their numbers. Blocks of zeroes are of version 0.
 type Blocks = BTreeMap<u64, u64>;
@@ -56,12 +70,44 @@ enum Event {
     Promised(Blocks),
 }
 
+/// Events, and the zeroes among versions.
 #[derive(Default)]
-struct Record(Mutex<Vec<Event>>);
+struct Record {
+    events: Mutex<Vec<Event>>,
+    zeroes: Mutex<Zeroes>,
+}
+
+/// Zeroes do not say which command they are from. Each block has one initiator, with one command
+/// at a time, so they are of the latest one that zeroes it.
+#[derive(Default)]
+struct Zeroes {
+    latest: Blocks,
+    /// Numbers of all commands that zero.
+    all: BTreeSet<u64>,
+}
 
 impl Record {
     fn events(&self) -> MutexGuard<'_, Vec<Event>> {
-        self.0.lock().unwrap()
+        self.events.lock().unwrap()
+    }
+
+    fn zeroes(&self) -> MutexGuard<'_, Zeroes> {
+        self.zeroes.lock().unwrap()
+    }
+
+    /// A command is about to zero these blocks.
+    fn announce(&self, blocks: Range<u64>, sequence: u64) {
+        let mut zeroes = self.zeroes();
+        zeroes.all.insert(sequence);
+        zeroes.latest.extend(blocks.map(|block| (block, sequence)));
+    }
+
+    /// What a block of this version holds.
+    fn fill(&self, block: u64, sequence: u64, bytes: &mut [u8]) {
+        match sequence == 0 || self.zeroes().all.contains(&sequence) {
+            true => bytes.fill(0),
+            false => Version::new(sequence, Port(1)).fill(block, bytes),
+        }
     }
 
     fn push(&self, event: Event) {
@@ -78,7 +124,9 @@ struct Recorder {
 impl Recorder {
     fn zeroed(&self, range: Range<u64>, is_stable: bool) {
         let blocks = range.start / BLOCK as u64..range.end / BLOCK as u64;
-        let blocks = blocks.map(|block| (block, 0)).collect();
+        let latest = self.record.zeroes().latest.clone();
+        let number = |block| (block, latest.get(&block).copied().unwrap_or_default());
+        let blocks = blocks.map(number).collect();
         self.record.push(Event::Written { blocks, is_stable });
     }
 }
@@ -108,12 +156,17 @@ impl BlockDevice for Recorder {
         let mut bytes = vec![0; buffer.len()];
         buffer.slice().read(0, &mut bytes);
         let first = offset / BLOCK as u64;
+        let latest = self.record.zeroes().latest.clone();
         let blocks = bytes
             .chunks_exact(BLOCK)
             .zip(first..)
             .map(|(bytes, block)| {
                 let version = Version::of(block, bytes).expect("a whole block of this load");
-                (block, version.sequence)
+                let of_zeroes = latest.get(&block).copied().unwrap_or_default();
+                match version.sequence {
+                    0 => (block, of_zeroes),
+                    sequence => (block, sequence),
+                }
             });
         let blocks = blocks.collect();
         let result = self.disk.write(offset, buffer, fua).await;
@@ -146,60 +199,117 @@ impl BlockDevice for Recorder {
     }
 }
 
-/// Where power may be lost, and what is checked there.
+/// What a disk with a volatile cache may hold at a point of the record.
 #[derive(Default)]
-struct Figures {
-    cuts: usize,
-    flushes: usize,
-    promises: usize,
+struct Disk {
+    stable: Blocks,
+    /// Versions behind it in order, each with the number of its write.
+    cached: BTreeMap<u64, Vec<(usize, u64)>>,
+    promised: Blocks,
+    writes: usize,
 }
 
-/// Checks all states in which a loss of power at any point of the record could leave the disk.
-///
-/// # Panics
-/// If a block could be older than what was promised.
-fn check(events: &[Event]) -> Figures {
-    let mut figures = Figures::default();
-    let (mut stable, mut promised) = (Blocks::new(), Blocks::new());
-    let mut cached: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
-    for (at, event) in events.iter().enumerate() {
-        figures.cuts += 1;
+impl Disk {
+    fn go_on(&mut self, event: &Event) {
         match event {
             Event::Written { blocks, is_stable } => {
                 for (&block, &version) in blocks {
                     if *is_stable {
-                        stable.insert(block, version);
-                        cached.remove(&block);
+                        self.stable.insert(block, version);
+                        self.cached.remove(&block);
                     } else {
-                        cached.entry(block).or_default().push(version);
+                        let versions = self.cached.entry(block).or_default();
+                        versions.push((self.writes, version));
                     }
                 }
+                self.writes += 1;
             }
             Event::Flushed => {
-                figures.flushes += 1;
-                for (block, versions) in std::mem::take(&mut cached) {
-                    stable.extend(versions.last().map(|&version| (block, version)));
+                for (block, versions) in std::mem::take(&mut self.cached) {
+                    let last = versions.last().map(|&(_, version)| (block, version));
+                    self.stable.extend(last);
                 }
             }
             Event::Promised(blocks) => {
-                figures.promises += 1;
                 // A durable write may have promised more while a flush was under way.
                 for (&block, &version) in blocks {
-                    let least = promised.entry(block).or_default();
+                    let least = self.promised.entry(block).or_default();
                     *least = version.max(*least);
                 }
             }
         }
-        for (block, &least) in &promised {
-            let stable = stable.get(block).copied().unwrap_or_default();
-            let cached = cached.get(block).into_iter().flatten().copied();
-            let oldest = cached.chain([stable]).min().unwrap_or_default();
+    }
+
+    fn stable(&self, block: u64) -> u64 {
+        self.stable.get(&block).copied().unwrap_or_default()
+    }
+
+    /// # Panics
+    /// If a block could be older than what was promised.
+    fn check(&self, at: usize) {
+        for (block, &least) in &self.promised {
+            let cached = self.cached.get(block).into_iter().flatten();
+            let versions = cached.map(|&(_, version)| version);
+            let oldest = versions.chain([self.stable(*block)]).min();
+            let oldest = oldest.unwrap_or_default();
             assert!(
                 oldest >= least,
                 "after event {at}: block {block} may hold write {oldest}, although write {least} \
                  was promised to be stable"
             );
         }
+    }
+
+    /// A state in which power may leave it: with any of the versions of each block, or with all
+    /// writes up to one that is torn.
+    fn cut(&self, chance: &mut Chance) -> Blocks {
+        let is_in_order = chance.below(2) == 0;
+        let waiting = self.cached.values().flatten().map(|&(write, _)| write);
+        let first = waiting.min().unwrap_or(self.writes);
+        let torn = first + chance.below((self.writes - first) as u64 + 1) as usize;
+        let mut state = |block| {
+            let cached = self.cached.get(&block).map_or(&[][..], |cached| cached);
+            let taken = match is_in_order {
+                true => {
+                    let taken = cached.iter().filter(|(write, _)| *write < torn).count();
+                    let is_torn = cached.get(taken).is_some_and(|(write, _)| *write == torn);
+                    taken + usize::from(is_torn && chance.below(2) == 0)
+                }
+                false => chance.below(cached.len() as u64 + 1) as usize,
+            };
+            match taken {
+                0 => (block, self.stable(block)),
+                n => (block, cached[n - 1].1),
+            }
+        };
+        (0..DISK).map(&mut state).collect()
+    }
+}
+
+/// Where power may be lost, and what is checked there.
+#[derive(Default)]
+struct Figures {
+    cuts: usize,
+    flushes: usize,
+    promises: usize,
+    images: usize,
+}
+
+/// Checks all states in which a loss of power at any point of the record could leave the disk, and
+/// shows each point.
+///
+/// # Panics
+/// If a block could be older than what was promised.
+fn check(events: &[Event], mut show: impl FnMut(&Disk) -> usize) -> Figures {
+    let mut figures = Figures::default();
+    let mut disk = Disk::default();
+    for (at, event) in events.iter().enumerate() {
+        figures.cuts += 1;
+        figures.flushes += usize::from(matches!(event, Event::Flushed));
+        figures.promises += usize::from(matches!(event, Event::Promised(_)));
+        disk.go_on(event);
+        disk.check(at);
+        figures.images += show(&disk);
     }
     figures
 }
@@ -222,17 +332,24 @@ struct User {
     writes_are_stable: bool,
     known: Arc<Mutex<Known>>,
     record: Arc<Record>,
+    /// What its blocks hold now.
+    content: Blocks,
 }
 
 impl User {
-    fn work(&self, chance: &mut Chance) {
+    fn work(&mut self, chance: &mut Chance) {
         for _ in 0..COMMANDS {
-            match chance.below(6) {
-                0 => self.flush(),
+            match chance.below(12) {
+                0 | 1 => self.flush(),
+                2 => self.unmap(chance),
+                3 => self.zero(chance),
+                4 | 5 => self.compare_and_write(chance),
                 _ => self.write(chance),
             }
         }
         self.flush();
+        let all = self.read(self.blocks.clone());
+        assert!(all == self.bytes(self.blocks.clone()), "{:?}", self.blocks);
     }
 
     fn flush(&self) {
@@ -241,33 +358,132 @@ impl User {
         self.record.push(Event::Promised(before));
     }
 
-    fn write(&self, chance: &mut Chance) {
+    /// Some of its blocks, as whole blocks of the unit, at most so many of the record's.
+    fn any_blocks(&self, chance: &mut Chance, longest: u64) -> Range<u64> {
         let all = (self.blocks.end - self.blocks.start) / self.grain;
-        let len = 1 + chance.below(LONGEST / self.grain);
+        let len = 1 + chance.below(longest / self.grain);
         let first = self.blocks.start + chance.below(all - len + 1) * self.grain;
-        let len = len * self.grain;
-        let fua = chance.below(4) == 0;
-        let sequence = {
-            let mut known = self.known.lock().unwrap();
-            known.sequence += 1;
-            known.sequence
-        };
-        let version = Version::new(sequence, Port(1));
-        let mut bytes = vec![0; len as usize * BLOCK];
-        for (block, bytes) in (first..).zip(bytes.chunks_exact_mut(BLOCK)) {
-            version.fill(block, bytes);
+        first..first + len * self.grain
+    }
+
+    fn next_number(&self) -> u64 {
+        let mut known = self.known.lock().unwrap();
+        known.sequence += 1;
+        known.sequence
+    }
+
+    /// Blocks as they are now.
+    fn bytes(&self, blocks: Range<u64>) -> Vec<u8> {
+        let mut bytes = vec![0; (blocks.end - blocks.start) as usize * BLOCK];
+        for (block, bytes) in blocks.zip(bytes.chunks_exact_mut(BLOCK)) {
+            let sequence = self.content.get(&block).copied().unwrap_or_default();
+            self.record.fill(block, sequence, bytes);
         }
-        let buffer = block_on(self.lun.buffers().take(bytes.len()));
-        buffer.slice().write(0, &bytes);
-        block_on(self.lun.write(first * BLOCK as u64, buffer, fua)).unwrap();
-        let blocks: Blocks = (first..first + len)
-            .map(|block| (block, sequence))
-            .collect();
-        self.known.lock().unwrap().acknowledged.extend(&blocks);
-        if fua || self.writes_are_stable {
-            self.record.push(Event::Promised(blocks));
+        bytes
+    }
+
+    fn read(&self, blocks: Range<u64>) -> Vec<u8> {
+        let len = (blocks.end - blocks.start) as usize * BLOCK;
+        let buffer = block_on(self.lun.buffers().take(len));
+        let buffer = block_on(self.lun.read(blocks.start * BLOCK as u64, buffer)).unwrap();
+        buffer.slice().to_vec()
+    }
+
+    /// A command that has written these blocks was answered.
+    fn acknowledged(&mut self, blocks: &Blocks, is_stable: bool) {
+        self.content.extend(blocks);
+        self.known.lock().unwrap().acknowledged.extend(blocks);
+        if is_stable || self.writes_are_stable {
+            self.record.push(Event::Promised(blocks.clone()));
         }
     }
+
+    fn write(&mut self, chance: &mut Chance) {
+        let range = self.any_blocks(chance, LONGEST);
+        let fua = chance.below(4) == 0;
+        let sequence = self.next_number();
+        let blocks: Blocks = range.clone().map(|block| (block, sequence)).collect();
+        let bytes = new_bytes(&blocks);
+        let buffer = block_on(self.lun.buffers().take(bytes.len()));
+        buffer.slice().write(0, &bytes);
+        block_on(self.lun.write(range.start * BLOCK as u64, buffer, fua)).unwrap();
+        self.acknowledged(&blocks, fua);
+    }
+
+    /// WRITE SAME.
+    fn zero(&mut self, chance: &mut Chance) {
+        let blocks = self.any_blocks(chance, LONGEST);
+        let sequence = self.next_number();
+        self.record.announce(blocks.clone(), sequence);
+        let bytes = blocks.start * BLOCK as u64..blocks.end * BLOCK as u64;
+        let options = ZeroOptions {
+            may_unmap: chance.below(2) == 0,
+            fua: false,
+        };
+        block_on(self.lun.write_zeroes(bytes, options)).unwrap();
+        let blocks = blocks.map(|block| (block, sequence)).collect();
+        self.acknowledged(&blocks, false);
+    }
+
+    /// A unit may keep blocks that it was asked to unmap (SBC-4 clause 4.7.4.4), so it is asked what
+    /// has become of them.
+    fn unmap(&mut self, chance: &mut Chance) {
+        let blocks = self.any_blocks(chance, LONGEST);
+        let before = self.bytes(blocks.clone());
+        let sequence = self.next_number();
+        self.record.announce(blocks.clone(), sequence);
+        block_on(
+            self.lun
+                .discard(blocks.start * BLOCK as u64..blocks.end * BLOCK as u64),
+        )
+        .unwrap();
+        let after = self.read(blocks.clone());
+        let pairs = before.chunks_exact(BLOCK).zip(after.chunks_exact(BLOCK));
+        let mut zeroed = Blocks::new();
+        for (block, (before, after)) in blocks.zip(pairs) {
+            if before != after {
+                assert!(after.iter().all(|byte| *byte == 0), "block {block}");
+                zeroed.insert(block, sequence);
+            }
+        }
+        self.acknowledged(&zeroed, false);
+    }
+
+    /// COMPARE AND WRITE of one block of the unit, some with what was there before, some with what
+    /// was not.
+    fn compare_and_write(&mut self, chance: &mut Chance) {
+        let range = self.any_blocks(chance, self.grain);
+        let is_equal = chance.below(4) != 0;
+        let fua = chance.below(2) == 0;
+        let mut bytes = self.bytes(range.clone());
+        let len = bytes.len();
+        bytes[len - 1] ^= u8::from(!is_equal);
+        let sequence = self.next_number();
+        let blocks: Blocks = range.clone().map(|block| (block, sequence)).collect();
+        bytes.extend(new_bytes(&blocks));
+        let mut cdb = [0; 16];
+        (cdb[0], cdb[1], cdb[13]) = (0x89, u8::from(fua) << 3, 1);
+        cdb[2..10].copy_from_slice(&(range.start / self.grain).to_be_bytes());
+        let buffer = block_on(self.lun.buffers().take(bytes.len()));
+        buffer.slice().write(0, &bytes);
+        let out = DataLen::Out(bytes.len() as u32);
+        let cdb = Cdb::new(&cdb).expect("sixteen bytes");
+        let answer = block_on(self.lun.scsi(cdb, out, IoData::One(buffer)));
+        let status = answer.result.unwrap().status;
+        assert_eq!(status, if is_equal { GOOD } else { CHECK_CONDITION });
+        if is_equal {
+            self.acknowledged(&blocks, fua);
+        }
+    }
+}
+
+/// Blocks of new data.
+fn new_bytes(blocks: &Blocks) -> Vec<u8> {
+    let mut bytes = vec![0; blocks.len() * BLOCK];
+    for ((block, sequence), bytes) in blocks.iter().zip(bytes.chunks_exact_mut(BLOCK)) {
+        Version::new(*sequence, Port(1)).fill(*block, bytes);
+    }
+    bytes
 }
 
 /// A mount of the recorder, below a folder that goes with it.
@@ -323,6 +539,8 @@ impl Drop for Mounted {
 fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, keys: &str) {
     let seed = setting("RISER_POWER_SEED", 1);
     let runs = setting("RISER_POWER_RUNS", 2);
+    let images = setting("RISER_POWER_IMAGES", 4) as usize;
+    let whole = setting("RISER_POWER_WHOLE", 0);
     println!(
         "RISER_POWER_SEED={seed} RISER_POWER_RUNS={runs} cargo test -p riser-tests --test crash \
          {name}"
@@ -335,62 +553,78 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
         "{{ kind: file, path: {}, write_cache: {write_cache}, block_size: {block_size}{keys} }}",
         mounted.folder.join("disk").display()
     );
+    // With rights: the disk's file is root's alone.
     let pair = Pair::with_target(network, &backend, &portals(network));
     let schemes = ["srp", "iser", "iscsi"];
     let luns = schemes.map(|scheme| log_in(network, scheme));
     let known: Arc<Mutex<Known>> = Arc::default();
+    let keys = format!("write_cache: {write_cache}, block_size: {block_size}");
+    let mut started = Images::new(IMAGES + network, DISK, &keys);
+    let mut chance = Chance::new(seed, 100);
     let mut sum = Figures::default();
     for run in seed..seed + runs {
         thread::scope(|scope| {
             for (stream, lun) in (0..).zip(&luns) {
                 let part = DISK / schemes.len() as u64;
-                let user = User {
+                let mut user = User {
                     lun: lun.clone(),
                     blocks: stream * part..(stream + 1) * part,
                     grain: block_size / BLOCK as u64,
                     writes_are_stable: !write_cache,
                     known: Arc::clone(&known),
                     record: Arc::clone(&record),
+                    content: known.lock().unwrap().acknowledged.clone(),
                 };
                 let mut chance = Chance::new(run, stream);
                 scope.spawn(move || user.work(&mut chance));
             }
         });
-        // Each run ends with a flush, so the next begins with a disk that has one state.
-        let figures = check(&record.events());
-        record.events().clear();
-        known.lock().unwrap().acknowledged.clear();
+        let events = std::mem::take(&mut *record.events());
+        let step = match run < seed + whole {
+            true => 1,
+            false => (events.len() / images.max(1)).max(1),
+        };
+        let mut until_next = chance.below(step as u64) as usize;
+        let figures = check(&events, |disk| {
+            if until_next > 0 {
+                until_next -= 1;
+                return 0;
+            }
+            until_next = step - 1;
+            let mut image = Image::new(DISK);
+            for (block, sequence) in disk.cut(&mut chance) {
+                record.fill(block, sequence, image.block(block));
+            }
+            started.check(&image);
+            1
+        });
+        // Each run ends with a flush, so the next begins with a disk that has one state. What is
+        // there was promised.
+        let acknowledged = known.lock().unwrap().acknowledged.clone();
+        record.push(Event::Written {
+            blocks: acknowledged,
+            is_stable: true,
+        });
+        sum.images += figures.images;
         sum.cuts += figures.cuts;
         sum.flushes += figures.flushes;
         sum.promises += figures.promises;
     }
     println!(
         "figure: {runs} loads, {} points at which power is lost, {} promises, {} flushes of the \
-         daemon's",
-        sum.cuts, sum.promises, sum.flushes
+         daemon's, {} images that a daemon was started on",
+        sum.cuts, sum.promises, sum.flushes, sum.images
     );
     assert!(sum.flushes > 0, "the daemon never flushed");
+    assert!(sum.images > 0 || images == 0, "no daemon was started");
     drop(luns);
     drop(pair);
 }
 
 fn log_in(network: u8, scheme: &str) -> Lun {
-    let builder = Client::builder().pool(2 << 20);
-    let client = match scheme {
-        "iscsi" => builder.without_device(),
-        "srp" => builder.open(format!("127.0.{network}.2").parse().unwrap()),
-        _ => builder.open(format!("127.0.{network}.3").parse().unwrap()),
-    };
-    let client = client.unwrap();
-    let target = match scheme {
-        "srp" => "0".to_owned(),
-        _ => format!("{IQN}/0"),
-    };
-    let url: TargetUrl = format!("{scheme}://127.0.{network}.1/{target}")
-        .parse()
-        .unwrap();
+    let client = client(network, scheme);
     let session = eventually_ok("a login", PATIENCE, || {
-        block_on(client.connect(url.clone()))
+        block_on(client.connect(url(network, scheme)))
     });
     block_on(session.lun(0)).unwrap()
 }
@@ -419,37 +653,61 @@ mod oracle {
         Event::Written { blocks, is_stable }
     }
 
+    fn check_all(events: &[Event]) {
+        check(events, |_| 0);
+    }
+
+    /// Of all states at the end, in many tries.
+    fn states(events: &[Event]) -> BTreeSet<u64> {
+        let mut disk = Disk::default();
+        events.iter().for_each(|event| disk.go_on(event));
+        let mut chance = Chance::new(1, 1);
+        (0..100).map(|_| disk.cut(&mut chance)[&7]).collect()
+    }
+
+    #[test]
+    fn a_cut_leaves_what_is_stable_or_any_write_behind_it() {
+        let events = [
+            written(1, false),
+            Event::Flushed,
+            written(2, false),
+            written(3, false),
+        ];
+        assert_eq!(states(&events), [1, 2, 3].into());
+        assert_eq!(states(&[written(1, false), written(2, true)]), [2].into());
+    }
+
     fn promised(version: u64) -> Event {
         Event::Promised(Blocks::from([(7, version)]))
     }
 
     #[test]
     fn a_promise_behind_a_flush_is_kept() {
-        check(&[
+        check_all(&[
             written(1, false),
             Event::Flushed,
             promised(1),
             written(2, false),
         ]);
-        check(&[written(1, true), promised(1)]);
+        check_all(&[written(1, true), promised(1)]);
     }
 
     #[test]
     #[should_panic(expected = "block 7 may hold write 0, although write 1")]
     fn a_flush_that_was_forgotten_is_found() {
-        check(&[written(1, false), promised(1)]);
+        check_all(&[written(1, false), promised(1)]);
     }
 
     #[test]
     #[should_panic(expected = "block 7 may hold write 0, although write 1")]
     fn a_flush_before_the_write_is_found() {
-        check(&[Event::Flushed, written(1, false), promised(1)]);
+        check_all(&[Event::Flushed, written(1, false), promised(1)]);
     }
 
     #[test]
     #[should_panic(expected = "block 7 may hold write 1, although write 2")]
     fn an_older_write_behind_a_later_one_is_found() {
-        check(&[
+        check_all(&[
             written(2, false),
             Event::Flushed,
             promised(2),

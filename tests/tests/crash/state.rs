@@ -1,4 +1,5 @@
-//! The daemon is killed before each system call on a file of its state directory.
+//! The daemon is killed before each system call on a file of its state directory. The kernel keeps
+//! what it has written; [`cuts`](super::cuts) are of the machine's power.
 //!
 //! Afterwards, reservations and the configuration are as before a change or as after it, and as
 //! after it if the change was answered. A registration, a reservation and an applied configuration
@@ -23,13 +24,20 @@ const ADDRESS: &str = "127.0.174.1:3260";
 
 /// What the daemon keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Kept {
-    key: u64,
-    is_reserved: bool,
-    iops: u64,
+pub(crate) struct Kept {
+    pub(crate) key: u64,
+    pub(crate) is_reserved: bool,
+    pub(crate) iops: u64,
 }
 
 impl Kept {
+    /// Of a daemon that nothing was changed of.
+    pub(crate) const FIRST: Self = Self {
+        key: 0,
+        is_reserved: false,
+        iops: 1000,
+    };
+
     fn next(self) -> Self {
         Self {
             key: self.key + 1,
@@ -39,33 +47,42 @@ impl Kept {
     }
 }
 
-/// Makes all three changes, as far as the daemon lives; returns what was answered.
-fn change(daemon: &Daemon, from: Kept) -> Kept {
+/// Makes all three changes, as far as the daemon lives; shows what was answered with each, and
+/// returns it.
+pub(crate) fn change(
+    daemon: &Daemon,
+    address: &str,
+    from: Kept,
+    mut show: impl FnMut(Kept),
+) -> Kept {
     let next = from.next();
     let mut answered = from;
     // A connection that breaks ends these by a panic of the client's.
     let _: Result<(), _> = catch_unwind(AssertUnwindSafe(|| {
-        let mut client = try_log_in(ADDRESS).expect("a daemon that lives");
+        let mut client = try_log_in(address).expect("a daemon that lives");
         let keys = (0, next.key);
         if reserve_out(&mut client, REGISTER_AND_IGNORE, keys) != GOOD {
             return;
         }
         answered.key = next.key;
+        show(answered);
         let action = if next.is_reserved { RESERVE } else { RELEASE };
         if reserve_out(&mut client, action, (next.key, 0)) == GOOD {
             answered.is_reserved = next.is_reserved;
+            show(answered);
         }
     }));
     let limit = format!("limits/iops={}", next.iops);
     if daemon.riserd(&["set", "/backends/disk", &limit]).is_some() {
         answered.iops = next.iops;
+        show(answered);
     }
     answered
 }
 
 /// What it keeps, after a start.
-fn kept_by(daemon: &Daemon) -> Kept {
-    let mut client = eventually_some("a login", PATIENCE, || try_log_in(ADDRESS));
+pub(crate) fn kept_by(daemon: &Daemon, address: &str) -> Kept {
+    let mut client = eventually_some("a login", PATIENCE, || try_log_in(address));
     let keys = reserve_in(&mut client, 0);
     let keys: Vec<_> = keys
         .chunks_exact(8)
@@ -79,7 +96,7 @@ fn kept_by(daemon: &Daemon) -> Kept {
     Kept {
         key: keys.first().map_or(0, |key| u64::from_be_bytes(*key)),
         is_reserved: !reserve_in(&mut client, 1).is_empty(),
-        iops: disk["limits"]["iops"].as_u64().unwrap_or_default(),
+        iops: disk["limits"]["iops"].as_u64().unwrap_or(Kept::FIRST.iops),
     }
 }
 
@@ -93,12 +110,12 @@ fn is_killed_at(daemon: &mut Daemon, strace: &[&str], kept: &mut Kept) -> (bool,
     daemon.start(Some(&args));
     let answered = match daemon.has_ended() {
         true => *kept,
-        false => change(daemon, *kept),
+        false => change(daemon, ADDRESS, *kept, |_| ()),
     };
     let is_killed = daemon.has_ended();
     daemon.kill();
     daemon.start(None);
-    let (found, next) = (kept_by(daemon), kept.next());
+    let (found, next) = (kept_by(daemon, ADDRESS), kept.next());
     let fits = |found: u64, old: u64, answered: u64, new: u64| match answered == new {
         true => found == new,
         false => found == old || found == new,
@@ -143,11 +160,6 @@ fn a_kill_at_any_step_leaves_the_state_before_or_after_a_change() {
         "{ disk: { kind: ram, size: 1MiB } }",
         "{ 0: disk }",
     );
-    let start = Kept {
-        key: 0,
-        is_reserved: false,
-        iops: 1000,
-    };
     // Once without a kill: that is where the files are named.
     let trace = daemon.folder.join("trace");
     let args = [
@@ -158,8 +170,8 @@ fn a_kill_at_any_step_leaves_the_state_before_or_after_a_change() {
         trace.to_str().unwrap(),
     ];
     daemon.start(Some(&args.map(str::to_owned)));
-    let mut kept = change(&daemon, start);
-    assert_eq!(kept, start.next(), "all is answered");
+    let mut kept = change(&daemon, ADDRESS, Kept::FIRST, |_| ());
+    assert_eq!(kept, Kept::FIRST.next(), "all is answered");
     daemon.kill();
     let trace = fs::read_to_string(&trace).unwrap();
     let mut paths = paths_in(&trace, &daemon.state());

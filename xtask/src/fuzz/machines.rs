@@ -3,20 +3,32 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-use super::process::{Figures, TRANSITIONS, work};
+use serde::{Deserialize, Serialize};
+
+use super::process::{TRANSITIONS, work};
+use super::targets::TARGETS;
 use crate::{Failure, root};
 
 /// Transitions by machine: the states before and after.
 type Transitions = BTreeMap<String, BTreeSet<(String, String)>>;
 
-/// Prints how many transitions of each machine all targets together have taken, of those that its
-/// table has.
-pub(super) fn report(figures: &[Figures]) -> Result<(), Failure> {
+/// What of a machine's table was taken.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Coverage {
+    taken: usize,
+    of: usize,
+    /// Transitions that no target has taken, as `FROM -> TO`.
+    unreached: Vec<String>,
+}
+
+/// Prints how many transitions of each machine all targets together have taken in their last runs,
+/// of those that its table has, and which they have not; returns it.
+pub(super) fn report() -> Result<BTreeMap<String, Coverage>, Failure> {
     let tables = tables(&fs::read_to_string(root().join("state/tables.txt"))?);
     let mut taken = Transitions::new();
-    for figures in figures {
-        // There is none of a target without a machine.
-        let lines = fs::read_to_string(work(&figures.target).join(TRANSITIONS)).unwrap_or_default();
+    for target in TARGETS {
+        // There is none of a target without a machine, or that was not run.
+        let lines = fs::read_to_string(work(target).join(TRANSITIONS)).unwrap_or_default();
         for line in lines.lines() {
             let words: Vec<_> = line.split(' ').collect();
             if let [machine, from, to] = words[..] {
@@ -25,12 +37,41 @@ pub(super) fn report(figures: &[Figures]) -> Result<(), Failure> {
             }
         }
     }
+    let all = coverage(&tables, &taken);
     println!("\n{:>11} {:>4}  machine", "transitions", "of");
-    for (machine, all) in &tables {
-        let taken = taken.get(machine).map_or(0, BTreeSet::len);
-        println!("{taken:>11} {:>4}  {machine}", all.len());
+    for (
+        machine,
+        Coverage {
+            taken,
+            of,
+            unreached,
+        },
+    ) in &all
+    {
+        println!("{taken:>11} {of:>4}  {machine}");
+        // Of a machine that none of them drives, the number says it all.
+        for transition in unreached.iter().filter(|_| *taken > 0) {
+            println!("{:>18}without {transition}", "");
+        }
     }
-    Ok(())
+    Ok(all)
+}
+
+fn coverage(tables: &Transitions, taken: &Transitions) -> BTreeMap<String, Coverage> {
+    let of = |(machine, all): (&String, &BTreeSet<(String, String)>)| {
+        let none = BTreeSet::new();
+        let unreached = all.difference(taken.get(machine).unwrap_or(&none));
+        let unreached: Vec<_> = unreached
+            .map(|(from, to)| format!("{from} -> {to}"))
+            .collect();
+        let coverage = Coverage {
+            taken: all.len() - unreached.len(),
+            of: all.len(),
+            unreached,
+        };
+        (machine.clone(), coverage)
+    };
+    tables.iter().map(of).collect()
 }
 
 /// Reads the tables: a machine, and below it a line for each state with those that may follow it.
@@ -59,6 +100,19 @@ fn tables(text: &str) -> Transitions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn transitions_that_no_target_takes_are_named() {
+        let all = tables("a::Of\n  A: A B\n  B:\nb::Of\n  C: D\n");
+        let taken = [("A".to_owned(), "A".to_owned())].into();
+        let found = coverage(&all, &[("a::Of".to_owned(), taken)].into());
+        assert_eq!((found["a::Of"].taken, found["a::Of"].of), (1, 2));
+        assert_eq!(found["a::Of"].unreached, ["A -> B"]);
+        assert_eq!(
+            (found["b::Of"].taken, found["b::Of"].unreached.len()),
+            (0, 1)
+        );
+    }
 
     #[test]
     fn tables_of_one_machine_are_one() {

@@ -10,15 +10,15 @@
 //! | `__fuzz__/TARGET/corpus`, beside the test | what is checked in: `seed-*`, and `found-*` of `--minimize` |
 //! | `__fuzz__/TARGET/crashes` | inputs that failed, which `cargo test` replays until they are removed |
 //! | `.build/fuzz/TARGET` | the working corpus, from which the next run goes on, and the log |
-//! | `.build/fuzz/report.json` | figures of the last run |
+//! | `.build/fuzz/report.json` | figures of each target's last run and sums of all its runs, and what all targets reach of the state machines |
 
 mod corpus;
 mod machines;
 mod process;
+mod report;
 mod targets;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
@@ -235,9 +235,6 @@ fn report(figures: &[Figures]) -> Result<usize, Failure> {
             if f.failure.is_some() { "  failed" } else { "" },
         );
     }
-    machines::report(figures)?;
-    let json: Vec<_> = figures.iter().map(Figures::json).collect();
-    let text = serde_json::to_string_pretty(&json)?;
-    fs::write(root().join(".build/fuzz/report.json"), text)?;
+    report::keep(figures, &machines::report()?)?;
     Ok(figures.iter().filter(|f| f.failure.is_some()).count())
 }

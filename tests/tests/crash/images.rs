@@ -1,0 +1,110 @@
+//! Images of disks as a loss of power has left them, and the daemon that is started on each.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::Client;
+use riser_initiator::url::TargetUrl;
+use riser_testkit::eventually_ok;
+use riser_testkit::programs::{Pair, give};
+use riser_tests::contest::{IQN, portals};
+use riser_tests::history::BLOCK;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What is on a disk.
+pub(crate) struct Image(Vec<u8>);
+
+impl Image {
+    pub(crate) fn new(blocks: u64) -> Self {
+        Self(vec![0; blocks as usize * BLOCK])
+    }
+
+    pub(crate) fn block(&mut self, block: u64) -> &mut [u8] {
+        let at = block as usize * BLOCK;
+        &mut self.0[at..at + BLOCK]
+    }
+}
+
+/// A daemon that is started on one image after another.
+pub(crate) struct Images {
+    pair: Pair,
+    file: PathBuf,
+    network: u8,
+    count: usize,
+}
+
+impl Images {
+    /// With these keys of a backend.
+    pub(crate) fn new(network: u8, blocks: u64, keys: &str) -> Self {
+        let name = format!("riser-image-{}-{network}", std::process::id());
+        let file = std::env::temp_dir().join(name);
+        fs::write(&file, Image::new(blocks).0).unwrap();
+        give(&file);
+        let backend = format!("{{ kind: file, path: {}, {keys} }}", file.display());
+        let mut pair = Pair::without_rights(network, &backend, &portals(network));
+        pair.kill();
+        Self {
+            pair,
+            file,
+            network,
+            count: 0,
+        }
+    }
+
+    /// Starts it, and reads all of it, by the protocols in turn.
+    ///
+    /// # Panics
+    /// If an initiator finds anything else.
+    pub(crate) fn check(&mut self, image: &Image) {
+        fs::write(&self.file, &image.0).unwrap();
+        give(&self.file);
+        self.pair.serve();
+        let scheme = ["srp", "iser", "iscsi"][self.count % 3];
+        self.count += 1;
+        let client = client(self.network, scheme);
+        let session = eventually_ok("a login", PATIENCE, || {
+            block_on(client.connect(url(self.network, scheme)))
+        });
+        let lun = block_on(session.lun(0)).unwrap();
+        let buffer = block_on(lun.buffers().take(image.0.len()));
+        let buffer = block_on(lun.read(0, buffer)).unwrap();
+        let found = buffer.slice().to_vec();
+        let mut blocks = found.chunks(BLOCK).zip(image.0.chunks(BLOCK));
+        let differs = blocks.position(|(found, expected)| found != expected);
+        assert_eq!(differs, None, "a block that differs, over {scheme}");
+        drop((lun, buffer));
+        block_on(session.close());
+        client.shutdown();
+        self.pair.kill();
+    }
+}
+
+impl Drop for Images {
+    fn drop(&mut self) {
+        self.pair.kill();
+        let _ = fs::remove_file(&self.file);
+    }
+}
+
+pub(crate) fn client(network: u8, scheme: &str) -> Client {
+    let builder = Client::builder().pool(2 << 20);
+    let client = match scheme {
+        "iscsi" => builder.without_device(),
+        "srp" => builder.open(format!("127.0.{network}.2").parse().unwrap()),
+        _ => builder.open(format!("127.0.{network}.3").parse().unwrap()),
+    };
+    client.unwrap()
+}
+
+/// The unit of a target with [`portals`].
+pub(crate) fn url(network: u8, scheme: &str) -> TargetUrl {
+    let target = match scheme {
+        "srp" => "0".to_owned(),
+        _ => format!("{IQN}/0"),
+    };
+    let url = format!("{scheme}://127.0.{network}.1/{target}");
+    url.parse().unwrap()
+}

@@ -5,7 +5,7 @@
 //!   export.
 //! - [`kernel`]: SIGKILL under verified load of a kernel's initiators, in the rig of `cargo xtask interop`.
 //! - [`power`]: the disk at each moment of a load, as a loss of power could have left it.
-//! - [`errors`]: system calls that fail, one in each run.
+//! - [`errors`]: system calls that fail, one in each run ([`inject`]).
 //! - [`state`]: SIGKILL before each system call that changes the state directory.
 //!
 //! `cargo xtask crash` runs all of them for longer.
@@ -15,6 +15,7 @@
 
 mod daemon;
 mod errors;
+mod inject;
 mod kernel;
 mod kills;
 mod power;

@@ -300,9 +300,11 @@ fn named(names: Names, question: &libc::seccomp_notif) -> Option<String> {
         Names::Path => text(data.args[0]),
         Names::At => {
             let path = text(data.args[1])?;
-            match path.starts_with('/') {
-                true => Some(path),
-                false => Some(format!("{}/{path}", descriptor(data.args[0])?)),
+            match path.as_str() {
+                // What the descriptor names (AT_EMPTY_PATH).
+                "" => descriptor(data.args[0]),
+                _ if path.starts_with('/') => Some(path),
+                _ => Some(format!("{}/{path}", descriptor(data.args[0])?)),
             }
         }
     }

@@ -270,7 +270,7 @@ fn sessions_that_come_and_go_by_the_thousand_leave_nothing_in_the_daemon() {
     let looks = (connects / 5_000).clamp(2, MOST_LOOKS);
     let mut guests: Vec<Guest> = (0..GUESTS).map(|number| Guest::new(number, seed)).collect();
     // What a process keeps for its longest queues is there after the first sessions.
-    come_and_go(&mut guests, (connects / 5).max(300));
+    come_and_go(&mut guests, (connects / 5).max(600));
     daemon.settle("after the first", &settled);
     let first = daemon.memory();
     println!(

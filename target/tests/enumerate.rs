@@ -1,9 +1,14 @@
-//! Each operation of a worker's ring fails once.
+//! Each operation of a worker's ring fails once, each completion of its RDMA device, each call of
+//! that device that takes memory, and each mapping of memory.
 //!
-//! The same commands run again and again; each time another operation, by its number, ends with an
-//! error. The command concerned reports the sense data of that error, or its connection ends; the
-//! initiator repeats it. All others are answered as ever, the data are those of a run without
-//! errors, and in the end nothing is left at the target.
+//! The same commands run again and again; each time another of these, by its number, ends with an
+//! error. The command concerned reports the sense data of that error, its connection ends, or its
+//! login is refused for want of resources; the initiator repeats it. All others are answered as
+//! ever, the data are those of a run without errors, and in the end nothing is left at the target:
+//! no session, no buffer, no object of the device.
+//!
+//! What Rust's allocator gives is not among these: a process without that memory ends at once, and
+//! `tests/tests/crash` looks at what is left then.
 
 #![allow(clippy::print_stdout, reason = "prints figures")]
 
@@ -15,16 +20,21 @@ use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use riser_reactor::Op;
 use riser_reactor::simulated::Operation;
 use riser_scsi::iscsi::pdu::FromTarget;
 use riser_scsi::srp::{DataBuffer, TargetPortId};
-use riser_target::worker::mail::Mail;
+use riser_target::worker::WorkerError;
+use riser_target::worker::mail::{Mail, Snapshot};
+use riser_test_peers::iser_client::Client as Iser;
 use riser_test_peers::mini::{Mini, login_req};
 use riser_test_peers::pdus::cdb10;
 use riser_test_peers::tcp::Client;
-use riser_transport::loopback::Endpoint;
+use riser_transport::loopback::{Endpoint, Fabric, FabricConfig, Failing, Record};
+use riser_transport::roce::nic::NicUsage;
+use riser_transport::verbs::{WcOpcode, WcStatus};
 use simulation::{IQN, Simulation, Wire, footprint, pattern};
 use world::SERVER;
 
@@ -44,12 +54,17 @@ enum Fault {
     None,
     /// The operation of the ring with this number, with one of its errors.
     Operation(usize, usize),
+    /// What the device is asked for, or reports.
+    Device(Failing),
+    /// The mapping of memory with this number.
+    Mapping(usize),
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Protocol {
     Iscsi,
     Srp,
+    Iser,
 }
 
 struct Command {
@@ -73,6 +88,15 @@ struct Report {
     lost: usize,
     failed: Option<(Operation, i32)>,
     operations: usize,
+    mappings: usize,
+    /// What the device was asked for, and what it reported.
+    record: Record,
+    /// What refused peers were told.
+    told: Vec<String>,
+    /// Reasons for which logins were refused, as the worker counts them.
+    refusals: Vec<(&'static str, u64)>,
+    /// Objects that its device has in the end.
+    objects: Option<NicUsage>,
 }
 
 /// Commands that take each kind of operation on a disk, in pieces and alone.
@@ -145,8 +169,11 @@ struct Initiator {
     protocol: Protocol,
     target: TargetPortId,
     connections: u8,
+    /// What it was told when it was refused.
+    told: Vec<String>,
     tcp: Option<Client<Wire>>,
     srp: Option<Mini<Endpoint>>,
+    iser: Option<Iser<Endpoint>>,
 }
 
 impl Initiator {
@@ -157,8 +184,10 @@ impl Initiator {
             protocol,
             target: catalog.targets[0].portals[0].target_port(),
             connections: 0,
+            told: Vec::new(),
             tcp: None,
             srp: None,
+            iser: None,
         }
     }
 
@@ -170,12 +199,16 @@ impl Initiator {
             Err(panic) if self.simulation.borrow().is_working => resume_unwind(panic),
             Ok(None) | Err(_) => {}
         }
-        (self.tcp, self.srp) = (None, None);
+        (self.tcp, self.srp, self.iser) = (None, None, None);
         None
     }
 
+    fn is_connected(&self) -> bool {
+        self.tcp.is_some() || self.srp.is_some() || self.iser.is_some()
+    }
+
     fn connect(&mut self) -> Option<()> {
-        if self.tcp.is_some() || self.srp.is_some() {
+        if self.is_connected() {
             return Some(());
         }
         self.connections += 1;
@@ -200,10 +233,25 @@ impl Initiator {
                 let dev = simulation.borrow().world.client(number);
                 let (at, request) = (SocketAddr::new(SERVER, 5555), login_req(1, self.target));
                 let mut step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
-                self.srp = Mini::connect(dev, at, &request, &mut step).ok();
+                match Mini::connect(dev, at, &request, &mut step) {
+                    Ok(mini) => self.srp = Some(mini),
+                    Err((_, why)) => self.told.push(format!("{why:?}")),
+                }
+            }
+            Protocol::Iser => {
+                let dev = simulation.borrow().world.client(number);
+                let at = SocketAddr::new(SERVER, 3260);
+                let mut step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
+                match Iser::connect(dev, at, true, &mut step) {
+                    Ok(mut iser) => {
+                        iser.login(Some(IQN), 1, &[], &mut step).ok()?;
+                        self.iser = Some(iser);
+                    }
+                    Err(why) => self.told.push(why),
+                }
             }
         }
-        (self.tcp.is_some() || self.srp.is_some()).then_some(())
+        self.is_connected().then_some(())
     }
 
     fn command(&mut self, command: &Command) -> Option<Answer> {
@@ -232,6 +280,10 @@ impl Initiator {
             }
         }
         let simulation = Rc::clone(&self.simulation);
+        let mut step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
+        if let Some(iser) = &mut self.iser {
+            return Some(iser.command(cdb, out, *len, &mut step));
+        }
         let srp = self.srp.as_mut()?;
         srp.data.write(0, out);
         let desc = |len| match len {
@@ -239,7 +291,6 @@ impl Initiator {
             len => DataBuffer::Direct(srp.desc(0, len)),
         };
         let (to, from) = (desc(out.len() as u32), desc(*len));
-        let mut step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
         let answer = srp.command(cdb, to, from, &mut step);
         let mut data = vec![0; *len as usize];
         srp.data.read(0, &mut data);
@@ -253,6 +304,9 @@ impl Initiator {
         if let Some(srp) = self.srp.take() {
             srp.disconnect(&mut |dev| self.simulation.borrow_mut().step(dev));
         }
+        if let Some(iser) = self.iser.take() {
+            iser.disconnect(&mut |dev| self.simulation.borrow_mut().step(dev));
+        }
     }
 }
 
@@ -263,6 +317,16 @@ fn run(protocol: Protocol, fault: Fault) -> Report {
         let errno = move |op| errors(op)[which];
         simulation.borrow_mut().fails = Some((index, Box::new(errno)));
     }
+    simulation.borrow_mut().mappings_left = match fault {
+        Fault::Mapping(index) => index,
+        _ => usize::MAX,
+    };
+    let failing = match fault {
+        Fault::Device(failing) => Some(failing),
+        _ => None,
+    };
+    let fabric = simulation.borrow().world.fabric.clone();
+    fabric.record(SERVER, failing);
     let mut report = Report::default();
     let mut initiator = Initiator::new(&simulation, protocol);
     for command in commands() {
@@ -307,17 +371,25 @@ fn run(protocol: Protocol, fault: Fault) -> Report {
             .data
             .push(data.unwrap_or_else(|| panic!("{fault:?}: {opcode:#x} never succeeds")));
     }
+    report.told = std::mem::take(&mut initiator.told);
     initiator.leave();
-    check_nothing_is_left(&mut simulation.borrow_mut(), fault);
+    report.record = fabric.take_record(SERVER);
+    let snapshot = check_nothing_is_left(&mut simulation.borrow_mut(), fault);
+    let all = snapshot.rejects.iter();
+    report.refusals = all.map(|((_, reason), count)| (reason, count)).collect();
+    report.objects = snapshot.devices[0].nic.map(|nic| nic.usage);
     let one = simulation.borrow();
+    report.mappings = usize::MAX - one.mappings_left;
     report.failed = one.failed.clone();
     report.operations = one.ended;
     report
 }
 
 /// The sessions end, and what they had is back.
-fn check_nothing_is_left(one: &mut Simulation, fault: Fault) {
+fn check_nothing_is_left(one: &mut Simulation, fault: Fault) -> Snapshot {
     let mut idle = one.world.client(99);
+    // A peer that has gone without a word is given up after seconds.
+    one.pace = Duration::from_millis(1);
     for _ in 0..100_000 {
         one.step(&mut idle);
         if one.world.shared.registry.sessions() == 0 {
@@ -336,6 +408,7 @@ fn check_nothing_is_left(one: &mut Simulation, fault: Fault) {
     assert_eq!(snapshot.pool_free, snapshot.pool_size, "{fault:?}");
     let at_disk = one.kernel.operations();
     assert!(at_disk.iter().all(|op| op.disk().is_none()), "{fault:?}");
+    snapshot
 }
 
 /// Fails one operation after the other; returns the number of runs.
@@ -372,14 +445,148 @@ fn enumerate(protocol: Protocol) -> usize {
     runs
 }
 
+/// Statuses with which a completion may end in place of success (IBTA 11.6.2).
+fn statuses(opcode: WcOpcode) -> &'static [WcStatus] {
+    match opcode {
+        WcOpcode::Recv | WcOpcode::RecvWriteImm => &[
+            WcStatus::LocLenErr,
+            WcStatus::LocProtErr,
+            WcStatus::WrFlushErr,
+            WcStatus::FatalErr,
+        ],
+        WcOpcode::RegMr | WcOpcode::LocalInv => &[WcStatus::MwBindErr, WcStatus::WrFlushErr],
+        _ => &[
+            WcStatus::LocProtErr,
+            WcStatus::WrFlushErr,
+            WcStatus::RemAccessErr,
+            WcStatus::RemOpErr,
+            WcStatus::RetryExcErr,
+            WcStatus::RnrRetryExcErr,
+            WcStatus::FatalErr,
+        ],
+    }
+}
+
+/// Checks a run in which the device failed, or a mapping; returns whether the initiator noticed.
+fn judge_device(protocol: Protocol, whole: &Report, report: &Report, fault: Fault) -> bool {
+    let Record { calls, completions } = &whole.record;
+    let accepted = calls.iter().position(|call| *call == "accept");
+    let (what, is_login) = match fault {
+        Fault::Device(Failing::Call(at)) => (calls[at].to_owned(), Some(at) <= accepted),
+        Fault::Device(Failing::Completion(at, _)) => (format!("{:?}", completions[at]), false),
+        // Memory that is not had later is done without.
+        _ => ("a mapping".to_owned(), report.lost > 0),
+    };
+    let what = format!("{fault:?}, {what} over {protocol:?}");
+    assert!(report.data == whole.data, "{what}");
+    assert_eq!(report.failures, [], "{what}");
+    assert!(report.lost <= 1, "{what}");
+    assert_eq!(report.objects, whole.objects, "{what}");
+    let (counted, told) = match protocol {
+        Protocol::Srp => ("insufficient_resources", "Login(InsufficientResources)"),
+        Protocol::Iser => ("out_of_resources", "Rejected"),
+        Protocol::Iscsi => ("out_of_resources", ""),
+    };
+    let expected = if is_login { vec![(counted, 1)] } else { vec![] };
+    assert_eq!(report.refusals, expected, "{what}");
+    let was_told = report.told.iter().all(|words| words.contains(told));
+    let is_told = is_login && protocol != Protocol::Iscsi;
+    assert_eq!(
+        (report.told.len(), was_told),
+        (is_told.into(), true),
+        "{what}: {:?}",
+        report.told
+    );
+    report.lost == 1
+}
+
+/// Fails one completion, call and mapping after the other; returns the number of runs.
+fn enumerate_device(protocol: Protocol) -> usize {
+    let whole = run(protocol, Fault::None);
+    let Record { calls, completions } = &whole.record;
+    let completions = completions.iter().enumerate().flat_map(|(at, opcode)| {
+        let fails = move |status: &WcStatus| Fault::Device(Failing::Completion(at, *status));
+        statuses(*opcode).iter().map(fails)
+    });
+    let calls = (0..calls.len()).map(|at| Fault::Device(Failing::Call(at)));
+    let mappings = (0..whole.mappings).map(Fault::Mapping);
+    let (mut runs, mut noticed) = (0, 0);
+    for fault in completions.chain(calls).chain(mappings) {
+        let report = run(protocol, fault);
+        noticed += usize::from(judge_device(protocol, &whole, &report, fault));
+        runs += 1;
+    }
+    // Only at the end of a session is there no one to notice.
+    assert!(runs - noticed <= 11, "{noticed} of {runs} were noticed");
+    runs
+}
+
+/// A worker that lacks memory at its start does not start, or serves a part and says which; with
+/// memory, another one starts in its place. Returns the number of runs.
+fn enumerate_start() -> usize {
+    let wire = || Fabric::new(FabricConfig::default());
+    let fabric = wire();
+    fabric.record(SERVER, None);
+    let (whole, _) = Simulation::on(fabric.clone(), 1, usize::MAX).unwrap();
+    let calls = fabric.take_record(SERVER).calls;
+    let mappings = usize::MAX - whole.mappings_left;
+    let listening = calls.iter().rposition(|call| *call == "listen");
+    let listening = listening.expect("it listens");
+    let failing = (0..calls.len()).map(Failing::Call);
+    let calls = failing.map(|failing| (Some(failing), usize::MAX));
+    let without = (0..mappings).map(|at| (None, at));
+    let all: Vec<_> = calls.chain(without).collect();
+    for (failing, mappings_left) in &all {
+        let fabric = wire();
+        fabric.record(SERVER, *failing);
+        let started = Simulation::on(fabric.clone(), 1, *mappings_left);
+        match (started, failing) {
+            (Ok((simulation, unserved)), Some(Failing::Call(at))) => {
+                drop(simulation);
+                // Beyond, there is only the discovery of SRP ports, which initiators can do without.
+                let is_named = unserved
+                    .iter()
+                    .all(|why| why.contains("Cannot allocate memory"));
+                let expected = (usize::from(*at <= listening), true);
+                assert_eq!(
+                    (unserved.len(), is_named),
+                    expected,
+                    "{failing:?}: {unserved:?}"
+                );
+            }
+            // Its last mapping is for discovery.
+            (Ok((_, unserved)), None) => {
+                assert_eq!((mappings_left + 1, unserved.len()), (mappings, 0));
+            }
+            (Err(WorkerError::Memory(why)), None) => {
+                assert_eq!(why.raw_os_error(), Some(libc::ENOMEM));
+            }
+            (Ok(_), other) => panic!("{other:?}"),
+            (Err(error), _) => panic!("{failing:?}: {error}"),
+        }
+        fabric.record(SERVER, None);
+        let (_, unserved) = Simulation::on(fabric, 1, usize::MAX).unwrap();
+        assert!(unserved.is_empty(), "{failing:?}: {unserved:?}");
+    }
+    all.len()
+}
+
 /// One function, since it counts the descriptors and threads of the process.
 #[test]
-fn each_operation_fails_once() {
+fn each_operation_completion_call_and_mapping_fails_once() {
     let before = footprint();
-    for (protocol, least) in [(Protocol::Iscsi, 50), (Protocol::Srp, 20)] {
+    println!("figure: {} failures at the start", enumerate_start());
+    for (protocol, least) in [
+        (Protocol::Iscsi, 50),
+        (Protocol::Srp, 20),
+        (Protocol::Iser, 20),
+    ] {
         let runs = enumerate(protocol);
         println!("figure: {runs} failures of operations, over {protocol:?}");
         assert!(runs > least, "{runs}");
+        let runs = enumerate_device(protocol);
+        println!("figure: {runs} failures of the device and of memory, over {protocol:?}");
+        assert!(runs >= 3, "{runs}");
     }
     assert_eq!(footprint(), before, "descriptors and threads");
 }

@@ -375,7 +375,8 @@ fn discovery_sessions_of_several_addresses_may_have_one_name() {
     let (server, port) = start();
     let mut first = Client::discovery(port, 1).unwrap();
     let there = SocketAddr::from(([127, 0, 0, 2], 0));
-    let _second = Client::discovery_from(there, port, 1, 0).unwrap();
+    let _second =
+        Client::discovery_from(there, SocketAddr::from(([127, 0, 0, 1], port)), 1, 0).unwrap();
     let ping = NopOut {
         immediate: true,
         lun: [0; 8],

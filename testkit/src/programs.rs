@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::fs::lchown;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,6 +13,9 @@ pub use crate::skip::skip;
 
 /// The variable that says that the programs are up to date: who runs the tests has built them.
 pub const ARE_BUILT: &str = "RISER_PROGRAMS_ARE_BUILT";
+
+/// The signal that nothing can catch.
+const SIGKILL: i32 = 9;
 
 /// The folder of this build's programs, which are brought up to date once, unless [`ARE_BUILT`] is
 /// set.
@@ -149,8 +153,8 @@ impl Pair {
         Self::with_target(network, backend, &format!("portals: {portals}"))
     }
 
-    /// Serves `backend` to all initiators on the target that these lines of riserd's configuration
-    /// describe, with its portals, beside its name and its one logical unit.
+    /// Serves `backend` on the target that these lines of riserd's configuration describe, with its
+    /// portals, beside its name and its one logical unit: to all initiators, unless they have rules.
     #[must_use]
     pub fn with_target(network: u8, backend: &str, target: &str) -> Self {
         Self::start(network, backend, target, true)
@@ -170,9 +174,13 @@ impl Pair {
         let dir = std::env::temp_dir().join(name);
         fs::create_dir(&dir).unwrap();
         let backend = backend.replace("DIR", dir.to_str().unwrap());
+        let access = match target.contains("access:") {
+            true => "",
+            false => "    access: open\n",
+        };
         let text = format!(
             "backends:\n  disk: {backend}\n\
-             targets:\n  - name: t\n    {}\n    luns: {{ 0: disk }}\n    access: open\n\
+             targets:\n  - name: t\n    {}\n    luns: {{ 0: disk }}\n{access}\
              state: {{ directory: {} }}\n",
             target.replace('\n', "\n    "),
             dir.join("riserd-state").display()
@@ -218,12 +226,14 @@ impl Pair {
         self.daemon.as_ref().map(Child::id)
     }
 
-    /// Kills riserd.
-    pub fn kill(&mut self) {
-        if let Some(mut daemon) = self.daemon.take() {
-            let _ = daemon.kill();
-            let _ = daemon.wait();
-        }
+    /// Kills riserd. Returns whether it ended by that, rather than before.
+    pub fn kill(&mut self) -> bool {
+        let Some(mut daemon) = self.daemon.take() else {
+            return false;
+        };
+        let _ = daemon.kill();
+        let status = daemon.wait();
+        status.is_ok_and(|status| status.signal() == Some(SIGKILL))
     }
 
     /// Asks riserd to end, as a service manager does.
@@ -282,7 +292,7 @@ impl Drop for Pair {
             let log = fs::read_to_string(self.dir.join("riserd.log")).unwrap_or_default();
             eprintln!("riserd: {log}");
         }
-        for id in ["0", "1"] {
+        for id in ["0", "1", "2"] {
             let mut detach = self.command(&["detach", id, "--force"]);
             let _ = detach.stdout(Stdio::null()).stderr(Stdio::null()).status();
         }

@@ -20,7 +20,7 @@ use riser_initiator::url::TargetUrl;
 use riser_testkit::eventually_ok;
 
 use crate::history::{BLOCK, History, Port};
-use crate::load::{Chance, Nbd, Op};
+use crate::load::{Chance, Kind, Nbd, Op};
 
 pub const IQN: &str = "iqn.2026-01.com.example:contended";
 
@@ -129,7 +129,7 @@ impl Initiator {
 
     fn work(&self, history: &History, chance: &mut Chance, done: &AtomicU64, stop: &AtomicBool) {
         while !stop.load(Ordering::Relaxed) {
-            let op = Op::random(chance, &DISK, LONGEST);
+            let op = Op::of_kinds(Kind::OF_SCSI, chance, &DISK, LONGEST);
             let mut lun = self.lun();
             match op.carry_out(&mut lun, self.port, history) {
                 Ok(()) => {
@@ -219,17 +219,18 @@ impl Contest {
         contest
     }
 
-    /// Sets clients of an NBD export of the same disk to work. The export repeats what was not
-    /// answered, so none of their requests fails.
+    /// Sets clients of an NBD export of the same disk to work, which is another port. The export
+    /// repeats what was not answered, so none of their requests fails.
     pub fn add_nbd(&mut self, socket: &Path) {
-        let port = Port(self.initiators.len() as u16 + 1);
+        let ports = self.workers.len() as u64 / self.threads;
+        let port = Port(ports as u16 + 1);
         for stream in 0..self.threads {
             let mut disk = Nbd::connect(socket);
             let stream = u64::from(port.0) << 8 | stream;
             let work =
                 move |history: &History, chance: &mut _, done: &AtomicU64, stop: &AtomicBool| {
                     while !stop.load(Ordering::Relaxed) {
-                        let op = Op::random(chance, &DISK, LONGEST);
+                        let op = Op::of_kinds(Kind::OF_DISKS, chance, &DISK, LONGEST);
                         if let Err(error) = op.carry_out(&mut disk, port, history) {
                             panic!("{op:?} over NBD: {error:?}");
                         }

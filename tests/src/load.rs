@@ -1,4 +1,4 @@
-//! Verified load: reads, writes and flushes of a few blocks, judged by a history.
+//! Verified load: reads, writes, zeroes, swaps and flushes of a few blocks, judged by a history.
 
 use std::io::{Read, Write};
 use std::ops::Range;
@@ -6,11 +6,13 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::history::{BLOCK, History, Port};
-use riser_initiator::block::BlockError;
+use crate::history::{BLOCK, History, Port, Violation, WriteId};
 use riser_initiator::block::task::block_on;
+use riser_initiator::block::{BlockError, ZeroOptions};
+use riser_initiator::engine::IoData;
 use riser_initiator::lun::{Lun, LunError};
-use riser_scsi::sense::SenseKey;
+use riser_initiator::request::{Cdb, DataLen};
+use riser_scsi::sense::{Sense, SenseKey};
 
 /// The status of a command that another initiator's task management has ended (SAM-5 5.3.1).
 const TASK_ABORTED: u8 = 0x40;
@@ -79,6 +81,26 @@ pub trait Disk: Send {
     fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), Failed>;
     fn write(&mut self, offset: u64, bytes: &[u8], fua: bool) -> Result<(), Failed>;
     fn flush(&mut self) -> Result<(), Failed>;
+
+    /// Zeroes blocks, by a command of its own where the disk has one.
+    fn zero(&mut self, offset: u64, len: usize, fua: bool) -> Result<(), Failed> {
+        self.write(offset, &vec![0; len], fua)
+    }
+
+    /// Writes a block if it holds what is expected. Nothing is repeated.
+    fn swap(&mut self, _offset: u64, _expected: &[u8], _bytes: &[u8], _fua: bool) -> Swapped {
+        unreachable!("only a disk of SCSI is asked to swap")
+    }
+}
+
+/// How a COMPARE AND WRITE ended.
+#[derive(Debug)]
+pub enum Swapped {
+    Done,
+    /// The block held something else.
+    Differs,
+    /// It has no answer, or one that does not say.
+    Unknown(Failed),
 }
 
 impl Disk for Lun {
@@ -102,6 +124,47 @@ impl Disk for Lun {
 
     fn flush(&mut self) -> Result<(), Failed> {
         Ok(block_on(Lun::flush(self))?)
+    }
+
+    /// By WRITE SAME.
+    fn zero(&mut self, offset: u64, len: usize, fua: bool) -> Result<(), Failed> {
+        let range = offset..offset + len as u64;
+        let options = ZeroOptions {
+            may_unmap: false,
+            fua,
+        };
+        Ok(block_on(Lun::write_zeroes(self, range, options))?)
+    }
+
+    /// By COMPARE AND WRITE.
+    fn swap(&mut self, offset: u64, expected: &[u8], bytes: &[u8], fua: bool) -> Swapped {
+        let buffer = block_on(self.buffers().take(2 * BLOCK));
+        buffer.slice().write(0, expected);
+        buffer.slice().write(BLOCK, bytes);
+        let mut cdb = [0; 16];
+        (cdb[0], cdb[1], cdb[13]) = (0x89, u8::from(fua) << 3, 1);
+        cdb[2..10].copy_from_slice(&(offset / BLOCK as u64).to_be_bytes());
+        let cdb = Cdb::new(&cdb).expect("sixteen bytes");
+        let len = DataLen::Out(2 * BLOCK as u32);
+        let answer = match block_on(self.scsi(cdb, len, IoData::One(buffer))).result {
+            Ok(answer) if answer.status == 0 => return Swapped::Done,
+            Ok(answer) => answer,
+            Err(error) => {
+                return Swapped::Unknown(Failed {
+                    errno: 0,
+                    is_answered: false,
+                    text: error.to_string(),
+                });
+            }
+        };
+        let error = match answer.sense() {
+            Some(sense) if sense.key == SenseKey::Miscompare => return Swapped::Differs,
+            Some(Sense {
+                key, additional, ..
+            }) => LunError::Check { key, additional },
+            None => LunError::Status(answer.status),
+        };
+        Swapped::Unknown(error.into())
     }
 }
 
@@ -172,6 +235,13 @@ impl Disk for Nbd {
         self.request(0, 3, (0, 0), &[]);
         self.reply()
     }
+
+    fn zero(&mut self, offset: u64, len: usize, fua: bool) -> Result<(), Failed> {
+        const NO_HOLE: u16 = 2;
+        let flags = u16::from(fua) | NO_HOLE;
+        self.request(flags, 6, (offset, len as u32), &[]);
+        self.reply()
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,13 +249,44 @@ pub enum Kind {
     Read,
     Write,
     Flush,
+    Zero,
+    /// COMPARE AND WRITE of one block, with what was read of it just before.
+    Swap,
+}
+
+impl Kind {
+    /// What any disk can do, zeroes often enough that other writes meet them.
+    pub const OF_DISKS: &'static [Self] = &[
+        Self::Read,
+        Self::Read,
+        Self::Read,
+        Self::Write,
+        Self::Write,
+        Self::Write,
+        Self::Zero,
+        Self::Flush,
+    ];
+
+    /// What a disk of SCSI can do.
+    pub const OF_SCSI: &'static [Self] = &[
+        Self::Read,
+        Self::Read,
+        Self::Read,
+        Self::Write,
+        Self::Write,
+        Self::Write,
+        Self::Zero,
+        Self::Swap,
+        Self::Swap,
+        Self::Flush,
+    ];
 }
 
 /// An operation of the load.
 #[derive(Clone, Debug)]
 pub struct Op {
     pub kind: Kind,
-    /// Of a read or write.
+    /// Of all kinds but a flush.
     pub blocks: Range<u64>,
     fua: bool,
 }
@@ -205,6 +306,19 @@ impl Op {
             blocks: start..start + len,
             fua: chance.below(4) == 0,
         }
+    }
+
+    /// One of these kinds, within these blocks.
+    pub fn of_kinds(
+        kinds: &[Kind],
+        chance: &mut Chance,
+        within: &Range<u64>,
+        longest: u64,
+    ) -> Self {
+        let kind = kinds[chance.below(kinds.len() as u64) as usize];
+        let longest = if kind == Kind::Swap { 1 } else { longest };
+        let op = Self::random(chance, within, longest);
+        Self { kind, ..op }
     }
 
     pub fn read(blocks: Range<u64>) -> Self {
@@ -232,37 +346,80 @@ impl Op {
         let len = (self.blocks.end - self.blocks.start) as usize * BLOCK;
         let offset = self.blocks.start * BLOCK as u64;
         let mut bytes = vec![0; len];
-        let judge = |result| match result {
-            Ok(()) => {}
-            Err(violation) => panic!("{self:?} of port {}: {violation}", port.0),
-        };
         match self.kind {
             Kind::Flush => disk.flush(),
-            Kind::Read => {
-                let id = history.begin_read(port, self.blocks.clone());
-                match disk.read(offset, &mut bytes) {
-                    Ok(()) => judge(history.end_read(id, &bytes)),
-                    Err(error) => {
-                        history.abandon_read(id);
-                        return Err(error);
-                    }
-                }
-                Ok(())
-            }
+            Kind::Read => self.read_into(disk, port, history, &mut bytes),
             Kind::Write => {
                 let id = history.begin_write(port, self.blocks.clone(), &mut bytes);
-                match disk.write(offset, &bytes, self.fua) {
-                    Ok(()) => judge(history.acknowledge(id)),
-                    Err(error) => {
-                        match error.is_answered {
-                            true => history.refuse(id),
-                            false => history.lose(id),
-                        }
+                let result = disk.write(offset, &bytes, self.fua);
+                self.end_write(port, history, id, result)
+            }
+            Kind::Zero => {
+                let id = history.begin_zero(port, self.blocks.clone());
+                let result = disk.zero(offset, len, self.fua);
+                self.end_write(port, history, id, result)
+            }
+            Kind::Swap => {
+                self.read_into(disk, port, history, &mut bytes)?;
+                let expected = bytes.clone();
+                let id = history.begin_swap(port, self.blocks.start, &mut bytes);
+                match disk.swap(offset, &expected, &bytes, self.fua) {
+                    Swapped::Done => {
+                        let result = history.acknowledge_swap(id, &expected, false);
+                        self.judge(port, result);
+                    }
+                    Swapped::Differs => self.judge(port, history.refute(id)),
+                    Swapped::Unknown(error) if error.is_answered => {
+                        history.refuse(id);
                         return Err(error);
                     }
+                    // A raw command is its user's to repeat: a connection that ends or an attention
+                    // is no failure of the disk.
+                    Swapped::Unknown(_) => history.lose(id),
                 }
                 Ok(())
             }
+        }
+    }
+
+    fn read_into(
+        &self,
+        disk: &mut dyn Disk,
+        port: Port,
+        history: &History,
+        bytes: &mut [u8],
+    ) -> Result<(), Failed> {
+        let id = history.begin_read(port, self.blocks.clone());
+        match disk.read(self.blocks.start * BLOCK as u64, bytes) {
+            Ok(()) => {
+                self.judge(port, history.end_read(id, bytes));
+                Ok(())
+            }
+            Err(error) => {
+                history.abandon_read(id);
+                Err(error)
+            }
+        }
+    }
+
+    fn end_write(
+        &self,
+        port: Port,
+        history: &History,
+        id: WriteId,
+        result: Result<(), Failed>,
+    ) -> Result<(), Failed> {
+        match &result {
+            Ok(()) => self.judge(port, history.acknowledge(id)),
+            Err(error) if error.is_answered => history.refuse(id),
+            Err(_) => history.lose(id),
+        }
+        result
+    }
+
+    fn judge(&self, port: Port, result: Result<(), Violation>) {
+        if let Err(violation) = result {
+            panic!("{self:?} of port {}: {violation}", port.0);
         }
     }
 }

@@ -18,7 +18,7 @@ const NEEDS: &[Need] = &[need(
 /// Options of `cargo xtask crash`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Kills under load, shared out to the combinations of protocols.
+    /// Times that SIGKILL ends riserd under load, shared out to the combinations of protocols.
     #[arg(long, default_value_t = 500)]
     rounds: u64,
     /// Loads of which each point is one at which power is lost, shared out to the kinds of disks.

@@ -99,6 +99,15 @@ impl Device for Roce {
 }
 
 impl Device for Endpoint {
+    fn nic(&self) -> Option<NicInfo> {
+        Some(NicInfo {
+            nic: *self.counters(),
+            rc: self.rc_counters(),
+            usage: self.usage(),
+            ..NicInfo::default()
+        })
+    }
+
     fn is_gone(&self) -> bool {
         Endpoint::is_gone(self)
     }

@@ -9,13 +9,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_memory::simulated::fail_after;
 use riser_reactor::simulated::{Disk, Kernel, Listener, Operation, Outcome, Peer, Threads};
 use riser_reactor::{Next, Op, Ring, RingConfig};
 use riser_target::backend::{OpenedStores, Store};
 use riser_target::config::Config;
 use riser_target::host::{Host, SimulatedHost};
 use riser_target::server::{Keepers, build_shared_on};
-use riser_target::worker::TcpListener;
+use riser_target::worker::{TcpListener, WorkerError};
 use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
 use riser_transport::verbs::Provider;
 
@@ -44,24 +45,40 @@ pub(crate) struct Simulation {
     pub(crate) fails: Option<(usize, ErrorOf)>,
     /// The one that has failed, and its error number.
     pub(crate) failed: Option<(Operation, i32)>,
+    /// Mappings of memory that the worker may make before one fails.
+    pub(crate) mappings_left: usize,
+    /// Virtual time of a step.
+    pub(crate) pace: Duration,
     /// The worker is in a round: a panic is its own, and no check of a test's.
     pub(crate) is_working: bool,
 }
 
 impl Simulation {
     pub(crate) fn new(seed: u64) -> Self {
-        let text = format!(
-            "backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true }}\n\
-             targets:\n  - name: t\n    iqn: {IQN}\n    portals:\n      \
-             - {{ protocol: srp, listen: \"{SERVER}:5555\" }}\n      \
-             - {{ protocol: iscsi, listen: \"{SERVER}:3260\" }}\n    \
-             luns: {{ 0: {{ backend: d }} }}\n    access: open\nworkers: {{ count: 1 }}\n"
-        );
-        let config = Config::parse(&text, "test.yaml").unwrap();
         let fabric = Fabric::new(FabricConfig {
             seed,
             ..FabricConfig::default()
         });
+        let (simulation, unserved) = Self::on(fabric, seed, usize::MAX).unwrap();
+        assert!(unserved.is_empty(), "{unserved:?}");
+        simulation
+    }
+
+    /// A worker on this wire that makes so many mappings of memory before one fails.
+    pub(crate) fn on(
+        fabric: Fabric,
+        seed: u64,
+        mappings_left: usize,
+    ) -> Result<(Self, Vec<String>), WorkerError> {
+        let text = format!(
+            "backends:\n  d: {{ kind: file, path: /in/memory, size: 16MiB, create: true, thin: true }}\n\
+             targets:\n  - name: t\n    iqn: {IQN}\n    portals:\n      \
+             - {{ protocol: srp, listen: \"{SERVER}:5555\" }}\n      \
+             - {{ protocol: iser, listen: \"{SERVER}:3260\" }}\n      \
+             - {{ protocol: iscsi, listen: \"{SERVER}:3260\" }}\n    \
+             luns: {{ 0: {{ backend: d }} }}\n    access: open\nworkers: {{ count: 1 }}\n"
+        );
+        let config = Config::parse(&text, "test.yaml").unwrap();
         let threads = Threads::default();
         let host: Arc<dyn Host> = Arc::new(SimulatedHost::new(threads.clone(), fabric.now()));
         let disk = Disk::new(0);
@@ -73,8 +90,12 @@ impl Simulation {
         let (ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
         let listener = Listener::new(SocketAddr::new(SERVER, 3260));
         let sockets = vec![TcpListener::simulated(&listener)];
-        Self {
-            world: World::on(fabric, shared, ring, sockets, (seed, host)),
+        fail_after(Some(mappings_left));
+        let started = World::start(fabric, shared, ring, sockets, (seed, host));
+        let mappings_left = fail_after(None).unwrap_or(usize::MAX);
+        let (world, unserved) = started?;
+        let simulation = Self {
+            world,
             kernel,
             threads,
             listener,
@@ -85,8 +106,11 @@ impl Simulation {
             ended: 0,
             fails: None,
             failed: None,
+            mappings_left,
+            pace: Duration::from_micros(10),
             is_working: false,
-        }
+        };
+        Ok((simulation, unserved))
     }
 
     fn draw(&mut self, below: usize) -> usize {
@@ -103,8 +127,11 @@ impl Simulation {
         let now = self.world.fabric.now();
         dev.progress(now);
         self.is_working = true;
+        fail_after(Some(self.mappings_left));
         let worked = self.world.worker.step(now).unwrap();
         let next = self.world.worker.park(worked).unwrap();
+        // The one that has failed is the only one.
+        self.mappings_left = fail_after(None).unwrap_or(usize::MAX);
         self.is_working = false;
         self.sleeps += usize::from(matches!(next, Next::Park(_)));
         let mut ready = self.kernel.operations();
@@ -118,7 +145,7 @@ impl Simulation {
             self.jobs += 1;
         }
         dev.progress(now);
-        let later = now + Duration::from_micros(10);
+        let later = now + self.pace;
         self.world.fabric.advance_to(later);
     }
 

@@ -12,7 +12,7 @@ use riser_target::config::Config;
 use riser_target::host::{Host, SystemHost};
 use riser_target::server::build_shared;
 use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
-use riser_target::worker::{Env, Report, Shared, TcpListener, Worker, WorkerConfig};
+use riser_target::worker::{Env, Report, Shared, TcpListener, Worker, WorkerConfig, WorkerError};
 use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::verbs::Provider;
@@ -86,8 +86,21 @@ impl World {
         shared: Shared,
         ring: Ring,
         sockets: Vec<TcpListener>,
-        (seed, host): (u64, Arc<dyn Host>),
+        of_run: (u64, Arc<dyn Host>),
     ) -> Self {
+        let (world, unserved) = Self::start(fabric, shared, ring, sockets, of_run).unwrap();
+        assert!(unserved.is_empty(), "{unserved:?}");
+        world
+    }
+
+    /// Likewise, of a worker that may not start, or serve only a part.
+    pub(crate) fn start(
+        fabric: Fabric,
+        shared: Shared,
+        ring: Ring,
+        sockets: Vec<TcpListener>,
+        (seed, host): (u64, Arc<dyn Host>),
+    ) -> Result<(Self, Vec<String>), WorkerError> {
         let shared = Arc::new(shared);
         let (mail, inbox) = mailbox(MAILBOX, ring.waker());
         let (other_mail, other) = mailbox(MAILBOX, ring.waker());
@@ -104,17 +117,17 @@ impl World {
             mailbox: inbox,
             outbox: Outbox::new(vec![mail.clone(), other_mail]),
             reports: reports_tx,
-        })
-        .unwrap();
-        assert_eq!(unserved, []);
-        Self {
+        })?;
+        let world = Self {
             fabric,
             worker,
             shared,
             mail,
             other,
             reports,
-        }
+        };
+        let unserved = unserved.iter().map(|portal| format!("{portal:?}"));
+        Ok((world, unserved.collect()))
     }
 
     /// An initiator's device.

@@ -412,6 +412,43 @@ impl<P: Provider> Client<P> {
         (status, read.to_vec())
     }
 
+    /// Sends a command with any CDB, whose data the target fetches: `out`, or `len` bytes that come
+    /// in. Returns its status, with the data or the sense data.
+    pub fn command(
+        &mut self,
+        cdb: &[u8],
+        out: &[u8],
+        len: u32,
+        pump: Pump<'_, P>,
+    ) -> (u8, Vec<u8>) {
+        let moved = len + out.len() as u32;
+        let command = self.scsi(76, cdb, !out.is_empty(), moved);
+        self.data.write(0, out);
+        let buffers = match (out.len(), len) {
+            (0, 0) => Buffers::default(),
+            (0, _) => Buffers {
+                write: None,
+                read: self.buffer(READ_AT),
+            },
+            _ => Buffers {
+                write: self.buffer(0),
+                read: None,
+            },
+        };
+        self.send(buffers, &FromInitiator::ScsiCommand(command), &[]);
+        match self.next(pump) {
+            (FromTarget::ScsiResponse(response), _) if response.status == 0 => {
+                let read = self.data.slice(READ_AT..READ_AT + len as usize);
+                (0, read.expect("within the memory").to_vec())
+            }
+            // Sense data come behind their length (RFC 7143 11.4.7.2).
+            (FromTarget::ScsiResponse(response), data) => {
+                (response.status, data.get(2..).unwrap_or_default().to_vec())
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
     /// Takes the unit attention of a new nexus.
     pub fn settle(&mut self, pump: Pump<'_, P>) {
         for status in [2, 0] {

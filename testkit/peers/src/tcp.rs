@@ -10,9 +10,10 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::{
-    FromInitiator, FromTarget, ScsiCommand, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
+    FromInitiator, FromTarget, ScsiCommand, TaskAttr, TextRequest, TmfFunction, TmfRequest,
+    TmfStatus,
 };
-use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, chap};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt, chap, text};
 use socket2::{Domain, Socket, Type};
 
 /// A connection of an initiator.
@@ -99,16 +100,16 @@ impl Client {
     /// A connection for a discovery session that may be there.
     pub fn rediscovery(port: u16, isid: u8, tsih: u16) -> Result<Self, LoginError> {
         let here = SocketAddr::from(([127, 0, 0, 1], 0));
-        Self::discovery_from(here, port, isid, tsih)
+        let to = SocketAddr::from(([127, 0, 0, 1], port));
+        Self::discovery_from(here, to, isid, tsih)
     }
 
     pub fn discovery_from(
         here: SocketAddr,
-        port: u16,
+        to: SocketAddr,
         isid: u8,
         tsih: u16,
     ) -> Result<Self, LoginError> {
-        let to = SocketAddr::from(([127, 0, 0, 1], port));
         let attempt = Self::attempt_at_level(here, to, (None, None), isid, (tsih, 0), 0)?;
         Ok(attempt.0)
     }
@@ -279,6 +280,27 @@ impl<S: Read + Write> Client<S> {
         };
         self.cmd_sn += 1;
         self.send(command.header(), data);
+    }
+
+    /// Asks a discovery session for all targets.
+    pub fn send_targets(&mut self) -> Vec<u8> {
+        let mut out = Vec::new();
+        text::put(&mut out, "SendTargets", "All");
+        let request = TextRequest {
+            immediate: true,
+            is_final: true,
+            continues: false,
+            lun: [0; 8],
+            itt: Itt(80),
+            ttt: Ttt::NONE,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        self.send(FromInitiator::TextRequest(request).header(), &out);
+        match self.receive() {
+            Some((FromTarget::TextResponse(_), _, text)) => text,
+            other => panic!("{other:?}"),
+        }
     }
 
     /// Resets LUN 0.

@@ -15,6 +15,8 @@ use riser_testkit::eventually;
 use riser_testkit::programs::{folder, give, without_rights};
 use riser_tests::contest::IQN;
 
+use crate::inject::{self, Watch, Watcher};
+
 /// How long anything may take on the slowest machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -46,12 +48,18 @@ impl Daemon {
 
     /// Writes the configuration: these backends, and a target at an address with these units.
     pub(crate) fn configure(&self, address: &str, backends: &str, luns: &str) {
+        let portal = format!("{{ protocol: iscsi, listen: \"{address}\" }}");
+        self.configure_at(&portal, backends, luns, 1);
+    }
+
+    /// The same with any portal, and so many workers.
+    pub(crate) fn configure_at(&self, portal: &str, backends: &str, luns: &str, workers: u8) {
         let text = format!(
             "backends: {backends}\n\
              targets:\n  - name: t\n    iqn: {IQN}\n    \
-             portals: [{{ protocol: iscsi, listen: \"{address}\" }}]\n    \
+             portals: [{portal}]\n    \
              luns: {luns}\n    access: open\n\
-             admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: 1 }}\n",
+             admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: {workers} }}\n",
             self.socket().display(),
             self.state().display()
         );
@@ -69,10 +77,9 @@ impl Daemon {
     /// Starts it, under strace with these arguments if there are some, and waits until it serves
     /// or has ended.
     pub(crate) fn start(&mut self, strace: Option<&[String]>) {
-        let _ = fs::remove_file(self.socket());
         let riserd = folder().join("riserd");
         give(&self.folder);
-        let mut command = match strace {
+        let command = match strace {
             None => without_rights(riserd),
             Some(args) => {
                 let mut command = without_rights("strace");
@@ -80,6 +87,19 @@ impl Daemon {
                 command
             }
         };
+        self.run(command);
+    }
+
+    /// Starts it with its system calls watched, and waits until it serves or has ended.
+    pub(crate) fn start_watched(&mut self, watch: Watch) -> Watcher {
+        let mut command = Command::new(folder().join("riserd"));
+        let watcher = inject::watch(&mut command, watch);
+        self.run(command);
+        watcher
+    }
+
+    fn run(&mut self, mut command: Command) {
+        let _ = fs::remove_file(self.socket());
         let log = self.folder.join("log");
         let log = File::options().create(true).append(true).open(log).unwrap();
         let process = command
@@ -95,6 +115,11 @@ impl Daemon {
         eventually("the daemon serves or has ended", PATIENCE, || {
             self.socket().exists() || self.has_ended()
         });
+    }
+
+    /// The number of its process, which was started without strace.
+    pub(crate) fn process(&self) -> u32 {
+        self.process.as_ref().expect("it was started").id()
     }
 
     pub(crate) fn has_ended(&mut self) -> bool {

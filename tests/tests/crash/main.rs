@@ -6,7 +6,7 @@
 //! - [`kernel`]: SIGKILL under verified load of a kernel's initiators, in the rig of `cargo xtask interop`.
 //! - [`power`]: the disk at each moment of a load, as a loss of power could have left it, and the
 //!   daemon started on such images ([`images`]).
-//! - [`errors`]: system calls that fail, one in each run.
+//! - [`errors`]: system calls that fail, one in each run ([`inject`]).
 //! - [`state`]: SIGKILL before each system call that changes the state directory.
 //! - [`cuts`]: the state directory at each moment of its changes, as a loss of power could have left
 //!   it.
@@ -20,6 +20,7 @@ mod cuts;
 mod daemon;
 mod errors;
 mod images;
+mod inject;
 mod kernel;
 mod kills;
 mod power;

@@ -12,6 +12,9 @@
 //! | a storm | loss, repetition, disorder and wrong bytes in many frames at once |
 //! | a link down, an address gone | sockets and devices that fail, at either end |
 //! | a session replaced meanwhile | a login over a session with commands outstanding |
+//! | the daemon killed, and started again | what it has acknowledged is there, and what it has not comes again |
+//!
+//! Writes of zeroes (WRITE SAME) and COMPARE AND WRITE are among the operations.
 //!
 //! Some frames are lost, late, repeated or spoiled all the time. `RISER_LINEAR_OPERATIONS` sets how
 //! many operations are judged (default 3,000), `RISER_LINEAR_SEED` what happens to them. `cargo
@@ -83,7 +86,23 @@ fn on(wire: &Wire, host: usize, command: String) {
 }
 
 /// Kinds of trouble.
-const KINDS: u64 = 8;
+const KINDS: u64 = 9;
+
+/// The kind that ends the daemon. It is rarer than the others: after it all log in again.
+const KILL: u64 = 8;
+
+/// Kills the daemon, and starts it again after a moment.
+fn kill(wire: &Wire, pair: Pair, chance: &mut Chance) -> Pair {
+    let rest = chance.between(Duration::ZERO, Duration::from_millis(300));
+    // It must have the network of its host.
+    wire.hosts[TARGET].run(move || {
+        let mut pair = pair;
+        assert!(pair.kill(), "it has ended by itself");
+        thread::sleep(rest);
+        pair.serve();
+        pair
+    })
+}
 
 /// One trouble of a kind, from its begin to its end. Returns its name.
 fn trouble(wire: &Wire, contest: &Contest, chance: &mut Chance, kind: u64) -> &'static str {
@@ -182,7 +201,7 @@ fn initiators_on_networks_that_fail_agree_about_every_block() {
     let mut contest = begin(&wire, &pair, seed);
     let mut chance = Chance::new(seed, 0);
     let (started, mut reported) = (Instant::now(), Instant::now());
-    let (mut troubles, mut versions) = (0, 0);
+    let (mut troubles, mut kills, mut versions) = (0, 0, 0);
     let mut last = "none";
     while contest.done() < operations || troubles < KINDS {
         // Some follow so soon that the one before is not over for everyone.
@@ -195,19 +214,26 @@ fn initiators_on_networks_that_fail_agree_about_every_block() {
             reported = Instant::now();
         }
         // Each kind once, and then any.
-        let kind = if troubles < KINDS {
-            troubles
-        } else {
-            chance.below(KINDS)
+        let kind = match troubles < KINDS {
+            true => troubles,
+            false if chance.below(50) == 0 => KILL,
+            false => chance.below(KILL),
         };
-        last = trouble(&wire, &contest, &mut chance, kind);
+        last = match kind {
+            KILL => {
+                pair = kill(&wire, pair, &mut chance);
+                kills += 1;
+                "a kill of the daemon"
+            }
+            _ => trouble(&wire, &contest, &mut chance, kind),
+        };
         troubles += 1;
     }
     contest.go_on("at the end", 8);
     let (done, took) = (contest.done(), started.elapsed().as_secs_f64());
     println!(
-        "figure: {done} operations in {took:.0} s, {troubles} troubles, at most {versions} versions \
-         kept: {}",
+        "figure: {done} operations in {took:.0} s, {troubles} troubles, {kills} of them kills, at most {versions} \
+         versions kept: {}",
         contest.end()
     );
     // A daemon that has lost no command and no lock ends by itself.

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LogoutReason, LogoutRequest};
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn};
-use riser_scsi::srp::{ILogout, Tag, TargetPortId};
+use riser_scsi::srp::{
+    DataBuffer, ILogout, MultiChannelAction, MultiChannelResult, Tag, TargetPortId,
+};
 use riser_test_peers::iser_client::Client as Iser;
 use riser_test_peers::mini::{Mini, Refused, login_req, real};
 use riser_test_peers::pdus;
@@ -17,7 +19,7 @@ use riser_test_peers::tcp::Client as Tcp;
 use riser_tests::load::Chance;
 use riser_transport::roce::{Roce, RoceConfig};
 
-use super::{IOC_GUID, IQN, TARGET};
+use super::{IOC_GUID, IQN, SECRET, TARGET, WITH_CHAP};
 
 /// A target that there is not.
 const NOBODY: &str = "iqn.2026-01.com.example:nobody";
@@ -34,6 +36,34 @@ pub(crate) enum Protocol {
 
 impl Protocol {
     pub(crate) const ALL: [Self; 3] = [Self::Srp, Self::Iser, Self::Tcp];
+}
+
+/// What a session is for, and how it is made. A port has sessions of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    Plain,
+    /// Two connections: of iSCSI, or channels of SRP.
+    Several,
+    /// The login has CHAP.
+    Chap,
+    Discovery,
+}
+
+impl Kind {
+    /// The kinds that a protocol has here.
+    fn of(protocol: Protocol) -> &'static [Self] {
+        match protocol {
+            Protocol::Srp => &[Self::Plain, Self::Several],
+            Protocol::Iser => &[Self::Plain, Self::Discovery],
+            Protocol::Tcp => &[Self::Plain, Self::Several, Self::Chap, Self::Discovery],
+        }
+    }
+
+    /// All of them.
+    pub(crate) fn all() -> impl Iterator<Item = (Protocol, Self)> {
+        let of = |protocol| Self::of(protocol).iter().map(move |kind| (protocol, *kind));
+        Protocol::ALL.into_iter().flat_map(of)
+    }
 }
 
 /// How far a session gets, and how it ends.
@@ -66,7 +96,7 @@ pub(crate) struct Guest {
     number: u8,
     chance: Chance,
     /// How many sessions of each kind there were, and how long they took together.
-    pub(crate) counts: BTreeMap<(Protocol, End), (u64, Duration)>,
+    pub(crate) counts: BTreeMap<(Protocol, Kind, End), (u64, Duration)>,
 }
 
 impl Guest {
@@ -82,38 +112,49 @@ impl Guest {
     pub(crate) fn visit(&mut self) {
         let protocol = Protocol::ALL[self.chance.below(3) as usize];
         let end = End::ALL[self.chance.below(End::ALL.len() as u64) as usize];
-        self.visit_so(protocol, end);
+        let kinds = Kind::of(protocol);
+        let kind = kinds[self.chance.below(kinds.len() as u64) as usize];
+        self.visit_so(protocol, kind, end);
     }
 
-    pub(crate) fn visit_so(&mut self, protocol: Protocol, end: End) {
+    pub(crate) fn visit_so(&mut self, protocol: Protocol, kind: Kind, end: End) {
         let begun = Instant::now();
         match protocol {
-            Protocol::Srp => self.srp(end),
-            Protocol::Iser => self.iser(end),
-            Protocol::Tcp => self.tcp(end),
+            Protocol::Srp => self.srp(kind, end),
+            Protocol::Iser => self.iser(kind, end),
+            Protocol::Tcp => self.tcp(kind, end),
         }
-        let (count, took) = self.counts.entry((protocol, end)).or_default();
+        let (count, took) = self.counts.entry((protocol, kind, end)).or_default();
         *count += 1;
         *took += begun.elapsed();
     }
 
     /// A device as that of a host that has just started. One that is dropped says nothing more.
     fn device(&self) -> Roce {
+        self.device_at(200 + self.number)
+    }
+
+    fn device_at(&self, host: u8) -> Roce {
         let [a, b, c, _] = TARGET.octets();
-        let address = Ipv4Addr::new(a, b, c, 200 + self.number);
+        let address = Ipv4Addr::new(a, b, c, host);
         let mut config = RoceConfig::new(IpAddr::V4(address));
         // A table for one session: it is made for each visit.
         config.limits.max_mr = REGIONS;
         Roce::open(&config).unwrap()
     }
 
-    fn srp(&self, end: End) {
+    /// The number of its port for a kind of session.
+    fn port(&self, kind: Kind) -> u8 {
+        self.number + 50 * kind as u8
+    }
+
+    fn srp(&self, kind: Kind, end: End) {
         let to = SocketAddr::from((TARGET, 5555));
         let guid = IOC_GUID.to_be_bytes();
         let mut port = [guid, guid].concat();
         port[15] ^= u8::from(end == End::Refused);
         let port = TargetPortId(port.try_into().expect("16 bytes"));
-        let request = login_req(self.number, port);
+        let mut request = login_req(self.port(kind), port);
         let mut device = self.device();
         if end == End::Half {
             let mut private_data = vec![0; 56];
@@ -128,33 +169,58 @@ impl Guest {
         }
         let mut mini = mini.map_err(|(_, why)| why).expect("a login");
         mini.settle(&mut real);
+        let mut second = (kind == Kind::Several).then(|| {
+            request.multi_channel = MultiChannelAction::Multi;
+            let device = self.device_at(100 + self.number);
+            let second = Mini::connect(device, to, &request, &mut real);
+            let second = second.map_err(|(_, why)| why).expect("a second channel");
+            assert_eq!(second.rsp.multi_channel, MultiChannelResult::Maintained);
+            second
+        });
+        if let Some(second) = &mut second {
+            let answer = second.command(&[0; 6], DataBuffer::None, DataBuffer::None, &mut real);
+            assert_eq!(answer.status, 0);
+        }
         match end {
             End::Logout => {
                 let mut logout = [0; 16];
                 ILogout { tag: Tag(2) }.emit(&mut logout);
-                mini.send(&logout);
-                mini.wait_closed(&mut real);
-                mini.disconnect(&mut real);
+                for mut channel in second.into_iter().chain([mini]) {
+                    channel.send(&logout);
+                    channel.wait_closed(&mut real);
+                    channel.disconnect(&mut real);
+                }
             }
-            End::Closed => drop(mini.disconnect(&mut real)),
+            End::Closed => {
+                for channel in second.into_iter().chain([mini]) {
+                    channel.disconnect(&mut real);
+                }
+            }
             _ => {}
         }
     }
 
-    fn iser(&self, end: End) {
+    fn iser(&self, kind: Kind, end: End) {
         let to = SocketAddr::from((TARGET, 3260));
         let mut client = Iser::connect(self.device(), to, true, &mut real).expect("a connection");
-        let target = if end == End::Refused { NOBODY } else { IQN };
+        let target = match (end, kind) {
+            (End::Refused, _) => Some(NOBODY),
+            (_, Kind::Discovery) => None,
+            _ => Some(IQN),
+        };
         if end == End::Half {
             return client.begin_login(&self.first_of_login("RDMAExtensions=Yes\0"), &mut real);
         }
-        let login = client.login(Some(target), self.number, &[], &mut real);
+        let login = client.login(target, self.port(kind), &[], &mut real);
         if end == End::Refused {
             assert!(matches!(login, Err(LoginError::Refused(_))), "{login:?}");
             return client.disconnect(&mut real);
         }
         login.expect("a login");
-        client.settle(&mut real);
+        match kind {
+            Kind::Discovery => assert_names_target(&client.send_targets(&mut real)),
+            _ => client.settle(&mut real),
+        }
         match end {
             End::Logout => {
                 client.ask_for_logout(&mut real);
@@ -174,7 +240,7 @@ impl Guest {
         pdu
     }
 
-    fn tcp(&mut self, end: End) {
+    fn tcp(&mut self, kind: Kind, end: End) {
         let to = SocketAddr::from((TARGET, 3260));
         if end == End::Half {
             let mut socket = TcpStream::connect(to).unwrap();
@@ -190,26 +256,70 @@ impl Guest {
             }
             return;
         }
-        let target = if end == End::Refused { NOBODY } else { IQN };
         // Ports of one address would run out: those of closed connections rest for a minute.
         let host = 1 + self.chance.below(250) as u8;
-        let here = SocketAddr::from(([127, 1, self.number, host], 0));
-        let login = Tcp::attempt_from(here, to, target, self.number, (0, 0), None);
-        if end == End::Refused {
-            let why = login.err().expect("a target that there is not");
+        let [a, b] = if kind == Kind::Chap {
+            WITH_CHAP
+        } else {
+            [127, 1]
+        };
+        let here = SocketAddr::from(([a, b, self.number, host], 0));
+        let isid = self.port(kind);
+        // Each kind is refused for a reason of its own.
+        let is_refused = end == End::Refused;
+        let (target, secret) = match kind {
+            Kind::Chap if is_refused => (IQN, Some("not-the-secret-of-alice")),
+            Kind::Chap => (IQN, Some(SECRET)),
+            _ if is_refused => (NOBODY, None),
+            _ => (IQN, None),
+        };
+        let login = match (kind, end) {
+            // A connection for a session that there is not.
+            (Kind::Several, End::Refused) => {
+                Tcp::attempt_from(here, to, IQN, isid, (u16::MAX, 1), None)
+            }
+            (Kind::Discovery, End::Refused) | (Kind::Plain | Kind::Several | Kind::Chap, _) => {
+                Tcp::attempt_from(here, to, target, isid, (0, 0), secret)
+            }
+            (Kind::Discovery, _) => {
+                Tcp::discovery_from(here, to, isid, 0).map(|client| (client, None))
+            }
+        };
+        if is_refused {
+            let why = login.err().expect("a login that is refused");
             assert!(matches!(why, LoginError::Refused(_)), "{why:?}");
             return;
         }
         let (mut client, _) = login.expect("a login");
-        for status in [2, 0] {
-            assert_eq!(client.command(&[0; 6], false, 0, &[]).0, status);
+        match kind {
+            Kind::Discovery => assert_names_target(&client.send_targets()),
+            _ => {
+                for status in [2, 0] {
+                    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, status);
+                }
+            }
         }
+        let second = (kind == Kind::Several).then(|| {
+            let numbers = (client.tsih.0, 1);
+            let login = Tcp::attempt_from(here, to, IQN, isid, numbers, None);
+            login.expect("a second connection").0
+        });
         match end {
             End::Logout => log_out(&mut client),
-            End::Vanished => vanish(&client.socket).unwrap(),
+            End::Vanished => {
+                for client in second.iter().chain([&client]) {
+                    vanish(&client.socket).unwrap();
+                }
+            }
             _ => {}
         }
     }
+}
+
+/// An answer to SendTargets has the target.
+fn assert_names_target(text: &[u8]) {
+    let text = String::from_utf8_lossy(text);
+    assert!(text.contains(IQN), "{text}");
 }
 
 fn log_out(client: &mut Tcp) {

@@ -25,7 +25,7 @@
 //!   posted work, rings and scatter lists hold while a device may touch the bytes.
 //! - [`sys`]: system calls that send from ranges and receive into them.
 //!
-//! - [`simulated`]: addresses that are the same in each run.
+//! - [`simulated`]: addresses that are the same in each run, and mappings that fail.
 //!
 //! Units: offsets and lengths are bytes. Addresses are virtual addresses of this process, except in
 //! simulations.
@@ -94,6 +94,7 @@ impl Memory {
         let len = len
             .max(1)
             .checked_next_multiple_of(PAGE)
+            .filter(|_| !simulated::fails())
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         // SAFETY: an anonymous private mapping at an address of the kernel's choice touches nothing
         // that exists.

@@ -1,4 +1,4 @@
-//! Addresses of memory that are the same in each run.
+//! Addresses of memory that are the same in each run, and mappings that fail.
 //!
 //! Peers get the addresses of registered memory, so they are in packets, and a run could not be
 //! repeated byte by byte with those of the process. A device need not know memory by its virtual
@@ -12,6 +12,9 @@ use crate::PAGE;
 const FIRST: u64 = 1 << 56;
 
 thread_local! {
+    /// Mappings that this thread may still make before one fails, while that is so; all it makes
+    /// count down.
+    static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
     /// The next address, in a simulation.
     static NEXT: Cell<Option<u64>> = const { Cell::new(None) };
 }
@@ -30,6 +33,22 @@ pub fn addresses<T>(run: impl FnOnce() -> T) -> T {
     run()
 }
 
+/// Has a mapping of this thread fail by `ENOMEM`, once: the one after so many. `None` has none fail.
+/// Returns how many the thread would still have made before the one that was to fail until now;
+/// `None` if that has failed, or none was to.
+pub fn fail_after(mappings: Option<usize>) -> Option<usize> {
+    LEFT.replace(mappings)
+}
+
+/// Takes a mapping; returns whether it fails.
+pub(crate) fn fails() -> bool {
+    let Some(left) = LEFT.get() else {
+        return false;
+    };
+    LEFT.set(left.checked_sub(1));
+    left == 0
+}
+
 /// An address for a mapping, in a simulation.
 pub(crate) fn take(len: usize) -> Option<u64> {
     let address = NEXT.get()?;
@@ -42,6 +61,17 @@ pub(crate) fn take(len: usize) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::Memory;
+
+    #[test]
+    fn one_mapping_fails_and_those_around_it_do_not() {
+        let none = fail_after(Some(1));
+        let made: Vec<bool> = (0..3).map(|_| Memory::new(1).is_ok()).collect();
+        assert_eq!((none, made), (None, vec![true, false, true]));
+        assert_eq!(fail_after(Some(5)), None, "it has failed");
+        let _made = Memory::new(1).unwrap();
+        assert_eq!(fail_after(None), Some(4), "one of them was made");
+        assert!(Memory::new(1).is_ok());
+    }
 
     #[test]
     fn addresses_are_the_same_in_each_run_and_nowhere_else() {

@@ -21,15 +21,19 @@
 //!
 //! Bound: [`QUEUE`] packets wait for an address; what comes beyond is lost, as in a socket buffer.
 
+mod defects;
+
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fnv::FnvHasher;
+
+use defects::{DefectiveNic, Defects, Recording};
+pub use defects::{Failing, Record, Refusals};
 
 use crate::rc::RcCounters;
 use crate::roce::batch::{Offered, SendOutcome, TxBatch};
@@ -37,10 +41,7 @@ use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
 use crate::roce::nic::{Breakage, Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
 use crate::roce::steer::steer;
-use crate::verbs::{
-    CmId, Mtu, PortSpace, PostError, PostReason, Provider, QpId, RdmaCm, RecvWr, SendWr, Sge,
-    VerbsError, WrId,
-};
+use crate::verbs::{CmId, Mtu, PortSpace, Provider, QpId, RdmaCm, VerbsError};
 
 /// Packets that wait for one device.
 pub const QUEUE: usize = 8192;
@@ -336,10 +337,26 @@ impl Fabric {
         self.change(addr, |defects| defects.broken = None);
     }
 
-    fn change(&self, addr: IpAddr, change: impl FnOnce(&mut Defects)) {
+    /// Records what the devices at an address are asked for from now on, and has one of that fail.
+    pub fn record(&self, addr: IpAddr, fails: Option<Failing>) {
+        self.change(addr, |defects| {
+            defects.recording = Some(Recording::new(fails))
+        });
+    }
+
+    /// Ends a record, and returns it; an empty one if there was none.
+    #[must_use]
+    pub fn take_record(&self, addr: IpAddr) -> Record {
+        let recording = self.change(addr, |defects| defects.recording.take());
+        recording
+            .map(|recording| recording.record)
+            .unwrap_or_default()
+    }
+
+    fn change<T>(&self, addr: IpAddr, change: impl FnOnce(&mut Defects) -> T) -> T {
         let mut wire = self.wire();
         let known = wire.defects.entry(addr).or_default();
-        change(&mut known.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut known.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Narrows all ways to an address: longer packets are lost, and devices there make no
@@ -499,155 +516,6 @@ impl Fabric {
         let wire = self.wire();
         let first = wire.queues.get(&place)?.keys().next().map(|k| k.0);
         first.into_iter().chain(wire.injector.deadline()).min()
-    }
-}
-
-/// Posts that a device refuses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Refusals {
-    /// Send requests that it takes before; receives that come before the last of these as well.
-    pub after: u32,
-    /// Number of calls that are refused from there on.
-    pub calls: u32,
-}
-
-impl Refusals {
-    /// None.
-    pub const NONE: Self = Self { after: 0, calls: 0 };
-    /// All posts.
-    pub const ALL: Self = Self {
-        after: 0,
-        calls: u32::MAX,
-    };
-
-    /// Takes a call that posts `count` send requests; returns how many of them are taken.
-    fn take_sends(&mut self, count: usize) -> usize {
-        if self.calls == 0 {
-            return count;
-        }
-        let taken = count.min(self.after as usize);
-        self.after -= taken as u32;
-        if taken < count {
-            self.refuses_next();
-        }
-        taken
-    }
-
-    /// Takes a call without send requests; returns whether it is refused.
-    fn refuses_next(&mut self) -> bool {
-        let refused = self.after == 0 && self.calls > 0;
-        // All of them stay all of them.
-        if refused && self.calls < u32::MAX {
-            self.calls -= 1;
-        }
-        refused
-    }
-}
-
-fn refused(index: usize) -> PostError {
-    PostError {
-        index,
-        reason: PostReason::Os(libc::EIO),
-    }
-}
-
-/// What is wrong with a device.
-#[derive(Debug, Default)]
-struct Defects {
-    refusals: Refusals,
-    /// Time until a receive that was posted is in its queue.
-    delay: Duration,
-    /// What is to break.
-    broken: Option<(Breakage, usize)>,
-}
-
-/// A receive that is not in its queue yet.
-#[derive(Debug)]
-struct LateRecv {
-    at: Instant,
-    qp: QpId,
-    wr_id: WrId,
-    sges: Vec<Sge>,
-}
-
-/// The NIC of an endpoint, whose methods for posts come before those of the NIC.
-#[derive(Debug)]
-struct DefectiveNic {
-    nic: Nic,
-    defects: Arc<Mutex<Defects>>,
-    /// In the order of their posts.
-    late: VecDeque<LateRecv>,
-}
-
-impl DefectiveNic {
-    fn defects(&self) -> MutexGuard<'_, Defects> {
-        self.defects.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
-        let taken = self.defects().refusals.take_sends(wrs.len());
-        self.nic.post_send(qp, &wrs[..taken])?;
-        if taken < wrs.len() {
-            return Err(refused(taken));
-        }
-        Ok(())
-    }
-
-    fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
-        let mut defects = self.defects();
-        if defects.refusals.refuses_next() {
-            return Err(refused(0));
-        }
-        let delay = defects.delay;
-        drop(defects);
-        if delay.is_zero() && self.late.is_empty() {
-            return self.nic.post_recv(qp, wrs);
-        }
-        let at = self.nic.now() + delay;
-        self.late.extend(wrs.iter().map(|wr| LateRecv {
-            at,
-            qp,
-            wr_id: wr.wr_id,
-            sges: wr.sges.to_vec(),
-        }));
-        Ok(())
-    }
-
-    /// Does what is due of what is wrong; returns how much that was.
-    fn suffer(&mut self, now: Instant) -> usize {
-        let mut done = 0;
-        while self.late.front().is_some_and(|late| late.at <= now)
-            && let Some(LateRecv {
-                qp, wr_id, sges, ..
-            }) = self.late.pop_front()
-        {
-            let sges = &sges;
-            // If its queue pair was destroyed meanwhile, the receive is dropped.
-            let _ = self.nic.post_recv(qp, &[RecvWr { wr_id, sges }]);
-            done += 1;
-        }
-        let broken = self.defects().broken;
-        if let Some((what, nth)) = broken
-            && self.nic.break_one(what, nth)
-        {
-            self.defects().broken = None;
-            done += 1;
-        }
-        done
-    }
-}
-
-impl Deref for DefectiveNic {
-    type Target = Nic;
-
-    fn deref(&self) -> &Nic {
-        &self.nic
-    }
-}
-
-impl DerefMut for DefectiveNic {
-    fn deref_mut(&mut self) -> &mut Nic {
-        &mut self.nic
     }
 }
 

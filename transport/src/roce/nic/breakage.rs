@@ -20,6 +20,12 @@ impl Qp {
 }
 
 impl Nic {
+    /// Whether a queue pair is that of a connection.
+    pub fn is_connection(&self, qp: QpId) -> bool {
+        let qp = self.qps.get(qp);
+        qp.is_ok_and(|qp| matches!(qp.machine, Machine::Rc(_)))
+    }
+
     /// Breaks the `nth` of the connected queue pairs, counted around, or the queue of its receives.
     /// Returns whether there is one.
     pub fn break_one(&mut self, what: Breakage, nth: usize) -> bool {

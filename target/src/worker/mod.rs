@@ -90,6 +90,7 @@ pub use device::{Device, DeviceInfo, NicInfo, Opened, Reopen};
 pub use env::{Env, System};
 pub use listener::TcpListener;
 pub use mail::SessionInfo;
+pub use snapshot::Announced;
 pub use slots::ring_capacity;
 
 use crate::sessions::catalog::Catalog;

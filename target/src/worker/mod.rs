@@ -90,8 +90,8 @@ pub use device::{Device, DeviceInfo, NicInfo, Opened, Reopen};
 pub use env::{Env, System};
 pub use listener::TcpListener;
 pub use mail::SessionInfo;
-pub use snapshot::Announced;
 pub use slots::ring_capacity;
+pub use snapshot::Announced;
 
 use crate::sessions::catalog::Catalog;
 use crate::sessions::nexus::Registry;

@@ -201,7 +201,9 @@ impl Disk {
             let lost = state.lost.range(others.clone()).map(|(n, _)| *n);
             let stable = state.stable.range(others).map(|(n, _)| *n);
             let numbers: Vec<u64> = written.chain(lost).chain(stable).collect();
-            numbers.into_iter().for_each(|number| state.put(number, None));
+            numbers
+                .into_iter()
+                .for_each(|number| state.put(number, None));
             state.flush(first, u64::MAX, u64::MAX);
         }
         state.len = len;

@@ -24,8 +24,14 @@ use crate::plan::Plan;
 /// Number of the initiator, which no other has.
 pub const NUMBER: usize = 40;
 
-/// Time of the user between two visits of the unit.
-const VISIT: u64 = 8;
+/// Most commands of a visit.
+const VISIT: u64 = 32;
+
+/// Commands in all, with pauses between them, so that exchanges find the user at work.
+const COMMANDS: u64 = 100;
+
+/// Longest pause between two commands, in microseconds.
+const PAUSE: u64 = 3_000;
 
 /// The histories of disks, by identity.
 #[derive(Clone, Default)]
@@ -71,7 +77,7 @@ pub fn work<N: Fn() -> Rc<History>>(
     let url = initiator.url.clone().with_lun(Some(SIDE));
     // The first block is that of watchers.
     let (timeout, longest) = (plan.timeout, plan.longest.min(plan.blocks - 1));
-    let (mut left, blocks) = (plan.commands as u64, plan.blocks);
+    let (mut left, blocks) = (COMMANDS, plan.blocks);
     async move {
         while left > 0
             && let Some(lun) = open(&client, &url, timeout, &is_dead).await
@@ -80,7 +86,7 @@ pub fn work<N: Fn() -> Rc<History>>(
                 history: disks.of(&lun, &new),
                 ..user.clone()
             };
-            let visit = left.min(rng.u64(1..=VISIT * 2));
+            let visit = left.min(rng.u64(1..=VISIT));
             left -= visit;
             for _ in 0..visit {
                 let len = rng.u64(1..=longest);
@@ -93,6 +99,7 @@ pub fn work<N: Fn() -> Rc<History>>(
                 if lun.session().status().link() == LinkState::Closed {
                     break;
                 }
+                pause(&client, Duration::from_micros(rng.u64(1..=PAUSE))).await;
             }
             lun.session().close().await;
             pause(&client, Duration::from_micros(rng.u64(1..=20_000))).await;

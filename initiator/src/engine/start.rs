@@ -40,6 +40,19 @@ impl<E: Env> Engine<E> {
         self.0.deadline()
     }
 
+    /// The device, for who looks at what it has counted.
+    #[must_use]
+    pub fn device(&self) -> Option<&E::Provider> {
+        self.0.provider()
+    }
+
+    /// Units of SRP's request limit that targets have, though no request is outstanding for them. A
+    /// target may return some late, but not more or less than it has.
+    #[must_use]
+    pub fn unreturned(&self) -> i64 {
+        self.0.unreturned()
+    }
+
     /// Returns whether it was shut down, and every session has ended.
     #[must_use]
     pub fn is_over(&self) -> bool {

@@ -28,6 +28,7 @@ pub enum LinkState {
 pub struct SessionStatus {
     state: AtomicU8,
     reconnects: AtomicU64,
+    stale: AtomicU64,
     details: Mutex<Details>,
     /// The details, or the state, have changed.
     changed: Condvar,
@@ -110,6 +111,18 @@ impl SessionStatus {
     #[must_use]
     pub fn reconnects(&self) -> u64 {
         self.reconnects.load(Ordering::Relaxed)
+    }
+
+    /// Number of messages about commands that had ended, which were discarded: answers that crossed
+    /// an abort, or second ones.
+    #[must_use]
+    pub fn stale(&self) -> u64 {
+        self.stale.load(Ordering::Relaxed)
+    }
+
+    /// Counts one more of [`Self::stale`]; returns their number.
+    pub(super) fn count_stale(&self) -> u64 {
+        self.stale.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Reason for its last outage.
@@ -232,7 +245,7 @@ impl SessionStatus {
             SessionEvent::Closed(why) => {
                 self.enter(LinkState::Closed, Some(*why), date);
             }
-            SessionEvent::UnitEvent { .. } => {}
+            SessionEvent::UnitEvent { .. } | SessionEvent::Stale => {}
         }
     }
 }
@@ -243,6 +256,13 @@ mod tests {
     use crate::session::ConnectError;
 
     const DATE: Duration = Duration::from_secs(1_800_000_000);
+
+    #[test]
+    fn stale_messages_are_counted() {
+        let status = SessionStatus::default();
+        assert_eq!([status.count_stale(), status.count_stale()], [1, 2]);
+        assert_eq!(status.stale(), 2);
+    }
 
     #[test]
     fn a_report_says_since_when_and_why() {

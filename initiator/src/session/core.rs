@@ -92,6 +92,11 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         }
     }
 
+    /// The target has sent something about a command that had ended.
+    pub(crate) fn on_stale(&mut self) {
+        self.outputs.push_back(O::event(SessionEvent::Stale));
+    }
+
     /// Asks for a timeout at that time, at the latest.
     pub(crate) fn arm(&mut self, at: Instant) {
         self.timer = Some(self.timer.map_or(at, |t| t.min(at)));

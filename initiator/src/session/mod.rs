@@ -96,6 +96,9 @@ pub enum SessionEvent {
         /// The event, as sense data.
         sense: Box<[u8]>,
     },
+    /// The target has sent something about a command that had ended. Once for a command that was
+    /// aborted is no mistake: its answer may cross the abort.
+    Stale,
     /// The session is over, for this reason. Every request has been completed.
     Closed(Down),
 }

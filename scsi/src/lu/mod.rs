@@ -268,6 +268,12 @@ impl LogicalUnit {
         self.lock_nexuses().nexus(id)
     }
 
+    /// Returns the number of nexuses that are known.
+    #[must_use]
+    pub fn nexuses(&self) -> usize {
+        self.lock_nexuses().len()
+    }
+
     /// Establishes a unit attention condition.
     pub fn raise(&self, attention: Attention, scope: AttentionScope) {
         self.lock_nexuses().raise(attention, scope);

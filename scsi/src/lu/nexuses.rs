@@ -98,6 +98,11 @@ impl NexusTable<'_> {
         self.update_hint(id);
     }
 
+    /// The number of nexuses.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
     /// Whether there is no nexus.
     pub(super) fn is_empty(&self) -> bool {
         self.entries.is_empty()

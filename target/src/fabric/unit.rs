@@ -178,6 +178,19 @@ impl Unit {
         self.lock().set.len()
     }
 
+    /// Returns the number of entries of each kind that it has for sessions.
+    #[must_use]
+    pub fn entries(&self) -> [(&'static str, usize); 5] {
+        let tasks = self.lock();
+        [
+            ("tasks", tasks.set.len()),
+            ("unsent answers", tasks.left.len()),
+            ("waits for limits", tasks.limited.len()),
+            ("leaving nexuses", tasks.leaving.len()),
+            ("nexuses", self.lu.nexuses()),
+        ]
+    }
+
     /// Takes a task into the set; returns whether it may start at once. Its initiator uses `lun`
     /// for the unit. `limited` is there if it waits for limits first: to write or to read.
     ///

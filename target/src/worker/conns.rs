@@ -249,6 +249,11 @@ impl<F: Connection> Conns<F> {
         }
     }
 
+    /// Returns the number of timers, those that count no longer included.
+    pub(super) fn timers(&self) -> usize {
+        self.timers.len()
+    }
+
     /// Returns the time of the next timer, which may count no longer.
     pub(super) fn next_timer(&self) -> Option<Instant> {
         self.timers.peek().map(|Reverse((at, _))| *at)

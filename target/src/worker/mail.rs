@@ -207,6 +207,14 @@ pub struct Snapshot {
     pub pool_free: usize,
     /// The least that was ever free.
     pub pool_lowest: usize,
+    /// Each of its buffers is back, descriptor tables and the reserve included.
+    pub pool_is_whole: bool,
+    /// Connections of all fabrics, those that have not logged in included.
+    pub connections: usize,
+    /// Timers of connections, those that count no longer included.
+    pub timers: usize,
+    /// Messages to other workers that wait for room.
+    pub waiting_mail: usize,
     /// Times that the worker slept.
     pub parks: u64,
 }

@@ -91,6 +91,7 @@ pub use env::{Env, System};
 pub use listener::TcpListener;
 pub use mail::SessionInfo;
 pub use slots::ring_capacity;
+pub use snapshot::Announced;
 
 use crate::sessions::catalog::Catalog;
 use crate::sessions::nexus::Registry;

@@ -72,7 +72,31 @@ fn accounts(conn: &Conn<Fabric>) -> impl Iterator<Item = SessionAccount> + '_ {
     })
 }
 
+/// Memory of the allocator that a worker's connections have, as it is announced.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Announced {
+    /// Connections, those that have not logged in included.
+    pub connections: usize,
+    /// Bytes of their contexts. Rings, which are mappings, and queue pairs come besides.
+    pub bytes: usize,
+}
+
 impl Worker {
+    /// Returns the memory of the connections that there are.
+    #[must_use]
+    pub fn announced(&self) -> Announced {
+        let bytes = |fabric: &Fabric| match fabric {
+            Fabric::Srp(own) => own.channel.config().params.memory().contexts,
+            Fabric::Tcp(own) => own.channel.channel().memory(),
+            Fabric::Iser(own) => own.channel.params().memory().contexts,
+        };
+        let all = self.conns.iter();
+        all.fold(Announced::default(), |sum, (_, conn)| Announced {
+            connections: sum.connections + 1,
+            bytes: sum.bytes + bytes(&conn.fabric),
+        })
+    }
+
     pub(super) fn snapshot(&self) -> Snapshot {
         // With the connections that are gone, or the sums would fall when one ends.
         let mut totals = self.past.clone();
@@ -108,6 +132,10 @@ impl Worker {
             pool_size: self.pool.size(),
             pool_free: self.pool.free(),
             pool_lowest: self.pool.lowest_free(),
+            pool_is_whole: self.pool.is_whole(),
+            connections: self.conns.iter().count(),
+            timers: self.conns.timers(),
+            waiting_mail: self.outbox.waiting(),
             parks: self.parks,
         }
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::plan::{Fault, Plan, Protocol, Trouble};
 use crate::target::{self, IQN, SERIAL, rdma_address, tcp_address};
-use crate::{cheat, initiator};
+use crate::{cheat, exchange, initiator};
 
 /// Number of the unit that changes.
 pub const SIDE: u16 = 20;
@@ -115,6 +115,25 @@ impl AdminFault {
                 from,
                 until: from + Duration::from_micros(rng.u64(1..=length)),
                 fault: Fault::Admin(Self::draw_one(rng, paths, initiators)),
+            }
+        };
+        (0..number).map(one).collect()
+    }
+
+    /// Exchanges of a unit for another disk, for a user that has it meanwhile.
+    #[must_use]
+    pub fn exchanges(rng: &mut Rng) -> Vec<Trouble> {
+        if rng.u8(..6) > 0 {
+            return Vec::new();
+        }
+        let number = rng.usize(1..=3);
+        let one = |_| {
+            let from = Duration::from_micros(rng.u64(1_000..120_000));
+            let length = [2_000, 50_000, 500_000][rng.usize(..3)];
+            Trouble {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: Fault::Admin(Self::ReplaceLun),
             }
         };
         (0..number).map(one).collect()
@@ -337,8 +356,14 @@ impl Layout {
         }
         if plan.is_administered() {
             let is_other = self.refusal == Some(Refusal::OtherFile);
-            file("s", if is_other { "t" } else { "s" }, self.side, "");
-            file("r", "r", OTHERS[0], "");
+            // Those of a user whose history knows nothing of a cache.
+            let rest = if plan.exchange {
+                ", write_cache: off"
+            } else {
+                ""
+            };
+            file("s", if is_other { "t" } else { "s" }, self.side, rest);
+            file("r", "r", OTHERS[0], rest);
             file("a", "a", OTHERS[1], "");
             file("x", "nowhere", 1, "");
         }
@@ -415,6 +440,9 @@ impl Layout {
         let mut rules = String::from("[");
         if plan.is_administered() {
             rules += &format!("{{ address: {WATCHERS} }}, ");
+        }
+        if plan.exchange {
+            rules += &format!("{{ address: {} }}, ", initiator::address(exchange::NUMBER));
         }
         for index in (0..plan.initiators.len()).filter(|index| !self.is_denied(*index)) {
             for moves in 0..initiator::ADDRESSES {

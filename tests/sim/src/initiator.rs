@@ -47,6 +47,9 @@ const POOL: usize = 4 << 20;
 /// Time that a command may take which must succeed.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Wait before the unit is opened again.
+const AGAIN: Duration = Duration::from_millis(500);
+
 /// Address of an initiator in the beginning.
 #[must_use]
 pub fn address(index: usize) -> IpAddr {
@@ -197,6 +200,23 @@ impl Initiator {
             opened: Rc::default(),
             heritage,
         }
+    }
+
+    /// Objects that its engine has, of those that sessions have.
+    #[must_use]
+    pub fn leftovers(&self) -> Vec<(&'static str, usize)> {
+        let Some(engine) = &self.engine else {
+            return Vec::new();
+        };
+        let usage = engine.device().map(Endpoint::usage).unwrap_or_default();
+        let all = [
+            ("queue pairs", usage.qps),
+            ("completion queues", usage.cqs),
+            ("memory regions", usage.mrs),
+            ("protection domains", usage.pds),
+            ("identifiers of connections", usage.cm_ids),
+        ];
+        all.into_iter().filter(|(_, count)| *count > 0).collect()
     }
 
     /// Ends the process without a word.
@@ -359,7 +379,7 @@ impl User {
         }
     }
 
-    async fn flush(&self, lun: &Lun) -> Result<(), LunError> {
+    pub(crate) async fn flush(&self, lun: &Lun) -> Result<(), LunError> {
         let id = self.history.begin_flush(self.port);
         self.on_begin("flush", &(0..0));
         let result = lun.flush().await;
@@ -374,7 +394,12 @@ impl User {
         result
     }
 
-    async fn write(&self, lun: &Lun, blocks: Range<u64>, fua: bool) -> Result<(), LunError> {
+    pub(crate) async fn write(
+        &self,
+        lun: &Lun,
+        blocks: Range<u64>,
+        fua: bool,
+    ) -> Result<(), LunError> {
         let len = (blocks.end - blocks.start) as usize * BLOCK;
         let buffer = lun.buffers().take(len).await;
         let mut bytes = vec![0; len];
@@ -545,14 +570,14 @@ fn outcome(result: &RequestResult) -> Result<(), String> {
 async fn open(client: &Client, url: &TargetUrl, is_dead: &Cell<bool>) -> Option<Lun> {
     while !is_dead.get() {
         let Ok(session) = client.connect(url.clone()).await else {
-            pause(client).await;
+            pause(client, AGAIN).await;
             continue;
         };
         match session.lun(0).await {
             Ok(lun) => return Some(lun.with_timeout(TIMEOUT)),
             Err(_) => session.close().await,
         }
-        pause(client).await;
+        pause(client, AGAIN).await;
     }
     None
 }
@@ -562,13 +587,14 @@ async fn private_unit(client: &Client, session: &Session, is_dead: &Cell<bool>) 
     while !is_dead.get() {
         match session.lun(1).await {
             Ok(lun) => return Some(lun.with_timeout(TIMEOUT)),
-            Err(_) => pause(client).await,
+            Err(_) => pause(client, AGAIN).await,
         }
     }
     None
 }
 
-async fn pause(client: &Client) {
+/// Waits on the clock of an initiator.
+pub(crate) async fn pause(client: &Client, time: Duration) {
     let never = std::future::pending::<()>();
-    let _ = client.timeout(Duration::from_millis(500), never).await;
+    let _ = client.timeout(time, never).await;
 }

@@ -23,7 +23,10 @@
 //! | [`rival`] | an initiator of iSCSI that does what ours does not |
 //! | [`cheat`] | peers that break the rules |
 //! | [`model`], [`reservations`] | what it may see of reservations and unit attentions |
+//! | [`exchange`] | a user of a unit that becomes another disk |
+//! | [`flood`] | a peer that asks for much and takes nothing for a while |
 //! | [`keeper`] | what the target keeps through a power loss, besides the disk |
+//! | [`memory`] | what the target may allocate |
 //! | [`leaks`] | data that leave for a peer that may not read them |
 //! | [`tcp`] | connections between the two |
 //! | [`text`] | plans as YAML |
@@ -36,7 +39,8 @@
 //! A run passes if a history of every block explains each read ([`riser_tests::history`]), also
 //! after the target's process or its host's power has gone; if all commands end within
 //! [`run::PATIENCE`] of virtual time after the last fault has gone; if buffers and connections, and
-//! what the target had for them, are back at the end; and if no data of a unit left for an
+//! what the target had for them, are back at the end; if the target has no more memory than its
+//! sessions announce ([`memory`]); and if no data of a unit left for an
 //! initiator that may not read it ([`leaks`]).
 //!
 //! # Determinism
@@ -52,10 +56,13 @@ pub mod cheat;
 pub mod coverage;
 pub mod disks;
 pub mod events;
+pub mod exchange;
 pub mod executor;
+pub mod flood;
 pub mod initiator;
 pub mod keeper;
 pub mod leaks;
+pub mod memory;
 pub mod model;
 pub mod nics;
 pub mod plan;

@@ -232,6 +232,10 @@ pub struct Plan {
     pub ring: u32,
     /// Each initiator has a unit that others may not read.
     pub private_units: bool,
+    /// Pings with data of a peer that does not read their answers for a while.
+    pub flood: u32,
+    /// A user of ours has the unit that an administrator exchanges for another disk.
+    pub exchange: bool,
     /// What goes wrong.
     pub troubles: Vec<Trouble>,
 }
@@ -261,6 +265,8 @@ impl Default for Plan {
             sends: None,
             ring: 511,
             private_units: false,
+            flood: 0,
+            exchange: false,
             troubles: Vec::new(),
         }
     }
@@ -326,6 +332,15 @@ impl Plan {
         let mut admin = Rng::with_seed(seed ^ 0xad_717);
         more.extend(AdminFault::draw(&mut admin, (paths, initiators.len())));
         more.extend(ProcessFault::draw(&mut admin));
+        let mut floods = Rng::with_seed(seed ^ 0x0f10_0d5e);
+        let flood = if floods.u8(..8) > 0 {
+            0
+        } else {
+            floods.u32(50..=400)
+        };
+        let exchanges = AdminFault::exchanges(&mut Rng::with_seed(seed ^ 0x0e8c_4a6e));
+        let exchange = !exchanges.is_empty();
+        more.extend(exchanges.iter().copied());
         troubles.extend(more.into_iter().filter(|trouble| is_wanted(trouble.fault)));
         let mut timeout = Duration::from_secs([1, 10, 60, 60][rng.usize(..4)]);
         // A quiet day is judged more strictly.
@@ -336,7 +351,7 @@ impl Plan {
                 Fault::Admin(change) => change.is_mild(),
                 _ => false,
             };
-            troubles.extend(changes.into_iter().filter(is_mild));
+            troubles.extend(changes.into_iter().chain(exchanges).filter(is_mild));
             troubles.retain(|trouble| is_wanted(trouble.fault));
             timeout = TIMEOUT;
         }
@@ -345,8 +360,11 @@ impl Plan {
         let iscsi = initiators.iter().filter(|one| **one == Protocol::Iscsi);
         let iscsi = (iscsi.count() + 1) * paths;
         let connections = iscsi + rivals.iter().map(|one| one.connections).sum::<usize>() + 2;
+        let connections = connections + usize::from(flood > 0) + usize::from(exchange) * paths;
         Self {
             cheats,
+            flood,
+            exchange,
             paths,
             rivals,
             seed,

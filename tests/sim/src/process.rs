@@ -22,6 +22,7 @@ use riser_target::server::shutdown::Shutdown;
 use riser_target::server::{Keepers, Part, Server, SimulatedNetwork};
 use riser_target::worker::mail::{MAILBOX, Outbox};
 use riser_target::worker::{Opened, Report, TcpListener, Worker, WorkerConfig};
+use riser_testkit::alloc::Attributed;
 use riser_tests::history::{History, Port};
 use riser_transport::loopback::{Endpoint, Fabric};
 use riser_transport::verbs::Mtu;
@@ -63,7 +64,9 @@ impl SimulatedNetwork for Ground {
             return Err(io::Error::from_raw_os_error(libc::ENODEV));
         }
         let bits = workers.ilog2() as u8;
-        let mut device = self.fabric.endpoint_of(addr, worker as u32, bits);
+        // A device that comes back has what it had in the beginning.
+        let endpoint = || self.fabric.endpoint_of(addr, worker as u32, bits);
+        let mut device = Attributed::others(endpoint);
         device.set_mtu(self.mtu);
         Ok(device)
     }

@@ -20,12 +20,15 @@ use crate::administrator::Administrator;
 use crate::caught::caught;
 use crate::cheat::{Cheat, Overheard, Surroundings};
 use crate::disks::DiskFault;
+use crate::exchange::{self, Disks};
 use crate::executor::Executor;
+use crate::flood::Flood;
 use crate::initiator::{self, Dialed, Heritage, Initiator, User, Verdict};
 use crate::leaks::{self, Guard};
+use crate::memory::Meter;
 use crate::model::Model;
 use crate::nics::Place;
-use crate::plan::{Fault, Plan, ProcessFault};
+use crate::plan::{Fault, Plan, ProcessFault, Protocol};
 use crate::process::{EndKind, Ended};
 use crate::rival::Rival;
 use crate::target::{self, Target};
@@ -38,6 +41,9 @@ pub const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Most steps of a run: one that does not get on, in no time, is stuck.
 const STEPS: u64 = 30_000_000;
+
+/// The place of the user of an exchanged unit among twins: behind all of them.
+const EXCHANGE: usize = usize::MAX;
 
 /// The first of the numbers of initiators that have the names of others.
 const TWINS: usize = 50;
@@ -93,6 +99,7 @@ struct World {
     initiators: Vec<Initiator>,
     rivals: Vec<Rival>,
     cheats: Vec<Cheat>,
+    flood: Option<Flood>,
     /// What changes are to be seen, and those who look.
     ledger: Rc<RefCell<Ledger>>,
     watchers: Vec<Watcher>,
@@ -108,7 +115,10 @@ struct World {
     model: Rc<Model>,
     /// Those of units that one initiator sees each.
     private: Vec<Rc<History>>,
+    /// Those of the disks that a unit is exchanged for.
+    exchanged: Disks,
     guard: Guard,
+    meter: Meter,
     /// The reports of idle workers, taken before any session: the baseline for leaks.
     fresh: Vec<Snapshot>,
     steps: u64,
@@ -116,6 +126,8 @@ struct World {
     active: Vec<bool>,
     /// The target port of SRP.
     port: TargetPortId,
+    /// A trouble has begun or ended.
+    is_changed: bool,
 }
 
 /// Runs a plan.
@@ -149,6 +161,7 @@ fn run_here(plan: &Plan) -> Result<Outcome, Box<Failure>> {
 impl World {
     fn new(plan: &Plan, fabric: Fabric) -> Self {
         let mut rng = Rng::with_seed(plan.seed ^ 0x5eed);
+        let meter = Meter::begin();
         let listeners = Listeners::default();
         let target = Target::new(plan, &fabric, &listeners, &mut rng);
         let shared = target.shared().expect("it runs");
@@ -185,14 +198,7 @@ impl World {
                 tap.look(to.ip(), bytes);
             }
         });
-        let history = || {
-            let history = History::new(plan.blocks as usize);
-            let history = history.with_repeats().with_power_cuts();
-            Rc::new(match plan.paths {
-                1 => history,
-                _ => history.with_paths(),
-            })
-        };
+        let history = || history_of(plan);
         let owners = plan.initiators.iter().filter(|_| plan.private_units);
         let cheats = plan.cheats.iter().copied().enumerate();
         // Of random numbers of their own, as what the plan says of them.
@@ -213,6 +219,7 @@ impl World {
             administrator: Administrator::new(plan, &ledger, &model, fabric.now()),
             ledger,
             failed: None,
+            flood: None,
             cheats: cheats.collect(),
             twins: BTreeMap::new(),
             history: history(),
@@ -225,14 +232,17 @@ impl World {
             target,
             network: Network::new(listeners, guard.clone()),
             guard,
+            exchanged: Disks::default(),
             initiators,
             rivals: Vec::new(),
             executor: Executor::default(),
             dialed,
             verdict,
+            meter,
             fresh: Vec::new(),
             steps: 0,
             port,
+            is_changed: false,
         }
     }
 
@@ -269,22 +279,34 @@ impl World {
             self.start_initiator(index);
         }
         self.start_rivals();
+        self.start_exchange();
+        if self.plan.flood > 0 {
+            let mut chance = Rng::with_seed(self.plan.seed ^ 0x0f10_0d5e ^ 1);
+            let now = self.fabric.now();
+            let flood = Flood::new(self.plan.flood, &self.dialed, now, &mut chance);
+            self.flood = Some(flood);
+        }
         let healed = self.plan.healed();
         self.run_until("all commands have ended", healed + PATIENCE, |world| {
             world.executor.is_empty()
                 && world.rivals.iter().all(Rival::is_over)
+                && world.flood.as_ref().is_none_or(Flood::is_over)
                 && world.fabric.elapsed() >= healed
                 && !world.active.contains(&true)
                 && world
                     .administrator
                     .is_done(&world.target, world.fabric.now())
         })?;
+        self.check_credit()?;
         let unwritten = Rc::new(RefCell::new(None));
         for index in 0..self.initiators.len() {
             let units = self.initiators[index].opened.take();
             let status = units[0].1.session().status();
             if self.plan.is_quiet() && status.reconnects() > 0 {
                 return Err(format!("a quiet day, and {:?}", status.last_down()));
+            }
+            if self.plan.is_quiet() && status.stale() > 0 {
+                return Err(format!("a quiet day, and {} stale answers", status.stale()));
             }
             let (blocks, verdict) = (self.plan.blocks, Rc::clone(&self.verdict));
             let unwritten = Rc::clone(&unwritten);
@@ -327,7 +349,7 @@ impl World {
             let missing = self.watchers.iter().map(Watcher::missing);
             format!("{why}; not ready: {:?}", missing.collect::<Vec<_>>())
         })?;
-        for initiator in &self.initiators {
+        for initiator in self.initiators.iter().chain(self.twins.values()) {
             let (free, all) = (
                 initiator.client.buffers().free(),
                 initiator.client.buffers().memory().len(),
@@ -338,13 +360,17 @@ impl World {
             initiator.client.shutdown();
         }
         self.cheats.clear();
+        self.flood = None;
         self.watchers.iter_mut().for_each(Watcher::end);
+        self.is_changed = true;
         let limit = self.fabric.elapsed() + PATIENCE;
         let ended = self.run_until("all sessions have ended", limit, |world| {
-            let mut engines = world.initiators.iter().flat_map(|one| &one.engine);
+            let initiators = world.initiators.iter().chain(world.twins.values());
+            let mut engines = initiators.flat_map(|one| &one.engine);
             engines.all(Engine::is_over) && world.network.is_empty()
         });
         ended.map_err(|why| format!("{why}; there are {}", self.network))?;
+        self.check_initiators()?;
         self.check_leftovers()?;
         let trace = self.fabric.trace() ^ self.network.trace().rotate_left(1);
         Ok(Outcome {
@@ -364,6 +390,42 @@ impl World {
         self.executor.spawn(work);
     }
 
+    /// Starts the user of the unit that is exchanged, with random numbers of its own.
+    fn start_exchange(&mut self) {
+        // A plan that was made smaller may have no such unit any more.
+        if !self.plan.exchange || !self.plan.is_administered() {
+            return;
+        }
+        let mut chance = Rng::with_seed(self.plan.seed ^ 0x0e8c_4a6e ^ 1);
+        let protocols = [Protocol::Srp, Protocol::Iser, Protocol::Iscsi];
+        let first = Heritage {
+            port: chance.u64(..),
+            guid: None,
+            recovers: false,
+            cache: None,
+            moves: 0,
+        };
+        let one = Initiator::new(
+            (exchange::NUMBER, protocols[chance.usize(..3)]),
+            self.port,
+            &self.fabric,
+            &self.dialed,
+            first,
+            (&self.plan, &mut chance),
+        );
+        // Its sessions end when the unit is another one, also on a quiet day.
+        let user = User {
+            is_cached: false,
+            is_quiet: false,
+            ..self.user(exchange::NUMBER)
+        };
+        let (plan, disks) = (self.plan.clone(), self.exchanged.clone());
+        let new = move || history_of(&plan);
+        let work = exchange::work(&one, user, disks, (&self.plan, chance), new);
+        self.executor.spawn(work);
+        self.twins.insert(EXCHANGE, one);
+    }
+
     fn start_rivals(&mut self) {
         for (index, plan) in self.plan.rivals.clone().into_iter().enumerate() {
             let user = self.user_of(Port(101 + index as u16));
@@ -371,6 +433,29 @@ impl World {
             let user = (user, Rc::clone(&self.model));
             let rival = Rival::new((index, plan), user, &self.plan, &self.dialed, seed);
             self.rivals.push(rival);
+        }
+    }
+
+    /// While no command is under way, SRP targets have no unit of a request limit: what they keep of
+    /// an aborted command comes back with an answer, if only that to a ping.
+    fn check_credit(&mut self) -> Result<(), String> {
+        let limit = self.fabric.elapsed() + PATIENCE;
+        let unreturned = |world: &Self| -> Vec<i64> {
+            let engines = world.initiators.iter().flat_map(|one| &one.engine);
+            engines.map(Engine::unreturned).collect()
+        };
+        let returned = self.run_until("request limits are whole", limit, |world| {
+            unreturned(world).iter().all(|units| *units == 0)
+        });
+        returned.map_err(|why| format!("{why}; targets keep {:?}", unreturned(self)))
+    }
+
+    /// When all sessions have ended, initiators have let go of what they had for them.
+    fn check_initiators(&self) -> Result<(), String> {
+        let all = self.initiators.iter().chain(self.twins.values());
+        match all.flat_map(Initiator::leftovers).next() {
+            Some((what, count)) => Err(format!("an initiator still has {count} {what}")),
+            None => Ok(()),
         }
     }
 
@@ -413,7 +498,8 @@ impl World {
         while !is_so(self) {
             self.step();
             let verdict = self.verdict.borrow().clone();
-            if let Some(why) = verdict.or_else(|| self.guard.found()) {
+            let verdict = verdict.or_else(|| self.guard.found());
+            if let Some(why) = verdict.or_else(|| self.meter.look(&self.target, self.steps)) {
                 return Err(why);
             }
             if self.fabric.elapsed() > limit || self.steps > STEPS {
@@ -433,6 +519,12 @@ impl World {
         for watcher in &mut self.watchers {
             worked |= watcher.step(now);
         }
+        worked |= self.flood.as_mut().is_some_and(|flood| flood.step(now));
+        // Also those that came or went with a trouble.
+        if worked || self.is_changed {
+            self.network.note_activity(None);
+        }
+        self.is_changed = false;
         let (workers, initiators) = (self.target.workers(), self.initiators.len());
         let (rivals, cheats) = (self.rivals.len(), self.cheats.len());
         let count = 3 + workers + initiators + rivals + cheats + self.twins.len();
@@ -440,7 +532,8 @@ impl World {
         self.rng.shuffle(&mut order);
         let turn = |one: &mut Initiator| one.engine.as_mut().is_some_and(|e| e.step(now));
         for actor in order {
-            worked |= match actor {
+            let mut active = None;
+            let is_busy = match actor {
                 0 => self.executor.turn() > 0,
                 1 => {
                     for dial in self.dialed.take() {
@@ -451,7 +544,10 @@ impl World {
                 2 => self.target.turn_of_threads(&mut self.rng),
                 n if n < 3 + workers => self.target.turn(n - 3, now, &mut self.rng),
                 n => match n - 3 - workers {
-                    n if n < initiators => turn(&mut self.initiators[n]),
+                    n if n < initiators => {
+                        active = Some(self.initiators[n].address);
+                        turn(&mut self.initiators[n])
+                    }
                     n if n < initiators + rivals => self.rivals[n - initiators].step(now),
                     n if n < initiators + rivals + cheats => {
                         self.cheats[n - initiators - rivals].step(now)
@@ -465,6 +561,13 @@ impl World {
                     }
                 },
             };
+            if is_busy && actor >= 3 + workers {
+                self.network.note_activity(active);
+            }
+            worked |= is_busy;
+        }
+        if !worked {
+            self.network.note_activity(None);
         }
         let soon = now + Duration::from_micros(self.rng.u64(1..=20));
         let next = match worked {
@@ -492,6 +595,7 @@ impl World {
             .chain(self.rivals.iter().filter_map(Rival::next_deadline))
             .chain(self.cheats.iter().filter_map(Cheat::next_deadline))
             .chain(self.watchers.iter().filter_map(Watcher::next_deadline))
+            .chain(self.flood.as_ref().and_then(Flood::next_deadline))
             .chain(self.administrator.next_deadline(&self.target, now))
             .chain(self.failed)
             .min()
@@ -622,6 +726,7 @@ impl World {
             }
         }
         if is_changed {
+            self.is_changed = true;
             self.follow();
         }
     }
@@ -744,6 +849,7 @@ impl World {
                 for history in self.private.iter().chain([&self.history]) {
                     history.power_cut();
                 }
+                self.exchanged.power_cut();
             }
             false => self.target.crash(&self.history),
         }
@@ -830,6 +936,16 @@ impl World {
             }
         }
     }
+}
+
+/// The history of one disk.
+fn history_of(plan: &Plan) -> Rc<History> {
+    let history = History::new(plan.blocks as usize);
+    let history = history.with_repeats().with_power_cuts();
+    Rc::new(match plan.paths {
+        1 => history,
+        _ => history.with_paths(),
+    })
 }
 
 /// The shortest step of the clock, for what is due and does nothing.

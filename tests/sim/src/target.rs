@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use riser_reactor::simulated::{Disk, Kernel, Operation, OperationId, Outcome, SECTOR, Threads};
-use riser_reactor::{MailSender, Next, Waker};
+use riser_reactor::{MailSender, Next, Op, Waker};
 use riser_scsi::config::Identity;
 use riser_scsi::srp::TargetPortId;
 use riser_target::backend::{FlushFailure, FlushKeeper, Store};
@@ -19,7 +19,7 @@ use riser_target::host::Host;
 use riser_target::server::Server;
 use riser_target::server::handover::ServerState;
 use riser_target::worker::mail::{Mail, Snapshot};
-use riser_target::worker::{Env, Report, Shared, Worker};
+use riser_target::worker::{Announced, Env, Report, Shared, Worker};
 use riser_tests::history::History;
 use riser_transport::loopback::Fabric;
 use riser_transport::roce::nic::NicUsage;
@@ -27,6 +27,7 @@ use riser_transport::roce::nic::NicUsage;
 use crate::admin::Layout;
 use crate::disks::DiskFaults;
 use crate::keeper::Kept;
+use crate::memory;
 use crate::plan::Plan;
 use crate::process::{Ending, Ground, Job};
 use crate::tcp::Listeners;
@@ -36,6 +37,12 @@ pub const IQN: &str = "iqn.2026-01.org.example:disk";
 
 /// Serial number of the disk.
 pub(crate) const SERIAL: &str = "D";
+
+/// Timers that may stay at a worker without connections.
+const TIMERS: usize = 64;
+
+/// Sessions at once: more than there ever are.
+const SESSIONS: u32 = 64;
 
 /// Wait between rounds of a worker that polls.
 const SPIN: Duration = Duration::from_micros(10);
@@ -348,6 +355,17 @@ impl Target {
         snapshots
     }
 
+    /// The memory that connections of all workers have, as it is announced.
+    #[must_use]
+    pub fn announced(&self) -> Announced {
+        let all = self.members.iter().flatten();
+        let all = all.map(|member| member.worker.announced());
+        all.fold(Announced::default(), |sum, one| Announced {
+            connections: sum.connections + one.connections,
+            bytes: sum.bytes + one.bytes,
+        })
+    }
+
     /// What is still held for sessions that are over: the difference between the reports of all
     /// workers and those taken before any session.
     #[must_use]
@@ -361,13 +379,24 @@ impl Target {
         if let Some(shared) = &self.shared {
             check("sessions of SRP".into(), shared.registry.sessions());
             check("unconfirmed logins".into(), shared.registry.unconfirmed());
+            let catalog = shared.registry.catalog();
+            for unit in catalog.units.iter().filter_map(Weak::upgrade) {
+                for (what, count) in unit.entries() {
+                    check(format!("{what} of unit {}", unit.index.0), count);
+                }
+            }
         }
         for one in snapshots {
             let of = |what: &str| format!("{what} of worker {}", one.worker);
             check(of("channels of SRP"), one.sessions.len());
             check(of("connections of iSCSI"), one.iscsi_sessions.len());
+            check(of("connections"), one.connections);
+            // Those that count no longer go at their time. There are never many.
+            check(of("timers"), one.timers.saturating_sub(TIMERS));
+            check(of("messages to others"), one.waiting_mail);
             let used = one.pool_size - one.pool_free;
             check(of("bytes of the pool"), used);
+            check(of("parts of the pool"), usize::from(!one.pool_is_whole));
             let closed = one.devices.iter().filter(|device| !device.is_open).count();
             check(of("devices that were not opened again"), closed);
             for (addr, usage) in usages(one) {
@@ -379,6 +408,7 @@ impl Target {
                     (usage.cqs, own.1.cqs, "completion queues"),
                     (usage.mrs, own.1.mrs, "memory regions"),
                     (usage.pds, own.1.pds, "protection domains"),
+                    (usage.cm_ids, own.1.cm_ids, "identifiers of connections"),
                 ] {
                     check(of(what), now.saturating_sub(then));
                 }
@@ -388,6 +418,9 @@ impl Target {
             let operations = member.kernel.operations();
             let at_disk = operations.iter().filter(|o| o.disk().is_some()).count();
             check(format!("operations of worker {index} at a disk"), at_disk);
+            let is_transfer = |o: &&Operation| matches!(o.op, Op::Receive(_) | Op::Send);
+            let transfers = operations.iter().filter(is_transfer).count();
+            check(format!("transfers of worker {index} on sockets"), transfers);
         }
         found
     }
@@ -432,8 +465,12 @@ impl Target {
             || member.kernel.has_completions()
             || arrival.into_iter().chain(member.wakes).any(|at| at <= now);
         if is_due && !is_stalled {
-            worked = member.worker.step(now).expect("the ring works");
-            let next = member.worker.park(worked).expect("the ring works");
+            let worker = &mut member.worker;
+            let next;
+            (worked, next) = memory::of_target(|| {
+                let worked = worker.step(now).expect("the ring works");
+                (worked, worker.park(worked).expect("the ring works"))
+            });
             member.is_parked = matches!(next, Next::Park(_));
             member.wakes = match next {
                 Next::Poll => Some(now + SPIN),
@@ -475,6 +512,8 @@ pub(crate) fn config_of(layout: &Layout, plan: &Plan) -> Config {
     let mut config = config.unwrap_or_else(|error| panic!("{error:?} in\n{text}"));
     // Smaller than a file may ask for.
     config.limits.window = plan.window;
+    // A unit's task set has room for what all may send, which takes time to make.
+    config.limits.max_sessions = SESSIONS;
     config.limits.send_queue = plan.sends.unwrap_or(config.limits.send_queue);
     config
 }

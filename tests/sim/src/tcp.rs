@@ -66,6 +66,8 @@ struct Connection {
     to_initiator: Flow,
     /// What the target has sent.
     sent: leaks::Stream,
+    /// The initiator may have sent something since its stream was last found empty.
+    may_have_sent: bool,
     /// The initiator's end is closed.
     is_ended: bool,
     /// The initiator has forgotten it, which the target does not know.
@@ -93,6 +95,8 @@ pub struct Network {
     ports: u16,
     pub(crate) is_stalled: bool,
     pub(crate) is_narrow: bool,
+    /// Initiators that have done something since the last turn; all of them, if that is not known.
+    active: Option<Vec<IpAddr>>,
     arrived: Arrived,
     /// Room for what is read from a stream.
     scratch: Vec<u8>,
@@ -130,6 +134,7 @@ impl Network {
             ports: 40_000,
             is_stalled: false,
             is_narrow: false,
+            active: None,
             arrived: Arrived::default(),
             scratch: vec![0; WINDOW],
         }
@@ -186,6 +191,7 @@ impl Network {
                 to_target: Flow::default(),
                 to_initiator: Flow::default(),
                 sent: leaks::Stream::default(),
+                may_have_sent: true,
                 is_ended: false,
                 is_orphan: false,
             });
@@ -228,15 +234,28 @@ impl Network {
         });
     }
 
+    /// An initiator at this address has done something, or one at any address: it may have sent
+    /// something, or be gone. Nothing else is read from, since that takes a call of the system.
+    pub fn note_activity(&mut self, of: Option<IpAddr>) {
+        match (of, &mut self.active) {
+            (Some(address), Some(active)) if !active.contains(&address) => active.push(address),
+            (Some(_), _) => {}
+            (None, active) => *active = None,
+        }
+    }
+
     /// Moves bytes; returns whether any moved.
     pub fn turn(&mut self, now: Instant) -> bool {
         if self.is_stalled {
             return false;
         }
         let most = if self.is_narrow { 100 } else { usize::MAX };
+        let active = self.active.replace(Vec::new());
         let (lost, gone) = (&self.lost, &self.gone);
         let (mut moved, scratch) = (0, &mut self.scratch);
         self.connections.retain_mut(|connection| {
+            let is_active = |active: &Vec<_>| active.contains(&connection.from);
+            connection.may_have_sent |= active.as_ref().is_none_or(is_active);
             if lost.contains(&connection.to) {
                 return true;
             }
@@ -322,7 +341,7 @@ impl Connection {
             self.to_initiator.push(at, bytes);
         }
         let room = WINDOW.saturating_sub(self.to_target.bytes).min(most);
-        if room > 0 && !self.is_ended {
+        if room > 0 && !self.is_ended && self.may_have_sent {
             match self.stream.read(&mut scratch[..room.min(WINDOW)]) {
                 Ok(0) => {
                     self.is_ended = true;
@@ -332,7 +351,9 @@ impl Connection {
                     moved += len;
                     self.to_target.push(at, scratch[..len].to_vec());
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.may_have_sent = false;
+                }
                 Err(_) => self.is_ended = true,
             }
         }

@@ -137,6 +137,46 @@ impl Copy {
         });
         Ok(failed.unwrap_or(Run::Hung))
     }
+
+    /// Runs the unit tests of a package whose names contain a word, with a change or without any.
+    pub(super) fn test(
+        &self,
+        planted: Option<&str>,
+        (package, word): (&str, &str),
+        patience: Duration,
+    ) -> Result<Run, Failure> {
+        // Built before: a build must not take the time that the tests have.
+        let cargo = |args: &[&str]| {
+            let mut command = sh::cargo(["test", "--quiet", "--package", package, "--lib"]);
+            command
+                .args(["--profile", OPTIMIZED, "--target-dir"])
+                .arg(&self.build);
+            command
+                .args(args)
+                .current_dir(&self.tree)
+                .stdin(Stdio::null());
+            command
+        };
+        sh::output(&mut cargo(&["--no-run"]))?;
+        let tests = cargo(&[word]);
+        let mut command = sh::cmd("timeout", ["--signal=KILL"]);
+        command.arg(patience.as_secs().to_string());
+        command.arg(tests.get_program()).args(tests.get_args());
+        command.current_dir(&self.tree).stdin(Stdio::null());
+        command.env_remove(VARIABLE);
+        if let Some(name) = planted {
+            command.env(VARIABLE, name);
+        }
+        let out = command.output()?;
+        if out.status.success() {
+            return Ok(Run::Clean);
+        }
+        let text = String::from_utf8_lossy(&out.stdout);
+        let failed = text
+            .lines()
+            .find(|line| line.starts_with("test result: FAILED"));
+        Ok(failed.map_or(Run::Hung, |line| Run::Failed(0, line.to_owned())))
+    }
 }
 
 /// Git in a folder.

@@ -20,14 +20,30 @@ use crate::{Failure, sh};
 /// Mutants of each machine.
 const SAMPLE: usize = 10;
 
+/// Mutants of each machine that must be noticed, of those that compile. A mutant that changes nothing
+/// cannot be.
+const FLOOR: usize = 5;
+
 /// Time for the seeds of a mutant. One that loops for ever is noticed by that.
 const PATIENCE: Duration = Duration::from_secs(1200);
 
 /// A state machine, and the sources that take its transitions.
+#[derive(Clone, Copy)]
 struct Machine {
     name: &'static str,
     folder: &'static str,
     files: &'static [&'static str],
+    /// Mutants that must be noticed, of so many that compile.
+    floor: usize,
+    judge: Judge,
+}
+
+/// What has to notice a machine's mutants.
+#[derive(Clone, Copy)]
+enum Judge {
+    Simulator,
+    /// Unit tests of this package whose names contain this word: no simulation has the machine.
+    Tests(&'static str, &'static str),
 }
 
 const fn machine(
@@ -39,6 +55,8 @@ const fn machine(
         name,
         folder,
         files,
+        floor: FLOOR,
+        judge: Judge::Simulator,
     }
 }
 
@@ -133,7 +151,11 @@ const MACHINES: &[Machine] = &[
         "initiator/src/session",
         &["lifecycle.rs", "core.rs", "task_manager.rs", "functions.rs"],
     ),
-    machine("initiator-nbd", "initiator/src/nbd", &["machine.rs"]),
+    // Clients of NBD are other programs, which the simulator does not have.
+    Machine {
+        judge: Judge::Tests("riser-initiator", "nbd::machine"),
+        ..machine("initiator-nbd", "initiator/src/nbd", &["machine.rs"])
+    },
     machine(
         "initiator-request",
         "initiator/src/request",
@@ -150,7 +172,8 @@ impl Machine {
 }
 
 /// Samples of the machines whose names contain one of these words, or of all, and what the
-/// simulator says of each within so many seeds.
+/// simulator says of each within so many seeds. Fails for each machine of which fewer are noticed
+/// than its floor.
 pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     let is_meant = |machine: &&Machine| {
         words.is_empty()
@@ -172,13 +195,17 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     if !matches!(copy.simulate(None, seeds, PATIENCE)?, Run::Clean) {
         return Err("the simulator fails without any mutant".into());
     }
+    let mut below = Vec::new();
     for (machine, sample) in machines.iter().zip(&samples) {
+        if !matches!(judge(&copy, machine, None, seeds)?, Run::Clean) {
+            return Err(format!("{} fails without any mutant", machine.name).into());
+        }
         let mut counts = BTreeMap::new();
         for mutant in sample {
             let start = Instant::now();
             let (verdict, why) = match unviable.contains(&mutant.number) {
                 true => ("unviable", String::new()),
-                false => try_one(&copy, mutant, seeds)?,
+                false => try_one(&copy, machine, mutant, seeds)?,
             };
             *counts.entry(verdict).or_insert(0) += 1;
             let seconds = start.elapsed().as_secs();
@@ -188,13 +215,41 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
             );
         }
         println!("{}: {counts:?}", machine.name);
+        below.extend(shortfall(machine, &counts));
     }
-    copy.restore()
+    copy.restore()?;
+    match below.is_empty() {
+        true => Ok(()),
+        false => Err(format!("too many mutants are missed: {}", below.join(", ")).into()),
+    }
 }
 
-fn try_one(copy: &Copy, mutant: &Mutant, seeds: u64) -> Result<(&'static str, String), Failure> {
+/// Words about a machine of which fewer mutants were noticed than must be.
+fn shortfall(machine: &Machine, counts: &BTreeMap<&str, usize>) -> Option<String> {
+    let count = |verdict| counts.get(verdict).copied().unwrap_or(0);
+    let noticed = count("caught") + count("hangs or dies");
+    let least = machine.floor.min(noticed + count("missed"));
+    (noticed < least).then(|| format!("{} ({noticed}, not {least})", machine.name))
+}
+
+/// Runs what has to notice a mutant, with one or without.
+fn judge(copy: &Copy, machine: &Machine, mutant: Option<&str>, seeds: u64) -> Result<Run, Failure> {
+    match (machine.judge, mutant) {
+        // Once for all machines, before.
+        (Judge::Simulator, None) => Ok(Run::Clean),
+        (Judge::Simulator, _) => copy.simulate(mutant, seeds, PATIENCE),
+        (Judge::Tests(package, word), _) => copy.test(mutant, (package, word), PATIENCE),
+    }
+}
+
+fn try_one(
+    copy: &Copy,
+    machine: &Machine,
+    mutant: &Mutant,
+    seeds: u64,
+) -> Result<(&'static str, String), Failure> {
     let number = mutant.number.to_string();
-    Ok(match copy.simulate(Some(&number), seeds, PATIENCE)? {
+    Ok(match judge(copy, machine, Some(&number), seeds)? {
         Run::Clean => ("missed", String::new()),
         Run::Hung => ("hangs or dies", String::new()),
         Run::Failed(seed, why) => ("caught", format!("seed {seed}: {why}")),
@@ -321,6 +376,26 @@ mod tests {
 
     use super::*;
     use crate::root;
+
+    #[test]
+    fn a_machine_with_too_many_missed_mutants_is_named() {
+        let machine = MACHINES[0];
+        let of = |caught, dead, missed, unviable| {
+            let counts = [
+                ("caught", caught),
+                ("hangs or dies", dead),
+                ("missed", missed),
+                ("unviable", unviable),
+            ];
+            shortfall(&machine, &counts.into())
+        };
+        assert_eq!(of(machine.floor, 0, 5, 0), None);
+        assert_eq!(of(machine.floor - 1, 1, 5, 0), None);
+        assert!(of(machine.floor - 1, 0, 6, 0).is_some());
+        // Fewer compile than must be noticed, and each is.
+        assert_eq!(of(2, 0, 0, 8), None);
+        assert!(of(1, 0, 1, 8).unwrap().contains(machine.name));
+    }
 
     #[test]
     fn every_table_of_states_belongs_to_a_machine() {

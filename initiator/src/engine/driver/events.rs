@@ -174,10 +174,24 @@ impl<E: Env> Driver<E> {
         self.sessions[index].is_refilling = false;
     }
 
+    /// Counts what a target has sent about a command that had ended, in the status that a user has:
+    /// that of the paths, for a session that is one of them.
+    fn note_stale(&mut self, index: usize) {
+        let session = &self.sessions[index];
+        let paths = session.paths.and_then(|(paths, _)| self.find(paths));
+        let status = &self.sessions[paths.unwrap_or(index)].status;
+        if status.count_stale() == 1 {
+            tracing::warn!(target = %session.link.target().dst, "an answer to a command that had ended");
+        }
+    }
+
     /// Handles an event of a session: for its units first, then for its status, for the paths that
     /// it is one of, and for its user.
     pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
         self.observe(index, &event, now);
+        if let SessionEvent::Stale = event {
+            self.note_stale(index);
+        }
         let session = &mut self.sessions[index];
         if let SessionEvent::Reconnecting(_) = event {
             session.status.set_pending(session.pending());
@@ -197,7 +211,7 @@ impl<E: Env> Driver<E> {
                     let sense = Sense::parse(sense);
                     sense.map(|sense| Input::Attention(paths, path, sense.additional))
                 }
-                SessionEvent::Reconnecting(_) => None,
+                SessionEvent::Reconnecting(_) | SessionEvent::Stale => None,
             };
             self.inputs.extend(input);
         }
@@ -222,7 +236,7 @@ impl<E: Env> Driver<E> {
             SessionEvent::Reconnecting(why) => {
                 tracing::warn!(target = %session.link.target().dst, "reconnecting: {why}");
             }
-            SessionEvent::UnitEvent { .. } => {}
+            SessionEvent::UnitEvent { .. } | SessionEvent::Stale => {}
         }
     }
 }

@@ -114,6 +114,14 @@ impl Link {
         }
     }
 
+    /// Units of SRP's request limit that a target has for nothing.
+    pub(super) fn unreturned(&self) -> i64 {
+        match self {
+            Self::Srp(link) => link.machine.unreturned(),
+            Self::Iscsi(_) | Self::Paths(_) => 0,
+        }
+    }
+
     /// Returns whether the session is one on RDMA.
     pub(super) fn is_rdma(&self) -> bool {
         match self {

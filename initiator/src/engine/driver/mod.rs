@@ -142,6 +142,15 @@ impl<E: Env> Driver<E> {
         self.mailbox.park(&fds, timeout);
     }
 
+    pub(super) fn provider(&self) -> Option<&E::Provider> {
+        self.device.as_ref().map(|device| &device.provider)
+    }
+
+    pub(super) fn unreturned(&self) -> i64 {
+        let all = self.sessions.iter();
+        all.map(|(_, session)| session.link.unreturned()).sum()
+    }
+
     /// Returns whether it was shut down, and every session has ended.
     pub(super) fn is_over(&self) -> bool {
         self.shutdown && self.is_idle()

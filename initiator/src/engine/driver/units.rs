@@ -212,7 +212,7 @@ impl<E: Env> Driver<E> {
         let session = &mut self.sessions[index];
         let has_units = !session.units.is_empty() && session.link.paths().is_none();
         match event {
-            SessionEvent::UnitEvent { .. } => {}
+            SessionEvent::UnitEvent { .. } | SessionEvent::Stale => {}
             SessionEvent::Live => session.is_unchecked = has_units,
             SessionEvent::Reconnecting(_) | SessionEvent::Closed(_) => session.is_unchecked = false,
         }
@@ -237,7 +237,7 @@ impl<E: Env> Driver<E> {
                     }
                 }
             }
-            SessionEvent::Closed(_) => {}
+            SessionEvent::Closed(_) | SessionEvent::Stale => {}
         }
     }
 

@@ -174,11 +174,7 @@ impl IscsiSession {
 
     fn on_data_in(&mut self, data: &DataIn, len: u32, now: Instant) -> Result<(), IscsiFault> {
         let Some(task) = self.task_mut(data.itt) else {
-            return if self.is_stale(data.itt) {
-                Ok(())
-            } else {
-                Err(IscsiFault::UnknownTask(data.itt))
-            };
+            return self.on_stale(data.itt);
         };
         task.data_sn = task.data_sn.wrapping_add(1);
         task.received = task.received.saturating_add(len);
@@ -198,6 +194,15 @@ impl IscsiSession {
         }
     }
 
+    /// Takes something about a task that is not outstanding.
+    fn on_stale(&mut self, itt: Itt) -> Result<(), IscsiFault> {
+        if !self.is_stale(itt) {
+            return Err(IscsiFault::UnknownTask(itt));
+        }
+        self.core.on_stale();
+        Ok(())
+    }
+
     fn on_response(
         &mut self,
         response: &ScsiResponse,
@@ -205,11 +210,7 @@ impl IscsiSession {
         now: Instant,
     ) -> Result<(), IscsiFault> {
         let Some(task) = self.task(response.itt) else {
-            return if self.is_stale(response.itt) {
-                Ok(())
-            } else {
-                Err(IscsiFault::UnknownTask(response.itt))
-            };
+            return self.on_stale(response.itt);
         };
         let request = task.request;
         if response.response != 0 {
@@ -274,11 +275,7 @@ impl IscsiSession {
             return Err(IscsiFault::Unexpected("an R2T"));
         };
         let Some(task) = self.task_mut(r2t.itt) else {
-            return if self.is_stale(r2t.itt) {
-                Ok(())
-            } else {
-                Err(IscsiFault::UnknownTask(r2t.itt))
-            };
+            return self.on_stale(r2t.itt);
         };
         let DataLen::Out(room) = task.len else {
             return Err(IscsiFault::R2t);

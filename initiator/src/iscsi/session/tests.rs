@@ -638,6 +638,21 @@ fn the_window_holds_commands_back() {
 }
 
 #[test]
+fn a_second_answer_is_noted_and_dropped() {
+    let mut rig = Rig::live();
+    let id = rig.submit(READ);
+    let (_, command) = rig.started();
+    let itt = word(&command.bhs, 16);
+    rig.answer(itt, 0);
+    rig.retired(id);
+    assert!(rig.completed(id).is_ok());
+    rig.idle();
+    rig.answer(itt, 0);
+    assert_eq!(rig.next(), Output::Event(SessionEvent::Stale));
+    rig.idle();
+}
+
+#[test]
 fn sense_is_kept_and_a_busy_target_is_asked_again() {
     let mut rig = Rig::live();
     let id = rig.submit(READ);

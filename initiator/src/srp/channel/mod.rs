@@ -55,6 +55,8 @@ pub struct InitiatorChannel {
     state: ChannelState,
     agreed: Option<Agreed>,
     login_tag: Tag,
+    /// The request limit that the login granted.
+    granted: i64,
     req_lim: i64,
     reserved: i64,
     slots: Vec<Slot>,
@@ -78,6 +80,7 @@ impl InitiatorChannel {
             state: ChannelState::Connecting,
             agreed: None,
             login_tag: Tag(u64::MAX),
+            granted: 0,
             req_lim: 0,
             reserved: RESERVED,
             slots: vec![Slot::default(); config.queue_size.into()],
@@ -109,6 +112,15 @@ impl InitiatorChannel {
     #[must_use]
     pub fn request_limit(&self) -> i64 {
         self.req_lim
+    }
+
+    /// Units of the request limit that the target has, though no request of ours is outstanding. It
+    /// returns those of aborted commands with a later message.
+    #[must_use]
+    pub fn unreturned(&self) -> i64 {
+        let owned = self.slots.iter().filter(|slot| slot.owner.is_some());
+        let outstanding = owned.count() as i64 + i64::from(self.tmf.is_some());
+        self.granted - self.req_lim - outstanding
     }
 
     /// The path is found: the login request to connect with.
@@ -159,6 +171,7 @@ impl InitiatorChannel {
             return Err(SrpFault::Login("a buffer format that we need is missing"));
         }
         self.req_lim = rsp.req_lim_delta.into();
+        self.granted = self.req_lim;
         self.reserved = if self.req_lim > RESERVED { RESERVED } else { 0 };
         let agreed = self.plan_agreed(&rsp);
         self.agreed = Some(agreed);

@@ -151,6 +151,13 @@ impl SrpSession {
         self.members[usize::from(channel.0)].channel.agreed()
     }
 
+    /// Units of the request limit that the target has, though no request of ours is outstanding.
+    #[must_use]
+    pub fn unreturned(&self) -> i64 {
+        let all = self.members.iter();
+        all.map(|member| member.channel.unreturned()).sum()
+    }
+
     /// The target port that it is with; `None` where that is not known.
     #[must_use]
     pub fn target_port(&self) -> Option<TargetPortId> {
@@ -212,7 +219,7 @@ impl SrpSession {
                     .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));
             }
             Received::Logout(reason) => self.tear_down(Down::Logout(reason), false),
-            Received::Stale => {}
+            Received::Stale => self.core.on_stale(),
         }
         self.pump(now);
     }

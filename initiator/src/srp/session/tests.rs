@@ -1172,6 +1172,7 @@ impl Rig {
 fn what_was_not_sent_is_not_aborted() {
     let (mut rig, sent, waiting) = Rig::crowded(write(4, 8));
     assert_eq!(rig.request_limit(), 31, "only what was sent counts");
+    assert_eq!(rig.session.unreturned(), 0);
     rig.advance(10 * SEC);
     let (iu, channel) = rig.tsk_mgmt();
     assert_eq!(iu[32..40], rig.sent[0].2.to_be_bytes());
@@ -1189,6 +1190,7 @@ fn what_was_not_sent_is_not_aborted() {
     assert!(rig.completed(sent).is_ok());
     // The unit of the aborted command is for the target to grant again.
     assert_eq!(rig.request_limit(), 31);
+    assert_eq!(rig.session.unreturned(), 1);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
@@ -43,6 +44,8 @@ pub(crate) struct Connection {
     is_ended: bool,
     /// The stream takes nothing.
     is_blocked: bool,
+    /// Nothing is read.
+    pub(crate) is_deaf: bool,
     pub(crate) last_heard: Instant,
 }
 
@@ -61,6 +64,7 @@ impl Connection {
             arrived: Vec::new(),
             scratch: vec![0; 16 << 10],
             is_blocked: false,
+            is_deaf: false,
             leaving: VecDeque::new(),
             digests: Digests::default(),
             max_send: 8192,
@@ -85,6 +89,12 @@ impl Connection {
         let mut bytes = Vec::new();
         frame::put(bhs, &[], data, self.digests, &mut bytes);
         self.leaving.push_back((at, bytes));
+    }
+
+    /// Closes the stream.
+    pub(crate) fn close(&mut self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+        self.is_ended = true;
     }
 
     /// When the next PDU may leave.
@@ -119,7 +129,7 @@ impl Connection {
                 Err(_) => self.is_ended = true,
             }
         }
-        while !self.is_ended {
+        while !self.is_ended && !self.is_deaf {
             match self.stream.read(&mut self.scratch) {
                 Ok(0) => self.is_ended = true,
                 Ok(len) => {

@@ -188,12 +188,23 @@ impl Disk {
     pub fn set_len(&self, len: u64) {
         let mut state = lock(&self.0);
         if len < state.len {
-            let end = state.len;
-            state.change(len, end - len, |part, _, is_whole| {
-                part.fill(0);
-                !is_whole
-            });
-            state.flush(len / SECTOR, u64::MAX, u64::MAX);
+            let (first, within) = (len / SECTOR, len % SECTOR);
+            if within > 0 {
+                state.change(len, SECTOR - within, |part, _, _| {
+                    part.fill(0);
+                    true
+                });
+            }
+            // Of the others, those that are there: a file that has grown is mostly a hole.
+            let others = len.div_ceil(SECTOR)..;
+            let written = state.dirty.range(others.clone()).map(|(n, _)| *n);
+            let lost = state.lost.range(others.clone()).map(|(n, _)| *n);
+            let stable = state.stable.range(others).map(|(n, _)| *n);
+            let numbers: Vec<u64> = written.chain(lost).chain(stable).collect();
+            numbers
+                .into_iter()
+                .for_each(|number| state.put(number, None));
+            state.flush(first, u64::MAX, u64::MAX);
         }
         state.len = len;
     }

@@ -189,6 +189,8 @@ pub struct NicUsage {
     pub mrs: usize,
     /// Number of protection domains.
     pub pds: usize,
+    /// Identifiers of the RDMA CM, listeners included.
+    pub cm_ids: usize,
 }
 
 /// Counters of a queue pair since it was created.

@@ -296,6 +296,7 @@ impl Nic {
             cqs: self.cqs.len(),
             mrs: self.mrs.len(),
             pds: self.pds.len(),
+            cm_ids: self.cm.id_count(),
         }
     }
 

@@ -148,6 +148,11 @@ impl CmAgent {
         &self.cm
     }
 
+    /// Identifiers in use.
+    pub(in crate::roce) fn id_count(&self) -> usize {
+        self.ids.len()
+    }
+
     /// An agent for a device with this GUID, worker and secret seed.
     #[must_use]
     pub fn new(guid: u64, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {

@@ -1,0 +1,65 @@
+//! Memory of the target: it must not exceed what its sessions announce, and what it has without any.
+
+use riser_testkit::alloc::Attributed;
+
+use crate::target::Target;
+
+#[global_allocator]
+static HEAP: Attributed = Attributed;
+
+/// Bytes of a worker without connections.
+const OF_WORKER: usize = 384 << 10;
+
+/// Bytes of a connection besides its contexts: its queue pair, its session, what waits to be sent,
+/// and what is on its way.
+const OF_CONNECTION: usize = 256 << 10;
+
+/// Growth for which all connections are asked, which takes time.
+const GROWTH: usize = 64 << 10;
+
+/// Steps after which they are asked in any case.
+const STEPS: u64 = 4096;
+
+/// Measures what workers have allocated since a run began. Their devices are not among it: they are
+/// there from the beginning, whenever they are opened.
+#[derive(Debug)]
+pub struct Meter {
+    before: isize,
+    /// Bytes in use at the last look.
+    seen: usize,
+}
+
+impl Meter {
+    /// One that begins now.
+    #[must_use]
+    pub fn begin() -> Self {
+        Self {
+            before: Attributed::in_use(),
+            seen: 0,
+        }
+    }
+
+    /// Looks now and then; returns what is wrong.
+    #[must_use]
+    pub fn look(&mut self, target: &Target, steps: u64) -> Option<String> {
+        let used = (Attributed::in_use() - self.before).max(0) as usize;
+        if used < self.seen + GROWTH && !steps.is_multiple_of(STEPS) {
+            return None;
+        }
+        self.seen = used;
+        let announced = target.announced();
+        let base = OF_WORKER * target.workers() + OF_CONNECTION * announced.connections;
+        let most = base + announced.bytes;
+        (used > most).then(|| {
+            format!(
+                "the target has {used} bytes, more than the {most} of its {} connections",
+                announced.connections
+            )
+        })
+    }
+}
+
+/// What a worker does: what it allocates is the target's.
+pub fn of_target<T>(run: impl FnOnce() -> T) -> T {
+    Attributed::part(run)
+}

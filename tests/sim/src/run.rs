@@ -698,11 +698,13 @@ impl World {
                 Some(engine) if engine.is_over() => one.engine = None,
                 Some(_) => {}
                 // Its users have had a step to learn of the end of their commands. What was not
-                // answered is there for the next process to fence.
+                // answered is there for the next process to fence; and a flush of that vouches for
+                // what was, which a cache may have lost.
                 None => {
                     one.is_leaving = false;
                     let all = self.private.iter().chain([&self.history]);
-                    one.heritage.recovers = all.map(|one| one.lost()).sum::<usize>() > 0;
+                    let is_lost = all.map(|one| one.lost()).sum::<usize>() > 0;
+                    one.heritage.recovers = is_lost || self.plan.write_cache;
                     debug!(
                         index,
                         one.heritage.recovers, "an initiator's process has ended"

@@ -226,7 +226,7 @@ impl Administrator {
             return Ok(false);
         };
         // Without its device, a portal is listened on when that is back.
-        let has_devices = !self.plan.troubles.iter().any(|t| t.fault == Fault::Unplug);
+        let has_devices = !self.plan.troubles.iter().any(|t| t.fault.unplugs_target());
         let refusal = match refusal {
             Refusal::RdmaPortal if !has_devices => Refusal::Restart,
             other => other,
@@ -285,7 +285,7 @@ impl Administrator {
         let may_fail = self.plan.troubles.iter().any(|trouble| {
             matches!(
                 trouble.fault,
-                Fault::Unplug | Fault::Nic(..) | Fault::Process(_)
+                Fault::Nic(..) | Fault::Process(_) | Fault::FailSaves(_)
             )
         });
         match passes || may_fail {
@@ -296,8 +296,8 @@ impl Administrator {
 
     /// Looks for sessions of initiators that may have none.
     fn look_at_sessions(&mut self, target: &Target, now: Instant) -> Result<(), String> {
-        let can_answer = target.is_free() && target.is_whole() && !target.faults.is_stalled;
-        if target.faults.is_stalled || !target.stalled.is_empty() {
+        let can_answer = target.is_free() && target.is_whole() && !target.faults.stall();
+        if target.faults.stall() || !target.stalled.is_empty() {
             // A session is there as long as the disk has its commands, or its worker gets no time.
             self.postpone(now);
         }

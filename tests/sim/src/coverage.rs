@@ -53,10 +53,28 @@ impl Coverage {
         }
     }
 
-    /// Compares with the tables of all machines and with the reasons: what is wrong, a line each.
+    /// Compares with the tables of all machines and with the reasons, and with these kinds of
+    /// faults: what is wrong, a line each.
     #[must_use]
-    pub fn mistakes(&self) -> Vec<String> {
-        mistakes(&self.transitions, &table(TABLES), UNREACHED)
+    pub fn mistakes(&self, kinds: &[&str]) -> Vec<String> {
+        let mut all = mistakes(&self.transitions, &table(TABLES), UNREACHED);
+        all.extend(self.faults_missing(kinds));
+        all
+    }
+
+    /// Of these kinds of faults, those that no run has begun, a line each.
+    #[must_use]
+    pub fn faults_missing(&self, kinds: &[&str]) -> Vec<String> {
+        let has_begun = |kind: &str| {
+            let mut rows = self.noted.keys();
+            rows.any(|(what, name, outcome)| {
+                (*what, *name, &outcome[..]) == ("fault", kind, "begins")
+            })
+        };
+        let missing = kinds.iter().filter(|kind| !has_begun(kind));
+        missing
+            .map(|kind| format!("a fault that never began: {kind}"))
+            .collect()
     }
 }
 
@@ -175,6 +193,19 @@ mod tests {
     fn tables_are_read() {
         let rows = ["a::B On Broken", "a::B On Off", "c::D Up Up"].map(row);
         assert_eq!(table(TABLE), rows.into());
+    }
+
+    #[test]
+    fn a_fault_that_never_began_is_named() {
+        let ((), reached) = Coverage::of(|| {
+            note("fault", "deaf", "begins");
+            note("change", "mute", "begins");
+        });
+        assert_eq!(reached.faults_missing(&["deaf"]), [""; 0]);
+        assert_eq!(
+            reached.faults_missing(&["deaf", "mute"]),
+            ["a fault that never began: mute"]
+        );
     }
 
     #[test]

@@ -53,6 +53,9 @@ pub enum DiskFault {
     LoseWriteBack(f64),
     /// There is no room for blocks that are not allocated.
     FullDisk,
+    /// Operations on one disk do not end: 0 is that of all initiators, the next are those of one
+    /// initiator each.
+    StallDisk(usize),
 }
 
 impl DiskFault {
@@ -61,6 +64,33 @@ impl DiskFault {
     pub fn draw(rng: &mut Rng) -> Vec<Trouble> {
         let count = [0, 0, 1, 2][rng.usize(..4)];
         (0..count).map(|_| Self::draw_one(rng)).collect()
+    }
+
+    /// Draws disks of a seed that stall while others do not, given the number of initiators.
+    pub(crate) fn stalls(rng: &mut Rng, initiators: usize) -> Vec<Trouble> {
+        let number = [0, 0, 0, 1, 2][rng.usize(..5)];
+        let stall = |_| {
+            let from = Duration::from_micros(rng.u64(0..60_000));
+            let length = [20_000, 500_000, 8_000_000, 90_000_000][rng.usize(..4)];
+            Trouble {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: Fault::Disk(Self::StallDisk(rng.usize(..=initiators))),
+            }
+        };
+        (0..number).map(stall).collect()
+    }
+
+    /// The disk of one initiator stalls on a day on which nothing else goes wrong, for longer than
+    /// any command may take. Others must not notice.
+    pub(crate) fn stall_of_one(rng: &mut Rng, initiators: usize) -> Option<Trouble> {
+        let (from, length) = (rng.u64(0..20_000), rng.u64(70_000_000..130_000_000));
+        let stall = Self::StallDisk(rng.usize(1..=initiators));
+        rng.bool().then(|| Trouble {
+            from: Duration::from_micros(from),
+            until: Duration::from_micros(from + length),
+            fault: Fault::Disk(stall),
+        })
     }
 
     fn draw_one(rng: &mut Rng) -> Trouble {
@@ -87,6 +117,8 @@ impl DiskFault {
 #[derive(Clone, Debug, Default)]
 pub struct DiskFaults {
     pub(crate) is_stalled: bool,
+    /// Those that do nothing while others work.
+    pub(crate) stalled: Vec<Disk>,
     pub(crate) failure: f64,
     pub(crate) short: f64,
     failures: Vec<(Kind, f64)>,
@@ -112,8 +144,18 @@ impl DiskFaults {
             DiskFault::FailSome(kind, probability) => self.failures.push((kind, probability)),
             DiskFault::DoneButFailed(probability) => self.done_but_failed = probability,
             DiskFault::FullDisk => self.is_full = true,
-            DiskFault::FailOnce(_) | DiskFault::LoseWriteBack(_) => {}
+            DiskFault::FailOnce(_) | DiskFault::LoseWriteBack(_) | DiskFault::StallDisk(_) => {}
         }
+    }
+
+    /// Whether a disk does nothing while others may work.
+    pub(crate) fn is_stalled_one(&self, disk: &Disk) -> bool {
+        self.stalled.iter().any(|one| one.is_same(disk))
+    }
+
+    /// Whether there is a disk that does nothing.
+    pub(crate) fn stall(&self) -> bool {
+        self.is_stalled || !self.stalled.is_empty()
     }
 
     /// One operation of a kind is to fail, or is not any more.

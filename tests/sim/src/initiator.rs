@@ -130,8 +130,10 @@ pub struct Initiator {
     pub client: Client,
     /// Address of the target.
     pub url: TargetUrl,
-    /// Whether its process has died, for its users.
+    /// Whether its process has died or ends, for its users.
     pub is_dead: Rc<Cell<bool>>,
+    /// Its process ends in good order.
+    pub is_leaving: bool,
     /// The units, once they are open, and a user of each.
     pub opened: Rc<RefCell<Vec<(User, Lun)>>>,
     /// What the next process knows.
@@ -150,11 +152,14 @@ impl Initiator {
         (plan, rng): (&Plan, &mut Rng),
     ) -> Self {
         let address = address_after(index, heritage.moves);
-        let mut device = fabric.endpoint(address);
-        device.set_mtu(plan.mtus[1]);
+        // None if it was taken away.
+        let mut device = (!fabric.is_unplugged(address)).then(|| fabric.endpoint(address));
+        if let Some(device) = &mut device {
+            device.set_mtu(plan.mtus[1]);
+        }
         let env = SimulatedEnv {
             address,
-            device: Some(device),
+            device,
             dialed: Rc::clone(dialed),
             random: Rng::with_seed(rng.u64(..)),
         };
@@ -197,6 +202,7 @@ impl Initiator {
             client,
             url: url.parse().expect("an address"),
             is_dead: Rc::default(),
+            is_leaving: false,
             opened: Rc::default(),
             heritage,
         }
@@ -221,13 +227,30 @@ impl Initiator {
 
     /// Ends the process without a word.
     pub fn die(&mut self) {
+        self.note();
+        self.heritage.recovers = true;
+        self.is_dead.set(true);
+        self.engine = None;
+        self.is_leaving = false;
+    }
+
+    /// Begins to end the process in good order.
+    pub fn leave(&mut self) {
+        if self.engine.is_none() || self.is_leaving {
+            return;
+        }
+        self.note();
+        self.is_dead.set(true);
+        self.client.shutdown();
+        self.is_leaving = true;
+    }
+
+    /// What the next process is to know.
+    fn note(&mut self) {
         if let Some((_, lun)) = self.opened.take().first() {
             self.heritage.cache = lun.session().status().report().cache;
             self.heritage.guid = Some(lun.session().port_guid());
         }
-        self.heritage.recovers = true;
-        self.is_dead.set(true);
-        self.engine = None;
     }
 
     /// Opens the disk, and the private unit if there is one, and starts the tasks that use them at

@@ -8,6 +8,47 @@ use riser_scsi::config::Identity;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
 use riser_target::server::identities::{Identities, IdentityKeeper};
 use riser_target::server::ports::{PortKeeper, WrittenPort};
+use serde::{Deserialize, Serialize};
+
+use crate::coverage;
+
+/// Ways in which nothing can be saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SaveFailure {
+    /// There is no room: what was saved before stays.
+    Full,
+    /// The device fails after the change: it is there, and nobody knows for how long.
+    Broken,
+}
+
+/// The state directory's file system. Clones are the same one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saves(Arc<Mutex<Option<SaveFailure>>>);
+
+impl Saves {
+    /// It fails from now on, or works.
+    pub(crate) fn set(&self, failure: Option<SaveFailure>) {
+        *lock(&self.0) = failure;
+    }
+
+    /// Saves something, if that is possible.
+    pub(crate) fn save(&self, write: impl FnOnce()) -> io::Result<()> {
+        let errno = match *lock(&self.0) {
+            None => {
+                write();
+                return Ok(());
+            }
+            Some(SaveFailure::Full) => libc::ENOSPC,
+            Some(SaveFailure::Broken) => {
+                write();
+                libc::EIO
+            }
+        };
+        coverage::note("save", "state directory", "failed");
+        Err(io::Error::from_raw_os_error(errno))
+    }
+}
 
 /// Reservations that persist through power loss, by serial number, numbers of ports and names of
 /// units.
@@ -16,6 +57,7 @@ pub struct Kept {
     reservations: Arc<Mutex<BTreeMap<String, SavedReservations>>>,
     ports: Arc<Mutex<Vec<WrittenPort>>>,
     identities: Arc<Mutex<Identities>>,
+    pub(crate) saves: Saves,
 }
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -28,12 +70,13 @@ impl ReservationKeeper for Kept {
     }
 
     fn save(&self, unit: &Identity, state: Option<&SavedReservations>) -> io::Result<()> {
-        let mut all = lock(&self.reservations);
-        match state {
-            Some(state) => all.insert(unit.serial.clone(), state.clone()),
-            None => all.remove(&unit.serial),
-        };
-        Ok(())
+        self.saves.save(|| {
+            let mut all = lock(&self.reservations);
+            match state {
+                Some(state) => all.insert(unit.serial.clone(), state.clone()),
+                None => all.remove(&unit.serial),
+            };
+        })
     }
 }
 
@@ -43,8 +86,7 @@ impl PortKeeper for Kept {
     }
 
     fn save(&self, ports: &[WrittenPort]) -> io::Result<()> {
-        *lock(&self.ports) = ports.to_vec();
-        Ok(())
+        self.saves.save(|| *lock(&self.ports) = ports.to_vec())
     }
 }
 
@@ -54,7 +96,7 @@ impl IdentityKeeper for Kept {
     }
 
     fn save(&self, identities: &Identities) -> io::Result<()> {
-        *lock(&self.identities) = identities.clone();
-        Ok(())
+        let saved = || *lock(&self.identities) = identities.clone();
+        self.saves.save(saved)
     }
 }

@@ -18,20 +18,21 @@
 //! | [`administrator`] | makes them, and tries what must be refused |
 //! | `process` | how the target's process starts, changes what it serves, ends and hands over |
 //! | [`watcher`] | initiators that look at what is served |
-//! | [`disks`], [`nics`] | faults of disks and of RDMA devices |
+//! | [`disks`], [`nics`] | faults of disks and of RDMA devices; addresses that are cut off |
 //! | [`initiator`] | an engine, and what its users do |
 //! | [`rival`] | an initiator of iSCSI that does what ours does not |
 //! | [`cheat`] | peers that break the rules |
 //! | [`model`], [`reservations`] | what it may see of reservations and unit attentions |
 //! | [`exchange`] | a user of a unit that becomes another disk |
 //! | [`flood`] | a peer that asks for much and takes nothing for a while |
-//! | [`keeper`] | what the target keeps through a power loss, besides the disk |
+//! | [`keeper`] | what the target keeps through a power loss, besides the disk, and fails to keep |
 //! | [`memory`] | what the target may allocate |
 //! | [`leaks`] | data that leave for a peer that may not read them |
 //! | [`tcp`] | connections between the two |
 //! | [`text`] | plans as YAML |
 //! | [`mod@shrink`] | a plan that fails, made smaller |
 //! | [`events`] | what happened in a run |
+//! | [`pulse`] | finds a run that is caught in a step |
 //! | [`coverage`] | what runs have reached |
 //! | [`executor`] | futures whose waits are steps of the schedule |
 //!
@@ -67,6 +68,7 @@ pub mod model;
 pub mod nics;
 pub mod plan;
 mod process;
+pub mod pulse;
 pub mod reservations;
 pub mod rival;
 pub mod run;

@@ -18,7 +18,13 @@ use indicatif::{ProgressBar, ProgressStyle};
 use riser_sim::coverage::Coverage;
 use riser_sim::plan::Fault;
 use riser_sim::shrink::{Budget, shrink};
-use riser_sim::{Failure, Plan, events, run};
+use riser_sim::{Failure, Plan, events, pulse, run};
+
+/// Exit code of a run that hangs.
+const HUNG: i32 = 3;
+
+/// Time after which a step of a run is one that does not end. Whole runs take seconds at most.
+const HANGS: Duration = Duration::from_secs(120);
 
 /// Time between lines of progress where there is no terminal.
 const LINES: Duration = Duration::from_secs(30);
@@ -53,13 +59,21 @@ struct Args {
     /// Only print the first seed that fails, and why
     #[arg(long)]
     first: bool,
-    /// Fail if a transition is neither reached nor excused by `tests/sim/unreached.txt`
+    /// Fail if a transition is neither reached nor excused by `tests/sim/unreached.txt`, or a kind
+    /// of trouble has begun in no seed
     #[arg(long)]
     coverage: bool,
+    /// Fail if a kind of trouble has begun in no seed
+    #[arg(long)]
+    kinds: bool,
 }
 
 fn main() -> ExitCode {
     let args = Args::parse();
+    pulse::watch(HANGS, |seed| {
+        eprintln!("seed {seed} hangs in a step: riser-sim --from {seed} --seeds 1");
+        std::process::exit(HUNG);
+    });
     let result = match &args.plan {
         Some(file) => replay(&args, file),
         None if args.show => show(&args),
@@ -165,9 +179,12 @@ fn explore(args: &Args) -> Result<(), String> {
     for failure in first_of_each_kind(&failures) {
         report(args, failure);
     }
-    let mistakes = match args.coverage {
-        true => coverage.mistakes(),
-        false => Vec::new(),
+    let mut kinds = Fault::kinds();
+    kinds.retain(|kind| args.faults.is_empty() || args.faults.iter().any(|one| one == kind));
+    let mistakes = match (args.coverage, args.kinds) {
+        (true, _) => coverage.mistakes(&kinds),
+        (false, true) => coverage.faults_missing(&kinds),
+        (false, false) => Vec::new(),
     };
     for mistake in &mistakes {
         println!("{mistake}");

@@ -134,6 +134,8 @@ pub struct Knowledge {
     pub resets: bool,
     /// All reservations of the unit.
     pub reservations: bool,
+    /// Nothing of them can be saved at a time.
+    pub fails_to_save: bool,
 }
 
 /// The model of a unit.
@@ -214,10 +216,13 @@ impl Model {
         let Some(change) = state.take_change(id) else {
             return Ok(());
         };
+        let fails_to_save = state.knowledge.fails_to_save;
         let mut ends = Vec::new();
         for mut one in change.before.iter().cloned() {
-            if change.is_torn {
-                // It was answered before the unit forgot it.
+            let is_to_be_saved = one.persists || change.change.persists;
+            let is_unsaved = status == Status::Check && is_to_be_saved && fails_to_save;
+            // It was answered before the unit forgot it; or what was to persist could not be saved.
+            if change.is_torn || is_unsaved {
                 ends.push((one.clone(), Vec::new()));
             }
             let (expected, notices) = one.apply(&change.change);
@@ -526,6 +531,7 @@ mod tests {
     const KNOWLEDGE: Knowledge = Knowledge {
         resets: true,
         reservations: true,
+        fails_to_save: false,
     };
     const ONE: Port = Port(1);
     const TWO: Port = Port(2);

@@ -1,10 +1,10 @@
-//! What goes wrong at RDMA devices.
+//! What goes wrong at RDMA devices, and which addresses are cut off.
 
 use std::net::IpAddr;
 use std::time::Duration;
 
 use fastrand::Rng;
-use riser_transport::loopback::Fabric;
+use riser_transport::loopback::{Blocked, Fabric};
 use riser_transport::roce::nic::Breakage;
 use riser_transport::verbs::Mtu;
 use serde::{Deserialize, Serialize};
@@ -34,6 +34,12 @@ pub enum NicFault {
     OverrunCq(usize),
     /// The ways to the device take packets up to this path MTU only.
     Narrow(#[serde(with = "text::mtu")] Mtu),
+    /// The device's socket takes nothing.
+    FullSocket,
+    /// A route from the device drops trains of packets, which it cannot segment.
+    Unsegmentable,
+    /// There is no device. An initiator needs a new process when it is back.
+    Unplug,
 }
 
 impl NicFault {
@@ -41,6 +47,28 @@ impl NicFault {
     pub(crate) fn draw(rng: &mut Rng, devices: (usize, usize)) -> Vec<Trouble> {
         let count = [0, 0, 0, 1, 3][rng.usize(..5)];
         (0..count).map(|_| Self::draw_one(rng, devices)).collect()
+    }
+
+    /// Draws more device faults: sockets that are full or send no trains, and devices that are taken
+    /// away.
+    pub(crate) fn draw_more(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Vec<Trouble> {
+        let number = [0, 0, 0, 1, 3][rng.usize(..5)];
+        let one = |_| {
+            let place = Place::draw(rng, (paths, initiators));
+            let from = Duration::from_micros(rng.u64(0..100_000));
+            let length = [500, 20_000, 2_000_000, 30_000_000][rng.usize(..4)];
+            let fault = match rng.u8(..8) {
+                0..3 => Self::FullSocket,
+                3..5 => Self::Unsegmentable,
+                _ => Self::Unplug,
+            };
+            Trouble {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..length)),
+                fault: Fault::Nic(place, fault),
+            }
+        };
+        (0..number).map(one).collect()
     }
 
     fn draw_one(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Trouble {
@@ -66,20 +94,55 @@ impl NicFault {
         match self {
             Self::BreakQp(nth) => fabric.break_one(at, Breakage::Qp, nth),
             Self::OverrunCq(nth) => fabric.break_one(at, Breakage::Cq, nth),
-            Self::LateReceives(_) | Self::Narrow(_) => {}
+            Self::LateReceives(_)
+            | Self::Narrow(_)
+            | Self::FullSocket
+            | Self::Unsegmentable
+            | Self::Unplug => {}
         }
+    }
+}
+
+impl Place {
+    /// Draws one, given the number of paths and of initiators.
+    pub(crate) fn draw(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Self {
+        match rng.bool() {
+            true => Self::Path(rng.usize(..paths)),
+            false => Self::Initiator(rng.usize(..initiators)),
+        }
+    }
+
+    /// How it is cut off by the faults that are there now.
+    pub(crate) fn blocked(self, active: &[Fault]) -> Blocked {
+        let mut blocked = Blocked::NONE;
+        for fault in active {
+            match *fault {
+                Fault::LosePath(path) if self == Self::Path(path) => blocked = Blocked::BOTH,
+                Fault::Partition(index) if self == Self::Initiator(index) => {
+                    blocked = Blocked::BOTH;
+                }
+                Fault::Deaf(place) if place == self => blocked.inbound = true,
+                Fault::Mute(place) if place == self => blocked.outbound = true,
+                _ => {}
+            }
+        }
+        blocked
     }
 }
 
 /// Sets what lasts at the address of a place, from the faults that are there now.
 pub(crate) fn follow((place, at): (Place, IpAddr), active: &[Fault], fabric: &Fabric) {
     let (mut delay, mut narrow, mut is_broken) = (0, None::<Mtu>, false);
+    let (mut is_full, mut is_unsegmentable, mut is_unplugged) = (false, false, false);
     for fault in active {
         match *fault {
             Fault::Nic(there, fault) if there == place => match fault {
                 NicFault::LateReceives(micros) => delay = delay.max(micros),
                 NicFault::Narrow(mtu) => narrow = Some(narrow.map_or(mtu, |m| m.min(mtu))),
                 NicFault::BreakQp(_) | NicFault::OverrunCq(_) => is_broken = true,
+                NicFault::FullSocket => is_full = true,
+                NicFault::Unsegmentable => is_unsegmentable = true,
+                NicFault::Unplug => is_unplugged = true,
             },
             _ => {}
         }
@@ -89,9 +152,12 @@ pub(crate) fn follow((place, at): (Place, IpAddr), active: &[Fault], fabric: &Fa
     if !is_broken {
         fabric.break_none(at);
     }
-    let apart = match place {
-        Place::Path(path) => Fault::LosePath(path),
-        Place::Initiator(index) => Fault::Partition(index),
-    };
-    fabric.partition(at, active.contains(&apart));
+    fabric.fill_sockets(at, is_full);
+    fabric.refuse_trains(at, is_unsegmentable);
+    fabric.partition(at, place.blocked(active));
+    match (is_unplugged, fabric.is_unplugged(at)) {
+        (true, false) => fabric.unplug(at),
+        (false, true) => fabric.plug(at),
+        _ => {}
+    }
 }

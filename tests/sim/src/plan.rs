@@ -11,6 +11,7 @@ use crate::admin::AdminFault;
 use crate::cheat::CheatPlan;
 use crate::disks::DiskFault;
 use crate::initiator::TIMEOUT;
+use crate::keeper::SaveFailure;
 use crate::model::Knowledge;
 use crate::nics::{NicFault, Place};
 use crate::rival::RivalPlan;
@@ -18,6 +19,9 @@ use crate::text;
 
 /// Packets that are lost at most where no connection breaks, in percent.
 const MILD: f64 = 1.0;
+
+/// Longest time that something is held where no connection breaks.
+const BRIEF: Duration = Duration::from_millis(500);
 
 /// The protocol of an initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,8 +50,21 @@ pub enum Fault {
         /// Packets that later ones overtake.
         reorder: f64,
     },
-    /// No RDMA packet reaches or leaves an initiator.
+    /// Nothing reaches an initiator, nor comes from there, over RDMA and TCP.
     Partition(usize),
+    /// Nothing reaches a place; what it sends arrives.
+    Deaf(Place),
+    /// Nothing that a place sends arrives; it is reached.
+    Mute(Place),
+    /// The networks hold some of what is sent, each for a time of its own, and deliver it when its
+    /// connection may be long over.
+    Delay {
+        /// Packets, and segments of TCP, that are held, as a share of all.
+        share: f64,
+        /// Longest time that one is held.
+        #[serde(with = "text::duration")]
+        most: Duration,
+    },
     /// TCP connections break, each with this probability.
     CutTcp(f64),
     /// Nothing reaches the target by that path, nor comes back.
@@ -69,10 +86,10 @@ pub enum Fault {
     /// The target's host loses its power, and what its disk had not made stable; it is back at the
     /// end.
     PowerCut,
-    /// The target has no RDMA device.
-    Unplug,
-    /// Something else is wrong with a device.
+    /// Something is wrong with a device.
     Nic(Place, NicFault),
+    /// The target can save nothing in its state directory.
+    FailSaves(SaveFailure),
     /// The host of an initiator is gone, and back at another address at the end.
     MoveInitiator(usize),
     /// Another initiator has the names of this one, until it dies.
@@ -84,6 +101,9 @@ pub enum Fault {
         /// Its host goes with it, so no peer learns that its connections are gone.
         vanishes: bool,
     },
+    /// The process of an initiator ends in good order, and starts again at the end, or when it is
+    /// over.
+    RestartInitiator(usize),
     /// An administrator changes what is served.
     Admin(AdminFault),
     /// Something happens to the target's process, or to a thread of it.
@@ -157,6 +177,23 @@ impl Fault {
         }
     }
 
+    /// Whether a device of the target is taken away.
+    #[must_use]
+    pub fn unplugs_target(self) -> bool {
+        matches!(self, Self::Nic(Place::Path(_), NicFault::Unplug))
+    }
+
+    /// Whether the process of an initiator does not run meanwhile.
+    #[must_use]
+    pub fn ends_initiator(self, one: usize) -> bool {
+        match self {
+            Self::KillInitiator { index, .. }
+            | Self::MoveInitiator(index)
+            | Self::RestartInitiator(index) => index == one,
+            _ => false,
+        }
+    }
+
     /// Whether the target does not run meanwhile.
     #[must_use]
     pub fn ends_target(self) -> bool {
@@ -222,6 +259,8 @@ pub struct Plan {
     pub mtus: [Mtu; 2],
     /// Packets that the socket of an RDMA device takes at once.
     pub socket_room: usize,
+    /// Packets that it takes as one train at most.
+    pub segments: usize,
     /// Memory of a worker for data, in bytes. Little, so that commands wait for it.
     pub pool: usize,
     /// Bytes of one command's data that are in memory at a time.
@@ -260,6 +299,7 @@ impl Default for Plan {
             latency: Duration::from_micros(10),
             mtus: [Mtu::Mtu4096; 2],
             socket_room: usize::MAX,
+            segments: 1,
             pool: 2 << 20,
             window: 1 << 20,
             sends: None,
@@ -341,6 +381,14 @@ impl Plan {
         let exchanges = AdminFault::exchanges(&mut Rng::with_seed(seed ^ 0x0e8c_4a6e));
         let exchange = !exchanges.is_empty();
         more.extend(exchanges.iter().copied());
+        let mut late = Rng::with_seed(seed ^ 0x1a7e);
+        more.extend(Trouble::one_way(&mut late, (paths, initiators.len())));
+        more.extend(Trouble::delays(&mut late));
+        more.extend(NicFault::draw_more(&mut late, (paths, initiators.len())));
+        more.extend(DiskFault::stalls(&mut late, initiators.len()));
+        more.extend(Trouble::restarts(&mut late, initiators.len()));
+        more.extend(Trouble::failing_saves(&mut late));
+        let segments = [1, 64][late.usize(..2)];
         troubles.extend(more.into_iter().filter(|trouble| is_wanted(trouble.fault)));
         let mut timeout = Duration::from_secs([1, 10, 60, 60][rng.usize(..4)]);
         // A quiet day is judged more strictly.
@@ -352,6 +400,10 @@ impl Plan {
                 _ => false,
             };
             troubles.extend(changes.into_iter().chain(exchanges).filter(is_mild));
+            troubles.extend(Trouble::brief(&mut late));
+            if (seed / 6).is_multiple_of(3) {
+                troubles.extend(DiskFault::stall_of_one(&mut late, initiators.len()));
+            }
             troubles.retain(|trouble| is_wanted(trouble.fault));
             timeout = TIMEOUT;
         }
@@ -369,6 +421,7 @@ impl Plan {
             rivals,
             seed,
             timeout,
+            segments,
             connections: 1,
             pool: [1 << 20, 2 << 20][others.usize(..2)],
             window: [1 << 20, 64 << 10, 8 << 10, 1 << 10][pieces.usize(..4)],
@@ -399,6 +452,7 @@ impl Plan {
             // Otherwise initiators may reset the unit because a command takes too long.
             resets: self.is_quiet(),
             reservations: self.rivals.iter().any(|rival| rival.reservations > 0),
+            fails_to_save: self.fails_to_save(),
         }
     }
 
@@ -410,10 +464,35 @@ impl Plan {
             Fault::Wire {
                 loss, corruption, ..
             } => loss + corruption <= MILD,
+            Fault::Delay { share, most } => share * 100.0 <= MILD && most <= BRIEF,
             Fault::Admin(change) => change.is_mild(),
             _ => false,
         };
         self.troubles.iter().all(is_mild) && self.timeout >= TIMEOUT
+    }
+
+    /// Whether nothing goes wrong that an initiator may notice: all is mild, but for disks that only
+    /// others use.
+    #[must_use]
+    pub fn is_quiet_for(&self, index: usize) -> bool {
+        let is_of_another = |fault: Fault| match fault {
+            Fault::Disk(DiskFault::StallDisk(number)) => {
+                let others = 1..=self.initiators.len();
+                self.private_units && others.contains(&number) && number != index + 1
+            }
+            _ => false,
+        };
+        let mut rest = self.clone();
+        rest.troubles
+            .retain(|trouble| !is_of_another(trouble.fault));
+        rest.is_quiet()
+    }
+
+    /// Whether the target's state directory takes nothing at a time.
+    #[must_use]
+    pub fn fails_to_save(&self) -> bool {
+        let mut troubles = self.troubles.iter();
+        troubles.any(|trouble| matches!(trouble.fault, Fault::FailSaves(_)))
     }
 
     /// Whether an administrator changes what is served, so that there are units for it.
@@ -441,7 +520,7 @@ impl Plan {
     pub fn may_fail_shutdown(&self) -> bool {
         let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
         faults.any(|fault| match fault {
-            Fault::StallDisks | Fault::FailDisks(_) | Fault::Disk(_) => true,
+            Fault::StallDisks | Fault::FailDisks(_) | Fault::Disk(_) | Fault::FailSaves(_) => true,
             Fault::Process(fault) => matches!(
                 fault,
                 ProcessFault::FailWorker(_) | ProcessFault::StallWorker(_)
@@ -450,10 +529,13 @@ impl Plan {
         })
     }
 
-    /// When the last fault has gone.
+    /// When the last fault has gone, and what networks have held is there.
     #[must_use]
     pub fn healed(&self) -> Duration {
-        let ends = self.troubles.iter().map(|trouble| trouble.until);
+        let ends = self.troubles.iter().map(|trouble| match trouble.fault {
+            Fault::Delay { most, .. } => trouble.until + most,
+            _ => trouble.until,
+        });
         ends.max().unwrap_or_default()
     }
 }
@@ -549,6 +631,85 @@ impl Trouble {
         (0..number).map(cut).collect()
     }
 
+    /// Places that do not hear, or are not heard.
+    fn one_way(rng: &mut Rng, devices: (usize, usize)) -> Vec<Self> {
+        let number = [0, 0, 0, 1, 2][rng.usize(..5)];
+        let one = |_| {
+            let from = Duration::from_micros(rng.u64(0..100_000));
+            let length = [2_000, 200_000, 8_000_000, 90_000_000][rng.usize(..4)];
+            let place = Place::draw(rng, devices);
+            Self {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: [Fault::Deaf(place), Fault::Mute(place)][rng.usize(..2)],
+            }
+        };
+        (0..number).map(one).collect()
+    }
+
+    /// Networks that hold what is sent, mostly until its connection is over.
+    fn delays(rng: &mut Rng) -> Vec<Self> {
+        let number = [0, 0, 0, 0, 1, 2][rng.usize(..6)];
+        let one = |_| {
+            let from = Duration::from_micros(rng.u64(0..60_000));
+            let length = [2_000, 50_000, 2_000_000, 20_000_000][rng.usize(..4)];
+            let most = [20, 1_000, 5_000, 40_000][rng.usize(..4)];
+            Self {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: Fault::Delay {
+                    share: [0.002, 0.02, 0.3][rng.usize(..3)],
+                    most: Duration::from_millis(most),
+                },
+            }
+        };
+        (0..number).map(one).collect()
+    }
+
+    /// Networks that hold few packets, and not for long, or none.
+    fn brief(rng: &mut Rng) -> Option<Self> {
+        let fault = Fault::Delay {
+            share: rng.f64() * MILD / 100.0,
+            most: [Duration::from_millis(5), BRIEF][rng.usize(..2)],
+        };
+        rng.bool().then_some(Self {
+            from: Duration::ZERO,
+            until: Duration::from_secs(1),
+            fault,
+        })
+    }
+
+    /// Processes of initiators that end in good order.
+    fn restarts(rng: &mut Rng, initiators: usize) -> Vec<Self> {
+        let number = [0, 0, 0, 0, 1, 3][rng.usize(..6)];
+        let one = |_| {
+            let from = Duration::from_micros(rng.u64(0..60_000));
+            let length = [1, 2_000, 50_000, 20_000_000][rng.usize(..4)];
+            Self {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: Fault::RestartInitiator(rng.usize(..initiators)),
+            }
+        };
+        (0..number).map(one).collect()
+    }
+
+    /// A state directory that takes nothing.
+    fn failing_saves(rng: &mut Rng) -> Vec<Self> {
+        let number = [0, 0, 0, 1, 3][rng.usize(..5)];
+        let one = |_| {
+            let from = Duration::from_micros(rng.u64(0..80_000));
+            let length = [2_000, 20_000, 500_000, 8_000_000][rng.usize(..4)];
+            let failure = [SaveFailure::Full, SaveFailure::Broken][rng.usize(..2)];
+            Self {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..=length)),
+                fault: Fault::FailSaves(failure),
+            }
+        };
+        (0..number).map(one).collect()
+    }
+
     /// Paths that are lost, one after the other or at once.
     fn losses(rng: &mut Rng, paths: usize) -> Vec<Self> {
         let number = rng.usize(1..=3);
@@ -588,7 +749,7 @@ impl Trouble {
             7 => Fault::ShortTransfers(rng.f64()),
             8 => Fault::CrashTarget,
             9 | 10 => Fault::PowerCut,
-            _ => Fault::Unplug,
+            _ => Fault::Nic(Place::Path(0), NicFault::Unplug),
         };
         Self { from, until, fault }
     }

@@ -91,6 +91,8 @@ pub(crate) struct Job {
     layout: Layout,
     refusal: Option<Refusal>,
     is_committed: bool,
+    /// Its numbers could not be saved, so it was withdrawn.
+    unsaved: Option<ChangeError>,
 }
 
 /// What has become of a change.
@@ -283,6 +285,7 @@ impl Target {
             layout,
             refusal,
             is_committed: false,
+            unsaved: None,
         });
         Ok(())
     }
@@ -308,19 +311,23 @@ impl Target {
                             "workers are ready for what must be refused: {refusal:?}"
                         ));
                     }
-                    None => {
-                        let saved = server.save_numbers(&mut job.change);
-                        saved.map_err(|error| error.to_string())?;
-                        server.commit_change(&mut job.change, now);
-                        job.is_committed = true;
-                        self.layout = job.layout.clone();
-                        self.config = server.config().clone();
-                    }
+                    None => match server.save_numbers(&mut job.change) {
+                        Ok(()) => {
+                            server.commit_change(&mut job.change, now);
+                            job.is_committed = true;
+                            self.layout = job.layout.clone();
+                            self.config = server.config().clone();
+                        }
+                        Err(error) => {
+                            server.withdraw_change(&mut job.change, now);
+                            job.unsaved = Some(error);
+                        }
+                    },
                 }
                 None
             }
             ChangeStep::Applied => Some(JobStep::Applied),
-            ChangeStep::Undone(error) => Some(JobStep::Undone(error)),
+            ChangeStep::Undone(error) => Some(JobStep::Undone(error.or(job.unsaved.take()))),
         };
         let is_committed = job.is_committed && !was_committed;
         match end {

@@ -12,7 +12,7 @@ use riser_initiator::engine::Engine;
 use riser_scsi::srp::TargetPortId;
 use riser_target::worker::mail::Snapshot;
 use riser_tests::history::{History, Port};
-use riser_transport::loopback::{Fabric, FabricConfig};
+use riser_transport::loopback::{Delay, Fabric, FabricConfig};
 use riser_transport::roce::fault::FaultConfig;
 use tracing::debug;
 
@@ -27,14 +27,14 @@ use crate::initiator::{self, Dialed, Heritage, Initiator, User, Verdict};
 use crate::leaks::{self, Guard};
 use crate::memory::Meter;
 use crate::model::Model;
-use crate::nics::Place;
+use crate::nics::{NicFault, Place};
 use crate::plan::{Fault, Plan, ProcessFault, Protocol};
 use crate::process::{EndKind, Ended};
 use crate::rival::Rival;
 use crate::target::{self, Target};
-use crate::tcp::{Listeners, Network};
+use crate::tcp::{Delays, Listeners, Network};
 use crate::watcher::{Ledger, Watcher};
-use crate::{coverage, events, nics};
+use crate::{coverage, events, nics, pulse};
 
 /// Virtual time after the last fault, in which all commands must have ended.
 pub const PATIENCE: Duration = Duration::from_secs(600);
@@ -135,6 +135,7 @@ struct World {
 /// # Errors
 /// [`Failure`]: something is wrong with the programs, or with the simulator.
 pub fn run(plan: &Plan) -> Result<Outcome, Box<Failure>> {
+    let _running = pulse::Running::new(plan.seed);
     riser_memory::simulated::addresses(|| run_here(plan))
 }
 
@@ -143,6 +144,7 @@ fn run_here(plan: &Plan) -> Result<Outcome, Box<Failure>> {
         seed: plan.seed,
         latency: plan.latency,
         socket_room: plan.socket_room,
+        segments: plan.segments,
         ..FabricConfig::default()
     });
     let clock = fabric.clone();
@@ -247,7 +249,10 @@ impl World {
     }
 
     fn user(&self, index: usize) -> User {
-        self.user_of(Port(1 + index as u16))
+        User {
+            is_quiet: self.plan.is_quiet_for(index),
+            ..self.user_of(Port(1 + index as u16))
+        }
     }
 
     fn user_of(&self, port: Port) -> User {
@@ -293,6 +298,7 @@ impl World {
                 && world.flood.as_ref().is_none_or(Flood::is_over)
                 && world.fabric.elapsed() >= healed
                 && !world.active.contains(&true)
+                && !world.initiators.iter().any(|one| one.is_leaving)
                 && world
                     .administrator
                     .is_done(&world.target, world.fabric.now())
@@ -302,7 +308,7 @@ impl World {
         for index in 0..self.initiators.len() {
             let units = self.initiators[index].opened.take();
             let status = units[0].1.session().status();
-            if self.plan.is_quiet() && status.reconnects() > 0 {
+            if self.plan.is_quiet_for(index) && status.reconnects() > 0 {
                 return Err(format!("a quiet day, and {:?}", status.last_down()));
             }
             if self.plan.is_quiet() && status.stale() > 0 {
@@ -512,7 +518,9 @@ impl World {
     /// Each actor has a turn, in an order of the seed. If none had anything to do, time passes.
     fn step(&mut self) {
         self.steps += 1;
+        pulse::beat();
         events::set_time(self.fabric.elapsed());
+        self.let_go();
         self.trouble();
         let now = self.fabric.now();
         let mut worked = self.control(now);
@@ -708,7 +716,13 @@ impl World {
                     true => self.kill_initiator(index, vanishes),
                     false => self.revive_initiator(index),
                 },
-                Fault::Unplug if is_active => self.fabric.unplug(target::ADDRESS),
+                Fault::RestartInitiator(index) => match is_active {
+                    true => self.initiators.get_mut(index).map_or((), Initiator::leave),
+                    false => self.revive_initiator(index),
+                },
+                Fault::Nic(Place::Initiator(index), NicFault::Unplug) if !is_active => {
+                    self.replace_device(index);
+                }
                 Fault::Nic(place, fault) if is_active => {
                     fault.strike(self.address_of(place), &self.fabric);
                 }
@@ -742,6 +756,14 @@ impl World {
         }
     }
 
+    /// The address of a place in the network of TCP.
+    fn tcp_address_of(&self, place: Place) -> IpAddr {
+        match place {
+            Place::Path(path) => target::tcp_address(path).ip(),
+            Place::Initiator(_) => self.address_of(place),
+        }
+    }
+
     /// Ends the process of an initiator, if there is such a one.
     fn kill_initiator(&mut self, index: usize, vanishes: bool) {
         if index >= self.initiators.len() {
@@ -755,19 +777,59 @@ impl World {
         self.initiators[index].die();
     }
 
+    /// An initiator has a device again, for which it needs another process.
+    fn replace_device(&mut self, index: usize) {
+        if self
+            .plan
+            .initiators
+            .get(index)
+            .is_none_or(|one| *one == Protocol::Iscsi)
+        {
+            return;
+        }
+        self.fabric.plug(self.initiators[index].address);
+        self.kill_initiator(index, false);
+        self.revive_initiator(index);
+    }
+
+    /// Ends processes of initiators that have closed all sessions, and starts the next ones.
+    fn let_go(&mut self) {
+        for index in 0..self.initiators.len() {
+            let one = &mut self.initiators[index];
+            if !one.is_leaving {
+                continue;
+            }
+            match &one.engine {
+                Some(engine) if engine.is_over() => one.engine = None,
+                Some(_) => {}
+                // Its users have had a step to learn of the end of their commands. What was not
+                // answered is there for the next process to fence; and a flush of that vouches for
+                // what was, which a cache may have lost.
+                None => {
+                    one.is_leaving = false;
+                    let all = self.private.iter().chain([&self.history]);
+                    let is_lost = all.map(|one| one.lost()).sum::<usize>() > 0;
+                    one.heritage.recovers = is_lost || self.plan.write_cache;
+                    debug!(
+                        index,
+                        one.heritage.recovers, "an initiator's process has ended"
+                    );
+                    self.revive_initiator(index);
+                }
+            }
+        }
+    }
+
     /// Starts an initiator's process again, unless it runs, or another death of it goes on.
     fn revive_initiator(&mut self, index: usize) {
-        let is_its = |fault| match fault {
-            Fault::KillInitiator { index: at, .. } | Fault::MoveInitiator(at) => at == index,
-            _ => false,
-        };
         let mut troubles = self.plan.troubles.iter().zip(&self.active);
-        let is_dead = troubles.any(|(trouble, active)| *active && is_its(trouble.fault));
+        let is_dead =
+            troubles.any(|(trouble, active)| *active && trouble.fault.ends_initiator(index));
         if is_dead
             || self
                 .initiators
                 .get(index)
-                .is_none_or(|one| one.engine.is_some())
+                .is_none_or(|one| one.engine.is_some() || one.is_leaving)
         {
             return;
         }
@@ -868,11 +930,7 @@ impl World {
             .filter(|(_, is_active)| **is_active)
             .map(|(trouble, _)| trouble.fault)
             .collect();
-        let is_unplugged = active.contains(&Fault::Unplug);
         self.target.wake();
-        if !is_unplugged {
-            self.fabric.plug(target::ADDRESS);
-        }
         self.administrator.follow(&active);
         let workers = self.target.workers();
         let stalled = active.iter().filter_map(|fault| match fault {
@@ -882,25 +940,36 @@ impl World {
         self.target.stalled = stalled.collect();
         if !self.target.is_running() && !active.iter().any(|fault| fault.ends_target()) {
             self.network.start_target();
-            // It has one when it starts.
-            self.fabric.plug(target::ADDRESS);
-            self.target.begin();
-            if is_unplugged {
-                self.fabric.unplug(target::ADDRESS);
+            // It has its devices when it starts.
+            for path in 0..self.plan.paths {
+                self.fabric.plug(target::rdma_address(path));
             }
+            self.target.begin();
         }
         self.network.is_stalled = active.contains(&Fault::StallTcp);
         self.network.is_narrow = active.contains(&Fault::NarrowTcp);
-        let lost = (0..self.plan.paths).filter(|path| active.contains(&Fault::LosePath(*path)));
-        self.network
-            .lose_paths(lost.map(target::tcp_address).collect());
+        let paths = (0..self.plan.paths).map(Place::Path);
+        let tcp = paths.map(|at| (self.tcp_address_of(at), at.blocked(&active)));
+        let own = (0..self.initiators.len()).map(Place::Initiator);
+        let own = own.map(|at| (self.tcp_address_of(at), at.blocked(&active)));
+        let blocked = tcp.chain(own).collect();
+        self.network.partition(blocked);
         self.follow_devices(&active);
+        let stalled = active.iter().filter_map(|fault| match fault {
+            Fault::Disk(DiskFault::StallDisk(number)) => Some(*number),
+            _ => None,
+        });
+        let (mut delay, mut saving) = (None, None);
         let disks = &mut self.target.faults;
         disks.reset();
         disks.is_stalled = active.contains(&Fault::StallDisks);
+        self.target.stall_disks(stalled);
+        let disks = &mut self.target.faults;
         let mut wire = FaultConfig::default();
         for fault in active {
             match fault {
+                Fault::Delay { share, most } => delay = Some((share, most)),
+                Fault::FailSaves(failure) => saving = Some(failure),
                 Fault::FailDisks(probability) => disks.failure = probability,
                 Fault::Disk(fault) => disks.add(fault),
                 Fault::ShortTransfers(probability) => disks.short = probability,
@@ -917,6 +986,24 @@ impl World {
             }
         }
         self.fabric.set_faults(wire);
+        self.target.kept.saves.set(saving);
+        self.hold(delay);
+    }
+
+    /// The networks hold this share of what is sent from now on, each for a time up to this.
+    fn hold(&mut self, delay: Option<(f64, Duration)>) {
+        // Another sequence of random numbers each time, and the same one in each run.
+        let seed = self.plan.seed ^ 0x1a7e ^ self.steps;
+        self.fabric.hold(delay.map(|(share, most)| Delay {
+            seed,
+            rate: (share * 1e6) as u32,
+            most,
+        }));
+        self.network.delays = delay.map(|(share, most)| Delays {
+            random: Rng::with_seed(seed),
+            share,
+            most,
+        });
     }
 }
 

@@ -226,7 +226,7 @@ mod tests {
             troubles: vec![
                 trouble(20_000, Fault::CutTcp(0.5)),
                 trouble(77_777, Fault::StallDisks),
-                trouble(0, Fault::Unplug),
+                trouble(0, Fault::StallTcp),
             ],
             ..Plan::of(7)
         }

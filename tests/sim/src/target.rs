@@ -26,7 +26,7 @@ use riser_transport::roce::nic::NicUsage;
 
 use crate::admin::Layout;
 use crate::disks::DiskFaults;
-use crate::keeper::Kept;
+use crate::keeper::{Kept, Saves};
 use crate::memory;
 use crate::plan::Plan;
 use crate::process::{Ending, Ground, Job};
@@ -64,11 +64,14 @@ pub const fn tcp_address(path: usize) -> SocketAddr {
 
 /// Keeps failures of flushes, as files of the state directory do.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Failures(Arc<Mutex<BTreeMap<String, FlushFailure>>>);
+pub(crate) struct Failures {
+    all: Arc<Mutex<BTreeMap<String, FlushFailure>>>,
+    saves: Saves,
+}
 
 impl Failures {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, FlushFailure>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether there is one of the disk.
@@ -83,12 +86,13 @@ impl FlushKeeper for Failures {
     }
 
     fn save(&self, unit: &Identity, failure: Option<&FlushFailure>) -> io::Result<()> {
-        let mut all = self.lock();
-        match failure {
-            Some(failure) => all.insert(unit.serial.clone(), *failure),
-            None => all.remove(&unit.serial),
-        };
-        Ok(())
+        self.saves.save(|| {
+            let mut all = self.lock();
+            match failure {
+                Some(failure) => all.insert(unit.serial.clone(), *failure),
+                None => all.remove(&unit.serial),
+            };
+        })
     }
 }
 
@@ -180,6 +184,11 @@ impl Target {
             .enumerate()
             .map(|(index, _)| Disk::new(1 + index as u64));
         let others = ["c", "s", "r", "a"].map(|backend| (backend, Disk::new(0)));
+        let kept = Kept::default();
+        let failures = Failures {
+            saves: kept.saves.clone(),
+            ..Failures::default()
+        };
         let mut target = Self {
             config: config_of(&layout, plan),
             layout,
@@ -191,9 +200,9 @@ impl Target {
             private: private.collect(),
             others: others.into(),
             stores: BTreeMap::new(),
-            failures: Failures::default(),
+            failures,
             is_heard: false,
-            kept: Kept::default(),
+            kept,
             boots: 1,
             rng: rng.fork(),
             server: None,
@@ -219,6 +228,14 @@ impl Target {
             (_, Some(index)) => self.private.get(index.parse::<usize>().ok()?),
             _ => self.others.get(backend),
         }
+    }
+
+    /// Sets which disks do nothing, by their numbers: that of all, private ones, and others.
+    pub(crate) fn stall_disks(&mut self, numbers: impl Iterator<Item = usize>) {
+        let all = std::iter::once(&self.disk).chain(&self.private);
+        let all: Vec<_> = all.chain(self.others.values()).collect();
+        let stalled = numbers.map(|number| all[number % all.len()].clone());
+        self.faults.stalled = stalled.collect();
     }
 
     pub(crate) fn failures(&self) -> Failures {
@@ -550,6 +567,11 @@ impl Member {
             let outcome = match operation.disk() {
                 None => operation.is_ready.then_some(Outcome::Whole),
                 Some(_) if faults.is_stalled => None,
+                Some(disk) if faults.is_stalled_one(disk) => {
+                    // Its time begins when the disk works again.
+                    self.due.remove(&operation.id);
+                    None
+                }
                 Some(_) => self.outcome(&operation, now, faults, rng),
             };
             if let Some(outcome) = outcome {

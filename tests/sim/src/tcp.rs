@@ -1,7 +1,7 @@
 //! TCP between initiators, whose end is one of a pair of sockets of the host, and the target, whose
 //! end is in memory.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::hash::{DefaultHasher, Hasher as _};
 use std::io::{self, Read, Write};
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use riser_reactor::simulated::{Listener, Peer};
+use riser_transport::loopback::Blocked;
 
 use crate::initiator::Dial;
 use crate::leaks::{self, Guard};
@@ -26,13 +27,21 @@ const WINDOW: usize = 64 << 10;
 #[derive(Debug, Default)]
 struct Flow {
     segments: VecDeque<(Instant, Vec<u8>)>,
+    /// Bytes for which the sender has no acknowledgement.
     bytes: usize,
+    /// Those of them that have arrived.
+    unacknowledged: usize,
 }
 
 impl Flow {
     fn push(&mut self, at: Instant, bytes: Vec<u8>) {
         self.bytes += bytes.len();
         self.segments.push_back((at, bytes));
+    }
+
+    /// The sender gets acknowledgements, which come the other way.
+    fn acknowledge(&mut self) {
+        self.bytes -= std::mem::take(&mut self.unacknowledged);
     }
 
     /// Gives what has arrived to `deliver`, which returns how much of it was taken.
@@ -42,7 +51,7 @@ impl Flow {
             && *at <= now
         {
             let taken = deliver(bytes);
-            self.bytes -= taken;
+            self.unacknowledged += taken;
             delivered += taken;
             bytes.drain(..taken);
             if !bytes.is_empty() {
@@ -74,6 +83,39 @@ struct Connection {
     is_orphan: bool,
 }
 
+/// Ways of a connection that are open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ways {
+    to_target: bool,
+    to_initiator: bool,
+}
+
+impl Ways {
+    const fn are_open(self) -> bool {
+        self.to_target && self.to_initiator
+    }
+}
+
+/// A network that holds bytes for a long time.
+#[derive(Debug)]
+pub(crate) struct Delays {
+    pub(crate) random: Rng,
+    /// Segments that are held, as a share of all.
+    pub(crate) share: f64,
+    /// Longest time that one is held, and all behind it.
+    pub(crate) most: Duration,
+}
+
+impl Delays {
+    /// The time that a segment takes beyond its latency.
+    fn draw(&mut self) -> Duration {
+        match self.random.f64() < self.share {
+            true => self.most.mul_f64(self.random.f64()),
+            false => Duration::ZERO,
+        }
+    }
+}
+
 /// Sockets of the target that listen, from the network's side.
 pub type Listeners = Arc<Mutex<Vec<Listener>>>;
 
@@ -82,12 +124,13 @@ pub type Listeners = Arc<Mutex<Vec<Listener>>>;
 pub struct Network {
     listeners: Listeners,
     connections: Vec<Connection>,
-    /// Connections whose target has vanished without a word, until its host is back.
-    vanished: Vec<UnixStream>,
+    /// Connections whose target has ended without a word that has reached them, until its host
+    /// says so.
+    vanished: Vec<Dial>,
     /// Addresses of initiators whose hosts are gone.
     gone: Vec<IpAddr>,
-    /// Addresses of the target that nothing reaches.
-    lost: Vec<SocketAddr>,
+    /// Addresses that are cut off, and how.
+    blocked: HashMap<IpAddr, Blocked>,
     /// Connections to such an address that were begun, until it can be reached.
     begun: Vec<Dial>,
     /// The target's host is there, whether or not its process is.
@@ -97,6 +140,7 @@ pub struct Network {
     pub(crate) is_narrow: bool,
     /// Initiators that have done something since the last turn; all of them, if that is not known.
     active: Option<Vec<IpAddr>>,
+    pub(crate) delays: Option<Delays>,
     arrived: Arrived,
     /// Room for what is read from a stream.
     scratch: Vec<u8>,
@@ -128,13 +172,14 @@ impl Network {
             connections: Vec::new(),
             vanished: Vec::new(),
             gone: Vec::new(),
-            lost: Vec::new(),
+            blocked: HashMap::new(),
             begun: Vec::new(),
             is_host_up: true,
             ports: 40_000,
             is_stalled: false,
             is_narrow: false,
             active: None,
+            delays: None,
             arrived: Arrived::default(),
             scratch: vec![0; WINDOW],
         }
@@ -143,10 +188,13 @@ impl Network {
     /// The target's process is gone. Its host ends the connections, unless it is gone as well.
     pub fn end_target(&mut self, is_host_up: bool) {
         self.is_host_up &= is_host_up;
-        for connection in self.connections.drain(..) {
+        for connection in std::mem::take(&mut self.connections) {
             connection.peer.break_off(libc::ECONNRESET);
-            if !is_host_up {
-                self.vanished.push(connection.stream);
+            let Connection {
+                stream, from, to, ..
+            } = connection;
+            if !is_host_up || !self.ways(from, to).to_initiator {
+                self.vanished.push(Dial { from, to, stream });
             }
         }
     }
@@ -154,13 +202,17 @@ impl Network {
     /// The target's host is there. It knows nothing of the connections from before.
     pub fn start_target(&mut self) {
         self.is_host_up = true;
-        self.vanished.clear();
+    }
+
+    /// Ways between an initiator and the target that are open.
+    fn ways(&self, from: IpAddr, to: SocketAddr) -> Ways {
+        ways(&self.blocked, from, to)
     }
 
     /// An initiator connects from an address.
     pub fn connect(&mut self, dial: Dial, rng: &mut Rng) {
         self.ports += 1;
-        if self.lost.contains(&dial.to) {
+        if !self.ways(dial.from, dial.to).are_open() {
             self.begun.push(dial);
             return;
         }
@@ -175,7 +227,7 @@ impl Network {
         if there.is_empty() {
             // Without a host there is no answer, and without a socket that listens, a refusal.
             if !self.is_host_up {
-                self.vanished.push(stream);
+                self.vanished.push(Dial { from, to, stream });
             }
             return;
         }
@@ -198,11 +250,11 @@ impl Network {
         }
     }
 
-    /// Nothing reaches these addresses of the target, nor comes from there. What waited for others
-    /// has to try again.
-    pub fn lose_paths(&mut self, lost: Vec<SocketAddr>) {
-        self.begun.retain(|dial| lost.contains(&dial.to));
-        self.lost = lost;
+    /// These addresses are cut off. What waited for others has to try again.
+    pub fn partition(&mut self, blocked: HashMap<IpAddr, Blocked>) {
+        let waits = |dial: &Dial| !ways(&blocked, dial.from, dial.to).are_open();
+        self.begun.retain(waits);
+        self.blocked = blocked;
     }
 
     /// The process of an initiator is gone, and what it had sent and has not arrived with it
@@ -251,21 +303,34 @@ impl Network {
         }
         let most = if self.is_narrow { 100 } else { usize::MAX };
         let active = self.active.replace(Vec::new());
-        let (lost, gone) = (&self.lost, &self.gone);
+        let (blocked, gone) = (&self.blocked, &self.gone);
         let (mut moved, scratch) = (0, &mut self.scratch);
+        let before = self.vanished.len();
+        if self.is_host_up {
+            // It answers what they repeat.
+            let is_silent = |dial: &Dial| !ways(blocked, dial.from, dial.to).are_open();
+            self.vanished.retain(is_silent);
+        }
+        moved += before - self.vanished.len();
         self.connections.retain_mut(|connection| {
             let is_active = |active: &Vec<_>| active.contains(&connection.from);
             connection.may_have_sent |= active.as_ref().is_none_or(is_active);
-            if lost.contains(&connection.to) {
-                return true;
-            }
-            if connection.is_orphan && !gone.contains(&connection.from) {
+            let ways = ways(blocked, connection.from, connection.to);
+            if connection.is_orphan && ways.to_target && !gone.contains(&connection.from) {
                 connection.peer.break_off(libc::ECONNRESET);
                 moved += 1;
                 return false;
             }
-            moved += connection.turn(now, most, (&mut self.arrived, scratch, &self.guard));
-            !connection.is_over()
+            let surroundings = Surroundings {
+                ways,
+                most,
+                delays: &mut self.delays,
+                arrived: &mut self.arrived,
+                scratch,
+                guard: &self.guard,
+            };
+            moved += connection.turn(now, surroundings);
+            !connection.is_over(ways)
         });
         moved > 0
     }
@@ -276,9 +341,13 @@ impl Network {
         if self.is_stalled {
             return None;
         }
-        let is_moving = |c: &&Connection| !c.is_orphan && !self.lost.contains(&c.to);
-        let flows = self.connections.iter().filter(is_moving);
-        let flows = flows.flat_map(|c| [&c.to_target, &c.to_initiator]);
+        let flows = self.connections.iter().filter(|c| !c.is_orphan);
+        let flows = flows.flat_map(|c| {
+            let ways = self.ways(c.from, c.to);
+            let to_target = ways.to_target.then_some(&c.to_target);
+            [to_target, ways.to_initiator.then_some(&c.to_initiator)]
+        });
+        let flows = flows.flatten();
         let next = flows.filter_map(|flow| flow.segments.front().map(|(at, _)| *at));
         // Those that have arrived wait for room.
         next.filter(|at| *at > now).min()
@@ -321,24 +390,57 @@ impl fmt::Display for Network {
     }
 }
 
+/// Ways between an initiator and the target that are open, given what is cut off.
+fn ways(blocked: &HashMap<IpAddr, Blocked>, from: IpAddr, to: SocketAddr) -> Ways {
+    let of = |at: IpAddr| blocked.get(&at).copied().unwrap_or_default();
+    let (initiator, target) = (of(from), of(to.ip()));
+    Ways {
+        to_target: !initiator.outbound && !target.inbound,
+        to_initiator: !target.outbound && !initiator.inbound,
+    }
+}
+
+/// What a connection needs of the network.
+struct Surroundings<'a> {
+    ways: Ways,
+    /// Bytes that sockets take and give at once.
+    most: usize,
+    delays: &'a mut Option<Delays>,
+    arrived: &'a mut Arrived,
+    scratch: &'a mut [u8],
+    guard: &'a Guard,
+}
+
 impl Connection {
-    fn turn(
-        &mut self,
-        now: Instant,
-        most: usize,
-        (arrived, scratch, guard): (&mut Arrived, &mut [u8], &Guard),
-    ) -> usize {
+    /// Moves bytes; returns how many. Both ends may send while a way is blocked, until the window
+    /// is full, since acknowledgements come the other way.
+    fn turn(&mut self, now: Instant, with: Surroundings<'_>) -> usize {
         if self.is_orphan {
             return 0;
         }
+        let Surroundings {
+            ways,
+            most,
+            delays,
+            arrived,
+            scratch,
+            guard,
+        } = with;
         let mut moved = 0;
         let at = now + LATENCY;
+        let mut late = || delays.as_mut().map_or(Duration::ZERO, Delays::draw);
+        if ways.to_target {
+            self.to_initiator.acknowledge();
+        }
+        if ways.to_initiator {
+            self.to_target.acknowledge();
+        }
         let room = WINDOW.saturating_sub(self.to_initiator.bytes).min(most);
         let bytes = self.peer.take(room);
         if !bytes.is_empty() {
             moved += bytes.len();
             self.sent.look(guard, self.from, &bytes);
-            self.to_initiator.push(at, bytes);
+            self.to_initiator.push(at + late(), bytes);
         }
         let room = WINDOW.saturating_sub(self.to_target.bytes).min(most);
         if room > 0 && !self.is_ended && self.may_have_sent {
@@ -349,7 +451,7 @@ impl Connection {
                 }
                 Ok(len) => {
                     moved += len;
-                    self.to_target.push(at, scratch[..len].to_vec());
+                    self.to_target.push(at + late(), scratch[..len].to_vec());
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.may_have_sent = false;
@@ -358,34 +460,38 @@ impl Connection {
             }
         }
         let peer = &self.peer;
-        moved += self.to_target.deliver(now, |bytes| {
-            let taken = peer.deliver(&bytes[..bytes.len().min(most)]);
-            arrived.note(&bytes[..taken]);
-            taken
-        });
-        if self.is_ended && self.to_target.segments.is_empty() {
-            peer.close();
+        if ways.to_target {
+            moved += self.to_target.deliver(now, |bytes| {
+                let taken = peer.deliver(&bytes[..bytes.len().min(most)]);
+                arrived.note(&bytes[..taken]);
+                taken
+            });
+            if self.is_ended && self.to_target.segments.is_empty() {
+                peer.close();
+            }
         }
-        let stream = &mut self.stream;
-        moved += self.to_initiator.deliver(now, |bytes| {
-            let taken = match stream.write(&bytes[..bytes.len().min(most)]) {
-                Ok(taken) => taken,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
-                // The initiator is gone, and nothing arrives any more.
-                Err(_) => bytes.len(),
-            };
-            arrived.note(&bytes[..taken]);
-            taken
-        });
+        if ways.to_initiator {
+            let stream = &mut self.stream;
+            moved += self.to_initiator.deliver(now, |bytes| {
+                let taken = match stream.write(&bytes[..bytes.len().min(most)]) {
+                    Ok(taken) => taken,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+                    // The initiator is gone, and nothing arrives any more.
+                    Err(_) => bytes.len(),
+                };
+                arrived.note(&bytes[..taken]);
+                taken
+            });
+        }
         moved
     }
 
     /// Whether one side is gone and the other has had everything.
-    fn is_over(&self) -> bool {
+    fn is_over(&self, ways: Ways) -> bool {
         if self.is_orphan {
             return self.peer.is_shut();
         }
-        let is_drained = self.to_initiator.segments.is_empty();
+        let is_drained = ways.to_initiator && self.to_initiator.segments.is_empty();
         (self.peer.is_closed() && is_drained)
             || (self.is_ended && self.to_target.segments.is_empty() && self.peer.is_closed())
     }

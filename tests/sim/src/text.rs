@@ -149,6 +149,7 @@ pub(crate) mod mtus {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nics::{NicFault, Place};
     use crate::plan::{Fault, Protocol};
 
     #[test]
@@ -178,7 +179,9 @@ mod tests {
     #[test]
     fn faults_have_names() {
         assert_eq!(Fault::FailDisks(0.5).kind(), "fail-disks");
-        assert_eq!(Fault::Unplug.kind(), "unplug");
+        let place = Place::Initiator(1);
+        assert_eq!(Fault::Nic(place, NicFault::Unplug).kind(), "unplug");
+        assert_eq!(Fault::Deaf(place).kind(), "deaf");
         assert!(Fault::kinds().contains(&"power-cut"));
     }
 

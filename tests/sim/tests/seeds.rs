@@ -4,6 +4,7 @@ use std::io::Write as _;
 use std::process::Command;
 use std::time::Duration;
 
+use riser_sim::nics::{NicFault, Place};
 use riser_sim::plan::{Fault, Protocol, Trouble};
 use riser_sim::rival::RivalPlan;
 use riser_sim::{Plan, run};
@@ -77,7 +78,8 @@ fn restarts(seed: u64, fault: Fault) -> Plan {
 
 #[test]
 fn initiators_go_on_after_a_target_that_has_died_or_lost_its_power() {
-    for fault in [Fault::CrashTarget, Fault::PowerCut, Fault::Unplug] {
+    let unplug = Fault::Nic(Place::Path(0), NicFault::Unplug);
+    for fault in [Fault::CrashTarget, Fault::PowerCut, unplug] {
         for seed in 1..=5 {
             if let Err(failure) = run(&restarts(seed, fault)) {
                 panic!("{failure}");

@@ -1,10 +1,14 @@
-//! Peers that cheat, devices that fail, and initiators with the same names, each by itself.
+//! Peers that cheat, devices and networks that fail, and initiators that come back or have the same
+//! names, each by itself.
 
 use std::time::Duration;
 
 use riser_sim::cheat::CheatPlan;
+use riser_sim::disks::DiskFault;
+use riser_sim::keeper::SaveFailure;
 use riser_sim::nics::{NicFault, Place};
 use riser_sim::plan::{Fault, Protocol, Trouble};
+use riser_sim::rival::RivalPlan;
 use riser_sim::{Plan, run};
 use riser_transport::verbs::Mtu;
 
@@ -50,16 +54,136 @@ fn connections_survive_what_fails_at_a_device() {
         NicFault::BreakQp(0),
         NicFault::OverrunCq(1),
         NicFault::Narrow(Mtu::Mtu256),
+        NicFault::FullSocket,
+        NicFault::Unsegmentable,
+        NicFault::Unplug,
     ];
     for (seed, fault) in (1..).zip(faults) {
-        for place in [Place::Path(0), Place::Initiator(0)] {
+        for place in [Place::Path(0), Place::Path(1), Place::Initiator(0)] {
             let troubles = (1..=3).map(|n| Trouble {
                 from: Duration::from_millis(10 * n),
                 until: Duration::from_millis(10 * n + 8),
                 fault: Fault::Nic(place, fault),
             });
             pass(&Plan {
+                paths: 2,
+                // Those of the initiator are longer than what the sockets take at once.
+                segments: 64,
+                socket_room: 16,
                 troubles: troubles.collect(),
+                ..busy(seed)
+            });
+        }
+    }
+}
+
+/// A trouble from 10 ms on, for so many milliseconds.
+fn trouble(length: u64, fault: Fault) -> Trouble {
+    Trouble {
+        from: Duration::from_millis(10),
+        until: Duration::from_millis(10 + length),
+        fault,
+    }
+}
+
+#[test]
+fn a_place_may_hear_nothing_or_not_be_heard() {
+    let places = (0..3).map(Place::Initiator).chain([Place::Path(0)]);
+    for (seed, place) in (1..).zip(places) {
+        for fault in [Fault::Deaf(place), Fault::Mute(place)] {
+            for length in [8, 3_000, 90_000] {
+                pass(&Plan {
+                    troubles: vec![trouble(length, fault)],
+                    ..busy(seed)
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn an_initiator_of_any_protocol_may_be_cut_off() {
+    for index in 0..3 {
+        for length in [8, 3_000, 90_000] {
+            pass(&Plan {
+                troubles: vec![trouble(length, Fault::Partition(index))],
+                ..busy(1)
+            });
+        }
+    }
+}
+
+/// What old connections have sent arrives while others are there, also of processes from before.
+#[test]
+fn networks_may_hold_what_is_sent_until_its_connection_is_over() {
+    for seed in 1..=6 {
+        let fault = Fault::Delay {
+            share: 0.1,
+            most: Duration::from_secs(5),
+        };
+        let kill = Fault::KillInitiator {
+            index: seed as usize % 3,
+            vanishes: false,
+        };
+        pass(&Plan {
+            timeout: Duration::from_secs(1),
+            troubles: vec![trouble(3_000, fault), trouble(40, kill)],
+            ..busy(seed)
+        });
+    }
+}
+
+#[test]
+fn an_initiator_may_end_in_good_order_and_start_again() {
+    for (seed, index) in (1..).zip([0, 1, 2]) {
+        for length in [1, 500] {
+            pass(&Plan {
+                troubles: vec![trouble(length, Fault::RestartInitiator(index))],
+                ..busy(seed)
+            });
+        }
+    }
+}
+
+/// Longer than any command may take, so that one that waits for it would fail.
+#[test]
+fn the_disk_of_one_initiator_may_stall_and_no_other_notices() {
+    for index in 0..3 {
+        let plan = Plan {
+            private_units: true,
+            troubles: vec![trouble(
+                100_000,
+                Fault::Disk(DiskFault::StallDisk(1 + index)),
+            )],
+            ..busy(1)
+        };
+        let others = (0..3).filter(|one| *one != index);
+        assert!(others.into_iter().all(|one| plan.is_quiet_for(one)));
+        assert!(!plan.is_quiet_for(index));
+        pass(&plan);
+    }
+}
+
+/// What was acknowledged as persistent is there after the power has gone, and nothing that was
+/// refused.
+#[test]
+fn a_state_directory_may_take_nothing() {
+    let rival = RivalPlan {
+        depth: 4,
+        commands: 120,
+        reservations: 12,
+        ..RivalPlan::default()
+    };
+    for failure in [SaveFailure::Full, SaveFailure::Broken] {
+        for seed in 1..=3 {
+            let cut = Trouble {
+                from: Duration::from_millis(30),
+                until: Duration::from_millis(31),
+                fault: Fault::PowerCut,
+            };
+            pass(&Plan {
+                rivals: vec![rival; 2],
+                troubles: vec![trouble(60, Fault::FailSaves(failure)), cut],
                 ..busy(seed)
             });
         }

@@ -157,6 +157,10 @@ pub(super) struct Defects {
     pub(super) delay: Duration,
     /// What is to break.
     pub(super) broken: Option<(Breakage, usize)>,
+    /// The socket takes nothing.
+    pub(super) is_full: bool,
+    /// A route cannot segment trains.
+    pub(super) refuses_trains: bool,
     pub(super) recording: Option<Recording>,
 }
 

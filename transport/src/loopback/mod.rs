@@ -65,6 +65,8 @@ pub struct FabricConfig {
     /// Packets that a device's socket takes before it is full, for the time that a packet takes to
     /// arrive. The rest waits in the device's batch.
     pub socket_room: usize,
+    /// Packets that a device's socket takes as one train at most: 1 without segmentation.
+    pub segments: usize,
     /// Limits of the devices.
     pub limits: NicLimits,
 }
@@ -78,6 +80,7 @@ impl Default for FabricConfig {
             mtu: Mtu::Mtu4096,
             max_inflight_bytes: 128 * 1024,
             socket_room: usize::MAX,
+            segments: 1,
             limits: NicLimits::default(),
         }
     }
@@ -85,6 +88,64 @@ impl Default for FabricConfig {
 
 /// Packets on the way to an address, by time of arrival and order of sending.
 type Queue = BTreeMap<(Instant, u64), (SocketAddr, Vec<u8>)>;
+
+/// Source and destination of a packet.
+type Ends = (SocketAddr, SocketAddr);
+
+/// Packets that are held, by the end of that and the order of sending.
+type Held = BTreeMap<(Instant, u64), (Ends, Vec<u8>)>;
+
+/// Ways that are blocked, as an address sees them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Blocked {
+    /// Nothing arrives at it.
+    pub inbound: bool,
+    /// Nothing that it sends arrives.
+    pub outbound: bool,
+}
+
+impl Blocked {
+    /// Neither way.
+    pub const NONE: Self = Self {
+        inbound: false,
+        outbound: false,
+    };
+    /// Both ways.
+    pub const BOTH: Self = Self {
+        inbound: true,
+        outbound: true,
+    };
+}
+
+/// Packets that a network holds for a long time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Delay {
+    /// Seed of the random numbers.
+    pub seed: u64,
+    /// Packets that are held, of a million.
+    pub rate: u32,
+    /// Longest time that one is held.
+    pub most: Duration,
+}
+
+/// Most packets that are held at a time: others are not.
+pub const HELD: usize = 256;
+
+/// A network that holds packets.
+#[derive(Debug)]
+struct Delays {
+    random: fastrand::Rng,
+    rate: u32,
+    most: Duration,
+}
+
+impl Delays {
+    /// The time for which a packet is held; `None` for most.
+    fn draw(&mut self) -> Option<Duration> {
+        let is_held = self.random.u32(..1_000_000) < self.rate;
+        is_held.then(|| self.most.mul_f64(self.random.f64()))
+    }
+}
 
 /// Place of a device: its address, and the worker that it belongs to.
 type Place = (IpAddr, u32);
@@ -106,7 +167,10 @@ struct Wire {
     config: FabricConfig,
     start: Instant,
     now: Instant,
-    injector: FaultInjector<(SocketAddr, SocketAddr)>,
+    injector: FaultInjector<Ends>,
+    delays: Option<Delays>,
+    /// They are on no device's queue, since the device that takes them may not be there yet.
+    held: Held,
     queues: HashMap<Place, Queue>,
     /// Device at each place, by the order of their making.
     plugged: HashMap<Place, u64>,
@@ -114,8 +178,8 @@ struct Wire {
     worker_bits: HashMap<IpAddr, u8>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
-    /// Addresses that nothing reaches, and from which nothing leaves.
-    partitioned: HashSet<IpAddr>,
+    /// Addresses that are cut off, and how.
+    partitioned: HashMap<IpAddr, Blocked>,
     /// What is wrong with the devices at an address, which they know as well.
     defects: HashMap<IpAddr, Arc<Mutex<Defects>>>,
     /// Largest path MTU of the devices at an address, if it is not that of the configuration.
@@ -149,26 +213,57 @@ impl Wire {
         ways.any(|mtu| len > mtu.bytes() as usize + HEADERS)
     }
 
-    /// Takes what comes out of the injector onto the queues.
+    /// Takes what comes out of the injector, and what was held, onto the queues.
     fn pump(&mut self, now: Instant) {
-        while let Some(((src, dst), bytes)) = self.injector.poll_packet(now) {
-            // A packet to an address without a device is lost, as on a network.
-            let bits = self.worker_bits.get(&dst.ip()).copied().unwrap_or(0);
-            // The selector's load beyond the packet ends it with 0.
-            let worker = steer(&bytes, bits).unwrap_or(0);
-            let Some(queue) = self.queues.get_mut(&(dst.ip(), worker)) else {
-                continue;
-            };
-            // As a socket buffer does: what comes last is lost.
-            if queue.len() >= QUEUE {
-                self.overflows += 1;
-                continue;
+        while let Some((ends, bytes)) = self.injector.poll_packet(now) {
+            let room = HELD.saturating_sub(self.held.len());
+            let delays = self.delays.as_mut().filter(|_| room > 0);
+            match delays.and_then(Delays::draw) {
+                Some(time) => {
+                    self.sequence += 1;
+                    self.held.insert((now + time, self.sequence), (ends, bytes));
+                }
+                None => self.queue(now, ends, bytes),
             }
-            // Packets of one instant arrive in the order in which they were sent.
-            self.sequence += 1;
-            let at = now + self.config.latency;
-            queue.insert((at, self.sequence), (src, bytes));
         }
+        while let Some(held) = self.held.first_entry()
+            && held.key().0 <= now
+        {
+            let (ends, bytes) = held.remove();
+            self.queue(now, ends, bytes);
+        }
+    }
+
+    /// Takes a packet onto the queue of its destination.
+    fn queue(&mut self, now: Instant, (src, dst): Ends, bytes: Vec<u8>) {
+        // A packet to an address without a device is lost, as on a network.
+        let bits = self.worker_bits.get(&dst.ip()).copied().unwrap_or(0);
+        // The selector's load beyond the packet ends it with 0.
+        let worker = steer(&bytes, bits).unwrap_or(0);
+        let Some(queue) = self.queues.get_mut(&(dst.ip(), worker)) else {
+            return;
+        };
+        // As a socket buffer does: what comes last is lost.
+        if queue.len() >= QUEUE {
+            self.overflows += 1;
+            return;
+        }
+        // Packets of one instant arrive in the order in which they were sent.
+        self.sequence += 1;
+        let at = now + self.config.latency;
+        queue.insert((at, self.sequence), (src, bytes));
+    }
+
+    /// When something comes out of hold.
+    fn release(&self) -> Option<Instant> {
+        let held = self.held.keys().next().map(|(at, _)| *at);
+        held.into_iter().chain(self.injector.deadline()).min()
+    }
+
+    /// Whether a packet is lost between two addresses.
+    fn is_blocked(&self, src: SocketAddr, dst: SocketAddr) -> bool {
+        let of = |at: SocketAddr| self.partitioned.get(&at.ip()).copied().unwrap_or_default();
+        of(src).outbound || of(dst).inbound
     }
 
     /// Mixes a packet into the trace.
@@ -203,11 +298,13 @@ impl Fabric {
             start,
             now: start,
             injector: FaultInjector::new(faults),
+            delays: None,
+            held: BTreeMap::new(),
             queues: HashMap::new(),
             plugged: HashMap::new(),
             worker_bits: HashMap::new(),
             unplugged: HashSet::new(),
-            partitioned: HashSet::new(),
+            partitioned: HashMap::new(),
             defects: HashMap::new(),
             mtus: HashMap::new(),
             ways: HashMap::new(),
@@ -262,6 +359,7 @@ impl Fabric {
             worker_bits,
             ..NicConfig::new(addr, seed)
         };
+        let batch = TxBatch::new(wire.config.segments);
         let defects = Arc::clone(wire.defects.entry(addr).or_default());
         let nic = DefectiveNic {
             nic: Nic::new(config, wire.now),
@@ -276,9 +374,10 @@ impl Fabric {
             fabric: self.clone(),
             number,
             place,
-            batch: TxBatch::new(1),
+            batch,
             full_until: None,
             occupied: Vec::new(),
+            is_reported: false,
         };
         for at in occupied {
             endpoint.occupy(at);
@@ -305,14 +404,30 @@ impl Fabric {
         wire.unplugged.insert(addr);
     }
 
-    /// Separates an address from all others, or joins it with them again. What is on the way
-    /// arrives.
-    pub fn partition(&self, addr: IpAddr, is_apart: bool) {
-        let mut wire = self.wire();
-        match is_apart {
-            true => wire.partitioned.insert(addr),
-            false => wire.partitioned.remove(&addr),
-        };
+    /// Separates an address from all others, in both directions or one, or joins it with them
+    /// again. What is on the way arrives.
+    pub fn partition(&self, addr: IpAddr, blocked: Blocked) {
+        self.wire().partitioned.insert(addr, blocked);
+    }
+
+    /// Holds some of the packets from now on; those that are held already stay so.
+    pub fn hold(&self, delay: Option<Delay>) {
+        self.wire().delays = delay.map(|Delay { seed, rate, most }| Delays {
+            random: fastrand::Rng::with_seed(seed),
+            rate,
+            most,
+        });
+    }
+
+    /// Fills the sockets of the devices at an address, so that they take nothing, or empties them.
+    pub fn fill_sockets(&self, addr: IpAddr, is_full: bool) {
+        self.change(addr, |defects| defects.is_full = is_full);
+    }
+
+    /// Has the sockets at an address drop trains of packets, since a route cannot segment them, or
+    /// has them take these again.
+    pub fn refuse_trains(&self, addr: IpAddr, refuses: bool) {
+        self.change(addr, |defects| defects.refuses_trains = refuses);
     }
 
     /// Has the devices at an address refuse these posts, in place of those of the last call: one
@@ -423,10 +538,7 @@ impl Fabric {
     pub fn next_arrival(&self) -> Option<Instant> {
         let wire = self.wire();
         let queued = wire.queues.values().filter_map(|q| q.keys().next());
-        queued
-            .map(|(at, _)| *at)
-            .chain(wire.injector.deadline())
-            .min()
+        queued.map(|(at, _)| *at).chain(wire.release()).min()
     }
 
     /// Next time after `now` at which a packet arrives or comes out of hold. Those that have arrived
@@ -436,9 +548,7 @@ impl Fabric {
         let wire = self.wire();
         let queues = wire.queues.values();
         let queued = queues.filter_map(|q| q.keys().map(|(at, _)| *at).find(|at| *at > now));
-        queued
-            .chain(wire.injector.deadline().filter(|at| *at > now))
-            .min()
+        queued.chain(wire.release().filter(|at| *at > now)).min()
     }
 
     /// A number that stands for everything ever sent, and when: equal for equal runs.
@@ -493,11 +603,7 @@ impl Fabric {
         if let Some(Tap(tap)) = &mut wire.tap {
             tap(src, dst, &packet);
         }
-        if [src, dst]
-            .iter()
-            .any(|at| wire.partitioned.contains(&at.ip()))
-            || wire.is_too_long([src, dst], packet.len())
-        {
+        if wire.is_blocked(src, dst) || wire.is_too_long([src, dst], packet.len()) {
             return;
         }
         wire.injector.handle_packet(now, (src, dst), packet);
@@ -515,7 +621,7 @@ impl Fabric {
     fn next_for(&self, place: Place) -> Option<Instant> {
         let wire = self.wire();
         let first = wire.queues.get(&place)?.keys().next().map(|k| k.0);
-        first.into_iter().chain(wire.injector.deadline()).min()
+        first.into_iter().chain(wire.release()).min()
     }
 }
 
@@ -532,6 +638,8 @@ pub struct Endpoint {
     full_until: Option<Instant>,
     /// Ports of other programs, by identifiers that have them.
     occupied: Vec<(SocketAddr, CmId)>,
+    /// Its owner knows that it is gone.
+    is_reported: bool,
 }
 
 delegate_to_nic!(Endpoint, tick);
@@ -617,7 +725,11 @@ impl Endpoint {
 
     /// Sends what the socket takes; returns how many packets the device made for that.
     fn transmit(&mut self, now: Instant) -> usize {
-        if self.full_until.is_some_and(|at| at > now) {
+        let (is_full, refuses_trains) = {
+            let defects = self.nic.defects();
+            (defects.is_full, defects.refuses_trains)
+        };
+        if is_full || self.full_until.is_some_and(|at| at > now) {
             return 0;
         }
         // What a full socket has left goes first, as with a real one (`roce/provider.rs`).
@@ -629,10 +741,14 @@ impl Endpoint {
         let (mut room, latency) = fabric.socket();
         let outcome = self.batch.drain(now, |batch, groups| {
             let group = &groups[0];
-            if group.count > room {
+            // As with a real one, a train goes whole if there is room for some of it.
+            if room == 0 {
                 return Offered::Full;
             }
-            room -= group.count;
+            if refuses_trains && group.count > 1 {
+                return Offered::Unsegmentable;
+            }
+            room = room.saturating_sub(group.count);
             for packet in batch.copy_packets(group) {
                 fabric.send(now, local, group.way.dst, packet);
             }
@@ -658,7 +774,11 @@ impl Provider for Endpoint {
     fn progress(&mut self, now: Instant) -> usize {
         self.fabric.advance_to(now);
         if self.is_gone() {
-            return 0;
+            if std::mem::replace(&mut self.is_reported, true) {
+                return 0;
+            }
+            self.nic.remove();
+            return 1;
         }
         if !self.occupied.is_empty() {
             self.vacate();
@@ -681,13 +801,16 @@ impl Provider for Endpoint {
             return None;
         }
         let arrival = self.fabric.next_for(self.place);
-        // A full socket takes nothing, so output that is ready is no reason to wake.
-        let nic = match self.full_until {
-            Some(_) => self.nic.timer_deadline(),
-            None => self.nic.deadline(),
+        // A full socket takes nothing, so output that is ready is no reason to wake. One that stays
+        // full has no time at which it is to be tried.
+        let is_full = self.nic.defects().is_full;
+        let nic = match is_full || self.full_until.is_some() {
+            true => self.nic.timer_deadline(),
+            false => self.nic.deadline(),
         };
         let late = self.nic.late.front().map(|late| late.at);
-        let all = [nic, self.full_until, arrival, late];
+        let full_until = self.full_until.filter(|_| !is_full);
+        let all = [nic, full_until, arrival, late];
         all.into_iter().flatten().min()
     }
 
@@ -764,3 +887,6 @@ impl Pair {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

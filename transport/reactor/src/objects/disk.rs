@@ -124,6 +124,12 @@ impl State {
 }
 
 impl Disk {
+    /// Whether both are the same disk.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// A disk of `len` bytes, all zero and none of them allocated.
     #[must_use]
     pub fn new(len: u64) -> Self {

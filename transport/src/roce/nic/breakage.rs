@@ -26,6 +26,11 @@ impl Nic {
         qp.is_ok_and(|qp| matches!(qp.machine, Machine::Rc(_)))
     }
 
+    /// Reports that the device is gone, with everything on it.
+    pub fn remove(&mut self) {
+        self.raise(AsyncEvent::DeviceFatal);
+    }
+
     /// Breaks the `nth` of the connected queue pairs, counted around, or the queue of its receives.
     /// Returns whether there is one.
     pub fn break_one(&mut self, what: Breakage, nth: usize) -> bool {

@@ -130,15 +130,24 @@ fn rivals_recover_what_their_connections_had() {
             spoils: 8,
             ..RivalPlan::default()
         };
+        // So that there are commands to be recovered.
+        let stalls = (0..6).map(|n| Trouble {
+            from: Duration::from_millis(10 + 40 * n),
+            until: Duration::from_millis(30 + 40 * n),
+            fault: Fault::StallDisks,
+        });
         let plan = Plan {
             seed,
             workers: 4,
             rivals: vec![rival; 2],
             connections: 4,
             recovery_level: 2,
+            blocks: 512,
+            longest: [8, 64, 300][seed as usize % 3],
+            troubles: stalls.collect(),
             ..Plan::default()
         };
-        assert!(plan.is_quiet());
+        assert!(plan.keeps_connections());
         if let Err(failure) = run(&plan) {
             panic!("{failure}");
         }

@@ -455,7 +455,13 @@ impl Rival {
             Phase::Up if self.next_look <= now => self.look(now),
             Phase::Up if self.left == 0 && self.is_idle() => return self.finish(now),
             Phase::Up if self.may_act() && self.next_action <= now => {
-                self.next_action = now + SOON.mul_f64(self.rng.f64());
+                // One that is to fill a window needs more at once than disks take in that time.
+                let soon = if self.plan.depth > 16 {
+                    SOON / 64
+                } else {
+                    SOON
+                };
+                self.next_action = now + soon.mul_f64(self.rng.f64());
                 self.do_something(now);
             }
             _ => return false,

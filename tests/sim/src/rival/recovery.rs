@@ -234,7 +234,7 @@ impl Rival {
                 coverage::note("rival's command", orphan.task.name(), "reassigned");
                 let mut task = orphan.task;
                 (task.connection, task.late) = (sent.connection, now + LATE);
-                (task.is_doubtful, task.is_resumed) = (true, true);
+                (task.is_doubtful, task.is_resumed, task.was_moved) = (true, true, true);
                 self.tasks.insert(tag, task);
             }
             (true, TmfStatus::TaskStillAllegiant | TmfStatus::Rejected)

@@ -79,6 +79,8 @@ pub(super) struct Task {
     pub(super) is_doubtful: bool,
     /// It comes from another connection, and some of its data may come again.
     pub(super) is_resumed: bool,
+    /// It comes from another connection, where it may have been answered.
+    pub(super) was_moved: bool,
     /// Data-In and R2T PDUs that came.
     pub(super) units: u32,
     /// Data that it writes.
@@ -165,7 +167,9 @@ fn resets(function: TmfFunction) -> bool {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Aborted {
     pub(super) connection: usize,
-    pub(super) by: usize,
+    by: usize,
+    /// It had come from a connection that was lost.
+    was_moved: bool,
 }
 
 impl Task {
@@ -236,7 +240,9 @@ impl Rival {
             return self.lose(now);
         }
         if self.plan.breaks > 0 && self.rng.u8(..) < self.plan.breaks {
-            let at = self.pick_connection();
+            // Mostly one with a command, which is then to be recovered.
+            let busy = self.tasks.values().next_back().map(|task| task.connection);
+            let at = busy.unwrap_or_else(|| self.pick_connection());
             return self.lose_connection(at, now);
         }
         let is_full = self.tasks.len() + self.orphans.len() >= self.plan.depth;
@@ -359,6 +365,7 @@ impl Rival {
         let task = Task {
             is_doubtful,
             is_resumed: false,
+            was_moved: false,
             units: 0,
             kind,
             begin: self.model.begin(),
@@ -429,7 +436,7 @@ impl Rival {
             if header.acknowledge {
                 self.acknowledge_data(at, header, now);
             }
-        } else if !self.is_from_before(at, tag) {
+        } else if !self.is_answer_from_before(at, tag) {
             self.fail(&format!("{header:?} for {:?}", self.tasks.get(&tag)));
         }
         if let Some(with) = header.status {
@@ -475,7 +482,7 @@ impl Rival {
                 }
             }
             // It was on its way when the function was answered on the other connection.
-            None if self.is_from_before(at, tag) => drop(self.aborted.remove(&tag)),
+            None if self.is_answer_from_before(at, tag) => drop(self.aborted.remove(&tag)),
             other => self.fail(&format!(
                 "status {status:#04x} on connection {at} for tag {tag}: {other:?}"
             )),
@@ -568,6 +575,14 @@ impl Rival {
     fn is_from_before(&self, at: usize, tag: u32) -> bool {
         let ended = self.aborted.get(&tag);
         ended.is_some_and(|ended| ended.connection == at && ended.by != at)
+    }
+
+    /// The same, or it was answered on the connection that is lost before the function came. Then it
+    /// was none that a function ends, and TASK REASSIGN brings its answer once more.
+    fn is_answer_from_before(&self, at: usize, tag: u32) -> bool {
+        let ended = self.aborted.get(&tag);
+        let is_repeated = ended.is_some_and(|ended| ended.connection == at && ended.was_moved);
+        is_repeated || self.is_from_before(at, tag)
     }
 
     fn change(&mut self, change: Change, (id, is_last): (ChangeId, bool), now: Instant) {
@@ -768,6 +783,7 @@ impl Rival {
             let aborted = Aborted {
                 connection: task.connection,
                 by: function.connection,
+                was_moved: task.was_moved,
             };
             self.aborted.insert(tag, aborted);
             self.model.on_silence(self.user.port);

@@ -303,8 +303,9 @@ impl User {
         self.model.as_ref().map_or(0, |model| model.begin())
     }
 
-    /// A command for blocks that began then has ended: reservations must have allowed, or forbidden,
-    /// what became of it. This nexus never registers where the model knows all reservations.
+    /// A command for blocks that began then has ended: reservations must have allowed, or
+    /// forbidden, what became of it. This nexus never registers where the model knows all
+    /// reservations.
     fn judge_access<T>(&self, begin: u64, writes: bool, result: &Result<T, LunError>) {
         let conflicts = match result {
             Ok(_) => false,

@@ -503,8 +503,8 @@ impl Model {
         state.nexuses.entry(port).or_default().excuse();
     }
 
-    /// A command of a nexus that began then was answered with TASK ABORTED. If nothing but one reset
-    /// can have done that, the nexus is to hear of the reset, whether or not that one's own
+    /// A command of a nexus that began then was answered with TASK ABORTED. If nothing but one
+    /// reset can have done that, the nexus is to hear of the reset, whether or not that one's own
     /// initiator is still there. The command itself may have taken reports of what was before.
     ///
     /// # Errors

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Commands are numbered in their order and leave by a connection that the seed chooses, perhaps
-//! later than a newer one on another connection. At error recovery level 2 the session goes on with
-//! the connections that are left ([`recovery`]). Below that it ends with any of its connections, and
-//! the next one takes its place (RFC 7143 6.3.5).
+//! later than a newer one on another connection. At error recovery level 2 the session goes on
+//! with the connections that are left ([`recovery`]). Below that it ends with any of its
+//! connections, and the next one takes its place (RFC 7143 6.3.5).
 //!
 //! # Verdict
 //! Its data are in the history of the disk like all others. Besides:
@@ -343,7 +343,8 @@ impl Rival {
     }
 
     /// A connection has logged in. The first one takes the place of an older session of the port,
-    /// whose commands have ended now; another one that of one that was lost, which is detached then.
+    /// whose commands have ended now; another one that of one that was lost, which is detached
+    /// then.
     fn on_ready(&mut self, at: usize, tsih: Tsih, params: SessionParams, now: Instant) {
         if let Phase::Up = self.phase {
             self.lost.remove(&at);

@@ -87,10 +87,10 @@ impl Rival {
     fn orphan(&mut self, at: usize, now: Instant) {
         let is_its = |_: &u32, sent: &mut Function| sent.connection == at;
         let functions: Vec<_> = self.functions.extract_if(.., is_its).collect();
-        let mut numbers: Vec<_> = std::mem::take(&mut self.plugs);
+        let mut numbers = std::mem::take(&mut self.plugs);
         for (_, sent) in functions {
-            let mut tasks = self.tasks.iter_mut();
-            let ended = tasks.by_ref().filter(|(tag, _)| sent.may_end(**tag));
+            let ended = self.tasks.iter_mut();
+            let ended = ended.filter(|(tag, _)| sent.may_end(**tag));
             ended.for_each(|(_, task)| task.is_doubtful = true);
             numbers.extend(sent.number());
         }

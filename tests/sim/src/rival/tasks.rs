@@ -577,8 +577,8 @@ impl Rival {
         ended.is_some_and(|ended| ended.connection == at && ended.by != at)
     }
 
-    /// The same, or it was answered on the connection that is lost before the function came. Then it
-    /// was none that a function ends, and TASK REASSIGN brings its answer once more.
+    /// The same, or it was answered on the connection that is lost before the function came. Then
+    /// it was none that a function ends, and TASK REASSIGN brings its answer once more.
     fn is_answer_from_before(&self, at: usize, tag: u32) -> bool {
         let ended = self.aborted.get(&tag);
         let is_repeated = ended.is_some_and(|ended| ended.connection == at && ended.was_moved);

@@ -326,9 +326,10 @@ impl Layout {
             text += &target_of_cheats();
         }
         let (workers, connections) = (plan.workers, plan.connections);
+        let (level, depth) = (plan.recovery_level, plan.queue_depth);
         let _ = write!(
             text,
-            "workers: {{ count: {workers} }}\nlimits: {{ connections_per_session: {connections} }}\n"
+            "workers: {{ count: {workers} }}\nlimits: {{ connections_per_session: {connections}, error_recovery_level: {level}, queue_depth: {depth} }}\n"
         );
         text
     }

@@ -24,6 +24,7 @@ use tracing::debug;
 
 use crate::coverage;
 use crate::executor::Executor;
+use crate::model::Model;
 use crate::plan::{Plan, Protocol};
 use crate::target;
 
@@ -40,6 +41,9 @@ pub struct Dial {
     /// The network's end.
     pub stream: UnixStream,
 }
+
+/// RESERVATION CONFLICT.
+const CONFLICT: u8 = 0x18;
 
 /// Memory of an initiator for data.
 const POOL: usize = 4 << 20;
@@ -301,6 +305,8 @@ pub struct User {
     pub is_cached: bool,
     /// Nothing goes wrong, so no request fails.
     pub is_quiet: bool,
+    /// What is known of the unit's reservations, if anything is.
+    pub model: Option<Rc<Model>>,
     /// Where mistakes go.
     pub verdict: Verdict,
 }
@@ -333,6 +339,25 @@ impl User {
         };
         coverage::note("command", command, &outcome);
         debug!(port = self.port.0, ?blocks, "{command} ends: {outcome}");
+    }
+
+    /// The instant of the model at which a command begins.
+    fn instant(&self) -> u64 {
+        self.model.as_ref().map_or(0, |model| model.begin())
+    }
+
+    /// A command for blocks that began then has ended: reservations must have allowed, or
+    /// forbidden, what became of it. This nexus never registers where the model knows all
+    /// reservations.
+    fn judge_access<T>(&self, begin: u64, writes: bool, result: &Result<T, LunError>) {
+        let conflicts = match result {
+            Ok(_) => false,
+            Err(LunError::Status(CONFLICT)) => true,
+            Err(_) => return,
+        };
+        if let Some(model) = &self.model {
+            self.judge(model.judge_access(self.port, begin, writes, conflicts));
+        }
     }
 
     /// A command has failed.
@@ -432,8 +457,10 @@ impl User {
             .begin_write(self.port, blocks.clone(), &mut bytes);
         buffer.slice().write(0, &bytes);
         self.on_begin("write", &blocks);
+        let begin = self.instant();
         let result = lun.write(offset, buffer, fua).await.map(drop);
         self.on_end("write", &blocks, &result);
+        self.judge_access(begin, true, &result);
         self.end(id, result.clone().map(|()| fua || !self.is_cached));
         result
     }
@@ -445,8 +472,10 @@ impl User {
         // With FUA it ends with a flush, which may be the one that reports a loss.
         let flush = fua.then(|| self.history.begin_flush(self.port));
         let options = ZeroOptions { may_unmap, fua };
+        let begin = self.instant();
         let result = lun.write_zeroes(bytes, options).await;
         self.on_end("zero", &blocks, &result);
+        self.judge_access(begin, true, &result);
         if let Some(flush) = flush {
             match result {
                 Ok(()) => self.judge(self.history.end_flush(flush)),
@@ -485,8 +514,14 @@ impl User {
         let cdb = Cdb::new(&cdb).expect("sixteen bytes");
         let len = DataLen::Out(2 * BLOCK as u32);
         self.on_begin("swap", &(block..block + 1));
+        let begin = self.instant();
         let end = lun.scsi(cdb, len, IoData::One(buffer)).await;
         self.on_end("swap", &(block..block + 1), &outcome(&end.result));
+        if let Ok(answer) = &end.result {
+            let is_good = answer.status == 0;
+            let result = is_good.then_some(()).ok_or_else(|| failure(answer));
+            self.judge_access(begin, true, &result);
+        }
         match end.result {
             Ok(answer) if answer.status == 0 => {
                 let is_durable = fua || !self.is_cached;
@@ -537,8 +572,10 @@ impl User {
         let offset = blocks.start * BLOCK as u64;
         let id = self.history.begin_read(self.port, blocks.clone());
         self.on_begin("read", &blocks);
+        let begin = self.instant();
         let result = lun.read(offset, buffer).await;
         self.on_end("read", &blocks, &result);
+        self.judge_access(begin, false, &result);
         match result {
             Ok(buffer) => {
                 let mut bytes = vec![0; len];
@@ -568,7 +605,6 @@ fn failure(answer: &Answer) -> LunError {
 /// Whether a failure comes of what another initiator has done: a reservation, or commands that were
 /// cleared.
 fn is_of_another(error: &LunError) -> bool {
-    const CONFLICT: u8 = 0x18;
     const TASK_ABORTED: u8 = 0x40;
     match error {
         LunError::Status(CONFLICT | TASK_ABORTED) => true,

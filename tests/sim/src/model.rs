@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 
 use riser_tests::history::Port;
 
-use crate::reservations::{Change, Notice, Reservations, Status};
+use crate::reservations::{Action, Change, Notice, Reservations, Status};
 
 /// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED, I_T NEXUS LOSS OCCURRED and their kin.
 const RESET: (u8, u8) = (0x29, 0);
@@ -123,6 +123,8 @@ struct State {
     nexuses: BTreeMap<Port, Nexus>,
     /// When resets began that are under way.
     resets: Vec<u64>,
+    /// What may have ended commands of others.
+    endings: Vec<Ending>,
     /// What comes from those alone who report it here.
     knowledge: Knowledge,
 }
@@ -136,6 +138,16 @@ pub struct Knowledge {
     pub reservations: bool,
     /// Nothing of them can be saved at a time.
     pub fails_to_save: bool,
+}
+
+/// A function, or a PREEMPT AND ABORT, that may end commands of other nexuses.
+#[derive(Clone, Copy, Debug)]
+struct Ending {
+    by: Port,
+    resets: bool,
+    begin: u64,
+    /// When it ends no more; `u64::MAX` before that is known.
+    end: u64,
 }
 
 /// The model of a unit.
@@ -152,6 +164,7 @@ impl Model {
             change: None,
             nexuses: BTreeMap::new(),
             resets: Vec::new(),
+            endings: Vec::new(),
             knowledge,
         }))
     }
@@ -182,6 +195,9 @@ impl Model {
             state.nexuses.entry(*port).or_default().raise(*kind, begin);
         }
         state.become_one_of(during);
+        if change.action == Action::PreemptAndAbort {
+            state.begin_ending(change.from, begin, false);
+        }
         state.change = Some(Underway {
             change,
             begin,
@@ -217,6 +233,7 @@ impl Model {
             return Ok(());
         };
         let fails_to_save = state.knowledge.fails_to_save;
+        state.end_ending(change.begin);
         let mut ends = Vec::new();
         for mut one in change.before.iter().cloned() {
             let is_to_be_saved = one.persists || change.change.persists;
@@ -252,6 +269,7 @@ impl Model {
         let mut state = self.0.borrow_mut();
         state.tick();
         if let Some(change) = state.take_change(id) {
+            state.end_ending(change.begin);
             for (port, kind) in change.notices {
                 let nexus = state.nexuses.entry(port).or_default();
                 nexus.withdraw(kind, change.begin);
@@ -376,6 +394,9 @@ impl Model {
     pub fn log_in(&self, port: Port) {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
+        // What was under way in its old session ends nothing any more.
+        let its = state.endings.iter_mut().filter(|one| one.by == port);
+        its.for_each(|one| one.end = one.end.min(now));
         let State {
             nexuses, resets, ..
         } = &mut *state;
@@ -392,10 +413,25 @@ impl Model {
         nexus.since = Some(now);
     }
 
-    /// A function begins that resets the unit; gives its name for [`Model::end_reset`].
-    pub fn begin_reset(&self) -> u64 {
+    /// A function of a nexus begins that ends commands of others, and resets nothing; gives its
+    /// name for [`Model::end_clear`].
+    pub fn begin_clear(&self, by: Port) -> u64 {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
+        state.begin_ending(by, now, false);
+        now
+    }
+
+    /// A function that ends commands of others was answered.
+    pub fn end_clear(&self, begin: u64) {
+        self.0.borrow_mut().end_ending(begin);
+    }
+
+    /// A function of a nexus begins that resets the unit; gives its name for [`Model::end_reset`].
+    pub fn begin_reset(&self, by: Port) -> u64 {
+        let mut state = self.0.borrow_mut();
+        let now = state.tick();
+        state.begin_ending(by, now, true);
         let nexuses = state.nexuses.values_mut();
         nexuses.for_each(|nexus| nexus.raise(RESET, now));
         state.resets.push(now);
@@ -406,7 +442,8 @@ impl Model {
     /// nor of what was there before.
     pub fn end_reset(&self, by: Port, begin: u64) {
         let mut state = self.0.borrow_mut();
-        let now = state.tick();
+        state.end_ending(begin);
+        let now = state.clock;
         state.resets.retain(|reset| *reset != begin);
         for (port, nexus) in &mut state.nexuses {
             match *port == by {
@@ -471,6 +508,45 @@ impl Model {
         state.nexuses.entry(port).or_default().excuse();
     }
 
+    /// A command of a nexus that began then was answered with TASK ABORTED. If nothing but one
+    /// reset can have done that, the nexus is to hear of the reset, whether or not that one's own
+    /// initiator is still there. The command itself may have taken reports of what was before.
+    ///
+    /// # Errors
+    /// Nothing can have ended it.
+    pub fn on_aborted(&self, port: Port, begin: u64) -> Result<(), String> {
+        let mut state = self.0.borrow_mut();
+        let now = state.tick();
+        let by_others = state.endings.iter().filter(|one| one.by != port);
+        let may_be: Vec<Ending> = by_others.filter(|one| one.end > begin).copied().collect();
+        if may_be.is_empty() && state.knowledge.resets {
+            let port = port.0;
+            return Err(format!(
+                "a command of port {port} is aborted, and no function was under way"
+            ));
+        }
+        let nexus = state.nexuses.entry(port).or_default();
+        let [
+            Ending {
+                resets: true,
+                begin: reset,
+                ..
+            },
+        ] = may_be[..]
+        else {
+            nexus.excuse();
+            return Ok(());
+        };
+        let is_it = |cause: &&mut Cause| cause.kind != RESET || cause.begin != reset;
+        nexus
+            .causes
+            .iter_mut()
+            .filter(is_it)
+            .for_each(Cause::excuse);
+        nexus.confirm(RESET, reset, now);
+        Ok(())
+    }
+
     /// The session of a nexus is over.
     pub fn log_out(&self, port: Port) {
         let mut state = self.0.borrow_mut();
@@ -486,10 +562,26 @@ impl State {
         self.clock
     }
 
+    fn begin_ending(&mut self, by: Port, begin: u64, resets: bool) {
+        self.endings.push(Ending {
+            by,
+            resets,
+            begin,
+            end: u64::MAX,
+        });
+    }
+
+    fn end_ending(&mut self, begin: u64) {
+        let now = self.tick();
+        let found = self.endings.iter_mut().find(|one| one.begin == begin);
+        found.into_iter().for_each(|one| one.end = now);
+    }
+
     /// What does not persist through a loss of power is gone, and nexuses need not hear of it.
     fn lose_memory(&mut self) {
         let now = self.tick();
         self.resets.clear();
+        self.endings.clear();
         let after = self.possible().iter();
         let after = after.map(Reservations::after_power_loss).collect();
         self.become_one_of(after);
@@ -526,7 +618,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reservations::{Action, REGISTRATIONS_PREEMPTED};
+    use crate::reservations::REGISTRATIONS_PREEMPTED;
 
     const KNOWLEDGE: Knowledge = Knowledge {
         resets: true,
@@ -587,7 +679,7 @@ mod tests {
     fn a_reset_is_reported_to_others_and_replaces_what_waits() {
         let model = registered();
         carry_out(&model, change(ONE, Action::Preempt, 1, 2));
-        let reset = model.begin_reset();
+        let reset = model.begin_reset(ONE);
         model.end_reset(ONE, reset);
         model.on_success(TWO, model.begin()).unwrap_err();
         model.on_attention(TWO, model.begin(), (0x29, 3)).unwrap();
@@ -608,7 +700,7 @@ mod tests {
         model
             .begin_change(change(ONE, Action::Preempt, 1, 2))
             .unwrap();
-        let reset = model.begin_reset();
+        let reset = model.begin_reset(ONE);
         for port in [TWO, Port(3)] {
             model.log_in(port);
             for _ in 0..2 {
@@ -627,10 +719,34 @@ mod tests {
     #[test]
     fn a_command_that_was_silent_may_have_taken_the_report() {
         let model = registered();
-        let reset = model.begin_reset();
+        let reset = model.begin_reset(ONE);
         model.end_reset(ONE, reset);
         model.on_silence(TWO);
         model.on_success(TWO, model.begin()).unwrap();
+    }
+
+    #[test]
+    fn a_command_that_only_a_reset_can_have_ended_proves_it() {
+        let model = registered();
+        let write = model.begin();
+        model.on_aborted(TWO, write).unwrap_err();
+        let reset = model.begin_reset(ONE);
+        let clear = model.begin_clear(ONE);
+        // It may have been the other function, which nobody hears of.
+        model.on_aborted(TWO, write).unwrap();
+        model.on_success(TWO, model.begin()).unwrap();
+        model.end_clear(clear);
+        model.end_reset(ONE, reset);
+        let write = model.begin();
+        model.begin_reset(ONE);
+        model.log_out(ONE);
+        model.on_aborted(TWO, write).unwrap();
+        model.on_success(TWO, model.begin()).unwrap_err();
+        model.on_attention(TWO, model.begin(), RESET).unwrap();
+        model.on_success(TWO, model.begin()).unwrap();
+        // With the next login it is over.
+        model.log_in(ONE);
+        model.on_aborted(TWO, model.begin()).unwrap_err();
     }
 
     #[test]
@@ -690,12 +806,12 @@ mod tests {
         let model = Model::new(KNOWLEDGE);
         model.log_in(ONE);
         let read = model.begin();
-        let reset = model.begin_reset();
+        let reset = model.begin_reset(TWO);
         model.on_attention(ONE, read, RESET).unwrap();
         model.end_reset(TWO, reset);
         model.on_success(ONE, model.begin()).unwrap();
         // The next one is to be reported.
-        let reset = model.begin_reset();
+        let reset = model.begin_reset(TWO);
         model.end_reset(TWO, reset);
         model.on_success(ONE, model.begin()).unwrap_err();
     }

@@ -194,6 +194,18 @@ impl Fault {
         }
     }
 
+    /// Whether repetitions of packets cure it, if anything has to.
+    fn is_mild(self) -> bool {
+        match self {
+            Self::Wire {
+                loss, corruption, ..
+            } => loss + corruption <= MILD,
+            Self::Delay { share, most } => share * 100.0 <= MILD && most <= BRIEF,
+            Self::Admin(change) => change.is_mild(),
+            _ => false,
+        }
+    }
+
     /// Whether the target does not run meanwhile.
     #[must_use]
     pub fn ends_target(self) -> bool {
@@ -242,6 +254,10 @@ pub struct Plan {
     pub commands: usize,
     /// Connections that the target allows a session of iSCSI.
     pub connections: usize,
+    /// Error recovery level that the target offers.
+    pub recovery_level: u8,
+    /// Commands that the target allows a session at once.
+    pub queue_depth: u16,
     /// Blocks of the disk that they use; few, so that they meet.
     pub blocks: u64,
     /// Most blocks of a command.
@@ -292,6 +308,8 @@ impl Default for Plan {
             tasks: 1,
             commands: 10,
             connections: 1,
+            recovery_level: 0,
+            queue_depth: 128,
             blocks: 16,
             longest: 8,
             timeout: Duration::from_secs(60),
@@ -407,6 +425,16 @@ impl Plan {
             troubles.retain(|trouble| is_wanted(trouble.fault));
             timeout = TIMEOUT;
         }
+        let mut sessions = Rng::with_seed(seed ^ 0x5e55_1075);
+        let rivals = rivals.into_iter();
+        let rivals = rivals.map(|rival| rival.with_more(&mut sessions));
+        let rivals: Vec<_> = rivals.collect();
+        let is_deep = rivals.iter().any(|rival| rival.depth > 64);
+        // All commands of a full window wait for a disk, and connections for none of them.
+        if is_deep && seed % 6 != 5 && sessions.bool() {
+            troubles = vec![Trouble::stall(&mut sessions)];
+            troubles.retain(|trouble| is_wanted(trouble.fault));
+        }
         let mut pieces = Rng::with_seed(seed ^ 0x70_1ece);
         // Those that want to be connected at once: a twin, and two watchers.
         let iscsi = initiators.iter().filter(|one| **one == Protocol::Iscsi);
@@ -422,12 +450,15 @@ impl Plan {
             seed,
             timeout,
             segments,
-            connections: 1,
+            connections: [1, 1, 2, 4][sessions.usize(..4)],
+            recovery_level: [0, 1, 2, 2][sessions.usize(..4)],
+            queue_depth: [128, 128, 128, 8][sessions.usize(..4)],
             pool: [1 << 20, 2 << 20][others.usize(..2)],
             window: [1 << 20, 64 << 10, 8 << 10, 1 << 10][pieces.usize(..4)],
             sends: [None, Some(8), Some(16)][pieces.usize(..3)],
             // The smallest has room for eight connections.
-            ring: [64, 128, 511][others.usize(..3)].max(if connections > 8 { 128 } else { 0 }),
+            ring: [64, 128, if is_deep { 64 } else { 511 }][others.usize(..3)]
+                .max(if connections > 8 { 128 } else { 0 }),
             // A power of two, as the daemon makes it.
             workers: [1, 1, 2, 4][rng.usize(..4)],
             write_cache: rng.u8(..4) > 0,
@@ -460,15 +491,15 @@ impl Plan {
     /// time: then none fails, and no connection breaks.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        let is_mild = |trouble: &Trouble| match trouble.fault {
-            Fault::Wire {
-                loss, corruption, ..
-            } => loss + corruption <= MILD,
-            Fault::Delay { share, most } => share * 100.0 <= MILD && most <= BRIEF,
-            Fault::Admin(change) => change.is_mild(),
-            _ => false,
-        };
-        self.troubles.iter().all(is_mild) && self.timeout >= TIMEOUT
+        let mut troubles = self.troubles.iter();
+        troubles.all(|trouble| trouble.fault.is_mild()) && self.timeout >= TIMEOUT
+    }
+
+    /// Whether the target ends no connection by itself: a disk that stalls is no reason.
+    #[must_use]
+    pub fn keeps_connections(&self) -> bool {
+        let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
+        faults.all(|fault| fault.is_mild() || fault == Fault::StallDisks)
     }
 
     /// Whether nothing goes wrong that an initiator may notice: all is mild, but for disks that only
@@ -500,6 +531,13 @@ impl Plan {
     pub fn is_administered(&self) -> bool {
         let mut troubles = self.troubles.iter();
         troubles.any(|trouble| matches!(trouble.fault, Fault::Admin(_) | Fault::Process(_)))
+    }
+
+    /// Whether an administrator limits the rate of the disk.
+    #[must_use]
+    pub fn is_limited(&self) -> bool {
+        let mut troubles = self.troubles.iter();
+        troubles.any(|one| matches!(one.fault, Fault::Admin(AdminFault::Limit(_))))
     }
 
     /// Whether the target may be taken away, and all units with it.
@@ -600,6 +638,17 @@ impl Trouble {
         };
         let deaths: Vec<_> = (0..number).map(death).collect();
         [vec![stall], deaths].concat()
+    }
+
+    /// Disks that stall for long enough that all who use them wait.
+    fn stall(rng: &mut Rng) -> Self {
+        let from = Duration::from_micros(rng.u64(2_000..60_000));
+        let length = [50_000, 2_000_000, 20_000_000][rng.usize(..3)];
+        Self {
+            from,
+            until: from + Duration::from_micros(rng.u64(1..=length)),
+            fault: Fault::StallDisks,
+        }
     }
 
     /// A network that loses and repeats few packets, or none.

@@ -261,6 +261,7 @@ impl World {
             history: Rc::clone(&self.history),
             is_cached: self.plan.write_cache,
             is_quiet: self.plan.is_quiet(),
+            model: Some(Rc::clone(&self.model)),
             verdict: Rc::clone(&self.verdict),
         }
     }
@@ -273,6 +274,7 @@ impl World {
             history,
             // An initiator's next process notes the cache of one unit only.
             is_cached: false,
+            model: None,
             ..self.user(index)
         })
     }

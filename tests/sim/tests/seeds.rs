@@ -116,3 +116,73 @@ fn rivals_pass() {
         }
     }
 }
+
+/// Connections break again and again, and commands go on at others, or are given up.
+#[test]
+fn rivals_recover_what_their_connections_had() {
+    for (seed, recovery_level) in (1..).zip([0, 1, 2, 2, 2, 2]) {
+        let rival = RivalPlan {
+            connections: 4,
+            depth: 16,
+            commands: 120,
+            functions: 2,
+            swaps: 4,
+            recovery_level,
+            breaks: 16,
+            spoils: 8,
+            ..RivalPlan::default()
+        };
+        // So that there are commands to be recovered.
+        let stalls = (0..6).map(|n| Trouble {
+            from: Duration::from_millis(10 + 40 * n),
+            until: Duration::from_millis(30 + 40 * n),
+            fault: Fault::StallDisks,
+        });
+        let plan = Plan {
+            seed,
+            workers: 4,
+            rivals: vec![rival; 2],
+            connections: 4,
+            recovery_level: 2,
+            blocks: 512,
+            longest: [8, 64, 300][seed as usize % 3],
+            troubles: stalls.collect(),
+            ..Plan::default()
+        };
+        assert!(plan.keeps_connections());
+        if let Err(failure) = run(&plan) {
+            panic!("{failure}");
+        }
+    }
+}
+
+/// As many commands as a window has wait for a disk, with few slots for all of them.
+#[test]
+fn a_disk_that_stalls_costs_no_connection() {
+    for (seed, queue_depth) in (1..).zip([8, 128]) {
+        let rival = RivalPlan {
+            connections: 2,
+            depth: 128,
+            commands: 400,
+            ..RivalPlan::default()
+        };
+        let stall = Trouble {
+            from: Duration::from_millis(5),
+            until: Duration::from_secs(4),
+            fault: Fault::StallDisks,
+        };
+        let plan = Plan {
+            seed,
+            rivals: vec![rival; 2],
+            connections: 2,
+            queue_depth,
+            ring: 64,
+            troubles: vec![stall],
+            ..Plan::default()
+        };
+        assert!(plan.keeps_connections() && !plan.is_quiet());
+        if let Err(failure) = run(&plan) {
+            panic!("{failure}");
+        }
+    }
+}

@@ -42,6 +42,8 @@ pub(crate) struct Connection {
     pub(crate) max_send: u32,
     exp_stat_sn: StatSn,
     is_ended: bool,
+    /// Nothing more is reported of it.
+    is_retired: bool,
     /// The stream takes nothing.
     is_blocked: bool,
     /// Nothing is read.
@@ -70,13 +72,28 @@ impl Connection {
             max_send: 8192,
             exp_stat_sn: StatSn(0),
             is_ended: false,
+            is_retired: false,
             last_heard: now,
         }
     }
 
     /// Whether its login is complete.
     pub(crate) fn is_ready(&self) -> bool {
-        self.login.is_none()
+        self.login.is_none() && !self.is_retired
+    }
+
+    /// Whether nothing has come since then, though it goes on.
+    pub(crate) fn is_silent_since(&self, then: Instant) -> bool {
+        !self.is_retired && self.last_heard < then
+    }
+
+    /// Ends it for good, with what has not left.
+    pub(crate) fn retire(&mut self) {
+        (self.is_ended, self.is_retired) = (true, true);
+        self.leaving.clear();
+        self.arrived.clear();
+        // One that the target has closed cannot be closed again.
+        let _ = self.stream.shutdown(Shutdown::Both);
     }
 
     /// Acknowledges the statuses that have come.
@@ -97,6 +114,19 @@ impl Connection {
         self.is_ended = true;
     }
 
+    /// Sends data that are spoilt on their way, as far as a digest shows that.
+    pub(crate) fn send_spoilt(&mut self, at: Instant, bhs: [u8; BHS_LEN], data: &[u8]) {
+        self.send(at, bhs, data);
+        if self.digests.data
+            && !data.is_empty()
+            && let Some((_, bytes)) = self.leaving.back_mut()
+        {
+            // The last byte before the padding and the digest.
+            let last = bytes.len() - 5 - frame::padding(data.len());
+            bytes[last] ^= 1;
+        }
+    }
+
     /// When the next PDU may leave.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let next = self.leaving.front().map(|(at, _)| *at);
@@ -105,6 +135,9 @@ impl Connection {
 
     /// Moves bytes; returns whether any moved.
     pub(crate) fn step(&mut self, now: Instant) -> bool {
+        if self.is_retired {
+            return false;
+        }
         if let Some((request, text)) = self.login.as_mut().and_then(InitiatorLogin::poll_request) {
             self.send(now, request.header(), &text);
         }
@@ -149,6 +182,9 @@ impl Connection {
 
     /// The next thing to report. After [`Event::Ended`] or [`Event::Fault`] it is of no use.
     pub(crate) fn poll(&mut self) -> Option<Event> {
+        if self.is_retired {
+            return None;
+        }
         loop {
             let framed = self.framer.next(&self.arrived).map(|(used, frame)| {
                 let pdu = frame.map(|frame| {

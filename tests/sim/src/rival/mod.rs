@@ -8,8 +8,9 @@
 //! ```
 //!
 //! Commands are numbered in their order and leave by a connection that the seed chooses, perhaps
-//! later than a newer one on another connection. At error recovery level 0 the session ends with
-//! any of its connections, and the next one takes its place (RFC 7143 6.3.5).
+//! later than a newer one on another connection. At error recovery level 2 the session goes on
+//! with the connections that are left ([`recovery`]). Below that it ends with any of its
+//! connections, and the next one takes its place (RFC 7143 6.3.5).
 //!
 //! # Verdict
 //! Its data are in the history of the disk like all others. Besides:
@@ -18,10 +19,13 @@
 //! - When a function of task management is complete, what it has ended takes effect no longer
 //!   (SAM-5 clause 7): the history takes it for ended then. Of another connection than the
 //!   function's, the answer may come later, for it may have been on its way.
+//!   A function that goes before its turn ends what it meets: a command that was sent after it on
+//!   another connection may be ended by it or not.
 //! - What was under way in an old session takes effect no longer once the login that takes its place
 //!   is accepted.
 
 pub(crate) mod connection;
+mod recovery;
 mod tasks;
 
 use std::collections::BTreeMap;
@@ -44,6 +48,7 @@ use serde::{Deserialize, Serialize};
 use tracing::debug;
 
 use self::connection::{Connection, Event, MAX_RECV};
+use self::recovery::{Lost, Orphan};
 use self::tasks::{Aborted, Function, Task};
 use crate::initiator::{Dial, Dialed, User};
 use crate::model::Model;
@@ -81,6 +86,14 @@ pub struct RivalPlan {
     pub reservations: u8,
     /// Of 256 actions, those that leave the session for another one.
     pub departures: u8,
+    /// Of 32 commands, those that compare and write.
+    pub swaps: u8,
+    /// Error recovery level that it offers.
+    pub recovery_level: u8,
+    /// Of 256 actions, those that break a connection off.
+    pub breaks: u8,
+    /// Of 256 Data-Out PDUs with a digest, those that are spoilt on their way.
+    pub spoils: u8,
 }
 
 impl Default for RivalPlan {
@@ -93,6 +106,10 @@ impl Default for RivalPlan {
             functions: 0,
             reservations: 0,
             departures: 0,
+            swaps: 0,
+            recovery_level: 0,
+            breaks: 0,
+            spoils: 0,
         }
     }
 }
@@ -108,6 +125,35 @@ impl RivalPlan {
             functions: [0, 2, 8][rng.usize(..3)],
             reservations: 0,
             departures: [0, 0, 4, 16][rng.usize(..4)],
+            ..Self::default()
+        }
+    }
+
+    /// The same with more that a seed draws: one that fills the whole window now and then.
+    #[must_use]
+    pub fn with_more(self, rng: &mut Rng) -> Self {
+        let is_deep = rng.u8(..8) == 0;
+        let more = Self {
+            swaps: [0, 0, 4][rng.usize(..3)],
+            recovery_level: [0, 1, 2, 2][rng.usize(..4)],
+            breaks: [0, 0, 4, 16][rng.usize(..4)],
+            spoils: [0, 0, 0, 16][rng.usize(..4)],
+            ..self
+        };
+        // It would hardly get to its work.
+        let breaks = if more.recovery_level < 2 {
+            0
+        } else {
+            more.breaks
+        };
+        match is_deep {
+            true => Self {
+                depth: 128,
+                commands: self.commands * 8,
+                breaks,
+                ..more
+            },
+            false => Self { breaks, ..more },
         }
     }
 }
@@ -147,17 +193,34 @@ pub struct Rival {
     params: Option<SessionParams>,
     cmd_sn: CmdSn,
     max_cmd_sn: CmdSn,
+    exp_cmd_sn: CmdSn,
     /// Commands without an answer, by tag.
     tasks: BTreeMap<u32, Task>,
     /// Functions without an answer, by tag.
     functions: BTreeMap<u32, Function>,
     /// Commands that functions have ended, by tag, whose answer may be on its way.
     aborted: BTreeMap<u32, Aborted>,
+    /// Connections that are gone, by their numbers.
+    lost: BTreeMap<usize, Lost>,
+    /// Commands of such connections, by tag.
+    orphans: BTreeMap<u32, Orphan>,
+    /// Logouts of such connections without an answer, by tag.
+    logouts: BTreeMap<u32, usize>,
+    /// Numbers that were used again, and may not have arrived.
+    plugs: Vec<CmdSn>,
     next_tag: u32,
     /// The unit may be taken away.
     may_vanish: bool,
     /// It may be registered.
     is_registered: bool,
+    /// The target ends no connection by itself.
+    keeps_connections: bool,
+    /// Commands may wait for the limits of a rate.
+    is_limited: bool,
+    /// The session ends with I_T NEXUS RESET.
+    is_reset: bool,
+    /// A block that was read, and its content.
+    seen: Option<(u64, Vec<u8>)>,
     /// Commands that are still to be sent.
     left: usize,
     next_action: Instant,
@@ -194,9 +257,18 @@ impl Rival {
             tasks: BTreeMap::new(),
             functions: BTreeMap::new(),
             aborted: BTreeMap::new(),
+            lost: BTreeMap::new(),
+            orphans: BTreeMap::new(),
+            logouts: BTreeMap::new(),
+            plugs: Vec::new(),
+            exp_cmd_sn: CmdSn(0),
             next_tag: 1,
             may_vanish: whole.may_lose_target(),
             is_registered: plan.reservations > 0,
+            keeps_connections: whole.keeps_connections(),
+            is_limited: whole.is_limited(),
+            is_reset: false,
+            seen: None,
             left: plan.commands,
             next_action: now,
             next_look: now,
@@ -239,7 +311,11 @@ impl Rival {
             .connections
             .iter()
             .filter_map(Connection::next_deadline);
-        leaving.chain(own).min()
+        let recovery = match self.phase {
+            Phase::Up => self.next_recovery(),
+            _ => None,
+        };
+        leaving.chain(own).chain(recovery).min()
     }
 
     fn fail(&self, what: &str) {
@@ -251,7 +327,14 @@ impl Rival {
         match event {
             Event::Ready(tsih, params) => self.on_ready(at, tsih, params, now),
             Event::Pdu(pdu, numbers, data) => self.on_pdu(at, pdu, numbers, &data, now),
-            Event::Ended => self.lose(now),
+            Event::Ended => {
+                let is_up = matches!(self.phase, Phase::Up);
+                let may_end = !self.keeps_connections || self.is_reset;
+                if is_up && !may_end && self.connections[at].is_ready() {
+                    self.fail(&format!("the target ends connection {at}"));
+                }
+                self.lose_connection(at, now);
+            }
             Event::Fault(what) => {
                 self.fail(&what);
                 self.lose(now);
@@ -260,9 +343,11 @@ impl Rival {
     }
 
     /// A connection has logged in. The first one takes the place of an older session of the port,
-    /// whose commands have ended now.
+    /// whose commands have ended now; another one that of one that was lost, which is detached
+    /// then.
     fn on_ready(&mut self, at: usize, tsih: Tsih, params: SessionParams, now: Instant) {
-        if at > 0 {
+        if let Phase::Up = self.phase {
+            self.lost.remove(&at);
             return;
         }
         let before = std::mem::replace(&mut self.phase, Phase::Up);
@@ -279,22 +364,32 @@ impl Rival {
     }
 
     fn on_pdu(&mut self, at: usize, pdu: FromTarget, numbers: Numbers, data: &[u8], now: Instant) {
+        if self.exp_cmd_sn.is_before(numbers.exp_cmd_sn) {
+            self.exp_cmd_sn = numbers.exp_cmd_sn;
+        }
         if self.max_cmd_sn.is_before(numbers.max_cmd_sn) {
             self.max_cmd_sn = numbers.max_cmd_sn;
             self.next_action = self.next_action.min(now + SOON);
         }
         match pdu {
             FromTarget::ScsiResponse(response) => self.on_response(at, &response, data),
-            FromTarget::DataIn(header) => self.on_data_in(at, &header, data),
+            FromTarget::DataIn(header) => self.on_data_in(at, &header, data, now),
             FromTarget::R2t(r2t) => self.on_r2t(at, &r2t, now),
-            FromTarget::TmfResponse(response) => self.on_function_end(at, response),
+            FromTarget::TmfResponse(response) => self.on_function_end(at, response, now),
             FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => self.answer_ping(at, ping.ttt, now),
-            FromTarget::LogoutResponse(_) => self.end(),
+            FromTarget::LogoutResponse(answer) => match self.logouts.remove(&answer.itt.0) {
+                Some(lost) => self.on_detached(lost, now),
+                None => self.end(),
+            },
             FromTarget::NopIn(_) | FromTarget::AsyncMessage(_) => {}
             // A function for which the target has no room; its tag is in the header that comes back.
             FromTarget::Reject(Reject {
                 reason: RejectReason::TooManyImmediate,
             }) => self.on_function_refused(data),
+            // The data are asked for again, or their command fails.
+            FromTarget::Reject(Reject {
+                reason: RejectReason::DataDigestError,
+            }) if self.plan.spoils > 0 => {}
             other => self.fail(&format!("{other:?}")),
         }
     }
@@ -319,9 +414,14 @@ impl Rival {
         self.connections.clear();
         self.functions.clear();
         self.aborted.clear();
-        for (_, task) in std::mem::take(&mut self.tasks) {
+        let orphans = std::mem::take(&mut self.orphans).into_values();
+        let tasks = std::mem::take(&mut self.tasks).into_values();
+        for task in tasks.chain(orphans.map(Orphan::into_task)) {
             task.lose(&self.user);
         }
+        self.lost.clear();
+        self.logouts.clear();
+        self.plugs.clear();
         let until = now + Duration::from_micros(self.rng.u64(..200_000));
         match std::mem::replace(&mut self.phase, Phase::Down { until }) {
             Phase::LoggingIn { fence, .. } => self.user.history.abandon_read(fence),
@@ -339,28 +439,40 @@ impl Rival {
     /// Whether there is something to send. If as many commands as may be are under way, functions
     /// are, as long as they are answered.
     fn may_act(&self) -> bool {
-        let has_room = self.tasks.len() < self.plan.depth;
+        let has_room = self.tasks.len() + self.orphans.len() < self.plan.depth;
         let may_manage = self.plan.functions > 0 && self.functions.len() < FUNCTIONS;
         self.left > 0 && (has_room || may_manage)
     }
 
     /// Does what is due.
     fn act(&mut self, now: Instant) -> bool {
+        if matches!(self.phase, Phase::Up) && self.recover(now) {
+            return true;
+        }
         match self.phase {
             Phase::Down { until } if until <= now => self.log_in(now),
             Phase::LoggingIn { until, .. } if until <= now => self.lose(now),
             Phase::LoggingOut { until } if until <= now => self.end(),
             Phase::Up if self.next_look <= now => self.look(now),
-            Phase::Up if self.left == 0 && self.tasks.is_empty() && self.functions.is_empty() => {
-                return self.finish(now);
-            }
+            Phase::Up if self.left == 0 && self.is_idle() => return self.finish(now),
             Phase::Up if self.may_act() && self.next_action <= now => {
-                self.next_action = now + SOON.mul_f64(self.rng.f64());
+                // One that is to fill a window needs more at once than disks take in that time.
+                let soon = if self.plan.depth > 16 {
+                    SOON / 64
+                } else {
+                    SOON
+                };
+                self.next_action = now + soon.mul_f64(self.rng.f64());
                 self.do_something(now);
             }
             _ => return false,
         }
         true
+    }
+
+    /// Whether nothing is under way.
+    fn is_idle(&self) -> bool {
+        self.tasks.is_empty() && self.orphans.is_empty() && self.functions.is_empty()
     }
 
     /// Takes its registration away, and logs out; returns whether it could do either.
@@ -373,19 +485,19 @@ impl Rival {
     }
 
     fn log_in(&mut self, now: Instant) {
-        (self.tsih, self.params) = (Tsih(0), None);
+        (self.tsih, self.params, self.is_reset) = (Tsih(0), None, false);
         self.cmd_sn = CmdSn(self.rng.u32(..));
-        self.max_cmd_sn = self.cmd_sn;
+        (self.max_cmd_sn, self.exp_cmd_sn) = (self.cmd_sn, self.cmd_sn);
         let (port, history) = (self.user.port, &self.user.history);
         // A command of no blocks: when it has ended, what was lost before it began has ended.
         let fence = history.begin_read(port, 0..0);
         let until = now + LOGIN;
         self.phase = Phase::LoggingIn { fence, until };
-        self.dial(now);
+        self.dial(0, now);
     }
 
-    /// Opens the next connection of the session.
-    fn dial(&mut self, now: Instant) {
+    /// Opens a connection of the session, perhaps in the place of one that was lost.
+    fn dial(&mut self, at: usize, now: Instant) {
         let rng = &mut self.rng;
         let values = [
             (Key::MaxConnections, self.plan.connections as u32),
@@ -404,7 +516,15 @@ impl Rival {
             .with_list(Key::HeaderDigest, digests)
             .with_list(Key::DataDigest, digests);
         let mut keys = vec![Key::HeaderDigest, Key::DataDigest];
-        if self.connections.is_empty() {
+        let mut values = Vec::from(values);
+        if self.plan.recovery_level > 0 {
+            values.extend([
+                (Key::ErrorRecoveryLevel, u32::from(self.plan.recovery_level)),
+                (Key::DefaultTime2Wait, [0, 2, 3600][rng.usize(..3)]),
+                (Key::DefaultTime2Retain, [0, 20, 20][rng.usize(..3)]),
+            ]);
+        }
+        if self.tsih == Tsih(0) {
             for (key, value) in values {
                 offer = offer.with(key, value);
                 keys.push(key);
@@ -416,7 +536,7 @@ impl Rival {
             target: IscsiName::new(target::IQN).ok(),
             isid: self.isid,
             tsih: self.tsih,
-            cid: Cid(self.connections.len() as u16),
+            cid: Cid(at as u16),
             cmd_sn: self.cmd_sn,
             credentials: None,
             target_credentials: None,
@@ -434,7 +554,10 @@ impl Rival {
             stream: theirs,
         });
         let connection = Connection::new(ours, config, [9; 33], now);
-        self.connections.push(connection);
+        match self.connections.get_mut(at) {
+            Some(lost) => *lost = connection,
+            None => self.connections.push(connection),
+        }
     }
 
     fn log_out(&mut self, now: Instant) {
@@ -447,18 +570,16 @@ impl Rival {
             cmd_sn: self.cmd_sn,
             exp_stat_sn: StatSn(0),
         };
-        self.connections[0].send(now, request.header(), &[]);
+        let out = self.pick_connection();
+        self.connections[out].send(now, request.header(), &[]);
     }
 
     /// Looks for what takes too long: pings silent connections, leaves dead ones, aborts commands.
     fn look(&mut self, now: Instant) {
         self.next_look = now + LATE;
-        if self
-            .connections
-            .iter()
-            .any(|c| c.last_heard + 3 * PING < now)
-        {
-            return self.lose(now);
+        let is_silent = |c: &Connection| c.is_silent_since(now - 3 * PING);
+        if let Some(at) = self.connections.iter().position(is_silent) {
+            return self.lose_connection(at, now);
         }
         for at in 0..self.connections.len() {
             if self.connections[at].is_ready() && self.connections[at].last_heard + PING < now {

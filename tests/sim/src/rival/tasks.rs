@@ -21,8 +21,9 @@ use crate::initiator::User;
 use crate::model::ChangeId;
 use crate::reservations::{Action, Change, Status};
 
-const GOOD: u8 = 0x00;
+pub(super) const GOOD: u8 = 0x00;
 const CONFLICT: u8 = 0x18;
+const TASK_SET_FULL: u8 = 0x28;
 const TASK_ABORTED: u8 = 0x40;
 
 /// LOGICAL UNIT NOT SUPPORTED.
@@ -30,9 +31,15 @@ const NOT_SUPPORTED: u8 = 0x25;
 
 /// A command of the history.
 #[derive(Clone, Copy, Debug)]
-enum Kind {
-    Read(ReadId),
+pub(super) enum Kind {
+    /// A read, and its first block.
+    Read(ReadId, u64),
     Write {
+        id: WriteId,
+        fua: bool,
+    },
+    /// COMPARE AND WRITE of a block. Its data begin with what is compared.
+    Swap {
         id: WriteId,
         fua: bool,
     },
@@ -50,7 +57,8 @@ enum Kind {
 impl Kind {
     fn name(self) -> &'static str {
         match self {
-            Self::Read(_) => "READ",
+            Self::Read(..) => "READ",
+            Self::Swap { .. } => "COMPARE AND WRITE",
             Self::Write { .. } => "WRITE",
             Self::Flush(_) => "SYNCHRONIZE CACHE",
             Self::TestUnitReady => "TEST UNIT READY",
@@ -65,15 +73,23 @@ pub(super) struct Task {
     kind: Kind,
     /// When it began, in the model.
     begin: u64,
-    connection: usize,
-    cmd_sn: CmdSn,
+    pub(super) connection: usize,
+    pub(super) cmd_sn: CmdSn,
+    /// A function may have ended it without an answer, and did so or not by the order of arrival.
+    pub(super) is_doubtful: bool,
+    /// It comes from another connection, and some of its data may come again.
+    pub(super) is_resumed: bool,
+    /// It comes from another connection, where it may have been answered.
+    pub(super) was_moved: bool,
+    /// Data-In and R2T PDUs that came.
+    pub(super) units: u32,
     /// Data that it writes.
     data: Vec<u8>,
     /// Bytes that it reads.
     len: usize,
     received: Vec<u8>,
     /// When it is aborted.
-    late: Instant,
+    pub(super) late: Instant,
 }
 
 impl fmt::Debug for Task {
@@ -91,47 +107,106 @@ impl fmt::Debug for Task {
 /// A function that was sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Function {
-    function: TmfFunction,
-    connection: usize,
-    referenced: u32,
+    pub(super) function: TmfFunction,
+    pub(super) connection: usize,
+    pub(super) referenced: u32,
     cmd_sn: CmdSn,
-    /// When it began, in the model, if it resets the unit.
-    reset: Option<u64>,
+    immediate: bool,
+    /// When it began, in the model, if it ends commands of others.
+    ends_others: Option<u64>,
+}
+
+impl Function {
+    /// Whether it ends all commands of the session, and not one.
+    fn ends_many(&self) -> bool {
+        use TmfFunction::{AbortTask, QueryTask, TaskReassign};
+        !matches!(self.function, AbortTask | QueryTask | TaskReassign)
+    }
+
+    /// Whether it may end a command.
+    pub(super) fn may_end(&self, tag: u32) -> bool {
+        let is_abort = self.function == TmfFunction::AbortTask;
+        self.ends_many() || is_abort && self.referenced == tag
+    }
+
+    /// Its own number, if it has taken one.
+    pub(super) fn number(&self) -> Option<CmdSn> {
+        (!self.immediate).then_some(self.cmd_sn)
+    }
+
+    /// One that concerns a command and ends none.
+    pub(super) fn about(
+        function: TmfFunction,
+        connection: usize,
+        referenced: u32,
+        cmd_sn: CmdSn,
+    ) -> Self {
+        Self {
+            function,
+            connection,
+            referenced,
+            cmd_sn,
+            immediate: true,
+            ends_others: None,
+        }
+    }
+
+    fn resets(&self) -> bool {
+        resets(self.function)
+    }
+}
+
+fn resets(function: TmfFunction) -> bool {
+    matches!(
+        function,
+        TmfFunction::LogicalUnitReset | TmfFunction::TargetWarmReset
+    )
 }
 
 /// A command that a function has ended without an answer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Aborted {
-    connection: usize,
+    pub(super) connection: usize,
     by: usize,
+    /// It had come from a connection that was lost.
+    was_moved: bool,
 }
 
 impl Task {
     /// Its session is gone.
     pub(super) fn lose(self, user: &User) {
         match self.kind {
-            Kind::Read(id) => user.history.abandon_read(id),
-            Kind::Write { id, .. } => user.history.lose(id),
+            Kind::Read(id, _) => user.history.abandon_read(id),
+            Kind::Write { id, .. } | Kind::Swap { id, .. } => user.history.lose(id),
             Kind::Flush(id) => user.history.fail_flush(id),
             Kind::TestUnitReady | Kind::Change { .. } | Kind::Look(_) => {}
         }
     }
 
     /// It has ended, and may have taken effect, but does not from now on.
-    fn refuse(self, user: &User) {
+    pub(super) fn refuse(self, user: &User) {
         match self.kind {
-            Kind::Write { id, .. } => user.history.refuse(id),
+            Kind::Write { id, .. } | Kind::Swap { id, .. } => user.history.refuse(id),
             _ => self.lose(user),
         }
+    }
+
+    pub(super) fn name(&self) -> &'static str {
+        self.kind.name()
+    }
+
+    /// Whether it changes reservations.
+    pub(super) fn changes(&self) -> bool {
+        matches!(self.kind, Kind::Change { .. })
     }
 
     /// It was answered GOOD.
     fn complete(self, user: &User) {
         match self.kind {
-            Kind::Read(id) if self.received.len() == self.len => {
+            Kind::Read(id, _) if self.received.len() == self.len => {
                 user.judge(user.history.end_read(id, &self.received));
             }
-            Kind::Read(_) => {
+            Kind::Read(..) => {
                 let got = self.received.len();
                 user.judge::<(), _>(Err(format!("GOOD for {got} of {} bytes", self.len)));
             }
@@ -139,6 +214,10 @@ impl Task {
                 user.judge(user.history.acknowledge_durable(id));
             }
             Kind::Write { id, .. } => user.judge(user.history.acknowledge(id)),
+            Kind::Swap { id, fua } => {
+                let (expected, is_durable) = (&self.data[..BLOCK], fua || !user.is_cached);
+                user.judge(user.history.acknowledge_swap(id, expected, is_durable));
+            }
             Kind::Flush(id) => user.judge(user.history.end_flush(id)),
             Kind::TestUnitReady | Kind::Change { .. } | Kind::Look(_) => {}
         }
@@ -147,8 +226,8 @@ impl Task {
     /// Whether it writes blocks, if it moves any.
     fn access(&self) -> Option<bool> {
         match self.kind {
-            Kind::Read(_) => Some(false),
-            Kind::Write { .. } => Some(true),
+            Kind::Read(..) => Some(false),
+            Kind::Write { .. } | Kind::Swap { .. } => Some(true),
             _ => None,
         }
     }
@@ -160,21 +239,22 @@ impl Rival {
         if self.rng.u8(..) < self.plan.departures {
             return self.lose(now);
         }
-        let is_full = self.tasks.len() >= self.plan.depth;
+        if self.plan.breaks > 0 && self.rng.u8(..) < self.plan.breaks {
+            // Mostly one with a command, which is then to be recovered.
+            let busy = self.tasks.values().next_back().map(|task| task.connection);
+            let at = busy.unwrap_or_else(|| self.pick_connection());
+            return self.lose_connection(at, now);
+        }
+        let is_full = self.tasks.len() + self.orphans.len() >= self.plan.depth;
         if is_full || self.rng.u8(..32) < self.plan.functions {
             self.left -= 1;
             return self.manage_something(now);
         }
         let ready = self.connections.iter().all(super::Connection::is_ready);
-        // One that ends several may arrive after a command of another connection that is sent later,
-        // and ends that as well.
-        let ends_many = |sent: &Function| sent.function != TmfFunction::AbortTask;
-        if self.connections.len() > 1 && self.functions.values().any(ends_many) {
-            return;
-        }
+        let next = self.connections.len();
         let most = self.params.map_or(1, |params| params.max_connections);
-        if ready && self.connections.len() < self.plan.connections.min(most.into()) {
-            return self.dial(now);
+        if ready && next < self.plan.connections.min(most.into()) {
+            return self.dial(next, now);
         }
         // The window is closed (RFC 7143 4.2.2.1), until an answer comes.
         if self.max_cmd_sn.is_before(self.cmd_sn) {
@@ -184,6 +264,11 @@ impl Rival {
         self.left -= 1;
         if self.rng.u8(..32) < self.plan.reservations {
             return self.reserve_something(now);
+        }
+        if self.rng.u8(..32) < self.plan.swaps
+            && let Some((block, expected)) = self.seen.take()
+        {
+            return self.swap(block, expected, now);
         }
         let len = self.rng.u64(1..=self.longest.min(self.blocks));
         let first = self.rng.u64(..=self.blocks - len);
@@ -208,7 +293,7 @@ impl Rival {
         let count = blocks.end - blocks.start;
         let cdb = pdus::cdb10(0x28, blocks.start as u32, count as u16);
         self.submit(
-            Kind::Read(id),
+            Kind::Read(id, blocks.start),
             &cdb,
             Vec::new(),
             count as usize * BLOCK,
@@ -225,6 +310,21 @@ impl Rival {
         let (port, history) = (self.user.port, &self.user.history);
         let id = history.begin_write(port, blocks, &mut data);
         self.submit(Kind::Write { id, fua }, &cdb, data, 0, now);
+    }
+
+    /// COMPARE AND WRITE of a block with what it was read as before.
+    fn swap(&mut self, block: u64, expected: Vec<u8>, now: Instant) {
+        let mut bytes = vec![0; BLOCK];
+        let id = self
+            .user
+            .history
+            .begin_swap(self.user.port, block, &mut bytes);
+        let fua = self.rng.u8(..6) == 0;
+        let mut cdb = [0; 16];
+        (cdb[0], cdb[1], cdb[13]) = (0x89, u8::from(fua) << 3, 1);
+        cdb[2..10].copy_from_slice(&block.to_be_bytes());
+        let data = [expected, bytes].concat();
+        self.submit(Kind::Swap { id, fua }, &cdb, data, 0, now);
     }
 
     /// WRITE SAME of zeroes.
@@ -257,7 +357,16 @@ impl Rival {
             ..pdus::scsi_command(tag, self.cmd_sn.0, cdb, writes, expected)
         };
         out.send(at, command.header(), &data[..immediate]);
+        // One that goes before its turn ends what it meets, which may be this as well, if it comes
+        // by another connection (RFC 7143 11.5.1). In its turn it comes before this.
+        let may_end =
+            |sent: &Function| sent.ends_many() && sent.immediate && sent.connection != connection;
+        let is_doubtful = self.functions.values().any(may_end);
         let task = Task {
+            is_doubtful,
+            is_resumed: false,
+            was_moved: false,
+            units: 0,
             kind,
             begin: self.model.begin(),
             connection,
@@ -273,9 +382,11 @@ impl Rival {
         self.send_data(tag, Ttt::NONE, immediate..unsolicited, now);
     }
 
-    fn pick_connection(&mut self) -> usize {
-        let ready = self.connections.iter().take_while(|c| c.is_ready()).count();
-        self.rng.usize(..ready)
+    pub(super) fn pick_connection(&mut self) -> usize {
+        let all = self.connections.iter().enumerate();
+        let ready = all.filter(|(_, one)| one.is_ready()).map(|(at, _)| at);
+        let ready: Vec<_> = ready.collect();
+        ready[self.rng.usize(..ready.len())]
     }
 
     /// Sends data of a command as one sequence.
@@ -290,32 +401,42 @@ impl Rival {
                 ..pdus::data_out(tag, ttt, sn as u32, from as u32, until == bytes.end)
             };
             let at = leaves(&mut self.rng, now);
-            out.send(at, header.header(), &task.data[from..until]);
+            let data = &task.data[from..until];
+            match self.plan.spoils > 0 && self.rng.u8(..) < self.plan.spoils {
+                true => out.send_spoilt(at, header.header(), data),
+                false => out.send(at, header.header(), data),
+            }
         }
     }
 
     pub(super) fn on_r2t(&mut self, at: usize, r2t: &R2t, now: Instant) {
         let bytes = r2t.offset as usize..(r2t.offset + r2t.len) as usize;
-        match self.tasks.get(&r2t.itt.0) {
-            Some(task) if task.connection == at && bytes.end <= task.data.len() => {
-                self.send_data(r2t.itt.0, r2t.ttt, bytes, now);
-            }
-            _ if self.is_from_before(at, r2t.itt.0) => {}
-            other => self.fail(&format!("{r2t:?} for {other:?}")),
+        let is_its = |task: &&mut Task| task.connection == at && bytes.end <= task.data.len();
+        if let Some(task) = self.tasks.get_mut(&r2t.itt.0).filter(is_its) {
+            task.units += 1;
+            self.send_data(r2t.itt.0, r2t.ttt, bytes, now);
+        } else if !self.is_from_before(at, r2t.itt.0) {
+            self.fail(&format!("{r2t:?} for {:?}", self.tasks.get(&r2t.itt.0)));
         }
     }
 
-    pub(super) fn on_data_in(&mut self, at: usize, header: &DataIn, data: &[u8]) {
+    pub(super) fn on_data_in(&mut self, at: usize, header: &DataIn, data: &[u8], now: Instant) {
         let tag = header.itt.0;
+        let offset = header.offset as usize;
         let is_next = |task: &&mut Task| {
             let received = task.received.len();
-            task.connection == at
-                && header.offset as usize == received
-                && received + data.len() <= task.len
+            let is_there = offset == received || task.is_resumed && offset < received;
+            task.connection == at && is_there && offset + data.len() <= task.len
         };
         if let Some(task) = self.tasks.get_mut(&tag).filter(is_next) {
+            task.received.truncate(offset);
             task.received.extend_from_slice(data);
-        } else if !self.is_from_before(at, tag) {
+            task.is_resumed = false;
+            task.units = header.data_sn.wrapping_add(1);
+            if header.acknowledge {
+                self.acknowledge_data(at, header, now);
+            }
+        } else if !self.is_answer_from_before(at, tag) {
             self.fail(&format!("{header:?} for {:?}", self.tasks.get(&tag)));
         }
         if let Some(with) = header.status {
@@ -350,16 +471,29 @@ impl Rival {
                 self.judge_answer(&task, status, sense);
                 let is_last = matches!(task.kind, Kind::Change { is_last: true, .. });
                 self.is_registered &= !(is_last && status == GOOD);
+                if let (GOOD, Kind::Read(_, first)) = (status, task.kind) {
+                    self.seen = task.received.get(..BLOCK).map(|b| (first, b.to_vec()));
+                }
+                let is_miscompared = sense.is_some_and(|sense| sense.key == SenseKey::Miscompare);
                 match status {
+                    _ if is_miscompared => self.refute(task),
                     GOOD => task.complete(&self.user),
                     _ => task.refuse(&self.user),
                 }
             }
             // It was on its way when the function was answered on the other connection.
-            None if self.is_from_before(at, tag) => drop(self.aborted.remove(&tag)),
+            None if self.is_answer_from_before(at, tag) => drop(self.aborted.remove(&tag)),
             other => self.fail(&format!(
                 "status {status:#04x} on connection {at} for tag {tag}: {other:?}"
             )),
+        }
+    }
+
+    /// A comparison says that a block was another one.
+    fn refute(&self, task: Task) {
+        match task.kind {
+            Kind::Swap { id, .. } => self.user.judge(self.user.history.refute(id)),
+            _ => self.fail(&format!("MISCOMPARE of {task:?}")),
         }
     }
 
@@ -371,11 +505,14 @@ impl Rival {
             let code = (additional.code, additional.qualifier);
             self.user.judge(model.on_attention(port, task.begin, code));
         }
-        // It may have taken a report before it was aborted.
-        if status == TASK_ABORTED {
-            model.on_silence(port);
+        // The window, which the target has opened, is a promise.
+        if status == TASK_SET_FULL && !self.is_limited {
+            self.fail(&format!("the target lacks room for a command: {task:?}"));
         }
-        if status == GOOD && self.tasks.is_empty() {
+        if status == TASK_ABORTED {
+            self.user.judge(model.on_aborted(port, task.begin));
+        }
+        if status == GOOD && self.tasks.is_empty() && self.orphans.is_empty() {
             self.user.judge(model.on_success(port, task.begin));
         }
         if let (GOOD | CONFLICT, Some(writes)) = (status, task.access()) {
@@ -438,6 +575,14 @@ impl Rival {
     fn is_from_before(&self, at: usize, tag: u32) -> bool {
         let ended = self.aborted.get(&tag);
         ended.is_some_and(|ended| ended.connection == at && ended.by != at)
+    }
+
+    /// The same, or it was answered on the connection that is lost before the function came. Then
+    /// it was none that a function ends, and TASK REASSIGN brings its answer once more.
+    fn is_answer_from_before(&self, at: usize, tag: u32) -> bool {
+        let ended = self.aborted.get(&tag);
+        let is_repeated = ended.is_some_and(|ended| ended.connection == at && ended.was_moved);
+        is_repeated || self.is_from_before(at, tag)
     }
 
     fn change(&mut self, change: Change, (id, is_last): (ChangeId, bool), now: Instant) {
@@ -529,10 +674,12 @@ impl Rival {
         if !immediate && self.max_cmd_sn.is_before(self.cmd_sn) {
             return;
         }
-        let resets = matches!(
-            function,
-            TmfFunction::LogicalUnitReset | TmfFunction::TargetWarmReset
-        );
+        let port = self.user.port;
+        let ends_others = match function {
+            TmfFunction::ClearTaskSet => Some(self.model.begin_clear(port)),
+            function => resets(function).then(|| self.model.begin_reset(port)),
+        };
+        self.is_reset |= function == TmfFunction::NexusReset;
         let tag = self.take_tag();
         let ref_cmd_sn = self.tasks.get(&referenced).map(|task| task.cmd_sn);
         let request = TmfRequest {
@@ -548,7 +695,8 @@ impl Rival {
             connection,
             referenced,
             cmd_sn: self.cmd_sn,
-            reset: resets.then(|| self.model.begin_reset()),
+            immediate,
+            ends_others,
         };
         debug!(
             port = self.user.port.0,
@@ -563,8 +711,8 @@ impl Rival {
     }
 
     /// A function was answered. What it has ended is over.
-    pub(super) fn on_function_end(&mut self, at: usize, response: TmfResponse) {
-        use TmfFunction::{AbortTask, TargetColdReset};
+    pub(super) fn on_function_end(&mut self, at: usize, response: TmfResponse, now: Instant) {
+        use TmfFunction::{AbortTask, QueryTask, TargetColdReset, TaskReassign};
         let Some(sent) = self.functions.remove(&response.itt.0) else {
             return self.fail(&format!("{response:?} to no function"));
         };
@@ -578,14 +726,20 @@ impl Rival {
         if sent.connection != at {
             self.fail(&format!("{response:?} on connection {at} for {sent:?}"));
         }
+        sent.ends_others
+            .into_iter()
+            .for_each(|begin| self.model.end_clear(begin));
         match (function, status) {
+            (QueryTask | TaskReassign, status) => self.on_orphan(&sent, status, now),
             (AbortTask, TmfStatus::Complete) => self.end_by(sent, |tag, _| tag == sent.referenced),
             (AbortTask, TmfStatus::TaskDoesNotExist) => {
                 let task = self.tasks.get(&sent.referenced);
                 // Another function that is under way may have ended it.
-                let is_ended =
-                    |f: &Function| f.function != AbortTask || f.referenced == sent.referenced;
+                let is_ended = |other: &Function| other.may_end(sent.referenced);
                 let is_ending = self.functions.values().any(is_ended);
+                if task.is_some_and(|task| task.is_doubtful && task.connection == at) {
+                    return self.end_by(sent, |tag, _| tag == sent.referenced);
+                }
                 if !is_ending && task.is_some_and(|task| task.connection == at) {
                     self.fail(&format!("no answer to {task:?}, and the target has it not"));
                 }
@@ -594,10 +748,11 @@ impl Rival {
             (_, TmfStatus::LunDoesNotExist | TmfStatus::AuthorizationFailed) if self.may_vanish => {
             }
             (_, TmfStatus::Complete) => {
-                if let Some(begin) = sent.reset {
+                if let (true, Some(begin)) = (sent.resets(), sent.ends_others) {
                     self.model.end_reset(self.user.port, begin);
                 }
                 self.end_by(sent, |_, task| task.cmd_sn.is_before(sent.cmd_sn));
+                self.end_orphans_before(sent.cmd_sn);
             }
             (function, status) => self.fail(&format!("{status:?} to {function:?}")),
         }
@@ -608,9 +763,12 @@ impl Rival {
         let tag = header
             .get(16..20)
             .map(|tag| u32::from_be_bytes(tag.try_into().unwrap_or_default()));
-        if tag.and_then(|tag| self.functions.remove(&tag)).is_none() {
-            self.fail("no function is under way that was rejected");
-        }
+        let Some(sent) = tag.and_then(|tag| self.functions.remove(&tag)) else {
+            return self.fail("no function is under way that was rejected");
+        };
+        sent.ends_others
+            .into_iter()
+            .for_each(|begin| self.model.end_clear(begin));
     }
 
     /// A function has ended commands: they take no effect from now on.
@@ -625,6 +783,7 @@ impl Rival {
             let aborted = Aborted {
                 connection: task.connection,
                 by: function.connection,
+                was_moved: task.was_moved,
             };
             self.aborted.insert(tag, aborted);
             self.model.on_silence(self.user.port);
@@ -645,6 +804,8 @@ fn label(function: TmfFunction) -> &'static str {
         TmfFunction::LogicalUnitReset => "LOGICAL UNIT RESET",
         TmfFunction::TargetWarmReset => "TARGET WARM RESET",
         TmfFunction::NexusReset => "I_T NEXUS RESET",
+        TmfFunction::TaskReassign => "TASK REASSIGN",
+        TmfFunction::QueryTask => "QUERY TASK",
         _ => "another",
     }
 }

@@ -22,10 +22,9 @@ use riser_tests::history::{BLOCK, History, Port, WriteId};
 use riser_transport::loopback::{Endpoint, Fabric};
 use tracing::debug;
 
-use crate::coverage;
 use crate::executor::Executor;
 use crate::plan::{Plan, Protocol};
-use crate::target;
+use crate::{coverage, events, target};
 
 /// Streams that initiators have opened and the network has not seen.
 pub type Dialed = Rc<RefCell<Vec<Dial>>>;
@@ -46,6 +45,10 @@ const POOL: usize = 4 << 20;
 
 /// Time that a command may take which must succeed.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Time that a command takes at most where nothing holds it up. What others do must not make it
+/// longer: an initiator that does not send its data is given up only after more than that.
+const PROMPT: Duration = Duration::from_secs(10);
 
 /// Address of an initiator in the beginning.
 #[must_use]
@@ -258,6 +261,10 @@ pub struct User {
     pub is_cached: bool,
     /// Nothing goes wrong, so no request fails.
     pub is_quiet: bool,
+    /// Nor does anything make requests slow.
+    pub is_prompt: bool,
+    /// When its command has begun; it has one at a time.
+    pub begun: Cell<Duration>,
     /// Where mistakes go.
     pub verdict: Verdict,
 }
@@ -274,6 +281,7 @@ impl User {
 
     /// A command begins; it may be of these blocks.
     fn on_begin(&self, command: &'static str, blocks: &Range<u64>) {
+        self.begun.set(events::now());
         debug!(port = self.port.0, ?blocks, "{command} begins");
     }
 
@@ -289,6 +297,11 @@ impl User {
             Err(error) => error.to_string(),
         };
         coverage::note("command", command, &outcome);
+        let time = events::now() - self.begun.get();
+        if self.is_prompt && time > PROMPT {
+            let why = format!("a quiet day, and a {command} takes {time:?}: {outcome}");
+            self.judge::<(), _>(Err(why));
+        }
         debug!(port = self.port.0, ?blocks, "{command} ends: {outcome}");
     }
 
@@ -460,6 +473,8 @@ impl User {
         let (reserve, release, clear, preempt_and_abort) = (1, 2, 3, 5);
         let action = [reserve, release, release, clear, preempt_and_abort][rng.usize(..5)];
         let other = rng.u64(1..=plan.initiators.len() as u64);
+        // The key of each is its port, of which the upper bits are the same.
+        let other = u64::from(self.port.0) & !0xff | other;
         // Write exclusive: of the holder, of registrants, of all registrants.
         let scope = [1, 5, 7][rng.usize(..3)];
         for (action, keys) in [

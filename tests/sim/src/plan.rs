@@ -321,7 +321,8 @@ impl Plan {
         more.extend(Trouble::doubles(&mut devices, initiators.len()));
         let mut cheats = Rng::with_seed(seed ^ 0xc4ea7);
         let number = [0, 0, 0, 1, 3][cheats.usize(..5)];
-        let cheats = (0..number).map(|_| CheatPlan::draw(&mut cheats)).collect();
+        let mut cheats: Vec<_> = (0..number).map(|_| CheatPlan::draw(&mut cheats)).collect();
+        CheatPlan::extend(&mut cheats, &mut Rng::with_seed(seed ^ 0x57ea1));
         // An administrator has days of his own, for which others are as they were.
         let mut admin = Rng::with_seed(seed ^ 0xad_717);
         more.extend(AdminFault::draw(&mut admin, (paths, initiators.len())));
@@ -346,12 +347,16 @@ impl Plan {
         let iscsi = (iscsi.count() + 1) * paths;
         let connections = iscsi + rivals.iter().map(|one| one.connections).sum::<usize>() + 2;
         Self {
-            cheats,
             paths,
             rivals,
             seed,
             timeout,
-            connections: 1,
+            // A thief joins a session of several connections, if it can.
+            connections: if cheats.iter().any(|one| one.aim.joins(one.protocol)) {
+                4
+            } else {
+                1
+            },
             pool: [1 << 20, 2 << 20][others.usize(..2)],
             window: [1 << 20, 64 << 10, 8 << 10, 1 << 10][pieces.usize(..4)],
             sends: [None, Some(8), Some(16)][pieces.usize(..3)],
@@ -369,6 +374,7 @@ impl Plan {
             longest: [1, 8, 64, 300][rng.usize(..4)],
             // Not drawn, so that what was drawn before stays as it is.
             private_units: (seed / 6).is_multiple_of(3),
+            cheats,
             initiators,
             troubles,
         }
@@ -396,6 +402,14 @@ impl Plan {
             _ => false,
         };
         self.troubles.iter().all(is_mild) && self.timeout >= TIMEOUT
+    }
+
+    /// Whether all commands are carried out soon as well: nothing limits their number.
+    #[must_use]
+    pub fn is_prompt(&self) -> bool {
+        let limits =
+            |trouble: &Trouble| matches!(trouble.fault, Fault::Admin(AdminFault::Limit(_)));
+        self.is_quiet() && !self.troubles.iter().any(limits)
     }
 
     /// Whether an administrator changes what is served, so that there are units for it.

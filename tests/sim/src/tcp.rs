@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use riser_reactor::simulated::{Listener, Peer};
 
+use crate::cheat::Overheard;
 use crate::initiator::Dial;
 use crate::leaks::{self, Guard};
 
@@ -97,6 +98,8 @@ pub struct Network {
     /// Room for what is read from a stream.
     scratch: Vec<u8>,
     guard: Guard,
+    /// Where peers hear what they must not know.
+    overheard: Option<Overheard>,
 }
 
 /// Bytes that have arrived.
@@ -117,10 +120,11 @@ impl Arrived {
 impl Network {
     /// A network to these listeners, of which a connection finds one, as with `SO_REUSEPORT`.
     #[must_use]
-    pub fn new(listeners: Listeners, guard: Guard) -> Self {
+    pub fn new(listeners: Listeners, guard: Guard, overheard: Option<Overheard>) -> Self {
         Self {
             listeners,
             guard,
+            overheard,
             connections: Vec::new(),
             vanished: Vec::new(),
             gone: Vec::new(),
@@ -245,7 +249,8 @@ impl Network {
                 moved += 1;
                 return false;
             }
-            moved += connection.turn(now, most, (&mut self.arrived, scratch, &self.guard));
+            let ears = (&self.guard, self.overheard.as_ref());
+            moved += connection.turn(now, most, (&mut self.arrived, scratch, ears));
             !connection.is_over()
         });
         moved > 0
@@ -307,7 +312,11 @@ impl Connection {
         &mut self,
         now: Instant,
         most: usize,
-        (arrived, scratch, guard): (&mut Arrived, &mut [u8], &Guard),
+        (arrived, scratch, (guard, overheard)): (
+            &mut Arrived,
+            &mut [u8],
+            (&Guard, Option<&Overheard>),
+        ),
     ) -> usize {
         if self.is_orphan {
             return 0;
@@ -319,6 +328,9 @@ impl Connection {
         if !bytes.is_empty() {
             moved += bytes.len();
             self.sent.look(guard, self.from, &bytes);
+            if let Some(overheard) = overheard {
+                overheard.hear_stream(self.from, false, &bytes);
+            }
             self.to_initiator.push(at, bytes);
         }
         let room = WINDOW.saturating_sub(self.to_target.bytes).min(most);
@@ -331,6 +343,9 @@ impl Connection {
                 Ok(len) => {
                     moved += len;
                     self.to_target.push(at, scratch[..len].to_vec());
+                    if let Some(overheard) = overheard {
+                        overheard.hear_stream(self.from, true, &scratch[..len]);
+                    }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => self.is_ended = true,

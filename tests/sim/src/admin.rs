@@ -398,6 +398,9 @@ impl Layout {
                 luns += ", 23: { backend: x }";
             }
         }
+        if cheat::rules(&plan.cheats).is_some() {
+            luns += ", 9: { backend: c }";
+        }
         let (portals, access) = (self.portals(plan), self.access(plan));
         format!(
             "  - name: t\n    iqn: {IQN}\n    portals:\n{portals}    luns: {{ {luns} }}\n    access: {access}\n"
@@ -430,15 +433,17 @@ impl Layout {
         text
     }
 
-    /// The rules of access. Without private units and without an initiator that is denied at a
-    /// time, all may log in.
+    /// The rules of access. Without private units, without an initiator that is denied at a time
+    /// and without a peer that cheats here, all may log in.
     fn access(&self, plan: &Plan) -> String {
         let denies = |trouble: &Trouble| matches!(trouble.fault, Fault::Admin(AdminFault::Deny(_)));
         let may_deny = plan.troubles.iter().any(denies);
-        if !plan.private_units && !may_deny {
+        let of_cheats = cheat::rules(&plan.cheats);
+        if !plan.private_units && !may_deny && of_cheats.is_none() {
             return "open".to_owned();
         }
-        let mut rules = String::from("[");
+        let is_closed = may_deny || of_cheats.is_some();
+        let mut rules = format!("[{}", of_cheats.unwrap_or_default());
         if plan.is_administered() {
             rules += &format!("{{ address: {WATCHERS} }}, ");
         }
@@ -456,7 +461,7 @@ impl Layout {
             }
         }
         // Others have numbers from 128 on in these networks.
-        let nets: &[&str] = match may_deny {
+        let nets: &[&str] = match is_closed {
             true => &[
                 "10.0.0.128/25",
                 "10.0.3.128/25",

@@ -26,6 +26,11 @@ pub(crate) fn set_time(now: Duration) {
     NOW.set(now);
 }
 
+/// The time of the run.
+pub(crate) fn now() -> Duration {
+    NOW.get()
+}
+
 struct VirtualTime;
 
 impl FormatTime for VirtualTime {

@@ -22,11 +22,10 @@ use riser_tests::history::{BLOCK, History, Port, WriteId};
 use riser_transport::loopback::{Endpoint, Fabric};
 use tracing::debug;
 
-use crate::coverage;
 use crate::executor::Executor;
 use crate::model::Model;
 use crate::plan::{Plan, Protocol};
-use crate::target;
+use crate::{coverage, events, target};
 
 /// Streams that initiators have opened and the network has not seen.
 pub type Dialed = Rc<RefCell<Vec<Dial>>>;
@@ -53,6 +52,10 @@ pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Wait before the unit is opened again.
 const AGAIN: Duration = Duration::from_millis(500);
+
+/// Time that a command takes at most where nothing holds it up. What others do must not make it
+/// longer: an initiator that does not send its data is given up only after more than that.
+const PROMPT: Duration = Duration::from_secs(10);
 
 /// Address of an initiator in the beginning.
 #[must_use]
@@ -307,6 +310,10 @@ pub struct User {
     pub is_quiet: bool,
     /// What is known of the unit's reservations, if anything is.
     pub model: Option<Rc<Model>>,
+    /// Nor does anything make requests slow.
+    pub is_prompt: bool,
+    /// When its command has begun; it has one at a time.
+    pub begun: Cell<Duration>,
     /// Where mistakes go.
     pub verdict: Verdict,
 }
@@ -323,6 +330,7 @@ impl User {
 
     /// A command begins; it may be of these blocks.
     fn on_begin(&self, command: &'static str, blocks: &Range<u64>) {
+        self.begun.set(events::now());
         debug!(port = self.port.0, ?blocks, "{command} begins");
     }
 
@@ -338,6 +346,11 @@ impl User {
             Err(error) => error.to_string(),
         };
         coverage::note("command", command, &outcome);
+        let time = events::now() - self.begun.get();
+        if self.is_prompt && time > PROMPT {
+            let why = format!("a quiet day, and a {command} takes {time:?}: {outcome}");
+            self.judge::<(), _>(Err(why));
+        }
         debug!(port = self.port.0, ?blocks, "{command} ends: {outcome}");
     }
 
@@ -543,6 +556,8 @@ impl User {
         let (reserve, release, clear, preempt_and_abort) = (1, 2, 3, 5);
         let action = [reserve, release, release, clear, preempt_and_abort][rng.usize(..5)];
         let other = rng.u64(1..=plan.initiators.len() as u64);
+        // The key of each is its port, of which the upper bits are the same.
+        let other = u64::from(self.port.0) & !0xff | other;
         // Write exclusive: of the holder, of registrants, of all registrants.
         let scope = [1, 5, 7][rng.usize(..3)];
         for (action, keys) in [

@@ -385,7 +385,8 @@ impl Plan {
         more.extend(Trouble::doubles(&mut devices, initiators.len()));
         let mut cheats = Rng::with_seed(seed ^ 0xc4ea7);
         let number = [0, 0, 0, 1, 3][cheats.usize(..5)];
-        let cheats = (0..number).map(|_| CheatPlan::draw(&mut cheats)).collect();
+        let mut cheats: Vec<_> = (0..number).map(|_| CheatPlan::draw(&mut cheats)).collect();
+        CheatPlan::extend(&mut cheats, &mut Rng::with_seed(seed ^ 0x57ea1));
         // An administrator has days of his own, for which others are as they were.
         let mut admin = Rng::with_seed(seed ^ 0xad_717);
         more.extend(AdminFault::draw(&mut admin, (paths, initiators.len())));
@@ -442,7 +443,6 @@ impl Plan {
         let connections = iscsi + rivals.iter().map(|one| one.connections).sum::<usize>() + 2;
         let connections = connections + usize::from(flood > 0) + usize::from(exchange) * paths;
         Self {
-            cheats,
             flood,
             exchange,
             paths,
@@ -450,7 +450,11 @@ impl Plan {
             seed,
             timeout,
             segments,
-            connections: [1, 1, 2, 4][sessions.usize(..4)],
+            connections: match cheats.iter().any(|one| one.aim.joins(one.protocol)) {
+                // A thief joins a session of several connections, if it can.
+                true => 4,
+                false => [1, 1, 2, 4][sessions.usize(..4)],
+            },
             recovery_level: [0, 1, 2, 2][sessions.usize(..4)],
             queue_depth: [128, 128, 128, 8][sessions.usize(..4)],
             pool: [1 << 20, 2 << 20][others.usize(..2)],
@@ -471,6 +475,7 @@ impl Plan {
             longest: [1, 8, 64, 300][rng.usize(..4)],
             // Not drawn, so that what was drawn before stays as it is.
             private_units: (seed / 6).is_multiple_of(3),
+            cheats,
             initiators,
             troubles,
         }
@@ -524,6 +529,14 @@ impl Plan {
     pub fn fails_to_save(&self) -> bool {
         let mut troubles = self.troubles.iter();
         troubles.any(|trouble| matches!(trouble.fault, Fault::FailSaves(_)))
+    }
+
+    /// Whether all commands are carried out soon as well: nothing limits their number.
+    #[must_use]
+    pub fn is_prompt(&self) -> bool {
+        let limits =
+            |trouble: &Trouble| matches!(trouble.fault, Fault::Admin(AdminFault::Limit(_)));
+        self.is_quiet() && !self.troubles.iter().any(limits)
     }
 
     /// Whether an administrator changes what is served, so that there are units for it.

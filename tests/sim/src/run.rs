@@ -1,6 +1,6 @@
 //! One run of a plan.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
@@ -181,18 +181,21 @@ impl World {
             Initiator::new(one, port, &fabric, &dialed, first, (plan, &mut rng))
         });
         let initiators = initiators.collect();
-        let guard = Guard::default();
+        let guard = Guard::new(plan.private_units);
         let (tap, paths) = (guard.clone(), plan.paths);
         let overheard = Overheard::default();
         let surroundings = Surroundings {
             fabric: fabric.clone(),
             dialed: dialed.clone(),
             port: target.port_of_cheats().unwrap_or(port),
+            honest: port,
+            hosts: (plan.initiators.len(), plan.rivals.len()),
             overheard: overheard.clone(),
         };
-        let is_cheated = !plan.cheats.is_empty();
+        let overheard = (!plan.cheats.is_empty()).then_some(overheard);
+        let ears = overheard.clone();
         fabric.tap(move |from, to, bytes| {
-            if is_cheated {
+            if let Some(overheard) = &ears {
                 overheard.hear(from.ip(), to.ip(), bytes);
             }
             let mut addresses = (0..paths).map(target::rdma_address);
@@ -232,7 +235,7 @@ impl World {
             rng,
             fabric,
             target,
-            network: Network::new(listeners, guard.clone()),
+            network: Network::new(listeners, guard.clone(), overheard),
             guard,
             exchanged: Disks::default(),
             initiators,
@@ -251,7 +254,7 @@ impl World {
     fn user(&self, index: usize) -> User {
         User {
             is_quiet: self.plan.is_quiet_for(index),
-            ..self.user_of(Port(1 + index as u16))
+            ..self.user_of(leaks::shared_port(1 + index as u16))
         }
     }
 
@@ -262,6 +265,8 @@ impl World {
             is_cached: self.plan.write_cache,
             is_quiet: self.plan.is_quiet(),
             model: Some(Rc::clone(&self.model)),
+            is_prompt: self.plan.is_prompt(),
+            begun: Cell::default(),
             verdict: Rc::clone(&self.verdict),
         }
     }
@@ -425,6 +430,7 @@ impl World {
         let user = User {
             is_cached: false,
             is_quiet: false,
+            is_prompt: false,
             ..self.user(exchange::NUMBER)
         };
         let (plan, disks) = (self.plan.clone(), self.exchanged.clone());
@@ -436,7 +442,7 @@ impl World {
 
     fn start_rivals(&mut self) {
         for (index, plan) in self.plan.rivals.clone().into_iter().enumerate() {
-            let user = self.user_of(Port(101 + index as u16));
+            let user = self.user_of(leaks::shared_port(101 + index as u16));
             let seed = (self.fabric.now(), self.rng.fork());
             let user = (user, Rc::clone(&self.model));
             let rival = Rival::new((index, plan), user, &self.plan, &self.dialed, seed);

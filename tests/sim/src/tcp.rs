@@ -14,6 +14,7 @@ use fastrand::Rng;
 use riser_reactor::simulated::{Listener, Peer};
 use riser_transport::loopback::Blocked;
 
+use crate::cheat::Overheard;
 use crate::initiator::Dial;
 use crate::leaks::{self, Guard};
 
@@ -145,6 +146,8 @@ pub struct Network {
     /// Room for what is read from a stream.
     scratch: Vec<u8>,
     guard: Guard,
+    /// Where peers hear what they must not know.
+    overheard: Option<Overheard>,
 }
 
 /// Bytes that have arrived.
@@ -165,10 +168,11 @@ impl Arrived {
 impl Network {
     /// A network to these listeners, of which a connection finds one, as with `SO_REUSEPORT`.
     #[must_use]
-    pub fn new(listeners: Listeners, guard: Guard) -> Self {
+    pub fn new(listeners: Listeners, guard: Guard, overheard: Option<Overheard>) -> Self {
         Self {
             listeners,
             guard,
+            overheard,
             connections: Vec::new(),
             vanished: Vec::new(),
             gone: Vec::new(),
@@ -328,6 +332,7 @@ impl Network {
                 arrived: &mut self.arrived,
                 scratch,
                 guard: &self.guard,
+                overheard: self.overheard.as_ref(),
             };
             moved += connection.turn(now, surroundings);
             !connection.is_over(ways)
@@ -409,6 +414,7 @@ struct Surroundings<'a> {
     arrived: &'a mut Arrived,
     scratch: &'a mut [u8],
     guard: &'a Guard,
+    overheard: Option<&'a Overheard>,
 }
 
 impl Connection {
@@ -425,6 +431,7 @@ impl Connection {
             arrived,
             scratch,
             guard,
+            overheard,
         } = with;
         let mut moved = 0;
         let at = now + LATENCY;
@@ -440,6 +447,9 @@ impl Connection {
         if !bytes.is_empty() {
             moved += bytes.len();
             self.sent.look(guard, self.from, &bytes);
+            if let Some(overheard) = overheard {
+                overheard.hear_stream(self.from, false, &bytes);
+            }
             self.to_initiator.push(at + late(), bytes);
         }
         let room = WINDOW.saturating_sub(self.to_target.bytes).min(most);
@@ -452,6 +462,9 @@ impl Connection {
                 Ok(len) => {
                     moved += len;
                     self.to_target.push(at + late(), scratch[..len].to_vec());
+                    if let Some(overheard) = overheard {
+                        overheard.hear_stream(self.from, true, &scratch[..len]);
+                    }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.may_have_sent = false;

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use riser_sim::cheat::CheatPlan;
+use riser_sim::cheat::{Aim, CheatPlan};
 use riser_sim::disks::DiskFault;
 use riser_sim::keeper::SaveFailure;
 use riser_sim::nics::{NicFault, Place};
@@ -39,11 +39,45 @@ fn honest_initiators_go_on_beside_peers_that_cheat() {
             messages: 80,
             silences: 2,
             departures: 2,
+            ..CheatPlan::default()
         });
         pass(&Plan {
             cheats: cheats.to_vec(),
             ..busy(seed)
         });
+    }
+}
+
+#[test]
+fn honest_initiators_go_on_beside_peers_that_want_their_data_or_hold_up_their_commands() {
+    let aims = [
+        Aim::Steal(0),
+        Aim::StealBeside(1),
+        Aim::Trespass,
+        Aim::Withhold,
+        Aim::Forge(1),
+    ];
+    for (seed, aim) in (1..).zip(aims) {
+        let cheats = ALL.map(|protocol| CheatPlan {
+            protocol,
+            // Others have no portal by which they could trespass.
+            aim: match protocol {
+                Protocol::Srp => aim,
+                _ if aim == Aim::Trespass => Aim::Withhold,
+                _ => aim,
+            },
+            lasts: true,
+            messages: 80,
+            ..CheatPlan::default()
+        });
+        let plan = Plan {
+            cheats: cheats.to_vec(),
+            connections: 4,
+            private_units: seed % 2 == 0,
+            ..busy(seed)
+        };
+        assert!(plan.is_prompt(), "no command may take long");
+        pass(&plan);
     }
 }
 

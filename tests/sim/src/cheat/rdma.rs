@@ -1,15 +1,16 @@
 //! Over RDMA: messages in any order, memory that comes and goes, keys of others, and packets that
 //! acknowledge what was not sent.
 
-use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::net::SocketAddr;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use riser_memory::{MemSlice, Memory};
-use riser_scsi::srp::{Cmd, DataBuffer, MemDesc, Tag, TargetPortId, TaskAttr};
+use riser_scsi::srp::{
+    Cmd, DataBuffer, InitiatorPortId, MemDesc, MultiChannelAction, Tag, TargetPortId, TaskAttr,
+};
 use riser_test_peers::mini::login_req;
-use riser_test_peers::pdus::cdb10;
 use riser_tests::mutator::Mutator;
 use riser_transport::loopback::{Endpoint, Fabric};
 use riser_transport::verbs::{
@@ -18,10 +19,13 @@ use riser_transport::verbs::{
     Verbs as _, WrId,
 };
 use riser_transport::wire::{
-    Aeth, AethSyndrome, Bth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, Qpn, ROCE_PORT, emit_headers,
+    Aeth, AethSyndrome, Bth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, ROCE_PORT, emit_headers,
 };
 
-use super::{Act, CheatPlan, Pace, SRP_PORT, Surroundings, address, command, login, set_number};
+use super::{
+    Act, Aim, CheatPlan, Names, Overheard, Pace, SILENCES, SRP_PORT, Surroundings, Wish, address,
+    overheard, set_number,
+};
 use crate::plan::Protocol;
 use crate::target;
 
@@ -43,55 +47,8 @@ const DATA: usize = 256 << 10;
 const LOGIN: Duration = Duration::from_secs(2);
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// The last packets to and from each address: where they went, what they were.
-#[derive(Clone, Debug, Default)]
-pub struct Overheard(Arc<Mutex<Vec<Exchange>>>);
-
-#[derive(Clone, Copy, Debug)]
-struct Exchange {
-    peer: IpAddr,
-    /// Queue pair of the target.
-    qpn: Option<Qpn>,
-    /// Sequence number of the target's last packet.
-    psn: Option<u32>,
-}
-
-impl Overheard {
-    /// A packet leaves a device.
-    pub fn hear(&self, from: IpAddr, to: IpAddr, packet: &[u8]) {
-        let is_peer = |at: IpAddr| matches!(at, IpAddr::V4(at) if at.octets()[2] == 2);
-        let peer = match () {
-            () if is_peer(from) => from,
-            () if is_peer(to) => to,
-            () => return,
-        };
-        let Some(bth) = packet.first_chunk::<{ Bth::LEN }>() else {
-            return;
-        };
-        let number = |at: usize| u32::from_be_bytes([0, bth[at], bth[at + 1], bth[at + 2]]);
-        let (qpn, psn) = (number(5), number(9));
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = all.iter().position(|one| one.peer == peer);
-        let at = at.unwrap_or_else(|| {
-            let (qpn, psn) = (None, None);
-            all.push(Exchange { peer, qpn, psn });
-            all.len() - 1
-        });
-        // Queue pair 1 is that of the connection managers.
-        if qpn > 1 {
-            match from == peer {
-                true => all[at].qpn = Some(Qpn::new(qpn)),
-                false => all[at].psn = Some(psn),
-            }
-        }
-    }
-
-    fn exchange(&self, peer: IpAddr) -> Option<(Qpn, u32)> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = all.iter().find(|one| one.peer == peer)?;
-        Some((found.qpn?, found.psn?))
-    }
-}
+/// SRP port of the target under judgement.
+const HONEST_SRP: u16 = 5555;
 
 /// Its connection.
 #[derive(Debug)]
@@ -112,7 +69,11 @@ pub struct RdmaCheat {
     mutator: Mutator,
     fabric: Fabric,
     overheard: Overheard,
+    /// The SRP ports of its own target, and of the one under judgement.
     port: TargetPortId,
+    honest: TargetPortId,
+    /// The one whose names it has.
+    victim: Option<u8>,
     device: Endpoint,
     pd: PdId,
     memory: MemSlice,
@@ -151,6 +112,8 @@ impl RdmaCheat {
             fabric: world.fabric.clone(),
             overheard: world.overheard.clone(),
             port: world.port,
+            honest: world.honest,
+            victim: plan.aim.victim().map(|victim| world.host(victim)),
             device,
             pd,
             memory,
@@ -183,7 +146,7 @@ impl RdmaCheat {
         let mut worked = self.device.progress(now) > 0;
         worked |= self.poll(now);
         match &self.connection {
-            None if self.dials_at <= now && self.pace.left > 0 => {
+            None if self.dials_at <= now && self.pace.may_dial(now) => {
                 self.dial(now);
                 worked = true;
             }
@@ -200,7 +163,7 @@ impl RdmaCheat {
             match act {
                 Act::Silence(time) => self.silent_until = now + time,
                 Act::Departure => self.leave(now),
-                Act::Message => self.cheat(),
+                Act::Message => self.cheat(now),
             }
             worked = true;
         }
@@ -210,7 +173,11 @@ impl RdmaCheat {
     /// Asks for a connection; its events come later.
     fn dial(&mut self, now: Instant) {
         let is_srp = self.pace.plan.protocol == Protocol::Srp;
-        let port = if is_srp { SRP_PORT } else { 3260 };
+        let port = match self.pace.plan.aim {
+            _ if !is_srp => 3260,
+            Aim::Own | Aim::Trespass => SRP_PORT,
+            _ => HONEST_SRP,
+        };
         let to = SocketAddr::new(target::ADDRESS, port);
         let dev = &mut self.device;
         let cm = dev.create_id(PortSpace::Tcp).expect("few identifiers");
@@ -228,16 +195,15 @@ impl RdmaCheat {
             is_up: false,
             until: now + LOGIN,
         });
-        for slot in 0..RECEIVES {
+        let receives = if self.pace.plan.deaf { 0 } else { RECEIVES };
+        for slot in 0..receives {
             self.post_recv(slot);
         }
         let mut private_data = vec![0; if is_srp { 56 } else { 4 }];
         if is_srp {
-            // The same port again and again.
-            let login = login_req(200 + self.index as u8, self.port);
-            login.emit_rdma(&mut private_data);
+            self.emit_login(&mut private_data);
         }
-        if self.pace.rng.u8(..6) == 0 {
+        if self.pace.plan.aim == Aim::Own && self.pace.rng.u8(..6) == 0 {
             self.mutator.change(&mut private_data);
             private_data.truncate(56);
         }
@@ -250,6 +216,27 @@ impl RdmaCheat {
         if self.device.connect(cm, &param).is_err() {
             self.leave(now);
         }
+    }
+
+    /// The login of SRP.
+    fn emit_login(&mut self, out: &mut [u8]) {
+        let target = match self.pace.plan.aim {
+            Aim::Own => self.port,
+            _ => self.honest,
+        };
+        // The same port again and again.
+        let mut login = login_req(200 + self.index as u8, target);
+        if let Some(port) = self.stolen_port() {
+            login.initiator_port = port;
+            if self.pace.rng.bool() {
+                login.multi_channel = MultiChannelAction::Multi;
+            }
+        }
+        login.emit_rdma(out);
+    }
+
+    fn stolen_port(&self) -> Option<InitiatorPortId> {
+        self.overheard.of(self.victim?)?.port
     }
 
     /// Leaves the connection without a word, or with one.
@@ -295,7 +282,8 @@ impl RdmaCheat {
                 break;
             }
             // Some it does not take any more.
-            if completion.opcode.is_recv() && self.pace.rng.u8(..8) > 0 {
+            let is_thief = self.pace.plan.aim.is_theft();
+            if completion.opcode.is_recv() && (is_thief || self.pace.rng.u8(..8) > 0) {
                 self.post_recv(completion.wr_id.0 as usize);
             }
         }
@@ -305,13 +293,32 @@ impl RdmaCheat {
     /// Logs in, where that is not done with the connection.
     fn begin(&mut self) {
         if self.pace.plan.protocol == Protocol::Iser && self.pace.rng.u8(..6) > 0 {
-            let login = login(self.index, "RDMAExtensions=Yes\0");
+            let victim = self.victim.and_then(|victim| self.overheard.of(victim));
+            let stolen = victim.and_then(|victim| victim.names);
+            let names = stolen.map_or_else(
+                || Names::own(self.index),
+                |names| Names { tsih: 0, ..names },
+            );
+            let login = names.login(self.pace.plan.aim, "RDMAExtensions=Yes\0");
             self.send(&[&iser_header(None), &login[..]].concat());
         }
     }
 
     /// One thing that it must not do, or need not.
-    fn cheat(&mut self) {
+    fn cheat(&mut self, now: Instant) {
+        match self.pace.plan.aim {
+            Aim::Own => {}
+            Aim::Withhold => {
+                self.announce();
+                // Sometimes its device does not even refuse to give the data.
+                if self.pace.rng.bool() {
+                    let time = SILENCES[self.pace.rng.usize(..SILENCES.len())];
+                    self.silent_until = now + time;
+                }
+                return;
+            }
+            _ => return self.announce(),
+        }
         match self.pace.rng.u8(..16) {
             0..3 => self.announce(),
             3 => self.withdraw(),
@@ -375,43 +382,24 @@ impl RdmaCheat {
         };
         (self.data_mr, self.key) = (Some(mr), mr.rkey);
         self.number += 1;
-        let number = self.number - 1;
+        let (number, aim) = (self.number - 1, self.pace.plan.aim);
+        let wish = Wish::draw(aim, &mut self.pace.rng);
+        // Data that must not come are in memory that nobody gets at.
+        let key = match aim {
+            Aim::Withhold => mr.rkey.0 ^ 0x8000_0000,
+            _ => mr.rkey.0,
+        };
         let message = match self.pace.plan.protocol {
             Protocol::Iser => {
-                let pdu = command(&mut self.pace.rng, number);
-                let header = iser_header(Some((mr.rkey.0, mr.addr)));
-                [&header[..], &pdu].concat()
+                let header = iser_header(Some((key, mr.addr)));
+                [&header[..], &wish.pdu(number)].concat()
             }
-            _ => self.srp_command(number, mr),
+            _ => srp_command(number, wish, MemDesc::new(mr.addr, key, wish.len)),
         };
         self.send(&message);
-        if self.pace.rng.bool() {
+        if !aim.is_theft() && self.pace.rng.bool() {
             self.withdraw();
         }
-    }
-
-    fn srp_command(&mut self, number: u32, mr: Mr) -> Vec<u8> {
-        let rng = &mut self.pace.rng;
-        let blocks = rng.u16(16..=512);
-        let buffer = DataBuffer::Direct(MemDesc::new(mr.addr, mr.rkey.0, u32::from(blocks) * 512));
-        let writes = rng.bool();
-        let mut cdb = [0; 16];
-        let opcode = if writes { 0x2a } else { 0x28 };
-        cdb[..10].copy_from_slice(&cdb10(opcode, rng.u32(..64), blocks));
-        let command = Cmd {
-            tag: Tag(u64::from(number)),
-            lun: [0; 8],
-            task_attr: TaskAttr::Simple,
-            notify_success: false,
-            notify_failure: false,
-            cdb,
-            additional_cdb: &[],
-            data_out: if writes { buffer } else { DataBuffer::None },
-            data_in: if writes { DataBuffer::None } else { buffer },
-        };
-        let mut iu = vec![0; command.wire_len()];
-        command.emit(&mut iu);
-        iu
     }
 
     /// Takes the memory away that it has announced.
@@ -438,11 +426,16 @@ impl RdmaCheat {
     fn acknowledge(&mut self) {
         let from = SocketAddr::new(address(self.index), ROCE_PORT);
         let to = SocketAddr::new(target::ADDRESS, ROCE_PORT);
-        let Some((qpn, psn)) = self.overheard.exchange(from.ip()) else {
+        let Some(known) = self.overheard.of(overheard::host(from.ip())) else {
+            return;
+        };
+        let (Some(qpn), Some(psn)) = (known.qpns[0], known.psns[0]) else {
             return;
         };
         let rng = &mut self.pace.rng;
-        let psn = Psn::new(psn.wrapping_add(rng.u32(..3000)) & 0xff_ffff);
+        // Those that wait in the target's socket, or that its window has room for.
+        let most = [4, 64, 3000][rng.usize(..3)];
+        let psn = Psn::new(psn.wrapping_add(rng.u32(..most)) & 0xff_ffff);
         // ACK; RNR NAK; NAKs for sequence, invalid request, access, operation.
         let syndromes = [0x00, 0x1f, 0x20, 0x2e, 0x60, 0x61, 0x62, 0x63];
         let syndrome = AethSyndrome::from_wire(syndromes[rng.usize(..8)]);
@@ -457,6 +450,38 @@ impl RdmaCheat {
         packet.extend_from_slice(&icrc);
         self.fabric.inject(from, to, packet);
     }
+}
+
+/// A command of SRP with memory.
+fn srp_command(number: u32, wish: Wish, memory: MemDesc) -> Vec<u8> {
+    let buffer = DataBuffer::Direct(memory);
+    let mut lun = [0; 8];
+    lun[..2].copy_from_slice(&wish.lun.to_be_bytes());
+    let command = Cmd {
+        tag: Tag(u64::from(number)),
+        lun,
+        task_attr: match wish.is_ordered {
+            true => TaskAttr::Ordered,
+            false => TaskAttr::Simple,
+        },
+        notify_success: false,
+        notify_failure: false,
+        cdb: wish.cdb,
+        additional_cdb: &[],
+        data_out: if wish.writes {
+            buffer
+        } else {
+            DataBuffer::None
+        },
+        data_in: if wish.writes {
+            DataBuffer::None
+        } else {
+            buffer
+        },
+    };
+    let mut iu = vec![0; command.wire_len()];
+    command.emit(&mut iu);
+    iu
 }
 
 /// The header of iSER, with memory to read and to write if there is some.

@@ -6,9 +6,10 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use riser_scsi::iscsi::frame::Framer;
 use riser_tests::mutator::Mutator;
 
-use super::{Act, CheatPlan, Pace, Surroundings, address, command, login, set_number};
+use super::{Act, Aim, CheatPlan, Names, Overheard, Pace, Surroundings, Wish, address, set_number};
 use crate::initiator::{Dial, Dialed};
 use crate::target;
 
@@ -17,6 +18,9 @@ static MESSAGES: LazyLock<Mutator> = LazyLock::new(|| Mutator::of_pdus(0, 0));
 /// Time after which it connects again.
 const AGAIN: Duration = Duration::from_millis(20);
 
+/// Longest data segment that it takes, in bytes.
+const MAX_RECV: u32 = 1 << 20;
+
 /// A peer of iSCSI.
 #[derive(Debug)]
 pub struct TcpCheat {
@@ -24,7 +28,12 @@ pub struct TcpCheat {
     pace: Pace,
     mutator: Mutator,
     dialed: Dialed,
+    overheard: Overheard,
+    /// The one whose names it has.
+    victim: Option<u8>,
     stream: Option<UnixStream>,
+    /// What comes, where it looks at that.
+    framer: Framer,
     /// What has not been written yet.
     leaving: Vec<u8>,
     /// The number of the next command, and its tag.
@@ -43,7 +52,10 @@ impl TcpCheat {
             mutator: MESSAGES.with_seed(rng.u64(..), 1),
             pace: Pace::new(plan, rng, now),
             dialed: world.dialed.clone(),
+            overheard: world.overheard.clone(),
+            victim: plan.aim.victim().map(|victim| world.host(victim)),
             stream: None,
+            framer: Framer::new(MAX_RECV),
             leaving: Vec::new(),
             number: 1,
             silent_until: now,
@@ -66,9 +78,12 @@ impl TcpCheat {
             return false;
         }
         if self.stream.is_none() {
-            return self.dials_at <= now && self.pace.left > 0 && self.dial();
+            return self.dials_at <= now && self.pace.may_dial(now) && self.dial();
         }
-        let mut worked = self.write() | self.read(now);
+        let mut worked = self.write(now);
+        if !self.pace.plan.deaf {
+            worked |= self.read(now);
+        }
         // Not while the target does not take what there is.
         while self.stream.is_some()
             && self.leaving.is_empty()
@@ -86,24 +101,26 @@ impl TcpCheat {
             Act::Silence(time) => self.silent_until = now + time,
             Act::Departure => self.leave(now),
             Act::Message => {
-                let rng = &mut self.pace.rng;
-                self.leaving = match rng.u8(..4) {
-                    0 => {
-                        self.number += 1;
-                        command(rng, self.number - 1).to_vec()
+                let (rng, aim) = (&mut self.pace.rng, self.pace.plan.aim);
+                let is_command = aim != Aim::Own || rng.u8(..4) == 0;
+                self.leaving = match is_command {
+                    true => {
+                        let number = self.number;
+                        self.number = number.wrapping_add(1);
+                        Wish::draw(aim, rng).pdu(number).to_vec()
                     }
-                    _ => {
+                    false => {
                         let mut pdu = self.mutator.message();
                         set_number(rng, &mut pdu, &mut self.number);
                         pdu
                     }
                 };
                 // A part of it, and the rest never.
-                if self.pace.rng.u8(..16) == 0 {
+                if aim == Aim::Own && self.pace.rng.u8(..16) == 0 {
                     let len = self.pace.rng.usize(..=self.leaving.len());
                     self.leaving.truncate(len);
                 }
-                self.write();
+                self.write(now);
             }
         }
     }
@@ -120,12 +137,32 @@ impl TcpCheat {
         });
         self.stream = Some(ours);
         self.number = 1;
+        self.framer = Framer::new(MAX_RECV);
+        let aim = self.pace.plan.aim;
         // Some begin with anything else.
         self.leaving = match self.pace.rng.u8(..6) {
-            0 => self.mutator.message(),
-            _ => login(self.index, ""),
+            0 if aim == Aim::Own => self.mutator.message(),
+            _ => self.names().login(aim, ""),
         };
         true
+    }
+
+    /// The names that it logs in with.
+    fn names(&mut self) -> Names {
+        let victim = self.victim.and_then(|victim| self.overheard.of(victim));
+        let Some(mut names) = victim.and_then(|victim| victim.names) else {
+            return Names::own(self.index);
+        };
+        // In the place of the session, as a connection of it, or of one that it may be: one more,
+        // or in the place of another.
+        let rng = &mut self.pace.rng;
+        match rng.u8(..4) {
+            0 => names.tsih = 0,
+            1 => names.tsih = rng.u16(1..),
+            _ => {}
+        }
+        names.cid = [0, 1, 77][rng.usize(..3)];
+        names
     }
 
     fn leave(&mut self, now: Instant) {
@@ -134,7 +171,7 @@ impl TcpCheat {
         self.dials_at = now + AGAIN;
     }
 
-    fn write(&mut self) -> bool {
+    fn write(&mut self, now: Instant) -> bool {
         let Some(stream) = &mut self.stream else {
             return false;
         };
@@ -144,10 +181,46 @@ impl TcpCheat {
                 len > 0
             }
             Err(error) if error.kind() == ErrorKind::WouldBlock => false,
-            // The end shows when it reads.
+            // The end shows when it reads, if it does.
             Err(_) => {
                 self.leaving.clear();
+                if self.pace.plan.deaf {
+                    self.leave(now);
+                }
                 true
+            }
+        }
+    }
+
+    /// Looks at what has come: it has to know the number of its next command, and to answer pings,
+    /// or the target would soon let it go.
+    fn take(&mut self, len: usize) {
+        const LOGIN_RESPONSE: u8 = 0x23;
+        const NOP_IN: u8 = 0x20;
+        let mut bytes = &self.scratch[..len];
+        while !bytes.is_empty()
+            && let Ok((used, frame)) = self.framer.next(bytes)
+        {
+            bytes = &bytes[used..];
+            let Some(bhs) = frame.map(|frame| *frame.bhs) else {
+                continue;
+            };
+            match bhs[0] & 0x3f {
+                LOGIN_RESPONSE => {
+                    let next = bhs[28..32].try_into().expect("four bytes");
+                    self.number = u32::from_be_bytes(next);
+                }
+                NOP_IN if bhs[20..24] != [0xff; 4] => {
+                    let mut answer = [0; 48];
+                    // Immediate and final, with the target's tag, and without one of its own.
+                    (answer[0], answer[1]) = (0x40, 0x80);
+                    answer[8..16].copy_from_slice(&bhs[8..16]);
+                    answer[16..20].fill(0xff);
+                    answer[20..24].copy_from_slice(&bhs[20..24]);
+                    answer[24..28].copy_from_slice(&self.number.to_be_bytes());
+                    self.leaving.extend_from_slice(&answer);
+                }
+                _ => {}
             }
         }
     }
@@ -158,7 +231,8 @@ impl TcpCheat {
         };
         match stream.read(&mut self.scratch) {
             Ok(0) => self.leave(now),
-            Ok(_) => {}
+            Ok(_) if self.pace.plan.aim == Aim::Own => {}
+            Ok(len) => self.take(len),
             Err(error) if error.kind() == ErrorKind::WouldBlock => return false,
             Err(_) => self.leave(now),
         }

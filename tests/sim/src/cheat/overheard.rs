@@ -1,0 +1,189 @@
+//! What cheating peers know of others: names, numbers of connections, and whole requests, as they
+//! went over the network.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use memchr::memmem;
+use riser_scsi::srp::{InitiatorPortId, LoginReq};
+use riser_transport::wire::{Bth, Qpn};
+
+use super::Names;
+
+/// Where a MAD begins in a packet: behind BTH and DETH.
+pub(super) const MAD: usize = Bth::LEN + 8;
+
+/// Length of a MAD, and of the ICRC behind it.
+const MAD_LEN: usize = 256;
+const ICRC: usize = 4;
+
+/// Places in a MAD of a REQ: the attribute, the requester's id, and the private data behind the
+/// address header of the RDMA CM.
+const ATTRIBUTE: usize = 16;
+pub(super) const COMM_ID: usize = 24;
+const SRP_LOGIN: usize = 164 + 36;
+
+/// Place of a PDU in the packet of a SEND of iSER.
+const PDU: usize = Bth::LEN + 28;
+
+/// Packets and streams as far as somebody needs them, by the last part of an initiator's address.
+#[derive(Clone, Debug, Default)]
+pub struct Overheard(Arc<Mutex<BTreeMap<u8, Host>>>);
+
+/// One initiator, or a peer that cheats.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Host {
+    /// Its address when it was heard last.
+    pub(super) address: Option<IpAddr>,
+    /// Queue pair of the target that it uses, and its own.
+    pub(super) qpns: [Option<Qpn>; 2],
+    /// Sequence numbers of the target's last packet, and of its own.
+    pub(super) psns: [Option<u32>; 2],
+    /// Its port of SRP.
+    pub(super) port: Option<InitiatorPortId>,
+    /// Its names for iSCSI, with the session that it has.
+    pub(super) names: Option<Names>,
+    /// The packet of its last connection request.
+    pub(super) request: Option<Vec<u8>>,
+}
+
+/// The last part of an address, which no two peers share.
+pub(super) fn host(address: IpAddr) -> u8 {
+    match address {
+        IpAddr::V4(at) => at.octets()[3],
+        IpAddr::V6(_) => 0,
+    }
+}
+
+/// Whether an address is the target's.
+fn is_target(address: IpAddr) -> bool {
+    host(address) < 100 && !is_cheat(address)
+}
+
+/// Whether an address is that of a peer that cheats.
+#[must_use]
+pub fn is_cheat(address: IpAddr) -> bool {
+    matches!(address, IpAddr::V4(at) if at.octets()[2] == 2)
+}
+
+impl Overheard {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u8, Host>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is known of an initiator.
+    pub(super) fn of(&self, host: u8) -> Option<Host> {
+        self.lock().get(&host).cloned()
+    }
+
+    /// A packet leaves a device.
+    pub fn hear(&self, from: IpAddr, to: IpAddr, packet: &[u8]) {
+        let Some(bth) = packet.first_chunk::<{ Bth::LEN }>() else {
+            return;
+        };
+        let comes = !is_target(from);
+        let peer = if comes { from } else { to };
+        let mut all = self.lock();
+        let known = all.entry(host(peer)).or_default();
+        if comes {
+            known.address = Some(from);
+        }
+        let number = |at: usize| u32::from_be_bytes([0, bth[at], bth[at + 1], bth[at + 2]]);
+        let (qpn, psn) = (number(5), number(9));
+        // Queue pair 1 is that of the connection managers.
+        if qpn > 1 {
+            known.qpns[usize::from(!comes)] = Some(Qpn::new(qpn));
+            known.psns[usize::from(comes)] = Some(psn);
+        }
+        match packet {
+            _ if !comes || is_cheat(from) => {}
+            _ if qpn == 1 => known.hear_request(packet),
+            // SEND only, or the first packet of one.
+            [0x00 | 0x04, ..] => known.hear_login(packet.get(PDU..).unwrap_or_default()),
+            _ => {}
+        }
+    }
+
+    /// A part of a stream leaves an initiator, or the target for it.
+    pub fn hear_stream(&self, peer: IpAddr, comes: bool, bytes: &[u8]) {
+        if is_cheat(peer) {
+            return;
+        }
+        let mut all = self.lock();
+        let known = all.entry(host(peer)).or_default();
+        if comes {
+            return known.hear_login(bytes);
+        }
+        // A Login Response of the session whose request it was.
+        if let Some(names) = &mut known.names
+            && bytes.len() >= 48
+            && bytes[0] & 0x3f == 0x23
+            && bytes[8..14] == names.isid
+        {
+            names.tsih = u16::from_be_bytes([bytes[14], bytes[15]]);
+        }
+    }
+}
+
+impl Host {
+    /// A MAD to the target.
+    fn hear_request(&mut self, packet: &[u8]) {
+        let Some(mad) = packet.get(MAD..MAD + MAD_LEN) else {
+            return;
+        };
+        const REQ: [u8; 2] = [0, 0x10];
+        if mad[1] != 7 || mad[ATTRIBUTE..ATTRIBUTE + 2] != REQ {
+            return;
+        }
+        self.request = Some(packet[..packet.len() - ICRC].to_vec());
+        if let Ok(login) = LoginReq::parse_rdma(&mad[SRP_LOGIN..]) {
+            self.port = Some(login.initiator_port);
+        }
+    }
+
+    /// Perhaps a Login Request.
+    fn hear_login(&mut self, pdu: &[u8]) {
+        let key = b"InitiatorName=";
+        if pdu.len() < 48 || pdu[0] & 0x3f != 0x03 {
+            return;
+        }
+        let Some(at) = memmem::find(&pdu[48..], key) else {
+            return;
+        };
+        let value = &pdu[48 + at + key.len()..];
+        let name = value.split(|byte| *byte == 0).next().unwrap_or_default();
+        let isid = pdu[8..14].try_into().expect("six bytes");
+        self.names = Some(Names {
+            initiator: String::from_utf8_lossy(name).into_owned(),
+            isid,
+            tsih: u16::from_be_bytes([pdu[14], pdu[15]]),
+            cid: 0,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_test_peers::pdus;
+
+    use super::*;
+
+    #[test]
+    fn names_are_heard_with_the_number_of_their_session() {
+        let (overheard, peer) = (Overheard::default(), IpAddr::from([10, 0, 0, 100]));
+        let isid = [0x80, 1, 2, 3, 4, 5];
+        let login = pdus::login(isid, "iqn.2026-01.org.example:a", "iqn.x", "");
+        overheard.hear_stream(peer, true, &login);
+        let mut answer = login[..48].to_vec();
+        (answer[0], answer[15]) = (0x23, 7);
+        overheard.hear_stream(peer, false, &answer);
+        let names = overheard.of(100).unwrap().names.unwrap();
+        assert_eq!(names.initiator, "iqn.2026-01.org.example:a");
+        assert_eq!((names.isid, names.tsih), (isid, 7));
+        // One that cheats does not count as the initiator whose names it has.
+        let cheat = IpAddr::from([10, 0, 2, 100]);
+        overheard.hear_stream(cheat, true, &pdus::login(isid, "b", "iqn.x", ""));
+        assert_eq!(overheard.of(100).unwrap().names.unwrap(), names);
+    }
+}

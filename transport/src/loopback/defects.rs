@@ -183,7 +183,7 @@ pub(super) struct DefectiveNic {
 }
 
 impl DefectiveNic {
-    fn defects(&self) -> MutexGuard<'_, Defects> {
+    pub(super) fn defects(&self) -> MutexGuard<'_, Defects> {
         self.defects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -5,5 +5,7 @@
 mod disk;
 #[path = "reference/negotiation.rs"]
 mod negotiation;
+#[path = "reference/reports.rs"]
+mod reports;
 #[path = "reference/unit.rs"]
 mod unit;

@@ -12,17 +12,19 @@ pub(crate) struct Options {
     /// Seed of what is sent.
     #[arg(long, default_value_t = 0xadd)]
     seed: u64,
-    /// Only this one: srp, iscsi, iser, connectionmanagement or roce.
+    /// Only this one: srp, iscsi, iser, connectionmanagement, devicemanagement, roce or http.
     #[arg(long)]
     protocol: Option<String>,
 }
 
-/// Runs the one test, in the programs' profile; it prints its figures.
+/// Runs the one test, in the programs' profile; it prints its figures, and fails if they show that
+/// the messages make the 99th percentile of another session more than twice as long.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let mut command = crash::optimized_test("adversary")?;
     command.args(["--ignored", "--nocapture"]);
     command.arg("messages_that_are_almost_right_harm_no_other_session");
     command.env("RISER_HOSTILE_MESSAGES", options.messages.to_string());
+    command.env("RISER_HOSTILE_IS_TIMED", "1");
     command.env("RISER_ADVERSARY_SEED", options.seed.to_string());
     if let Some(protocol) = &options.protocol {
         command.env("RISER_HOSTILE_PROTOCOL", protocol);

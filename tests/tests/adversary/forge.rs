@@ -681,6 +681,17 @@ fn link_address() -> libc::sockaddr_ll {
     }
 }
 
+/// What the target has done with a host.
+#[derive(Default)]
+pub(crate) struct Reached {
+    /// Addresses and keys of the host's memory.
+    pub(crate) places: Vec<(u64, u32)>,
+    /// The sender, queue pair and PSN of its last request.
+    pub(crate) last: Option<(SocketAddr, u32, u32)>,
+    /// PSN of the host's last acknowledgement.
+    pub(crate) acknowledged: Option<u32>,
+}
+
 /// Sees what passes the switch.
 pub(crate) struct Sniffer {
     socket: Socket,
@@ -759,6 +770,19 @@ impl Sniffer {
             }
         }
         last
+    }
+
+    /// Follows what the target does with a host.
+    pub(crate) fn follow(&mut self, host: Ipv4Addr, reached: &mut Reached) {
+        while let Some(seen) = self.next() {
+            let ends = (ipv4(seen.from), ipv4(seen.to));
+            if ends == (TARGET, host) && seen.is_request() {
+                reached.places.extend(seen.reth());
+                reached.last = Some((seen.from, seen.qpn(), seen.psn()));
+            } else if ends == (host, TARGET) && seen.body[0] == 0x11 {
+                reached.acknowledged = Some(seen.psn());
+            }
+        }
     }
 
     /// Addresses and keys of a host's memory that has been reached.

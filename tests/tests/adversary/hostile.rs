@@ -3,9 +3,13 @@
 //! from a host that may log in, to a target of its own, over many connections at a time.
 //!
 //! What counts is what has arrived: a SEND that the target's queue pair has acknowledged, or bytes
-//! of a stream that was not reset. Of datagrams, the kernel counts what it drops.
+//! of a stream that the target has read. Where it resets a stream, nothing counts that came after
+//! the last but one message which it may have answered. Of MADs, the daemon counts what it takes in;
+//! of other datagrams, the kernel what it drops.
 //!
-//! `RISER_HOSTILE_MESSAGES` sets how many of each protocol (default 2 000).
+//! `RISER_HOSTILE_MESSAGES` sets how many of each protocol (default 2 000). With
+//! `RISER_HOSTILE_IS_TIMED=1`, there are so many rounds that the 99th percentiles of honest
+//! sessions can be compared, and they are ([`Rounds`](super::rounds::Rounds)).
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -16,6 +20,7 @@ use riser_tests::load::Chance;
 use riser_tests::mutator::Mutator;
 use riser_tests::seeds;
 
+use super::METRICS_PORT;
 use super::forge::{Forger, Sniffer};
 use super::host::{ANSWER, Connection, Host, PARALLEL, State};
 use super::net::{STRANGER, TARGET};
@@ -37,17 +42,30 @@ pub(crate) enum Wire {
     Iscsi,
     Iser,
     ConnectionManagement,
+    DeviceManagement,
     Roce,
+    /// The port of metrics and of the status page.
+    Http,
 }
 
 impl Wire {
-    pub(crate) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 7] = [
         Self::Srp,
         Self::Iscsi,
         Self::Iser,
         Self::ConnectionManagement,
+        Self::DeviceManagement,
         Self::Roce,
+        Self::Http,
     ];
+
+    /// Nothing on the wire says whether a message has arrived.
+    pub(crate) fn is_of_datagrams(self) -> bool {
+        matches!(
+            self,
+            Self::ConnectionManagement | Self::DeviceManagement | Self::Roce
+        )
+    }
 }
 
 /// What has arrived, and how the target ended it.
@@ -57,6 +75,8 @@ pub(crate) struct Tally {
     pub(crate) connections: u64,
     /// Connections that the target has ended, or did not take.
     pub(crate) ended: u64,
+    /// Messages of streams that were sent beside, and may not have been read.
+    pub(crate) unproven: u64,
 }
 
 /// Sends `count` messages. To be called in the stranger's namespace; the sniffer sees its network.
@@ -80,8 +100,18 @@ pub(crate) fn attack(
             count,
             requests,
         ),
-        Wire::Iscsi => over_tcp(Mutator::of_pdus(seed, wire as u64), count),
-        Wire::ConnectionManagement => datagrams(seed, count, requests),
+        Wire::Iscsi => over_tcp(Mutator::of_pdus(seed, wire as u64), wire, count),
+        Wire::Http => over_tcp(
+            Mutator::new(http_requests(), seed, wire as u64),
+            wire,
+            count,
+        ),
+        Wire::ConnectionManagement => {
+            let seeds = seeds::corpus("cm_message").into_iter().map(|(_, m)| m);
+            let valid = seeds.chain(requests.iter().cloned());
+            datagrams(Mutator::new(valid, seed, wire as u64), count)
+        }
+        Wire::DeviceManagement => datagrams(Mutator::of("dm_mad", seed, wire as u64), count),
         Wire::Roce => packets(seed, count, requests, sniffer),
     }
 }
@@ -95,6 +125,29 @@ fn login(chance: &mut Chance, more: &str) -> Vec<u8> {
     pdus::login(isid, name, OTHER, &format!("InitialR2T=No\0{more}"))
 }
 
+/// What scrapers and browsers ask for.
+fn http_requests() -> Vec<Vec<u8>> {
+    let paths = [
+        "/metrics",
+        "/readyz",
+        "/healthz",
+        "/",
+        "/v1/live",
+        "/v1/recent?since=0",
+    ];
+    let heads = [
+        "Host: 10.11.0.1:9909\r\nConnection: keep-alive\r\n",
+        "Host: 10.11.0.1:9909\r\nAccept-Encoding: gzip\r\nContent-Length: 4\r\n",
+        "Host: 10.11.0.1:9909\r\nTransfer-Encoding: chunked\r\nUpgrade: h2c\r\n",
+    ];
+    let requests = paths.iter().flat_map(|path| {
+        let request = |method, head| format!("{method} {path} HTTP/1.1\r\n{head}\r\n");
+        heads.map(|head| request("GET", head).into_bytes())
+    });
+    let post = b"POST /metrics HTTP/1.1\r\nHost: 10.11.0.1:9909\r\nContent-Length: 4\r\n\r\nabcd";
+    requests.chain([post.to_vec()]).collect()
+}
+
 /// A stream that is attacked.
 struct Stream {
     socket: TcpStream,
@@ -103,6 +156,10 @@ struct Stream {
     /// A login is under way, whose answer must come first.
     logs_in: bool,
     left: u64,
+    /// Messages that the target may not have read, if it resets the stream: those since its last
+    /// answer, and those before, which that may not be for.
+    unproven: u64,
+    latest: u64,
     since: Instant,
 }
 
@@ -118,15 +175,34 @@ enum Flow {
 }
 
 impl Stream {
-    fn open(mutator: &mut Mutator) -> Self {
-        let socket = TcpStream::connect((TARGET, 3260)).expect("the portal listens");
+    fn open(mutator: &mut Mutator, wire: Wire) -> Self {
+        let port = match wire {
+            Wire::Http => METRICS_PORT,
+            _ => 3260,
+        };
+        let socket = loop {
+            match TcpStream::connect((TARGET, port)) {
+                // All ports wait for late segments of earlier streams.
+                Err(e) if e.kind() == ErrorKind::AddrNotAvailable => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                socket => break socket.expect("the portal listens"),
+            }
+        };
         socket.set_nonblocking(true).unwrap();
         let mut stream = Self {
             socket,
             pending: Vec::new(),
             // Some of what is sent comes before the login, or in the middle of it.
-            logs_in: !mutator.one_in(4),
-            left: PER_CONNECTION,
+            logs_in: wire == Wire::Iscsi && !mutator.one_in(4),
+            // A server answers one request after another, and closes after a bad one.
+            left: if wire == Wire::Http {
+                16
+            } else {
+                PER_CONNECTION
+            },
+            unproven: 0,
+            latest: 0,
             since: Instant::now(),
         };
         if stream.logs_in {
@@ -146,6 +222,9 @@ impl Stream {
                 Err(_) => return Flow::Reset,
             }
         }
+        if came {
+            self.unproven = std::mem::take(&mut self.latest);
+        }
         while !self.pending.is_empty() {
             match self.socket.write(&self.pending) {
                 Ok(sent) => drop(self.pending.drain(..sent)),
@@ -157,11 +236,16 @@ impl Stream {
     }
 }
 
-fn over_tcp(mut mutator: Mutator, count: u64) -> Tally {
+/// What arrives is counted when a stream is over, since only then it is known.
+fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64) -> Tally {
     let mut tally = Tally::default();
-    let mut streams: Vec<_> = (0..PARALLEL).map(|_| Stream::open(&mut mutator)).collect();
+    let mut sent = 0;
+    let mut streams: Vec<_> = (0..PARALLEL)
+        .map(|_| Stream::open(&mut mutator, wire))
+        .collect();
     let mut sink = vec![0; 1 << 16];
-    while tally.messages < count {
+    let unproven = |streams: &[Stream]| streams.iter().map(|s| s.unproven).sum::<u64>();
+    while tally.messages - unproven(&streams) < count {
         for stream in &mut streams {
             let flow = stream.go_on(&mut sink);
             let is_stuck = stream.since.elapsed() > ANSWER;
@@ -169,33 +253,41 @@ fn over_tcp(mut mutator: Mutator, count: u64) -> Tally {
                 Flow::Came(came) if stream.logs_in && !is_stuck => stream.logs_in = !came,
                 Flow::Came(_) if !stream.pending.is_empty() && !is_stuck => {}
                 Flow::Came(_) if stream.left > 0 && !is_stuck => {
-                    let messages = next_pdus(&mut mutator);
-                    stream.left = stream.left.saturating_sub(messages.len() as u64);
-                    tally.messages += messages.len() as u64;
+                    let messages = next_pdus(&mut mutator, wire);
+                    let more = messages.len() as u64;
+                    stream.left = stream.left.saturating_sub(more);
+                    sent += more;
+                    tally.messages += more;
+                    stream.unproven += more;
+                    stream.latest = more;
                     stream.pending = messages.concat();
                     stream.since = Instant::now();
                 }
+                // Its last answer, before it goes.
+                Flow::Came(false) if wire == Wire::Http && !is_stuck => {}
                 flow => {
-                    // The last one may be what was not read.
-                    let is_unread = flow == Flow::Reset && stream.left < PER_CONNECTION;
-                    tally.messages -= u64::from(is_unread);
+                    let is_unread = flow != Flow::Closed;
+                    tally.messages -= if is_unread { stream.unproven } else { 0 };
                     tally.ended += u64::from(!matches!(flow, Flow::Came(_)));
                     tally.connections += 1;
-                    *stream = Stream::open(&mut mutator);
+                    *stream = Stream::open(&mut mutator, wire);
                 }
             }
         }
         // The target answers the messages before the next ones are sent.
         std::thread::sleep(Duration::from_micros(50));
     }
+    tally.messages -= unproven(&streams);
+    tally.unproven = sent - tally.messages;
     tally
 }
 
 /// A message, or the same one twice.
-fn next_pdus(mutator: &mut Mutator) -> Vec<Vec<u8>> {
+fn next_pdus(mutator: &mut Mutator, wire: Wire) -> Vec<Vec<u8>> {
     let mut message = mutator.message();
     // Where the numbers of a command fit, more of it is looked at.
-    if let Some(numbers) = message.get_mut(24..28)
+    if wire == Wire::Iscsi
+        && let Some(numbers) = message.get_mut(24..28)
         && mutator.chance.below(2) == 0
     {
         numbers.copy_from_slice(&[0, 0, 0, 1 + mutator.chance.below(8) as u8]);
@@ -355,11 +447,8 @@ fn over_rdma(mutator: Mutator, wire: Wire, count: u64, requests: &[Vec<u8>]) -> 
     tally
 }
 
-/// Messages of the connection manager, without any connection behind them.
-fn datagrams(seed: u64, count: u64, requests: &[Vec<u8>]) -> Tally {
-    let seeds = seeds::corpus("cm_message").into_iter().map(|(_, m)| m);
-    let valid = seeds.chain(requests.iter().cloned());
-    let mut mutator = Mutator::new(valid, seed, Wire::ConnectionManagement as u64);
+/// MADs, without any connection behind them.
+fn datagrams(mut mutator: Mutator, count: u64) -> Tally {
     let mut forger = Forger::from_here();
     let mut tally = Tally::default();
     while tally.messages < count {

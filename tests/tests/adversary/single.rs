@@ -7,6 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_initiator::block::task::block_on;
 use riser_initiator::engine::{LinkState, Session};
 use riser_initiator::lun::Lun;
 use riser_testkit::eventually;
@@ -15,10 +16,11 @@ use riser_tests::history::BLOCK;
 use riser_tests::load::{Chance, Disk};
 use riser_transport::verbs::{RKey, RemoteAddr, SendOp};
 use riser_transport::wire::{
-    Aeth, AethSyndrome, Bth, ExtHeaders, Msn, Opcode, Psn, Qpn, Reth, emit_headers,
+    Aeth, AethSyndrome, AtomicEth, Bth, ExtHeaders, Ieth, ImmDt, Msn, Opcode, Psn, Qpn, Reth,
+    emit_headers,
 };
 
-use super::forge::{Forger, Sniffer, roce};
+use super::forge::{Forger, Reach, Reached, Sniffer, Trick, roce};
 use super::host::Host;
 use super::hostile::{self, OTHER_SRP};
 use super::net::{HONEST, LATER, SECOND, STRANGER, TARGET, World};
@@ -133,6 +135,29 @@ impl Scene {
         assert_eq!(self.reconnects(), [0; 2], "{what}");
     }
 
+    /// Sends a session's target one packet with all the right numbers: it is refused with this kind
+    /// of NAK, which ends the connection, and the session comes back with all its data.
+    fn ends(
+        &mut self,
+        what: &str,
+        at: usize,
+        kind: &'static str,
+        forged: impl FnOnce(Next) -> Vec<u8>,
+    ) {
+        let was = self.reconnects()[at];
+        let before = self.metric(NAKS, kind);
+        let world = self.world.clone();
+        let mut forger = world.stranger.run(Forger::from_here);
+        let next = self.learn(at);
+        forger.send_body(next.from, roce(TARGET), forged(next), true);
+        eventually(what, SOON, || self.metric(NAKS, kind) > before);
+        println!("figure: {what}: counted as {NAKS}, {kind}");
+        eventually("the session is made again", LATER_ON, || {
+            self.reconnects()[at] > was
+        });
+        self.come_back(what);
+    }
+
     fn reconnects(&self) -> [u64; 2] {
         [0, 1].map(|at| self.sessions[at].0.status().reconnects())
     }
@@ -166,11 +191,22 @@ fn bth(opcode: Opcode, next: Next) -> Bth {
 
 /// A SEND of nonsense.
 fn send(next: Next) -> Vec<u8> {
-    body(
-        &bth(Opcode::RcSendOnly, next),
-        &ExtHeaders::default(),
-        &[0xbd; 64],
-    )
+    send_of(Opcode::RcSendOnly, next)
+}
+
+fn send_of(opcode: Opcode, next: Next) -> Vec<u8> {
+    body(&bth(opcode, next), &ExtHeaders::default(), &[0xbd; 64])
+}
+
+/// A WRITE of nonsense, with immediate data where it has some.
+fn write(opcode: Opcode, next: Next, va: u64, key: u32) -> Vec<u8> {
+    let imm = (opcode == Opcode::RcWriteOnlyImm).then(|| ImmDt::new(0xbd));
+    let ext = ExtHeaders {
+        reth: Some(Reth::new(va, key, 64)),
+        imm,
+        ..ExtHeaders::default()
+    };
+    body(&bth(opcode, next), &ext, &[0xbd; 64])
 }
 
 fn read(next: Next, va: u64, key: u32) -> Vec<u8> {
@@ -225,7 +261,26 @@ fn sessions_come_back_after_claimed_addresses() {
 
 #[test]
 fn guessed_keys_are_refused_and_counted() {
-    attack("guessed_keys_are_refused_and_counted", &[guessed_keys]);
+    let name = "guessed_keys_are_refused_and_counted";
+    attack(name, &[many_guessed_keys, guessed_keys]);
+}
+
+#[test]
+fn requests_that_break_the_rules_are_refused_and_counted() {
+    let name = "requests_that_break_the_rules_are_refused_and_counted";
+    attack(name, &[rules_broken]);
+}
+
+#[test]
+fn memory_of_an_initiator_is_not_reached() {
+    let name = "memory_of_an_initiator_is_not_reached";
+    attack(name, &[memory_of_initiators]);
+}
+
+#[test]
+fn connections_without_end_displace_each_other_alone() {
+    let name = "connections_without_end_displace_each_other_alone";
+    attack(name, &[connections_without_end]);
 }
 
 /// Queue pairs, addresses, ports and sequence numbers, one of them wrong.
@@ -453,16 +508,21 @@ fn memory_of_others(scene: &mut Scene) {
 }
 
 /// Gratuitous ARP in the names of the target and of hosts: what a switch without address checks
-/// lets a stranger do. Sessions may stop; when it is over they go on, or come back.
+/// lets a stranger do. It takes the packets to itself, against which nothing on an end can help, and
+/// whose metric is the kernel's. Sessions may stop; when it is over they go on, or come back, and
+/// what was acknowledged is there.
 fn claimed_addresses(scene: &mut Scene) {
     let world = scene.world.clone();
-    world.stranger.run(|| {
-        for _ in 0..5 {
+    let neighbours = || std::fs::read_to_string("/proc/thread-self/net/arp").unwrap();
+    let own = world.hosts.run(neighbours);
+    // The kernel heeds no claim within a second of the one before.
+    eventually("the target's address is the stranger's", SOON, || {
+        world.stranger.run(|| {
             for host in [TARGET, HONEST, SECOND] {
                 super::forge::claim(host);
             }
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        });
+        world.hosts.run(neighbours) != own
     });
     // Hosts that have moved away ask again at last; here at once.
     for network in [&world.target, &world.hosts] {
@@ -476,22 +536,14 @@ fn claimed_addresses(scene: &mut Scene) {
 /// On path, with all the right numbers but the key. The connection ends (IBTA 9.7.5.2.4), nothing
 /// is answered, and the session comes back.
 fn guessed_keys(scene: &mut Scene) {
-    for at in 0..2 {
-        let was = scene.reconnects()[at];
-        let before = scene.metric(NAKS, "");
-        let world = scene.world.clone();
-        let mut forger = world.stranger.run(Forger::from_here);
-        let next = scene.learn(at);
+    for turn in 0..6 {
+        let at = turn % 2;
         let va = scene.chance.below(1 << 47);
         let key = scene.chance.below(1 << 32) as u32;
-        forger.send_body(next.from, roce(TARGET), read(next, va, key), true);
-        eventually("a guessed key is counted", SOON, || {
-            scene.metric(NAKS, "") > before
+        scene.ends("a guessed key", at, "access", |next| match turn < 3 {
+            true => read(next, va, key),
+            false => write(Opcode::RcWriteOnly, next, va, key),
         });
-        eventually("the session is made again", LATER_ON, || {
-            scene.reconnects()[at] > was
-        });
-        scene.come_back("sessions after guessed keys");
         let answers = scene.sniffer.bodies_from(TARGET);
         // READ responses of 64 bytes.
         assert!(
@@ -500,4 +552,177 @@ fn guessed_keys(scene: &mut Scene) {
                 .all(|b| b[0] != 0x10 || b.len() != 12 + 4 + 64 + 4)
         );
     }
+}
+
+/// The same on connections of the stranger's own, of which each guess costs it one.
+fn many_guessed_keys(scene: &mut Scene) {
+    const GUESSES: u64 = 64;
+    let world = scene.world.clone();
+    let mut sniffer = world.switch.run(Sniffer::new);
+    world.hosts.run(visit_other_target);
+    let requests: Vec<_> = sniffer.logins().into_iter().map(|l| l.req).collect();
+    scene.counts(
+        "many guessed keys",
+        (NAKS, "access"),
+        GUESSES,
+        |_, chance| {
+            let mut places = Vec::new();
+            for guess in 0..GUESSES {
+                // Small keys, and those of any kind, at places of any kind.
+                let bits = [8, 16, 32][guess as usize % 3];
+                let rkey = RKey(chance.below(1 << bits) as u32);
+                let addr = chance.below(1 << 47) & !0xfff;
+                places.push(RemoteAddr { addr, rkey });
+            }
+            let refused = world.stranger.run(move || {
+                let mut host = Host::new();
+                let data = hostile::srp_login(&requests);
+                let ops = places
+                    .into_iter()
+                    .flat_map(|place| [SendOp::Read(place), SendOp::Write(place)]);
+                let refused = |op: &SendOp| host.is_refused(OTHER_SRP, data.clone(), *op);
+                ops.filter(refused).count()
+            });
+            assert_eq!(refused, 2 * GUESSES as usize);
+        },
+    );
+}
+
+/// On path, with all the right numbers, requests that no peer of the daemon makes: atomics, of
+/// memory that there is not, keys to invalidate that are not the sender's, and packets of
+/// messages in an order that there is not. Each ends the connection, and is refused for what it is.
+fn rules_broken(scene: &mut Scene) {
+    let va = 0x1000;
+    let key = scene.chance.below(1 << 32) as u32;
+    let atomic = |opcode, next, eth| {
+        let ext = ExtHeaders {
+            atomic_eth: Some(eth),
+            ..ExtHeaders::default()
+        };
+        body(&bth(opcode, next), &ext, &[])
+    };
+    let piece = |opcode, next| body(&bth(opcode, next), &ExtHeaders::default(), &[0xbd; 1024]);
+    type Attack<'a> = (&'a str, &'static str, &'a dyn Fn(Next) -> Vec<u8>);
+    let attacks: &[Attack<'_>] = &[
+        ("FETCH AND ADD", "access", &|next| {
+            atomic(Opcode::RcFetchAdd, next, AtomicEth::fetch_add(va, key, 1))
+        }),
+        ("COMPARE AND SWAP", "access", &|next| {
+            let eth = AtomicEth::compare_swap(va, key, 0, 1);
+            atomic(Opcode::RcCmpSwap, next, eth)
+        }),
+        ("SEND with invalidate", "access", &|next| {
+            let ext = ExtHeaders {
+                ieth: Some(Ieth::new(key)),
+                ..ExtHeaders::default()
+            };
+            body(&bth(Opcode::RcSendOnlyInvalidate, next), &ext, &[0xbd; 64])
+        }),
+        ("WRITE with immediate data", "access", &|next| {
+            write(Opcode::RcWriteOnlyImm, next, va, key)
+        }),
+        ("a middle of a SEND", "invalid", &|next| {
+            piece(Opcode::RcSendMiddle, next)
+        }),
+        ("an end of a SEND", "invalid", &|next| {
+            piece(Opcode::RcSendLast, next)
+        }),
+        ("a middle of a WRITE", "invalid", &|next| {
+            piece(Opcode::RcWriteMiddle, next)
+        }),
+        ("an end of a WRITE", "invalid", &|next| {
+            piece(Opcode::RcWriteLast, next)
+        }),
+        ("a beginning that is too short", "invalid", &|next| {
+            send_of(Opcode::RcSendFirst, next)
+        }),
+    ];
+    for (turn, (what, kind, forged)) in attacks.iter().enumerate() {
+        scene.ends(what, turn % 2, kind, *forged);
+    }
+}
+
+/// Requests in the target's name, with all the right numbers, and keys of the initiator's that the
+/// target has used: those of commands that are over lead nowhere.
+fn memory_of_initiators(scene: &mut Scene) {
+    let is_refusal = |body: &Vec<u8>| body[0] == 0x11 && body[12] == 0x62;
+    for turn in 0..4 {
+        let at = turn % 2;
+        let was = scene.reconnects()[at];
+        scene.sniffer.skip();
+        // Blocks that the target writes to the initiator's memory, and reads there.
+        scene.write(at, at as u8 + 1);
+        scene.check();
+        let host = scene.sessions[at].2;
+        let sniffer = &mut scene.sniffer;
+        let mut reached = Reached::default();
+        // What the host has acknowledged says what it expects next.
+        eventually("the host has acknowledged all", SOON, || {
+            sniffer.follow(host, &mut reached);
+            let (last, acknowledged) = (reached.last, reached.acknowledged);
+            let distance = last
+                .zip(acknowledged)
+                .map(|((_, _, last), psn)| psn.wrapping_sub(last) & 0xff_ffff);
+            distance.is_some_and(|distance| distance < 128) && !reached.places.is_empty()
+        });
+        let (from, qpn, _) = reached.last.unwrap();
+        let psn = reached.acknowledged.unwrap() + 1;
+        let places = reached.places;
+        let world = scene.world.clone();
+        let mut forger = world.stranger.run(Forger::from_here);
+        let (va, key) = places[scene.chance.below(places.len() as u64) as usize];
+        let next = Next { from, qpn, psn };
+        let forged = match turn < 2 {
+            true => read(next, va, key),
+            false => write(Opcode::RcWriteOnly, next, va, key),
+        };
+        forger.send_body(from, roce(host), forged, true);
+        let mut refused = 0;
+        eventually("the host refuses it", SOON, || {
+            let bodies = scene.sniffer.bodies_from(host);
+            refused += bodies.iter().filter(|body| is_refusal(body)).count();
+            refused > 0
+        });
+        println!("figure: a key of the initiator's that is over: refused {refused} times");
+        eventually("the session is made again", LATER_ON, || {
+            scene.reconnects()[at] > was
+        });
+        scene.come_back("sessions after forged accesses");
+    }
+}
+
+/// Requests to connect from ever other hosts, which never go on. Where there is room for no more,
+/// new ones are refused, until the oldest gives its place to a newer one; and hosts that go on get
+/// in.
+fn connections_without_end(scene: &mut Scene) {
+    let world = scene.world.clone();
+    let mut sniffer = world.switch.run(Sniffer::new);
+    world.hosts.run(visit_other_target);
+    let requests: Vec<_> = sniffer.logins().into_iter().map(|l| l.req).collect();
+    let now = |scene: &Scene| ["refused", "displaced"].map(|kind| scene.metric(CM, kind));
+    let was = now(scene);
+    let mut forger = world
+        .stranger
+        .run(move || Forger::new(5, Reach::OffPath, requests, Vec::new()));
+    eventually("requests displace each other", LATER_ON, || {
+        for n in 0..512 {
+            forger.play(Trick::Requests);
+            if n % 16 == 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        now(scene).iter().zip(was).all(|(now, was)| *now > was)
+    });
+    let counted = now(scene);
+    println!(
+        "figure: connections without end: of {} refused {}, displaced by newer ones {}",
+        forger.sent,
+        counted[0] - was[0],
+        counted[1] - was[1]
+    );
+    let (session, _, took) = world.hosts.run(|| log_in(&client("srp", LATER), "srp"));
+    println!("figure: a login took {took:?} then");
+    block_on(session.close());
+    scene.check();
+    assert_eq!(scene.reconnects(), [0; 2]);
 }

@@ -37,7 +37,7 @@ impl ReservationKeeper for Keeper {
 }
 
 /// The unit, and the disk that it is of.
-struct Device {
+pub(super) struct Device {
     lu: LogicalUnit,
     disk: Vec<u8>,
     /// Writes of a command that may stay in a cache.
@@ -47,7 +47,7 @@ struct Device {
 }
 
 impl Device {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let block = BLOCK as u32;
         let config = Config {
             blocks: BLOCKS,
@@ -100,7 +100,12 @@ impl Device {
     }
 
     /// Carries out a command as a target does; its response, and all of its Data-In.
-    fn run(&mut self, nexus: usize, cdb: &[u8], offer: &Offer<'_>) -> (Response, Vec<u8>) {
+    pub(super) fn run(
+        &mut self,
+        nexus: usize,
+        cdb: &[u8],
+        offer: &Offer<'_>,
+    ) -> (Response, Vec<u8>) {
         let request = Request {
             nexus: NexusId(nexus as u64),
             cdb,
@@ -398,7 +403,7 @@ fn of_disk(model: &Disk, lba: u64, blocks: u64, wanted: usize, with: u8) -> Vec<
 }
 
 /// Sense key, ASC, ASCQ of sense data in fixed format, and INFORMATION if it is valid.
-fn sense(data: &[u8]) -> (Code, Option<u64>) {
+pub(super) fn sense(data: &[u8]) -> (Code, Option<u64>) {
     assert_eq!(data[0] & 0x7f, 0x70, "{data:02x?}");
     let information = u32::from_be_bytes(data[3..7].try_into().unwrap());
     let is_valid = data[0] & 0x80 != 0;

@@ -214,6 +214,11 @@ pub(super) const TARGETS: &[Target] = &[
         "answers to CDBs beside a model",
     ),
     reference(
+        "reports::",
+        "reports_beside_standards",
+        "INQUIRY, MODE SENSE and others beside SPC-4 and SBC-3",
+    ),
+    reference(
         "negotiation::",
         "login_beside_rules",
         "iSCSI negotiation beside its rules",

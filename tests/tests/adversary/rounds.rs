@@ -1,0 +1,286 @@
+//! What messages that are almost right do to the sessions of other hosts: rounds of the load by
+//! itself, of the same attack at another daemon, and of the attack, in turn. What the machine does
+//! meanwhile is in all of them, so their ratios can be compared.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use riser_testkit::programs::{Pair, skip};
+use riser_tests::load::setting;
+
+use super::forge::Sniffer;
+use super::hostile::{self, Tally, Wire};
+use super::net::World;
+use super::{SCHEMES, Scene, kernel_counter, metric, others_log_in, serve, visit_other_target};
+
+/// How long the honest hosts wait between two operations: they leave the machine time for the
+/// messages, or there would be few.
+const PAUSE_BETWEEN: Duration = Duration::from_millis(2);
+/// For how long the honest hosts are measured by themselves, at least.
+const ALONE: Duration = Duration::from_secs(2);
+/// Rounds of each protocol, and those of the short test. An odd number has a median.
+const ROUNDS: u64 = 9;
+const FEW_ROUNDS: u64 = 3;
+/// By how much an attack may make the 99th percentile of another session longer.
+const MOST: f64 = 2.0;
+/// How much more memory the daemon may have after the last round than after the first, in bytes.
+const GROWTH_AGAIN: u64 = 64 << 20;
+/// The same for each message.
+const GROWTH_OF_MESSAGE: u64 = 64;
+
+/// Gives the calling thread less of the processor than others that want it, since a stranger has a
+/// machine of its own: what is measured is what it costs the target.
+fn yield_to_others() {
+    // SAFETY: numbers; of a thread, not of a process, in Linux.
+    let result = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 5) };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// Begins an attack of `count` messages in a world.
+fn begin_attack(
+    world: &Arc<World>,
+    wire: Wire,
+    count: u64,
+    seed: u64,
+    requests: &[Vec<u8>],
+) -> JoinHandle<Tally> {
+    let (world, requests) = (world.clone(), requests.to_vec());
+    thread::spawn(move || {
+        let sniffer = world.switch.run(Sniffer::new);
+        world.stranger.run(move || {
+            yield_to_others();
+            hostile::attack(wire, count, seed, &requests, sniffer)
+        })
+    })
+}
+
+/// Datagrams that have come to the daemon, and those that were dropped before it looked at them, by
+/// the kernel or since too many waited.
+fn datagrams(world: &World) -> (u64, u64) {
+    let by_kernel = world.target.run(|| kernel_counter("Udp:", "RcvbufErrors"));
+    let by_daemon = metric(world, "riser_device_dropped_packets_total", "unwanted_mad");
+    let came = metric(world, "riser_device_packets_total", "in");
+    (came, by_kernel + by_daemon)
+}
+
+/// The middle one of an odd number.
+fn median(mut all: Vec<f64>) -> f64 {
+    all.sort_unstable_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+/// The rounds of a protocol.
+#[derive(Default)]
+pub(crate) struct Rounds {
+    sum: Tally,
+    lost: u64,
+    took: Duration,
+    /// The 99th percentiles of a round's parts, in microseconds, for each of [`SCHEMES`].
+    alone: Vec<[u64; 3]>,
+    beside: Vec<[u64; 3]>,
+    attacked: Vec<[u64; 3]>,
+}
+
+impl Rounds {
+    /// Medians of the ratios of each round, for each of [`SCHEMES`]: to the load by itself, and to
+    /// that beside an attack at another daemon.
+    fn ratios(&self) -> ([f64; 3], [f64; 3]) {
+        let to = |quiet: &[[u64; 3]]| {
+            [0, 1, 2].map(|at| {
+                let pairs = self.attacked.iter().zip(quiet);
+                median(pairs.map(|(a, q)| a[at] as f64 / q[at] as f64).collect())
+            })
+        };
+        (to(&self.alone), to(&self.beside))
+    }
+
+    fn report(&self, wire: Wire) -> String {
+        let (alone, beside) = self.ratios();
+        let Tally {
+            messages,
+            connections,
+            ended,
+            unproven,
+        } = self.sum;
+        format!(
+            "figure: {wire:?}: {messages} messages have arrived ({unproven} may not have been read, {} were \
+             dropped), {connections} connections ({ended} ended by the target), {:.0}/s; p99 of {SCHEMES:?} \
+             {alone:.2?} times that alone, {beside:.2?} times that beside the same attack at another daemon\n",
+            self.lost,
+            messages as f64 / self.took.as_secs_f64(),
+        )
+    }
+}
+
+impl Scene {
+    /// Waits until an attack is over; what was sent, and how long it took.
+    fn while_attacked(&mut self, wire: Wire, attack: JoinHandle<Tally>) -> (Tally, Duration) {
+        let begun = Instant::now();
+        while !attack.is_finished() {
+            // Every honest thread gets on meanwhile, however slowly.
+            self.go_on(&format!("{wire:?}"), 1, Duration::from_millis(100));
+        }
+        let tally = attack.join().expect("the stranger does not fail");
+        (tally, begun.elapsed())
+    }
+
+    /// A round: the load by itself for as long as the attack before, beside an attack at another
+    /// daemon, which the honest hosts feel only as far as it costs the machine, and attacked.
+    fn round(
+        &mut self,
+        rounds: &mut Rounds,
+        wire: Wire,
+        count: u64,
+        elsewhere: &Arc<World>,
+        (seed, requests): (u64, &[Vec<u8>]),
+    ) {
+        let done = rounds.attacked.len() as u32;
+        let span = (rounds.took / done.max(1)).max(ALONE);
+        self.go_on("alone", 20, span);
+        rounds
+            .alone
+            .push(self.figures(&format!("{wire:?}, alone"), span).1);
+        let attack = begin_attack(elsewhere, wire, count, !seed, requests);
+        let (_, took) = self.while_attacked(wire, attack);
+        let beside = self.figures(&format!("{wire:?}, at another daemon"), took);
+        rounds.beside.push(beside.1);
+        let world = self.world.clone();
+        let (came, dropped) = datagrams(&world);
+        let attack = begin_attack(&world, wire, count, seed, requests);
+        let (mut tally, took) = self.while_attacked(wire, attack);
+        rounds
+            .attacked
+            .push(self.figures(&format!("{wire:?}"), took).1);
+        if wire.is_of_datagrams() {
+            let (came_now, dropped_now) = datagrams(&world);
+            let lost = dropped_now - dropped;
+            assert!(
+                lost <= tally.messages / 20,
+                "{wire:?}: {lost} of {} datagrams did not arrive",
+                tally.messages
+            );
+            tally.messages -= lost;
+            rounds.lost += lost;
+            let came = came_now - came;
+            assert!(
+                came >= tally.messages,
+                "{wire:?}: {came} came, of hosts as well, and {} were sent",
+                tally.messages
+            );
+        }
+        assert_eq!(self.reconnects(), [0; 3], "{wire:?}: {:?}", self.downs());
+        rounds.took += took;
+        rounds.sum += tally;
+    }
+}
+
+impl std::ops::AddAssign for Tally {
+    fn add_assign(&mut self, more: Self) {
+        self.messages += more.messages;
+        self.connections += more.connections;
+        self.ended += more.ended;
+        self.unproven += more.unproven;
+    }
+}
+
+#[test]
+#[ignore = "keeps the machine busy, and is run by itself"]
+fn messages_that_are_almost_right_harm_no_other_session() {
+    let seed = setting("RISER_ADVERSARY_SEED", 0xadd);
+    let count = setting("RISER_HOSTILE_MESSAGES", 2_000);
+    let is_timed = setting("RISER_HOSTILE_IS_TIMED", 0) != 0;
+    println!("cargo xtask hostile --messages {count} --seed {seed}");
+    let world = match World::new() {
+        Ok(world) => world,
+        Err(why) => return skip("messages_that_are_almost_right_harm_no_other_session", &why),
+    };
+    let mut scene = Scene::new(world, seed, PAUSE_BETWEEN);
+    let world = scene.world.clone();
+    let mut sniffer = world.switch.run(Sniffer::new);
+    world.hosts.run(visit_other_target);
+    let requests: Vec<_> = sniffer.logins().into_iter().map(|l| l.req).collect();
+    drop(sniffer);
+    let elsewhere = Arc::new(World::new().unwrap());
+    let mut other: Pair = serve(&elsewhere, 2);
+    scene.go_on("before", 20, ALONE);
+    scene.figures("before", ALONE);
+    let only = std::env::var("RISER_HOSTILE_PROTOCOL").unwrap_or_default();
+    let is_wanted = |w: &Wire| only.is_empty() || format!("{w:?}").eq_ignore_ascii_case(&only);
+    let wires: Vec<_> = Wire::ALL.into_iter().filter(is_wanted).collect();
+    assert!(!wires.is_empty(), "there is no protocol {only}");
+    let number = if is_timed { ROUNDS } else { FEW_ROUNDS };
+    let (mut report, mut too_slow) = (String::new(), Vec::new());
+    for wire in wires {
+        let mut rounds = Rounds::default();
+        // What the first round makes the daemon keep, the others find there.
+        let mut memory = None;
+        for round in 0..number {
+            let of_round = (seed ^ round << 32, &requests[..]);
+            scene.round(
+                &mut rounds,
+                wire,
+                count.div_ceil(number),
+                &elsewhere,
+                of_round,
+            );
+            memory.get_or_insert_with(|| scene.memory());
+        }
+        let grown = scene.memory().saturating_sub(memory.unwrap_or_default());
+        assert!(
+            grown < GROWTH_AGAIN + GROWTH_OF_MESSAGE * rounds.sum.messages,
+            "{wire:?}: the daemon has grown by {grown} bytes since the first round"
+        );
+        let line = rounds.report(wire);
+        println!("{line}");
+        if rounds.ratios().0.iter().any(|ratio| *ratio > MOST) {
+            too_slow.push(wire);
+        }
+        report += &line;
+    }
+    scene.go_on("afterwards", 20, ALONE);
+    scene.figures("afterwards", ALONE);
+    print!("{report}");
+    println!("figure: after it, logins took {:?} at most", {
+        let shared = scene.shared.clone();
+        world.hosts.run(move || others_log_in(shared))
+    });
+    scene.shared.stop.store(true, Ordering::Relaxed);
+    for (_, worker) in scene.workers.drain(..) {
+        worker.join().unwrap();
+    }
+    // A daemon that has lost no buffer and no lock ends by itself.
+    scene.pair.terminate();
+    other.terminate();
+    assert!(
+        !is_timed || too_slow.is_empty(),
+        "{too_slow:?} made the 99th percentile of other sessions more than {MOST} times as long"
+    );
+}
+
+mod tests {
+    use super::*;
+
+    fn rounds(alone: [u64; 3], attacked: [u64; 3]) -> Rounds {
+        let of = |p99s: [u64; 3]| p99s.map(|p99| [100, p99, 100]).to_vec();
+        Rounds {
+            alone: of(alone),
+            beside: of(alone),
+            attacked: of(attacked),
+            ..Rounds::default()
+        }
+    }
+
+    #[test]
+    fn a_round_that_the_machine_has_slowed_down_does_not_count() {
+        let (alone, _) = rounds([100, 100, 900], [150, 900, 900]).ratios();
+        assert_eq!(alone, [1.0, 1.5, 1.0]);
+    }
+
+    #[test]
+    fn an_attack_that_slows_down_one_protocol_shows() {
+        let (alone, _) = rounds([100, 200, 100], [300, 600, 100]).ratios();
+        assert_eq!(alone, [1.0, 3.0, 1.0]);
+    }
+}

@@ -4,9 +4,9 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use fastrand::Rng;
-use riser_transport::loopback::Fabric;
+use riser_transport::loopback::{Fabric, Failing};
 use riser_transport::roce::nic::Breakage;
-use riser_transport::verbs::Mtu;
+use riser_transport::verbs::{Mtu, WcStatus};
 use serde::{Deserialize, Serialize};
 
 use crate::plan::{Fault, Trouble};
@@ -32,9 +32,27 @@ pub enum NicFault {
     BreakQp(usize),
     /// A completion queue loses a completion.
     OverrunCq(usize),
+    /// A call that takes memory of the system fails, by its number from the beginning of the trouble
+    /// on.
+    FailCall(usize),
+    /// Likewise a completion, with one of [`STATUSES`].
+    FailCompletion(usize, usize),
     /// The ways to the device take packets up to this path MTU only.
     Narrow(#[serde(with = "text::mtu")] Mtu),
 }
+
+/// Statuses of completions that fail. Some are never those of a receive, which is none of a program's
+/// business.
+pub const STATUSES: [WcStatus; 8] = [
+    WcStatus::WrFlushErr,
+    WcStatus::RetryExcErr,
+    WcStatus::LocProtErr,
+    WcStatus::LocLenErr,
+    WcStatus::RemAccessErr,
+    WcStatus::RnrRetryExcErr,
+    WcStatus::RemOpErr,
+    WcStatus::FatalErr,
+];
 
 impl NicFault {
     /// Draws the device faults of a seed, given the number of paths and of initiators.
@@ -66,20 +84,32 @@ impl NicFault {
         match self {
             Self::BreakQp(nth) => fabric.break_one(at, Breakage::Qp, nth),
             Self::OverrunCq(nth) => fabric.break_one(at, Breakage::Cq, nth),
+            Self::FailCall(number) => fabric.record(at, Some(Failing::Call(number))),
+            Self::FailCompletion(number, status) => {
+                let status = STATUSES[status % STATUSES.len()];
+                fabric.record(at, Some(Failing::Completion(number, status)));
+            }
             Self::LateReceives(_) | Self::Narrow(_) => {}
         }
+    }
+
+    /// Whether it fails one thing by its number, so that these are counted.
+    pub(crate) fn is_counted(self) -> bool {
+        matches!(self, Self::FailCall(_) | Self::FailCompletion(..))
     }
 }
 
 /// Sets what lasts at the address of a place, from the faults that are there now.
 pub(crate) fn follow((place, at): (Place, IpAddr), active: &[Fault], fabric: &Fabric) {
     let (mut delay, mut narrow, mut is_broken) = (0, None::<Mtu>, false);
+
     for fault in active {
         match *fault {
             Fault::Nic(there, fault) if there == place => match fault {
                 NicFault::LateReceives(micros) => delay = delay.max(micros),
                 NicFault::Narrow(mtu) => narrow = Some(narrow.map_or(mtu, |m| m.min(mtu))),
                 NicFault::BreakQp(_) | NicFault::OverrunCq(_) => is_broken = true,
+                NicFault::FailCall(_) | NicFault::FailCompletion(..) => {}
             },
             _ => {}
         }

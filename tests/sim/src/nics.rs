@@ -4,9 +4,9 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use fastrand::Rng;
-use riser_transport::loopback::{Blocked, Fabric};
+use riser_transport::loopback::{Blocked, Fabric, Failing};
 use riser_transport::roce::nic::Breakage;
-use riser_transport::verbs::Mtu;
+use riser_transport::verbs::{Mtu, WcStatus};
 use serde::{Deserialize, Serialize};
 
 use crate::plan::{Fault, Trouble};
@@ -32,6 +32,11 @@ pub enum NicFault {
     BreakQp(usize),
     /// A completion queue loses a completion.
     OverrunCq(usize),
+    /// A call that takes memory of the system fails, by its number from the beginning of the trouble
+    /// on.
+    FailCall(usize),
+    /// Likewise a completion, with one of [`STATUSES`].
+    FailCompletion(usize, usize),
     /// The ways to the device take packets up to this path MTU only.
     Narrow(#[serde(with = "text::mtu")] Mtu),
     /// The device's socket takes nothing.
@@ -41,6 +46,19 @@ pub enum NicFault {
     /// There is no device. An initiator needs a new process when it is back.
     Unplug,
 }
+
+/// Statuses of completions that fail. Some are never those of a receive, which is none of a program's
+/// business.
+pub const STATUSES: [WcStatus; 8] = [
+    WcStatus::WrFlushErr,
+    WcStatus::RetryExcErr,
+    WcStatus::LocProtErr,
+    WcStatus::LocLenErr,
+    WcStatus::RemAccessErr,
+    WcStatus::RnrRetryExcErr,
+    WcStatus::RemOpErr,
+    WcStatus::FatalErr,
+];
 
 impl NicFault {
     /// Draws the device faults of a seed, given the number of paths and of initiators.
@@ -94,12 +112,22 @@ impl NicFault {
         match self {
             Self::BreakQp(nth) => fabric.break_one(at, Breakage::Qp, nth),
             Self::OverrunCq(nth) => fabric.break_one(at, Breakage::Cq, nth),
+            Self::FailCall(number) => fabric.record(at, Some(Failing::Call(number))),
+            Self::FailCompletion(number, status) => {
+                let status = STATUSES[status % STATUSES.len()];
+                fabric.record(at, Some(Failing::Completion(number, status)));
+            }
             Self::LateReceives(_)
             | Self::Narrow(_)
             | Self::FullSocket
             | Self::Unsegmentable
             | Self::Unplug => {}
         }
+    }
+
+    /// Whether it fails one thing by its number, so that these are counted.
+    pub(crate) fn is_counted(self) -> bool {
+        matches!(self, Self::FailCall(_) | Self::FailCompletion(..))
     }
 }
 
@@ -143,6 +171,7 @@ pub(crate) fn follow((place, at): (Place, IpAddr), active: &[Fault], fabric: &Fa
                 NicFault::FullSocket => is_full = true,
                 NicFault::Unsegmentable => is_unsegmentable = true,
                 NicFault::Unplug => is_unplugged = true,
+                NicFault::FailCall(_) | NicFault::FailCompletion(..) => {}
             },
             _ => {}
         }

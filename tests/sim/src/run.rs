@@ -28,7 +28,7 @@ use crate::leaks::{self, Guard};
 use crate::memory::Meter;
 use crate::model::Model;
 use crate::nics::{NicFault, Place};
-use crate::plan::{Fault, Plan, ProcessFault, Protocol};
+use crate::plan::{Fault, Plan, ProcessFault, Protocol, Trouble};
 use crate::process::{EndKind, Ended};
 use crate::rival::Rival;
 use crate::target::{self, Target};
@@ -59,6 +59,8 @@ pub struct Outcome {
     pub steps: u64,
     /// Virtual time.
     pub time: Duration,
+    /// Calls that take memory and completions, at devices of which one was to fail.
+    pub counted: [usize; 2],
     /// A number that stands for all bytes on both networks, and the times of the packets.
     pub trace: u64,
 }
@@ -392,6 +394,23 @@ impl World {
             bytes: self.network.bytes(),
             steps: self.steps,
             time: self.fabric.elapsed(),
+            counted: self.counted(),
+        })
+    }
+
+    /// Ends the records of devices at which something was to fail, and returns their lengths.
+    fn counted(&self) -> [usize; 2] {
+        let place = |trouble: &Trouble| match trouble.fault {
+            Fault::Nic(place, fault) if fault.is_counted() => Some(place),
+            _ => None,
+        };
+        let places = self.plan.troubles.iter().filter_map(place);
+        let records = places.map(|place| self.fabric.take_record(self.address_of(place)));
+        records.fold([0; 2], |[calls, completions], record| {
+            [
+                calls + record.calls.len(),
+                completions + record.completions.len(),
+            ]
         })
     }
 

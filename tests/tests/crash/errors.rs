@@ -242,13 +242,23 @@ const IOC_GUID: u64 = 0x0200_c0ff_ee00_0176;
 /// An initiator with a session.
 enum Peer {
     Iscsi(Tcp),
-    Srp(Box<Mini<Roce>>),
-    Iser(Box<Iser<Roce>>),
+    Srp(Box<Mini<Roce>>, u32),
+    Iser(Box<Iser<Roce>>, u32),
+}
+
+/// Drives a device in real time, as long as a daemon lives: over RDMA, its end is not seen.
+fn beside(process: u32) -> impl FnMut(&mut Roce) {
+    move |device| {
+        // It has no program when it has ended and was not waited for.
+        let is_there = fs::read_link(format!("/proc/{process}/exe")).is_ok();
+        assert!(is_there, "the connection ended");
+        real(device);
+    }
 }
 
 impl Peer {
     /// A session, if it can be had at once.
-    fn log_in(protocol: Protocol) -> Option<Self> {
+    fn log_in(protocol: Protocol, process: u32) -> Option<Self> {
         if protocol == Protocol::Iscsi {
             let at = SocketAddr::new(protocol.address(1), 3260);
             let client = try_log_in(&at.to_string())?;
@@ -256,20 +266,21 @@ impl Peer {
             return Some(Self::Iscsi(client));
         }
         let device = Roce::open(&RoceConfig::new(protocol.address(2))).unwrap();
-        let attempt = || match protocol {
+        let mut pump = beside(process);
+        let attempt = move || match protocol {
             Protocol::Srp => {
                 let guid = IOC_GUID.to_be_bytes();
                 let port = [guid, guid].concat();
                 let request = login_req(1, TargetPortId(port.try_into().expect("16 bytes")));
                 let to = SocketAddr::new(protocol.address(1), 5555);
-                let mini = Mini::connect(device, to, &request, &mut real).ok()?;
-                Some(Self::Srp(Box::new(mini)))
+                let mini = Mini::connect(device, to, &request, &mut pump).ok()?;
+                Some(Self::Srp(Box::new(mini), process))
             }
             _ => {
                 let to = SocketAddr::new(protocol.address(1), 3260);
-                let mut iser = Iser::connect(device, to, true, &mut real).ok()?;
-                iser.login(Some(IQN), 1, &[], &mut real).ok()?;
-                Some(Self::Iser(Box::new(iser)))
+                let mut iser = Iser::connect(device, to, true, &mut pump).ok()?;
+                iser.login(Some(IQN), 1, &[], &mut pump).ok()?;
+                Some(Self::Iser(Box::new(iser), process))
             }
         };
         catch_unwind(AssertUnwindSafe(attempt)).ok()?
@@ -283,7 +294,7 @@ impl Peer {
     fn command(&mut self, cdb: &[u8], len: u32, out: &[u8]) -> (u8, Vec<u8>) {
         match self {
             Self::Iscsi(client) => command(client, cdb, len, out),
-            Self::Srp(mini) => {
+            Self::Srp(mini, process) => {
                 mini.data.write(0, out);
                 let all = mini.desc(0, len);
                 let (to, from) = match (len, out.is_empty()) {
@@ -291,7 +302,7 @@ impl Peer {
                     (_, true) => (DataBuffer::None, DataBuffer::Direct(all)),
                     (_, false) => (DataBuffer::Direct(all), DataBuffer::None),
                 };
-                let answer = mini.command(cdb, to, from, &mut real);
+                let answer = mini.command(cdb, to, from, &mut beside(*process));
                 if answer.status != GOOD {
                     return (answer.status, answer.sense);
                 }
@@ -299,9 +310,9 @@ impl Peer {
                 mini.data.read(0, &mut data);
                 (GOOD, data)
             }
-            Self::Iser(iser) => {
+            Self::Iser(iser, process) => {
                 let len = if out.is_empty() { len } else { 0 };
-                iser.command(cdb, out, len, &mut real)
+                iser.command(cdb, out, len, &mut beside(*process))
             }
         }
     }
@@ -310,8 +321,8 @@ impl Peer {
     fn leave(self) {
         match self {
             Self::Iscsi(_) => {}
-            Self::Srp(mini) => drop(mini.disconnect(&mut real)),
-            Self::Iser(iser) => iser.disconnect(&mut real),
+            Self::Srp(mini, process) => drop(mini.disconnect(&mut beside(process))),
+            Self::Iser(iser, process) => iser.disconnect(&mut beside(process)),
         }
     }
 }
@@ -418,9 +429,9 @@ fn check_block(client: &mut Peer, known: &mut Known, block: u8) -> Option<u8> {
 
 /// Runs `session` with a client, as far as the daemon lives. A panic about a connection that ends
 /// is the client's; others are of assertions, and go on.
-fn as_far_as_it_lives(protocol: Protocol, session: impl FnOnce(&mut Peer)) {
+fn as_far_as_it_lives((protocol, process): (Protocol, u32), session: impl FnOnce(&mut Peer)) {
     let result = catch_unwind(AssertUnwindSafe(|| {
-        if let Some(mut client) = Peer::log_in(protocol) {
+        if let Some(mut client) = Peer::log_in(protocol, process) {
             session(&mut client);
             client.leave();
         }
@@ -531,12 +542,15 @@ fn live(
     configure(daemon, protocol, false);
     let watcher = daemon.start_watched(watch);
     let is_up = !daemon.has_ended();
+    let process = daemon.process();
     let mut held = None;
     if is_up {
-        as_far_as_it_lives(protocol, |client| exchange(client, known, value));
+        as_far_as_it_lives((protocol, process), |client| exchange(client, known, value));
         configure(daemon, protocol, true);
         daemon.riserd(&["reload"]);
-        as_far_as_it_lives(protocol, |client| exchange(client, known, value + 1));
+        as_far_as_it_lives((protocol, process), |client| {
+            exchange(client, known, value + 1)
+        });
         // It learns of the end of a connection a moment later, and gives threads up when they have
         // rested.
         let until = Instant::now() + most.map_or(Duration::from_millis(300), |_| REST);
@@ -598,7 +612,9 @@ fn settle(daemon: &mut Daemon, protocol: Protocol, known: &mut Known) {
     configure(daemon, protocol, false);
     daemon.start(None);
     assert!(!daemon.has_ended(), "it starts without failures");
-    let mut client = eventually_some("a login", PATIENCE, || Peer::log_in(protocol));
+    let process = daemon.process();
+    let log_in = || Peer::log_in(protocol, process);
+    let mut client = eventually_some("a login", PATIENCE, log_in);
     let reserve_in = |client: &mut Peer, known: &mut Known, action| {
         let cdb = [0x5e, action, 0, 0, 0, 0, 0, 1, 0, 0];
         let data = succeeds(client, known, "PERSISTENT RESERVE IN", (&cdb, 256, &[]));

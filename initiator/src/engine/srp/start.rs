@@ -2,7 +2,7 @@
 
 use arrayvec::ArrayVec;
 use riser_scsi::srp::{IndirectTable, MemDesc};
-use riser_transport::verbs::{Provider, Sge};
+use riser_transport::verbs::{Provider, Sge, VerbsError};
 use zerocopy::IntoBytes;
 
 use super::{Scratch, SrpConn, Start, StartArgs};
@@ -41,9 +41,16 @@ impl SrpConn {
         scratch.descriptors.clear();
         if regions > 0 {
             for pieces in scratch.slices.chunks(per_region) {
-                if self.rdma.map(device, &mut new, pieces).is_err() {
+                if let Err(error) = self.rdma.map(device, &mut new, pieces) {
                     self.rdma.abandon(device, new);
-                    return Start::Impossible("device refused to register the buffer");
+                    return match error {
+                        VerbsError::InvalidParameter(_) => {
+                            Start::Impossible("device cannot register the buffer")
+                        }
+                        // It lacks something at the moment, as where it refuses a post: another
+                        // connection repeats the command.
+                        _ => Start::Broken,
+                    };
                 }
             }
             let segments = new.regions().iter().map(|region| {

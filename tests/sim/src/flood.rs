@@ -51,7 +51,7 @@ pub struct Flood {
 }
 
 impl Flood {
-    /// One that connects, and sends so many pings.
+    /// One that connects, and sends this number of pings.
     #[must_use]
     pub fn new(pings: u32, dialed: &Dialed, now: Instant, rng: &mut Rng) -> Self {
         let (ours, theirs) = UnixStream::pair().expect("two sockets");

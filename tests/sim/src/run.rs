@@ -483,7 +483,7 @@ impl World {
         returned.map_err(|why| format!("{why}; targets keep {:?}", unreturned(self)))
     }
 
-    /// When all sessions have ended, initiators have let go of what they had for them.
+    /// When all sessions have ended, initiators have released what they had for them.
     fn check_initiators(&self) -> Result<(), String> {
         let all = self.initiators.iter().chain(self.twins.values());
         match all.flat_map(Initiator::leftovers).next() {

@@ -33,7 +33,7 @@ struct Machine {
     name: &'static str,
     folder: &'static str,
     files: &'static [&'static str],
-    /// Mutants that must be noticed, of so many that compile.
+    /// Number of its mutants that must be noticed, of those that compile.
     floor: usize,
     judge: Judge,
 }

@@ -268,12 +268,20 @@ impl Builder {
         let Some(keeper) = &self.keepers.ports else {
             return Ok(());
         };
-        let ports = ports::write(&ports::during(old, &self.ports));
-        let saved = keeper.load().map_err(ServerError::Ports)?;
-        if saved == ports {
+        let all = ports::during(old, &self.ports);
+        let ports = ports::write(&all);
+        let kept = keeper.load().map_err(ServerError::Ports)?;
+        if kept == ports {
             return Ok(());
         }
-        keeper.save(&ports).map_err(ServerError::Ports)
+        match keeper.save(&ports) {
+            // Only those that nothing needs any longer stay: no reason not to serve.
+            Err(error) if ports::has_all(&ports::read(kept), &all) => {
+                tracing::warn!(%error, "numbers of ports that are gone are still kept");
+                Ok(())
+            }
+            saved => saved.map_err(ServerError::Ports),
+        }
     }
 
     /// Takes back what opening and growing backends has changed on disk for a catalog that is not

@@ -90,6 +90,16 @@ pub(super) fn during(old: &AllPortIds, new: &AllPortIds) -> AllPortIds {
     all
 }
 
+/// Whether all of these numbers are kept, perhaps with others.
+pub(super) fn has_all(kept: &AllPortIds, all: &AllPortIds) -> bool {
+    let is_kept = |(target, ids): (&String, &PortIds)| {
+        let kept = kept.get(target);
+        ids.iter()
+            .all(|(port, id)| kept.is_some_and(|kept| kept.get(port) == Some(id)))
+    };
+    all.iter().all(is_kept)
+}
+
 /// Targets that are not configured, of which a number is kept at most: what is saved is bounded.
 const MOST_GONE: usize = 4096;
 
@@ -236,17 +246,23 @@ mod tests {
         assert_eq!(both, [1, 2, 3]);
     }
 
-    /// Keeps numbers in memory.
+    /// Keeps numbers in memory, as long as it has room.
     #[derive(Debug, Default)]
-    struct Kept(std::sync::Mutex<Vec<WrittenPort>>);
+    struct Kept {
+        ports: std::sync::Mutex<Vec<WrittenPort>>,
+        is_full: std::sync::atomic::AtomicBool,
+    }
 
     impl PortKeeper for Kept {
         fn load(&self) -> io::Result<Vec<WrittenPort>> {
-            Ok(self.0.lock().unwrap().clone())
+            Ok(self.ports.lock().unwrap().clone())
         }
 
         fn save(&self, ports: &[WrittenPort]) -> io::Result<()> {
-            *self.0.lock().unwrap() = ports.to_vec();
+            if self.is_full.load(std::sync::atomic::Ordering::Relaxed) {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            *self.ports.lock().unwrap() = ports.to_vec();
             Ok(())
         }
     }
@@ -254,6 +270,13 @@ mod tests {
     /// The numbers of a target's SRP ports, by their hosts, in a process that begins with what is
     /// kept.
     fn start(keeper: &std::sync::Arc<Kept>, portals: &str) -> Vec<(u8, u16)> {
+        try_to_start(keeper, portals).unwrap()
+    }
+
+    fn try_to_start(
+        keeper: &std::sync::Arc<Kept>,
+        portals: &str,
+    ) -> Result<Vec<(u8, u16)>, super::super::ServerError> {
         use super::super::handover::ServerState;
         use super::super::{Keepers, build::Builder};
         let text = format!(
@@ -269,13 +292,30 @@ mod tests {
         let catalog = builder
             .catalog(&config, &mut crate::backend::OpenedStores::default())
             .unwrap();
-        builder.save_ports(builder.ports()).unwrap();
+        builder.save_ports(builder.ports())?;
         let host = |at: SocketAddr| match at.ip() {
             std::net::IpAddr::V4(ip) => ip.octets()[3],
             std::net::IpAddr::V6(_) => unreachable!(),
         };
         let portals = catalog.targets[0].portals.iter();
-        portals.map(|p| (host(p.listen), p.relative_id)).collect()
+        Ok(portals.map(|p| (host(p.listen), p.relative_id)).collect())
+    }
+
+    #[test]
+    fn numbers_that_are_kept_already_are_served_where_nothing_can_be_saved() {
+        let keeper: std::sync::Arc<Kept> = std::sync::Arc::default();
+        let (one, two, three) = (
+            "{ protocol: srp, listen: 10.0.0.1 }",
+            "{ protocol: srp, listen: 10.0.0.2 }",
+            "{ protocol: srp, listen: 10.0.0.3 }",
+        );
+        start(&keeper, &format!("{one}, {two}"));
+        keeper
+            .is_full
+            .store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(start(&keeper, two), [(2, 2)]);
+        let new = try_to_start(&keeper, &format!("{two}, {three}"));
+        assert!(new.is_err(), "a restart would not find the number");
     }
 
     #[test]

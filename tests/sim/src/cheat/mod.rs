@@ -374,12 +374,17 @@ impl Names {
             Aim::Own => IQN,
             _ => target::IQN,
         };
-        // Those keys are of a whole session.
-        let more = match self.tsih {
-            0 => format!("InitialR2T=Yes\0ImmediateData=No\0{more}"),
-            _ => more.to_owned(),
-        };
+        let more = format!("InitialR2T=Yes\0ImmediateData=No\0{more}");
         let mut login = pdus::login(self.isid, &self.initiator, target, &more);
+        if self.tsih != 0 {
+            // A connection that joins others must not say what holds for a whole session.
+            let text = format!("InitiatorName={}\0TargetName={target}\0", self.initiator);
+            login[7] = text.len() as u8;
+            (login[5], login[6]) = (0, (text.len() >> 8) as u8);
+            login.truncate(48);
+            login.extend_from_slice(text.as_bytes());
+            login.resize(login.len().next_multiple_of(4), 0);
+        }
         login[14..16].copy_from_slice(&self.tsih.to_be_bytes());
         login[20..22].copy_from_slice(&self.cid.to_be_bytes());
         login

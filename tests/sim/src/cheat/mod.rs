@@ -144,6 +144,8 @@ pub struct CheatPlan {
     pub aim: Aim,
     /// It takes nothing that is sent to it.
     pub deaf: bool,
+    /// It acknowledges packets that it expects as soon as others come.
+    pub hasty: bool,
     /// It goes on after its messages, now and then, as long as others have work.
     pub lasts: bool,
     /// Messages that it sends.
@@ -161,6 +163,7 @@ impl Default for CheatPlan {
             protocol: Protocol::Iscsi,
             aim: Aim::Own,
             deaf: false,
+            hasty: false,
             lasts: false,
             messages: 20,
             silences: 0,
@@ -192,6 +195,7 @@ impl CheatPlan {
         for one in all {
             one.lasts = true;
             one.deaf = one.aim == Aim::Own && rng.u8(..5) == 0;
+            one.hasty = one.aim == Aim::Own && rng.u8(..3) == 0;
         }
     }
 }
@@ -314,7 +318,11 @@ impl Pace {
             pause = self.rng.u64(SELDOM);
         }
         self.next = now + Duration::from_micros(pause);
-        let (silences, departures) = (self.plan.silences, self.plan.departures);
+        let (silences, mut departures) = (self.plan.silences, self.plan.departures);
+        // One that steals tries one way after the other.
+        if self.plan.aim.is_theft() {
+            departures = departures.max(4);
+        }
         Some(match self.rng.u8(..32) {
             n if n < silences => Act::Silence(SILENCES[self.rng.usize(..SILENCES.len())]),
             n if n < silences.saturating_add(departures) => Act::Departure,
@@ -368,6 +376,15 @@ impl Names {
         };
         let more = format!("InitialR2T=Yes\0ImmediateData=No\0{more}");
         let mut login = pdus::login(self.isid, &self.initiator, target, &more);
+        if self.tsih != 0 {
+            // A connection that joins others must not say what holds for a whole session.
+            let text = format!("InitiatorName={}\0TargetName={target}\0", self.initiator);
+            login[7] = text.len() as u8;
+            (login[5], login[6]) = (0, (text.len() >> 8) as u8);
+            login.truncate(48);
+            login.extend_from_slice(text.as_bytes());
+            login.resize(login.len().next_multiple_of(4), 0);
+        }
         login[14..16].copy_from_slice(&self.tsih.to_be_bytes());
         login[20..22].copy_from_slice(&self.cid.to_be_bytes());
         login
@@ -435,7 +452,7 @@ impl Wish {
     fn withheld(rng: &mut Rng) -> Self {
         let base = Self {
             is_ordered: rng.bool(),
-            ..Self::transfer(true, rng.u16(1..=64), rng)
+            ..Self::transfer(true, rng.u16(1..=512), rng)
         };
         let mut cdb = [0; 16];
         let len = match rng.u8(..4) {

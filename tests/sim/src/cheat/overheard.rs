@@ -77,6 +77,13 @@ impl Overheard {
         self.lock().get(&host).cloned()
     }
 
+    /// What a victim has of the kind that is wanted; that of another where it has none.
+    pub(super) fn stolen<T>(&self, victim: u8, wanted: impl Fn(&Host) -> Option<T>) -> Option<T> {
+        let all = self.lock();
+        let its = all.get(&victim).and_then(&wanted);
+        its.or_else(|| all.values().find_map(wanted))
+    }
+
     /// A packet leaves a device.
     pub fn hear(&self, from: IpAddr, to: IpAddr, packet: &[u8]) {
         let Some(bth) = packet.first_chunk::<{ Bth::LEN }>() else {

@@ -22,6 +22,7 @@ use riser_transport::wire::{
     Aeth, AethSyndrome, Bth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, ROCE_PORT, emit_headers,
 };
 
+use super::overheard::Host;
 use super::{
     Act, Aim, CheatPlan, Names, Overheard, Pace, SILENCES, SRP_PORT, Surroundings, Wish, address,
     overheard, set_number,
@@ -46,6 +47,9 @@ const DATA: usize = 256 << 10;
 /// Time for a login, and until the next one.
 const LOGIN: Duration = Duration::from_secs(2);
 const AGAIN: Duration = Duration::from_millis(20);
+
+/// ACK; RNR NAK; NAKs for sequence, invalid request, access, operation.
+const SYNDROMES: [u8; 8] = [0x00, 0x1f, 0x20, 0x2e, 0x60, 0x61, 0x62, 0x63];
 
 /// SRP port of the target under judgement.
 const HONEST_SRP: u16 = 5555;
@@ -144,6 +148,9 @@ impl RdmaCheat {
             return false;
         }
         let mut worked = self.device.progress(now) > 0;
+        if worked && self.pace.plan.hasty && self.pace.rng.u8(..4) == 0 {
+            self.acknowledge(&[0x00]);
+        }
         worked |= self.poll(now);
         match &self.connection {
             None if self.dials_at <= now && self.pace.may_dial(now) => {
@@ -236,7 +243,7 @@ impl RdmaCheat {
     }
 
     fn stolen_port(&self) -> Option<InitiatorPortId> {
-        self.overheard.of(self.victim?)?.port
+        self.overheard.stolen(self.victim?, |host| host.port)
     }
 
     /// Leaves the connection without a word, or with one.
@@ -293,12 +300,13 @@ impl RdmaCheat {
     /// Logs in, where that is not done with the connection.
     fn begin(&mut self) {
         if self.pace.plan.protocol == Protocol::Iser && self.pace.rng.u8(..6) > 0 {
-            let victim = self.victim.and_then(|victim| self.overheard.of(victim));
-            let stolen = victim.and_then(|victim| victim.names);
-            let names = stolen.map_or_else(
-                || Names::own(self.index),
-                |names| Names { tsih: 0, ..names },
-            );
+            let victim = self.victim;
+            let stolen = victim.and_then(|victim| {
+                let names = |host: &Host| host.names.clone();
+                self.overheard.stolen(victim, names)
+            });
+            let mut names = stolen.unwrap_or_else(|| Names::own(self.index));
+            names.tsih = 0;
             let login = names.login(self.pace.plan.aim, "RDMAExtensions=Yes\0");
             self.send(&[&iser_header(None), &login[..]].concat());
         }
@@ -323,7 +331,7 @@ impl RdmaCheat {
             0..3 => self.announce(),
             3 => self.withdraw(),
             4 => self.access(),
-            5 => self.acknowledge(),
+            5 => self.acknowledge(&SYNDROMES),
             _ => {
                 let mut message = self.mutator.message();
                 if self.pace.plan.protocol == Protocol::Iser
@@ -423,7 +431,7 @@ impl RdmaCheat {
     }
 
     /// Acknowledges packets that the target has not sent yet, or refuses them.
-    fn acknowledge(&mut self) {
+    fn acknowledge(&mut self, syndromes: &[u8]) {
         let from = SocketAddr::new(address(self.index), ROCE_PORT);
         let to = SocketAddr::new(target::ADDRESS, ROCE_PORT);
         let Some(known) = self.overheard.of(overheard::host(from.ip())) else {
@@ -436,9 +444,7 @@ impl RdmaCheat {
         // Those that wait in the target's socket, or that its window has room for.
         let most = [4, 64, 3000][rng.usize(..3)];
         let psn = Psn::new(psn.wrapping_add(rng.u32(..most)) & 0xff_ffff);
-        // ACK; RNR NAK; NAKs for sequence, invalid request, access, operation.
-        let syndromes = [0x00, 0x1f, 0x20, 0x2e, 0x60, 0x61, 0x62, 0x63];
-        let syndrome = AethSyndrome::from_wire(syndromes[rng.usize(..8)]);
+        let syndrome = AethSyndrome::from_wire(syndromes[rng.usize(..syndromes.len())]);
         let ext = ExtHeaders {
             aeth: Some(Aeth::new(syndrome, Msn::new(rng.u32(..1 << 24)))),
             ..ExtHeaders::default()

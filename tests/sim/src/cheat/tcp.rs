@@ -78,7 +78,7 @@ impl TcpCheat {
             return false;
         }
         if self.stream.is_none() {
-            return self.dials_at <= now && self.pace.may_dial(now) && self.dial();
+            return self.dials_at <= now && self.pace.may_dial(now) && self.dial(now);
         }
         let mut worked = self.write(now);
         if !self.pace.plan.deaf {
@@ -125,7 +125,12 @@ impl TcpCheat {
         }
     }
 
-    fn dial(&mut self) -> bool {
+    fn dial(&mut self, now: Instant) -> bool {
+        // One that steals has no names yet.
+        let Some(names) = self.names() else {
+            self.dials_at = now + AGAIN;
+            return false;
+        };
         let (ours, theirs) = UnixStream::pair().expect("two sockets");
         for end in [&ours, &theirs] {
             end.set_nonblocking(true).expect("a socket");
@@ -142,17 +147,17 @@ impl TcpCheat {
         // Some begin with anything else.
         self.leaving = match self.pace.rng.u8(..6) {
             0 if aim == Aim::Own => self.mutator.message(),
-            _ => self.names().login(aim, ""),
+            _ => names.login(aim, ""),
         };
         true
     }
 
     /// The names that it logs in with.
-    fn names(&mut self) -> Names {
-        let victim = self.victim.and_then(|victim| self.overheard.of(victim));
-        let Some(mut names) = victim.and_then(|victim| victim.names) else {
-            return Names::own(self.index);
+    fn names(&mut self) -> Option<Names> {
+        let Some(victim) = self.victim else {
+            return Some(Names::own(self.index));
         };
+        let mut names = self.overheard.stolen(victim, |host| host.names.clone())?;
         // In the place of the session, as a connection of it, or of one that it may be: one more,
         // or in the place of another.
         let rng = &mut self.pace.rng;
@@ -162,7 +167,7 @@ impl TcpCheat {
             _ => {}
         }
         names.cid = [0, 1, 77][rng.usize(..3)];
-        names
+        Some(names)
     }
 
     fn leave(&mut self, now: Instant) {

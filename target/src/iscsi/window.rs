@@ -252,9 +252,11 @@ impl Window {
         if numbering.is_taken || numbering.exp.is_before(sn) {
             return false;
         }
-        numbering
-            .ahead
-            .retain(|a| !(a.immediate && a.sn == sn && a.whose == Some(who)));
+        // One of them: several functions may carry the same number, and each has a turn.
+        let is_it = |a: &Ahead| a.immediate && a.sn == sn && a.whose == Some(who);
+        if let Some(at) = numbering.ahead.iter().position(is_it) {
+            numbering.ahead.remove(at);
+        }
         true
     }
 
@@ -530,6 +532,19 @@ mod tests {
         assert_eq!(admit(&window, CmdSn(1), B), Admission::Now);
         assert_eq!(window.next_up(), Some(A));
         assert!(window.is_due(CmdSn(2), A));
+        assert_eq!(window.next_up(), None);
+    }
+
+    #[test]
+    fn functions_of_the_same_number_have_a_turn_each() {
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(window.admit_function(CmdSn(2), A), Admission::Later);
+        assert_eq!(window.admit_function(CmdSn(2), A), Admission::Later);
+        assert_eq!(admit(&window, CmdSn(1), B), Admission::Now);
+        for _ in 0..2 {
+            assert_eq!(window.next_up(), Some(A));
+            assert!(window.is_due(CmdSn(2), A));
+        }
         assert_eq!(window.next_up(), None);
     }
 

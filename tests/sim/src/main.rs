@@ -179,7 +179,7 @@ fn explore(args: &Args) -> Result<(), String> {
     for failure in first_of_each_kind(&failures) {
         report(args, failure);
     }
-    let mut kinds = Fault::kinds();
+    let mut kinds = Fault::drawn_kinds();
     kinds.retain(|kind| args.faults.is_empty() || args.faults.iter().any(|one| one == kind));
     let mistakes = match (args.coverage, args.kinds) {
         (true, _) => coverage.mistakes(&kinds),

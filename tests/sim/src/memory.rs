@@ -2,6 +2,7 @@
 
 use riser_testkit::alloc::Attributed;
 
+use crate::plan::{Fault, Plan};
 use crate::target::Target;
 
 #[global_allocator]
@@ -14,17 +15,22 @@ const OF_WORKER: usize = 384 << 10;
 /// and what is on its way.
 const OF_CONNECTION: usize = 256 << 10;
 
+/// Bytes of an RDMA device without connections.
+const OF_DEVICE: usize = 1536 << 10;
+
 /// Growth for which all connections are asked, which takes time.
 const GROWTH: usize = 64 << 10;
 
 /// Steps after which they are asked in any case.
 const STEPS: u64 = 4096;
 
-/// Measures what workers have allocated since a run began. Their devices are not among it: they are
-/// there from the beginning, whenever they are opened.
+/// Measures what workers have allocated since a run began. Their devices are not among it, which are
+/// there from the beginning, but those that they open when one comes back are.
 #[derive(Debug)]
 pub struct Meter {
     before: isize,
+    /// Bytes of devices that come back.
+    of_devices: usize,
     /// Bytes in use at the last look.
     seen: usize,
 }
@@ -32,9 +38,15 @@ pub struct Meter {
 impl Meter {
     /// One that begins now.
     #[must_use]
-    pub fn begin() -> Self {
+    pub fn begin(plan: &Plan) -> Self {
+        let mut faults = plan.troubles.iter().map(|trouble| trouble.fault);
+        let of_devices = match faults.any(Fault::unplugs_target) {
+            true => OF_DEVICE * plan.workers * plan.paths,
+            false => 0,
+        };
         Self {
             before: Attributed::in_use(),
+            of_devices,
             seen: 0,
         }
     }
@@ -49,7 +61,7 @@ impl Meter {
         self.seen = used;
         let announced = target.announced();
         let base = OF_WORKER * target.workers() + OF_CONNECTION * announced.connections;
-        let most = base + announced.bytes;
+        let most = base + announced.bytes + self.of_devices;
         (used > most).then(|| {
             format!(
                 "the target has {used} bytes, more than the {most} of its {} connections",

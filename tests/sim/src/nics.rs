@@ -89,6 +89,24 @@ impl NicFault {
         (0..number).map(one).collect()
     }
 
+    /// Draws completions of devices that fail. Calls fail in `tests/enumerate.rs`, each by itself.
+    pub(crate) fn failures(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Vec<Trouble> {
+        let number = [0, 0, 0, 0, 1, 2][rng.usize(..6)];
+        let one = |_| {
+            let place = Place::draw(rng, (paths, initiators));
+            let from = Duration::from_micros(rng.u64(0..60_000));
+            let most = [20, 400][rng.usize(..2)];
+            let nth = rng.usize(..most);
+            let fault = Self::FailCompletion(nth, rng.usize(..STATUSES.len()));
+            Trouble {
+                from,
+                until: from + Duration::from_micros(rng.u64(1..2_000_000)),
+                fault: Fault::Nic(place, fault),
+            }
+        };
+        (0..number).map(one).collect()
+    }
+
     fn draw_one(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Trouble {
         let place = match rng.bool() {
             true => Place::Path(rng.usize(..paths)),

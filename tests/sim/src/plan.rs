@@ -165,6 +165,15 @@ impl Fault {
         own.chain(changes).chain(processes).copied().collect()
     }
 
+    /// Names of those that seeds have.
+    #[must_use]
+    pub fn drawn_kinds() -> Vec<&'static str> {
+        let mut kinds = Self::kinds();
+        // `tests/enumerate.rs` has each call fail by itself.
+        kinds.retain(|kind| *kind != "fail-call");
+        kinds
+    }
+
     /// Name of its kind.
     #[must_use]
     pub fn kind(self) -> &'static str {
@@ -398,12 +407,15 @@ impl Plan {
             floods.u32(50..=400)
         };
         let exchanges = AdminFault::exchanges(&mut Rng::with_seed(seed ^ 0x0e8c_4a6e));
-        let exchange = !exchanges.is_empty();
+        // Over several paths a request waits until one leads to its unit again.
+        let exchange = !exchanges.is_empty() && paths == 1;
         more.extend(exchanges.iter().copied());
         let mut late = Rng::with_seed(seed ^ 0x1a7e);
         more.extend(Trouble::one_way(&mut late, (paths, initiators.len())));
         more.extend(Trouble::delays(&mut late));
         more.extend(NicFault::draw_more(&mut late, (paths, initiators.len())));
+        let mut failures = Rng::with_seed(seed ^ 0xfa11);
+        more.extend(NicFault::failures(&mut failures, (paths, initiators.len())));
         more.extend(DiskFault::stalls(&mut late, initiators.len()));
         more.extend(Trouble::restarts(&mut late, initiators.len()));
         more.extend(Trouble::failing_saves(&mut late));

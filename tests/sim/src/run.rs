@@ -165,7 +165,7 @@ fn run_here(plan: &Plan) -> Result<Outcome, Box<Failure>> {
 impl World {
     fn new(plan: &Plan, fabric: Fabric) -> Self {
         let mut rng = Rng::with_seed(plan.seed ^ 0x5eed);
-        let meter = Meter::begin();
+        let meter = Meter::begin(plan);
         let listeners = Listeners::default();
         let target = Target::new(plan, &fabric, &listeners, &mut rng);
         let shared = target.shared().expect("it runs");
@@ -450,6 +450,8 @@ impl World {
             is_cached: false,
             is_quiet: false,
             is_prompt: false,
+            // That knows the main unit.
+            model: None,
             ..self.user(exchange::NUMBER)
         };
         let (plan, disks) = (self.plan.clone(), self.exchanged.clone());
@@ -536,10 +538,31 @@ impl World {
                 return Err(why);
             }
             if self.fabric.elapsed() > limit || self.steps > STEPS {
-                return Err(format!("not in time: {what}"));
+                return Err(format!("not in time: {what}; {}", self.under_way()));
             }
         }
         Ok(())
+    }
+
+    /// Describes what has not ended.
+    fn under_way(&self) -> String {
+        let is_leaving = |one: &&Initiator| one.is_leaving;
+        let now = self.fabric.now();
+        format!(
+            "{} tasks, {} rivals, {} troubles, {} initiators that leave{}{} have not ended",
+            self.executor.len(),
+            self.rivals.iter().filter(|one| !one.is_over()).count(),
+            self.active.iter().filter(|is_active| **is_active).count(),
+            self.initiators.iter().filter(is_leaving).count(),
+            match self.administrator.is_done(&self.target, now) {
+                true => "",
+                false => ", an administrator",
+            },
+            match self.flood.as_ref().is_none_or(Flood::is_over) {
+                true => "",
+                false => ", a flood",
+            },
+        )
     }
 
     /// Each actor has a turn, in an order of the seed. If none had anything to do, time passes.

@@ -33,9 +33,12 @@ const COMMANDS: u64 = 100;
 /// Longest pause between two commands, in microseconds.
 const PAUSE: u64 = 3_000;
 
-/// The histories of disks, by identity.
+/// A disk, by its identity, and its history.
+type Disk = (Identity, Rc<History>);
+
+/// The histories of disks.
 #[derive(Clone, Default)]
-pub struct Disks(Rc<RefCell<Vec<(Identity, Rc<History>)>>>);
+pub struct Disks(Rc<RefCell<Vec<Disk>>>);
 
 impl fmt::Debug for Disks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -549,7 +549,7 @@ fn live(
         configure(daemon, protocol, true);
         daemon.riserd(&["reload"]);
         as_far_as_it_lives((protocol, process), |client| {
-            exchange(client, known, value + 1)
+            exchange(client, known, value + 1);
         });
         // It learns of the end of a connection a moment later, and gives threads up when they have
         // rested.

@@ -455,7 +455,7 @@ impl Fabric {
     /// Records what the devices at an address are asked for from now on, and has one of that fail.
     pub fn record(&self, addr: IpAddr, fails: Option<Failing>) {
         self.change(addr, |defects| {
-            defects.recording = Some(Recording::new(fails))
+            defects.recording = Some(Recording::new(fails));
         });
     }
 

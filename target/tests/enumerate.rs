@@ -7,8 +7,8 @@
 //! ever, the data are those of a run without errors, and in the end nothing is left at the target:
 //! no session, no buffer, no object of the device.
 //!
-//! What Rust's allocator gives is not among these: a process without that memory ends at once, and
-//! `tests/tests/crash` looks at what is left then.
+//! What Rust's allocator gives is not among these: a process without that memory ends at once, as by
+//! a kill, and `tests/tests/crash` looks at what kills leave.
 
 #![allow(clippy::print_stdout, reason = "prints figures")]
 

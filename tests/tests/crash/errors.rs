@@ -89,6 +89,10 @@ fn may(command: &str, call: &str, named: &str) -> May {
         "REGISTER" if is_kept => &[NOT_READY, (SenseKey::IllegalRequest, 0x55, 4)],
         "RESERVE" if is_kept => &[NOT_READY, (SenseKey::IllegalRequest, 0x55, 2)],
         "RELEASE" if is_kept => &[NOT_READY, (SenseKey::HardwareError, 0x44, 0)],
+        // A failure of a flush that is kept and cannot be read is taken for one (WRITE ERROR).
+        "SYNCHRONIZE CACHE" if named.contains("/flush-failure-") => {
+            &[NOT_READY, (SenseKey::MediumError, 0x0c, 0)]
+        }
         _ if is_kept || is_disk => &[NOT_READY],
         // Memory or a thread with which it would have been opened.
         _ if ["mmap", "clone3"].contains(&call) => &[NOT_READY],
@@ -516,8 +520,9 @@ impl Held {
     }
 }
 
-/// Memory that one run has more than another by the order of what its threads do.
-const SWAY: u64 = 1 << 20;
+/// Memory that one run has more than another by the order of what its threads do: a device touches
+/// more of its buffers where more packets come at once.
+const SWAY: u64 = 4 << 20;
 
 /// What a round came to.
 #[derive(Debug)]

@@ -118,24 +118,12 @@ impl Copy {
     ) -> Result<Run, Failure> {
         // A change may have the simulator hang where it counts no steps.
         let program = self.build.join(OPTIMIZED).join("riser-sim");
-        let mut command = sh::cmd("timeout", ["--signal=KILL"]);
-        command.arg(patience.as_secs().to_string()).arg(program);
-        command.args(["--first", "--seeds", &seeds.to_string()]);
-        command.current_dir(&self.tree).stdin(Stdio::null());
-        command.env_remove(VARIABLE);
-        if let Some(name) = planted {
-            command.env(VARIABLE, name);
-        }
-        let out = command.output()?;
-        if out.status.success() {
-            return Ok(Run::Clean);
-        }
-        let text = String::from_utf8_lossy(&out.stdout);
-        let failed = text.lines().find_map(|line| {
+        let mut simulator = Command::new(program);
+        simulator.args(["--first", "--seeds", &seeds.to_string()]);
+        self.run(&simulator, planted, patience, |line| {
             let (seed, why) = line.strip_prefix("seed ")?.split_once(": ")?;
-            Some(Run::Failed(seed.parse().ok()?, why.to_owned()))
-        });
-        Ok(failed.unwrap_or(Run::Hung))
+            Some((seed.parse().ok()?, why.to_owned()))
+        })
     }
 
     /// Runs the unit tests of a package whose names contain a word, with a change or without any.
@@ -158,10 +146,24 @@ impl Copy {
             command
         };
         sh::output(&mut cargo(&["--no-run"]))?;
-        let tests = cargo(&[word]);
+        self.run(&cargo(&[word]), planted, patience, |line| {
+            let failed = line.starts_with("test result: FAILED");
+            failed.then(|| (0, line.to_owned()))
+        })
+    }
+
+    /// Runs a program of the copy for so long at most, with a change or without any. `failed` finds
+    /// the line of its output that says which seed has failed, and why.
+    fn run(
+        &self,
+        program: &Command,
+        planted: Option<&str>,
+        patience: Duration,
+        failed: impl Fn(&str) -> Option<(u64, String)>,
+    ) -> Result<Run, Failure> {
         let mut command = sh::cmd("timeout", ["--signal=KILL"]);
         command.arg(patience.as_secs().to_string());
-        command.arg(tests.get_program()).args(tests.get_args());
+        command.arg(program.get_program()).args(program.get_args());
         command.current_dir(&self.tree).stdin(Stdio::null());
         command.env_remove(VARIABLE);
         if let Some(name) = planted {
@@ -172,10 +174,8 @@ impl Copy {
             return Ok(Run::Clean);
         }
         let text = String::from_utf8_lossy(&out.stdout);
-        let failed = text
-            .lines()
-            .find(|line| line.starts_with("test result: FAILED"));
-        Ok(failed.map_or(Run::Hung, |line| Run::Failed(0, line.to_owned())))
+        let failed = text.lines().find_map(failed);
+        Ok(failed.map_or(Run::Hung, |(seed, why)| Run::Failed(seed, why)))
     }
 }
 

@@ -169,7 +169,7 @@ struct Initiator {
     protocol: Protocol,
     target: TargetPortId,
     connections: u8,
-    /// What it was told when it was refused.
+    /// Reason that its refusal reported.
     told: Vec<String>,
     tcp: Option<Client<Wire>>,
     srp: Option<Mini<Endpoint>>,

@@ -60,7 +60,7 @@ thread_local! {
 }
 
 /// The system's allocator, which knows how much of what is in use was allocated by a part of a
-/// program, whoever frees it. For `#[global_allocator]`.
+/// program, also when others free it. For `#[global_allocator]`.
 ///
 /// Each allocation has a head that says whose it is: what a part gives to others, as a message
 /// does, would otherwise stay in its account.

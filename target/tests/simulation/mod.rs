@@ -64,7 +64,7 @@ impl Simulation {
         simulation
     }
 
-    /// A worker on this wire that makes so many mappings of memory before one fails.
+    /// A worker on this wire, whose mapping of memory after these fails.
     pub(crate) fn on(
         fabric: Fabric,
         seed: u64,

@@ -10,10 +10,10 @@ use riser_scsi::iscsi::login::{
 };
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::{
-    DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, ScsiCommand, TextRequest,
-    TmfFunction, TmfRequest, TmfStatus,
+    DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, ScsiCommand, TmfFunction,
+    TmfRequest, TmfStatus,
 };
-use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, StatSn, Tsih, Ttt, text};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, StatSn, Tsih, Ttt};
 use riser_scsi::iser::{Buffers, CmHeader, Message, RemoteBuffer, Stag, put_control};
 use riser_transport::mr_pool::{MrPool, PooledMr};
 use riser_transport::verbs::{
@@ -461,18 +461,7 @@ impl<P: Provider> Client<P> {
 
     /// Asks a discovery session for all targets.
     pub fn send_targets(&mut self, pump: Pump<'_, P>) -> Vec<u8> {
-        let mut out = Vec::new();
-        text::put(&mut out, "SendTargets", "All");
-        let request = TextRequest {
-            immediate: true,
-            is_final: true,
-            continues: false,
-            lun: [0; 8],
-            itt: Itt(80),
-            ttt: Ttt::NONE,
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-        };
+        let (request, out) = crate::pdus::send_targets(self.cmd_sn);
         let pdu = FromInitiator::TextRequest(request);
         self.send(Buffers::default(), &pdu, &out);
         match self.next(pump) {

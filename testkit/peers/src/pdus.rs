@@ -1,7 +1,9 @@
 //! Requests of an initiator as most tests want them. A test that wants another field sets it.
 
-use riser_scsi::iscsi::pdu::{DataOut, NopOut, ScsiCommand, TaskAttr, TmfFunction, TmfRequest};
-use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::iscsi::pdu::{
+    DataOut, NopOut, ScsiCommand, TaskAttr, TextRequest, TmfFunction, TmfRequest,
+};
+use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt, text};
 
 /// A SIMPLE command to LUN 0 that moves `len` bytes, with its last unsolicited data.
 pub fn scsi_command(tag: u32, cmd_sn: u32, cdb: &[u8], writes: bool, len: u32) -> ScsiCommand {
@@ -21,6 +23,23 @@ pub fn scsi_command(tag: u32, cmd_sn: u32, cdb: &[u8], writes: bool, len: u32) -
         cdb: whole.into_iter().collect(),
         bidi_read_length: None,
     }
+}
+
+/// An immediate Text Request for all targets, with its text.
+pub fn send_targets(cmd_sn: u32) -> (TextRequest, Vec<u8>) {
+    let mut keys = Vec::new();
+    text::put(&mut keys, "SendTargets", "All");
+    let request = TextRequest {
+        immediate: true,
+        is_final: true,
+        continues: false,
+        lun: [0; 8],
+        itt: Itt(80),
+        ttt: Ttt::NONE,
+        cmd_sn: CmdSn(cmd_sn),
+        exp_stat_sn: StatSn(0),
+    };
+    (request, keys)
 }
 
 /// A Login Request that leads to full-feature phase at once, with its text: two names, and more keys

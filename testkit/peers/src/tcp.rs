@@ -10,10 +10,9 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::{
-    FromInitiator, FromTarget, ScsiCommand, TaskAttr, TextRequest, TmfFunction, TmfRequest,
-    TmfStatus,
+    FromInitiator, FromTarget, ScsiCommand, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
 };
-use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt, chap, text};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, chap};
 use socket2::{Domain, Socket, Type};
 
 /// A connection of an initiator.
@@ -284,18 +283,7 @@ impl<S: Read + Write> Client<S> {
 
     /// Asks a discovery session for all targets.
     pub fn send_targets(&mut self) -> Vec<u8> {
-        let mut out = Vec::new();
-        text::put(&mut out, "SendTargets", "All");
-        let request = TextRequest {
-            immediate: true,
-            is_final: true,
-            continues: false,
-            lun: [0; 8],
-            itt: Itt(80),
-            ttt: Ttt::NONE,
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-        };
+        let (request, out) = crate::pdus::send_targets(self.cmd_sn);
         self.send(FromInitiator::TextRequest(request).header(), &out);
         match self.receive() {
             Some((FromTarget::TextResponse(_), _, text)) => text,

@@ -68,7 +68,7 @@ impl Disks {
     }
 }
 
-/// Uses the unit until all commands are done, whatever disk it is. `new` makes a history.
+/// Uses the unit until all commands are done, whichever disk is there. `new` makes a history.
 pub fn work<N: Fn() -> Rc<History>>(
     initiator: &Initiator,
     user: User,

@@ -18,7 +18,7 @@ use crate::coverage;
 pub enum SaveFailure {
     /// There is no room: what was saved before stays.
     Full,
-    /// The device fails after the change: it is there, and nobody knows for how long.
+    /// The device fails after the change, which may be lost later.
     Broken,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A target can only look at what is in a packet, so a packet that is right in all must be taken
 //! for the initiator's: ids, queue pairs and sequence numbers are its protection. With any of them
-//! wrong, a packet may have no effect on a connection, whatever else is right.
+//! wrong, a packet may have no effect on a connection, even if all else is right.
 
 use std::net::SocketAddr;
 use std::time::Instant;

@@ -87,7 +87,7 @@ impl Aim {
         }
     }
 
-    /// Whether rules of access are needed, which tell it from others.
+    /// Whether it needs access rules that distinguish it from others.
     fn needs_rules(self) -> bool {
         !matches!(self, Self::Own | Self::Forge(_))
     }

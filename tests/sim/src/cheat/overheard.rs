@@ -27,7 +27,7 @@ const SRP_LOGIN: usize = 164 + 36;
 /// Place of a PDU in the packet of a SEND of iSER.
 const PDU: usize = Bth::LEN + 28;
 
-/// Packets and streams as far as somebody needs them, by the last part of an initiator's address.
+/// What cheats use of packets and streams, by the last part of an initiator's address.
 #[derive(Clone, Debug, Default)]
 pub struct Overheard(Arc<Mutex<BTreeMap<u8, Host>>>);
 

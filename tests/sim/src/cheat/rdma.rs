@@ -392,7 +392,7 @@ impl RdmaCheat {
         self.number += 1;
         let (number, aim) = (self.number - 1, self.pace.plan.aim);
         let wish = Wish::draw(aim, &mut self.pace.rng);
-        // Data that must not come are in memory that nobody gets at.
+        // Data that must not come are in memory that is out of reach.
         let key = match aim {
             Aim::Withhold => mr.rkey.0 ^ 0x8000_0000,
             _ => mr.rkey.0,

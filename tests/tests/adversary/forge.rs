@@ -307,7 +307,7 @@ impl Forger {
         };
         // The transaction, the requester's id, queue pair and first PSN; the addresses stand in the
         // path and in the RDMA CM's header too.
-        for range in [8..16, 24..28, 56..59, 72..75] {
+        for range in [8..16, 24..28, 56..59, 68..71] {
             for byte in &mut mad[range] {
                 *byte = self.chance.below(256) as u8;
             }

@@ -692,20 +692,20 @@ fn memory_of_initiators(scene: &mut Scene) {
 }
 
 /// Requests to connect from ever other hosts, which never go on. Where there is room for no more,
-/// new ones are refused, until the oldest gives its place to a newer one; and hosts that go on get
+/// new ones are dropped, until the oldest gives its place to a newer one; and hosts that go on get
 /// in.
 fn connections_without_end(scene: &mut Scene) {
     let world = scene.world.clone();
     let mut sniffer = world.switch.run(Sniffer::new);
     world.hosts.run(visit_other_target);
     let requests: Vec<_> = sniffer.logins().into_iter().map(|l| l.req).collect();
-    let now = |scene: &Scene| ["refused", "displaced"].map(|kind| scene.metric(CM, kind));
+    let now = |scene: &Scene| ["dropped", "displaced"].map(|kind| scene.metric(CM, kind));
     let was = now(scene);
     let mut forger = world
         .stranger
         .run(move || Forger::new(5, Reach::OffPath, requests, Vec::new()));
     eventually("requests displace each other", LATER_ON, || {
-        for n in 0..512 {
+        for n in 0..8192 {
             forger.play(Trick::Requests);
             if n % 16 == 0 {
                 std::thread::sleep(Duration::from_millis(2));
@@ -715,7 +715,7 @@ fn connections_without_end(scene: &mut Scene) {
     });
     let counted = now(scene);
     println!(
-        "figure: connections without end: of {} refused {}, displaced by newer ones {}",
+        "figure: connections without end: of {} dropped {}, displaced by newer ones {}",
         forger.sent,
         counted[0] - was[0],
         counted[1] - was[1]

@@ -579,13 +579,18 @@ impl Registry {
     }
 }
 
-/// The session that another channel from an address joins: the newest from there, or of all, since
-/// the message that establishes the newest one may be late.
+/// The session that another channel from an address joins: the current one. A request for another
+/// session may be forged, and ends with all channels that have joined it. Without a current session
+/// it is the newest that was requested from there, or of all, since the message that establishes it
+/// may be late.
 fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
-    let alive = entries.iter().enumerate();
-    let alive = alive.filter(|(_, e)| matches!(e.stage, Stage::Requested | Stage::Current));
-    let best = alive.max_by_key(|(at, e)| (e.address == address, *at));
-    best.map(|(at, _)| at)
+    let rank = |(at, entry): (usize, &Entry)| match entry.stage {
+        Stage::Current => Some((true, true, at)),
+        Stage::Requested => Some((false, entry.address == address, at)),
+        Stage::Replaced(_) | Stage::Displaced => None,
+    };
+    let best = entries.iter().enumerate().filter_map(rank).max();
+    best.map(|(.., at)| at)
 }
 
 /// Whether replaced sessions are still there that should have ended long since, or too many of
@@ -819,7 +824,6 @@ mod tests {
     fn a_second_channel_may_be_established_before_the_first_one() {
         let registry = open();
         let host = Host::new(&registry, 1);
-        host.log_in(1);
         let new = host.single(2).unwrap().nexus;
         let joined = host.request(A, MultiChannelAction::Multi, 3).unwrap();
         assert_eq!(joined.nexus, new, "the login that is under way");
@@ -828,14 +832,33 @@ mod tests {
             !done.may_start && done.terminate.is_empty(),
             "it replaces nothing"
         );
-        host.leave(1);
         let done = host.establish(2);
         assert!(done.may_start);
         assert_eq!(done.start, [channel(3)]);
-        // Without its first channel the session would never be established.
+        // Without its first channel a session would never be established.
+        let host = Host::new(&registry, 2);
         host.single(4).unwrap();
         host.request(A, MultiChannelAction::Multi, 5).unwrap();
         assert_eq!(host.leave(4).terminate, [channel(5)]);
+    }
+
+    #[test]
+    fn a_request_in_anothers_name_takes_no_channel_along() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        let current = host.log_in(1);
+        for (address, serial) in [(A, 2), (B, 3)] {
+            let forged = host.request(address, MultiChannelAction::Single, serial);
+            assert_ne!(forged.unwrap().nexus, current);
+        }
+        for (address, serial) in [(A, 4), (B, 5)] {
+            let joined = host.request(address, MultiChannelAction::Multi, serial);
+            assert_eq!(joined.unwrap().nexus, current);
+            assert!(host.establish(serial).may_start);
+        }
+        for forged in [2, 3] {
+            assert!(host.leave(forged).terminate.is_empty());
+        }
     }
 
     #[test]

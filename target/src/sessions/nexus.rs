@@ -224,11 +224,17 @@ impl Table {
 
     /// Enters another channel into a session.
     fn join(&mut self, asked: &Request, at: usize) -> &Entry {
-        let entry = &mut self.nexuses.get_mut(&asked.key).expect("just found")[at];
+        let entries = self.nexuses.get_mut(&asked.key).expect("just found");
+        let requested = entries.iter().filter(|e| e.stage == Stage::Requested);
+        let requested: Vec<_> = requested.map(|e| e.leader).collect();
+        let entry = &mut entries[at];
         if entry.stage == Stage::Current {
             // The session may still wait for the one that it replaces: no channel of it may start a
             // command before that.
             self.waits.wait_like(entry.leader, asked.channel);
+            // Nor before it is known that the channel is not of a session that was requested since:
+            // that would wait for this one's commands. A forged request is given up soon.
+            self.waits.wait_for(&requested, asked.channel);
         }
         entry.channels.push((asked.channel, asked.address));
         entry
@@ -579,10 +585,12 @@ impl Registry {
     }
 }
 
-/// The session that another channel from an address joins: the current one. A request for another
-/// session may be forged, and ends with all channels that have joined it. Without a current session
-/// it is the newest that was requested from there, or of all, since the message that establishes it
-/// may be late.
+/// The session that another channel from an address joins: the current one, or else the newest that
+/// was requested from there, or of all.
+///
+/// A request beside a current session may be forged, and would take the channel along when it is
+/// given up. It may be the initiator's own as well, whose message that establishes it is late: then
+/// the channel ends with the current session, and starts nothing before ([`Table::join`]).
 fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
     let rank = |(at, entry): (usize, &Entry)| match entry.stage {
         Stage::Current => Some((true, true, at)),
@@ -854,11 +862,35 @@ mod tests {
         for (address, serial) in [(A, 4), (B, 5)] {
             let joined = host.request(address, MultiChannelAction::Multi, serial);
             assert_eq!(joined.unwrap().nexus, current);
-            assert!(host.establish(serial).may_start);
+            assert!(!host.establish(serial).may_start, "it may be another's");
         }
-        for forged in [2, 3] {
-            assert!(host.leave(forged).terminate.is_empty());
-        }
+        let left = host.leave(2);
+        assert!(left.terminate.is_empty() && left.notify.is_empty());
+        let left = host.leave(3);
+        assert!(left.terminate.is_empty());
+        assert_eq!(left.notify, [channel(4), channel(5)]);
+    }
+
+    /// The old session may still have writes at a device, which a channel of the new one must not
+    /// overtake.
+    #[test]
+    fn a_channel_of_a_login_that_is_established_late_starts_nothing() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        let new = host.single(2).unwrap().nexus;
+        host.request(A, MultiChannelAction::Multi, 3).unwrap();
+        assert!(!host.establish(3).may_start);
+        let done = host.establish(2);
+        assert!(!done.may_start && done.start.is_empty());
+        assert_eq!(done.terminate, [channel(1), channel(3)]);
+        assert!(host.leave(3).notify.is_empty());
+        assert_eq!(host.leave(1).notify, [channel(2)]);
+        assert_eq!(
+            host.request(A, MultiChannelAction::Multi, 4).unwrap().nexus,
+            new
+        );
+        assert!(host.establish(4).may_start);
     }
 
     #[test]

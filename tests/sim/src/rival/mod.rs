@@ -346,7 +346,7 @@ impl Rival {
     /// whose commands have ended now; another one that of one that was lost, which is detached
     /// then.
     fn on_ready(&mut self, at: usize, tsih: Tsih, params: SessionParams, now: Instant) {
-        if let Phase::Up = self.phase {
+        if matches!(self.phase, Phase::Up | Phase::LoggingOut { .. }) {
             self.lost.remove(&at);
             return;
         }

@@ -130,6 +130,7 @@ impl<D: Datamover> Channel<D> {
         if self.is_receiving() {
             become_state(&mut self.phase, Phase::Closing);
             self.phase_deadline = Some(now + CLOSE_TIMEOUT);
+            self.discard_kept();
         }
     }
 
@@ -141,14 +142,24 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
+    /// Discards the requests that this connection has kept until their turn. If one was next, the
+    /// turn is another connection's.
+    fn discard_kept(&mut self) {
+        let me = self.conn_ref();
+        let Some(session) = self.session.as_ref().filter(|_| !self.waiting.is_empty()) else {
+            return;
+        };
+        self.waiting.clear();
+        session.window.forget(me);
+        let next = session.window.next_up();
+        self.actions.extend(next.map(Action::TakeTurn));
+    }
+
     /// Closes the connection. Requests that it kept until their turn are discarded.
     pub(super) fn leave_for(&mut self, phase: Phase) {
         let is_closing = !matches!(self.phase, Phase::CleanupWait | Phase::Retaining);
         become_state(&mut self.phase, phase);
-        self.waiting.clear();
-        if let Some(session) = &self.session {
-            session.window.forget(self.conn_ref());
-        }
+        self.discard_kept();
         if is_closing && self.is_connected {
             self.actions.push_back(Action::Disconnect);
         }

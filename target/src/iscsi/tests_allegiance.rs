@@ -130,6 +130,9 @@ impl Duo {
             Action::Task(TaskAction::StartTask(name)) => self.rig(name.channel).with(|ch, cx| {
                 ch.channel_mut().handle_task_start(cx, name);
             }),
+            Action::TakeTurn(conn) => self.rig(conn.serial).with(|ch, cx| {
+                ch.channel_mut().handle_turn(cx);
+            }),
             _ => Vec::new(),
         }
     }
@@ -599,6 +602,35 @@ fn kept_commands_give_way_to_those_that_wait_for_memory() {
     // What occupies none stays.
     assert_eq!(status(&duo.reassigned(3, 0)).0, 0);
     duo.end();
+}
+
+/// A connection that closes keeps a function whose turn it is: what comes after it goes on.
+#[test]
+fn a_turn_of_a_connection_that_closes_is_the_next_ones() {
+    type End = fn(&mut Rig);
+    let ends: [End; 2] = [
+        |rig| {
+            rig.with(|ch, cx| ch.channel_mut().close(cx.now));
+        },
+        |rig| {
+            rig.with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+        },
+    ];
+    for end in ends {
+        let mut duo = Duo::with_keys("MaxConnections=4\0");
+        let first = duo.second.cmd_sn;
+        duo.first.cmd_sn = first + 1;
+        let kept = duo.first.tmf(50, TmfFunction::AbortTaskSet, u32::MAX);
+        assert!(kept.is_empty());
+        duo.second.read(1, 0, 1);
+        assert!(duo.second.read(2, 0, 1).is_empty(), "behind the function");
+        // The first connection does not hear of its turn before it ends.
+        duo.second.elsewhere.clear();
+        end(&mut duo.first);
+        let received = duo.route();
+        assert_eq!(status(&received).0, 0);
+        duo.end();
+    }
 }
 
 /// A function finds a command wherever it is: kept, on its way, or arrived.

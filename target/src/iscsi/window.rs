@@ -168,7 +168,8 @@ impl Window {
     /// Looks at a request that takes a number. With [`Admission::Now`] it has taken a place of the
     /// window, in the same step: connections of one session may belong to different workers. The
     /// place is free again with [`Window::on_answered`] or [`Window::on_gone`]; the turn is the
-    /// next one's with [`Window::on_carried_out`].
+    /// next one's with [`Window::on_carried_out`]. A function that concerns the commands before it
+    /// goes first.
     pub(super) fn admit(&self, sn: CmdSn, who: ConnRef) -> Admission {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
@@ -177,7 +178,7 @@ impl Window {
         if steps >= room {
             return Admission::Never;
         }
-        if steps == 0 && !numbering.is_taken {
+        if steps == 0 && !numbering.is_taken && !numbering.has_function_due() {
             numbering.exp = sn.next();
             // With one connection in order nothing can come in between.
             numbering.is_taken = self.unordered;
@@ -399,6 +400,12 @@ impl Window {
 }
 
 impl Numbering {
+    /// Whether an immediate request waits for nothing but its turn.
+    fn has_function_due(&self) -> bool {
+        let is_due = |a: &Ahead| a.immediate && !self.exp.is_before(a.sn);
+        self.ahead.iter().any(is_due)
+    }
+
     fn enter(&mut self, ahead: Ahead) -> Admission {
         let others = self
             .ahead
@@ -532,6 +539,20 @@ mod tests {
         assert_eq!(admit(&window, CmdSn(1), B), Admission::Now);
         assert_eq!(window.next_up(), Some(A));
         assert!(window.is_due(CmdSn(2), A));
+        assert_eq!(window.next_up(), None);
+    }
+
+    /// A command that came after the function would be ended by it, and never answered.
+    #[test]
+    fn no_command_overtakes_a_function_that_is_due() {
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(window.admit_function(CmdSn(2), B), Admission::Later);
+        assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
+        assert_eq!(admit(&window, CmdSn(2), A), Admission::Later);
+        assert_eq!(window.next_up(), Some(B));
+        assert!(window.is_due(CmdSn(2), B));
+        assert_eq!(window.next_up(), Some(A));
+        assert_eq!(admit(&window, CmdSn(2), A), Admission::Now);
         assert_eq!(window.next_up(), None);
     }
 

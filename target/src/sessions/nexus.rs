@@ -540,6 +540,7 @@ impl Registry {
             nexuses,
             waits,
             recent,
+            unconfirmed,
             ..
         } = &mut *table;
         let mut left = Left::default();
@@ -549,8 +550,14 @@ impl Registry {
         if let Some(at) = entries.iter().position(|e| e.has(channel)) {
             let entry = &mut entries[at];
             entry.channels.retain(|(c, _)| *c != channel);
-            if entry.channels.is_empty() {
+            // A request for another channel may be forged: it keeps no session that has ended, nor
+            // its place and its reservations.
+            let is_unconfirmed = |own| unconfirmed.iter().any(|u| u.what.1 == own);
+            let is_over = entry.channels.is_empty()
+                || entry.has_been_current() && entry.refs().all(is_unconfirmed);
+            if is_over {
                 let entry = entries.remove(at);
+                left.terminate = entry.refs().collect();
                 if entry.stage == Stage::Current {
                     let owner = (key, entry.address);
                     match again {
@@ -869,6 +876,23 @@ mod tests {
         let left = host.leave(3);
         assert!(left.terminate.is_empty());
         assert_eq!(left.notify, [channel(4), channel(5)]);
+    }
+
+    #[test]
+    fn a_request_in_anothers_name_keeps_no_session_that_has_ended() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        host.request(A, MultiChannelAction::Multi, 2).unwrap();
+        host.establish(2);
+        host.request(B, MultiChannelAction::Multi, 3).unwrap();
+        assert!(host.leave(1).terminate.is_empty(), "there is another");
+        assert_eq!(registry.sessions(), 1);
+        assert_eq!(host.leave(2).terminate, [channel(3)]);
+        assert_eq!((registry.sessions(), registry.unconfirmed()), (0, 1));
+        let late = host.establish(3);
+        assert!(!late.may_start && late.terminate.is_empty());
+        assert!(host.leave(3).terminate.is_empty());
     }
 
     /// The old session may still have writes at a device, which a channel of the new one must not

@@ -5,13 +5,19 @@
 //! fails: the N-th of its kind, whichever thread makes it, for each N that a run without failures has
 //! reached ([`crate::inject`]). Then:
 //!
-//! - nothing panics, nothing hangs, and the end is not by a signal: the daemon does not start, or
-//!   serves until it is asked to end;
+//! - nothing panics, nothing hangs, and the end is not by a signal: the daemon does not start, and
+//!   says why, or it serves until it is asked to end;
+//! - a daemon that goes on carries a session through after the failure: the failure may cost one
+//!   connection, but not the next ones;
 //! - a command that fails does so with sense data to which that failure leads ([`may`]), and what was
 //!   read is what was written;
 //! - a daemon that goes on has no more descriptors, threads and memory than without the failure;
 //! - the daemon starts without failures, and what was written and flushed is there, as are the
 //!   reservations that were acknowledged.
+//!
+//! Exceptions: any command may be answered with BUSY or TASK SET FULL. Threads of pools are not
+//! counted, and memory may differ by [`SWAY`]. Before Rust's run time has a stack for signals, a
+//! failure may end the daemon by a signal.
 //!
 //! Calls that interrupts cut short (`EINTR`) are among the failures. One that is carried out in part
 //! is not: a filter can refuse a call, not change its length.
@@ -25,6 +31,8 @@ use std::fs::{self, File};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::process::Command;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -181,8 +189,8 @@ const FAULTS: &[Fault] = faults! {
     Anything "sendto" SYS_sendto Nothing: ENOBUFS, EINTR;
 };
 
-/// The call before which only the dynamic linker has made mappings, whose failure it does not bear:
-/// the first of Rust's run time.
+/// The call before which only the dynamic linker has made mappings, and it cannot survive a failure
+/// there: the first of Rust's run time.
 const FIRST: Call = Call {
     name: "poll",
     number: libc::SYS_poll,
@@ -250,12 +258,15 @@ enum Peer {
     Iser(Box<Iser<Roce>>, u32),
 }
 
+/// Whether a process runs. It has no program when it has ended and was not waited for.
+fn is_there(process: u32) -> bool {
+    fs::read_link(format!("/proc/{process}/exe")).is_ok()
+}
+
 /// Drives a device in real time, as long as a daemon lives: over RDMA, its end is not seen.
 fn beside(process: u32) -> impl FnMut(&mut Roce) {
     move |device| {
-        // It has no program when it has ended and was not waited for.
-        let is_there = fs::read_link(format!("/proc/{process}/exe")).is_ok();
-        assert!(is_there, "the connection ended");
+        assert!(is_there(process), "the connection ended");
         real(device);
     }
 }
@@ -335,8 +346,13 @@ impl Peer {
 fn command(client: &mut Tcp, cdb: &[u8], len: u32, out: &[u8]) -> (u8, Vec<u8>) {
     client.send_command(cdb, !out.is_empty(), len, out);
     let mut data = Vec::new();
+    let begun = Instant::now();
     loop {
-        let (pdu, _, bytes) = client.receive().expect("an answer");
+        let Some((pdu, _, bytes)) = client.receive() else {
+            // The socket gives up reading after this time, too.
+            assert!(begun.elapsed() < PATIENCE, "a command is not answered");
+            panic!("the connection ended");
+        };
         match pdu {
             FromTarget::DataIn(pdu) => {
                 data.extend(bytes);
@@ -431,16 +447,21 @@ fn check_block(client: &mut Peer, known: &mut Known, block: u8) -> Option<u8> {
     Some(data[0])
 }
 
-/// Runs `session` with a client, as far as the daemon lives. A panic about a connection that ends
-/// is the client's; others are of assertions, and go on.
-fn as_far_as_it_lives((protocol, process): (Protocol, u32), session: impl FnOnce(&mut Peer)) {
+/// Logs in and runs `session`, once; returns whether it came to its end. A panic about a connection
+/// that ends is the client's; others are of assertions, and go on.
+fn is_carried_through(
+    (protocol, process): (Protocol, u32),
+    session: impl FnOnce(&mut Peer),
+) -> bool {
     let result = catch_unwind(AssertUnwindSafe(|| {
-        if let Some(mut client) = Peer::log_in(protocol, process) {
+        let client = Peer::log_in(protocol, process);
+        client.is_some_and(|mut client| {
             session(&mut client);
             client.leave();
-        }
+            true
+        })
     }));
-    if let Err(panic) = result {
+    result.unwrap_or_else(|panic| {
         let text = text_of(&*panic);
         let ends = [
             "an answer",
@@ -454,7 +475,8 @@ fn as_far_as_it_lives((protocol, process): (Protocol, u32), session: impl FnOnce
         if !is_end {
             std::panic::resume_unwind(panic);
         }
-    }
+        false
+    })
 }
 
 fn text_of(panic: &(dyn Any + Send)) -> Option<&str> {
@@ -475,8 +497,8 @@ enum Came {
 #[derive(Clone, Copy, Debug, Default)]
 struct Held {
     descriptors: usize,
-    /// Those of pools left out, of which there are some more or less: the kernel's for a ring, and
-    /// ours for calls that block, which rest for seconds before they end.
+    /// Excluding pool threads, whose number varies: the kernel's for a ring, and ours for calls that
+    /// block, which rest for seconds before they end.
     threads: usize,
     /// Resident memory in bytes, but for that of files.
     memory: u64,
@@ -548,13 +570,16 @@ fn live(
     let watcher = daemon.start_watched(watch);
     let is_up = !daemon.has_ended();
     let process = daemon.process();
-    let mut held = None;
+    let (mut held, mut is_through) = (None, false);
     if is_up {
-        as_far_as_it_lives((protocol, process), |client| exchange(client, known, value));
+        // The failure may end this one, or be met by the next.
+        is_carried_through((protocol, process), |client| exchange(client, known, value));
         configure(daemon, protocol, true);
         daemon.riserd(&["reload"]);
-        as_far_as_it_lives((protocol, process), |client| {
-            exchange(client, known, value + 1);
+        is_through = eventually_some("a session after the failure", PATIENCE, || {
+            let session = |client: &mut Peer| exchange(client, known, value + 1);
+            let is_through = is_carried_through((protocol, process), session);
+            (is_through || !is_there(process)).then_some(is_through)
         });
         // It learns of the end of a connection a moment later, and gives threads up when they have
         // rested.
@@ -583,8 +608,16 @@ fn live(
         Some(signal) => Err(format!("it ended by signal {signal}\n{log}")),
         None if log.contains("panicked") => Err(format!("it panicked\n{log}")),
         // Its socket is there and a session may begin before it has opened all that it serves.
-        None if !log.contains("configuration served") => Ok(life(Came::NotUp)),
+        None if !log.contains("configuration served") => {
+            // It, or the dynamic linker in its name, says why.
+            let says_why = log.lines().any(|line| line.contains("riserd: "));
+            match !status.success() && says_why {
+                true => Ok(life(Came::NotUp)),
+                false => Err(format!("it did not start, with {status}\n{log}")),
+            }
+        }
         None if has_ended => Err(format!("it ended by itself\n{log}")),
+        None if !is_through => Err(format!("it carried no session through\n{log}")),
         None => match (held, most) {
             (Some(held), Some(most)) if !held.is_within(&most) => Err(format!(
                 "it holds {held:?}, and without the failure {most:?}\n{log}"
@@ -624,7 +657,7 @@ fn settle(daemon: &mut Daemon, protocol: Protocol, known: &mut Known) {
         let cdb = [0x5e, action, 0, 0, 0, 0, 0, 1, 0, 0];
         let data = succeeds(client, known, "PERSISTENT RESERVE IN", (&cdb, 256, &[]));
         let data = data.expect("a disk that works");
-        // What is behind its header, as long as that says (SPC-4 6.15.2.1).
+        // The data after the header, of the length it gives (SPC-4 6.15.2.1).
         let len = u32::from_be_bytes(data[4..8].try_into().expect("4 bytes"));
         data[8..8 + len as usize].to_vec()
     };
@@ -654,8 +687,8 @@ fn sample(count: usize, most: usize) -> impl Iterator<Item = usize> {
     (0..taken).map(move |at| (at as u128 * count as u128 / taken as u128) as usize)
 }
 
-/// Runs a closure, and fails where it takes too long.
-fn within_patience<T: Send>(run: impl FnOnce() -> T + Send) -> T {
+/// Runs a round with the daemon of a folder, and ends the test where it takes too long.
+fn within_patience<T: Send>(what: &str, folder: &Path, run: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| {
         let (done, is_done) = channel();
         let runner = scope.spawn(move || {
@@ -664,14 +697,33 @@ fn within_patience<T: Send>(run: impl FnOnce() -> T + Send) -> T {
             result
         });
         if is_done.recv_timeout(5 * PATIENCE).is_err() && !runner.is_finished() {
-            // The scope would wait for the thread.
-            println!("a round hangs");
+            // The scope would wait for the thread, and a panic for the scope.
+            let log = fs::read_to_string(folder.join("log")).unwrap_or_default();
+            println!("a round hangs: {what}\n{log}");
+            let _ = Command::new("kill")
+                .arg("-KILL")
+                .args(children_in(folder))
+                .status();
             std::process::abort();
         }
         runner
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
+}
+
+/// Numbers of child processes with a folder in their command lines.
+fn children_in(folder: &Path) -> Vec<String> {
+    let tasks = fs::read_dir("/proc/self/task").into_iter().flatten();
+    let children =
+        tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("children")).ok());
+    let children: Vec<_> = children.collect();
+    let numbers = children.iter().flat_map(|list| list.split_whitespace());
+    let is_of_folder = |number: &&str| {
+        let line = fs::read(format!("/proc/{number}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(&*folder.to_string_lossy())
+    };
+    numbers.filter(is_of_folder).map(str::to_owned).collect()
 }
 
 /// What can fail: kinds of calls and their numbers.
@@ -690,12 +742,15 @@ impl Points {
             call: FIRST,
             below: None,
         });
+        let what = format!("without failures, over {protocol:?}");
         let mut lives = [1, 3].map(|value| {
             let watch = Watch {
                 calls: calls.clone(),
                 fails: None,
             };
-            let life = within_patience(|| live(daemon, protocol, watch, known, (value, None)));
+            let folder = daemon.folder.clone();
+            let run = || live(daemon, protocol, watch, known, (value, None));
+            let life = within_patience(&what, &folder, run);
             let life = life.unwrap_or_else(|why| panic!("a run without failures: {why}"));
             assert_eq!((life.came, &known.failures[..]), (Came::Through, &[][..]));
             settle(daemon, protocol, known);
@@ -706,7 +761,9 @@ impl Points {
             calls: Vec::new(),
             fails: None,
         };
-        let usual = within_patience(|| live(daemon, protocol, none, known, (5, None)));
+        let folder = daemon.folder.clone();
+        let run = || live(daemon, protocol, none, known, (5, None));
+        let usual = within_patience(&what, &folder, run);
         let held = usual.map(|life| life.held.expect("it has served"));
         let held = held.unwrap_or_else(|why| panic!("a run without failures: {why}"));
         settle(daemon, protocol, known);
@@ -747,7 +804,13 @@ impl Fault {
 /// Fails one call after the other over a protocol.
 fn each_call_fails_once(protocol: Protocol) {
     let most = setting("RISER_CRASH_ERRORS", 30) as usize;
+    let calls = std::env::var("RISER_CRASH_CALLS").unwrap_or_default();
+    let test = format!("each_call_that_fails_once_loses_nothing_over_{protocol:?}").to_lowercase();
+    println!(
+        "RISER_CRASH_ERRORS={most} RISER_CRASH_CALLS={calls} cargo test -p riser-tests --test crash {test}"
+    );
     let mut daemon = Daemon::new(&format!("errors-{protocol:?}").to_lowercase());
+    let folder = daemon.folder.clone();
     let mut known = Known::new();
     let points = Points::of(&mut daemon, protocol, &mut known);
     let mut failures = Vec::new();
@@ -765,10 +828,13 @@ fn each_call_fails_once(protocol: Protocol) {
             let life = catch_unwind(AssertUnwindSafe(|| {
                 live(&mut daemon, protocol, watch, &mut known, bounds)
             }));
-            life.unwrap_or_else(|panic| Err(text_of(&*panic).unwrap_or("?").to_owned()))
+            life.unwrap_or_else(|panic| {
+                let log = fs::read_to_string(daemon.folder.join("log")).unwrap_or_default();
+                Err(format!("{}\n{log}", text_of(&*panic).unwrap_or("?")))
+            })
         };
         let what = format!("{} of {} number {number}", fault.error, fault.call.name);
-        match within_patience(round) {
+        match within_patience(&format!("{what}, over {protocol:?}"), &folder, round) {
             Ok(Life { came, seen, .. }) => {
                 let named = seen.failed.as_deref();
                 println!(
@@ -788,8 +854,10 @@ fn each_call_fails_once(protocol: Protocol) {
                 }
             }
             Err(why) => {
+                let why = format!("{what}: {why}");
+                println!("{why}");
+                failures.push(why);
                 daemon.kill();
-                failures.push(format!("{what}: {why}"));
             }
         }
         settle(&mut daemon, protocol, &mut known);
@@ -798,7 +866,7 @@ fn each_call_fails_once(protocol: Protocol) {
     let all = points.all.len();
     println!("figure: {rounds} of {all} failures, {missed} not reached; it came {ends:?}");
     assert!(failures.is_empty(), "{}", failures.join("\n\n"));
-    assert!(rounds > missed, "no call fails");
+    assert!(missed <= rounds / 4, "few calls fail");
 }
 
 #[test]

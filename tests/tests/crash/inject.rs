@@ -2,7 +2,7 @@
 //!
 //! The kernel asks before each call of the kinds that are watched (`SECCOMP_RET_USER_NOTIF`). A
 //! thread here answers: the call goes on, or it ends with an error and is not made. So exactly one
-//! call fails in a run, whichever thread makes it, and other calls take no longer than ever.
+//! call fails in a run, whichever thread makes it. Calls of other kinds run at normal speed.
 
 #![allow(unsafe_code, reason = "a filter of system calls, and its descriptor")]
 
@@ -208,7 +208,12 @@ fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
         };
         // SAFETY: one descriptor, which outlives the call.
         let count = unsafe { libc::poll(&raw mut ready, 1, -1) };
-        if count < 0 || ready.revents & libc::POLLIN == 0 {
+        if count < 0 {
+            let error = io::Error::last_os_error();
+            assert_eq!(error.kind(), io::ErrorKind::Interrupted, "poll: {error}");
+            continue;
+        }
+        if ready.revents & libc::POLLIN == 0 {
             return seen;
         }
         // SAFETY: zeroes are what the kernel asks for.
@@ -217,7 +222,10 @@ fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
         // SAFETY: the kernel fills the question, which outlives the call.
         let result = unsafe { libc::ioctl(fd, libc::SECCOMP_IOCTL_NOTIF_RECV, &raw mut question) };
         if result != 0 {
-            // Who asked has died meanwhile.
+            let error = io::Error::last_os_error();
+            // The caller has exited (ENOENT), or a signal came here.
+            let is_expected = matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINTR));
+            assert!(is_expected, "a question cannot be read: {error}");
             continue;
         }
         // What is before belongs to this process: it has not become the program yet.
@@ -232,7 +240,7 @@ fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
                 None => libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32,
             },
         };
-        // SAFETY: the answer outlives the call. It fails where who asked has died.
+        // SAFETY: the answer outlives the call. It fails where the caller has exited.
         unsafe { libc::ioctl(fd, libc::SECCOMP_IOCTL_NOTIF_SEND, &raw mut answer) };
     }
 }

@@ -6,7 +6,8 @@ use riser_testkit::programs::ARE_BUILT;
 
 use crate::daemon::{self, OPTIMIZED};
 use crate::packages::{Need, ensure, need};
-use crate::{Failure, sh};
+use crate::tally::{noted, skip_log};
+use crate::{Failure, sh, skip};
 
 /// Kills the daemon before a system call of its own.
 const NEEDS: &[Need] = &[need(
@@ -24,7 +25,8 @@ pub(crate) struct Options {
     /// Loads of which each point is one at which power is lost, shared out to the kinds of disks.
     #[arg(long, default_value_t = 102)]
     runs: u64,
-    /// System calls that fail, one in each run; all that there are by default.
+    /// System calls that fail for each of three protocols, one in each run; all that there are by
+    /// default.
     #[arg(long, default_value_t = u64::MAX >> 1)]
     errors: u64,
     /// The seed of loads and of moments.
@@ -69,7 +71,23 @@ pub(crate) fn long(test: &str, numbers: &[(&str, u64)], name: Option<&str>) -> R
     command.envs(numbers.iter().map(|(name, n)| (name, n.to_string())));
     command.args(name);
     command.args(["--test-threads=1", "--nocapture"]);
-    sh::run(&mut command)
+    run_whole(&mut command)
+}
+
+/// Runs a test, and fails if a part of it was skipped, which the test itself takes for a success.
+pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
+    // What is left of an earlier process with this id.
+    let _ = noted();
+    let result = sh::run(command.env(skip::LOG, skip_log()));
+    let skips = noted();
+    result?;
+    if skips.is_empty() {
+        return Ok(());
+    }
+    let lines = skips
+        .iter()
+        .map(|skip| format!("\n{}: {}", skip.name, skip.why));
+    Err(format!("not all was tried:{}", lines.collect::<String>()).into())
 }
 
 /// Cargo with a test in the programs' profile, up to what the test itself takes. Cargo builds no

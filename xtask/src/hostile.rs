@@ -1,7 +1,10 @@
 //! `cargo xtask hostile`: messages that are almost right, of every protocol, to a daemon that has
 //! other work (`tests/tests/adversary/hostile.rs`), and what they do to the times of that.
 
+use crate::packages::{Need, ensure, need};
 use crate::{Failure, crash, sh};
+
+const NEEDS: &[Need] = &[need("ip", "iproute2", "network namespaces")];
 
 /// Options of `cargo xtask hostile`.
 #[derive(clap::Args)]
@@ -17,9 +20,13 @@ pub(crate) struct Options {
     protocol: Option<String>,
 }
 
-/// Runs the one test, in the programs' profile; it prints its figures, and fails if they show that
+/// Runs the one test as root, who may make networks, in the programs' profile; it prints its figures, and fails if they show that
 /// the messages make the 99th percentile of another session more than twice as long.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    ensure(NEEDS);
+    if !sh::is_root() {
+        return Err("only root may make network namespaces".into());
+    }
     let mut command = crash::optimized_test("adversary")?;
     command.args(["--ignored", "--nocapture"]);
     command.arg("messages_that_are_almost_right_harm_no_other_session");
@@ -29,5 +36,5 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if let Some(protocol) = &options.protocol {
         command.env("RISER_HOSTILE_PROTOCOL", protocol);
     }
-    sh::run(&mut command)
+    crash::run_whole(&mut command)
 }

@@ -1,6 +1,6 @@
 //! `cargo xtask soak`: the test of `tests/tests/soak` for longer, in the programs' profile.
 
-use crate::{Failure, crash};
+use crate::{Failure, crash, sh};
 
 /// Options of `cargo xtask soak`.
 #[derive(clap::Args)]
@@ -16,8 +16,11 @@ pub(crate) struct Options {
     seed: u64,
 }
 
-/// Runs it.
+/// Runs it, as root: its guests vanish without closing their sockets (`TCP_REPAIR`).
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    if !sh::is_root() {
+        return Err("only root may drop a TCP connection without closing it".into());
+    }
     let numbers = [
         ("RISER_SOAK_CONNECTS", options.connects),
         ("RISER_SOAK_SESSIONS", options.sessions),

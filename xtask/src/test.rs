@@ -76,8 +76,8 @@ const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 pub(crate) struct Options {
     #[command(flatten)]
     selection: Selection,
-    /// Everything that can fail: all interop cases, the package, the container, the cost in
-    /// instructions.
+    /// Everything that can fail: all interop cases, the package, sessions that come and go, the
+    /// container, the cost in instructions.
     #[arg(long)]
     all: bool,
     /// Test harnesses that run at once. More than one takes root: each has a network namespace

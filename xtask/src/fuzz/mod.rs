@@ -38,7 +38,7 @@ const ENGINE: &str = "--cfg fuzzing --cfg fuzzing_libfuzzer";
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Time for each target, in minutes, which may have a fraction; several run at once, one on each
-    /// core. Without it nothing is explored.
+    /// core. With 0, nothing is explored.
     #[arg(long, default_value_t = 1.0)]
     minutes: f64,
     /// Afterwards renew what is checked in of the inputs that were found: for each target the few

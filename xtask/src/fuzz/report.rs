@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::ErrorKind;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -56,14 +57,20 @@ impl Report {
 }
 
 /// Adds a run to the report, which keeps what it has of targets that were not run, and prints the
-/// sums. One that cannot be read is of another form, and begins anew.
+/// sums. A report in an older format is replaced.
 pub(super) fn keep(
     figures: &[Figures],
     machines: &BTreeMap<String, Coverage>,
 ) -> Result<(), Failure> {
     let path = root().join(".build/fuzz/report.json");
-    let text = fs::read_to_string(&path).unwrap_or_default();
-    let mut report: Report = serde_json::from_str(&text).unwrap_or_default();
+    let mut report = match fs::read_to_string(&path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Report::default(),
+        Err(error) => return Err(format!("{}: {error}", path.display()).into()),
+        Ok(text) => serde_json::from_str(&text).unwrap_or_else(|error| {
+            println!("{} cannot be read and is replaced: {error}", path.display());
+            Report::default()
+        }),
+    };
     report.add(figures);
     report.machines.clone_from(machines);
     println!(

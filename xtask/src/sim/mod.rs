@@ -31,11 +31,21 @@ pub(crate) struct Options {
     events: usize,
     /// Instead, put defects back that were found by reading, and see that the simulator finds each:
     /// those whose names contain one of these words, or all.
-    #[arg(long, num_args = 0.., value_name = "WORD", conflicts_with = "mutants")]
+    #[arg(
+        long,
+        num_args = 0..,
+        value_name = "WORD",
+        conflicts_with_all = ["mutants", "from", "faults", "plan", "coverage"]
+    )]
     planted: Option<Vec<String>>,
     /// Instead, change the state machines, and see which changes the simulator notices: those whose
     /// names contain one of these words, or all.
-    #[arg(long, num_args = 0.., value_name = "MACHINE")]
+    #[arg(
+        long,
+        num_args = 0..,
+        value_name = "MACHINE",
+        conflicts_with_all = ["from", "faults", "plan", "coverage"]
+    )]
     mutants: Option<Vec<String>>,
     /// Fail if a transition is neither reached nor excused by `tests/sim/unreached.txt`, or a kind
     /// of trouble has begun in no seed.

@@ -192,14 +192,10 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     let all: Vec<_> = samples.iter().flatten().cloned().collect();
     let unviable = build(&copy, &all)?;
     // Otherwise every mutant would be caught.
-    if !matches!(copy.simulate(None, seeds, PATIENCE)?, Run::Clean) {
-        return Err("the simulator fails without any mutant".into());
-    }
+    is_clean("the simulator", copy.simulate(None, seeds, PATIENCE)?)?;
     let mut below = Vec::new();
     for (machine, sample) in machines.iter().zip(&samples) {
-        if !matches!(judge(&copy, machine, None, seeds)?, Run::Clean) {
-            return Err(format!("{} fails without any mutant", machine.name).into());
-        }
+        is_clean(machine.name, judge(&copy, machine, None, seeds)?)?;
         let mut counts = BTreeMap::new();
         for mutant in sample {
             let start = Instant::now();
@@ -221,6 +217,17 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     match below.is_empty() {
         true => Ok(()),
         false => Err(format!("too many mutants are missed: {}", below.join(", ")).into()),
+    }
+}
+
+/// Fails if a run without any mutant has failed.
+fn is_clean(what: &str, run: Run) -> Result<(), Failure> {
+    match run {
+        Run::Clean => Ok(()),
+        Run::Hung => Err(format!("{what} hangs or dies without any mutant").into()),
+        Run::Failed(seed, why) => {
+            Err(format!("{what} fails without any mutant, at seed {seed}: {why}").into())
+        }
     }
 }
 

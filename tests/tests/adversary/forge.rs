@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::AsRawFd as _;
+use std::process::Command;
 
 use riser_transport::wire::{
     Aeth, AethSyndrome, Bth, Deth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, Qpn, ROCE_PORT, Reth,
@@ -185,9 +186,15 @@ impl Forger {
         }
     }
 
-    /// One that knows nothing, to send what it is told. Call it in the stranger's namespace.
+    /// A forger without prior knowledge, for packets the caller builds. Call it in the stranger's
+    /// namespace.
     pub(crate) fn from_here() -> Self {
         Self::new(1, Reach::OffPath, Vec::new(), Vec::new())
+    }
+
+    /// Learns how hosts that are at work have logged in.
+    pub(crate) fn know(&mut self, logins: Vec<Login>) {
+        self.logins = logins;
     }
 
     /// A message to queue pair 1, in the stranger's own name.
@@ -250,7 +257,9 @@ impl Forger {
                 self.request_again();
             }
             (Trick::Requests, _) => self.send_request(),
-            (Trick::ConnectionManagement, Reach::OneNumberOff) => self.manage_known(),
+            (Trick::ConnectionManagement, Reach::OneNumberOff) => {
+                self.manage_known();
+            }
             (Trick::ConnectionManagement, _) => self.manage(),
             (Trick::Acknowledgements, _) => self.acknowledge(),
             (Trick::Memory, Reach::OnPath) if self.chance.below(4) == 0 => self.replay(),
@@ -322,7 +331,7 @@ impl Forger {
 
     /// The REQ of a host that is at work, with its queue pair, as if the host had forgotten its
     /// connection.
-    fn request_again(&mut self) {
+    pub(crate) fn request_again(&mut self) {
         let login = self.any_login();
         let mut mad = login.req;
         for range in [8..16, 24..28] {
@@ -334,7 +343,8 @@ impl Forger {
     }
 
     /// A message about a connection of a host that is at work, which is right but for one number.
-    fn manage_known(&mut self) {
+    /// Returns where it goes.
+    pub(crate) fn manage_known(&mut self) -> Ipv4Addr {
         let (mut from, mut to) = self.any_login().ends(&mut self.chance);
         // MRA, REJ, RTU, DREQ, DREP.
         let kinds = [0x11, 0x12, 0x14, 0x15, 0x15, 0x16];
@@ -361,6 +371,7 @@ impl Forger {
             _ => {}
         }
         self.send_mad(from.host, to.host, &mad);
+        to.host
     }
 
     /// A message about a connection.
@@ -625,17 +636,9 @@ fn datagram(from: SocketAddr, to: SocketAddr, body: &[u8]) -> Vec<u8> {
 
 /// Says in an ARP answer to all that an address is the stranger's. Call it in its namespace.
 pub(crate) fn claim(host: Ipv4Addr) {
-    let mac = std::fs::read_to_string("/sys/class/net/eth0/address");
-    // Another namespace's interfaces may be shown there.
-    let mac = mac.ok().and_then(|text| {
-        let bytes: Option<Vec<u8>> = text
-            .trim()
-            .split(':')
-            .map(|byte| u8::from_str_radix(byte, 16).ok())
-            .collect();
-        bytes.filter(|bytes| bytes.len() == 6)
-    });
-    let mac = mac.unwrap_or_else(|| vec![0x02, 0, 0, 0, 0, 0x66]);
+    let mac = own_mac();
+    let mac = mac.split(':').map(|byte| u8::from_str_radix(byte, 16));
+    let mac: Vec<u8> = mac.collect::<Result<_, _>>().unwrap();
     let mut frame = vec![0xff; 6];
     frame.extend(&mac);
     frame.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, 2]);
@@ -666,6 +669,18 @@ pub(crate) fn claim(host: Ipv4Addr) {
         "{}",
         std::io::Error::last_os_error()
     );
+}
+
+/// The link-layer address of the calling thread's namespace, as text. In `/sys` is that of the
+/// namespace in which it was mounted.
+pub(crate) fn own_mac() -> String {
+    let out = Command::new("ip")
+        .args(["-o", "link", "show", "dev", "eth0"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8(out.stdout).unwrap();
+    let after = text.split_once("link/ether ").expect("an Ethernet");
+    after.1[..17].to_owned()
 }
 
 /// A link-layer address of no interface.

@@ -1,7 +1,12 @@
-//! One attack after another, on sessions at rest: each is refused for what is wrong with it, shows
-//! in a metric by as many packets as were sent, and changes nothing for a session. They are those
-//! of "ReDMArk: Bypassing RDMA Security Mechanisms" (USENIX Security 2021), and what a network has
-//! besides: ICMP, and hosts that claim the address of another one.
+//! One attack after another, on sessions at rest: each is refused for what is wrong with it, and
+//! shows in a metric. Where a number of a packet is wrong, the metric grows by at least as many as
+//! were sent, and nothing changes for a session. A request to connect in a host's name is answered,
+//! and changes nothing for the connection that the host has. A packet with all the right numbers,
+//! sent by an attacker on the path, ends the session, which comes back with all its data.
+//!
+//! The attacks are those of "ReDMArk: Bypassing RDMA Security Mechanisms" (USENIX Security 2021),
+//! and what a network has besides: ICMP, which the kernel counts, and hosts that claim the address
+//! of another one, which nothing counts.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -20,7 +25,7 @@ use riser_transport::wire::{
     emit_headers,
 };
 
-use super::forge::{Forger, Reach, Reached, Sniffer, Trick, roce};
+use super::forge::{Forger, Login, Reach, Reached, Sniffer, Trick, roce};
 use super::host::Host;
 use super::hostile::{self, OTHER_SRP};
 use super::net::{HONEST, LATER, SECOND, STRANGER, TARGET, World};
@@ -39,6 +44,8 @@ struct Scene {
     pair: Pair,
     sniffer: Sniffer,
     sessions: Vec<(Session, Lun, Ipv4Addr)>,
+    /// How they have logged in.
+    logins: Vec<Login>,
     chance: Chance,
 }
 
@@ -54,18 +61,21 @@ impl Scene {
     fn new(world: World) -> Self {
         let world = Arc::new(world);
         let pair = serve(&world, 2);
-        let sniffer = world.switch.run(Sniffer::new);
+        let mut sniffer = world.switch.run(Sniffer::new);
         let sessions = [("srp", HONEST), ("iser", SECOND)].map(|(scheme, host)| {
             let (session, lun, _) = world
                 .hosts
                 .run(move || log_in(&client(scheme, host), scheme));
             (session, lun, host)
         });
+        let logins = sniffer.logins();
+        assert_eq!(logins.len(), 2, "SRP and iSER");
         let mut scene = Self {
             world,
             pair,
             sniffer,
             sessions: sessions.into(),
+            logins,
             chance: Chance::new(0x0dd, 7),
         };
         for at in 0..2 {
@@ -436,6 +446,29 @@ fn forged_messages(scene: &mut Scene) {
             forger.send_mad(HONEST, TARGET, &mad);
         }
     });
+    // About the connections that there are.
+    let logins = scene.logins.clone();
+    let refused = |scene: &Scene| scene.metric(CM, "illegal") + scene.metric(CM, "unknown");
+    let before = refused(scene);
+    let known = logins.clone();
+    let what = "messages with one number that is wrong";
+    scene.counts(what, (CM, "received"), N, |forger, _| {
+        forger.know(known);
+        let mut sent = 0;
+        while sent < N {
+            sent += u64::from(forger.manage_known() == TARGET);
+        }
+    });
+    eventually(what, SOON, || refused(scene) >= before + N);
+    // Of a host that might have forgotten its connection, so that it is not refused: the target
+    // answers, and the host does not know the answer. The connection stays.
+    let what = "requests with the queue pair of a connection";
+    scene.counts(what, (CM, "received"), N, |forger, _| {
+        forger.know(logins);
+        for _ in 0..N {
+            forger.request_again();
+        }
+    });
 }
 
 /// Fragmentation needed and unreachable: the kernel counts them, and neither packets nor sessions
@@ -514,15 +547,21 @@ fn memory_of_others(scene: &mut Scene) {
 fn claimed_addresses(scene: &mut Scene) {
     let world = scene.world.clone();
     let neighbours = || std::fs::read_to_string("/proc/thread-self/net/arp").unwrap();
-    let own = world.hosts.run(neighbours);
-    // The kernel heeds no claim within a second of the one before.
+    let mac = world.stranger.run(super::forge::own_mac);
+    let is_claimed = |table: &str| {
+        let mut words = table.lines().map(|line| line.split_whitespace());
+        words.any(|mut line| {
+            line.next() == Some(&TARGET.to_string()) && line.any(|word| word == mac)
+        })
+    };
+    // The kernel ignores a gratuitous ARP within one second of the previous one.
     eventually("the target's address is the stranger's", SOON, || {
         world.stranger.run(|| {
             for host in [TARGET, HONEST, SECOND] {
                 super::forge::claim(host);
             }
         });
-        world.hosts.run(neighbours) != own
+        is_claimed(&world.hosts.run(neighbours))
     });
     // Hosts that have moved away ask again at last; here at once.
     for network in [&world.target, &world.hosts] {
@@ -554,7 +593,7 @@ fn guessed_keys(scene: &mut Scene) {
     }
 }
 
-/// The same on connections of the stranger's own, of which each guess costs it one.
+/// The same on connections of the stranger's own: each guess costs it one.
 fn many_guessed_keys(scene: &mut Scene) {
     const GUESSES: u64 = 64;
     let world = scene.world.clone();
@@ -564,7 +603,7 @@ fn many_guessed_keys(scene: &mut Scene) {
     scene.counts(
         "many guessed keys",
         (NAKS, "access"),
-        GUESSES,
+        2 * GUESSES,
         |_, chance| {
             let mut places = Vec::new();
             for guess in 0..GUESSES {
@@ -588,9 +627,9 @@ fn many_guessed_keys(scene: &mut Scene) {
     );
 }
 
-/// On path, with all the right numbers, requests that no peer of the daemon makes: atomics, of
-/// memory that there is not, keys to invalidate that are not the sender's, and packets of
-/// messages in an order that there is not. Each ends the connection, and is refused for what it is.
+/// On path, with all the right numbers, requests that no valid peer makes: atomics on memory that
+/// does not exist, keys to invalidate that are not the sender's, and packets of a message in a wrong
+/// order. Each is refused for what it is, and ends the connection.
 fn rules_broken(scene: &mut Scene) {
     let va = 0x1000;
     let key = scene.chance.below(1 << 32) as u32;
@@ -691,9 +730,9 @@ fn memory_of_initiators(scene: &mut Scene) {
     }
 }
 
-/// Requests to connect from ever other hosts, which never go on. Where there is room for no more,
-/// new ones are dropped, until the oldest gives its place to a newer one; and hosts that go on get
-/// in.
+/// Connection requests from many different hosts, none of which completes the handshake. When there
+/// is no room for more, new ones are dropped until the oldest is displaced by a newer one. A host
+/// that completes the handshake still gets in.
 fn connections_without_end(scene: &mut Scene) {
     let world = scene.world.clone();
     let mut sniffer = world.switch.run(Sniffer::new);

@@ -542,8 +542,8 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
     let images = setting("RISER_POWER_IMAGES", 4) as usize;
     let whole = setting("RISER_POWER_WHOLE", 0);
     println!(
-        "RISER_POWER_SEED={seed} RISER_POWER_RUNS={runs} cargo test -p riser-tests --test crash \
-         {name}"
+        "RISER_POWER_SEED={seed} RISER_POWER_RUNS={runs} RISER_POWER_IMAGES={images} \
+         RISER_POWER_WHOLE={whole} cargo test -p riser-tests --test crash {name}"
     );
     let record = Arc::new(Record::default());
     let Some(mounted) = Mounted::new(&record, name) else {

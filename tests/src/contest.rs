@@ -271,6 +271,11 @@ impl Contest {
         self.history.versions()
     }
 
+    /// Number of COMPARE AND WRITEs that have succeeded.
+    pub fn swapped(&self) -> u64 {
+        self.history.swapped()
+    }
+
     fn counts(&self) -> Vec<u64> {
         let all = self.workers.iter();
         all.map(|worker| worker.done.load(Ordering::Relaxed))

@@ -402,6 +402,8 @@ struct State {
     /// Writes that may still take effect.
     writes: HashMap<WriteId, Write>,
     reads: BTreeMap<ReadId, Read>,
+    /// COMPARE AND WRITEs that have succeeded.
+    swapped: u64,
     durability: Durability,
 }
 
@@ -428,6 +430,7 @@ impl History {
             blocks: vec![vec![nothing]; blocks],
             writes: HashMap::new(),
             reads: BTreeMap::new(),
+            swapped: 0,
             durability: Durability::default(),
         }))
     }
@@ -533,6 +536,7 @@ impl History {
             state.see(block, expected, (begin, now))?;
             state.swap(block, expected, begin)?;
         }
+        state.swapped += 1;
         state.acknowledge(id, is_durable)
     }
 
@@ -592,6 +596,12 @@ impl History {
             .values()
             .filter(|w| w.lost.is_some())
             .count()
+    }
+
+    /// Number of COMPARE AND WRITEs that have succeeded.
+    #[must_use]
+    pub fn swapped(&self) -> u64 {
+        self.lock().swapped
     }
 
     /// Number of versions that are kept, of all blocks: those that can still be read, and those that

@@ -40,7 +40,7 @@ impl<E: Env> Engine<E> {
         self.0.deadline()
     }
 
-    /// The device, for who looks at what it has counted.
+    /// The device, for reading its counters.
     #[must_use]
     pub fn device(&self) -> Option<&E::Provider> {
         self.0.provider()

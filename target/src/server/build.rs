@@ -275,9 +275,9 @@ impl Builder {
             return Ok(());
         }
         match keeper.save(&ports) {
-            // Only those that nothing needs any longer stay: no reason not to serve.
+            // The file has numbers of removed ports, too: no reason not to serve.
             Err(error) if ports::has_all(&ports::read(kept), &all) => {
-                tracing::warn!(%error, "numbers of ports that are gone are still kept");
+                tracing::warn!(%error, "cannot save port numbers to the state directory; numbers of removed ports stay reserved");
                 Ok(())
             }
             saved => saved.map_err(ServerError::Ports),

@@ -181,7 +181,8 @@ impl<E: Env> Driver<E> {
         let paths = session.paths.and_then(|(paths, _)| self.find(paths));
         let status = &self.sessions[paths.unwrap_or(index)].status;
         if status.count_stale() == 1 {
-            tracing::warn!(target = %session.link.target().dst, "an answer to a command that had ended");
+            let target = session.link.target().dst;
+            tracing::warn!(%target, "the target answered a command that had already completed or been aborted; the answer was discarded");
         }
     }
 

@@ -114,7 +114,7 @@ impl Link {
         }
     }
 
-    /// Units of SRP's request limit that a target has for nothing.
+    /// Units of SRP's request limit held by the target with no request outstanding.
     pub(super) fn unreturned(&self) -> i64 {
         match self {
             Self::Srp(link) => link.machine.unreturned(),

@@ -49,7 +49,10 @@ impl SrpConn {
                         }
                         // It lacks something at the moment, as where it refuses a post: another
                         // connection repeats the command.
-                        _ => Start::Broken,
+                        error => {
+                            tracing::warn!(%error, "the device cannot register a buffer; the connection ends");
+                            Start::Broken
+                        }
                     };
                 }
             }

@@ -3,12 +3,12 @@
 //!
 //! The same commands run again and again; each time another of these, by its number, ends with an
 //! error. The command concerned reports the sense data of that error, its connection ends, or its
-//! login is refused for want of resources; the initiator repeats it. All others are answered as
-//! ever, the data are those of a run without errors, and in the end nothing is left at the target:
-//! no session, no buffer, no object of the device.
+//! login is refused for lack of resources; the initiator repeats it. All others are answered
+//! normally, the data are those of a run without errors, and in the end nothing is left at the
+//! target: no session, no buffer, no object of the device.
 //!
-//! What Rust's allocator gives is not among these: a process without that memory ends at once, as by
-//! a kill, and `tests/tests/crash` looks at what kills leave.
+//! Heap allocations are not failed: Rust aborts when one fails, which is covered as a crash
+//! (`tests/tests/crash`).
 
 #![allow(clippy::print_stdout, reason = "prints figures")]
 

@@ -90,7 +90,7 @@ impl Attributed {
     }
 
     /// Bytes that this thread has allocated in [`Self::part`], and that were not freed, since it
-    /// began. What other threads free counts at them.
+    /// began. Frees on other threads are charged to those threads.
     #[must_use]
     pub fn in_use() -> isize {
         OF_PART.get()

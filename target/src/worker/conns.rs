@@ -249,12 +249,12 @@ impl<F: Connection> Conns<F> {
         }
     }
 
-    /// Returns the number of timers, those that count no longer included.
+    /// Returns the number of timers, including cancelled ones.
     pub(super) fn timers(&self) -> usize {
         self.timers.len()
     }
 
-    /// Returns the time of the next timer, which may count no longer.
+    /// Returns the time of the next timer, which may be a cancelled one.
     pub(super) fn next_timer(&self) -> Option<Instant> {
         self.timers.peek().map(|Reverse((at, _))| *at)
     }

@@ -211,7 +211,7 @@ pub struct Snapshot {
     pub pool_is_whole: bool,
     /// Connections of all fabrics, those that have not logged in included.
     pub connections: usize,
-    /// Timers of connections, those that count no longer included.
+    /// Timers of connections, including cancelled ones.
     pub timers: usize,
     /// Messages to other workers that wait for room.
     pub waiting_mail: usize,

@@ -77,7 +77,7 @@ fn accounts(conn: &Conn<Fabric>) -> impl Iterator<Item = SessionAccount> + '_ {
 pub struct Announced {
     /// Connections, those that have not logged in included.
     pub connections: usize,
-    /// Bytes of their contexts. Rings, which are mappings, and queue pairs come besides.
+    /// Bytes of their contexts. Excludes rings, which are memory-mapped, and queue pairs.
     pub bytes: usize,
 }
 

@@ -189,8 +189,8 @@ const FAULTS: &[Fault] = faults! {
     Anything "sendto" SYS_sendto Nothing: ENOBUFS, EINTR;
 };
 
-/// The call before which only the dynamic linker has made mappings, and it cannot survive a failure
-/// there: the first of Rust's run time.
+/// The first call of Rust's run time. Before it only the dynamic linker makes mappings, and it cannot
+/// survive a failure there.
 const FIRST: Call = Call {
     name: "poll",
     number: libc::SYS_poll,

@@ -413,18 +413,17 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Returns the memory of its contexts and of unsolicited data that have no buffer yet, in
-    /// bytes.
+    /// bytes. Of these a command has no more than FirstBurstLength, in a list that may have doubled.
     #[must_use]
     pub fn memory(&self) -> usize {
-        if self.takes_commands() {
-            let staged = self
-                .tasks
-                .iter()
-                .map(|task| task.incoming.staged.capacity());
-            self.config.memory() + self.staging.capacity() + staged.sum::<usize>()
-        } else {
-            0
-        }
+        let Some(session) = self.session.as_ref().filter(|_| self.takes_commands()) else {
+            return 0;
+        };
+        let most = session.params.first_burst as usize * 2;
+        let own = self.tasks.iter().map(|task| &task.incoming.staged);
+        let lists = own.chain([&self.staging]);
+        let staged = lists.map(|list| list.capacity().min(most));
+        self.config.memory() + staged.sum::<usize>()
     }
 
     /// Returns the phase of the connection.

@@ -22,6 +22,7 @@ use riser_target::worker::mail::Snapshot;
 
 use crate::admin::{AdminFault, Layout, Refusal};
 use crate::model::Model;
+use crate::nics::Place;
 use crate::plan::{Fault, Plan, ProcessFault, Trouble};
 use crate::process::JobStep;
 use crate::target::Target;
@@ -282,10 +283,11 @@ impl Administrator {
             ChangeError::Server(ServerError::Closing(_)) => true,
             _ => false,
         };
-        let may_fail = self.plan.troubles.iter().any(|trouble| {
+        let mut faults = self.plan.troubles.iter().map(|trouble| trouble.fault);
+        let may_fail = faults.any(|fault| {
             matches!(
-                trouble.fault,
-                Fault::Nic(..) | Fault::Process(_) | Fault::FailSaves(_)
+                fault,
+                Fault::Nic(Place::Path(_), _) | Fault::Process(_) | Fault::FailSaves(_)
             )
         });
         match passes || may_fail {

@@ -56,6 +56,8 @@ pub enum DiskFault {
     /// Operations on one disk do not end: 0 is that of all initiators, the next are those of one
     /// initiator each.
     StallDisk(usize),
+    /// Operations do not end, each with this probability.
+    StallSome(f64),
 }
 
 impl DiskFault {
@@ -93,6 +95,19 @@ impl DiskFault {
         })
     }
 
+    /// Draws an operation here and there that does not end in time, while others do.
+    pub(crate) fn stalls_of_some(rng: &mut Rng) -> Option<Trouble> {
+        let from = rng.u64(0..60_000);
+        let length = [2_000_000, 8_000_000, 20_000_000][rng.usize(..3)];
+        let length = rng.u64(length / 2..=length);
+        let share = [0.02, 0.1, 0.3][rng.usize(..3)];
+        (rng.u8(..6) == 0).then(|| Trouble {
+            from: Duration::from_micros(from),
+            until: Duration::from_micros(from + length),
+            fault: Fault::Disk(Self::StallSome(share)),
+        })
+    }
+
     fn draw_one(rng: &mut Rng) -> Trouble {
         // Most of the work is done early.
         let latest = [20_000, 60_000, 300_000][rng.usize(..3)];
@@ -119,6 +134,8 @@ pub struct DiskFaults {
     pub(crate) is_stalled: bool,
     /// Those that do nothing while others work.
     pub(crate) stalled: Vec<Disk>,
+    /// Share of operations that do not end.
+    pub(crate) held: f64,
     pub(crate) failure: f64,
     pub(crate) short: f64,
     failures: Vec<(Kind, f64)>,
@@ -144,6 +161,7 @@ impl DiskFaults {
             DiskFault::FailSome(kind, probability) => self.failures.push((kind, probability)),
             DiskFault::DoneButFailed(probability) => self.done_but_failed = probability,
             DiskFault::FullDisk => self.is_full = true,
+            DiskFault::StallSome(share) => self.held = share,
             DiskFault::FailOnce(_) | DiskFault::LoseWriteBack(_) | DiskFault::StallDisk(_) => {}
         }
     }
@@ -155,7 +173,7 @@ impl DiskFaults {
 
     /// Whether there is a disk that does nothing.
     pub(crate) fn stall(&self) -> bool {
-        self.is_stalled || !self.stalled.is_empty()
+        self.is_stalled || self.held > 0.0 || !self.stalled.is_empty()
     }
 
     /// One operation of a kind is to fail, or is not any more.

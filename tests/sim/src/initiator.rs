@@ -312,6 +312,8 @@ pub struct User {
     pub model: Option<Rc<Model>>,
     /// Nor does anything make requests slow.
     pub is_prompt: bool,
+    /// No other initiator is a reason for what goes wrong.
+    pub is_alone: bool,
     /// When its command has begun; it has one at a time.
     pub begun: Cell<Duration>,
     /// Where mistakes go.
@@ -375,7 +377,7 @@ impl User {
 
     /// A command has failed.
     fn on_failure(&self, error: &LunError) {
-        if self.is_quiet && !is_of_another(error) {
+        if self.is_quiet && (self.is_alone || !is_of_another(error)) {
             self.judge::<(), _>(Err(format!("a quiet day, and a request fails: {error}")));
         }
     }

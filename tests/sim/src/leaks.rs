@@ -5,11 +5,12 @@
 //! them all, but not to peers that cheat. All bytes that the target sends are searched for marks:
 //! data, padding, and the unused parts of responses.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use memchr::memmem;
 use riser_tests::history::Port;
+use riser_transport::wire::IcrcFlow;
 
 use crate::cheat;
 use crate::initiator;
@@ -51,11 +52,23 @@ impl Guard {
             let owner = Port(u16::from_be_bytes([port[0], port[1]]));
             let is_shared = owner.0 & SHARED != 0;
             if !(is_shared && may_share) && port_of(to) != Some(owner) {
-                let text = || format!("data of marked port {:#x} leave for {to}", owner.0);
-                let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-                found.get_or_insert_with(text);
+                self.report(|| format!("data of marked port {:#x} leave for {to}", owner.0));
             }
         }
+    }
+
+    /// Looks at a packet that a device of the target sends, as it leaves it.
+    pub fn look_at_packet(&self, from: SocketAddr, to: SocketAddr, packet: &[u8]) {
+        self.look(to.ip(), packet);
+        let is_whole = IcrcFlow::new(from, to).is_some_and(|flow| flow.check(packet, 0).is_ok());
+        if !is_whole {
+            self.report(|| format!("a packet with a wrong ICRC leaves for {to}"));
+        }
+    }
+
+    fn report(&self, what: impl FnOnce() -> String) {
+        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        found.get_or_insert_with(what);
     }
 
     /// What has left, if something has.

@@ -186,6 +186,18 @@ impl Fault {
         }
     }
 
+    /// Whether operations on disks fail, or what they have written is lost.
+    #[must_use]
+    pub fn fails_disks(self) -> bool {
+        match self {
+            Self::FailDisks(_) => true,
+            Self::Disk(fault) => {
+                !matches!(fault, DiskFault::StallDisk(_) | DiskFault::StallSome(_))
+            }
+            _ => false,
+        }
+    }
+
     /// Whether a device of the target is taken away.
     #[must_use]
     pub fn unplugs_target(self) -> bool {
@@ -419,6 +431,9 @@ impl Plan {
         more.extend(DiskFault::stalls(&mut late, initiators.len()));
         more.extend(Trouble::restarts(&mut late, initiators.len()));
         more.extend(Trouble::failing_saves(&mut late));
+        more.extend(DiskFault::stalls_of_some(&mut Rng::with_seed(
+            seed ^ 0x5a11_50e4,
+        )));
         let segments = [1, 64][late.usize(..2)];
         troubles.extend(more.into_iter().filter(|trouble| is_wanted(trouble.fault)));
         let mut timeout = Duration::from_secs([1, 10, 60, 60][rng.usize(..4)]);
@@ -546,9 +561,21 @@ impl Plan {
     /// Whether all commands are carried out soon as well: nothing limits their number.
     #[must_use]
     pub fn is_prompt(&self) -> bool {
-        let limits =
-            |trouble: &Trouble| matches!(trouble.fault, Fault::Admin(AdminFault::Limit(_)));
-        self.is_quiet() && !self.troubles.iter().any(limits)
+        self.is_quiet() && !self.is_limited()
+    }
+
+    /// Whether all commands of an initiator are.
+    #[must_use]
+    pub fn is_prompt_for(&self, index: usize) -> bool {
+        self.is_quiet_for(index) && !self.is_limited()
+    }
+
+    /// Whether an initiator has the target for itself: nobody else resets or reserves its units, or
+    /// changes them.
+    #[must_use]
+    pub fn is_alone(&self) -> bool {
+        let own = self.initiators.len() + self.rivals.len() + self.cheats.len();
+        own == 1 && self.troubles.is_empty()
     }
 
     /// Whether an administrator changes what is served, so that there are units for it.

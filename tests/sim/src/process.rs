@@ -219,6 +219,7 @@ impl Target {
                 worker,
                 kernel,
                 due: BTreeMap::new(),
+                held: BTreeMap::new(),
                 wakes: None,
                 waker,
                 is_parked: false,

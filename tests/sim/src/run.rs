@@ -202,7 +202,7 @@ impl World {
             }
             let mut addresses = (0..paths).map(target::rdma_address);
             if addresses.any(|address| address == from.ip()) {
-                tap.look(to.ip(), bytes);
+                tap.look_at_packet(from, to, bytes);
             }
         });
         let history = || history_of(plan);
@@ -256,6 +256,7 @@ impl World {
     fn user(&self, index: usize) -> User {
         User {
             is_quiet: self.plan.is_quiet_for(index),
+            is_prompt: self.plan.is_prompt_for(index),
             ..self.user_of(leaks::shared_port(1 + index as u16))
         }
     }
@@ -268,6 +269,7 @@ impl World {
             is_quiet: self.plan.is_quiet(),
             model: Some(Rc::clone(&self.model)),
             is_prompt: self.plan.is_prompt(),
+            is_alone: self.plan.is_alone(),
             begun: Cell::default(),
             verdict: Rc::clone(&self.verdict),
         }
@@ -450,6 +452,7 @@ impl World {
             is_cached: false,
             is_quiet: false,
             is_prompt: false,
+            is_alone: false,
             // That knows the main unit.
             model: None,
             ..self.user(exchange::NUMBER)
@@ -501,7 +504,8 @@ impl World {
             let reports = self.reports()?;
             let leftovers = self.target.leftovers(&reports, &self.fresh);
             if leftovers.is_empty() {
-                return Ok(());
+                // Without sessions, nor is there memory of sessions.
+                return self.meter.look(&self.target, 0).map_or(Ok(()), Err);
             }
             let pause = self.fabric.elapsed() + Duration::from_secs(5);
             if pause > limit {
@@ -760,7 +764,7 @@ impl World {
                 }
                 Fault::CrashTarget if is_active => self.end_target(false),
                 Fault::PowerCut if is_active => self.end_target(true),
-                Fault::FailDisks(_) if !is_active => self.target.clear_failures(&self.history),
+                Fault::FailDisks(_) if !is_active => self.clear_failures(),
                 Fault::Disk(fault) => self.disk_fault(fault, is_active),
                 Fault::KillInitiator { index, vanishes } => match is_active {
                     true => self.kill_initiator(index, vanishes),
@@ -896,7 +900,7 @@ impl World {
         self.start_initiator(index);
     }
 
-    /// A fault of disks begins or ends. After the end of any, an administrator looks.
+    /// A fault of disks begins or ends.
     fn disk_fault(&mut self, fault: DiskFault, is_active: bool) {
         match fault {
             DiskFault::FailOnce(kind) => self.target.faults.fail_once(kind, is_active),
@@ -904,6 +908,15 @@ impl World {
             _ => {}
         }
         if !is_active {
+            self.clear_failures();
+        }
+    }
+
+    /// An administrator looks at failures of disks, when there is nothing more that could fail.
+    fn clear_failures(&mut self) {
+        let troubles = self.plan.troubles.iter().zip(&self.active);
+        let mut active = troubles.filter(|(_, is_active)| **is_active);
+        if !active.any(|(trouble, _)| trouble.fault.fails_disks()) {
             self.target.clear_failures(&self.history);
         }
     }

@@ -118,6 +118,8 @@ pub(crate) struct Member {
     pub(crate) kernel: Kernel,
     /// Operations on disks, and when and how each ends.
     pub(crate) due: BTreeMap<OperationId, (Instant, Outcome)>,
+    /// Of a disk that holds some of its operations: whether it does each.
+    pub(crate) held: BTreeMap<OperationId, bool>,
     /// When the worker is given its next round, if nothing happens before.
     pub(crate) wakes: Option<Instant>,
     pub(crate) waker: Waker,
@@ -230,10 +232,12 @@ impl Target {
         }
     }
 
-    /// Sets which disks do nothing, by their numbers: that of all, private ones, and others.
+    /// Sets which disks do nothing, by their numbers: that of all, private ones, and others, of
+    /// which that of an administrator's unit is the first.
     pub(crate) fn stall_disks(&mut self, numbers: impl Iterator<Item = usize>) {
         let all = std::iter::once(&self.disk).chain(&self.private);
-        let all: Vec<_> = all.chain(self.others.values()).collect();
+        let others = ["s", "r", "c", "a"].map(|name| &self.others[name]);
+        let all: Vec<_> = all.chain(others).collect();
         let stalled = numbers.map(|number| all[number % all.len()].clone());
         self.faults.stalled = stalled.collect();
     }
@@ -572,6 +576,10 @@ impl Member {
                     self.due.remove(&operation.id);
                     None
                 }
+                Some(_) if self.is_held(operation.id, faults.held, rng) => {
+                    self.due.remove(&operation.id);
+                    None
+                }
                 Some(_) => self.outcome(&operation, now, faults, rng),
             };
             if let Some(outcome) = outcome {
@@ -580,6 +588,15 @@ impl Member {
             }
         }
         completed
+    }
+
+    /// Whether an operation does not end as long as the disk holds this share of all.
+    fn is_held(&mut self, id: OperationId, share: f64, rng: &mut Rng) -> bool {
+        if share == 0.0 {
+            self.held.clear();
+            return false;
+        }
+        *self.held.entry(id).or_insert_with(|| rng.f64() < share)
     }
 
     /// The end of an operation on a disk, if it is time.

@@ -554,7 +554,7 @@ impl Watcher {
             }
             (SenseKey::IllegalRequest, _) => false,
             // Of a disk that fails.
-            _ => true,
+            _ => !self.is_quiet,
         };
         match is_explained {
             true => Ok(()),

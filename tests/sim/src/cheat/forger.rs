@@ -16,7 +16,6 @@ use riser_transport::wire::{
 
 use super::overheard::{COMM_ID, Host, MAD};
 use super::{Act, CheatPlan, Overheard, Pace, Surroundings};
-use crate::target;
 
 /// Places in a MAD: the attribute, the receiver's id, and the queue pair of a DREQ's receiver.
 const ATTRIBUTE: usize = MAD + 16;
@@ -53,7 +52,9 @@ impl Forger {
     pub(super) fn step(&mut self, now: Instant) -> bool {
         let mut worked = false;
         while let Some(act) = self.pace.act(now) {
-            if let (Act::Message, Some(host)) = (act, self.overheard.of(self.victim)) {
+            // Of another that uses RDMA, if its victim does not.
+            let of_rdma = |host: &Host| host.request.is_some().then(|| host.clone());
+            if let (Act::Message, Some(host)) = (act, self.overheard.stolen(self.victim, of_rdma)) {
                 self.forge(&host);
             }
             worked = true;
@@ -62,11 +63,11 @@ impl Forger {
     }
 
     fn forge(&mut self, host: &Host) {
-        let Some(address) = host.address else {
+        let (Some(address), Some(target)) = (host.address, host.target) else {
             return;
         };
         let from = SocketAddr::new(address, ROCE_PORT);
-        let to = SocketAddr::new(target::ADDRESS, ROCE_PORT);
+        let to = SocketAddr::new(target, ROCE_PORT);
         let flow = IcrcFlow::new(from, to).expect("two addresses of IPv4");
         let rng = &mut self.pace.rng;
         let is_spoilt = rng.u8(..8) == 0;

@@ -36,6 +36,8 @@ pub struct Overheard(Arc<Mutex<BTreeMap<u8, Host>>>);
 pub(super) struct Host {
     /// Its address when it was heard last.
     pub(super) address: Option<IpAddr>,
+    /// The target's address that its last packet went to.
+    pub(super) target: Option<IpAddr>,
     /// Queue pair of the target that it uses, and its own.
     pub(super) qpns: [Option<Qpn>; 2],
     /// Sequence numbers of the target's last packet, and of its own.
@@ -94,7 +96,7 @@ impl Overheard {
         let mut all = self.lock();
         let known = all.entry(host(peer)).or_default();
         if comes {
-            known.address = Some(from);
+            (known.address, known.target) = (Some(from), Some(to));
         }
         let number = |at: usize| u32::from_be_bytes([0, bth[at], bth[at + 1], bth[at + 2]]);
         let (qpn, psn) = (number(5), number(9));

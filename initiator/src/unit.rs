@@ -136,6 +136,9 @@ enum Step {
     Serial,
     Cache,
     Caching,
+    /// Again, where the first answer was none: a target may report REPORTED LUNS DATA HAS CHANGED to
+    /// every command until it has named the unit, as `riserd` does.
+    CapacityAtLast,
 }
 
 /// One round of questions to a unit. Begins with [`Check::default`].
@@ -174,8 +177,15 @@ impl Check {
                 len: DataLen::In(VPD_LEN.into()),
                 ..Command::mode_sense_caching()
             },
-            Step::Capacity => Command::read_capacity_of(VPD_LEN.into()),
+            Step::Capacity | Step::CapacityAtLast => Command::read_capacity_of(VPD_LEN.into()),
         }
+    }
+
+    /// Returns whether there was an answer already. Until then nothing that happens makes the round
+    /// void: all that is found comes after it.
+    #[must_use]
+    pub fn has_answers(&self) -> bool {
+        self.step != Step::Capacity
     }
 
     /// Returns whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither
@@ -188,9 +198,8 @@ impl Check {
             let key = answer.sense().map(|sense| sense.key);
             answer.status == CHECK_CONDITION && key == Some(SenseKey::IllegalRequest)
         };
-        matches!(self.step, Step::Capacity | Step::Cache | Step::Caching)
-            || answer.status == GOOD
-            || is_refused()
+        let is_of_names = matches!(self.step, Step::Inquiry | Step::Designators | Step::Serial);
+        !is_of_names || answer.status == GOOD || is_refused()
     }
 
     /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether
@@ -227,6 +236,13 @@ impl Check {
             }
             Step::Caching => {
                 self.found.write_cache = CachingPage::parse(data).map(|page| page.write_cache);
+                if self.found.capacity.is_some() {
+                    return false;
+                }
+                Step::CapacityAtLast
+            }
+            Step::CapacityAtLast => {
+                self.found.capacity = Capacity::parse(data);
                 return false;
             }
         };
@@ -488,6 +504,25 @@ mod tests {
         }
     }
 
+    /// A target may answer nothing but INQUIRY until it has named the unit.
+    #[test]
+    fn a_capacity_that_is_not_known_at_first_is_asked_for_again() {
+        let mut check = Check::default();
+        let capacity = check.command();
+        assert!(!check.has_answers());
+        assert!(check.take(&[]));
+        assert!(check.has_answers());
+        assert!(check.take(&[0; 96]), "its names");
+        for _ in 0..4 {
+            assert!(check.take(&[]));
+        }
+        assert_eq!(check.command(), capacity);
+        let mut blocks = [0; 32];
+        (blocks[7], blocks[10]) = (99, 2);
+        assert!(!check.take(&blocks));
+        assert_eq!(check.found().capacity.as_ref().unwrap().blocks, 100);
+    }
+
     fn seen(attentions: &[u8]) -> Evidence {
         let mut evidence = Evidence::default();
         for qualifier in attentions {
@@ -559,7 +594,9 @@ mod tests {
         let mut check = Check::default();
         let mut data = vec![0; 36];
         data[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);
-        for answer in [&[][..], &data, &[], &[], &[]] {
+        let mut capacity = [0; 32];
+        capacity[10] = 2;
+        for answer in [&capacity[..], &data, &[], &[], &[]] {
             assert!(check.take(answer));
         }
         assert_eq!(check.command().cdb.opcode(), 0x1a);

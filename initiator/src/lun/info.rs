@@ -192,16 +192,21 @@ impl Session {
         if !inquiry.is_disk() {
             return Err(LunError::NotADisk(lun.number()));
         }
-        let ready = ScsiIo::new(
-            lun,
-            Command::test_unit_ready(),
-            IoData::None,
-            self.timeout(),
-        );
-        judge(&self.submit(ready).await.result?)?;
+        // It takes unit attentions. A target may report that its LUNs have changed until it has
+        // named the unit, as `riserd` does, so that is not held against it yet.
+        let is_named_first = match self.test_ready(lun).await {
+            Err(LunError::Check {
+                key: SenseKey::UnitAttention,
+                ..
+            }) => true,
+            result => result.map(|()| false)?,
+        };
         // Listed or not, as after each login: what is compared must come from the same questions.
         let designators = self.page(lun, vpd::DEVICE_IDENTIFICATION).await?;
         let serial = self.page(lun, vpd::UNIT_SERIAL_NUMBER).await?;
+        if is_named_first {
+            self.test_ready(lun).await?;
+        }
         let generation = self.vendor_page(lun, vpd::CACHE_GENERATION).await?;
         let pages = self
             .page(lun, vpd::SUPPORTED_PAGES)
@@ -239,6 +244,12 @@ impl Session {
             caching,
             cache_generation: generation.as_deref().and_then(vpd::cache_generation),
         })
+    }
+
+    async fn test_ready(&self, lun: LunId) -> Result<(), LunError> {
+        let timeout = self.timeout();
+        let ready = ScsiIo::new(lun, Command::test_unit_ready(), IoData::None, timeout);
+        judge(&self.submit(ready).await.result?)
     }
 
     /// The body of a page; `None` where the unit refuses it (ILLEGAL REQUEST) or returns something

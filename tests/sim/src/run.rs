@@ -451,7 +451,7 @@ impl World {
         let user = User {
             is_cached: false,
             is_quiet: false,
-            is_prompt: false,
+            is_prompt: self.plan.is_prompt(),
             is_alone: false,
             // That knows the main unit.
             model: None,

@@ -36,7 +36,7 @@ struct Member {
     check: Check,
     /// The check asks for the target port groups, last of all.
     is_grouping: bool,
-    /// Something has happened since the check began, so it is made again.
+    /// Something has happened since the first answer, so the check is made again.
     is_stale: bool,
     /// The generation of the unit's cache when it was last checked with success; `None` before.
     cache: Option<Option<[u8; 16]>>,
@@ -261,8 +261,9 @@ impl<E: Env> Driver<E> {
             }
             Output::Check(path) => {
                 let member = link.member(path);
-                // One that is still being asked is asked again from the beginning.
-                member.is_stale = true;
+                // One that is still being asked is asked again from the beginning, if it has
+                // answered anything.
+                member.is_stale = member.is_grouping || member.check.has_answers();
                 if member.buffer.is_some() {
                     member.begin_check();
                     self.ask(index, path, now);

@@ -47,7 +47,7 @@ pub(super) struct Watched {
     buffer: Option<Buffer>,
     check: Check,
     is_checking: bool,
-    /// Something has happened since the check began, so it is made again.
+    /// Something has happened since the first answer, so the check is made again.
     is_stale: bool,
     /// The books of its volatile cache, if it has one.
     cache: Option<WriteCache>,
@@ -253,7 +253,7 @@ impl<E: Env> Driver<E> {
         }
         let mut begun = Vec::new();
         for unit in &mut session.units {
-            unit.is_stale = unit.is_checking;
+            unit.is_stale = unit.is_checking && unit.check.has_answers();
             if !std::mem::replace(&mut unit.is_checking, true) {
                 unit.check = Check::default();
                 begun.push(unit.serial);

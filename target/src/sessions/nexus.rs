@@ -503,6 +503,8 @@ impl Registry {
             // Requests that are older go with the sessions: their initiator has come by this one.
             done.terminate = older.iter().flat_map(Entry::refs).collect();
             older.iter_mut().for_each(|e| e.give_way(now));
+            // Channels of the older ones may have waited for it, which none must inherit of them.
+            waits.stay(channel);
             for own in entry.refs() {
                 waits.wait_for(&done.terminate, own);
             }
@@ -908,13 +910,11 @@ mod tests {
         let done = host.establish(2);
         assert!(!done.may_start && done.start.is_empty());
         assert_eq!(done.terminate, [channel(1), channel(3)]);
+        let joined = host.request(A, MultiChannelAction::Multi, 4).unwrap();
+        assert_eq!(joined.nexus, new);
+        assert!(!host.establish(4).may_start);
         assert!(host.leave(3).notify.is_empty());
-        assert_eq!(host.leave(1).notify, [channel(2)]);
-        assert_eq!(
-            host.request(A, MultiChannelAction::Multi, 4).unwrap().nexus,
-            new
-        );
-        assert!(host.establish(4).may_start);
+        assert_eq!(host.leave(1).notify, [channel(2), channel(4)]);
     }
 
     #[test]

@@ -48,6 +48,11 @@ impl Waits {
         self.0.iter().any(|wait| wait.on == on)
     }
 
+    /// A channel is not going: those that have waited for that end before it.
+    pub(super) fn stay(&mut self, on: ConnRef) {
+        self.0.retain(|wait| wait.on != on);
+    }
+
     /// A channel is gone. Returns those that have nothing left to wait for.
     ///
     /// A channel that waited for it also waits for what it waited for itself, since that is older.

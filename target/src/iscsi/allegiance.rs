@@ -161,8 +161,9 @@ impl<D: Datamover> Channel<D> {
         match self.phase {
             Phase::CleanupWait | Phase::Retaining => {
                 self.allegiance.by_itself = false;
-                self.give_up(cx.pool, |_| true);
-                // What was claimed is still handed over.
+                // However far they have come: what is claimed may wait for them in the order of a
+                // unit, and is still handed over.
+                self.end_unclaimed(cx.pool);
                 if self.allegiance.claims.is_empty() {
                     self.drop_connection();
                 }
@@ -175,10 +176,20 @@ impl<D: Datamover> Channel<D> {
     /// Others wait for pool memory: what is kept here, and occupies some, is given up.
     pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
         if matches!(self.phase, Phase::CleanupWait | Phase::Retaining) && self.is_quiet() {
-            // Commands without a buffer would free nothing: they stay.
-            self.give_up(cx.pool, |has_buffer| has_buffer);
+            self.give_up_memory(cx.pool);
         }
         self.settle(cx);
+    }
+
+    /// Ends what has memory, waits for nothing but another connection, and was not claimed.
+    fn give_up_memory(&mut self, pool: &mut Pool) {
+        for idx in self.all() {
+            let has_buffer = self.tasks[usize::from(idx.0)].exec.buffer.is_some();
+            let is_claimed = self.allegiance.is_claimed(self.task_ref(idx));
+            if has_buffer && self.is_at_rest(idx) && !is_claimed {
+                self.cut_short(pool, idx, End::TornDown);
+            }
+        }
     }
 
     /// Nothing is on its way from or to the initiator any more.
@@ -186,12 +197,11 @@ impl<D: Datamover> Channel<D> {
         !self.is_connected && self.is_flushed
     }
 
-    /// Ends what waits here for nothing but another connection and was not claimed, if it is
-    /// `meant`, which gets whether it has a buffer.
-    fn give_up(&mut self, pool: &mut Pool, meant: impl Fn(bool) -> bool) {
+    /// Ends what was not claimed.
+    fn end_unclaimed(&mut self, pool: &mut Pool) {
         for idx in self.all() {
-            let is_meant = meant(self.tasks[usize::from(idx.0)].exec.buffer.is_some());
-            if is_meant && self.is_at_rest(idx) && !self.allegiance.is_claimed(self.task_ref(idx)) {
+            let is_idle = self.tasks[usize::from(idx.0)].state == TaskState::Idle;
+            if !is_idle && !self.allegiance.is_claimed(self.task_ref(idx)) {
                 self.cut_short(pool, idx, End::TornDown);
             }
         }

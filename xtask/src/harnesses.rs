@@ -15,6 +15,7 @@ use std::time::Instant;
 use riser_testkit::programs::ARE_BUILT;
 use serde_json::Value;
 
+use crate::daemon::OPTIMIZED;
 use crate::tally::{Counts, skip_log};
 use crate::{Failure, sh, skip};
 
@@ -25,6 +26,19 @@ const ISOLATED: [&str; 5] = [
     "sh",
     "-c",
     "ip link set lo up && exec \"$0\" \"$@\"",
+];
+
+/// Asks Cargo for the integration tests of the simulator. They compute for minutes where the code is
+/// not optimized; plans that found something run there all the same.
+pub(crate) const SIMULATOR: [&str; 8] = [
+    "--profile",
+    OPTIMIZED,
+    "-p",
+    "riser-sim",
+    "--features",
+    "coverage",
+    "--test",
+    "*",
 ];
 
 /// The results of harnesses.
@@ -108,7 +122,8 @@ pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     Results::of(sh::output(&mut command))
 }
 
-/// Runs all harnesses of the workspace, `lanes` at once, then the tests in its documentation.
+/// Runs all harnesses of the workspace but those of [`SIMULATOR`], `lanes` at once, then the tests
+/// in its documentation.
 /// `once_built` is called when Cargo has built them and holds no lock.
 pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     let harnesses = match built() {
@@ -118,13 +133,15 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
         Ok(harnesses) => harnesses,
         Err(e) => return Results::of(Err(e)),
     };
+    let harnesses = harnesses.into_iter();
+    let harnesses = harnesses.filter(|harness| !harness.is_of_simulator());
     // From here on Cargo holds no lock of its output folder, so what works ahead waits for no
     // build of the tests.
     once_built();
     // One lane needs no namespaces, and so no root: nothing else uses its addresses.
     let is_isolated = lanes > 1;
     let (queue, results) = (
-        Mutex::new(harnesses.into_iter()),
+        Mutex::new(harnesses),
         Mutex::new(Results::default()),
     );
     thread::scope(|scope| {
@@ -157,6 +174,8 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
 struct Harness {
     program: PathBuf,
     folder: PathBuf,
+    /// Its own source, and not that of a library or a program, makes it one.
+    is_integration: bool,
 }
 
 impl Harness {
@@ -170,6 +189,7 @@ impl Harness {
         Some(Self {
             program: program.into(),
             folder: manifest.parent()?.to_owned(),
+            is_integration: message["target"]["kind"][0] == "test",
         })
     }
 
@@ -179,6 +199,12 @@ impl Harness {
         stem.map_or("", |stem| {
             stem.rsplit_once('-').map_or(stem, |(name, _)| name)
         })
+    }
+
+    /// Whether it runs in the programs' profile ([`SIMULATOR`]).
+    fn is_of_simulator(&self) -> bool {
+        let is_its = self.is_integration && self.folder.ends_with("tests/sim");
+        is_its && self.name() != "corpus"
     }
 
     /// Runs it as Cargo does: in the folder of its package, which it may also find in its
@@ -297,6 +323,7 @@ mod tests {
         let harness = Harness::of(&message(true, json!("/b/c-01ab"))).unwrap();
         assert_eq!(harness.folder, PathBuf::from("/a"));
         assert_eq!(harness.name(), "c");
+        assert!(!harness.is_of_simulator());
         assert!(Harness::of(&message(false, json!("/b/c-01ab"))).is_none());
         assert!(Harness::of(&message(true, Value::Null)).is_none());
     }

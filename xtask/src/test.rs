@@ -4,7 +4,7 @@ use std::process::Command;
 use std::thread;
 
 use crate::daemon::{self, OPTIMIZED};
-use crate::harnesses::{self, Results, cargo_test};
+use crate::harnesses::{self, Results, SIMULATOR, cargo_test};
 use crate::packages::{Need, need};
 use crate::steps::{
     self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, clippy, doc,
@@ -147,6 +147,9 @@ const STEPS: &[Step] = &[
         Outcome::of(interleavings::run(&interleavings::Options::for_test()))
     }),
     step("simulation of a million messages", |_| again(&MILLION)),
+    step("tests of the simulator", |_| {
+        functions(cargo_test(&SIMULATOR, &[]))
+    }),
     step("a thousand seeds of the simulator", |_| {
         Outcome::of(sim::thousand())
     }),
@@ -201,7 +204,8 @@ fn all_functions(run: &Run) -> Outcome {
 /// fails.
 fn work_ahead() {
     let simulations = [MILLION, CYCLES, CHANGES].map(|long| long.building());
-    let programs = [daemon::building(OPTIMIZED), sim::building()];
+    let tests = sh::cargo(["test", "--no-run"].into_iter().chain(SIMULATOR));
+    let programs = [daemon::building(OPTIMIZED), sim::building(), tests];
     for command in [clippy(), doc()]
         .into_iter()
         .chain(simulations)

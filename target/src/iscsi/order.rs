@@ -23,16 +23,6 @@ fn number_of(pdu: &FromInitiator) -> Option<(CmdSn, bool, Itt)> {
     }
 }
 
-/// Whether a function concerns all commands before it, so that these must have come. A number may
-/// be missing with a connection that is lost; functions that name one command are how the initiator
-/// recovers that, and ABORT TASK is how it gives the number up (RFC 7143 11.5.1).
-fn concerns_all(function: TmfFunction) -> bool {
-    !matches!(
-        function,
-        TmfFunction::AbortTask | TmfFunction::QueryTask | TmfFunction::TaskReassign
-    )
-}
-
 impl<D: Datamover> Channel<D> {
     /// A PDU of full-feature phase, with its digests checked: carried out now, later, or never.
     pub(super) fn on_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: FromInitiator) {
@@ -45,7 +35,11 @@ impl<D: Datamover> Channel<D> {
         let me = self.conn_ref();
         let window = self.window();
         let admission = match (&pdu, immediate) {
-            (FromInitiator::TmfRequest(request), true) if concerns_all(request.function) => {
+            // What is reassigned has come, and numbers may be missing with the connection that is
+            // lost.
+            (FromInitiator::TmfRequest(request), true)
+                if request.function != TmfFunction::TaskReassign =>
+            {
                 window.admit_function(sn, me)
             }
             (_, true) => Admission::Now,

@@ -95,7 +95,10 @@ pub struct Record {
 #[derive(Debug, Default)]
 pub(super) struct Recording {
     pub(super) fails: Option<Failing>,
+    /// Empty where something fails: it may go on for long after that.
     pub(super) record: Record,
+    calls: usize,
+    completions: usize,
     /// The queue whose completion has failed: of a queue pair, and whether that of its receives.
     failed: Option<(QpId, bool)>,
 }
@@ -110,8 +113,11 @@ impl Recording {
 
     /// Takes a call; returns whether it fails.
     fn fails_call(&mut self, name: &'static str) -> bool {
-        self.record.calls.push(name);
-        self.fails == Some(Failing::Call(self.record.calls.len() - 1))
+        if self.fails.is_none() {
+            self.record.calls.push(name);
+        }
+        self.calls += 1;
+        self.fails == Some(Failing::Call(self.calls - 1))
     }
 
     /// Takes a completion that reports success; returns whether its queue pair fails by it.
@@ -123,9 +129,12 @@ impl Recording {
             completion.status = WcStatus::WrFlushErr;
             return false;
         }
-        self.record.completions.push(completion.opcode);
+        if self.fails.is_none() {
+            self.record.completions.push(completion.opcode);
+        }
+        self.completions += 1;
         match self.fails {
-            Some(Failing::Completion(at, status)) if at + 1 == self.record.completions.len() => {
+            Some(Failing::Completion(at, status)) if at + 1 == self.completions => {
                 completion.status = status;
                 self.failed = Some(queue);
                 true

@@ -166,6 +166,9 @@ impl<D: Datamover> Channel<D> {
                 self.end_unclaimed(cx.pool);
                 if self.allegiance.claims.is_empty() {
                     self.drop_connection();
+                } else {
+                    // What is at a device now may be answered for another nexus, and stay.
+                    self.phase_deadline = Some(cx.now + LINGER);
                 }
             }
             Phase::Closing => self.lose_connection(cx.now),
@@ -197,11 +200,22 @@ impl<D: Datamover> Channel<D> {
         !self.is_connected && self.is_flushed
     }
 
-    /// Ends what was not claimed.
+    /// Ends what was not claimed, and cannot be any more.
     fn end_unclaimed(&mut self, pool: &mut Pool) {
+        let window = self.window();
         for idx in self.all() {
-            let is_idle = self.tasks[usize::from(idx.0)].state == TaskState::Idle;
-            if !is_idle && !self.allegiance.is_claimed(self.task_ref(idx)) {
+            let (state, itt) = {
+                let task = &self.tasks[usize::from(idx.0)];
+                (task.state, task.itt)
+            };
+            let name = self.task_ref(idx);
+            let may_end = match state {
+                TaskState::Idle => false,
+                TaskState::Sent => self.is_flushed,
+                _ => true,
+            };
+            if may_end && !self.allegiance.is_claimed(name) {
+                window.remove_tag(itt, name);
                 self.cut_short(pool, idx, End::TornDown);
             }
         }

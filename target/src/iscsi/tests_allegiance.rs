@@ -798,6 +798,38 @@ fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
     }
 }
 
+/// What was at a device when the time was over may be answered for another nexus, and nobody claims
+/// that answer.
+#[test]
+fn nothing_is_kept_when_the_time_is_over_and_what_was_claimed_is_handed_over() {
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.first.read(1, 0, 1);
+    duo.first.write(2, 1, &[9; 512], true);
+    duo.cut();
+    assert!(duo.reassigned(1, 0).is_empty());
+    duo.first.wait(RETENTION);
+    let refused = duo.refusal(2);
+    assert_eq!(refused, TmfStatus::TaskDoesNotExist);
+    let unit = Arc::clone(&duo.first.gate.unit);
+    let ended = unit.manage(NexusId(8), TaskManagement::ClearTaskSet);
+    for task in ended.aborted {
+        let watcher = TaskRef {
+            generation: u32::MAX,
+            ..task
+        };
+        let rig = duo.rig(task.channel);
+        rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+    }
+    duo.first.finish_all_blocks();
+    duo.route();
+    for _ in 0..3 {
+        duo.first.wait(Duration::from_secs(1));
+    }
+    assert!(duo.first.released);
+    duo.end();
+}
+
 /// A connection that has taken commands over may be lost in its turn.
 #[test]
 fn a_command_may_move_twice() {

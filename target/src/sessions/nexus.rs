@@ -211,6 +211,7 @@ impl Table {
         if let (Some(at), Some(crowded)) = (joined, crowded) {
             let entry = &mut self.nexuses.get_mut(&key).expect("just found")[at];
             entry.channels.retain(|(own, _)| *own != crowded);
+            self.waits.forgo(&[crowded]);
             self.forget_unconfirmed(&[crowded]);
             return vec![crowded];
         }
@@ -482,6 +483,8 @@ impl Registry {
         let entries = nexuses.get_mut(&key).map_or(&mut [][..], Vec::as_mut_slice);
         let mut done = Established::default();
         let Some(at) = entries.iter().position(|e| e.has(channel)) else {
+            // Its session is over, or has given its place to another channel.
+            done.terminate = vec![channel];
             return done;
         };
         let (older, rest) = entries.split_at_mut(at);
@@ -503,8 +506,8 @@ impl Registry {
             // Requests that are older go with the sessions: their initiator has come by this one.
             done.terminate = older.iter().flat_map(Entry::refs).collect();
             older.iter_mut().for_each(|e| e.give_way(now));
-            // Channels of the older ones may have waited for it, which none must inherit of them.
-            waits.stay(channel);
+            // They may have waited for this one, and for requests that are newer.
+            waits.forgo(&done.terminate);
             for own in entry.refs() {
                 waits.wait_for(&done.terminate, own);
             }
@@ -547,6 +550,7 @@ impl Registry {
         } = &mut *table;
         let mut left = Left::default();
         let Some(entries) = nexuses.get_mut(&key) else {
+            left.notify = waits.end(channel);
             return left;
         };
         if let Some(at) = entries.iter().position(|e| e.has(channel)) {
@@ -560,6 +564,7 @@ impl Registry {
             if is_over {
                 let entry = entries.remove(at);
                 left.terminate = entry.refs().collect();
+                waits.forgo(&left.terminate);
                 if entry.stage == Stage::Current {
                     let owner = (key, entry.address);
                     match again {
@@ -893,8 +898,35 @@ mod tests {
         assert_eq!(host.leave(2).terminate, [channel(3)]);
         assert_eq!((registry.sessions(), registry.unconfirmed()), (0, 1));
         let late = host.establish(3);
-        assert!(!late.may_start && late.terminate.is_empty());
+        assert!(!late.may_start);
+        assert_eq!(late.terminate, [channel(3)]);
         assert!(host.leave(3).terminate.is_empty());
+    }
+
+    /// Its worker may hear of the end of what it waited for before it hears of its own.
+    #[test]
+    fn a_channel_without_its_session_is_not_started() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        host.request(B, MultiChannelAction::Single, 2).unwrap();
+        host.request(A, MultiChannelAction::Multi, 3).unwrap();
+        assert_eq!(host.leave(1).terminate, [channel(3)]);
+        assert_eq!(host.establish(3).terminate, [channel(3)]);
+        assert!(host.leave(2).notify.is_empty());
+    }
+
+    #[test]
+    fn a_session_does_not_wait_for_requests_newer_than_itself() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        host.single(2).unwrap();
+        host.request(B, MultiChannelAction::Single, 3).unwrap();
+        host.request(A, MultiChannelAction::Multi, 4).unwrap();
+        assert_eq!(host.establish(2).terminate, [channel(1), channel(4)]);
+        assert!(host.leave(1).notify.is_empty());
+        assert_eq!(host.leave(4).notify, [channel(2)]);
     }
 
     /// The old session may still have writes at a device, which a channel of the new one must not

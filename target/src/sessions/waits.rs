@@ -48,9 +48,10 @@ impl Waits {
         self.0.iter().any(|wait| wait.on == on)
     }
 
-    /// A channel is not going: those that have waited for that end before it.
-    pub(super) fn stay(&mut self, on: ConnRef) {
-        self.0.retain(|wait| wait.on != on);
+    /// These channels are ending and start nothing more: they wait for none, and none inherits that
+    /// of them.
+    pub(super) fn forgo(&mut self, who: &[ConnRef]) {
+        self.0.retain(|wait| !who.contains(&wait.who));
     }
 
     /// A channel is gone. Returns those that have nothing left to wait for.

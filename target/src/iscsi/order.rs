@@ -42,11 +42,15 @@ impl<D: Datamover> Channel<D> {
             {
                 window.admit_function(sn, me)
             }
-            (_, true) => Admission::Now,
+            (_, true) => Admission::AtOnce,
             (_, false) => window.admit(sn, me),
         };
         match admission {
-            Admission::Now if immediate => self.carry_out_pdu(cx, frame, pdu),
+            Admission::AtOnce => self.carry_out_pdu(cx, frame, pdu),
+            Admission::Now if immediate => {
+                self.carry_out_pdu(cx, frame, pdu);
+                window.on_carried_out();
+            }
             Admission::Now => self.carry_out_admitted(cx, frame, pdu),
             Admission::Later => self.waiting.push(QueuedRequest {
                 sn,
@@ -130,6 +134,9 @@ impl<D: Datamover> Channel<D> {
             } else {
                 self.carry_out_pdu(cx, &frame, pdu);
             }
+        }
+        if waiting.immediate {
+            window.on_carried_out();
         }
         true
     }

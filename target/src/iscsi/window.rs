@@ -46,8 +46,10 @@ const MAX_AHEAD: usize = 64;
 /// Decision about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// Its turn has come.
+    /// Its turn has come: others wait until [`Window::on_carried_out`].
     Now,
+    /// It waits for no turn, and takes none.
+    AtOnce,
     /// Keep it until its turn has come.
     Later,
     /// Outside the window, known already, or beyond a bound: it is passed over.
@@ -212,8 +214,11 @@ impl Window {
     pub(super) fn admit_function(&self, sn: CmdSn, who: ConnRef) -> Admission {
         let mut numbering = self.lock();
         let steps = sn.since(numbering.exp);
-        let is_due = steps == 0 && !numbering.is_taken;
-        if !self.unordered || is_due || steps > u32::from(self.room(&numbering)) {
+        if !self.unordered || steps > u32::from(self.room(&numbering)) {
+            return Admission::AtOnce;
+        }
+        if steps == 0 && !numbering.is_taken {
+            numbering.is_taken = true;
             return Admission::Now;
         }
         numbering.enter(Ahead {
@@ -247,7 +252,8 @@ impl Window {
         }
     }
 
-    /// Whether a kept immediate request may be carried out; it is entered no longer then.
+    /// Whether a kept immediate request may be carried out; it is entered no longer then, and others
+    /// wait until [`Window::on_carried_out`].
     pub(super) fn is_due(&self, sn: CmdSn, who: ConnRef) -> bool {
         let mut numbering = self.lock();
         if numbering.is_taken || numbering.exp.is_before(sn) {
@@ -258,6 +264,7 @@ impl Window {
         if let Some(at) = numbering.ahead.iter().position(is_it) {
             numbering.ahead.remove(at);
         }
+        numbering.is_taken = true;
         true
     }
 
@@ -450,6 +457,15 @@ mod tests {
         admission
     }
 
+    /// Likewise a function that is kept.
+    fn is_due(window: &Window, sn: CmdSn, who: ConnRef) -> bool {
+        let is_due = window.is_due(sn, who);
+        if is_due {
+            window.on_carried_out();
+        }
+        is_due
+    }
+
     #[test]
     fn a_command_waits_until_the_one_before_it_is_carried_out() {
         let window = Window::new(8, CmdSn(1), true);
@@ -461,7 +477,7 @@ mod tests {
         assert_eq!(window.next_up(), None);
         window.on_carried_out();
         assert_eq!(window.next_up(), Some(B));
-        assert!(window.is_due(CmdSn(2), B));
+        assert!(is_due(&window, CmdSn(2), B));
         assert_eq!(window.admit(CmdSn(2), B), Admission::Now);
         // Numbers of one connection come in their order.
         let window = Window::new(8, CmdSn(1), false);
@@ -534,11 +550,18 @@ mod tests {
     fn a_function_waits_for_the_commands_before_it() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(window.admit_function(CmdSn(1), A), Admission::Now);
+        assert_eq!(window.admit(CmdSn(1), B), Admission::Later, "its turn lasts");
+        window.on_carried_out();
         assert_eq!(window.admit_function(CmdSn(2), A), Admission::Later);
         assert!(!window.is_due(CmdSn(2), A));
         assert_eq!(admit(&window, CmdSn(1), B), Admission::Now);
         assert_eq!(window.next_up(), Some(A));
         assert!(window.is_due(CmdSn(2), A));
+        assert_eq!(window.admit(CmdSn(2), B), Admission::Later, "its turn lasts");
+        assert_eq!(window.next_up(), None);
+        window.on_carried_out();
+        assert_eq!(window.next_up(), Some(B));
+        assert_eq!(admit(&window, CmdSn(2), B), Admission::Now);
         assert_eq!(window.next_up(), None);
     }
 
@@ -550,7 +573,7 @@ mod tests {
         assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
         assert_eq!(admit(&window, CmdSn(2), A), Admission::Later);
         assert_eq!(window.next_up(), Some(B));
-        assert!(window.is_due(CmdSn(2), B));
+        assert!(is_due(&window, CmdSn(2), B));
         assert_eq!(window.next_up(), Some(A));
         assert_eq!(admit(&window, CmdSn(2), A), Admission::Now);
         assert_eq!(window.next_up(), None);
@@ -564,7 +587,7 @@ mod tests {
         assert_eq!(admit(&window, CmdSn(1), B), Admission::Now);
         for _ in 0..2 {
             assert_eq!(window.next_up(), Some(A));
-            assert!(window.is_due(CmdSn(2), A));
+            assert!(is_due(&window, CmdSn(2), A));
         }
         assert_eq!(window.next_up(), None);
     }
@@ -600,7 +623,7 @@ mod tests {
                 match admit(&window, sn(at), member(at)) {
                     Admission::Now => done.push(at),
                     Admission::Later => kept.push(at),
-                    Admission::Never => prop_assert!(false, "{at} is inside the window"),
+                    Admission::AtOnce | Admission::Never => prop_assert!(false, "{at} is inside the window"),
                 }
                 prop_assert_eq!(admit(&window, sn(at), A), Admission::Never, "sent twice");
                 while let Some(whose) = window.next_up() {
@@ -634,7 +657,7 @@ mod tests {
                 match self.window.admit(*sn, self.me) {
                     Admission::Now => self.carry_out(*sn),
                     Admission::Later => self.waiting.push(*sn),
-                    Admission::Never => panic!("{sn:?} is inside the window"),
+                    Admission::AtOnce | Admission::Never => panic!("{sn:?} is inside the window"),
                 }
                 self.take_turns();
             }

@@ -140,10 +140,7 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     once_built();
     // One lane needs no namespaces, and so no root: nothing else uses its addresses.
     let is_isolated = lanes > 1;
-    let (queue, results) = (
-        Mutex::new(harnesses),
-        Mutex::new(Results::default()),
-    );
+    let (queue, results) = (Mutex::new(harnesses), Mutex::new(Results::default()));
     thread::scope(|scope| {
         for _ in 0..lanes {
             scope.spawn(|| {

@@ -34,7 +34,17 @@ impl<D: Datamover> Channel<D> {
         };
         let me = self.conn_ref();
         let window = self.window();
+        let mut sn = sn;
         let admission = match (&pdu, immediate) {
+            (FromInitiator::TmfRequest(request), true)
+                if request.function == TmfFunction::AbortTask =>
+            {
+                let of = self.number_kept(request.referenced);
+                let of = of.unwrap_or(request.ref_cmd_sn);
+                let (admission, number) = window.admit_abort(of, sn, me);
+                sn = number;
+                admission
+            }
             // What is reassigned has come, and numbers may be missing with the connection that is
             // lost.
             (FromInitiator::TmfRequest(request), true)
@@ -62,6 +72,13 @@ impl<D: Datamover> Channel<D> {
             Admission::Never => {}
         }
         self.take_turns(cx);
+    }
+
+    /// The number of a command that is kept until its turn.
+    fn number_kept(&self, itt: Itt) -> Option<CmdSn> {
+        let mut kept = self.waiting.iter();
+        let kept = kept.find(|waiting| waiting.itt == itt && !waiting.immediate);
+        Some(kept?.sn)
     }
 
     /// Keeps unsolicited data with the command that they belong to, if that waits. Data beyond what

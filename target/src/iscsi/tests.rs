@@ -413,6 +413,26 @@ fn an_abort_of_a_command_that_has_not_come_takes_its_number() {
         rig.send(&FromInitiator::TmfRequest(request), &[])
             .is_empty()
     );
+    let request = TmfRequest {
+        immediate: true,
+        ref_cmd_sn: CmdSn(lost),
+        ..tmf_request(14, lost + 3, TmfFunction::AbortTask, 11)
+    };
+    let received = rig.send(&FromInitiator::TmfRequest(request), &[]);
+    // What was kept behind it, and the function above, for which the command does not exist any
+    // more.
+    assert_eq!(tmf_status(&received), TmfStatus::Complete);
+    let answered = |tag: u32| {
+        received.iter().any(|(pdu, ..)| match pdu {
+            FromTarget::ScsiResponse(r) => r.itt.0 == tag,
+            FromTarget::DataIn(d) => d.itt.0 == tag && d.status.is_some(),
+            FromTarget::TmfResponse(r) => r.itt.0 == tag,
+            _ => false,
+        })
+    };
+    assert!(answered(12) && answered(13) && answered(14), "{received:?}");
+    rig.cmd_sn = lost;
+    assert!(rig.read(11, 0, 1).is_empty(), "it is over");
     rig.end();
 }
 

@@ -228,6 +228,20 @@ impl Window {
         })
     }
 
+    /// Looks at an immediate ABORT TASK, with the number of its command. It concerns no other, so it
+    /// waits for no other. A command that has not come is given up here, in the same step: it may be
+    /// lost, and nothing after it is carried out before its number is used (RFC 7143 11.5.1).
+    /// Returns the number that it waits for as well.
+    pub(super) fn admit_abort(&self, of: CmdSn, sn: CmdSn, who: ConnRef) -> (Admission, CmdSn) {
+        if !of.is_before(sn) {
+            return (self.admit_function(sn, who), sn);
+        }
+        if self.forgo(of, sn) {
+            return (Admission::AtOnce, sn);
+        }
+        (self.admit_function(of.next(), who), of.next())
+    }
+
     /// The connection that keeps what is to be carried out next.
     pub(super) fn next_up(&self) -> Option<ConnRef> {
         if !self.unordered {
@@ -269,13 +283,18 @@ impl Window {
     }
 
     /// The initiator gives a command up that has not come: its number counts as received, if it is
-    /// inside the window and before `before` (RFC 7143 11.6.1).
+    /// inside the window and before `before` (RFC 7143 11.6.1). Returns whether it was given up, now
+    /// or before.
     pub(super) fn forgo(&self, sn: CmdSn, before: CmdSn) -> bool {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
         let inside = sn.since(numbering.exp) < room && sn.is_before(before);
-        let is_known = |ahead: &Ahead| ahead.sn == sn && !ahead.immediate;
-        if !self.unordered || !inside || numbering.ahead.iter().any(is_known) {
+        let mut ahead = numbering.ahead.iter();
+        let known = ahead.find(|ahead| ahead.sn == sn && !ahead.immediate);
+        if let Some(known) = known {
+            return known.whose.is_none();
+        }
+        if !self.unordered || !inside {
             return false;
         }
         numbering.enter(Ahead {
@@ -550,14 +569,22 @@ mod tests {
     fn a_function_waits_for_the_commands_before_it() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(window.admit_function(CmdSn(1), A), Admission::Now);
-        assert_eq!(window.admit(CmdSn(1), B), Admission::Later, "its turn lasts");
+        assert_eq!(
+            window.admit(CmdSn(1), B),
+            Admission::Later,
+            "its turn lasts"
+        );
         window.on_carried_out();
         assert_eq!(window.admit_function(CmdSn(2), A), Admission::Later);
         assert!(!window.is_due(CmdSn(2), A));
         assert_eq!(admit(&window, CmdSn(1), B), Admission::Now);
         assert_eq!(window.next_up(), Some(A));
         assert!(window.is_due(CmdSn(2), A));
-        assert_eq!(window.admit(CmdSn(2), B), Admission::Later, "its turn lasts");
+        assert_eq!(
+            window.admit(CmdSn(2), B),
+            Admission::Later,
+            "its turn lasts"
+        );
         assert_eq!(window.next_up(), None);
         window.on_carried_out();
         assert_eq!(window.next_up(), Some(B));
@@ -603,6 +630,31 @@ mod tests {
         window.forget(B);
         assert_eq!(window.next_up(), None);
         assert_eq!(window.bounds().0, CmdSn(2));
+    }
+
+    #[test]
+    fn an_abort_waits_for_its_command_alone() {
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
+        // One that is kept is carried out first.
+        let (admission, sn) = window.admit_abort(CmdSn(2), CmdSn(4), A);
+        assert_eq!((admission, sn), (Admission::Later, CmdSn(3)));
+        // One that has not come is given up, and is passed over when it comes.
+        let (admission, _) = window.admit_abort(CmdSn(1), CmdSn(4), A);
+        assert_eq!(admission, Admission::AtOnce);
+        assert!(window.forgo(CmdSn(1), CmdSn(4)));
+        assert_eq!(window.next_up(), Some(B));
+        assert_eq!(admit(&window, CmdSn(1), A), Admission::Never);
+        assert_eq!(admit(&window, CmdSn(2), B), Admission::Now);
+        assert_eq!(window.next_up(), Some(A));
+        assert!(is_due(&window, CmdSn(3), A));
+        // One that runs, beside one that is lost.
+        assert_eq!(window.admit_abort(CmdSn(2), CmdSn(5), A).0, Admission::Now);
+        window.on_carried_out();
+        assert_eq!(
+            window.admit_abort(CmdSn(1), CmdSn(5), A).0,
+            Admission::AtOnce
+        );
     }
 
     proptest! {

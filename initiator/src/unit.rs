@@ -136,7 +136,7 @@ enum Step {
     Serial,
     Cache,
     Caching,
-    /// Again, where the first answer was none: a target may report REPORTED LUNS DATA HAS CHANGED to
+    /// Again, where the first answer was none, or is doubtful: a target may report REPORTED LUNS DATA HAS CHANGED to
     /// every command until it has named the unit, as `riserd` does.
     CapacityAtLast,
 }
@@ -148,6 +148,8 @@ pub struct Check {
     designators: Option<Vec<u8>>,
     /// Standard INQUIRY data as received.
     inquiry: Vec<u8>,
+    /// The capacity may be that of another unit.
+    is_doubtful: bool,
     found: Snapshot,
 }
 
@@ -157,6 +159,7 @@ impl Default for Check {
             step: Step::Capacity,
             designators: None,
             inquiry: Vec::new(),
+            is_doubtful: false,
             found: Snapshot::default(),
         }
     }
@@ -181,10 +184,11 @@ impl Check {
         }
     }
 
-    /// Returns whether there was an answer already. Until then nothing that happens makes the round
-    /// void: all that is found comes after it.
-    #[must_use]
-    pub fn has_answers(&self) -> bool {
+    /// Something has happened that may mean another unit; returns whether the round is void by that.
+    /// It is not before the first answer, since all names come after it. That answer may have been
+    /// given before, though, and come by another channel, so the capacity is asked for again.
+    pub fn doubt(&mut self) -> bool {
+        self.is_doubtful = true;
         self.step != Step::Capacity
     }
 
@@ -236,7 +240,7 @@ impl Check {
             }
             Step::Caching => {
                 self.found.write_cache = CachingPage::parse(data).map(|page| page.write_cache);
-                if self.found.capacity.is_some() {
+                if self.found.capacity.is_some() && !self.is_doubtful {
                     return false;
                 }
                 Step::CapacityAtLast
@@ -509,9 +513,9 @@ mod tests {
     fn a_capacity_that_is_not_known_at_first_is_asked_for_again() {
         let mut check = Check::default();
         let capacity = check.command();
-        assert!(!check.has_answers());
+        assert!(!check.doubt());
         assert!(check.take(&[]));
-        assert!(check.has_answers());
+        assert!(check.doubt());
         assert!(check.take(&[0; 96]), "its names");
         for _ in 0..4 {
             assert!(check.take(&[]));

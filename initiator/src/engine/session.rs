@@ -110,14 +110,13 @@ impl Session {
         self.handle.client.0.port_guid()
     }
 
-    /// Has a unit watched while `owner` lives, which was `unit` when the session had reconnected so
-    /// often; see [`crate::unit`].
+    /// Has a unit watched while `owner` lives, which was `unit` when it was found; see
+    /// [`crate::unit`].
     pub(crate) async fn watch_unit(
         &self,
         lun: LunId,
         unit: Snapshot,
         write_cache: bool,
-        reconnects: u64,
         owner: Weak<()>,
     ) -> Result<(), Elapsed> {
         let config = &self.handle.client.0.config;
@@ -134,7 +133,6 @@ impl Session {
             write_cache,
             recovers: config.recovers,
             noted: config.noted,
-            reconnects,
             owner,
             buffer: self.buffer(CHECK_LEN).await?,
         };

@@ -143,7 +143,7 @@ impl Session {
     /// [`LunError::NotADisk`] where there is none of that number; others as they come.
     pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
         let lun = LunId::new(number).ok_or(LunError::Number(number))?;
-        let (info, reconnects) = self.discover_at_once(lun).await?;
+        let info = self.discover_at_once(lun).await?;
         let pool = self.client().buffers().memory().len();
         let watch = Arc::new(());
         let unit = Snapshot {
@@ -153,14 +153,8 @@ impl Session {
             cache: info.cache_generation,
             write_cache: Some(info.caching.write_cache),
         };
-        self.watch_unit(
-            lun,
-            unit,
-            info.caching.write_cache,
-            reconnects,
-            Arc::downgrade(&watch),
-        )
-        .await?;
+        self.watch_unit(lun, unit, info.caching.write_cache, Arc::downgrade(&watch))
+            .await?;
         Ok(Lun {
             session: self.clone(),
             shared: Arc::new(LunShared {
@@ -172,17 +166,17 @@ impl Session {
         })
     }
 
-    /// Discovers a unit without a reconnect among the questions; their number, which is compared
-    /// with that when the unit is watched. Answers from before and after one may be of two units:
-    /// taken together they are the identity of neither, and each later check would fail.
-    async fn discover_at_once(&self, lun: LunId) -> Result<(LunInfo, u64), LunError> {
+    /// Discovers a unit without a reconnect among the questions. Answers from before and after one
+    /// may be of two units: taken together they are the identity of neither, and each later check
+    /// would fail.
+    async fn discover_at_once(&self, lun: LunId) -> Result<LunInfo, LunError> {
         loop {
             let before = self.status().reconnects();
             let found = self.discover(lun).await;
             // A refusal, too, may be of two units: of a question for which the first gave cause.
             let has_ended = matches!(found, Err(LunError::Request(_)));
             if has_ended || self.status().reconnects() == before {
-                return Ok((found?, before));
+                return found;
             }
         }
     }
@@ -204,9 +198,14 @@ impl Session {
         // Listed or not, as after each login: what is compared must come from the same questions.
         let designators = self.page(lun, vpd::DEVICE_IDENTIFICATION).await?;
         let serial = self.page(lun, vpd::UNIT_SERIAL_NUMBER).await?;
-        if is_named_first {
-            self.test_ready(lun).await?;
-        }
+        let inquiry = match is_named_first {
+            true => {
+                self.test_ready(lun).await?;
+                // The first may be of the unit before.
+                self.inquiry(lun).await?
+            }
+            false => inquiry,
+        };
         let generation = self.vendor_page(lun, vpd::CACHE_GENERATION).await?;
         let pages = self
             .page(lun, vpd::SUPPORTED_PAGES)

@@ -263,7 +263,7 @@ impl<E: Env> Driver<E> {
                 let member = link.member(path);
                 // One that is still being asked is asked again from the beginning, if it has
                 // answered anything.
-                member.is_stale = member.is_grouping || member.check.has_answers();
+                member.is_stale = member.check.doubt();
                 if member.buffer.is_some() {
                     member.begin_check();
                     self.ask(index, path, now);

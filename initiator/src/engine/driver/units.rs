@@ -29,8 +29,6 @@ pub(in crate::engine) struct Watch {
     pub(in crate::engine) recovers: bool,
     /// The generation of the unit's cache that it had noted, if it had.
     pub(in crate::engine) noted: Option<[u8; 16]>,
-    /// Reconnects of the session by then.
-    pub(in crate::engine) reconnects: u64,
     /// Watched as long as this lives.
     pub(in crate::engine) owner: Weak<()>,
     /// For the unit's answers to its check: [`CHECK_LEN`](super::CHECK_LEN) bytes.
@@ -198,8 +196,9 @@ impl<E: Env> Driver<E> {
         if watch.recovers && session.units.len() == 1 && session.units[0].unit.cache.is_none() {
             session.link.machine().recover(now);
         }
-        // It may have become another one while it was being found out about.
-        if session.link.paths().is_none() && session.status.reconnects() != watch.reconnects {
+        // It may have become another one while it was being found out about: no attention of a
+        // unit that is not watched is reported, and INQUIRY takes none.
+        if session.link.paths().is_none() {
             session.link.machine().hold();
             self.inputs.push_back(Input::Check(key));
         }
@@ -253,7 +252,7 @@ impl<E: Env> Driver<E> {
         }
         let mut begun = Vec::new();
         for unit in &mut session.units {
-            unit.is_stale = unit.is_checking && unit.check.has_answers();
+            unit.is_stale = unit.is_checking && unit.check.doubt();
             if !std::mem::replace(&mut unit.is_checking, true) {
                 unit.check = Check::default();
                 begun.push(unit.serial);
@@ -453,7 +452,6 @@ mod tests {
             write_cache: false,
             recovers: false,
             noted: None,
-            reconnects: 0,
             owner: Weak::new(),
             buffer: pool.try_take(4096).unwrap(),
         };
@@ -508,7 +506,6 @@ mod tests {
                 write_cache,
                 recovers,
                 noted,
-                reconnects: 0,
                 owner: Arc::downgrade(&owner),
                 buffer: BufferPool::new(1 << 16).unwrap().try_take(4096).unwrap(),
             };
@@ -569,7 +566,6 @@ mod tests {
             write_cache: true,
             recovers: true,
             noted,
-            reconnects: 0,
             owner: Arc::downgrade(&owner),
             buffer: pool.try_take(4096).unwrap(),
         };
@@ -626,6 +622,8 @@ mod tests {
     fn a_session_waits_for_every_check_that_is_due() {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
+        assert!(!goes_on(&mut driver, key, now), "a unit was just found");
+        driver.inputs.clear();
         assert!(goes_on(&mut driver, key, now));
         // A unit has not answered yet.
         driver.sessions[key.index].units[0].is_checking = true;

@@ -315,6 +315,8 @@ impl World {
                     .is_done(&world.target, world.fabric.now())
         })?;
         self.check_credit()?;
+        // A disk reports a loss with the next flush, which may have come after its end.
+        self.clear_failures();
         let unwritten = Rc::new(RefCell::new(None));
         for index in 0..self.initiators.len() {
             let units = self.initiators[index].opened.take();

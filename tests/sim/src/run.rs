@@ -638,7 +638,7 @@ impl World {
             true => soon,
             false => self
                 .next_deadline()
-                .map_or(soon, |next| next.max(now + TICK)),
+                .map_or(now + LULL, |next| next.max(now + TICK)),
         };
         self.fabric.advance_to(next);
     }
@@ -747,6 +747,10 @@ impl World {
 
     /// Begins and ends troubles.
     fn trouble(&mut self) {
+        // What the target has without sessions, it has with all its devices.
+        if self.fresh.is_empty() {
+            return;
+        }
         let elapsed = self.fabric.elapsed();
         let mut is_changed = false;
         for at in 0..self.plan.troubles.len() {
@@ -1102,3 +1106,6 @@ fn history_of(plan: &Plan) -> Rc<History> {
 
 /// The shortest step of the clock, for what is due and does nothing.
 const TICK: Duration = Duration::from_micros(1);
+
+/// A step of it while nothing is due.
+const LULL: Duration = Duration::from_millis(1);

@@ -95,7 +95,7 @@ pub struct Record {
 #[derive(Debug, Default)]
 pub(super) struct Recording {
     pub(super) fails: Option<Failing>,
-    /// Empty where something fails: it may go on for long after that.
+    /// It ends with what fails: the device may go on for long after that.
     pub(super) record: Record,
     calls: usize,
     completions: usize,
@@ -111,9 +111,18 @@ impl Recording {
         }
     }
 
+    /// Whether what is to fail has failed.
+    fn is_over(&self) -> bool {
+        match self.fails {
+            Some(Failing::Call(at)) => self.calls > at,
+            Some(Failing::Completion(at, _)) => self.completions > at,
+            None => false,
+        }
+    }
+
     /// Takes a call; returns whether it fails.
     fn fails_call(&mut self, name: &'static str) -> bool {
-        if self.fails.is_none() {
+        if !self.is_over() {
             self.record.calls.push(name);
         }
         self.calls += 1;
@@ -129,7 +138,7 @@ impl Recording {
             completion.status = WcStatus::WrFlushErr;
             return false;
         }
-        if self.fails.is_none() {
+        if !self.is_over() {
             self.record.completions.push(completion.opcode);
         }
         self.completions += 1;

@@ -592,6 +592,14 @@ impl Plan {
         troubles.any(|one| matches!(one.fault, Fault::Admin(AdminFault::Limit(_))))
     }
 
+    /// Whether an administrator takes units away, for which users wait.
+    #[must_use]
+    pub fn may_lose_units(&self) -> bool {
+        let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
+        let takes = |fault| matches!(fault, Fault::Admin(AdminFault::RemoveLun));
+        self.may_lose_target() || faults.any(takes)
+    }
+
     /// Whether the target may be taken away, and all units with it.
     #[must_use]
     pub fn may_lose_target(&self) -> bool {

@@ -453,7 +453,7 @@ impl World {
         let user = User {
             is_cached: false,
             is_quiet: false,
-            is_prompt: self.plan.is_prompt(),
+            is_prompt: self.plan.is_prompt() && !self.plan.may_lose_units(),
             is_alone: false,
             // That knows the main unit.
             model: None,

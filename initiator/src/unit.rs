@@ -136,8 +136,8 @@ enum Step {
     Serial,
     Cache,
     Caching,
-    /// Again, where the first answer was none, or is doubtful: a target may report REPORTED LUNS DATA HAS CHANGED to
-    /// every command until it has named the unit, as `riserd` does.
+    /// Again, where the first answer was none, or is doubtful: a target may report REPORTED LUNS DATA
+    /// HAS CHANGED to every command until it has named the unit, as `riserd` does.
     CapacityAtLast,
 }
 

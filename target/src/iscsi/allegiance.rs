@@ -204,18 +204,16 @@ impl<D: Datamover> Channel<D> {
     fn end_unclaimed(&mut self, pool: &mut Pool) {
         let window = self.window();
         for idx in self.all() {
-            let (state, itt) = {
-                let task = &self.tasks[usize::from(idx.0)];
-                (task.state, task.itt)
-            };
+            let task = &self.tasks[usize::from(idx.0)];
             let name = self.task_ref(idx);
-            let may_end = match state {
+            let may_end = match task.state {
                 TaskState::Idle => false,
                 TaskState::Sent => self.is_flushed,
                 _ => true,
             };
             if may_end && !self.allegiance.is_claimed(name) {
-                window.remove_tag(itt, name);
+                // Now, as one at a device ends later.
+                window.remove_tag(task.itt, name);
                 self.cut_short(pool, idx, End::TornDown);
             }
         }

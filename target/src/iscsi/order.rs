@@ -1,7 +1,7 @@
 //! Requests in the order of their numbers: which is carried out at once, which is kept for later.
 
 use riser_scsi::iscsi::frame::Frame;
-use riser_scsi::iscsi::pdu::{FromInitiator, TmfFunction};
+use riser_scsi::iscsi::pdu::{FromInitiator, TmfFunction, TmfRequest};
 use riser_scsi::iscsi::{CmdSn, Itt};
 
 use super::channel::{Action, Channel, Cx};
@@ -34,26 +34,10 @@ impl<D: Datamover> Channel<D> {
         };
         let me = self.conn_ref();
         let window = self.window();
-        let mut sn = sn;
-        let admission = match (&pdu, immediate) {
-            (FromInitiator::TmfRequest(request), true)
-                if request.function == TmfFunction::AbortTask =>
-            {
-                let of = self.number_kept(request.referenced);
-                let of = of.unwrap_or(request.ref_cmd_sn);
-                let (admission, number) = window.admit_abort(of, sn, me);
-                sn = number;
-                admission
-            }
-            // What is reassigned has come, and numbers may be missing with the connection that is
-            // lost.
-            (FromInitiator::TmfRequest(request), true)
-                if request.function != TmfFunction::TaskReassign =>
-            {
-                window.admit_function(sn, me)
-            }
-            (_, true) => Admission::AtOnce,
-            (_, false) => window.admit(sn, me),
+        let (admission, sn) = match (&pdu, immediate) {
+            (FromInitiator::TmfRequest(request), true) => self.admit_function(request),
+            (_, true) => (Admission::AtOnce, sn),
+            (_, false) => (window.admit(sn, me), sn),
         };
         match admission {
             Admission::AtOnce => self.carry_out_pdu(cx, frame, pdu),
@@ -74,11 +58,20 @@ impl<D: Datamover> Channel<D> {
         self.take_turns(cx);
     }
 
-    /// The number of a command that is kept until its turn.
-    fn number_kept(&self, itt: Itt) -> Option<CmdSn> {
-        let mut kept = self.waiting.iter();
-        let kept = kept.find(|waiting| waiting.itt == itt && !waiting.immediate);
-        Some(kept?.sn)
+    /// Looks at an immediate function. Returns the number that it waits for as well.
+    fn admit_function(&self, request: &TmfRequest) -> (Admission, CmdSn) {
+        let (me, window, sn) = (self.conn_ref(), self.window(), request.cmd_sn);
+        match request.function {
+            TmfFunction::AbortTask => {
+                let mut kept = self.waiting.iter();
+                let kept = kept.find(|one| one.itt == request.referenced && !one.immediate);
+                window.admit_abort(kept.map_or(request.ref_cmd_sn, |one| one.sn), sn, me)
+            }
+            // What is reassigned has come, and numbers may be missing with the connection that is
+            // lost.
+            TmfFunction::TaskReassign => (Admission::AtOnce, sn),
+            _ => (window.admit_function(sn, me), sn),
+        }
     }
 
     /// Keeps unsolicited data with the command that they belong to, if that waits. Data beyond what

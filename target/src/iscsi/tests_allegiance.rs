@@ -181,6 +181,20 @@ impl Duo {
         received
     }
 
+    /// Another nexus ends all commands of the unit, with CLEAR TASK SET.
+    fn clear_by_another(&mut self) {
+        let unit = Arc::clone(&self.first.gate.unit);
+        let ended = unit.manage(NexusId(8), TaskManagement::ClearTaskSet);
+        for task in ended.aborted {
+            let watcher = TaskRef {
+                generation: u32::MAX,
+                ..task
+            };
+            let rig = self.rig(task.channel);
+            rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+        }
+    }
+
     fn refusal(&mut self, tag: u32) -> TmfStatus {
         let received = self.reassign(tag, 0);
         assert_eq!(received.len(), 1);
@@ -772,19 +786,8 @@ fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
         if is_claimed {
             assert!(duo.reassigned(tag, 0).is_empty());
         }
-        let unit = Arc::clone(&duo.first.gate.unit);
-        for task in unit
-            .manage(NexusId(8), TaskManagement::ClearTaskSet)
-            .aborted
-        {
-            let watcher = TaskRef {
-                generation: u32::MAX,
-                ..task
-            };
-            let rig = duo.rig(task.channel);
-            rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
-        }
-        assert_eq!(unit.tasks(), 0);
+        duo.clear_by_another();
+        assert_eq!(duo.first.gate.unit.tasks(), 0);
         let received = if is_claimed {
             duo.route()
         } else {
@@ -798,8 +801,8 @@ fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
     }
 }
 
-/// What was at a device when the time was over may be answered for another nexus, and nobody claims
-/// that answer.
+/// A command that is still at a device when the retention time expires may be answered with TASK
+/// ABORTED, and that answer is not claimed.
 #[test]
 fn nothing_is_kept_when_the_time_is_over_and_what_was_claimed_is_handed_over() {
     let mut duo = Duo::new();
@@ -811,16 +814,7 @@ fn nothing_is_kept_when_the_time_is_over_and_what_was_claimed_is_handed_over() {
     duo.first.wait(RETENTION);
     let refused = duo.refusal(2);
     assert_eq!(refused, TmfStatus::TaskDoesNotExist);
-    let unit = Arc::clone(&duo.first.gate.unit);
-    let ended = unit.manage(NexusId(8), TaskManagement::ClearTaskSet);
-    for task in ended.aborted {
-        let watcher = TaskRef {
-            generation: u32::MAX,
-            ..task
-        };
-        let rig = duo.rig(task.channel);
-        rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
-    }
+    duo.clear_by_another();
     duo.first.finish_all_blocks();
     duo.route();
     for _ in 0..3 {

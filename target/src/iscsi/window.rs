@@ -66,6 +66,13 @@ struct Ahead {
     immediate: bool,
 }
 
+impl Ahead {
+    /// Whether it waits for nothing but its turn, where `exp` is the next number.
+    fn is_due(&self, exp: CmdSn) -> bool {
+        self.sn == exp || (self.immediate && self.sn.is_before(exp))
+    }
+}
+
 /// A command, by its tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tag {
@@ -253,10 +260,8 @@ impl Window {
                 return None;
             }
             let exp = numbering.exp;
-            let is_due =
-                |ahead: &Ahead| ahead.sn == exp || (ahead.immediate && ahead.sn.is_before(exp));
             // A function goes before the command that has the number it carries.
-            let due = numbering.ahead.iter().filter(|ahead| is_due(ahead));
+            let due = numbering.ahead.iter().filter(|ahead| ahead.is_due(exp));
             let first = *due.max_by_key(|ahead| ahead.immediate)?;
             if first.whose.is_some() {
                 return first.whose;
@@ -428,7 +433,7 @@ impl Window {
 impl Numbering {
     /// Whether an immediate request waits for nothing but its turn.
     fn has_function_due(&self) -> bool {
-        let is_due = |a: &Ahead| a.immediate && !self.exp.is_before(a.sn);
+        let is_due = |a: &Ahead| a.immediate && a.is_due(self.exp);
         self.ahead.iter().any(is_due)
     }
 

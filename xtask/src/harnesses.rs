@@ -123,8 +123,7 @@ pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
 }
 
 /// Runs all harnesses of the workspace but those of [`SIMULATOR`], `lanes` at once, then the tests
-/// in its documentation.
-/// `once_built` is called when Cargo has built them and holds no lock.
+/// in its documentation. `once_built` is called when Cargo has built them and holds no lock.
 pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     let harnesses = match built() {
         Ok(harnesses) if harnesses.is_empty() => {
@@ -321,6 +320,13 @@ mod tests {
         assert_eq!(harness.folder, PathBuf::from("/a"));
         assert_eq!(harness.name(), "c");
         assert!(!harness.is_of_simulator());
+        let of_simulator = |name: &str| {
+            let mut message = message(true, json!(format!("/b/{name}-01ab")));
+            message["manifest_path"] = json!("/a/tests/sim/Cargo.toml");
+            message["target"] = json!({ "kind": ["test"] });
+            Harness::of(&message).unwrap().is_of_simulator()
+        };
+        assert!(of_simulator("seeds") && !of_simulator("corpus"));
         assert!(Harness::of(&message(false, json!("/b/c-01ab"))).is_none());
         assert!(Harness::of(&message(true, Value::Null)).is_none());
     }

@@ -20,8 +20,9 @@ pub(crate) struct Options {
     protocol: Option<String>,
 }
 
-/// Runs the one test as root, who may make networks, in the programs' profile; it prints its figures, and fails if they show that
-/// the messages make the 99th percentile of another session more than twice as long.
+/// Runs the one test as root, who may make networks, in the programs' profile; it prints its figures,
+/// and fails if they show that the messages make the 99th percentile of another session more than
+/// twice as long.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
     if !sh::is_root() {

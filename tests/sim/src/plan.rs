@@ -570,12 +570,12 @@ impl Plan {
         self.is_quiet_for(index) && !self.is_limited()
     }
 
-    /// Whether an initiator has the target for itself: nobody else resets or reserves its units, or
-    /// changes them.
+    /// Whether there is a single initiator: no other peer and no administrator resets, reserves or
+    /// changes its units.
     #[must_use]
     pub fn is_alone(&self) -> bool {
-        let own = self.initiators.len() + self.rivals.len() + self.cheats.len();
-        own == 1 && self.troubles.is_empty()
+        let peers = self.initiators.len() + self.rivals.len() + self.cheats.len();
+        peers == 1 && self.troubles.is_empty()
     }
 
     /// Whether an administrator changes what is served, so that there are units for it.

@@ -316,7 +316,10 @@ impl World {
         })?;
         self.check_credit()?;
         // A disk reports a loss with the next flush, which may have come after its end.
-        self.clear_failures();
+        let mut faults = self.plan.troubles.iter().map(|trouble| trouble.fault);
+        if faults.any(Fault::fails_disks) {
+            self.clear_failures();
+        }
         let unwritten = Rc::new(RefCell::new(None));
         for index in 0..self.initiators.len() {
             let units = self.initiators[index].opened.take();

@@ -12,7 +12,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -71,7 +71,7 @@ impl StateDir {
     /// `AddrInUse` if another daemon has it, and does not end within seconds; those of the file
     /// system.
     pub fn take(path: &Path) -> io::Result<Self> {
-        make_durable(path)?;
+        make_durable(path, &mut sync_dir)?;
         // The directory itself is locked, so that no lock file is left behind or removed under a
         // lock.
         let lock = File::open(path)?;
@@ -261,14 +261,21 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
 }
 
 /// Makes a directory, and those above it that are missing. With a name that is lost with the
-/// machine's power, all that was made durable below it would be lost as well.
-fn make_durable(path: &Path) -> io::Result<()> {
-    let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
-    let made: Vec<_> = path.ancestors().take_while(is_missing).collect();
+/// machine's power, all that was made durable below it would be lost as well. So the names of this
+/// file system are synced even if they were there: the start that made them may have failed before.
+fn make_durable(path: &Path, sync: &mut dyn FnMut(&Path) -> io::Result<()>) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-    for path in made {
-        let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
-        match sync_dir(parent.unwrap_or(Path::new("."))) {
+    let device = fs::metadata(path)?.dev();
+    for parent in path.ancestors().skip(1) {
+        let parent = if parent.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            parent
+        };
+        if fs::metadata(parent)?.dev() != device {
+            break;
+        }
+        match sync(parent) {
             // One that may be written to and not read: nothing can be done there.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
             synced => synced?,
@@ -421,6 +428,24 @@ mod tests {
         let names: Vec<_> = fs::read_dir(&path).unwrap().collect();
         assert_eq!(names.len(), 1);
         fs::remove_dir_all(&path).unwrap();
+    }
+
+    /// Else the second start would build on a name that the machine's power can take away.
+    #[test]
+    fn the_name_of_a_directory_is_synced_by_the_start_after_one_that_could_not() {
+        let path = dir("names").join("inner");
+        let mut failing = |_: &Path| Err(io::Error::other("no space"));
+        make_durable(&path, &mut failing).unwrap_err();
+        assert!(path.exists());
+        let mut synced = Vec::new();
+        let mut recording = |dir: &Path| {
+            synced.push(dir.to_owned());
+            Ok(())
+        };
+        make_durable(&path, &mut recording).unwrap();
+        let outer = path.parent().unwrap();
+        assert_eq!(synced[..2], [outer, outer.parent().unwrap()]);
+        fs::remove_dir_all(outer).unwrap();
     }
 
     #[test]

@@ -64,9 +64,29 @@ struct Ahead {
     whose: Option<ConnRef>,
     /// An immediate request, which takes no number: it waits for those before it.
     immediate: bool,
+    /// It is ABORT TASK of the command before its number, and waits for nothing else.
+    aborts: bool,
 }
 
 impl Ahead {
+    fn of_command(sn: CmdSn, whose: Option<ConnRef>) -> Self {
+        Self {
+            sn,
+            whose,
+            immediate: false,
+            aborts: false,
+        }
+    }
+
+    fn of_function(sn: CmdSn, whose: ConnRef, aborts: bool) -> Self {
+        Self {
+            sn,
+            whose: Some(whose),
+            immediate: true,
+            aborts,
+        }
+    }
+
     /// Whether it waits for nothing but its turn, where `exp` is the next number.
     fn is_due(&self, exp: CmdSn) -> bool {
         self.sn == exp || (self.immediate && self.sn.is_before(exp))
@@ -187,6 +207,12 @@ impl Window {
         if steps >= room {
             return Admission::Never;
         }
+        let is_known = |ahead: &&Ahead| ahead.sn == sn && !ahead.immediate;
+        let known = numbering.ahead.iter().find(is_known).copied();
+        // Its turn may have come, and have been given to nobody yet.
+        if known.is_some_and(|known| known.whose != Some(who)) {
+            return Admission::Never;
+        }
         if steps == 0 && !numbering.is_taken && !numbering.has_function_due() {
             numbering.exp = sn.next();
             // With one connection in order nothing can come in between.
@@ -197,15 +223,10 @@ impl Window {
                 .retain(|ahead| ahead.immediate || ahead.sn != sn);
             return Admission::Now;
         }
-        let is_known = |ahead: &Ahead| ahead.sn == sn && !ahead.immediate;
-        if !self.unordered || numbering.ahead.iter().any(is_known) {
+        if !self.unordered || known.is_some() {
             return Admission::Never;
         }
-        numbering.enter(Ahead {
-            sn,
-            whose: Some(who),
-            immediate: false,
-        })
+        numbering.enter(Ahead::of_command(sn, Some(who)))
     }
 
     /// The command that was admitted last is in its unit's task set, or answered: it is the next
@@ -219,7 +240,12 @@ impl Window {
     /// Looks at an immediate function: it concerns the commands before its number, so these must
     /// have come.
     pub(super) fn admit_function(&self, sn: CmdSn, who: ConnRef) -> Admission {
+        self.admit_immediate(Ahead::of_function(sn, who, false))
+    }
+
+    fn admit_immediate(&self, function: Ahead) -> Admission {
         let mut numbering = self.lock();
+        let sn = function.sn;
         let steps = sn.since(numbering.exp);
         if !self.unordered || steps > u32::from(self.room(&numbering)) {
             return Admission::AtOnce;
@@ -228,11 +254,7 @@ impl Window {
             numbering.is_taken = true;
             return Admission::Now;
         }
-        numbering.enter(Ahead {
-            sn,
-            whose: Some(who),
-            immediate: true,
-        })
+        numbering.enter(function)
     }
 
     /// Looks at an immediate ABORT TASK, with the number of its command. It concerns no other, so it
@@ -246,7 +268,8 @@ impl Window {
         if self.forgo(of, sn) {
             return (Admission::AtOnce, sn);
         }
-        (self.admit_function(of.next(), who), of.next())
+        let abort = Ahead::of_function(of.next(), who, true);
+        (self.admit_immediate(abort), abort.sn)
     }
 
     /// The connection that keeps what is to be carried out next.
@@ -302,18 +325,27 @@ impl Window {
         if !self.unordered || !inside {
             return false;
         }
-        numbering.enter(Ahead {
-            sn,
-            whose: None,
-            immediate: false,
-        }) == Admission::Later
+        numbering.enter(Ahead::of_command(sn, None)) == Admission::Later
     }
 
-    /// A connection is gone, and what it kept with it.
+    /// A connection is gone, and what it kept with it. A command that another one aborts is given
+    /// up: it does not come once more, and the abort waits for its number.
     pub(super) fn forget(&self, who: ConnRef) {
-        if self.unordered {
-            self.lock().ahead.retain(|a| a.whose != Some(who));
+        if !self.unordered {
+            return;
         }
+        let mut numbering = self.lock();
+        let (own, mut others): (Vec<_>, Vec<_>) = std::mem::take(&mut numbering.ahead)
+            .into_iter()
+            .partition(|ahead| ahead.whose == Some(who));
+        let is_aborted = |own: &Ahead| {
+            let mut others = others.iter();
+            !own.immediate && others.any(|other| other.aborts && other.sn == own.sn.next())
+        };
+        let aborted: Vec<_> = own.into_iter().filter(is_aborted).collect();
+        let given_up = aborted.iter().map(|own| Ahead::of_command(own.sn, None));
+        others.extend(given_up);
+        numbering.ahead = others;
     }
 
     /// A request that took a place is answered: its place is free, its context not yet.
@@ -508,6 +540,50 @@ mod tests {
         for sn in 1..4 {
             assert_eq!(window.admit(CmdSn(sn), A), Admission::Now);
         }
+    }
+
+    /// Another worker may receive the command before the one that has carried out the number before
+    /// it looks at what is next.
+    #[test]
+    fn a_number_that_was_given_up_is_not_taken_any_more() {
+        let window = Window::new(8, CmdSn(1), true);
+        let (admission, _) = window.admit_abort(CmdSn(2), CmdSn(4), A);
+        assert_eq!(admission, Admission::AtOnce);
+        assert_eq!(window.admit(CmdSn(1), A), Admission::Now);
+        window.on_carried_out();
+        assert_eq!(window.admit(CmdSn(2), B), Admission::Never, "it is aborted");
+        assert_eq!(window.next_up(), None);
+        assert_eq!(window.bounds().0, CmdSn(3));
+        // Nor one that another connection keeps.
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(window.admit(CmdSn(2), B), Admission::Later);
+        assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
+        assert_eq!(window.admit(CmdSn(2), A), Admission::Never, "sent twice");
+        assert_eq!(window.next_up(), Some(B));
+        assert_eq!(admit(&window, CmdSn(2), B), Admission::Now);
+    }
+
+    /// It would have been given up, had the abort come a moment later.
+    #[test]
+    fn an_abort_does_not_wait_for_a_command_that_was_discarded() {
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
+        let abort = window.admit_abort(CmdSn(2), CmdSn(4), A);
+        assert_eq!(abort, (Admission::Later, CmdSn(3)));
+        assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
+        assert_eq!(window.next_up(), Some(B));
+        // It ends before it hears of its turn.
+        window.forget(B);
+        assert_eq!(window.next_up(), Some(A));
+        assert!(is_due(&window, CmdSn(3), A));
+        assert_eq!(window.bounds().0, CmdSn(3));
+        // A function for more than one command waits for the number to come again.
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
+        assert_eq!(window.admit_function(CmdSn(3), A), Admission::Later);
+        assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
+        window.forget(B);
+        assert_eq!(window.next_up(), None);
     }
 
     #[test]

@@ -37,6 +37,7 @@ impl<D: Datamover> Channel<D> {
         let (admission, sn) = match (&pdu, immediate) {
             (FromInitiator::TmfRequest(request), true) => self.admit_function(request),
             (_, true) => (Admission::AtOnce, sn),
+            (_, false) if self.keeps(sn) => (Admission::Never, sn),
             (_, false) => (window.admit(sn, me), sn),
         };
         match admission {
@@ -74,7 +75,15 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Keeps unsolicited data with the command that they belong to, if that waits. Data beyond what
+    /// Whether a command with this number waits here for its turn.
+    fn keeps(&self, sn: CmdSn) -> bool {
+        self.waiting
+            .iter()
+            .any(|one| one.sn == sn && !one.immediate)
+    }
+
+    /// Keeps unsolicited data with the command that they belong to, if that waits: spoilt ones as
+    /// well, since the last of them says that no more will come. Data beyond what
     /// may come unsolicited are dropped, and missed when the command's turn has come.
     fn keep_data(&mut self, frame: &Frame<'_>, pdu: &FromInitiator) -> bool {
         let FromInitiator::DataOut(out) = pdu else {
@@ -92,7 +101,7 @@ impl<D: Datamover> Channel<D> {
             .iter()
             .map(|kept| kept.data.len().max(512))
             .sum();
-        if frame.is_intact && kept + frame.data.len() <= limit {
+        if kept + frame.data.len() <= limit {
             waiting.data.push(QueuedPdu::of(frame));
         }
         true

@@ -22,6 +22,8 @@ pub(super) struct QueuedPdu {
     pub(super) bhs: [u8; BHS_LEN],
     pub(super) ahs: Vec<u8>,
     pub(super) data: Vec<u8>,
+    /// As [`Frame::is_intact`].
+    is_intact: bool,
 }
 
 impl QueuedPdu {
@@ -30,6 +32,7 @@ impl QueuedPdu {
             bhs: *frame.bhs,
             ahs: frame.ahs.to_vec(),
             data: frame.data.to_vec(),
+            is_intact: frame.is_intact,
         }
     }
 
@@ -38,7 +41,7 @@ impl QueuedPdu {
             bhs: &self.bhs,
             ahs: &self.ahs,
             data: &self.data,
-            is_intact: true,
+            is_intact: self.is_intact,
         }
     }
 }

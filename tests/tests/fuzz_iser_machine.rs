@@ -21,7 +21,7 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, StepResult};
 use riser_target::fabric::{LunMap, Mapping, TaskAction, TaskIdx, Unit, UnitIdx};
-use riser_target::iscsi::{Action, Channel, Cx, Gate, LoginGrant, MAX_QUEUED, Window};
+use riser_target::iscsi::{Action, Channel, Cx, Ending, Gate, LoginGrant, MAX_QUEUED, Window};
 use riser_target::iser::{
     ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx,
 };
@@ -64,7 +64,7 @@ impl Gate for Open {
 
     fn count(&mut self, _: SessionEvent) {}
 
-    fn detach(&mut self, _: Cid) -> bool {
+    fn end_other(&mut self, _: Cid, _: Ending) -> bool {
         false
     }
 

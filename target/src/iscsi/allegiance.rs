@@ -32,7 +32,7 @@ use riser_scsi::iscsi::pdu::{
 use riser_scsi::step::{DataIn, Step};
 use riser_state::become_state;
 
-use super::channel::{Action, Channel, Cx, Phase};
+use super::channel::{Action, Channel, Cx, Ending, Phase};
 use super::datamover::{Datamover, Progress, Start};
 use super::reassigned::{ReassignRequest, ReassignedTask, ResumePoint};
 use super::task::{Incoming, Piece, TaskState};
@@ -50,9 +50,6 @@ const TIME2WAIT: u32 = 2;
 
 /// Time for which a channel that has handed everything over still knows the new names.
 const LINGER: Duration = Duration::from_secs(1);
-
-/// Logouts of other connections that wait at once.
-const MAX_LOGOUTS: usize = 16;
 
 impl<D: Datamover> Channel<D> {
     /// Error recovery level of the session; zero before there is one.
@@ -140,20 +137,7 @@ impl<D: Datamover> Channel<D> {
             self.answer_logout(itt, LogoutStatus::Closed);
             return self.close(cx.now);
         }
-        if self.allegiance.logouts.len() >= MAX_LOGOUTS {
-            self.answer_logout(itt, LogoutStatus::CleanupFailed);
-        } else if cx.gate.detach(request.cid) {
-            self.allegiance.logouts.push(itt);
-        } else {
-            self.answer_logout(itt, LogoutStatus::CidNotFound);
-        }
-    }
-
-    /// The connections that were logged out for recovery are detached.
-    pub(super) fn answer_recovery_logouts(&mut self) {
-        for itt in std::mem::take(&mut self.allegiance.logouts) {
-            self.answer_logout(itt, LogoutStatus::Closed);
-        }
+        self.log_out_other(cx, request, Ending::Detach);
     }
 
     /// The time of the phase is over.

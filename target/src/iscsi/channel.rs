@@ -91,9 +91,9 @@ pub trait Gate {
     /// Something has happened that the session's target counts.
     fn count(&mut self, event: SessionEvent);
 
-    /// Another connection of the session is logged out for recovery; whether there is such a one.
-    /// When others may have its commands, [`Channel::handle_others_gone`] follows.
-    fn detach(&mut self, cid: Cid) -> bool;
+    /// Another connection of the session is logged out; whether there is such a one. When it holds
+    /// nothing any more, or others may have its commands, [`Channel::handle_others_gone`] follows.
+    fn end_other(&mut self, cid: Cid, ending: Ending) -> bool;
 
     /// Fills with random bytes that cannot be predicted.
     fn random(&mut self, out: &mut [u8]);
@@ -145,8 +145,8 @@ pub enum Action {
     Task(TaskAction),
     /// Notify a connection of the session that it may have the command that is next.
     TakeTurn(ConnRef),
-    /// End other connections of the session, then call [`Channel::handle_others_gone`].
-    EndOthers(LogoutScope),
+    /// End the other connections of the session, then call [`Channel::handle_others_gone`].
+    EndOthers,
     /// The connection is lost, and what it had under way is kept: another connection of the session
     /// is to be notified, by [`Channel::handle_lost`].
     Lost,
@@ -163,13 +163,24 @@ pub enum Action {
     Release,
 }
 
-/// Other connections of its session that a logout closes (RFC 7143 11.14.1).
+/// Ways in which a connection is ended by others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LogoutScope {
-    /// All of them: "close the session".
-    Session,
-    /// The one with this number, if there is one: "close the connection".
-    Connection(Cid),
+pub enum Ending {
+    /// With all its commands.
+    Terminate,
+    /// Its commands are kept for other connections.
+    Detach,
+}
+
+impl Ending {
+    /// Returns how a connection ends that a login replaces (RFC 7143 6.3.4).
+    pub fn of_reinstatement(params: &SessionParams) -> Self {
+        if params.error_recovery_level > 1 {
+            Self::Detach
+        } else {
+            Self::Terminate
+        }
+    }
 }
 
 /// Phase of a connection.
@@ -276,6 +287,8 @@ pub struct Channel<D> {
     /// Tasks that are to come from another connection, which took one there.
     pub(super) expected: u16,
     pub(super) allegiance: Allegiance,
+    /// Logouts of other connections, to be answered when these hold nothing any more.
+    pub(super) logouts: Vec<Itt>,
     /// The number that the login says comes first.
     pub(super) first_cmd_sn: CmdSn,
     /// Requests whose turn has not come.
@@ -365,6 +378,7 @@ impl<D: Datamover> Channel<D> {
             lingering: 0,
             expected: 0,
             allegiance: Allegiance::default(),
+            logouts: Vec::new(),
             first_cmd_sn: CmdSn(0),
             waiting: Vec::new(),
             entering: None,

@@ -19,7 +19,7 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{
-    Action, Batch, ChannelConfig, Cx, Gate, LoginGrant, ReassignedTask, TcpChannel, Window,
+    Action, Batch, ChannelConfig, Cx, Ending, Gate, LoginGrant, ReassignedTask, TcpChannel, Window,
 };
 use crate::fabric::{LunMap, Mapping, TaskAction, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
@@ -106,7 +106,7 @@ impl Gate for FakeGate {
         self.events.push(event);
     }
 
-    fn detach(&mut self, cid: Cid) -> bool {
+    fn end_other(&mut self, cid: Cid, _: Ending) -> bool {
         self.others.contains(&cid)
     }
 
@@ -390,7 +390,7 @@ impl Rig {
             }
             Action::Task(TaskAction::UnitEvent { .. }) => {}
             Action::TakeTurn(_)
-            | Action::EndOthers(_)
+            | Action::EndOthers
             | Action::Lost
             | Action::Detached
             | Action::Reassign(_) => self.elsewhere.push(action),

@@ -110,7 +110,7 @@ impl<D: Datamover> Channel<D> {
     /// The others that this connection waits for hold nothing any more.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.awaits_others = false;
-        self.answer_recovery_logouts();
+        self.answer_logouts_of_others();
         if self.phase == Phase::Joining {
             // The initiator could not but be silent while it waited.
             self.last_input = cx.now;

@@ -8,7 +8,7 @@ use riser_scsi::iscsi::pdu::{
 };
 use riser_state::become_state;
 
-use super::channel::{Action, Channel, Cx, LogoutScope, Phase};
+use super::channel::{Action, Channel, Cx, Ending, Phase};
 use super::datamover::Datamover;
 use super::task::TaskState;
 use crate::audit::Parting;
@@ -18,6 +18,9 @@ use crate::stats::SessionEvent;
 
 /// Time limit for sending the answer to a logout, or the last PDUs of a connection that closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Logouts of other connections at once, whose end is awaited.
+const MAX_LOGOUTS: usize = 16;
 
 impl<D: Datamover> Channel<D> {
     /// Another login takes the session's place, or the target goes: the connection is cut.
@@ -56,12 +59,11 @@ impl<D: Datamover> Channel<D> {
         match request.reason {
             LogoutReason::RemoveConnection => return self.on_logout_for_recovery(cx, request),
             LogoutReason::CloseConnection if request.cid != self.cid => {
-                return self.on_logout_of_other(request);
+                return self.log_out_other(cx, request, Ending::Terminate);
             }
             LogoutReason::CloseSession if self.window().is_unordered() => {
                 self.awaits_others = true;
-                self.actions
-                    .push_back(Action::EndOthers(LogoutScope::Session));
+                self.actions.push_back(Action::EndOthers);
             }
             LogoutReason::CloseSession | LogoutReason::CloseConnection => {}
         }
@@ -77,20 +79,29 @@ impl<D: Datamover> Channel<D> {
         self.on_acknowledged(cx, None);
     }
 
-    /// Another connection of the session is to be closed. Its answer does not wait for that: what
-    /// the connection had to say, it cannot say any more.
-    fn on_logout_of_other(&mut self, request: &LogoutRequest) {
-        let has_others = self.window().is_unordered();
-        if has_others {
-            self.actions
-                .push_back(Action::EndOthers(LogoutScope::Connection(request.cid)));
-        }
-        let status = if has_others {
-            LogoutStatus::Closed
+    /// Another connection of the session is logged out. The answer says that this has happened (RFC
+    /// 7143 11.15): a write that the connection has at a device would else overtake what the
+    /// initiator writes after the answer.
+    pub(super) fn log_out_other(
+        &mut self,
+        cx: &mut Cx<'_>,
+        request: &LogoutRequest,
+        ending: Ending,
+    ) {
+        if self.logouts.len() >= MAX_LOGOUTS {
+            self.answer_logout(request.itt, LogoutStatus::CleanupFailed);
+        } else if cx.gate.end_other(request.cid, ending) {
+            self.logouts.push(request.itt);
         } else {
-            LogoutStatus::CidNotFound
-        };
-        self.answer_logout(request.itt, status);
+            self.answer_logout(request.itt, LogoutStatus::CidNotFound);
+        }
+    }
+
+    /// The connections that were logged out hold nothing any more.
+    pub(super) fn answer_logouts_of_others(&mut self) {
+        for itt in std::mem::take(&mut self.logouts) {
+            self.answer_logout(itt, LogoutStatus::Closed);
+        }
     }
 
     pub(super) fn answer_logout(&mut self, itt: Itt, status: LogoutStatus) {
@@ -118,8 +129,7 @@ impl<D: Datamover> Channel<D> {
     /// them is kept for recovery (RFC 7144 6.3). This one sends the answer first.
     fn end_reset_session(&mut self, cx: &mut Cx<'_>) {
         self.ended.get_or_insert(Parting::Terminated);
-        self.actions
-            .push_back(Action::EndOthers(LogoutScope::Session));
+        self.actions.push_back(Action::EndOthers);
         // What the initiator has not acknowledged it cannot ask for any more.
         self.on_acknowledged(cx, None);
         self.close(cx.now);

@@ -76,8 +76,8 @@ mod tests_stream;
 
 pub use allegiance::TIME2RETAIN;
 pub use channel::{
-    Action, Channel, ChannelConfig, Cx, Gate, LoginGrant, LogoutScope, MAX_QUEUED,
-    MAX_QUEUED_BYTES, Phase, TaskBuffers,
+    Action, Channel, ChannelConfig, Cx, Ending, Gate, LoginGrant, MAX_QUEUED, MAX_QUEUED_BYTES,
+    Phase, TaskBuffers,
 };
 pub use counters::Counters;
 pub use datamover::{Control, Datamover, GetData, PutData, SolicitedData};

@@ -3,7 +3,6 @@
 
 use std::collections::VecDeque;
 
-use riser_scsi::iscsi::Itt;
 use riser_scsi::lun::WireLun;
 use riser_scsi::step::Response;
 
@@ -66,8 +65,6 @@ pub(super) struct Allegiance {
     pub(super) detached: bool,
     /// It has logged itself out, so perhaps the session has no other.
     pub(super) by_itself: bool,
-    /// Logouts of other connections, to be answered when these are detached.
-    pub(super) logouts: Vec<Itt>,
     /// Claims of other connections to commands of this one.
     pub(super) claims: Vec<ReassignRequest>,
     /// Old and new names of commands that were handed over.

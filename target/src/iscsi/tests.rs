@@ -21,7 +21,7 @@ use riser_scsi::task::NewTask;
 use riser_testkit::{fuzz, one_of};
 
 use super::fixture::{Received, Rig, WINDOW};
-use super::{Action, LogoutScope, MAX_QUEUED, MAX_QUEUED_BYTES, Phase, TcpChannel};
+use super::{Action, MAX_QUEUED, MAX_QUEUED_BYTES, Phase, TcpChannel};
 use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::stats::SessionEvent;
 use riser_test_peers::pdus::{nop_out, scsi_command, tmf_request};
@@ -476,20 +476,24 @@ fn a_logout_of_the_session_waits_for_its_other_connections() {
             exp_stat_sn: StatSn(0),
         })
     };
-    let other = rig.send(&logout(LogoutReason::CloseConnection, 3), &[]);
-    assert!(matches!(
-        other[0].0,
-        FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed
-    ));
-    assert_eq!(
-        rig.elsewhere,
-        [Action::EndOthers(LogoutScope::Connection(Cid(3)))]
-    );
+    let status = |received: &[Received]| match received {
+        [(FromTarget::LogoutResponse(response), ..)] => response.status,
+        other => panic!("{other:?}"),
+    };
+    let unknown = rig.send(&logout(LogoutReason::CloseConnection, 3), &[]);
+    assert_eq!(status(&unknown), LogoutStatus::CidNotFound);
+    // The answer says that the connection is gone: a write of it may be at a device still, and would
+    // overtake what the initiator writes after the answer (RFC 7143 11.15).
+    rig.gate.others.push(Cid(3));
+    let early = rig.send(&logout(LogoutReason::CloseConnection, 3), &[]);
+    assert!(early.is_empty(), "{early:?}");
+    let gone = rig.with(TcpChannel::handle_others_gone);
+    assert_eq!(status(&gone), LogoutStatus::Closed);
     assert!(
         rig.send(&logout(LogoutReason::CloseSession, 0), &[])
             .is_empty()
     );
-    assert_eq!(rig.elsewhere[1], Action::EndOthers(LogoutScope::Session));
+    assert_eq!(rig.elsewhere, [Action::EndOthers]);
     let received = rig.with(TcpChannel::handle_others_gone);
     assert!(matches!(received[0].0, FromTarget::LogoutResponse(_)));
     assert!(rig.channel.channel().has_logged_out());
@@ -694,6 +698,27 @@ pub(super) fn r2t(received: &[Received]) -> R2t {
         _ => None,
     });
     found.unwrap_or_else(|| panic!("no R2T in {received:?}"))
+}
+
+/// The last of the unsolicited data ends them also where their command waits for its turn.
+#[test]
+fn spoilt_data_of_a_command_that_waits_are_asked_for_once_more() {
+    let mut rig = Rig::logged_in("DataDigest=CRC32C\0ErrorRecoveryLevel=1\0");
+    let first = rig.cmd_sn;
+    rig.cmd_sn = first + 1;
+    let kept = rig.write(12, 2, &[2; 512], false);
+    assert!(kept.is_empty(), "{kept:?}");
+    spoilt(&mut rig, 12, Ttt::NONE, 0, &[3; 512], true);
+    rig.cmd_sn = first;
+    let received = rig.read(11, 0, 1);
+    let is_r2t = |one: &&Received| matches!(one.0, FromTarget::R2t(_));
+    let asked = received.iter().find(is_r2t).cloned().expect("an R2T");
+    let asked = r2t(&[asked]);
+    assert_eq!((asked.offset, asked.len), (512, 512));
+    let received = rig.data_out(12, asked.ttt, 0, 512, &[4; 512], true);
+    assert_eq!(status(&received).0, 0);
+    assert_eq!(rig.disk[512..1024], [4; 512]);
+    rig.end();
 }
 
 #[test]
@@ -919,7 +944,7 @@ fn a_reset_of_the_nexus_ends_the_session() {
         assert_eq!(tmf_status(&received), TmfStatus::Complete);
         assert_eq!(received.len(), 1, "no answer to what was aborted");
         assert!(rig.disconnected, "level {level}");
-        assert_eq!(rig.elsewhere, [Action::EndOthers(LogoutScope::Session)]);
+        assert_eq!(rig.elsewhere, [Action::EndOthers]);
         assert_eq!(rig.gate.unit.tasks(), 0);
         rig.end();
     }

@@ -24,7 +24,7 @@ use super::recent::Recent;
 use super::units::UnitEntries;
 use super::waits::Waits;
 use crate::fabric::{ConnRef, KnownUnits, LunMap};
-use crate::iscsi::{LogoutScope, Window};
+use crate::iscsi::{Ending, Window};
 
 /// Connections of a session that are lost, and kept for what they had under way.
 const MAX_KEPT: usize = 8;
@@ -122,26 +122,6 @@ pub struct SessionGrant {
     pub replaced: Vec<ConnRef>,
     /// It waits for these, or for others that were replaced before.
     pub waits: bool,
-}
-
-/// Ways in which a connection is ended by others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ending {
-    /// With all its commands.
-    Terminate,
-    /// Its commands are kept for other connections.
-    Detach,
-}
-
-impl Ending {
-    /// Returns how a connection ends that a login replaces (RFC 7143 6.3.4).
-    pub fn of_reinstatement(params: &SessionParams) -> Self {
-        if params.error_recovery_level > 1 {
-            Self::Detach
-        } else {
-            Self::Terminate
-        }
-    }
 }
 
 /// States of a connection in its session.
@@ -399,36 +379,45 @@ impl IscsiSessions {
         Ok((grant, self.guard(tsih, new.channel)))
     }
 
-    /// Returns the other connections of a session that are to end; `channel` waits for them.
-    pub fn end_others(&self, tsih: Tsih, channel: ConnRef, scope: LogoutScope) -> Vec<ConnRef> {
-        let mut table = self.lock();
-        let Some(entry) = table.entries.get(&tsih) else {
-            return Vec::new();
-        };
-        let meant = |c: &&Connection| {
-            c.channel != channel
-                && (scope == LogoutScope::Session || scope == LogoutScope::Connection(c.cid))
-        };
-        let ending = entry.connections.iter().filter(meant);
-        let ending: Vec<_> = ending.map(|c| c.channel).collect();
-        table.waits.wait_for(&ending, channel);
-        ending
+    /// Returns the other connections of a session, which are to end; `channel` waits for them.
+    pub fn end_others(&self, tsih: Tsih, channel: ConnRef) -> Vec<ConnRef> {
+        self.wait_for_others(tsih, channel, |_| true)
     }
 
-    /// Returns the connections of a session with a number, which are to be detached; `channel`
-    /// waits for that.
-    pub fn detach(&self, tsih: Tsih, channel: ConnRef, cid: Cid) -> Vec<ConnRef> {
+    /// Returns the other connections of a session with a number, which are to end in this way;
+    /// `channel` waits for that.
+    pub fn end_other(
+        &self,
+        tsih: Tsih,
+        channel: ConnRef,
+        cid: Cid,
+        ending: Ending,
+    ) -> Vec<ConnRef> {
+        self.wait_for_others(tsih, channel, |c| {
+            let is_over = ending == Ending::Detach && c.standing == ConnectionStanding::Detached;
+            c.cid == cid && !is_over
+        })
+    }
+
+    fn wait_for_others(
+        &self,
+        tsih: Tsih,
+        channel: ConnRef,
+        is_meant: impl Fn(&Connection) -> bool,
+    ) -> Vec<ConnRef> {
         let mut table = self.lock();
         let Some(entry) = table.entries.get(&tsih) else {
             return Vec::new();
         };
-        let meant = |c: &&Connection| {
-            c.channel != channel && c.cid == cid && c.standing != ConnectionStanding::Detached
-        };
-        let found = entry.connections.iter().filter(meant);
-        let found: Vec<_> = found.map(|c| c.channel).collect();
+        let others = entry.connections.iter().filter(|c| c.channel != channel);
+        let found: Vec<_> = others.filter(|c| is_meant(c)).map(|c| c.channel).collect();
         table.waits.wait_for(&found, channel);
         found
+    }
+
+    /// Whether a connection waits for others.
+    pub fn is_waiting(&self, channel: ConnRef) -> bool {
+        self.lock().waits.is_waiting(channel)
     }
 
     /// A connection is lost, and what it had under way is kept.
@@ -448,15 +437,16 @@ impl IscsiSessions {
         }
     }
 
-    /// Others may have what a connection had under way.
+    /// Others of its session may have what a connection had under way. A session that replaces
+    /// this one waits on: what the connection has at a device would overtake that one's writes.
     pub fn detached(&self, tsih: Tsih, channel: ConnRef) -> Left {
         let mut table = self.lock();
-        let notify = table.waits.end(channel);
-        let entry = table.entries.get_mut(&tsih);
-        let terminate = entry.map_or_else(Vec::new, |entry| {
-            entry.set_standing(channel, ConnectionStanding::Detached);
-            entry.surplus()
-        });
+        let Some(entry) = table.entries.get_mut(&tsih) else {
+            return Left::default();
+        };
+        entry.set_standing(channel, ConnectionStanding::Detached);
+        let (own, terminate): (Vec<_>, _) = (entry.channels().collect(), entry.surplus());
+        let notify = table.waits.end_for(&own, channel);
         Left { notify, terminate }
     }
 
@@ -907,17 +897,32 @@ mod tests {
         let key = bare(1).key;
         let (tsih, one, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
         let (two, _) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
-        let none = sessions.end_others(tsih, channel(1), LogoutScope::Connection(Cid(7)));
+        let none = sessions.end_other(tsih, channel(1), Cid(7), Ending::Terminate);
         assert!(none.is_empty());
-        assert_eq!(
-            sessions.end_others(tsih, channel(1), LogoutScope::Session),
-            [channel(2)]
-        );
+        assert!(!sessions.is_waiting(channel(1)));
+        assert_eq!(sessions.end_others(tsih, channel(1)), [channel(2)]);
+        assert!(sessions.is_waiting(channel(1)));
         let left = lose(two);
         assert_eq!(left.notify, [channel(1)]);
         assert_eq!(budget.sessions(), 1);
         let _ = log_out(one);
         assert_eq!(budget.sessions(), 0);
+    }
+
+    /// A connection may become free for others of its session before it hears that a newer login has
+    /// taken that session's place. What it has at a device must not overtake the new session.
+    #[test]
+    fn a_newer_session_waits_on_for_a_connection_that_is_detached_meanwhile() {
+        let (sessions, budget) = (IscsiSessions::default(), Budget::default());
+        let (tsih, old, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+        let (newer, _newer) = sessions
+            .enter(recoverable(&budget), &new(0, 2), 9, fits)
+            .unwrap();
+        assert!(newer.waits);
+        assert_eq!(newer.replaced, [channel(1)]);
+        let detached = sessions.detached(tsih, channel(1));
+        assert!(detached.notify.is_empty(), "its commands are there still");
+        assert_eq!(lose(old).notify, [channel(2)]);
     }
 
     /// A session at error recovery level 2, of one connection at most.
@@ -942,11 +947,11 @@ mod tests {
             (lost.reporter, lost.terminate),
             (Some(channel(2)), Vec::new())
         );
-        assert!(sessions.detach(tsih, channel(2), Cid(7)).is_empty());
-        assert_eq!(sessions.detach(tsih, channel(2), Cid(0)), [channel(1)]);
+        let detach = |cid| sessions.end_other(tsih, channel(2), Cid(cid), Ending::Detach);
+        assert!(detach(7).is_empty());
+        assert_eq!(detach(0), [channel(1)]);
         assert_eq!(sessions.detached(tsih, channel(1)).notify, [channel(2)]);
-        let twice = sessions.detach(tsih, channel(2), Cid(0));
-        assert!(twice.is_empty(), "it is logged out already");
+        assert!(detach(0).is_empty(), "it is logged out already");
         let left = lose(one);
         assert!(left.terminate.is_empty() && budget.sessions() == 1);
         let _ = log_out(two);

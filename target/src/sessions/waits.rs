@@ -69,6 +69,21 @@ impl Waits {
         heirs.into_iter().filter(is_free).collect()
     }
 
+    /// These channels wait no longer for one that still is there. Returns those that have nothing
+    /// left to wait for.
+    pub(super) fn end_for(&mut self, heirs: &[ConnRef], on: ConnRef) -> Vec<ConnRef> {
+        let is_over = |wait: &Wait| wait.on == on && heirs.contains(&wait.who);
+        let over: Vec<_> = self
+            .0
+            .iter()
+            .filter(|w| is_over(w))
+            .map(|w| w.who)
+            .collect();
+        self.0.retain(|wait| !is_over(wait));
+        let is_free = |who: &ConnRef| !self.is_waiting(*who);
+        over.into_iter().filter(is_free).collect()
+    }
+
     fn of(&self, who: ConnRef) -> impl Iterator<Item = ConnRef> + '_ {
         let own = self.0.iter().filter(move |wait| wait.who == who);
         own.map(|wait| wait.on)

@@ -13,8 +13,8 @@ use super::rdma::{SetupError, answer};
 use super::{LINGER, PATIENCE, Phase, Worker};
 use crate::audit::Parting;
 use crate::fabric::ConnRef;
+use crate::iscsi::Ending;
 use crate::sessions::guard::{Departure, SessionGuard};
-use crate::sessions::iscsi::Ending;
 
 impl Worker {
     /// Accepts a connection on RDMA that has just been made, with our private data. Where that

@@ -324,7 +324,12 @@ impl Worker {
                     self.log_out(key, until);
                 }
             }
-            Mail::OthersGone { serial } => self.deliver(serial, Input::OthersGone),
+            // It may have begun to wait for others since.
+            Mail::OthersGone { serial } => {
+                if !self.shared.iscsi.is_waiting(self.channel_ref(serial)) {
+                    self.deliver(serial, Input::OthersGone);
+                }
+            }
             Mail::TakeTurn { serial } => self.deliver(serial, Input::Turn),
             Mail::Detach { serial } => self.recover(serial, RecoveryInput::Detach),
             Mail::Lost { serial, cid } => self.recover(serial, RecoveryInput::Lost(cid)),

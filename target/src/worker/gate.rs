@@ -18,12 +18,12 @@ use super::{Env, Shared};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::fabric::{ConnRef, LunMap, Unit};
-use crate::iscsi::{Gate, LoginGrant, TIME2RETAIN, Window};
+use crate::iscsi::{Ending, Gate, LoginGrant, TIME2RETAIN, Window};
 use crate::iser::IserParams;
 use crate::sessions::catalog::{Catalog, IscsiDef, TargetDef, is_proof};
 use crate::sessions::guard::SessionGuard;
 use crate::sessions::iscsi::{
-    Candidate, Ending, Membership, NewSession, Session, SessionGrant, SessionKey,
+    Candidate, Membership, NewSession, Session, SessionGrant, SessionKey,
 };
 use crate::stats::{Refused, SessionEvent};
 
@@ -491,14 +491,14 @@ impl Gate for WorkerGate<'_> {
         }
     }
 
-    fn detach(&mut self, cid: Cid) -> bool {
+    fn end_other(&mut self, cid: Cid, ending: Ending) -> bool {
         let sessions = &self.shared.iscsi;
         let entered = self.membership.as_ref();
         let found = entered.map_or_else(Vec::new, |entered| {
-            sessions.detach(entered.tsih, self.channel, cid)
+            sessions.end_other(entered.tsih, self.channel, cid, ending)
         });
         let is_there = !found.is_empty();
-        let found = found.into_iter().map(|old| (old, Ending::Detach));
+        let found = found.into_iter().map(|old| (old, ending));
         self.ending.extend(found);
         is_there
     }

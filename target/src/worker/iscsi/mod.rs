@@ -28,7 +28,7 @@ use super::fabrics::Fabric;
 use super::listener::TcpListener;
 use super::mail::Mail;
 use crate::fabric::ConnRef;
-use crate::iscsi::{Action, LogoutScope, Phase};
+use crate::iscsi::{Action, Phase};
 use socket::Listener;
 
 /// Sockets of a worker: those that listen, and what waits for the ring.
@@ -111,8 +111,8 @@ impl Worker {
         self.post_mail(worker, Mail::TakeTurn { serial });
     }
 
-    /// Ends other connections of a connection's session; it is notified when they are gone.
-    pub(super) fn end_others(&mut self, key: ConnKey, scope: LogoutScope) {
+    /// Ends the other connections of a connection's session; it is notified when they are gone.
+    pub(super) fn end_others(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.get(key) else {
             return;
         };
@@ -121,12 +121,9 @@ impl Worker {
         let member = login.and_then(|login| login.membership.as_ref());
         let channel = self.channel_ref(serial);
         let sessions = &self.shared.iscsi;
-        let ending = member.map_or_else(Vec::new, |member| {
-            sessions.end_others(member.tsih, channel, scope)
-        });
-        // Only the end of a whole session is waited for: what another logout finds says nothing of
-        // that.
-        if ending.is_empty() && scope == LogoutScope::Session {
+        let ending =
+            member.map_or_else(Vec::new, |member| sessions.end_others(member.tsih, channel));
+        if !sessions.is_waiting(channel) {
             self.post_mail(self.index, Mail::OthersGone { serial });
         }
         self.terminate_all(ending);
@@ -141,7 +138,7 @@ impl Worker {
             match action {
                 Action::Task(action) => self.carry_out_task(key, action),
                 Action::TakeTurn(conn) => self.give_turn(conn),
-                Action::EndOthers(scope) => self.end_others(key, scope),
+                Action::EndOthers => self.end_others(key),
                 Action::Lost => self.lose_iscsi(key),
                 Action::Detached => self.detach_iscsi(key),
                 Action::Reassign(reassign) => {

@@ -80,7 +80,7 @@ impl Worker {
         match action {
             Action::Task(action) => self.carry_out_task(key, action),
             Action::TakeTurn(conn) => self.give_turn(conn),
-            Action::EndOthers(scope) => self.end_others(key, scope),
+            Action::EndOthers => self.end_others(key),
             Action::Disconnect | Action::Release => {
                 unreachable!("the connection keeps these for itself")
             }

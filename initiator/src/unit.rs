@@ -10,10 +10,10 @@
 //! CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED) or another
 //! mode of its cache (MODE PARAMETERS CHANGED), a unit is identified before any other command
 //! starts. Its serial number and designators (VPD pages 80h and 83h, SPC-4 clause 7.8) must be
-//! those of the first time; a unit that has none must at least be of the same vendor and product.
-//! Its block size must be the same, and its capacity at least as large: one that has grown is used
-//! as far as before. So a unit without serial number and designators that is exchanged for one of
-//! its make and size is not noticed. Commands that were already sent when a unit changes in the
+//! those of the first time. Its block size must be the same, and its capacity at least as large: one
+//! that has grown is used as far as before. A unit without serial number and designators must be of
+//! the same vendor, product and size; one that is exchanged for another such unit is not noticed.
+//! Commands that were already sent when a unit changes in the
 //! middle of a session are out of reach.
 //!
 //! # The same cache
@@ -59,6 +59,9 @@ use crate::session::{ConnectError, Down, SrpLoginError};
 /// iSCSI is noticed within ten seconds, and made again within a few.
 pub const REBOOT: Duration = Duration::from_secs(20);
 
+/// Void rounds of questions in a row, after which a unit counts as one that does not answer.
+const MAX_VOID: u32 = 32;
+
 /// Identity that a unit reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
@@ -78,7 +81,8 @@ impl Snapshot {
     /// Compares with what was found later at the same address.
     ///
     /// # Errors
-    /// [`Down::NoIdentity`]: nothing is there. [`Down::OtherUnit`]: another unit.
+    /// [`Down::NoIdentity`]: nothing is there, or it does not say its names any more, as one that
+    /// was taken away in the middle of the questions. [`Down::OtherUnit`]: another unit.
     /// [`Down::Shrunk`]: the unit with less capacity.
     pub fn compare(&self, found: &Self) -> Result<(), Down> {
         let Some(inquiry) = found.inquiry.as_ref().filter(|i| i.qualifier == 0) else {
@@ -86,8 +90,17 @@ impl Snapshot {
         };
         let is_same_make =
             |i: &Inquiry| (&i.vendor, &i.product) == (&inquiry.vendor, &inquiry.product);
-        let is_same = match self.identity == Identity::default() {
-            true => self.inquiry.as_ref().is_none_or(is_same_make),
+        let is_nameless = |snapshot: &Self| snapshot.identity == Identity::default();
+        if !is_nameless(self) && is_nameless(found) {
+            return Err(Down::NoIdentity);
+        }
+        let is_same = match is_nameless(self) {
+            // All units of a target may be of one make: their size is what tells them apart.
+            true => {
+                let sizes = self.capacity.as_ref().zip(found.capacity.as_ref());
+                self.inquiry.as_ref().is_none_or(is_same_make)
+                    && sizes.is_none_or(|(was, is)| was.blocks == is.blocks)
+            }
             false => true,
         };
         if !is_same || self.identity != found.identity {
@@ -150,6 +163,8 @@ pub struct Check {
     inquiry: Vec<u8>,
     /// The capacity may be that of another unit.
     is_doubtful: bool,
+    /// Rounds before this one that were void.
+    void: u32,
     found: Snapshot,
 }
 
@@ -160,6 +175,7 @@ impl Default for Check {
             designators: None,
             inquiry: Vec::new(),
             is_doubtful: false,
+            void: 0,
             found: Snapshot::default(),
         }
     }
@@ -192,10 +208,20 @@ impl Check {
         self.step != Step::Capacity
     }
 
+    /// Begins again after a round that is void. Returns false where that was too often in a row, as
+    /// where the unit answers with an attention every time.
+    pub fn begin_again(&mut self) -> bool {
+        *self = Self {
+            void: self.void + 1,
+            ..Self::default()
+        };
+        self.void < MAX_VOID
+    }
+
     /// Returns whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither
-    /// carried out nor refused (ILLEGAL REQUEST) leaves the identity open. The other questions
-    /// are not about that, nor is the vendor specific page, to which some target may answer
-    /// anything.
+    /// carried out nor refused (ILLEGAL REQUEST) leaves the identity open, as the size is left open
+    /// where a doubtful one is not confirmed. The other questions are not about that, nor is the
+    /// vendor specific page, to which some target may answer anything.
     #[must_use]
     pub fn is_conclusive(&self, answer: &Answer) -> bool {
         let is_refused = || {
@@ -203,7 +229,8 @@ impl Check {
             answer.status == CHECK_CONDITION && key == Some(SenseKey::IllegalRequest)
         };
         let is_of_names = matches!(self.step, Step::Inquiry | Step::Designators | Step::Serial);
-        !is_of_names || answer.status == GOOD || is_refused()
+        let is_confirmation = self.step == Step::CapacityAtLast && self.found.capacity.is_some();
+        answer.status == GOOD || !is_confirmation && (!is_of_names || is_refused())
     }
 
     /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether
@@ -290,12 +317,18 @@ pub struct Evidence {
     pub outage: Option<Duration>,
     /// A connection was refused.
     pub refused: bool,
+    is_logged_in: bool,
     power_on: bool,
-    any_reset: bool,
     nexus_loss: bool,
 }
 
 impl Evidence {
+    /// A login has succeeded, after this outage if that is known.
+    pub fn on_login(&mut self, outage: Option<Duration>) {
+        self.outage = outage;
+        self.is_logged_in = true;
+    }
+
     /// A login failed, or a connection was lost, for this reason.
     pub fn on_down(&mut self, why: Down) {
         /// Invalid service ID (IBTA volume 1, clause 12.6.7.2): nothing listens there.
@@ -315,7 +348,8 @@ impl Evidence {
     pub fn on_attention(&mut self, attention: AdditionalSense) {
         match (attention.code, attention.qualifier) {
             (0x29, 0x01 | 0x04) => self.power_on = true,
-            (0x29, 0x00) => self.any_reset = true,
+            // Not as the first thing after a login. What was seen before one stays true.
+            (0x29, 0x00) => self.power_on |= !self.is_logged_in,
             (0x29, 0x07) => self.nexus_loss = true,
             _ => {}
         }
@@ -328,10 +362,8 @@ impl Evidence {
         if was.is_some() || is.is_some() {
             return was != is;
         }
-        let is_reboot = match self.outage {
-            None => self.any_reset,
-            Some(outage) => self.refused || outage > REBOOT,
-        };
+        let is_reboot = |outage| self.refused || outage > REBOOT;
+        let is_reboot = self.outage.is_some_and(is_reboot);
         self.power_on || (is_reboot && !self.nexus_loss)
     }
 }
@@ -484,10 +516,14 @@ mod tests {
         assert_eq!(unit.compare(&disk("A", 101)), Ok(()));
         assert_eq!(unit.compare(&disk("A", 99)), Err(Down::Shrunk));
         assert_eq!(unit.compare(&disk("B", 100)), Err(Down::OtherUnit));
-        assert_eq!(unit.compare(&disk("", 100)), Err(Down::OtherUnit));
+        assert_eq!(unit.compare(&disk("", 100)), Err(Down::NoIdentity));
         assert_eq!(unit.compare(&Snapshot::default()), Err(Down::NoIdentity));
         let nameless = disk("", 100);
         assert_eq!(nameless.compare(&disk("", 100)), Ok(()));
+        for blocks in [99, 101] {
+            let other = nameless.compare(&disk("", blocks));
+            assert_eq!(other, Err(Down::OtherUnit), "{blocks}");
+        }
         assert_eq!(nameless.compare(&disk("A", 100)), Err(Down::OtherUnit));
         let mut other_make = disk("", 100);
         other_make.inquiry.as_mut().unwrap().product = "Q".into();
@@ -495,6 +531,35 @@ mod tests {
         let mut other_blocks = disk("A", 100);
         other_blocks.capacity.as_mut().unwrap().block_size = 4096;
         assert_eq!(unit.compare(&other_blocks), Err(Down::OtherUnit));
+    }
+
+    /// Else the size of another unit, or none, would be taken for that of this one.
+    #[test]
+    fn a_doubtful_capacity_must_be_confirmed() {
+        let mut check = Check::default();
+        assert!(!check.doubt(), "nothing is answered yet");
+        let mut blocks = [0_u8; 32];
+        (blocks[7], blocks[10]) = (99, 2);
+        assert!(check.take(&blocks));
+        assert!(check.take(&[0; 36]));
+        for _ in [0x83, 0x80, 0xc0, 0x08] {
+            assert!(check.take(&[]));
+        }
+        let answer = |status| Answer {
+            status,
+            sense: None,
+            transferred: 0,
+            overflow: 0,
+        };
+        assert!(!check.is_conclusive(&answer(CHECK_CONDITION)));
+        assert!(check.is_conclusive(&answer(GOOD)));
+    }
+
+    #[test]
+    fn a_unit_whose_every_round_is_void_is_given_up() {
+        let mut check = Check::default();
+        let rounds = std::iter::repeat_with(|| check.begin_again());
+        assert_eq!(rounds.take_while(|goes_on| *goes_on).count(), 31);
     }
 
     #[test]
@@ -529,13 +594,17 @@ mod tests {
 
     fn seen(attentions: &[u8]) -> Evidence {
         let mut evidence = Evidence::default();
+        see(&mut evidence, attentions);
+        evidence
+    }
+
+    fn see(evidence: &mut Evidence, attentions: &[u8]) {
         for qualifier in attentions {
             evidence.on_attention(AdditionalSense {
                 code: 0x29,
                 qualifier: *qualifier,
             });
         }
-        evidence
     }
 
     #[test]
@@ -551,9 +620,11 @@ mod tests {
 
     #[test]
     fn without_a_generation_attentions_and_the_outage_decide() {
-        let after = |attentions: &[u8], outage| Evidence {
-            outage: Some(Duration::from_secs(outage)),
-            ..seen(attentions)
+        let after = |attentions: &[u8], outage| {
+            let mut evidence = Evidence::default();
+            evidence.on_login(Some(Duration::from_secs(outage)));
+            see(&mut evidence, attentions);
+            evidence
         };
         let is_lost = |e: Evidence| e.is_cache_lost(None, None);
         // A flap: LIO says nothing, tgt begins with 29h/00h, others report the lost nexus.
@@ -574,6 +645,11 @@ mod tests {
         assert!(is_lost(seen(&[1])));
         assert!(!is_lost(seen(&[3])));
         assert!(!is_lost(seen(&[])));
+        // A login that follows does not undo it.
+        let mut reset = seen(&[0]);
+        reset.on_login(Some(Duration::from_millis(1)));
+        see(&mut reset, &[7]);
+        assert!(is_lost(reset));
     }
 
     #[test]

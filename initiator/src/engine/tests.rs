@@ -795,3 +795,19 @@ fn closing_ends_what_is_outstanding() {
     let buffer = block_on(lun.buffers().take(512));
     assert!(block_on(lun.read(0, buffer)).is_err());
 }
+
+/// The reset came in the middle of a session, though its check took another login.
+#[test]
+fn a_reset_in_the_middle_of_a_session_counts_though_its_check_takes_another_login() {
+    let rig = rig("");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    put(&lun, 0, &pattern(1, 512));
+    // The disk was reset, and has no names yet.
+    rig.target.knobs.no_pages.store(1, Ordering::SeqCst);
+    rig.target.knobs.attention.store(1, Ordering::SeqCst);
+    get(&lun, 0, 512);
+    assert!(rig.session.status().reconnects() >= 1);
+    let error = block_on(lun.flush()).unwrap_err();
+    assert_eq!(error, LunError::Request(RequestError::CacheLost));
+    block_on(lun.flush()).unwrap();
+}

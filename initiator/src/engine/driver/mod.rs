@@ -84,6 +84,8 @@ struct EngineSession {
     heard: Option<Instant>,
     /// It has logged in, and is not reported to be live before the units are known to be the same.
     is_unchecked: bool,
+    /// Its connection is lost, and not made again yet.
+    is_away: bool,
 }
 
 /// State of the engine's thread.
@@ -348,6 +350,7 @@ impl<E: Env> Driver<E> {
             evidence: Evidence::default(),
             heard: None,
             is_unchecked: false,
+            is_away: false,
         });
         // One that was on its way when the engine was shut down ends as the others do, so that
         // its user hears of it.

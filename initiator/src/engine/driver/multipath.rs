@@ -5,7 +5,7 @@
 //! close the session that an input is about.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_scsi::lun::LunId;
 
@@ -56,8 +56,13 @@ impl Member {
 
     fn begin_check(&mut self) {
         self.check = Check::default();
-        self.is_grouping = false;
-        self.is_stale = false;
+        (self.is_grouping, self.is_stale) = (false, false);
+    }
+
+    /// As [`Check::begin_again`].
+    fn begin_again(&mut self) -> bool {
+        (self.is_grouping, self.is_stale) = (false, false);
+        self.check.begin_again()
     }
 
     /// Takes the unit's answer, which is empty where it refused; returns whether there is another
@@ -86,16 +91,32 @@ impl Member {
     }
 
     /// The path is in use with what its check found; returns the generation of the cache that may
-    /// be lost, if one may be. `known` is the generation that was found last, on any path: this one
-    /// may have found an older one, whose loss is counted already.
-    fn settle(&mut self, known: Option<[u8; 16]>) -> Option<Option<[u8; 16]>> {
+    /// be lost, if one may be.
+    fn settle(&mut self, before: Before) -> Option<Option<[u8; 16]>> {
         let is = self.check.found().cache;
         let own = self.cache.replace(is);
-        let was = known.map(Some).or(own);
-        let evidence = std::mem::take(&mut self.evidence);
+        let was = before.generation.map(Some).or(own).or(before.cache);
+        let mut evidence = std::mem::take(&mut self.evidence);
+        if own.is_none() {
+            evidence.outage = before.outage;
+            evidence.refused = before.refused;
+        }
         self.heard = None;
         was.filter(|was| evidence.is_cache_lost(*was, is))
     }
+}
+
+/// What was known of a unit's cache on all paths, before one of them is in use again.
+struct Before {
+    /// The generation that was found last, on any path: one that is back may have found an older
+    /// one, whose loss is counted already.
+    generation: Option<[u8; 16]>,
+    /// What any path has found, for one that was in use never before.
+    cache: Option<Option<[u8; 16]>>,
+    /// Duration for which the unit was not heard of on any path; `None` while one is in use.
+    outage: Option<Duration>,
+    /// A path that was in use was refused a connection.
+    refused: bool,
 }
 
 /// The paths to a unit, and their sessions.
@@ -166,6 +187,20 @@ impl PathsLink {
         self.machine.handle_timeout(cx.now);
     }
 
+    fn before(&self, now: Instant) -> Before {
+        let used = || self.members.iter().filter(|m| m.cache.is_some());
+        // One that was not lost is heard of still.
+        let heard: Option<Vec<_>> = used().map(|m| m.heard).collect();
+        Before {
+            generation: self.generation,
+            cache: used().find_map(|m| m.cache),
+            outage: heard
+                .and_then(|all| all.into_iter().max())
+                .map(|heard| now - heard),
+            refused: used().any(|m| m.evidence.refused),
+        }
+    }
+
     fn member(&mut self, path: PathIndex) -> &mut Member {
         &mut self.members[usize::from(path.0)]
     }
@@ -192,14 +227,15 @@ impl<E: Env> Driver<E> {
                 }
                 Input::Live(paths, path, port) => self.on_paths(paths, now, |link, _| {
                     let member = link.member(path);
-                    member.evidence.outage = member.heard.map(|heard| now - heard);
+                    let outage = member.heard.map(|heard| now - heard);
+                    member.evidence.on_login(outage);
                     link.machine.handle_live(path, port);
                 }),
                 Input::Closed(paths, path, why, heard) => self.on_paths(paths, now, |link, _| {
                     let member = link.member(path);
                     member.session = None;
                     member.evidence.on_down(why);
-                    // Where no cache was found yet, an outage cannot have lost what was in it.
+                    // What was lost before it was in use is judged by the other paths.
                     if member.cache.is_some() {
                         member.heard = member.heard.or(heard);
                     }
@@ -362,7 +398,7 @@ impl<E: Env> Driver<E> {
         };
         let member = &mut link.members[usize::from(path.0)];
         let session = member.session;
-        let is_answered = match &end.result {
+        let mut is_answered = match &end.result {
             Ok(answer) => member.is_grouping || member.check.is_conclusive(answer),
             Err(_) => false,
         };
@@ -370,9 +406,11 @@ impl<E: Env> Driver<E> {
         member.buffer = buffer;
         member.is_stale |= is_again;
         if is_answered && member.is_stale {
-            member.begin_check();
-            self.ask(index, path, now);
-            return;
+            if member.begin_again() {
+                self.ask(index, path, now);
+                return;
+            }
+            is_answered = false;
         }
         if is_answered && member.take(&data) {
             self.ask(index, path, now);
@@ -386,7 +424,7 @@ impl<E: Env> Driver<E> {
         let view = link.machine.views().nth(path.0.into());
         let is_good = view.is_some_and(|v| matches!(v.state, PathState::Live | PathState::Standby));
         if is_answered && is_good {
-            self.settle_path(index, path);
+            self.settle_path(index, path, now);
         }
         // A session whose unit was not identified holds its requests back, so it ends instead.
         if let Some(member) = session.and_then(|key| self.find(key)) {
@@ -402,14 +440,14 @@ impl<E: Env> Driver<E> {
     }
 
     /// A path is in use again: counts what its target may have lost meanwhile.
-    fn settle_path(&mut self, index: usize, path: PathIndex) {
+    fn settle_path(&mut self, index: usize, path: PathIndex, now: Instant) {
         let Some(link) = self.sessions[index].link.paths_mut() else {
             return;
         };
-        let (lun, known) = (link.lun, link.generation);
+        let (lun, before) = (link.lun, link.before(now));
         let found = link.member(path).check.found();
         let (is, is_on) = (found.cache, found.write_cache);
-        let lost = link.member(path).settle(known);
+        let lost = link.member(path).settle(before);
         link.generation = is;
         self.count_lost(index, lost);
         // Only now: what may be lost is counted by the state before.

@@ -45,6 +45,8 @@ pub(super) struct Watched {
     buffer: Option<Buffer>,
     check: Check,
     is_checking: bool,
+    /// It was not found to be the same by its last check.
+    is_lost: bool,
     /// Something has happened since the first answer, so the check is made again.
     is_stale: bool,
     /// The books of its volatile cache, if it has one.
@@ -187,6 +189,7 @@ impl<E: Env> Driver<E> {
             buffer: Some(watch.buffer),
             check: Check::default(),
             is_checking: false,
+            is_lost: false,
             is_stale: false,
             cache,
         });
@@ -212,15 +215,18 @@ impl<E: Env> Driver<E> {
         let has_units = !session.units.is_empty() && session.link.paths().is_none();
         match event {
             SessionEvent::UnitEvent { .. } | SessionEvent::Stale => {}
-            SessionEvent::Live => session.is_unchecked = has_units,
-            SessionEvent::Reconnecting(_) | SessionEvent::Closed(_) => session.is_unchecked = false,
+            SessionEvent::Live => (session.is_unchecked, session.is_away) = (has_units, false),
+            SessionEvent::Reconnecting(_) | SessionEvent::Closed(_) => {
+                (session.is_unchecked, session.is_away) = (false, true);
+            }
         }
         if !has_units {
             return;
         }
         match event {
             SessionEvent::Live => {
-                session.evidence.outage = session.heard.map(|heard| now - heard);
+                let outage = session.heard.map(|heard| now - heard);
+                session.evidence.on_login(outage);
                 self.inputs.push_back(Input::Check(key));
             }
             SessionEvent::Reconnecting(why) => {
@@ -252,6 +258,7 @@ impl<E: Env> Driver<E> {
         }
         let mut begun = Vec::new();
         for unit in &mut session.units {
+            unit.is_lost = false;
             unit.is_stale = unit.is_checking && unit.check.doubt();
             if !std::mem::replace(&mut unit.is_checking, true) {
                 unit.check = Check::default();
@@ -300,14 +307,16 @@ impl<E: Env> Driver<E> {
             self.release_checked(index, now);
             return;
         };
-        let is_answered = matches!(&end.result, Ok(answer) if unit.check.is_conclusive(answer));
+        let mut is_answered = matches!(&end.result, Ok(answer) if unit.check.is_conclusive(answer));
         let (buffer, data) = answer_to_probe(end);
         unit.buffer = buffer;
         // Something happened after the first question, so the answers may be of two units.
         if is_answered && std::mem::take(&mut unit.is_stale) {
-            unit.check = Check::default();
-            self.ask_unit(index, serial, now);
-            return;
+            if unit.check.begin_again() {
+                self.ask_unit(index, serial, now);
+                return;
+            }
+            is_answered = false;
         }
         if is_answered && unit.check.take(&data) {
             self.ask_unit(index, serial, now);
@@ -357,6 +366,9 @@ impl<E: Env> Driver<E> {
     /// A unit is another one, or not to be found: nothing may be sent there. The session ends where
     /// that is for good.
     fn on_unit_lost(&mut self, index: usize, serial: u64, why: Down, now: Instant) {
+        if let Some(unit) = self.unit(index, serial) {
+            unit.is_lost = true;
+        }
         let session = &mut self.sessions[index];
         let portal = session.link.target().dst;
         let last = matches!(why, Down::OtherUnit | Down::Shrunk);
@@ -377,7 +389,9 @@ impl<E: Env> Driver<E> {
             return;
         }
         let session = &mut self.sessions[index];
-        if session.units.iter().any(|u| u.is_checking) {
+        // One that did not answer is asked after the next login, by what was seen until then.
+        let is_open = session.units.iter().any(|u| u.is_checking || u.is_lost);
+        if is_open || session.is_away {
             return;
         }
         (session.evidence, session.heard) = Default::default();
@@ -407,7 +421,10 @@ mod tests {
     use crate::engine::pool::BufferPool;
     use crate::engine::tests::world::Sim;
     use crate::iscsi::session::fixture::config;
-    use crate::paths::PathsConfig;
+    use crate::paths::{PathIndex, PathsConfig, PortTag};
+    use crate::request::{Answer, CHECK_CONDITION};
+    use crate::session::ConnectError;
+    use riser_scsi::sense::AdditionalSense;
 
     fn target() -> Target {
         Target {
@@ -640,5 +657,283 @@ mod tests {
         };
         driver.inputs.push_back(Input::Check(other));
         assert!(goes_on(&mut driver, key, now));
+    }
+
+    /// Writes to unit 0, which answers GOOD.
+    fn write(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) {
+        let range = crate::scsi::BlockRange { lba: 0, blocks: 1 };
+        let command = crate::scsi::Command::write(range, 512, false);
+        let lun = LunId::new(0).unwrap();
+        let io = ScsiIo::new(lun, command, IoData::None, Duration::from_secs(1));
+        let io = Io::new(io, Done::Ping, now);
+        driver.sessions[key.index]
+            .account(&io, Ok(GOOD_ANSWER))
+            .unwrap();
+    }
+
+    const GOOD_ANSWER: Answer = Answer {
+        status: GOOD,
+        sense: None,
+        transferred: 0,
+        overflow: 0,
+    };
+
+    /// The end of a question that was answered with these data, or refused with an ASC.
+    fn end(pool: &BufferPool, data: Result<&[u8], u8>) -> IoEnd {
+        let buffer = pool.try_take(4096).unwrap();
+        let answer = match data {
+            Ok(data) => {
+                buffer.slice().write(0, data);
+                Answer {
+                    transferred: data.len() as u32,
+                    ..GOOD_ANSWER
+                }
+            }
+            Err(code) => {
+                let mut sense = [0_u8; 18];
+                (sense[0], sense[2], sense[7], sense[12]) = (0x70, 5, 10, code);
+                Answer {
+                    status: CHECK_CONDITION,
+                    sense: Some(Box::new(sense)),
+                    ..GOOD_ANSWER
+                }
+            }
+        };
+        IoEnd {
+            result: Ok(answer),
+            data: IoData::One(buffer),
+        }
+    }
+
+    const CACHING: [u8; 16] = [15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
+    /// A path leads to a disk with a name and a volatile cache, and no generation of it.
+    fn identify_on(
+        driver: &mut Driver<Sim>,
+        pool: &BufferPool,
+        (key, path): (SessionKey, PathIndex),
+        is_greeted: bool,
+        now: Instant,
+    ) {
+        let (mut capacity, mut inquiry) = ([0_u8; 32], [b' '; 36]);
+        (capacity[7], capacity[10]) = (99, 2);
+        inquiry[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);
+        let serial = b"\0\x80\0\x02S1";
+        // Once more the capacity, where an attention has come before the first answer.
+        let at_last = is_greeted.then_some(&capacity[..]);
+        let answers = [&capacity[..], &inquiry, &[], serial, &[], &CACHING];
+        for data in answers.into_iter().chain(at_last) {
+            let answered = Input::PathAnswered(key, path, end(pool, Ok(data)));
+            driver.inputs.push_back(answered);
+            driver.run_paths(now);
+        }
+    }
+
+    /// The cache is the unit's: it is lost though the first path to come back was in use never
+    /// before.
+    #[test]
+    fn a_cache_lost_with_the_path_in_use_is_noticed_on_one_that_never_was() {
+        // A host that has restarted, and a connection that has flapped.
+        for (outage, is_lost) in [(60, true), (1, false)] {
+            let (a, b) = (PathIndex(0), PathIndex(1));
+            let group = Some(PortTag::Group(1));
+            let now = Instant::now();
+            let lun = LunId::new(0).unwrap();
+            let pool = BufferPool::new(1 << 20).unwrap();
+            let path = || PathPlan {
+                target: target(),
+                protocol: iscsi(),
+                buffer: pool.try_take(4096).unwrap(),
+            };
+            let plan = Plan::Paths(Box::new(PathsOpen {
+                config: PathsConfig {
+                    paths: 2,
+                    max_requests: 8,
+                    timing: config().timing,
+                    recheck: Duration::from_secs(5),
+                },
+                lun,
+                recovers: false,
+                paths: vec![path(), path()],
+            }));
+            let (mut driver, key) = driver_with(plan, now);
+            driver.sessions[key.index].units.clear();
+            driver.inputs.push_back(Input::Live(key, a, group));
+            driver.run_paths(now);
+            identify_on(&mut driver, &pool, (key, a), false, now);
+            let away = Down::Connect(ConnectError::Tcp(111));
+            driver.inputs.push_back(Input::Closed(key, b, away, None));
+            driver.run_paths(now);
+            assert_eq!(driver.sessions[key.index].status.link(), LinkState::Live);
+            let owner = Arc::new(());
+            let watch = Watch {
+                lun,
+                unit: Snapshot::default(),
+                write_cache: true,
+                recovers: false,
+                noted: None,
+                owner: Arc::downgrade(&owner),
+                buffer: pool.try_take(4096).unwrap(),
+            };
+            driver.watch(key.index, watch, now);
+            write(&mut driver, key, now);
+            let lost = Input::Closed(key, a, Down::ConnectionLost, Some(now));
+            driver.inputs.push_back(lost);
+            driver.run_paths(now);
+            let later = now + Duration::from_secs(outage);
+            let link = &mut driver.sessions[key.index].link;
+            link.machine().handle_timeout(later);
+            driver.drain(key.index, later);
+            driver.inputs.push_back(Input::Live(key, b, group));
+            // What a target greets each new nexus with says nothing.
+            let greeting = AdditionalSense {
+                code: 0x29,
+                qualifier: 0,
+            };
+            driver.inputs.push_back(Input::Attention(key, b, greeting));
+            driver.run_paths(later);
+            identify_on(&mut driver, &pool, (key, b), true, later);
+            let flushed = flush(&mut driver, key, later);
+            assert_eq!(flushed.is_err(), is_lost, "{outage} s: {flushed:?}");
+        }
+    }
+
+    /// Watches that many units with volatile caches, and nothing else.
+    fn watch_units(
+        driver: &mut Driver<Sim>,
+        key: SessionKey,
+        (pool, owner): (&BufferPool, &Arc<()>),
+        (unit, count): (&Snapshot, u32),
+        now: Instant,
+    ) {
+        driver.sessions[key.index].units.clear();
+        for number in 0..count {
+            let watch = Watch {
+                lun: LunId::new(number).unwrap(),
+                unit: unit.clone(),
+                write_cache: true,
+                recovers: false,
+                noted: None,
+                owner: Arc::downgrade(owner),
+                buffer: pool.try_take(4096).unwrap(),
+            };
+            driver.watch(key.index, watch, now);
+        }
+        driver.inputs.clear();
+    }
+
+    /// The unit at that place answers its check, by the bytes of each command.
+    fn identify_unit(
+        driver: &mut Driver<Sim>,
+        pool: &BufferPool,
+        (key, at): (SessionKey, usize),
+        answer: impl Fn(&[u8]) -> Result<Vec<u8>, u8>,
+        now: Instant,
+    ) {
+        while driver.sessions[key.index].units[at].is_checking {
+            let unit = &driver.sessions[key.index].units[at];
+            let (serial, cdb) = (unit.serial, unit.check.command().cdb);
+            let data = answer(cdb.as_bytes());
+            let end = end(pool, data.as_deref().map_err(|code| *code));
+            driver.handle_unit_answer(key, serial, end, now);
+        }
+    }
+
+    /// Answers of a disk without names.
+    fn nameless(cdb: &[u8]) -> Vec<u8> {
+        let mut capacity = vec![0; 32];
+        capacity[10] = 2;
+        match cdb {
+            [0x9e, ..] => capacity,
+            [0x12, 0, ..] => vec![0; 36],
+            [0x1a, ..] => CACHING.to_vec(),
+            _ => Vec::new(),
+        }
+    }
+
+    #[test]
+    fn signs_of_a_loss_are_kept_for_a_unit_that_did_not_answer() {
+        let now = Instant::now();
+        let (mut driver, key) = driver(now);
+        let pool = BufferPool::new(1 << 20).unwrap();
+        let owner = Arc::new(());
+        let units = (&Snapshot::default(), 2);
+        watch_units(&mut driver, key, (&pool, &owner), units, now);
+        write(&mut driver, key, now);
+        let down = SessionEvent::Reconnecting;
+        driver.handle_event(key.index, down(Down::ConnectionLost), now);
+        let first = now + Duration::from_secs(1);
+        driver.handle_event(key.index, SessionEvent::Live, first);
+        let power_on = SessionEvent::UnitEvent {
+            lun: LunId::ZERO.encode(),
+            sense: Box::new([0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 1, 0, 0, 0, 0]),
+        };
+        driver.handle_event(key.index, power_on, first);
+        driver.run_paths(first);
+        // One does not answer; the other one's last answer comes before the connection is gone.
+        let silent = IoEnd {
+            result: Err(RequestError::TimedOut),
+            data: IoData::One(pool.try_take(4096).unwrap()),
+        };
+        let serial = driver.sessions[key.index].units[0].serial;
+        driver.handle_unit_answer(key, serial, silent, first);
+        let answer = |cdb: &[u8]| Ok(nameless(cdb));
+        identify_unit(&mut driver, &pool, (key, 1), answer, first);
+        driver.handle_event(key.index, down(Down::UnitSilent), first);
+        let second = now + Duration::from_secs(2);
+        driver.handle_event(key.index, SessionEvent::Live, second);
+        driver.run_paths(second);
+        identify_unit(&mut driver, &pool, (key, 0), answer, second);
+        identify_unit(&mut driver, &pool, (key, 1), answer, second);
+        let flushed = flush(&mut driver, key, second);
+        assert_eq!(flushed, Err(RequestError::CacheLost));
+    }
+
+    /// The connection is lost in the moment of the last answer.
+    #[test]
+    fn signs_of_a_loss_are_kept_over_an_answer_of_a_connection_that_is_lost() {
+        let now = Instant::now();
+        let (mut driver, key) = driver(now);
+        let pool = BufferPool::new(1 << 20).unwrap();
+        let owner = Arc::new(());
+        let units = (&Snapshot::default(), 1);
+        watch_units(&mut driver, key, (&pool, &owner), units, now);
+        write(&mut driver, key, now);
+        driver.inputs.push_back(Input::Check(key));
+        driver.run_paths(now);
+        let refused = Down::Connect(ConnectError::Tcp(111));
+        driver.handle_event(key.index, SessionEvent::Reconnecting(refused), now);
+        let answer = |cdb: &[u8]| Ok(nameless(cdb));
+        identify_unit(&mut driver, &pool, (key, 0), answer, now);
+        let later = now + Duration::from_secs(1);
+        driver.handle_event(key.index, SessionEvent::Live, later);
+        driver.run_paths(later);
+        identify_unit(&mut driver, &pool, (key, 0), answer, later);
+        let flushed = flush(&mut driver, key, later);
+        assert_eq!(flushed, Err(RequestError::CacheLost));
+    }
+
+    #[test]
+    fn a_unit_that_goes_away_among_the_questions_is_not_another_one() {
+        let now = Instant::now();
+        // To pages: as Linux, and as riserd.
+        for refusal in [0x25, 0x24] {
+            let (mut driver, key) = driver(now);
+            let pool = BufferPool::new(1 << 20).unwrap();
+            let owner = Arc::new(());
+            let mut unit = Snapshot::default();
+            unit.identity.serial = Some("S1".into());
+            watch_units(&mut driver, key, (&pool, &owner), (&unit, 1), now);
+            driver.inputs.push_back(Input::Check(key));
+            driver.run_paths(now);
+            let answer = |cdb: &[u8]| match cdb {
+                [0x12, 1, ..] => Err(refusal),
+                [0x1a, ..] => Err(0x25),
+                _ => Ok(nameless(cdb)),
+            };
+            identify_unit(&mut driver, &pool, (key, 0), answer, now);
+            let report = driver.sessions[key.index].status.report();
+            assert!(report.paths.is_empty(), "{refusal:x}: {:?}", report.paths);
+        }
     }
 }

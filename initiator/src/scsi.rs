@@ -408,6 +408,17 @@ pub struct Identity {
 }
 
 impl Identity {
+    fn names(&self) -> [&Option<String>; 5] {
+        [&self.serial, &self.naa, &self.eui, &self.t10, &self.name]
+    }
+
+    /// Returns whether it lacks some names of the other one, or all, and has none that differs.
+    #[must_use]
+    pub fn is_part_of(&self, whole: &Self) -> bool {
+        let mut pairs = self.names().into_iter().zip(whole.names());
+        self != whole && pairs.all(|(own, other)| own.is_none() || own == other)
+    }
+
     /// Reads the bodies of pages 80h and 83h, as far as there are any.
     #[must_use]
     pub fn parse(serial: Option<&[u8]>, designators: Option<&[u8]>) -> Self {

@@ -81,8 +81,8 @@ impl Snapshot {
     /// Compares with what was found later at the same address.
     ///
     /// # Errors
-    /// [`Down::NoIdentity`]: nothing is there, or it does not say its names any more, as one that
-    /// was taken away in the middle of the questions. [`Down::OtherUnit`]: another unit.
+    /// [`Down::NoIdentity`]: nothing is there, or it does not report all of its names any more, as
+    /// where it was taken away in the middle of the questions. [`Down::OtherUnit`]: another unit.
     /// [`Down::Shrunk`]: the unit with less capacity.
     pub fn compare(&self, found: &Self) -> Result<(), Down> {
         let Some(inquiry) = found.inquiry.as_ref().filter(|i| i.qualifier == 0) else {
@@ -90,11 +90,10 @@ impl Snapshot {
         };
         let is_same_make =
             |i: &Inquiry| (&i.vendor, &i.product) == (&inquiry.vendor, &inquiry.product);
-        let is_nameless = |snapshot: &Self| snapshot.identity == Identity::default();
-        if !is_nameless(self) && is_nameless(found) {
+        if found.identity.is_part_of(&self.identity) {
             return Err(Down::NoIdentity);
         }
-        let is_same = match is_nameless(self) {
+        let is_same = match self.identity == Identity::default() {
             // All units of a target may be of one make: their size is what tells them apart.
             true => {
                 let sizes = self.capacity.as_ref().zip(found.capacity.as_ref());
@@ -518,6 +517,11 @@ mod tests {
         assert_eq!(unit.compare(&disk("B", 100)), Err(Down::OtherUnit));
         assert_eq!(unit.compare(&disk("", 100)), Err(Down::NoIdentity));
         assert_eq!(unit.compare(&Snapshot::default()), Err(Down::NoIdentity));
+        let mut named = disk("A", 100);
+        named.identity.naa = Some("6001".into());
+        assert_eq!(named.compare(&unit), Err(Down::NoIdentity));
+        assert_eq!(named.compare(&disk("B", 100)), Err(Down::OtherUnit));
+        assert_eq!(unit.compare(&named), Err(Down::OtherUnit));
         let nameless = disk("", 100);
         assert_eq!(nameless.compare(&disk("", 100)), Ok(()));
         for blocks in [99, 101] {

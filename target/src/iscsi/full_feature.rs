@@ -130,6 +130,16 @@ impl<D: Datamover> Channel<D> {
         Some(idx)
     }
 
+    /// Whether a request gets a context.
+    pub(super) fn has_context(&self, immediate: bool) -> bool {
+        let places = self.counted + self.lingering + self.expected;
+        let others = self.in_flight().saturating_sub(usize::from(places));
+        // The window does not count immediate requests. Without a bound of their own, an initiator
+        // could fill with them the contexts that the window has promised.
+        let is_bounded = !immediate || others < usize::from(IMMEDIATE_TASKS);
+        is_bounded && !self.idle.is_empty()
+    }
+
     /// Takes an idle context; `None` if too many have no place in the window, or none is idle.
     pub(super) fn take_context(
         &mut self,
@@ -137,11 +147,7 @@ impl<D: Datamover> Channel<D> {
         immediate: bool,
         state: TaskState,
     ) -> Option<TaskIdx> {
-        let places = self.counted + self.lingering + self.expected;
-        let others = self.in_flight().saturating_sub(usize::from(places));
-        // The window does not count immediate requests. Without a bound of their own, an initiator
-        // could fill with them the contexts that the window has promised.
-        if immediate && others >= usize::from(IMMEDIATE_TASKS) {
+        if !self.has_context(immediate) {
             return None;
         }
         let idx = self.idle.pop()?;

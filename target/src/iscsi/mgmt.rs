@@ -20,7 +20,7 @@ use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_tmf(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TmfRequest) {
         // Tags of functions and commands are one number space (RFC 7143 11.2.1.8).
-        if request.itt == Itt::NONE || self.find(request.itt).is_some() {
+        if !self.is_tag_free(request.itt) {
             return self.reject(
                 cx,
                 frame,
@@ -50,6 +50,10 @@ impl<D: Datamover> Channel<D> {
             Some(answer) => self.answer_tmf(idx, answer),
             None => self.check_mgmt(idx),
         }
+    }
+
+    pub(super) fn is_tag_free(&self, itt: Itt) -> bool {
+        itt != Itt::NONE && self.find(itt).is_none()
     }
 
     /// Begins a function; returns its answer, if it is known at once.

@@ -63,6 +63,8 @@ impl<D: Datamover> Channel<D> {
     fn admit_function(&self, request: &TmfRequest) -> (Admission, CmdSn) {
         let (me, window, sn) = (self.conn_ref(), self.window(), request.cmd_sn);
         match request.function {
+            // It changes nothing if it cannot be carried out.
+            TmfFunction::AbortTask if !self.can_abort(request) => (Admission::AtOnce, sn),
             TmfFunction::AbortTask => {
                 let mut kept = self.waiting.iter();
                 let kept = kept.find(|one| one.itt == request.referenced && !one.immediate);
@@ -73,6 +75,13 @@ impl<D: Datamover> Channel<D> {
             TmfFunction::TaskReassign => (Admission::AtOnce, sn),
             _ => (window.admit_function(sn, me), sn),
         }
+    }
+
+    /// Whether an immediate ABORT TASK has a unit, a tag and a context.
+    fn can_abort(&self, request: &TmfRequest) -> bool {
+        let session = self.session.as_ref().expect("full-feature phase");
+        let has_unit = !session.luns.with_former(request.lun).is_empty();
+        has_unit && self.is_tag_free(request.itt) && self.has_context(true)
     }
 
     /// Whether a command with this number waits here for its turn.

@@ -418,6 +418,14 @@ fn an_abort_of_a_command_that_has_not_come_takes_its_number() {
         ref_cmd_sn: CmdSn(lost),
         ..tmf_request(14, lost + 3, TmfFunction::AbortTask, 11)
     };
+    // One that is refused leaves the number alone.
+    let elsewhere = TmfRequest {
+        lun: [0, 9, 0, 0, 0, 0, 0, 0],
+        ..request
+    };
+    let refused = rig.send(&FromInitiator::TmfRequest(elsewhere), &[]);
+    assert_eq!(tmf_status(&refused), TmfStatus::LunDoesNotExist);
+    assert_eq!(refused.len(), 1, "{refused:?}");
     let received = rig.send(&FromInitiator::TmfRequest(request), &[]);
     // What was kept behind it, and the function above, for which the command does not exist any
     // more.

@@ -18,6 +18,9 @@ const OF_CONNECTION: usize = 256 << 10;
 /// Bytes of an RDMA device without connections.
 const OF_DEVICE: usize = 1536 << 10;
 
+/// Bytes that a connection leaves behind, of the tables of its worker that have grown.
+const OF_PLACE: usize = 4 << 10;
+
 /// Growth for which all connections are asked, which takes time.
 const GROWTH: usize = 64 << 10;
 
@@ -31,6 +34,8 @@ pub struct Meter {
     before: isize,
     /// Bytes of devices that come back.
     of_devices: usize,
+    /// Bytes that a flood of connections leaves behind.
+    of_flood: usize,
     /// Bytes in use at the last look.
     seen: usize,
 }
@@ -47,6 +52,7 @@ impl Meter {
         Self {
             before: Attributed::in_use(),
             of_devices,
+            of_flood: OF_PLACE * plan.flood as usize,
             seen: 0,
         }
     }
@@ -61,7 +67,7 @@ impl Meter {
         self.seen = used;
         let announced = target.announced();
         let base = OF_WORKER * target.workers() + OF_CONNECTION * announced.connections;
-        let most = base + announced.bytes + self.of_devices;
+        let most = base + announced.bytes + self.of_devices + self.of_flood;
         (used > most).then(|| {
             format!(
                 "the target has {used} bytes, more than the {most} of its {} connections",

@@ -89,7 +89,8 @@ fn may(command: &str, call: &str, named: &str) -> May {
     // A unit is not ready while its disk, or what is kept of its reservations, cannot be opened
     // (LOGICAL UNIT NOT READY, MANUAL INTERVENTION REQUIRED).
     const NOT_READY: (SenseKey, u8, u8) = (SenseKey::NotReady, 4, 3);
-    let is_kept = named.contains("/state");
+    // Or memory and threads, with which it is opened or saved.
+    let is_kept = named.contains("/state") || ["mmap", "clone3"].contains(&call);
     let is_disk = ["/disk", "/other"].iter().any(|name| named.ends_with(name));
     match command {
         // What cannot be saved is not granted: INSUFFICIENT REGISTRATION RESOURCES and RESERVATION
@@ -102,8 +103,6 @@ fn may(command: &str, call: &str, named: &str) -> May {
             &[NOT_READY, (SenseKey::MediumError, 0x0c, 0)]
         }
         _ if is_kept || is_disk => &[NOT_READY],
-        // Memory or a thread with which it would have been opened.
-        _ if ["mmap", "clone3"].contains(&call) => &[NOT_READY],
         _ => &[],
     }
 }

@@ -7,7 +7,7 @@ use riser_testkit::programs::ARE_BUILT;
 use crate::daemon::{self, OPTIMIZED};
 use crate::packages::{Need, ensure, need};
 use crate::tally::{noted, skip_log};
-use crate::{Failure, sh, skip};
+use crate::{Failure, interop, sh, skip};
 
 /// Kills the daemon before a system call of its own.
 const NEEDS: &[Need] = &[need(
@@ -22,6 +22,9 @@ pub(crate) struct Options {
     /// Times that SIGKILL ends riserd under load, shared out to the combinations of protocols.
     #[arg(long, default_value_t = 500)]
     rounds: u64,
+    /// Times that it ends it under load of a kernel's initiators, in a guest; none by 0.
+    #[arg(long, default_value_t = 24)]
+    kernel_rounds: u32,
     /// Loads of which each point is one at which power is lost, shared out to the kinds of disks.
     #[arg(long, default_value_t = 102)]
     runs: u64,
@@ -61,7 +64,13 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         ("RISER_POWER_IMAGES", IMAGES),
         ("RISER_POWER_WHOLE", WHOLE),
     ];
-    long("crash", &numbers, options.name.as_deref())
+    long("crash", &numbers, options.name.as_deref())?;
+    match options.name {
+        None if options.kernel_rounds > 0 => {
+            interop::run(&interop::Options::for_kills(options.kernel_rounds))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Runs a test in the programs' profile, its functions one after another, with variables that make

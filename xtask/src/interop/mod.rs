@@ -121,6 +121,15 @@ impl Options {
         }
     }
 
+    /// Options of `cargo xtask crash`: the cases in which the daemon is killed, so many times.
+    pub(crate) fn for_kills(rounds: u32) -> Self {
+        Self {
+            cases: vec!["crash".into()],
+            rounds: Some(rounds),
+            ..Self::for_test(true)
+        }
+    }
+
     /// Number of guests at once: more than one per two cores, because cases often wait, and at
     /// most as many as fit the memory.
     fn jobs(&self) -> usize {

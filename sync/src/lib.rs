@@ -37,15 +37,33 @@ pub mod testing {
         std::env::var(name).ok()?.parse().ok()
     }
 
+    /// Number of interleavings that have begun, over both schedulers; says so when a test fails.
+    #[cfg(feature = "shuttle")]
+    struct Count(std::sync::Arc<std::sync::atomic::AtomicUsize>);
+
+    #[cfg(feature = "shuttle")]
+    impl Drop for Count {
+        #[allow(clippy::print_stderr, reason = "a failing test says how many it took")]
+        fn drop(&mut self) {
+            if std::thread::panicking() {
+                let count = self.0.load(std::sync::atomic::Ordering::Relaxed);
+                eprintln!("interleaving {count} failed");
+            }
+        }
+    }
+
     /// Runs a test in many interleavings of the threads that it starts: `RISER_INTERLEAVINGS` by
     /// each of two schedulers, from the seed `RISER_INTERLEAVINGS_SEED`. A failure names its
-    /// schedule, and the same seed finds it again. Without the feature `shuttle` the test runs a
+    /// schedule and says how many it took, and the same seed finds it again. Without the feature `shuttle` the test runs a
     /// few times, and the system decides.
     pub fn explore(run: impl Fn() + Send + Sync + 'static) {
         #[cfg(not(feature = "shuttle"))]
         (0..20).for_each(|_| run());
         #[cfg(feature = "shuttle")]
         {
+            use std::sync::Arc;
+            use std::sync::atomic::{AtomicUsize, Ordering};
+
             use shuttle::scheduler::{PctScheduler, RandomScheduler};
 
             let runs = number("RISER_INTERLEAVINGS").unwrap_or(1000) as usize;
@@ -56,8 +74,13 @@ pub mod testing {
             // Random choices reach most states soon. The other one changes priorities a few times
             // only, which finds what takes one thread that is held up for long (Burckhardt et al.,
             // "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", 2010).
-            let run = std::sync::Arc::new(run);
-            let same = std::sync::Arc::clone(&run);
+            let count = Count(Arc::new(AtomicUsize::new(0)));
+            let begun = Arc::clone(&count.0);
+            let run = Arc::new(move || {
+                begun.fetch_add(1, Ordering::Relaxed);
+                run();
+            });
+            let same = Arc::clone(&run);
             let random = RandomScheduler::new_from_seed(seed, runs);
             shuttle::Runner::new(random, config.clone()).run(move || same());
             let few_changes = PctScheduler::new_from_seed(seed, 3, runs);

@@ -486,10 +486,12 @@ impl Numbering {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
     use std::sync::Arc;
     use std::time::Duration;
 
     use proptest::prelude::*;
+    use riser_sync::atomic::{AtomicU32, Ordering};
     use riser_sync::testing::explore;
     use riser_sync::{mpsc, thread};
 
@@ -773,84 +775,147 @@ mod tests {
         }
     }
 
+    /// Commands of the window that two workers share.
+    const PLACES: u32 = 2;
+
+    /// What both workers have done, beside the window.
+    #[derive(Default)]
+    struct Done {
+        carried_out: Mutex<Vec<CmdSn>>,
+        /// Commands that have a place. One that has just been admitted may be missing.
+        taken: AtomicU32,
+        /// Answered commands. One that is about to be answered may be among them.
+        answered: AtomicU32,
+    }
+
     /// A connection on a worker of its own, as `order` makes it use the window.
     struct Worker {
         me: ConnRef,
         window: Arc<Window>,
-        carried_out: Arc<Mutex<Vec<CmdSn>>>,
-        /// Turns of A, and of B.
-        turns: [mpsc::Sender<()>; 2],
-        waiting: Vec<CmdSn>,
+        done: Arc<Done>,
+        /// Wakes A, and B.
+        wakes: [mpsc::Sender<()>; 2],
+        /// Commands that the initiator sends, without a look at the window.
+        coming: VecDeque<CmdSn>,
+        kept: Vec<CmdSn>,
+        running: usize,
     }
 
     impl Worker {
-        /// Receives these commands, and carries all out when it is their turn.
-        fn run(mut self, commands: &[CmdSn], turns: &mpsc::Receiver<()>) {
-            for sn in commands {
-                match self.window.admit(*sn, self.me) {
-                    Admission::Now => self.carry_out(*sn),
-                    Admission::Later => self.waiting.push(*sn),
-                    Admission::AtOnce | Admission::Never => panic!("{sn:?} is inside the window"),
+        /// Receives its commands, carries all out when it is their turn, and answers them.
+        fn run(mut self, woken: &mpsc::Receiver<()>) {
+            while !self.coming.is_empty() || !self.kept.is_empty() || self.running > 0 {
+                let has_received = self.receive();
+                self.take_turns();
+                if !has_received && !self.answer() {
+                    let wake = woken.recv_timeout(Duration::from_secs(10));
+                    wake.expect("a turn or an answer is lost");
                 }
-                self.take_turns();
-            }
-            while !self.waiting.is_empty() {
-                let turn = turns.recv_timeout(Duration::from_secs(10));
-                turn.expect("a turn is lost");
-                self.take_turns();
             }
         }
 
-        fn carry_out(&self, sn: CmdSn) {
-            self.carried_out.lock().unwrap().push(sn);
+        /// Receives the next command; false if there is none. One that is passed over is sent again
+        /// later: it is outside the window until something is answered.
+        fn receive(&mut self) -> bool {
+            let Some(sn) = self.coming.front().copied() else {
+                return false;
+            };
+            match self.window.admit(sn, self.me) {
+                Admission::Now => self.carry_out(sn),
+                Admission::Later => self.kept.push(sn),
+                Admission::Never => return false,
+                Admission::AtOnce => panic!("{sn:?} takes a turn"),
+            }
+            self.assert_fits(sn);
+            self.coming.pop_front();
+            true
+        }
+
+        fn carry_out(&mut self, sn: CmdSn) {
+            let taken = 1 + self.done.taken.fetch_add(1, Ordering::SeqCst);
+            assert!(taken <= PLACES, "{taken} commands in {PLACES} places");
+            self.running += 1;
+            self.done.carried_out.lock().unwrap().push(sn);
             self.window.on_carried_out();
         }
 
         fn take_turns(&mut self) {
             while let Some(whose) = self.window.next_up() {
                 if whose != self.me {
-                    // A connection that has ended keeps nothing.
-                    let _ = self.turns[usize::from(whose.worker)].send(());
-                    return;
+                    return self.wake(whose);
                 }
                 let (exp, _) = self.window.bounds();
-                let due = self.waiting.iter().position(|sn| *sn == exp);
+                let due = self.kept.iter().position(|sn| *sn == exp);
                 let Some(at) = due.filter(|_| self.window.admit(exp, self.me) == Admission::Now)
                 else {
                     return;
                 };
-                let sn = self.waiting.swap_remove(at);
+                let sn = self.kept.swap_remove(at);
                 self.carry_out(sn);
             }
+        }
+
+        /// Answers a command; false if none runs.
+        fn answer(&mut self) -> bool {
+            if self.running == 0 {
+                return false;
+            }
+            self.running -= 1;
+            self.done.taken.fetch_sub(1, Ordering::SeqCst);
+            self.done.answered.fetch_add(1, Ordering::SeqCst);
+            self.window.on_answered();
+            // The answer carries MaxCmdSN, and may have the other connection's next command sent.
+            let (_, max) = self.window.bounds();
+            self.assert_fits(max);
+            self.window.on_gone(true);
+            self.wake(if self.me == A { B } else { A });
+            true
+        }
+
+        /// Checks that a number is inside the window: a place for each command before it that is
+        /// not answered, and one for it.
+        fn assert_fits(&self, sn: CmdSn) {
+            let last = PLACES + self.done.answered.load(Ordering::SeqCst);
+            assert!(sn.0 <= last, "{sn:?} in a window to {last}");
+        }
+
+        /// Wakes a worker. One whose connection has ended has nothing to do.
+        fn wake(&self, whose: ConnRef) {
+            let _ = self.wakes[usize::from(whose.worker)].send(());
         }
     }
 
     #[test]
-    fn interleavings_of_two_connections_carry_out_each_command_in_its_turn() {
+    fn interleavings_of_two_connections_carry_out_each_command_in_its_turn_and_its_place() {
         explore(|| {
-            let window = Arc::new(Window::new(8, CmdSn(1), true));
-            let carried_out = Arc::default();
+            let window = Arc::new(Window::new(PLACES as u16, CmdSn(1), true));
+            let done = Arc::<Done>::default();
             let (to_a, of_a) = mpsc::channel();
             let (to_b, of_b) = mpsc::channel();
-            let commands = [[1, 4, 5], [2, 3, 6]].map(|numbers| numbers.map(CmdSn));
+            // Two of one connection are followed by one of the other, which may come before a place
+            // is free.
+            let commands = [[1, 2, 5], [3, 4, 6]].map(|numbers| numbers.map(CmdSn));
             let workers: Vec<_> = [(A, of_a), (B, of_b)]
                 .into_iter()
                 .zip(commands)
-                .map(|((me, turns), commands)| {
+                .map(|((me, woken), commands)| {
                     let worker = Worker {
                         me,
                         window: Arc::clone(&window),
-                        carried_out: Arc::clone(&carried_out),
-                        turns: [to_a.clone(), to_b.clone()],
-                        waiting: Vec::new(),
+                        done: Arc::clone(&done),
+                        wakes: [to_a.clone(), to_b.clone()],
+                        coming: commands.into(),
+                        kept: Vec::new(),
+                        running: 0,
                     };
-                    thread::spawn(move || worker.run(&commands, &turns))
+                    thread::spawn(move || worker.run(&woken))
                 })
                 .collect();
             workers.into_iter().for_each(|one| one.join().unwrap());
             let in_order: Vec<_> = (1..7).map(CmdSn).collect();
-            assert_eq!(*carried_out.lock().unwrap(), in_order);
+            assert_eq!(*done.carried_out.lock().unwrap(), in_order);
             assert_eq!(window.next_up(), None);
+            assert_eq!(window.bounds(), (CmdSn(7), CmdSn(8)), "all places are free");
         });
     }
 

@@ -1,4 +1,4 @@
-//! A copy of the tree, in which sources are changed and the simulator is built.
+//! A copy of the tree, in which sources are changed, and the simulator and tests are built.
 //!
 //! A build takes minutes, so many changes go into one: each is behind a switch,
 //! `riser_state::is_planted("NAME")`, which the copy has and the tree does not, and the environment
@@ -36,12 +36,12 @@ pub(super) struct Copy {
     build: PathBuf,
 }
 
-/// The end of a run of the simulator.
+/// The end of a run of what has to notice a change.
 pub(super) enum Run {
     /// No seed has failed.
     Clean,
-    /// The first seed that has failed, and why.
-    Failed(u64, String),
+    /// The first seed that has failed, where there are seeds, and why.
+    Failed(Option<u64>, String),
     /// It did not end in time, or died.
     Hung,
 }
@@ -103,68 +103,37 @@ impl Copy {
         command
     }
 
-    /// Builds the simulator.
-    pub(super) fn build(&self) -> Result<(), Failure> {
-        sh::output(&mut self.building())?;
-        Ok(())
-    }
-
-    /// Runs seeds until one fails, with a change or without any.
-    pub(super) fn simulate(
-        &self,
-        planted: Option<&str>,
-        seeds: u64,
-        patience: Duration,
-    ) -> Result<Run, Failure> {
-        // A change may have the simulator hang where it counts no steps.
-        let program = self.build.join(OPTIMIZED).join("riser-sim");
-        let mut simulator = Command::new(program);
+    /// The simulator, about to run seeds until one fails.
+    pub(super) fn simulator(&self, seeds: u64) -> Command {
+        let mut simulator = Command::new(self.build.join(OPTIMIZED).join("riser-sim"));
         simulator.args(["--first", "--seeds", &seeds.to_string()]);
-        self.run(&simulator, planted, patience, |line| {
-            let (seed, why) = line.strip_prefix("seed ")?.split_once(": ")?;
-            Some((seed.parse().ok()?, why.to_owned()))
-        })
+        simulator
     }
 
-    /// Runs the unit tests of a package whose names contain a word, with a change or without any.
-    pub(super) fn test(
-        &self,
-        planted: Option<&str>,
-        (package, word): (&str, &str),
-        patience: Duration,
-    ) -> Result<Run, Failure> {
-        // Built before: a build must not take the time that the tests have.
-        let cargo = |args: &[&str]| {
-            let mut command = sh::cargo(["test", "--quiet", "--package", package, "--lib"]);
-            command
-                .args(["--profile", OPTIMIZED, "--target-dir"])
-                .arg(&self.build);
-            command
-                .args(args)
-                .current_dir(&self.tree)
-                .stdin(Stdio::null());
-            command
-        };
-        sh::output(&mut cargo(&["--no-run"]))?;
-        self.run(&cargo(&[word]), planted, patience, |line| {
-            let failed = line.starts_with("test result: FAILED");
-            failed.then(|| (0, line.to_owned()))
-        })
+    /// Cargo, about to build and run tests of a package, which these arguments choose.
+    pub(super) fn testing(&self, package: &str, harness: &[&str]) -> Command {
+        let mut command = sh::cargo(["test", "--quiet", "--package", package]);
+        command.args(harness).arg("--target-dir").arg(&self.build);
+        command.current_dir(&self.tree);
+        command
     }
 
     /// Runs a program of the copy for so long at most, with a change or without any. `failed` finds
-    /// the line of its output that says which seed has failed, and why.
-    fn run(
+    /// in its output which seed has failed, and why.
+    pub(super) fn run(
         &self,
         program: &Command,
         planted: Option<&str>,
         patience: Duration,
-        failed: impl Fn(&str) -> Option<(u64, String)>,
+        failed: impl Fn(&str) -> Option<(Option<u64>, String)>,
     ) -> Result<Run, Failure> {
+        // A change may have the program hang where it counts no steps.
         let mut command = sh::cmd("timeout", ["--signal=KILL"]);
         command.arg(patience.as_secs().to_string());
         command.arg(program.get_program()).args(program.get_args());
         command.current_dir(&self.tree).stdin(Stdio::null());
+        let variables = program.get_envs();
+        command.envs(variables.filter_map(|(name, value)| Some((name, value?))));
         command.env_remove(VARIABLE);
         if let Some(name) = planted {
             command.env(VARIABLE, name);
@@ -174,7 +143,7 @@ impl Copy {
             return Ok(Run::Clean);
         }
         let text = String::from_utf8_lossy(&out.stdout);
-        let failed = text.lines().find_map(failed);
+        let failed = failed(&text);
         Ok(failed.map_or(Run::Hung, |(seed, why)| Run::Failed(seed, why)))
     }
 }

@@ -1,6 +1,7 @@
 //! `cargo xtask sim`: the simulator (`tests/sim`), in the programs' profile.
 
 mod copy;
+mod judge;
 mod mutants;
 mod planted;
 mod switches;
@@ -29,8 +30,8 @@ pub(crate) struct Options {
     /// Events that are printed of a plan that fails.
     #[arg(long, default_value_t = 40)]
     events: usize,
-    /// Instead, put defects back that were found by reading, and see that the simulator finds each:
-    /// those whose names contain one of these words, or all.
+    /// Instead, put defects back that were found by reading, and see that the simulator finds each,
+    /// or the tests that its patch names: those whose names contain one of these words, or all.
     #[arg(
         long,
         num_args = 0..,
@@ -38,7 +39,7 @@ pub(crate) struct Options {
         conflicts_with_all = ["mutants", "from", "faults", "plan", "coverage"]
     )]
     planted: Option<Vec<String>>,
-    /// Instead, change the state machines, and see which changes the simulator notices: those whose
+    /// Instead, change the state machines, and see which changes the simulator notices: machines whose
     /// names contain one of these words, or all.
     #[arg(
         long,

@@ -13,6 +13,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::copy::{Copy, Run};
+use super::judge::Judge;
 use super::switches::{Lines, Mutant, switched};
 use crate::packages::have_program;
 use crate::{Failure, sh};
@@ -35,15 +36,7 @@ struct Machine {
     files: &'static [&'static str],
     /// Number of its mutants that must be noticed, of those that compile.
     floor: usize,
-    judge: Judge,
-}
-
-/// What has to notice a machine's mutants.
-#[derive(Clone, Copy)]
-enum Judge {
-    Simulator,
-    /// Unit tests of this package whose names contain this word: no simulation has the machine.
-    Tests(&'static str, &'static str),
+    judge: Judge<'static>,
 }
 
 const fn machine(
@@ -192,7 +185,8 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     let all: Vec<_> = samples.iter().flatten().cloned().collect();
     let unviable = build(&copy, &all)?;
     // Otherwise every mutant would be caught.
-    is_clean("the simulator", copy.simulate(None, seeds, PATIENCE)?)?;
+    let end = Judge::Simulator.run(&copy, None, seeds, PATIENCE)?;
+    is_clean("the simulator", end)?;
     let mut below = Vec::new();
     for (machine, sample) in machines.iter().zip(&samples) {
         is_clean(machine.name, judge(&copy, machine, None, seeds)?)?;
@@ -226,9 +220,14 @@ fn is_clean(what: &str, run: Run) -> Result<(), Failure> {
         Run::Clean => Ok(()),
         Run::Hung => Err(format!("{what} hangs or dies without any mutant").into()),
         Run::Failed(seed, why) => {
-            Err(format!("{what} fails without any mutant, at seed {seed}: {why}").into())
+            Err(format!("{what}: {}fails without any mutant: {why}", at(seed)).into())
         }
     }
+}
+
+/// Words for the seed that has failed, before what it did.
+fn at(seed: Option<u64>) -> String {
+    seed.map_or_else(String::new, |seed| format!("seed {seed}: "))
 }
 
 /// Words about a machine of which fewer mutants were noticed than must be.
@@ -244,8 +243,7 @@ fn judge(copy: &Copy, machine: &Machine, mutant: Option<&str>, seeds: u64) -> Re
     match (machine.judge, mutant) {
         // Once for all machines, before.
         (Judge::Simulator, None) => Ok(Run::Clean),
-        (Judge::Simulator, _) => copy.simulate(mutant, seeds, PATIENCE),
-        (Judge::Tests(package, word), _) => copy.test(mutant, (package, word), PATIENCE),
+        (judge, _) => judge.run(copy, mutant, seeds, PATIENCE),
     }
 }
 
@@ -259,7 +257,7 @@ fn try_one(
     Ok(match judge(copy, machine, Some(&number), seeds)? {
         Run::Clean => ("missed", String::new()),
         Run::Hung => ("hangs or dies", String::new()),
-        Run::Failed(seed, why) => ("caught", format!("seed {seed}: {why}")),
+        Run::Failed(seed, why) => ("caught", at(seed) + &why),
     })
 }
 

@@ -1,22 +1,28 @@
 //! `cargo xtask sim --planted`: defects that were found by reading, put back one at a time. The
-//! simulator must find each.
+//! simulator must find each, or the tests that a patch names.
 //!
 //! A patch of `tests/sim/planted` begins with plain words about its defect, and with lines
-//! `expects: WORDS`: the failure must contain the words of one of them. Patches are maintained with
-//! the code, so one that does not apply is a failure.
+//! `expects: WORDS`: the failure must contain the words of one of them. A defect that the simulator
+//! cannot have has a line `judge: WORDS` as well, which names tests ([`Judge::named`]). Patches are
+//! maintained with the code, so one that does not apply is a failure.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::copy::{Copy, Run};
+use super::judge::Judge;
 use crate::{Failure, root};
 
-/// Time that the simulator may take for them.
+/// Time that the seeds of one may take.
 const PATIENCE: Duration = Duration::from_secs(3600);
 
-/// Words for a simulator that counts no steps any more.
-const HANGS: &str = "the simulator hangs or dies";
+/// Seeds, or interleavings, that must pass without any defect, even if the defects took fewer.
+const CLEAN: u64 = 100;
+
+/// Words for a simulator that counts no steps any more, or for tests that do not end.
+const HANGS: &str = "hangs or dies";
 
 /// A planted defect.
 #[derive(Clone, Debug)]
@@ -25,14 +31,20 @@ struct Planted {
     path: PathBuf,
     /// Words of which its failure has some.
     expected: Vec<String>,
+    /// Words for its judge, if that is not the simulator.
+    judge: Option<String>,
 }
 
 impl Planted {
     fn of(path: PathBuf) -> Result<Self, Failure> {
         let text = fs::read_to_string(&path)?;
-        let head = text.lines().take_while(|line| !line.starts_with("diff "));
-        let expected = head.filter_map(|line| line.strip_prefix("expects: "));
+        let head = || text.lines().take_while(|line| !line.starts_with("diff "));
+        let expected = head().filter_map(|line| line.strip_prefix("expects: "));
         let expected: Vec<_> = expected.map(|words| words.trim().to_owned()).collect();
+        let judge = head().find_map(|line| line.strip_prefix("judge: "));
+        if judge.is_some_and(|words| Judge::named(words).is_none()) {
+            return Err(format!("{} names no judge that there is", path.display()).into());
+        }
         let name = path.file_stem().unwrap_or_default();
         let name = name.to_string_lossy().into_owned();
         if expected.is_empty() || !text.contains(&format!("\"{name}\"")) {
@@ -42,7 +54,13 @@ impl Planted {
             name,
             path,
             expected,
+            judge: judge.map(str::to_owned),
         })
+    }
+
+    fn judge(&self) -> Judge<'_> {
+        let named = self.judge.as_deref().and_then(Judge::named);
+        named.unwrap_or(Judge::Simulator)
     }
 }
 
@@ -82,8 +100,7 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
             }
         }
         left = others;
-        println!("building the simulator with {} defects", together.len());
-        copy.build()?;
+        println!("building with {} defects", together.len());
         missed += try_all(&copy, &together, seeds)?;
     }
     copy.restore()?;
@@ -94,36 +111,53 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     );
     match missed {
         0 => Ok(()),
-        _ => Err("the simulator has missed planted defects".into()),
+        _ => Err("planted defects were missed".into()),
     }
 }
 
-/// Runs the simulator with each; returns how many it has missed.
+/// Builds and runs the judge of each; returns how many were missed.
 fn try_all(copy: &Copy, all: &[Planted], seeds: u64) -> Result<usize, Failure> {
-    let (mut missed, mut most) = (0, 0);
+    let (mut missed, mut most) = (0, BTreeMap::new());
+    for judge in all.iter().map(Planted::judge) {
+        if most.insert(judge, CLEAN).is_none() {
+            judge.build(copy)?;
+        }
+    }
     for planted in all {
+        let judge = planted.judge();
         let start = Instant::now();
-        let end = copy.simulate(Some(&planted.name), seeds, PATIENCE)?;
+        let end = judge.run(copy, Some(&planted.name), seeds, PATIENCE)?;
         let seconds = start.elapsed().as_secs();
         let expects = |why: &str| planted.expected.iter().any(|words| why.contains(words));
         let outcome = match &end {
-            Run::Clean => format!("MISSED, {seeds} seeds pass"),
-            Run::Hung if expects(HANGS) => HANGS.to_owned(),
-            Run::Hung => format!("MISSED, {HANGS}"),
-            Run::Failed(seed, why) if expects(why) => {
-                most = most.max(*seed);
-                format!("{seed} seeds: {why}")
+            Run::Clean => Err(format!("{} pass", judge.runs(seeds))),
+            Run::Hung if expects(HANGS) => Ok(HANGS.to_owned()),
+            Run::Hung => Err(HANGS.to_owned()),
+            Run::Failed(seed, why) => {
+                let seed = seed.unwrap_or(1);
+                let words = format!("{}: {why}", judge.runs(seed));
+                match expects(why) {
+                    true => {
+                        let most = most.entry(judge).or_insert(seed);
+                        *most = seed.max(*most);
+                        Ok(words)
+                    }
+                    false => Err(format!("fails in another way: {words}")),
+                }
             }
-            Run::Failed(seed, why) => format!("MISSED, seed {seed} fails in another way: {why}"),
         };
-        missed += usize::from(outcome.starts_with("MISSED"));
+        missed += usize::from(outcome.is_err());
+        let outcome = outcome.unwrap_or_else(|why| format!("MISSED, {why}"));
         println!("{}: {outcome} ({seconds} s)", planted.name);
     }
-    // The same program without any of them, so the switches themselves do nothing.
-    match copy.simulate(None, most, PATIENCE)? {
-        Run::Clean => println!("none: {most} seeds pass"),
-        Run::Failed(seed, why) => return Err(format!("without any, seed {seed}: {why}").into()),
-        Run::Hung => return Err("without any, the simulator hangs or dies".into()),
+    // The same programs without any of them, so the switches themselves do nothing.
+    for (judge, most) in most {
+        let runs = judge.runs(most);
+        match judge.run(copy, None, most, PATIENCE)? {
+            Run::Clean => println!("none: {runs} pass"),
+            Run::Failed(_, why) => return Err(format!("without any, within {runs}: {why}").into()),
+            Run::Hung => return Err(format!("without any, it {HANGS} within {runs}").into()),
+        }
     }
     Ok(missed)
 }

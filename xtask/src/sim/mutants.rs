@@ -2,9 +2,10 @@
 //! each that changes anything.
 //!
 //! `cargo mutants` lists the changes. A sample of each machine's is put behind switches of one
-//! program ([`super::switches`]), so that a mutant costs its seeds and no build.
+//! program ([`super::switches`]), so that a mutant costs its seeds and no build. One that does not
+//! compile gives its place in the sample to the next one.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -18,11 +19,11 @@ use super::switches::{Lines, Mutant, switched};
 use crate::packages::have_program;
 use crate::{Failure, sh};
 
-/// Mutants of each machine.
+/// Mutants of each machine that compile.
 const SAMPLE: usize = 10;
 
-/// Mutants of each machine that must be noticed, of those that compile. A mutant that changes nothing
-/// cannot be.
+/// Mutants of each machine that must be noticed, of its sample. A mutant that changes nothing cannot
+/// be.
 const FLOOR: usize = 5;
 
 /// Time for the seeds of a mutant. One that loops for ever is noticed by that.
@@ -34,9 +35,21 @@ struct Machine {
     name: &'static str,
     folder: &'static str,
     files: &'static [&'static str],
-    /// Number of its mutants that must be noticed, of those that compile.
+    /// Number of its mutants that must be noticed, of its sample.
     floor: usize,
     judge: Judge<'static>,
+}
+
+/// A machine's mutants.
+struct Sample {
+    machine: &'static Machine,
+    /// Number of all that `cargo mutants` lists.
+    listed: usize,
+    /// Those that are tried.
+    chosen: Vec<Mutant>,
+    /// Those that take the places of what does not compile, in this order.
+    spare: VecDeque<Mutant>,
+    unviable: Vec<Mutant>,
 }
 
 const fn machine(
@@ -175,42 +188,44 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
                 .any(|word| machine.name.contains(word.as_str()))
     };
     let machines: Vec<_> = MACHINES.iter().filter(is_meant).collect();
+    if machines.is_empty() {
+        return Err("no machine has such a name".into());
+    }
     have_program("cargo-mutants")?;
     let copy = Copy::of_head()?;
-    let mut samples = Vec::new();
-    for machine in &machines {
-        let first = 1 + SAMPLE * samples.len();
-        samples.push(sample(&copy, machine, first)?);
+    let (mut samples, mut last) = (Vec::new(), 0);
+    for machine in machines {
+        samples.push(Sample::of(&copy, machine, &mut last)?);
     }
-    let all: Vec<_> = samples.iter().flatten().cloned().collect();
-    let unviable = build(&copy, &all)?;
+    build(&copy, &mut samples)?;
     // Otherwise every mutant would be caught.
-    let end = Judge::Simulator.run(&copy, None, seeds, PATIENCE)?;
-    is_clean("the simulator", end)?;
+    let judges: BTreeSet<_> = samples.iter().map(|sample| sample.machine.judge).collect();
+    for judge in judges {
+        let end = judge.run(&copy, None, seeds, PATIENCE)?;
+        is_clean(&judge.runs(seeds), end)?;
+    }
     let mut below = Vec::new();
-    for (machine, sample) in machines.iter().zip(&samples) {
-        is_clean(machine.name, judge(&copy, machine, None, seeds)?)?;
+    for sample in &samples {
+        let name = sample.machine.name;
         let mut counts = BTreeMap::new();
-        for mutant in sample {
+        for mutant in &sample.chosen {
             let start = Instant::now();
-            let (verdict, why) = match unviable.contains(&mutant.number) {
-                true => ("unviable", String::new()),
-                false => try_one(&copy, machine, mutant, seeds)?,
-            };
+            let (verdict, why) = try_one(&copy, sample.machine, mutant, seeds)?;
             *counts.entry(verdict).or_insert(0) += 1;
             let seconds = start.elapsed().as_secs();
-            println!(
-                "{}: {verdict} {}: {why} ({seconds} s)",
-                machine.name, mutant.name
-            );
+            println!("{name}: {verdict} {}: {why} ({seconds} s)", mutant.name);
         }
-        println!("{}: {counts:?}", machine.name);
-        below.extend(shortfall(machine, &counts));
+        for mutant in &sample.unviable {
+            println!("{name}: unviable {}", mutant.name);
+        }
+        println!("{name}: {counts:?} of {}", sample.listed);
+        below.extend(shortfall(sample.machine, &counts));
+        below.extend(sample.lack());
     }
     copy.restore()?;
     match below.is_empty() {
         true => Ok(()),
-        false => Err(format!("too many mutants are missed: {}", below.join(", ")).into()),
+        false => Err(format!("too few mutants are noticed or tried: {}", below.join(", ")).into()),
     }
 }
 
@@ -238,15 +253,6 @@ fn shortfall(machine: &Machine, counts: &BTreeMap<&str, usize>) -> Option<String
     (noticed < least).then(|| format!("{} ({noticed}, not {least})", machine.name))
 }
 
-/// Runs what has to notice a mutant, with one or without.
-fn judge(copy: &Copy, machine: &Machine, mutant: Option<&str>, seeds: u64) -> Result<Run, Failure> {
-    match (machine.judge, mutant) {
-        // Once for all machines, before.
-        (Judge::Simulator, None) => Ok(Run::Clean),
-        (judge, _) => judge.run(copy, mutant, seeds, PATIENCE),
-    }
-}
-
 fn try_one(
     copy: &Copy,
     machine: &Machine,
@@ -254,51 +260,85 @@ fn try_one(
     seeds: u64,
 ) -> Result<(&'static str, String), Failure> {
     let number = mutant.number.to_string();
-    Ok(match judge(copy, machine, Some(&number), seeds)? {
+    let end = machine.judge.run(copy, Some(&number), seeds, PATIENCE)?;
+    Ok(match end {
         Run::Clean => ("missed", String::new()),
         Run::Hung => ("hangs or dies", String::new()),
         Run::Failed(seed, why) => ("caught", at(seed) + &why),
     })
 }
 
-/// A few of a machine's mutants: always the same ones, and spread over all of them.
-fn sample(copy: &Copy, machine: &Machine, first: usize) -> Result<Vec<Mutant>, Failure> {
-    let mut command = sh::cargo(["mutants", "--list", "--json", "--no-config"]);
-    command.current_dir(copy.path(""));
-    for path in machine.paths() {
-        command.args(["--file", &path]);
-    }
-    let listed: Vec<Value> = serde_json::from_str(&sh::output(&mut command)?)?;
-    let mut mutants = Vec::new();
-    for listed in listed {
-        let file = listed["file"].as_str().unwrap_or_default();
-        let source = fs::read_to_string(copy.path(file))?;
-        let text = |key: &str| listed[key].as_str().unwrap_or_default().to_owned();
-        let mutant = Mutant {
-            number: 0,
-            place: Lines::of(&source).at(place(&listed["span"]["start"])),
-            genre: text("genre"),
-            replacement: text("replacement"),
-            name: text("name"),
-            file: file.to_owned(),
+impl Sample {
+    /// Chooses of a machine's mutants, which get the numbers after `last`: always the same ones,
+    /// and spread over all of them.
+    fn of(copy: &Copy, machine: &'static Machine, last: &mut usize) -> Result<Self, Failure> {
+        let mut command = sh::cargo(["mutants", "--list", "--json", "--no-config"]);
+        command.current_dir(copy.path(""));
+        for path in machine.paths() {
+            command.args(["--file", &path]);
+        }
+        let listed: Vec<Value> = serde_json::from_str(&sh::output(&mut command)?)?;
+        let mut mutants = Vec::new();
+        for listed in &listed {
+            let file = listed["file"].as_str().unwrap_or_default();
+            let source = fs::read_to_string(copy.path(file))?;
+            let text = |key: &str| listed[key].as_str().unwrap_or_default().to_owned();
+            let mutant = Mutant {
+                number: 0,
+                place: Lines::of(&source).at(place(&listed["span"]["start"])),
+                genre: text("genre"),
+                replacement: text("replacement"),
+                name: text("name"),
+                file: file.to_owned(),
+            };
+            // One that cannot have a switch, as in a constant, would only be left out later.
+            let is_switched = switched(&source, std::slice::from_ref(&mutant))?
+                .without
+                .is_empty();
+            mutants.extend(is_switched.then_some(mutant));
+        }
+        // By hashes of the names without places, so that a change of the code elsewhere does not
+        // change the sample.
+        mutants.sort_by_cached_key(|mutant| {
+            let name = mutant.name.splitn(4, ':').last().unwrap_or_default();
+            Sha256::digest(name.as_bytes()).to_vec()
+        });
+        for mutant in &mut mutants {
+            *last += 1;
+            mutant.number = *last;
+        }
+        let mut sample = Self {
+            machine,
+            listed: listed.len(),
+            chosen: Vec::new(),
+            spare: mutants.into(),
+            unviable: Vec::new(),
         };
-        // One that cannot have a switch, as in a constant, would only be left out later.
-        let is_switched = switched(&source, std::slice::from_ref(&mutant))?
-            .without
-            .is_empty();
-        mutants.extend(is_switched.then_some(mutant));
+        sample.fill();
+        Ok(sample)
     }
-    // By hashes of the names without places, so that a change of the code elsewhere does not
-    // change the sample.
-    mutants.sort_by_cached_key(|mutant| {
-        let name = mutant.name.splitn(4, ':').last().unwrap_or_default();
-        Sha256::digest(name.as_bytes()).to_vec()
-    });
-    mutants.truncate(SAMPLE);
-    for (at, mutant) in mutants.iter_mut().enumerate() {
-        mutant.number = first + at;
+
+    /// Chooses more, as far as there are any.
+    fn fill(&mut self) {
+        let places = SAMPLE - self.chosen.len();
+        let next = self.spare.drain(..places.min(self.spare.len()));
+        self.chosen.extend(next);
     }
-    Ok(mutants)
+
+    /// Puts the next ones in the places of those that do not compile.
+    fn replace(&mut self, unviable: &BTreeSet<usize>) {
+        let is_unviable = |mutant: &mut Mutant| unviable.contains(&mutant.number);
+        self.unviable
+            .extend(self.chosen.extract_if(.., is_unviable));
+        self.fill();
+    }
+
+    /// Words about a machine that has mutants for a whole sample, of which too few compile.
+    fn lack(&self) -> Option<String> {
+        let (name, tried) = (self.machine.name, self.chosen.len());
+        let is_short = tried < SAMPLE && self.listed >= SAMPLE;
+        is_short.then(|| format!("{name} ({tried} of {} compile)", self.listed))
+    }
 }
 
 /// A place of `cargo mutants`, whose columns count from 1.
@@ -310,45 +350,44 @@ fn place(of: &Value) -> LineColumn {
     }
 }
 
-/// Builds the simulator with all of them; returns the numbers of those that do not compile.
-fn build(copy: &Copy, all: &[Mutant]) -> Result<BTreeSet<usize>, Failure> {
-    let files: BTreeSet<&str> = all.iter().map(|mutant| mutant.file.as_str()).collect();
+/// Builds the simulator with all samples, in which those that do not compile are replaced.
+fn build(copy: &Copy, samples: &mut [Sample]) -> Result<(), Failure> {
     copy.restore()?;
     let mut sources = BTreeMap::new();
-    for file in files {
-        sources.insert(file, fs::read_to_string(copy.path(file))?);
+    for file in samples.iter().flat_map(|sample| sample.machine.paths()) {
+        let source = fs::read_to_string(copy.path(&file))?;
+        sources.insert(file, source);
     }
-    let mut unviable = BTreeSet::new();
     loop {
-        println!(
-            "building the simulator with {} mutants",
-            all.len() - unviable.len()
-        );
+        let chosen = || samples.iter().flat_map(|sample| &sample.chosen);
+        println!("building the simulator with {} mutants", chosen().count());
         let mut ranges = BTreeMap::new();
         for (file, source) in &sources {
-            let is_here = |m: &&Mutant| m.file == *file && !unviable.contains(&m.number);
-            let here: Vec<_> = all.iter().filter(is_here).cloned().collect();
+            let here: Vec<_> = chosen().filter(|m| m.file == *file).cloned().collect();
             let with_switches = switched(source, &here)?;
             let path = copy.path(file);
             if fs::read_to_string(&path)? != with_switches.text {
                 fs::write(path, &with_switches.text)?;
             }
-            ranges.insert(*file, with_switches.ranges);
+            ranges.insert(file.as_str(), with_switches.ranges);
         }
         let mut command = copy.building();
         let out = command.arg("--message-format=json").output()?;
         if out.status.success() {
-            return Ok(unviable);
+            return Ok(());
         }
-        let before = unviable.len();
+        let mut unviable = BTreeSet::new();
         for (file, at) in errors(&String::from_utf8_lossy(&out.stdout)) {
             let ranges = ranges.get(file.as_str()).into_iter().flatten();
             let here = ranges.filter(|(range, _)| range.contains(&at));
             unviable.extend(here.map(|(_, number)| *number));
         }
-        if unviable.len() == before {
+        if unviable.is_empty() {
             let why = String::from_utf8_lossy(&out.stderr).into_owned();
             return Err(format!("the mutants do not compile, for no mutant's fault\n{why}").into());
+        }
+        for sample in &mut *samples {
+            sample.replace(&unviable);
         }
     }
 }
@@ -385,21 +424,54 @@ mod tests {
     #[test]
     fn a_machine_with_too_many_missed_mutants_is_named() {
         let machine = MACHINES[0];
-        let of = |caught, dead, missed, unviable| {
+        let of = |caught, dead, missed| {
             let counts = [
                 ("caught", caught),
                 ("hangs or dies", dead),
                 ("missed", missed),
-                ("unviable", unviable),
             ];
             shortfall(&machine, &counts.into())
         };
-        assert_eq!(of(machine.floor, 0, 5, 0), None);
-        assert_eq!(of(machine.floor - 1, 1, 5, 0), None);
-        assert!(of(machine.floor - 1, 0, 6, 0).is_some());
-        // Fewer compile than must be noticed, and each is.
-        assert_eq!(of(2, 0, 0, 8), None);
-        assert!(of(1, 0, 1, 8).unwrap().contains(machine.name));
+        assert_eq!(of(machine.floor, 0, 5), None);
+        assert_eq!(of(machine.floor - 1, 1, 5), None);
+        assert!(of(machine.floor - 1, 0, 6).is_some());
+        // It has fewer than must be noticed, and each is.
+        assert_eq!(of(2, 0, 0), None);
+        assert!(of(1, 0, 1).unwrap().contains(machine.name));
+    }
+
+    #[test]
+    fn a_mutant_that_does_not_compile_gives_its_place_to_the_next_one() {
+        let mutant = |number| Mutant {
+            number,
+            file: String::new(),
+            place: 0,
+            genre: String::new(),
+            replacement: String::new(),
+            name: String::new(),
+        };
+        let mut sample = Sample {
+            machine: &MACHINES[0],
+            listed: SAMPLE + 3,
+            chosen: Vec::new(),
+            spare: (1..SAMPLE + 3).map(mutant).collect(),
+            unviable: Vec::new(),
+        };
+        sample.fill();
+        assert_eq!((sample.chosen.len(), sample.spare.len()), (SAMPLE, 2));
+        // A number of another machine's is among them.
+        sample.replace(&[3, 4, 99].into());
+        assert_eq!(sample.unviable.len(), 2);
+        let numbers: Vec<_> = sample.chosen.iter().map(|mutant| mutant.number).collect();
+        let viable = (1..SAMPLE + 3).filter(|number| ![3, 4].contains(number));
+        assert_eq!(numbers, viable.collect::<Vec<_>>());
+        assert_eq!(sample.lack(), None);
+        sample.replace(&[SAMPLE + 2].into());
+        let lack = sample.lack().unwrap();
+        assert!(lack.contains(sample.machine.name), "{lack}");
+        // It has no more.
+        sample.listed = SAMPLE - 1;
+        assert_eq!(sample.lack(), None);
     }
 
     #[test]

@@ -69,6 +69,19 @@ pub(crate) const NEEDS: &[Need] = &[
     need("udevadm", "udev", "udev's rules in the guest"),
     need("targetcli", "targetcli-fb", "targetcli in the guest"),
     need("dbus-run-session", "dbus-daemon", "targetcli in the guest"),
+    need("charon-systemd", "charon-systemd", "IPsec in the guest"),
+    need("swanctl", "strongswan-swanctl", "IPsec in the guest"),
+    need(
+        "pki",
+        "strongswan-pki",
+        "certificates for IPsec in the guest",
+    ),
+    // A file of it, as it has no program.
+    need(
+        "/usr/lib/ipsec/plugins/libstrongswan-openssl.so",
+        "libstrongswan-standard-plugins",
+        "the keys of IPsec in the guest",
+    ),
     need("tcpdump", "tcpdump", "captures of the cases"),
     need("tshark", "tshark", "judging the captures of the cases"),
 ];

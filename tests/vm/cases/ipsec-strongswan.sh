@@ -1,0 +1,249 @@
+#: group: ipsec
+#: about: the book: IPsec by strongSwan, as it is written there, carries every protocol and shows nothing
+#: limit: 360
+#: short: yes
+#: packets: 1000
+IQN=iqn.2026-01.com.example:rig
+SRP=srp://10.99.0.2/0 ISER=iser://10.99.0.2/$IQN/0 ISCSI=iscsi://10.99.0.2/$IQN/0
+# What is written, and must not be seen on the wire: 64 KiB of it.
+MARK="a mark that no one else may read"
+printf "%.0s$MARK" {1..2048} >/tmp/marks
+WRITTEN=0
+
+# Two hosts in namespaces of their own, and a switch between them, where packets are seen once and as
+# they are on the wire.
+ipsec_hosts() {
+    local name link address
+    modprobe veth
+    switch 1500
+    PEER=(ip netns exec peer)
+    # The book's rules are for IPv4. Without IPv6 nothing may pass in plain but ARP and IGMP.
+    ip netns exec switch sysctl -qw net.ipv6.conf.all.disable_ipv6=1
+    while read -r name link address; do
+        ip netns add "$name"
+        ip netns exec "$name" sysctl -qw net.ipv6.conf.all.disable_ipv6=1
+        ip link set "$link" netns "$name"
+        # As in `two_hosts`: each segment of UDP is seen by itself.
+        ip -n "$name" link set "$link" mtu 1500 gso_max_segs 1
+        ip -n "$name" addr add "$address/24" dev "$link"
+        ip -n "$name" link set lo up
+        ip -n "$name" link set "$link" up
+    done <<<"peer v1 10.99.0.2
+host v0 10.99.0.1"
+}
+
+ipsec_clean() {
+    set +e
+    [ -z "$TAP" ] || { kill $TAP; wait $TAP; }
+    kill -KILL ${RISERD:-} ${CHARON[*]:-}
+    cp /tmp/taps/*.pcap "$KEEP"
+    ip netns delete host
+    rm -rf /etc/netns /var/lib/riserd /tmp/keys /tmp/taps
+    one_host
+}
+
+# Captures all that passes the switch: tap NAME. In memory, as it is read more than once.
+TAP=
+tap() {
+    TAPPED=$1
+    ip netns exec switch tcpdump -B 65536 -i p0 -s 0 -w "/tmp/taps/$1.pcap" 2>"/tmp/taps/$1" &
+    TAP=$!
+    wait_for 60 grep -q listening "/tmp/taps/$1"
+}
+
+end_tap() {
+    # It gets packets a second late.
+    sleep 1.2
+    kill $TAP
+    wait $TAP || true
+    TAP=
+    grep -q '^0 packets dropped by kernel' "/tmp/taps/$TAPPED" || fail "$(cat "/tmp/taps/$TAPPED")"
+}
+
+# The number of packets in a capture that match a filter, and nothing if tcpdump objects: tapped NAME WORD …
+tapped() {
+    tcpdump -nr "/tmp/taps/$1.pcap" "${@:2}" >/tmp/taps/found 2>/dev/null && wc -l </tmp/taps/found
+}
+
+# Fails if a capture has more than ESP, IKE, ARP and what hosts say of their multicast groups.
+only_esp() {
+    local plain="not esp and not arp and not igmp and not (udp and (port 500 or port 4500))"
+    [ "$(tapped "$1" "$plain")" = 0 ] || fail "$1: in plain: $(tcpdump -c 10 -nr "/tmp/taps/$1.pcap" "$plain")"
+    ! grep -aq "$MARK" "/tmp/taps/$1.pcap" || fail "$1: the mark is seen"
+}
+
+# riser on the host.
+on_host() {
+    RISER_PROVIDER=roce nsenter --net=/run/netns/host "$RISER_BIN/riser" "$@"
+}
+
+# Writes the marks and reads them, by one protocol. Each time the first one gives its place to a number.
+marks() {
+    printf '%-32s' $((++WRITTEN)) | dd of=/tmp/marks conv=notrunc status=none
+    on_host write --overwrite "$1" /tmp/marks
+    on_host read "$1" --length 65536 | cmp - /tmp/marks
+}
+
+# Verified reads and writes, by one protocol.
+verified() {
+    on_host bench --overwrite "$1" --rw randrw --mix 40 --bs 16k --depth 16 --size 4m --warm-up 0 --verify \
+        --timeout 60s "${@:2}"
+}
+
+# Fails if any protocol reaches the target.
+no_way_in() {
+    local pids=() pid
+    for url in $SRP $ISER $ISCSI; do
+        on_host --timeout 3s read "$url" --length 512 >/dev/null 2>&1 &
+        pids+=($!)
+    done
+    for pid in "${pids[@]}"; do
+        ! wait "$pid" || fail "the target can be read"
+    done
+}
+
+# An /etc of its own for an end, with a socket of its own, as both ends are in one guest, and a log.
+strongswan_etc() {
+    mkdir -p "/etc/netns/$1"
+    cp -r /etc/swanctl "/etc/netns/$1"
+    {
+        cat /etc/strongswan.conf
+        printf '%s\n' 'charon-systemd {' \
+            'filelog {' 'rig {' "path = $KEEP/charon-$1.log" 'flush_line = yes' '}' '}' \
+            'plugins {' 'vici {' "socket = unix:///run/$1.vici" '}' '}' '}' \
+            'swanctl {' "socket = unix:///run/$1.vici" '}'
+    } >"/etc/netns/$1/strongswan.conf"
+}
+
+# Puts what the book says where it says: has NAME CONFIGURATION CERTIFICATE
+has() {
+    local etc=/etc/netns/$1/swanctl
+    rm -f "$etc"/{x509,private}/*
+    cp "$2" "$etc/conf.d/storage.conf"
+    cp /tmp/keys/ca.pem "$etc/x509ca"
+    cp "/tmp/keys/$3.pem" "$etc/x509"
+    cp "/tmp/keys/$3.key" "$etc/private"
+}
+
+# What strongswan.service starts, at one end.
+declare -A CHARON
+strongswan() {
+    ip netns exec "$1" charon-systemd >"$KEEP/charon-$1.out" 2>&1 &
+    CHARON[$1]=$!
+    wait_for 60 swan "$1" --stats
+    swan "$1" --load-all --noprompt
+}
+
+# swanctl at one end, without what it says of plugins that are not installed.
+swan() {
+    ip netns exec "$1" swanctl "${@:2}" 2> >(grep -v "failed to load" >&2)
+}
+
+# The identifiers of the host's security associations of ESP.
+spis() {
+    swan host --list-sas | awk '$1 == "in" || $1 == "out" { print $2 }'
+}
+
+# Whether there are others than these. Old ones may still be there for a few seconds.
+has_others_than() {
+    [ -n "$(spis | grep -vF "$1")" ]
+}
+
+trap ipsec_clean EXIT
+mkdir -p /tmp/keys /tmp/taps
+book security "A tunnel" sh >/tmp/keys.sh
+book security "A tunnel" ini | sed -n '/^connections {/,/^}/p' >/tmp/target.conf
+sed 's/10\.99\.0\.2/HOST/; s/10\.99\.0\.1/10.99.0.2/; s/HOST/10.99.0.1/
+    s/target\.pem/host.pem/; s/CN=host/CN=target/' /tmp/target.conf >/tmp/host.conf
+sed 's/host\.pem/other.pem/' /tmp/host.conf >/tmp/other.conf
+cat /tmp/keys.sh /tmp/target.conf /tmp/host.conf
+# And a host that has a certificate, but not that one.
+(
+    cd /tmp/keys
+    . /tmp/keys.sh
+    pki --gen --type ed25519 --outform pem >other.key
+    pki --issue --cacert ca.pem --cakey ca.key --type priv --in other.key --dn CN=other --outform pem >other.pem
+)
+
+ipsec_hosts
+serve <<END
+backends:
+  disk: { kind: ram, size: 8MiB }
+targets:
+  - name: rig
+    iqn: $IQN
+    portals:
+      - { protocol: srp, listen: 10.99.0.2 }
+      - { protocol: iser, listen: 10.99.0.2 }
+      - { protocol: iscsi, listen: 10.99.0.2 }
+    luns: { 0: disk }
+    access: open
+END
+
+# Without a tunnel all of it is seen, so it would be seen if one let it pass.
+tap without
+for url in $SRP $ISER $ISCSI; do marks "$url"; done
+end_tap
+grep -aq "$MARK" /tmp/taps/without.pcap || fail "no mark is seen"
+[ "$(tapped without udp port 4791)" -gt 100 ] || fail "no RDMA is seen"
+[ "$(tapped without tcp port 3260)" -gt 20 ] || fail "no iSCSI is seen"
+
+# With strongSwan on the target only, it takes nothing that comes in plain, and does not answer.
+strongswan_etc peer
+has peer /tmp/target.conf target
+strongswan peer
+tap target
+no_way_in
+end_tap
+[ "$(tapped target src 10.99.0.1 and udp port 4791)" -gt 0 ] || fail "the host has not tried RDMA"
+[ "$(tapped target src 10.99.0.1 and tcp port 3260)" -gt 0 ] || fail "the host has not tried iSCSI"
+[ "$(tapped target src 10.99.0.2 and not arp and not igmp)" = 0 ] || fail "the target answers"
+
+# A certificate of the same authority with another name is not the host's.
+strongswan_etc host
+has host /tmp/other.conf other
+strongswan host
+tap other
+! swan host --initiate --child storage || fail "another host has keys"
+no_way_in
+end_tap
+only_esp other
+[ "$(tapped other src 10.99.0.2 and udp port 4500)" -gt 0 ] || fail "the target has not seen the certificate"
+[ "$(tapped other esp)" = 0 ] && [ -z "$(spis)" ] || fail "another host has keys"
+
+has host /tmp/host.conf host
+swan host --load-all --noprompt
+tap both
+# After a refusal the kernel would not ask for keys for minutes.
+swan host --initiate --child storage
+for url in $SRP $ISER $ISCSI; do marks "$url"; done
+for name in peer host; do
+    sas=$(swan $name --list-sas)
+    echo "$sas"
+    for words in "ESTABLISHED, IKEv2" "INSTALLED, TRANSPORT, ESP:AES_GCM_16-128"; do
+        [[ $sas == *"$words"* ]] || fail "$name: no '$words'"
+    done
+done
+# New keys under load, as there are every hour.
+before=$(spis)
+verified $SRP --runtime 10s &
+LOAD=$!
+sleep 2
+swan host --rekey --child storage
+wait_for 10 has_others_than "$before"
+kill -0 $LOAD || fail "the load is over"
+wait $LOAD || fail "the load met an error"
+verified $ISER --total 1m
+# And new ones after all were given up at the other end.
+before=$(spis)
+swan peer --terminate --ike storage
+verified $ISCSI --total 1m
+has_others_than "$before" || fail "the keys are those that were given up"
+end_tap
+only_esp both
+for address in 10.99.0.1 10.99.0.2; do
+    [ "$(tapped both src $address and esp)" -gt 500 ] || fail "too little ESP from $address"
+    [ "$(tapped both src $address and udp port 500)" -gt 0 ] || fail "no IKE from $address"
+done
+stop_serving
+RISERD=

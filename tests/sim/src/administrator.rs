@@ -194,7 +194,7 @@ impl Administrator {
         }
         if !target.layout.has_target() {
             // Its units are gone, with all that does not persist through power loss.
-            self.ledger.borrow_mut().lose_memory();
+            self.ledger.borrow_mut().lose_memory(now);
             self.model.begin_removal();
         }
         self.denied

@@ -716,13 +716,13 @@ impl World {
                 if !self.plan.may_fail_shutdown() {
                     self.blame(format!("the shutdown failed: {why}"));
                 }
-                self.ledger.borrow_mut().lose_memory();
+                self.ledger.borrow_mut().lose_memory(self.fabric.now());
                 self.model.lose_power();
                 self.network.end_target(true);
             }
             _ => {
                 coverage::note("process", "end", "in good order");
-                self.ledger.borrow_mut().lose_memory();
+                self.ledger.borrow_mut().lose_memory(self.fabric.now());
                 self.model.lose_power();
             }
         }
@@ -989,8 +989,8 @@ impl World {
         }
         self.model.lose_power();
         self.network.end_target(!is_power_cut);
-        self.ledger.borrow_mut().lose_memory();
         let now = self.fabric.now();
+        self.ledger.borrow_mut().lose_memory(now);
         self.administrator.on_end_of_process(&self.target, now);
         self.failed = None;
     }

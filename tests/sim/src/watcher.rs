@@ -76,6 +76,8 @@ pub struct Ledger {
     serials: BTreeMap<&'static str, Vec<u8>>,
     /// Block 0 of the unit in memory: what it may hold.
     ram: Vec<u8>,
+    /// When what was in memory was lost last.
+    lost: Option<Instant>,
     /// When something was done last that those who look may notice.
     noted: Instant,
 }
@@ -92,6 +94,7 @@ impl Ledger {
             }],
             serials: BTreeMap::new(),
             ram: vec![0],
+            lost: None,
             noted: now,
         }
     }
@@ -121,8 +124,9 @@ impl Ledger {
     }
 
     /// What was in memory is lost.
-    pub fn lose_memory(&mut self) {
+    pub fn lose_memory(&mut self, now: Instant) {
         self.ram.push(0);
+        self.lost = Some(now);
     }
 
     /// The layouts that may have been in force at some time between.
@@ -346,6 +350,14 @@ impl Watcher {
 
     fn leave(&mut self, now: Instant) {
         let task = self.task.take();
+        if let Some(task) = task.as_ref().filter(|t| t.look == Look::SerialNumber) {
+            // The target may have identified it all the same.
+            let ledger = self.ledger.borrow();
+            let units = ledger.during(task.begin, now);
+            let units = units.filter_map(|period| period.unit(task.lun));
+            let led_to = self.led_to.entry(task.lun).or_default();
+            led_to.extend(units.map(|unit| unit.backend));
+        }
         // Whether it was written is not known.
         if let Some(Task {
             look: Look::Write(byte),
@@ -726,16 +738,22 @@ impl Watcher {
             return Err(format!("no layout explains GOOD with {data:02x?}"));
         }
         if task.lun == RAM {
-            return judge_memory(&mut ledger, task);
+            return judge_memory(&mut ledger, task, self.since);
         }
         Ok(())
     }
 }
 
-/// Compares what is in memory with what may be there.
-fn judge_memory(ledger: &mut Ledger, task: &Task) -> Result<(), String> {
+/// Compares what is in memory with what may be there, for a session that began at that time: one
+/// that ends with its target may still write to what is lost.
+fn judge_memory(ledger: &mut Ledger, task: &Task, since: Instant) -> Result<(), String> {
     match task.look {
-        Look::Write(byte) => ledger.ram = vec![byte],
+        Look::Write(byte) => {
+            ledger.ram = vec![byte];
+            if ledger.lost.is_some_and(|lost| lost >= since) {
+                ledger.ram.push(0);
+            }
+        }
         Look::Read => {
             let byte = task.data.first().copied().unwrap_or_default();
             if !ledger.ram.contains(&byte) || task.data.iter().any(|other| *other != byte) {

@@ -242,7 +242,11 @@ impl Connection {
                 Some(Event::Ready(tsih, session))
             }
             Ok(LoginStep::Redirect { .. }) => Some(Event::Fault("sent elsewhere".into())),
-            Err(_) => Some(Event::Ended),
+            Err(_) => {
+                // It was never ready.
+                self.retire();
+                Some(Event::Ended)
+            }
         }
     }
 }

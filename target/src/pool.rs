@@ -10,7 +10,8 @@
 //! the owners that have or want some. The first in the line that its share allows has its turn.
 //! Others may still be served before it, as a small request fits where a large one does not; but
 //! when half the pool has gone past it, only the one whose turn it is gets memory. So neither small
-//! nor large requests starve.
+//! nor large requests starve. An owner that had more than its share before the others came is asked
+//! for it: [`Pool::is_owed_by`].
 //!
 //! # Reserve
 //! A command that waits in its task set's order may have its data in a buffer, while the one that
@@ -366,6 +367,12 @@ impl Pool {
     fn is_within_share(&self, owner: Owner, need: usize) -> bool {
         let has = self.owners.get(&owner).map_or(0, |holding| holding.data);
         has == 0 || has + need <= self.size() / self.owners.len().max(1)
+    }
+
+    /// Whether others wait, and this owner has more than its share of what they wait for.
+    pub fn is_owed_by(&self, owner: Owner) -> bool {
+        let mut line = self.line.iter();
+        line.any(|waiter| waiter.owner != owner) && !self.is_within_share(owner, 0)
     }
 
     /// Place in the line of the owner whose turn it is.
@@ -751,6 +758,8 @@ mod tests {
             if left >= 4 {
                 assert!(pool.grant(hog, MIB).is_none(), "it has {left} of 8");
             }
+            assert_eq!(pool.is_owed_by(hog), left > 4, "{left}");
+            assert!(!pool.is_owed_by(other));
         }
         let all = [hog, other].map(|owner| pool.grant(owner, MIB).unwrap());
         all.into_iter().for_each(|buffer| pool.release(buffer));

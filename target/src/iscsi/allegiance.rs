@@ -160,10 +160,15 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Others wait for pool memory: what is kept here, and occupies some, is given up.
+    /// Others wait for pool memory: what is kept here, and occupies some, is given up; what waits
+    /// for the initiator, and has more than its share, has less time.
     pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
-        if matches!(self.phase, Phase::CleanupWait | Phase::Retaining) && self.is_quiet() {
-            self.give_up_memory(cx.pool);
+        match self.phase {
+            Phase::CleanupWait | Phase::Retaining if self.is_quiet() => {
+                self.give_up_memory(cx.pool);
+            }
+            Phase::FullFeature => self.check_data(cx),
+            _ => {}
         }
         self.settle(cx);
     }

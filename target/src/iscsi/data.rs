@@ -15,6 +15,9 @@ use crate::fabric::{CommandFlow as _, End, MAX_DATA_TIMEOUTS, TaskIdx};
 use crate::stats::SessionEvent;
 use crate::warn_limited;
 
+/// Silence after which an initiator has the memory of others no longer.
+const OWED: Duration = Duration::from_secs(5);
+
 impl<D: Datamover> Channel<D> {
     /// A copy of data that come with a command.
     pub(super) fn stage(&mut self, data: &[u8]) -> Vec<u8> {
@@ -286,12 +289,18 @@ impl<D: Datamover> Channel<D> {
     /// that time, but always as long as an initiator may be silent. Data that were moved meanwhile
     /// extend it: see [`Pace`](crate::fabric::Pace).
     ///
+    /// An initiator that has more than its share of the memory that others wait for may be silent for
+    /// [`OWED`] only, in which a lost segment of TCP is sent again several times.
+    ///
     /// The commands concerned are aborted, and the connection is lost: at this point it is not
     /// known what the initiator will still send. So no command waits without limit or keeps its
     /// buffer.
     pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
         self.data_deadline = None;
-        let timeout = self.config.data_out_timeout;
+        let timeout = match cx.pool.is_owed_by(self.backlog.owner()) {
+            true => self.config.data_out_timeout.min(OWED),
+            false => self.config.data_out_timeout,
+        };
         let due = |task: &Task| {
             let waited = Duration::from_millis(task.waited.into());
             let left = (timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);

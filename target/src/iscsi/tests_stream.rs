@@ -16,6 +16,7 @@ use super::fixture::{Received, Rig};
 use super::task::TaskState;
 use super::tests::{data_in, r2t, rejected, sense, status, tmf_status};
 use crate::fabric::TaskRef;
+use crate::pool::Owner;
 use crate::stats::SessionEvent;
 use riser_test_peers::pdus::scsi_command;
 
@@ -689,6 +690,30 @@ fn an_initiator_that_falls_silent_in_the_middle_holds_nothing_for_ever() {
     }
     assert!(rig.disconnected);
     assert_eq!(rig.gate.unit.tasks(), 0);
+}
+
+/// Nor one that has what others wait for, for so long as one that is in nobody's way.
+#[test]
+fn an_initiator_that_falls_silent_with_the_memory_of_others_is_given_up_sooner() {
+    for others_wait in [false, true] {
+        let mut rig = Rig::logged_in("");
+        assert_eq!(r2ts(&rig.write(1, BLOCKS, &[], true)).len(), 1);
+        let owner = Owner(rig.channel.channel().config().serial);
+        let more = std::iter::from_fn(|| rig.pool.grant(owner, 4096));
+        let more: Vec<_> = more.collect();
+        if others_wait {
+            rig.pool.wait(Owner(owner.0 + 1));
+        }
+        rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+        for n in 0..4 {
+            rig.wait(Duration::from_secs(2));
+            rig.nop(1000 + n, b"");
+        }
+        assert_eq!(rig.disconnected, others_wait);
+        rig.pool.leave_line(Owner(owner.0 + 1));
+        more.into_iter().for_each(|buffer| rig.pool.release(buffer));
+        rig.end();
+    }
 }
 
 /// Pieces that come just in time do not add up: others may wait for the command.

@@ -349,6 +349,10 @@ impl Watcher {
     }
 
     fn leave(&mut self, now: Instant) {
+        if self.connection.is_some() && !self.is_up {
+            // The target may have answered the login all the same.
+            self.take_units(now);
+        }
         let task = self.task.take();
         if let Some(task) = task.as_ref().filter(|t| t.look == Look::SerialNumber) {
             // The target may have identified it all the same.

@@ -29,6 +29,7 @@ use super::listener::TcpListener;
 use super::mail::Mail;
 use crate::fabric::ConnRef;
 use crate::iscsi::{Action, Phase};
+use crate::pool::Owner;
 use socket::Listener;
 
 /// Sockets of a worker: those that listen, and what waits for the ring.
@@ -92,16 +93,19 @@ impl Worker {
         self.terminate_all(detached.terminate);
     }
 
-    /// A connection waits for pool memory: those that are lost keep none.
+    /// A connection waits for pool memory: those that are lost keep none, and those that have more
+    /// than their share are waited for less. RDMA waits for no initiator that long.
     pub(super) fn relieve_pool(&mut self) {
-        let is_lost = |conn: &Conn<Fabric>| match &conn.fabric {
-            Fabric::Tcp(tcp) => {
-                let phase = tcp.channel.channel().phase();
-                matches!(phase, Phase::CleanupWait | Phase::Retaining)
-            }
+        let pool = &self.pool;
+        let has_some = |conn: &Conn<Fabric>| match &conn.fabric {
+            Fabric::Tcp(tcp) => match tcp.channel.channel().phase() {
+                Phase::CleanupWait | Phase::Retaining => true,
+                Phase::FullFeature => pool.is_owed_by(Owner(conn.serial())),
+                _ => false,
+            },
             _ => false,
         };
-        for key in self.conns.keys(is_lost) {
+        for key in self.conns.keys(has_some) {
             self.with_tcp(key, |ch, cx| ch.channel_mut().handle_pressure(cx));
         }
     }

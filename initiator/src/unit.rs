@@ -317,6 +317,8 @@ pub struct Evidence {
     /// A connection was refused.
     pub refused: bool,
     is_logged_in: bool,
+    /// Whether the last login followed what may have been a restart.
+    was_reboot: bool,
     power_on: bool,
     nexus_loss: bool,
 }
@@ -324,8 +326,19 @@ pub struct Evidence {
 impl Evidence {
     /// A login has succeeded, after this outage if that is known.
     pub fn on_login(&mut self, outage: Option<Duration>) {
-        self.outage = outage;
-        self.is_logged_in = true;
+        if self.is_logged_in {
+            // What the login before has shown stays true. A nexus whose loss is reported from now on
+            // may be the one of that login.
+            self.power_on |= self.was_reboot && !self.nexus_loss;
+            self.nexus_loss = false;
+        }
+        (self.outage, self.is_logged_in) = (outage, true);
+        self.was_reboot = self.is_reboot();
+    }
+
+    fn is_reboot(&self) -> bool {
+        let is_reboot = |outage| self.refused || outage > REBOOT;
+        self.outage.is_some_and(is_reboot)
     }
 
     /// A login failed, or a connection was lost, for this reason.
@@ -361,9 +374,7 @@ impl Evidence {
         if was.is_some() || is.is_some() {
             return was != is;
         }
-        let is_reboot = |outage| self.refused || outage > REBOOT;
-        let is_reboot = self.outage.is_some_and(is_reboot);
-        self.power_on || (is_reboot && !self.nexus_loss)
+        self.power_on || (self.is_reboot() && !self.nexus_loss)
     }
 }
 
@@ -654,6 +665,31 @@ mod tests {
         reset.on_login(Some(Duration::from_millis(1)));
         see(&mut reset, &[7]);
         assert!(is_lost(reset));
+    }
+
+    /// The nexus that the second login hears of is that of the first one, after the restart.
+    #[test]
+    fn a_second_login_does_not_undo_what_the_first_one_has_shown() {
+        let is_lost = |e: Evidence| e.is_cache_lost(None, None);
+        let mut away = Evidence::default();
+        away.on_login(Some(Duration::from_secs(60)));
+        // Its unit was not ready yet.
+        away.on_login(Some(Duration::from_secs(61)));
+        see(&mut away, &[7]);
+        assert!(is_lost(away));
+        let mut refused = Evidence::default();
+        refused.on_down(Down::Connect(ConnectError::Tcp(111)));
+        refused.on_login(Some(Duration::from_secs(1)));
+        refused.on_login(Some(Duration::from_secs(2)));
+        see(&mut refused, &[7]);
+        assert!(is_lost(refused));
+        // A target that had been there all the time.
+        let mut there = Evidence::default();
+        there.on_login(Some(Duration::from_secs(60)));
+        see(&mut there, &[7]);
+        there.on_login(Some(Duration::from_secs(61)));
+        see(&mut there, &[7]);
+        assert!(!is_lost(there));
     }
 
     #[test]

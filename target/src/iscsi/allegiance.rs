@@ -134,6 +134,8 @@ impl<D: Datamover> Channel<D> {
             self.allegiance.silent = true;
             self.allegiance.detached = true;
             self.allegiance.by_itself = true;
+            // It does not learn any more how these end.
+            self.answer_logouts_of_others(LogoutStatus::CleanupFailed);
             self.answer_logout(itt, LogoutStatus::Closed);
             return self.close(cx.now);
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use riser_scsi::iscsi::login::{CompletedLogin, Gatekeeper, Identity, Outcome, Refusal, Terms};
-use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginStatus};
+use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginStatus, LogoutStatus};
 use riser_scsi::iscsi::{CmdSn, Tsih};
 use riser_scsi::nexus::NexusId;
 use riser_state::become_state;
@@ -110,7 +110,7 @@ impl<D: Datamover> Channel<D> {
     /// The others that this connection waits for hold nothing any more.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.awaits_others = false;
-        self.answer_logouts_of_others();
+        self.answer_logouts_of_others(LogoutStatus::Closed);
         if self.phase == Phase::Joining {
             // The initiator could not but be silent while it waited.
             self.last_input = cx.now;

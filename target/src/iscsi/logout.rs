@@ -67,6 +67,8 @@ impl<D: Datamover> Channel<D> {
             }
             LogoutReason::CloseSession | LogoutReason::CloseConnection => {}
         }
+        // Their answers come first, and the session survives their end as long as it is awaited.
+        self.awaits_others |= !self.logouts.is_empty();
         self.ends_session =
             request.reason == LogoutReason::CloseSession || !self.window().is_unordered();
         self.ended.get_or_insert(Parting::Logout);
@@ -97,10 +99,10 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// The connections that were logged out hold nothing any more.
-    pub(super) fn answer_logouts_of_others(&mut self) {
+    /// Answers the logouts of other connections.
+    pub(super) fn answer_logouts_of_others(&mut self, status: LogoutStatus) {
         for itt in std::mem::take(&mut self.logouts) {
-            self.answer_logout(itt, LogoutStatus::Closed);
+            self.answer_logout(itt, status);
         }
     }
 

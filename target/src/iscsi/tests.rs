@@ -508,6 +508,33 @@ fn a_logout_of_the_session_waits_for_its_other_connections() {
     rig.end();
 }
 
+#[test]
+fn a_connection_that_has_logged_out_another_one_waits_for_that_before_it_leaves() {
+    let mut rig = Rig::logged_in("MaxConnections=4\0");
+    let logout = |tag, cid| {
+        FromInitiator::LogoutRequest(LogoutRequest {
+            immediate: true,
+            reason: LogoutReason::CloseConnection,
+            itt: Itt(tag),
+            cid: Cid(cid),
+            cmd_sn: CmdSn(0),
+            exp_stat_sn: StatSn(0),
+        })
+    };
+    rig.gate.others.push(Cid(3));
+    assert!(rig.send(&logout(9, 3), &[]).is_empty());
+    let early = rig.send(&logout(10, 0), &[]);
+    assert!(early.is_empty(), "{early:?}");
+    let received = rig.with(TcpChannel::handle_others_gone);
+    let tag = |one: &Received| match &one.0 {
+        FromTarget::LogoutResponse(response) => Some(response.itt),
+        _ => None,
+    };
+    let tags: Vec<_> = received.iter().filter_map(tag).collect();
+    assert_eq!(tags, [Itt(9), Itt(10)]);
+    rig.end();
+}
+
 /// An acknowledgment of every status before a number.
 fn acknowledgment(exp: u32) -> FromInitiator {
     FromInitiator::NopOut(NopOut {

@@ -375,13 +375,14 @@ impl IscsiSessions {
         entry.connections.push(Connection::new(new));
         let waits = !replaced.is_empty();
         let grant = entry.grant(tsih, replaced, waits);
-        table.waits.wait_for(&grant.replaced, new.channel);
+        let ending = Ending::of_reinstatement(&grant.session.params);
+        table.wait_for_end(&grant.replaced, new.channel, ending);
         Ok((grant, self.guard(tsih, new.channel)))
     }
 
     /// Returns the other connections of a session, which are to end; `channel` waits for them.
     pub fn end_others(&self, tsih: Tsih, channel: ConnRef) -> Vec<ConnRef> {
-        self.wait_for_others(tsih, channel, |_| true)
+        self.wait_for_others(tsih, channel, Ending::Terminate, |_| true)
     }
 
     /// Returns the other connections of a session with a number, which are to end in this way;
@@ -393,7 +394,7 @@ impl IscsiSessions {
         cid: Cid,
         ending: Ending,
     ) -> Vec<ConnRef> {
-        self.wait_for_others(tsih, channel, |c| {
+        self.wait_for_others(tsih, channel, ending, |c| {
             let is_over = ending == Ending::Detach && c.standing == ConnectionStanding::Detached;
             c.cid == cid && !is_over
         })
@@ -403,6 +404,7 @@ impl IscsiSessions {
         &self,
         tsih: Tsih,
         channel: ConnRef,
+        ending: Ending,
         is_meant: impl Fn(&Connection) -> bool,
     ) -> Vec<ConnRef> {
         let mut table = self.lock();
@@ -411,7 +413,7 @@ impl IscsiSessions {
         };
         let others = entry.connections.iter().filter(|c| c.channel != channel);
         let found: Vec<_> = others.filter(|c| is_meant(c)).map(|c| c.channel).collect();
-        table.waits.wait_for(&found, channel);
+        table.wait_for_end(&found, channel, ending);
         found
     }
 
@@ -445,8 +447,8 @@ impl IscsiSessions {
             return Left::default();
         };
         entry.set_standing(channel, ConnectionStanding::Detached);
-        let (own, terminate): (Vec<_>, _) = (entry.channels().collect(), entry.surplus());
-        let notify = table.waits.end_for(&own, channel);
+        let terminate = entry.surplus();
+        let notify = table.waits.free(channel);
         Left { notify, terminate }
     }
 
@@ -554,6 +556,14 @@ impl Session {
 }
 
 impl Table {
+    /// A connection waits for the end of others.
+    fn wait_for_end(&mut self, others: &[ConnRef], who: ConnRef, ending: Ending) {
+        match ending {
+            Ending::Terminate => self.waits.wait_for(others, who),
+            Ending::Detach => self.waits.wait_until_free(others, who),
+        }
+    }
+
     fn entry_of(&self, key: &SessionKey, tsih: Tsih) -> Result<&Entry, LoginStatus> {
         let current = self.current.get(key).filter(|known| **known == tsih);
         let entry = current.and_then(|tsih| self.entries.get(tsih));
@@ -907,6 +917,23 @@ mod tests {
         assert_eq!(budget.sessions(), 1);
         let _ = log_out(one);
         assert_eq!(budget.sessions(), 0);
+    }
+
+    /// What it has at a device must not overtake what follows the answer.
+    #[test]
+    fn a_logout_of_the_session_waits_on_for_a_connection_that_is_detached_meanwhile() {
+        let (sessions, budget) = (IscsiSessions::default(), Budget::default());
+        let key = bare(1).key;
+        let (tsih, one, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+        let (two, _) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
+        sessions.lose(tsih, channel(1));
+        let removed = sessions.end_other(tsih, channel(2), Cid(0), Ending::Detach);
+        assert_eq!(removed, [channel(1)]);
+        assert_eq!(sessions.end_others(tsih, channel(2)), [channel(1)]);
+        let detached = sessions.detached(tsih, channel(1));
+        assert!(detached.notify.is_empty(), "its commands are there still");
+        assert_eq!(lose(one).notify, [channel(2)]);
+        let _ = log_out(two);
     }
 
     /// A connection may become free for others of its session before it hears that a newer login has

@@ -12,6 +12,8 @@ use crate::fabric::ConnRef;
 struct Wait {
     on: ConnRef,
     who: ConnRef,
+    /// Or until others of its session may have its commands.
+    until_free: bool,
 }
 
 /// The channels that wait for others. Bounded by the number of channels: a pair for each.
@@ -22,12 +24,27 @@ impl Waits {
     /// A channel waits until these are gone, for each of them once, however often that is asked
     /// for.
     pub(super) fn wait_for(&mut self, others: &[ConnRef], who: ConnRef) {
+        self.enter(others, who, false);
+    }
+
+    /// A channel waits until others may have the commands of these.
+    pub(super) fn wait_until_free(&mut self, others: &[ConnRef], who: ConnRef) {
+        self.enter(others, who, true);
+    }
+
+    fn enter(&mut self, others: &[ConnRef], who: ConnRef, until_free: bool) {
         // Two that wait for each other, as after crossing logouts, would else have the one that is
         // left wait for itself.
-        let others = others.iter().filter(|on| **on != who);
-        for wait in others.map(|on| Wait { on: *on, who }) {
-            if !self.0.contains(&wait) {
-                self.0.push(wait);
+        for on in others.iter().copied().filter(|on| *on != who) {
+            let mut known = self.0.iter_mut();
+            match known.find(|wait| (wait.on, wait.who) == (on, who)) {
+                // Gone is more than free.
+                Some(wait) => wait.until_free &= until_free,
+                None => self.0.push(Wait {
+                    on,
+                    who,
+                    until_free,
+                }),
             }
         }
     }
@@ -69,19 +86,13 @@ impl Waits {
         heirs.into_iter().filter(is_free).collect()
     }
 
-    /// These channels wait no longer for one that still is there. Returns those that have nothing
+    /// Others may have the commands of a channel that still is there. Returns those that have nothing
     /// left to wait for.
-    pub(super) fn end_for(&mut self, heirs: &[ConnRef], on: ConnRef) -> Vec<ConnRef> {
-        let is_over = |wait: &Wait| wait.on == on && heirs.contains(&wait.who);
-        let over: Vec<_> = self
-            .0
-            .iter()
-            .filter(|w| is_over(w))
-            .map(|w| w.who)
-            .collect();
-        self.0.retain(|wait| !is_over(wait));
-        let is_free = |who: &ConnRef| !self.is_waiting(*who);
-        over.into_iter().filter(is_free).collect()
+    pub(super) fn free(&mut self, on: ConnRef) -> Vec<ConnRef> {
+        let is_over = |wait: &Wait| wait.on == on && wait.until_free;
+        let over: Vec<_> = self.0.extract_if(.., |wait| is_over(wait)).collect();
+        let over = over.into_iter().map(|wait| wait.who);
+        over.filter(|who| !self.is_waiting(*who)).collect()
     }
 
     fn of(&self, who: ConnRef) -> impl Iterator<Item = ConnRef> + '_ {

@@ -44,6 +44,8 @@ struct Member {
     /// Time at which the target was last heard of on the path, while it is not known to be the
     /// same.
     heard: Option<Instant>,
+    /// Time of its last login.
+    login: Option<Instant>,
 }
 
 impl Member {
@@ -98,8 +100,10 @@ impl Member {
         let was = before.generation.map(Some).or(own).or(before.cache);
         let mut evidence = std::mem::take(&mut self.evidence);
         if own.is_none() {
-            evidence.outage = before.outage;
-            evidence.refused = before.refused;
+            // What it has seen by itself, such as the greeting of its first login, says nothing of a
+            // cache that only others have used.
+            evidence = Evidence::default();
+            (evidence.outage, evidence.refused) = (before.outage, before.refused);
         }
         self.heard = None;
         was.filter(|was| evidence.is_cache_lost(*was, is))
@@ -155,6 +159,7 @@ impl PathsLink {
             cache: None,
             evidence: Evidence::default(),
             heard: None,
+            login: None,
         };
         Self {
             machine,
@@ -187,7 +192,9 @@ impl PathsLink {
         self.machine.handle_timeout(cx.now);
     }
 
-    fn before(&self, now: Instant) -> Before {
+    /// What was known before the last login of a path.
+    fn before(&self, path: PathIndex) -> Before {
+        let login = self.members[usize::from(path.0)].login;
         let used = || self.members.iter().filter(|m| m.cache.is_some());
         // One that was not lost is heard of still.
         let heard: Option<Vec<_>> = used().map(|m| m.heard).collect();
@@ -196,7 +203,8 @@ impl PathsLink {
             cache: used().find_map(|m| m.cache),
             outage: heard
                 .and_then(|all| all.into_iter().max())
-                .map(|heard| now - heard),
+                .zip(login)
+                .map(|(heard, login)| login.saturating_duration_since(heard)),
             refused: used().any(|m| m.evidence.refused),
         }
     }
@@ -229,6 +237,7 @@ impl<E: Env> Driver<E> {
                     let member = link.member(path);
                     let outage = member.heard.map(|heard| now - heard);
                     member.evidence.on_login(outage);
+                    member.login = Some(now);
                     link.machine.handle_live(path, port);
                 }),
                 Input::Closed(paths, path, why, heard) => self.on_paths(paths, now, |link, _| {
@@ -424,7 +433,7 @@ impl<E: Env> Driver<E> {
         let view = link.machine.views().nth(path.0.into());
         let is_good = view.is_some_and(|v| matches!(v.state, PathState::Live | PathState::Standby));
         if is_answered && is_good {
-            self.settle_path(index, path, now);
+            self.settle_path(index, path);
         }
         // A session whose unit was not identified holds its requests back, so it ends instead.
         if let Some(member) = session.and_then(|key| self.find(key)) {
@@ -440,11 +449,11 @@ impl<E: Env> Driver<E> {
     }
 
     /// A path is in use again: counts what its target may have lost meanwhile.
-    fn settle_path(&mut self, index: usize, path: PathIndex, now: Instant) {
+    fn settle_path(&mut self, index: usize, path: PathIndex) {
         let Some(link) = self.sessions[index].link.paths_mut() else {
             return;
         };
-        let (lun, before) = (link.lun, link.before(now));
+        let (lun, before) = (link.lun, link.before(path));
         let found = link.member(path).check.found();
         let (is, is_on) = (found.cache, found.write_cache);
         let lost = link.member(path).settle(before);

@@ -391,7 +391,7 @@ impl<E: Env> Driver<E> {
         let session = &mut self.sessions[index];
         // One that did not answer is asked after the next login, by what was seen until then.
         let is_open = session.units.iter().any(|u| u.is_checking || u.is_lost);
-        if is_open || session.is_away {
+        if is_open || (session.is_away && !session.units.is_empty()) {
             return;
         }
         (session.evidence, session.heard) = Default::default();
@@ -733,8 +733,15 @@ mod tests {
     /// before.
     #[test]
     fn a_cache_lost_with_the_path_in_use_is_noticed_on_one_that_never_was() {
-        // A host that has restarted, and a connection that has flapped.
-        for (outage, is_lost) in [(60, true), (1, false)] {
+        // Whether the path in use is lost, the code of the greeting, the seconds until the login and
+        // until the check has ended. A host that has restarted, a connection that has flapped, a check
+        // that takes long, and a path in use all the time.
+        for (a_is_lost, greeting, login, checked, is_lost) in [
+            (true, 0, 60, 60, true),
+            (true, 0, 1, 1, false),
+            (true, 0, 15, 25, false),
+            (false, 1, 3600, 3600, false),
+        ] {
             let (a, b) = (PathIndex(0), PathIndex(1));
             let group = Some(PortTag::Group(1));
             let now = Instant::now();
@@ -777,24 +784,27 @@ mod tests {
             };
             driver.watch(key.index, watch, now);
             write(&mut driver, key, now);
-            let lost = Input::Closed(key, a, Down::ConnectionLost, Some(now));
-            driver.inputs.push_back(lost);
-            driver.run_paths(now);
-            let later = now + Duration::from_secs(outage);
+            if a_is_lost {
+                let lost = Input::Closed(key, a, Down::ConnectionLost, Some(now));
+                driver.inputs.push_back(lost);
+                driver.run_paths(now);
+            }
+            let [login, checked] = [login, checked].map(|at| now + Duration::from_secs(at));
             let link = &mut driver.sessions[key.index].link;
-            link.machine().handle_timeout(later);
-            driver.drain(key.index, later);
+            link.machine().handle_timeout(login);
+            driver.drain(key.index, login);
             driver.inputs.push_back(Input::Live(key, b, group));
             // What a target greets each new nexus with says nothing.
             let greeting = AdditionalSense {
                 code: 0x29,
-                qualifier: 0,
+                qualifier: greeting,
             };
             driver.inputs.push_back(Input::Attention(key, b, greeting));
-            driver.run_paths(later);
-            identify_on(&mut driver, &pool, (key, b), true, later);
-            let flushed = flush(&mut driver, key, later);
-            assert_eq!(flushed.is_err(), is_lost, "{outage} s: {flushed:?}");
+            driver.run_paths(login);
+            identify_on(&mut driver, &pool, (key, b), true, checked);
+            let flushed = flush(&mut driver, key, checked);
+            let when = (login - now, checked - now);
+            assert_eq!(flushed.is_err(), is_lost, "{when:?}: {flushed:?}");
         }
     }
 
@@ -911,6 +921,21 @@ mod tests {
         identify_unit(&mut driver, &pool, (key, 0), answer, later);
         let flushed = flush(&mut driver, key, later);
         assert_eq!(flushed, Err(RequestError::CacheLost));
+    }
+
+    #[test]
+    fn a_session_without_users_of_its_units_is_not_held_for_ever() {
+        let now = Instant::now();
+        // Its unit's owner is gone; a check is due, and the session is held.
+        let (mut driver, key) = driver(now);
+        let down = SessionEvent::Reconnecting(Down::ConnectionLost);
+        driver.handle_event(key.index, down, now);
+        driver.run_paths(now);
+        assert!(driver.sessions[key.index].units.is_empty());
+        driver.handle_event(key.index, SessionEvent::Live, now);
+        driver.run_paths(now);
+        // The sign that it was released.
+        assert!(driver.sessions[key.index].heard.is_none());
     }
 
     #[test]

@@ -297,9 +297,15 @@ impl<D: Datamover> Channel<D> {
     /// buffer.
     pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
         self.data_deadline = None;
-        let timeout = match cx.pool.is_owed_by(self.backlog.owner()) {
-            true => self.config.data_out_timeout.min(OWED),
-            false => self.config.data_out_timeout,
+        let timeout = self.config.data_out_timeout;
+        let patience = match cx.pool.is_owed_by(self.backlog.owner()) {
+            true => timeout.min(OWED),
+            false => timeout,
+        };
+        // What asks for data goes behind what is queued: until then, taking that is progress.
+        let last_heard = match self.mover.queued() {
+            0 => self.last_data,
+            _ => self.last_data.max(self.last_taken),
         };
         let due = |task: &Task| {
             let waited = Duration::from_millis(task.waited.into());
@@ -307,9 +313,9 @@ impl<D: Datamover> Channel<D> {
             let last = match task.state {
                 TaskState::Sent => return self.pace.due(task.wait, left.max(SILENCE)),
                 TaskState::Send => self.last_taken,
-                _ => self.last_data,
+                _ => last_heard,
             };
-            let silent = last.max(task.wait.since) + timeout;
+            let silent = last.max(task.wait.since) + patience;
             silent.min(self.pace.due(task.wait, left))
         };
         let waiting = self.tasks.iter().filter(|task| task.waits_for_initiator());

@@ -716,6 +716,54 @@ fn an_initiator_that_falls_silent_with_the_memory_of_others_is_given_up_sooner()
     }
 }
 
+/// One that sends all the time is not silent, however slow it is: here 1 MiB/s.
+#[test]
+fn a_slow_initiator_is_not_cut_because_others_begin_to_wait() {
+    let data = vec![1; 255 * 512];
+    let mut rig = rig("");
+    let mut asked = r2ts(&rig.write(1, 255, &[], true));
+    for _ in 0..25 {
+        rig.channel.channel_mut().pace.on_moved(3 << 20);
+        rig.wait(Duration::from_secs(3));
+        let next = asked.pop().unwrap();
+        asked = r2ts(&give(&mut rig, next, &data));
+    }
+    assert!(!rig.disconnected);
+    let owner = Owner(rig.channel.channel().config().serial);
+    let more: Vec<_> = std::iter::from_fn(|| rig.pool.grant(owner, 4096)).collect();
+    rig.pool.wait(Owner(owner.0 + 1));
+    rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    assert!(!rig.disconnected, "data came this very moment");
+    rig.pool.leave_line(Owner(owner.0 + 1));
+    more.into_iter().for_each(|buffer| rig.pool.release(buffer));
+    rig.end();
+}
+
+/// One that takes what lies before an R2T has not got that yet.
+#[test]
+fn an_initiator_that_has_not_got_the_r2t_is_not_silent() {
+    let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=512\0");
+    rig.stalled = true;
+    // In several batches, of which the last one has the R2T.
+    rig.read(1, 0, 255);
+    rig.write(2, 1, &[], true);
+    let owner = Owner(rig.channel.channel().config().serial);
+    let more: Vec<_> = std::iter::from_fn(|| rig.pool.grant(owner, 4096)).collect();
+    rig.pool.wait(Owner(owner.0 + 1));
+    rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    let mut asked = Vec::new();
+    while asked.is_empty() {
+        asked = r2ts(&rig.poll_sent());
+        rig.wait(Duration::from_secs(2));
+        assert!(!rig.disconnected, "it has taken data two seconds ago");
+        rig.with(|ch, cx| ch.handle_sent(cx, true));
+    }
+    rig.pool.leave_line(Owner(owner.0 + 1));
+    more.into_iter().for_each(|buffer| rig.pool.release(buffer));
+    rig.stalled = false;
+    rig.end();
+}
+
 /// Pieces that come just in time do not add up: others may wait for the command.
 #[test]
 fn all_later_pieces_have_one_limit() {

@@ -75,15 +75,16 @@ impl Waits {
     ///
     /// A channel that waited for it also waits for what it waited for itself, since that is older.
     pub(super) fn end(&mut self, gone: ConnRef) -> Vec<ConnRef> {
-        let still: Vec<_> = self.of(gone).collect();
-        let heirs = self.0.iter().filter(|wait| wait.on == gone);
-        let heirs: Vec<_> = heirs.map(|wait| wait.who).collect();
-        self.0.retain(|wait| wait.on != gone && wait.who != gone);
+        let still: Vec<_> = self.0.extract_if(.., |wait| wait.who == gone).collect();
+        let heirs: Vec<_> = self.0.extract_if(.., |wait| wait.on == gone).collect();
         for heir in &heirs {
-            self.wait_for(&still, *heir);
+            for wait in &still {
+                let until_free = heir.until_free && wait.until_free;
+                self.enter(&[wait.on], heir.who, until_free);
+            }
         }
-        let is_free = |heir: &ConnRef| !self.is_waiting(*heir);
-        heirs.into_iter().filter(is_free).collect()
+        let heirs = heirs.into_iter().map(|heir| heir.who);
+        heirs.filter(|who| !self.is_waiting(*who)).collect()
     }
 
     /// Others may have the commands of a channel that still is there. Returns those that have nothing
@@ -119,6 +120,19 @@ mod tests {
         assert_eq!(waits.0.len(), 1);
         assert_eq!(waits.end(first), [third]);
         assert_eq!(waits.0.len(), 0);
+    }
+
+    #[test]
+    fn an_heir_in_the_session_waits_only_until_a_channel_is_free() {
+        let [lost, second, third, login] = [1, 2, 3, 4].map(|serial| ConnRef { worker: 0, serial });
+        let mut waits = Waits::default();
+        waits.wait_until_free(&[lost], second);
+        waits.wait_until_free(&[lost, second], third);
+        // A new session, until the end.
+        waits.wait_for(&[lost, second], login);
+        assert_eq!(waits.end(second), []);
+        assert_eq!(waits.free(lost), [third]);
+        assert_eq!(waits.end(lost), [login]);
     }
 
     /// Connections of one session end each other, and a login replaces both.

@@ -316,12 +316,8 @@ fn the_service_manager_is_notified() {
         let len = manager.recv(&mut message).unwrap();
         String::from_utf8_lossy(&message[..len]).into_owned()
     };
-    let mut command = Command::new(&*RISERD);
-    command
-        .args(["run", "--config"])
-        .arg(daemon.dir.join("riserd.yaml"))
-        .env("NOTIFY_SOCKET", &path)
-        .stderr(Stdio::null());
+    let mut command = daemon.command(&daemon.config());
+    command.env("NOTIFY_SOCKET", &path).stderr(Stdio::null());
     daemon.spawn(command);
     assert_eq!(next().trim(), "READY=1");
     for _ in 0..2 {

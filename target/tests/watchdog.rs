@@ -5,11 +5,11 @@
 
 use std::io;
 use std::os::unix::net::UnixDatagram;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::ptr;
 use std::time::Duration;
 
-use riser_testkit::daemon::{Daemon, RISERD};
+use riser_testkit::daemon::Daemon;
 
 /// How long the manager would wait.
 const LIMIT: Duration = Duration::from_millis(400);
@@ -72,10 +72,8 @@ fn one_worker_that_hangs_silences_the_daemon_until_it_goes_on() {
         let len = manager.recv(&mut message).ok()?;
         Some(String::from_utf8_lossy(&message[..len]).trim().to_owned())
     };
-    let mut command = Command::new(&*RISERD);
+    let mut command = daemon.command(&file);
     command
-        .args(["run", "--config"])
-        .arg(&file)
         .env("NOTIFY_SOCKET", &path)
         .env("WATCHDOG_USEC", LIMIT.as_micros().to_string())
         .stderr(Stdio::null());

@@ -8,6 +8,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use crate::eventually;
+use crate::programs::{give, without_rights};
 
 /// The path of `riserd`, which Cargo builds for the tests of its package before it runs them.
 pub static RISERD: LazyLock<String> = LazyLock::new(|| {
@@ -55,14 +56,24 @@ impl Daemon {
         daemon
     }
 
+    /// The program, about to run [`WITHOUT_RIGHTS`](crate::programs::WITHOUT_RIGHTS) with this
+    /// configuration, as the service does. All that is in its directory belongs to it.
+    pub fn command(&self, config: &Path) -> Command {
+        give(&self.dir);
+        let mut command = without_rights(&*RISERD);
+        command.args(["run", "--config"]).arg(config);
+        command
+    }
+
+    /// The file of its configuration.
+    pub fn config(&self) -> PathBuf {
+        self.dir.join("riserd.yaml")
+    }
+
     /// Starts the program, and waits until it serves.
     pub fn run(&mut self, more: &[&str]) {
-        let mut command = Command::new(&*RISERD);
-        command
-            .args(["run", "--config"])
-            .arg(self.dir.join("riserd.yaml"))
-            .args(more)
-            .stderr(self.stderr());
+        let mut command = self.command(&self.config());
+        command.args(more).stderr(self.stderr());
         self.spawn(command);
     }
 
@@ -108,7 +119,7 @@ impl Daemon {
             self.socket().display(),
             self.dir.join("state").display()
         );
-        std::fs::write(self.dir.join("riserd.yaml"), text).unwrap();
+        std::fs::write(self.config(), text).unwrap();
     }
 
     /// Where its log is, if it is kept.

@@ -55,17 +55,19 @@ const NOBODY: u32 = 65534;
 
 /// Words before a program that run it as a user without capabilities, with as much locked memory as
 /// the service may have if this process may give it so much. None where it is not root, or where
-/// that user cannot run the programs.
+/// that user cannot run programs where they are.
 pub static WITHOUT_RIGHTS: LazyLock<Vec<String>> = LazyLock::new(|| {
     let user = format!(
         "setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups --inh-caps=-all \
          --bounding-set=-all"
     );
     let memory = "prlimit --memlock=unlimited:unlimited";
+    // In a folder below that of the programs, which need not be built yet.
+    let test = std::env::current_exe().expect("a test has a name");
     let can_run = |words: &Vec<String>| {
         let mut attempt = Command::new(&words[0]);
-        attempt.args(&words[1..]).arg(folder().join("riserd"));
-        let output = attempt.arg("--version").stdin(Stdio::null()).output();
+        attempt.args(&words[1..]).args(["test", "-x"]).arg(&test);
+        let output = attempt.stdin(Stdio::null()).output();
         output.is_ok_and(|output| output.status.success())
     };
     let ways = [format!("{memory} {user}"), user];
@@ -142,7 +144,6 @@ pub struct Pair {
     programs: PathBuf,
     daemon: Option<Child>,
     network: u8,
-    has_rights: bool,
 }
 
 impl Pair {
@@ -157,16 +158,6 @@ impl Pair {
     /// portals, beside its name and its one logical unit: to all initiators, unless they have rules.
     #[must_use]
     pub fn with_target(network: u8, backend: &str, target: &str) -> Self {
-        Self::start(network, backend, target, true)
-    }
-
-    /// The same with a riserd [`WITHOUT_RIGHTS`], as the service is.
-    #[must_use]
-    pub fn without_rights(network: u8, backend: &str, target: &str) -> Self {
-        Self::start(network, backend, target, false)
-    }
-
-    fn start(network: u8, backend: &str, target: &str, has_rights: bool) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let programs = folder();
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -191,25 +182,18 @@ impl Pair {
             programs,
             daemon: None,
             network,
-            has_rights,
         };
         pair.serve();
         pair
     }
 
-    /// Starts riserd, again if it was ended.
+    /// Starts riserd [`WITHOUT_RIGHTS`], as the service is, again if it was ended.
     pub fn serve(&mut self) {
         let log = self.dir.join("riserd.log");
         let log = File::options().create(true).append(true).open(log).unwrap();
         let riserd = self.programs.join("riserd");
-        let mut command = match self.has_rights {
-            true => Command::new(riserd),
-            false => {
-                give(&self.dir);
-                without_rights(riserd)
-            }
-        };
-        let daemon = command
+        give(&self.dir);
+        let daemon = without_rights(riserd)
             .args(["run", "--config"])
             .arg(self.dir.join("riserd.yaml"))
             .stdin(Stdio::null())

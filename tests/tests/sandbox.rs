@@ -11,7 +11,7 @@ use std::process::Command;
 
 use riser_target::sandbox;
 use riser_testkit::daemon::{Daemon, RISERD};
-use riser_testkit::programs::{folder, missing, succeeded};
+use riser_testkit::programs::{WITHOUT_RIGHTS, folder, missing, succeeded};
 use riser_testkit::skip::skip;
 
 /// Most that the service may be exposed, of 100, by `systemd-analyze security`. It is 20; without
@@ -198,11 +198,24 @@ fn inside() {
     assert!(!unshare.unwrap().success());
 }
 
-/// One that was started by root: nothing more is dropped in the service, which is never root.
+/// First one that root has started, and then one without rights, as the service is.
 #[test]
 fn a_daemon_is_confined_and_stays_so_over_upgrades() {
     assert!(folder().join("riserd").exists());
-    let daemon = Daemon::start("confined", "127.0.118.1");
+    let mut daemon = Daemon::start("confined", "127.0.118.1");
+    daemon.kill();
+    let mut of_root = Command::new(&*RISERD);
+    of_root.args(["run", "--config"]).arg(daemon.config());
+    daemon.spawn(of_root);
+    let own = of_threads(std::process::id(), "CapPrm", 16)[0];
+    stays_confined(&daemon, own);
+    daemon.restart(&[]);
+    let is_root = !WITHOUT_RIGHTS.is_empty();
+    stays_confined(&daemon, if is_root { 0 } else { own });
+}
+
+/// Over upgrades, started with these capabilities.
+fn stays_confined(daemon: &Daemon, had: u64) {
     for upgrades in 0..3 {
         let pid = daemon.process.id();
         assert!(
@@ -220,7 +233,6 @@ fn a_daemon_is_confined_and_stays_so_over_upgrades() {
         );
         // DAC_OVERRIDE, NET_BIND_SERVICE, NET_ADMIN, IPC_LOCK.
         let needed = 1 << 1 | 1 << 10 | 1 << 12 | 1 << 14;
-        let had = of_threads(std::process::id(), "CapPrm", 16)[0];
         for set in ["CapPrm", "CapEff"] {
             let sets = of_threads(pid, set, 16);
             assert!(
@@ -239,10 +251,7 @@ fn the_sandbox_can_be_left_out() {
     assert!(folder().join("riserd").exists());
     let mut daemon = Daemon::start("unconfined", "127.0.118.2");
     daemon.kill();
-    let mut command = Command::new(&*RISERD);
-    command
-        .args(["run", "--config"])
-        .arg(daemon.dir.join("riserd.yaml"));
+    let mut command = daemon.command(&daemon.config());
     command.env("RISERD_SANDBOX", "off");
     daemon.spawn(command);
     let own = of_threads(std::process::id(), "Seccomp_filters", 10)[0];

@@ -23,7 +23,7 @@ use riser_initiator::engine::{Client, Session, SessionStatus};
 use riser_initiator::lun::Lun;
 use riser_initiator::url::TargetUrl;
 use riser_testkit::eventually;
-use riser_testkit::programs::{folder, succeeded};
+use riser_testkit::programs::{folder, give, succeeded, without_rights};
 use serde_json::Value;
 
 const IQN: &str = "iqn.2026-01.com.example:disk";
@@ -73,7 +73,8 @@ impl Daemon {
     fn serve(&mut self) {
         let log = self.dir.join("log");
         let log = File::options().create(true).append(true).open(log).unwrap();
-        let process = Command::new(folder().join("riserd"))
+        give(&self.dir);
+        let process = without_rights(folder().join("riserd"))
             .args(["run", "--config"])
             .arg(self.dir.join("riserd.yaml"))
             .stdin(Stdio::null())

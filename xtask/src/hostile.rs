@@ -22,7 +22,7 @@ pub(crate) struct Options {
 
 /// Runs the one test as root, who may make networks, in the programs' profile; it prints its figures,
 /// and fails if they show that the messages make the 99th percentile of another session more than
-/// twice as long.
+/// twice as long as the same messages to another daemon on this machine do.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
     if !sh::is_root() {

@@ -210,7 +210,7 @@ fn serve(world: &World, workers: u32) -> Pair {
             "metrics: {{ listen: \"{METRICS}\", remote: true }}\nworkers: {{ count: {workers} }}"
         );
         let backend = format!("{{ kind: ram, size: {size}, write_cache: true }}\n{metrics}");
-        let mut pair = Pair::without_rights(0, &backend, &target);
+        let mut pair = Pair::with_target(0, &backend, &target);
         pair.kill();
         let file = pair.dir.join("riserd.yaml");
         let text = fs::read_to_string(&file).unwrap();

@@ -1,12 +1,13 @@
 //! `riserd`, where a disk or an address is missing, or a file is not as long as it was.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use riser_testkit::programs::{folder, succeeded};
+use riser_testkit::programs::{folder, give, succeeded, without_rights};
 use serde_json::Value;
 
 use crate::{ended, eventually};
@@ -43,8 +44,8 @@ impl Daemon {
         daemon
     }
 
-    fn program(&self, name: &str) -> Command {
-        let program = folder().join(name);
+    /// A program, or words that run what is appended, in its network namespace.
+    fn inside(&self, program: impl AsRef<OsStr>) -> Command {
         match &self.netns {
             None => Command::new(program),
             Some(netns) => {
@@ -63,14 +64,19 @@ impl Daemon {
         fs::write(self.dir.join("riserd.yaml"), text).unwrap();
     }
 
+    /// The daemon, about to run [`WITHOUT_RIGHTS`], as the service does.
     pub(crate) fn command(&self) -> Command {
+        give(&self.dir);
         let log = File::options()
             .create(true)
             .append(true)
             .open(self.dir.join("log"))
             .unwrap();
-        let mut command = self.program("riserd");
+        let riserd = folder().join("riserd");
+        let without_rights = without_rights(riserd);
+        let mut command = self.inside(without_rights.get_program());
         command
+            .args(without_rights.get_args())
             .args(["run", "--config"])
             .arg(self.dir.join("riserd.yaml"))
             .stdin(Stdio::null())
@@ -123,7 +129,7 @@ impl Daemon {
 
     /// `riser` with these arguments.
     pub(crate) fn riser(&self, args: &[&str]) -> Command {
-        let mut command = self.program("riser");
+        let mut command = self.inside(folder().join("riser"));
         command
             .args(args)
             .env("RISER_STATE_DIR", self.dir.join("riser"))

@@ -44,7 +44,7 @@ impl Images {
         fs::write(&file, Image::new(blocks).0).unwrap();
         give(&file);
         let backend = format!("{{ kind: file, path: {}, {keys} }}", file.display());
-        let mut pair = Pair::without_rights(network, &backend, &portals(network));
+        let mut pair = Pair::with_target(network, &backend, &portals(network));
         pair.kill();
         Self {
             pair,

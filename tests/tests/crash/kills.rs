@@ -39,7 +39,7 @@ fn killed(case: &Case) {
     let backend = format!(
         "{{ kind: file, path: DIR/disk, size: {SIZE}, create: true, write_cache: {write_cache} }}"
     );
-    let mut pair = Pair::without_rights(network, &backend, &portals(network));
+    let mut pair = Pair::with_target(network, &backend, &portals(network));
     let mut contest = Contest::new(&schemes, network, seed);
     for scheme in exports {
         let socket = pair.path(&format!("nbd-{scheme}"));

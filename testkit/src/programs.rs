@@ -144,6 +144,7 @@ pub struct Pair {
     programs: PathBuf,
     daemon: Option<Child>,
     network: u8,
+    has_rights: bool,
 }
 
 impl Pair {
@@ -158,6 +159,16 @@ impl Pair {
     /// portals, beside its name and its one logical unit: to all initiators, unless they have rules.
     #[must_use]
     pub fn with_target(network: u8, backend: &str, target: &str) -> Self {
+        Self::start(network, backend, target, false)
+    }
+
+    /// The same with a riserd that has the rights of this process, for what only its user may open.
+    #[must_use]
+    pub fn with_rights(network: u8, backend: &str, target: &str) -> Self {
+        Self::start(network, backend, target, true)
+    }
+
+    fn start(network: u8, backend: &str, target: &str, has_rights: bool) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let programs = folder();
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -182,18 +193,26 @@ impl Pair {
             programs,
             daemon: None,
             network,
+            has_rights,
         };
+        if !has_rights {
+            give(&pair.dir);
+        }
         pair.serve();
         pair
     }
 
-    /// Starts riserd [`WITHOUT_RIGHTS`], as the service is, again if it was ended.
+    /// Starts riserd, again if it was ended: [`WITHOUT_RIGHTS`], as the service is, unless it has
+    /// them.
     pub fn serve(&mut self) {
         let log = self.dir.join("riserd.log");
         let log = File::options().create(true).append(true).open(log).unwrap();
         let riserd = self.programs.join("riserd");
-        give(&self.dir);
-        let daemon = without_rights(riserd)
+        let mut daemon = match self.has_rights {
+            true => Command::new(riserd),
+            false => without_rights(riserd),
+        };
+        let daemon = daemon
             .args(["run", "--config"])
             .arg(self.dir.join("riserd.yaml"))
             .stdin(Stdio::null())

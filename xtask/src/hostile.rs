@@ -12,6 +12,10 @@ pub(crate) struct Options {
     /// Messages of each protocol that have to arrive.
     #[arg(long, default_value_t = 1_000_000)]
     messages: u64,
+    /// How many are sent a second; 0 for as many as can be, which shows what the machine can do
+    /// rather than what the daemon does.
+    #[arg(long, default_value_t = 5_000)]
+    rate: u64,
     /// Seed of what is sent.
     #[arg(long, default_value_t = 0xadd)]
     seed: u64,
@@ -32,6 +36,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     command.args(["--ignored", "--nocapture"]);
     command.arg("messages_that_are_almost_right_harm_no_other_session");
     command.env("RISER_HOSTILE_MESSAGES", options.messages.to_string());
+    command.env("RISER_HOSTILE_RATE", options.rate.to_string());
     command.env("RISER_HOSTILE_IS_TIMED", "1");
     command.env("RISER_ADVERSARY_SEED", options.seed.to_string());
     if let Some(protocol) = &options.protocol {

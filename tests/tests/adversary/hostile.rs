@@ -7,7 +7,8 @@
 //! the last but one message which it may have answered. Of MADs, the daemon counts what it takes in;
 //! of other datagrams, the kernel what it drops.
 //!
-//! `RISER_HOSTILE_MESSAGES` sets how many of each protocol (default 2 000). With
+//! `RISER_HOSTILE_MESSAGES` sets how many of each protocol (default 2 000), and `RISER_HOSTILE_RATE`
+//! how many a second (default as many as can be). With
 //! `RISER_HOSTILE_IS_TIMED=1`, there are so many rounds that the 99th percentiles of honest
 //! sessions can be compared, and they are ([`Rounds`](super::rounds::Rounds)).
 
@@ -79,40 +80,77 @@ pub(crate) struct Tally {
     pub(crate) unproven: u64,
 }
 
-/// Sends `count` messages. To be called in the stranger's namespace; the sniffer sees its network.
+/// Sends so many messages. To be called in the stranger's namespace; the sniffer sees its network.
 pub(crate) fn attack(
     wire: Wire,
-    count: u64,
+    (count, rate): (u64, u64),
     seed: u64,
     requests: &[Vec<u8>],
     sniffer: Sniffer,
 ) -> Tally {
-    match wire {
-        Wire::Srp => over_rdma(
-            Mutator::of("from_initiator", seed, wire as u64),
-            wire,
-            count,
-            requests,
-        ),
-        Wire::Iser => over_rdma(
-            Mutator::of("message", seed, wire as u64),
-            wire,
-            count,
-            requests,
-        ),
-        Wire::Iscsi => over_tcp(Mutator::of_pdus(seed, wire as u64), wire, count),
-        Wire::Http => over_tcp(
-            Mutator::new(http_requests(), seed, wire as u64),
-            wire,
-            count,
-        ),
+    let pace = Pace::new(rate);
+    let mutator = match wire {
+        Wire::Srp => Mutator::of("from_initiator", seed, wire as u64),
+        Wire::Iser => Mutator::of("message", seed, wire as u64),
+        Wire::Iscsi => Mutator::of_pdus(seed, wire as u64),
+        Wire::Http => Mutator::new(http_requests(), seed, wire as u64),
         Wire::ConnectionManagement => {
             let seeds = seeds::corpus("cm_message").into_iter().map(|(_, m)| m);
-            let valid = seeds.chain(requests.iter().cloned());
-            datagrams(Mutator::new(valid, seed, wire as u64), count)
+            Mutator::new(seeds.chain(requests.iter().cloned()), seed, wire as u64)
         }
-        Wire::DeviceManagement => datagrams(Mutator::of("dm_mad", seed, wire as u64), count),
-        Wire::Roce => packets(seed, count, requests, sniffer),
+        Wire::DeviceManagement => Mutator::of("dm_mad", seed, wire as u64),
+        Wire::Roce => {
+            let seeds = seeds::corpus("packet").into_iter().map(|(_, m)| m);
+            Mutator::new(seeds, seed, wire as u64)
+        }
+    };
+    match wire {
+        Wire::Srp | Wire::Iser => over_rdma(mutator, wire, count, pace, requests),
+        Wire::Iscsi | Wire::Http => over_tcp(mutator, wire, count, pace),
+        Wire::ConnectionManagement | Wire::DeviceManagement => datagrams(mutator, count, pace),
+        Wire::Roce => packets(mutator, count, pace, requests, sniffer),
+    }
+}
+
+/// When messages may be sent.
+struct Pace {
+    /// In messages a second; zero for as many as can be.
+    rate: u64,
+    begun: Instant,
+    sent: u64,
+}
+
+impl Pace {
+    fn new(rate: u64) -> Self {
+        Self {
+            rate,
+            begun: Instant::now(),
+            sent: 0,
+        }
+    }
+
+    /// How long it takes until the next message is due.
+    fn wait(&self) -> Duration {
+        if self.rate == 0 {
+            return Duration::ZERO;
+        }
+        let due = Duration::from_secs_f64(self.sent as f64 / self.rate as f64);
+        due.saturating_sub(self.begun.elapsed())
+    }
+
+    fn is_due(&self) -> bool {
+        self.wait().is_zero()
+    }
+
+    /// After a datagram: waits until the next is due, and now and then for the target, since those
+    /// that a full socket drops would test nothing.
+    fn wait_after_datagram(&mut self) {
+        self.sent += 1;
+        let wait = match self.sent.is_multiple_of(32) {
+            true => self.wait().max(Duration::from_millis(2)),
+            false => Duration::ZERO,
+        };
+        std::thread::sleep(wait);
     }
 }
 
@@ -237,9 +275,8 @@ impl Stream {
 }
 
 /// What arrives is counted when a stream is over, since only then it is known.
-fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64) -> Tally {
+fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64, mut pace: Pace) -> Tally {
     let mut tally = Tally::default();
-    let mut sent = 0;
     let mut streams: Vec<_> = (0..PARALLEL)
         .map(|_| Stream::open(&mut mutator, wire))
         .collect();
@@ -252,11 +289,12 @@ fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64) -> Tally {
             match flow {
                 Flow::Came(came) if stream.logs_in && !is_stuck => stream.logs_in = !came,
                 Flow::Came(_) if !stream.pending.is_empty() && !is_stuck => {}
+                Flow::Came(_) if stream.left > 0 && !pace.is_due() => {}
                 Flow::Came(_) if stream.left > 0 && !is_stuck => {
                     let messages = next_pdus(&mut mutator, wire);
                     let more = messages.len() as u64;
                     stream.left = stream.left.saturating_sub(more);
-                    sent += more;
+                    pace.sent += more;
                     tally.messages += more;
                     stream.unproven += more;
                     stream.latest = more;
@@ -278,7 +316,7 @@ fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64) -> Tally {
         std::thread::sleep(Duration::from_micros(50));
     }
     tally.messages -= unproven(&streams);
-    tally.unproven = sent - tally.messages;
+    tally.unproven = pace.sent - tally.messages;
     tally
 }
 
@@ -343,6 +381,7 @@ enum Login {
 struct Raid {
     wire: Wire,
     mutator: Mutator,
+    pace: Pace,
     host: Host,
     port: u16,
     good: Vec<u8>,
@@ -400,10 +439,12 @@ impl Raid {
             }
             // One after another: what follows the message that ends a connection does not arrive.
             (State::Open, Login::Over) if connection.acknowledged < connection.sent => !is_stuck,
+            (State::Open, Login::Over) if !self.pace.is_due() => true,
             (State::Open, Login::Over) => {
                 let message = self.mutator.message();
                 for _ in 0..1 + u64::from(self.mutator.one_in(8)) {
                     self.host.send(connection, &message);
+                    self.pace.sent += 1;
                 }
                 line.since = Instant::now();
                 line.left = line.left.saturating_sub(1);
@@ -413,10 +454,11 @@ impl Raid {
     }
 }
 
-fn over_rdma(mutator: Mutator, wire: Wire, count: u64, requests: &[Vec<u8>]) -> Tally {
+fn over_rdma(mutator: Mutator, wire: Wire, count: u64, pace: Pace, requests: &[Vec<u8>]) -> Tally {
     let mut raid = Raid {
         wire,
         mutator,
+        pace,
         host: Host::new(),
         port: if wire == Wire::Iser { 3260 } else { OTHER_SRP },
         good: private_data(request_of(requests, wire)),
@@ -448,7 +490,7 @@ fn over_rdma(mutator: Mutator, wire: Wire, count: u64, requests: &[Vec<u8>]) -> 
 }
 
 /// MADs, without any connection behind them.
-fn datagrams(mut mutator: Mutator, count: u64) -> Tally {
+fn datagrams(mut mutator: Mutator, count: u64, mut pace: Pace) -> Tally {
     let mut forger = Forger::from_here();
     let mut tally = Tally::default();
     while tally.messages < count {
@@ -458,15 +500,19 @@ fn datagrams(mut mutator: Mutator, count: u64) -> Tally {
         }
         forger.send_own_mad(&mad);
         tally.messages += 1;
-        pace(tally.messages);
+        pace.wait_after_datagram();
     }
     tally
 }
 
 /// Packets of the stranger's own connections with changes, whose ICRC is right as a rule.
-fn packets(seed: u64, count: u64, requests: &[Vec<u8>], mut sniffer: Sniffer) -> Tally {
-    let seeds = seeds::corpus("packet").into_iter().map(|(_, m)| m);
-    let mut mutator = Mutator::new(seeds, seed, Wire::Roce as u64);
+fn packets(
+    mut mutator: Mutator,
+    count: u64,
+    mut pace: Pace,
+    requests: &[Vec<u8>],
+    mut sniffer: Sniffer,
+) -> Tally {
     let mut forger = Forger::from_here();
     let mut host = Host::new();
     let mut tally = Tally::default();
@@ -507,16 +553,9 @@ fn packets(seed: u64, count: u64, requests: &[Vec<u8>], mut sniffer: Sniffer) ->
             let is_sealed = !mutator.one_in(16);
             forger.send_own_packet(body, is_sealed);
             tally.messages += 1;
-            pace(tally.messages);
+            pace.wait_after_datagram();
         }
     }
     host.close(open);
     tally
-}
-
-/// Datagrams that a full socket drops would test nothing.
-fn pace(sent: u64) {
-    if sent.is_multiple_of(32) {
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }

@@ -56,11 +56,12 @@ fn begin_attack(
     requests: &[Vec<u8>],
 ) -> JoinHandle<Tally> {
     let (world, requests) = (world.clone(), requests.to_vec());
+    let rate = setting("RISER_HOSTILE_RATE", 0);
     thread::spawn(move || {
         let sniffer = world.switch.run(Sniffer::new);
         world.stranger.run(move || {
             yield_to_others();
-            hostile::attack(wire, count, seed, &requests, sniffer)
+            hostile::attack(wire, (count, rate), seed, &requests, sniffer)
         })
     })
 }
@@ -227,13 +228,14 @@ impl std::ops::AddAssign for Tally {
 fn messages_that_are_almost_right_harm_no_other_session() {
     let seed = setting("RISER_ADVERSARY_SEED", 0xadd);
     let count = setting("RISER_HOSTILE_MESSAGES", 2_000);
+    let rate = setting("RISER_HOSTILE_RATE", 0);
     let is_timed = setting("RISER_HOSTILE_IS_TIMED", 0) != 0;
     let only = std::env::var("RISER_HOSTILE_PROTOCOL").unwrap_or_default();
     let protocol = match only.is_empty() {
         true => String::new(),
         false => format!(" --protocol {only}"),
     };
-    println!("cargo xtask hostile --messages {count} --seed {seed}{protocol}");
+    println!("cargo xtask hostile --messages {count} --rate {rate} --seed {seed}{protocol}");
     let world = match World::new() {
         Ok(world) => world,
         Err(why) => return skip("messages_that_are_almost_right_harm_no_other_session", &why),

@@ -553,8 +553,8 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
         "{{ kind: file, path: {}, write_cache: {write_cache}, block_size: {block_size}{keys} }}",
         mounted.folder.join("disk").display()
     );
-    // With rights: the disk's file is root's alone.
-    let pair = Pair::with_target(network, &backend, &portals(network));
+    // The file of the mounted disk is that user's alone.
+    let pair = Pair::with_rights(network, &backend, &portals(network));
     let schemes = ["srp", "iser", "iscsi"];
     let luns = schemes.map(|scheme| log_in(network, scheme));
     let known: Arc<Mutex<Known>> = Arc::default();

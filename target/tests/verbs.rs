@@ -9,6 +9,7 @@ use std::process::Output;
 
 use riser_test_peers::tcp::Client;
 use riser_testkit::daemon::{Daemon, ask};
+use riser_testkit::programs::give;
 use serde_json::{Value, json};
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
@@ -362,6 +363,7 @@ fn a_file_that_has_grown_is_measured_again() {
     let image = daemon.dir.join("disk.img");
     let file = std::fs::File::create(&image).unwrap();
     file.set_len(1 << 20).unwrap();
+    give(&image);
     ok(
         &daemon,
         &[

@@ -260,6 +260,7 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
 
     // The disk comes back by itself, with what is on it.
     set_len(&daemon.path("gone"), 32 << 20);
+    give(&daemon.path("gone"));
     eventually("the disk is found", || named(&problems()).len() == 2);
     let url = "srp://127.0.186.1/1";
     daemon.write_block(url, 9);

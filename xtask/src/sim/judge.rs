@@ -26,6 +26,8 @@ pub(super) enum Judge<'a> {
     Interleavings(&'a str, &'a str),
     /// Unit tests of this package whose names contain this word. They have no seeds.
     Tests(&'a str, &'a str),
+    /// Likewise, integration tests: of a package, its file of tests, and the word.
+    Integration(&'a str, &'a str, &'a str),
 }
 
 impl<'a> Judge<'a> {
@@ -36,33 +38,39 @@ impl<'a> Judge<'a> {
             ["rc_sim"] => Self::QueuePairs,
             ["interleavings", package, word] => Self::Interleavings(package, word),
             ["tests", package, word] => Self::Tests(package, word),
+            ["tests", package, file, word] => Self::Integration(package, file, word),
             _ => return None,
         })
     }
 
     /// Its package, the arguments that choose its harness, and a word of its tests' names; none for
     /// the simulator.
-    fn tests(self) -> Option<(&'a str, &'static [&'static str], &'a str)> {
+    fn tests(self) -> Option<(&'a str, Vec<&'a str>, &'a str)> {
         match self {
             Self::Simulator => None,
             Self::QueuePairs => {
-                let args = &["--test", "rc_sim", "--profile", OPTIMIZED];
+                let args = vec!["--test", "rc_sim", "--profile", OPTIMIZED];
                 Some(("riser-transport", args, QUEUE_PAIRS))
             }
             // The checker of interleavings takes no build without debug assertions.
-            Self::Interleavings(package, word) => Some((
-                package,
-                &["--lib", "--features", "riser-sync/shuttle"],
-                word,
-            )),
-            Self::Tests(package, word) => Some((package, &["--lib", "--profile", OPTIMIZED], word)),
+            Self::Interleavings(package, word) => {
+                let args = vec!["--lib", "--features", "riser-sync/shuttle"];
+                Some((package, args, word))
+            }
+            Self::Tests(package, word) => {
+                Some((package, vec!["--lib", "--profile", OPTIMIZED], word))
+            }
+            Self::Integration(package, file, word) => {
+                let args = vec!["--test", file, "--profile", OPTIMIZED];
+                Some((package, args, word))
+            }
         }
     }
 
     /// Variables by which tests learn how many seeds or interleavings they have.
     fn sizes(self, count: u64) -> Vec<(&'static str, u64)> {
         match self {
-            Self::Simulator | Self::Tests(..) => Vec::new(),
+            Self::Simulator | Self::Tests(..) | Self::Integration(..) => Vec::new(),
             Self::QueuePairs => {
                 let messages = count * SESSION_MESSAGES;
                 vec![("RISER_SIM_MESSAGES", messages), ("RISER_SEED", 1)]
@@ -76,7 +84,7 @@ impl<'a> Judge<'a> {
     pub(super) fn build(self, copy: &Copy) -> Result<(), Failure> {
         let mut command = match self.tests() {
             None => copy.building(),
-            Some((package, harness, _)) => copy.testing(package, harness),
+            Some((package, harness, _)) => copy.testing(package, &harness),
         };
         if self.tests().is_some() {
             command.arg("--no-run");
@@ -97,7 +105,7 @@ impl<'a> Judge<'a> {
             Some((package, harness, word)) => {
                 // Built before: a build must not take the time that the tests have.
                 self.build(copy)?;
-                let mut command = copy.testing(package, harness);
+                let mut command = copy.testing(package, &harness);
                 command.args(["--", word]);
                 command
             }
@@ -136,7 +144,7 @@ impl<'a> Judge<'a> {
             Self::Simulator => format!("{count} seeds"),
             Self::QueuePairs => format!("{count} seeds of rc_sim"),
             Self::Interleavings(..) => format!("{count} interleavings"),
-            Self::Tests(..) => "the tests".to_owned(),
+            Self::Tests(..) | Self::Integration(..) => "the tests".to_owned(),
         }
     }
 }

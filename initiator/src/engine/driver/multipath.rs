@@ -100,9 +100,11 @@ impl Member {
         let was = before.generation.map(Some).or(own).or(before.cache);
         let mut evidence = std::mem::take(&mut self.evidence);
         if own.is_none() {
-            // What it has seen by itself, such as the greeting of its first login, says nothing of a
-            // cache that only others have used.
-            evidence = Evidence::default();
+            // While another path is in use, the greeting of a first login says nothing of a cache
+            // that only others have used. After an outage of all paths, it may be of that.
+            if before.outage.is_none() {
+                evidence = Evidence::default();
+            }
             (evidence.outage, evidence.refused) = (before.outage, before.refused);
         }
         self.heard = None;

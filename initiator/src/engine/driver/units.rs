@@ -741,6 +741,9 @@ mod tests {
             (true, 0, 1, 1, false),
             (true, 0, 15, 25, false),
             (false, 1, 3600, 3600, false),
+            // It greets with a power-on after the outage.
+            (true, 1, 1, 1, true),
+            (true, 4, 1, 1, true),
         ] {
             let (a, b) = (PathIndex(0), PathIndex(1));
             let group = Some(PortTag::Group(1));

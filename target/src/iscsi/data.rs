@@ -135,7 +135,6 @@ impl<D: Datamover> Channel<D> {
     }
 
     pub(super) fn on_data_out(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
-        self.last_data = cx.now;
         if !frame.is_intact {
             self.on_digest_error(cx);
             self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
@@ -152,6 +151,9 @@ impl<D: Datamover> Channel<D> {
                 offset,
                 complete,
             } => {
+                if !frame.data.is_empty() {
+                    self.last_data = cx.now;
+                }
                 self.counters.bytes_out += frame.data.len() as u64;
                 self.pace.on_moved(frame.data.len() as u32);
                 let context = &self.tasks[usize::from(task.0)];
@@ -203,6 +205,9 @@ impl<D: Datamover> Channel<D> {
             };
         }
         if incoming.fault.is_none() && !incoming.lost {
+            if len > 0 {
+                self.last_data = cx.now;
+            }
             self.counters.bytes_out += u64::from(len);
             match (incoming.wanted, &task.exec.buffer) {
                 // All of them come before the first piece is complete.
@@ -270,10 +275,12 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Makes sure that the time is limited in which data come.
+    /// Makes sure that the time is limited in which data come: the first look is early enough for
+    /// an initiator that has more memory than its share by then.
     pub(super) fn watch_data(&mut self, now: Instant) {
-        self.data_deadline
-            .get_or_insert(now + self.config.data_out_timeout);
+        let look = now + self.config.data_out_timeout.min(OWED);
+        let deadline = self.data_deadline.get_or_insert(look);
+        *deadline = look.min(*deadline);
     }
 
     /// Data that were asked for may be overdue: none at all came for the timeout, or those of one
@@ -298,25 +305,34 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
         self.data_deadline = None;
         let timeout = self.config.data_out_timeout;
-        let patience = match cx.pool.is_owed_by(self.backlog.owner()) {
+        let is_owed = cx.pool.is_owed_by(self.backlog.owner());
+        let patience = match is_owed {
             true => timeout.min(OWED),
             false => timeout,
         };
         // What asks for data goes behind what is queued: until then, taking that is progress.
-        let last_heard = match self.mover.queued() {
-            0 => self.last_data,
-            _ => self.last_data.max(self.last_taken),
+        let last_heard = match self.mover.is_asking() {
+            true => self.last_data.max(self.last_taken),
+            false => self.last_data,
         };
         let due = |task: &Task| {
             let waited = Duration::from_millis(task.waited.into());
             let left = (timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);
             let last = match task.state {
-                TaskState::Sent => return self.pace.due(task.wait, left.max(SILENCE)),
-                TaskState::Send => self.last_taken,
+                TaskState::Send | TaskState::Sent => self.last_taken,
                 _ => last_heard,
             };
             let silent = last.max(task.wait.since) + patience;
-            silent.min(self.pace.due(task.wait, left))
+            match task.state {
+                TaskState::Sent => {
+                    let due = self.pace.due(task.wait, left.max(SILENCE));
+                    match is_owed && self.mover.is_sending_data() {
+                        true => silent.min(due),
+                        false => due,
+                    }
+                }
+                _ => silent.min(self.pace.due(task.wait, left)),
+            }
         };
         let waiting = self.tasks.iter().filter(|task| task.waits_for_initiator());
         let Some(at) = waiting

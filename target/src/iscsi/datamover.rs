@@ -204,6 +204,16 @@ pub trait Datamover {
     /// Returns the number of PDUs and transfers that wait to be sent.
     fn queued(&self) -> usize;
 
+    /// Whether a request for data waits to be sent, or is being sent: the initiator cannot have
+    /// answered it.
+    fn is_asking(&self) -> bool;
+
+    /// Whether data are being sent that the initiator has not taken yet, where it may take its time
+    /// for that.
+    fn is_sending_data(&self) -> bool {
+        false
+    }
+
     /// Returns the bytes of data segments of control-type PDUs that wait to be sent.
     fn queued_bytes(&self) -> usize;
 }

@@ -191,6 +191,8 @@ pub struct Tcp {
     next_ttt: u32,
     /// Tasks with data in the batch that is being sent.
     in_batch: Vec<TaskIdx>,
+    /// An R2T is in that batch.
+    has_r2t: bool,
     /// Tasks that end with that batch.
     ends: Vec<TaskIdx>,
     /// Tasks whose answer is in the batch, and which are kept until it is acknowledged.
@@ -214,6 +216,7 @@ impl Tcp {
             unacknowledged: Vec::new(),
             next_ttt: 0,
             in_batch: Vec::new(),
+            has_r2t: false,
             ends: Vec::new(),
             answered: Vec::new(),
             is_sending: false,
@@ -245,11 +248,6 @@ impl Tcp {
         // Never the reserved value.
         self.next_ttt = (self.next_ttt + 1) & 0x7fff_ffff;
         Ttt(self.next_ttt)
-    }
-
-    /// Whether data are in the batch that is being sent.
-    fn is_sending_data(&self) -> bool {
-        !self.in_batch.is_empty()
     }
 
     /// Asks for a part of what the task at a place of the list wants.
@@ -469,6 +467,7 @@ impl Tcp {
             numbers.stat_sn = self.stat_sn;
             match item {
                 Item::Control(control) => {
+                    self.has_r2t |= matches!(control.pdu, FromTarget::R2t(_));
                     self.put_control(&control, numbers, batch);
                     let is_kept =
                         control.counts && self.recovery.keep_control(&control, self.stat_sn);
@@ -523,7 +522,7 @@ impl Tcp {
     /// The batch was sent, or never will be. Swaps two empty lists for those of the tasks that end
     /// with it, and of those whose answers went with it and which are kept.
     fn on_sent(&mut self, ends: &mut Vec<TaskIdx>, answered: &mut Vec<TaskIdx>) {
-        self.is_sending = false;
+        (self.is_sending, self.has_r2t) = (false, false);
         self.in_batch.clear();
         std::mem::swap(&mut self.ends, ends);
         std::mem::swap(&mut self.answered, answered);
@@ -783,6 +782,20 @@ impl Datamover for Tcp {
         self.queue.len() + self.recovery.others()
     }
 
+    fn is_asking(&self) -> bool {
+        let is_r2t = |item: &Item| match item {
+            Item::Control(control) | Item::Retransmission(Retransmission::Control(control, _)) => {
+                matches!(control.pdu, FromTarget::R2t(_))
+            }
+            _ => false,
+        };
+        self.has_r2t || self.queue.iter().any(is_r2t)
+    }
+
+    fn is_sending_data(&self) -> bool {
+        !self.in_batch.is_empty()
+    }
+
     fn queued_bytes(&self) -> usize {
         let bytes = |item: &Item| match item {
             Item::Control(control) | Item::Retransmission(Retransmission::Control(control, _)) => {
@@ -927,6 +940,10 @@ impl TcpChannel {
     pub fn handle_sent(&mut self, cx: &mut Cx<'_>, ok: bool) {
         if ok && self.channel.mover().is_sending_data() {
             self.channel.last_taken = cx.now;
+        }
+        // The initiator's time to answer begins.
+        if ok && self.channel.mover().has_r2t {
+            self.channel.last_data = cx.now;
         }
         let (mut ended, mut answered) = std::mem::take(&mut self.spare);
         self.channel.mover_mut().on_sent(&mut ended, &mut answered);

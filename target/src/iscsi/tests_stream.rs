@@ -16,7 +16,7 @@ use super::fixture::{Received, Rig};
 use super::task::TaskState;
 use super::tests::{data_in, r2t, rejected, sense, status, tmf_status};
 use crate::fabric::TaskRef;
-use crate::pool::Owner;
+use crate::pool::{Buffer, Owner};
 use crate::stats::SessionEvent;
 use riser_test_peers::pdus::scsi_command;
 
@@ -692,6 +692,42 @@ fn an_initiator_that_falls_silent_in_the_middle_holds_nothing_for_ever() {
     assert_eq!(rig.gate.unit.tasks(), 0);
 }
 
+/// Takes what is left of the pool for the connection, and lets another one wait for it.
+fn let_another_wait(rig: &mut Rig) -> Vec<Buffer> {
+    let owner = Owner(rig.channel.channel().config().serial);
+    let more = std::iter::from_fn(|| rig.pool.grant(owner, 4096)).collect();
+    rig.pool.wait(Owner(owner.0 + 1));
+    rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    more
+}
+
+fn end_with(mut rig: Rig, more: Vec<Buffer>) {
+    let owner = Owner(rig.channel.channel().config().serial);
+    rig.pool.leave_line(Owner(owner.0 + 1));
+    more.into_iter().for_each(|buffer| rig.pool.release(buffer));
+    rig.stalled = false;
+    rig.with(|ch, cx| ch.handle_sent(cx, true));
+    rig.end();
+}
+
+/// Seconds until the connection is cut, in steps of `step`, in each of which the initiator does
+/// something else.
+fn cut_after(rig: &mut Rig, step: u64, mut other: impl FnMut(&mut Rig)) -> u64 {
+    let steps = (1..=400 / step).find(|_| {
+        rig.wait(Duration::from_secs(step));
+        other(rig);
+        rig.disconnected
+    });
+    steps.map_or(u64::MAX, |steps| steps * step)
+}
+
+/// A NOP-Out that wants no answer.
+fn unanswered_nop(rig: &mut Rig) {
+    let mut nop = riser_test_peers::pdus::nop_out(u32::MAX, rig.cmd_sn);
+    nop.immediate = true;
+    rig.send(&FromInitiator::NopOut(nop), &[]);
+}
+
 /// Nor one that has what others wait for, for so long as one that is in nobody's way.
 #[test]
 fn an_initiator_that_falls_silent_with_the_memory_of_others_is_given_up_sooner() {
@@ -729,39 +765,84 @@ fn a_slow_initiator_is_not_cut_because_others_begin_to_wait() {
         asked = r2ts(&give(&mut rig, next, &data));
     }
     assert!(!rig.disconnected);
-    let owner = Owner(rig.channel.channel().config().serial);
-    let more: Vec<_> = std::iter::from_fn(|| rig.pool.grant(owner, 4096)).collect();
-    rig.pool.wait(Owner(owner.0 + 1));
-    rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    let more = let_another_wait(&mut rig);
     assert!(!rig.disconnected, "data came this very moment");
-    rig.pool.leave_line(Owner(owner.0 + 1));
-    more.into_iter().for_each(|buffer| rig.pool.release(buffer));
+    end_with(rig, more);
+}
+
+/// One that takes what lies before an R2T has not got that yet, and then has time to answer it.
+#[test]
+fn an_initiator_that_has_not_got_the_r2t_is_not_silent() {
+    for step in [1000, 1250, 1500, 1700, 2000, 2500, 3000] {
+        let step = Duration::from_millis(step);
+        let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=512\0");
+        rig.stalled = true;
+        // In several batches, of which the last one has the R2T.
+        rig.read(1, 0, 255);
+        rig.write(2, 1, &[], true);
+        let more = let_another_wait(&mut rig);
+        let mut batches = 0;
+        while {
+            batches += 1;
+            let is_last = !r2ts(&rig.poll_sent()).is_empty();
+            rig.wait(step);
+            rig.with(|ch, cx| ch.handle_sent(cx, true));
+            !is_last
+        } {}
+        assert!(batches > 1);
+        rig.wait(Duration::from_secs(4));
+        assert!(!rig.disconnected, "{step:?}");
+        rig.wait(Duration::from_secs(2));
+        assert!(rig.disconnected, "{step:?}");
+        end_with(rig, more);
+    }
+}
+
+/// What answers no R2T is no sign of one that does.
+#[test]
+fn an_initiator_that_does_not_answer_an_r2t_is_given_up_whatever_else_it_does() {
+    // Data-Out without data, for nothing.
+    let mut rig = Rig::logged_in("");
+    assert_eq!(r2ts(&rig.write(1, BLOCKS, &[], true)).len(), 1);
+    let more = let_another_wait(&mut rig);
+    let seconds = cut_after(&mut rig, 4, |rig| {
+        rig.data_out(77, Ttt(0x1234), 0, 0, &[], true);
+    });
+    assert_eq!(seconds, 8);
+    end_with(rig, more);
+    // Data that it reads, while it acknowledges nothing.
+    let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
+    assert_eq!(r2ts(&rig.write(1, 1, &[], true)).len(), 1);
+    rig.nop(50, b"");
+    let mut tag = 100;
+    let seconds = cut_after(&mut rig, 5, |rig| {
+        tag += 1;
+        rig.read(tag, 0, 1);
+    });
+    assert_eq!(seconds, 15);
     rig.end();
 }
 
-/// One that takes what lies before an R2T has not got that yet.
+/// Whether they are answered with their data, or are at the disk when others begin to wait.
 #[test]
-fn an_initiator_that_has_not_got_the_r2t_is_not_silent() {
-    let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=512\0");
+fn an_initiator_that_does_not_take_its_data_is_given_up_sooner_where_others_wait() {
+    let mut rig = Rig::logged_in("");
     rig.stalled = true;
-    // In several batches, of which the last one has the R2T.
-    rig.read(1, 0, 255);
-    rig.write(2, 1, &[], true);
-    let owner = Owner(rig.channel.channel().config().serial);
-    let more: Vec<_> = std::iter::from_fn(|| rig.pool.grant(owner, 4096)).collect();
-    rig.pool.wait(Owner(owner.0 + 1));
-    rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
-    let mut asked = Vec::new();
-    while asked.is_empty() {
-        asked = r2ts(&rig.poll_sent());
-        rig.wait(Duration::from_secs(2));
-        assert!(!rig.disconnected, "it has taken data two seconds ago");
-        rig.with(|ch, cx| ch.handle_sent(cx, true));
+    for tag in 1..5 {
+        rig.read(tag, 0, 255);
     }
-    rig.pool.leave_line(Owner(owner.0 + 1));
-    more.into_iter().for_each(|buffer| rig.pool.release(buffer));
-    rig.stalled = false;
-    rig.end();
+    assert!(!rig.poll_sent().is_empty());
+    let more = let_another_wait(&mut rig);
+    assert_eq!(cut_after(&mut rig, 1, unanswered_nop), 5);
+    end_with(rig, more);
+    let mut rig = self::rig("");
+    rig.prompt = false;
+    rig.read(1, 0, BLOCKS);
+    let more = let_another_wait(&mut rig);
+    (rig.stalled, rig.prompt) = (true, true);
+    rig.finish_all_blocks();
+    assert_eq!(cut_after(&mut rig, 1, unanswered_nop), 5);
+    end_with(rig, more);
 }
 
 /// Pieces that come just in time do not add up: others may wait for the command.

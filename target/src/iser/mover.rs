@@ -515,6 +515,11 @@ impl Datamover for Iser {
         self.queue.len()
     }
 
+    fn is_asking(&self) -> bool {
+        let is_read = |item: &Item| matches!(item.then, ItemEnd::Arrive);
+        self.queue.iter().any(is_read)
+    }
+
     fn queued_bytes(&self) -> usize {
         let bytes = |item: &Item| match &item.then {
             ItemEnd::Send(control) => control.data.len(),

@@ -32,6 +32,7 @@ mod rounds;
 mod single;
 
 use std::fs;
+use std::io::ErrorKind;
 use std::net::Ipv4Addr;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,7 +43,7 @@ use std::time::{Duration, Instant};
 use forge::{Forger, Login, Reach, Sniffer, Trick};
 use net::{HONEST, LATER, TARGET, World};
 use riser_initiator::block::task::block_on;
-use riser_initiator::engine::{Client, LinkState, Session};
+use riser_initiator::engine::{Client, EngineError, LinkState, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::url::TargetUrl;
 use riser_testkit::eventually_some;
@@ -112,14 +113,26 @@ struct Scene {
 }
 
 fn client(scheme: &str, host: Ipv4Addr) -> Client {
-    let builder = Client::builder()
-        .pool(4 << 20)
-        .spin(Duration::from_micros(10));
-    let client = match scheme {
-        "iscsi" => builder.without_device(),
-        _ => builder.open(host.into()),
-    };
-    client.unwrap()
+    let before = Instant::now();
+    loop {
+        let builder = Client::builder()
+            .pool(4 << 20)
+            .spin(Duration::from_micros(10));
+        let client = match scheme {
+            "iscsi" => builder.without_device(),
+            _ => builder.open(host.into()),
+        };
+        match client {
+            // A process that another test starts has the descriptors of this one until it executes
+            // its program, and with them the address of a device that was closed in the meantime.
+            Err(EngineError::Device(e))
+                if e.kind() == ErrorKind::AddrInUse && before.elapsed() < PATIENCE =>
+            {
+                thread::sleep(Duration::from_millis(5));
+            }
+            client => return client.unwrap(),
+        }
+    }
 }
 
 /// Logs in from a host, and reads; how long that took.

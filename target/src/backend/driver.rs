@@ -317,6 +317,7 @@ impl Driver {
             failed: None,
             renewals: attached.renewals,
             bounce: None,
+            turn: None,
             window: self.spare.pop().unwrap_or_default(),
         });
         // A flush that has failed is not tried again: the kernel reports a lost page once, and the
@@ -383,7 +384,7 @@ impl Driver {
                 State::Flush if request.failed.is_some() => {}
                 // A flush under way serves others too.
                 State::Flush if self.stores[request.store.0].flushing.contains(&index) => {}
-                State::Flush | State::Stalled | State::Delayed { .. } => {
+                State::Flush | State::Stalled | State::Delayed { .. } | State::Turn => {
                     let store = self.requests[index].store.0;
                     self.stores[store].to_flush.retain(|&i| i != index);
                     self.stalled.retain(|&i| i != index);
@@ -426,6 +427,8 @@ impl Driver {
             .filter_map(|&i| match self.requests[i].state {
                 State::Delayed { until, .. } => Some(until),
                 State::Held => Some(self.now + HELD),
+                // Its worker is woken.
+                State::Turn => None,
                 State::Ring | State::Helper | State::Flush | State::Stalled => None,
             })
             .min()
@@ -488,7 +491,13 @@ impl Driver {
         let store = self.stores[request.store.0].store.clone();
         let result = match &store.medium {
             // A file's operations end with a completion; all others are done below, in this call.
-            Medium::File { .. } => return self.issue(ring, index),
+            Medium::File { align, .. } => {
+                if align.is_none() && !self.takes_turn(ring, index) {
+                    self.requests[index].state = State::Turn;
+                    return self.delayed.push(index);
+                }
+                return self.issue(ring, index);
+            }
             Medium::Ram(ram) => {
                 let (offset, len) = plan::range(&op);
                 match op {
@@ -551,6 +560,23 @@ impl Driver {
             "the unit refuses these"
         );
         self.finish(index, result);
+    }
+
+    /// Returns whether no older request of the same bytes is in the way.
+    fn takes_turn(&mut self, ring: &Ring, index: usize) -> bool {
+        let request = &mut self.requests[index];
+        let changes = match request.op {
+            BlockOp::Read { .. } => false,
+            BlockOp::Write { .. } | BlockOp::WriteZeroes { .. } | BlockOp::Discard { .. } => true,
+            _ => return true,
+        };
+        let turns = &self.stores[request.store.0].store.turns;
+        let (offset, len) = plan::range(&request.op);
+        let join = || turns.join(offset..offset + len, changes);
+        request
+            .turn
+            .get_or_insert_with(join)
+            .has_come(|| ring.waker())
     }
 
     /// Puts a long operation in memory aside after a piece of it, for other commands to be served.

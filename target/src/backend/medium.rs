@@ -331,7 +331,12 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
 /// A disk in memory in the place of the specification's file or device. Direct I/O on it goes by
 /// sectors.
 pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Opened {
-    let file = Handle::from(disk.open());
+    let is_direct = spec.direct != Direct::Off;
+    let file = match is_direct {
+        true => disk.open(),
+        false => disk.open().buffered(),
+    };
+    let file = Handle::from(file);
     let (path, wanted, may_extend) = match &spec.source {
         Source::File { path, size, create } => (path, *size, *create && !spec.read_only),
         Source::Device { path } => (path, None, false),
@@ -360,7 +365,7 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         memory: SECTOR as u32,
         offset: SECTOR as u32,
     };
-    let align = (spec.direct != Direct::Off).then_some(sector);
+    let align = is_direct.then_some(sector);
     let device = matches!(spec.source, Source::Device { .. });
     let geometry = Geometry {
         physical_block: 4096,

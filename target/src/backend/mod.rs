@@ -10,6 +10,7 @@
 //! - `request`: a request under way, and its windows on the command's memory.
 //! - `plan`: what the ring does for a request, step by step; pure.
 //! - `flush`: what a failed flush means.
+//! - `turns`: keeps reads and changes of the same blocks apart.
 //! - `ram`: the sparse memory of a RAM disk.
 //! - `file_id`: names of files that outlive a rename.
 //! - `health`: counts failures, and measures room.
@@ -32,6 +33,8 @@
 //!   be lost.
 //! - **All or an error.** A short read or write is resumed until the range is done. The end of a
 //!   file that shrank under us is a medium error, never made-up data.
+//! - **Whole blocks.** A read gets each block as one write has left it, whatever others write
+//!   meanwhile.
 //! - **Exclusive.** A file or device that is served for writing is locked against every other
 //!   `riserd`, and every second backend of this one.
 //! - **Bounds.** Requests in flight, their scatter lists and the bounce memory are bounded when the
@@ -66,6 +69,7 @@ mod ram;
 mod request;
 mod store;
 mod sys;
+mod turns;
 mod unit;
 mod waiting;
 

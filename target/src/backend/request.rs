@@ -7,6 +7,7 @@ use riser_scsi::step::{BackendError, BlockOp};
 
 use super::plan::{self, Bounds, Stage};
 use super::sys::Align;
+use super::turns::Turn;
 
 /// Bytes of one ring operation at most.
 pub(super) const MAX_OPERATION: usize = 1 << 30;
@@ -68,6 +69,8 @@ pub(super) struct BlockCommand {
     pub(super) renewals: u32,
     /// The bounce buffer in use, and the part of the command's memory in whose place it is.
     pub(super) bounce: Option<Bounce>,
+    /// Its place among the requests for the same bytes, where it needs one.
+    pub(super) turn: Option<Turn>,
     pub(super) window: Vec<MemSlice>,
 }
 
@@ -89,6 +92,8 @@ pub(super) enum State {
     },
     /// For a fault on purpose to let it go: in `delayed`.
     Held,
+    /// For older requests of the same bytes: in `delayed`.
+    Turn,
 }
 
 /// The part of the command's buffer that an operation moves: start and length.

@@ -26,6 +26,7 @@ use super::medium::{
 use super::open_error::{OpenError, io_error};
 use super::ram::{self, Ram};
 use super::sys;
+use super::turns::Turns;
 use super::waiting::{Waiting, is_waiting};
 use crate::host::{Host, SystemHost};
 
@@ -51,6 +52,8 @@ pub struct Store {
     label: String,
     capacity: AtomicU64,
     made: Mutex<Option<Made>>,
+    /// Requests that read or change a file through the page cache.
+    pub(super) turns: Arc<Turns>,
     errors: Errors,
     pub(super) space: Measured,
     /// Threads that wait for its file system.
@@ -156,6 +159,7 @@ impl Store {
                 Source::Null { .. } => "nothing".into(),
             },
             made: Mutex::new(made),
+            turns: Arc::default(),
             errors: Errors::default(),
             space: Measured::default(),
             waiting: Waiting::default(),

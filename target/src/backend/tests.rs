@@ -1626,6 +1626,40 @@ impl InMemory {
     }
 }
 
+/// Copies of the page cache may divide a block. With direct I/O the disk does not.
+#[test]
+fn a_read_through_the_page_cache_waits_for_a_write_of_its_blocks() {
+    for (direct, waits) in [(Direct::Off, true), (Direct::Auto, false)] {
+        let host = SimulatedHost::new(simulated::Threads::default(), Instant::now());
+        let spec = Spec {
+            direct,
+            ..spec(file("/in/memory".into(), 16 << 20))
+        };
+        let disk = Disk::new(16 << 20);
+        let store = Store::on_disk(&spec, &disk, Arc::new(host)).unwrap();
+        let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
+        one.memory.whole().fill(0, 4096, 7);
+        one.submit(write(4096, 4096));
+        other.submit(write(8192, 4096));
+        other.submit(read(4096, 4096));
+        assert_eq!(other.kernel.operations().len(), 2 - usize::from(waits));
+        assert_eq!(one.run(&[]), [StepResult::Done]);
+        assert_eq!(other.ring.waker().is_pending(), waits);
+        assert_eq!(other.run(&[]), [StepResult::Done; 2]);
+        assert_eq!(other.memory.whole().to_vec(), [7; 4096]);
+        // One that is aborted waits no more, and nothing waits for it.
+        one.submit(write(4096, 4096));
+        other.submit(read(4096, 4096));
+        other.driver.cancel(&mut other.ring, 1);
+        let aborted = StepResult::Failed(BackendError::Aborted);
+        let done = other.driver.poll_done(&mut other.ring);
+        assert_eq!(done.map(|d| d.result), waits.then_some(aborted));
+        assert_eq!(one.run(&[write(4096, 4096)]), [StepResult::Done; 2]);
+        drop(other.run(&[]));
+        assert_eq!(one.run(&[write(4096, 4096)]), [StepResult::Done]);
+    }
+}
+
 #[test]
 fn zeroing_memory_lets_other_commands_in_between() {
     let store = Store::open(&spec(Source::Ram { size: 64 << 20 })).unwrap();

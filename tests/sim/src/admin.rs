@@ -339,8 +339,9 @@ impl Layout {
             format!(", limits: {{ iops: {iops} }}")
         });
         let cache = if plan.write_cache { "on" } else { "off" };
+        let direct = if plan.is_direct() { "auto" } else { "off" };
         let mut text = format!(
-            "  d: {{ kind: file, path: /in/memory, size: {}MiB, create: true, thin: true, serial: {SERIAL}, write_cache: {cache}{limits} }}\n",
+            "  d: {{ kind: file, path: /in/memory, size: {}MiB, create: true, thin: true, serial: {SERIAL}, write_cache: {cache}, direct: {direct}{limits} }}\n",
             self.disk
         );
         let mut file = |name: &str, path: &str, mib: u64, rest: &str| {

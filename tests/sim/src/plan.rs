@@ -352,6 +352,11 @@ impl Default for Plan {
 }
 
 impl Plan {
+    /// The target reads and writes the disk past the page cache.
+    pub(crate) fn is_direct(&self) -> bool {
+        !self.seed.is_multiple_of(4)
+    }
+
     /// The plan of a seed.
     #[must_use]
     pub fn of(seed: u64) -> Self {

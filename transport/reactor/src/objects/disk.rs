@@ -34,6 +34,9 @@ struct State {
     /// Sectors in the cache that are taken for clean, but were not written back.
     lost: BTreeMap<u64, Sector>,
     error: WriteBackError,
+    /// Writes under way that go through the page cache: number, offset and data.
+    writing: Vec<(u64, u64, Vec<u8>)>,
+    next_writing: u64,
     /// It is not opened again.
     refuses: bool,
 }
@@ -54,6 +57,22 @@ pub struct File {
     disk: Disk,
     /// Number of the last failure that it need not report.
     seen: Arc<Mutex<u64>>,
+    /// Reads and writes are copies of the page cache, which may divide a sector.
+    is_buffered: bool,
+}
+
+/// A write through the page cache that is under way until this goes.
+#[derive(Debug)]
+pub(crate) struct Writing {
+    disk: Disk,
+    number: u64,
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        let writing = &mut lock(&self.disk.0).writing;
+        writing.retain(|(number, ..)| *number != self.number);
+    }
 }
 
 impl State {
@@ -152,6 +171,7 @@ impl Disk {
         File {
             disk: self.clone(),
             seen: Arc::new(Mutex::new(seen)),
+            is_buffered: false,
         }
     }
 
@@ -370,6 +390,49 @@ impl Disk {
 }
 
 impl File {
+    /// The same, through the page cache: a read gets the first half of each sector as it was, and the
+    /// other half of a write under way.
+    #[must_use]
+    pub fn buffered(self) -> Self {
+        Self {
+            is_buffered: true,
+            ..self
+        }
+    }
+
+    /// A write is under way from now on.
+    pub(crate) fn begin_write(&self, offset: u64, data: Vec<u8>) -> Option<Writing> {
+        let begin = |disk: &Disk| {
+            let state = &mut *lock(&disk.0);
+            let number = state.next_writing;
+            state.next_writing += 1;
+            state.writing.push((number, offset, data));
+            let disk = disk.clone();
+            Writing { disk, number }
+        };
+        self.is_buffered.then(|| begin(&self.disk))
+    }
+
+    /// As [`Disk::read`], beside the writes that are under way.
+    pub(crate) fn read(&self, offset: u64, out: &mut [u8]) -> usize {
+        let len = self.disk.read(offset, out);
+        let state = lock(&self.disk.0);
+        let sectors = out[..len].chunks_exact_mut(SECTOR as usize);
+        for (at, sector) in (offset..).step_by(SECTOR as usize).zip(sectors) {
+            for (_, start, data) in &state.writing {
+                let written = at.checked_sub(*start).and_then(|from| {
+                    let from = from as usize;
+                    data.get(from..from + sector.len())
+                });
+                if let Some(written) = written.filter(|_| self.is_buffered) {
+                    let half = sector.len() / 2;
+                    sector[half..].copy_from_slice(&written[half..]);
+                }
+            }
+        }
+        len
+    }
+
     /// The disk that it is open on.
     #[must_use]
     pub fn disk(&self) -> &Disk {

@@ -6,6 +6,7 @@ mod socket;
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+pub(crate) use disk::Writing;
 pub use disk::{Disk, File, SECTOR};
 pub use socket::{Listener, Peer, Socket};
 

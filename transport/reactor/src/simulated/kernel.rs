@@ -8,6 +8,7 @@ use riser_memory::MemSlice;
 
 use super::{Disk, File, Object, Socket};
 use crate::handle::Handle;
+use crate::objects::Writing;
 use crate::op::{Cqe, Durability, Fallocate, Op, Receive};
 use crate::slot::Slot;
 
@@ -89,6 +90,8 @@ struct Pending {
     /// Last change of its disk before it was handed over, which is all that a flush is sure to
     /// cover.
     before: u64,
+    /// Its bytes on their way to the page cache.
+    writing: Option<Writing>,
 }
 
 /// What an operation has come to.
@@ -182,6 +185,7 @@ impl Queue {
             moved: 0,
             reported,
             before: 0,
+            writing: None,
         });
     }
 
@@ -198,6 +202,9 @@ impl Queue {
         for pending in &mut state.queued {
             if let Some(Object::File(file)) = pending.handle.simulated() {
                 pending.before = file.disk().changes();
+                if let Op::Write { offset, .. } = pending.op {
+                    pending.writing = file.begin_write(offset, pending.gather(0));
+                }
             }
         }
         state.pending.append(&mut state.queued);
@@ -305,7 +312,7 @@ impl Pending {
         let done = match self.op {
             Op::Read { offset } => {
                 let mut bytes = vec![0; self.len().min(most)];
-                let len = disk.read(offset, &mut bytes);
+                let len = file.read(offset, &mut bytes);
                 self.scatter(0, &bytes[..len]);
                 Ok(len)
             }

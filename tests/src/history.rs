@@ -186,6 +186,10 @@ pub enum Violation {
         block: u64,
         /// The first byte that is not what the block's first words say.
         byte: usize,
+        /// Whose the first words are.
+        said: Version,
+        /// The word of that byte.
+        found: u64,
     },
     /// A block holds a version that has been overwritten, or that was never written there.
     Stale {
@@ -232,12 +236,16 @@ pub enum Violation {
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Torn { block, byte } => {
-                write!(
-                    f,
-                    "block {block} is not whole: it differs from byte {byte} on"
-                )
-            }
+            Self::Torn {
+                block,
+                byte,
+                said,
+                found,
+            } => write!(
+                f,
+                "block {block} is not whole: it begins as {said}, and differs from byte {byte} on, \
+                 where it has {found:016x}"
+            ),
             Self::Stale { block, seen } => {
                 write!(
                     f,
@@ -785,9 +793,13 @@ impl State {
             let mut whole = [0; BLOCK];
             said.fill(block, &mut whole);
             let byte = whole.iter().zip(bytes).position(|(a, b)| a != b);
+            let byte = byte.unwrap_or(0);
+            let found = bytes[byte & !7..].first_chunk().expect("a word of a block");
             return Err(Violation::Torn {
                 block,
-                byte: byte.unwrap_or(0),
+                byte,
+                said,
+                found: u64::from_be_bytes(*found),
             });
         };
         match seen.sequence > self.sequence {

@@ -284,11 +284,8 @@ impl Driver {
         if !self.has_room(store) {
             return Err(DriverFull);
         }
-        let volatile = self.stores[store.0].store.geometry().write_cache;
-        if plan::is_durable_write(&op, volatile) {
-            self.renew_sync(store);
-        }
         let attached = &mut self.stores[store.0];
+        let volatile = attached.store.geometry().write_cache;
         let block = u64::from(attached.store.geometry().block_size);
         let (offset, len) = plan::range(&op);
         assert!(
@@ -460,9 +457,11 @@ impl Driver {
             // at in this very round, and a long operation in memory would never let others be
             // served.
             for index in std::mem::take(&mut self.delayed) {
-                match self.requests[index].state {
+                let state = self.requests[index].state;
+                match state {
                     State::Delayed { until, .. } if until > now => self.delayed.push(index),
                     State::Held if self.is_held(index) => self.delayed.push(index),
+                    State::Turn if !self.takes_turn(ring, index) => self.delayed.push(index),
                     State::Delayed {
                         error: Some(error), ..
                     } => self.fail_on_purpose(index, error),
@@ -496,6 +495,7 @@ impl Driver {
                     self.requests[index].state = State::Turn;
                     return self.delayed.push(index);
                 }
+                self.follow_renewals(index);
                 return self.issue(ring, index);
             }
             Medium::Ram(ram) => {
@@ -572,11 +572,8 @@ impl Driver {
         };
         let turns = &self.stores[request.store.0].store.turns;
         let (offset, len) = plan::range(&request.op);
-        let join = || turns.join(offset..offset + len, changes);
-        request
-            .turn
-            .get_or_insert_with(join)
-            .has_come(|| ring.waker())
+        let join = || turns.join(offset..offset + len, changes, || ring.waker());
+        request.turn.get_or_insert_with(join).has_come()
     }
 
     /// Puts a long operation in memory aside after a piece of it, for other commands to be served.
@@ -747,9 +744,12 @@ impl Driver {
                     Medium::File { align, .. } => align.map_or(1, |a| a.offset as usize),
                     Medium::Ram(_) | Medium::Null | Medium::Absent => 1,
                 };
-                // Direct I/O goes on at a whole block.
-                // What was moved beyond it is moved once more, with the same bytes.
-                let moved = moved - moved % align;
+                // It goes on at a whole block, which no other write divides then, and direct I/O at
+                // one of the device's. What was moved beyond it is moved once more, with the same
+                // bytes.
+                let block = attached.store.geometry().block_size as usize;
+                let unit = if moved < block { align } else { block };
+                let moved = moved - moved % unit;
                 if moved == 0 {
                     // The end of a file that became shorter.
                     let error = BackendError::Medium { offset: Some(at) };
@@ -831,6 +831,17 @@ impl Driver {
             attached.clears = clears;
             attached.renewals = attached.renewals.wrapping_add(1);
         }
+    }
+
+    /// Before a request's first operation in the ring, which may be long after it was submitted.
+    fn follow_renewals(&mut self, index: usize) {
+        let request = &self.requests[index];
+        let store = request.store;
+        let volatile = self.stores[store.0].store.geometry().write_cache;
+        if plan::is_durable_write(&request.op, volatile) {
+            self.renew_sync(store);
+        }
+        self.requests[index].renewals = self.stores[store.0].renewals;
     }
 
     /// Starts a flush for all that wait for one, unless one is under way.

@@ -1660,6 +1660,39 @@ fn a_read_through_the_page_cache_waits_for_a_write_of_its_blocks() {
     }
 }
 
+/// Others may replace the descriptor for flushes while a write waits.
+#[test]
+fn a_write_that_has_waited_fails_for_itself_alone() {
+    let host = SimulatedHost::new(simulated::Threads::default(), Instant::now());
+    let spec = Spec {
+        direct: Direct::Off,
+        ..spec(file("/in/memory".into(), 16 << 20))
+    };
+    let disk = Disk::new(16 << 20);
+    let store = Store::on_disk(&spec, &disk, Arc::new(host)).unwrap();
+    let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
+    store.on_flush_failed(libc::EIO, one.now);
+    other.submit(read(8 << 20, 4096));
+    one.submit(DURABLE);
+    store.clear_flush_failure().unwrap();
+    let elsewhere = BlockOp::Write {
+        offset: 0,
+        len: 4096,
+        buffer_offset: 0,
+        fua: true,
+    };
+    one.submit(elsewhere);
+    let [operation] = &one.kernel.operations()[..] else {
+        panic!("the other one waits");
+    };
+    one.kernel.complete(operation.id, Outcome::Whole);
+    assert_eq!(other.run(&[]), [StepResult::Done]);
+    let ended = one.run_with(&[], Outcome::Failed(libc::ENOSPC));
+    assert_eq!(ended.len(), 2);
+    assert!(ended.contains(&StepResult::Failed(BackendError::NoSpace)));
+    assert_eq!(store.flush_failure(), None);
+}
+
 #[test]
 fn zeroing_memory_lets_other_commands_in_between() {
     let store = Store::open(&spec(Source::Ram { size: 64 << 20 })).unwrap();

@@ -9,37 +9,49 @@
 //!
 //! With direct I/O it is the disk that does not divide its blocks, and memory has locks of its own
 //! (`ram`). There, no request needs a turn.
+//!
+//! A request looks at those of the other kind when it joins and when it leaves, so reads alone look
+//! at none.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use riser_reactor::Waker;
+use slab::Slab;
 
-/// The requests of a store's workers that read or change its medium, in the order of their arrival.
+/// The requests of a store's workers that read or change its medium.
 #[derive(Debug, Default)]
 pub(super) struct Turns(Mutex<Line>);
 
+/// At most the workers' requests.
 #[derive(Debug, Default)]
 struct Line {
     next: u64,
-    /// Oldest first. At most the workers' requests.
-    places: Vec<Place>,
+    reads: Slab<Place>,
+    changes: Slab<Place>,
 }
 
 #[derive(Debug)]
 struct Place {
+    /// Position in the order of arrival.
     number: u64,
     bytes: Range<u64>,
-    changes: bool,
-    /// Of its worker, where it waits.
-    waker: Option<Waker>,
+    /// Older requests of the other kind for the same bytes.
+    blockers: usize,
+    /// Where it has to wait.
+    wait: Option<Wait>,
+}
+
+#[derive(Debug)]
+struct Wait {
+    is_over: Arc<AtomicBool>,
+    waker: Waker,
 }
 
 impl Place {
-    fn excludes(&self, other: &Self) -> bool {
-        self.changes != other.changes
-            && self.bytes.start < other.bytes.end
-            && other.bytes.start < self.bytes.end
+    fn overlaps(&self, bytes: &Range<u64>) -> bool {
+        self.bytes.start < bytes.end && bytes.start < self.bytes.end
     }
 }
 
@@ -47,24 +59,43 @@ impl Place {
 #[derive(Debug)]
 pub(super) struct Turn {
     turns: Arc<Turns>,
-    number: u64,
+    key: usize,
+    changes: bool,
+    /// `None` where it did not have to wait.
+    is_over: Option<Arc<AtomicBool>>,
 }
 
 impl Turns {
-    /// Takes a place behind all others, for a request that reads these bytes or changes them.
-    pub(super) fn join(self: &Arc<Self>, bytes: Range<u64>, changes: bool) -> Turn {
+    /// Takes a place behind all others, for a request that reads these bytes or changes them. Where
+    /// it has to wait, its worker is woken when its turn has come.
+    pub(super) fn join(
+        self: &Arc<Self>,
+        bytes: Range<u64>,
+        changes: bool,
+        waker: impl FnOnce() -> Waker,
+    ) -> Turn {
         let mut line = self.line();
+        let (own, others) = line.sides(changes);
+        let blockers = others.iter().filter(|(_, p)| p.overlaps(&bytes)).count();
+        let is_over = (blockers > 0).then(Arc::default);
+        let wait = is_over.clone().map(|is_over| Wait {
+            is_over,
+            waker: waker(),
+        });
+        let key = own.vacant_key();
         let number = line.next;
         line.next += 1;
-        line.places.push(Place {
+        line.sides(changes).0.insert(Place {
             number,
             bytes,
-            changes,
-            waker: None,
+            blockers,
+            wait,
         });
         Turn {
             turns: self.clone(),
-            number,
+            key,
+            changes,
+            is_over,
         }
     }
 
@@ -75,39 +106,40 @@ impl Turns {
 }
 
 impl Turn {
-    /// Returns whether the request may go on. Otherwise its worker is woken when that may have
-    /// changed.
-    pub(super) fn has_come(&self, waker: impl FnOnce() -> Waker) -> bool {
-        let mut line = self.turns.line();
-        let at = line.place_of(self.number);
-        let (older, rest) = line.places.split_at_mut(at);
-        let is_free = !older.iter().any(|place| place.excludes(&rest[0]));
-        if !is_free && rest[0].waker.is_none() {
-            rest[0].waker = Some(waker());
-        }
-        is_free
+    /// Returns whether the request may go on.
+    pub(super) fn has_come(&self) -> bool {
+        let is_over = |flag: &Arc<AtomicBool>| flag.load(Ordering::Acquire);
+        self.is_over.as_ref().is_none_or(is_over)
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
         let mut line = self.turns.line();
-        let at = line.place_of(self.number);
-        let gone = line.places.remove(at);
-        for place in &line.places[at..] {
-            if let Some(waker) = &place.waker
-                && place.excludes(&gone)
+        let (own, others) = line.sides(self.changes);
+        let gone = own.remove(self.key);
+        for (_, place) in others.iter_mut() {
+            if place.number < gone.number || !place.overlaps(&gone.bytes) {
+                continue;
+            }
+            place.blockers -= 1;
+            if place.blockers == 0
+                && let Some(wait) = &place.wait
             {
-                waker.wake();
+                wait.is_over.store(true, Ordering::Release);
+                wait.waker.wake();
             }
         }
     }
 }
 
 impl Line {
-    fn place_of(&self, number: u64) -> usize {
-        let found = self.places.binary_search_by_key(&number, |p| p.number);
-        found.expect("a place is left once")
+    /// The places of requests of a kind, and those of the other kind.
+    fn sides(&mut self, changes: bool) -> (&mut Slab<Place>, &mut Slab<Place>) {
+        match changes {
+            true => (&mut self.changes, &mut self.reads),
+            false => (&mut self.reads, &mut self.changes),
+        }
     }
 }
 
@@ -115,44 +147,55 @@ impl Line {
 mod tests {
     use super::*;
 
-    fn has_come(turn: &Turn, waker: &Waker) -> bool {
-        turn.has_come(|| waker.clone())
-    }
-
     #[test]
     fn readers_and_writers_of_a_block_take_turns_in_the_order_of_their_arrival() {
         let turns = Arc::new(Turns::default());
         let waker = Waker::simulated();
-        let first = turns.join(0..1024, false);
-        let beside = turns.join(512..2048, false);
-        let change = turns.join(1000..1536, true);
-        let elsewhere = turns.join(2048..4096, true);
-        let late = turns.join(0..1001, false);
-        assert!([&first, &beside, &elsewhere].map(|t| has_come(t, &waker)) == [true; 3]);
-        assert!(!has_come(&change, &waker) && !has_come(&late, &waker));
+        let join = |bytes, changes| turns.join(bytes, changes, || waker.clone());
+        let first = join(0..1024, false);
+        let beside = join(512..2048, false);
+        let change = join(1000..1536, true);
+        let elsewhere = join(2048..4096, true);
+        let late = join(0..1001, false);
+        assert!([&first, &beside, &elsewhere].iter().all(|t| t.has_come()));
+        assert!(!change.has_come() && !late.has_come());
         drop(elsewhere);
         assert!(!waker.is_pending(), "nobody has waited for it");
         drop(first);
-        assert!(waker.is_pending());
-        assert!(!has_come(&change, &waker), "another one reads");
+        assert!(!change.has_come(), "another one reads");
+        assert!(!waker.is_pending(), "nobody can go on");
         drop(beside);
-        assert!(has_come(&change, &waker));
-        assert!(!has_come(&late, &waker), "it is behind the change");
+        assert!(waker.is_pending() && change.has_come());
+        assert!(!late.has_come(), "it is behind the change");
         drop(change);
-        assert!(has_come(&late, &waker));
+        assert!(late.has_come());
     }
 
     #[test]
     fn changes_of_a_block_do_not_wait_for_each_other() {
         let turns = Arc::new(Turns::default());
-        let waker = Waker::simulated();
-        let all = [(); 3].map(|()| turns.join(0..512, true));
-        assert!(all.iter().all(|turn| has_come(turn, &waker)));
-        let read = turns.join(0..512, false);
-        let [first, second, third] = all;
+        let join = |changes| turns.join(0..512, changes, Waker::simulated);
+        let [first, second, third] = [(); 3].map(|()| join(true));
+        assert!([&first, &second, &third].iter().all(|t| t.has_come()));
+        let read = join(false);
         drop((first, third));
-        assert!(!has_come(&read, &waker));
+        assert!(!read.has_come());
         drop(second);
-        assert!(has_come(&read, &waker));
+        assert!(read.has_come());
+    }
+
+    /// One that leaves before its turn was in nobody's way but of those behind it.
+    #[test]
+    fn a_place_may_be_left_before_its_turn() {
+        let turns = Arc::new(Turns::default());
+        let join = |changes| turns.join(0..512, changes, Waker::simulated);
+        let (read, change, late) = (join(false), join(true), join(false));
+        drop(change);
+        assert!(late.has_come());
+        let change = join(true);
+        drop(read);
+        assert!(!change.has_come());
+        drop(late);
+        assert!(change.has_come());
     }
 }

@@ -135,6 +135,9 @@ impl<D: Datamover> Channel<D> {
     }
 
     pub(super) fn on_data_out(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
+        if !frame.data.is_empty() {
+            self.last_data = cx.now;
+        }
         if !frame.is_intact {
             self.on_digest_error(cx);
             self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
@@ -151,9 +154,6 @@ impl<D: Datamover> Channel<D> {
                 offset,
                 complete,
             } => {
-                if !frame.data.is_empty() {
-                    self.last_data = cx.now;
-                }
                 self.counters.bytes_out += frame.data.len() as u64;
                 self.pace.on_moved(frame.data.len() as u32);
                 let context = &self.tasks[usize::from(task.0)];
@@ -205,9 +205,6 @@ impl<D: Datamover> Channel<D> {
             };
         }
         if incoming.fault.is_none() && !incoming.lost {
-            if len > 0 {
-                self.last_data = cx.now;
-            }
             self.counters.bytes_out += u64::from(len);
             match (incoming.wanted, &task.exec.buffer) {
                 // All of them come before the first piece is complete.
@@ -315,7 +312,7 @@ impl<D: Datamover> Channel<D> {
             true => self.last_data.max(self.last_taken),
             false => self.last_data,
         };
-        let due = |task: &Task| {
+        let due = |(idx, task): (TaskIdx, &Task)| {
             let waited = Duration::from_millis(task.waited.into());
             let left = (timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);
             let last = match task.state {
@@ -326,7 +323,7 @@ impl<D: Datamover> Channel<D> {
             match task.state {
                 TaskState::Sent => {
                     let due = self.pace.due(task.wait, left.max(SILENCE));
-                    match is_owed && self.mover.is_sending_data() {
+                    match is_owed && self.mover.is_sending_data(idx) {
                         true => silent.min(due),
                         false => due,
                     }
@@ -334,7 +331,8 @@ impl<D: Datamover> Channel<D> {
                 _ => silent.min(self.pace.due(task.wait, left)),
             }
         };
-        let waiting = self.tasks.iter().filter(|task| task.waits_for_initiator());
+        let tasks = (0..).map(TaskIdx).zip(&self.tasks);
+        let waiting = tasks.filter(|(_, task)| task.waits_for_initiator());
         let Some(at) = waiting
             .map(due)
             .min()

@@ -208,9 +208,10 @@ pub trait Datamover {
     /// answered it.
     fn is_asking(&self) -> bool;
 
-    /// Whether data are being sent that the initiator has not taken yet, where it may take its time
-    /// for that.
-    fn is_sending_data(&self) -> bool {
+    /// Whether data of a task are being sent that the initiator has not taken yet, where it may take
+    /// its time for that.
+    fn is_sending_data(&self, task: TaskIdx) -> bool {
+        let _ = task;
         false
     }
 

@@ -792,8 +792,8 @@ impl Datamover for Tcp {
         self.has_r2t || self.queue.iter().any(is_r2t)
     }
 
-    fn is_sending_data(&self) -> bool {
-        !self.in_batch.is_empty()
+    fn is_sending_data(&self, task: TaskIdx) -> bool {
+        self.in_batch.contains(&task)
     }
 
     fn queued_bytes(&self) -> usize {
@@ -938,7 +938,7 @@ impl TcpChannel {
 
     /// The batch was sent, or failed to be.
     pub fn handle_sent(&mut self, cx: &mut Cx<'_>, ok: bool) {
-        if ok && self.channel.mover().is_sending_data() {
+        if ok && !self.channel.mover().in_batch.is_empty() {
             self.channel.last_taken = cx.now;
         }
         // The initiator's time to answer begins.

@@ -823,6 +823,47 @@ fn an_initiator_that_does_not_answer_an_r2t_is_given_up_whatever_else_it_does() 
     rig.end();
 }
 
+/// Data of a command that was aborted come first, since they were asked for.
+#[test]
+fn an_initiator_that_sends_is_not_silent_whatever_it_sends_for() {
+    for others_wait in [false, true] {
+        let mut rig = Rig::logged_in("MaxBurstLength=8192\0");
+        let asked = r2ts(&rig.write(1, 64, &[], true))[0];
+        let received = rig.tmf(60, TmfFunction::LogicalUnitReset, 0);
+        assert_eq!(tmf_status(&received), TmfStatus::Complete);
+        rig.write(2, BLOCKS, &[], true);
+        let more = match others_wait {
+            true => let_another_wait(&mut rig),
+            false => Vec::new(),
+        };
+        for at in 0..16 {
+            rig.wait(Duration::from_secs(1));
+            let offset = asked.offset + at * 512;
+            rig.data_out(1, asked.ttt, at, offset, &[1; 512], at == 15);
+        }
+        assert!(!rig.disconnected);
+        end_with(rig, more);
+    }
+}
+
+/// What is kept until it is acknowledged is not what begins to be sent.
+#[test]
+fn an_initiator_has_time_to_take_what_begins_to_be_sent() {
+    let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
+    rig.read(1, 0, 255);
+    rig.prompt = false;
+    rig.read(2, 0, 255);
+    let more = let_another_wait(&mut rig);
+    rig.wait(Duration::from_secs(4));
+    rig.wait(Duration::from_secs(4));
+    (rig.stalled, rig.prompt) = (true, true);
+    rig.finish_all_blocks();
+    assert!(!rig.poll_sent().is_empty());
+    rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    assert!(!rig.disconnected);
+    end_with(rig, more);
+}
+
 /// Whether they are answered with their data, or are at the disk when others begin to wait.
 #[test]
 fn an_initiator_that_does_not_take_its_data_is_given_up_sooner_where_others_wait() {

@@ -211,6 +211,18 @@ impl PathsLink {
         }
     }
 
+    /// Whether none of the paths that were in use is.
+    fn is_away(&self) -> bool {
+        let mut used = self.members.iter().filter(|m| m.cache.is_some());
+        used.all(|m| m.heard.is_some())
+    }
+
+    /// An outage begins: what paths that were never in use have seen was before it.
+    fn forget_unused(&mut self) {
+        let unused = self.members.iter_mut().filter(|m| m.cache.is_none());
+        unused.for_each(|m| m.evidence = Evidence::default());
+    }
+
     fn member(&mut self, path: PathIndex) -> &mut Member {
         &mut self.members[usize::from(path.0)]
     }
@@ -247,8 +259,12 @@ impl<E: Env> Driver<E> {
                     member.session = None;
                     member.evidence.on_down(why);
                     // What was lost before it was in use is judged by the other paths.
+                    let was_in_use = member.cache.is_some() && member.heard.is_none();
                     if member.cache.is_some() {
                         member.heard = member.heard.or(heard);
+                    }
+                    if was_in_use && link.is_away() {
+                        link.forget_unused();
                     }
                     link.machine.handle_closed(path, why, now);
                 }),

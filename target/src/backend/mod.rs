@@ -33,8 +33,7 @@
 //!   be lost.
 //! - **All or an error.** A short read or write is resumed until the range is done. The end of a
 //!   file that shrank under us is a medium error, never made-up data.
-//! - **Whole blocks.** A read gets each block as one write has left it, whatever others write
-//!   meanwhile.
+//! - **Whole blocks.** A read never returns parts of two writes within one block.
 //! - **Exclusive.** A file or device that is served for writing is locked against every other
 //!   `riserd`, and every second backend of this one.
 //! - **Bounds.** Requests in flight, their scatter lists and the bounce memory are bounded when the

@@ -1555,10 +1555,17 @@ const DURABLE: BlockOp = BlockOp::Write {
 };
 
 fn store_in_memory() -> (Arc<Store>, Disk) {
+    store_with(Direct::Auto)
+}
+
+fn store_with(direct: Direct) -> (Arc<Store>, Disk) {
     let disk = Disk::new(16 << 20);
     let host = SimulatedHost::new(simulated::Threads::default(), Instant::now());
-    let source = file("/in/memory".into(), 16 << 20);
-    let store = Store::on_disk(&spec(source), &disk, Arc::new(host)).unwrap();
+    let spec = Spec {
+        direct,
+        ..spec(file("/in/memory".into(), 16 << 20))
+    };
+    let store = Store::on_disk(&spec, &disk, Arc::new(host)).unwrap();
     (store, disk)
 }
 
@@ -1630,13 +1637,7 @@ impl InMemory {
 #[test]
 fn a_read_through_the_page_cache_waits_for_a_write_of_its_blocks() {
     for (direct, waits) in [(Direct::Off, true), (Direct::Auto, false)] {
-        let host = SimulatedHost::new(simulated::Threads::default(), Instant::now());
-        let spec = Spec {
-            direct,
-            ..spec(file("/in/memory".into(), 16 << 20))
-        };
-        let disk = Disk::new(16 << 20);
-        let store = Store::on_disk(&spec, &disk, Arc::new(host)).unwrap();
+        let (store, _) = store_with(direct);
         let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
         one.memory.whole().fill(0, 4096, 7);
         one.submit(write(4096, 4096));
@@ -1663,13 +1664,7 @@ fn a_read_through_the_page_cache_waits_for_a_write_of_its_blocks() {
 /// Others may replace the descriptor for flushes while a write waits.
 #[test]
 fn a_write_that_has_waited_fails_for_itself_alone() {
-    let host = SimulatedHost::new(simulated::Threads::default(), Instant::now());
-    let spec = Spec {
-        direct: Direct::Off,
-        ..spec(file("/in/memory".into(), 16 << 20))
-    };
-    let disk = Disk::new(16 << 20);
-    let store = Store::on_disk(&spec, &disk, Arc::new(host)).unwrap();
+    let (store, _) = store_with(Direct::Off);
     let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
     store.on_flush_failed(libc::EIO, one.now);
     other.submit(read(8 << 20, 4096));

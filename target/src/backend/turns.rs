@@ -75,6 +75,8 @@ impl Turns {
         waker: impl FnOnce() -> Waker,
     ) -> Turn {
         let mut line = self.line();
+        let number = line.next;
+        line.next += 1;
         let (own, others) = line.sides(changes);
         let blockers = others.iter().filter(|(_, p)| p.overlaps(&bytes)).count();
         let is_over = (blockers > 0).then(Arc::default);
@@ -82,10 +84,7 @@ impl Turns {
             is_over,
             waker: waker(),
         });
-        let key = own.vacant_key();
-        let number = line.next;
-        line.next += 1;
-        line.sides(changes).0.insert(Place {
+        let key = own.insert(Place {
             number,
             bytes,
             blockers,
@@ -160,10 +159,10 @@ mod tests {
         assert!([&first, &beside, &elsewhere].iter().all(|t| t.has_come()));
         assert!(!change.has_come() && !late.has_come());
         drop(elsewhere);
-        assert!(!waker.is_pending(), "nobody has waited for it");
+        assert!(!waker.is_pending(), "no request waited for it");
         drop(first);
         assert!(!change.has_come(), "another one reads");
-        assert!(!waker.is_pending(), "nobody can go on");
+        assert!(!waker.is_pending(), "none can proceed yet");
         drop(beside);
         assert!(waker.is_pending() && change.has_come());
         assert!(!late.has_come(), "it is behind the change");
@@ -184,7 +183,7 @@ mod tests {
         assert!(read.has_come());
     }
 
-    /// One that leaves before its turn was in nobody's way but of those behind it.
+    /// A request that is canceled while it waits releases only those behind it.
     #[test]
     fn a_place_may_be_left_before_its_turn() {
         let turns = Arc::new(Turns::default());

@@ -315,21 +315,18 @@ impl<D: Datamover> Channel<D> {
         let due = |(idx, task): (TaskIdx, &Task)| {
             let waited = Duration::from_millis(task.waited.into());
             let left = (timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);
+            let is_answered = task.state == TaskState::Sent;
+            let left = if is_answered { left.max(SILENCE) } else { left };
+            let due = self.pace.due(task.wait, left);
+            // Nothing waits for it but, where there is little, for its memory.
+            if is_answered && !(is_owed && self.mover.is_sending_data(idx)) {
+                return due;
+            }
             let last = match task.state {
                 TaskState::Send | TaskState::Sent => self.last_taken,
                 _ => last_heard,
             };
-            let silent = last.max(task.wait.since) + patience;
-            match task.state {
-                TaskState::Sent => {
-                    let due = self.pace.due(task.wait, left.max(SILENCE));
-                    match is_owed && self.mover.is_sending_data(idx) {
-                        true => silent.min(due),
-                        false => due,
-                    }
-                }
-                _ => silent.min(self.pace.due(task.wait, left)),
-            }
+            due.min(last.max(task.wait.since) + patience)
         };
         let tasks = (0..).map(TaskIdx).zip(&self.tasks);
         let waiting = tasks.filter(|(_, task)| task.waits_for_initiator());

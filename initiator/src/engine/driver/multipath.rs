@@ -198,23 +198,22 @@ impl PathsLink {
     fn before(&self, path: PathIndex) -> Before {
         let login = self.members[usize::from(path.0)].login;
         let used = || self.members.iter().filter(|m| m.cache.is_some());
-        // One that was not lost is heard of still.
-        let heard: Option<Vec<_>> = used().map(|m| m.heard).collect();
         Before {
             generation: self.generation,
             cache: used().find_map(|m| m.cache),
-            outage: heard
-                .and_then(|all| all.into_iter().max())
+            outage: self
+                .last_heard()
                 .zip(login)
                 .map(|(heard, login)| login.saturating_duration_since(heard)),
             refused: used().any(|m| m.evidence.refused),
         }
     }
 
-    /// Whether none of the paths that were in use is.
-    fn is_away(&self) -> bool {
-        let mut used = self.members.iter().filter(|m| m.cache.is_some());
-        used.all(|m| m.heard.is_some())
+    /// When the unit was last heard of; `None` while a path is in use, and before one was.
+    fn last_heard(&self) -> Option<Instant> {
+        let used = self.members.iter().filter(|m| m.cache.is_some());
+        let heard: Option<Vec<_>> = used.map(|m| m.heard).collect();
+        heard?.into_iter().max()
     }
 
     /// An outage begins: what paths that were never in use have seen was before it.
@@ -263,7 +262,7 @@ impl<E: Env> Driver<E> {
                     if member.cache.is_some() {
                         member.heard = member.heard.or(heard);
                     }
-                    if was_in_use && link.is_away() {
+                    if was_in_use && link.last_heard().is_some() {
                         link.forget_unused();
                     }
                     link.machine.handle_closed(path, why, now);

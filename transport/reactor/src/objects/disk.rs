@@ -401,21 +401,28 @@ impl File {
     }
 
     /// A write is under way from now on.
-    pub(crate) fn begin_write(&self, offset: u64, data: Vec<u8>) -> Option<Writing> {
-        let begin = |disk: &Disk| {
-            let state = &mut *lock(&disk.0);
-            let number = state.next_writing;
-            state.next_writing += 1;
-            state.writing.push((number, offset, data));
-            let disk = disk.clone();
-            Writing { disk, number }
-        };
-        self.is_buffered.then(|| begin(&self.disk))
+    pub(crate) fn begin_write(
+        &self,
+        offset: u64,
+        data: impl FnOnce() -> Vec<u8>,
+    ) -> Option<Writing> {
+        if !self.is_buffered {
+            return None;
+        }
+        let state = &mut *lock(&self.disk.0);
+        let number = state.next_writing;
+        state.next_writing += 1;
+        state.writing.push((number, offset, data()));
+        let disk = self.disk.clone();
+        Some(Writing { disk, number })
     }
 
     /// As [`Disk::read`], beside the writes that are under way.
     pub(crate) fn read(&self, offset: u64, out: &mut [u8]) -> usize {
         let len = self.disk.read(offset, out);
+        if !self.is_buffered {
+            return len;
+        }
         let state = lock(&self.disk.0);
         let sectors = out[..len].chunks_exact_mut(SECTOR as usize);
         for (at, sector) in (offset..).step_by(SECTOR as usize).zip(sectors) {
@@ -424,7 +431,7 @@ impl File {
                     let from = from as usize;
                     data.get(from..from + sector.len())
                 });
-                if let Some(written) = written.filter(|_| self.is_buffered) {
+                if let Some(written) = written {
                     let half = sector.len() / 2;
                     sector[half..].copy_from_slice(&written[half..]);
                 }

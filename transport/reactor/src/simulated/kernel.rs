@@ -203,7 +203,7 @@ impl Queue {
             if let Some(Object::File(file)) = pending.handle.simulated() {
                 pending.before = file.disk().changes();
                 if let Op::Write { offset, .. } = pending.op {
-                    pending.writing = file.begin_write(offset, pending.gather(0));
+                    pending.writing = file.begin_write(offset, || pending.gather(0));
                 }
             }
         }

@@ -14,7 +14,7 @@ use fastrand::Rng;
 use riser_initiator::block::ZeroOptions;
 use riser_initiator::engine::{Client, Engine, Env, IoData, Session};
 use riser_initiator::lun::{Lun, LunError};
-use riser_initiator::request::{Answer, Cdb, DataLen, RequestResult};
+use riser_initiator::request::{Answer, Cdb, DataLen, RequestError, RequestResult};
 use riser_initiator::url::TargetUrl;
 use riser_scsi::sense::{Sense, SenseKey};
 use riser_scsi::srp::TargetPortId;
@@ -425,20 +425,21 @@ impl User {
 
     /// Writes a block and flushes, once nothing goes wrong any more; why that fails, if it does and
     /// not because of what another initiator does. A first attempt may report what was lost before.
+    /// One that times out is repeated: a peer that uses its name may keep it from logging in.
     pub async fn write_at_last(&self, lun: &Lun, block: u64) -> Result<(), LunError> {
-        let mut result = Ok(());
-        for _ in 0..3 {
-            result = self.write(lun, block..block + 1, false).await;
+        let mut failures = 0;
+        loop {
+            let mut result = self.write(lun, block..block + 1, false).await;
             if result.is_ok() {
                 result = self.flush(lun).await;
             }
-            if result.is_ok() {
-                break;
+            match result {
+                Ok(()) => return Ok(()),
+                Err(LunError::Request(RequestError::TimedOut)) => {}
+                Err(_) if failures < 2 => failures += 1,
+                Err(error) if is_of_another(&error) => return Ok(()),
+                Err(error) => return Err(error),
             }
-        }
-        match result {
-            Err(error) if is_of_another(&error) => Ok(()),
-            result => result,
         }
     }
 

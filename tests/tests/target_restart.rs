@@ -17,8 +17,9 @@ use riser_initiator::paths::PathState;
 use riser_initiator::request::RequestError;
 use riser_initiator::session::Down;
 use riser_initiator::url::TargetUrl;
-use riser_testkit::eventually_ok;
+use riser_target::backend::{Direct, Source, Spec, open_in_time};
 use riser_testkit::programs::Pair;
+use riser_testkit::{eventually, eventually_ok};
 
 const IQN: &str = "iqn.2026-01.com.example:disk";
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -190,6 +191,44 @@ fn a_restart_over_a_file_fails_no_flush() {
     restart(&mut pair);
     assert_eq!(flush(&lun), Ok(()));
     assert!(session.status().reconnects() >= 1);
+}
+
+/// The kernel may be slow to end the I/O of a daemon that was killed, and holds its locks as long.
+#[test]
+fn a_restart_over_a_file_whose_lock_is_still_held_fails_nothing() {
+    let backend = "{ kind: file, path: DIR/disk, size: 16MiB, create: true, write_cache: true }";
+    let mut pair = pair(248, backend);
+    let session = connect(248, &url(248, "iscsi"), "iscsi");
+    let lun = block_on(session.lun(0)).unwrap();
+    write(&lun, 0, false).unwrap();
+    pair.kill();
+    let spec = Spec {
+        source: Source::File {
+            path: pair.dir.join("disk"),
+            size: None,
+            create: false,
+        },
+        block_size: 512,
+        direct: Direct::Auto,
+        write_cache: true,
+        read_only: false,
+        faults: None,
+    };
+    let held = eventually_ok("the daemon's lock is free", PATIENCE, || {
+        open_in_time(&spec)
+    });
+    pair.serve();
+    let log = pair.dir.join("riserd.log");
+    eventually("it serves without the file", PATIENCE, || {
+        fs::read_to_string(&log).is_ok_and(|log| log.contains("holds its lock"))
+    });
+    let release = thread::spawn(|| {
+        thread::sleep(Duration::from_secs(2));
+        drop(held);
+    });
+    write(&lun, PIECE as u64, false).unwrap();
+    assert_eq!(flush(&lun), Ok(()));
+    release.join().unwrap();
 }
 
 /// Connections through a port of ours, which can be cut.

@@ -4,7 +4,6 @@ use super::cache::Flush;
 use super::plan::{Plan, PlanResult, Planner};
 use crate::cdb::Cdb;
 use crate::data::cdb::request_sense::{ALLOCATION_LENGTH, DESC};
-use crate::lu::NO_MEDIUM;
 use crate::sense::{Sense, SenseFormat};
 
 /// TEST UNIT READY: all that it reports has been checked already.
@@ -43,8 +42,8 @@ pub(crate) fn plan_start_stop_unit<M: From<Flush>>(
 ) -> PlanResult<M> {
     let lu = planner.lu;
     // Not left to READY, which would refuse START for a stopped unit, too.
-    if !lu.has_medium() {
-        return Err(NO_MEDIUM.into());
+    if let Some(sense) = lu.no_medium() {
+        return Err(sense.into());
     }
     match cdb.byte(4) >> 4 {
         // START_VALID.

@@ -54,6 +54,9 @@ pub(crate) const NO_MEDIUM: Sense = Sense::new(
     AdditionalSense::MANUAL_INTERVENTION_REQUIRED,
 );
 
+/// The sense of a unit that waits for its medium: initiators repeat the command.
+const BECOMING_READY: Sense = Sense::new(SenseKey::NotReady, AdditionalSense::BECOMING_READY);
+
 /// Percent of the space by which its use must recede before the soft threshold can be reached
 /// again.
 pub const HYSTERESIS: u8 = 5;
@@ -63,6 +66,8 @@ pub const HYSTERESIS: u8 = 5;
 pub struct LogicalUnit {
     config: Config,
     has_medium: bool,
+    /// Without a medium, one is expected within seconds.
+    awaits_medium: AtomicBool,
     knows_reservations: bool,
     has_names: bool,
     capacity: AtomicU64,
@@ -101,6 +106,7 @@ impl LogicalUnit {
             saving: Mutex::new(()),
             retired: AtomicBool::new(false),
             has_medium: true,
+            awaits_medium: AtomicBool::new(false),
             knows_reservations: true,
             has_names: true,
             config,
@@ -115,6 +121,28 @@ impl LogicalUnit {
             has_medium: false,
             ..self
         }
+    }
+
+    /// The same unit without a medium, which is expected within seconds: commands that need one end
+    /// with NOT READY, LOGICAL UNIT IS IN PROCESS OF BECOMING READY, until
+    /// [`Self::stop_awaiting_medium`].
+    #[must_use]
+    pub fn awaiting_medium(self) -> Self {
+        Self {
+            awaits_medium: AtomicBool::new(true),
+            ..self.without_medium()
+        }
+    }
+
+    /// Returns whether it has no medium and expects one.
+    #[must_use]
+    pub fn awaits_medium(&self) -> bool {
+        self.awaits_medium.load(Ordering::Acquire)
+    }
+
+    /// From now on, it is as after [`Self::without_medium`].
+    pub fn stop_awaiting_medium(&self) {
+        self.awaits_medium.store(false, Ordering::Release);
     }
 
     /// The same unit without a medium, whose reservations are not known: commands that read or
@@ -309,13 +337,21 @@ impl LogicalUnit {
         self.flags().contains(Flags::STOPPED)
     }
 
+    /// The sense of commands that need the medium, where there is none.
+    pub(crate) fn no_medium(&self) -> Option<Sense> {
+        match self.awaits_medium() {
+            _ if self.has_medium => None,
+            true => Some(BECOMING_READY),
+            false => Some(NO_MEDIUM),
+        }
+    }
+
     /// The sense of commands that need the medium, where they are refused.
     pub(crate) fn not_ready(&self) -> Option<Sense> {
-        match self.has_medium {
-            // An initiator could start a stopped unit, and would try in vain, so this comes first.
-            false => Some(NO_MEDIUM),
-            true => self.is_stopped().then_some(STOPPED),
-        }
+        // An initiator could start a stopped unit, and would try in vain without a medium, so that
+        // comes first.
+        self.no_medium()
+            .or_else(|| self.is_stopped().then_some(STOPPED))
     }
 
     /// Whether writes may stay in a volatile cache (WCE).

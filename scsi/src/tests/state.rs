@@ -170,6 +170,20 @@ fn a_unit_without_a_medium_answers_for_itself() {
 }
 
 #[test]
+fn a_unit_that_awaits_its_medium_is_becoming_ready() {
+    let mut rig = absent(LogicalUnit::awaiting_medium);
+    let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    let start = [0x1b, 0, 0, 0, 1, 0];
+    for cdb in [&READY[..], &read, &start] {
+        assert_eq!(rig.send(cdb).check(), (2, 0x04, 1), "{cdb:x?}");
+    }
+    rig.lu.stop_awaiting_medium();
+    for cdb in [&READY[..], &read, &start] {
+        assert_eq!(rig.send(cdb).check(), MANUAL_INTERVENTION, "{cdb:x?}");
+    }
+}
+
+#[test]
 fn reservations_that_are_not_known_are_neither_changed_nor_left() {
     let mut rig = absent(LogicalUnit::without_reservations);
     assert_eq!(rig.send(&READY).check(), MANUAL_INTERVENTION);

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Weak};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use riser_scsi::lu::LogicalUnit;
 
@@ -100,6 +100,29 @@ fn iscsi(
     }))
 }
 
+/// Time for which a unit is becoming ready while the lock of its file is held: the kernel may still
+/// be ending the I/O of a daemon that was killed.
+const LOCK_WAIT: Duration = Duration::from_secs(30);
+
+/// A backend that could not be opened.
+#[derive(Clone, Debug)]
+struct Absent {
+    /// What was tried the last time.
+    spec: Spec,
+    /// Time since which its lock, the only obstacle, is waited for.
+    awaited: Option<Instant>,
+}
+
+impl Absent {
+    /// From now on, its unit asks for an administrator.
+    fn stop_awaiting(&mut self, unit: Option<&Arc<Unit>>) {
+        self.awaited = None;
+        if let Some(unit) = unit {
+            unit.lu.stop_awaiting_medium();
+        }
+    }
+}
+
 /// Makes catalogs, one after another; what they have in common is made once and keeps its number.
 ///
 /// Backends are known by their names. A backend is one unit, whichever targets and numbers lead to
@@ -124,8 +147,8 @@ pub(super) struct Builder {
     keepers: Keepers,
     /// Contents of RAM disks that were not opened yet.
     rams: BTreeMap<String, Arc<Ram>>,
-    /// Backends that could not be opened, and how that was tried the last time.
-    absent: BTreeMap<String, Spec>,
+    /// Backends that could not be opened.
+    absent: BTreeMap<String, Absent>,
     /// Those of them that were tried for the present catalog.
     tried: BTreeSet<String>,
     problems: Problems,
@@ -240,9 +263,24 @@ impl Builder {
         self.problems = problems;
     }
 
+    /// Returns true if a backend could not be opened, and its lock is waited for.
+    fn is_awaited(&self, name: &str) -> bool {
+        let absent = self.absent.get(name);
+        absent.is_some_and(|absent| absent.awaited.is_some())
+    }
+
     /// Returns true if a backend could not be opened.
     pub(super) fn is_absent(&self, name: &str) -> bool {
         self.absent.contains_key(name)
+    }
+
+    /// Reports backends as failed whose locks have been waited for long enough.
+    pub(super) fn stop_awaiting(&mut self, now: Instant) {
+        for (name, absent) in &mut self.absent {
+            if absent.awaited.is_some_and(|since| now - since > LOCK_WAIT) {
+                absent.stop_awaiting(self.units.get(name));
+            }
+        }
     }
 
     /// Returns true if a backend was opened and its device is gone.
@@ -538,6 +576,7 @@ impl Builder {
         {
             return Ok(Arc::clone(unit));
         }
+        let was_awaited = self.is_awaited(&backend.name);
         let place = self.store(backend, opened)?;
         let is_absent = self.is_absent(&backend.name);
         let has_names = self.unnamed_unit(backend).is_none();
@@ -549,7 +588,8 @@ impl Builder {
         }
         // One without names was not tried.
         let was_missing = before.as_ref().is_some_and(|unit| unit.lu.has_names());
-        let returns = was_missing && !is_absent;
+        // A file whose lock was held has been there all the time.
+        let returns = was_missing && !was_awaited && !is_absent;
         let unit_config = self.unit_config(config, host, backend, place, returns);
         let name = || backend.name.clone();
         let make = || {
@@ -582,7 +622,9 @@ impl Builder {
                 }
             };
         }
-        if is_absent {
+        if self.is_awaited(&backend.name) {
+            lu = lu.awaiting_medium();
+        } else if is_absent {
             lu = lu.without_medium();
         } else {
             // Not before: one whose reservations still cannot be read stays a problem, and no
@@ -714,16 +756,24 @@ impl Builder {
         let is_other = self
             .absent
             .get(name)
-            .is_some_and(|spec| *spec != backend.spec);
+            .is_some_and(|absent| absent.spec != backend.spec);
         if is_other || !self.tolerates(&subject) {
             return Err(closed(name)(error));
         }
         self.problems.add(subject, &error);
         // Units and catalogs know the place by its number, so one that is still missing keeps it.
+        let is_locked = matches!(error, OpenError::Locked { .. });
         if let Some(place) = self.stores.get(name) {
+            if let Some(absent) = self.absent.get_mut(name).filter(|_| !is_locked) {
+                absent.stop_awaiting(self.units.get(name));
+            }
             return Ok(*place);
         }
-        self.absent.insert(name.clone(), backend.spec.clone());
+        let absent = Absent {
+            spec: backend.spec.clone(),
+            awaited: is_locked.then(Instant::now),
+        };
+        self.absent.insert(name.clone(), absent);
         Ok(self.put(name, Store::absent(&backend.spec)))
     }
 
@@ -739,8 +789,12 @@ impl Builder {
             return Err(error);
         }
         self.problems.add(subject, &error);
-        self.absent
-            .insert(backend.name.clone(), backend.spec.clone());
+        let mut absent = Absent {
+            spec: backend.spec.clone(),
+            awaited: None,
+        };
+        absent.stop_awaiting(self.units.get(&backend.name));
+        self.absent.insert(backend.name.clone(), absent);
         self.opened[place] = Some(Store::absent(&backend.spec));
         Ok(())
     }

@@ -78,8 +78,9 @@ mod tests {
     use riser_transport::netif::Interface;
     use riser_transport::wire::ROCE_PORT;
 
+    use super::super::LOCK_WAIT;
     use super::*;
-    use crate::backend::open_all;
+    use crate::backend::{open_all, open_in_time};
     use crate::server::handover::ServerState;
     use crate::server::reload::ChangeError;
     use crate::server::{Keepers, Server};
@@ -277,6 +278,55 @@ mod tests {
         server.retry(open_all(slow)).unwrap();
         assert!(has_medium(&server, "b"));
         assert_eq!(problems(&server), []);
+        server.shutdown().unwrap();
+    }
+
+    /// The kernel may hold the lock of a daemon that was killed for longer than a start waits.
+    #[test]
+    fn a_disk_whose_lock_is_held_becomes_ready_and_has_lost_nothing() {
+        let dir = Dir::new("locked");
+        std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+        let portals = "{ protocol: iscsi, listen: \"127.97.8.9:3290\" }";
+        let config = config(&dir.0, "", portals);
+        let is_awaited = |server: &Server| server.unit_on("a").unwrap().lu.awaits_medium();
+        let generation = |server: &Server| {
+            let unit = server.unit_on("a").unwrap();
+            assert!(unit.lu.has_medium());
+            unit.lu.config().cache_generation
+        };
+        let server = Server::start(&config).unwrap();
+        let before = generation(&server);
+        server.shutdown().unwrap();
+        let lock = || open_in_time(&config.backends[0].spec).unwrap();
+        let held = lock();
+        let mut server = Server::start(&config).unwrap();
+        retry(&mut server).unwrap();
+        assert!(server.look() && is_awaited(&server));
+        drop(held);
+        retry(&mut server).unwrap();
+        assert_eq!(generation(&server), before);
+        server.shutdown().unwrap();
+        // One that is held for long is another program's, which may do with the disk as it likes.
+        let held = lock();
+        let mut server = Server::start(&config).unwrap();
+        let now = Instant::now();
+        server.builder.stop_awaiting(now + LOCK_WAIT / 2);
+        assert!(is_awaited(&server));
+        server.builder.stop_awaiting(now + LOCK_WAIT * 2);
+        retry(&mut server).unwrap();
+        assert!(!is_awaited(&server));
+        drop(held);
+        retry(&mut server).unwrap();
+        assert_ne!(generation(&server), before);
+        server.shutdown().unwrap();
+        // Neither is one that is missing.
+        let held = lock();
+        let mut server = Server::start(&config).unwrap();
+        assert!(is_awaited(&server));
+        std::fs::remove_file(dir.0.join("a")).unwrap();
+        retry(&mut server).unwrap();
+        assert!(!is_awaited(&server));
+        drop(held);
         server.shutdown().unwrap();
     }
 

@@ -347,7 +347,9 @@ impl Rival {
     /// then.
     fn on_ready(&mut self, at: usize, tsih: Tsih, params: SessionParams, now: Instant) {
         if matches!(self.phase, Phase::Up | Phase::LoggingOut { .. }) {
-            self.lost.remove(&at);
+            if self.lost.remove(&at).is_some() {
+                self.plug_all(now);
+            }
             return;
         }
         let before = std::mem::replace(&mut self.phase, Phase::Up);

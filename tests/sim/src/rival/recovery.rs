@@ -7,8 +7,9 @@
 //!                         └→ left to the target, until QUERY TASK does not find them
 //! ```
 //!
-//! Numbers of what the target has not acknowledged are used again at once, by pings: nothing that
-//! comes later would be carried out before they have come.
+//! Numbers of what the target has not acknowledged are used again by pings, at once and when the
+//! target has let go of the connection: nothing that comes later would be carried out before they
+//! have come.
 
 use std::time::{Duration, Instant};
 
@@ -109,16 +110,22 @@ impl Rival {
             self.orphans.insert(tag, orphan);
         }
         numbers.extend(self.orphans.values().map(|orphan| orphan.task.cmd_sn));
-        numbers.retain(|sn| !sn.is_before(self.exp_cmd_sn));
         numbers.sort_unstable_by_key(|sn| sn.0);
         numbers.dedup();
+        self.plugs = numbers;
+        self.plug_all(now);
+    }
+
+    /// Uses all numbers again that may not have arrived.
+    pub(super) fn plug_all(&mut self, now: Instant) {
+        let mut numbers = std::mem::take(&mut self.plugs);
+        numbers.retain(|sn| !sn.is_before(self.exp_cmd_sn));
         for sn in &numbers {
             self.plug(*sn, now);
         }
         self.plugs = numbers;
     }
 
-    /// Uses a number again that may not have arrived.
     fn plug(&mut self, sn: CmdSn, now: Instant) {
         let (tag, out) = (self.take_tag(), self.pick_connection());
         let ping = NopOut {
@@ -185,8 +192,11 @@ impl Rival {
         self.connections[out].send(now, request.header(), &[]);
     }
 
-    /// A connection was logged out, or the target knows none: it has let go of it.
+    /// A connection was logged out, or the target knows none: it has let go of it, and of commands
+    /// there that waited for earlier ones. As long as it kept those, it has passed over other uses of
+    /// their numbers.
     pub(super) fn on_detached(&mut self, at: usize, now: Instant) {
+        self.plug_all(now);
         if let Some(lost) = self.lost.get_mut(&at) {
             lost.is_detached = true;
             lost.next = now + Duration::from_micros(self.rng.u64(..1_000_000));

@@ -155,7 +155,7 @@ impl CmConfig {
             max_half_open: Duration::from_secs(8),
             half_open_grace: Duration::from_millis(20),
             max_unproven_retries: 3,
-            max_outbox: 4096,
+            max_outbox: 512,
             max_events: 4096,
             min_interval: Duration::from_millis(10),
             max_interval: Duration::from_secs(20),
@@ -195,6 +195,9 @@ pub struct CmCounters {
 pub fn worker_of(mad: &[u8], worker_bits: u32) -> Option<u32> {
     routing_id(mad).map(|id| id.0 & worker_mask(worker_bits))
 }
+
+/// Outgoing MADs whose memory is kept while none waits.
+const KEPT_OUTBOX: usize = 64;
 
 /// The most bits of a communication id that a worker's number takes.
 pub const MAX_WORKER_BITS: u32 = 8;
@@ -287,7 +290,12 @@ impl Cm {
 
     /// The next MAD to send, and where to.
     pub fn poll_transmit(&mut self) -> Option<(PeerAddr, Mad)> {
-        self.outbox.pop_front()
+        let next = self.outbox.pop_front();
+        if self.outbox.is_empty() {
+            // A socket that took nothing for a while leaves no memory behind.
+            self.outbox.shrink_to(KEPT_OUTBOX);
+        }
+        next
     }
 
     /// Takes the oldest event.

@@ -174,6 +174,22 @@ fn a_full_backlog_gives_the_place_that_was_left_longest() {
     assert_eq!(accept_all(&mut pair.p, pair.now).len(), 1);
 }
 
+/// While the socket takes nothing, repetitions are answered up to a bound, and what they took is
+/// given back.
+#[test]
+fn a_socket_that_was_full_leaves_no_memory_behind() {
+    let mut pair = Pair::new();
+    let req = req_mad(addr(100), 5, 1, 9, 1);
+    for _ in 0..10_000 {
+        pair.p.handle_mad(pair.now, addr(100), &req).unwrap();
+        accept_all(&mut pair.p, pair.now);
+    }
+    assert_eq!(pair.p.outbox.len(), pair.p.config.max_outbox);
+    while pair.p.poll_transmit().is_some() {}
+    let kept = pair.p.outbox.capacity();
+    assert!(kept <= KEPT_OUTBOX, "{kept}");
+}
+
 #[test]
 fn one_address_leaves_places_of_a_backlog_to_others() {
     let mut cm = machine(2, 2);

@@ -24,9 +24,9 @@ impl Nic {
             self.tx.headers = headers;
             emit(batch, &peer.flow, Way::to(peer.addr), &mut self.tx);
         }
-        // Then the messages of the CM, whose peers wait by timers. They are few; queue pairs
-        // share what is left of the budget.
-        self.transmit_mads(batch);
+        // Then the messages of the CM, whose peers wait by timers. However many a stranger causes,
+        // queue pairs share most of the budget.
+        self.transmit_mads(batch, budget / 4);
         while batch.total_bytes() < budget {
             let Some(id) = self.ready.pop_front() else {
                 break;

@@ -92,13 +92,13 @@ impl Nic {
         1
     }
 
-    /// Appends the CM's MADs to a batch.
-    pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch) {
-        if !self.cm.may_send {
-            return;
-        }
-        self.cm.may_send = false;
-        while let Some((peer, mad)) = self.cm.cm.poll_transmit() {
+    /// Appends the CM's MADs to a batch, until it has `budget` bytes.
+    pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
+        while self.cm.may_send && batch.total_bytes() < budget {
+            let Some((peer, mad)) = self.cm.cm.poll_transmit() else {
+                self.cm.may_send = false;
+                break;
+            };
             let dst = SocketAddr::new(peer, ROCE_PORT);
             // A message to an address that has not answered yet may wait for its neighbour, so it
             // goes by a socket of its own.

@@ -510,7 +510,10 @@ impl World {
             let leftovers = self.target.leftovers(&reports, &self.fresh);
             if leftovers.is_empty() {
                 // Without sessions, nor is there memory of sessions.
-                return self.meter.look(&self.target, 0).map_or(Ok(()), Err);
+                return self
+                    .meter
+                    .look(&self.target, &self.fabric, 0)
+                    .map_or(Ok(()), Err);
             }
             let pause = self.fabric.elapsed() + Duration::from_secs(5);
             if pause > limit {
@@ -543,7 +546,9 @@ impl World {
             self.step();
             let verdict = self.verdict.borrow().clone();
             let verdict = verdict.or_else(|| self.guard.found());
-            if let Some(why) = verdict.or_else(|| self.meter.look(&self.target, self.steps)) {
+            if let Some(why) =
+                verdict.or_else(|| self.meter.look(&self.target, &self.fabric, self.steps))
+            {
                 return Err(why);
             }
             if self.fabric.elapsed() > limit || self.steps > STEPS {

@@ -557,6 +557,17 @@ impl Fabric {
         self.wire().trace
     }
 
+    /// Bytes of packets on their way that these addresses have sent.
+    #[must_use]
+    pub fn bytes_from(&self, is_sender: impl Fn(IpAddr) -> bool) -> usize {
+        let wire = self.wire();
+        let queued = wire.queues.values().flat_map(BTreeMap::values);
+        let queued = queued.map(|(src, packet)| (src, packet));
+        let held = wire.held.values().map(|((src, _), packet)| (src, packet));
+        let sent = queued.chain(held).filter(|(src, _)| is_sender(src.ip()));
+        sent.map(|(_, packet)| packet.capacity()).sum()
+    }
+
     /// Counters of the wire's faults.
     #[must_use]
     pub fn fault_counters(&self) -> FaultCounters {

@@ -1,5 +1,10 @@
 //! Names of files that outlive a rename.
 
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::time::UNIX_EPOCH;
+
 use serde::{Deserialize, Serialize};
 
 /// A file, independent of its path.
@@ -16,6 +21,18 @@ pub struct FileId {
 }
 
 impl FileId {
+    /// Names an open file.
+    pub(super) fn of(file: &File) -> io::Result<Self> {
+        let file = file.metadata()?;
+        let born = file.created().ok();
+        let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
+        Ok(Self {
+            device: file.dev(),
+            inode: file.ino(),
+            born: born.map(|born| born.as_nanos() as u64),
+        })
+    }
+
     /// Returns true if it is the same file. Numbers of devices change when the host starts again.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {

@@ -12,6 +12,7 @@ use riser_memory::Memory;
 use riser_reactor::Handle;
 use riser_reactor::simulated::{Disk, SECTOR};
 
+use super::file_id::FileId;
 use super::hints;
 use super::made::Made;
 use super::open_error::{OpenError, io_error};
@@ -85,11 +86,13 @@ pub(super) type Opened = Result<(Medium, Geometry), OpenError>;
 /// Tries until a store is free: see [`patience`](crate::patience).
 fn until_free<T>(
     path: &Path,
+    file: Option<&File>,
     attempt: impl FnMut() -> Result<Option<T>, OpenError>,
 ) -> Result<T, OpenError> {
     patience::until_free(attempt)?.ok_or_else(|| OpenError::Locked {
         path: path.to_owned(),
         holder: holder::of_file(path),
+        file: file.and_then(|file| FileId::of(file).ok()),
     })
 }
 
@@ -99,7 +102,7 @@ fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
     } else {
         Lock::Exclusive
     };
-    until_free(path, || {
+    until_free(path, Some(file), || {
         // Readers share the lock, and with one of them there is no writer: data would change under
         // an initiator.
         let is_ours = sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))?;
@@ -294,7 +297,7 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
         .read(true)
         .write(!spec.read_only)
         .custom_flags(exclusive | libc::O_NONBLOCK);
-    let file = until_free(path, || match options.open(path) {
+    let file = until_free(path, None, || match options.open(path) {
         Ok(file) => Ok(Some(file)),
         Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(None),
         Err(e) => Err(io_error(path, "open it")(e)),

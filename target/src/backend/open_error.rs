@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::file_id::FileId;
 use crate::holder::Holder;
 
 /// Reason for which a backend could not be opened.
@@ -55,6 +56,8 @@ pub enum OpenError {
         path: PathBuf,
         /// The process that has it open, if that can be seen.
         holder: Option<Holder>,
+        /// The file, if it is one.
+        file: Option<FileId>,
     },
     /// A file that was there before is missing.
     #[error(

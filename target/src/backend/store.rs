@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime};
 
 use riser_config::{Faults, Source, Spec};
 use riser_reactor::Handle;
@@ -386,16 +386,8 @@ impl Store {
         else {
             return None;
         };
-        let file = File::from(file.fd()?.try_clone_to_owned().ok()?)
-            .metadata()
-            .ok()?;
-        let born = file.created().ok();
-        let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
-        Some(FileId {
-            device: file.dev(),
-            inode: file.ino(),
-            born: born.map(|born| born.as_nanos() as u64),
-        })
+        let file = File::from(file.fd()?.try_clone_to_owned().ok()?);
+        FileId::of(&file).ok()
     }
 
     /// The path of a file or device, or `RAM` or `nothing`.

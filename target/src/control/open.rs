@@ -186,6 +186,7 @@ mod tests {
             source: OpenError::Locked {
                 path: "disk.img".into(),
                 holder: None,
+                file: None,
             },
         }
     }

@@ -22,7 +22,7 @@ use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
 use crate::backend::{
-    OpenError, OpenedStores, Ram, Spec, Store, Wish, look, open_all, undo_all, unit_config,
+    FileId, OpenError, OpenedStores, Ram, Spec, Store, Wish, look, open_all, undo_all, unit_config,
 };
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::fabric::{Unit, UnitIdx};
@@ -109,18 +109,16 @@ const LOCK_WAIT: Duration = Duration::from_secs(30);
 struct Absent {
     /// What was tried the last time.
     spec: Spec,
-    /// Time since which its lock, the only obstacle, is waited for.
-    awaited: Option<Instant>,
+    /// Its lock is the only obstacle, and is waited for.
+    awaited: Option<Awaited>,
 }
 
-impl Absent {
-    /// From now on, its unit asks for an administrator.
-    fn stop_awaiting(&mut self, unit: Option<&Arc<Unit>>) {
-        self.awaited = None;
-        if let Some(unit) = unit {
-            unit.lu.stop_awaiting_medium();
-        }
-    }
+/// A file whose lock is waited for.
+#[derive(Clone, Copy, Debug)]
+struct Awaited {
+    since: Instant,
+    /// The file; none of a device.
+    file: Option<FileId>,
 }
 
 /// Makes catalogs, one after another; what they have in common is made once and keeps its number.
@@ -274,11 +272,12 @@ impl Builder {
         self.absent.contains_key(name)
     }
 
-    /// Reports backends as failed whose locks have been waited for long enough.
-    pub(super) fn stop_awaiting(&mut self, now: Instant) {
-        for (name, absent) in &mut self.absent {
-            if absent.awaited.is_some_and(|since| now - since > LOCK_WAIT) {
-                absent.stop_awaiting(self.units.get(name));
+    /// It is the server's: units whose medium is not awaited any longer ask for an administrator.
+    pub(super) fn settle_absent(&self) {
+        let given_up = self.absent.iter().filter(|(_, one)| one.awaited.is_none());
+        for (name, _) in given_up {
+            if let Some(unit) = self.units.get(name) {
+                unit.lu.stop_awaiting_medium();
             }
         }
     }
@@ -576,7 +575,8 @@ impl Builder {
         {
             return Ok(Arc::clone(unit));
         }
-        let was_awaited = self.is_awaited(&backend.name);
+        let absent = self.absent.get(&backend.name);
+        let awaited = absent.and_then(|absent| absent.awaited);
         let place = self.store(backend, opened)?;
         let is_absent = self.is_absent(&backend.name);
         let has_names = self.unnamed_unit(backend).is_none();
@@ -586,11 +586,16 @@ impl Builder {
         {
             return Ok(Arc::clone(unit));
         }
-        // One without names was not tried.
-        let was_missing = before.as_ref().is_some_and(|unit| unit.lu.has_names());
-        // A file whose lock was held has been there all the time.
-        let returns = was_missing && !was_awaited && !is_absent;
-        let unit_config = self.unit_config(config, host, backend, place, returns);
+        // Its device was gone and is back; or another file has come in place of the one that was
+        // waited for.
+        let was_gone = before.as_ref().is_some_and(|unit| unit.lu.has_medium());
+        let found = self.opened[place].as_ref().and_then(|store| store.file());
+        let awaited = awaited.filter(|_| !is_absent).and_then(|one| one.file);
+        let is_other = awaited.is_some_and(|file| found.is_none_or(|found| !found.is_same(&file)));
+        if was_gone || is_other {
+            self.identities.note(&backend.name, true);
+        }
+        let unit_config = self.unit_config(config, host, backend, place);
         let name = || backend.name.clone();
         let make = || {
             LogicalUnit::new(unit_config.clone()).map_err(|source| ServerError::Unit {
@@ -640,14 +645,13 @@ impl Builder {
     }
 
     /// Configuration of a backend's unit, with the names that are kept or, where those cannot be
-    /// read, none. `returns` says that its backend was missing and is there again.
+    /// read, none.
     fn unit_config(
         &mut self,
         config: &Config,
         host: &HostId,
         backend: &Backend,
         place: usize,
-        returns: bool,
     ) -> riser_scsi::config::Config {
         let has_names = self.unnamed_unit(backend).is_none();
         let store = self.opened[place].as_ref().expect("just opened");
@@ -657,12 +661,12 @@ impl Builder {
         if has_names {
             let file = store.file();
             self.identities.keep(config, backend, file, identity);
+            // Before the generation, which counts the returns. A file whose lock is held is there,
+            // and one without names was not tried.
+            let is_missing = self.is_absent(&backend.name) && !self.is_awaited(&backend.name);
+            self.identities.note(&backend.name, is_missing);
         } else {
             "unknown".clone_into(&mut identity.serial);
-        }
-        // Before the generation, which counts the returns.
-        if returns {
-            self.identities.note_return(&backend.name);
         }
         let store = self.opened[place].as_ref().expect("just opened");
         unit_config.cache_generation = Some(self.cache_generation(backend, store));
@@ -762,16 +766,24 @@ impl Builder {
         }
         self.problems.add(subject, &error);
         // Units and catalogs know the place by its number, so one that is still missing keeps it.
-        let is_locked = matches!(error, OpenError::Locked { .. });
+        let now = Instant::now();
+        let locked = match error {
+            OpenError::Locked { file, .. } => Some(Awaited { since: now, file }),
+            _ => None,
+        };
         if let Some(place) = self.stores.get(name) {
-            if let Some(absent) = self.absent.get_mut(name).filter(|_| !is_locked) {
-                absent.stop_awaiting(self.units.get(name));
+            if let Some(absent) = self.absent.get_mut(name)
+                && let Some(before) = absent.awaited
+                && (locked.is_none() || now - before.since > LOCK_WAIT)
+            {
+                absent.awaited = None;
+                self.identities.note(name, true);
             }
             return Ok(*place);
         }
         let absent = Absent {
             spec: backend.spec.clone(),
-            awaited: is_locked.then(Instant::now),
+            awaited: locked,
         };
         self.absent.insert(name.clone(), absent);
         Ok(self.put(name, Store::absent(&backend.spec)))
@@ -789,11 +801,10 @@ impl Builder {
             return Err(error);
         }
         self.problems.add(subject, &error);
-        let mut absent = Absent {
+        let absent = Absent {
             spec: backend.spec.clone(),
             awaited: None,
         };
-        absent.stop_awaiting(self.units.get(&backend.name));
         self.absent.insert(backend.name.clone(), absent);
         self.opened[place] = Some(Store::absent(&backend.spec));
         Ok(())

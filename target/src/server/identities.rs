@@ -56,9 +56,12 @@ struct Names {
     /// Path at which its file was last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     path: Option<PathBuf>,
-    /// Number of times that it was missing and came back.
+    /// Number of times that it was missing and came back, or was another file.
     #[serde(default)]
     returns: u64,
+    /// It was missing when it was last looked for, perhaps by another process.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    is_missing: bool,
 }
 
 impl Identities {
@@ -96,15 +99,17 @@ impl Identities {
         self.host == other.host && names(self) == names(other)
     }
 
-    /// A backend was missing and is back.
-    pub(super) fn note_return(&mut self, backend: &str) {
+    /// A backend is missing, or is there.
+    pub(super) fn note(&mut self, backend: &str, is_missing: bool) {
         if let Some(names) = self.backends.get_mut(backend) {
-            names.returns += 1;
+            let was_missing = std::mem::replace(&mut names.is_missing, is_missing);
+            names.returns += u64::from(was_missing && !is_missing);
         }
     }
 
     /// A name of the contents of a backend's volatile cache, of what names those of all files of
-    /// the host: what was not written to a disk before it was missing may be lost.
+    /// the host: what was not written to a disk before it was missing may be lost, and so may what
+    /// was written to another file.
     pub(super) fn cache_generation(&self, backend: &str, of_host: [u8; 16]) -> [u8; 16] {
         let returns = self.backends.get(backend).map_or(0, |names| names.returns);
         (u128::from_be_bytes(of_host) ^ u128::from(returns)).to_be_bytes()
@@ -127,6 +132,8 @@ impl Identities {
         identity: &mut Identity,
     ) {
         let before = self.take(config, backend, file);
+        let files = before.as_ref().and_then(|before| before.file.zip(file));
+        let is_other = files.is_some_and(|(was, is)| !was.is_same(&is));
         // Only new names have to avoid those in use: the names that initiators know are kept.
         if before.is_none() {
             self.derive_unused(config, backend, identity);
@@ -155,9 +162,7 @@ impl Identities {
             if backend.names.naa.is_none() && !is_given(&|other| other.names.naa == Some(naa)) {
                 identity.naa = naa;
             }
-            if let (Some(was), Some(is)) = (before.file, file)
-                && !was.is_same(&is)
-            {
+            if is_other {
                 let (name, serial) = (&backend.name, &identity.serial);
                 tracing::warn!(
                     backend = name,
@@ -174,7 +179,9 @@ impl Identities {
             (_, None) => return,
         };
         let path = backend.spec.source.path().map(Path::to_owned);
-        let returns = before.as_ref().map_or(0, |before| before.returns);
+        let known = before.as_ref();
+        let returns = known.map_or(0, |before| before.returns) + u64::from(is_other);
+        let is_missing = known.is_some_and(|before| before.is_missing);
         let (file, path) = match (file, before) {
             (None, Some(before)) => (before.file, before.path),
             (file, _) => (file, path),
@@ -186,6 +193,7 @@ impl Identities {
             file,
             path,
             returns,
+            is_missing,
         };
         self.backends.insert(backend.name.clone(), names);
     }
@@ -338,12 +346,25 @@ mod tests {
         keep(&mut all, &config(&[("d", "")]), file(1));
         let before = all.cache_generation("d", [7; 16]);
         assert_eq!(before, [7; 16]);
-        all.note_return("d");
-        keep(&mut all, &config(&[("d", "")]), file(1));
+        for is_missing in [true, true, false, false] {
+            all.note("d", is_missing);
+            keep(&mut all, &config(&[("d", "")]), file(1));
+        }
         let after = all.cache_generation("d", [7; 16]);
         assert_ne!(after, before);
-        all.note_return("d");
-        assert!(![before, after].contains(&all.cache_generation("d", [7; 16])));
+        // Another process finds it again.
+        all.note("d", true);
+        let text = serde_json::to_string(&all).unwrap();
+        let mut all: Identities = serde_json::from_str(&text).unwrap();
+        all.note("d", false);
+        let third = all.cache_generation("d", [7; 16]);
+        assert!(![before, after].contains(&third));
+        // And so is that of another file in its place.
+        keep(&mut all, &config(&[("d", "")]), file(2));
+        let fourth = all.cache_generation("d", [7; 16]);
+        assert!(![before, after, third].contains(&fourth));
+        keep(&mut all, &config(&[("d", "")]), file(2));
+        assert_eq!(all.cache_generation("d", [7; 16]), fourth);
     }
 
     #[test]

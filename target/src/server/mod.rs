@@ -696,7 +696,6 @@ impl Server {
     pub fn look(&mut self) -> bool {
         let builder = &mut self.builder;
         builder.look(&self.config);
-        builder.stop_awaiting(Instant::now());
         builder.is_elsewhere(&self.config)
             || builder.problems().can_be_tried()
             || builder.has_gone()

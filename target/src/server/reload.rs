@@ -578,6 +578,7 @@ impl Server {
             }
         }
         self.builder = builder.clone();
+        self.builder.settle_absent();
         self.config = change.config.clone();
         // Workers have taken their parts when they staged them; only the slots are to be kept
         // here.

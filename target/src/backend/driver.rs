@@ -285,7 +285,6 @@ impl Driver {
             return Err(DriverFull);
         }
         let attached = &mut self.stores[store.0];
-        let volatile = attached.store.geometry().write_cache;
         let block = u64::from(attached.store.geometry().block_size);
         let (offset, len) = plan::range(&op);
         assert!(
@@ -307,7 +306,7 @@ impl Driver {
             store,
             op,
             data: kept,
-            stage: plan::first_stage(&op, volatile, attached.lacks),
+            stage: plan::first_stage(&op, attached.lacks),
             done: 0,
             state: State::Stalled,
             cancelled: false,
@@ -490,11 +489,7 @@ impl Driver {
         let store = self.stores[request.store.0].store.clone();
         let result = match &store.medium {
             // A file's operations end with a completion; all others are done below, in this call.
-            Medium::File { align, .. } => {
-                if align.is_none() && !self.takes_turn(ring, index) {
-                    self.requests[index].state = State::Turn;
-                    return self.delayed.push(index);
-                }
+            Medium::File { .. } => {
                 self.follow_renewals(index);
                 return self.issue(ring, index);
             }
@@ -562,15 +557,16 @@ impl Driver {
         self.finish(index, result);
     }
 
-    /// Returns whether no older request of the same bytes is in the way.
+    /// Returns whether no older request of the same bytes is in the way, of one that reads or changes
+    /// the medium.
     fn takes_turn(&mut self, ring: &Ring, index: usize) -> bool {
         let request = &mut self.requests[index];
-        let changes = match request.op {
-            BlockOp::Read { .. } => false,
-            BlockOp::Write { .. } | BlockOp::WriteZeroes { .. } | BlockOp::Discard { .. } => true,
-            _ => return true,
-        };
-        let turns = &self.stores[request.store.0].store.turns;
+        let store = &self.stores[request.store.0].store;
+        if store.keeps_blocks_whole() {
+            return true;
+        }
+        let changes = !matches!(request.op, BlockOp::Read { .. });
+        let turns = &store.turns;
         let (offset, len) = plan::range(&request.op);
         let join = || turns.join(offset..offset + len, changes, || ring.waker());
         request.turn.get_or_insert_with(join).has_come()
@@ -637,6 +633,14 @@ impl Driver {
 
     /// Puts the next ring operation of a request into the ring, or the request aside.
     fn issue(&mut self, ring: &mut Ring, index: usize) {
+        let moves = matches!(
+            self.requests[index].stage,
+            Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges
+        );
+        if moves && !self.takes_turn(ring, index) {
+            self.requests[index].state = State::Turn;
+            return self.delayed.push(index);
+        }
         let token = self.token(index);
         let request = &mut self.requests[index];
         let attached = &mut self.stores[request.store.0];
@@ -652,10 +656,6 @@ impl Driver {
         let handle = attached.handle.as_ref().expect("files have handles");
         let (offset, len) = plan::range(&request.op);
         let (at, left) = plan::piece(&request.op, request.stage, *unit, request.done);
-        let moves = matches!(
-            request.stage,
-            Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges
-        );
         // A range inside one of the device's blocks has nothing to punch or zero, and an operation
         // of length zero is an error to fallocate(2).
         if left == 0 && moves {
@@ -668,8 +668,10 @@ impl Driver {
         let queued = match request.stage {
             // Not put into the ring by itself: one flush serves all requests of the store that
             // wait for one.
-            Stage::SyncFirst | Stage::SyncLast => {
+            Stage::SyncLast => {
                 let store = request.store;
+                // A flush copies nothing, and may take its time.
+                request.turn = None;
                 request.state = State::Flush;
                 self.stores[store.0].to_flush.push(index);
                 return self.flush(ring, store);
@@ -763,7 +765,7 @@ impl Driver {
                     self.issue(ring, index);
                 }
             }
-            (Stage::SyncFirst | Stage::SyncLast, result) => {
+            (Stage::SyncLast, result) => {
                 let store = request.store;
                 self.on_flushed(ring, store, result.err());
             }

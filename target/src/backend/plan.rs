@@ -39,9 +39,9 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
 /// call, perhaps with another before or after it.
 ///
 /// ```text
-/// Read   ─(fua, cache)→ SyncFirst → Transfer ─→ done
-/// Write  ──────────────────────────→ Transfer ─→ done
-/// Flush  ─────────────────────────────────────→ SyncLast → done
+/// Read   ─→ Transfer ─(fua, cache)→ SyncLast ─→ done
+/// Write  ─→ Transfer ─→ done
+/// Flush  ─→ SyncLast ─→ done
 /// Discard ─→ Punch ─(unsupported)→ Zero ─(unsupported)→ Fill ─→ SyncLast → done
 /// WriteZeroes ─(unmap)→ Punch, else Zero … ─(not whole units)→ Edges ─→ SyncLast → done
 /// Status ─→ Extent → done
@@ -51,8 +51,6 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
 /// left at the edges is written if it must be zero, and stays as it is if it was only to be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Makes cached data durable before it is read from the medium.
-    SyncFirst,
     /// Moves data between buffer and medium.
     Transfer,
     /// Frees the range by a punched hole.
@@ -76,12 +74,9 @@ pub(super) struct Lacks {
     pub(super) zero: bool,
 }
 
-/// Returns the first stage of a request. `volatile` says that completed writes may still be in a
-/// cache.
-pub(super) fn first_stage(op: &BlockOp, volatile: bool, lacks: Lacks) -> Stage {
+/// Returns the first stage of a request.
+pub(super) fn first_stage(op: &BlockOp, lacks: Lacks) -> Stage {
     match op {
-        // FUA of a read asks for the data on the medium, so what is cached goes there first.
-        BlockOp::Read { fua: true, .. } if volatile => Stage::SyncFirst,
         BlockOp::Read { .. } | BlockOp::Write { .. } => Stage::Transfer,
         BlockOp::Flush { .. } => Stage::SyncLast,
         // UNMAP is permission to free blocks, and frees the space that a thin file would otherwise
@@ -124,10 +119,14 @@ fn whole_units(start: u64, end: u64, unit: u64) -> (u64, u64) {
     }
 }
 
-/// Returns the stage after one that is wholly done; `None` where the request is.
+/// Returns the stage after one that is wholly done; `None` where the request is. `volatile` says that
+/// completed writes may still be in a cache.
 pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<Stage> {
     match stage {
-        Stage::SyncFirst => Some(Stage::Transfer),
+        // FUA of a read asks for the data on the medium (SBC-3 5.10), so what was read goes there.
+        Stage::Transfer if volatile && matches!(op, BlockOp::Read { fua: true, .. }) => {
+            Some(Stage::SyncLast)
+        }
         Stage::Transfer | Stage::SyncLast | Stage::Extent => None,
         // A discard may leave the edges as they are; what was to be zero must be zero to the last
         // byte.
@@ -282,12 +281,12 @@ mod tests {
             buffer_offset: 0,
             fua: true,
         };
-        assert_eq!(first_stage(&read, true, Lacks::default()), Stage::SyncFirst);
-        assert_eq!(first_stage(&read, false, Lacks::default()), Stage::Transfer);
+        assert_eq!(first_stage(&read, Lacks::default()), Stage::Transfer);
         assert_eq!(
-            next_stage(&read, Stage::SyncFirst, true),
-            Some(Stage::Transfer)
+            next_stage(&read, Stage::Transfer, true),
+            Some(Stage::SyncLast)
         );
+        assert_eq!(next_stage(&read, Stage::Transfer, false), None);
         let zero = |unmap, fua| BlockOp::WriteZeroes {
             offset: 0,
             len: 512,
@@ -295,18 +294,18 @@ mod tests {
             fua,
         };
         assert_eq!(
-            first_stage(&zero(true, false), true, Lacks::default()),
+            first_stage(&zero(true, false), Lacks::default()),
             Stage::Punch
         );
         assert_eq!(
-            first_stage(&zero(false, false), true, Lacks::default()),
+            first_stage(&zero(false, false), Lacks::default()),
             Stage::Zero
         );
         let nothing = Lacks {
             punch: true,
             zero: true,
         };
-        assert_eq!(first_stage(&zero(true, false), true, nothing), Stage::Fill);
+        assert_eq!(first_stage(&zero(true, false), nothing), Stage::Fill);
         let edges = next_stage(&zero(true, false), Stage::Punch, true);
         assert_eq!(edges, Some(Stage::Edges));
         assert_eq!(next_stage(&zero(true, false), Stage::Edges, true), None);

@@ -216,6 +216,21 @@ impl Store {
         &self.notes
     }
 
+    /// Whether no reader can get a block of which a part is old and the rest new. No disk divides its
+    /// own blocks; but the page cache does, and file systems may use it for direct I/O as well.
+    pub(super) fn keeps_blocks_whole(&self) -> bool {
+        let least = match self.medium {
+            Medium::File {
+                align: Some(_),
+                device: true,
+                unit,
+                ..
+            } => unit,
+            _ => 0,
+        };
+        u64::from(self.geometry.block_size) <= least
+    }
+
     /// Returns its geometry; the capacity is the present one.
     #[must_use]
     pub fn geometry(&self) -> Geometry {

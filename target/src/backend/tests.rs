@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::simulated::{self, Disk, Outcome};
-use riser_reactor::{Ring, RingConfig};
+use riser_reactor::{Ring, RingConfig, SyncKind};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
 use riser_testkit::eventually;
@@ -1559,12 +1559,15 @@ fn store_in_memory() -> (Arc<Store>, Disk) {
 }
 
 fn store_with(direct: Direct) -> (Arc<Store>, Disk) {
-    let disk = Disk::new(16 << 20);
-    let host = SimulatedHost::new(simulated::Threads::default(), Instant::now());
-    let spec = Spec {
+    store_of(Spec {
         direct,
         ..spec(file("/in/memory".into(), 16 << 20))
-    };
+    })
+}
+
+fn store_of(spec: Spec) -> (Arc<Store>, Disk) {
+    let disk = Disk::new(16 << 20);
+    let host = SimulatedHost::new(simulated::Threads::default(), Instant::now());
     let store = Store::on_disk(&spec, &disk, Arc::new(host)).unwrap();
     (store, disk)
 }
@@ -1633,11 +1636,26 @@ impl InMemory {
     }
 }
 
-/// Copies of the page cache may divide a block. With direct I/O the disk does not.
+/// Copies of the page cache may divide a block, and no one knows which file system uses it. A device
+/// does not divide its own blocks.
 #[test]
-fn a_read_through_the_page_cache_waits_for_a_write_of_its_blocks() {
-    for (direct, waits) in [(Direct::Off, true), (Direct::Auto, false)] {
-        let (store, _) = store_with(direct);
+fn a_read_waits_for_a_write_of_its_blocks_where_those_may_be_divided() {
+    let file = file("/in/memory".into(), 16 << 20);
+    let device = Source::Device {
+        path: "/in/memory".into(),
+    };
+    for (source, direct, block_size, waits) in [
+        (&file, Direct::Off, 512, true),
+        (&file, Direct::Auto, 512, true),
+        (&device, Direct::Off, 512, true),
+        (&device, Direct::Auto, 512, false),
+        (&device, Direct::Auto, 4096, true),
+    ] {
+        let (store, _) = store_of(Spec {
+            direct,
+            block_size,
+            ..spec(source.clone())
+        });
         let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
         one.memory.whole().fill(0, 4096, 7);
         one.submit(write(4096, 4096));
@@ -1658,6 +1676,77 @@ fn a_read_through_the_page_cache_waits_for_a_write_of_its_blocks() {
         assert_eq!(one.run(&[write(4096, 4096)]), [StepResult::Done; 2]);
         drop(other.run(&[]));
         assert_eq!(one.run(&[write(4096, 4096)]), [StepResult::Done]);
+    }
+}
+
+/// They copy nothing, and may take their time.
+#[test]
+fn no_request_waits_for_the_flush_of_another_one() {
+    let (fua, unmap, buffer_offset) = (true, false, 0);
+    let (offset, len) = (4096, 4096);
+    let fua_read = BlockOp::Read {
+        offset,
+        len,
+        buffer_offset,
+        fua,
+    };
+    let zero = BlockOp::WriteZeroes {
+        offset,
+        len: len.into(),
+        unmap,
+        fua,
+    };
+    for (op, another) in [(fua_read, write(offset, len)), (zero, read(offset, len))] {
+        let (store, _) = store_with(Direct::Off);
+        let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
+        one.submit(op);
+        other.submit(another);
+        assert_eq!(other.kernel.operations().len(), 0, "{op:?}");
+        let [copy] = &one.kernel.operations()[..] else {
+            panic!("{op:?}");
+        };
+        one.kernel.complete(copy.id, Outcome::Whole);
+        let mut completions = Vec::new();
+        one.ring.reap(&mut completions).unwrap();
+        for completion in completions {
+            one.driver.handle_completion(&mut one.ring, &completion);
+        }
+        assert_eq!(one.driver.poll_done(&mut one.ring), None);
+        one.ring.submit().unwrap();
+        let flush = &one.kernel.operations()[0].op;
+        assert_eq!(*flush, riser_reactor::Op::Sync(SyncKind::Data));
+        assert_eq!(other.run(&[]), [StepResult::Done], "{op:?}");
+        assert_eq!(one.run(&[]), [StepResult::Done], "{op:?}");
+    }
+}
+
+/// Readers and writers of one block, of a file system that has no disk and takes direct I/O.
+#[test]
+fn blocks_of_files_are_whole() {
+    for place in places() {
+        let dir = Dir::new(&place, "whole");
+        let store = Store::open(&Spec {
+            block_size: 4096,
+            ..spec(file(dir.file("lun"), 4096))
+        });
+        let store = store.unwrap();
+        let end = Instant::now() + Duration::from_secs(1);
+        let is_over = || Instant::now() > end;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let (mut rig, memory) = (Rig::new(store.clone()), Memory::new(4096).unwrap());
+                for fill in (0..=255).cycle().take_while(|_| !is_over()) {
+                    memory.whole().fill(0, 4096, fill);
+                    rig.run(write(0, 4096), &[memory.whole()]);
+                }
+            });
+            let (mut rig, memory) = (Rig::new(store.clone()), Memory::new(4096).unwrap());
+            while !is_over() {
+                rig.run(read(0, 4096), &[memory.whole()]);
+                let bytes = memory.whole().to_vec();
+                assert!(bytes.iter().all(|byte| *byte == bytes[0]), "{place:?}");
+            }
+        });
     }
 }
 

@@ -7,8 +7,9 @@
 //! the same bytes, where one of the two changes them. Changes do not wait for each other: writers of
 //! a file exclude one another in the kernel.
 //!
-//! With direct I/O it is the disk that does not divide its blocks, and memory has locks of its own
-//! (`ram`). There, no request needs a turn.
+//! A disk does not divide its own blocks, and memory has locks of its own (`ram`): with direct I/O on
+//! a device, no request needs a turn. Of files, all do: some file systems use the page cache for
+//! direct I/O as well.
 //!
 //! A request looks at those of the other kind when it joins and when it leaves, so reads alone look
 //! at none.

@@ -324,6 +324,15 @@ pub struct Evidence {
 }
 
 impl Evidence {
+    /// What was seen so far says nothing of what is to be judged from now on.
+    pub fn forget(&mut self) {
+        *self = Self {
+            // A greeting may still be to come.
+            is_logged_in: self.is_logged_in,
+            ..Self::default()
+        };
+    }
+
     /// A login has succeeded, after this outage if that is known.
     pub fn on_login(&mut self, outage: Option<Duration>) {
         if self.is_logged_in {

@@ -41,6 +41,8 @@ struct Member {
     /// The generation of the unit's cache when it was last checked with success; `None` before.
     cache: Option<Option<[u8; 16]>>,
     evidence: Evidence,
+    /// Time of the last unit attention.
+    attended: Option<Instant>,
     /// Time at which the target was last heard of on the path, while it is not known to be the
     /// same.
     heard: Option<Instant>,
@@ -160,6 +162,7 @@ impl PathsLink {
             is_stale: false,
             cache: None,
             evidence: Evidence::default(),
+            attended: None,
             heard: None,
             login: None,
         };
@@ -216,10 +219,12 @@ impl PathsLink {
         heard?.into_iter().max()
     }
 
-    /// An outage begins: what paths that were never in use have seen was before it.
-    fn forget_unused(&mut self) {
+    /// An outage has begun, after the unit was last heard of: what paths that were never in use have
+    /// seen before says nothing of it.
+    fn forget_unused(&mut self, heard: Instant) {
         let unused = self.members.iter_mut().filter(|m| m.cache.is_none());
-        unused.for_each(|m| m.evidence = Evidence::default());
+        let old = unused.filter(|m| m.attended.is_none_or(|at| at <= heard));
+        old.for_each(|m| m.evidence.forget());
     }
 
     fn member(&mut self, path: PathIndex) -> &mut Member {
@@ -262,13 +267,15 @@ impl<E: Env> Driver<E> {
                     if member.cache.is_some() {
                         member.heard = member.heard.or(heard);
                     }
-                    if was_in_use && link.last_heard().is_some() {
-                        link.forget_unused();
+                    if let Some(heard) = link.last_heard().filter(|_| was_in_use) {
+                        link.forget_unused(heard);
                     }
                     link.machine.handle_closed(path, why, now);
                 }),
                 Input::Attention(paths, path, attention) => self.on_paths(paths, now, |link, _| {
-                    link.member(path).evidence.on_attention(attention);
+                    let member = link.member(path);
+                    member.evidence.on_attention(attention);
+                    member.attended = Some(now);
                     if may_change_unit(attention) {
                         link.machine.handle_attention(path);
                     }

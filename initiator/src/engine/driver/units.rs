@@ -729,25 +729,21 @@ mod tests {
         }
     }
 
-    /// The cache is the unit's: it is lost though the first path to come back was in use never
-    /// before.
-    #[test]
-    fn a_cache_lost_with_the_path_in_use_is_noticed_on_one_that_never_was() {
-        // Whether the path in use is lost, the code of the greeting, the seconds until the login and
-        // until the check has ended. A host that has restarted, a connection that has flapped, a check
-        // that takes long, and a path in use all the time.
-        for (a_is_lost, greeting, login, checked, is_lost) in [
-            (true, 0, 60, 60, true),
-            (true, 0, 1, 1, false),
-            (true, 0, 15, 25, false),
-            (false, 1, 3600, 3600, false),
-            // It greets with a power-on after the outage.
-            (true, 1, 1, 1, true),
-            (true, 4, 1, 1, true),
-        ] {
-            let (a, b) = (PathIndex(0), PathIndex(1));
-            let group = Some(PortTag::Group(1));
-            let now = Instant::now();
+    const A: PathIndex = PathIndex(0);
+    const B: PathIndex = PathIndex(1);
+    const GROUP: Option<PortTag> = Some(PortTag::Group(1));
+
+    /// Two paths to a unit with a volatile cache, of which the first is in use, and a write that is
+    /// not flushed.
+    struct PathPair {
+        driver: Driver<Sim>,
+        key: SessionKey,
+        pool: BufferPool,
+        _owner: Arc<()>,
+    }
+
+    impl PathPair {
+        fn new(now: Instant) -> Self {
             let lun = LunId::new(0).unwrap();
             let pool = BufferPool::new(1 << 20).unwrap();
             let path = || PathPlan {
@@ -768,13 +764,9 @@ mod tests {
             }));
             let (mut driver, key) = driver_with(plan, now);
             driver.sessions[key.index].units.clear();
-            driver.inputs.push_back(Input::Live(key, a, group));
+            driver.inputs.push_back(Input::Live(key, A, GROUP));
             driver.run_paths(now);
-            identify_on(&mut driver, &pool, (key, a), false, now);
-            let away = Down::Connect(ConnectError::Tcp(111));
-            driver.inputs.push_back(Input::Closed(key, b, away, None));
-            driver.run_paths(now);
-            assert_eq!(driver.sessions[key.index].status.link(), LinkState::Live);
+            identify_on(&mut driver, &pool, (key, A), false, now);
             let owner = Arc::new(());
             let watch = Watch {
                 lun,
@@ -787,8 +779,51 @@ mod tests {
             };
             driver.watch(key.index, watch, now);
             write(&mut driver, key, now);
+            Self {
+                driver,
+                key,
+                pool,
+                _owner: owner,
+            }
+        }
+
+        fn identify(&mut self, path: PathIndex, is_greeted: bool, at: Instant) {
+            identify_on(
+                &mut self.driver,
+                &self.pool,
+                (self.key, path),
+                is_greeted,
+                at,
+            );
+        }
+    }
+
+    /// The cache is the unit's: it is lost though the first path to come back was in use never
+    /// before.
+    #[test]
+    fn a_cache_lost_with_the_path_in_use_is_noticed_on_one_that_never_was() {
+        // Whether the path in use is lost, the code of the greeting, the seconds until the login and
+        // until the check has ended. A host that has restarted, a connection that has flapped, a check
+        // that takes long, and a path in use all the time.
+        for (a_is_lost, greeting, login, checked, is_lost) in [
+            (true, 0, 60, 60, true),
+            (true, 0, 1, 1, false),
+            (true, 0, 15, 25, false),
+            (false, 1, 3600, 3600, false),
+            // It greets with a power-on after the outage.
+            (true, 1, 1, 1, true),
+            (true, 4, 1, 1, true),
+        ] {
+            let now = Instant::now();
+            let mut pair = PathPair::new(now);
+            let PathPair { driver, key, .. } = &mut pair;
+            let key = *key;
+            let away = Down::Connect(ConnectError::Tcp(111));
+            driver.inputs.push_back(Input::Closed(key, B, away, None));
+            driver.run_paths(now);
+            assert_eq!(driver.sessions[key.index].status.link(), LinkState::Live);
             if a_is_lost {
-                let lost = Input::Closed(key, a, Down::ConnectionLost, Some(now));
+                let lost = Input::Closed(key, A, Down::ConnectionLost, Some(now));
                 driver.inputs.push_back(lost);
                 driver.run_paths(now);
             }
@@ -796,18 +831,57 @@ mod tests {
             let link = &mut driver.sessions[key.index].link;
             link.machine().handle_timeout(login);
             driver.drain(key.index, login);
-            driver.inputs.push_back(Input::Live(key, b, group));
+            driver.inputs.push_back(Input::Live(key, B, GROUP));
             // What a target greets each new nexus with says nothing.
             let greeting = AdditionalSense {
                 code: 0x29,
                 qualifier: greeting,
             };
-            driver.inputs.push_back(Input::Attention(key, b, greeting));
+            driver.inputs.push_back(Input::Attention(key, B, greeting));
             driver.run_paths(login);
-            identify_on(&mut driver, &pool, (key, b), true, checked);
-            let flushed = flush(&mut driver, key, checked);
+            pair.identify(B, true, checked);
+            let flushed = flush(&mut pair.driver, key, checked);
             let when = (login - now, checked - now);
             assert_eq!(flushed.is_err(), is_lost, "{when:?}: {flushed:?}");
+        }
+    }
+
+    /// What a path sees while the one in use is lost may be noticed in any order.
+    #[test]
+    fn a_loss_is_judged_by_what_came_after_the_unit_was_last_heard_of() {
+        // A login of the other path three seconds after that (L), the loss of the one in use (C), the
+        // greeting of the other one (G), and its code.
+        for (order, qualifier, is_lost) in [
+            ("LGC", 0, false),
+            ("CLG", 0, false),
+            ("LCG", 0, false),
+            ("LGC", 1, true),
+            ("CLG", 1, true),
+            ("LCG", 1, true),
+        ] {
+            let now = Instant::now();
+            let mut pair = PathPair::new(now);
+            let key = pair.key;
+            let then = now + Duration::from_secs(3);
+            for event in order.chars() {
+                let greeting = AdditionalSense {
+                    code: 0x29,
+                    qualifier,
+                };
+                pair.driver.inputs.push_back(match event {
+                    'L' => Input::Live(key, B, GROUP),
+                    'C' => Input::Closed(key, A, Down::ConnectionLost, Some(now)),
+                    _ => Input::Attention(key, B, greeting),
+                });
+                pair.driver.run_paths(then);
+            }
+            pair.identify(B, true, then);
+            let flushed = flush(&mut pair.driver, key, then);
+            assert_eq!(
+                flushed.is_err(),
+                is_lost,
+                "{order} {qualifier}: {flushed:?}"
+            );
         }
     }
 

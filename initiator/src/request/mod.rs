@@ -190,6 +190,8 @@ pub(crate) enum Verdict {
     Again,
     /// Send it again after a while.
     Later,
+    /// The target asks to wait: send it again after a while, as long as there is time.
+    Wait,
 }
 
 /// The unit attention condition that an answer reports (SAM-5 clause 5.14), if it does.
@@ -219,7 +221,7 @@ pub(crate) fn may_end_commands(attention: AdditionalSense) -> bool {
 /// after which a command may have been carried out, the target did not carry the command out.
 pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
     match answer.status {
-        BUSY | TASK_SET_FULL => Verdict::Later,
+        BUSY | TASK_SET_FULL => Verdict::Wait,
         TASK_ABORTED => Verdict::Again,
         CHECK_CONDITION => match answer.sense() {
             Some(Sense {
@@ -238,7 +240,7 @@ pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
                         qualifier: 0x01 | 0x0a,
                     },
                 ..
-            }) => Verdict::Later,
+            }) => Verdict::Wait,
             _ => Verdict::Report,
         },
         _ => Verdict::Report,

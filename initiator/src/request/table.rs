@@ -76,8 +76,10 @@ pub(crate) struct Request<T> {
     pub(crate) spec: RequestSpec,
     /// Order of submission; also distinguishes a request from a later one in the same place.
     pub(crate) seq: u64,
-    /// Attempts that have begun.
+    /// Attempts that have begun, without those to which the target said to wait.
     pub(crate) attempts: u8,
+    /// Waits so far.
+    waits: u8,
     /// Place of the last attempt in the order in which the session began attempts.
     started: u64,
     /// An attempt was lost with its connection, or ended by task management.
@@ -198,6 +200,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
             spec,
             seq,
             attempts: 0,
+            waits: 0,
             started: 0,
             replayed: false,
             state: RequestState::Queued,
@@ -358,7 +361,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     ) -> Settled {
         let request = &mut self.slab[index as usize];
         let in_time = now < request.spec.deadline;
-        let may_repeat = request.attempts < self.limits.attempts && in_time && !ending;
+        let may_wait = in_time && !ending;
+        let may_repeat = request.attempts < self.limits.attempts && may_wait;
         let may_replay = may_repeat && request.spec.effect.is_replayable();
         match end {
             AttemptEnd::Answered(answer) => {
@@ -366,14 +370,22 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                 let is_ended = answer.status == TASK_ABORTED;
                 let verdict = match request.spec.retry {
                     _ if is_ended && !may_replay => Verdict::Report,
-                    Retry::Standard | Retry::Probe if may_repeat => plan_verdict(&answer),
-                    _ => Verdict::Report,
+                    Retry::Standard | Retry::Probe => match plan_verdict(&answer) {
+                        Verdict::Wait if may_wait => Verdict::Wait,
+                        verdict if may_repeat => verdict,
+                        _ => Verdict::Report,
+                    },
+                    Retry::Never => Verdict::Report,
                 };
                 match verdict {
                     Verdict::Report => Settled::Over(Ok(answer)),
                     Verdict::Again if is_ended => self.replay(index),
                     Verdict::Again => self.enqueue(index),
                     Verdict::Later => self.back_off(index, now),
+                    Verdict::Wait => {
+                        request.attempts = request.attempts.saturating_sub(1);
+                        self.back_off(index, now)
+                    }
                 }
             }
             AttemptEnd::Refused(error) => Settled::Over(Err(error)),
@@ -410,7 +422,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
 
     fn back_off(&mut self, index: u32, now: Instant) -> Settled {
         let request = &mut self.slab[index as usize];
-        let doublings = u32::from(request.attempts.saturating_sub(1)).min(7);
+        let doublings = u32::from(request.waits).min(7);
+        request.waits = request.waits.saturating_add(1);
         let until = (now + self.limits.busy * (1 << doublings)).min(request.spec.deadline);
         become_state(&mut request.state, RequestState::Backoff { until });
         Settled::Later(until)
@@ -629,6 +642,31 @@ mod tests {
             let settled = requests.settle(index, answered(GOOD), false, now);
             assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
         });
+    }
+
+    /// Its deadline bounds that, and what comes afterwards is repeated as ever.
+    #[test]
+    fn a_target_that_asks_to_wait_is_waited_for() {
+        let now = Instant::now();
+        let (mut requests, index) = started(now);
+        for attempt in 0..300 {
+            requests.end_attempt(index, 0, answered(BUSY), now);
+            let settled = requests.settle(index, answered(BUSY), false, now);
+            assert!(
+                matches!(settled, Settled::Later(_)),
+                "{attempt}: {settled:?}"
+            );
+            requests.enqueue(index);
+            requests.start(index, 0, 8, now);
+        }
+        requests.end_attempt(index, 0, answered(TASK_ABORTED), now);
+        let settled = requests.settle(index, answered(TASK_ABORTED), false, now);
+        assert_eq!(settled, Settled::Queued);
+        requests.start(index, 0, 9, now);
+        requests.end_attempt(index, 0, answered(BUSY), now);
+        let late = now + Duration::from_secs(61);
+        let settled = requests.settle(index, answered(BUSY), false, late);
+        assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
     }
 
     #[test]

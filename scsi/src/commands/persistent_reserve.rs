@@ -12,7 +12,7 @@ use crate::data::field::Field;
 use crate::data::persistent_reserve::{
     capabilities, full_status, list, out, reservation, transport_id,
 };
-use crate::lu::NO_MEDIUM;
+use crate::lu::BECOMING_READY;
 use crate::nexus::PortName;
 use crate::reservation::{
     Action, Keys, ReservationChange, ReservationError, ReservationType, Reservations,
@@ -117,7 +117,7 @@ impl ReserveOut {
             Err(ReservationError::NoRoom) => {
                 Err(Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES))
             }
-            Err(ReservationError::Retired) => Err(NO_MEDIUM),
+            Err(ReservationError::Retired) => Err(BECOMING_READY),
             // The initiator learns of the lack in the words of its request. RELEASE and CLEAR take
             // nothing up, so there it can only be a failure.
             Err(ReservationError::NotSaved) => Err(match self.action {

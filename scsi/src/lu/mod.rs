@@ -54,8 +54,10 @@ pub(crate) const NO_MEDIUM: Sense = Sense::new(
     AdditionalSense::MANUAL_INTERVENTION_REQUIRED,
 );
 
-/// The sense of a unit that waits for its medium: initiators repeat the command.
-const BECOMING_READY: Sense = Sense::new(SenseKey::NotReady, AdditionalSense::BECOMING_READY);
+/// The sense of a unit that waits for its medium, or in whose place another one comes: initiators
+/// repeat the command.
+pub(crate) const BECOMING_READY: Sense =
+    Sense::new(SenseKey::NotReady, AdditionalSense::BECOMING_READY);
 
 /// Percent of the space by which its use must recede before the soft threshold can be reached
 /// again.
@@ -403,7 +405,7 @@ impl LogicalUnit {
     pub(crate) fn change_mode(&self, mask: Flags, values: Flags, by: NexusId) -> Result<(), Sense> {
         let mut nexuses = self.lock_nexuses();
         if self.is_retired() {
-            return Err(NO_MEDIUM);
+            return Err(BECOMING_READY);
         }
         let before = self.flags();
         let after = (before - mask) | (values & mask);

@@ -362,7 +362,7 @@ fn nothing_changes_at_a_unit_in_whose_place_there_is_another() {
         register(&mut rig, A, 0xa, persists).good();
         let left = rig.lu.retire();
         let saves = *keeper.saves.lock().unwrap();
-        let not_ready = (2, 0x04, 0x03);
+        let not_ready = (2, 0x04, 0x01);
         assert_eq!(register(&mut rig, B, 0xb, persists).check(), not_ready);
         let stop_caching = rig.lu.change_mode(Flags::WRITE_CACHE, Flags::empty(), A);
         assert!(stop_caching.is_err());

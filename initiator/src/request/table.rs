@@ -381,10 +381,13 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                     Verdict::Report => Settled::Over(Ok(answer)),
                     Verdict::Again if is_ended => self.replay(index),
                     Verdict::Again => self.enqueue(index),
-                    Verdict::Later => self.back_off(index, now),
-                    Verdict::Wait => {
-                        request.attempts = request.attempts.saturating_sub(1);
-                        self.back_off(index, now)
+                    Verdict::Later | Verdict::Wait => {
+                        if verdict == Verdict::Wait {
+                            request.attempts = request.attempts.saturating_sub(1);
+                        }
+                        let waits = self.back_off(index, now);
+                        // It says more than that the time is up.
+                        waits.unwrap_or(Settled::Over(Ok(answer)))
                     }
                 }
             }
@@ -420,13 +423,17 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         Settled::Queued
     }
 
-    fn back_off(&mut self, index: u32, now: Instant) -> Settled {
+    /// Puts a request aside for a while; `None` where it has no time for that.
+    fn back_off(&mut self, index: u32, now: Instant) -> Option<Settled> {
         let request = &mut self.slab[index as usize];
         let doublings = u32::from(request.waits).min(7);
         request.waits = request.waits.saturating_add(1);
-        let until = (now + self.limits.busy * (1 << doublings)).min(request.spec.deadline);
+        let until = now + self.limits.busy * (1 << doublings);
+        if until >= request.spec.deadline {
+            return None;
+        }
         become_state(&mut request.state, RequestState::Backoff { until });
-        Settled::Later(until)
+        Some(Settled::Later(until))
     }
 
     /// Lets a request go that is over.

@@ -135,9 +135,6 @@ impl<D: Datamover> Channel<D> {
     }
 
     pub(super) fn on_data_out(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
-        if !frame.data.is_empty() {
-            self.last_data = cx.now;
-        }
         if !frame.is_intact {
             self.on_digest_error(cx);
             self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
@@ -146,9 +143,14 @@ impl<D: Datamover> Channel<D> {
             return self.on_unsolicited(cx, frame, pdu);
         }
         let len = frame.data.len() as u32;
-        match self.mover.take_solicited(pdu, len, frame.is_intact) {
+        let taken = self.mover.take_solicited(pdu, len, frame.is_intact);
+        // Data that nobody asked for are no sign of an initiator that answers.
+        if len > 0 && !matches!(taken, SolicitedData::Stale { was_asked: false }) {
+            self.last_data = cx.now;
+        }
+        match taken {
             // Of a command that has ended meanwhile.
-            SolicitedData::Stale => {}
+            SolicitedData::Stale { .. } => {}
             SolicitedData::Data {
                 task,
                 offset,
@@ -189,6 +191,9 @@ impl<D: Datamover> Channel<D> {
             .got
             .checked_add(len)
             .is_some_and(|got| got <= limit);
+        if fits && len > 0 {
+            self.last_data = cx.now;
+        }
         let in_order = pdu.data_sn == incoming.next_sn && pdu.offset == incoming.got;
         // What is missing is asked for when nothing else comes by itself.
         let is_lost = !frame.is_intact || (fits && pdu.data_sn > incoming.next_sn);
@@ -272,6 +277,13 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
+    /// Requests for data of some tasks have been sent: the initiator's time to answer begins.
+    pub(super) fn note_asked(&mut self, now: Instant, tasks: impl FnOnce(&D) -> &[TaskIdx]) {
+        for task in tasks(&self.mover) {
+            self.tasks[usize::from(task.0)].asked = now;
+        }
+    }
+
     /// Makes sure that the time is limited in which data come: the first look is early enough for
     /// an initiator that has more memory than its share by then.
     pub(super) fn watch_data(&mut self, now: Instant) {
@@ -307,11 +319,6 @@ impl<D: Datamover> Channel<D> {
             true => timeout.min(OWED),
             false => timeout,
         };
-        // What asks for data goes behind what is queued: until then, taking that is progress.
-        let last_heard = match self.mover.is_asking() {
-            true => self.last_data.max(self.last_taken),
-            false => self.last_data,
-        };
         let due = |(idx, task): (TaskIdx, &Task)| {
             let waited = Duration::from_millis(task.waited.into());
             let left = (timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);
@@ -324,7 +331,9 @@ impl<D: Datamover> Channel<D> {
             }
             let last = match task.state {
                 TaskState::Send | TaskState::Sent => self.last_taken,
-                _ => last_heard,
+                // What asks for data goes behind what is queued: until then, taking that is progress.
+                _ if self.mover.is_asking(idx) => self.last_data.max(self.last_taken),
+                _ => self.last_data.max(task.asked),
             };
             due.min(last.max(task.wait.since) + patience)
         };

@@ -97,7 +97,10 @@ pub struct GetData {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SolicitedData {
     /// Of a transfer that is over or has failed: to be dropped.
-    Stale,
+    Stale {
+        /// It was asked for before.
+        was_asked: bool,
+    },
     /// For a task's buffer.
     Data {
         /// Context whose buffer takes the data.
@@ -204,9 +207,9 @@ pub trait Datamover {
     /// Returns the number of PDUs and transfers that wait to be sent.
     fn queued(&self) -> usize;
 
-    /// Whether a request for data waits to be sent, or is being sent: the initiator cannot have
-    /// answered it.
-    fn is_asking(&self) -> bool;
+    /// Whether a request for data of a task waits to be sent, or is being sent: the initiator cannot
+    /// have answered it.
+    fn is_asking(&self, task: TaskIdx) -> bool;
 
     /// Whether data of a task are being sent that the initiator has not taken yet, where it may take
     /// its time for that.

@@ -166,6 +166,8 @@ pub(super) struct Task {
     /// Since when it waits for the initiator, in [`TaskState::Receive`], [`TaskState::Send`],
     /// [`TaskState::AwaitUnsolicited`], and in [`TaskState::Sent`] where it is a command.
     pub(super) wait: Wait,
+    /// Time at which the last request for data of a command in this context was sent.
+    pub(super) asked: Instant,
     /// Milliseconds that its waits for earlier pieces count, while others may have waited for it.
     pub(super) waited: u32,
     /// The answer, while it waits for unsolicited data, and once it is sent.
@@ -185,6 +187,7 @@ impl Task {
     pub(super) fn new(wait: Wait) -> Self {
         Self {
             wait,
+            asked: wait.since,
             waited: 0,
             state: TaskState::Idle,
             generation: 0,

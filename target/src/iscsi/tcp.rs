@@ -133,6 +133,8 @@ struct Open {
     len: u32,
     got: u32,
     next_sn: u32,
+    /// The R2T was put into a batch.
+    is_sent: bool,
 }
 
 impl Open {
@@ -191,8 +193,10 @@ pub struct Tcp {
     next_ttt: u32,
     /// Tasks with data in the batch that is being sent.
     in_batch: Vec<TaskIdx>,
-    /// An R2T is in that batch.
-    has_r2t: bool,
+    /// Tasks that ask for data by that batch.
+    asking: Vec<TaskIdx>,
+    /// Bytes that were asked for by tasks which have ended since, and may still come.
+    late: u64,
     /// Tasks that end with that batch.
     ends: Vec<TaskIdx>,
     /// Tasks whose answer is in the batch, and which are kept until it is acknowledged.
@@ -216,7 +220,8 @@ impl Tcp {
             unacknowledged: Vec::new(),
             next_ttt: 0,
             in_batch: Vec::new(),
-            has_r2t: false,
+            asking: Vec::new(),
+            late: 0,
             ends: Vec::new(),
             answered: Vec::new(),
             is_sending: false,
@@ -265,9 +270,21 @@ impl Tcp {
             len: part.len,
             got: 0,
             next_sn: 0,
+            is_sent: false,
         };
         self.queue.push_back(open.request());
         self.open.push(open);
+    }
+
+    /// An R2T is put into a batch, perhaps once more because the initiator wants that.
+    fn note_r2t(&mut self, pdu: &FromTarget) {
+        if let FromTarget::R2t(r2t) = pdu
+            && let Some(open) = self.open.iter_mut().find(|open| open.ttt == r2t.ttt)
+            && !open.is_sent
+        {
+            open.is_sent = true;
+            self.asking.push(open.task);
+        }
     }
 
     /// A PDU of what was asked for is missing: asks for the rest once more.
@@ -467,7 +484,7 @@ impl Tcp {
             numbers.stat_sn = self.stat_sn;
             match item {
                 Item::Control(control) => {
-                    self.has_r2t |= matches!(control.pdu, FromTarget::R2t(_));
+                    self.note_r2t(&control.pdu);
                     self.put_control(&control, numbers, batch);
                     let is_kept =
                         control.counts && self.recovery.keep_control(&control, self.stat_sn);
@@ -522,8 +539,9 @@ impl Tcp {
     /// The batch was sent, or never will be. Swaps two empty lists for those of the tasks that end
     /// with it, and of those whose answers went with it and which are kept.
     fn on_sent(&mut self, ends: &mut Vec<TaskIdx>, answered: &mut Vec<TaskIdx>) {
-        (self.is_sending, self.has_r2t) = (false, false);
+        self.is_sending = false;
         self.in_batch.clear();
+        self.asking.clear();
         std::mem::swap(&mut self.ends, ends);
         std::mem::swap(&mut self.answered, answered);
     }
@@ -596,7 +614,9 @@ impl Datamover for Tcp {
             .position(|open| open.ttt == pdu.ttt && open.itt == pdu.itt);
         // Data may follow the end of their command, whose R2T is forgotten then.
         let Some(at) = at else {
-            return SolicitedData::Stale;
+            let was_asked = self.late > 0;
+            self.late = self.late.saturating_sub(len.into());
+            return SolicitedData::Stale { was_asked };
         };
         let open = &mut self.open[at];
         let task = open.task;
@@ -644,7 +664,7 @@ impl Datamover for Tcp {
         // tag.
         if let Some(error) = failed {
             if !is_last {
-                return SolicitedData::Stale;
+                return SolicitedData::Stale { was_asked: true };
             }
             self.forget(task);
             return SolicitedData::Failed(task, error);
@@ -743,7 +763,9 @@ impl Datamover for Tcp {
                 !asks && control.ends != Some(task)
             }
         });
-        open.retain(|open| open.task != task);
+        for ended in open.extract_if(.., |open| open.task == task) {
+            self.late += u64::from(ended.len - ended.got);
+        }
         self.wanted.retain(|wanted| wanted.get.task != task);
         self.unacknowledged.retain(|of| of.task != task);
         self.recovery.forget(task);
@@ -782,14 +804,9 @@ impl Datamover for Tcp {
         self.queue.len() + self.recovery.others()
     }
 
-    fn is_asking(&self) -> bool {
-        let is_r2t = |item: &Item| match item {
-            Item::Control(control) | Item::Retransmission(Retransmission::Control(control, _)) => {
-                matches!(control.pdu, FromTarget::R2t(_))
-            }
-            _ => false,
-        };
-        self.has_r2t || self.queue.iter().any(is_r2t)
+    fn is_asking(&self, task: TaskIdx) -> bool {
+        let mut open = self.open.iter();
+        self.asking.contains(&task) || open.any(|open| open.task == task && !open.is_sent)
     }
 
     fn is_sending_data(&self, task: TaskIdx) -> bool {
@@ -941,9 +958,8 @@ impl TcpChannel {
         if ok && !self.channel.mover().in_batch.is_empty() {
             self.channel.last_taken = cx.now;
         }
-        // The initiator's time to answer begins.
-        if ok && self.channel.mover().has_r2t {
-            self.channel.last_data = cx.now;
+        if ok {
+            self.channel.note_asked(cx.now, |mover| &mover.asking);
         }
         let (mut ended, mut answered) = std::mem::take(&mut self.spare);
         self.channel.mover_mut().on_sent(&mut ended, &mut answered);

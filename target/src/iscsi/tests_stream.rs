@@ -810,6 +810,34 @@ fn an_initiator_that_does_not_answer_an_r2t_is_given_up_whatever_else_it_does() 
     });
     assert_eq!(seconds, 8);
     end_with(rig, more);
+    // Nor with some.
+    let mut rig = Rig::logged_in("");
+    rig.write(1, BLOCKS, &[], true);
+    let more = let_another_wait(&mut rig);
+    let seconds = cut_after(&mut rig, 4, |rig| {
+        rig.data_out(77, Ttt(0x1234), 0, 0, &[0; 4], true);
+    });
+    assert_eq!(seconds, 8);
+    end_with(rig, more);
+    // An R2T that it wants once more.
+    let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
+    rig.write(1, BLOCKS, &[], true);
+    let more = let_another_wait(&mut rig);
+    let seconds = cut_after(&mut rig, 4, |rig| drop(rig.send(&snack(1, 0, 0), &[])));
+    assert_eq!(seconds, 8);
+    end_with(rig, more);
+    // Other writes, which ask for data as well.
+    let mut rig = Rig::logged_in("");
+    rig.write(1, BLOCKS, &[], true);
+    let mut tag = 1;
+    let seconds = cut_after(&mut rig, 10, |rig| {
+        tag += 1;
+        if !rig.disconnected {
+            rig.write(tag, 1, &[], true);
+        }
+    });
+    assert_eq!(seconds, 20);
+    rig.end();
     // Data that it reads, while it acknowledges nothing.
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     assert_eq!(r2ts(&rig.write(1, 1, &[], true)).len(), 1);

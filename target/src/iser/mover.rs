@@ -498,7 +498,7 @@ impl Datamover for Iser {
     /// There are no R2Ts, so nothing comes in answer to one.
     fn take_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> SolicitedData {
         self.fault = Some("data that answer an R2T");
-        SolicitedData::Stale
+        SolicitedData::Stale { was_asked: false }
     }
 
     fn forget(&mut self, task: TaskIdx) -> bool {
@@ -515,9 +515,10 @@ impl Datamover for Iser {
         self.queue.len()
     }
 
-    fn is_asking(&self) -> bool {
-        let is_read = |item: &Item| matches!(item.then, ItemEnd::Arrive);
-        self.queue.iter().any(is_read)
+    fn is_asking(&self, task: TaskIdx) -> bool {
+        let is_its = |item: &Item| item.transfer.as_ref().is_some_and(|(of, ..)| *of == task);
+        let mut arriving = self.queue.iter();
+        arriving.any(|item| matches!(item.then, ItemEnd::Arrive) && is_its(item))
     }
 
     fn queued_bytes(&self) -> usize {

@@ -169,7 +169,9 @@ impl StateDir {
     /// Those of the file system. The file is the old one then, as far as the file system can still
     /// be changed at all.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
-        replace(&self.path.join(name), bytes)
+        let path = self.path.join(name);
+        let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+        replace(&path, bytes).map_err(named)
     }
 }
 

@@ -5,6 +5,7 @@ mod portals;
 mod secrets;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -611,8 +612,7 @@ impl Builder {
             lu = match lu.with_keeper(keeper) {
                 Ok(lu) => lu,
                 Err(source) => {
-                    let name = name();
-                    self.leave_out(backend, place, ServerError::Reservations { name, source })?;
+                    self.leave_out(backend, place, source)?;
                     if let Some(before) = before {
                         // It stays where it was; a new place, which is the last, is not used.
                         let old = self.unit_stores[before.index.0 as usize];
@@ -794,13 +794,15 @@ impl Builder {
         &mut self,
         backend: &Backend,
         place: usize,
-        error: ServerError,
+        source: io::Error,
     ) -> Result<(), ServerError> {
-        let subject = Subject::Backend(backend.name.clone());
+        let name = backend.name.clone();
+        let subject = Subject::Backend(name.clone());
         if !self.tolerates(&subject) {
-            return Err(error);
+            return Err(ServerError::Reservations { name, source });
         }
-        self.problems.add(subject, &error);
+        let why = format!("its reservations: {source}");
+        self.problems.add(subject, &why);
         let absent = Absent {
             spec: backend.spec.clone(),
             awaited: None,

@@ -248,6 +248,7 @@ impl Target {
             return Err(OpenError::Locked {
                 path: path(),
                 holder: None,
+                file: None,
             });
         }
         let store = Store::on_disk(spec, disk, Arc::clone(host))?;

@@ -731,11 +731,16 @@ impl Watcher {
         let named = known.find(|(_, known)| *known == serial);
         if task.look == Look::SerialNumber {
             self.led_to.remove(&task.lun);
-            // One that is not known yet is of none that it was taken for.
             match named {
-                Some((backend, _)) => self.taken.insert(task.lun, backend),
-                None => self.taken.remove(&task.lun),
-            };
+                Some((backend, _)) => {
+                    self.taken.insert(task.lun, backend);
+                }
+                // One that is not known yet: it is any of those that were there.
+                None => {
+                    self.taken.remove(&task.lun);
+                    self.led_to.insert(task.lun, backends.into_iter().collect());
+                }
+            }
         }
         if !is_explained {
             let data = &task.data[..task.data.len().min(64)];

@@ -244,6 +244,10 @@ fn to_size(
         Some(wanted) if wanted > actual && may_extend => {
             let extended = handle(&file).and_then(|file| sys::extend(&file, wanted));
             extended.map_err(io_error(path, "extend it"))?;
+            if actual > 0 {
+                let path = path.display();
+                tracing::info!(%path, actual, wanted, "a file was shorter than its `size`, and is extended with zeroes");
+            }
             if made.is_none() {
                 *made = Some(Made {
                     path: path.to_owned(),

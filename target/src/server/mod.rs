@@ -53,7 +53,7 @@ use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
-use crate::backend::{FlushKeeper, OpenError, OpenedStores, Resized, Space, Store, look, open_all};
+use crate::backend::{FlushKeeper, OpenError, OpenedStores, Space, Store, look, open_all};
 use crate::config::{Config, Listen};
 use crate::fabric::Unit;
 use crate::holder::HeldBy;
@@ -843,17 +843,6 @@ impl Server {
             .collect();
         for (place, store, look) in looks {
             match look.and_then(|look| look.finish(until)).flatten() {
-                // What initiators have written there would be gone for them, too.
-                Ok(Some(Resized { from, to })) if to < from => {
-                    let label = store.label();
-                    let text = format!(
-                        "{label}: is {to} bytes, fewer than the {from} that initiators see; it stays as large \
-                         for them: extend it again"
-                    );
-                    if result.is_ok() {
-                        result = Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
-                    }
-                }
                 Ok(Some(resized)) => {
                     tracing::info!(
                         from = resized.from,

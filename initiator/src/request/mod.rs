@@ -234,13 +234,19 @@ pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
             }) => Verdict::Later,
             Some(Sense {
                 key: SenseKey::NotReady,
+                additional: AdditionalSense::BECOMING_READY,
+                ..
+            }) => Verdict::Wait,
+            // ASYMMETRIC ACCESS STATE TRANSITION: another path may be ready sooner.
+            Some(Sense {
+                key: SenseKey::NotReady,
                 additional:
                     AdditionalSense {
                         code: 0x04,
-                        qualifier: 0x01 | 0x0a,
+                        qualifier: 0x0a,
                     },
                 ..
-            }) => Verdict::Wait,
+            }) => Verdict::Later,
             _ => Verdict::Report,
         },
         _ => Verdict::Report,

@@ -209,14 +209,23 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         Some(RequestId(index))
     }
 
-    /// The request to start next, unless it has to wait for another.
+    /// The request to start next: the first one that does not have to wait for another, and behind
+    /// which none of its unit has to.
     pub(crate) fn next(&self) -> Option<u32> {
-        let is_probe = |index: &&u32| self.at(**index).spec.retry == Retry::Probe;
-        let index = match self.is_held {
-            true => *self.queue.iter().find(is_probe)?,
-            false => *self.queue.front()?,
-        };
-        (self.replays == 0 || !self.must_wait(index)).then_some(index)
+        let is_next = |index: &&u32| !self.is_held || self.at(**index).spec.retry == Retry::Probe;
+        let mut queue = self.queue.iter().filter(is_next).copied();
+        if self.replays == 0 {
+            return queue.next();
+        }
+        let mut waiting = Vec::new();
+        queue.find(|index| {
+            let lun = self.at(*index).spec.lun;
+            let waits = waiting.contains(&lun) || self.must_wait(*index);
+            if waits {
+                waiting.push(lun);
+            }
+            !waits
+        })
     }
 
     /// Returns whether an earlier request with an overlapping effect is outstanding.

@@ -312,6 +312,8 @@ pub struct Channel<D> {
     pub(super) last_input: Instant,
     /// Time of the last data that were asked for, or that came with a command.
     pub(super) last_data: Instant,
+    /// Unsolicited data that commands have announced and that have not come, in bytes.
+    pub(super) unasked: u64,
     /// Time at which the initiator last took data.
     pub(super) last_taken: Instant,
     pub(super) pace: Pace,
@@ -392,6 +394,7 @@ impl<D: Datamover> Channel<D> {
             cid: Cid(0),
             last_input: now,
             last_data: now,
+            unasked: 0,
             last_taken: now,
             pace: Pace::new(config.commands.into()),
             data_deadline: None,

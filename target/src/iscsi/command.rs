@@ -76,6 +76,10 @@ impl<D: Datamover> Channel<D> {
             staged,
             ..Incoming::default()
         };
+        if task.incoming.open {
+            let most = first_burst.min(task.exec.expected.data_out);
+            self.unasked += u64::from(most.saturating_sub(task.incoming.got));
+        }
         self.window()
             .enter_tag(command.itt, self.task_ref(idx), command.immediate);
         let name = (idx, self.task_ref(idx));

@@ -175,6 +175,11 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn on_unsolicited(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
+        let len = frame.data.len() as u32;
+        if len > 0 && self.unasked > 0 {
+            self.last_data = cx.now;
+        }
+        self.unasked = self.unasked.saturating_sub(len.into());
         // Data may follow a command that was refused or aborted meanwhile, so this is no error.
         let Some(idx) = self.find(pdu.itt) else {
             return;
@@ -185,15 +190,11 @@ impl<D: Datamover> Channel<D> {
         if !incoming.open {
             return self.reject(cx, frame, RejectReason::ProtocolError, &"unexpected data");
         }
-        let len = frame.data.len() as u32;
         let limit = first_burst.min(task.exec.expected.data_out);
         let fits = incoming
             .got
             .checked_add(len)
             .is_some_and(|got| got <= limit);
-        if fits && len > 0 {
-            self.last_data = cx.now;
-        }
         let in_order = pdu.data_sn == incoming.next_sn && pdu.offset == incoming.got;
         // What is missing is asked for when nothing else comes by itself.
         let is_lost = !frame.is_intact || (fits && pdu.data_sn > incoming.next_sn);
@@ -228,6 +229,8 @@ impl<D: Datamover> Channel<D> {
         }
         if pdu.is_final {
             incoming.open = false;
+            let rest = limit.saturating_sub(incoming.got);
+            self.unasked = self.unasked.saturating_sub(rest.into());
             match task.state {
                 TaskState::Receive => {
                     if let Some(result) = self.check_received(cx.now, idx) {

@@ -292,6 +292,8 @@ impl Tcp {
         // The old transfer tag is void from here on, so that what still comes with it is not taken
         // twice.
         let open = self.open.swap_remove(at);
+        // The rest of its data may be on the way.
+        self.late += u64::from(open.len - open.got);
         let wanted = self.wanted.iter().position(|w| w.get.task == open.task);
         let part = GetData {
             task: open.task,
@@ -764,7 +766,11 @@ impl Datamover for Tcp {
             }
         });
         for ended in open.extract_if(.., |open| open.task == task) {
-            self.late += u64::from(ended.len - ended.got);
+            self.late += u64::from(if ended.is_sent {
+                ended.len - ended.got
+            } else {
+                0
+            });
         }
         self.wanted.retain(|wanted| wanted.get.task != task);
         self.unacknowledged.retain(|of| of.task != task);

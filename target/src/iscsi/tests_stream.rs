@@ -874,6 +874,34 @@ fn an_initiator_that_sends_is_not_silent_whatever_it_sends_for() {
     }
 }
 
+/// Nor is one that sends what it was going to send, though a PDU of it was lost, or its command has
+/// ended.
+#[test]
+fn an_initiator_that_sends_the_rest_of_a_burst_is_not_silent() {
+    let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0MaxBurstLength=32768\0");
+    let asked = r2ts(&rig.write(1, 64, &[], true))[0];
+    let more = let_another_wait(&mut rig);
+    for at in 1..32 {
+        rig.wait(Duration::from_secs(1));
+        let offset = asked.offset + at * 512;
+        rig.data_out(1, asked.ttt, at, offset, &[1; 512], at == 31);
+        assert!(!rig.disconnected, "{at}");
+    }
+    end_with(rig, more);
+    let mut rig = Rig::logged_in("InitialR2T=No\0FirstBurstLength=8192\0");
+    rig.write(1, 16, &[], false);
+    let received = rig.tmf(60, TmfFunction::LogicalUnitReset, 0);
+    assert_eq!(tmf_status(&received), TmfStatus::Complete);
+    rig.write(2, BLOCKS, &[], true);
+    let more = let_another_wait(&mut rig);
+    for at in 0..16 {
+        rig.wait(Duration::from_secs(1));
+        rig.data_out(1, Ttt::NONE, at, at * 512, &[1; 512], at == 15);
+        assert!(!rig.disconnected, "{at}");
+    }
+    end_with(rig, more);
+}
+
 /// What is kept until it is acknowledged is not what begins to be sent.
 #[test]
 fn an_initiator_has_time_to_take_what_begins_to_be_sent() {

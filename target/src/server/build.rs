@@ -263,7 +263,7 @@ impl Builder {
     }
 
     /// Returns true if a backend could not be opened, and its lock is waited for.
-    fn is_awaited(&self, name: &str) -> bool {
+    pub(super) fn is_awaited(&self, name: &str) -> bool {
         let absent = self.absent.get(name);
         absent.is_some_and(|absent| absent.awaited.is_some())
     }
@@ -772,12 +772,12 @@ impl Builder {
             _ => None,
         };
         if let Some(place) = self.stores.get(name) {
-            if let Some(absent) = self.absent.get_mut(name)
-                && let Some(before) = absent.awaited
-                && (locked.is_none() || now - before.since > LOCK_WAIT)
-            {
-                absent.awaited = None;
-                self.identities.note(name, true);
+            if let Some(absent) = self.absent.get_mut(name) {
+                let is_old = |one: Awaited| now - one.since > LOCK_WAIT;
+                if locked.is_none() || absent.awaited.is_some_and(is_old) {
+                    absent.awaited = None;
+                    self.identities.note(name, true);
+                }
             }
             return Ok(*place);
         }

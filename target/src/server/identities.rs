@@ -49,7 +49,9 @@ pub struct Identities {
 struct Names {
     serial: String,
     /// 60 bits that are assigned locally (SPC-4 7.8.6.6.4).
-    naa: u64,
+    /// None where the configuration has given one of another form from the first time on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    naa: Option<u64>,
     /// The file that was served last; none of a device, or of memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
@@ -90,7 +92,7 @@ impl Identities {
 
     /// Returns true if initiators see the same names with others.
     pub(super) fn has_names_of(&self, other: &Self) -> bool {
-        let names = |all: &Self| -> Vec<(String, String, u64)> {
+        let names = |all: &Self| -> Vec<(String, String, Option<u64>)> {
             let names = all.backends.iter();
             names
                 .map(|(name, names)| (name.clone(), names.serial.clone(), names.naa))
@@ -158,8 +160,10 @@ impl Identities {
             {
                 identity.serial.clone_from(&before.serial);
             }
-            let naa = Naa::LocallyAssigned(before.naa);
-            if backend.names.naa.is_none() && !is_given(&|other| other.names.naa == Some(naa)) {
+            if backend.names.naa.is_none()
+                && let Some(naa) = before.naa.map(Naa::LocallyAssigned)
+                && !is_given(&|other| other.names.naa == Some(naa))
+            {
                 identity.naa = naa;
             }
             if is_other {
@@ -173,10 +177,10 @@ impl Identities {
             }
         }
         let naa = match (identity.naa, &before) {
-            (Naa::LocallyAssigned(naa), _) => naa,
+            (Naa::LocallyAssigned(naa), _) => Some(naa),
             // The configuration gives it one of another form; without that, it has its own again.
             (_, Some(before)) => before.naa,
-            (_, None) => return,
+            (_, None) => None,
         };
         let path = backend.spec.source.path().map(Path::to_owned);
         let known = before.as_ref();
@@ -206,7 +210,7 @@ impl Identities {
             self.backends.values().any(|names| {
                 (backend.names.serial.is_none() && names.serial == identity.serial)
                     || (backend.names.naa.is_none()
-                        && identity.naa == Naa::LocallyAssigned(names.naa))
+                        && names.naa.map(Naa::LocallyAssigned) == Some(identity.naa))
             })
         };
         for attempt in 1_u32.. {

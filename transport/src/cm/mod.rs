@@ -155,7 +155,7 @@ impl CmConfig {
             max_half_open: Duration::from_secs(8),
             half_open_grace: Duration::from_millis(20),
             max_unproven_retries: 3,
-            max_outbox: 512,
+            max_outbox: 1024,
             max_events: 4096,
             min_interval: Duration::from_millis(10),
             max_interval: Duration::from_secs(20),

@@ -42,10 +42,14 @@ impl Builder {
         }
     }
 
-    /// The names that units were served with meanwhile are kept, too.
+    /// The names that units were served with meanwhile are kept, too, and which disks are missing.
     fn keep_given(&mut self, config: &Config) {
         for backend in &config.backends {
             let unit = self.units.get(&backend.name);
+            let was_tried = unit.is_some_and(|unit| unit.lu.has_names());
+            if was_tried && self.is_absent(&backend.name) && !self.is_awaited(&backend.name) {
+                self.identities.note(&backend.name, true);
+            }
             if let Some(unit) = unit.filter(|unit| unit.lu.has_medium()) {
                 let place = self.unit_stores[unit.index.0 as usize];
                 let file = self.opened[place].as_ref().and_then(|store| store.file());

@@ -686,6 +686,93 @@ mod tests {
     }
 
     #[test]
+    fn a_busy_unit_does_not_hold_up_another_one() {
+        let now = Instant::now();
+        let mut requests: Requests<u16> = Requests::new(LIMITS);
+        let spec = |lun: u8, seconds| RequestSpec {
+            lun: [0, lun, 0, 0, 0, 0, 0, 0],
+            attr: TaskAttr::Simple,
+            cdb: Cdb::new(&[0; 6]).unwrap(),
+            len: DataLen::None,
+            deadline: now + Duration::from_secs(seconds),
+            retry: Retry::Standard,
+            effect: Effect::Blocks { start: 0, end: 8 },
+        };
+        // A write of unit 1 that may have been carried out, and which the unit asks to wait for.
+        let RequestId(first) = requests.insert(spec(1, 600)).unwrap();
+        requests.start(first, 0, 7, now);
+        requests.end_attempt(first, 0, AttemptEnd::Lost, now);
+        assert_eq!(
+            requests.settle(first, AttemptEnd::Lost, false, now),
+            Settled::Queued
+        );
+        requests.start(first, 0, 8, now);
+        // Another one of the same blocks, and one of unit 2.
+        let RequestId(_) = requests.insert(spec(1, 600)).unwrap();
+        let RequestId(other) = requests.insert(spec(2, 60)).unwrap();
+        let mut at = now;
+        while at < now + Duration::from_secs(60) {
+            requests.end_attempt(first, 0, answered(BUSY), at);
+            let Settled::Later(until) = requests.settle(first, answered(BUSY), false, at) else {
+                break;
+            };
+            at = until;
+            if requests.next() == Some(other) {
+                return;
+            }
+            requests.enqueue(first);
+            requests.start(first, 0, 9, at);
+        }
+        panic!("unit 2 has waited {:?}", at - now);
+    }
+
+    /// ASYMMETRIC ACCESS STATE TRANSITION (04h/0Ah) is what several paths take for a reason to try
+    /// another one (`paths::is_refused`), so a session must not keep it to itself for all of the time.
+    #[test]
+    fn a_path_in_transition_leaves_time_for_another_path() {
+        let now = Instant::now();
+        let limits = Limits {
+            attempts: 32,
+            ..LIMITS
+        };
+        let mut requests: Requests<u16> = Requests::new(limits);
+        let spec = RequestSpec {
+            lun: [0; 8],
+            attr: TaskAttr::Simple,
+            cdb: Cdb::new(&[0; 6]).unwrap(),
+            len: DataLen::None,
+            deadline: now + Duration::from_secs(60),
+            retry: Retry::Standard,
+            effect: Effect::None,
+        };
+        let RequestId(index) = requests.insert(spec).unwrap();
+        let mut sense = vec![0; 18];
+        (sense[0], sense[2], sense[7], sense[12], sense[13]) = (0x70, 2, 10, 4, 0x0a);
+        let answer = AttemptEnd::Answered(Answer {
+            status: crate::request::CHECK_CONDITION,
+            sense: Some(sense.into()),
+            transferred: 0,
+            overflow: 0,
+        });
+        let mut at = now;
+        loop {
+            requests.start(index, 0, 7, at);
+            requests.end_attempt(index, 0, answer.clone(), at);
+            match requests.settle(index, answer.clone(), false, at) {
+                Settled::Later(until) => at = until,
+                Settled::Over(Ok(_)) => break,
+                other => panic!("{other:?}"),
+            }
+            requests.enqueue(index);
+        }
+        assert!(
+            at - now < Duration::from_secs(20),
+            "another path is tried after {:?}",
+            at - now
+        );
+    }
+
+    #[test]
     #[should_panic(expected = "Retiring")]
     fn an_attempt_ends_once() {
         let now = Instant::now();

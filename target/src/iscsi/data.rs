@@ -281,7 +281,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Requests for data of some tasks have been sent: the initiator's time to answer begins.
-    pub(super) fn note_asked(&mut self, now: Instant, tasks: impl FnOnce(&D) -> &[TaskIdx]) {
+    pub(crate) fn note_asked(&mut self, now: Instant, tasks: impl FnOnce(&D) -> &[TaskIdx]) {
         for task in tasks(&self.mover) {
             self.tasks[usize::from(task.0)].asked = now;
         }

@@ -888,7 +888,7 @@ fn an_initiator_that_sends_the_rest_of_a_burst_is_not_silent() {
         assert!(!rig.disconnected, "{at}");
     }
     end_with(rig, more);
-    let mut rig = Rig::logged_in("InitialR2T=No\0FirstBurstLength=8192\0");
+    let mut rig = Rig::logged_in("FirstBurstLength=8192\0");
     rig.write(1, 16, &[], false);
     let received = rig.tmf(60, TmfFunction::LogicalUnitReset, 0);
     assert_eq!(tmf_status(&received), TmfStatus::Complete);

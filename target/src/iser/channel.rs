@@ -220,9 +220,14 @@ impl IserChannel {
     }
 
     /// The next chain to post; `false` when there is none for the moment.
-    pub fn poll_post(&mut self, post: &mut Post) -> bool {
-        self.channel
-            .poll_mover(|mover, numbers, held| mover.poll_post(numbers, held, post))
+    pub fn poll_post(&mut self, now: Instant, post: &mut Post) -> bool {
+        let is_posted = self
+            .channel
+            .poll_mover(|mover, numbers, held| mover.poll_post(numbers, held, post));
+        if is_posted {
+            self.channel.note_asked(now, |mover| mover.fetched());
+        }
+        is_posted
     }
 
     /// Returns the memory of a receive descriptor.

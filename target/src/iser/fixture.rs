@@ -43,9 +43,9 @@ pub(super) enum Got {
 
 /// A chain that the device has not carried out.
 #[derive(Debug)]
-struct Chain {
+pub(super) struct Chain {
     idx: ChainIdx,
-    requests: Vec<RdmaRequest>,
+    pub(super) requests: Vec<RdmaRequest>,
     send: Option<(Vec<u8>, Option<u32>)>,
 }
 
@@ -61,7 +61,7 @@ pub(super) struct Rig {
     pub(super) prompt: bool,
     /// Whether the device rests.
     pub(super) stalled: bool,
-    chains: VecDeque<Chain>,
+    pub(super) chains: VecDeque<Chain>,
     receives: VecDeque<RxIdx>,
     /// The initiator's buffers, by key; each begins at [`BASE`].
     pub(super) memory: HashMap<u32, Vec<u8>>,
@@ -211,7 +211,7 @@ impl Rig {
         loop {
             if let Some(action) = self.conn.poll_action() {
                 self.carry_out(action);
-            } else if self.conn.poll_post(&mut post) {
+            } else if self.conn.poll_post(self.now, &mut post) {
                 self.take_post(&post);
             } else if self.prompt && !self.blocks.is_empty() {
                 self.finish_block(0);

@@ -139,6 +139,8 @@ pub struct Iser {
     params: IserParams,
     ring: TxRing,
     queue: VecDeque<Item>,
+    /// See [`Self::fetched`].
+    fetched: Option<TaskIdx>,
     /// Data that wait for the answer that they go with.
     put: Option<(PutData, RemoteBuffer)>,
     known: Vec<TaskRecord>,
@@ -172,6 +174,7 @@ impl Iser {
         Self {
             ring: TxRing::new(send_ring, params.sends() as u16),
             queue: VecDeque::new(),
+            fetched: None,
             put: None,
             known: vec![TaskRecord::default(); tasks],
             chains: (0..chains).map(|_| None).collect(),
@@ -233,6 +236,7 @@ impl Iser {
     ) -> bool {
         post.requests.clear();
         post.send = None;
+        self.fetched = None;
         let Some(mut item) = self.queue.pop_front() else {
             return false;
         };
@@ -241,6 +245,11 @@ impl Iser {
             self.queue.push_front(item);
         }
         posted.is_some()
+    }
+
+    /// The task whose data the chain posted last fetches, or a piece of whose data it writes.
+    pub(super) fn fetched(&self) -> &[TaskIdx] {
+        self.fetched.as_slice()
     }
 
     /// Posts what there is room for of an item: whether that was the rest of it, if anything.
@@ -276,6 +285,7 @@ impl Iser {
             chain.wrs = transfer.plan(remote, buffer, limits);
             post.requests.extend(transfer.requests(remote, buffer));
             chain.task = Some(*task);
+            self.fetched = chain.task.filter(|_| chain.is_awaited);
             chain.is_last = transfer.is_last();
             transfer.portion_done();
             self.known[usize::from(task.0)].chains += 1;

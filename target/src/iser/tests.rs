@@ -14,6 +14,7 @@ use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
 use crate::fabric::TaskRef;
 use crate::iscsi::{Channel, MAX_QUEUED, Phase, TaskState};
+use crate::pool::Owner;
 use crate::qos::IoLimits;
 
 fn pattern(len: usize) -> Vec<u8> {
@@ -993,4 +994,54 @@ fn the_table_is_the_diagram() {
 #[test]
 fn every_transition_is_taken() {
     assert_all_taken(&STATES, the_connection_terminates_in_every_state);
+}
+
+/// An initiator whose data are fetched behind others has its time from then on, as over TCP.
+#[test]
+fn an_initiator_whose_data_begin_to_be_fetched_has_time_for_that() {
+    let mut rig = Rig::accepted(IserParams {
+        send_queue: 3,
+        ..params()
+    });
+    rig.with(IserChannel::handle_established);
+    rig.gate.unit = crate::iscsi::fixture::unit(1 << 20);
+    rig.login("InitialR2T=No\0");
+    rig.command(100, &[0; 6], None, 0, &[], true);
+    rig.stalled = true;
+    for tag in 1..4 {
+        rig.read(tag, 0, 1);
+    }
+    rig.write(9, &pattern(512), 0, 0);
+    let more: Vec<_> = std::iter::from_fn(|| rig.pool.grant(Owner(1), 4096)).collect();
+    rig.pool.wait(Owner(2));
+    rig.with(|conn, cx| conn.input(cx, Channel::handle_pressure));
+    let fetches = |rig: &Rig| {
+        let mut requests = rig.chains.iter().flat_map(|chain| &chain.requests);
+        requests.any(|request| request.direction == crate::fabric::Direction::FromInitiator)
+    };
+    let mut waited = 0;
+    while !fetches(&rig) {
+        for _ in 0..29 {
+            rig.wait(Duration::from_millis(100));
+        }
+        waited += 29;
+        assert!(
+            !rig.in_error,
+            "cut while it takes what lies before: {waited}"
+        );
+        rig.finish_chain();
+        rig.settle();
+    }
+    for tenth in 1..40 {
+        rig.wait(Duration::from_millis(100));
+        assert!(
+            !rig.in_error,
+            "cut {tenth} tenths of a second after its data began to be fetched"
+        );
+    }
+    rig.pool.leave_line(Owner(2));
+    more.into_iter().for_each(|buffer| rig.pool.release(buffer));
+    rig.stalled = false;
+    rig.settle();
+    rig.end();
 }

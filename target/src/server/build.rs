@@ -1,5 +1,7 @@
 //! From a configuration to what workers share.
 
+#[cfg(test)]
+mod losses;
 mod names;
 mod portals;
 mod secrets;

@@ -70,27 +70,25 @@ impl Builder {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::net::{IpAddr, TcpListener, UdpSocket};
     use std::path::{Path, PathBuf};
-    use std::sync::atomic::{AtomicU16, Ordering};
     use std::time::{Duration, Instant};
 
     use riser_transport::netif::Interface;
     use riser_transport::wire::ROCE_PORT;
 
-    use super::super::LOCK_WAIT;
     use super::*;
-    use crate::backend::{open_all, open_in_time};
+    use crate::backend::open_all;
     use crate::server::handover::ServerState;
     use crate::server::reload::ChangeError;
     use crate::server::{Keepers, Server};
 
     /// A directory, gone with its value.
-    struct Dir(PathBuf);
+    pub(in super::super) struct Dir(pub(in super::super) PathBuf);
 
     impl Dir {
-        fn new(name: &str) -> Self {
+        pub(in super::super) fn new(name: &str) -> Self {
             let name = format!("riserd-{name}-{}", std::process::id());
             let dir = std::env::temp_dir().join(name);
             let _ = std::fs::remove_dir_all(&dir);
@@ -121,12 +119,12 @@ mod tests {
         Config::parse(&text, "test.yaml").unwrap_or_else(|error| panic!("{error}"))
     }
 
-    fn retry(server: &mut Server) -> Result<(), ChangeError> {
+    pub(in super::super) fn retry(server: &mut Server) -> Result<(), ChangeError> {
         let opened = open_all(server.wishes());
         server.retry(opened)
     }
 
-    fn problems(server: &Server) -> Vec<Subject> {
+    pub(in super::super) fn problems(server: &Server) -> Vec<Subject> {
         let problems = server.problems();
         problems
             .iter()
@@ -280,112 +278,6 @@ mod tests {
         assert!(has_medium(&server, "b"));
         assert_eq!(problems(&server), []);
         server.shutdown().unwrap();
-    }
-
-    /// Whether the cache of a disk counts as kept when its file was locked at a start, after something
-    /// has happened to it meanwhile.
-    fn keeps_cache(
-        name: &str,
-        meanwhile: impl FnOnce(&mut Server, &Config, Box<dyn FnOnce()>),
-    ) -> bool {
-        let dir = Dir::new(name);
-        for file in ["a", "other"] {
-            std::fs::write(dir.0.join(file), vec![0; 1 << 20]).unwrap();
-        }
-        // At addresses of their own.
-        static PORTAL: AtomicU16 = AtomicU16::new(3290);
-        let port = PORTAL.fetch_add(1, Ordering::Relaxed);
-        let portals = format!("{{ protocol: iscsi, listen: \"127.97.8.9:{port}\" }}");
-        let config = config(&dir.0, "", &portals);
-        let generation = |server: &Server| {
-            let unit = server.unit_on("a").unwrap();
-            assert!(unit.lu.has_medium());
-            unit.lu.config().cache_generation
-        };
-        let mut server = Server::start(&config).unwrap();
-        let before = generation(&server);
-        server.shutdown().unwrap();
-        let held = open_in_time(&config.backends[0].spec).unwrap();
-        server = Server::start(&config).unwrap();
-        assert!(is_awaited(&server));
-        meanwhile(&mut server, &config, Box::new(move || drop(held)));
-        if !server.unit_on("a").unwrap().lu.has_medium() {
-            retry(&mut server).unwrap();
-        }
-        let after = generation(&server);
-        server.shutdown().unwrap();
-        after == before
-    }
-
-    fn is_awaited(server: &Server) -> bool {
-        server.unit_on("a").unwrap().lu.awaits_medium()
-    }
-
-    /// The kernel may hold the lock of a daemon that was killed for longer than a start waits.
-    #[test]
-    fn a_disk_whose_lock_is_held_becomes_ready_and_has_lost_nothing() {
-        assert!(keeps_cache("locked", |server, _, release| {
-            retry(server).unwrap();
-            assert!(is_awaited(server));
-            release();
-        }));
-        // One that is held for long is another program's, which may do with the disk as it likes.
-        assert!(!keeps_cache("locked-long", |server, _, release| {
-            let absent = server.builder.absent.get_mut("a").unwrap();
-            absent.awaited.as_mut().unwrap().since -= LOCK_WAIT * 2;
-            retry(server).unwrap();
-            assert!(!is_awaited(server));
-            release();
-        }));
-        // Unless it is released before it is tried once more.
-        assert!(keeps_cache("locked-longer", |server, _, release| {
-            let absent = server.builder.absent.get_mut("a").unwrap();
-            absent.awaited.as_mut().unwrap().since -= LOCK_WAIT * 2;
-            release();
-        }));
-    }
-
-    #[test]
-    fn a_disk_that_is_not_the_one_whose_lock_was_held_may_have_lost_something() {
-        let path = |config: &Config, name| {
-            let path = config.backends[0].spec.source.path().unwrap();
-            path.with_file_name(name)
-        };
-        assert!(!keeps_cache("exchanged", |_, config, release| {
-            std::fs::rename(path(config, "other"), path(config, "a")).unwrap();
-            release();
-        }));
-        assert!(!keeps_cache("elsewhere", |server, config, release| {
-            let [a, other] = ["a", "other"].map(|name| path(config, name).display().to_string());
-            let text = config.to_yaml().replace(&a, &other);
-            let other = Config::parse(&text, "test.yaml").unwrap();
-            server.change(other).unwrap();
-            release();
-        }));
-        assert!(!keeps_cache("missing", |server, config, release| {
-            std::fs::rename(path(config, "a"), path(config, "away")).unwrap();
-            retry(server).unwrap();
-            assert!(!is_awaited(server));
-            std::fs::rename(path(config, "away"), path(config, "a")).unwrap();
-            release();
-        }));
-    }
-
-    /// What a change has found that was not made is not reported to initiators.
-    #[test]
-    fn a_change_that_is_refused_leaves_a_disk_awaited() {
-        assert!(keeps_cache("refused", |server, config, release| {
-            let path = config.backends[0].spec.source.path().unwrap();
-            let away = path.with_file_name("away");
-            std::fs::rename(path, &away).unwrap();
-            let mut other = config.clone();
-            other.limits.queue_depth /= 2;
-            let refuse = || Err(ChangeError::NeedsRestart("no".into()));
-            server.change_if(other, refuse).unwrap_err();
-            assert!(is_awaited(server));
-            std::fs::rename(&away, path).unwrap();
-            release();
-        }));
     }
 
     #[test]

@@ -113,7 +113,7 @@ impl Worker {
     fn post_iser_chains(&mut self, key: ConnKey) {
         let mut post = std::mem::take(&mut self.iser.post);
         while let Some(conn) = self.conns.iser_mut(key) {
-            if !conn.channel.poll_post(&mut post) {
+            if !conn.channel.poll_post(self.now, &mut post) {
                 break;
             }
             let has_others = conn.channel.outstanding() > 1;

@@ -1,0 +1,301 @@
+//! Which disks may have lost what was not flushed, and how initiators are notified of that.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::{fs, io};
+
+use riser_scsi::config::Identity;
+use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
+
+use super::LOCK_WAIT;
+use super::portals::tests::{Dir, problems, retry};
+use crate::backend::open_in_time;
+use crate::config::Config;
+use crate::control::identities::IdentityFile;
+use crate::control::state::StateDir;
+use crate::server::handover::ServerState;
+use crate::server::reload::ChangeError;
+use crate::server::{Keepers, Server};
+
+/// Reservations that may be unreadable.
+#[derive(Debug, Default)]
+struct Unreadable(AtomicBool);
+
+impl ReservationKeeper for Unreadable {
+    fn load(&self, _: &Identity) -> io::Result<Option<SavedReservations>> {
+        match self.0.load(Ordering::Relaxed) {
+            true => Err(io::Error::other("damaged")),
+            false => Ok(None),
+        }
+    }
+
+    fn save(&self, _: &Identity, _: Option<&SavedReservations>) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn disk(dir: &Path, more: &str) -> Config {
+    static PORTAL: AtomicU16 = AtomicU16::new(4290);
+    let port = PORTAL.fetch_add(1, Ordering::Relaxed);
+    let text = format!(
+        "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB{more} }} }}\n\
+         targets:\n\
+         - name: t\n\
+         \x20 iqn: iqn.2026-01.com.example:t\n\
+         \x20 portals: [{{ protocol: iscsi, listen: \"127.97.8.19:{port}\" }}]\n\
+         \x20 luns: {{ 0: a }}\n\
+         \x20 access: open\n\
+         workers: {{ count: 1 }}\n",
+        dir.display()
+    );
+    Config::parse(&text, "test.yaml").unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn generation(server: &Server) -> Option<[u8; 16]> {
+    let unit = server.unit_on("a").unwrap();
+    assert!(unit.lu.has_medium());
+    unit.lu.config().cache_generation
+}
+
+fn start(config: &Config, keepers: &Keepers) -> Server {
+    Server::start_after(config, &ServerState::default(), keepers.clone()).unwrap()
+}
+
+fn away(dir: &Dir) {
+    fs::rename(dir.0.join("a"), dir.0.join("away")).unwrap();
+}
+
+fn back(dir: &Dir) {
+    fs::rename(dir.0.join("away"), dir.0.join("a")).unwrap();
+}
+
+/// Each of what may be lost: whether it is noticed, for a disk with these names.
+fn losses(dir: &Dir, names: &str, keepers: &Keepers) -> [bool; 3] {
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    fs::write(dir.0.join("other"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, names);
+    let server = start(&config, keepers);
+    let first = generation(&server);
+    server.shutdown().unwrap();
+    // Missing at a start, and back while it runs.
+    away(dir);
+    let mut server = start(&config, keepers);
+    back(dir);
+    retry(&mut server).unwrap();
+    let second = generation(&server);
+    server.shutdown().unwrap();
+    // Missing at one start, and back at the next.
+    away(dir);
+    start(&config, keepers).shutdown().unwrap();
+    back(dir);
+    let server = start(&config, keepers);
+    let third = generation(&server);
+    server.shutdown().unwrap();
+    // Another one.
+    fs::rename(dir.0.join("other"), dir.0.join("a")).unwrap();
+    let server = start(&config, keepers);
+    let fourth = generation(&server);
+    server.shutdown().unwrap();
+    [second != first, third != second, fourth != third]
+}
+
+fn keepers(dir: &Dir) -> Keepers {
+    let state = dir.0.join("state");
+    fs::create_dir(&state).unwrap();
+    let state = Arc::new(StateDir::take(&state).unwrap());
+    Keepers {
+        identities: Some(Arc::new(IdentityFile::new(state))),
+        ..Keepers::default()
+    }
+}
+
+#[test]
+fn losses_are_noticed_whatever_a_disk_is_called() {
+    for naa in [
+        "",
+        ", naa: 3123456789abcdef",
+        ", naa: 6001405abcdef0123456789abcdef012",
+    ] {
+        let dir = Dir::new("losses");
+        assert_eq!(losses(&dir, naa, &keepers(&dir)), [true; 3], "{naa}");
+    }
+}
+
+/// Kept names cannot be read at first; then they can, while the disk is still missing.
+#[test]
+fn a_disk_that_was_missing_while_names_could_not_be_read() {
+    let dir = Dir::new("unread-names");
+    let keepers = keepers(&dir);
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, ", serial: MINE, naa: 3123456789abcdef");
+    let server = start(&config, &keepers);
+    let first = generation(&server);
+    server.shutdown().unwrap();
+    let file = dir.0.join("state/identities.json");
+    let kept = fs::read(&file).unwrap();
+    fs::write(&file, "{").unwrap();
+    away(&dir);
+    let mut server = start(&config, &keepers);
+    fs::write(&file, &kept).unwrap();
+    retry(&mut server).unwrap();
+    back(&dir);
+    retry(&mut server).unwrap();
+    assert_eq!(problems(&server), []);
+    let second = generation(&server);
+    server.shutdown().unwrap();
+    assert_ne!(
+        first, second,
+        "the disk was missing, and nobody hears of it"
+    );
+}
+
+/// Its reservations cannot be read at first; meanwhile it is missing.
+#[test]
+fn a_disk_that_was_missing_while_its_reservations_could_not_be_read() {
+    let dir = Dir::new("unread-reservations");
+    let reservations = Arc::new(Unreadable::default());
+    let keepers = Keepers {
+        reservations: Some(reservations.clone()),
+        ..keepers(&dir)
+    };
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let server = start(&config, &keepers);
+    let first = generation(&server);
+    server.shutdown().unwrap();
+    reservations.0.store(true, Ordering::Relaxed);
+    let mut server = start(&config, &keepers);
+    assert!(!server.unit_on("a").unwrap().lu.has_medium());
+    away(&dir);
+    retry(&mut server).unwrap();
+    let all = server.problems();
+    let (_, problem) = all.iter().next().unwrap();
+    assert!(
+        problem.why.contains("No such file") || problem.why.contains("missing"),
+        "{}",
+        problem.why
+    );
+    back(&dir);
+    reservations.0.store(false, Ordering::Relaxed);
+    retry(&mut server).unwrap();
+    let second = generation(&server);
+    server.shutdown().unwrap();
+    assert_ne!(
+        first, second,
+        "the disk was missing, and nobody hears of it"
+    );
+}
+
+/// Its file system may not be mounted.
+#[test]
+fn a_missing_disk_with_a_given_naa_is_not_created() {
+    for naa in ["3123456789abcdef", "6001405abcdef0123456789abcdef012"] {
+        let dir = Dir::new("unmade");
+        let keepers = keepers(&dir);
+        let config = disk(&dir.0, &format!(", create: true, naa: {naa}"));
+        start(&config, &keepers).shutdown().unwrap();
+        away(&dir);
+        let server = start(&config, &keepers);
+        let is_served = server.unit_on("a").unwrap().lu.has_medium();
+        server.shutdown().unwrap();
+        assert!(!is_served, "{naa}: an empty disk is served in its place");
+    }
+}
+
+/// Whether the cache of a disk counts as kept when its file was locked at a start, after something
+/// has happened to it meanwhile.
+fn keeps_cache(
+    name: &str,
+    meanwhile: impl FnOnce(&mut Server, &Config, Box<dyn FnOnce()>),
+) -> bool {
+    let dir = Dir::new(name);
+    for file in ["a", "other"] {
+        fs::write(dir.0.join(file), vec![0; 1 << 20]).unwrap();
+    }
+    let config = disk(&dir.0, "");
+    let mut server = Server::start(&config).unwrap();
+    let before = generation(&server);
+    server.shutdown().unwrap();
+    let held = open_in_time(&config.backends[0].spec).unwrap();
+    server = Server::start(&config).unwrap();
+    assert!(is_awaited(&server));
+    meanwhile(&mut server, &config, Box::new(move || drop(held)));
+    if !server.unit_on("a").unwrap().lu.has_medium() {
+        retry(&mut server).unwrap();
+    }
+    let after = generation(&server);
+    server.shutdown().unwrap();
+    after == before
+}
+
+fn is_awaited(server: &Server) -> bool {
+    server.unit_on("a").unwrap().lu.awaits_medium()
+}
+
+/// The kernel may hold the lock of a daemon that was killed for longer than a start waits.
+#[test]
+fn a_disk_whose_lock_is_held_becomes_ready_and_has_lost_nothing() {
+    assert!(keeps_cache("locked", |server, _, release| {
+        retry(server).unwrap();
+        assert!(is_awaited(server));
+        release();
+    }));
+    // One that is held for long is another program's, which may do with the disk as it likes.
+    assert!(!keeps_cache("locked-long", |server, _, release| {
+        let absent = server.builder.absent.get_mut("a").unwrap();
+        absent.awaited.as_mut().unwrap().since -= LOCK_WAIT * 2;
+        retry(server).unwrap();
+        assert!(!is_awaited(server));
+        release();
+    }));
+    // Unless it is released before it is tried once more.
+    assert!(keeps_cache("locked-longer", |server, _, release| {
+        let absent = server.builder.absent.get_mut("a").unwrap();
+        absent.awaited.as_mut().unwrap().since -= LOCK_WAIT * 2;
+        release();
+    }));
+}
+
+#[test]
+fn a_disk_that_is_not_the_one_whose_lock_was_held_may_have_lost_something() {
+    let path = |config: &Config, name| {
+        let path = config.backends[0].spec.source.path().unwrap();
+        path.with_file_name(name)
+    };
+    assert!(!keeps_cache("exchanged", |_, config, release| {
+        fs::rename(path(config, "other"), path(config, "a")).unwrap();
+        release();
+    }));
+    assert!(!keeps_cache("elsewhere", |server, config, release| {
+        let [a, other] = ["a", "other"].map(|name| path(config, name).display().to_string());
+        let text = config.to_yaml().replace(&a, &other);
+        let other = Config::parse(&text, "test.yaml").unwrap();
+        server.change(other).unwrap();
+        release();
+    }));
+    assert!(!keeps_cache("missing", |server, config, release| {
+        fs::rename(path(config, "a"), path(config, "away")).unwrap();
+        retry(server).unwrap();
+        assert!(!is_awaited(server));
+        fs::rename(path(config, "away"), path(config, "a")).unwrap();
+        release();
+    }));
+}
+
+/// What a change has found that was not made is not reported to initiators.
+#[test]
+fn a_change_that_is_refused_leaves_a_disk_awaited() {
+    assert!(keeps_cache("refused", |server, config, release| {
+        let path = config.backends[0].spec.source.path().unwrap();
+        let away = path.with_file_name("away");
+        fs::rename(path, &away).unwrap();
+        let mut other = config.clone();
+        other.limits.queue_depth /= 2;
+        let refuse = || Err(ChangeError::NeedsRestart("no".into()));
+        server.change_if(other, refuse).unwrap_err();
+        assert!(is_awaited(server));
+        fs::rename(&away, path).unwrap();
+        release();
+    }));
+}

@@ -169,7 +169,7 @@ impl Rig {
         loop {
             if let Some(action) = self.conn.poll_action() {
                 self.carry_out(action);
-            } else if self.conn.poll_post(&mut post) {
+            } else if self.conn.poll_post(self.now, &mut post) {
                 self.chains.push_back(post.chain);
             } else {
                 break;

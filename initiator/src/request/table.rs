@@ -592,10 +592,9 @@ mod tests {
         ]
     }
 
-    /// A table with one request that has been started.
-    fn started(now: Instant) -> (Requests<u16>, u32) {
-        let mut requests = Requests::new(LIMITS);
-        let spec = RequestSpec {
+    /// A request with a minute of time.
+    fn spec(now: Instant) -> RequestSpec {
+        RequestSpec {
             lun: [0; 8],
             attr: TaskAttr::Simple,
             cdb: Cdb::new(&[0; 6]).unwrap(),
@@ -603,8 +602,13 @@ mod tests {
             deadline: now + Duration::from_secs(60),
             retry: Retry::Standard,
             effect: Effect::None,
-        };
-        let RequestId(index) = requests.insert(spec).unwrap();
+        }
+    }
+
+    /// A table with one request that has been started.
+    fn started(now: Instant) -> (Requests<u16>, u32) {
+        let mut requests = Requests::new(LIMITS);
+        let RequestId(index) = requests.insert(spec(now)).unwrap();
         requests.start(index, 0, 7, now);
         (requests, index)
     }
@@ -689,17 +693,14 @@ mod tests {
     fn a_busy_unit_does_not_hold_up_another_one() {
         let now = Instant::now();
         let mut requests: Requests<u16> = Requests::new(LIMITS);
-        let spec = |lun: u8, seconds| RequestSpec {
+        let write = |lun: u8, seconds| RequestSpec {
             lun: [0, lun, 0, 0, 0, 0, 0, 0],
-            attr: TaskAttr::Simple,
-            cdb: Cdb::new(&[0; 6]).unwrap(),
-            len: DataLen::None,
             deadline: now + Duration::from_secs(seconds),
-            retry: Retry::Standard,
             effect: Effect::Blocks { start: 0, end: 8 },
+            ..spec(now)
         };
         // A write of unit 1 that may have been carried out, and which the unit asks to wait for.
-        let RequestId(first) = requests.insert(spec(1, 600)).unwrap();
+        let RequestId(first) = requests.insert(write(1, 600)).unwrap();
         requests.start(first, 0, 7, now);
         requests.end_attempt(first, 0, AttemptEnd::Lost, now);
         assert_eq!(
@@ -708,8 +709,8 @@ mod tests {
         );
         requests.start(first, 0, 8, now);
         // Another one of the same blocks, and one of unit 2.
-        let RequestId(_) = requests.insert(spec(1, 600)).unwrap();
-        let RequestId(other) = requests.insert(spec(2, 60)).unwrap();
+        let RequestId(_) = requests.insert(write(1, 600)).unwrap();
+        let RequestId(other) = requests.insert(write(2, 60)).unwrap();
         let mut at = now;
         while at < now + Duration::from_secs(60) {
             requests.end_attempt(first, 0, answered(BUSY), at);
@@ -736,16 +737,7 @@ mod tests {
             ..LIMITS
         };
         let mut requests: Requests<u16> = Requests::new(limits);
-        let spec = RequestSpec {
-            lun: [0; 8],
-            attr: TaskAttr::Simple,
-            cdb: Cdb::new(&[0; 6]).unwrap(),
-            len: DataLen::None,
-            deadline: now + Duration::from_secs(60),
-            retry: Retry::Standard,
-            effect: Effect::None,
-        };
-        let RequestId(index) = requests.insert(spec).unwrap();
+        let RequestId(index) = requests.insert(spec(now)).unwrap();
         let mut sense = vec![0; 18];
         (sense[0], sense[2], sense[7], sense[12], sense[13]) = (0x70, 2, 10, 4, 0x0a);
         let answer = AttemptEnd::Answered(Answer {

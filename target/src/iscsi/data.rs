@@ -144,7 +144,7 @@ impl<D: Datamover> Channel<D> {
         }
         let len = frame.data.len() as u32;
         let taken = self.mover.take_solicited(pdu, len, frame.is_intact);
-        // Data that nobody asked for are no sign of an initiator that answers.
+        // Data that were not requested do not show that the initiator responds.
         if len > 0 && !matches!(taken, SolicitedData::Stale { was_asked: false }) {
             self.last_data = cx.now;
         }

@@ -766,11 +766,9 @@ impl Datamover for Tcp {
             }
         });
         for ended in open.extract_if(.., |open| open.task == task) {
-            self.late += u64::from(if ended.is_sent {
-                ended.len - ended.got
-            } else {
-                0
-            });
+            if ended.is_sent {
+                self.late += u64::from(ended.len - ended.got);
+            }
         }
         self.wanted.retain(|wanted| wanted.get.task != task);
         self.unacknowledged.retain(|of| of.task != task);

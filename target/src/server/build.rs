@@ -275,7 +275,8 @@ impl Builder {
         self.absent.contains_key(name)
     }
 
-    /// It is the server's: units whose medium is not awaited any longer ask for an administrator.
+    /// Once this is the server's builder: units whose locks are no longer waited for report that manual
+    /// intervention is required.
     pub(super) fn settle_absent(&self) {
         let given_up = self.absent.iter().filter(|(_, one)| one.awaited.is_none());
         for (name, _) in given_up {
@@ -590,13 +591,13 @@ impl Builder {
             return Ok(Arc::clone(unit));
         }
         // Its device was gone and is back; or another file has come in place of the one that was
-        // waited for.
+        // waited for, which may be a device, of which no file is known.
         let was_gone = before.as_ref().is_some_and(|unit| unit.lu.has_medium());
         let found = self.opened[place].as_ref().and_then(|store| store.file());
         let awaited = awaited.filter(|_| !is_absent).and_then(|one| one.file);
         let is_other = awaited.is_some_and(|file| found.is_none_or(|found| !found.is_same(&file)));
         if was_gone || is_other {
-            self.identities.note(&backend.name, true);
+            self.identities.set_missing(&backend.name, true);
         }
         let unit_config = self.unit_config(config, host, backend, place);
         let name = || backend.name.clone();
@@ -666,7 +667,7 @@ impl Builder {
             // Before the generation, which counts the returns. A file whose lock is held is there,
             // and one without names was not tried.
             let is_missing = self.is_absent(&backend.name) && !self.is_awaited(&backend.name);
-            self.identities.note(&backend.name, is_missing);
+            self.identities.set_missing(&backend.name, is_missing);
         } else {
             "unknown".clone_into(&mut identity.serial);
         }
@@ -778,7 +779,7 @@ impl Builder {
                 let is_old = |one: Awaited| now - one.since > LOCK_WAIT;
                 if locked.is_none() || absent.awaited.is_some_and(is_old) {
                     absent.awaited = None;
-                    self.identities.note(name, true);
+                    self.identities.set_missing(name, true);
                 }
             }
             return Ok(*place);

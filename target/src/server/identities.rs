@@ -101,8 +101,8 @@ impl Identities {
         self.host == other.host && names(self) == names(other)
     }
 
-    /// A backend is missing, or is there.
-    pub(super) fn note(&mut self, backend: &str, is_missing: bool) {
+    /// Records whether a backend is missing; one that was and is not any longer has returned.
+    pub(super) fn set_missing(&mut self, backend: &str, is_missing: bool) {
         if let Some(names) = self.backends.get_mut(backend) {
             let was_missing = std::mem::replace(&mut names.is_missing, is_missing);
             names.returns += u64::from(was_missing && !is_missing);
@@ -351,16 +351,16 @@ mod tests {
         let before = all.cache_generation("d", [7; 16]);
         assert_eq!(before, [7; 16]);
         for is_missing in [true, true, false, false] {
-            all.note("d", is_missing);
+            all.set_missing("d", is_missing);
             keep(&mut all, &config(&[("d", "")]), file(1));
         }
         let after = all.cache_generation("d", [7; 16]);
         assert_ne!(after, before);
         // Another process finds it again.
-        all.note("d", true);
+        all.set_missing("d", true);
         let text = serde_json::to_string(&all).unwrap();
         let mut all: Identities = serde_json::from_str(&text).unwrap();
-        all.note("d", false);
+        all.set_missing("d", false);
         let third = all.cache_generation("d", [7; 16]);
         assert!(![before, after].contains(&third));
         // And so is that of another file in its place.

@@ -70,6 +70,18 @@ fn back(dir: &Dir) {
     fs::rename(dir.0.join("away"), dir.0.join("a")).unwrap();
 }
 
+/// The disk can be opened now, and initiators are notified of a loss.
+fn assert_loss(mut server: Server, before: Option<[u8; 16]>) {
+    retry(&mut server).unwrap();
+    assert_eq!(problems(&server), []);
+    let after = generation(&server);
+    server.shutdown().unwrap();
+    assert_ne!(
+        before, after,
+        "the disk was missing, and no loss is reported"
+    );
+}
+
 /// Each of what may be lost: whether it is noticed, for a disk with these names.
 fn losses(dir: &Dir, names: &str, keepers: &Keepers) -> [bool; 3] {
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
@@ -140,14 +152,7 @@ fn a_disk_that_was_missing_while_names_could_not_be_read() {
     fs::write(&file, &kept).unwrap();
     retry(&mut server).unwrap();
     back(&dir);
-    retry(&mut server).unwrap();
-    assert_eq!(problems(&server), []);
-    let second = generation(&server);
-    server.shutdown().unwrap();
-    assert_ne!(
-        first, second,
-        "the disk was missing, and nobody hears of it"
-    );
+    assert_loss(server, first);
 }
 
 /// Its reservations cannot be read at first; meanwhile it is missing.
@@ -178,13 +183,7 @@ fn a_disk_that_was_missing_while_its_reservations_could_not_be_read() {
     );
     back(&dir);
     reservations.0.store(false, Ordering::Relaxed);
-    retry(&mut server).unwrap();
-    let second = generation(&server);
-    server.shutdown().unwrap();
-    assert_ne!(
-        first, second,
-        "the disk was missing, and nobody hears of it"
-    );
+    assert_loss(server, first);
 }
 
 /// Its file system may not be mounted.

@@ -48,7 +48,7 @@ impl Builder {
             let unit = self.units.get(&backend.name);
             let was_tried = unit.is_some_and(|unit| unit.lu.has_names());
             if was_tried && self.is_absent(&backend.name) && !self.is_awaited(&backend.name) {
-                self.identities.note(&backend.name, true);
+                self.identities.set_missing(&backend.name, true);
             }
             if let Some(unit) = unit.filter(|unit| unit.lu.has_medium()) {
                 let place = self.unit_stores[unit.index.0 as usize];

@@ -7,9 +7,8 @@
 //!                         └→ left to the target, until QUERY TASK does not find them
 //! ```
 //!
-//! Numbers of what the target has not acknowledged are used again by pings, at once and when the
-//! target has let go of the connection: nothing that comes later would be carried out before they
-//! have come.
+//! Numbers that the target has not acknowledged are used again by pings, at once and when the target
+//! has released the connection: it carries out no later command while one of them is missing.
 
 use std::time::{Duration, Instant};
 
@@ -192,9 +191,9 @@ impl Rival {
         self.connections[out].send(now, request.header(), &[]);
     }
 
-    /// A connection was logged out, or the target knows none: it has let go of it, and of commands
-    /// there that waited for earlier ones. As long as it kept those, it has passed over other uses of
-    /// their numbers.
+    /// A connection was logged out, or the target knows none: it has released the connection and the
+    /// commands that waited there for earlier ones. Until then it ignored other uses of their
+    /// numbers as duplicates.
     pub(super) fn on_detached(&mut self, at: usize, now: Instant) {
         self.plug_all(now);
         if let Some(lost) = self.lost.get_mut(&at) {

@@ -78,7 +78,8 @@ impl<D: Datamover> Channel<D> {
         };
         if task.incoming.open {
             let most = first_burst.min(task.exec.expected.data_out);
-            self.unasked += u64::from(most.saturating_sub(task.incoming.got));
+            task.incoming.announced = most.saturating_sub(task.incoming.got);
+            self.unasked += u64::from(task.incoming.announced);
         }
         self.window()
             .enter_tag(command.itt, self.task_ref(idx), command.immediate);

@@ -176,12 +176,19 @@ impl<D: Datamover> Channel<D> {
 
     fn on_unsolicited(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
         let len = frame.data.len() as u32;
-        if len > 0 && self.unasked > 0 {
+        let idx = self.find(pdu.itt);
+        // Of a command that ended meanwhile it is not known how much was still to come.
+        let announced = match idx.map(|idx| &self.tasks[usize::from(idx.0)].incoming) {
+            Some(incoming) if incoming.open => incoming.announced.into(),
+            _ => self.unasked,
+        };
+        let counted = announced.min(len.into());
+        if counted > 0 {
             self.last_data = cx.now;
         }
-        self.unasked = self.unasked.saturating_sub(len.into());
+        self.unasked = self.unasked.saturating_sub(counted);
         // Data may follow a command that was refused or aborted meanwhile, so this is no error.
-        let Some(idx) = self.find(pdu.itt) else {
+        let Some(idx) = idx else {
             return;
         };
         let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
@@ -190,6 +197,7 @@ impl<D: Datamover> Channel<D> {
         if !incoming.open {
             return self.reject(cx, frame, RejectReason::ProtocolError, &"unexpected data");
         }
+        incoming.announced -= counted as u32;
         let limit = first_burst.min(task.exec.expected.data_out);
         let fits = incoming
             .got
@@ -229,7 +237,7 @@ impl<D: Datamover> Channel<D> {
         }
         if pdu.is_final {
             incoming.open = false;
-            let rest = limit.saturating_sub(incoming.got);
+            let rest = std::mem::take(&mut incoming.announced);
             self.unasked = self.unasked.saturating_sub(rest.into());
             match task.state {
                 TaskState::Receive => {

@@ -1218,3 +1218,24 @@ fn a_logout_does_not_wait_for_acknowledgments() {
     assert_eq!(data_in(&received).0, (0..9).collect::<Vec<_>>());
     rig.end();
 }
+
+#[test]
+fn a_lost_pdu_of_one_command_is_no_silence_of_another() {
+    let mut rig = Rig::logged_in("FirstBurstLength=8192\0");
+    for tag in [1, 2] {
+        rig.write(tag, 16, &[], false);
+    }
+    for at in 1..16 {
+        rig.data_out(1, Ttt::NONE, at, at * 512, &[1; 512], at == 15);
+    }
+    let more = let_another_wait(&mut rig);
+    for at in 0..16 {
+        rig.wait(Duration::from_secs(1));
+        assert!(
+            !rig.disconnected,
+            "its data come, and after {at} s it is cut"
+        );
+        rig.data_out(2, Ttt::NONE, at, at * 512, &[1; 512], at == 15);
+    }
+    end_with(rig, more);
+}

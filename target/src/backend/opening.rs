@@ -55,6 +55,16 @@ impl OpenedStores {
         self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
     }
 
+    /// Names of the backends that could not be opened; one whose lock is held is there.
+    pub(crate) fn missing(&self) -> Vec<String> {
+        let is_missing = |result: &Result<_, OpenError>| {
+            let error = result.as_ref().err();
+            error.is_some_and(|error| !matches!(error, OpenError::Locked { .. }))
+        };
+        let missing = self.0.iter().filter(|(_, (_, r))| is_missing(r));
+        missing.map(|(name, _)| name.clone()).collect()
+    }
+
     /// Adds what has come of opening a backend, such as one of a simulation ([`Store::on_disk`]).
     pub fn insert(&mut self, backend: &str, spec: &Spec, result: Result<Arc<Store>, OpenError>) {
         let opened = (spec.clone(), result);

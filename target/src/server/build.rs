@@ -20,7 +20,7 @@ use self::secrets::{Secrets, check_secrets};
 use super::ServerError;
 use super::addresses::{self, Addresses, Expansion, PortalAt};
 use super::handover::ServerState;
-use super::identities::Identities;
+use super::identities::{Found, Identities};
 use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
@@ -662,8 +662,8 @@ impl Builder {
         let mut unit_config = unit_config(backend, &geometry, host);
         let identity = &mut unit_config.identity;
         if has_names {
-            let file = store.file();
-            self.identities.keep(config, backend, file, identity);
+            let found = self.found(&backend.name, store);
+            self.identities.keep(config, backend, found, identity);
             // Before the generation, which counts the returns. A file whose lock is held is there,
             // and one without names was not tried.
             let is_missing = self.is_absent(&backend.name) && !self.is_awaited(&backend.name);
@@ -678,6 +678,14 @@ impl Builder {
         limits.max_transfer = config.limits.max_transfer / block * block;
         limits.window = config.limits.window / block * block;
         unit_config
+    }
+
+    /// What a backend was found to be.
+    fn found(&self, name: &str, store: &Store) -> Found {
+        match self.is_absent(name) {
+            true => Found::Nothing,
+            false => store.file().map_or(Found::Other, Found::File),
+        }
     }
 
     /// Enters a unit under the next number, in the place of one that its backend may have had
@@ -780,6 +788,9 @@ impl Builder {
                 if locked.is_none() || absent.awaited.is_some_and(is_old) {
                     absent.awaited = None;
                     self.identities.set_missing(name, true);
+                } else if !self.identities.is_missing(name) {
+                    // It was left out for another reason until now.
+                    absent.awaited = absent.awaited.or(locked);
                 }
             }
             return Ok(*place);

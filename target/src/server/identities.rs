@@ -44,6 +44,17 @@ pub struct Identities {
     backends: BTreeMap<String, Names>,
 }
 
+/// What a backend was found to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// It is not open.
+    Nothing,
+    /// A file.
+    File(FileId),
+    /// A device, or memory.
+    Other,
+}
+
 /// The names of a backend's unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Names {
@@ -86,8 +97,40 @@ impl Identities {
     /// The names that the unit of a backend gets when it is served.
     pub fn identity(&mut self, config: &Config, backend: &Backend) -> Identity {
         let mut identity = backend.identity(&self.host(config));
-        self.keep(config, backend, None, &mut identity);
+        self.keep(config, backend, Found::Nothing, &mut identity);
         identity
+    }
+
+    /// Returns true if the same losses of disks are recorded in others.
+    pub(super) fn has_losses_of(&self, other: &Self) -> bool {
+        let losses = |all: &Self| -> Vec<_> {
+            let names = all.backends.iter();
+            names
+                .map(|(name, names)| (name.clone(), names.loss()))
+                .collect()
+        };
+        losses(self) == losses(other)
+    }
+
+    /// Takes over the losses that were recorded later elsewhere, from where this was read.
+    pub(super) fn take_losses(&mut self, later: &Self) {
+        for (name, names) in &mut self.backends {
+            if let Some(later) = later.backends.get(name)
+                && later.loss() > names.loss()
+            {
+                (names.returns, names.is_missing) = later.loss();
+            }
+        }
+    }
+
+    /// Adds the losses that were recorded elsewhere, beginning with none.
+    pub(super) fn add_losses(&mut self, others: &Self) {
+        for (name, names) in &mut self.backends {
+            if let Some(other) = others.backends.get(name) {
+                names.returns += other.returns;
+                names.is_missing |= other.is_missing;
+            }
+        }
     }
 
     /// Returns true if initiators see the same names with others.
@@ -109,6 +152,12 @@ impl Identities {
         }
     }
 
+    /// Returns true if a backend was missing when it was last looked for.
+    pub(super) fn is_missing(&self, backend: &str) -> bool {
+        let names = self.backends.get(backend);
+        names.is_some_and(|names| names.is_missing)
+    }
+
     /// A name of the contents of a backend's volatile cache, of what names those of all files of
     /// the host: what was not written to a disk before it was missing may be lost, and so may what
     /// was written to another file.
@@ -125,19 +174,20 @@ impl Identities {
     }
 
     /// Gives a unit the names that it has had, as far as the configuration does not give them, and
-    /// keeps those that it has now. `file` is its file, if it is open.
+    /// keeps those that it has now.
     pub(super) fn keep(
         &mut self,
         config: &Config,
         backend: &Backend,
-        file: Option<FileId>,
+        found: Found,
         identity: &mut Identity,
     ) {
-        let before = self.take(config, backend, file);
-        let files = before.as_ref().and_then(|before| before.file.zip(file));
-        let is_other = files.is_some_and(|(was, is)| !was.is_same(&is));
+        let before = self.take(config, backend, found);
+        let is_other = before.as_ref().is_some_and(|b| b.is_other(backend, found));
         // Only new names have to avoid those in use: the names that initiators know are kept.
-        if before.is_none() {
+        let has_new_naa = backend.names.naa.is_none()
+            && before.as_ref().is_none_or(|before| before.naa.is_none());
+        if before.is_none() || has_new_naa {
             self.derive_unused(config, backend, identity);
         }
         if let Some(before) = &before {
@@ -171,8 +221,9 @@ impl Identities {
                 tracing::warn!(
                     backend = name,
                     serial,
-                    "its file is another one than before: moved to another file system, restored, or a \
-                     copy, of which the original must not be served under the same serial number"
+                    "its file or device is another one than before: moved to another file system, \
+                     restored, or a copy, of which the original must not be served under the same \
+                     serial number"
                 );
             }
         }
@@ -186,9 +237,10 @@ impl Identities {
         let known = before.as_ref();
         let returns = known.map_or(0, |before| before.returns) + u64::from(is_other);
         let is_missing = known.is_some_and(|before| before.is_missing);
-        let (file, path) = match (file, before) {
-            (None, Some(before)) => (before.file, before.path),
-            (file, _) => (file, path),
+        let (file, path) = match (found, before) {
+            (Found::Nothing, Some(before)) => (before.file, before.path),
+            (Found::File(file), _) => (Some(file), path),
+            (Found::Nothing | Found::Other, _) => (None, path),
         };
         let serial = identity.serial.clone();
         let names = Names {
@@ -207,7 +259,9 @@ impl Identities {
     fn derive_unused(&mut self, config: &Config, backend: &Backend, identity: &mut Identity) {
         let host = self.host(config);
         let is_used = |identity: &Identity| {
-            self.backends.values().any(|names| {
+            let others = self.backends.iter();
+            let mut others = others.filter(|(name, _)| **name != backend.name);
+            others.any(|(_, names)| {
                 (backend.names.serial.is_none() && names.serial == identity.serial)
                     || (backend.names.naa.is_none()
                         && names.naa.map(Naa::LocallyAssigned) == Some(identity.naa))
@@ -224,12 +278,12 @@ impl Identities {
 
     /// Takes what is known of a backend; or what is known of its file under a name that no backend
     /// has any longer.
-    fn take(&mut self, config: &Config, backend: &Backend, file: Option<FileId>) -> Option<Names> {
+    fn take(&mut self, config: &Config, backend: &Backend, found: Found) -> Option<Names> {
         if let Some(names) = self.backends.get(&backend.name) {
             return Some(names.clone());
         }
-        let is_same = |names: &Names| match (&names.file, &file) {
-            (Some(one), Some(other)) => one.is_same(other),
+        let is_same = |names: &Names| match (&names.file, found) {
+            (Some(one), Found::File(other)) => one.is_same(&other),
             _ => false,
         };
         let is_configured = |name: &str| config.backends.iter().any(|b| b.name == name);
@@ -247,6 +301,22 @@ impl Identities {
     }
 }
 
+impl Names {
+    /// Losses of the disk, in an order in which later ones are greater.
+    fn loss(&self) -> (u64, bool) {
+        (self.returns, self.is_missing)
+    }
+
+    /// Returns true if a backend was found to be another file or device than before.
+    fn is_other(&self, backend: &Backend, found: Found) -> bool {
+        match (self.file, found) {
+            (_, Found::Nothing) => false,
+            (Some(was), Found::File(is)) => !was.is_same(&is),
+            _ => self.path.as_deref() != backend.spec.source.path(),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -259,8 +329,8 @@ mod tests {
         Config::parse(&text, "test.yaml").unwrap()
     }
 
-    fn file(inode: u64) -> Option<FileId> {
-        Some(FileId {
+    fn file(inode: u64) -> Found {
+        Found::File(FileId {
             device: 1,
             inode,
             born: Some(inode),
@@ -268,10 +338,10 @@ mod tests {
     }
 
     /// The names of the first backend.
-    fn keep(all: &mut Identities, config: &Config, file: Option<FileId>) -> Identity {
+    fn keep(all: &mut Identities, config: &Config, found: Found) -> Identity {
         let backend = &config.backends[0];
         let mut identity = backend.identity(&all.host(config));
-        all.keep(config, backend, file, &mut identity);
+        all.keep(config, backend, found, &mut identity);
         identity
     }
 
@@ -283,7 +353,25 @@ mod tests {
         moved.backends[0].spec.source = crate::backend::Source::Device {
             path: "/dev/x".into(),
         };
-        assert_eq!(keep(&mut all, &moved, None), first, "another path");
+        let before = all.cache_generation("d", [7; 16]);
+        assert_eq!(
+            keep(&mut all, &moved, Found::Nothing),
+            first,
+            "another path"
+        );
+        assert_eq!(all.cache_generation("d", [7; 16]), before);
+        assert_eq!(keep(&mut all, &moved, Found::Other), first, "a device");
+        let on_device = all.cache_generation("d", [7; 16]);
+        assert_ne!(
+            on_device, before,
+            "what was written to the file is not on it"
+        );
+        keep(&mut all, &config(&[("d", "")]), file(1));
+        assert_ne!(
+            all.cache_generation("d", [7; 16]),
+            on_device,
+            "nor the other way"
+        );
         assert_eq!(
             keep(&mut all, &config(&[("d", "")]), file(2)),
             first,
@@ -296,6 +384,20 @@ mod tests {
             keep(&mut all, &config(&[("d", ""), ("e", "")]), file(3)),
             first
         );
+    }
+
+    #[test]
+    fn a_name_that_is_derived_later_is_nobody_elses() {
+        let mut all = Identities::default();
+        let first = keep(&mut all, &config(&[("d", "")]), file(1));
+        assert_eq!(keep(&mut all, &config(&[("e", "")]), file(1)), first);
+        let naa = ", naa: 6001405abcdef0123456789abcdef012";
+        let given = keep(&mut all, &config(&[("d", naa), ("e", "")]), file(2));
+        let own = keep(&mut all, &config(&[("d", ""), ("e", "")]), file(2));
+        assert_ne!(own.naa, first.naa, "two disks have one name");
+        assert_eq!(own.serial, given.serial);
+        // From then on it stays.
+        assert_eq!(keep(&mut all, &config(&[("d", "")]), file(2)), own);
     }
 
     #[test]
@@ -339,8 +441,13 @@ mod tests {
     fn a_new_file_with_the_number_of_an_old_one_is_another_disk() {
         let mut all = Identities::default();
         let first = keep(&mut all, &config(&[("d", "")]), file(1));
-        let mut new = file(1);
-        new.as_mut().unwrap().born = Some(7);
+        let Found::File(old) = file(1) else {
+            unreachable!("it is a file");
+        };
+        let new = Found::File(FileId {
+            born: Some(7),
+            ..old
+        });
         assert_ne!(keep(&mut all, &config(&[("e", "")]), new), first);
     }
 

@@ -217,6 +217,12 @@ pub enum ServerError {
     /// The names of logical units cannot be kept, or read.
     #[error("the names of logical units: {0}")]
     Identities(#[source] io::Error),
+    /// That a disk was missing, or is another one, cannot be kept.
+    #[error(
+        "it cannot be saved that a disk was missing or is another one, so initiators may not be \
+         notified after the next start of what it has lost: {0}"
+    )]
+    Losses(#[source] io::Error),
     /// The names of logical units that are kept cannot be read.
     #[error("{0}")]
     Unnamed(String),
@@ -380,15 +386,19 @@ fn first_catalog(
     let mut wishes = builder.wishes(config);
     wishes.retain(|wish| !opened.has(&wish.backend, &wish.spec));
     opened.extend(open_all(wishes));
+    let missing = opened.missing();
     let built = builder.catalog(config, &mut opened);
     let stores = builder.stores_beyond(&before).cloned().collect();
     // Before any error is returned: dropping it takes back what was done to files for a start that
     // fails.
     let files = FirstFiles { before, stores };
-    let catalog = built?;
-    // Before initiators can meet the numbers: a crash must not give another port the same one.
-    builder.save_ports(builder.ports())?;
-    builder.save_identities(None)?;
+    let saved = built.and_then(|catalog| {
+        // Before initiators can meet the numbers: a crash must not give another port the same one.
+        builder.save_ports(builder.ports())?;
+        builder.save_identities(None)?;
+        Ok(catalog)
+    });
+    let catalog = saved.inspect_err(|_| builder.write_missing(&missing))?;
     builder.settle(server_state);
     Ok((catalog, files))
 }

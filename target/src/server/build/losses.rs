@@ -15,6 +15,8 @@ use crate::config::Config;
 use crate::control::identities::IdentityFile;
 use crate::control::state::StateDir;
 use crate::server::handover::ServerState;
+use crate::server::identities::{Identities, IdentityKeeper};
+use crate::server::problems::Subject;
 use crate::server::reload::ChangeError;
 use crate::server::{Keepers, Server};
 
@@ -35,7 +37,32 @@ impl ReservationKeeper for Unreadable {
     }
 }
 
+/// A state directory that may be full.
+#[derive(Debug)]
+struct Full {
+    inner: Arc<dyn IdentityKeeper>,
+    is_full: AtomicBool,
+}
+
+impl IdentityKeeper for Full {
+    fn load(&self) -> io::Result<Identities> {
+        self.inner.load()
+    }
+
+    fn save(&self, all: &Identities) -> io::Result<()> {
+        match self.is_full.load(Ordering::Relaxed) {
+            true => Err(io::ErrorKind::StorageFull.into()),
+            false => self.inner.save(all),
+        }
+    }
+}
+
 fn disk(dir: &Path, more: &str) -> Config {
+    disk_of(dir, more, "")
+}
+
+/// A disk, and a target with more than it needs.
+fn disk_of(dir: &Path, more: &str, target: &str) -> Config {
     static PORTAL: AtomicU16 = AtomicU16::new(4290);
     let port = PORTAL.fetch_add(1, Ordering::Relaxed);
     let text = format!(
@@ -46,6 +73,7 @@ fn disk(dir: &Path, more: &str) -> Config {
          \x20 portals: [{{ protocol: iscsi, listen: \"127.97.8.19:{port}\" }}]\n\
          \x20 luns: {{ 0: a }}\n\
          \x20 access: open\n\
+         {target}\
          workers: {{ count: 1 }}\n",
         dir.display()
     );
@@ -152,6 +180,136 @@ fn a_disk_that_was_missing_while_names_could_not_be_read() {
     fs::write(&file, &kept).unwrap();
     retry(&mut server).unwrap();
     back(&dir);
+    assert_loss(server, first);
+}
+
+/// It comes back before they can be read, and the daemon is restarted after that.
+#[test]
+fn a_disk_that_came_back_while_names_could_not_be_read() {
+    let dir = Dir::new("unread-back");
+    let keepers = keepers(&dir);
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, ", serial: MINE, naa: 3123456789abcdef");
+    let server = start(&config, &keepers);
+    let first = generation(&server);
+    server.shutdown().unwrap();
+    let file = dir.0.join("state/identities.json");
+    let kept = fs::read(&file).unwrap();
+    fs::write(&file, "{").unwrap();
+    away(&dir);
+    let mut server = start(&config, &keepers);
+    back(&dir);
+    retry(&mut server).unwrap();
+    generation(&server);
+    fs::write(&file, &kept).unwrap();
+    retry(&mut server).unwrap();
+    assert_eq!(problems(&server), []);
+    server.shutdown().unwrap();
+    let server = start(&config, &keepers);
+    let last = generation(&server);
+    server.shutdown().unwrap();
+    assert_ne!(first, last);
+}
+
+/// At a start that fails: for the disk itself, or for something else.
+#[test]
+fn a_disk_that_was_missing_at_a_start_that_failed() {
+    for is_strict in [true, false] {
+        let dir = Dir::new("failed-start");
+        let keepers = keepers(&dir);
+        fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+        let secret = dir.0.join("secret");
+        fs::write(&secret, "0123456789abcdef").unwrap();
+        let chap = match is_strict {
+            true => String::new(),
+            false => format!(
+                "  chap: {{ users: [{{ name: u, secret_file: {} }}] }}\n",
+                secret.display()
+            ),
+        };
+        let mut config = disk_of(&dir.0, "", &chap);
+        config.strict = is_strict;
+        let server = start(&config, &keepers);
+        let first = generation(&server);
+        server.shutdown().unwrap();
+        away(&dir);
+        fs::remove_file(&secret).unwrap();
+        Server::start_after(&config, &ServerState::default(), keepers.clone()).unwrap_err();
+        fs::write(&secret, "0123456789abcdef").unwrap();
+        back(&dir);
+        let server = start(&config, &keepers);
+        let second = generation(&server);
+        server.shutdown().unwrap();
+        assert_ne!(first, second, "strict: {is_strict}");
+    }
+}
+
+/// It is reported until there is room, and written down then.
+#[test]
+fn a_loss_that_cannot_be_written_down_is_a_problem() {
+    let dir = Dir::new("full-state");
+    let full = Arc::new(Full {
+        inner: keepers(&dir).identities.unwrap(),
+        is_full: AtomicBool::new(false),
+    });
+    let keepers = Keepers {
+        identities: Some(full.clone()),
+        ..Keepers::default()
+    };
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let server = start(&config, &keepers);
+    let first = generation(&server);
+    server.shutdown().unwrap();
+    full.is_full.store(true, Ordering::Relaxed);
+    away(&dir);
+    let mut server = start(&config, &keepers);
+    back(&dir);
+    retry(&mut server).unwrap();
+    let second = generation(&server);
+    assert_ne!(first, second);
+    assert_eq!(problems(&server), [Subject::Identities]);
+    full.is_full.store(false, Ordering::Relaxed);
+    retry(&mut server).unwrap();
+    assert_eq!(problems(&server), []);
+    server.shutdown().unwrap();
+    let server = start(&config, &keepers);
+    assert_eq!(generation(&server), second);
+    server.shutdown().unwrap();
+    // A start that must have all does without it no more than without anything else.
+    away(&dir);
+    start(&config, &keepers).shutdown().unwrap();
+    back(&dir);
+    full.is_full.store(true, Ordering::Relaxed);
+    let mut strict = config.clone();
+    strict.strict = true;
+    let error = Server::start_after(&strict, &ServerState::default(), keepers).unwrap_err();
+    assert!(error.to_string().contains("was missing"), "{error}");
+}
+
+/// Another program has its lock meanwhile, for long.
+#[test]
+fn a_disk_that_was_locked_while_its_reservations_could_not_be_read() {
+    let dir = Dir::new("left-out-locked");
+    let reservations = Arc::new(Unreadable::default());
+    let keepers = Keepers {
+        reservations: Some(reservations.clone()),
+        ..keepers(&dir)
+    };
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let server = start(&config, &keepers);
+    let first = generation(&server);
+    server.shutdown().unwrap();
+    reservations.0.store(true, Ordering::Relaxed);
+    let mut server = start(&config, &keepers);
+    let held = open_in_time(&config.backends[0].spec).unwrap();
+    retry(&mut server).unwrap();
+    let absent = server.builder.absent.get_mut("a").unwrap();
+    absent.awaited.as_mut().unwrap().since -= LOCK_WAIT * 2;
+    retry(&mut server).unwrap();
+    drop(held);
+    reservations.0.store(false, Ordering::Relaxed);
     assert_loss(server, first);
 }
 

@@ -9,7 +9,7 @@ use super::Builder;
 use crate::backend::{OpenError, Store, random_generation};
 use crate::config::{Backend, Config, Portal, Protocol};
 use crate::server::ServerError;
-use crate::server::identities::Identities;
+use crate::server::identities::{Found, Identities};
 use crate::server::problems::Subject;
 use crate::worker::portals::Unserved;
 
@@ -34,8 +34,9 @@ impl Builder {
                 self.unread = Some("identities.json is not there any more".to_owned());
             }
             Ok(kept) => {
-                self.identities = kept;
+                let meanwhile = std::mem::replace(&mut self.identities, kept);
                 self.unread = None;
+                self.identities.add_losses(&meanwhile);
                 self.keep_given(config);
             }
             Err(error) => self.unread = Some(error.to_string()),
@@ -52,9 +53,10 @@ impl Builder {
             }
             if let Some(unit) = unit.filter(|unit| unit.lu.has_medium()) {
                 let place = self.unit_stores[unit.index.0 as usize];
-                let file = self.opened[place].as_ref().and_then(|store| store.file());
+                let store = self.opened[place].as_ref();
+                let found = store.map_or(Found::Nothing, |s| self.found(&backend.name, s));
                 let mut identity = unit.lu.config().identity.clone();
-                self.identities.keep(config, backend, file, &mut identity);
+                self.identities.keep(config, backend, found, &mut identity);
             }
         }
     }
@@ -129,7 +131,8 @@ impl Builder {
 
     /// Saves the names of units, before they are served; see [`Builder::undo`] for those that never
     /// are. What is kept is left as it is where it cannot be read, which is a problem; and an
-    /// error, if there are other names than in `known`.
+    /// error, if there are other names than in `known`. So it is a problem where only what was lost
+    /// cannot be written down, but at a start that tolerates none.
     ///
     /// # Errors
     /// [`ServerError::Identities`], [`ServerError::Unnamed`].
@@ -145,12 +148,39 @@ impl Builder {
             Err(error @ ServerError::Unnamed(_)) if is_known(self) => {
                 self.problems.add(Subject::Identities, &error);
             }
+            Err(error @ ServerError::Losses(_))
+                if known.is_some() || self.tolerates(&Subject::Identities) =>
+            {
+                self.problems.add(Subject::Identities, &error);
+            }
             Err(error) => return Err(error),
         }
         Ok(())
     }
 
-    /// Writes them down, unless those that are kept cannot be read.
+    /// Records disks that are missing, for a start that has failed: the next one may find them
+    /// again.
+    pub(in crate::server) fn write_missing(&self, missing: &[String]) {
+        let (Some(keeper), None) = (&self.keepers.identities, &self.unread) else {
+            return;
+        };
+        let written = keeper.load().and_then(|saved| {
+            let mut identities = saved.clone();
+            for name in missing {
+                identities.set_missing(name, true);
+            }
+            match identities == saved {
+                true => Ok(()),
+                false => keeper.save(&identities),
+            }
+        });
+        if let Err(error) = written {
+            tracing::warn!(%error, "it is not kept which disks are missing");
+        }
+    }
+
+    /// Writes them down, unless those that are kept cannot be read. Losses that are recorded there
+    /// stay, also where a start or a change that has found them is taken back.
     pub(super) fn write_identities(&self) -> Result<(), ServerError> {
         let (Some(keeper), None) = (&self.keepers.identities, &self.unread) else {
             return Ok(());
@@ -159,16 +189,20 @@ impl Builder {
             let why = error.to_string();
             ServerError::Unnamed(OpenError::Unnamed { why }.to_string())
         })?;
-        if saved == self.identities {
+        let mut identities = self.identities.clone();
+        identities.take_losses(&saved);
+        if saved == identities {
             return Ok(());
         }
-        match keeper.save(&self.identities) {
+        match keeper.save(&identities) {
+            Err(error) if !saved.has_names_of(&identities) => Err(ServerError::Identities(error)),
+            Err(error) if !saved.has_losses_of(&identities) => Err(ServerError::Losses(error)),
             // Only the files are others: no reason not to serve.
-            Err(error) if saved.has_names_of(&self.identities) => {
+            Err(error) => {
                 tracing::warn!(%error, "it is not kept which files have which names");
                 Ok(())
             }
-            saved => saved.map_err(ServerError::Identities),
+            Ok(()) => Ok(()),
         }
     }
 

@@ -14,33 +14,38 @@ use riser_target::server::handover::ServerState;
 use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
-const HOST: &str = "127.97.2.1";
+/// One address for each test.
+const HOSTS: [&str; 2] = ["127.97.2.1", "127.97.2.31"];
 
 const GOOD: u8 = 0;
 const CHECK_CONDITION: u8 = 2;
 
-/// A server whose disk's device is gone at the first read of its second block.
-fn start(dir: &Path) -> Server {
-    let text = format!(
-        "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB, create: true }} }}\n\
-         targets:\n\
-         - name: {IQN}\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '{HOST}:3290' }}]\n\
-         \x20 luns: {{ 0: a }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 2 }}\n",
-        dir.display()
-    );
-    let mut config = Config::parse(&text, "test.yaml").unwrap();
-    let gone = Fault {
+/// The device of the disk is gone at the first read of its second block.
+fn gone() -> Fault {
+    Fault {
         on: FaultOn::Read,
         offset: 512,
         len: 512,
         times: Some(1),
         delay: Duration::ZERO,
         error: Some(BackendError::NotReady),
-    };
-    config.backends[0].spec.faults = Some(Arc::new(Faults::new(vec![gone])));
+    }
+}
+
+/// A server of a disk with these faults.
+fn start(dir: &Path, host: &str, faults: Vec<Fault>) -> Server {
+    let text = format!(
+        "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB, create: true }} }}\n\
+         targets:\n\
+         - name: {IQN}\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '{host}:3290' }}]\n\
+         \x20 luns: {{ 0: a }}\n\
+         \x20 access: open\n\
+         workers: {{ count: 2 }}\n",
+        dir.display()
+    );
+    let mut config = Config::parse(&text, "test.yaml").unwrap();
+    config.backends[0].spec.faults = Some(Arc::new(Faults::new(faults)));
     let history = History::open(&Location::At(dir.join("state"))).unwrap();
     Server::start_after(&config, &ServerState::default(), history.keepers()).unwrap()
 }
@@ -58,11 +63,12 @@ fn names(client: &mut Client) -> Vec<u8> {
 
 #[test]
 fn a_disk_whose_device_is_gone_is_opened_again() {
+    let host = HOSTS[0];
     let dir = std::env::temp_dir().join(format!("riserd-gone-disk-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&dir);
     std::fs::create_dir(&dir).unwrap();
-    let mut server = start(&dir);
-    let to: SocketAddr = format!("{HOST}:3290").parse().unwrap();
+    let mut server = start(&dir, host, vec![gone()]);
+    let to: SocketAddr = format!("{host}:3290").parse().unwrap();
     let mut client = Client::login_at(to, IQN, 1, None).unwrap();
     client.command(&[0; 6], false, 0, &[]);
     let before = names(&mut client);
@@ -96,6 +102,33 @@ fn a_disk_whose_device_is_gone_is_opened_again() {
     assert!(attentions > 0, "what was not flushed may be lost");
     assert_eq!(data, [7; 512]);
     assert_eq!(names(&mut client), before);
+    server.shutdown().unwrap();
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
+/// The daemon is restarted before the device is back, and finds it.
+#[test]
+fn a_disk_whose_device_was_gone_may_have_lost_something_also_after_a_restart() {
+    let host = HOSTS[1];
+    let dir = std::env::temp_dir().join(format!("riserd-gone-restart-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir(&dir).unwrap();
+    let generation = |server: &Server| server.unit_on("a").unwrap().lu.config().cache_generation;
+    let mut server = start(&dir, host, vec![gone()]);
+    let before = generation(&server);
+    let to: SocketAddr = format!("{host}:3290").parse().unwrap();
+    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
+    client.command(&[0; 6], false, 0, &[]);
+    assert_eq!(read(&mut client, 1).0, CHECK_CONDITION);
+    assert!(server.look());
+    std::fs::rename(dir.join("a"), dir.join("away")).unwrap();
+    let opened = open_all(server.wishes());
+    server.retry(opened).unwrap();
+    drop(client);
+    std::fs::rename(dir.join("away"), dir.join("a")).unwrap();
+    server.shutdown().unwrap();
+    let server = start(&dir, host, Vec::new());
+    assert_ne!(generation(&server), before);
     server.shutdown().unwrap();
     std::fs::remove_dir_all(&dir).unwrap();
 }

@@ -134,6 +134,19 @@ pub enum OpenError {
     },
 }
 
+impl OpenError {
+    /// Returns true if there was nothing at the path, or nothing that answers.
+    pub(super) fn is_missing(&self) -> bool {
+        match self {
+            Self::Gone { .. } => true,
+            Self::Io { source, .. } | Self::File { source, .. } => {
+                source.kind() != io::ErrorKind::PermissionDenied
+            }
+            _ => false,
+        }
+    }
+}
+
 pub(super) fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> OpenError {
     let path = path.to_owned();
     move |source| OpenError::Io {

@@ -55,14 +55,17 @@ impl OpenedStores {
         self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
     }
 
-    /// Names of the backends that could not be opened; one whose lock is held is there.
-    pub(crate) fn missing(&self) -> Vec<String> {
-        let is_missing = |result: &Result<_, OpenError>| {
+    /// Names and paths of the backends that are missing; one that is there and cannot be served is
+    /// not.
+    pub(crate) fn missing(&self) -> Vec<(String, PathBuf)> {
+        let all = self.0.iter();
+        let missing = all.filter(|(_, (_, result))| {
             let error = result.as_ref().err();
-            error.is_some_and(|error| !matches!(error, OpenError::Locked { .. }))
-        };
-        let missing = self.0.iter().filter(|(_, (_, r))| is_missing(r));
-        missing.map(|(name, _)| name.clone()).collect()
+            error.is_some_and(OpenError::is_missing)
+        });
+        missing
+            .filter_map(|(name, (spec, _))| Some((name.clone(), spec.source.path()?.to_owned())))
+            .collect()
     }
 
     /// Adds what has come of opening a backend, such as one of a simulation ([`Store::on_disk`]).

@@ -569,6 +569,10 @@ impl Builder {
         if let Some(unit) = &before
             && ((unit.lu.has_medium() && !is_back) || !self.tried.insert(backend.name.clone()))
         {
+            if self.is_gone(&backend.name) {
+                // The process may be killed before the device is back.
+                self.identities.set_missing(&backend.name, true);
+            }
             return Ok(Arc::clone(unit));
         }
         // What is not there yet comes later.

@@ -17,7 +17,7 @@ use riser_scsi::data::designator::Naa;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::FileId;
-use crate::config::{Backend, Config, HostId};
+use crate::config::{Backend, Config, HostId, Source};
 
 /// Keeps names beyond the end of the process.
 pub trait IdentityKeeper: Debug + Send + Sync {
@@ -66,7 +66,7 @@ struct Names {
     /// The file that was served last; none of a device, or of memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
-    /// Path at which its file was last.
+    /// Path at which its file or device was last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     path: Option<PathBuf>,
     /// Number of times that it was missing and came back, or was another file.
@@ -106,31 +106,25 @@ impl Identities {
         let losses = |all: &Self| -> Vec<_> {
             let names = all.backends.iter();
             names
-                .map(|(name, names)| (name.clone(), names.loss()))
+                .map(|(name, names)| (name.clone(), names.returns, names.is_missing))
                 .collect()
         };
         losses(self) == losses(other)
     }
 
-    /// Takes over the losses that were recorded later elsewhere, from where this was read.
-    pub(super) fn take_losses(&mut self, later: &Self) {
+    /// Adds the backends that others know to be missing.
+    pub(super) fn add_missing(&mut self, others: &Self) {
         for (name, names) in &mut self.backends {
-            if let Some(later) = later.backends.get(name)
-                && later.loss() > names.loss()
-            {
-                (names.returns, names.is_missing) = later.loss();
-            }
+            names.is_missing |= others.is_missing(name);
         }
     }
 
-    /// Adds the losses that were recorded elsewhere, beginning with none.
+    /// Adds the losses that others have recorded, beginning with none.
     pub(super) fn add_losses(&mut self, others: &Self) {
         for (name, names) in &mut self.backends {
-            if let Some(other) = others.backends.get(name) {
-                names.returns += other.returns;
-                names.is_missing |= other.is_missing;
-            }
+            names.returns += others.backends.get(name).map_or(0, |other| other.returns);
         }
+        self.add_missing(others);
     }
 
     /// Returns true if initiators see the same names with others.
@@ -166,6 +160,12 @@ impl Identities {
         (u128::from_be_bytes(of_host) ^ u128::from(returns)).to_be_bytes()
     }
 
+    /// Returns true if a backend was at this path when it was last found.
+    pub(super) fn is_at(&self, backend: &str, path: &Path) -> bool {
+        let names = self.backends.get(backend);
+        names.is_some_and(|names| names.path.as_deref() == Some(path))
+    }
+
     /// Returns true if a backend had a file at its path before.
     pub(super) fn knows(&self, backend: &Backend) -> bool {
         let path = backend.spec.source.path();
@@ -184,48 +184,49 @@ impl Identities {
     ) {
         let before = self.take(config, backend, found);
         let is_other = before.as_ref().is_some_and(|b| b.is_other(backend, found));
-        // Only new names have to avoid those in use: the names that initiators know are kept.
-        let has_new_naa = backend.names.naa.is_none()
-            && before.as_ref().is_none_or(|before| before.naa.is_none());
-        if before.is_none() || has_new_naa {
-            self.derive_unused(config, backend, identity);
-        }
-        if let Some(before) = &before {
-            // What the configuration gives to another backend now is that one's: initiators would
-            // take two disks for two paths to one.
-            let is_given = |is_it: &dyn Fn(&Backend) -> bool| {
-                let mut others = config.backends.iter().filter(|b| b.name != backend.name);
-                let is_given = others.any(is_it);
-                if is_given {
-                    let name = &backend.name;
-                    tracing::warn!(
-                        backend = name,
-                        "a name that it had is another backend's now"
-                    );
-                }
-                is_given
-            };
-            if backend.names.serial.is_none()
-                && !is_given(&|other| other.names.serial.as_ref() == Some(&before.serial))
-            {
-                identity.serial.clone_from(&before.serial);
-            }
-            if backend.names.naa.is_none()
-                && let Some(naa) = before.naa.map(Naa::LocallyAssigned)
-                && !is_given(&|other| other.names.naa == Some(naa))
-            {
-                identity.naa = naa;
-            }
-            if is_other {
-                let (name, serial) = (&backend.name, &identity.serial);
+        // What the configuration gives to another backend now is that one's: initiators would take
+        // two disks for two paths to one.
+        let is_given = |is_it: &dyn Fn(&Backend) -> bool| {
+            let mut others = config.backends.iter().filter(|b| b.name != backend.name);
+            let is_given = others.any(is_it);
+            if is_given {
+                let name = &backend.name;
                 tracing::warn!(
                     backend = name,
-                    serial,
-                    "its file or device is another one than before: moved to another file system, \
-                     restored, or a copy, of which the original must not be served under the same \
-                     serial number"
+                    "a name that it had is another backend's now"
                 );
             }
+            is_given
+        };
+        let derives_serial = backend.names.serial.is_none();
+        let serial = before.as_ref().map(|before| before.serial.clone());
+        let serial = serial.filter(|serial| {
+            derives_serial && !is_given(&|other| other.names.serial.as_ref() == Some(serial))
+        });
+        let derives_naa = backend.names.naa.is_none();
+        let naa = before.as_ref().and_then(|before| before.naa);
+        let naa = naa
+            .map(Naa::LocallyAssigned)
+            .filter(|naa| derives_naa && !is_given(&|other| other.names.naa.as_ref() == Some(naa)));
+        // Only new names have to avoid those in use: the names that initiators know are kept.
+        if (derives_serial && serial.is_none()) || (derives_naa && naa.is_none()) {
+            self.derive_unused(config, backend, identity);
+        }
+        if let Some(serial) = serial {
+            identity.serial = serial;
+        }
+        if let Some(naa) = naa {
+            identity.naa = naa;
+        }
+        if is_other {
+            let (name, serial) = (&backend.name, &identity.serial);
+            tracing::warn!(
+                backend = name,
+                serial,
+                "its file or device is another one than before: moved to another file system, \
+                 restored, or a copy, of which the original must not be served under the same \
+                 serial number"
+            );
         }
         let naa = match (identity.naa, &before) {
             (Naa::LocallyAssigned(naa), _) => Some(naa),
@@ -240,7 +241,9 @@ impl Identities {
         let (file, path) = match (found, before) {
             (Found::Nothing, Some(before)) => (before.file, before.path),
             (Found::File(file), _) => (Some(file), path),
-            (Found::Nothing | Found::Other, _) => (None, path),
+            (Found::Other, _) => (None, path),
+            // It was never found there.
+            (Found::Nothing, None) => (None, None),
         };
         let serial = identity.serial.clone();
         let names = Names {
@@ -259,12 +262,23 @@ impl Identities {
     fn derive_unused(&mut self, config: &Config, backend: &Backend, identity: &mut Identity) {
         let host = self.host(config);
         let is_used = |identity: &Identity| {
-            let others = self.backends.iter();
-            let mut others = others.filter(|(name, _)| **name != backend.name);
-            others.any(|(_, names)| {
-                (backend.names.serial.is_none() && names.serial == identity.serial)
-                    || (backend.names.naa.is_none()
-                        && names.naa.map(Naa::LocallyAssigned) == Some(identity.naa))
+            let is_serial = |serial: &str| serial == identity.serial;
+            let is_naa = |naa: Naa| naa == identity.naa;
+            let given = config.backends.iter().map(|b| (&b.name, &b.names));
+            let given = given.map(|(name, names)| {
+                let serial = names.serial.as_deref().is_some_and(is_serial);
+                (name, serial, names.naa.is_some_and(is_naa))
+            });
+            let kept = self.backends.iter().map(|(name, names)| {
+                let naa = names.naa.map(Naa::LocallyAssigned);
+                (name, is_serial(&names.serial), naa.is_some_and(is_naa))
+            });
+            let mut others = given
+                .chain(kept)
+                .filter(|(name, ..)| **name != backend.name);
+            // Of those that the configuration gives to this one, no others are derived.
+            others.any(|(_, serial, naa)| {
+                (serial && backend.names.serial.is_none()) || (naa && backend.names.naa.is_none())
             })
         };
         for attempt in 1_u32.. {
@@ -302,16 +316,17 @@ impl Identities {
 }
 
 impl Names {
-    /// Losses of the disk, in an order in which later ones are greater.
-    fn loss(&self) -> (u64, bool) {
-        (self.returns, self.is_missing)
-    }
-
-    /// Returns true if a backend was found to be another file or device than before.
+    /// Returns true if a backend was found to be another file than before, a device in place of a
+    /// file, or the other way round. Of devices only the path is known.
     fn is_other(&self, backend: &Backend, found: Found) -> bool {
+        let is_device = matches!(backend.spec.source, Source::Device { .. });
         match (self.file, found) {
             (_, Found::Nothing) => false,
             (Some(was), Found::File(is)) => !was.is_same(&is),
+            (Some(_), Found::Other) if is_device => true,
+            // It was memory, or was never found.
+            (None, _) if self.path.is_none() => false,
+            (None, Found::File(_)) => true,
             _ => self.path.as_deref() != backend.spec.source.path(),
         }
     }
@@ -384,6 +399,46 @@ mod tests {
             keep(&mut all, &config(&[("d", ""), ("e", "")]), file(3)),
             first
         );
+    }
+
+    #[test]
+    fn derived_names_that_are_given_to_another_backend_are_not_kept() {
+        let mut all = Identities::default();
+        let first = keep(&mut all, &config(&[("d", "")]), file(1));
+        let Naa::LocallyAssigned(naa) = first.naa else {
+            unreachable!("it is derived");
+        };
+        let mine = format!(", serial: {:?}, naa: 3{naa:015x}", first.serial);
+        let after = keep(&mut all, &config(&[("d", ""), ("e", &mine)]), file(1));
+        assert_ne!(after.serial, first.serial);
+        assert_ne!(after.naa, first.naa);
+        // Nor those of a new one.
+        let mut all = Identities::default();
+        let new = keep(&mut all, &config(&[("d", ""), ("e", &mine)]), file(1));
+        assert_ne!(new.serial, first.serial);
+        assert_ne!(new.naa, first.naa);
+    }
+
+    #[test]
+    fn a_device_in_the_place_of_a_file_is_another_disk() {
+        let mut all = Identities::default();
+        let mut generations = Vec::new();
+        let as_file = config(&[("d", "")]);
+        let mut as_device = as_file.clone();
+        as_device.backends[0].spec.source = Source::Device {
+            path: "/images/d".into(),
+        };
+        for (config, found) in [
+            (&as_file, file(1)),
+            (&as_device, Found::Other),
+            (&as_file, file(1)),
+        ] {
+            keep(&mut all, config, found);
+            keep(&mut all, config, found);
+            generations.push(all.cache_generation("d", [7; 16]));
+        }
+        generations.dedup();
+        assert_eq!(generations.len(), 3);
     }
 
     #[test]

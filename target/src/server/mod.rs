@@ -370,6 +370,7 @@ impl FirstFiles {
 
 impl Drop for FirstFiles {
     fn drop(&mut self) {
+        self.before.keep_missing();
         self.before.undo(self.stores.iter());
     }
 }

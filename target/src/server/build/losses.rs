@@ -269,6 +269,10 @@ fn a_loss_that_cannot_be_written_down_is_a_problem() {
     let second = generation(&server);
     assert_ne!(first, second);
     assert_eq!(problems(&server), [Subject::Identities]);
+    assert!(
+        server.builder.check_successor(&config).is_err(),
+        "it would know nothing of the loss"
+    );
     full.is_full.store(false, Ordering::Relaxed);
     retry(&mut server).unwrap();
     assert_eq!(problems(&server), []);
@@ -440,19 +444,53 @@ fn a_disk_that_is_not_the_one_whose_lock_was_held_may_have_lost_something() {
     }));
 }
 
-/// What a change has found that was not made is not reported to initiators.
+/// What a change has found that was not made is not reported to initiators, nor after a restart.
 #[test]
 fn a_change_that_is_refused_leaves_a_disk_awaited() {
-    assert!(keeps_cache("refused", |server, config, release| {
-        let path = config.backends[0].spec.source.path().unwrap();
-        let away = path.with_file_name("away");
-        fs::rename(path, &away).unwrap();
-        let mut other = config.clone();
-        other.limits.queue_depth /= 2;
-        let refuse = || Err(ChangeError::NeedsRestart("no".into()));
-        server.change_if(other, refuse).unwrap_err();
-        assert!(is_awaited(server));
-        fs::rename(&away, path).unwrap();
-        release();
-    }));
+    let dir = Dir::new("refused");
+    let keepers = keepers(&dir);
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let server = start(&config, &keepers);
+    let before = generation(&server);
+    server.shutdown().unwrap();
+    let held = open_in_time(&config.backends[0].spec).unwrap();
+    let mut server = start(&config, &keepers);
+    assert!(is_awaited(&server));
+    away(&dir);
+    let mut other = config.clone();
+    other.limits.queue_depth /= 2;
+    let refuse = || Err(ChangeError::NeedsRestart("no".into()));
+    server.change_if(other, refuse).unwrap_err();
+    assert!(is_awaited(&server));
+    back(&dir);
+    drop(held);
+    retry(&mut server).unwrap();
+    assert_eq!(generation(&server), before);
+    server.shutdown().unwrap();
+    let server = start(&config, &keepers);
+    assert_eq!(generation(&server), before);
+    server.shutdown().unwrap();
+}
+
+/// A start that must have all fails for it, and nothing has happened to the disk.
+#[test]
+fn a_mistake_in_the_configuration_is_no_loss() {
+    let dir = Dir::new("mistake");
+    let keepers = keepers(&dir);
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let mut config = disk(&dir.0, "");
+    config.strict = true;
+    let server = start(&config, &keepers);
+    let first = generation(&server);
+    server.shutdown().unwrap();
+    for (right, wrong) in [("1MiB", "2MiB"), ("/a", "/b")] {
+        let text = config.to_yaml().replace(right, wrong);
+        let wrong = Config::parse(&text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
+        assert_ne!(wrong.backends[0].spec, config.backends[0].spec);
+        Server::start_after(&wrong, &ServerState::default(), keepers.clone()).unwrap_err();
+    }
+    let server = start(&config, &keepers);
+    assert_eq!(generation(&server), first);
+    server.shutdown().unwrap();
 }

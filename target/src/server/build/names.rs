@@ -5,6 +5,8 @@
 //! be read. It is not written before. That the file is gone is no reason to derive names either, as
 //! long as the daemon runs: one that is restored may be moved away first.
 
+use std::path::PathBuf;
+
 use super::Builder;
 use crate::backend::{OpenError, Store, random_generation};
 use crate::config::{Backend, Config, Portal, Protocol};
@@ -43,14 +45,10 @@ impl Builder {
         }
     }
 
-    /// The names that units were served with meanwhile are kept, too, and which disks are missing.
+    /// The names that units were served with meanwhile are kept, too.
     fn keep_given(&mut self, config: &Config) {
         for backend in &config.backends {
             let unit = self.units.get(&backend.name);
-            let was_tried = unit.is_some_and(|unit| unit.lu.has_names());
-            if was_tried && self.is_absent(&backend.name) && !self.is_awaited(&backend.name) {
-                self.identities.set_missing(&backend.name, true);
-            }
             if let Some(unit) = unit.filter(|unit| unit.lu.has_medium()) {
                 let place = self.unit_stores[unit.index.0 as usize];
                 let store = self.opened[place].as_ref();
@@ -160,15 +158,15 @@ impl Builder {
 
     /// Records disks that are missing, for a start that has failed: the next one may find them
     /// again.
-    pub(in crate::server) fn write_missing(&self, missing: &[String]) {
+    pub(in crate::server) fn write_missing(&self, missing: &[(String, PathBuf)]) {
         let (Some(keeper), None) = (&self.keepers.identities, &self.unread) else {
             return;
         };
         let written = keeper.load().and_then(|saved| {
             let mut identities = saved.clone();
-            for name in missing {
-                identities.set_missing(name, true);
-            }
+            // At another path it was never written to.
+            let known = missing.iter().filter(|(name, at)| saved.is_at(name, at));
+            known.for_each(|(name, _)| identities.set_missing(name, true));
             match identities == saved {
                 true => Ok(()),
                 false => keeper.save(&identities),
@@ -179,8 +177,16 @@ impl Builder {
         }
     }
 
-    /// Writes them down, unless those that are kept cannot be read. Losses that are recorded there
-    /// stay, also where a start or a change that has found them is taken back.
+    /// Keeps which disks are missing as it was written down, for a start that is taken back.
+    pub(in crate::server) fn keep_missing(&mut self) {
+        let keeper = self.keepers.identities.as_ref();
+        // Where it cannot be read, nothing can be written either.
+        if let Some(Ok(saved)) = keeper.map(|keeper| keeper.load()) {
+            self.identities.add_missing(&saved);
+        }
+    }
+
+    /// Writes them down, unless those that are kept cannot be read.
     pub(super) fn write_identities(&self) -> Result<(), ServerError> {
         let (Some(keeper), None) = (&self.keepers.identities, &self.unread) else {
             return Ok(());
@@ -189,14 +195,13 @@ impl Builder {
             let why = error.to_string();
             ServerError::Unnamed(OpenError::Unnamed { why }.to_string())
         })?;
-        let mut identities = self.identities.clone();
-        identities.take_losses(&saved);
-        if saved == identities {
+        let identities = &self.identities;
+        if saved == *identities {
             return Ok(());
         }
-        match keeper.save(&identities) {
-            Err(error) if !saved.has_names_of(&identities) => Err(ServerError::Identities(error)),
-            Err(error) if !saved.has_losses_of(&identities) => Err(ServerError::Losses(error)),
+        match keeper.save(identities) {
+            Err(error) if !saved.has_names_of(identities) => Err(ServerError::Identities(error)),
+            Err(error) if !saved.has_losses_of(identities) => Err(ServerError::Losses(error)),
             // Only the files are others: no reason not to serve.
             Err(error) => {
                 tracing::warn!(%error, "it is not kept which files have which names");
@@ -206,17 +211,15 @@ impl Builder {
         }
     }
 
-    /// Checks that the program after this one could read the names that are kept.
+    /// Checks that the program after this one would find the names that are kept, and the losses.
     ///
     /// # Errors
-    /// [`ServerError::Identities`], [`ServerError::Unnamed`].
+    /// [`ServerError::Identities`], [`ServerError::Losses`], [`ServerError::Unnamed`].
     pub(super) fn check_identities(&self) -> Result<(), ServerError> {
         if let Some(why) = self.unnamed() {
             return Err(ServerError::Unnamed(why.to_string()));
         }
-        let keeper = self.keepers.identities.as_ref();
-        let kept = keeper.map(|keeper| keeper.load()).transpose();
-        kept.map(drop).map_err(ServerError::Identities)
+        self.write_identities()
     }
 }
 

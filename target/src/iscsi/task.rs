@@ -117,7 +117,8 @@ pub(super) struct Incoming {
     pub(super) got: u32,
     /// More unsolicited data follow.
     pub(super) open: bool,
-    /// Bytes of them that are still to come, whatever becomes of those.
+    /// Bytes of unsolicited data not received yet; those that arrive damaged or out of order count
+    /// as received.
     pub(super) announced: u32,
     /// DataSN that comes next.
     pub(super) next_sn: u32,

@@ -103,13 +103,7 @@ impl Identities {
 
     /// Returns true if the same losses of disks are recorded in others.
     pub(super) fn has_losses_of(&self, other: &Self) -> bool {
-        let losses = |all: &Self| -> Vec<_> {
-            let names = all.backends.iter();
-            names
-                .map(|(name, names)| (name.clone(), names.returns, names.is_missing))
-                .collect()
-        };
-        losses(self) == losses(other)
+        self.agrees_with(other, |names| (names.returns, names.is_missing))
     }
 
     /// Adds the backends that others know to be missing.
@@ -129,13 +123,21 @@ impl Identities {
 
     /// Returns true if initiators see the same names with others.
     pub(super) fn has_names_of(&self, other: &Self) -> bool {
-        let names = |all: &Self| -> Vec<(String, String, Option<u64>)> {
-            let names = all.backends.iter();
-            names
-                .map(|(name, names)| (name.clone(), names.serial.clone(), names.naa))
-                .collect()
+        self.host == other.host
+            && self.agrees_with(other, |names| (names.serial.as_str(), names.naa))
+    }
+
+    /// Returns true if others have the same backends, and the same of each of them.
+    fn agrees_with<'a, T: PartialEq>(
+        &'a self,
+        other: &'a Self,
+        part: impl Fn(&'a Names) -> T,
+    ) -> bool {
+        let parts = |all: &'a Self| {
+            let backends = all.backends.iter();
+            backends.map(|(name, names)| (name, part(names)))
         };
-        self.host == other.host && names(self) == names(other)
+        parts(self).eq(parts(other))
     }
 
     /// Records whether a backend is missing; one that was and is not any longer has returned.

@@ -370,6 +370,10 @@ impl FirstFiles {
 
 impl Drop for FirstFiles {
     fn drop(&mut self) {
+        // As after a start that goes on.
+        if self.stores.is_empty() {
+            return;
+        }
         self.before.keep_missing();
         self.before.undo(self.stores.iter());
     }

@@ -90,6 +90,14 @@ fn start(config: &Config, keepers: &Keepers) -> Server {
     Server::start_after(config, &ServerState::default(), keepers.clone()).unwrap()
 }
 
+/// Starts a server and ends it; returns the generation of the disk's cache that it has served.
+fn serve(config: &Config, keepers: &Keepers) -> Option<[u8; 16]> {
+    let server = start(config, keepers);
+    let generation = generation(&server);
+    server.shutdown().unwrap();
+    generation
+}
+
 fn away(dir: &Dir) {
     fs::rename(dir.0.join("a"), dir.0.join("away")).unwrap();
 }
@@ -115,9 +123,7 @@ fn losses(dir: &Dir, names: &str, keepers: &Keepers) -> [bool; 3] {
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     fs::write(dir.0.join("other"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, names);
-    let server = start(&config, keepers);
-    let first = generation(&server);
-    server.shutdown().unwrap();
+    let first = serve(&config, keepers);
     // Missing at a start, and back while it runs.
     away(dir);
     let mut server = start(&config, keepers);
@@ -129,14 +135,10 @@ fn losses(dir: &Dir, names: &str, keepers: &Keepers) -> [bool; 3] {
     away(dir);
     start(&config, keepers).shutdown().unwrap();
     back(dir);
-    let server = start(&config, keepers);
-    let third = generation(&server);
-    server.shutdown().unwrap();
+    let third = serve(&config, keepers);
     // Another one.
     fs::rename(dir.0.join("other"), dir.0.join("a")).unwrap();
-    let server = start(&config, keepers);
-    let fourth = generation(&server);
-    server.shutdown().unwrap();
+    let fourth = serve(&config, keepers);
     [second != first, third != second, fourth != third]
 }
 
@@ -169,9 +171,7 @@ fn a_disk_that_was_missing_while_names_could_not_be_read() {
     let keepers = keepers(&dir);
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, ", serial: MINE, naa: 3123456789abcdef");
-    let server = start(&config, &keepers);
-    let first = generation(&server);
-    server.shutdown().unwrap();
+    let first = serve(&config, &keepers);
     let file = dir.0.join("state/identities.json");
     let kept = fs::read(&file).unwrap();
     fs::write(&file, "{").unwrap();
@@ -190,9 +190,7 @@ fn a_disk_that_came_back_while_names_could_not_be_read() {
     let keepers = keepers(&dir);
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, ", serial: MINE, naa: 3123456789abcdef");
-    let server = start(&config, &keepers);
-    let first = generation(&server);
-    server.shutdown().unwrap();
+    let first = serve(&config, &keepers);
     let file = dir.0.join("state/identities.json");
     let kept = fs::read(&file).unwrap();
     fs::write(&file, "{").unwrap();
@@ -205,9 +203,7 @@ fn a_disk_that_came_back_while_names_could_not_be_read() {
     retry(&mut server).unwrap();
     assert_eq!(problems(&server), []);
     server.shutdown().unwrap();
-    let server = start(&config, &keepers);
-    let last = generation(&server);
-    server.shutdown().unwrap();
+    let last = serve(&config, &keepers);
     assert_ne!(first, last);
 }
 
@@ -229,17 +225,13 @@ fn a_disk_that_was_missing_at_a_start_that_failed() {
         };
         let mut config = disk_of(&dir.0, "", &chap);
         config.strict = is_strict;
-        let server = start(&config, &keepers);
-        let first = generation(&server);
-        server.shutdown().unwrap();
+        let first = serve(&config, &keepers);
         away(&dir);
         fs::remove_file(&secret).unwrap();
         Server::start_after(&config, &ServerState::default(), keepers.clone()).unwrap_err();
         fs::write(&secret, "0123456789abcdef").unwrap();
         back(&dir);
-        let server = start(&config, &keepers);
-        let second = generation(&server);
-        server.shutdown().unwrap();
+        let second = serve(&config, &keepers);
         assert_ne!(first, second, "strict: {is_strict}");
     }
 }
@@ -258,9 +250,7 @@ fn a_loss_that_cannot_be_written_down_is_a_problem() {
     };
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, "");
-    let server = start(&config, &keepers);
-    let first = generation(&server);
-    server.shutdown().unwrap();
+    let first = serve(&config, &keepers);
     full.is_full.store(true, Ordering::Relaxed);
     away(&dir);
     let mut server = start(&config, &keepers);
@@ -277,9 +267,7 @@ fn a_loss_that_cannot_be_written_down_is_a_problem() {
     retry(&mut server).unwrap();
     assert_eq!(problems(&server), []);
     server.shutdown().unwrap();
-    let server = start(&config, &keepers);
-    assert_eq!(generation(&server), second);
-    server.shutdown().unwrap();
+    assert_eq!(serve(&config, &keepers), second);
     // A start that must have all does without it no more than without anything else.
     away(&dir);
     start(&config, &keepers).shutdown().unwrap();
@@ -302,9 +290,7 @@ fn a_disk_that_was_locked_while_its_reservations_could_not_be_read() {
     };
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, "");
-    let server = start(&config, &keepers);
-    let first = generation(&server);
-    server.shutdown().unwrap();
+    let first = serve(&config, &keepers);
     reservations.0.store(true, Ordering::Relaxed);
     let mut server = start(&config, &keepers);
     let held = open_in_time(&config.backends[0].spec).unwrap();
@@ -328,9 +314,7 @@ fn a_disk_that_was_missing_while_its_reservations_could_not_be_read() {
     };
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, "");
-    let server = start(&config, &keepers);
-    let first = generation(&server);
-    server.shutdown().unwrap();
+    let first = serve(&config, &keepers);
     reservations.0.store(true, Ordering::Relaxed);
     let mut server = start(&config, &keepers);
     assert!(!server.unit_on("a").unwrap().lu.has_medium());
@@ -451,9 +435,7 @@ fn a_change_that_is_refused_leaves_a_disk_awaited() {
     let keepers = keepers(&dir);
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, "");
-    let server = start(&config, &keepers);
-    let before = generation(&server);
-    server.shutdown().unwrap();
+    let before = serve(&config, &keepers);
     let held = open_in_time(&config.backends[0].spec).unwrap();
     let mut server = start(&config, &keepers);
     assert!(is_awaited(&server));
@@ -468,9 +450,7 @@ fn a_change_that_is_refused_leaves_a_disk_awaited() {
     retry(&mut server).unwrap();
     assert_eq!(generation(&server), before);
     server.shutdown().unwrap();
-    let server = start(&config, &keepers);
-    assert_eq!(generation(&server), before);
-    server.shutdown().unwrap();
+    assert_eq!(serve(&config, &keepers), before);
 }
 
 /// A start that must have all fails for it, and nothing has happened to the disk.
@@ -481,16 +461,12 @@ fn a_mistake_in_the_configuration_is_no_loss() {
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     let mut config = disk(&dir.0, "");
     config.strict = true;
-    let server = start(&config, &keepers);
-    let first = generation(&server);
-    server.shutdown().unwrap();
+    let first = serve(&config, &keepers);
     for (right, wrong) in [("1MiB", "2MiB"), ("/a", "/b")] {
         let text = config.to_yaml().replace(right, wrong);
         let wrong = Config::parse(&text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
         assert_ne!(wrong.backends[0].spec, config.backends[0].spec);
         Server::start_after(&wrong, &ServerState::default(), keepers.clone()).unwrap_err();
     }
-    let server = start(&config, &keepers);
-    assert_eq!(generation(&server), first);
-    server.shutdown().unwrap();
+    assert_eq!(serve(&config, &keepers), first);
 }

@@ -129,11 +129,11 @@ impl Builder {
 
     /// Saves the names of units, before they are served; see [`Builder::undo`] for those that never
     /// are. What is kept is left as it is where it cannot be read, which is a problem; and an
-    /// error, if there are other names than in `known`. So it is a problem where only what was lost
-    /// cannot be written down, but at a start that tolerates none.
+    /// error, if there are other names than in `known`. Losses that cannot be saved are a problem as
+    /// well, and an error only at a start that tolerates none.
     ///
     /// # Errors
-    /// [`ServerError::Identities`], [`ServerError::Unnamed`].
+    /// [`ServerError::Identities`], [`ServerError::Losses`], [`ServerError::Unnamed`].
     pub(in crate::server) fn save_identities(
         &mut self,
         known: Option<&Self>,

@@ -17,8 +17,8 @@ const IQN: &str = "iqn.2026-01.org.example:t";
 /// Longer than anything else takes on a busy machine.
 const DELAY: Duration = Duration::from_secs(1);
 
-/// Less than the delayed stage takes. A stage begins and ends by the clock of the worker's round,
-/// which is read before a disk's delay is over, so that it may last a little less than [`DELAY`].
+/// Less than a delay of the disk takes. A stage begins and ends by the clock of the worker's round,
+/// which is read before the disk's delay is over, so that it may last a little less than [`DELAY`].
 const LONG: Duration = Duration::from_millis(900);
 
 struct Bench {
@@ -97,14 +97,13 @@ fn spent(record: &Record) -> [Duration; Stage::ALL.len()] {
     spent
 }
 
-/// Fails unless `slow` alone was long.
-fn check(spent: &[Duration], slow: Stage) {
+fn check(spent: &[Duration], slow: Stage, least: Duration) {
     for stage in Stage::ALL {
         let took = spent[stage as usize];
         if stage == slow {
-            assert!(took >= LONG, "{stage:?}: {spent:?}");
+            assert!(took >= least, "{stage:?}: {spent:?}");
         } else {
-            assert!(took < LONG, "{stage:?}: {spent:?}");
+            assert!(took < least, "{stage:?}: {spent:?}");
         }
     }
 }
@@ -121,16 +120,16 @@ fn a_slow_disk_is_distinguished_from_a_slow_initiator() {
         error: None,
     }]);
     let (record, stages) = bench.read(1, Duration::ZERO);
-    check(&spent(&record), Stage::Backend);
-    check(&stages, Stage::Backend);
+    check(&spent(&record), Stage::Backend, LONG);
+    check(&stages, Stage::Backend, LONG);
     drop(bench.client);
     bench.server.shutdown().unwrap();
 
     let mut bench = Bench::new();
     // More than sockets hold.
     let (record, stages) = bench.read(24 << 11, 2 * DELAY);
-    assert!(record.took >= LONG, "{record:?}");
-    check(&stages, Stage::FabricOut);
+    assert!(record.took >= DELAY, "{record:?}");
+    check(&stages, Stage::FabricOut, DELAY);
     drop(bench.client);
     bench.server.shutdown().unwrap();
 }

@@ -150,7 +150,10 @@ fn a_verifier_per_sender_accepts_a_whole_capture() {
                 verifiers.push((captured.src, IcrcVerifier::new(captured.flow)));
                 verifiers.len() - 1
             });
-            verifiers[index].1.verify(&captured.datagram).unwrap();
+            verifiers[index]
+                .1
+                .verify(&captured.datagram, false)
+                .unwrap();
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use crate::mr::MrTable;
 use crate::verbs::{
-    PdId, PostReason, QpCap, QpId, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
+    PdId, PostReason, QpCap, QpId, RKey, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
 };
 
 use super::recv_queue::{NO_SGE, message_len};
@@ -119,6 +119,9 @@ impl SendWqe {
     }
 }
 
+/// Places for what the requests of a queue name; a power of two.
+const NAMES: usize = 32;
+
 /// Posted send requests, oldest first. Bound: [`QpCap::max_send_wr`].
 #[derive(Debug, Default)]
 pub struct SendQueue {
@@ -130,6 +133,9 @@ pub struct SendQueue {
     head: u64,
     tail: u64,
     recv_seq: u64,
+    /// By the index of a key, which others may share: the position behind the newest request that
+    /// names it.
+    named: [u64; NAMES],
 }
 
 impl SendQueue {
@@ -148,6 +154,7 @@ impl SendQueue {
             head: 0,
             tail: 0,
             recv_seq: 0,
+            named: [0; NAMES],
         }
     }
 
@@ -214,6 +221,14 @@ impl SendQueue {
         &self.sges[from..from + self.wqe(at).sges as usize]
     }
 
+    /// Whether a request before a position, which is not completed, reads or writes memory by a key.
+    #[must_use]
+    pub fn names(&self, key: RKey, before: u64) -> bool {
+        // As a rule none does: owners invalidate keys that they gave to the peer.
+        self.named[name_of(key.0)] > self.head
+            && (self.head..before).any(|at| self.sges(at).iter().any(|sge| sge.lkey.0 == key.0))
+    }
+
     /// The data of an inline request.
     #[must_use]
     pub fn inline(&self, at: u64) -> Option<&[u8]> {
@@ -263,6 +278,9 @@ impl SendQueue {
         } else {
             let at = slot * self.max_sge;
             self.sges[at..at + wr.sges.len()].copy_from_slice(wr.sges);
+            for sge in wr.sges {
+                self.named[name_of(sge.lkey.0)] = self.tail + 1;
+            }
         }
         #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
         let sges = if is_inline { 0 } else { wr.sges.len() as u32 };
@@ -304,7 +322,13 @@ impl SendQueue {
         self.tail = 0;
         // Numbered from the first again: the credits of the next connection begin at 0.
         self.recv_seq = 0;
+        self.named = [0; NAMES];
     }
+}
+
+/// The place of a key in [`SendQueue::named`]: its low byte is its owner's.
+fn name_of(key: u32) -> usize {
+    (key >> 8) as usize % NAMES
 }
 
 /// Checks a request by itself, without regard to a queue; returns the length of its message.
@@ -346,7 +370,7 @@ mod tests {
     use riser_memory::Memory;
 
     use super::*;
-    use crate::verbs::{Access, Handle, LKey, RKey, RemoteAddr};
+    use crate::verbs::{Access, Handle, LKey, RemoteAddr};
 
     const PD: PdId = PdId(Handle::new(0, 0));
     const CAP: QpCap = QpCap {
@@ -421,5 +445,30 @@ mod tests {
         q.retire();
         q.push(&wr, PD, &mrs).unwrap();
         assert_eq!((q.head(), q.tail(), q.wqe(2).recv_seq), (1, 3, 3));
+    }
+
+    #[test]
+    fn a_key_is_named_until_its_request_is_completed() {
+        let mrs = MrTable::new(4, 4, [3; 16]);
+        let mut q = SendQueue::new(&CAP);
+        let by = |lkey| Sge {
+            lkey: LKey(lkey),
+            ..sge(0, 8)
+        };
+        // Keys that share a place, and one that shares the index.
+        let (key, other) = (0x100, (NAMES as u32 + 1) << 8);
+        let list = [by(other), by(key)];
+        q.push(&SendWr::new(1, SendOp::Send, &list), PD, &mrs)
+            .unwrap();
+        q.push(&SendWr::new(2, SendOp::Send, &[by(7)]), PD, &mrs)
+            .unwrap();
+        let names = |q: &SendQueue, key| q.names(RKey(key), q.tail());
+        assert!(names(&q, key) && names(&q, other) && names(&q, 7));
+        assert!(!names(&q, key + 1) && !names(&q, 2 * other));
+        assert!(!q.names(RKey(7), 1), "it is not before that position");
+        q.retire();
+        assert!(!names(&q, key) && !names(&q, other) && names(&q, 7));
+        q.clear();
+        assert!(!names(&q, 7));
     }
 }

@@ -340,12 +340,14 @@ impl Roce {
         let (faults, forwarded) = (&mut self.rx_faults, &mut self.forwarded);
         let (worker, bits) = (nic.config().worker_index, nic.config().worker_bits);
         let local = nic.local_addr();
-        // The common case hands whole trains on.
-        let is_plain = capture.is_none() && faults.is_none() && bits == 0;
+        let is_plain = capture.is_none() && faults.is_none();
+        let is_ours = |packet: &[u8]| steer(packet, bits).is_none_or(|to| to == worker);
         let taken = self
             .driver
             .receive(RX_LIMIT, |src, segment, bytes, is_marked| {
-                if is_plain {
+                // The common case hands whole trains on. The kernel has chosen the worker by the
+                // first packet.
+                if is_plain && (bits == 0 || bytes.chunks(segment).all(is_ours)) {
                     nic.handle_train(now, src, segment, bytes, is_marked);
                     return;
                 }

@@ -71,15 +71,12 @@ impl Requester {
 
     /// Runs a local operation whose turn has come; false if it must wait.
     fn execute(&mut self, ctx: &mut Ctx<'_>, wqe: &SendWqe) -> Result<bool, Fault> {
+        if self.awaits_others(self.cur, wqe) {
+            return Ok(false);
+        }
         let pd = ctx.cfg.pd;
-        // A registration changes only our own table, so it need not wait for requests in flight,
-        // unless its owner fences it behind READs.
-        let is_fenced = wqe.flags.contains(SendFlags::FENCE) && !self.reads.is_empty();
         let result = match wqe.op {
-            SendOp::RegMr { .. } if is_fenced => return Ok(false),
             SendOp::RegMr { mr, key, access } => ctx.mrs.reg_fast(pd, mr, key, access),
-            // Requests that may have to be sent again still need the key.
-            _ if self.cur != self.sq.head() => return Ok(false),
             SendOp::LocalInv(key) => ctx.mrs.invalidate(pd, key),
             _ => unreachable!("a local operation"),
         };
@@ -96,6 +93,21 @@ impl Requester {
         self.cur += 1;
         self.retire(ctx)?;
         Ok(true)
+    }
+
+    /// Whether a local operation, posted at this position, waits for requests before it. It changes
+    /// our own table alone, so most do not.
+    fn awaits_others(&self, at: u64, wqe: &SendWqe) -> bool {
+        if wqe.flags.contains(SendFlags::FENCE) {
+            // Its owner has it wait for READs, and for an invalidation all requests are waited for:
+            // only completed ones show that nothing will use the key any more.
+            return match wqe.op {
+                SendOp::LocalInv(_) => at != self.sq.head(),
+                _ => !self.reads.is_empty(),
+            };
+        }
+        // Requests that may have to be sent again still need the key.
+        matches!(wqe.op, SendOp::LocalInv(key) if self.sq.names(key, at))
     }
 
     /// Checks what holds for all packets of a request, before the first one.
@@ -310,20 +322,30 @@ impl Requester {
     fn is_followed(&self, may_start: bool) -> bool {
         // Its keys are checked when it starts. If one is bad, this message asks then
         // (`ask_before`), so that the check is not made twice for every request.
-        self.sq.peek(self.cur + 1).is_some_and(|next| {
+        let mut at = self.cur + 1;
+        while let Some(next) = self.sq.peek(at) {
             let may_run = match next.phase {
                 Phase::Posted => may_start,
                 Phase::Started => true,
-                Phase::Executed | Phase::Failed(_) => false,
+                // It is done, and what comes behind it follows.
+                Phase::Executed => true,
+                Phase::Failed(_) => false,
             };
-            may_run
-                // Anything that may wait, for its turn, a response or credits, could wait for the
-                // very acknowledgement that this message does not ask for.
-                && !next.is_local()
-                && !next.has_response()
-                && !self.is_limited(next)
-                && !next.flags.contains(SendFlags::FENCE)
-        })
+            // Anything that may wait, for its turn, a response or credits, could wait for the
+            // very acknowledgement that this message does not ask for.
+            if !may_run || next.has_response() || self.is_limited(next) {
+                return false;
+            }
+            let is_fenced = next.flags.contains(SendFlags::FENCE);
+            if !next.is_local() {
+                return !is_fenced;
+            }
+            if next.phase == Phase::Posted && (is_fenced || self.awaits_others(at, next)) {
+                return false;
+            }
+            at += 1;
+        }
+        false
     }
 
     /// Puts `len` bytes of the current request's data, from `offset` on, into `tx`.

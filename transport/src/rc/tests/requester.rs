@@ -566,27 +566,66 @@ fn registrations_run_in_order() {
     rig.post(3, SendOp::Send, 4);
     rig.post(4, SendOp::LocalInv(key), 0);
     rig.post(5, SendOp::Send, 4);
+    // Neither waits for what is in flight, which does not need the key: one acknowledgement is
+    // asked for.
+    let (first, third) = (SQ_PSN, SQ_PSN + 2);
     assert_eq!(
-        rig.sent_brief().len(),
-        2,
-        "the invalidation waits for what may need the key"
+        rig.sent_brief(),
+        [(0x04, first), (0x04, first + 1), (0x04, third | ASKS)]
     );
-    assert!(rig.mrs.query(mr).unwrap().valid);
-    assert_eq!(rig.sends(), []);
-    rig.ack(SQ_PSN, UNLIMITED);
-    assert_eq!(rig.sends(), [(1, Success), (2, Success)]);
-    rig.ack(SQ_PSN + 1, UNLIMITED);
-    assert_eq!(rig.sends(), [(3, Success)]);
-    assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 2) | ASKS)]);
     assert!(!rig.mrs.query(mr).unwrap().valid);
+    // They complete in their turn.
+    assert_eq!(rig.sends(), []);
+    rig.ack(first, UNLIMITED);
+    assert_eq!(rig.sends(), [(1, Success), (2, Success)]);
+    rig.ack(first + 1, UNLIMITED);
     let done = rig.events();
-    assert!(matches!(done[..], [RcEvent::Send(c)] if c.opcode == WcOpcode::LocalInv));
+    assert!(
+        matches!(done[..], [RcEvent::Send(_), RcEvent::Send(c)] if c.opcode == WcOpcode::LocalInv)
+    );
     rig.post(6, SendOp::LocalInv(key), 0);
     rig.post(7, SendOp::Send, 4);
     rig.sent();
     rig.ack(SQ_PSN + 2, UNLIMITED);
     rig.sent();
     assert_eq!(rig.sends(), [(5, Success), (6, MwBindErr), (7, WrFlushErr)]);
+}
+
+#[test]
+fn an_invalidation_waits_for_requests_that_name_its_key_and_behind_a_fence_for_all() {
+    for is_fenced in [false, true] {
+        let mut rig = Rig::new();
+        let fast = rig.mrs.alloc_fast(PD, 2).unwrap();
+        let memory = rig.memory.slice(0..100).unwrap();
+        let addr = memory.addr();
+        rig.mrs.map_sg(fast.id, &[memory]).unwrap();
+        let (mr, key, access) = (fast.id, fast.rkey.next(), Access::REMOTE_READ);
+        rig.post(1, SendOp::RegMr { mr, key, access }, 0);
+        if is_fenced {
+            rig.post(2, SendOp::Send, 4);
+        } else {
+            let sges = [Sge {
+                addr,
+                length: 4,
+                lkey: LKey(key.0),
+            }];
+            let wr = SendWr::new(2, SendOp::Send, &sges).flags(SendFlags::SIGNALED);
+            rig.run(|qp, env| qp.post_send(&[wr], env)).unwrap();
+        }
+        let flags = match is_fenced {
+            true => SendFlags::SIGNALED | SendFlags::FENCE,
+            false => SendFlags::SIGNALED,
+        };
+        rig.post_flags(3, SendOp::LocalInv(key), 0, flags);
+        rig.post(4, SendOp::Send, 4);
+        // What it waits for asks for its acknowledgement.
+        assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ASKS)]);
+        assert!(rig.mrs.query(mr).unwrap().valid);
+        rig.ack(SQ_PSN, UNLIMITED);
+        assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 1) | ASKS)]);
+        assert!(!rig.mrs.query(mr).unwrap().valid);
+        assert_eq!(rig.sends(), [(1, Success), (2, Success), (3, Success)]);
+    }
 }
 
 #[test]

@@ -13,6 +13,16 @@ use crate::wire::{
     GSI_QKEY, IcrcFlow, IcrcVerifier, Operation, Packet, Qpn, Service, is_link_local,
 };
 
+/// A packet as it came in.
+struct Received<'a> {
+    src: SocketAddr,
+    bytes: &'a [u8],
+    /// A router has marked it for congestion.
+    is_marked: bool,
+    /// It follows another packet in a train.
+    follows: bool,
+}
+
 impl Nic {
     /// Takes in a datagram, or a train of them: `bytes` are packets of `segment` bytes, the last of
     /// which may be shorter.
@@ -47,9 +57,16 @@ impl Nic {
         };
         let mut is_peer = known.is_some();
         // A train of length 0 cannot be cut.
-        for packet in bytes.chunks(segment.max(1)) {
-            is_peer |= self.handle_packet(src, packet, &mut verifier, is_marked);
+        for (at, bytes) in bytes.chunks(segment.max(1)).enumerate() {
+            let received = Received {
+                src,
+                bytes,
+                is_marked,
+                follows: at > 0,
+            };
+            is_peer |= self.handle_packet(&received, &mut verifier);
         }
+        verifier.end_train();
         // Only peers are remembered, so that neither noise nor strangers fill the table. Most
         // packets of a peer teach nothing new.
         if is_peer && known != Some(verifier) {
@@ -81,13 +98,13 @@ impl Nic {
     }
 
     /// Takes in one packet; returns whether it came from the peer of a connected queue pair.
-    fn handle_packet(
-        &mut self,
-        src: SocketAddr,
-        bytes: &[u8],
-        verifier: &mut IcrcVerifier,
-        is_marked: bool,
-    ) -> bool {
+    fn handle_packet(&mut self, received: &Received<'_>, verifier: &mut IcrcVerifier) -> bool {
+        let Received {
+            src,
+            bytes,
+            is_marked,
+            ..
+        } = *received;
         self.counters.rx_packets += 1;
         self.counters.rx_bytes += bytes.len() as u64;
         let Ok(packet) = Packet::parse(bytes) else {
@@ -101,7 +118,7 @@ impl Nic {
         }
         let qpn = packet.bth.dest_qpn();
         if qpn == Qpn::GSI {
-            if self.verify(bytes, verifier) {
+            if self.verify(received, verifier) {
                 self.handle_gsi(src, &packet);
             }
             return false;
@@ -112,7 +129,7 @@ impl Nic {
             self.counters.rx_unknown_qp += 1;
             return false;
         };
-        if !self.is_from_peer(id, src, &packet) || !self.verify(bytes, verifier) {
+        if !self.is_from_peer(id, src, &packet) || !self.verify(received, verifier) {
             return false;
         }
         let now = self.now;
@@ -187,8 +204,8 @@ impl Nic {
         is_peer
     }
 
-    fn verify(&mut self, bytes: &[u8], verifier: &mut IcrcVerifier) -> bool {
-        let is_right = verifier.verify(bytes).is_ok();
+    fn verify(&mut self, received: &Received<'_>, verifier: &mut IcrcVerifier) -> bool {
+        let is_right = verifier.verify(received.bytes, received.follows).is_ok();
         if !is_right {
             self.counters.rx_icrc_errors += 1;
         }

@@ -51,6 +51,8 @@ pub(super) struct Conn<F> {
     waits_for_pool: bool,
     /// The initiator was asked to log out.
     is_leaving: bool,
+    /// It is in the list of those that may ask for something.
+    is_dirty: bool,
 }
 
 impl<F> Conn<F> {
@@ -69,7 +71,7 @@ pub(super) struct Conns<F> {
     by_cm: FnvHashMap<(usize, CmId), ConnKey>,
     by_cq: FnvHashMap<(usize, CqId), ConnKey>,
     next_serial: u64,
-    /// Connections that may ask for something; bounded by their number, with few repeats.
+    /// Connections that may ask for something; each once, or twice where its key was another's.
     dirty: VecDeque<ConnKey>,
     /// Connections whose completion queue may have completions; each once.
     ready: VecDeque<ConnKey>,
@@ -113,6 +115,7 @@ impl<F: Connection> Conns<F> {
             timer: None,
             waits_for_pool: false,
             is_leaving: false,
+            is_dirty: false,
         }));
         self.by_serial.insert(serial, key);
         if let Some((cm, cq)) = names {
@@ -194,12 +197,19 @@ impl<F: Connection> Conns<F> {
 
     /// Notes that a connection may ask for something.
     pub(super) fn mark_dirty(&mut self, key: ConnKey) {
-        self.dirty.push_back(key);
+        let conn = self.get_mut(key);
+        if conn.is_some_and(|conn| !std::mem::replace(&mut conn.is_dirty, true)) {
+            self.dirty.push_back(key);
+        }
     }
 
     /// Takes the next connection that may ask for something.
     pub(super) fn next_dirty(&mut self) -> Option<ConnKey> {
-        self.dirty.pop_front()
+        let key = self.dirty.pop_front()?;
+        if let Some(conn) = self.get_mut(key) {
+            conn.is_dirty = false;
+        }
+        Some(key)
     }
 
     /// Notes that the completion queue of a connection may have something.

@@ -189,9 +189,10 @@ impl Worker {
         let polled = self.devices[device].poll_cq(cq, CQ_BATCH, &mut completions);
         for completion in &completions {
             self.on_completion(key, completion);
-            self.drain_dirty();
         }
         self.completions = completions;
+        // At once for all: what they ask for is posted together.
+        self.drain_dirty();
         // The connection may be gone by now, and its key another's.
         if self.conns.get(key).map(Conn::serial) != serial {
             return 1;
@@ -274,12 +275,11 @@ impl Worker {
             work += 1;
             match end {
                 BlockEnd::Flush => self.report_flush(),
-                BlockEnd::Task(owner, result) => {
-                    self.on_block_done(owner, result);
-                    self.drain_dirty();
-                }
+                BlockEnd::Task(owner, result) => self.on_block_done(owner, result),
             }
         }
+        // At once for all: what they ask for is posted together.
+        self.drain_dirty();
         work += self.poll_reservations();
         // Last, when the operations that have ended have made room in the driver.
         self.blocks.retry(&mut self.ring, &self.conns);

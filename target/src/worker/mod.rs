@@ -240,7 +240,7 @@ pub struct Worker {
     ring_completions: Vec<riser_reactor::Completion>,
     slices: Vec<MemSlice>,
     /// The chain that is being posted.
-    chain: queue::Chain,
+    chains: queue::Chains,
     spinner: Spinner,
     phase: Phase,
     /// Listening sockets of iSCSI.
@@ -312,7 +312,7 @@ impl Worker {
             completions: Vec::with_capacity(CQ_BATCH),
             ring_completions: Vec::new(),
             slices: Vec::new(),
-            chain: queue::Chain::default(),
+            chains: queue::Chains::default(),
             spinner: Spinner::new(SPIN),
             phase: Phase::Serving,
             sockets: iscsi::Sockets::default(),

@@ -29,11 +29,9 @@ pub(super) struct ChainSend {
     pub(super) flags: SendFlags,
 }
 
-/// How much of a chain a device took.
+/// What a device took of a chain that it did not take in full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Posted {
-    /// All of it: its last request will complete.
-    Whole,
     /// Requests at its beginning, which may be under way, and whose end no completion reports.
     Part,
     /// Nothing.
@@ -43,13 +41,11 @@ pub(super) enum Posted {
 /// Work requests of one call.
 const POST_BATCH: usize = 16;
 
-/// The RDMA requests of a chain, as they are posted: each an operation with its scatter-gather
-/// entries. It is kept between chains, so that none allocates.
-#[derive(Debug, Default)]
-pub(super) struct Chain {
-    requests: Vec<(SendOp, Range<usize>)>,
-    sges: Vec<Sge>,
-}
+/// Chains that are posted together.
+const CHAINS: usize = 8;
+
+/// Bytes of data from which chains are not held back for others, about a datagram's.
+const CHAINS_BYTES: u64 = 64 << 10;
 
 /// A range of the initiator's memory runs past the end of the address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -59,84 +55,172 @@ pub(super) struct RangeWraps {
     len: u32,
 }
 
-impl Chain {
-    /// Takes these requests, and no others. Their local ranges lie in the pool's mapping, which the
-    /// device knows by `lkey`.
+/// Chains of one connection, which are posted together: each some RDMA requests, and a message
+/// behind them or none.
+///
+/// The requests of all of them go first, and then the messages. So packets of one length come in a
+/// row, which the network's layers carry as one, and a reliable connection still carries each
+/// message out behind the data that it is about. The memory is kept, so that no chain allocates.
+#[derive(Debug, Default)]
+pub(super) struct Chains {
+    chains: ArrayVec<Chain, CHAINS>,
+    requests: Vec<Request>,
+    sges: Vec<Sge>,
+    bytes: u64,
+}
+
+#[derive(Debug)]
+struct Chain {
+    work: Work,
+    requests: Range<usize>,
+    message: Option<ChainSend>,
+}
+
+/// An RDMA request with its scatter-gather entries.
+#[derive(Debug)]
+struct Request {
+    id: WrId,
+    op: SendOp,
+    sges: Range<usize>,
+}
+
+impl Chains {
+    /// Adds a chain, unless it names memory that cannot be; `is_full` was false. The last request
+    /// of it is signaled and bears the name of its work; those before it complete only if they
+    /// fail. The local ranges lie in the pool's mapping, which the device knows by `lkey`.
     ///
     /// The whole chain is checked before any of it is posted: the buffer of a chain that failed
     /// goes back to the pool, so no request of it may be under way.
-    pub(super) fn build(
+    pub(super) fn push(
         &mut self,
+        work: Work,
         requests: impl Iterator<Item = RdmaRequest>,
-        pool: &Memory,
-        lkey: LKey,
+        (pool, lkey): (&Memory, LKey),
+        message: Option<ChainSend>,
     ) -> Result<(), RangeWraps> {
-        self.requests.clear();
-        self.sges.clear();
+        let (first, first_sge, before) = (self.requests.len(), self.sges.len(), self.bytes);
         for request in requests {
             let RemoteAddr { addr, .. } = request.remote;
             let len = request.bytes();
             // The last byte may be the address space's last.
             if addr.checked_add(u64::from(len) - 1).is_none() {
+                self.requests.truncate(first);
+                self.sges.truncate(first_sge);
+                self.bytes = before;
                 return Err(RangeWraps { addr, len });
             }
-            let first = self.sges.len();
+            let at = self.sges.len();
             self.sges.extend(request.local.iter().map(|range| Sge {
                 addr: pool.addr() + range.start as u64,
                 length: range.len() as u32,
                 lkey,
             }));
-            let op = match request.direction {
-                Direction::FromInitiator => SendOp::Read(request.remote),
-                Direction::ToInitiator => SendOp::Write(request.remote),
-            };
-            self.requests.push((op, first..self.sges.len()));
+            self.requests.push(Request {
+                id: Work::Inner.id(),
+                op: match request.direction {
+                    Direction::FromInitiator => SendOp::Read(request.remote),
+                    Direction::ToInitiator => SendOp::Write(request.remote),
+                },
+                sges: at..self.sges.len(),
+            });
+            self.bytes += u64::from(len);
         }
+        if message.is_none()
+            && let Some(last) = self.requests[first..].last_mut()
+        {
+            last.id = work.id();
+        }
+        self.chains.push(Chain {
+            work,
+            requests: first..self.requests.len(),
+            message,
+        });
         Ok(())
     }
 
-    /// Posts the chain, and `send` behind it. The last request of all is signaled and bears `id`;
-    /// those before it complete only if they fail.
+    /// Whether the chains are to be posted before another one is added.
+    pub(super) fn is_full(&self) -> bool {
+        self.chains.is_full() || self.bytes >= CHAINS_BYTES
+    }
+
+    /// Posts the chains, and forgets them. Returns those that the device did not take in full.
     pub(super) fn post(
-        &self,
+        &mut self,
         device: &mut (dyn Device + 'static),
         qp: QpId,
-        id: WrId,
-        send: Option<&ChainSend>,
-    ) -> Posted {
-        let message = send.map(|send| {
-            [Sge {
-                addr: send.bytes.addr(),
-                length: send.bytes.len() as u32,
-                lkey: send.lkey,
-            }]
-        });
-        let last = send.zip(message.as_ref()).map(|(send, sges)| SendWr {
-            wr_id: id,
-            op: send.op,
-            sges,
-            flags: send.flags | SendFlags::SIGNALED,
-            ud: None,
-        });
-        let count = self.requests.len();
-        let mut requests = self.requests.iter().enumerate().map(|(i, (op, sges))| {
-            let is_last = last.is_none() && i + 1 == count;
-            SendWr {
-                wr_id: if is_last { id } else { Work::Inner.id() },
-                op: *op,
-                sges: &self.sges[sges.clone()],
-                flags: if is_last {
-                    SendFlags::SIGNALED
-                } else {
-                    SendFlags::empty()
-                },
-                ud: None,
+    ) -> ArrayVec<(Work, Posted), CHAINS> {
+        let taken = self.post_all(device, qp);
+        self.end(taken)
+    }
+
+    /// Forgets the chains, of which `taken` work requests were taken.
+    fn end(&mut self, taken: usize) -> ArrayVec<(Work, Posted), CHAINS> {
+        let mut messages = self.requests.len();
+        let mut failed = ArrayVec::new();
+        for chain in self.chains.drain(..) {
+            let all = if chain.message.is_some() {
+                messages += 1;
+                messages
+            } else {
+                chain.requests.end
+            };
+            if taken < all {
+                let is_begun = !chain.requests.is_empty() && chain.requests.start < taken;
+                let posted = match is_begun {
+                    true => Posted::Part,
+                    false => Posted::Nothing,
+                };
+                failed.push((chain.work, posted));
             }
+        }
+        self.requests.clear();
+        self.sges.clear();
+        self.bytes = 0;
+        failed
+    }
+
+    /// Posts as much as the device takes; returns the number of work requests that it took.
+    fn post_all(&self, device: &mut (dyn Device + 'static), qp: QpId) -> usize {
+        let messages: ArrayVec<_, CHAINS> = self
+            .chains
+            .iter()
+            .filter_map(|chain| {
+                let send = chain.message.as_ref()?;
+                let sge = Sge {
+                    addr: send.bytes.addr(),
+                    length: send.bytes.len() as u32,
+                    lkey: send.lkey,
+                };
+                Some((chain.work.id(), send.op, send.flags, [sge]))
+            })
+            .collect();
+        let requests = self.requests.iter().map(|request| {
+            // That of a chain without a message ends it.
+            let is_last = request.id != Work::Inner.id();
+            let flags = match is_last {
+                true => SendFlags::SIGNALED,
+                false => SendFlags::empty(),
+            };
+            (
+                request.id,
+                request.op,
+                flags,
+                &self.sges[request.sges.clone()],
+            )
         });
-        // The message is the last: a reliable connection carries requests out in order, so an
-        // initiator that has it has the data that were written before.
-        let mut all = requests.by_ref().chain(last);
-        let mut is_begun = false;
+        let messages = messages
+            .iter()
+            .map(|(id, op, flags, sge)| (*id, *op, *flags | SendFlags::SIGNALED, &sge[..]));
+        let mut all = requests
+            .chain(messages)
+            .map(|(wr_id, op, flags, sges)| SendWr {
+                wr_id,
+                op,
+                sges,
+                flags,
+                ud: None,
+            });
+        let mut taken = 0;
         // In batches, since the list lies on the stack: nothing is allocated for a command. It is
         // filled where it lies: one that is collected is moved there, with the room that it does
         // not use.
@@ -145,17 +229,14 @@ impl Chain {
             batch.clear();
             batch.extend(all.by_ref().take(POST_BATCH));
             if batch.is_empty() {
-                return Posted::Whole;
+                return taken;
             }
             if let Err(error) = device.post_send(qp, &batch) {
-                is_begun |= error.index > 0;
-                tracing::warn!(%error, is_begun, "a chain was not taken");
-                return match is_begun {
-                    true => Posted::Part,
-                    false => Posted::Nothing,
-                };
+                taken += error.index;
+                tracing::warn!(%error, taken, "a chain was not taken");
+                return taken;
             }
-            is_begun = true;
+            taken += batch.len();
         }
     }
 }
@@ -171,7 +252,7 @@ impl Worker {
     ) -> usize {
         let mut taken = 0;
         for batch in receives.chunks(RECV_BATCH) {
-            // Filled where they lie, as in `Chain::post`.
+            // Filled where they lie, as in `Chains::post_all`.
             let mut sges = ArrayVec::<[Sge; 1], RECV_BATCH>::new();
             sges.extend(batch.iter().map(|(_, slot)| {
                 [Sge {
@@ -232,6 +313,7 @@ impl Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fabric::TaskIdx;
 
     const LEN: u32 = 512;
 
@@ -244,23 +326,77 @@ mod tests {
         }
     }
 
-    /// Builds a chain of writes to these addresses.
-    fn build(chain: &mut Chain, to: &[u64]) -> Result<(), RangeWraps> {
+    /// Adds a chain of writes to these addresses.
+    fn push(chains: &mut Chains, to: &[u64]) -> Result<(), RangeWraps> {
         let pool = Memory::new(4096).unwrap();
-        chain.build(to.iter().map(|addr| write_to(*addr)), &pool, LKey(3))
+        let writes = to.iter().map(|addr| write_to(*addr));
+        let send = ChainSend {
+            bytes: pool.slice(0..64).unwrap(),
+            lkey: LKey(4),
+            op: SendOp::Send,
+            flags: SendFlags::empty(),
+        };
+        let task = TaskIdx(chains.chains.len() as u16);
+        chains.push(Work::Post(task), writes, (&pool, LKey(3)), Some(send))
     }
 
     #[test]
     fn a_remote_range_may_end_with_the_address_space_and_not_beyond() {
         let last = u64::MAX - u64::from(LEN) + 1;
-        let mut chain = Chain::default();
-        build(&mut chain, &[0, last]).unwrap();
-        assert_eq!(chain.requests.len(), 2);
+        let mut chains = Chains::default();
+        push(&mut chains, &[0, last]).unwrap();
+        assert_eq!(chains.requests.len(), 2);
         let addr = last + 1;
-        let refused = build(&mut chain, &[0, 4096, addr]).unwrap_err();
+        let refused = push(&mut chains, &[0, 4096, addr]).unwrap_err();
         assert_eq!(refused, RangeWraps { addr, len: LEN });
-        // What a refused chain has left is not in the next one.
-        build(&mut chain, &[4096]).unwrap();
-        assert_eq!((chain.requests.len(), chain.sges.len()), (1, 1));
+        // What a refused chain has left is not posted with the others.
+        push(&mut chains, &[4096]).unwrap();
+        let counts = (
+            chains.chains.len(),
+            chains.requests.len(),
+            chains.sges.len(),
+        );
+        assert_eq!((counts, chains.bytes), ((2, 3, 3), 3 * u64::from(LEN)));
+    }
+
+    #[test]
+    fn chains_are_posted_together_up_to_a_number_and_a_length() {
+        let mut chains = Chains::default();
+        for _ in 0..CHAINS {
+            assert!(!chains.is_full());
+            push(&mut chains, &[]).unwrap();
+        }
+        assert!(chains.is_full());
+        let mut chains = Chains::default();
+        push(&mut chains, &[0; CHAINS_BYTES as usize / LEN as usize]).unwrap();
+        assert!(chains.is_full());
+    }
+
+    #[test]
+    fn a_chain_that_was_not_taken_in_full_may_have_begun() {
+        use Posted::{Nothing, Part};
+        let (first, second, third) = (TaskIdx(0), TaskIdx(1), TaskIdx(2));
+        let left = [
+            vec![(first, Nothing), (second, Nothing), (third, Nothing)],
+            vec![(first, Part), (second, Nothing), (third, Nothing)],
+            vec![(first, Part), (second, Nothing), (third, Nothing)],
+            // The third has no message: its last request ends it.
+            vec![(first, Part), (second, Nothing)],
+            vec![(second, Nothing)],
+            vec![],
+        ];
+        for (taken, left) in left.into_iter().enumerate() {
+            let mut chains = Chains::default();
+            push(&mut chains, &[0, 0]).unwrap();
+            push(&mut chains, &[]).unwrap();
+            let pool = Memory::new(4096).unwrap();
+            let fetch = std::iter::once(write_to(0));
+            chains
+                .push(Work::Post(third), fetch, (&pool, LKey(3)), None)
+                .unwrap();
+            let left = left.into_iter().map(|(task, p)| (Work::Post(task), p));
+            assert!(chains.end(taken).into_iter().eq(left), "{taken} taken");
+            assert!(chains.chains.is_empty() && chains.requests.is_empty());
+        }
     }
 }

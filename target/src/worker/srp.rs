@@ -13,7 +13,7 @@ use super::conns::ConnKey;
 use super::fabrics::{Fabric, Input, SrpConn};
 use super::login_log::Reason;
 use super::mail::SessionInfo;
-use super::queue::{ChainSend, Posted, RECV_BATCH, Receive};
+use super::queue::{ChainSend, Chains, Posted, RECV_BATCH, Receive};
 use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError};
 use super::work::Work;
 use crate::audit::Who;
@@ -325,9 +325,12 @@ impl Worker {
     /// Carries out the actions of a channel.
     pub(super) fn pump_srp(&mut self, key: ConnKey) {
         let mut receives = ArrayVec::<RecvIdx, RECV_BATCH>::new();
+        let mut chains = std::mem::take(&mut self.chains);
         let mut released = false;
         // The connection is looked up for each action: carrying one out may have removed it.
-        // Receives are gathered, since a post of several costs about as much as one of one.
+        // Receives and chains are gathered, since a post of several costs about as much as one of
+        // one. Receives go first: an answer gives the initiator credit for a request, which needs
+        // one.
         while let Some(conn) = self.conns.srp_mut(key) {
             let Some(action) = conn.channel.poll_action() else {
                 break;
@@ -339,7 +342,13 @@ impl Worker {
                         self.post_srp_receives(key, &mut receives);
                     }
                 }
-                Action::Post { task, send } => self.post_srp(key, task, send),
+                Action::Post { task, send } => {
+                    self.add_srp_chain(key, task, send, &mut chains);
+                    if chains.is_full() {
+                        self.post_srp_receives(key, &mut receives);
+                        self.post_srp_chains(key, &mut chains);
+                    }
+                }
                 Action::Task(action) => self.carry_out_task(key, action),
                 Action::NotifyEstablished => self.notify_established(key),
                 Action::Probe => {
@@ -348,22 +357,27 @@ impl Worker {
                         self.with_srp(key, |ch, cx| ch.handle_probed(cx, false));
                     }
                 }
-                Action::Disconnect => self.disconnect(key),
+                Action::Disconnect => {
+                    // The drain marker has to be behind all that was posted.
+                    self.post_srp_chains(key, &mut chains);
+                    self.disconnect(key);
+                }
                 Action::Release => {
                     released = true;
                     break;
                 }
             }
         }
+        self.post_srp_receives(key, &mut receives);
+        self.post_srp_chains(key, &mut chains);
+        self.chains = chains;
         if released {
             self.release(key);
-            return;
         }
-        self.post_srp_receives(key, &mut receives);
     }
 
     fn post_srp_receives(&mut self, key: ConnKey, receives: &mut ArrayVec<RecvIdx, RECV_BATCH>) {
-        let Some(conn) = self.conns.srp(key) else {
+        let Some(conn) = self.conns.srp(key).filter(|_| !receives.is_empty()) else {
             return;
         };
         let named = |recv: &RecvIdx| (Work::Recv(*recv).id(), conn.channel.receive_slot(*recv));
@@ -379,14 +393,17 @@ impl Worker {
         }
     }
 
-    /// Posts a chain: RDMA requests and a message, in one go.
-    fn post_srp(&mut self, key: ConnKey, task: TaskIdx, send: Option<SendIu>) {
+    /// Adds a chain to those that are posted next: RDMA requests and a message.
+    fn add_srp_chain(
+        &mut self,
+        key: ConnKey,
+        task: TaskIdx,
+        send: Option<SendIu>,
+        chains: &mut Chains,
+    ) {
         let Some(conn) = self.conns.srp(key) else {
             return;
         };
-        let requests = conn.channel.requests(task);
-        let (pool, lkey) = (self.pool.memory(), conn.rdma.hardware.pool_key);
-        let built = self.chain.build(requests, pool, lkey);
         let slot = conn.channel.send_slot(task);
         let send = send.map(|iu| ChainSend {
             bytes: slot
@@ -400,22 +417,31 @@ impl Worker {
                 SendFlags::empty()
             },
         });
-        let (qp, id) = (conn.rdma.hardware.qp, Work::Post(task).id());
+        let requests = conn.channel.requests(task);
+        let pool = (self.pool.memory(), conn.rdma.hardware.pool_key);
         // The initiator chooses the addresses. Of a chain with one that cannot be, nothing is
         // posted, and the channel ends.
-        let posted = match built {
-            Ok(()) => self
-                .chain
-                .post(&mut self.devices[conn.rdma.device], qp, id, send.as_ref()),
-            Err(error) => {
-                tracing::debug!(%error, "a descriptor names no memory");
-                Posted::Nothing
-            }
+        if let Err(error) = chains.push(Work::Post(task), requests, pool, send) {
+            tracing::debug!(%error, "a descriptor names no memory");
+            self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false));
+        }
+    }
+
+    fn post_srp_chains(&mut self, key: ConnKey, chains: &mut Chains) {
+        let Some(conn) = self.conns.srp(key) else {
+            return;
         };
-        match posted {
-            Posted::Whole => {}
-            Posted::Part => self.end_torn_chain(key, Work::Torn(task)),
-            Posted::Nothing => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false)),
+        let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
+        for (work, posted) in chains.post(&mut self.devices[device], qp) {
+            let Work::Post(task) = work else {
+                unreachable!("a channel's chain")
+            };
+            match posted {
+                Posted::Part => self.end_torn_chain(key, Work::Torn(task)),
+                Posted::Nothing => {
+                    self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false));
+                }
+            }
         }
     }
 

@@ -17,7 +17,7 @@ use riser_transport::verbs::{Completion, RKey, SendFlags, SendOp};
 use super::Worker;
 use super::conns::{Conn, ConnKey, Conns};
 use super::fabrics::{Fabric, Input};
-use super::queue::{ChainSend, Posted, Receive};
+use super::queue::{ChainSend, Chains, Posted, Receive};
 use super::work::Work;
 use crate::iscsi::Action;
 use crate::iser::{ChainIdx, ConnState, IserAction, Post, RxIdx};
@@ -112,13 +112,12 @@ impl Worker {
     /// Posts chains as far as there is room for them.
     fn post_iser_chains(&mut self, key: ConnKey) {
         let mut post = std::mem::take(&mut self.iser.post);
+        let mut chains = std::mem::take(&mut self.chains);
         while let Some(conn) = self.conns.iser_mut(key) {
             if !conn.channel.poll_post(self.now, &mut post) {
                 break;
             }
-            let has_others = conn.channel.outstanding() > 1;
-            let (pool, lkey) = (self.pool.memory(), conn.rdma.hardware.pool_key);
-            let built = self.chain.build(post.requests.drain(..), pool, lkey);
+            let pool = (self.pool.memory(), conn.rdma.hardware.pool_key);
             let send = post.send.take().map(|send| ChainSend {
                 bytes: send.bytes,
                 lkey: conn.rdma.hardware.send_key,
@@ -128,30 +127,49 @@ impl Worker {
                 },
                 flags: SendFlags::SOLICITED,
             });
-            let (qp, id) = (conn.rdma.hardware.qp, Work::IserPost(post.chain).id());
+            let work = Work::IserPost(post.chain);
             // The initiator chooses the addresses. Of a chain with one that cannot be, nothing is
             // posted, and the connection ends.
-            let posted = match built {
-                Ok(()) => {
-                    self.chain
-                        .post(&mut self.devices[conn.rdma.device], qp, id, send.as_ref())
-                }
-                Err(error) => {
-                    tracing::debug!(%error, "a descriptor names no memory");
-                    Posted::Nothing
-                }
-            };
-            match posted {
-                Posted::Whole => {}
-                Posted::Part => self.end_torn_chain(key, Work::IserTorn(post.chain)),
-                // An earlier portion of the same transfer may be under way in the same buffer.
-                Posted::Nothing if has_others => {
-                    self.end_torn_chain(key, Work::IserTorn(post.chain));
-                }
-                Posted::Nothing => self.on_iser_posted(key, post.chain, false),
+            if let Err(error) = chains.push(work, post.requests.drain(..), pool, send) {
+                tracing::debug!(%error, "a descriptor names no memory");
+                self.post_iser(key, &mut chains);
+                self.on_iser_unposted(key, post.chain);
+            } else if chains.is_full() {
+                self.post_iser(key, &mut chains);
             }
         }
+        self.post_iser(key, &mut chains);
+        self.chains = chains;
         self.iser.post = post;
+    }
+
+    fn post_iser(&mut self, key: ConnKey, chains: &mut Chains) {
+        let Some(conn) = self.conns.iser(key) else {
+            return;
+        };
+        let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
+        for (work, posted) in chains.post(&mut self.devices[device], qp) {
+            let Work::IserPost(chain) = work else {
+                unreachable!("a chain of iSER")
+            };
+            match posted {
+                Posted::Part => self.end_torn_chain(key, Work::IserTorn(chain)),
+                Posted::Nothing => self.on_iser_unposted(key, chain),
+            }
+        }
+    }
+
+    /// Nothing of a chain was posted.
+    fn on_iser_unposted(&mut self, key: ConnKey, chain: ChainIdx) {
+        let Some(conn) = self.conns.iser(key) else {
+            return;
+        };
+        // An earlier portion of the same transfer may be under way in the same buffer.
+        if conn.channel.outstanding() > 1 {
+            self.end_torn_chain(key, Work::IserTorn(chain));
+        } else {
+            self.on_iser_posted(key, chain, false);
+        }
     }
 
     /// A completion of a connection's queue.

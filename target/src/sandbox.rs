@@ -66,6 +66,7 @@ pub enum SandboxError {
 ///
 /// What cannot be given up is an error in the log, and no reason not to serve.
 pub fn confine(takes_over: bool) {
+    outlive_file_limits();
     if takes_over {
         if !is_confined() {
             tracing::warn!("the program before had no sandbox; the next restart enters it");
@@ -78,6 +79,14 @@ pub fn confine(takes_over: bool) {
             Err(error) => tracing::error!(%error, "serving with less of a sandbox"),
         }
     }
+}
+
+/// Has a write beyond the largest file that the process may have (`ulimit -f`) fail with `EFBIG`,
+/// as one command of one disk, instead of ending the daemon by a signal.
+#[allow(unsafe_code, reason = "signal(2)")]
+fn outlive_file_limits() {
+    // SAFETY: no handler is installed.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
 /// Gives up what is not needed, for this process and all that it executes.

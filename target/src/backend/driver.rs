@@ -149,6 +149,10 @@ const ZEROES: usize = 64 << 10;
 /// Interval at which requests are tried again that a fault on purpose holds.
 const HELD: Duration = Duration::from_millis(2);
 
+/// Length of the longest read or write that is carried out in the call that begins it, in bytes, on
+/// a file in memory. Meanwhile the worker serves nobody else.
+const AT_ONCE: u64 = 128 << 10;
+
 /// Bytes of memory that one request zeroes or frees before others are served.
 const RAM_PIECE: u64 = 4 << 20;
 
@@ -649,6 +653,7 @@ impl Driver {
             align,
             device,
             unit,
+            in_memory,
         } = &attached.store.medium
         else {
             unreachable!("only files reach the ring");
@@ -701,6 +706,18 @@ impl Driver {
                 let list = memory
                     .as_ref()
                     .map_or(&request.window[..], std::slice::from_ref);
+                // A copy that takes no longer than its way through the ring, where the kernel
+                // has a thread of its own do a write.
+                if *in_memory && len <= AT_ONCE {
+                    let is_durable = durable == Durability::Durable;
+                    let moved = match request.op {
+                        BlockOp::Read { .. } => sys::read_now(file, at, list),
+                        _ => sys::write_now(file, at, list, is_durable),
+                    };
+                    if let Some(moved) = moved {
+                        return self.on_result(ring, index, moved);
+                    }
+                }
                 match request.op {
                     BlockOp::Read { .. } => ring.submit_read(handle, at, list, token),
                     _ => ring.submit_write(handle, at, list, durable, token),

@@ -56,6 +56,8 @@ pub(super) enum Medium {
         device: bool,
         /// Least that it zeroes and frees, in bytes.
         unit: u64,
+        /// Its file system keeps it in memory.
+        in_memory: bool,
     },
     /// Memory of this process.
     Ram(Arc<Ram>),
@@ -385,16 +387,21 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         align,
         device,
         unit: if device { SECTOR } else { 1 },
+        // A simulation decides when its operations end.
+        in_memory: false,
     };
     Ok((medium, geometry))
 }
 
 /// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.
 fn medium(file: File, align: Option<Align>, logical_block: Option<u32>) -> Medium {
+    let device = logical_block.is_some();
     Medium::File {
+        // The special file of a device may lie on a file system in memory.
+        in_memory: !device && sys::is_in_memory(file.as_fd()),
         file: OwnedFd::from(file).into(),
         align,
-        device: logical_block.is_some(),
+        device,
         unit: logical_block.map_or(1, |bytes| u64::from(bytes.max(1))),
     }
 }

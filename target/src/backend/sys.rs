@@ -3,7 +3,10 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use arrayvec::ArrayVec;
 use nix::fcntl::{FcntlArg, fcntl};
+use riser_memory::MemSlice;
+use riser_memory::sys::{self, ReceivePiece, SendPiece};
 use riser_reactor::Handle;
 use riser_reactor::simulated::{Disk, Object};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags};
@@ -202,7 +205,56 @@ pub(super) fn extent(file: &Handle, offset: u64, len: u64) -> io::Result<(bool, 
     }
 }
 
+/// Pieces of a list that is read or written at once.
+const PIECES: usize = 32;
+
+/// Whether reads and writes of an open file are copies in memory, and wait for no medium, at least
+/// as long as nothing of it was swapped out.
+pub(super) fn is_in_memory(fd: BorrowedFd<'_>) -> bool {
+    rustix::fs::fstatfs(fd)
+        .is_ok_and(|system| [libc::TMPFS_MAGIC, RAMFS_MAGIC].contains(&system.f_type))
+}
+
+/// `RAMFS_MAGIC` of `linux/magic.h`.
+const RAMFS_MAGIC: libc::c_long = 0x8584_58f6;
+
+/// Reads into the pieces, in order, in this call; returns the number of bytes, or the error number.
+/// `None` for a list that is too long.
+pub(super) fn read_now(
+    file: &Handle,
+    offset: u64,
+    into: &[MemSlice],
+) -> Option<Result<usize, i32>> {
+    let fd = file.fd().filter(|_| into.len() <= PIECES)?;
+    let mut pieces: ArrayVec<_, PIECES> = into.iter().map(ReceivePiece::from).collect();
+    Some(until_done(|| sys::read_pieces_at(fd, &mut pieces, offset)))
+}
+
+/// As [`read_now`], for a write.
+pub(super) fn write_now(
+    file: &Handle,
+    offset: u64,
+    from: &[MemSlice],
+    durable: bool,
+) -> Option<Result<usize, i32>> {
+    let fd = file.fd().filter(|_| from.len() <= PIECES)?;
+    let pieces: ArrayVec<_, PIECES> = from.iter().map(SendPiece::from).collect();
+    Some(until_done(|| {
+        sys::write_pieces_at(fd, &pieces, offset, durable)
+    }))
+}
+
+/// Repeats a call that a signal interrupted.
+fn until_done(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, i32> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO)),
+        }
+    }
+}
+
 /// Reads one block to see whether direct I/O really works.
-pub(super) fn probe_read(fd: BorrowedFd<'_>, block: &riser_memory::MemSlice) -> io::Result<()> {
-    riser_memory::sys::read_at(fd, block, 0).map(drop)
+pub(super) fn probe_read(fd: BorrowedFd<'_>, block: &MemSlice) -> io::Result<()> {
+    sys::read_at(fd, block, 0).map(drop)
 }

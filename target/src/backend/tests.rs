@@ -488,6 +488,32 @@ fn data_survives_closing_and_the_file_holds_plain_bytes() {
 }
 
 #[test]
+fn a_file_in_memory_is_read_and_written_in_the_call() {
+    let place = Path::new("/dev/shm");
+    if !place.is_dir() {
+        return skip("files in memory", "there is no /dev/shm");
+    }
+    let dir = Dir::new(place, "at-once");
+    let store = Store::open(&spec(file(dir.file("lun"), 1 << 20))).unwrap();
+    let mut rig = Rig::new(store);
+    let m = Memory::new(512 << 10).unwrap();
+    m.fill(0, 512 << 10, 0x42);
+    let whole = [m.whole()];
+    let mut in_ring = |op, user| {
+        rig.submit(op, &whole, user);
+        let in_ring = rig.ring.in_flight();
+        assert_eq!(rig.wait(1)[0].result, StepResult::Done, "{op:?}");
+        in_ring
+    };
+    assert_eq!(in_ring(write(4096, 128 << 10), 1), 0);
+    assert_eq!(in_ring(read(4096, 128 << 10), 2), 0);
+    // The worker serves others meanwhile.
+    assert_eq!(in_ring(write(0, 256 << 10), 3), 1);
+    let flush = BlockOp::Flush { offset: 0, len: 0 };
+    assert_eq!(in_ring(flush, 4), 1);
+}
+
+#[test]
 fn holes_are_reported_and_discards_make_them() {
     for place in places() {
         let dir = Dir::new(&place, "holes");

@@ -183,8 +183,19 @@ const RETRY: Duration = Duration::from_millis(500);
 /// The top byte of the tokens of watched descriptors; the driver has another.
 const WATCH: u64 = 2 << 56;
 
-fn watch_token(device: usize) -> Token {
-    Token(WATCH | device as u64)
+/// A descriptor of a device, which ends the worker's sleep when it becomes readable.
+struct Watch {
+    /// Never used twice, so that the end of one is not taken for that of another.
+    number: u64,
+    device: usize,
+    handle: Handle,
+    is_armed: bool,
+}
+
+impl Watch {
+    fn token(&self) -> Token {
+        Token(WATCH | self.number)
+    }
 }
 
 /// A worker's devices, by number: their slots, which are the same for all workers. Indexing is for
@@ -193,8 +204,9 @@ fn watch_token(device: usize) -> Token {
 #[derive(Default)]
 pub(super) struct Devices {
     slots: Vec<Slot>,
-    /// Devices whose descriptors are to be watched again.
-    unwatched: Vec<usize>,
+    watches: Vec<Watch>,
+    /// Watches that there ever were.
+    watched: u64,
 }
 
 struct Slot {
@@ -226,6 +238,10 @@ impl Slot {
 
     fn is_vacant(&self) -> bool {
         matches!(self.state, State::Vacant)
+    }
+
+    fn is_open(&self) -> bool {
+        matches!(self.state, State::Open { is_gone: false, .. })
     }
 }
 
@@ -273,8 +289,11 @@ impl Devices {
     pub(super) fn new(devices: Vec<Box<dyn Device>>) -> Result<Self, VerbsError> {
         let slots = devices.into_iter().map(Slot::open);
         let slots = slots.collect::<Result<_, _>>()?;
-        let unwatched = Vec::new();
-        Ok(Self { slots, unwatched })
+        Ok(Self {
+            slots,
+            watches: Vec::new(),
+            watched: 0,
+        })
     }
 
     /// Puts a device into a vacant slot.
@@ -324,7 +343,7 @@ impl Devices {
 
     /// Whether a device works.
     pub(super) fn is_open(&self, device: usize) -> bool {
-        matches!(self.slots[device].state, State::Open { is_gone: false, .. })
+        self.slots[device].is_open()
     }
 
     /// Whether a device was taken away and is not closed yet.
@@ -489,69 +508,70 @@ impl Devices {
         }
     }
 
-    /// Watches the descriptors of a device. Where the ring has no slot for that, it is watched as
-    /// soon as there is one.
+    /// Has the descriptors of a device watched from the next sleep on.
     ///
     /// # Errors
-    /// The ring is of no further use.
-    pub(super) fn watch(&mut self, ring: &mut Ring, device: usize) -> Result<(), RingError> {
+    /// The process may open no more descriptors.
+    pub(super) fn watch(&mut self, device: usize) -> std::io::Result<()> {
+        let mut watches = Vec::new();
         for fd in self[device].event_fds() {
             // A duplicate, since the ring may hold it for longer than the device lives.
-            let fd = fd.try_clone_to_owned().map_err(RingError::Enter)?;
-            let handle = Handle::new(fd);
-            match ring.submit_poll(&handle, libc::POLLIN, watch_token(device)) {
-                Ok(()) => {}
-                Err(SubmitError::Full) => {
-                    // `renew_watches` begins with the first descriptor once more, and cancels
-                    // first what is watched already.
-                    self.unwatched.push(device);
-                    return Ok(());
-                }
-                Err(error) => return Err(RingError::Enter(std::io::Error::other(error))),
-            }
+            watches.push(Watch {
+                number: self.watched + watches.len() as u64,
+                device,
+                handle: Handle::new(fd.try_clone_to_owned()?),
+                is_armed: false,
+            });
         }
+        self.watched += watches.len() as u64;
+        self.watches.extend(watches);
         Ok(())
     }
 
     /// Stops watching a device. A process that holds a descriptor of an RDMA device keeps the
     /// kernel from taking it away.
     pub(super) fn unwatch(&mut self, ring: &mut Ring, device: usize) {
-        if let Err(error) = ring.cancel(watch_token(device)) {
-            tracing::warn!(%error, "a device's descriptors stay open");
+        for watch in self.watches.extract_if(.., |watch| watch.device == device) {
+            if watch.is_armed
+                && let Err(error) = ring.cancel(watch.token())
+            {
+                tracing::warn!(%error, "a device's descriptor stays open");
+            }
         }
     }
 
-    /// Watches devices again whose watch has ended.
+    /// Has the descriptors of all devices end the sleep that follows; false where the ring has no
+    /// room for that.
+    ///
+    /// Only before a sleep, and once: while it is watched, each packet that arrives costs its
+    /// sender a wake-up, although a worker that is awake looks for packets in any case.
     ///
     /// # Errors
-    /// As [`Devices::watch`].
-    pub(super) fn renew_watches(&mut self, ring: &mut Ring) -> Result<(), RingError> {
-        let mut unwatched = std::mem::take(&mut self.unwatched);
-        unwatched.dedup();
-        for device in unwatched {
-            // The descriptors of a device that is gone are always readable.
-            if self.is_open(device) {
-                self.unwatch(ring, device);
-                self.watch(ring, device)?;
+    /// The ring is of no further use.
+    pub(super) fn arm_watches(&mut self, ring: &mut Ring) -> Result<bool, RingError> {
+        let (slots, watches) = (&self.slots, &mut self.watches);
+        // The descriptors of a device that is gone are always readable.
+        let is_open = |device: usize| slots[device].is_open();
+        for watch in watches
+            .iter_mut()
+            .filter(|w| !w.is_armed && is_open(w.device))
+        {
+            match ring.submit_poll_once(&watch.handle, libc::POLLIN, watch.token()) {
+                Ok(()) => watch.is_armed = true,
+                Err(SubmitError::Full) => return Ok(false),
+                Err(error) => return Err(RingError::Enter(std::io::Error::other(error))),
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Takes a completion of the ring. It may say that a device has something, which the next round
-    /// looks for in any case; the device is watched again where that ended.
+    /// looks for in any case.
     pub(super) fn on_watch(&mut self, completion: &Completion) {
-        // A watch that was cancelled was ended by us. Others end where the kernel could not report
-        // an event.
-        let is_end = !completion.more && completion.result != -libc::ECANCELED;
-        if completion.token.0 & (0xff << 56) == WATCH && is_end {
-            self.unwatched.push((completion.token.0 & 0xffff) as usize);
+        let ended = |watch: &&mut Watch| watch.token() == completion.token;
+        if let Some(watch) = self.watches.iter_mut().find(ended) {
+            watch.is_armed = false;
         }
-    }
-
-    /// Whether every device is watched that is to be.
-    pub(super) fn is_watched(&self) -> bool {
-        self.unwatched.is_empty()
     }
 }
 
@@ -575,6 +595,10 @@ impl IndexMut<usize> for Devices {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    use riser_reactor::RingConfig;
     use riser_transport::loopback::{Fabric, FabricConfig};
 
     use super::*;
@@ -586,15 +610,6 @@ mod tests {
 
     fn addr(host: u8) -> IpAddr {
         IpAddr::from([10, 0, 0, host])
-    }
-
-    fn end_of_watch(device: usize, result: i32) -> Completion {
-        Completion {
-            token: watch_token(device),
-            result,
-            more: false,
-            socket: None,
-        }
     }
 
     #[test]
@@ -616,17 +631,34 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_that_has_ended_is_renewed_unless_we_ended_it() {
-        let mut devices = devices(&Fabric::new(FabricConfig::default()), &[1, 2]);
-        devices.on_watch(&end_of_watch(0, -libc::ECANCELED));
-        assert!(devices.is_watched());
-        let still = Completion {
-            more: true,
-            ..end_of_watch(0, 1)
-        };
-        devices.on_watch(&still);
-        assert!(devices.is_watched());
-        devices.on_watch(&end_of_watch(1, 1));
-        assert_eq!(devices.unwatched, [1]);
+    fn a_watch_ends_one_sleep_and_is_armed_for_the_next() {
+        let mut devices = devices(&Fabric::new(FabricConfig::default()), &[1]);
+        let (mut peer, watched) = UnixStream::pair().unwrap();
+        devices.watches.push(Watch {
+            number: 0,
+            device: 0,
+            handle: Handle::new(watched.into()),
+            is_armed: false,
+        });
+        let mut ring = Ring::new(RingConfig::default()).unwrap();
+        // As often as it is asked for.
+        for _ in 0..2 {
+            assert!(devices.arm_watches(&mut ring).unwrap());
+        }
+        assert_eq!(ring.in_flight(), 1);
+        let mut completions = Vec::new();
+        for written in 1..3 {
+            peer.write_all(&[0]).unwrap();
+            ring.park(None).unwrap();
+            ring.reap(&mut completions).unwrap();
+            assert_eq!((completions.len(), ring.in_flight()), (written, 0));
+            devices.on_watch(&completions[written - 1]);
+            assert!(devices.arm_watches(&mut ring).unwrap());
+        }
+        assert_eq!(ring.in_flight(), 1);
+        devices.unwatch(&mut ring, 0);
+        ring.park(None).unwrap();
+        ring.reap(&mut completions).unwrap();
+        assert_eq!((ring.in_flight(), devices.watches.len()), (0, 0));
     }
 }

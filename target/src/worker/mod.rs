@@ -328,7 +328,6 @@ impl Worker {
         let Self {
             portals,
             devices,
-            ring,
             catalog,
             ..
         } = &mut worker;
@@ -338,7 +337,7 @@ impl Worker {
         portals.check_devices(devices, catalog)?;
         let mut unserved = Vec::new();
         for device in 0..devices.len() {
-            unserved.extend(portals.serve_on(ring, devices, device, catalog)?);
+            unserved.extend(portals.serve_on(devices, device, catalog)?);
         }
         // Last: from here on connections are accepted, which an error of a later step would cut.
         worker.sockets.add(&mut worker.ring, now, sockets);
@@ -380,7 +379,6 @@ impl Worker {
         work += self.poll_blocks()?;
         // After the ring was reaped, which frees the slots that these connections wait for.
         self.poll_stalled();
-        self.devices.renew_watches(&mut self.ring)?;
         work += self.poll_mail();
         // Here and not before a park only: a worker that is never idle never parks.
         self.outbox.retry();

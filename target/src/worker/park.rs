@@ -17,12 +17,15 @@ impl Worker {
         match next {
             Next::Poll => {}
             Next::Park(timeout) => {
-                // Nothing wakes the worker for these: descriptors without a watch, completion
-                // queues with more than a batch, memory that has come back, and mail that a full
-                // mailbox has refused.
-                let is_watched = self.devices.is_watched();
+                // Nothing wakes the worker for these: completion queues with more than a batch,
+                // memory that has come back, and mail that a full mailbox has refused. Nor for
+                // descriptors for which the ring has no room.
                 let is_due = self.conns.ready() > 0 || self.pool.has_change();
-                if self.exiting || !is_watched || is_due || self.outbox.waiting() > 0 {
+                if self.exiting
+                    || is_due
+                    || self.outbox.waiting() > 0
+                    || !self.devices.arm_watches(&mut self.ring)?
+                {
                     return Ok(Next::Poll);
                 }
                 self.parks += 1;

@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_reactor::Ring;
+use riser_reactor::{Ring, RingError};
 use riser_transport::verbs::{CmId, VerbsError};
 
 use super::WorkerError;
@@ -118,7 +118,7 @@ impl Portals {
             listeners: Vec::new(),
             sockets: stage.sockets,
         };
-        let result = self.acquire(ring, devices, served, stage.devices, &mut staged);
+        let result = self.acquire(devices, served, stage.devices, &mut staged);
         self.staged = Some(staged);
         if result.is_err() {
             self.unstage(ring, devices);
@@ -128,7 +128,6 @@ impl Portals {
 
     fn acquire(
         &self,
-        ring: &mut Ring,
         devices: &mut Devices,
         served: &Catalog,
         opened: Vec<(usize, Opened)>,
@@ -141,7 +140,8 @@ impl Portals {
             };
             devices.put(slot, device.into_device()).map_err(error)?;
             staged.devices.push(slot);
-            devices.watch(ring, slot).map_err(WorkerError::Ring)?;
+            let watched = devices.watch(slot).map_err(RingError::Enter);
+            watched.map_err(WorkerError::Ring)?;
         }
         self.check_devices(devices, &staged.catalog)?;
         let mut unserved = Vec::new();
@@ -272,16 +272,14 @@ impl Portals {
     /// The device cannot be watched; nothing is served on it then.
     pub(super) fn serve_on(
         &mut self,
-        ring: &mut Ring,
         devices: &mut Devices,
         device: usize,
         catalog: &Catalog,
     ) -> Result<Vec<Unserved>, WorkerError> {
         let unserved = self.listen_on(devices, device, catalog);
-        if let Err(error) = devices.watch(ring, device) {
-            devices.unwatch(ring, device);
+        if let Err(error) = devices.watch(device) {
             self.listeners.forget(device);
-            return Err(error.into());
+            return Err(RingError::Enter(error).into());
         }
         self.start_discovery(devices, device, catalog);
         Ok(unserved)

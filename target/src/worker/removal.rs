@@ -74,8 +74,8 @@ impl Worker {
 
     fn come_back(&mut self, device: usize) {
         let addr = self.devices.addr(device);
-        let (ring, devices) = (&mut self.ring, &mut self.devices);
-        match self.portals.serve_on(ring, devices, device, &self.catalog) {
+        let devices = &mut self.devices;
+        match self.portals.serve_on(devices, device, &self.catalog) {
             Ok(unserved) => {
                 tracing::info!(%addr, "the RDMA device is back");
                 for Unserved { portal, why } in &unserved {

@@ -145,6 +145,50 @@ pub fn read_at(file: BorrowedFd<'_>, room: &MemSlice, offset: u64) -> io::Result
     checked(unsafe { libc::pread(file.as_raw_fd(), room.ptr().cast(), room.len(), offset) })
 }
 
+/// Reads a part of a file into one piece after the other and returns how many bytes that was.
+///
+/// # Errors
+/// The errors of `preadv(2)`: `EINVAL` for more than 1,024 pieces.
+pub fn read_pieces_at(
+    file: BorrowedFd<'_>,
+    pieces: &mut [ReceivePiece<'_>],
+    offset: u64,
+) -> io::Result<usize> {
+    let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    let count = pieces.len().try_into().unwrap_or(libc::c_int::MAX);
+    // SAFETY: every piece is a slice that is borrowed exclusively, or a range of a mapping, to
+    // which no Rust reference exists; they outlive the call. `repr(transparent)` makes the list one
+    // of vectors.
+    checked(unsafe { libc::preadv(file.as_raw_fd(), pieces.as_ptr().cast(), count, offset) })
+}
+
+/// Writes the pieces, in order, at `offset` of a file and returns how many bytes it took. If
+/// `durable`, these are on the medium when the call returns.
+///
+/// # Errors
+/// The errors of `pwritev2(2)`: `EINVAL` for more than 1,024 pieces.
+pub fn write_pieces_at(
+    file: BorrowedFd<'_>,
+    pieces: &[SendPiece<'_>],
+    offset: u64,
+    durable: bool,
+) -> io::Result<usize> {
+    let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    let count = pieces.len().try_into().unwrap_or(libc::c_int::MAX);
+    let flags = if durable { libc::RWF_DSYNC } else { 0 };
+    // SAFETY: every piece is bytes or a range of a mapping that is borrowed beyond the call, which
+    // only reads them. `repr(transparent)` makes the list one of vectors.
+    checked(unsafe {
+        libc::pwritev2(
+            file.as_raw_fd(),
+            pieces.as_ptr().cast(),
+            count,
+            offset,
+            flags,
+        )
+    })
+}
+
 fn vector(start: *mut u8, len: usize) -> libc::iovec {
     libc::iovec {
         iov_base: start.cast(),
@@ -237,6 +281,31 @@ mod tests {
         assert!(unacknowledged(a.as_fd()).unwrap() >= 100);
         b.read_exact(&mut [0; 100]).unwrap();
         assert_eq!(unacknowledged(a.as_fd()).unwrap(), 0);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri knows no such calls on files")]
+    fn pieces_are_written_and_read_at_their_place_in_a_file() {
+        let path = std::env::temp_dir().join(format!("riser-pieces-{}", std::process::id()));
+        let mut options = std::fs::File::options();
+        let options = options.read(true).write(true).create_new(true);
+        let file = options.open(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        let memory = Memory::new(PAGE).unwrap();
+        memory.write(10, b"from a mapping");
+        let range = memory.slice(10..24).unwrap();
+        let pieces = [SendPiece::from(&b"head "[..]), SendPiece::from(&range)];
+        for durable in [false, true] {
+            let written = write_pieces_at(file.as_fd(), &pieces, 100, durable);
+            assert_eq!(written.unwrap(), 5 + 14);
+        }
+        let mut head = [0; 5];
+        let room = memory.slice(100..200).unwrap();
+        let mut pieces = [ReceivePiece::from(&mut head[..]), ReceivePiece::from(&room)];
+        // Short at the end of the file.
+        assert_eq!(read_pieces_at(file.as_fd(), &mut pieces, 100).unwrap(), 19);
+        assert_eq!(&head, b"head ");
+        assert_eq!(room.slice(0..14).unwrap().to_vec(), b"from a mapping");
     }
 
     #[test]

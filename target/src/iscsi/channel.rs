@@ -14,6 +14,7 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fnv::FnvHashMap;
 use riser_scsi::iscsi::login::{
     CompletedLogin, ConnectionParams, Identity, Refusal, SessionParams, TargetLogin, Terms,
 };
@@ -274,6 +275,9 @@ pub struct Channel<D> {
     pub(super) mover: D,
     pub(super) new_params: Option<ConnectionParams>,
     pub(super) tasks: Vec<Task>,
+    /// The requests that are not answered, by their tags: at most one for each context, with the
+    /// room for that. The tags are the initiator's; with bad ones its own requests are found slowly.
+    pub(super) unanswered: FnvHashMap<Itt, TaskIdx>,
     pub(super) idle: Vec<TaskIdx>,
     /// Memory for data that come with a command, while none has it; FirstBurstLength at most.
     pub(super) staging: Vec<u8>,
@@ -345,7 +349,9 @@ impl ChannelConfig {
     /// session on.
     #[must_use]
     pub fn memory(&self) -> usize {
-        usize::from(self.contexts()) * (size_of::<Task>() + size_of::<TaskIdx>())
+        // The index by tags is half empty at most.
+        let index = 2 * size_of::<(Itt, TaskIdx)>();
+        usize::from(self.contexts()) * (size_of::<Task>() + size_of::<TaskIdx>() + index)
     }
 }
 
@@ -373,6 +379,7 @@ impl<D: Datamover> Channel<D> {
             new_params: None,
             // Contexts come with full-feature phase: a stranger who never logs in costs no memory.
             tasks: Vec::new(),
+            unanswered: FnvHashMap::default(),
             idle: Vec::new(),
             staging: Vec::new(),
             has_place: false,
@@ -418,6 +425,7 @@ impl<D: Datamover> Channel<D> {
         let tasks = self.config.contexts();
         let wait = self.pace.begin(now);
         self.tasks = (0..tasks).map(|_| Task::new(wait)).collect();
+        self.unanswered.reserve(usize::from(tasks));
         // A stack: the context that was used last, and may still be in the cache, is the next one.
         self.idle = (0..tasks).rev().map(TaskIdx).collect();
     }

@@ -155,11 +155,13 @@ impl<D: Datamover> Channel<D> {
         become_state(&mut task.state, state);
         task.generation = task.generation.wrapping_add(1);
         task.itt = itt;
+        self.unanswered.insert(itt, idx);
         Some(idx)
     }
 
     /// Gives a context back.
     pub(super) fn give_back(&mut self, idx: TaskIdx) {
+        self.release_tag(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         let counted = std::mem::take(&mut task.counted);
         let lingers = std::mem::take(&mut task.lingers);
@@ -175,6 +177,7 @@ impl<D: Datamover> Channel<D> {
 
     /// The answer goes to the datamover: the window has a place again.
     pub(super) fn mark_sent(&mut self, idx: TaskIdx) {
+        self.release_tag(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         become_state(&mut task.state, TaskState::Sent);
         if std::mem::take(&mut task.counted) {
@@ -196,13 +199,16 @@ impl<D: Datamover> Channel<D> {
 
     /// A request with this tag that has not been answered.
     pub(super) fn find(&self, itt: Itt) -> Option<TaskIdx> {
-        let tasks = self.tasks.iter().enumerate();
-        let taken = tasks.filter(|(_, task)| task.state != TaskState::Idle);
-        // Few of the contexts are in use as a rule, and those are the first: no look at the others.
-        let mut taken = taken.take(self.in_flight());
-        let is_meant = |task: &Task| task.itt == itt && task.state != TaskState::Sent;
-        let (at, _) = taken.find(|(_, task)| is_meant(task))?;
-        Some(TaskIdx(at as u16))
+        self.unanswered.get(&itt).copied()
+    }
+
+    /// A request is answered, or gone: the next one may have its tag.
+    fn release_tag(&mut self, idx: TaskIdx) {
+        let itt = self.tasks[usize::from(idx.0)].itt;
+        // The tag of one that was answered may be that of another one by now.
+        if self.find(itt) == Some(idx) {
+            self.unanswered.remove(&itt);
+        }
     }
 
     pub(super) fn send(&mut self, pdu: FromTarget, data: Vec<u8>, counts: bool) {

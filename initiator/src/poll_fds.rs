@@ -10,7 +10,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 pub struct Waited<'a> {
     /// File descriptor to wait for.
     pub fd: BorrowedFd<'a>,
-    /// It is also waited for until it takes bytes, besides until it has some.
+    /// It is waited for until it has bytes.
+    pub to_read: bool,
+    /// It is waited for until it takes bytes.
     pub to_write: bool,
 }
 
@@ -18,8 +20,11 @@ impl<'a> Waited<'a> {
     /// Until it has something to read.
     #[must_use]
     pub fn reading(fd: BorrowedFd<'a>) -> Self {
-        let to_write = false;
-        Self { fd, to_write }
+        Self {
+            fd,
+            to_read: true,
+            to_write: false,
+        }
     }
 }
 
@@ -35,10 +40,9 @@ pub fn wait(fds: &[Waited<'_>], timeout: Option<Duration>) {
     let mut set: Vec<_> = fds
         .iter()
         .map(|waited| {
-            let flags = match waited.to_write {
-                true => PollFlags::IN | PollFlags::OUT,
-                false => PollFlags::IN,
-            };
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, waited.to_read);
+            flags.set(PollFlags::OUT, waited.to_write);
             PollFd::from_borrowed_fd(waited.fd, flags)
         })
         .collect();

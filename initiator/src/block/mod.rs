@@ -6,6 +6,7 @@
 //! - [`Buffer`]: memory for one transfer, given by the device, so that it may come from memory
 //!   that a NIC knows.
 //! - [`ByteDevice`]: serves requests of any byte offset and length on top of a block device.
+//! - [`Service`]: a client's connection that a device may serve on its own thread.
 //! - [`task`]: the executor that exports run requests on: the thread that completes an operation
 //!   continues the request, without waking another thread.
 //!
@@ -20,6 +21,7 @@ mod bytes;
 mod error;
 mod lock;
 mod memory;
+mod service;
 pub mod task;
 
 use std::future::{Future, poll_fn};
@@ -31,6 +33,7 @@ pub use bytes::{ByteDevice, Span};
 pub use error::BlockError;
 pub use lock::{RangeGuard, RangeLocks};
 pub use memory::MemoryDevice;
+pub use service::{Service, Turn, serve};
 
 /// Size and limits of a block device. All sizes are bytes and multiples of `block_size`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,6 +126,14 @@ pub trait BlockDevice: Send + Sync + 'static {
             self.wake_when_free(cx.waker());
             self.try_buffer(len).map_or(Poll::Pending, Poll::Ready)
         })
+    }
+
+    /// Serves a client on the device's own thread, until that is over.
+    ///
+    /// # Errors
+    /// Gives it back where the device has no thread, or none any more.
+    fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
+        Err(service)
     }
 
     /// Fills the whole buffer from `offset` on.

@@ -19,7 +19,7 @@ use super::address::Address;
 use super::args::{ConnectOptions, Inject, ProviderChoice};
 use super::exit::{CliError, Exit};
 use crate::block::{
-    BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, ZeroOptions, task,
+    BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, ZeroOptions, task,
 };
 use crate::engine::{Client, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError, LunInfo};
@@ -464,6 +464,10 @@ impl BlockDevice for Disk {
 
     async fn buffer(&self, len: usize) -> Buffer {
         on_disk!(self, disk => disk.buffer(len).await)
+    }
+
+    fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
+        on_disk!(self, disk => disk.host(service))
     }
 
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {

@@ -14,6 +14,7 @@ use super::oneshot::oneshot;
 use super::park::Mailbox;
 use super::pool::BufferPool;
 use super::timer::Timeout;
+use crate::block::Service;
 #[cfg(doc)]
 use crate::request::RequestError;
 
@@ -53,6 +54,15 @@ impl Client {
     /// [`RequestError::Closed`].
     pub fn shutdown(&self) {
         self.0.stop();
+    }
+
+    /// Serves a client of a disk on the engine's thread, until that is over.
+    pub(crate) fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
+        let sent = self.0.mailbox.send(Message::Host(service));
+        sent.map_err(|message| match message {
+            Message::Host(service) => service,
+            _ => unreachable!("a mailbox gives back what it was sent"),
+        })
     }
 
     /// Waits for a future, but not longer than `limit`. The engine keeps the time, so any executor

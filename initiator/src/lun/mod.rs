@@ -25,7 +25,9 @@ use riser_scsi::sense::{AdditionalSense, SenseKey};
 pub use self::error::LunError;
 use self::error::{judge, judge_whole};
 pub use self::info::LunInfo;
-use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, ZeroOptions};
+use crate::block::{
+    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, ZeroOptions,
+};
 use crate::engine::{BufferPool, IoData, IoEnd, IoFuture, ScsiIo, Session};
 use crate::request::{Cdb, DataLen};
 use crate::request::{RequestError, Retry};
@@ -373,6 +375,10 @@ impl BlockDevice for Lun {
 
     fn buffer(&self, len: usize) -> impl Future<Output = Buffer> + Send {
         self.buffers().take(len)
+    }
+
+    fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
+        self.session.client().host(service)
     }
 
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {

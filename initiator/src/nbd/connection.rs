@@ -1,4 +1,4 @@
-//! A connection's thread: takes requests out of the stream and sets them off.
+//! A connection: takes requests out of the stream and sets them off.
 
 use std::io;
 use std::ops::Range;
@@ -16,10 +16,14 @@ use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
 use super::reply::{Answer, Reader, first_pieces, state_flags, try_buffer};
 use super::transmission::{Command, NbdRequest};
-use crate::block::{BlockDevice, Buffer, ByteDevice, Span, ZeroOptions, task};
+use crate::block::{BlockDevice, Buffer, ByteDevice, Service, Span, Turn, ZeroOptions, task};
+use crate::poll_fds::Waited;
 
 /// Size of the receive buffer: several options, or thousands of requests.
 const RECEIVE: usize = 64 << 10;
+
+/// Receives of one turn, after which others have theirs.
+const RECEIVES: usize = 16;
 
 /// Unsent bytes beyond which requests that are refused are not read any further.
 const MAX_BACKLOG: usize = 256 << 10;
@@ -66,10 +70,21 @@ pub(super) struct Connection<D> {
     receiving: Option<Receiving>,
     waker: Waker,
     ended: bool,
+    /// Events that the last turn knew of.
+    seen: u64,
+    /// What the last turn lacked.
+    to_read: bool,
+    /// Gone with the connection.
+    _presence: Arc<()>,
 }
 
 impl<D: BlockDevice> Connection<D> {
-    pub(super) fn new(shared: Arc<Shared>, device: Arc<ByteDevice<D>>, export: Export) -> Self {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        device: Arc<ByteDevice<D>>,
+        export: Export,
+        presence: Arc<()>,
+    ) -> Self {
         Self {
             waker: Waker::from(shared.clone()),
             shared,
@@ -79,36 +94,9 @@ impl<D: BlockDevice> Connection<D> {
             valid: 0..0,
             receiving: None,
             ended: false,
-        }
-    }
-
-    /// Serves the client until it leaves, and returns when everything is answered.
-    pub(super) fn run(mut self) -> io::Result<()> {
-        loop {
-            let seen = self.shared.events();
-            self.shared.flush();
-            let need = self.advance();
-            match need {
-                Need::Nothing => {
-                    self.shared.want_tickets(true);
-                    if self.shared.backlog().is_none() || self.shared.is_idle() {
-                        return Ok(());
-                    }
-                }
-                Need::Room => self.shared.want_tickets(true),
-                Need::Bytes => {
-                    self.shared.want_tickets(false);
-                    if self.receive()? {
-                        continue;
-                    }
-                }
-            }
-            if matches!(need, Need::Room) && self.could_go_on() {
-                continue;
-            }
-            let write = self.shared.backlog() > Some(0);
-            self.shared
-                .sleep(seen, matches!(need, Need::Bytes), write)?;
+            seen: 0,
+            to_read: true,
+            _presence: presence,
         }
     }
 
@@ -239,7 +227,7 @@ impl<D: BlockDevice> Connection<D> {
 
     /// Receives what the socket has, payload straight into its buffer. Returns whether there was
     /// anything, the end included.
-    fn receive(&mut self) -> io::Result<bool> {
+    fn receive(&mut self) -> bool {
         if self.valid.is_empty() {
             self.valid = 0..0;
         } else if self.valid.start > 0 {
@@ -262,19 +250,19 @@ impl<D: BlockDevice> Connection<D> {
             Ok(n) => n,
             Err(error) => {
                 return match error.kind() {
-                    io::ErrorKind::WouldBlock => Ok(false),
-                    io::ErrorKind::Interrupted => Ok(true),
+                    io::ErrorKind::WouldBlock => false,
+                    io::ErrorKind::Interrupted => true,
                     _ => {
                         tracing::debug!(%error, "NBD client is gone");
                         self.ended = true;
-                        Ok(true)
+                        true
                     }
                 };
             }
         };
         if n == 0 {
             self.ended = true;
-            return Ok(true);
+            return true;
         }
         let into_piece = n.min(direct);
         if let Some(piece) = self.receiving.as_mut().and_then(|w| w.piece.as_mut()) {
@@ -282,7 +270,7 @@ impl<D: BlockDevice> Connection<D> {
             self.machine.handle_payload(into_piece as u32);
         }
         self.valid.end += n - into_piece;
-        Ok(true)
+        true
     }
 
     fn start(&mut self, request: NbdRequest) {
@@ -369,5 +357,53 @@ impl<D: BlockDevice> Connection<D> {
                 ticket: Some(ticket),
             });
         });
+    }
+}
+
+impl<D: BlockDevice> Service for Connection<D> {
+    fn turn(&mut self) -> Turn {
+        let mut turn = Turn::Waiting;
+        for _ in 0..RECEIVES {
+            self.seen = self.shared.events();
+            self.shared.flush();
+            let need = self.advance();
+            self.to_read = matches!(need, Need::Bytes);
+            // Before it is known that nothing has come back meanwhile.
+            self.shared.want_tickets(!self.to_read);
+            let goes_on = match need {
+                Need::Nothing if self.shared.backlog().is_none() || self.shared.is_idle() => {
+                    return Turn::Over;
+                }
+                Need::Nothing => false,
+                Need::Room => self.could_go_on(),
+                Need::Bytes => self.receive(),
+            };
+            if !goes_on {
+                return turn;
+            }
+            turn = Turn::Worked;
+        }
+        turn
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        self.shared.prepare_sleep(self.seen)
+    }
+
+    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+        out.push(Waited::reading(self.shared.wake_fd()));
+        let to_write = self.shared.backlog() > Some(0);
+        // Without interest in the socket its hang-up must not end every sleep.
+        if self.to_read || to_write {
+            out.push(Waited {
+                fd: self.shared.socket(),
+                to_read: self.to_read,
+                to_write,
+            });
+        }
+    }
+
+    fn end_sleep(&mut self) {
+        self.shared.end_sleep();
     }
 }

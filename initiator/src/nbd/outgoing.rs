@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 
 use riser_memory::sys::{self, SendPiece};
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::event::EventfdFlags;
 
 use super::budget::{Account, Share};
 use crate::block::Buffer;
@@ -258,8 +258,7 @@ impl Shared {
         }
     }
 
-    /// Number of events so far, which [`Shared::sleep`] takes so that it returns at once for a
-    /// later one.
+    /// Number of events so far, for [`Shared::prepare_sleep`].
     pub(super) fn events(&self) -> u64 {
         self.events.load(Ordering::SeqCst)
     }
@@ -269,32 +268,24 @@ impl Shared {
         self.wants_tickets.store(wanted, Ordering::SeqCst);
     }
 
-    /// Waits for the socket, or for an event after those that `seen` counts.
-    pub(super) fn sleep(&self, seen: u64, read: bool, write: bool) -> io::Result<()> {
+    /// The thread is about to sleep; false if something has happened after the events that `seen`
+    /// counts. From here on it wakes the thread.
+    pub(super) fn prepare_sleep(&self, seen: u64) -> bool {
         self.sleeps.store(true, Ordering::SeqCst);
-        if self.events() != seen {
-            self.sleeps.store(false, Ordering::SeqCst);
-            return Ok(());
-        }
-        let mut flags = PollFlags::empty();
-        flags.set(PollFlags::IN, read);
-        flags.set(PollFlags::OUT, write);
-        let mut fds = [
-            PollFd::new(&self.wake, PollFlags::IN),
-            PollFd::new(&self.socket, flags),
-        ];
-        // Without interest in the socket its hang-up must not keep waking us.
-        let used = if flags.is_empty() { 1 } else { 2 };
-        let result = rustix::event::poll(&mut fds[..used], None);
-        let woken = !fds[0].revents().is_empty();
-        self.sleeps.store(false, Ordering::SeqCst);
-        if woken {
+        self.events() == seen
+    }
+
+    /// The descriptor that wakes the thread.
+    pub(super) fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    /// The thread is awake.
+    pub(super) fn end_sleep(&self) {
+        // Whoever has woken it has taken the mark, and left a count.
+        if !self.sleeps.swap(false, Ordering::SeqCst) {
             let mut count = [0; 8];
             let _ = rustix::io::read(&self.wake, &mut count);
-        }
-        match result {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(e) => Err(e.into()),
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Listens on a Unix socket and gives every client a thread.
+//! Listens on a Unix socket, and has every client served by the disk's thread, or by one of its own
+//! where that has none.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,7 +18,7 @@ use super::Export;
 use super::budget::{Account, Budget};
 use super::connection::Connection;
 use super::outgoing::Shared;
-use crate::block::{BlockDevice, ByteDevice, task};
+use crate::block::{BlockDevice, ByteDevice, serve, task};
 
 /// Clients that wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -29,7 +30,40 @@ const SEND_BUFFER: usize = 1 << 20;
 /// Longest time for a client that is being disconnected to read its last replies.
 const GRACE: Duration = Duration::from_secs(5);
 
-type Clients = Arc<Mutex<Vec<(Weak<Shared>, JoinHandle<()>)>>>;
+/// Interval at which clients that are to leave are looked at.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// A client that was accepted.
+#[derive(Debug)]
+struct Client {
+    shared: Weak<Shared>,
+    /// Gone with its connection, whose thread ends then.
+    presence: Weak<()>,
+    /// Its own, if it has one.
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Client {
+    fn is_gone(&self) -> bool {
+        self.presence.strong_count() == 0
+    }
+
+    /// Ends the connection, and waits until it is gone.
+    fn end(self) {
+        if let Some(shared) = self.shared.upgrade() {
+            shared.hang_up();
+        }
+        let joined = self.thread.map(JoinHandle::join);
+        if joined.is_some_and(|result| result.is_err()) {
+            tracing::error!("an NBD connection's thread panicked");
+        }
+        while self.presence.strong_count() > 0 {
+            thread::sleep(LOOK);
+        }
+    }
+}
+
+type Clients = Arc<Mutex<Vec<Client>>>;
 
 /// An NBD server that is not running yet.
 #[derive(Debug)]
@@ -140,7 +174,7 @@ impl<D: BlockDevice> Server<D> {
 
     fn serve(&self, socket: UnixStream, clients: &Clients) -> io::Result<()> {
         let mut clients = lock(clients);
-        clients.retain(|(_, thread)| !thread.is_finished());
+        clients.retain(|client| !client.is_gone());
         if clients.len() >= self.budget.connections() {
             return Err(io::Error::other("too many clients"));
         }
@@ -148,15 +182,19 @@ impl<D: BlockDevice> Server<D> {
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER);
         let account = Account::new(self.budget.clone());
         let shared = Arc::new(Shared::new(socket, account)?);
-        let connection = Connection::new(shared.clone(), self.device.clone(), self.export.clone());
-        let thread = thread::Builder::new()
-            .name("nbd-client".into())
-            .spawn(move || {
-                if let Err(error) = connection.run() {
-                    tracing::warn!(%error, "NBD connection failed");
-                }
-            })?;
-        clients.push((Arc::downgrade(&shared), thread));
+        let presence = Arc::new(());
+        let mut client = Client {
+            shared: Arc::downgrade(&shared),
+            presence: Arc::downgrade(&presence),
+            thread: None,
+        };
+        let (device, export) = (self.device.clone(), self.export.clone());
+        let connection = Connection::new(shared, device, export, presence);
+        if let Err(mut connection) = self.device.device().host(Box::new(connection)) {
+            let thread = thread::Builder::new().name("nbd-client".into());
+            client.thread = Some(thread.spawn(move || serve(&mut *connection))?);
+        }
+        clients.push(client);
         Ok(())
     }
 }
@@ -197,10 +235,8 @@ impl ServerHandle {
     /// Number of clients at present.
     #[must_use]
     pub fn connections(&self) -> usize {
-        lock(&self.clients)
-            .iter()
-            .filter(|(_, thread)| !thread.is_finished())
-            .count()
+        let clients = lock(&self.clients);
+        clients.iter().filter(|client| !client.is_gone()).count()
     }
 
     /// Stops accepting, answers what is in flight, closes every connection, flushes the disk and
@@ -224,22 +260,17 @@ impl ServerHandle {
         // Before the clients go: no other client shall find it and wait in vain.
         let _ = std::fs::remove_file(&self.path);
         let clients = std::mem::take(&mut *lock(&self.clients));
-        for (shared, _) in &clients {
-            if let Some(shared) = shared.upgrade() {
+        for client in &clients {
+            if let Some(shared) = client.shared.upgrade() {
                 shared.stop_reading();
             }
         }
         let patience = Instant::now() + GRACE;
-        while Instant::now() < patience && clients.iter().any(|(_, t)| !t.is_finished()) {
-            thread::sleep(Duration::from_millis(2));
+        while Instant::now() < patience && !clients.iter().all(Client::is_gone) {
+            thread::sleep(LOOK);
         }
-        for (shared, thread) in clients {
-            if let Some(shared) = shared.upgrade() {
-                shared.hang_up();
-            }
-            if thread.join().is_err() {
-                tracing::error!("an NBD connection's thread panicked");
-            }
+        for client in clients {
+            client.end();
         }
     }
 }

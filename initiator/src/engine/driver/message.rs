@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::discovery::Found;
 use super::plan::Plan;
 use super::units::Watch;
+use crate::block::Service;
 use crate::engine::io::{IoEnd, ScsiIo, SessionKey, Target, Workload};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Mailbox;
@@ -53,6 +54,8 @@ pub(in crate::engine) enum Message {
     Work(SessionKey, Box<dyn Workload>),
     Watch(SessionKey, Box<Watch>),
     Close(SessionKey, Option<Sender<()>>),
+    /// A client of a disk to serve on the engine's thread.
+    Host(Box<dyn Service>),
     /// A timer of that length.
     Timer(Duration, Sender<()>),
     Discover {

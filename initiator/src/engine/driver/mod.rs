@@ -1,7 +1,7 @@
 //! The engine itself: it owns a provider, and drives sessions with what the provider reports. It
 //! reads no clock: the loop around it gives each round its time.
 //!
-//! One round: packets and timers of the provider, connection events, completions,
+//! One round: packets and timers of the provider, connection events, completions, clients of disks,
 //! messages of other threads, timeouts. After each input the session's outputs are carried out
 //! until there are none, so that a session never sees an input with its outputs pending.
 
@@ -15,6 +15,7 @@ mod link;
 mod message;
 mod multipath;
 mod plan;
+mod services;
 mod srp;
 mod tcp;
 mod units;
@@ -42,6 +43,7 @@ pub(super) use self::plan::{
 use self::srp::SrpLink;
 pub(super) use self::units::Watch;
 use self::units::Watched;
+use crate::block::Service;
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, Workload};
 use crate::engine::oneshot::Sender;
@@ -104,6 +106,8 @@ pub(super) struct Driver<E: Env> {
     finished: Vec<(usize, usize, u64, IoEnd)>,
     /// Inputs of sessions that are paths, or whose units are watched.
     inputs: VecDeque<Input>,
+    /// Clients of disks, which are served here.
+    services: Vec<Box<dyn Service>>,
     inbox: Vec<Message>,
     shutdown: bool,
 }
@@ -127,6 +131,7 @@ impl<E: Env> Driver<E> {
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
             inputs: VecDeque::new(),
+            services: Vec::new(),
             inbox: Vec::new(),
             shutdown: false,
         }
@@ -137,11 +142,19 @@ impl<E: Env> Driver<E> {
         if self.arm() {
             return;
         }
-        let device = self.device.as_ref();
-        let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
-        let mut fds: Vec<Waited<'_>> = fds.into_iter().map(Waited::reading).collect();
-        fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
-        self.mailbox.park(&fds, timeout);
+        if self.prepare_services() {
+            let device = self.device.as_ref();
+            let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
+            let mut fds: Vec<Waited<'_>> = fds.into_iter().map(Waited::reading).collect();
+            fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
+            for service in &self.services {
+                service.put_waited(&mut fds);
+            }
+            self.mailbox.park(&fds, timeout);
+        }
+        for service in &mut self.services {
+            service.end_sleep();
+        }
     }
 
     pub(super) fn provider(&self) -> Option<&E::Provider> {
@@ -171,6 +184,8 @@ impl<E: Env> Driver<E> {
     pub(super) fn round(&mut self, now: Instant) -> bool {
         let mut worked = self.run_device(now);
         worked |= self.poll_completions(now);
+        // Before the messages: what they ask for is carried out in this round.
+        worked |= self.run_services();
         let mut inbox = std::mem::take(&mut self.inbox);
         self.mailbox.receive(&mut inbox);
         worked |= !inbox.is_empty();
@@ -285,6 +300,7 @@ impl<E: Env> Driver<E> {
                     self.close(index, now);
                 }
             }
+            Message::Host(service) => self.services.push(service),
             Message::Timer(limit, sender) => self.timers.insert(now + limit, sender),
             Message::Discover {
                 ip,

@@ -26,6 +26,7 @@ impl TcpMover {
         let conn = self.conn.as_ref()?;
         Some(Waited {
             fd: conn.fd(),
+            to_read: true,
             to_write: conn.wants_write(),
         })
     }

@@ -1,0 +1,110 @@
+//! Clients of disks that are served on this thread.
+
+use super::Driver;
+use crate::block::Turn;
+use crate::engine::env::Env;
+
+impl<E: Env> Driver<E> {
+    /// Gives each client its turn; whether any of them had something to do.
+    pub(super) fn run_services(&mut self) -> bool {
+        let mut worked = false;
+        self.services.retain_mut(|service| {
+            let turn = service.turn();
+            worked |= turn != Turn::Waiting;
+            turn != Turn::Over
+        });
+        worked
+    }
+
+    /// Has what happens to the clients end the sleep that follows; false if there is something to
+    /// do by now.
+    pub(super) fn prepare_services(&mut self) -> bool {
+        let mut may_sleep = true;
+        for service in &mut self.services {
+            may_sleep &= service.prepare_sleep();
+        }
+        may_sleep
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+
+    use super::*;
+    use crate::block::Service;
+    use crate::engine::Client;
+    use crate::poll_fds::Waited;
+
+    /// Sends bytes back, with the name of the thread; a zero ends it.
+    struct Echo(UnixStream);
+
+    impl Service for Echo {
+        fn turn(&mut self) -> Turn {
+            let mut byte = [0];
+            match self.0.read(&mut byte) {
+                Ok(1) if byte != [0] => {
+                    let name = thread::current().name().unwrap().to_owned();
+                    self.0
+                        .write_all(&[&byte, name.as_bytes()].concat())
+                        .unwrap();
+                    Turn::Worked
+                }
+                Ok(_) => Turn::Over,
+                Err(_) => Turn::Waiting,
+            }
+        }
+
+        fn prepare_sleep(&mut self) -> bool {
+            true
+        }
+
+        fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+            out.push(Waited::reading(self.0.as_fd()));
+        }
+
+        fn end_sleep(&mut self) {}
+    }
+
+    fn echo() -> (UnixStream, Box<dyn Service>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        (ours, Box::new(Echo(theirs)))
+    }
+
+    #[test]
+    fn clients_are_served_on_the_engines_thread_until_they_or_it_are_over() {
+        let client = Client::builder().pool(1 << 20).without_device().unwrap();
+        let mut clients: Vec<_> = (0..3)
+            .map(|_| {
+                let (ours, service) = echo();
+                assert!(client.host(service).is_ok());
+                ours
+            })
+            .collect();
+        let mut reply = [0; 13];
+        for round in 1..4 {
+            for ours in &mut clients {
+                // The engine sleeps by now, as a rule.
+                thread::sleep(std::time::Duration::from_millis(2));
+                ours.write_all(&[round]).unwrap();
+                ours.read_exact(&mut reply).unwrap();
+                assert_eq!((reply[0], &reply[1..]), (round, &b"riser-engine"[..]));
+            }
+        }
+        clients[0].write_all(&[0]).unwrap();
+        assert_eq!(clients[0].read(&mut reply).unwrap(), 0, "it was dropped");
+        client.shutdown();
+        assert_eq!(
+            clients[1].read(&mut reply).unwrap(),
+            0,
+            "it went with the engine"
+        );
+        let (mut ours, service) = echo();
+        assert!(client.host(service).is_err());
+        assert_eq!(ours.read(&mut reply).unwrap(), 0);
+    }
+}

@@ -318,6 +318,21 @@ fn a_chain_that_is_taken_in_part_ends_its_connection() {
     world.is_empty();
 }
 
+/// The answers of two reads are refused together, and the markers behind them as well, if there are
+/// any. Nothing is at the device then.
+#[test]
+fn chains_that_are_refused_together_end_their_connection() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut client = world.log_in(1, &[]);
+    client.send_read(7, 0, 256);
+    client.send_read(8, 256, 256);
+    let refusals = Refusals { after: 0, calls: 3 };
+    world.fabric.refuse_posts(SERVER, refusals);
+    client.wait_closed(&mut |d| world.pump(d));
+    world.fabric.refuse_posts(SERVER, Refusals::NONE);
+    world.is_empty();
+}
+
 /// One disk over three protocols at once: each reads what the others have written.
 #[test]
 fn one_target_serves_every_protocol_at_once() {

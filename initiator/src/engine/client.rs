@@ -58,6 +58,11 @@ impl Client {
 
     /// Serves a client of a disk on the engine's thread, until that is over.
     pub(crate) fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
+        // Of an engine whose owner steps it nobody knows when it runs.
+        let thread = self.0.thread.lock();
+        if thread.unwrap_or_else(PoisonError::into_inner).is_none() {
+            return Err(service);
+        }
         let sent = self.0.mailbox.send(Message::Host(service));
         sent.map_err(|message| match message {
             Message::Host(service) => service,

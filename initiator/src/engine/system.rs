@@ -74,6 +74,8 @@ pub(super) fn run<E: Env>(driver: &mut Driver<E>, spin: Duration) {
     loop {
         let worked = driver.round(Instant::now());
         if driver.is_over() {
+            // The last commands have ended: their clients get the answers.
+            driver.run_services();
             return;
         }
         match spinner.plan(Instant::now(), worked, driver.deadline()) {

@@ -22,8 +22,14 @@ use crate::poll_fds::Waited;
 /// Size of the receive buffer: several options, or thousands of requests.
 const RECEIVE: usize = 64 << 10;
 
-/// Receives of one turn, after which others have theirs.
+/// Receives of one turn, and requests, after which others have theirs.
 const RECEIVES: usize = 16;
+const REQUESTS: usize = 64;
+
+/// Turns in vain after which only one in [`SELDOM`] looks at the socket: a thread that is awake for
+/// other clients takes many of them.
+const QUIET: u32 = 64;
+const SELDOM: u32 = 16;
 
 /// Unsent bytes beyond which requests that are refused are not read any further.
 const MAX_BACKLOG: usize = 256 << 10;
@@ -34,6 +40,8 @@ enum Need {
     Bytes,
     /// A finished request, a free buffer or room in the socket.
     Room,
+    /// Another turn.
+    Turn,
     /// Nothing; the client is done.
     Nothing,
 }
@@ -74,6 +82,10 @@ pub(super) struct Connection<D> {
     seen: u64,
     /// What the last turn lacked.
     to_read: bool,
+    /// Requests that this turn may still take, refused ones and options included.
+    requests: usize,
+    /// Turns in a row that found nothing in the socket.
+    quiet: u32,
     /// Gone with the connection.
     _presence: Arc<()>,
 }
@@ -96,6 +108,8 @@ impl<D: BlockDevice> Connection<D> {
             ended: false,
             seen: 0,
             to_read: true,
+            requests: 0,
+            quiet: 0,
             _presence: presence,
         }
     }
@@ -139,10 +153,14 @@ impl<D: BlockDevice> Connection<D> {
             if !self.shared.has_room(&self.waker) {
                 return Need::Room;
             }
+            if self.requests == 0 {
+                return Need::Turn;
+            }
             let input = &self.received[self.valid.clone()];
             match self.machine.handle(input) {
                 Ok(progress) => {
                     self.valid.start += progress.consumed;
+                    self.requests -= usize::from(progress.consumed > 0);
                     match progress.event {
                         Some(Event::Request(request)) => self.start(request),
                         Some(Event::Disconnect) => self.ended = true,
@@ -362,7 +380,13 @@ impl<D: BlockDevice> Connection<D> {
 
 impl<D: BlockDevice> Service for Connection<D> {
     fn turn(&mut self) -> Turn {
+        let is_quiet = self.to_read && self.quiet >= QUIET && self.shared.events() == self.seen;
+        if is_quiet && !self.quiet.is_multiple_of(SELDOM) {
+            self.quiet = self.quiet.wrapping_add(1).max(QUIET);
+            return Turn::Waiting;
+        }
         let mut turn = Turn::Waiting;
+        self.requests = REQUESTS;
         for _ in 0..RECEIVES {
             self.seen = self.shared.events();
             self.shared.flush();
@@ -375,12 +399,15 @@ impl<D: BlockDevice> Service for Connection<D> {
                     return Turn::Over;
                 }
                 Need::Nothing => false,
+                Need::Turn => return Turn::Worked,
                 Need::Room => self.could_go_on(),
                 Need::Bytes => self.receive(),
             };
             if !goes_on {
+                self.quiet = self.quiet.wrapping_add(1);
                 return turn;
             }
+            self.quiet = 0;
             turn = Turn::Worked;
         }
         turn
@@ -405,5 +432,67 @@ impl<D: BlockDevice> Service for Connection<D> {
 
     fn end_sleep(&mut self) {
         self.shared.end_sleep();
+        // The socket may have ended the sleep.
+        self.quiet = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::os::unix::net::UnixStream;
+
+    use super::super::budget::{Account, Budget};
+    use super::super::proto::{OPTION_MAGIC, REQUEST_MAGIC, cmd, handshake_flag, opt};
+    use super::*;
+    use crate::block::MemoryDevice;
+
+    #[test]
+    fn a_turn_takes_a_number_of_requests_however_many_there_are() {
+        const MANY: usize = 1000;
+        let device = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
+        let budget = Arc::new(Budget::new(device.buffer_bytes(), 512));
+        let (ours, mut peer) = UnixStream::pair().unwrap();
+        let shared = Arc::new(Shared::new(ours, Account::new(budget)).unwrap());
+        let export = Export {
+            name: String::new(),
+            description: String::new(),
+            size: 1 << 20,
+            preferred_block: 4096,
+            read_only: false,
+            can_trim: false,
+        };
+        let device = Arc::new(ByteDevice::new(device));
+        let mut connection = Connection::new(shared, device, export, Arc::default());
+        let flags = u32::from(handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES);
+        let mut bytes = flags.to_be_bytes().to_vec();
+        bytes.extend(OPTION_MAGIC.to_be_bytes());
+        bytes.extend(opt::EXPORT_NAME.to_be_bytes());
+        bytes.extend([0; 4]);
+        for _ in 0..MANY {
+            bytes.extend(REQUEST_MAGIC.to_be_bytes());
+            bytes.extend([0; 2]);
+            bytes.extend(cmd::CACHE.to_be_bytes());
+            bytes.extend([0; 20]);
+        }
+        peer.write_all(&bytes).unwrap();
+        peer.set_nonblocking(true).unwrap();
+        let (mut received, mut turns) = (0, 0);
+        let mut room = [0; 1 << 16];
+        while connection.turn() == Turn::Worked {
+            turns += 1;
+            let before = received;
+            while let Ok(n) = peer.read(&mut room) {
+                received += n;
+            }
+            // The greeting and the export, or so many answers.
+            assert!(
+                received - before <= 28 + REQUESTS * 16,
+                "{}",
+                received - before
+            );
+        }
+        assert_eq!(received, 18 + 10 + MANY * 16);
+        assert!(turns > MANY / REQUESTS, "{turns} turns");
     }
 }

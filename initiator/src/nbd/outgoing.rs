@@ -282,10 +282,42 @@ impl Shared {
 
     /// The thread is awake.
     pub(super) fn end_sleep(&self) {
-        // Whoever has woken it has taken the mark, and left a count.
-        if !self.sleeps.swap(false, Ordering::SeqCst) {
-            let mut count = [0; 8];
-            let _ = rustix::io::read(&self.wake, &mut count);
+        self.sleeps.store(false, Ordering::SeqCst);
+        // In any case: the count of an earlier sleep may have come after its end.
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.wake, &mut count);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::budget::Budget;
+    use super::*;
+    use crate::poll_fds::{Waited, wait};
+
+    #[test]
+    fn a_count_that_comes_after_its_sleep_ends_one_sleep_at_most() {
+        let (socket, _peer) = UnixStream::pair().unwrap();
+        let account = Account::new(Arc::new(Budget::new(1 << 20, 512)));
+        let shared = Shared::new(socket, account).unwrap();
+        assert!(shared.prepare_sleep(shared.events()));
+        // Another thread has taken the mark, and is slow to write.
+        shared.events.fetch_add(1, Ordering::SeqCst);
+        assert!(shared.sleeps.swap(false, Ordering::SeqCst));
+        shared.end_sleep();
+        rustix::io::write(&shared.wake, &1u64.to_ne_bytes()).unwrap();
+        for _ in 0..2 {
+            assert!(shared.prepare_sleep(shared.events()));
+            wait(
+                &[Waited::reading(shared.wake_fd())],
+                Some(Duration::from_millis(1)),
+            );
+            shared.end_sleep();
         }
+        let mut count = [0; 8];
+        let empty = rustix::io::read(&shared.wake, &mut count);
+        assert_eq!(empty, Err(rustix::io::Errno::AGAIN));
     }
 }

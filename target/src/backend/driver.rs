@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
@@ -97,6 +98,8 @@ pub struct Driver {
     spare: Vec<Vec<MemSlice>>,
     /// Time of the worker's round.
     now: Instant,
+    /// Bytes that may still be moved in calls of this round.
+    at_once: u64,
 }
 
 impl OwnBounce {
@@ -149,9 +152,12 @@ const ZEROES: usize = 64 << 10;
 /// Interval at which requests are tried again that a fault on purpose holds.
 const HELD: Duration = Duration::from_millis(2);
 
-/// Length of the longest read or write that is carried out in the call that begins it, in bytes, on
-/// a file in memory. Meanwhile the worker serves nobody else.
-const AT_ONCE: u64 = 128 << 10;
+/// Bytes of a round that are read or written in the calls that begin this, on files in memory.
+/// Meanwhile the worker serves nobody else.
+const AT_ONCE: u64 = 1 << 20;
+
+/// Length of the longest such read or write, in bytes.
+const LONGEST_AT_ONCE: u64 = 128 << 10;
 
 /// Bytes of memory that one request zeroes or frees before others are served.
 const RAM_PIECE: u64 = 4 << 20;
@@ -190,12 +196,14 @@ impl Driver {
             helped: Vec::new(),
             spare: Vec::new(),
             now,
+            at_once: AT_ONCE,
         })
     }
 
     /// Takes the time of the worker's round, which counts for all calls until the next one.
     pub fn begin_round(&mut self, now: Instant) {
         self.now = now;
+        self.at_once = AT_ONCE;
     }
 
     /// Attaches a store, registering its file with the ring where there is room.
@@ -317,6 +325,7 @@ impl Driver {
             failed: None,
             renewals: attached.renewals,
             bounce: None,
+            is_changing: false,
             turn: None,
             window: self.spare.pop().unwrap_or_default(),
         });
@@ -707,14 +716,18 @@ impl Driver {
                     .as_ref()
                     .map_or(&request.window[..], std::slice::from_ref);
                 // A copy that takes no longer than its way through the ring, where the kernel
-                // has a thread of its own do a write.
-                if *in_memory && len <= AT_ONCE {
+                // has a thread of its own do a write. A write would wait for changes that are
+                // under way, and the worker with it.
+                let is_read = matches!(request.op, BlockOp::Read { .. });
+                let waits = || !is_read && attached.store.changing.load(Ordering::Relaxed) > 0;
+                if *in_memory && len <= LONGEST_AT_ONCE.min(self.at_once) && !waits() {
                     let is_durable = durable == Durability::Durable;
-                    let moved = match request.op {
-                        BlockOp::Read { .. } => sys::read_now(file, at, list),
-                        _ => sys::write_now(file, at, list, is_durable),
+                    let moved = match is_read {
+                        true => sys::read_now(file, at, list),
+                        false => sys::write_now(file, at, list, is_durable),
                     };
                     if let Some(moved) = moved {
+                        self.at_once -= len;
                         return self.on_result(ring, index, moved);
                     }
                 }
@@ -739,7 +752,13 @@ impl Driver {
             }
         };
         match queued {
-            Ok(()) => request.state = State::Ring,
+            Ok(()) => {
+                request.state = State::Ring;
+                let changes = moves && !matches!(request.op, BlockOp::Read { .. });
+                if *in_memory && changes && !std::mem::replace(&mut request.is_changing, true) {
+                    attached.store.changing.fetch_add(1, Ordering::Relaxed);
+                }
+            }
             Err(SubmitError::Full) => {
                 // Others of the store can go on with it, while this request waits for a place in
                 // the ring.
@@ -756,6 +775,9 @@ impl Driver {
         let is_suspect = result.is_err_and(|errno| self.may_report_a_loss(index, errno));
         let request = &mut self.requests[index];
         let attached = &mut self.stores[request.store.0];
+        if std::mem::take(&mut request.is_changing) {
+            attached.store.changing.fetch_sub(1, Ordering::Relaxed);
+        }
         let at = plan::range(&request.op).0 + request.done;
         match (request.stage, result) {
             (Stage::Transfer | Stage::Fill | Stage::Edges, Ok(moved)) => {

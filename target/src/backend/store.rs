@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
@@ -54,6 +54,9 @@ pub struct Store {
     made: Mutex<Option<Made>>,
     /// Requests that read or change a file through the page cache.
     pub(super) turns: Arc<Turns>,
+    /// Changes of a file in memory that are in a ring. The kernel makes one after the other, and
+    /// gives back gigabytes in one.
+    pub(super) changing: AtomicUsize,
     errors: Errors,
     pub(super) space: Measured,
     /// Threads that wait for its file system.
@@ -160,6 +163,7 @@ impl Store {
             },
             made: Mutex::new(made),
             turns: Arc::default(),
+            changing: AtomicUsize::new(0),
             errors: Errors::default(),
             space: Measured::default(),
             waiting: Waiting::default(),

@@ -511,6 +511,29 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
     assert_eq!(in_ring(write(0, 256 << 10), 3), 1);
     let flush = BlockOp::Flush { offset: 0, len: 0 };
     assert_eq!(in_ring(flush, 4), 1);
+    // A discard of much holds up the writes of the file, but nobody else.
+    let discard = BlockOp::Discard {
+        offset: 512 << 10,
+        len: 256 << 10,
+    };
+    rig.submit(discard, &[], 5);
+    assert_eq!(rig.ring.in_flight(), 1);
+    rig.submit(write(0, 4096), &whole, 6);
+    assert_eq!(rig.ring.in_flight(), 2);
+    rig.submit(read(0, 4096), &whole, 7);
+    rig.wait(3);
+    rig.submit(write(0, 4096), &whole, 8);
+    assert_eq!(rig.ring.in_flight(), 0);
+    rig.wait(1);
+    // So does a round that has copied enough.
+    rig.driver.begin_round(Instant::now());
+    let (ring, id) = (&mut rig.ring, rig.id);
+    for user in 0..9 {
+        let op = read(0, 128 << 10);
+        rig.driver.submit(ring, id, op, &whole, user).unwrap();
+        assert_eq!(ring.in_flight(), usize::from(user == 8));
+    }
+    rig.wait(9);
 }
 
 #[test]

@@ -261,7 +261,7 @@ impl<D: Datamover> Channel<D> {
 
     /// TASK REASSIGN. The answer goes before everything that follows from it.
     pub(super) fn on_task_reassign(&mut self, idx: TaskIdx, request: &TmfRequest) {
-        match self.claim(request) {
+        match self.claim(idx, request) {
             Ok(reassign) => {
                 self.answer_tmf(idx, FunctionAnswer::Complete);
                 self.actions.push_back(Action::Reassign(reassign));
@@ -270,7 +270,11 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    fn claim(&mut self, request: &TmfRequest) -> Result<ReassignRequest, FunctionAnswer> {
+    fn claim(
+        &mut self,
+        function: TaskIdx,
+        request: &TmfRequest,
+    ) -> Result<ReassignRequest, FunctionAnswer> {
         if self.recovery_level() < 2 {
             return Err(FunctionAnswer::ReassignmentNotSupported);
         }
@@ -279,6 +283,11 @@ impl<D: Datamover> Channel<D> {
         let tag = tag.ok_or(FunctionAnswer::NoSuchTask)?;
         if !tag.is_free {
             return Err(FunctionAnswer::StillAllegiant);
+        }
+        // Another function may have taken the tag here meanwhile, though it should not.
+        let found = self.find(request.referenced);
+        if found.is_some_and(|found| found != function) {
+            return Err(FunctionAnswer::Rejected);
         }
         let idx = self.take_context(request.referenced, tag.immediate, TaskState::Expected);
         let idx = idx.ok_or(FunctionAnswer::Rejected)?;

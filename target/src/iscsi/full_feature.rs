@@ -13,7 +13,7 @@ use riser_state::become_state;
 
 use super::channel::{Channel, Cx, IMMEDIATE_TASKS, Phase};
 use super::datamover::{Control, Datamover};
-use super::task::{Task, TaskState};
+use super::task::TaskState;
 use crate::fabric::TaskIdx;
 use crate::stats::SessionEvent;
 use crate::warn_limited;

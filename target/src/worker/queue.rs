@@ -60,13 +60,26 @@ pub(super) struct RangeWraps {
 ///
 /// The requests of all of them go first, and then the messages. So packets of one length come in a
 /// row, which the network's layers carry as one, and a reliable connection still carries each
-/// message out behind the data that it is about. The memory is kept, so that no chain allocates.
+/// message out behind the data that it is about. A chain that would hold up the messages of others,
+/// with much data or with data that the peer has to send, goes behind these. The memory is kept, so
+/// that no chain allocates.
 #[derive(Debug, Default)]
 pub(super) struct Chains {
     chains: ArrayVec<Chain, CHAINS>,
     requests: Vec<Request>,
     sges: Vec<Sge>,
     bytes: u64,
+    /// The last chain goes behind the others' messages.
+    is_last_apart: bool,
+}
+
+/// A work request of the chains, where they are posted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// One of `requests`.
+    Request(usize),
+    /// The message of one of `chains`.
+    Message(usize),
 }
 
 #[derive(Debug)]
@@ -125,11 +138,14 @@ impl Chains {
             });
             self.bytes += u64::from(len);
         }
+        let requests = &mut self.requests[first..];
         if message.is_none()
-            && let Some(last) = self.requests[first..].last_mut()
+            && let Some(last) = requests.last_mut()
         {
             last.id = work.id();
         }
+        let fetches = |request: &Request| matches!(request.op, SendOp::Read(_));
+        self.is_last_apart = self.bytes >= CHAINS_BYTES || requests.iter().any(fetches);
         self.chains.push(Chain {
             work,
             requests: first..self.requests.len(),
@@ -140,86 +156,108 @@ impl Chains {
 
     /// Whether the chains are to be posted before another one is added.
     pub(super) fn is_full(&self) -> bool {
-        self.chains.is_full() || self.bytes >= CHAINS_BYTES
+        self.chains.is_full() || self.is_last_apart
     }
 
-    /// Posts the chains, and forgets them. Returns those that the device did not take in full.
+    /// Posts the chains, and forgets them.
+    ///
+    /// # Errors
+    /// Those that the device did not take in full. There may be none: a device may fail after it
+    /// has taken all, and then nobody knows when it begins.
     pub(super) fn post(
         &mut self,
         device: &mut (dyn Device + 'static),
         qp: QpId,
-    ) -> ArrayVec<(Work, Posted), CHAINS> {
-        let taken = self.post_all(device, qp);
-        self.end(taken)
+    ) -> Result<(), ArrayVec<(Work, Posted), CHAINS>> {
+        let posted = self.post_all(device, qp).map_err(|taken| self.left(taken));
+        self.chains.clear();
+        self.requests.clear();
+        self.sges.clear();
+        self.bytes = 0;
+        self.is_last_apart = false;
+        posted
     }
 
-    /// Forgets the chains, of which `taken` work requests were taken.
-    fn end(&mut self, taken: usize) -> ArrayVec<(Work, Posted), CHAINS> {
-        let mut messages = self.requests.len();
-        let mut failed = ArrayVec::new();
-        for chain in self.chains.drain(..) {
-            let all = if chain.message.is_some() {
-                messages += 1;
-                messages
-            } else {
-                chain.requests.end
+    /// The work requests, in the order in which they are posted.
+    fn places(&self) -> impl Iterator<Item = Place> + '_ {
+        let together = self.chains.len() - usize::from(self.is_last_apart);
+        let (first, apart) = self.chains.split_at(together);
+        let end = apart
+            .first()
+            .map_or(self.requests.len(), |chain| chain.requests.start);
+        let has_message = |chain: &Chain| chain.message.is_some();
+        let messages = move |chains: &[Chain], from: usize| {
+            let of = chains
+                .iter()
+                .enumerate()
+                .filter(move |(_, chain)| has_message(chain));
+            of.map(move |(at, _)| Place::Message(from + at))
+                .collect::<ArrayVec<_, CHAINS>>()
+        };
+        (0..end)
+            .map(Place::Request)
+            .chain(messages(first, 0))
+            .chain((end..self.requests.len()).map(Place::Request))
+            .chain(messages(apart, together))
+    }
+
+    /// The chains that were not taken in full, where so many work requests were taken.
+    fn left(&self, taken: usize) -> ArrayVec<(Work, Posted), CHAINS> {
+        let mut left = ArrayVec::new();
+        for (at, chain) in self.chains.iter().enumerate() {
+            let is_of_it = |place: &Place| match place {
+                Place::Request(request) => chain.requests.contains(request),
+                Place::Message(of) => *of == at,
             };
-            if taken < all {
-                let is_begun = !chain.requests.is_empty() && chain.requests.start < taken;
+            if self.places().skip(taken).any(|place| is_of_it(&place)) {
+                let is_begun = self.places().take(taken).any(|place| is_of_it(&place));
                 let posted = match is_begun {
                     true => Posted::Part,
                     false => Posted::Nothing,
                 };
-                failed.push((chain.work, posted));
+                left.push((chain.work, posted));
             }
         }
-        self.requests.clear();
-        self.sges.clear();
-        self.bytes = 0;
-        failed
+        left
     }
 
-    /// Posts as much as the device takes; returns the number of work requests that it took.
-    fn post_all(&self, device: &mut (dyn Device + 'static), qp: QpId) -> usize {
+    /// Posts as much as the device takes.
+    ///
+    /// # Errors
+    /// The number of work requests that it took.
+    fn post_all(&self, device: &mut (dyn Device + 'static), qp: QpId) -> Result<(), usize> {
         let messages: ArrayVec<_, CHAINS> = self
             .chains
             .iter()
-            .filter_map(|chain| {
-                let send = chain.message.as_ref()?;
-                let sge = Sge {
-                    addr: send.bytes.addr(),
-                    length: send.bytes.len() as u32,
-                    lkey: send.lkey,
-                };
-                Some((chain.work.id(), send.op, send.flags, [sge]))
+            .map(|chain| {
+                let send = chain.message.as_ref();
+                send.map(|send| {
+                    [Sge {
+                        addr: send.bytes.addr(),
+                        length: send.bytes.len() as u32,
+                        lkey: send.lkey,
+                    }]
+                })
             })
             .collect();
-        let requests = self.requests.iter().map(|request| {
-            // That of a chain without a message ends it.
-            let is_last = request.id != Work::Inner.id();
-            let flags = match is_last {
-                true => SendFlags::SIGNALED,
-                false => SendFlags::empty(),
-            };
-            (
-                request.id,
-                request.op,
-                flags,
-                &self.sges[request.sges.clone()],
-            )
+        let mut all = self.places().map(|place| match place {
+            Place::Request(at) => {
+                let Request { id, op, sges } = &self.requests[at];
+                // That of a chain without a message ends it.
+                let flags = match *id == Work::Inner.id() {
+                    true => SendFlags::empty(),
+                    false => SendFlags::SIGNALED,
+                };
+                (*id, *op, flags, &self.sges[sges.clone()])
+            }
+            Place::Message(at) => {
+                let chain = &self.chains[at];
+                let (send, sges) = (chain.message.as_ref(), messages[at].as_ref());
+                let (send, sges) = send.zip(sges).expect("a chain with a message");
+                let flags = send.flags | SendFlags::SIGNALED;
+                (chain.work.id(), send.op, flags, &sges[..])
+            }
         });
-        let messages = messages
-            .iter()
-            .map(|(id, op, flags, sge)| (*id, *op, *flags | SendFlags::SIGNALED, &sge[..]));
-        let mut all = requests
-            .chain(messages)
-            .map(|(wr_id, op, flags, sges)| SendWr {
-                wr_id,
-                op,
-                sges,
-                flags,
-                ud: None,
-            });
         let mut taken = 0;
         // In batches, since the list lies on the stack: nothing is allocated for a command. It is
         // filled where it lies: one that is collected is moved there, with the room that it does
@@ -227,14 +265,21 @@ impl Chains {
         let mut batch = ArrayVec::<SendWr<'_>, POST_BATCH>::new();
         loop {
             batch.clear();
-            batch.extend(all.by_ref().take(POST_BATCH));
+            let next = all.by_ref().take(POST_BATCH);
+            batch.extend(next.map(|(wr_id, op, flags, sges)| SendWr {
+                wr_id,
+                op,
+                sges,
+                flags,
+                ud: None,
+            }));
             if batch.is_empty() {
-                return taken;
+                return Ok(());
             }
             if let Err(error) = device.post_send(qp, &batch) {
                 taken += error.index;
                 tracing::warn!(%error, taken, "a chain was not taken");
-                return taken;
+                return Err(taken);
             }
             taken += batch.len();
         }
@@ -360,43 +405,59 @@ mod tests {
     }
 
     #[test]
-    fn chains_are_posted_together_up_to_a_number_and_a_length() {
+    fn a_chain_that_would_hold_up_others_goes_behind_them() {
         let mut chains = Chains::default();
         for _ in 0..CHAINS {
             assert!(!chains.is_full());
             push(&mut chains, &[]).unwrap();
         }
         assert!(chains.is_full());
+        let (request, message) = (Place::Request, Place::Message);
+        let together = [request(0), request(1), message(0), message(1)];
         let mut chains = Chains::default();
-        push(&mut chains, &[0; CHAINS_BYTES as usize / LEN as usize]).unwrap();
+        push(&mut chains, &[0]).unwrap();
+        push(&mut chains, &[0]).unwrap();
+        assert!(!chains.is_full() && chains.places().eq(together));
+        // Data that the initiator has to send.
+        let pool = Memory::new(4096).unwrap();
+        let fetch = RdmaRequest {
+            direction: Direction::FromInitiator,
+            ..write_to(0)
+        };
+        let (work, fetch) = (Work::Post(TaskIdx(9)), std::iter::once(fetch));
+        chains.push(work, fetch, (&pool, LKey(3)), None).unwrap();
         assert!(chains.is_full());
+        assert!(chains.places().eq([&together[..], &[request(2)]].concat()));
+        // Much data.
+        let mut chains = Chains::default();
+        push(&mut chains, &[]).unwrap();
+        let many = CHAINS_BYTES as usize / LEN as usize;
+        push(&mut chains, &vec![0; many]).unwrap();
+        assert!(chains.is_full());
+        let apart = (0..many).map(request).chain([message(1)]);
+        assert!(chains.places().eq([message(0)].into_iter().chain(apart)));
     }
 
     #[test]
     fn a_chain_that_was_not_taken_in_full_may_have_begun() {
         use Posted::{Nothing, Part};
         let (first, second, third) = (TaskIdx(0), TaskIdx(1), TaskIdx(2));
-        let left = [
-            vec![(first, Nothing), (second, Nothing), (third, Nothing)],
-            vec![(first, Part), (second, Nothing), (third, Nothing)],
-            vec![(first, Part), (second, Nothing), (third, Nothing)],
-            // The third has no message: its last request ends it.
-            vec![(first, Part), (second, Nothing)],
-            vec![(second, Nothing)],
-            vec![],
-        ];
+        let all = [(first, Nothing), (second, Nothing), (third, Nothing)];
+        let begun = [(first, Part), (second, Nothing), (third, Nothing)];
+        let left = [&all[..], &begun, &begun, &all[1..], &all[2..], &[]];
         for (taken, left) in left.into_iter().enumerate() {
             let mut chains = Chains::default();
             push(&mut chains, &[0, 0]).unwrap();
             push(&mut chains, &[]).unwrap();
             let pool = Memory::new(4096).unwrap();
-            let fetch = std::iter::once(write_to(0));
-            chains
-                .push(Work::Post(third), fetch, (&pool, LKey(3)), None)
-                .unwrap();
-            let left = left.into_iter().map(|(task, p)| (Work::Post(task), p));
-            assert!(chains.end(taken).into_iter().eq(left), "{taken} taken");
-            assert!(chains.chains.is_empty() && chains.requests.is_empty());
+            let fetch = RdmaRequest {
+                direction: Direction::FromInitiator,
+                ..write_to(0)
+            };
+            let (work, fetch) = (Work::Post(third), std::iter::once(fetch));
+            chains.push(work, fetch, (&pool, LKey(3)), None).unwrap();
+            let left = left.iter().map(|(task, p)| (Work::Post(*task), *p));
+            assert!(chains.left(taken).into_iter().eq(left), "{taken} taken");
         }
     }
 }

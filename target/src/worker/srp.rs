@@ -432,8 +432,11 @@ impl Worker {
             return;
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
-        for (work, posted) in chains.post(&mut self.devices[device], qp) {
-            let Work::Post(task) = work else {
+        let Err(left) = chains.post(&mut self.devices[device], qp) else {
+            return;
+        };
+        for (work, posted) in &left {
+            let Work::Post(task) = *work else {
                 unreachable!("a channel's chain")
             };
             match posted {
@@ -442,6 +445,9 @@ impl Worker {
                     self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false));
                 }
             }
+        }
+        if left.is_empty() {
+            self.input(key, Input::Disconnected);
         }
     }
 

@@ -382,9 +382,8 @@ impl RcQp {
 
     /// The next packet to send, written into `tx`; false if there is none for now.
     ///
-    /// Congestion notifications go first. READ responses and requests take turns in bursts of 16, so
-    /// that the packets of one message come in a row; acknowledgements go before READ responses and
-    /// after a burst of requests.
+    /// Congestion notifications go first, then acknowledgements. READ responses and requests take
+    /// turns in bursts of 16, so that the packets of one message come in a row.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         loop {
             // Each turn begins with an empty packet: an attempt that fails may have gathered a
@@ -406,17 +405,11 @@ impl RcQp {
             if !responds && !requests {
                 return false;
             }
-            let has_requested = self.stream == Stream::Requests && self.burst >= BURST;
-            let turn = self.stream == Stream::Responses && self.burst < BURST || has_requested;
-            // NAKs, atomics' answers and acknowledgements in front of an answer are single small
-            // packets that the peer's window waits for, so they do not wait for the end of a burst
-            // of requests. An acknowledgement alone does: behind packets of another length it
-            // takes no place of its own in what the socket sends at once, and in front of them it
-            // takes one.
-            let responds_first = match self.responder.has_only_ack() {
-                true => has_requested || !requests,
-                false => responds && (self.responder.is_urgent() || turn || !requests),
-            };
+            let turn = self.stream == Stream::Responses && self.burst < BURST
+                || self.stream == Stream::Requests && self.burst >= BURST;
+            // Acknowledgements, NAKs and atomics' answers are single small packets that the
+            // peer's window waits for, so they do not wait for the end of a burst of requests.
+            let responds_first = responds && (self.responder.is_urgent() || turn || !requests);
             let order = if responds_first {
                 [Stream::Responses, Stream::Requests]
             } else {

@@ -6,7 +6,7 @@ use crate::engine::env::Env;
 
 impl<E: Env> Driver<E> {
     /// Gives each client its turn; whether any of them had something to do.
-    pub(super) fn run_services(&mut self) -> bool {
+    pub(in crate::engine) fn run_services(&mut self) -> bool {
         let mut worked = false;
         self.services.retain_mut(|service| {
             let turn = service.turn();

@@ -133,7 +133,7 @@ impl Worker {
             if let Err(error) = chains.push(work, post.requests.drain(..), pool, send) {
                 tracing::debug!(%error, "a descriptor names no memory");
                 self.post_iser(key, &mut chains);
-                self.on_iser_unposted(key, post.chain);
+                self.end_iser_chains(key, &[(work, Posted::Nothing)]);
             } else if chains.is_full() {
                 self.post_iser(key, &mut chains);
             }
@@ -148,27 +148,33 @@ impl Worker {
             return;
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
-        for (work, posted) in chains.post(&mut self.devices[device], qp) {
-            let Work::IserPost(chain) = work else {
-                unreachable!("a chain of iSER")
-            };
-            match posted {
-                Posted::Part => self.end_torn_chain(key, Work::IserTorn(chain)),
-                Posted::Nothing => self.on_iser_unposted(key, chain),
-            }
+        let Err(left) = chains.post(&mut self.devices[device], qp) else {
+            return;
+        };
+        self.end_iser_chains(key, &left);
+        if left.is_empty() {
+            self.input(key, Input::Disconnected);
         }
     }
 
-    /// Nothing of a chain was posted.
-    fn on_iser_unposted(&mut self, key: ConnKey, chain: ChainIdx) {
+    /// Ends chains that the device did not take in full.
+    fn end_iser_chains(&mut self, key: ConnKey, left: &[(Work, Posted)]) {
         let Some(conn) = self.conns.iser(key) else {
             return;
         };
-        // An earlier portion of the same transfer may be under way in the same buffer.
-        if conn.channel.outstanding() > 1 {
-            self.end_torn_chain(key, Work::IserTorn(chain));
-        } else {
-            self.on_iser_posted(key, chain, false);
+        let unposted = left.iter().filter(|(_, posted)| *posted == Posted::Nothing);
+        // While the device has anything, an earlier portion of the same transfer may be under way
+        // in the same buffer.
+        let has_others = conn.channel.outstanding() > unposted.count();
+        for (work, posted) in left {
+            let Work::IserPost(chain) = *work else {
+                unreachable!("a chain of iSER")
+            };
+            if has_others || *posted == Posted::Part {
+                self.end_torn_chain(key, Work::IserTorn(chain));
+            } else {
+                self.on_iser_posted(key, chain, false);
+            }
         }
     }
 

@@ -19,6 +19,9 @@ use crate::warn_limited;
 /// for at once.
 const CM_EVENTS: usize = 1;
 
+/// Block operations whose commands go on together.
+const TOGETHER: usize = 8;
+
 impl Worker {
     /// Drives the devices, and takes their events.
     pub(super) fn poll_devices(&mut self) -> usize {
@@ -271,14 +274,22 @@ impl Worker {
         }
         self.ring_completions = completions;
         let mut work = reaped.completions;
+        let mut ended = 0;
         while let Some(end) = self.blocks.poll_end(&mut self.ring) {
             work += 1;
             match end {
                 BlockEnd::Flush => self.report_flush(),
-                BlockEnd::Task(owner, result) => self.on_block_done(owner, result),
+                BlockEnd::Task(owner, result) => {
+                    self.on_block_done(owner, result);
+                    ended += 1;
+                }
+            }
+            // Several at once, whose answers leave together, but not all: their initiator has
+            // something to do while the others are on their way.
+            if ended % TOGETHER == 0 {
+                self.drain_dirty();
             }
         }
-        // At once for all: what they ask for is posted together.
         self.drain_dirty();
         work += self.poll_reservations();
         // Last, when the operations that have ended have made room in the driver.

@@ -1,10 +1,13 @@
-//! Sockets: accepting, receiving, sending, all through the ring.
+//! Sockets: accepting, receiving and sending through the ring. What a socket has room for is sent in
+//! the call.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use riser_memory::Memory;
+use arrayvec::ArrayVec;
+use riser_memory::sys::{self, SendPiece};
+use riser_memory::{MemSlice, Memory};
 use riser_reactor::{Completion, Handle, Receive, Ring, SubmitError, Token};
 
 use super::Sockets;
@@ -156,7 +159,10 @@ impl Worker {
         match (id >> 48) & 0xff {
             0 => self.on_accepted(place, completion.socket.take()),
             1 => self.on_received(ConnKey(place), completion.result),
-            _ => self.on_sent(ConnKey(place), completion.result),
+            _ => match usize::try_from(completion.result).unwrap_or(0) {
+                0 => self.on_send_failed(ConnKey(place)),
+                len => self.on_sent(ConnKey(place), len),
+            },
         }
         self.drain_dirty();
         true
@@ -363,6 +369,15 @@ impl Worker {
         let rest = &mut self.slices;
         rest.clear();
         connection.put_rest(sending.sent, rest);
+        // What the socket has room for goes in this call: the way through the ring takes longer,
+        // and the initiator has something to do meanwhile.
+        if let Some(result) = send_now(&connection.handle, rest) {
+            rest.clear();
+            return match result {
+                Ok(len) => self.on_sent(key, len),
+                Err(_) => self.on_send_failed(key),
+            };
+        }
         let submitted = self
             .ring
             .submit_send(&connection.handle, rest, token(Op::Send, key.0));
@@ -398,14 +413,12 @@ impl Worker {
         self.shut_down_socket(key);
     }
 
-    fn on_sent(&mut self, key: ConnKey, result: i32) {
+    /// The socket has taken some of the batch.
+    fn on_sent(&mut self, key: ConnKey, len: usize) {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;
         };
         let connection = &mut conn.socket;
-        let Some(len) = usize::try_from(result).ok().filter(|len| *len > 0) else {
-            return self.on_send_failed(key);
-        };
         let before = connection.sending.map_or(0, |sending| sending.sent);
         let sent = before + len;
         connection.sending = Some(Sending {
@@ -448,6 +461,21 @@ impl Worker {
         if connection.is_shut && is_idle && !std::mem::replace(&mut connection.is_gone, true) {
             self.input(key, Input::Disconnected);
         }
+    }
+}
+
+/// Pieces that are sent in one call.
+const PIECES: usize = 128;
+
+/// Sends what a socket has room for; returns how many bytes that was. `None` where it has no room,
+/// or is one of a simulation.
+fn send_now(socket: &Handle, pieces: &[MemSlice]) -> Option<io::Result<usize>> {
+    let pieces: ArrayVec<_, PIECES> = pieces.iter().map(SendPiece::from).take(PIECES).collect();
+    let waits = [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted];
+    match sys::send(socket.fd()?, &pieces) {
+        Ok(0) => None,
+        Err(error) if waits.contains(&error.kind()) => None,
+        result => Some(result),
     }
 }
 

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 use riser_memory::sys::{self, ReceivePiece};
@@ -26,10 +27,10 @@ const RECEIVE: usize = 64 << 10;
 const RECEIVES: usize = 16;
 const REQUESTS: usize = 64;
 
-/// Turns in vain after which only one in [`SELDOM`] looks at the socket: a thread that is awake for
+/// Turns in vain after which the socket is looked at once in [`LOOK`]: a thread that is awake for
 /// other clients takes many of them.
 const QUIET: u32 = 64;
-const SELDOM: u32 = 16;
+const LOOK: Duration = Duration::from_micros(50);
 
 /// Unsent bytes beyond which requests that are refused are not read any further.
 const MAX_BACKLOG: usize = 256 << 10;
@@ -86,6 +87,8 @@ pub(super) struct Connection<D> {
     requests: usize,
     /// Turns in a row that found nothing in the socket.
     quiet: u32,
+    /// Time of the last look at the socket.
+    looked: Instant,
     /// Gone with the connection.
     _presence: Arc<()>,
 }
@@ -110,6 +113,7 @@ impl<D: BlockDevice> Connection<D> {
             to_read: true,
             requests: 0,
             quiet: 0,
+            looked: Instant::now(),
             _presence: presence,
         }
     }
@@ -380,10 +384,12 @@ impl<D: BlockDevice> Connection<D> {
 
 impl<D: BlockDevice> Service for Connection<D> {
     fn turn(&mut self) -> Turn {
-        let is_quiet = self.to_read && self.quiet >= QUIET && self.shared.events() == self.seen;
-        if is_quiet && !self.quiet.is_multiple_of(SELDOM) {
-            self.quiet = self.quiet.wrapping_add(1).max(QUIET);
-            return Turn::Waiting;
+        if self.quiet >= QUIET && self.shared.events() == self.seen {
+            let now = Instant::now();
+            if now.saturating_duration_since(self.looked) < LOOK {
+                return Turn::Waiting;
+            }
+            self.looked = now;
         }
         let mut turn = Turn::Waiting;
         self.requests = REQUESTS;
@@ -403,12 +409,19 @@ impl<D: BlockDevice> Service for Connection<D> {
                 Need::Room => self.could_go_on(),
                 Need::Bytes => self.receive(),
             };
+            // What waits for the client to read its answers, or for room, is not left waiting.
+            let is_quiet = !goes_on && self.to_read && self.shared.backlog() == Some(0);
+            self.quiet = if is_quiet {
+                self.quiet.saturating_add(1)
+            } else {
+                0
+            };
+            if goes_on || self.requests < REQUESTS {
+                turn = Turn::Worked;
+            }
             if !goes_on {
-                self.quiet = self.quiet.wrapping_add(1);
                 return turn;
             }
-            self.quiet = 0;
-            turn = Turn::Worked;
         }
         turn
     }
@@ -447,9 +460,8 @@ mod tests {
     use super::*;
     use crate::block::MemoryDevice;
 
-    #[test]
-    fn a_turn_takes_a_number_of_requests_however_many_there_are() {
-        const MANY: usize = 1000;
+    /// A connection after its handshake, and its client.
+    fn connection() -> (Connection<MemoryDevice>, UnixStream) {
         let device = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
         let budget = Arc::new(Budget::new(device.buffer_bytes(), 512));
         let (ours, mut peer) = UnixStream::pair().unwrap();
@@ -469,14 +481,28 @@ mod tests {
         bytes.extend(OPTION_MAGIC.to_be_bytes());
         bytes.extend(opt::EXPORT_NAME.to_be_bytes());
         bytes.extend([0; 4]);
-        for _ in 0..MANY {
-            bytes.extend(REQUEST_MAGIC.to_be_bytes());
-            bytes.extend([0; 2]);
-            bytes.extend(cmd::CACHE.to_be_bytes());
-            bytes.extend([0; 20]);
-        }
         peer.write_all(&bytes).unwrap();
+        while connection.turn() == Turn::Worked {}
+        // The greeting, and the export.
+        peer.read_exact(&mut [0; 18 + 10]).unwrap();
         peer.set_nonblocking(true).unwrap();
+        (connection, peer)
+    }
+
+    /// Requests that are answered at once, without an effect.
+    fn requests(number: usize) -> Vec<u8> {
+        let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
+        bytes.extend([0; 2]);
+        bytes.extend(cmd::CACHE.to_be_bytes());
+        bytes.extend([0; 20]);
+        bytes.repeat(number)
+    }
+
+    #[test]
+    fn a_turn_takes_a_number_of_requests_however_many_there_are() {
+        const MANY: usize = 1000;
+        let (mut connection, mut peer) = connection();
+        peer.write_all(&requests(MANY)).unwrap();
         let (mut received, mut turns) = (0, 0);
         let mut room = [0; 1 << 16];
         while connection.turn() == Turn::Worked {
@@ -485,14 +511,28 @@ mod tests {
             while let Ok(n) = peer.read(&mut room) {
                 received += n;
             }
-            // The greeting and the export, or so many answers.
-            assert!(
-                received - before <= 28 + REQUESTS * 16,
-                "{}",
-                received - before
-            );
+            assert!(received - before <= REQUESTS * 16, "{}", received - before);
         }
-        assert_eq!(received, 18 + 10 + MANY * 16);
+        assert_eq!(received, MANY * 16);
         assert!(turns > MANY / REQUESTS, "{turns} turns");
+    }
+
+    #[test]
+    fn a_quiet_client_is_looked_at_again_and_after_every_sleep() {
+        let (mut connection, mut peer) = connection();
+        let be_quiet = |connection: &mut Connection<_>| {
+            for _ in 0..=QUIET {
+                assert_eq!(connection.turn(), Turn::Waiting);
+            }
+        };
+        be_quiet(&mut connection);
+        peer.write_all(&requests(1)).unwrap();
+        std::thread::sleep(LOOK);
+        assert_eq!(connection.turn(), Turn::Worked);
+        be_quiet(&mut connection);
+        peer.write_all(&requests(1)).unwrap();
+        assert!(connection.prepare_sleep());
+        connection.end_sleep();
+        assert_eq!(connection.turn(), Turn::Worked);
     }
 }

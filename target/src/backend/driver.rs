@@ -716,8 +716,8 @@ impl Driver {
                     .as_ref()
                     .map_or(&request.window[..], std::slice::from_ref);
                 // A copy that takes no longer than its way through the ring, where the kernel
-                // has a thread of its own do a write. A write would wait for changes that are
-                // under way, and the worker with it.
+                // has a thread of its own do a write. A write would wait for long changes
+                // that are under way, and the worker with it.
                 let is_read = matches!(request.op, BlockOp::Read { .. });
                 let waits = || !is_read && attached.store.changing.load(Ordering::Relaxed) > 0;
                 if *in_memory && len <= LONGEST_AT_ONCE.min(self.at_once) && !waits() {
@@ -754,7 +754,8 @@ impl Driver {
         match queued {
             Ok(()) => {
                 request.state = State::Ring;
-                let changes = moves && !matches!(request.op, BlockOp::Read { .. });
+                let is_long = request.stage != Stage::Transfer || len > LONGEST_AT_ONCE;
+                let changes = moves && is_long && !matches!(request.op, BlockOp::Read { .. });
                 if *in_memory && changes && !std::mem::replace(&mut request.is_changing, true) {
                     attached.store.changing.fetch_add(1, Ordering::Relaxed);
                 }

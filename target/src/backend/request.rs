@@ -69,7 +69,7 @@ pub(super) struct BlockCommand {
     pub(super) renewals: u32,
     /// The bounce buffer in use, and the part of the command's memory in whose place it is.
     pub(super) bounce: Option<Bounce>,
-    /// It counts among the store's changes in a ring.
+    /// It counts among the store's long changes in a ring.
     pub(super) is_changing: bool,
     /// Its place among the requests for the same bytes, where it needs one.
     pub(super) turn: Option<Turn>,

@@ -54,7 +54,7 @@ pub struct Store {
     made: Mutex<Option<Made>>,
     /// Requests that read or change a file through the page cache.
     pub(super) turns: Arc<Turns>,
-    /// Changes of a file in memory that are in a ring. The kernel makes one after the other, and
+    /// Long changes of a file in memory that are in a ring. The kernel makes one after the other, and
     /// gives back gigabytes in one.
     pub(super) changing: AtomicUsize,
     errors: Errors,

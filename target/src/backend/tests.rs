@@ -525,7 +525,25 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
     rig.submit(write(0, 4096), &whole, 8);
     assert_eq!(rig.ring.in_flight(), 0);
     rig.wait(1);
-    // So does a round that has copied enough.
+    // So does a long write, but none of the short ones that had to wait for it.
+    rig.submit(write(0, 256 << 10), &whole, 9);
+    for user in [10, 11] {
+        rig.submit(write(0, 4096), &whole, user);
+    }
+    assert_eq!(rig.ring.in_flight(), 3);
+    rig.ring.park(None).unwrap();
+    let mut in_ring = 3;
+    while in_ring > 2 {
+        rig.ring.reap(&mut rig.completions).unwrap();
+        for completion in rig.completions.drain(..) {
+            rig.driver.handle_completion(&mut rig.ring, &completion);
+        }
+        in_ring = rig.ring.in_flight();
+    }
+    rig.submit(write(512 << 10, 4096), &whole, 12);
+    assert_eq!(rig.ring.in_flight(), in_ring);
+    rig.wait(4);
+    // A round that has copied enough leaves the rest to the ring.
     rig.driver.begin_round(Instant::now());
     let (ring, id) = (&mut rig.ring, rig.id);
     for user in 0..9 {

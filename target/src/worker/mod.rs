@@ -372,6 +372,7 @@ impl Worker {
     pub fn step(&mut self, now: Instant) -> Result<usize, WorkerError> {
         self.now = now;
         self.blocks.begin_round(now);
+        self.sockets.begin_round();
         // In this order a message that has just arrived is carried out in the same round: packets
         // make completions, completions make block operations.
         let mut work = self.poll_devices();

@@ -38,6 +38,8 @@ pub(super) struct Sockets {
     listeners: Slab<Listener>,
     /// Connections that found no slot in the ring.
     stalled: Vec<ConnKey>,
+    /// Bytes that may still be sent in calls of this round.
+    at_once: usize,
 }
 
 impl Sockets {

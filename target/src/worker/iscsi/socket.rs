@@ -27,6 +27,10 @@ const ISCSI: u64 = 3 << 56;
 /// Bytes taken from a socket at once, in full-feature phase of a normal session.
 const RECEIVE: usize = 128 << 10;
 
+/// Bytes of a round that are sent in the calls that begin it. What is beyond goes through the ring:
+/// an initiator that takes answers as fast as they come does not keep the worker from others.
+const AT_ONCE: usize = 1 << 20;
+
 /// Rest of a listener that could not accept: an error that lasts must not keep the worker busy.
 const REST: Duration = Duration::from_millis(100);
 
@@ -73,6 +77,11 @@ impl Listener {
 }
 
 impl Sockets {
+    /// A round of the worker begins.
+    pub(in crate::worker) fn begin_round(&mut self) {
+        self.at_once = AT_ONCE;
+    }
+
     /// Accepts from sockets that listen already.
     pub(in crate::worker) fn add(
         &mut self,
@@ -355,6 +364,32 @@ impl Worker {
     }
 
     fn submit_rest(&mut self, key: ConnKey) {
+        // What the socket has room for goes in this call: the way through the ring takes longer,
+        // and the initiator has something to do meanwhile.
+        while self.sockets.at_once > 0 {
+            let Some(conn) = self.conns.tcp_mut(key) else {
+                return;
+            };
+            let connection = &mut conn.socket;
+            let Some(sending) = connection.sending.filter(|_| !connection.is_shut) else {
+                break;
+            };
+            let rest = &mut self.slices;
+            rest.clear();
+            connection.put_rest(sending.sent, rest);
+            let result = send_now(&connection.handle, rest);
+            rest.clear();
+            match result {
+                None => break,
+                Some(Err(_)) => return self.on_send_failed(key),
+                Some(Ok(len)) => {
+                    self.sockets.at_once = self.sockets.at_once.saturating_sub(len);
+                    if self.note_sent(key, len) {
+                        return self.end_send(key);
+                    }
+                }
+            }
+        }
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;
         };
@@ -369,15 +404,6 @@ impl Worker {
         let rest = &mut self.slices;
         rest.clear();
         connection.put_rest(sending.sent, rest);
-        // What the socket has room for goes in this call: the way through the ring takes longer,
-        // and the initiator has something to do meanwhile.
-        if let Some(result) = send_now(&connection.handle, rest) {
-            rest.clear();
-            return match result {
-                Ok(len) => self.on_sent(key, len),
-                Err(_) => self.on_send_failed(key),
-            };
-        }
         let submitted = self
             .ring
             .submit_send(&connection.handle, rest, token(Op::Send, key.0));
@@ -413,24 +439,37 @@ impl Worker {
         self.shut_down_socket(key);
     }
 
-    /// The socket has taken some of the batch.
+    /// The ring has sent some of the batch.
     fn on_sent(&mut self, key: ConnKey, len: usize) {
+        if self.note_sent(key, len) {
+            self.end_send(key);
+        } else {
+            // A socket buffer that is nearly full takes a part of the batch.
+            self.submit_rest(key);
+        }
+    }
+
+    /// Notes how much more of the batch is sent; whether that was all.
+    fn note_sent(&mut self, key: ConnKey, len: usize) -> bool {
         let Some(conn) = self.conns.tcp_mut(key) else {
-            return;
+            return true;
         };
         let connection = &mut conn.socket;
-        let before = connection.sending.map_or(0, |sending| sending.sent);
-        let sent = before + len;
+        let sent = connection.sending.map_or(0, |sending| sending.sent) + len;
         connection.sending = Some(Sending {
             sent,
             is_submitted: false,
         });
-        // A socket buffer that is nearly full takes a part of the batch.
-        if sent < connection.batch.len {
-            return self.submit_rest(key);
-        }
-        connection.sending = None;
-        connection.batch.chunks.clear();
+        sent >= connection.batch.len
+    }
+
+    /// The batch is sent.
+    fn end_send(&mut self, key: ConnKey) {
+        let Some(conn) = self.conns.tcp_mut(key) else {
+            return;
+        };
+        conn.socket.sending = None;
+        conn.socket.batch.chunks.clear();
         self.with_tcp(key, |ch, cx| ch.handle_sent(cx, true));
         self.check_gone(key);
     }

@@ -132,27 +132,28 @@ impl Worker {
             // posted, and the connection ends.
             if let Err(error) = chains.push(work, post.requests.drain(..), pool, send) {
                 tracing::debug!(%error, "a descriptor names no memory");
-                self.post_iser(key, &mut chains);
-                self.end_iser_chains(key, &[(work, Posted::Nothing)]);
+                self.post_iser(key, &mut chains, Some(work));
             } else if chains.is_full() {
-                self.post_iser(key, &mut chains);
+                self.post_iser(key, &mut chains, None);
             }
         }
-        self.post_iser(key, &mut chains);
+        self.post_iser(key, &mut chains, None);
         self.chains = chains;
         self.iser.post = post;
     }
 
-    fn post_iser(&mut self, key: ConnKey, chains: &mut Chains) {
+    /// Posts chains, and ends another one that cannot be posted.
+    fn post_iser(&mut self, key: ConnKey, chains: &mut Chains, bad: Option<Work>) {
         let Some(conn) = self.conns.iser(key) else {
             return;
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
-        let Err(left) = chains.post(&mut self.devices[device], qp) else {
-            return;
-        };
+        let posted = chains.post(&mut self.devices[device], qp);
+        let has_failed = posted.is_err();
+        let mut left = posted.err().unwrap_or_default();
+        left.extend(bad.map(|work| (work, Posted::Nothing)));
         self.end_iser_chains(key, &left);
-        if left.is_empty() {
+        if has_failed && left.is_empty() {
             self.input(key, Input::Disconnected);
         }
     }

@@ -39,10 +39,10 @@ use std::collections::hash_map::{Entry, OccupiedEntry};
 use std::io;
 use std::ops::Range;
 
-use arrayvec::ArrayVec;
 use fnv::FnvHashMap;
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::access::DataAccess;
+use smallvec::SmallVec;
 
 /// The smallest block, in bytes: a page, so that blocks suit direct I/O.
 pub const MIN_BLOCK: usize = 4096;
@@ -443,14 +443,14 @@ impl Blocks {
     fn take(&mut self, memory: &Memory, len: u32) -> Option<Buffer> {
         let mut buffer = Buffer {
             memory: memory.clone(),
-            pieces: ArrayVec::new(),
+            pieces: SmallVec::new(),
             len,
             owner: None,
         };
         let mut left = len as usize;
         while left > 0 {
             let want = left.min(MAX_BLOCK).next_multiple_of(MIN_BLOCK);
-            let taken = if buffer.pieces.is_full() {
+            let taken = if buffer.pieces.len() == MAX_PIECES {
                 None
             } else {
                 self.take_block(order_of(want))
@@ -561,7 +561,8 @@ fn order_of(len: usize) -> usize {
 #[derive(Debug)]
 pub struct Buffer {
     memory: Memory,
-    pieces: ArrayVec<Piece, MAX_PIECES>,
+    /// At most [`MAX_PIECES`]; nearly all buffers are of one or two, and are moved a lot.
+    pieces: SmallVec<[Piece; 2]>,
     len: u32,
     owner: Option<Owner>,
 }

@@ -572,7 +572,8 @@ pub const MAX_WORKERS: usize = 64;
 /// Number of worker threads, and their processors.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Workers {
-    /// Number of threads; `None` is one per core, or one per CPU listed.
+    /// Number of threads. `None` is one per CPU listed; without a list, one per core, and one for
+    /// two cores where there are fewer than four.
     pub count: Option<usize>,
     /// CPUs to pin them to, in turn; empty pins none.
     pub cpus: Vec<usize>,
@@ -590,6 +591,9 @@ impl Workers {
     fn wanted(&self, cores: usize) -> usize {
         match (self.count, self.cpus.len()) {
             (Some(n), _) => n,
+            // A worker that polls would take the time of the kernel's work for the network, and
+            // of initiators on the same host.
+            (None, 0) if cores < 4 => cores.div_ceil(2),
             (None, 0) => cores,
             (None, cpus) => cpus,
         }

@@ -518,7 +518,8 @@ impl<'de> Deserialize<'de> for Access {
 #[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Workers {
-    /// Number of workers, or `auto`: one for each core, or for each CPU listed.
+    /// Number of workers, or `auto`: one for each CPU listed, or for each core; one for two cores
+    /// where there are fewer than four.
     ///
     /// It is rounded down to a power of two, 64 at most.
     #[schemars(extend("default" = "auto", "x-limits" = "auto, or 1 to 1024"))]

@@ -185,6 +185,16 @@ impl Execution {
         units.iter().any(|unit| self.is_of(unit))
     }
 
+    /// Keeps the beginning of a CDB, at most [`MAX_CDB`] bytes.
+    pub fn set_cdb(&mut self, cdb: &[u8], additional: &[u8]) {
+        self.cdb.clear();
+        for part in [cdb, additional] {
+            let len = part.len().min(self.cdb.remaining_capacity());
+            let taken = self.cdb.try_extend_from_slice(&part[..len]);
+            taken.expect("no more than there is room for");
+        }
+    }
+
     /// Takes in a command, whose CDB is set already. `tag` is the initiator's.
     pub fn take_in(
         &mut self,

@@ -158,9 +158,12 @@ impl Transfer {
     ) -> u32 {
         self.sges = limits.sges.min(MAX_SGE);
         let mut requests = self.walk(remote, buffer, self.len);
-        let wrs = requests.by_ref().take(limits.wrs as usize).count();
+        let mut wrs = 0;
+        while wrs < limits.wrs && requests.pass().is_some() {
+            wrs += 1;
+        }
         self.planned = requests.at;
-        wrs as u32
+        wrs
     }
 
     /// Returns the work requests of the planned portion, in order. Both sides have to be those that
@@ -216,10 +219,10 @@ pub struct Requests<'a, R> {
     end: u32,
 }
 
-impl<R: RemoteMemory> Iterator for Requests<'_, R> {
-    type Item = RdmaRequest;
-
-    fn next(&mut self) -> Option<RdmaRequest> {
+impl<R: RemoteMemory> Requests<'_, R> {
+    /// Passes a request: where it begins in the initiator's memory, and which bytes of the buffer
+    /// it moves.
+    fn pass(&mut self) -> Option<(RemoteAddr, Range<u32>)> {
         let at = &mut self.at;
         if at.bytes >= self.end {
             return None;
@@ -232,22 +235,32 @@ impl<R: RemoteMemory> Iterator for Requests<'_, R> {
             at.range += 1;
             range = self.remote.range(at.range);
         }
+        let remote = RemoteAddr {
+            // Where this wraps, the initiator's own device would refuse the range.
+            addr: range.addr.wrapping_add(u64::from(at.offset)),
+            rkey: range.rkey,
+        };
         let room = (range.len - at.offset).min(self.end - at.bytes);
         let pieces = self.buffer.ranges(at.bytes..at.bytes + room);
-        let request = RdmaRequest {
-            direction: self.direction,
-            remote: RemoteAddr {
-                // Where this wraps, the initiator's own device would refuse the range.
-                addr: range.addr.wrapping_add(u64::from(at.offset)),
-                rkey: range.rkey,
-            },
-            local: pieces.take(self.sges).collect(),
-        };
-        let bytes = request.bytes();
+        let bytes: usize = pieces.take(self.sges).map(|piece| piece.len()).sum();
         assert!(bytes > 0, "the buffer holds the transfer");
-        at.bytes += bytes;
-        at.offset += bytes;
-        Some(request)
+        let start = at.bytes;
+        at.bytes += bytes as u32;
+        at.offset += bytes as u32;
+        Some((remote, start..at.bytes))
+    }
+}
+
+impl<R: RemoteMemory> Iterator for Requests<'_, R> {
+    type Item = RdmaRequest;
+
+    fn next(&mut self) -> Option<RdmaRequest> {
+        let (remote, bytes) = self.pass()?;
+        Some(RdmaRequest {
+            direction: self.direction,
+            remote,
+            local: self.buffer.ranges(bytes).collect(),
+        })
     }
 }
 

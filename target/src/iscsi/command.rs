@@ -14,9 +14,7 @@ use super::channel::{Action, Channel, Cx, MAX_STAGED, Phase};
 use super::datamover::{Control, Datamover, PutData};
 use super::task::{Incoming, Piece, TaskState};
 use super::tcp::good;
-use crate::fabric::{
-    Backlog, CommandFlow, Descriptors, Execution, Hold, MAX_CDB, TaskAction, TaskIdx,
-};
+use crate::fabric::{Backlog, CommandFlow, Descriptors, Execution, Hold, TaskAction, TaskIdx};
 use crate::stats::Stage;
 
 impl<D: Datamover> Channel<D> {
@@ -65,7 +63,7 @@ impl<D: Datamover> Channel<D> {
                 (true, true) => command.bidi_read_length.unwrap_or(0),
             },
         };
-        task.exec.cdb = command.cdb.iter().copied().take(MAX_CDB).collect();
+        task.exec.set_cdb(&command.cdb, &[]);
         task.exec
             .take_in(addressed, nexus, command.itt.0.into(), cx.now);
         task.incoming = Incoming {

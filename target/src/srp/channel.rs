@@ -11,10 +11,11 @@
 //! 4. After [`Action::Release`] the channel is [`ChState::Disconnected`], holds nothing, and may be
 //!    dropped.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fnv::{FnvBuildHasher, FnvHashMap};
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{FromInitiator, Opcode, TLogoutReason, Tag};
@@ -143,8 +144,9 @@ pub struct Channel {
     pub(super) ioctx: Vec<SendIoctx>,
     /// Command contexts that no request has.
     pub(super) idle: Vec<TaskIdx>,
-    /// Commands that are not answered yet, by the tags that the initiator knows them by.
-    pub(super) tags: HashMap<Tag, TaskIdx>,
+    /// Commands that are not answered yet, by the tags that the initiator knows them by. One that
+    /// chooses them for their hashes slows down itself: there are no more than its credits.
+    pub(super) tags: FnvHashMap<Tag, TaskIdx>,
     pub(super) req_lim: ReqLim,
     pub(super) send_queue: SendQueue,
     /// Receives in the queue pair.
@@ -204,7 +206,10 @@ impl Channel {
             ioctx: (0..sends).map(|_| SendIoctx::new()).collect(),
             idle: (0..params.req_lim as u16).rev().map(TaskIdx).collect(),
             // Twice as large as it gets: a table at most half full never allocates again.
-            tags: HashMap::with_capacity(2 * params.req_lim as usize),
+            tags: FnvHashMap::with_capacity_and_hasher(
+                2 * params.req_lim as usize,
+                FnvBuildHasher::default(),
+            ),
             req_lim: ReqLim::new(params.req_lim),
             send_queue: SendQueue::new(credits, params.req_lim as usize),
             posted_receives: 0,

@@ -13,8 +13,8 @@ use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
 use super::ioctx::{ChainKind, CommandToken, Immediate, IoctxState, RecvIdx};
 use crate::fabric::{
-    Backlog, CommandFlow, Descriptors, Direction, End, Execution, Hold, MAX_CDB, TaskAction,
-    TaskIdx, Transfer,
+    Backlog, CommandFlow, Descriptors, Direction, End, Execution, Hold, TaskAction, TaskIdx,
+    Transfer,
 };
 use crate::pool::Pool;
 use crate::stats::Stage;
@@ -53,14 +53,7 @@ impl Channel {
             TaskAttr::Ordered => TaskAttribute::Ordered,
             TaskAttr::Aca => TaskAttribute::Aca,
         };
-        io.exec.cdb.clear();
-        io.exec.cdb.extend(
-            cmd.cdb
-                .iter()
-                .chain(cmd.additional_cdb)
-                .copied()
-                .take(MAX_CDB),
-        );
+        io.exec.set_cdb(&cmd.cdb, cmd.additional_cdb);
         let nexus = self.config.nexus;
         io.exec.take_in(addressed, nexus, cmd.tag.0, cx.now);
         io.exec.expected = Expected {
@@ -207,7 +200,10 @@ impl Channel {
         self.leave_task_set(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
         debug_assert_eq!(io.wrs, 0, "its chain has completed");
-        match (io.token.take(), end) {
+        let token = io.token.take();
+        // An answer forgets the tag already.
+        let is_known = token.is_some();
+        match (token, end) {
             (None, End::Answered) => {}
             (Some(token), End::Aborted) => {
                 token.aborted();
@@ -234,7 +230,9 @@ impl Channel {
         io.mgmt = None;
         become_state(&mut io.state, IoctxState::Done);
         let immediate = io.immediate.take();
-        self.forget_tag(tag, idx);
+        if is_known {
+            self.forget_tag(tag, idx);
+        }
         self.report_gone(watchers);
         if let Some(immediate) = immediate {
             self.recycle_recv(immediate.recv);

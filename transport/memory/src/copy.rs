@@ -6,8 +6,10 @@
 //! before or after, and nothing is promised about their order.
 //!
 //! The compiler merges no atomic accesses, so it makes slow code of such loops. On x86-64 the copies
-//! are therefore the processor's string instructions: inline assembly, which means to the language
-//! what the loop means, and runs at the speed of `memcpy`. Elsewhere, and for Miri and
+//! are therefore inline assembly, which means to the language what the loop means, and runs at the
+//! speed of `memcpy`: vector registers where there are blocks to fill them with and AVX, the
+//! processor's string instructions where there is none, which begin slowly, and words for what is
+//! short. Elsewhere, and for Miri and
 //! ThreadSanitizer, which see no assembly (feature `loops`), they are the loops. Loops over words
 //! would be faster, but where two ranges overlap and do not begin at the same word, accesses of
 //! different sizes race, which the language's model does not allow ([`std::sync::atomic`], *Memory
@@ -39,12 +41,62 @@ pub(crate) unsafe fn store(src: *const u8, dst: *mut u8, len: usize) {
     unsafe { copy(src, dst, len) }
 }
 
+/// Bytes that four vector registers hold.
+#[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
+const BLOCK: usize = 128;
+
 /// Copies `len` bytes of shared memory to shared memory, from the first to the last.
 ///
 /// # Safety
 /// As [`load`], on both sides. `dst` is outside of the source or before it.
 #[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
 pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    let mut done = 0;
+    if len >= BLOCK {
+        if !std::arch::is_x86_feature_detected!("avx") {
+            // SAFETY: the caller's promise.
+            return unsafe { copy_string(src, dst, len) };
+        }
+        done = len / BLOCK * BLOCK;
+        // SAFETY: within both ranges, which are not empty; there is AVX.
+        unsafe { copy_blocks(src, dst, done) };
+    }
+    while len - done >= 8 {
+        // SAFETY: within both ranges. The word is loaded before it is stored.
+        unsafe {
+            std::arch::asm!(
+                "mov {word}, qword ptr [{src}]",
+                "mov qword ptr [{dst}], {word}",
+                src = in(reg) src.add(done),
+                dst = in(reg) dst.add(done),
+                word = out(reg) _,
+                options(nostack, preserves_flags)
+            );
+        }
+        done += 8;
+    }
+    while done < len {
+        // SAFETY: within both ranges.
+        unsafe {
+            std::arch::asm!(
+                "mov {byte}, byte ptr [{src}]",
+                "mov byte ptr [{dst}], {byte}",
+                src = in(reg) src.add(done),
+                dst = in(reg) dst.add(done),
+                byte = out(reg_byte) _,
+                options(nostack, preserves_flags)
+            );
+        }
+        done += 1;
+    }
+}
+
+/// [`copy`] with the string instruction.
+///
+/// # Safety
+/// As [`copy`].
+#[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
+unsafe fn copy_string(src: *const u8, dst: *mut u8, len: usize) {
     // SAFETY: the caller's promise; the direction flag is clear by the rules of inline assembly.
     unsafe {
         std::arch::asm!(
@@ -53,6 +105,43 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
             inout("rsi") src => _,
             inout("rdi") dst => _,
             options(nostack, preserves_flags)
+        );
+    }
+}
+
+/// [`copy`] of whole blocks, each of which is loaded before it is stored.
+///
+/// # Safety
+/// As [`copy`]. `len` is a multiple of [`BLOCK`] and not 0, and the processor has AVX.
+#[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
+unsafe fn copy_blocks(src: *const u8, dst: *mut u8, len: usize) {
+    // SAFETY: the caller's promise; the loop ends after `len` bytes.
+    unsafe {
+        std::arch::asm!(
+            "2:",
+            "vmovdqu ymm0, ymmword ptr [{src}]",
+            "vmovdqu ymm1, ymmword ptr [{src} + 32]",
+            "vmovdqu ymm2, ymmword ptr [{src} + 64]",
+            "vmovdqu ymm3, ymmword ptr [{src} + 96]",
+            "vmovdqu ymmword ptr [{dst}], ymm0",
+            "vmovdqu ymmword ptr [{dst} + 32], ymm1",
+            "vmovdqu ymmword ptr [{dst} + 64], ymm2",
+            "vmovdqu ymmword ptr [{dst} + 96], ymm3",
+            "add {src}, {block}",
+            "add {dst}, {block}",
+            "dec {blocks}",
+            "jnz 2b",
+            // Code that knows nothing of AVX runs next, and would be slowed down.
+            "vzeroupper",
+            src = inout(reg) src => _,
+            dst = inout(reg) dst => _,
+            blocks = inout(reg) len / BLOCK => _,
+            block = const BLOCK,
+            out("ymm0") _,
+            out("ymm1") _,
+            out("ymm2") _,
+            out("ymm3") _,
+            options(nostack)
         );
     }
 }
@@ -138,6 +227,36 @@ mod tests {
 
     type Copy = unsafe fn(*const u8, *mut u8, usize);
     type Fill = unsafe fn(*mut u8, u8, usize);
+
+    #[test]
+    fn long_ranges_are_copied_exactly_also_where_they_overlap() {
+        let copies: [Copy; 2] = [copy, bytes::copy];
+        let src: Vec<u8> = (0..1024u32).map(|i| (i * i + i / 7) as u8).collect();
+        for copy in copies {
+            for (ahead, len) in [0, 1, 7, 8, 33, 127, 128, 129, 400]
+                .into_iter()
+                .flat_map(|ahead| (100..=600).step_by(31).map(move |len| (ahead, len)))
+            {
+                let mut got = src.clone();
+                let mut want = src.clone();
+                want.copy_within(3 + ahead..3 + ahead + len, 3);
+                let at = got.as_mut_ptr();
+                // SAFETY: both ranges lie within the array, the destination before the source.
+                unsafe { copy(at.add(3 + ahead), at.add(3), len) };
+                assert!(got == want, "{ahead} {len}");
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
+    fn what_processors_without_avx_run_is_exact_too() {
+        let src: Vec<u8> = (0..200).collect();
+        let mut got = vec![0; 200];
+        // SAFETY: both ranges lie within their arrays.
+        unsafe { copy_string(src.as_ptr(), got.as_mut_ptr(), 199) };
+        assert_eq!((&got[..199], got[199]), (&src[..199], 0));
+    }
 
     #[test]
     fn every_length_and_alignment_is_copied_and_filled_exactly() {

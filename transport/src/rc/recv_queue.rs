@@ -139,7 +139,7 @@ impl RecvQueue {
         }
         // All checks come before the slot is written: nothing remains of a receive that was
         // refused.
-        let slot = (self.first + self.len) % self.heads.len();
+        let slot = self.slot(self.len);
         #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
         let sges = wr.sges.len() as u32;
         self.heads[slot] = Head {
@@ -151,6 +151,15 @@ impl RecvQueue {
         self.sges[at..at + wr.sges.len()].copy_from_slice(wr.sges);
         self.len += 1;
         Ok(())
+    }
+
+    /// The slot of a receive by its place behind the oldest one; there are as many at most.
+    fn slot(&self, place: usize) -> usize {
+        let slot = self.first + place;
+        match slot.checked_sub(self.heads.len()) {
+            Some(wrapped) => wrapped,
+            None => slot,
+        }
     }
 
     /// Bytes that the oldest receive holds, if there is one.
@@ -176,7 +185,7 @@ impl RecvQueue {
         out.count = count;
         out.wr_id = head.wr_id;
         out.length = head.length;
-        self.first = (self.first + 1) % self.heads.len();
+        self.first = self.slot(1);
         self.len -= 1;
         true
     }
@@ -187,7 +196,7 @@ impl RecvQueue {
             return None;
         }
         let id = self.heads[self.first].wr_id;
-        self.first = (self.first + 1) % self.heads.len();
+        self.first = self.slot(1);
         self.len -= 1;
         Some(id)
     }

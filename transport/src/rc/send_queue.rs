@@ -132,6 +132,8 @@ pub struct SendQueue {
     max_inline: usize,
     head: u64,
     tail: u64,
+    /// Slot of the head.
+    first: usize,
     recv_seq: u64,
     /// By the index of a key, which others may share: the position behind the newest request that
     /// names it.
@@ -153,6 +155,7 @@ impl SendQueue {
             max_inline,
             head: 0,
             tail: 0,
+            first: 0,
             recv_seq: 0,
             named: [0; NAMES],
         }
@@ -189,9 +192,15 @@ impl SendQueue {
         size_of_val(&*self.wqes) + size_of_val(&*self.sges) + self.inline.len()
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "less than `max_send_wr`")]
+    /// The slot of a position from the head to the tail.
+    #[expect(clippy::cast_possible_truncation, reason = "`max_send_wr` at most")]
     fn slot(&self, at: u64) -> usize {
-        (at % self.wqes.len() as u64) as usize
+        // Without a division, since it is looked up several times for each packet.
+        let slot = self.first + (at - self.head) as usize;
+        match slot.checked_sub(self.wqes.len()) {
+            Some(wrapped) => wrapped,
+            None => slot,
+        }
     }
 
     /// The request at a position. Panics outside `head..tail`.
@@ -308,9 +317,8 @@ impl SendQueue {
 
     /// Takes the oldest request out. Panics on an empty queue.
     pub fn retire(&mut self) -> SendWqe {
-        let wqe = *self.wqe(self.head);
-        let slot = self.slot(self.head);
-        self.wqes[slot] = None;
+        let wqe = self.wqes[self.first].take().expect("a posted request");
+        self.first = self.slot(self.head + 1);
         self.head += 1;
         wqe
     }
@@ -320,6 +328,7 @@ impl SendQueue {
         self.wqes.fill(None);
         self.head = 0;
         self.tail = 0;
+        self.first = 0;
         // Numbered from the first again: the credits of the next connection begin at 0.
         self.recv_seq = 0;
         self.named = [0; NAMES];

@@ -1,8 +1,8 @@
 //! A device, and what sessions have of it.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use fnv::FnvHashMap;
 use riser_memory::MemSlice;
 use riser_transport::verbs::{
     Access, CmEvent, CmEventKind, CmId, CqId, Mr, Notify, PdId, Provider, QpId, VerbsError,
@@ -21,8 +21,9 @@ pub(in crate::engine) struct Owner {
 /// A provider, with the owners of the connections on it.
 pub(in crate::engine) struct Device<P> {
     pub(in crate::engine) provider: P,
-    ids: HashMap<CmId, Owner>,
-    qps: HashMap<QpId, Owner>,
+    /// By numbers of ours, as below: no peer can choose them for their hashes.
+    ids: FnvHashMap<CmId, Owner>,
+    qps: FnvHashMap<QpId, Owner>,
     /// Completion queues, each of one connection, in the order in which they were made.
     cqs: Vec<(CqId, Owner)>,
     /// Identifiers without an owner, whose disconnect goes on until the given time at the latest.
@@ -33,8 +34,8 @@ impl<P: Provider> Device<P> {
     pub(in crate::engine) fn new(provider: P) -> Self {
         Self {
             provider,
-            ids: HashMap::new(),
-            qps: HashMap::new(),
+            ids: FnvHashMap::default(),
+            qps: FnvHashMap::default(),
             cqs: Vec::new(),
             disconnecting: Vec::new(),
         }

@@ -194,6 +194,7 @@ fn the_number_of_workers_is_a_power_of_two_and_a_smaller_one_is_noted() {
     let text = "backends: {}\ntargets: []\n";
     let auto = Config::parse(text, "test.yaml").unwrap().workers;
     assert_eq!((auto.number(6), auto.number(1)), (4, 1));
+    assert_eq!((auto.number(2), auto.number(3), auto.number(4)), (1, 2, 4));
     assert!(auto.note(6).is_some() && auto.note(4).is_none());
 }
 

@@ -57,8 +57,11 @@ impl Requester {
                         self.fail_current(ctx, status)?;
                         return Ok(false);
                     }
-                    *self.sq.wqe_mut(self.cur) = plan;
-                    return self.cut(ctx, tx, &plan, may_start);
+                    let is_sent = self.cut(ctx, tx, &plan, may_start)?;
+                    if is_sent {
+                        *self.sq.wqe_mut(self.cur) = plan;
+                    }
+                    return Ok(is_sent);
                 }
                 Phase::Started if wqe.end() <= self.nxt => self.cur += 1,
                 Phase::Started => {
@@ -116,6 +119,10 @@ impl Requester {
         // connection; this way the owner sees which request was wrong.
         if wqe.has_response() && self.max_reads == 0 {
             return Err(WcStatus::LocQpOpErr);
+        }
+        // The only packet of a message looks at all entries itself.
+        if wqe.packets == 1 && !wqe.has_response() {
+            return Ok(());
         }
         // All entries, although the first packet may need a few only: once the peer has that, the
         // message can no longer be taken back.

@@ -316,8 +316,7 @@ impl Demo {
                 "--runtime",
                 &runtime,
             ])?;
-            let v: serde_json::Value = serde_json::from_str(&json)?;
-            Ok(crate::bench::summary(&v))
+            crate::bench::summary(&json)
         })
     }
 

@@ -18,6 +18,8 @@
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask container`: the container's image ([`container`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
+//! - `cargo xtask path-cost`: packets, system calls and copies of an operation
+//!   ([`bench::path_cost`]).
 //! - `cargo xtask neighbours`: what a noisy initiator does to a quiet one, with limits and without
 //!   ([`neighbours`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
@@ -60,6 +62,7 @@ mod soak;
 mod steps;
 mod tally;
 mod test;
+mod tgt;
 mod tidy;
 mod tree;
 mod tsan;
@@ -123,8 +126,12 @@ enum Command {
     Package(package::Options),
     /// Build the image of deploy/container and start its programs.
     Container,
-    /// Measure `riser bench` beside fio on the same file and qemu-nbd.
+    /// Measure our target beside nbdkit, qemu-nbd and tgt on the same file, and compare with targets;
+    /// write docs/performance.md.
     Bench(bench::Options),
+    /// Count packet buffers, system calls and copies of an operation, of our target and of its peers;
+    /// needs root and perf.
+    PathCost(bench::path_cost::Options),
     /// Measure a quiet initiator's latency alone, beside a noisy one, and beside a limited one.
     Neighbours(neighbours::Options),
     /// Count the instructions of a 4 KiB read, and those of counting it.
@@ -166,6 +173,7 @@ fn main() -> ExitCode {
         Command::Package(options) => package::run(&options),
         Command::Container => container::run(),
         Command::Bench(options) => bench::run(&options),
+        Command::PathCost(options) => bench::path_cost::run(&options),
         Command::Neighbours(options) => neighbours::run(&options),
         Command::Instructions => instructions::run(),
         Command::Interleavings(options) => interleavings::run(&options),

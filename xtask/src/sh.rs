@@ -73,17 +73,21 @@ pub(crate) fn installed(program: &str) -> Command {
 
 /// The same command, which others hardly notice.
 pub(crate) fn at_lowest_priority(command: &Command) -> Command {
-    let mut nice = cmd("nice", ["-n", "19"]);
-    nice.arg(command.get_program()).args(command.get_args());
+    behind(cmd("nice", ["-n", "19"]), command)
+}
+
+/// The same command behind another program that runs it, as `nice` does.
+pub(crate) fn behind(mut program: Command, command: &Command) -> Command {
+    program.arg(command.get_program()).args(command.get_args());
     // `Command` cannot be put behind another program, so it is built again, as far as it can be
     // read back.
     for (name, value) in command.get_envs() {
         if let Some(value) = value {
-            nice.env(name, value);
+            program.env(name, value);
         }
     }
-    nice.current_dir(command.get_current_dir().unwrap_or(Path::new(".")));
-    nice
+    program.current_dir(command.get_current_dir().unwrap_or(Path::new(".")));
+    program
 }
 
 /// Builds a test or a benchmark, by these arguments of Cargo, and answers its program.

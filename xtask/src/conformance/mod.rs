@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use crate::daemon::{self, Daemon};
 use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
+use crate::tgt::free_port;
 use crate::{Failure, sh};
 use suite::{Run, Verdict};
 
@@ -345,12 +346,6 @@ fn configuration(image: &Path, port: u16) -> String {
          luns: {{ 0: ram, 1: disk, 2: {{ backend: disk, read_only: true }} }}\n    access: open\n",
         image.display()
     )
-}
-
-/// A port that is free at present.
-fn free_port() -> Result<u16, Failure> {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
-    Ok(listener.local_addr()?.port())
 }
 
 /// Tests that the client is to run: one process runs all of them, and another libiscsi a process

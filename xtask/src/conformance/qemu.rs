@@ -121,7 +121,7 @@ fn serve(
     scratch: &sh::Scratch,
     image: &Path,
 ) -> Result<(Daemon, String), Failure> {
-    let port = super::free_port()?;
+    let port = crate::tgt::free_port()?;
     let config = scratch.join("qemu.yaml");
     fs::write(
         &config,

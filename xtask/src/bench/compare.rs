@@ -1,0 +1,130 @@
+//! All systems beside each other, in rounds.
+
+use super::machine;
+use super::results::{Comparison, Sample};
+use super::rig::{Measured, Rig};
+use super::systems::System;
+use super::workloads::Workload;
+use crate::Failure;
+
+/// Rows and columns of a run.
+pub(super) struct Selection {
+    pub(super) systems: Vec<&'static System>,
+    pub(super) workloads: Vec<&'static Workload>,
+}
+
+/// Measures the rounds; `keep` gets the results after each.
+pub(super) fn measure(
+    rig: &Rig,
+    selection: &Selection,
+    rounds: usize,
+    keep: impl Fn(&Comparison) -> Result<(), Failure>,
+) -> Result<Comparison, Failure> {
+    let mut systems = selection.systems.clone();
+    let mut skipped = Vec::new();
+    systems.retain(|system| {
+        let why = rig.lacks(system);
+        skipped.extend(why.iter().map(|why| format!("{}: {why}", system.label)));
+        why.is_none()
+    });
+    for line in &skipped {
+        println!("not measured: {line}");
+    }
+    let mut comparison = Comparison {
+        measured: machine::provenance(rig, rounds)?,
+        skipped,
+        samples: Vec::new(),
+    };
+    // Rounds are outermost, and systems innermost: a machine that slows down for a while spoils one
+    // round, which the median leaves out, and both sides of a ratio alike.
+    for round in 1..=rounds {
+        for workload in &selection.workloads {
+            // None of them always comes after the same one.
+            systems.rotate_left(usize::from(round > 1));
+            for system in systems.iter().filter(|system| system.runs(&workload.load)) {
+                let measured = rig.measure(system, &workload.load).map_err(|error| {
+                    format!(
+                        "round {round}, {}, {}: {error}",
+                        workload.name, system.label
+                    )
+                })?;
+                let sample = sample(round, system, workload, &measured);
+                println!(
+                    "round {round}/{rounds}: {}: {}: {}",
+                    workload.name,
+                    system.label,
+                    shown(&sample)
+                );
+                comparison.samples.push(sample);
+            }
+        }
+        keep(&comparison)?;
+    }
+    Ok(comparison)
+}
+
+fn sample(round: usize, system: &System, workload: &Workload, measured: &Measured) -> Sample {
+    let reading = &measured.reading;
+    let each = |time: std::time::Duration| time.as_secs_f64() * 1e9 / reading.operations;
+    Sample {
+        round,
+        system: system.id.to_owned(),
+        workload: workload.id.to_owned(),
+        iops: rounded(reading.iops),
+        bytes_per_second: rounded(reading.bytes_per_second),
+        p50_ns: reading.p50_ns,
+        server_ns: rounded(each(measured.server)),
+        client_ns: rounded(each(measured.client)),
+    }
+}
+
+/// To whole units: fractions of nanoseconds and operations are noise.
+fn rounded(figure: f64) -> f64 {
+    figure.round()
+}
+
+/// A sample in one line.
+fn shown(sample: &Sample) -> String {
+    let p50 = sample
+        .p50_ns
+        .map_or(String::new(), |ns| format!(", p50 {:.1} us", ns / 1e3));
+    format!(
+        "{:.1}k IOPS, {:.0} MB/s{p50}, processor time {:.2} + {:.2} us",
+        sample.iops / 1e3,
+        sample.bytes_per_second / 1e6,
+        sample.server_ns / 1e3,
+        sample.client_ns / 1e3
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::reading::Reading;
+    use super::super::{systems, workloads};
+    use super::*;
+
+    #[test]
+    fn processor_time_is_for_each_operation() {
+        let measured = Measured {
+            reading: Reading {
+                operations: 1000.0,
+                iops: 500.4,
+                bytes_per_second: 2e6,
+                p50_ns: Some(12_345.0),
+            },
+            server: Duration::from_millis(3),
+            client: Duration::from_millis(2),
+        };
+        let system = systems::named(systems::SRP).unwrap();
+        let workload = workloads::named(workloads::READ_1).unwrap();
+        let sample = sample(2, system, workload, &measured);
+        assert_eq!((sample.server_ns, sample.client_ns), (3000.0, 2000.0));
+        assert_eq!((sample.round, sample.iops), (2, 500.0));
+        assert_eq!(
+            shown(&sample),
+            "0.5k IOPS, 2 MB/s, p50 12.3 us, processor time 3.00 + 2.00 us"
+        );
+    }
+}

@@ -1,0 +1,122 @@
+//! Processor time that a client and its servers take for a run.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+
+use crate::Failure;
+
+/// A client that has ended well.
+pub(super) struct Ran {
+    /// Its standard output.
+    pub(super) output: String,
+    /// Time of the client, from its start to its end.
+    pub(super) client: Duration,
+    /// Time of all servers meanwhile.
+    pub(super) server: Duration,
+}
+
+/// Runs a client to its end. `log` is a file for its standard error.
+pub(super) fn run(client: &mut Command, servers: &[u32], log: &Path) -> Result<Ran, Failure> {
+    let name = client.get_program().to_string_lossy().into_owned();
+    let failed = |e: &dyn std::fmt::Display| format!("{name}: {e}");
+    let before = sum(servers)?;
+    let mut child = client
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(File::create(log)?)
+        .spawn()
+        .map_err(|e| failed(&e))?;
+    let mut output = String::new();
+    let mut out = child.stdout.take().ok_or("it has an output")?;
+    // Read to the end before the process is waited for: with a full pipe it would never end.
+    let read = out.read_to_string(&mut output);
+    // It stays a zombie until it is reaped, and its time can be read as that of a server is: by the
+    // same clock, with its children.
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+    let pid = pid.ok_or("a process id is out of range")?;
+    waitid(
+        WaitId::Pid(pid),
+        WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+    )?;
+    let spent = of(child.id());
+    let status = child.wait()?;
+    if !status.success() {
+        let said = fs::read_to_string(log).unwrap_or_default();
+        let said = [said.trim_end(), output.trim_end()].join("\n");
+        return Err(failed(&format!("{status}\n{}", said.trim())).into());
+    }
+    read?;
+    Ok(Ran {
+        output,
+        client: spent?,
+        server: sum(servers)?.saturating_sub(before),
+    })
+}
+
+fn sum(processes: &[u32]) -> Result<Duration, Failure> {
+    processes.iter().map(|pid| of(*pid)).sum()
+}
+
+/// Time of a process with all its threads and with the children that it has waited for.
+fn of(pid: u32) -> Result<Duration, Failure> {
+    let path = format!("/proc/{pid}/stat");
+    let line = fs::read_to_string(&path).map_err(|e| format!("{path}: {e}"))?;
+    let ticks = ticks(&line).ok_or_else(|| format!("{path}: {line}"))?;
+    let each = 1.0 / rustix::param::clock_ticks_per_second() as f64;
+    Ok(Duration::from_secs_f64(ticks as f64 * each))
+}
+
+/// Sum of `utime`, `stime`, `cutime` and `cstime` of a line of `/proc/PID/stat` (proc(5)).
+fn ticks(line: &str) -> Option<u64> {
+    // The name, in brackets, may have blanks and brackets in it. The first field behind it is the
+    // third one of the line, and the times are the 14th to the 17th.
+    let (_, behind) = line.rsplit_once(')')?;
+    let times: Vec<u64> = behind
+        .split_whitespace()
+        .skip(11)
+        .take(4)
+        .map(|field| field.parse().ok())
+        .collect::<Option<_>>()?;
+    (times.len() == 4).then(|| times.iter().sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sh;
+
+    #[test]
+    fn times_are_found_behind_any_name() {
+        let line = "12 (a) b (c) R 1 12 12 0 -1 4194304 90 80 0 0 1000 200 30 4 20 0 3 0 99 1 2";
+        assert_eq!(ticks(line), Some(1234));
+        assert_eq!(
+            ticks("12 (a) R 1 12 12 0 -1 4194304 90 80 0 0 1000 200 30"),
+            None
+        );
+        assert_eq!(ticks(""), None);
+    }
+
+    #[test]
+    fn a_client_is_measured_and_its_failure_is_shown() {
+        let scratch = sh::Scratch::new("cpu-test").unwrap();
+        let log = scratch.join("client.log");
+        // A child of the client: its time counts, too.
+        let busy = "sh -c 'i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done'; echo done";
+        let me = std::process::id();
+        let ran = run(&mut sh::cmd("sh", ["-c", busy]), &[me], &log).unwrap();
+        assert_eq!(ran.output, "done\n");
+        assert!(ran.client > Duration::ZERO, "300,000 rounds take some time");
+        let why = run(
+            &mut sh::cmd("sh", ["-c", "echo why >&2; exit 3"]),
+            &[],
+            &log,
+        );
+        let why = why.err().unwrap().to_string();
+        assert!(why.contains("why") && why.contains('3'), "{why}");
+    }
+}

@@ -1,0 +1,149 @@
+//! Curves of the scaling run: their axes and systems.
+
+use super::systems::{ISCSI, ISER, NBDKIT, SRP};
+
+/// Quantity on the horizontal axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Vary {
+    /// Operations of one session in flight.
+    Depth,
+    /// Sessions at one unit.
+    Sessions,
+    /// Units, with a session each.
+    Units,
+    /// Bytes of one operation.
+    BlockSize,
+    /// Packets lost, in percent.
+    Loss,
+}
+
+/// A picture with a line for each system.
+#[derive(Debug)]
+pub(super) struct Curve {
+    /// Name in the results file, and of the picture.
+    pub(super) id: &'static str,
+    pub(super) vary: Vary,
+    pub(super) title: &'static str,
+    /// Name of the horizontal axis.
+    pub(super) axis: &'static str,
+    pub(super) xs: &'static [f64],
+    pub(super) systems: &'static [&'static str],
+    /// Sentences about the load.
+    pub(super) about: &'static str,
+}
+
+/// Operations in flight of each session, where sessions are many.
+pub(super) const DEPTH_OF_MANY: u32 = 4;
+
+/// Operations in flight where the block size varies.
+pub(super) const DEPTH_OF_BLOCKS: u32 = 8;
+
+pub(super) const CURVES: &[Curve] = &[
+    Curve {
+        id: "depth",
+        vary: Vary::Depth,
+        title: "4 KiB random reads by depth",
+        axis: "operations in flight",
+        xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0],
+        systems: &[NBDKIT, SRP, ISER, ISCSI],
+        about: "One session with more and more operations in flight.",
+    },
+    Curve {
+        id: "sessions",
+        vary: Vary::Sessions,
+        title: "4 KiB random reads by sessions at one unit",
+        axis: "sessions",
+        xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],
+        systems: &[NBDKIT, SRP, ISCSI],
+        about: "Sessions with four operations in flight each, all at one unit; each is a process of \
+                `riser`, or a job of fio with a connection of its own.",
+    },
+    Curve {
+        id: "units",
+        vary: Vary::Units,
+        title: "4 KiB random reads by units with a session each",
+        axis: "units",
+        xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],
+        systems: &[SRP, ISCSI],
+        about: "The same number of sessions, each at a unit of its own of one target.",
+    },
+    Curve {
+        id: "block-size",
+        vary: Vary::BlockSize,
+        title: "Random reads by block size, depth 8",
+        axis: "bytes of an operation",
+        xs: &[
+            512.0,
+            4096.0,
+            16_384.0,
+            65_536.0,
+            131_072.0,
+            262_144.0,
+            1_048_576.0,
+            4_194_304.0,
+        ],
+        systems: &[NBDKIT, SRP, ISER, ISCSI],
+        about: "One session with eight operations in flight.",
+    },
+    Curve {
+        id: "loss",
+        vary: Vary::Loss,
+        title: "4 KiB random reads at depth 32 by loss",
+        axis: "packets lost in each direction, in percent",
+        xs: &[0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0],
+        systems: &[SRP, ISER],
+        about: "The software NIC of the client loses packets that it sends and receives.",
+    },
+];
+
+impl Curve {
+    /// Whether the vertical axis has bytes rather than operations.
+    pub(super) fn is_bandwidth(&self) -> bool {
+        self.vary == Vary::BlockSize
+    }
+
+    /// Text of a place on the horizontal axis.
+    pub(super) fn label(&self, x: f64) -> String {
+        let bytes = x as u64;
+        match self.vary {
+            Vary::BlockSize if bytes >= 1 << 20 => format!("{}M", bytes >> 20),
+            Vary::BlockSize if bytes >= 1 << 10 => format!("{}K", bytes >> 10),
+            _ => x.to_string(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rig::MAX_UNITS;
+    use super::super::systems;
+    use super::*;
+
+    #[test]
+    fn curves_name_systems_and_stay_within_the_rig() {
+        for curve in CURVES {
+            let all = curve.systems.iter().all(|id| systems::named(id).is_some());
+            assert!(all, "{curve:?}");
+            assert!(curve.xs.is_sorted(), "{curve:?}");
+        }
+        let units = CURVES
+            .iter()
+            .find(|curve| curve.vary == Vary::Units)
+            .unwrap();
+        assert!(units.xs.iter().all(|x| *x as usize <= MAX_UNITS));
+    }
+
+    #[test]
+    fn sizes_are_short_on_the_axis() {
+        let of = |id| CURVES.iter().find(|curve| curve.id == id).unwrap();
+        let sizes = of("block-size")
+            .xs
+            .iter()
+            .map(|x| of("block-size").label(*x));
+        assert_eq!(
+            sizes.collect::<Vec<_>>().join(" "),
+            "512 4K 16K 64K 128K 256K 1M 4M"
+        );
+        assert_eq!(of("loss").label(0.01), "0.01");
+    }
+}

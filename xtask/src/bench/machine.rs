@@ -1,0 +1,176 @@
+//! The machine that figures are from, and how busy it was.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use super::results::Provenance;
+use super::rig::Rig;
+use crate::{Failure, root, sh};
+
+/// Share of the processors that others may use during a run, in percent.
+const BUSY: f64 = 5.0;
+
+/// Time for which the processors are looked at before a run.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// Describes the machine, the programs and the run, and warns if other processes are at work.
+pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure> {
+    let idle_percent = idle_percent()?;
+    if idle_percent < 100.0 - BUSY {
+        println!("the processors are only {idle_percent:.0} % idle: figures will be too low");
+    }
+    let scratch = &rig.place.scratch;
+    let mut stat = sh::cmd("stat", ["-f", "-c", "%T"]);
+    Ok(Provenance {
+        command: command_line(std::env::args().skip(1)),
+        date: line(&mut sh::cmd("date", ["-u", "+%F"]))?,
+        commit: commit().unwrap_or_else(|_| "unknown".to_owned()),
+        machine: machine()?,
+        idle_percent: (idle_percent * 10.0).round() / 10.0,
+        programs: programs(&rig.place.programs),
+        size_mib: rig.size_mib,
+        file_system: line(stat.arg(scratch))?,
+        rounds,
+        seconds: rig.seconds,
+        nbd_client: rig.nbd_client.name().to_owned(),
+    })
+}
+
+/// The command as it is typed.
+fn command_line(args: impl Iterator<Item = String>) -> String {
+    let words = ["cargo", "xtask"].map(str::to_owned).into_iter();
+    words.chain(args).collect::<Vec<_>>().join(" ")
+}
+
+fn commit() -> Result<String, Failure> {
+    let git = |args: &[&str]| sh::output(sh::cmd("git", args).current_dir(root()));
+    let mut commit = git(&["rev-parse", "--short=12", "HEAD"])?.trim().to_owned();
+    // Documents and results do not change what is measured.
+    let changes = git(&[
+        "status",
+        "--porcelain",
+        "--",
+        "*.rs",
+        "*.toml",
+        "Cargo.lock",
+    ])?;
+    if !changes.trim().is_empty() {
+        commit.push('+');
+    }
+    Ok(commit)
+}
+
+fn machine() -> Result<String, Failure> {
+    let cpus = fs::read_to_string("/proc/cpuinfo")?;
+    let memory = fs::read_to_string("/proc/meminfo")?;
+    let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let cores = std::thread::available_parallelism()?;
+    let kind = if is_virtual(&cpus) {
+        "virtual machine"
+    } else {
+        "machine"
+    };
+    let model = field(&cpus, "model name").unwrap_or("unknown processor");
+    let kib = field(&memory, "MemTotal").and_then(|size| size.split(' ').next()?.parse().ok());
+    let gib = kib.map_or(0.0, |kib: f64| kib / f64::from(1 << 20));
+    Ok(format!(
+        "{kind} with {cores} cores ({model}), {gib:.0} GiB of memory, Linux {}",
+        kernel.trim()
+    ))
+}
+
+/// Whether the processor says that a hypervisor runs it.
+fn is_virtual(cpus: &str) -> bool {
+    field(cpus, "flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor"))
+}
+
+/// The first value with a name, of lines `name : value`.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let (found, value) = line.split_once(':')?;
+        (found.trim() == name).then(|| value.trim())
+    })
+}
+
+/// Versions of the programs that are there.
+fn programs(ours: &Path) -> Vec<String> {
+    let riser = ours.join("riser");
+    let version = |program: &Path, option| {
+        let text = line(&mut sh::cmd(program, [option])).ok()?;
+        let name = program.file_name()?.to_string_lossy().into_owned();
+        // Some leave out their name.
+        let is_named = text.to_lowercase().contains(&name);
+        Some(if is_named {
+            text
+        } else {
+            format!("{name} {text}")
+        })
+    };
+    let all = [
+        (riser.as_path(), "--version"),
+        (Path::new("fio"), "--version"),
+        (Path::new("nbdkit"), "--version"),
+        (Path::new("qemu-nbd"), "--version"),
+        (Path::new("/usr/sbin/tgtd"), "--version"),
+    ];
+    let versions = all.into_iter();
+    versions
+        .filter_map(|(program, option)| version(program, option))
+        .collect()
+}
+
+fn line(command: &mut std::process::Command) -> Result<String, Failure> {
+    let text = sh::output(command)?;
+    Ok(text.lines().next().unwrap_or_default().trim().to_owned())
+}
+
+/// Share of the processors that is idle now, in percent.
+fn idle_percent() -> Result<f64, Failure> {
+    let look = || -> Result<_, Failure> {
+        let text = fs::read_to_string("/proc/stat")?;
+        idle_of_all(&text).ok_or_else(|| "/proc/stat has no line of all processors".into())
+    };
+    let (idle_before, all_before) = look()?;
+    std::thread::sleep(LOOK);
+    let (idle, all) = look()?;
+    let all = all.saturating_sub(all_before).max(1);
+    Ok(100.0 * idle.saturating_sub(idle_before) as f64 / all as f64)
+}
+
+/// Idle ticks and all ticks of the line for all processors of `/proc/stat` (proc(5)).
+fn idle_of_all(text: &str) -> Option<(u64, u64)> {
+    let line = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
+    let ticks: Option<Vec<u64>> = line.split_whitespace().map(|t| t.parse().ok()).collect();
+    let ticks = ticks?;
+    // user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
+    let all = ticks.iter().take(8).sum();
+    Some((ticks.get(3)? + ticks.get(4)?, all))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_of_guests_are_not_counted_twice() {
+        let text = "cpu  10 1 5 70 4 3 2 5 9 9\ncpu0 1 1 1 1 1 1 1 1 1 1\n";
+        assert_eq!(idle_of_all(text), Some((74, 100)));
+        assert_eq!(idle_of_all("intr 5\n"), None);
+    }
+
+    #[test]
+    fn a_machine_is_described_by_its_first_processor() {
+        let cpus = "processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nflags\t\t: fpu hypervisor sse\n\n\
+                    processor\t: 1\nmodel name\t: B\n";
+        assert_eq!(field(cpus, "model name"), Some("A CPU @ 2 GHz"));
+        assert!(is_virtual(cpus) && !is_virtual("flags : fpu hypervisors\n"));
+        assert_eq!(field(cpus, "flag"), None);
+    }
+
+    #[test]
+    fn a_command_line_begins_with_cargo() {
+        let args = ["bench", "--rounds", "5"].map(str::to_owned).into_iter();
+        assert_eq!(command_line(args), "cargo xtask bench --rounds 5");
+    }
+}

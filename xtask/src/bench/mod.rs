@@ -1,0 +1,243 @@
+//! `cargo xtask bench`: our target beside its peers on the same file, in one run; and
+//! `cargo xtask path-cost`.
+//!
+//! - [`workloads`], [`systems`]: columns and rows of the tables; [`select`] takes some of them.
+//! - [`rig`]: the file, and one measurement: a server ([`servers`]), a client ([`clients`]), what it
+//!   prints ([`reading`]) and what both cost ([`cpu`]).
+//! - [`compare`]: the rounds; [`stats`] and [`targets`] judge them.
+//! - [`curves`], [`scaling`]: throughput by depth, sessions, units, block size and loss.
+//! - [`results`]: the file that keeps it all, with the [`machine`]; [`render`] and [`pictures`] make
+//!   documents of it.
+//!
+//! A run with a selection or without judgement is a try-out: its results and documents go to
+//! `.build/bench`, and not to `docs`.
+
+mod clients;
+mod compare;
+mod cpu;
+mod curves;
+mod machine;
+pub(crate) mod path_cost;
+mod pictures;
+mod reading;
+mod render;
+mod results;
+mod rig;
+mod scaling;
+mod select;
+mod servers;
+mod stats;
+mod systems;
+mod targets;
+mod workloads;
+
+use std::path::PathBuf;
+
+pub(crate) use reading::summary;
+use results::{Comparison, Results};
+use rig::{Rig, Setup};
+use targets::{MIN_ROUNDS, Verdict, judge};
+
+use crate::{Failure, root};
+
+/// Options of `cargo xtask bench`.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Rounds, in each of which every system runs every workload; medians are shown.
+    #[arg(long, default_value_t = 5, value_parser = rounds)]
+    rounds: usize,
+    /// Only systems and workloads, or curves, whose names contain WORD; may be repeated. A try-out.
+    #[arg(long, value_name = "WORD")]
+    only: Vec<String>,
+    /// Do not compare with the targets. A try-out, whose results go to .build/bench.
+    #[arg(long)]
+    no_judge: bool,
+    /// Measure throughput by depth, sessions, units, block size and loss, and not the tables.
+    #[arg(long)]
+    scaling: bool,
+    /// Measure nothing: write the documents again from docs/performance/results.json.
+    #[arg(long, conflicts_with_all = ["scaling", "only", "no_judge"])]
+    render: bool,
+    #[command(flatten)]
+    setup: Setup,
+}
+
+fn rounds(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(rounds) if (1..=1000).contains(&rounds) => Ok(rounds),
+        _ => Err("a number from 1 to 1000 is needed".to_owned()),
+    }
+}
+
+impl Options {
+    fn is_try_out(&self) -> bool {
+        self.no_judge || !self.only.is_empty()
+    }
+}
+
+/// Measures or renders; fails where a target is missed.
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    if options.render {
+        let results = Results::load(&kept())?;
+        if results == Results::default() {
+            return Err(format!("there are no results in {}", kept().display()).into());
+        }
+        return publish(&results);
+    }
+    if options.scaling {
+        scale(options)
+    } else {
+        compare(options)
+    }
+}
+
+/// Results of the last whole run, which the repository has.
+fn kept() -> PathBuf {
+    root()
+        .join("docs")
+        .join(render::FOLDER)
+        .join("results.json")
+}
+
+/// Folder of what a run in progress or a try-out leaves.
+fn draft() -> PathBuf {
+    root().join(".build/bench")
+}
+
+fn save_draft(results: &Results) -> Result<(), Failure> {
+    results.save(&draft().join(render::FOLDER).join("results.json"))
+}
+
+/// Writes the documents of the repository.
+fn publish(results: &Results) -> Result<(), Failure> {
+    render::write(results, &root().join("docs"))?;
+    render::write_readme(results, &root().join("README.md"))
+}
+
+/// Takes over what was measured: into the repository, or of a try-out, into a folder beside it.
+fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failure> {
+    if options.is_try_out() {
+        let mut results = Results::default();
+        put(&mut results);
+        save_draft(&results)?;
+        render::write(&results, &draft())?;
+        println!("a try-out: {}/performance.md", draft().display());
+        return Ok(());
+    }
+    let mut results = Results::load(&kept())?;
+    put(&mut results);
+    results.save(&kept())?;
+    publish(&results)?;
+    println!("written: docs/performance.md");
+    Ok(())
+}
+
+fn compare(options: &Options) -> Result<(), Failure> {
+    if !options.no_judge && options.rounds < MIN_ROUNDS {
+        let why = "rounds do not show noise, which judging takes: more rounds, or --no-judge";
+        return Err(format!("{} {why}", options.rounds).into());
+    }
+    let selection = select::of(&options.only)?;
+    let rig = Rig::prepare(&options.setup, &selection.systems)?;
+    // Kept after each round, since a run takes long and may be interrupted.
+    let keep = |comparison: &Comparison| {
+        save_draft(&Results {
+            comparison: Some(comparison.clone()),
+            scaling: None,
+        })
+    };
+    let comparison = compare::measure(&rig, &selection, options.rounds, keep)?;
+    drop(rig);
+    let judged = judge(&comparison);
+    println!("\n{}", render::targets(&judged));
+    let shortfalls = shortfalls(&judged, options.only.is_empty());
+    // Written before the judgement: what was missed is to be seen there.
+    finish(options, |results| results.comparison = Some(comparison))?;
+    if options.no_judge || shortfalls.is_empty() {
+        return Ok(());
+    }
+    Err(format!("targets are missed:\n  {}", shortfalls.join("\n  ")).into())
+}
+
+/// Targets that are missed by more than noise. In a whole run, those that were not measured count,
+/// too.
+fn shortfalls(judged: &[targets::Judged], is_whole: bool) -> Vec<String> {
+    let missed = judged.iter().filter(|one| one.verdict == Verdict::Missed);
+    let missed = missed.map(|one| {
+        let (subject, ratio) = (render::subject(one), render::ratio(one));
+        let (beside, bound) = (one.target.beside, one.target.at_least);
+        format!("{subject}: {ratio} beside {beside}, not {bound}")
+    });
+    let is_judged = |target: &targets::Target| {
+        let same = |one: &targets::Judged| {
+            let other = &one.target;
+            (other.system, other.workload, other.measure)
+                == (target.system, target.workload, target.measure)
+        };
+        judged.iter().any(same)
+    };
+    let all = targets::targets().into_iter();
+    let absent = all
+        .filter(|target| is_whole && !is_judged(target))
+        .map(|target| {
+            let (system, workload) = (target.system, target.workload);
+            format!(
+                "{system}, {workload}: {} was not measured",
+                target.measure.name()
+            )
+        });
+    missed.chain(absent).collect()
+}
+
+fn scale(options: &Options) -> Result<(), Failure> {
+    let rig = Rig::prepare(&options.setup, &scaling::all_systems())?;
+    let keep = |scaling: &results::Scaling| {
+        save_draft(&Results {
+            comparison: None,
+            scaling: Some(scaling.clone()),
+        })
+    };
+    let scaling = scaling::measure(&rig, &options.only, options.rounds, keep)?;
+    drop(rig);
+    finish(options, |results| results.scaling = Some(scaling))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::results::tests::{provenance, sample};
+    use super::systems::{NBDKIT, SRP};
+    use super::workloads::READ_32;
+    use super::*;
+
+    #[test]
+    fn shortfalls_are_missed_targets_and_in_a_whole_run_those_not_measured() {
+        let judged = |iops| {
+            let samples = vec![
+                sample(1, (NBDKIT, READ_32), 100.0),
+                sample(1, (SRP, READ_32), iops),
+            ];
+            judge(&Comparison {
+                measured: provenance(),
+                skipped: Vec::new(),
+                samples,
+            })
+        };
+        assert!(shortfalls(&judged(200.0), false).is_empty());
+        let slow = shortfalls(&judged(140.0), false);
+        assert_eq!(slow.len(), 2, "{slow:?}");
+        assert!(
+            slow[0].starts_with("SRP: 4 KiB random read, depth 32: IOPS: 1.40"),
+            "{slow:?}"
+        );
+        let whole = shortfalls(&judged(200.0), true);
+        assert_eq!(whole.len(), targets::targets().len() - 2, "{whole:?}");
+    }
+
+    #[test]
+    fn rounds_are_a_number_within_bounds() {
+        assert_eq!(rounds("3"), Ok(3));
+        for text in ["0", "1001", "three", "-1"] {
+            assert!(rounds(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Pictures of curves, as SVG.
+
+use plotters::prelude::*;
+
+use super::curves::Curve;
+use super::results::Scaling;
+use super::stats::Summary;
+use super::systems;
+use crate::Failure;
+
+const SIZE: (u32, u32) = (760, 420);
+
+/// Colours that colour-blind readers distinguish (Okabe and Ito).
+const COLOURS: [RGBColor; 4] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+];
+
+/// A line: places on the axis by their number, and medians of the rounds.
+type Line = (&'static str, Vec<(usize, f64)>);
+
+/// Draws a curve; nothing where it was not measured.
+pub(super) fn draw(curve: &Curve, scaling: &Scaling) -> Result<Option<String>, Failure> {
+    let lines = lines(curve, scaling);
+    let figures = lines.iter().flat_map(|(_, line)| line).map(|(_, y)| *y);
+    let figures: Vec<f64> = figures.filter(|y| *y > 0.0).collect();
+    let Some(range) = Summary::of(&figures) else {
+        return Ok(None);
+    };
+    let mut svg = String::new();
+    draw_lines(curve, &lines, range, &mut svg).map_err(|e| format!("{}: {e}", curve.id))?;
+    Ok(Some(svg))
+}
+
+fn lines(curve: &Curve, scaling: &Scaling) -> Vec<Line> {
+    let line = |id: &&str| {
+        let system = systems::named(id)?;
+        let place = |(at, x): (usize, &f64)| {
+            let is_here = |point: &&super::results::Point| {
+                point.curve == curve.id && point.system == *id && point.x == *x
+            };
+            let points = scaling.points.iter().filter(is_here);
+            let rounds: Vec<f64> = points.map(|point| point.y).collect();
+            Some((at, Summary::of(&rounds)?.median))
+        };
+        let places = curve.xs.iter().enumerate().filter_map(place);
+        Some((system.label, places.collect()))
+    };
+    curve.systems.iter().filter_map(line).collect()
+}
+
+/// Both axes are logarithmic or nearly so: doubling a depth is one step, and so is doubling what
+/// comes of it wherever it begins.
+fn draw_lines(
+    curve: &Curve,
+    lines: &[Line],
+    range: Summary,
+    svg: &mut String,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+    root.fill(&WHITE)?;
+    let last = curve.xs.len() - 1;
+    let (low, high) = (range.min / 1.5, range.max * 1.5);
+    let mut chart = ChartBuilder::on(&root)
+        .margin(12)
+        .caption(curve.title, ("sans-serif", 18))
+        .x_label_area_size(44)
+        .y_label_area_size(78)
+        .build_cartesian_2d(0..last, (low..high).log_scale())?;
+    chart
+        .configure_mesh()
+        .x_labels(curve.xs.len())
+        .x_desc(curve.axis)
+        .y_desc(if curve.is_bandwidth() {
+            "bytes per second"
+        } else {
+            "IOPS"
+        })
+        .x_label_formatter(&|at| curve.xs.get(*at).map_or(String::new(), |x| curve.label(*x)))
+        .y_label_formatter(&|y| short(*y))
+        .light_line_style(WHITE)
+        .draw()?;
+    for ((name, line), colour) in lines.iter().zip(COLOURS.iter().cycle()) {
+        let style = colour.stroke_width(2);
+        chart
+            .draw_series(LineSeries::new(line.iter().copied(), style))?
+            .label(*name)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
+        chart.draw_series(
+            line.iter()
+                .map(|place| Circle::new(*place, 3, colour.filled())),
+        )?;
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::LowerRight)
+        .background_style(WHITE)
+        .border_style(BLACK)
+        .draw()?;
+    root.present()?;
+    Ok(())
+}
+
+/// A number with a suffix of thousands.
+fn short(number: f64) -> String {
+    let (scale, suffix) = match number {
+        n if n >= 1e9 => (1e9, "G"),
+        n if n >= 1e6 => (1e6, "M"),
+        n if n >= 1e3 => (1e3, "k"),
+        _ => (1.0, ""),
+    };
+    let digits = (number / scale * 10.0).round() / 10.0;
+    format!("{digits}{suffix}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::curves::CURVES;
+    use super::super::results::Point;
+    use super::super::results::tests::provenance;
+    use super::*;
+
+    fn point((system, x): (&str, f64), round: usize, y: f64) -> Point {
+        Point {
+            curve: "depth".into(),
+            system: system.into(),
+            x,
+            round,
+            y,
+        }
+    }
+
+    #[test]
+    fn a_picture_has_the_medians_of_each_system() {
+        let depth = CURVES.iter().find(|curve| curve.id == "depth").unwrap();
+        let points = vec![
+            point(("srp", 1.0), 1, 100.0),
+            point(("srp", 1.0), 2, 900.0),
+            point(("srp", 1.0), 3, 200.0),
+            point(("srp", 4.0), 1, 400.0),
+            point(("nbdkit", 1.0), 1, 50.0),
+        ];
+        let scaling = Scaling {
+            measured: provenance(),
+            points,
+        };
+        let lines = lines(depth, &scaling);
+        let srp = lines.iter().find(|(name, _)| *name == "SRP").unwrap();
+        assert_eq!(srp.1, [(0, 200.0), (2, 400.0)]);
+        let svg = draw(depth, &scaling).unwrap().unwrap();
+        for part in ["<svg", depth.title, "SRP", "nbdkit", "256", "</svg>"] {
+            assert!(svg.contains(part), "{part} is not in the picture");
+        }
+        // The same results draw the same picture, or each rendering would change the files.
+        assert_eq!(draw(depth, &scaling).unwrap().unwrap(), svg);
+    }
+
+    #[test]
+    fn a_curve_without_points_has_no_picture() {
+        let scaling = Scaling {
+            measured: provenance(),
+            points: vec![point(("srp", 1.0), 1, 1.0)],
+        };
+        for curve in CURVES.iter().filter(|curve| curve.id != "depth") {
+            assert_eq!(draw(curve, &scaling).unwrap(), None, "{}", curve.id);
+        }
+    }
+
+    #[test]
+    fn numbers_on_the_axis_are_short() {
+        let numbers = [0.5, 20.0, 1500.0, 100_000.0, 2_000_000.0, 8.4e9].map(short);
+        assert_eq!(numbers.join(" "), "0.5 20 1.5k 100k 2M 8.4G");
+    }
+}

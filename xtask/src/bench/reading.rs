@@ -1,0 +1,162 @@
+//! Figures in what clients print: fio, `riser bench` and `iscsi-perf`.
+
+use serde_json::Value;
+
+use super::workloads::Load;
+use crate::Failure;
+
+/// Figures that a client reports of one run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Reading {
+    /// Operations of the run.
+    pub(super) operations: f64,
+    /// Operations per second.
+    pub(super) iops: f64,
+    /// Bytes per second.
+    pub(super) bytes_per_second: f64,
+    /// Median latency, in nanoseconds; `iscsi-perf` has none.
+    pub(super) p50_ns: Option<f64>,
+}
+
+/// Places of the median latency, the best first. fio's `lat` begins when an operation is submitted,
+/// as that of `riser bench` does, and its `clat` when it has been submitted, which leaves out all of
+/// an operation that is done in the call. `riser bench` has `p50`, or fio's layout.
+const MEDIANS: [&str; 3] = [
+    "/lat_ns/percentile/50.000000",
+    "/lat_ns/p50",
+    "/clat_ns/percentile/50.000000",
+];
+
+/// Reads the JSON of fio or of `riser bench`; there may be warnings before it.
+pub(super) fn json(text: &str, load: &Load) -> Result<Reading, Failure> {
+    let start = text.find('{').ok_or("the client printed no JSON")?;
+    let document: Value = serde_json::from_str(&text[start..])?;
+    let job = document.pointer("/jobs/0").unwrap_or(&document);
+    if let Some(error) = job["error"].as_i64().filter(|error| *error != 0) {
+        return Err(format!("the client reports error {error}").into());
+    }
+    direction(&job[if load.is_write() { "write" } else { "read" }])
+}
+
+/// Reads the figures of reads or of writes.
+fn direction(figures: &Value) -> Result<Reading, Failure> {
+    let number = |name: &str| {
+        let number = figures[name].as_f64();
+        number.ok_or_else(|| format!("no {name} in the result"))
+    };
+    let operations = number("total_ios")?;
+    if operations < 1.0 {
+        return Err("the client did no operation".into());
+    }
+    Ok(Reading {
+        operations,
+        iops: number("iops")?,
+        bytes_per_second: number("bw_bytes")?,
+        p50_ns: MEDIANS
+            .iter()
+            .find_map(|place| figures.pointer(place)?.as_f64()),
+    })
+}
+
+/// Reads the last average that `iscsi-perf` printed; it rewrites its line once a second.
+pub(super) fn iscsi_perf(text: &str, load: &Load, seconds: f64) -> Result<Reading, Failure> {
+    let (_, average) = text
+        .rsplit_once("iops average ")
+        .ok_or("iscsi-perf printed no average")?;
+    let digits = average.split(|c: char| !c.is_ascii_digit()).next();
+    let iops: f64 = digits
+        .and_then(|digits| digits.parse().ok())
+        .filter(|iops| *iops > 0.0)
+        .ok_or("the average of iscsi-perf is no number above 0")?;
+    Ok(Reading {
+        operations: iops * seconds,
+        iops,
+        // It prints whole MiB, fewer digits than this.
+        bytes_per_second: iops * f64::from(load.block_size),
+        p50_ns: None,
+    })
+}
+
+/// One line about a result of `riser bench`.
+pub(crate) fn summary(text: &str) -> Result<String, Failure> {
+    let load = Load {
+        rw: "randread",
+        block_size: 4096,
+        depth: 32,
+    };
+    let read = json(text, &load)?;
+    Ok(format!(
+        "{:.1}k IOPS, {:.0} MB/s",
+        read.iops / 1e3,
+        read.bytes_per_second / 1e6
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const READ: Load = Load {
+        rw: "randread",
+        block_size: 4096,
+        depth: 1,
+    };
+
+    const WRITE: Load = Load {
+        rw: "write",
+        ..READ
+    };
+
+    #[test]
+    fn both_layouts_of_riser_and_that_of_fio_are_read() {
+        let today = r#"{"url": "srp://h/0", "read": {"total_ios": 20, "iops": 10.5, "bw_bytes": 43008.0,
+            "lat_ns": {"p50": 900, "mean": 1}}, "write": {"total_ios": 0, "iops": 0, "bw_bytes": 0, "lat_ns": null}}"#;
+        let layout = r#"{"fio version": "x", "jobs": [{"error": 0, "read": {"total_ios": 20, "iops": 10.5,
+            "bw_bytes": 43008, "clat_ns": {"percentile": {"1.000000": 5, "50.000000": 900}}}}]}"#;
+        let fio = r#"fio: a warning
+            {"jobs": [{"read": {"total_ios": 20, "iops": 10.5, "bw_bytes": 43008, "clat_ns": {"percentile":
+            {"50.000000": 100}}, "lat_ns": {"percentile": {"50.000000": 900}}}}]}"#;
+        let expected = Reading {
+            operations: 20.0,
+            iops: 10.5,
+            bytes_per_second: 43008.0,
+            p50_ns: Some(900.0),
+        };
+        for text in [today, layout, fio] {
+            assert_eq!(json(text, &READ).unwrap(), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_direction_of_the_load_is_read() {
+        let text = r#"{"jobs": [{"read": {"total_ios": 1, "iops": 1, "bw_bytes": 1},
+                                 "write": {"total_ios": 2, "iops": 4, "bw_bytes": 8}}]}"#;
+        let iops = |load| json(text, load).unwrap().iops;
+        assert_eq!((iops(&READ), iops(&WRITE)), (1.0, 4.0));
+        assert_eq!(json(text, &WRITE).unwrap().p50_ns, None);
+    }
+
+    #[test]
+    fn a_run_without_operations_or_with_an_error_is_none() {
+        let why = |text| json(text, &READ).unwrap_err().to_string();
+        let none = r#"{"read": {"total_ios": 0, "iops": 0, "bw_bytes": 0}}"#;
+        assert!(why(none).contains("no operation"));
+        let failed =
+            r#"{"jobs": [{"error": 5, "read": {"total_ios": 9, "iops": 9, "bw_bytes": 9}}]}"#;
+        assert!(why(failed).contains("error 5"));
+        assert!(why(r#"{"read": {"total_ios": 9, "iops": 9}}"#).contains("bw_bytes"));
+        assert!(why("fio: engine nbd not loadable").contains("no JSON"));
+    }
+
+    #[test]
+    fn the_last_average_of_iscsi_perf_counts() {
+        let text = "connected to iscsi://h/t/1\n\r00:00:01 - lba 9, iops current 7 (0 MB/s), \
+                    iops average 7 (0 MB/s), in_flight 32, busy 0        \
+                    \riops average 250 (0 MB/s)      \n\nfinished.\n";
+        let read = iscsi_perf(text, &READ, 2.0).unwrap();
+        assert_eq!((read.iops, read.operations), (250.0, 500.0));
+        assert_eq!(read.bytes_per_second, 250.0 * 4096.0);
+        assert!(iscsi_perf("Login Failed.", &READ, 2.0).is_err());
+        assert!(iscsi_perf("iops average 0 (0 MB/s)", &READ, 2.0).is_err());
+    }
+}

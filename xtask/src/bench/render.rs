@@ -1,0 +1,427 @@
+//! Documents and pictures from the file of results.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+
+use super::curves::CURVES;
+use super::pictures;
+use super::results::{Comparison, Provenance, Results, Sample, Scaling};
+use super::stats::Summary;
+use super::systems::{SYSTEMS, named};
+use super::targets::{Aim, Judged, Verdict, judge};
+use super::workloads::{self, WORKLOADS, Workload};
+use crate::Failure;
+
+/// Folder of the pictures and of the results, beside the document.
+pub(super) const FOLDER: &str = "performance";
+
+const DOCUMENT: &str = "performance.md";
+
+/// Lines of README.md between which the shortest summary is.
+const MARKS: [&str; 2] = [
+    "<!-- cargo xtask bench: begin -->",
+    "<!-- cargo xtask bench: end -->",
+];
+
+/// Ratios of the summary from each end.
+const ENDS: usize = 3;
+
+const HOW: &str = "\
+All systems serve the same file, one after the other. A round measures every workload with every \
+system, and the order of the systems changes from round to round. Each measurement starts the server, \
+runs the client and stops the server. Client and server share the machine. A ratio is taken within a \
+round, of two measurements that follow each other; shown are the median of the rounds and, in brackets, \
+the smallest and the largest. A target is missed if the median is short of it by more than noise: if \
+all of its confidence interval is (95 % by the order of the rounds, which with fewer than six is their \
+whole range).
+
+Processor time is that of the processes (`utime`, `stime` and that of their children in \
+`/proc/PID/stat`), for each operation, the start and the end of the client included; the kernel's \
+threads that serve no process are not in it. Latency is from the submission of an operation to its \
+completion; `iscsi-perf` reports none and cannot write. `fio` has `--norandommap`, since no other \
+client remembers which blocks it has used. On the file itself there is nothing between client and data; \
+this is shown for orientation and limits nothing, since the others need not make a system call for each \
+operation.
+";
+
+/// Writes the document and its pictures into a folder.
+pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
+    let beside = folder.join(FOLDER);
+    fs::create_dir_all(&beside)?;
+    for curve in CURVES {
+        let picture = match &results.scaling {
+            Some(scaling) => pictures::draw(curve, scaling)?,
+            None => None,
+        };
+        let path = beside.join(format!("{}.svg", curve.id));
+        match picture {
+            Some(svg) => fs::write(path, svg)?,
+            // Of an earlier run, which the results no longer have.
+            None => fs::remove_file(path).or_else(|e| match e.kind() {
+                std::io::ErrorKind::NotFound => Ok(()),
+                _ => Err(e),
+            })?,
+        }
+    }
+    fs::write(folder.join(DOCUMENT), document(results))?;
+    Ok(())
+}
+
+/// Replaces the summary in README.md.
+pub(super) fn write_readme(results: &Results, readme: &Path) -> Result<(), Failure> {
+    let Some(comparison) = &results.comparison else {
+        return Ok(());
+    };
+    let text = fs::read_to_string(readme)?;
+    let text =
+        inserted(&text, &summary(comparison)).map_err(|e| format!("{}: {e}", readme.display()))?;
+    fs::write(readme, text)?;
+    Ok(())
+}
+
+/// Replaces what is between the marks.
+fn inserted(text: &str, part: &str) -> Result<String, String> {
+    let [begin, end] = MARKS;
+    let missing = |mark| format!("there is no line `{mark}`");
+    let (head, rest) = text.split_once(begin).ok_or_else(|| missing(begin))?;
+    let (_, tail) = rest.split_once(end).ok_or_else(|| missing(end))?;
+    Ok(format!("{head}{begin}\n\n{}\n\n{end}{tail}", part.trim()))
+}
+
+/// The whole document.
+pub(super) fn document(results: &Results) -> String {
+    let mut out = String::from(
+        "# Performance\n\n<!-- Written by `cargo xtask bench` from performance/results.json; \
+         `cargo xtask bench --render` writes it again. -->\n",
+    );
+    if let Some(comparison) = &results.comparison {
+        let _ = write!(out, "\n{}", targets(&judge(comparison)));
+        let _ = write!(out, "\n## Figures\n\n{}", figures(comparison));
+    }
+    if let Some(scaling) = &results.scaling {
+        let _ = write!(out, "\n## Scaling\n\n{}", curves(scaling));
+    }
+    let _ = write!(out, "\n## How it is measured\n\n{HOW}");
+    if let Some(comparison) = &results.comparison {
+        let _ = write!(out, "\nTables: {}", measured(&comparison.measured));
+        if !comparison.skipped.is_empty() {
+            let _ = writeln!(out, "Not measured: {}.", comparison.skipped.join("; "));
+        }
+    }
+    if let Some(scaling) = &results.scaling {
+        let _ = write!(out, "\nCurves: {}", measured(&scaling.measured));
+    }
+    out
+}
+
+/// Table of the targets.
+pub(super) fn targets(judged: &[Judged]) -> String {
+    let mut out = String::from(
+        "## Targets\n\n| | beside | ratio | required | aim | |\n| --- | --- | --- | --- | --- | --- |\n",
+    );
+    for one in judged {
+        let target = &one.target;
+        let bound = if target.measure.is_better_smaller() {
+            "at most"
+        } else {
+            "at least"
+        };
+        let aim = match (target.aim, one.of_wire) {
+            (Aim::Ratio(aim), _) => aim.to_string(),
+            (Aim::OfWire(aim), Some(share)) => format!("{aim} of the wire; is {share:.2}"),
+            (Aim::OfWire(aim), None) => format!("{aim} of the wire"),
+        };
+        let verdict = match one.verdict {
+            Verdict::Aimed => "aim reached",
+            Verdict::Met => "met",
+            Verdict::WithinNoise => "short by no more than noise",
+            Verdict::Missed => "**missed**",
+        };
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {bound} {} | {aim} | {verdict} |",
+            subject(one),
+            label(target.beside),
+            ratio(one),
+            target.at_least
+        );
+    }
+    out
+}
+
+/// System, workload and measure of a target.
+pub(super) fn subject(judged: &Judged) -> String {
+    let target = &judged.target;
+    let workload = workloads::named(target.workload).map_or(target.workload, |w| w.name);
+    let (system, measure) = (label(target.system), target.measure.name());
+    format!("{system}: {workload}: {measure}")
+}
+
+/// Median and extremes of the ratios.
+pub(super) fn ratio(judged: &Judged) -> String {
+    let Summary { median, min, max } = judged.ratio;
+    format!("{median:.2} ({min:.2} to {max:.2})")
+}
+
+fn label(id: &str) -> &str {
+    named(id).map_or(id, |system| system.label)
+}
+
+/// Tables of throughput, latency and processor time.
+fn figures(comparison: &Comparison) -> String {
+    let mut out = String::new();
+    let throughput = |workload: &Workload, sample: &Sample| {
+        Some(if workload.is_sequential() {
+            sample.bytes_per_second / 1e6
+        } else {
+            sample.iops / 1e3
+        })
+    };
+    let latency = |_: &Workload, sample: &Sample| sample.p50_ns.map(|ns| ns / 1e3);
+    let cpu = |_: &Workload, sample: &Sample| Some((sample.server_ns + sample.client_ns) / 1e3);
+    out.push_str("Thousands of operations per second; MB/s of the sequential workloads:\n\n");
+    table(&mut out, comparison, throughput);
+    out.push_str("\nMedian latency, in microseconds:\n\n");
+    table(&mut out, comparison, latency);
+    out.push_str("\nProcessor time of both sides for each operation, in microseconds:\n\n");
+    table(&mut out, comparison, cpu);
+    out
+}
+
+/// A row for each system that has been measured, a column for each workload.
+fn table(
+    out: &mut String,
+    comparison: &Comparison,
+    figure: impl Fn(&Workload, &Sample) -> Option<f64>,
+) {
+    let columns = || WORKLOADS.iter().map(|workload| workload.name);
+    let _ = writeln!(out, "| | {} |", columns().collect::<Vec<_>>().join(" | "));
+    let _ = writeln!(out, "| --- |{}", " --- |".repeat(columns().count()));
+    for system in SYSTEMS {
+        let cell = |workload: &Workload| {
+            let figures = comparison.figures(system.id, workload.id, |s| figure(workload, s));
+            let figures: Vec<_> = figures.into_iter().map(|(_, figure)| figure).collect();
+            Summary::of(&figures).map(|summary| shown(&summary))
+        };
+        let cells: Vec<_> = WORKLOADS.iter().map(cell).collect();
+        if cells.iter().any(Option::is_some) {
+            let cells = cells.into_iter().map(Option::unwrap_or_default);
+            let name = system.name(&comparison.measured.nbd_client);
+            let _ = writeln!(
+                out,
+                "| {name} | {} |",
+                cells.collect::<Vec<_>>().join(" | ")
+            );
+        }
+    }
+}
+
+/// Median and extremes, with as many digits as count.
+fn shown(summary: &Summary) -> String {
+    let digits = match summary.median {
+        m if m >= 100.0 => 0,
+        m if m >= 10.0 => 1,
+        _ => 2,
+    };
+    let Summary { median, min, max } = summary;
+    format!("{median:.digits$} ({min:.digits$} to {max:.digits$})")
+}
+
+/// A picture with its text for each curve that was measured.
+fn curves(scaling: &Scaling) -> String {
+    let mut out = String::new();
+    for curve in CURVES {
+        let is_measured = scaling.points.iter().any(|point| point.curve == curve.id);
+        if is_measured {
+            let gap = if out.is_empty() { "" } else { "\n" };
+            let (title, id) = (curve.title, curve.id);
+            let _ = writeln!(out, "{gap}{}\n\n![{title}]({FOLDER}/{id}.svg)", curve.about);
+        }
+    }
+    out
+}
+
+/// A paragraph on a run.
+fn measured(run: &Provenance) -> String {
+    format!(
+        "{} rounds of {} s each by `{}`, on {}, at commit {}, on a {}, {:.0} % idle before; the file of \
+         {} MiB is in a {}. Programs: {}.\n",
+        run.rounds,
+        run.seconds,
+        run.command,
+        run.date,
+        run.commit,
+        run.machine,
+        run.idle_percent,
+        run.size_mib,
+        run.file_system,
+        run.programs.join("; ")
+    )
+}
+
+/// The best and the worst ratios, for README.md.
+fn summary(comparison: &Comparison) -> String {
+    let mut judged = judge(comparison);
+    judged.sort_by(|a, b| b.lead().total_cmp(&a.lead()));
+    let worst = judged
+        .len()
+        .saturating_sub(ENDS)
+        .max(ENDS.min(judged.len()));
+    let mut out = String::from("| | beside | ratio |\n| --- | --- | --- |\n");
+    let ends = judged.iter().take(ENDS).chain(&judged[worst..]);
+    for one in ends {
+        let better = if one.target.measure.is_better_smaller() {
+            ", smaller is better"
+        } else {
+            ""
+        };
+        let beside = label(one.target.beside);
+        let _ = writeln!(
+            out,
+            "| {}{better} | {beside} | {} |",
+            subject(one),
+            ratio(one)
+        );
+    }
+    let run = &comparison.measured;
+    let _ = write!(
+        out,
+        "\nThe three best and the three worst ratios of {} rounds of `{}`, each with the smallest and the \
+         largest of a round, on a {}, which client and server share. [Performance](docs/performance.md) \
+         has all figures and the targets, and says how they are measured.",
+        run.rounds, run.command, run.machine
+    );
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::results::Point;
+    use super::super::results::tests::{provenance, sample};
+    use super::super::systems::{ATTACH_NBD, ISER, NBDKIT, SRP};
+    use super::super::workloads::{READ_1, READ_32};
+    use super::*;
+    use crate::sh;
+
+    fn comparison() -> Comparison {
+        Comparison {
+            measured: provenance(),
+            skipped: vec!["wire: no such command".into()],
+            samples: vec![
+                sample(1, (NBDKIT, READ_32), 100_000.0),
+                sample(2, (NBDKIT, READ_32), 200_000.0),
+                sample(1, (SRP, READ_32), 130_000.0),
+                sample(2, (SRP, READ_32), 280_000.0),
+                sample(1, (ATTACH_NBD, READ_32), 50_000.0),
+            ],
+        }
+    }
+
+    #[test]
+    fn the_document_has_ratios_figures_and_where_they_are_from() {
+        let results = Results {
+            comparison: Some(comparison()),
+            scaling: None,
+        };
+        let text = document(&results);
+        for part in [
+            // The median of 1.3 and 1.4 misses 1.5 in all rounds.
+            "| SRP: 4 KiB random read, depth 32: IOPS | nbdkit | 1.35 (1.30 to 1.40) | at least 1.5 | 2 | **missed** |",
+            "| SRP: 4 KiB random read, depth 32: processor time | nbdkit | 0.74 (0.71 to 0.77) | at most 0.6 |",
+            "| `nbdkit` file plugin, Unix socket, `fio` nbd engine |  |  | 150 (100 to 200) |  |  |  |",
+            "by `cargo xtask bench --rounds 2`, on 2026-11-26, at commit 0123abc",
+            "99 % idle",
+            "Not measured: wire: no such command.",
+        ] {
+            assert!(text.contains(part), "{part}\nis not in\n{text}");
+        }
+        assert!(!text.contains("qemu-nbd`"), "it was not measured");
+        assert!(!text.contains("## Scaling"), "{text}");
+    }
+
+    #[test]
+    fn pictures_come_and_go_with_their_results() {
+        let scratch = sh::Scratch::new("render-test").unwrap();
+        let point = Point {
+            curve: "loss".into(),
+            system: ISER.into(),
+            x: 0.5,
+            round: 1,
+            y: 1000.0,
+        };
+        let mut results = Results {
+            comparison: None,
+            scaling: Some(Scaling {
+                measured: provenance(),
+                points: vec![point],
+            }),
+        };
+        write(&results, scratch.path()).unwrap();
+        let picture = scratch.join("performance/loss.svg");
+        let text = fs::read_to_string(scratch.join("performance.md")).unwrap();
+        assert!(
+            text.contains("](performance/loss.svg)") && !text.contains("depth.svg"),
+            "{text}"
+        );
+        assert!(picture.exists() && !scratch.join("performance/depth.svg").exists());
+        results.scaling = None;
+        write(&results, scratch.path()).unwrap();
+        assert!(!picture.exists());
+    }
+
+    #[test]
+    fn the_summary_has_the_best_and_the_worst_once_each() {
+        let mut all = comparison();
+        let text = summary(&all);
+        // Three of each end are more than there are.
+        let rows = |text: &str| {
+            text.lines()
+                .filter(|line| line.contains("nbdkit |"))
+                .count()
+        };
+        assert_eq!(rows(&text), 3, "{text}");
+        let first = text.lines().nth(2).unwrap();
+        assert!(
+            first.contains("processor time, smaller is better") || first.contains("IOPS"),
+            "{text}"
+        );
+        all.samples.extend([
+            sample(1, (NBDKIT, READ_1), 100.0),
+            sample(1, (SRP, READ_1), 400.0),
+            sample(1, (ISER, READ_1), 50.0),
+            sample(1, (ISER, READ_32), 100_000.0),
+        ]);
+        let text = summary(&all);
+        assert_eq!(rows(&text), 6, "{text}");
+        let lines: Vec<_> = text.lines().collect();
+        assert!(
+            lines[2].starts_with("| SRP: 4 KiB random read, depth 1: median latency"),
+            "{text}"
+        );
+        // Ratios of 0.5 either way are worst.
+        assert!(
+            lines[6..8]
+                .iter()
+                .any(|line| line.starts_with("| iSER: 4 KiB random read, depth 1")),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_part_of_the_readme_is_replaced_and_nothing_else() {
+        let [begin, end] = MARKS;
+        let text = format!("before\n\n{begin}\n\nold\n\n{end}\n\nafter\n");
+        let new = inserted(&text, "new\n").unwrap();
+        assert_eq!(new, format!("before\n\n{begin}\n\nnew\n\n{end}\n\nafter\n"));
+        assert_eq!(inserted(&new, "new").unwrap(), new);
+        assert!(inserted("before\n", "new").unwrap_err().contains(begin));
+        assert!(inserted(begin, "new").unwrap_err().contains(end));
+    }
+
+    #[test]
+    fn the_readme_has_the_marks() {
+        let text = fs::read_to_string(crate::root().join("README.md")).unwrap();
+        assert!(inserted(&text, "new").is_ok());
+    }
+}

@@ -1,0 +1,191 @@
+//! One file, and each system on it in turn.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::clients::{NbdClient, Run};
+use super::cpu;
+use super::reading::Reading;
+use super::servers::{Place, Served};
+use super::systems::{Client, System};
+use super::workloads::Load;
+use crate::packages::{Need, ensure, need};
+use crate::{Failure, daemon, sh};
+
+const NEEDS: &[Need] = &[
+    need("fio", "fio", "filling the file, and the clients of peers"),
+    need("nbdkit", "nbdkit", "nbdkit as a peer"),
+    need("qemu-nbd", "qemu-utils", "qemu-nbd as a peer"),
+    need("tgtd", "tgt", "tgt as a peer"),
+    need("tgtadm", "tgt", "tgt as a peer"),
+    need("iscsi-perf", "libiscsi-bin", "the client of tgt"),
+    need("fusermount3", "fuse3", "riser attach --fuse"),
+];
+
+/// Most units of one target.
+pub(super) const MAX_UNITS: usize = 64;
+
+/// Options of everything that measures.
+#[derive(clap::Args)]
+pub(super) struct Setup {
+    /// Seconds of each measurement.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) seconds: u32,
+    /// Size of the file, in MiB.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(64..))]
+    pub(super) size_mb: u64,
+    /// Folder of the file; a tmpfs shows the software, a disk shows the disk.
+    #[arg(long, default_value = "/dev/shm")]
+    pub(super) folder: PathBuf,
+    /// Folder of riserd and riser; by default they are built for this.
+    #[arg(long)]
+    pub(super) programs: Option<PathBuf>,
+    /// Client of nbdkit, qemu-nbd and `riser attach --nbd`.
+    #[arg(long, value_enum, default_value = "auto")]
+    nbd_client: NbdClient,
+}
+
+/// Files and programs of a run; the files go when the value does.
+pub(super) struct Rig {
+    pub(super) place: Place,
+    pub(super) image: PathBuf,
+    pub(super) seconds: u32,
+    pub(super) size_mib: u64,
+    pub(super) nbd_client: NbdClient,
+}
+
+/// Figures of a client with the processor time of both sides.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measured {
+    pub(super) reading: Reading,
+    pub(super) server: Duration,
+    pub(super) client: Duration,
+}
+
+impl Rig {
+    /// Installs what these systems take, builds the programs and fills the file.
+    pub(super) fn prepare(setup: &Setup, systems: &[&System]) -> Result<Self, Failure> {
+        let wants = |program: &str| {
+            let mut programs = systems.iter().flat_map(|system| system.programs());
+            program == "fio" || programs.any(|wanted| wanted == program)
+        };
+        let needs = NEEDS.iter().filter(|need| wants(need.program));
+        if ensure(needs).iter().any(|need| need.program == "fio") {
+            return Err("without fio, there is nothing to fill the file with".into());
+        }
+        let programs = match &setup.programs {
+            Some(folder) => folder.clone(),
+            None => {
+                println!("building riserd and riser");
+                daemon::build_release()?
+            }
+        };
+        let name = format!("riser-bench-{}", std::process::id());
+        let scratch = setup.folder.join(name);
+        fs::create_dir_all(&scratch).map_err(|e| format!("{}: {e}", scratch.display()))?;
+        let rig = Self {
+            image: scratch.join("disk.img"),
+            place: Place { scratch, programs },
+            seconds: setup.seconds,
+            size_mib: setup.size_mb,
+            nbd_client: setup.nbd_client.decided(),
+        };
+        fill(&rig.image, setup.size_mb)?;
+        Ok(rig)
+    }
+
+    /// Reason why a system cannot be measured here.
+    pub(super) fn lacks(&self, system: &System) -> Option<String> {
+        let mut programs = system.programs();
+        if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
+            return Some(format!("{program} is missing"));
+        }
+        // Only this one is part of `riser` since lately.
+        if system.client != Client::Wire {
+            return None;
+        }
+        let load = Load {
+            rw: "read",
+            block_size: 128 << 10,
+            depth: 8,
+        };
+        let brief = Run {
+            seconds: 1,
+            ..self.run(&load)
+        };
+        let tried = self.served(system).and_then(|served| {
+            let mut command = brief.command(system.client, &served.disks[0])?;
+            brief.reading(system.client, &sh::output(&mut command)?)
+        });
+        let why = tried.err()?.to_string();
+        // The first line is the command.
+        why.lines().nth(1).or(why.lines().next()).map(str::to_owned)
+    }
+
+    /// Starts the server of a system, measures a load and ends it again: what a server has kept in
+    /// memory helps no measurement after it.
+    pub(super) fn measure(&self, system: &System, load: &Load) -> Result<Measured, Failure> {
+        self.measure_run(system, &self.run(load))
+    }
+
+    /// The same for any run.
+    pub(super) fn measure_run(&self, system: &System, run: &Run<'_>) -> Result<Measured, Failure> {
+        let served = self.served(system)?;
+        let mut command = run.command(system.client, &served.disks[0])?;
+        let log = self.place.scratch.join("client.log");
+        let ran = cpu::run(&mut command, &served.processes(), &log)?;
+        served.stop()?;
+        Ok(Measured {
+            reading: run.reading(system.client, &ran.output)?,
+            server: ran.server,
+            client: ran.client,
+        })
+    }
+
+    /// Serves the file.
+    pub(super) fn served(&self, system: &System) -> Result<Served, Failure> {
+        let images = std::slice::from_ref(&self.image);
+        self.place.serve(system.server, images)
+    }
+
+    /// A run with one job.
+    pub(super) fn run(&self, load: &Load) -> Run<'_> {
+        Run {
+            place: &self.place,
+            load: *load,
+            jobs: 1,
+            seconds: self.seconds,
+            warm_up: 0,
+            loss: 0.0,
+            nbd_client: self.nbd_client,
+        }
+    }
+
+    /// Files for [`MAX_UNITS`] units, together as long as the one file.
+    pub(super) fn unit_images(&self) -> Result<Vec<PathBuf>, Failure> {
+        let path = |unit| self.place.scratch.join(format!("unit{unit}.img"));
+        let images: Vec<_> = (0..MAX_UNITS).map(path).collect();
+        for image in images.iter().filter(|image| !image.exists()) {
+            fill(image, self.size_mib / MAX_UNITS as u64)?;
+        }
+        Ok(images)
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.place.scratch);
+    }
+}
+
+/// Fills a file: reads of a sparse one never reach the disk.
+fn fill(image: &Path, mib: u64) -> Result<(), Failure> {
+    let options = "--name=fill --rw=write --bs=1m --ioengine=sync --minimal";
+    let mut command = sh::cmd("fio", options.split(' '));
+    command.args([
+        format!("--filename={}", image.display()),
+        format!("--size={mib}m"),
+    ]);
+    sh::output(&mut command).map(drop)
+}

@@ -1,0 +1,131 @@
+//! Medians, ratios within rounds, and what noise leaves of them.
+
+/// Middle and extremes of figures.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Summary {
+    pub(super) median: f64,
+    pub(super) min: f64,
+    pub(super) max: f64,
+}
+
+impl Summary {
+    /// Of any number of figures but none.
+    pub(super) fn of(figures: &[f64]) -> Option<Self> {
+        let sorted = sorted(figures);
+        Some(Self {
+            median: middle(&sorted)?,
+            min: *sorted.first()?,
+            max: *sorted.last()?,
+        })
+    }
+}
+
+/// Ends of an interval that has the true median with a confidence of 95 %.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Interval {
+    pub(super) low: f64,
+    pub(super) high: f64,
+}
+
+/// Confidence of an [`Interval`].
+const CONFIDENCE: f64 = 0.95;
+
+impl Interval {
+    /// Takes it from the order of the figures alone, so that it holds for noise of any distribution:
+    /// the number of figures below the true median is binomial, with one half. Fewer than six
+    /// figures cannot have that confidence; then it is their whole range.
+    pub(super) fn of(figures: &[f64]) -> Option<Self> {
+        let sorted = sorted(figures);
+        let n = sorted.len();
+        // Probabilities that exactly `rank` figures are below the true median, and fewer than `rank`.
+        let (mut exactly, mut fewer) = (0.5_f64.powi(i32::try_from(n).ok()?), 0.0);
+        let mut rank = 0;
+        // Ends at the greatest rank, counted from either end, whose figures enclose the median with
+        // this confidence.
+        while rank < n / 2 {
+            fewer += exactly;
+            if 1.0 - 2.0 * fewer < CONFIDENCE {
+                break;
+            }
+            exactly *= (n - rank) as f64 / (rank + 1) as f64;
+            rank += 1;
+        }
+        let outside = rank.saturating_sub(1);
+        Some(Self {
+            low: *sorted.get(outside)?,
+            high: *sorted.get(n.checked_sub(1 + outside)?)?,
+        })
+    }
+}
+
+/// Quotients of figures of the same round. Each figure comes with its round; a round that one side
+/// lacks is left out.
+pub(super) fn ratios(ours: &[(usize, f64)], theirs: &[(usize, f64)]) -> Vec<f64> {
+    let beside = |round| theirs.iter().find(|(other, _)| *other == round);
+    ours.iter()
+        .filter_map(|(round, figure)| Some(figure / beside(*round)?.1))
+        .collect()
+}
+
+fn sorted(figures: &[f64]) -> Vec<f64> {
+    let mut sorted = figures.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted
+}
+
+/// Median of sorted figures: of an even number the mean of the two in the middle.
+fn middle(sorted: &[f64]) -> Option<f64> {
+    let n = sorted.len();
+    let upper = *sorted.get(n / 2)?;
+    if n % 2 == 1 {
+        return Some(upper);
+    }
+    Some((sorted[n / 2 - 1] + upper) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_summary_takes_the_middle_of_odd_and_even_numbers() {
+        let of = |figures: &[f64]| Summary::of(figures).map(|s| (s.min, s.median, s.max));
+        assert_eq!(of(&[]), None);
+        assert_eq!(of(&[3.0]), Some((3.0, 3.0, 3.0)));
+        assert_eq!(of(&[9.0, 1.0, 2.0]), Some((1.0, 2.0, 9.0)));
+        assert_eq!(of(&[9.0, 1.0, 2.0, 4.0]), Some((1.0, 3.0, 9.0)));
+    }
+
+    #[test]
+    fn an_interval_leaves_out_what_the_sign_test_allows() {
+        // Tables of the sign test: at 5 %, two-sided, 5 figures allow none, 6 to 8 the range, 9 to
+        // 11 one at each end, 12 to 14 two.
+        for (n, left_out) in [
+            (1, 0),
+            (5, 0),
+            (6, 0),
+            (8, 0),
+            (9, 1),
+            (11, 1),
+            (12, 2),
+            (14, 2),
+        ] {
+            let figures: Vec<_> = (0..n).rev().map(f64::from).collect();
+            let interval = Interval::of(&figures).unwrap();
+            let expected = Interval {
+                low: f64::from(left_out),
+                high: f64::from(n - 1 - left_out),
+            };
+            assert_eq!(interval, expected, "{n} figures");
+        }
+        assert_eq!(Interval::of(&[]), None);
+    }
+
+    #[test]
+    fn ratios_are_of_the_same_round() {
+        let ours = [(1, 10.0), (2, 30.0), (4, 5.0)];
+        let theirs = [(2, 10.0), (1, 5.0), (3, 1.0)];
+        assert_eq!(ratios(&ours, &theirs), [2.0, 3.0]);
+        assert_eq!(ratios(&ours, &[]), [0.0; 0]);
+    }
+}

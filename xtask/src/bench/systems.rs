@@ -1,0 +1,220 @@
+//! Systems that are measured: a server, a way to it and a client.
+
+use super::workloads::Load;
+
+pub(super) const FILE: &str = "file";
+pub(super) const NBDKIT: &str = "nbdkit";
+pub(super) const QEMU_NBD: &str = "qemu-nbd";
+pub(super) const TGT: &str = "tgt";
+pub(super) const SRP: &str = "srp";
+pub(super) const ISER: &str = "iser";
+pub(super) const ISCSI: &str = "iscsi";
+pub(super) const ISCSI_PERF: &str = "iscsi-perf";
+pub(super) const ATTACH_NBD: &str = "attach-nbd";
+pub(super) const ATTACH_FUSE: &str = "attach-fuse";
+pub(super) const WIRE: &str = "wire";
+
+/// A program that serves the file, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Server {
+    None,
+    Nbdkit,
+    QemuNbd,
+    Tgt,
+    /// Our target, by one of its protocols.
+    Riserd(Protocol),
+    /// Our target over SRP, attached by `riser attach`.
+    Attached(Export),
+}
+
+/// Protocol of our target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Protocol {
+    Srp,
+    Iser,
+    Iscsi,
+}
+
+/// Form of an attachment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Export {
+    Nbd,
+    Fuse,
+}
+
+/// A program that makes the load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Client {
+    /// fio, on a file.
+    Fio,
+    /// fio with its nbd engine, or `riser bench` where fio has none.
+    Nbd,
+    IscsiPerf,
+    Riser,
+    /// `riser bench wire`, which is its own server.
+    Wire,
+}
+
+/// A row of the tables.
+#[derive(Debug)]
+pub(super) struct System {
+    /// Name in the results file and on the command line.
+    pub(super) id: &'static str,
+    /// Short name, in pictures and where the client does not matter.
+    pub(super) label: &'static str,
+    /// Name in documents; `{nbd}` stands for the client of NBD servers.
+    name: &'static str,
+    pub(super) server: Server,
+    pub(super) client: Client,
+}
+
+impl System {
+    /// Name in documents, with the client of NBD servers.
+    pub(super) fn name(&self, nbd_client: &str) -> String {
+        let client = match nbd_client {
+            "fio" => "`fio` nbd engine",
+            _ => "`riser bench`",
+        };
+        self.name.replace("{nbd}", client)
+    }
+
+    /// Programs of Debian packages that it takes.
+    pub(super) fn programs(&self) -> impl Iterator<Item = &'static str> {
+        let server: &[_] = match self.server {
+            Server::None | Server::Riserd(_) | Server::Attached(Export::Nbd) => &[],
+            Server::Nbdkit => &["nbdkit"],
+            Server::QemuNbd => &["qemu-nbd"],
+            Server::Tgt => &["tgtd", "tgtadm"],
+            Server::Attached(Export::Fuse) => &["fusermount3"],
+        };
+        let client: &[_] = match self.client {
+            Client::Fio | Client::Nbd => &["fio"],
+            Client::IscsiPerf => &["iscsi-perf"],
+            Client::Riser | Client::Wire => &[],
+        };
+        server.iter().chain(client).copied()
+    }
+
+    /// Whether the client can make this load.
+    pub(super) fn runs(&self, load: &Load) -> bool {
+        match self.client {
+            // It only reads.
+            Client::IscsiPerf => !load.is_write(),
+            // It moves data in one direction, and has no offsets.
+            Client::Wire => !load.is_random(),
+            Client::Fio | Client::Nbd | Client::Riser => true,
+        }
+    }
+}
+
+/// All of them, in the order of the tables.
+pub(super) const SYSTEMS: &[System] = &[
+    system(
+        (FILE, "file"),
+        "`fio` (io_uring) on the file itself",
+        (Server::None, Client::Fio),
+    ),
+    system(
+        (NBDKIT, "nbdkit"),
+        "`nbdkit` file plugin, Unix socket, {nbd}",
+        (Server::Nbdkit, Client::Nbd),
+    ),
+    system(
+        (QEMU_NBD, "qemu-nbd"),
+        "`qemu-nbd`, Unix socket, {nbd}",
+        (Server::QemuNbd, Client::Nbd),
+    ),
+    system(
+        (TGT, "tgt"),
+        "`tgt`, iSCSI/TCP, `iscsi-perf`",
+        (Server::Tgt, Client::IscsiPerf),
+    ),
+    system(
+        (SRP, "SRP"),
+        "`riserd`, SRP over `roce`, `riser bench`",
+        (Server::Riserd(Protocol::Srp), Client::Riser),
+    ),
+    system(
+        (ISER, "iSER"),
+        "`riserd`, iSER over `roce`, `riser bench`",
+        (Server::Riserd(Protocol::Iser), Client::Riser),
+    ),
+    system(
+        (ISCSI, "iSCSI/TCP"),
+        "`riserd`, iSCSI/TCP, `riser bench`",
+        (Server::Riserd(Protocol::Iscsi), Client::Riser),
+    ),
+    system(
+        (ISCSI_PERF, "iSCSI/TCP, iscsi-perf"),
+        "`riserd`, iSCSI/TCP, `iscsi-perf`",
+        (Server::Riserd(Protocol::Iscsi), Client::IscsiPerf),
+    ),
+    system(
+        (ATTACH_NBD, "SRP, attach --nbd"),
+        "`riserd`, SRP, `riser attach --nbd`, {nbd}",
+        (Server::Attached(Export::Nbd), Client::Nbd),
+    ),
+    system(
+        (ATTACH_FUSE, "SRP, attach --fuse"),
+        "`riserd`, SRP, `riser attach --fuse`, `fio` (io_uring, direct)",
+        (Server::Attached(Export::Fuse), Client::Fio),
+    ),
+    system(
+        (WIRE, "wire"),
+        "`riser bench wire`: packets of `roce` without a target",
+        (Server::None, Client::Wire),
+    ),
+];
+
+const fn system(
+    (id, label): (&'static str, &'static str),
+    name: &'static str,
+    (server, client): (Server, Client),
+) -> System {
+    System {
+        id,
+        label,
+        name,
+        server,
+        client,
+    }
+}
+
+/// The system with this id.
+pub(super) fn named(id: &str) -> Option<&'static System> {
+    SYSTEMS.iter().find(|system| system.id == id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_the_client_of_nbd_servers() {
+        let nbdkit = named(NBDKIT).unwrap();
+        assert!(nbdkit.name("fio").ends_with("`fio` nbd engine"));
+        assert!(nbdkit.name("riser").ends_with("`riser bench`"));
+        assert_eq!(named("nope").map(|system| system.id), None);
+    }
+
+    #[test]
+    fn programs_are_those_of_both_sides() {
+        let programs = |id| named(id).unwrap().programs().collect::<Vec<_>>();
+        assert_eq!(programs(TGT), ["tgtd", "tgtadm", "iscsi-perf"]);
+        assert_eq!(programs(ATTACH_FUSE), ["fusermount3", "fio"]);
+        assert_eq!(programs(SRP), [""; 0]);
+    }
+
+    #[test]
+    fn iscsi_perf_does_not_write_and_the_wire_has_no_offsets() {
+        let load = |rw| Load {
+            rw,
+            block_size: 4096,
+            depth: 1,
+        };
+        let runs = |id, rw| named(id).unwrap().runs(&load(rw));
+        assert!(runs(TGT, "randread") && !runs(TGT, "randwrite"));
+        assert!(runs(WIRE, "write") && !runs(WIRE, "randwrite"));
+        assert!(runs(SRP, "randwrite"));
+    }
+}

@@ -1,0 +1,341 @@
+//! Targets of our figures beside those of peers, and the judgement on them.
+
+use super::results::{Comparison, Sample};
+use super::stats::{Interval, Summary, ratios};
+use super::systems::{ATTACH_FUSE, ATTACH_NBD, ISCSI_PERF, ISER, NBDKIT, SRP, TGT, WIRE};
+use super::workloads::{READ_1, READ_32, READ_SEQ, WRITE_1, WRITE_32, WRITE_SEQ};
+
+/// Rounds that a judgement takes at least: fewer do not show noise.
+pub(super) const MIN_ROUNDS: usize = 3;
+
+/// Figure of a sample that is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Measure {
+    /// Operations per second.
+    Iops,
+    /// Bytes per second.
+    Bandwidth,
+    /// Median latency; smaller is better.
+    Latency,
+    /// Processor time of both sides for each operation; smaller is better.
+    Cpu,
+}
+
+impl Measure {
+    pub(super) fn of(self, sample: &Sample) -> Option<f64> {
+        match self {
+            Self::Iops => Some(sample.iops),
+            Self::Bandwidth => Some(sample.bytes_per_second),
+            Self::Latency => sample.p50_ns,
+            Self::Cpu => Some(sample.server_ns + sample.client_ns),
+        }
+    }
+
+    pub(super) fn is_better_smaller(self) -> bool {
+        matches!(self, Self::Latency | Self::Cpu)
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Iops => "IOPS",
+            Self::Bandwidth => "bandwidth",
+            Self::Latency => "median latency",
+            Self::Cpu => "processor time",
+        }
+    }
+}
+
+/// Value that is hoped for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Aim {
+    /// A ratio to the peer of the target.
+    Ratio(f64),
+    /// A share of the bandwidth of the wire, `riser bench wire`.
+    OfWire(f64),
+}
+
+/// A ratio that a system of ours must reach.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    pub(super) system: &'static str,
+    pub(super) workload: &'static str,
+    pub(super) measure: Measure,
+    /// The peer.
+    pub(super) beside: &'static str,
+    /// Smallest ratio; the greatest one where smaller is better.
+    pub(super) at_least: f64,
+    pub(super) aim: Aim,
+}
+
+/// All targets.
+pub(super) fn targets() -> Vec<Target> {
+    use Measure::{Bandwidth, Cpu, Iops, Latency};
+    let of = |system, beside, measure, workload, at_least, aim| Target {
+        system,
+        workload,
+        measure,
+        beside,
+        at_least,
+        aim,
+    };
+    let mut targets = Vec::new();
+    for system in [SRP, ISER] {
+        let of =
+            |measure, workload, at_least, aim| of(system, NBDKIT, measure, workload, at_least, aim);
+        targets.extend([
+            of(Iops, READ_32, 1.5, Aim::Ratio(2.0)),
+            of(Iops, WRITE_32, 1.2, Aim::Ratio(1.8)),
+            of(Latency, READ_1, 0.4, Aim::Ratio(0.3)),
+            of(Latency, WRITE_1, 0.5, Aim::Ratio(0.35)),
+            of(Bandwidth, READ_SEQ, 1.1, Aim::OfWire(0.8)),
+            of(Bandwidth, WRITE_SEQ, 1.0, Aim::OfWire(0.8)),
+            of(Cpu, READ_32, 0.6, Aim::Ratio(0.5)),
+        ]);
+    }
+    targets.push(of(ISCSI_PERF, TGT, Iops, READ_32, 4.0, Aim::Ratio(5.0)));
+    for system in [ATTACH_NBD, ATTACH_FUSE] {
+        let of = |measure, workload, at_least| {
+            of(system, NBDKIT, measure, workload, at_least, Aim::Ratio(1.0))
+        };
+        targets.extend([
+            of(Iops, READ_32, 0.8),
+            of(Iops, WRITE_32, 0.8),
+            of(Iops, READ_1, 0.7),
+            of(Iops, WRITE_1, 0.7),
+            of(Bandwidth, READ_SEQ, 0.8),
+            of(Bandwidth, WRITE_SEQ, 0.8),
+        ]);
+    }
+    targets
+}
+
+/// How a target fares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// The median reaches the aim.
+    Aimed,
+    /// The median reaches what is the least.
+    Met,
+    /// The median does not, but may by noise: the interval reaches it.
+    WithinNoise,
+    /// The whole interval is short of it.
+    Missed,
+}
+
+/// A target with what was measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Judged {
+    pub(super) target: Target,
+    /// Ratios of the rounds.
+    pub(super) ratio: Summary,
+    pub(super) interval: Interval,
+    /// Share of the wire, where the aim is one and it was measured.
+    pub(super) of_wire: Option<f64>,
+    pub(super) verdict: Verdict,
+}
+
+impl Judged {
+    /// By how much we are ahead of the peer: more than one means better, whatever the measure.
+    pub(super) fn lead(&self) -> f64 {
+        if self.target.measure.is_better_smaller() {
+            1.0 / self.ratio.median
+        } else {
+            self.ratio.median
+        }
+    }
+}
+
+/// Judges the targets that were measured, in their order.
+pub(super) fn judge(comparison: &Comparison) -> Vec<Judged> {
+    let targets = targets().into_iter();
+    targets
+        .filter_map(|target| judge_one(target, comparison))
+        .collect()
+}
+
+fn judge_one(target: Target, comparison: &Comparison) -> Option<Judged> {
+    let figures =
+        |system| comparison.figures(system, target.workload, |sample| target.measure.of(sample));
+    let ours = figures(target.system);
+    let all = ratios(&ours, &figures(target.beside));
+    let ratio = Summary::of(&all)?;
+    let interval = Interval::of(&all)?;
+    let of_wire = match target.aim {
+        Aim::Ratio(_) => None,
+        Aim::OfWire(_) => Summary::of(&ratios(&ours, &figures(WIRE))).map(|share| share.median),
+    };
+    let is_smaller = target.measure.is_better_smaller();
+    let reaches = |value: f64, bound: f64| {
+        if is_smaller {
+            value <= bound
+        } else {
+            value >= bound
+        }
+    };
+    let is_aimed = match target.aim {
+        Aim::Ratio(aim) => reaches(ratio.median, aim),
+        Aim::OfWire(aim) => of_wire.is_some_and(|share| share >= aim),
+    };
+    let best = if is_smaller {
+        interval.low
+    } else {
+        interval.high
+    };
+    // Asked so that a ratio which is no number misses.
+    let verdict = match reaches(ratio.median, target.at_least) {
+        true if is_aimed => Verdict::Aimed,
+        true => Verdict::Met,
+        false if reaches(best, target.at_least) => Verdict::WithinNoise,
+        false => Verdict::Missed,
+    };
+    Some(Judged {
+        target,
+        ratio,
+        interval,
+        of_wire,
+        verdict,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::results::tests::{provenance, sample};
+    use super::super::{systems, workloads};
+    use super::*;
+
+    /// Judges a target with these ratios, each in a round of its own, beside a peer at 100.
+    fn verdict(target: Target, ratios: &[f64]) -> Verdict {
+        let mut samples = Vec::new();
+        for (ratio, round) in ratios.iter().zip(1..) {
+            // Latency and processor time of a sample are the inverse of its operations.
+            let iops = if target.measure.is_better_smaller() {
+                100.0 / ratio
+            } else {
+                100.0 * ratio
+            };
+            samples.push(sample(round, (target.beside, target.workload), 100.0));
+            samples.push(sample(round, (target.system, target.workload), iops));
+        }
+        let comparison = Comparison {
+            measured: provenance(),
+            skipped: Vec::new(),
+            samples,
+        };
+        judge_one(target, &comparison).unwrap().verdict
+    }
+
+    fn target(measure: Measure, at_least: f64, aim: f64) -> Target {
+        Target {
+            system: SRP,
+            workload: READ_32,
+            measure,
+            beside: NBDKIT,
+            at_least,
+            aim: Aim::Ratio(aim),
+        }
+    }
+
+    #[test]
+    fn a_target_is_missed_only_beyond_the_noise() {
+        let iops = target(Measure::Iops, 1.5, 2.0);
+        for (ratios, expected) in [
+            ([2.1, 2.2, 1.0], Verdict::Aimed),
+            ([1.6, 1.7, 1.0], Verdict::Met),
+            ([1.4, 1.45, 1.6], Verdict::WithinNoise),
+            ([1.4, 1.45, 1.49], Verdict::Missed),
+            ([f64::NAN, f64::NAN, f64::NAN], Verdict::Missed),
+        ] {
+            assert_eq!(verdict(iops, &ratios), expected, "{ratios:?}");
+        }
+    }
+
+    #[test]
+    fn smaller_is_better_for_latency_and_processor_time() {
+        for measure in [Measure::Latency, Measure::Cpu] {
+            let target = target(measure, 0.4, 0.3);
+            for (ratios, expected) in [
+                ([0.2, 0.25, 0.9], Verdict::Aimed),
+                ([0.35, 0.38, 0.9], Verdict::Met),
+                ([0.5, 0.45, 0.35], Verdict::WithinNoise),
+                ([0.5, 0.45, 0.41], Verdict::Missed),
+            ] {
+                assert_eq!(verdict(target, &ratios), expected, "{measure:?} {ratios:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_aim_of_bandwidth_is_a_share_of_the_wire() {
+        let target = Target {
+            workload: READ_SEQ,
+            aim: Aim::OfWire(0.8),
+            ..target(Measure::Bandwidth, 1.1, 0.0)
+        };
+        let of = |system, iops| sample(1, (system, READ_SEQ), iops);
+        let judged = |samples| {
+            let comparison = Comparison {
+                measured: provenance(),
+                skipped: Vec::new(),
+                samples,
+            };
+            judge_one(target, &comparison).unwrap()
+        };
+        let without = judged(vec![of(SRP, 120.0), of(NBDKIT, 100.0)]);
+        assert_eq!((without.verdict, without.of_wire), (Verdict::Met, None));
+        let with = judged(vec![of(SRP, 120.0), of(NBDKIT, 100.0), of(WIRE, 150.0)]);
+        assert_eq!((with.verdict, with.of_wire), (Verdict::Aimed, Some(0.8)));
+    }
+
+    #[test]
+    fn what_was_not_measured_is_not_judged() {
+        let comparison = Comparison {
+            measured: provenance(),
+            skipped: Vec::new(),
+            samples: vec![
+                sample(1, (SRP, READ_32), 1.0),
+                sample(2, (NBDKIT, READ_32), 1.0),
+            ],
+        };
+        assert!(judge(&comparison).is_empty());
+    }
+
+    #[test]
+    fn every_target_names_systems_that_run_its_workload() {
+        for Target {
+            system,
+            workload,
+            beside,
+            ..
+        } in targets()
+        {
+            let load = &workloads::named(workload).unwrap().load;
+            for name in [system, beside] {
+                let system = systems::named(name).unwrap();
+                assert!(system.runs(load), "{name} does not run {workload}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_lead_above_one_is_good_for_every_measure() {
+        let judged = |measure, ratio| {
+            let ratio = Summary {
+                median: ratio,
+                min: ratio,
+                max: ratio,
+            };
+            Judged {
+                target: target(measure, 1.0, 1.0),
+                ratio,
+                interval: Interval {
+                    low: 1.0,
+                    high: 1.0,
+                },
+                of_wire: None,
+                verdict: Verdict::Met,
+            }
+        };
+        assert_eq!(judged(Measure::Iops, 2.0).lead(), 2.0);
+        assert_eq!(judged(Measure::Latency, 0.5).lead(), 2.0);
+    }
+}

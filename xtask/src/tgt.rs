@@ -1,0 +1,100 @@
+//! A `tgtd` of our own: the other user-space iSCSI target in Debian, beside which we are shown.
+
+use std::fs::File;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::daemon::terminate;
+use crate::packages::{Need, need};
+use crate::{Failure, sh};
+
+/// Number of the daemon's management socket, so that it meddles with no other.
+const CONTROL: &str = "3917";
+
+/// The only unit that holds data; `tgtd` makes a controller of LUN 0.
+const UNIT: [&str; 6] = ["--mode", "logicalunit", "--tid", "1", "--lun", "1"];
+
+/// Its programs, for a purpose.
+pub(crate) const fn needs(purpose: &'static str) -> [Need; 2] {
+    [need("tgtd", "tgt", purpose), need("tgtadm", "tgt", purpose)]
+}
+
+/// A running `tgtd`; it is ended when the value goes.
+pub(crate) struct Tgt {
+    child: Child,
+    url: String,
+}
+
+impl Tgt {
+    /// Serves an existing file as LUN 1 of a target to all initiators.
+    pub(crate) fn start(image: &Path, iqn: &str, log: &Path) -> Result<Self, Failure> {
+        let port = free_port()?;
+        let out = File::create(log)?;
+        let portal = format!("portal=127.0.0.1:{port}");
+        let program = sh::which("tgtd").ok_or("tgtd is missing")?;
+        let child = sh::cmd(program, ["-f", "-C", CONTROL, "--iscsi", &portal])
+            .stdin(Stdio::null())
+            .stdout(out.try_clone()?)
+            .stderr(out)
+            .spawn()?;
+        let url = format!("iscsi://127.0.0.1:{port}/{iqn}/1");
+        let tgt = Self { child, url };
+        let started = Instant::now();
+        let target = ["--op", "new", "--mode", "target", "--tid", "1", "-T", iqn];
+        // `tgtd` has no notification of its readiness, so the first command to it is repeated
+        // until its control socket is there.
+        while let Err(error) = manage(&target) {
+            if started.elapsed() > Duration::from_secs(10) {
+                return Err(error);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let file = image.display().to_string();
+        manage(&[&["--op", "new", "-b", &file], &UNIT[..]].concat())?;
+        manage(&[
+            "--op", "bind", "--mode", "target", "--tid", "1", "-I", "ALL",
+        ])?;
+        Ok(tgt)
+    }
+
+    /// Changes parameters of its unit, as `thin_provisioning=1`.
+    pub(crate) fn update(&self, params: &str) -> Result<(), Failure> {
+        manage(&[&["--op", "update", "--params", params], &UNIT[..]].concat())
+    }
+
+    /// Address of its unit.
+    pub(crate) fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Process id of the daemon.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+fn manage(args: &[&str]) -> Result<(), Failure> {
+    let mut command = sh::cmd("tgtadm", ["-C", CONTROL, "--lld", "iscsi"]);
+    sh::output(command.args(args)).map(|_| ())
+}
+
+/// A TCP port of 127.0.0.1 that no process listens on now.
+pub(crate) fn free_port() -> Result<u16, Failure> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    Ok(listener.local_addr()?.port())
+}
+
+impl Drop for Tgt {
+    fn drop(&mut self) {
+        terminate(self.child.id());
+        let asked = Instant::now();
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if asked.elapsed() > Duration::from_secs(3) {
+                let _ = self.child.kill();
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}

@@ -2,12 +2,12 @@
 //! `cargo xtask path-cost`.
 //!
 //! - [`workloads`], [`systems`]: columns and rows of the tables; [`select`] takes some of them.
-//! - [`rig`]: the file, and one measurement: a server ([`servers`]), a client ([`clients`]), what it
-//!   prints ([`reading`]) and what both cost ([`cpu`]).
+//! - [`rig`]: the file, and one measurement: a server ([`servers`]), a client ([`clients`]),
+//!   its output ([`reading`]) and the cost of both ([`cpu`]).
 //! - [`compare`]: the rounds; [`stats`] and [`targets`] judge them.
 //! - [`curves`], [`scaling`]: throughput by depth, sessions, units, block size and loss.
-//! - [`results`]: the file that keeps it all, with the [`machine`]; [`render`] and [`pictures`] make
-//!   documents of it.
+//! - [`results`]: the file that keeps it all, with the [`machine`]; [`render`] and [`pictures`]
+//!   make documents of it.
 //!
 //! A run with a selection or without judgement is a try-out: its results and documents go to
 //! `.build/bench`, and not to `docs`.

@@ -18,9 +18,10 @@ pub(super) struct Reading {
     pub(super) p50_ns: Option<f64>,
 }
 
-/// Places of the median latency, the best first. fio's `lat` begins when an operation is submitted,
-/// as that of `riser bench` does, and its `clat` when it has been submitted, which leaves out all of
-/// an operation that is done in the call. `riser bench` has `p50`, or fio's layout.
+/// Places of the median latency, the best first. fio's `lat` begins when an operation is
+/// submitted, as that of `riser bench` does, and its `clat` when it has been submitted, which
+/// leaves out all of an operation that is done in the call. `riser bench` has `p50`, or fio's
+/// layout.
 const MEDIANS: [&str; 3] = [
     "/lat_ns/percentile/50.000000",
     "/lat_ns/p50",

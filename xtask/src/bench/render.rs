@@ -7,7 +7,7 @@ use std::path::Path;
 use super::curves::CURVES;
 use super::pictures;
 use super::results::{Comparison, Provenance, Results, Sample, Scaling};
-use super::stats::Summary;
+use super::stats::{Interval, Summary};
 use super::systems::{SYSTEMS, named};
 use super::targets::{Aim, Judged, Verdict, judge};
 use super::workloads::{self, WORKLOADS, Workload};
@@ -33,8 +33,8 @@ system, and the order of the systems changes from round to round. Each measureme
 runs the client and stops the server. Client and server share the machine. A ratio is taken within a \
 round, of two measurements that follow each other; shown are the median of the rounds and, in brackets, \
 the smallest and the largest. A target is missed if the median is short of it by more than noise: if \
-all of its confidence interval is (95 % by the order of the rounds, which with fewer than six is their \
-whole range).
+all of the interval is that has the true median with a confidence of 95 % (by the order of the rounds; \
+with fewer than six their whole range).
 
 Processor time is that of the processes (`utime`, `stime` and that of their children in \
 `/proc/PID/stat`), for each operation, the start and the end of the client included; the kernel's \
@@ -118,10 +118,11 @@ pub(super) fn document(results: &Results) -> String {
 /// Table of the targets.
 pub(super) fn targets(judged: &[Judged]) -> String {
     let mut out = String::from(
-        "## Targets\n\n| | beside | ratio | required | aim | |\n| --- | --- | --- | --- | --- | --- |\n",
+        "## Targets\n\n| | beside | ratio | 95 % | required | aim | |\n| --- | --- | --- | --- | --- | --- | --- |\n",
     );
     for one in judged {
         let target = &one.target;
+        let Interval { low, high } = one.interval;
         let bound = if target.measure.is_better_smaller() {
             "at most"
         } else {
@@ -140,7 +141,7 @@ pub(super) fn targets(judged: &[Judged]) -> String {
         };
         let _ = writeln!(
             out,
-            "| {} | {} | {} | {bound} {} | {aim} | {verdict} |",
+            "| {} | {} | {} | {low:.2} to {high:.2} | {bound} {} | {aim} | {verdict} |",
             subject(one),
             label(target.beside),
             ratio(one),
@@ -327,8 +328,8 @@ mod tests {
         let text = document(&results);
         for part in [
             // The median of 1.3 and 1.4 misses 1.5 in all rounds.
-            "| SRP: 4 KiB random read, depth 32: IOPS | nbdkit | 1.35 (1.30 to 1.40) | at least 1.5 | 2 | **missed** |",
-            "| SRP: 4 KiB random read, depth 32: processor time | nbdkit | 0.74 (0.71 to 0.77) | at most 0.6 |",
+            "| SRP: 4 KiB random read, depth 32: IOPS | nbdkit | 1.35 (1.30 to 1.40) | 1.30 to 1.40 | at least 1.5 | 2 | **missed** |",
+            "| SRP: 4 KiB random read, depth 32: processor time | nbdkit | 0.74 (0.71 to 0.77) | 0.71 to 0.77 | at most 0.6 |",
             "| `nbdkit` file plugin, Unix socket, `fio` nbd engine |  |  | 150 (100 to 200) |  |  |  |",
             "by `cargo xtask bench --rounds 2`, on 2026-11-26, at commit 0123abc",
             "99 % idle",

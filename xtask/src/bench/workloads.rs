@@ -38,11 +38,6 @@ impl Workload {
     pub(super) fn is_sequential(&self) -> bool {
         !self.load.is_random()
     }
-
-    /// Whether latency is the figure to compare: one operation at a time has no other.
-    pub(super) fn is_single(&self) -> bool {
-        self.load.depth == 1
-    }
 }
 
 pub(super) const READ_1: &str = "randread-4k-1";

@@ -71,7 +71,11 @@ impl Run<'_> {
             }
             (Client::Nbd | Client::Riser, Address::Url(url)) => Ok(self.riser(url)),
             (Client::IscsiPerf, Address::Url(url)) => Ok(self.iscsi_perf(url)),
-            (Client::Wire, _) => Ok(self.riser("wire")),
+            (Client::Wire, _) => {
+                let runtime = format!("{}s", self.seconds);
+                let args = ["-o", "json", "bench", "wire", "--runtime", &runtime];
+                Ok(self.place.riser(args))
+            }
             (client, disk) => Err(format!("{client:?} cannot use {disk:?}").into()),
         }
     }
@@ -80,9 +84,8 @@ impl Run<'_> {
     pub(super) fn reading(&self, client: Client, output: &str) -> Result<Reading, Failure> {
         match client {
             Client::IscsiPerf => reading::iscsi_perf(output, &self.load, f64::from(self.seconds)),
-            Client::Fio | Client::Nbd | Client::Riser | Client::Wire => {
-                reading::json(output, &self.load)
-            }
+            Client::Wire => reading::wire(output, &self.load),
+            Client::Fio | Client::Nbd | Client::Riser => reading::json(output, &self.load),
         }
     }
 

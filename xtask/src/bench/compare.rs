@@ -1,9 +1,11 @@
 //! All systems beside each other, in rounds.
 
+use std::time::Duration;
+
 use super::machine;
 use super::results::{Comparison, Sample};
 use super::rig::{Measured, Rig};
-use super::systems::System;
+use super::systems::{Client, System};
 use super::workloads::Workload;
 use crate::Failure;
 
@@ -65,7 +67,10 @@ pub(super) fn measure(
 
 fn sample(round: usize, system: &System, workload: &Workload, measured: &Measured) -> Sample {
     let reading = &measured.reading;
-    let each = |time: std::time::Duration| time.as_secs_f64() * 1e9 / reading.operations;
+    let each = |time: Duration| {
+        let each = time.as_secs_f64() * 1e9 / reading.operations;
+        (system.client != Client::Wire).then(|| rounded(each))
+    };
     Sample {
         round,
         system: system.id.to_owned(),
@@ -73,8 +78,8 @@ fn sample(round: usize, system: &System, workload: &Workload, measured: &Measure
         iops: rounded(reading.iops),
         bytes_per_second: rounded(reading.bytes_per_second),
         p50_ns: reading.p50_ns,
-        server_ns: rounded(each(measured.server)),
-        client_ns: rounded(each(measured.client)),
+        server_ns: each(measured.server),
+        client_ns: each(measured.client),
     }
 }
 
@@ -88,19 +93,20 @@ fn shown(sample: &Sample) -> String {
     let p50 = sample
         .p50_ns
         .map_or(String::new(), |ns| format!(", p50 {:.1} us", ns / 1e3));
+    let cpu = sample.server_ns.zip(sample.client_ns);
+    let cpu = cpu.map_or(String::new(), |(server, client)| {
+        let (server, client) = (server / 1e3, client / 1e3);
+        format!(", processor time {server:.2} + {client:.2} us")
+    });
     format!(
-        "{:.1}k IOPS, {:.0} MB/s{p50}, processor time {:.2} + {:.2} us",
+        "{:.1}k IOPS, {:.0} MB/s{p50}{cpu}",
         sample.iops / 1e3,
-        sample.bytes_per_second / 1e6,
-        sample.server_ns / 1e3,
-        sample.client_ns / 1e3
+        sample.bytes_per_second / 1e6
     )
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::super::reading::Reading;
     use super::super::{systems, workloads};
     use super::*;
@@ -120,7 +126,10 @@ mod tests {
         let system = systems::named(systems::SRP).unwrap();
         let workload = workloads::named(workloads::READ_1).unwrap();
         let sample = sample(2, system, workload, &measured);
-        assert_eq!((sample.server_ns, sample.client_ns), (3000.0, 2000.0));
+        assert_eq!(
+            (sample.server_ns, sample.client_ns),
+            (Some(3000.0), Some(2000.0))
+        );
         assert_eq!((sample.round, sample.iops), (2, 500.0));
         assert_eq!(
             shown(&sample),

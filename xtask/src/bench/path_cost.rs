@@ -116,7 +116,7 @@ fn row(rig: &Rig, system: &System, workload: &Workload) -> Result<String, Failur
     let mut outer = sh::behind(stat(&logs[0], &served.processes()), &inner);
     let output = sh::output(&mut outer)?;
     served.stop()?;
-    let operations = run.reading(system.client, &output)?.operations;
+    let operations = run.reading(system.client, &output)?.some()?.operations;
     let [server, client] = logs.map(|log| -> Result<Counts, Failure> {
         let text = fs::read_to_string(&log)?;
         counts(&text, operations).map_err(Failure::from)

@@ -2,24 +2,25 @@
 
 use plotters::prelude::*;
 
-use super::curves::Curve;
+use super::curves::{Curve, Vary};
 use super::results::Scaling;
 use super::stats::Summary;
-use super::systems;
+use super::systems::{self, System};
 use crate::Failure;
 
 const SIZE: (u32, u32) = (760, 420);
 
-/// Colours that colour-blind readers distinguish (Okabe and Ito).
-const COLOURS: [RGBColor; 4] = [
-    RGBColor(0, 114, 178),
-    RGBColor(213, 94, 0),
-    RGBColor(0, 158, 115),
-    RGBColor(204, 121, 167),
+/// Colours that colour-blind readers distinguish (Okabe and Ito): the same for a system in all
+/// pictures.
+const COLOURS: [(&str, RGBColor); 4] = [
+    (systems::NBDKIT, RGBColor(0, 114, 178)),
+    (systems::SRP, RGBColor(213, 94, 0)),
+    (systems::ISER, RGBColor(0, 158, 115)),
+    (systems::ISCSI, RGBColor(204, 121, 167)),
 ];
 
 /// A line: places on the axis by their number, and medians of the rounds.
-type Line = (&'static str, Vec<(usize, f64)>);
+type Line = (&'static System, Vec<(usize, f64)>);
 
 /// Draws a curve; nothing where it was not measured.
 pub(super) fn draw(curve: &Curve, scaling: &Scaling) -> Result<Option<String>, Failure> {
@@ -46,7 +47,7 @@ fn lines(curve: &Curve, scaling: &Scaling) -> Vec<Line> {
             Some((at, Summary::of(&rounds)?.median))
         };
         let places = curve.xs.iter().enumerate().filter_map(place);
-        Some((system.label, places.collect()))
+        Some((system, places.collect()))
     };
     curve.systems.iter().filter_map(line).collect()
 }
@@ -59,10 +60,16 @@ fn draw_lines(
     range: Summary,
     svg: &mut String,
 ) -> Result<(), Box<dyn std::error::Error>> {
+    // Throughput rises with everything but loss, so there is room in the other corner.
+    let corner = match curve.vary {
+        Vary::Loss => SeriesLabelPosition::LowerLeft,
+        _ => SeriesLabelPosition::LowerRight,
+    };
     let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     root.fill(&WHITE)?;
     let last = curve.xs.len() - 1;
-    let (low, high) = (range.min / 1.5, range.max * 1.5);
+    // Room below for the names.
+    let (low, high) = (range.min / 3.0, range.max * 1.5);
     let mut chart = ChartBuilder::on(&root)
         .margin(12)
         .caption(curve.title, ("sans-serif", 18))
@@ -80,13 +87,15 @@ fn draw_lines(
         })
         .x_label_formatter(&|at| curve.xs.get(*at).map_or(String::new(), |x| curve.label(*x)))
         .y_label_formatter(&|y| short(*y))
-        .light_line_style(WHITE)
+        .max_light_lines(1)
         .draw()?;
-    for ((name, line), colour) in lines.iter().zip(COLOURS.iter().cycle()) {
+    for (system, line) in lines {
+        let colour = COLOURS.iter().find(|(id, _)| *id == system.id);
+        let colour = colour.map_or(BLACK, |(_, colour)| *colour);
         let style = colour.stroke_width(2);
         chart
             .draw_series(LineSeries::new(line.iter().copied(), style))?
-            .label(*name)
+            .label(system.label)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
         chart.draw_series(
             line.iter()
@@ -95,7 +104,7 @@ fn draw_lines(
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::LowerRight)
+        .position(corner)
         .background_style(WHITE)
         .border_style(BLACK)
         .draw()?;
@@ -147,7 +156,7 @@ mod tests {
             points,
         };
         let lines = lines(depth, &scaling);
-        let srp = lines.iter().find(|(name, _)| *name == "SRP").unwrap();
+        let srp = lines.iter().find(|(system, _)| system.id == "srp").unwrap();
         assert_eq!(srp.1, [(0, 200.0), (2, 400.0)]);
         let svg = draw(depth, &scaling).unwrap().unwrap();
         for part in ["<svg", depth.title, "SRP", "nbdkit", "256", "</svg>"] {
@@ -165,6 +174,13 @@ mod tests {
         };
         for curve in CURVES.iter().filter(|curve| curve.id != "depth") {
             assert_eq!(draw(curve, &scaling).unwrap(), None, "{}", curve.id);
+        }
+    }
+
+    #[test]
+    fn every_system_of_a_curve_has_a_colour() {
+        for id in CURVES.iter().flat_map(|curve| curve.systems) {
+            assert!(COLOURS.iter().any(|(coloured, _)| coloured == id), "{id}");
         }
     }
 

@@ -18,6 +18,16 @@ pub(super) struct Reading {
     pub(super) p50_ns: Option<f64>,
 }
 
+impl Reading {
+    /// Fails without an operation: nothing can be said of one then.
+    pub(super) fn some(self) -> Result<Self, Failure> {
+        if self.operations < 1.0 {
+            return Err("the client did no operation".into());
+        }
+        Ok(self)
+    }
+}
+
 /// Places of the median latency, the best first. fio's `lat` begins when an operation is
 /// submitted, as that of `riser bench` does, and its `clat` when it has been submitted, which
 /// leaves out all of an operation that is done in the call. `riser bench` has `p50`, or fio's
@@ -45,17 +55,41 @@ fn direction(figures: &Value) -> Result<Reading, Failure> {
         let number = figures[name].as_f64();
         number.ok_or_else(|| format!("no {name} in the result"))
     };
-    let operations = number("total_ios")?;
-    if operations < 1.0 {
-        return Err("the client did no operation".into());
-    }
     Ok(Reading {
-        operations,
+        operations: number("total_ios")?,
         iops: number("iops")?,
         bytes_per_second: number("bw_bytes")?,
         p50_ns: MEDIANS
             .iter()
             .find_map(|place| figures.pointer(place)?.as_f64()),
+    })
+}
+
+/// Reads the JSON of `riser bench wire`: of its cases with checksums and data as long as those of
+/// the load, the one that moves most.
+pub(super) fn wire(text: &str, load: &Load) -> Result<Reading, Failure> {
+    let document: Value = serde_json::from_str(text)?;
+    let cases = document["cases"]
+        .as_array()
+        .ok_or("no cases in the result")?;
+    let is_like = |case: &&Value| {
+        case["icrc"] == true && case["reply_bytes"].as_u64() == Some(load.block_size.into())
+    };
+    let bandwidth = |case: &Value| case["bytes_per_second"].as_f64().unwrap_or(0.0);
+    let case = cases
+        .iter()
+        .filter(is_like)
+        .max_by(|a, b| bandwidth(a).total_cmp(&bandwidth(b)))
+        .ok_or_else(|| format!("the wire has no case of {} bytes", load.block_size))?;
+    let number = |name: &str| {
+        let number = case[name].as_f64();
+        number.ok_or_else(|| format!("no {name} in the result"))
+    };
+    Ok(Reading {
+        operations: number("operations")?,
+        iops: number("operations_per_second")?,
+        bytes_per_second: number("bytes_per_second")?,
+        p50_ns: case["latency_ns"]["p50"].as_f64(),
     })
 }
 
@@ -139,7 +173,10 @@ mod tests {
 
     #[test]
     fn a_run_without_operations_or_with_an_error_is_none() {
-        let why = |text| json(text, &READ).unwrap_err().to_string();
+        let why = |text| {
+            let read = json(text, &READ).and_then(Reading::some);
+            read.unwrap_err().to_string()
+        };
         let none = r#"{"read": {"total_ios": 0, "iops": 0, "bw_bytes": 0}}"#;
         assert!(why(none).contains("no operation"));
         let failed =
@@ -147,6 +184,36 @@ mod tests {
         assert!(why(failed).contains("error 5"));
         assert!(why(r#"{"read": {"total_ios": 9, "iops": 9}}"#).contains("bw_bytes"));
         assert!(why("fio: engine nbd not loadable").contains("no JSON"));
+    }
+
+    #[test]
+    fn the_case_of_the_wire_is_the_best_of_its_size_with_checksums() {
+        let case = |(bytes, rate): (u32, u32), icrc: bool| {
+            format!(
+                r#"{{"name": "x", "reply_bytes": {bytes}, "icrc": {icrc}, "operations": 7,
+                "operations_per_second": 3.5, "bytes_per_second": {rate}, "latency_ns": {{"p50": 9}}}}"#
+            )
+        };
+        let cases = [
+            case((4096, 10), true),
+            case((4096, 20), true),
+            case((4096, 30), false),
+            case((512, 40), true),
+        ];
+        let text = format!(r#"{{"cases": [{}]}}"#, cases.join(","));
+        let read = wire(&text, &READ).unwrap();
+        assert_eq!((read.bytes_per_second, read.p50_ns), (20.0, Some(9.0)));
+        let longer = Load {
+            block_size: 8192,
+            ..READ
+        };
+        assert!(
+            wire(&text, &longer)
+                .unwrap_err()
+                .to_string()
+                .contains("8192")
+        );
+        assert!(wire("{}", &READ).is_err());
     }
 
     #[test]

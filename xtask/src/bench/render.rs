@@ -32,9 +32,9 @@ All systems serve the same file, one after the other. A round measures every wor
 system, and the order of the systems changes from round to round. Each measurement starts the server, \
 runs the client and stops the server. Client and server share the machine. A ratio is taken within a \
 round, of two measurements that follow each other; shown are the median of the rounds and, in brackets, \
-the smallest and the largest. A target is missed if the median is short of it by more than noise: if \
-all of the interval is that has the true median with a confidence of 95 % (by the order of the rounds; \
-with fewer than six their whole range).
+the smallest and the largest. A target is missed only beyond noise, which \
+means that the whole 95 % confidence interval of the median is short of it. The interval comes from the \
+order of the rounds; with fewer than six rounds it is their whole range.
 
 Processor time is that of the processes (`utime`, `stime` and that of their children in \
 `/proc/PID/stat`), for each operation, the start and the end of the client included; the kernel's \
@@ -42,7 +42,8 @@ threads that serve no process are not in it. Latency is from the submission of a
 completion; `iscsi-perf` reports none and cannot write. `fio` has `--norandommap`, since no other \
 client remembers which blocks it has used. On the file itself there is nothing between client and data; \
 this is shown for orientation and limits nothing, since the others need not make a system call for each \
-operation.
+operation. `riser bench wire` moves packets like those of reads, with their checksums, and has no target; \
+both directions are compared with it.
 ";
 
 /// Writes the document and its pictures into a folder.
@@ -136,7 +137,7 @@ pub(super) fn targets(judged: &[Judged]) -> String {
         let verdict = match one.verdict {
             Verdict::Aimed => "aim reached",
             Verdict::Met => "met",
-            Verdict::WithinNoise => "short by no more than noise",
+            Verdict::WithinNoise => "short, within noise",
             Verdict::Missed => "**missed**",
         };
         let _ = writeln!(
@@ -180,25 +181,34 @@ fn figures(comparison: &Comparison) -> String {
         })
     };
     let latency = |_: &Workload, sample: &Sample| sample.p50_ns.map(|ns| ns / 1e3);
-    let cpu = |_: &Workload, sample: &Sample| Some((sample.server_ns + sample.client_ns) / 1e3);
-    out.push_str("Thousands of operations per second; MB/s of the sequential workloads:\n\n");
-    table(&mut out, comparison, throughput);
-    out.push_str("\nMedian latency, in microseconds:\n\n");
-    table(&mut out, comparison, latency);
-    out.push_str("\nProcessor time of both sides for each operation, in microseconds:\n\n");
-    table(&mut out, comparison, cpu);
+    let cpu = |_: &Workload, sample: &Sample| Some((sample.server_ns? + sample.client_ns?) / 1e3);
+    let throughput = table(comparison, throughput);
+    let (latency, cpu) = (table(comparison, latency), table(comparison, cpu));
+    for (about, rows) in [
+        (
+            "Thousands of operations per second; MB/s of the sequential workloads",
+            throughput,
+        ),
+        ("Median latency, in microseconds", latency),
+        (
+            "Processor time of both sides for each operation, in microseconds",
+            cpu,
+        ),
+    ] {
+        let columns = || WORKLOADS.iter().map(|workload| workload.name);
+        let names = columns().collect::<Vec<_>>().join(" | ");
+        let line = " --- |".repeat(columns().count());
+        if !rows.is_empty() {
+            let gap = if out.is_empty() { "" } else { "\n" };
+            let _ = write!(out, "{gap}{about}:\n\n| | {names} |\n| --- |{line}\n{rows}");
+        }
+    }
     out
 }
 
-/// A row for each system that has been measured, a column for each workload.
-fn table(
-    out: &mut String,
-    comparison: &Comparison,
-    figure: impl Fn(&Workload, &Sample) -> Option<f64>,
-) {
-    let columns = || WORKLOADS.iter().map(|workload| workload.name);
-    let _ = writeln!(out, "| | {} |", columns().collect::<Vec<_>>().join(" | "));
-    let _ = writeln!(out, "| --- |{}", " --- |".repeat(columns().count()));
+/// Rows of the systems that have been measured, with a column for each workload.
+fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<f64>) -> String {
+    let mut out = String::new();
     for system in SYSTEMS {
         let cell = |workload: &Workload| {
             let figures = comparison.figures(system.id, workload.id, |s| figure(workload, s));
@@ -216,6 +226,7 @@ fn table(
             );
         }
     }
+    out
 }
 
 /// Median and extremes, with as many digits as count.
@@ -338,6 +349,17 @@ mod tests {
             assert!(text.contains(part), "{part}\nis not in\n{text}");
         }
         assert!(!text.contains("qemu-nbd`"), "it was not measured");
+        // A heading without a table would follow from a client that reports no latency.
+        let mut results = results;
+        let samples = results
+            .comparison
+            .iter_mut()
+            .flat_map(|part| &mut part.samples);
+        samples.for_each(|sample| sample.p50_ns = None);
+        assert!(
+            text.contains("Median latency, in")
+                && !document(&results).contains("Median latency, in")
+        );
         assert!(!text.contains("## Scaling"), "{text}");
     }
 

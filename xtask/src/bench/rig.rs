@@ -116,7 +116,9 @@ impl Rig {
         };
         let tried = self.served(system).and_then(|served| {
             let mut command = brief.command(system.client, &served.disks[0])?;
-            brief.reading(system.client, &sh::output(&mut command)?)
+            brief
+                .reading(system.client, &sh::output(&mut command)?)?
+                .some()
         });
         let why = tried.err()?.to_string();
         // The first line is the command.
@@ -137,7 +139,7 @@ impl Rig {
         let ran = cpu::run(&mut command, &served.processes(), &log)?;
         served.stop()?;
         Ok(Measured {
-            reading: run.reading(system.client, &ran.output)?,
+            reading: run.reading(system.client, &ran.output)?.some()?,
             server: ran.server,
             client: ran.client,
         })

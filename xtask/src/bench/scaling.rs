@@ -51,7 +51,7 @@ pub(super) fn measure(
             for x in curve.xs {
                 for id in curve.systems {
                     let system = systems::named(id).ok_or_else(|| format!("no system {id}"))?;
-                    let at = format!("{}: {} {}", curve.id, curve.label(*x), curve.axis);
+                    let at = format!("{} {}", curve.id, curve.label(*x));
                     let y = throughput(rig, curve, system, *x)
                         .map_err(|error| format!("{at}: {}: {error}", system.label))?;
                     println!(
@@ -131,6 +131,7 @@ fn many(
     let one = |client: usize| -> Result<f64, Failure> {
         let disk = &served.disks[client % served.disks.len()];
         let output = sh::output(&mut run.command(system.client, disk)?)?;
+        // One of many may have got nothing, which is no reason to stop.
         Ok(run.reading(system.client, &output)?.iops)
     };
     let one = &|client| one(client).map_err(|error| error.to_string());

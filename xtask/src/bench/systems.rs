@@ -100,8 +100,8 @@ impl System {
         match self.client {
             // It only reads.
             Client::IscsiPerf => !load.is_write(),
-            // It moves data in one direction, and has no offsets.
-            Client::Wire => !load.is_random(),
+            // It moves data in one direction, and does all its loads at once.
+            Client::Wire => !load.is_random() && !load.is_write(),
             Client::Fio | Client::Nbd | Client::Riser => true,
         }
     }
@@ -214,7 +214,7 @@ mod tests {
         };
         let runs = |id, rw| named(id).unwrap().runs(&load(rw));
         assert!(runs(TGT, "randread") && !runs(TGT, "randwrite"));
-        assert!(runs(WIRE, "write") && !runs(WIRE, "randwrite"));
+        assert!(runs(WIRE, "read") && !runs(WIRE, "write") && !runs(WIRE, "randread"));
         assert!(runs(SRP, "randwrite"));
     }
 }

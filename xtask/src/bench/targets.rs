@@ -27,7 +27,7 @@ impl Measure {
             Self::Iops => Some(sample.iops),
             Self::Bandwidth => Some(sample.bytes_per_second),
             Self::Latency => sample.p50_ns,
-            Self::Cpu => Some(sample.server_ns + sample.client_ns),
+            Self::Cpu => Some(sample.server_ns? + sample.client_ns?),
         }
     }
 
@@ -162,7 +162,11 @@ fn judge_one(target: Target, comparison: &Comparison) -> Option<Judged> {
     let interval = Interval::of(&all)?;
     let of_wire = match target.aim {
         Aim::Ratio(_) => None,
-        Aim::OfWire(_) => Summary::of(&ratios(&ours, &figures(WIRE))).map(|share| share.median),
+        // The wire is the same in both directions, and is measured in that of reads.
+        Aim::OfWire(_) => {
+            let wire = comparison.figures(WIRE, READ_SEQ, |sample| target.measure.of(sample));
+            Summary::of(&ratios(&ours, &wire)).map(|share| share.median)
+        }
     };
     let is_smaller = target.measure.is_better_smaller();
     let reaches = |value: f64, bound: f64| {
@@ -284,6 +288,17 @@ mod tests {
         assert_eq!((without.verdict, without.of_wire), (Verdict::Met, None));
         let with = judged(vec![of(SRP, 120.0), of(NBDKIT, 100.0), of(WIRE, 150.0)]);
         assert_eq!((with.verdict, with.of_wire), (Verdict::Aimed, Some(0.8)));
+        let writes = |system, iops| sample(1, (system, WRITE_SEQ), iops);
+        let comparison = Comparison {
+            measured: provenance(),
+            skipped: Vec::new(),
+            samples: vec![writes(SRP, 120.0), writes(NBDKIT, 100.0), of(WIRE, 150.0)],
+        };
+        let target = Target {
+            workload: WRITE_SEQ,
+            ..target
+        };
+        assert_eq!(judge_one(target, &comparison).unwrap().of_wire, Some(0.8));
     }
 
     #[test]

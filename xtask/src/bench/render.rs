@@ -121,6 +121,7 @@ pub(super) fn targets(judged: &[Judged]) -> String {
     let mut out = String::from(
         "## Targets\n\n| | beside | ratio | 95 % | required | aim | |\n| --- | --- | --- | --- | --- | --- | --- |\n",
     );
+    // In the order of the list and not of success, so that two documents can be compared.
     for one in judged {
         let target = &one.target;
         let Interval { low, high } = one.interval;
@@ -198,6 +199,7 @@ fn figures(comparison: &Comparison) -> String {
         let columns = || WORKLOADS.iter().map(|workload| workload.name);
         let names = columns().collect::<Vec<_>>().join(" | ");
         let line = " --- |".repeat(columns().count());
+        // Clients without latencies leave no row of them.
         if !rows.is_empty() {
             let gap = if out.is_empty() { "" } else { "\n" };
             let _ = write!(out, "{gap}{about}:\n\n| | {names} |\n| --- |{line}\n{rows}");
@@ -275,6 +277,7 @@ fn measured(run: &Provenance) -> String {
 /// The best and the worst ratios, for README.md.
 fn summary(comparison: &Comparison) -> String {
     let mut judged = judge(comparison);
+    // By the lead and not by the ratio, which is small where latency or processor time is good.
     judged.sort_by(|a, b| b.lead().total_cmp(&a.lead()));
     let worst = judged
         .len()

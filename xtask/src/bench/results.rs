@@ -159,6 +159,7 @@ fn write_lines(value: &Value, indent: usize, out: &mut String) {
         out.push('\n');
         out.extend(std::iter::repeat_n("  ", indent));
     };
+    // An empty array has no lines and comes last, with what is plain.
     match value {
         Value::Object(fields) if !fields.values().all(is_plain) => {
             for (at, (name, field)) in fields.iter().enumerate() {

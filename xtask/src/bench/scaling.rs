@@ -47,30 +47,32 @@ pub(super) fn measure(
     };
     for round in 1..=rounds {
         for curve in &curves {
-            // Systems are innermost, so that those of one place are measured one after the other.
-            for x in curve.xs {
-                for id in curve.systems {
-                    let system = systems::named(id).ok_or_else(|| format!("no system {id}"))?;
-                    let at = format!("{} {}", curve.id, curve.label(*x));
-                    let y = throughput(rig, curve, system, *x)
-                        .map_err(|error| format!("{at}: {}: {error}", system.label))?;
-                    println!(
-                        "round {round}/{rounds}: {at}: {}: {y:.0} per second",
-                        system.label
-                    );
-                    scaling.points.push(Point {
-                        curve: curve.id.to_owned(),
-                        system: system.id.to_owned(),
-                        x: *x,
-                        round,
-                        y: y.round(),
-                    });
-                }
-            }
+            scaling.points.extend(points(rig, curve, round)?);
         }
+        println!("round {round} of {rounds} is done");
         keep(&scaling)?;
     }
     Ok(scaling)
+}
+
+/// Measures a curve once. Systems are innermost, so that those of one place follow each other.
+fn points(rig: &Rig, curve: &Curve, round: usize) -> Result<Vec<Point>, Failure> {
+    let mut points = Vec::new();
+    let places = curve.xs.iter();
+    for (x, id) in places.flat_map(|x| curve.systems.iter().map(move |id| (*x, id))) {
+        let system = systems::named(id).ok_or_else(|| format!("no system {id}"))?;
+        let at = format!("{} {}: {}", curve.id, curve.label(x), system.label);
+        let y = throughput(rig, curve, system, x).map_err(|error| format!("{at}: {error}"))?;
+        println!("round {round}: {at}: {y:.0} per second");
+        points.push(Point {
+            curve: curve.id.to_owned(),
+            system: system.id.to_owned(),
+            x,
+            round,
+            y: y.round(),
+        });
+    }
+    Ok(points)
 }
 
 /// Operations per second, or bytes, at a place of a curve.

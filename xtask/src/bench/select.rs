@@ -10,6 +10,7 @@ use crate::Failure;
 /// word names; and the peers that the systems are compared with.
 pub(super) fn of(words: &[String]) -> Result<Selection, Failure> {
     let has = |id: &str| words.iter().any(|word| id.contains(word.as_str()));
+    // A word with a typing error would select everything of both kinds.
     for word in words {
         let ids = || {
             SYSTEMS

@@ -79,6 +79,8 @@ pub(super) fn targets() -> Vec<Target> {
         aim,
     };
     let mut targets = Vec::new();
+    // At depth 1 latency counts where `riser bench` measures it; behind an export it is fio's, and
+    // operations per second have the waking up of both in them.
     for system in [SRP, ISER] {
         let of =
             |measure, workload, at_least, aim| of(system, NBDKIT, measure, workload, at_least, aim);

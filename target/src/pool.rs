@@ -1,8 +1,9 @@
 //! The pool of data buffers of one worker.
 //!
 //! One mapping, registered with the NIC and with `io_uring`, is handed out in power-of-two blocks
-//! (a buddy allocator), so that bytes go disk → buffer → wire without a copy and without an
-//! allocation. A [`Buffer`] is up to [`MAX_PIECES`] blocks that together hold a command's data.
+//! (a buddy allocator), so that bytes go disk → buffer → wire without a copy. A [`Buffer`] is up to
+//! [`MAX_PIECES`] blocks that together hold a command's data; as a rule one, and only a list of more
+//! than two takes memory of the heap.
 //!
 //! # Fairness
 //! Channels ask for memory under their number ([`Owner`]). While none waits, each request gets what

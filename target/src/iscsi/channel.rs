@@ -276,7 +276,8 @@ pub struct Channel<D> {
     pub(super) new_params: Option<ConnectionParams>,
     pub(super) tasks: Vec<Task>,
     /// The requests that are not answered, by their tags: at most one for each context, with the
-    /// room for that. The tags are the initiator's; with bad ones its own requests are found slowly.
+    /// room for that. The tags are the initiator's; bad ones are found slowly, and there are no more of
+    /// them than contexts.
     pub(super) unanswered: FnvHashMap<Itt, TaskIdx>,
     pub(super) idle: Vec<TaskIdx>,
     /// Memory for data that come with a command, while none has it; FirstBurstLength at most.

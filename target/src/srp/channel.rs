@@ -144,8 +144,8 @@ pub struct Channel {
     pub(super) ioctx: Vec<SendIoctx>,
     /// Command contexts that no request has.
     pub(super) idle: Vec<TaskIdx>,
-    /// Commands that are not answered yet, by the tags that the initiator knows them by. One that
-    /// chooses them for their hashes slows down itself: there are no more than its credits.
+    /// Commands that are not answered yet, by the tags that the initiator knows them by. Those that
+    /// are chosen for their hashes are found slowly, and there are no more of them than credits.
     pub(super) tags: FnvHashMap<Tag, TaskIdx>,
     pub(super) req_lim: ReqLim,
     pub(super) send_queue: SendQueue,

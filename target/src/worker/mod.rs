@@ -239,7 +239,8 @@ pub struct Worker {
     completions: Vec<Completion>,
     ring_completions: Vec<riser_reactor::Completion>,
     slices: Vec<MemSlice>,
-    /// The chain that is being posted.
+    /// Chains of a connection that are posted together; empty between connections, and kept for its
+    /// memory.
     chains: queue::Chains,
     spinner: Spinner,
     phase: Phase,

@@ -170,12 +170,17 @@ impl Chains {
         qp: QpId,
     ) -> Result<(), ArrayVec<(Work, Posted), CHAINS>> {
         let posted = self.post_all(device, qp).map_err(|taken| self.left(taken));
+        self.clear();
+        posted
+    }
+
+    /// Forgets the chains, of a connection that is gone.
+    pub(super) fn clear(&mut self) {
         self.chains.clear();
         self.requests.clear();
         self.sges.clear();
         self.bytes = 0;
         self.is_last_apart = false;
-        posted
     }
 
     /// The work requests, in the order in which they are posted.

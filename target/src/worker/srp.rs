@@ -429,7 +429,7 @@ impl Worker {
 
     fn post_srp_chains(&mut self, key: ConnKey, chains: &mut Chains) {
         let Some(conn) = self.conns.srp(key) else {
-            return;
+            return chains.clear();
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
         let Err(left) = chains.post(&mut self.devices[device], qp) else {

@@ -141,6 +141,19 @@ unsafe fn copy_blocks(src: *const u8, dst: *mut u8, len: usize) {
             out("ymm1") _,
             out("ymm2") _,
             out("ymm3") _,
+            // The upper halves of these are cleared, too.
+            out("ymm4") _,
+            out("ymm5") _,
+            out("ymm6") _,
+            out("ymm7") _,
+            out("ymm8") _,
+            out("ymm9") _,
+            out("ymm10") _,
+            out("ymm11") _,
+            out("ymm12") _,
+            out("ymm13") _,
+            out("ymm14") _,
+            out("ymm15") _,
             options(nostack)
         );
     }

@@ -72,7 +72,8 @@ pub enum SendOp {
         /// Access rights of the new key.
         access: Access,
     },
-    /// Make a key of our own invalid.
+    /// Make a key of our own invalid. It waits for earlier requests of the queue whose scatter lists
+    /// name the key, and with [`SendFlags::FENCE`] for all earlier ones.
     LocalInv(RKey),
 }
 

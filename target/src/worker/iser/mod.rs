@@ -145,7 +145,7 @@ impl Worker {
     /// Posts chains, and ends another one that cannot be posted.
     fn post_iser(&mut self, key: ConnKey, chains: &mut Chains, bad: Option<Work>) {
         let Some(conn) = self.conns.iser(key) else {
-            return;
+            return chains.clear();
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
         let posted = chains.post(&mut self.devices[device], qp);

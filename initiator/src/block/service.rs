@@ -25,7 +25,7 @@ pub trait Service: Send {
     fn turn(&mut self) -> Turn;
 
     /// The thread is about to sleep. Returns false if there is something to do by now. From here on
-    /// what happens on other threads ends the sleep, by a descriptor of [`Service::waited`].
+    /// what happens on other threads ends the sleep, by a descriptor of [`Service::put_waited`].
     fn prepare_sleep(&mut self) -> bool;
 
     /// Adds the descriptors that end the sleep.

@@ -686,8 +686,14 @@ impl Datamover for Tcp {
         if ended.is_empty() {
             return ended;
         }
-        self.queue
-            .retain(|item| !matches!(item, Item::Retransmission(Retransmission::Data { put, .. }) if ended.contains(&put.task)));
+        // Data that were asked for again, as they were or cut anew: nobody misses them any more.
+        self.queue.retain(|item| match item {
+            Item::Data(Outgoing { put, .. })
+            | Item::Retransmission(Retransmission::Data { put, .. }) => !ended.contains(&put.task),
+            _ => true,
+        });
+        // Its number may be another command's when the batch that its answer is in has been sent.
+        self.answered.retain(|task| !ended.contains(task));
         // The buffer of one whose data are being sent once more is in use until they are sent.
         ended.retain(|task| self.let_go(*task));
         ended
@@ -772,6 +778,7 @@ impl Datamover for Tcp {
         }
         self.wanted.retain(|wanted| wanted.get.task != task);
         self.unacknowledged.retain(|of| of.task != task);
+        self.asking.retain(|of| *of != task);
         self.recovery.forget(task);
         !self.let_go(task)
     }

@@ -704,6 +704,33 @@ fn data_are_cut_anew_where_the_pdu_size_has_changed() {
     }
 }
 
+/// The initiator asks for data once more, and acknowledges their answer before they are sent.
+#[test]
+fn data_asked_for_again_are_not_sent_once_their_answer_is_acknowledged() {
+    let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
+    let first = rig.read(1, 0, 5);
+    let sn = first.last().unwrap().1.stat_sn.0;
+    let rdata = FromInitiator::Snack(Snack {
+        kind: SnackKind::RData,
+        lun: [0; 8],
+        itt: Itt(1),
+        ttt: Ttt(77),
+        exp_stat_sn: StatSn(0),
+        begin: 0,
+        run: 0,
+    });
+    // Both come before anything is sent.
+    rig.stalled = true;
+    rig.send(&rdata, &[]);
+    rig.send(&acknowledgment(sn + 1), &[]);
+    rig.stalled = false;
+    let sent = rig.with(|_, _| {});
+    let is_data = |(pdu, ..): &(FromTarget, _, _)| matches!(pdu, FromTarget::DataIn(_));
+    assert!(!sent.iter().any(is_data));
+    assert_eq!(rig.channel.channel().in_flight(), 0);
+    rig.end();
+}
+
 /// Sends data with a wrong digest.
 fn spoilt(
     rig: &mut Rig,

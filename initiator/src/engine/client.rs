@@ -58,7 +58,7 @@ impl Client {
 
     /// Serves a client of a disk on the engine's thread, until that is over.
     pub(crate) fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
-        // Of an engine whose owner steps it nobody knows when it runs.
+        // An engine that its owner steps runs whenever the owner likes, which may be never.
         let thread = self.0.thread.lock();
         if thread.unwrap_or_else(PoisonError::into_inner).is_none() {
             return Err(service);

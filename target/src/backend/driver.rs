@@ -153,7 +153,7 @@ const ZEROES: usize = 64 << 10;
 const HELD: Duration = Duration::from_millis(2);
 
 /// Bytes of a round that are read or written in the calls that begin this, on files in memory.
-/// Meanwhile the worker serves nobody else.
+/// The worker serves no other client in that time.
 const AT_ONCE: u64 = 1 << 20;
 
 /// Length of the longest such read or write, in bytes.

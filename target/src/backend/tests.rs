@@ -511,7 +511,7 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
     assert_eq!(in_ring(write(0, 256 << 10), 3), 1);
     let flush = BlockOp::Flush { offset: 0, len: 0 };
     assert_eq!(in_ring(flush, 4), 1);
-    // A discard of much holds up the writes of the file, but nobody else.
+    // A long discard holds up writes of the same file, and nothing else.
     let discard = BlockOp::Discard {
         offset: 512 << 10,
         len: 256 << 10,

@@ -535,6 +535,19 @@ fn a_connection_that_has_logged_out_another_one_waits_for_that_before_it_leaves(
     rig.end();
 }
 
+/// An R-Data SNACK for all data of a command from `begin` on.
+fn rdata(tag: u32, ttt: u32, begin: u32) -> FromInitiator {
+    FromInitiator::Snack(Snack {
+        kind: SnackKind::RData,
+        lun: [0; 8],
+        itt: Itt(tag),
+        ttt: Ttt(ttt),
+        exp_stat_sn: StatSn(0),
+        begin,
+        run: 0,
+    })
+}
+
 /// An acknowledgment of every status before a number.
 fn acknowledgment(exp: u32) -> FromInitiator {
     FromInitiator::NopOut(NopOut {
@@ -635,17 +648,6 @@ fn what_was_sent_is_sent_once_more() {
 /// of another size, and their answer with the tag of the SNACK.
 #[test]
 fn data_are_cut_anew_where_the_pdu_size_has_changed() {
-    let rdata = |tag, ttt, begin| {
-        FromInitiator::Snack(Snack {
-            kind: SnackKind::RData,
-            lun: [0; 8],
-            itt: Itt(tag),
-            ttt: Ttt(ttt),
-            exp_stat_sn: StatSn(0),
-            begin,
-            run: 0,
-        })
-    };
     for was_sent in [true, false] {
         let mut rig = Rig::logged_in(
             "MaxRecvDataSegmentLength=2048\0MaxBurstLength=4096\0ErrorRecoveryLevel=1\0",
@@ -710,18 +712,9 @@ fn data_asked_for_again_are_not_sent_once_their_answer_is_acknowledged() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     let first = rig.read(1, 0, 5);
     let sn = first.last().unwrap().1.stat_sn.0;
-    let rdata = FromInitiator::Snack(Snack {
-        kind: SnackKind::RData,
-        lun: [0; 8],
-        itt: Itt(1),
-        ttt: Ttt(77),
-        exp_stat_sn: StatSn(0),
-        begin: 0,
-        run: 0,
-    });
     // Both come before anything is sent.
     rig.stalled = true;
-    rig.send(&rdata, &[]);
+    rig.send(&rdata(1, 77, 0), &[]);
     rig.send(&acknowledgment(sn + 1), &[]);
     rig.stalled = false;
     let sent = rig.with(|_, _| {});

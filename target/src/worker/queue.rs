@@ -162,8 +162,8 @@ impl Chains {
     /// Posts the chains, and forgets them.
     ///
     /// # Errors
-    /// Those that the device did not take in full. There may be none: a device may fail after it
-    /// has taken all, and then nobody knows when it begins.
+    /// Those that the device did not take in full. The list may be empty: a device may report an
+    /// error after it has taken everything, and may not start then.
     pub(super) fn post(
         &mut self,
         device: &mut (dyn Device + 'static),
@@ -206,7 +206,7 @@ impl Chains {
             .chain(messages(apart, together))
     }
 
-    /// The chains that were not taken in full, where so many work requests were taken.
+    /// The chains that the device did not take in full, given the number of work requests it took.
     fn left(&self, taken: usize) -> ArrayVec<(Work, Posted), CHAINS> {
         let mut left = ArrayVec::new();
         for (at, chain) in self.chains.iter().enumerate() {

@@ -137,7 +137,7 @@ pub(super) struct Judged {
 }
 
 impl Judged {
-    /// By how much we are ahead of the peer: more than one means better, whatever the measure.
+    /// Our lead over the peer as a ratio: above one is better, for every measure.
     pub(super) fn lead(&self) -> f64 {
         if self.target.measure.is_better_smaller() {
             1.0 / self.ratio.median

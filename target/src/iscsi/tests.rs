@@ -536,7 +536,7 @@ fn a_connection_that_has_logged_out_another_one_waits_for_that_before_it_leaves(
 }
 
 /// An R-Data SNACK for all data of a command from `begin` on.
-fn rdata(tag: u32, ttt: u32, begin: u32) -> FromInitiator {
+pub(super) fn rdata(tag: u32, ttt: u32, begin: u32) -> FromInitiator {
     FromInitiator::Snack(Snack {
         kind: SnackKind::RData,
         lun: [0; 8],

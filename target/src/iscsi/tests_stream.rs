@@ -14,7 +14,7 @@ use riser_scsi::task::TaskManagement;
 use super::TcpChannel;
 use super::fixture::{Received, Rig};
 use super::task::TaskState;
-use super::tests::{data_in, r2t, rejected, sense, status, tmf_status};
+use super::tests::{data_in, r2t, rdata, rejected, sense, status, tmf_status};
 use crate::fabric::TaskRef;
 use crate::pool::{Buffer, Owner};
 use crate::stats::SessionEvent;
@@ -270,15 +270,7 @@ fn a_read_waits_for_an_initiator_that_does_not_read() {
 /// succeed.
 #[test]
 fn a_command_whose_data_cannot_be_sent_again_fails() {
-    let rdata = FromInitiator::Snack(Snack {
-        kind: SnackKind::RData,
-        lun: [0; 8],
-        itt: Itt(1),
-        ttt: Ttt(7),
-        exp_stat_sn: StatSn(0),
-        begin: 0,
-        run: 0,
-    });
+    let again = rdata(1, 7, 0);
     // All data at once are asked for, of which only a piece is here.
     for is_sending in [false, true] {
         let mut rig = rig(LEVEL_1);
@@ -287,7 +279,7 @@ fn a_command_whose_data_cannot_be_sent_again_fails() {
         if is_sending {
             assert_eq!(rig.poll_sent().len(), 4);
         }
-        let mut received = rig.send(&rdata, &[]);
+        let mut received = rig.send(&again, &[]);
         if is_sending {
             rig.stalled = false;
             received = rig.with(|ch, cx| ch.handle_sent(cx, true));

@@ -10,6 +10,8 @@
 //! Not here: rate limits, think time, several devices at once.
 
 mod config;
+pub mod outcome;
+pub mod output;
 mod report;
 mod worker;
 

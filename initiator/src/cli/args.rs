@@ -326,6 +326,29 @@ pub struct DiscoverArgs {
     pub link: ConnectOptions,
 }
 
+/// Choice of the runs that belong together, on the command line.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum By {
+    /// Same name and same options of the workload; where the disk is does not matter
+    Options,
+    /// Same name
+    Name,
+}
+
+/// Arguments of `riser bench compare`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct CompareArgs {
+    /// Results to compare with: JSON of this command or of fio, one or more documents
+    #[arg(value_name = "A")]
+    pub a: PathBuf,
+    /// Results to judge
+    #[arg(value_name = "B")]
+    pub b: PathBuf,
+    /// Runs that are rounds of one case
+    #[arg(long, value_enum, default_value = "options")]
+    pub by: By,
+}
+
 /// Arguments of `riser attach`.
 #[derive(Clone, Debug, clap::Args)]
 #[command(group = ArgGroup::new("export").required(true).args(["fuse", "nbd", "ublk"]))]

@@ -12,6 +12,7 @@ pub mod args;
 mod attach;
 mod bench;
 mod blockdev;
+pub mod compare;
 mod copy;
 mod detach;
 mod devices;

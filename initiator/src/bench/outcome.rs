@@ -1,0 +1,147 @@
+//! What a run has measured, before any form of output.
+
+use std::time::{Duration, SystemTime};
+
+use hdrhistogram::Histogram;
+
+/// Kinds of operations, in the order of fio's JSON.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpKind {
+    /// Reads.
+    Read,
+    /// Writes.
+    Write,
+    /// Trims: contents that are given up.
+    Trim,
+    /// Flushes, fio's `sync`.
+    Flush,
+}
+
+impl OpKind {
+    /// All of them; `kind as usize` is an index into it.
+    pub const ALL: [Self; 4] = [Self::Read, Self::Write, Self::Trim, Self::Flush];
+
+    /// Name in fio's JSON.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Trim => "trim",
+            Self::Flush => "sync",
+        }
+    }
+}
+
+/// Figures of the operations of one kind. Histograms hold nanoseconds, with three digits.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    /// Bytes moved; none by flushes.
+    pub bytes: u64,
+    /// From the start of an operation to its completion (fio's `clat`). Its length is the number of
+    /// operations.
+    pub service: Histogram<u64>,
+    /// From the time when an operation was due to its completion (fio's `lat`), where arrivals are
+    /// planned (open loop). In a closed loop an operation is due when it starts.
+    pub response: Option<Histogram<u64>>,
+}
+
+/// Figures of a part of the run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Interval {
+    /// Its begin, from that of the measurement.
+    pub at: Duration,
+    /// Its length.
+    pub length: Duration,
+    /// What completed in it, by [`OpKind`].
+    pub measured: [Measured; 4],
+}
+
+/// Processor time and context switches of a process between begin and end of the measurement.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Time in user mode.
+    pub user: Duration,
+    /// Time in the kernel.
+    pub system: Duration,
+    /// Context switches because the process waited.
+    pub voluntary: u64,
+    /// Context switches because others had to run.
+    pub involuntary: u64,
+}
+
+/// Data that were compared, and where nothing was found to compare.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Verified {
+    /// Blocks that were read and were right; one that is not ends the run.
+    pub blocks: u64,
+}
+
+/// Reads of the parts of the disk that have no blocks allocated: their figures say nothing about a
+/// disk that holds data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Holes {
+    /// Bytes of the region that are not allocated, as far as the disk says.
+    pub bytes: u64,
+    /// Bytes of the region.
+    pub of: u64,
+}
+
+/// One section of a job file, or the workload of the command line, as it was run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    /// Name of the job.
+    pub name: String,
+    /// Address of the disk.
+    pub address: String,
+    /// Its options with fio's names, in fio's form: `("bs", "4k")`.
+    pub options: Vec<(String, String)>,
+    /// When the measurement began.
+    pub started: SystemTime,
+    /// How long it lasted.
+    pub runtime: Duration,
+    /// Figures of the whole, by [`OpKind`].
+    pub measured: [Measured; 4],
+    /// Figures over time, in order and without gaps; the last one may be shorter.
+    pub intervals: Vec<Interval>,
+    /// Of this process.
+    pub client: Usage,
+    /// Of the process that serves the disk, if it is known and on this host.
+    pub server: Option<Usage>,
+    /// What was compared, if that was wanted.
+    pub verified: Option<Verified>,
+    /// Unallocated parts of the region, if the disk tells and there were reads.
+    pub holes: Option<Holes>,
+}
+
+impl Measured {
+    /// Number of operations.
+    #[must_use]
+    pub fn ios(&self) -> u64 {
+        self.service.len()
+    }
+}
+
+impl Outcome {
+    /// Figures of one kind of operation.
+    #[must_use]
+    pub fn of(&self, kind: OpKind) -> &Measured {
+        &self.measured[kind as usize]
+    }
+
+    /// Operations per second of one kind.
+    #[must_use]
+    pub fn iops(&self, kind: OpKind) -> f64 {
+        self.of(kind).ios() as f64 / self.seconds()
+    }
+
+    /// Bytes per second of one kind.
+    #[must_use]
+    pub fn bytes_per_second(&self, kind: OpKind) -> f64 {
+        self.of(kind).bytes as f64 / self.seconds()
+    }
+
+    fn seconds(&self) -> f64 {
+        self.runtime.as_secs_f64().max(1e-9)
+    }
+}

@@ -1,0 +1,448 @@
+//! Differences between two sets of runs, and which of them are beyond noise.
+//!
+//! Runs of one name with the same options are rounds of a case. For each figure of a case that both
+//! sides have, [`compare()`] gives the medians, the ratio of B to A and an interval of it, from the
+//! test of Mann and Whitney at 95 % ([`stats`]): a difference is beyond noise if the interval does
+//! not contain 1. That takes four rounds of each side, or three and five: of three and three even
+//! the most extreme result happens by chance more often. Of twenty figures that are the same, one is
+//! expected to be reported as different.
+
+pub mod stats;
+mod table;
+
+use serde::Serialize;
+
+pub use table::write;
+
+use super::figures::median;
+use super::fio::{CpuSummary, KindSummary, LatencySummary, RunSummary};
+use crate::bench::outcome::OpKind;
+
+/// Options that say where a run was or how its output is, not what it did.
+const NOT_COMPARED: &[&str] = &[
+    "name",
+    "filename",
+    "directory",
+    "ioengine",
+    "uri",
+    "thread",
+    "group_reporting",
+    "stonewall",
+    "new_group",
+    "description",
+];
+
+/// Percentiles that are compared.
+const PERCENTILES: [f64; 3] = [50.0, 99.0, 99.9];
+
+/// Choice of the runs that belong together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MatchBy {
+    /// Name and options of the workload are the same.
+    #[default]
+    Options,
+    /// Names are the same. This compares, for example, block sizes.
+    Name,
+}
+
+/// Result of a test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// B is better, beyond noise.
+    Better,
+    /// B is worse, beyond noise.
+    Worse,
+    /// The interval contains 1.
+    NoDifference,
+    /// No result of so few rounds would be beyond noise.
+    TooFewRounds,
+}
+
+/// Unit of a figure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unit {
+    /// Operations per second.
+    PerSecond,
+    /// Bytes per second.
+    BytesPerSecond,
+    /// Nanoseconds of latency.
+    Latency,
+    /// Nanoseconds of processor time per operation.
+    CpuPerOp,
+    /// Context switches per operation.
+    SwitchesPerOp,
+}
+
+/// A figure of both sides.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Figure {
+    /// Name: `read iops`, `write p99`, `server cpu per op`.
+    pub name: String,
+    /// Its unit.
+    pub unit: Unit,
+    /// Median of the rounds of A.
+    pub a: f64,
+    /// Median of the rounds of B.
+    pub b: f64,
+    /// B to A: the median of the ratios of all pairs of rounds.
+    pub ratio: f64,
+    /// Interval of the ratio at 95 %, if there are rounds enough.
+    pub interval: Option<(f64, f64)>,
+    /// Judgement.
+    pub verdict: Verdict,
+}
+
+/// Rounds of both sides.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Case {
+    /// Name of the job.
+    pub name: String,
+    /// Its options, in the order of their names; those of A's first round if only names are compared.
+    pub options: Vec<(String, String)>,
+    /// Numbers of rounds of A and B.
+    pub rounds: (usize, usize),
+    /// What both have.
+    pub figures: Vec<Figure>,
+}
+
+/// A case of one side only.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Unmatched {
+    /// Side that has it: `A` or `B`.
+    pub side: char,
+    /// Name of the job.
+    pub name: String,
+    /// Its options.
+    pub options: Vec<(String, String)>,
+}
+
+/// Result of a comparison.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Comparison {
+    /// Probability with which an interval contains the true ratio, at least.
+    pub confidence: f64,
+    /// Cases of both sides, in the order of A.
+    pub cases: Vec<Case>,
+    /// Others.
+    pub unmatched: Vec<Unmatched>,
+}
+
+/// Rounds of a case on one side.
+struct Group<'a> {
+    name: &'a str,
+    options: Vec<(String, String)>,
+    rounds: Vec<&'a RunSummary>,
+}
+
+impl Group<'_> {
+    fn is_case_of(&self, other: &Group<'_>, by: MatchBy) -> bool {
+        self.name == other.name && (by == MatchBy::Name || self.options == other.options)
+    }
+}
+
+/// Compares the runs of two sides.
+#[must_use]
+pub fn compare(a: &[RunSummary], b: &[RunSummary], by: MatchBy) -> Comparison {
+    let (a, b) = (groups(a, by), groups(b, by));
+    let mut cases = Vec::new();
+    let mut unmatched = Vec::new();
+    for group in &a {
+        match b.iter().find(|other| other.is_case_of(group, by)) {
+            Some(other) => cases.push(case(group, other)),
+            None => unmatched.push(alone('A', group)),
+        }
+    }
+    let rest = b
+        .iter()
+        .filter(|group| !a.iter().any(|other| other.is_case_of(group, by)));
+    unmatched.extend(rest.map(|group| alone('B', group)));
+    Comparison {
+        confidence: stats::CONFIDENCE,
+        cases,
+        unmatched,
+    }
+}
+
+fn alone(side: char, group: &Group<'_>) -> Unmatched {
+    Unmatched {
+        side,
+        name: group.name.to_owned(),
+        options: group.options.clone(),
+    }
+}
+
+fn groups(runs: &[RunSummary], by: MatchBy) -> Vec<Group<'_>> {
+    let mut groups: Vec<Group<'_>> = Vec::new();
+    for run in runs {
+        let group = Group {
+            name: &run.name,
+            options: workload(&run.options),
+            rounds: vec![run],
+        };
+        match groups.iter_mut().find(|known| known.is_case_of(&group, by)) {
+            Some(known) => known.rounds.push(run),
+            None => groups.push(group),
+        }
+    }
+    groups
+}
+
+/// Options that describe the workload, sorted, and with one form for the values that have several:
+/// `4k` and `4096`, `randread` and `RandRead`.
+fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
+    let mut kept: Vec<_> = options
+        .iter()
+        .filter(|(key, _)| !NOT_COMPARED.contains(&key.as_str()))
+        .map(|(key, value)| {
+            let key = match key.as_str() {
+                "blocksize" => "bs",
+                "readwrite" => "rw",
+                key => key,
+            };
+            let value = value.trim().to_ascii_lowercase();
+            // Of a time, in which m are minutes and not mebibytes, only the form of a number alone
+            // has to be the same.
+            let value = match key {
+                "runtime" | "ramp_time" | "startdelay" => value.trim_end_matches('s').to_owned(),
+                _ => riser_units::parse_size(&value).map_or(value, |bytes| bytes.to_string()),
+            };
+            (key.to_owned(), value)
+        })
+        .collect();
+    kept.sort();
+    kept
+}
+
+fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
+    let mut figures = Vec::new();
+    for kind in OpKind::ALL {
+        figures.extend(of_kind(a, b, kind));
+    }
+    figures.extend(of_process(a, b, "client", |run| run.client));
+    figures.extend(of_process(a, b, "server", |run| run.server));
+    Case {
+        name: a.name.to_owned(),
+        options: a.options.clone(),
+        rounds: (a.rounds.len(), b.rounds.len()),
+        figures,
+    }
+}
+
+fn of_kind(a: &Group<'_>, b: &Group<'_>, kind: OpKind) -> Vec<Figure> {
+    let name = kind.name();
+    // Response times are what open loops are for. If one side lacks them, the times that both have
+    // are compared.
+    let responses = [a, b].iter().all(|side| {
+        let found = of_rounds(side, |run| find(run, kind)?.response.as_ref().map(|_| 0.0));
+        found.is_some()
+    });
+    let latency = move |run: &RunSummary, of: &dyn Fn(&LatencySummary) -> Option<f64>| {
+        let figures = find(run, kind)?;
+        match (&figures.response, responses) {
+            (Some(response), true) => of(response),
+            _ => of(&figures.service),
+        }
+    };
+    let mut figures = vec![
+        figure(a, b, (format!("{name} iops"), Unit::PerSecond), |run| {
+            Some(find(run, kind)?.iops)
+        }),
+        figure(
+            a,
+            b,
+            (format!("{name} bandwidth"), Unit::BytesPerSecond),
+            |run| Some(find(run, kind)?.bytes_per_second),
+        ),
+        figure(a, b, (format!("{name} mean"), Unit::Latency), |run| {
+            latency(run, &|values| Some(values.mean))
+        }),
+    ];
+    for percent in PERCENTILES {
+        let name = format!("{name} p{percent}");
+        figures.push(figure(a, b, (name, Unit::Latency), |run| {
+            latency(run, &|values| values.at(percent))
+        }));
+    }
+    figures.into_iter().flatten().collect()
+}
+
+fn find(run: &RunSummary, kind: OpKind) -> Option<&KindSummary> {
+    run.kinds.iter().find(|figures| figures.kind == kind)
+}
+
+fn of_process(
+    a: &Group<'_>,
+    b: &Group<'_>,
+    side: &str,
+    of: impl Fn(&RunSummary) -> Option<CpuSummary>,
+) -> Vec<Figure> {
+    let cpu = figure(
+        a,
+        b,
+        (format!("{side} cpu per op"), Unit::CpuPerOp),
+        |run| Some(of(run)?.cpu_ns_per_op),
+    );
+    let name = format!("{side} switches per op");
+    let switches = figure(a, b, (name, Unit::SwitchesPerOp), |run| {
+        Some(of(run)?.switches_per_op)
+    });
+    cpu.into_iter().chain(switches).collect()
+}
+
+/// A figure of all rounds; `None` if a round lacks it.
+fn of_rounds(group: &Group<'_>, of: impl Fn(&RunSummary) -> Option<f64>) -> Option<Vec<f64>> {
+    group.rounds.iter().map(|run| of(run)).collect()
+}
+
+/// A figure of both sides, unless a round lacks it or has 0, of which there is no ratio.
+fn figure(
+    a: &Group<'_>,
+    b: &Group<'_>,
+    (name, unit): (String, Unit),
+    of: impl Fn(&RunSummary) -> Option<f64>,
+) -> Option<Figure> {
+    let (a, b) = (of_rounds(a, &of)?, of_rounds(b, &of)?);
+    let found = stats::ratio(&a, &b)?;
+    Some(Figure {
+        name,
+        unit,
+        a: median(&a),
+        b: median(&b),
+        ratio: found.estimate,
+        interval: found.interval,
+        verdict: verdict(found.interval, unit),
+    })
+}
+
+fn verdict(interval: Option<(f64, f64)>, unit: Unit) -> Verdict {
+    let Some((low, high)) = interval else {
+        return Verdict::TooFewRounds;
+    };
+    let more_is_better = matches!(unit, Unit::PerSecond | Unit::BytesPerSecond);
+    match (low > 1.0, high < 1.0) {
+        (false, false) => Verdict::NoDifference,
+        (more, _) if more == more_is_better => Verdict::Better,
+        _ => Verdict::Worse,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::outcome::Outcome;
+    use crate::bench::output::{fio, sample};
+
+    fn summaries(outcomes: &[Outcome]) -> Vec<RunSummary> {
+        let mut out = Vec::new();
+        fio::write(&mut out, outcomes, &sample::machine(), false).unwrap();
+        fio::read(&String::from_utf8(out).unwrap()).unwrap()
+    }
+
+    fn rounds(n: u64, from: u64) -> Vec<RunSummary> {
+        let outcomes: Vec<_> = (0..n).map(|i| sample::mixed("a", from + i)).collect();
+        summaries(&outcomes)
+    }
+
+    fn find<'a>(comparison: &'a Comparison, name: &str) -> &'a Figure {
+        let mut figures = comparison.cases.iter().flat_map(|case| &case.figures);
+        figures
+            .find(|figure| figure.name == name)
+            .expect("it is compared")
+    }
+
+    #[test]
+    fn rounds_of_the_same_load_do_not_differ() {
+        let comparison = compare(&rounds(5, 1), &rounds(5, 100), MatchBy::Options);
+        assert_eq!(comparison.cases.len(), 1);
+        assert_eq!(comparison.cases[0].rounds, (5, 5));
+        let iops = find(&comparison, "read iops");
+        assert_eq!(iops.verdict, Verdict::NoDifference, "{iops:?}");
+        assert!((iops.ratio - 1.0).abs() < 0.1);
+    }
+
+    #[test]
+    fn verdicts_know_what_is_better() {
+        let a = rounds(4, 1);
+        let mut b = rounds(4, 100);
+        for run in &mut b {
+            for kind in &mut run.kinds {
+                kind.iops *= 2.0;
+                kind.service.mean *= 2.0;
+            }
+            let server = run.server.as_mut().unwrap();
+            server.cpu_ns_per_op /= 2.0;
+        }
+        let comparison = compare(&a, &b, MatchBy::Options);
+        assert_eq!(find(&comparison, "write iops").verdict, Verdict::Better);
+        assert_eq!(find(&comparison, "write mean").verdict, Verdict::Worse);
+        let cpu = find(&comparison, "server cpu per op");
+        assert_eq!(cpu.verdict, Verdict::Better);
+        assert_eq!(find(&comparison, "sync mean").verdict, Verdict::Worse);
+        // Flushes move no bytes, so there is no ratio of their bandwidths.
+        let names = comparison.cases[0].figures.iter().map(|f| f.name.as_str());
+        assert!(!names.into_iter().any(|name| name == "sync bandwidth"));
+    }
+
+    #[test]
+    fn few_rounds_are_not_judged() {
+        for n in 1..=3 {
+            let mut b = rounds(n, 100);
+            b.iter_mut().for_each(|run| run.kinds[0].iops *= 10.0);
+            let comparison = compare(&rounds(n, 1), &b, MatchBy::Options);
+            let iops = find(&comparison, "read iops");
+            assert_eq!(iops.verdict, Verdict::TooFewRounds);
+            assert!(iops.ratio > 8.0 && iops.interval.is_none());
+        }
+    }
+
+    #[test]
+    fn other_options_are_other_cases() {
+        let a = summaries(&sample::sweep("4k", &[1, 2, 4]));
+        let b = summaries(&sample::sweep("4k", &[2, 4, 8]));
+        let comparison = compare(&a, &b, MatchBy::Options);
+        let depths = comparison.cases.iter().map(|case| &case.options[1]);
+        let depths: Vec<_> = depths.map(|(_, depth)| depth.as_str()).collect();
+        assert_eq!(depths, ["2", "4"]);
+        let sides: String = comparison.unmatched.iter().map(|u| u.side).collect();
+        assert_eq!(sides, "AB");
+        let by_name = compare(&a, &b, MatchBy::Name);
+        assert_eq!(by_name.cases.len(), 1);
+        assert_eq!(by_name.cases[0].rounds, (3, 3));
+    }
+
+    #[test]
+    fn forms_of_options_do_not_matter() {
+        let pairs = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
+            let owned = pairs.iter().map(|(k, v)| ((*k).into(), (*v).into()));
+            owned.collect()
+        };
+        let one = [
+            ("rw", "RandRead"),
+            ("bs", "4k"),
+            ("runtime", "2s"),
+            ("filename", "/a"),
+        ];
+        let other = [
+            ("blocksize", "4096"),
+            ("readwrite", "randread"),
+            ("runtime", "2"),
+        ];
+        assert_eq!(workload(&pairs(&one)), workload(&pairs(&other)));
+        let minutes = workload(&pairs(&[("runtime", "2m")]));
+        assert_eq!(minutes, pairs(&[("runtime", "2m")]));
+    }
+
+    #[test]
+    fn response_times_are_compared_if_both_sides_have_them() {
+        let a = summaries(&[sample::open_loop("a", 1)]);
+        let mut b = a.clone();
+        let both = compare(&a, &b, MatchBy::Options);
+        let response = a[0].kinds[0].response.as_ref().unwrap().mean;
+        assert_eq!(find(&both, "read mean").a, response);
+        b[0].kinds[0].response = None;
+        let one = compare(&a, &b, MatchBy::Options);
+        assert_eq!(find(&one, "read mean").a, a[0].kinds[0].service.mean);
+    }
+}

@@ -1,0 +1,183 @@
+//! Difference of two small samples without an assumption about their distribution.
+//!
+//! The interval of the ratio is the one that belongs to the test of Mann and Whitney: of all ratios
+//! of a value of B to one of A, as many are cut off at either end as the test allows at the level of
+//! confidence. The estimate is the median of these ratios (Hodges and Lehmann).
+
+/// Probability with which the interval contains the true ratio, at least.
+pub const CONFIDENCE: f64 = 0.95;
+
+/// Largest sample for which the distribution of the test is computed; above, the normal
+/// distribution is close enough.
+const EXACT: usize = 30;
+
+/// Quantile of the normal distribution for [`CONFIDENCE`], both sides.
+const NORMAL: f64 = 1.959_963_985;
+
+/// Ratio of B to A, and the interval that it is in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ratio {
+    /// Median of the ratios of all pairs.
+    pub estimate: f64,
+    /// Lower and upper bound at [`CONFIDENCE`]; `None` of samples that are too small for any.
+    pub interval: Option<(f64, f64)>,
+}
+
+/// Compares two samples; `None` if one is empty or has a value that is not positive.
+pub fn ratio(a: &[f64], b: &[f64]) -> Option<Ratio> {
+    let positive = |values: &[f64]| values.iter().all(|v| v.is_finite() && *v > 0.0);
+    if a.is_empty() || b.is_empty() || !positive(a) || !positive(b) {
+        return None;
+    }
+    let mut ratios: Vec<f64> = a
+        .iter()
+        .flat_map(|a| b.iter().map(move |b| b / a))
+        .collect();
+    ratios.sort_by(f64::total_cmp);
+    let middle = ratios.len() / 2;
+    let estimate = match ratios.len() % 2 {
+        1 => ratios[middle],
+        // The ratio of A to B must be the inverse, so the mean is the geometric one.
+        _ => (ratios[middle - 1] * ratios[middle]).sqrt(),
+    };
+    let cut = cut(a.len(), b.len());
+    Some(Ratio {
+        estimate,
+        interval: cut.map(|cut| (ratios[cut], ratios[ratios.len() - 1 - cut])),
+    })
+}
+
+/// Ratios to cut off at each end; `None` if even the whole range has less confidence than wanted.
+pub fn cut(a: usize, b: usize) -> Option<usize> {
+    let tail = (1.0 - CONFIDENCE) / 2.0;
+    if a.max(b) > EXACT {
+        let (a, b) = (a as f64, b as f64);
+        let deviation = (a * b * (a + b + 1.0) / 12.0).sqrt();
+        // Half a step, since the statistic has whole values.
+        let cut = a * b / 2.0 - NORMAL * deviation - 0.5;
+        return (cut >= 0.0).then_some(cut as usize);
+    }
+    let counts = counts(a, b);
+    let all: f64 = counts.iter().sum();
+    let mut below = 0.0;
+    let mut cut = None;
+    // With `cut` values cut off, the interval misses the truth for statistics of up to `cut`.
+    for (statistic, count) in counts.iter().enumerate() {
+        below += count;
+        if below / all > tail {
+            break;
+        }
+        cut = Some(statistic);
+    }
+    cut
+}
+
+/// Orders of `a + b` values that lead to each value of the statistic, the number of pairs in which
+/// the value of A is the smaller one.
+fn counts(a: usize, b: usize) -> Vec<f64> {
+    let width = a * b + 1;
+    // Row `j` has the counts for `j` values of B and those values of A that were added so far.
+    let mut rows = vec![vec![0.0; width]; b + 1];
+    for row in &mut rows {
+        row[0] = 1.0;
+    }
+    for i in 1..=a {
+        for j in 1..=b {
+            let (before, rest) = rows.split_at_mut(j);
+            // The largest value is one of A and in no such pair: these are in the row already. Or
+            // it is one of B, and in a pair with each of A.
+            let fewer = &before[j - 1];
+            for (count, add) in rest[0][i..].iter_mut().zip(fewer) {
+                *count += add;
+            }
+        }
+    }
+    rows.swap_remove(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_those_of_all_orders() {
+        for (a, b) in [(1, 1), (2, 3), (4, 3), (4, 4)] {
+            let mut expected = vec![0.0; a * b + 1];
+            for order in 0..1_u32 << (a + b) {
+                if order.count_ones() as usize != b {
+                    continue;
+                }
+                // A bit that is set is a value of B, and lower bits are smaller values.
+                let places = (0..a + b).filter(|bit| order >> bit & 1 == 1);
+                let pairs: usize = places
+                    .map(|bit| bit - (order & ((1 << bit) - 1)).count_ones() as usize)
+                    .sum();
+                expected[pairs] += 1.0;
+            }
+            assert_eq!(counts(a, b), expected, "{a} {b}");
+        }
+    }
+
+    #[test]
+    fn critical_values_are_those_of_the_tables() {
+        // Mann and Whitney, two-sided, 5 %.
+        let table = [
+            (3, 3, None),
+            (3, 4, None),
+            (3, 5, Some(0)),
+            (4, 4, Some(0)),
+            (5, 5, Some(2)),
+            (6, 8, Some(8)),
+            (10, 10, Some(23)),
+            (20, 20, Some(127)),
+        ];
+        for (a, b, expected) in table {
+            assert_eq!(cut(a, b), expected, "{a} {b}");
+            assert_eq!(cut(b, a), expected, "{b} {a}");
+        }
+    }
+
+    #[test]
+    fn large_samples_go_on_where_small_ones_end() {
+        let (exact, normal) = (cut(EXACT, EXACT).unwrap(), cut(EXACT + 1, EXACT).unwrap());
+        assert!((10..25).contains(&(normal - exact)), "{exact} {normal}");
+    }
+
+    #[test]
+    fn the_interval_is_of_ratios() {
+        let a = [100.0, 101.0, 99.0, 102.0, 98.0];
+        let b = a.map(|value| 2.0 * value);
+        let found = ratio(&a, &b).unwrap();
+        let (low, high) = found.interval.unwrap();
+        assert!(
+            low < 2.0 && 2.0 < high && low > 1.9 && high < 2.1,
+            "{found:?}"
+        );
+        let inverse = ratio(&b, &a).unwrap();
+        assert!((inverse.estimate * found.estimate - 1.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_interval_contains_the_truth_as_often_as_it_says() {
+        let mut random = fastrand::Rng::with_seed(7);
+        // Skewed, as latencies are.
+        let mut draw = |scale: f64| [(); 6].map(|()| scale / (1.0 - 0.9 * random.f64()).sqrt());
+        let mut hits = 0;
+        for _ in 0..4000 {
+            let (a, b) = (draw(50.0), draw(60.0));
+            let (low, high) = ratio(&a, &b).unwrap().interval.unwrap();
+            hits += u32::from(low <= 1.2 && 1.2 <= high);
+        }
+        // The level for six and six is 95.9 %; the bounds are six standard deviations off.
+        assert!((3760..3910).contains(&hits), "{hits}");
+    }
+
+    #[test]
+    fn samples_without_ratios() {
+        assert_eq!(ratio(&[], &[1.0]), None);
+        assert_eq!(ratio(&[0.0, 1.0], &[1.0]), None);
+        assert_eq!(ratio(&[1.0], &[f64::NAN]), None);
+        let one = ratio(&[2.0], &[3.0]).unwrap();
+        assert_eq!((one.estimate, one.interval), (1.5, None));
+    }
+}

@@ -1,0 +1,129 @@
+//! Figures over time as comma-separated values, as RFC 4180 describes them.
+//!
+//! One row per interval and kind of operation of which the run has any. Times are in nanoseconds but
+//! for `t_ms`, the begin of the interval in milliseconds from that of the measurement. Latencies are
+//! from the time when an operation was due, if arrivals are planned; fields of an interval without
+//! operations are empty.
+
+use std::io::{self, Write};
+
+use super::figures::{active, latencies, per_second};
+use crate::bench::outcome::{Interval, OpKind, Outcome};
+
+/// Names of the columns.
+const HEADER: &str =
+    "job,run,t_ms,kind,iops,bytes_per_second,mean_ns,p50_ns,p90_ns,p99_ns,p99_9_ns,max_ns";
+
+/// Percentiles of the columns.
+const PERCENTILES: [f64; 4] = [50.0, 90.0, 99.0, 99.9];
+
+/// Writes the intervals of all outcomes. `run` counts outcomes from 0, since several may have one
+/// name.
+///
+/// # Errors
+/// What `out` reports.
+pub fn write(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
+    writeln!(out, "{HEADER}")?;
+    for (run, outcome) in outcomes.iter().enumerate() {
+        let job = field(&outcome.name);
+        for interval in &outcome.intervals {
+            for kind in active(outcome) {
+                write!(out, "{job},{run},")?;
+                row(out, interval, kind)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn row(out: &mut dyn Write, interval: &Interval, kind: OpKind) -> io::Result<()> {
+    let measured = &interval.measured[kind as usize];
+    write!(
+        out,
+        "{:.3},{},{:.1},{:.0}",
+        1000.0 * interval.at.as_secs_f64(),
+        kind.name(),
+        per_second(measured.ios(), interval),
+        per_second(measured.bytes, interval),
+    )?;
+    let latencies = latencies(measured);
+    if latencies.is_empty() {
+        return writeln!(out, ",,,,,,");
+    }
+    write!(out, ",{:.0}", latencies.mean())?;
+    for percent in PERCENTILES {
+        write!(out, ",{}", latencies.value_at_percentile(percent))?;
+    }
+    writeln!(out, ",{}", latencies.max())
+}
+
+/// A text as a field. Quotes keep separators in it; a first character that spreadsheets take for a
+/// formula is set off by an apostrophe.
+fn field(text: &str) -> String {
+    let formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']);
+    let text = if formula {
+        format!("'{text}")
+    } else {
+        text.to_owned()
+    };
+    match text.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", text.replace('"', "\"\"")),
+        false => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::output::sample;
+
+    fn rows(outcomes: &[Outcome]) -> Vec<Vec<String>> {
+        let mut out = Vec::new();
+        write(&mut out, outcomes).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        let split = |line: &str| line.split(',').map(str::to_owned).collect();
+        text.lines().map(split).collect()
+    }
+
+    #[test]
+    fn each_interval_has_a_row_per_kind() {
+        let outcome = sample::mixed("a", 1);
+        let rows = rows(&[outcome.clone(), sample::open_loop("b", 2)]);
+        assert!(rows.iter().all(|row| row.len() == 12), "{rows:?}");
+        // Reads, writes and flushes of the first outcome, reads of the second.
+        assert_eq!(rows.len(), 1 + 11 * 3 + 11);
+        let row = &rows[1 + 3];
+        assert_eq!(row[..4], ["a", "0", "100.000", "read"]);
+        let reads = &outcome.intervals[1].measured[0];
+        let iops: f64 = row[4].parse().unwrap();
+        assert!((iops - 10.0 * reads.ios() as f64).abs() < 1e-6);
+        assert_eq!(row[9], reads.service.value_at_percentile(99.0).to_string());
+        assert_eq!(row[11], reads.service.max().to_string());
+    }
+
+    #[test]
+    fn open_loops_have_response_times() {
+        let outcome = sample::open_loop("a", 1);
+        let rows = rows(std::slice::from_ref(&outcome));
+        let response = outcome.intervals[0].measured[0].response.as_ref().unwrap();
+        assert_eq!(rows[1][7], response.value_at_percentile(50.0).to_string());
+    }
+
+    #[test]
+    fn an_interval_without_operations_has_empty_latencies() {
+        let mut outcome = sample::open_loop("a", 1);
+        let idle = &mut outcome.intervals[2].measured[0];
+        idle.bytes = 0;
+        idle.service.reset();
+        idle.response = None;
+        let rows = rows(&[outcome]);
+        assert_eq!(rows[3][4..], ["0.0", "0", "", "", "", "", "", ""]);
+    }
+
+    #[test]
+    fn names_cannot_make_fields_rows_or_formulas() {
+        assert_eq!(field("a,\"b\"\n"), "\"a,\"\"b\"\"\n\"");
+        assert_eq!(field("=1+1"), "'=1+1");
+        assert_eq!(field("plain"), "plain");
+    }
+}

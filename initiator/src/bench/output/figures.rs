@@ -1,0 +1,173 @@
+//! Figures that several forms of output derive from an outcome.
+
+use hdrhistogram::Histogram;
+
+use crate::bench::outcome::{Interval, Measured, OpKind, Outcome, Usage};
+
+/// An interval counts as a sample of the rate if it has this part of the longest one's length: the
+/// rate of a few milliseconds at the end of a run would be the minimum or maximum of no importance.
+const SAMPLE: f64 = 0.5;
+
+/// Kinds of which there were operations, in fio's order.
+pub(super) fn active(outcome: &Outcome) -> impl Iterator<Item = OpKind> {
+    OpKind::ALL
+        .into_iter()
+        .filter(|kind| outcome.of(*kind).ios() > 0)
+}
+
+/// Operations of all kinds.
+pub(super) fn total_ios(outcome: &Outcome) -> u64 {
+    outcome.measured.iter().map(Measured::ios).sum()
+}
+
+/// Bytes moved by operations of all kinds.
+pub(super) fn total_bytes(measured: &[Measured; 4]) -> u64 {
+    measured.iter().map(|m| m.bytes).sum()
+}
+
+/// Latencies that an application would see: from the time when an operation was due, where
+/// arrivals are planned.
+pub(super) fn latencies(measured: &Measured) -> &Histogram<u64> {
+    measured.response.as_ref().unwrap_or(&measured.service)
+}
+
+/// Latencies of the operations that move data or trim, of all kinds together; `None` without any.
+/// Flushes have latencies of another order, so they are left out.
+pub(super) fn data_latencies(measured: &[Measured; 4]) -> Option<Histogram<u64>> {
+    let kinds = [OpKind::Read, OpKind::Write, OpKind::Trim];
+    let mut parts = kinds
+        .iter()
+        .map(|kind| latencies(&measured[*kind as usize]))
+        .filter(|part| !part.is_empty());
+    let mut all = parts.next()?.clone();
+    all.auto(true);
+    for part in parts {
+        add(&mut all, part);
+    }
+    Some(all)
+}
+
+/// Adds the values of a histogram to one that resizes itself.
+fn add(sum: &mut Histogram<u64>, part: &Histogram<u64>) {
+    sum.add(part)
+        .expect("a histogram that resizes itself takes every value");
+}
+
+/// Operations of an interval that move data or trim.
+pub(super) fn data_ios(measured: &[Measured; 4]) -> u64 {
+    let flushes = measured[OpKind::Flush as usize].ios();
+    measured.iter().map(Measured::ios).sum::<u64>() - flushes
+}
+
+/// Processor time per operation, in nanoseconds; 0 without operations.
+pub(super) fn cpu_per_op(usage: &Usage, ios: u64) -> f64 {
+    per_op((usage.user + usage.system).as_nanos() as f64, ios)
+}
+
+/// Context switches per operation; 0 without operations.
+pub(super) fn switches_per_op(usage: &Usage, ios: u64) -> f64 {
+    per_op((usage.voluntary + usage.involuntary) as f64, ios)
+}
+
+fn per_op(value: f64, ios: u64) -> f64 {
+    match ios {
+        0 => 0.0,
+        ios => value / ios as f64,
+    }
+}
+
+/// Rates of one kind in each interval that is long enough: operations and bytes per second.
+pub(super) fn samples(outcome: &Outcome, kind: OpKind) -> Vec<(f64, f64)> {
+    let longest = outcome.intervals.iter().map(|i| i.length).max();
+    let shortest = longest.unwrap_or_default().mul_f64(SAMPLE);
+    let long = outcome.intervals.iter().filter(|i| i.length >= shortest);
+    long.map(|interval| {
+        let measured = &interval.measured[kind as usize];
+        (
+            per_second(measured.ios(), interval),
+            per_second(measured.bytes, interval),
+        )
+    })
+    .collect()
+}
+
+/// A number of an interval as a rate.
+pub(super) fn per_second(number: u64, interval: &Interval) -> f64 {
+    number as f64 / interval.length.as_secs_f64().max(1e-9)
+}
+
+/// At most `limit` intervals with the same figures: neighbours are added up, so percentiles of
+/// what is drawn are those of all operations.
+pub(super) fn thinned(intervals: &[Interval], limit: usize) -> Vec<Interval> {
+    let together = intervals.len().div_ceil(limit.max(1)).max(1);
+    intervals.chunks(together).map(merged).collect()
+}
+
+fn merged(chunk: &[Interval]) -> Interval {
+    let mut all = chunk[0].clone();
+    for part in &chunk[1..] {
+        all.length += part.length;
+        for (sum, measured) in all.measured.iter_mut().zip(&part.measured) {
+            sum.bytes += measured.bytes;
+            sum.service.auto(true);
+            add(&mut sum.service, &measured.service);
+            if let (Some(sum), Some(part)) = (&mut sum.response, &measured.response) {
+                sum.auto(true);
+                add(sum, part);
+            }
+        }
+    }
+    all
+}
+
+/// The middle of the values; the mean of the two in the middle of an even number. 0 of none.
+pub(super) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => f64::midpoint(sorted[n / 2 - 1], sorted[n / 2]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::output::sample;
+
+    #[test]
+    fn thinning_adds_neighbours_up() {
+        let outcome = sample::mixed("a", 1);
+        let before = &outcome.intervals;
+        let after = thinned(before, 4);
+        assert!(before.len() > 4 && after.len() <= 4);
+        let ios = |i: &[Interval]| i.iter().map(|i| data_ios(&i.measured)).sum::<u64>();
+        assert_eq!(ios(&after), ios(before));
+        let length = |i: &[Interval]| i.iter().map(|i| i.length).sum::<std::time::Duration>();
+        assert_eq!(length(&after), length(before));
+        assert_eq!(after[1].at, after[0].at + after[0].length);
+    }
+
+    #[test]
+    fn the_short_last_interval_is_no_sample() {
+        let outcome = sample::mixed("a", 1);
+        let samples = samples(&outcome, OpKind::Read);
+        assert_eq!(samples.len(), outcome.intervals.len() - 1);
+    }
+
+    #[test]
+    fn flushes_are_not_among_the_latencies_of_data() {
+        let outcome = sample::mixed("a", 1);
+        let all = data_latencies(&outcome.measured).unwrap();
+        assert_eq!(all.len(), data_ios(&outcome.measured));
+        assert!(all.len() < total_ios(&outcome));
+    }
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(median(&[]), 0.0);
+    }
+}

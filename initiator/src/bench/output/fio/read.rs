@@ -1,0 +1,442 @@
+//! Summaries of documents, ours and fio's.
+
+use serde_json::{Map, Value};
+use thiserror::Error;
+
+use crate::bench::outcome::OpKind;
+
+/// Reason why a document cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ReadError {
+    /// It is no JSON.
+    #[error("no JSON of fio: {0}")]
+    Syntax(String),
+    /// A member is missing or has another type.
+    #[error("{path}: {wanted}")]
+    Member {
+        /// Where it should be: `jobs[2].read.iops`.
+        path: String,
+        /// What is expected there.
+        wanted: &'static str,
+    },
+    /// Several processes of one job, each with figures of its own.
+    #[error(
+        "jobs[{index}] runs beside another job of its name, {name}, and their percentiles cannot be \
+         added up; run fio with --group_reporting"
+    )]
+    Clones {
+        /// Position of the second one.
+        index: usize,
+        /// Their name.
+        name: String,
+    },
+}
+
+/// Percentiles and mean of latencies, in nanoseconds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LatencySummary {
+    /// Mean.
+    pub mean: f64,
+    /// Pairs of a percentage and the time that this part of the operations took at most, as far as
+    /// the document has them.
+    pub percentiles: Vec<(f64, f64)>,
+}
+
+impl LatencySummary {
+    /// Time that a percentage of the operations took at most.
+    #[must_use]
+    pub fn at(&self, percent: f64) -> Option<f64> {
+        let found = self
+            .percentiles
+            .iter()
+            .find(|(at, _)| (at - percent).abs() < 1e-6);
+        found.map(|(_, nanos)| *nanos)
+    }
+}
+
+/// Figures of one kind of operation, of which there were some.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KindSummary {
+    /// Kind of operation.
+    pub kind: OpKind,
+    /// Number of operations.
+    pub ios: u64,
+    /// Operations per second.
+    pub iops: f64,
+    /// Bytes per second; 0 of flushes.
+    pub bytes_per_second: f64,
+    /// From start to completion. Flushes of fio have no other.
+    pub service: LatencySummary,
+    /// From the time when an operation was due, if the document has percentiles of it.
+    pub response: Option<LatencySummary>,
+}
+
+/// Costs of a process, per operation of any kind.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CpuSummary {
+    /// Processor time, in nanoseconds.
+    pub cpu_ns_per_op: f64,
+    /// Context switches.
+    pub switches_per_op: f64,
+}
+
+/// One job of a document.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunSummary {
+    /// Its name.
+    pub name: String,
+    /// Its options, with the global ones that it does not override; the name is not among them.
+    pub options: Vec<(String, String)>,
+    /// Address of the disk, in documents of ours.
+    pub address: Option<String>,
+    /// Kinds of which there were operations.
+    pub kinds: Vec<KindSummary>,
+    /// Costs of the process that ran the job.
+    pub client: Option<CpuSummary>,
+    /// Costs of the process that served the disk, in documents of ours.
+    pub server: Option<CpuSummary>,
+}
+
+/// Reads the jobs of a text with one or more documents, as several runs of fio append them to a
+/// file. Lines before the first document are skipped: fio prints its warnings there.
+///
+/// # Errors
+/// Names the member that is missing or wrong, or where the text is no JSON. A job that fio has run
+/// in several processes without `group_reporting` is refused.
+pub fn read(text: &str) -> Result<Vec<RunSummary>, ReadError> {
+    let mut start = 0;
+    for line in text.split_inclusive('\n') {
+        if line.trim_start().starts_with('{') {
+            break;
+        }
+        start += line.len();
+    }
+    let mut runs = Vec::new();
+    let mut documents = 0;
+    for document in serde_json::Deserializer::from_str(&text[start..]).into_iter::<Value>() {
+        let document = document.map_err(|error| ReadError::Syntax(error.to_string()))?;
+        documents += 1;
+        read_document(&document, &mut runs)?;
+    }
+    match documents {
+        0 => Err(ReadError::Syntax("no line begins with {".into())),
+        _ => Ok(runs),
+    }
+}
+
+fn read_document(document: &Value, runs: &mut Vec<RunSummary>) -> Result<(), ReadError> {
+    let top = Node {
+        path: String::new(),
+        value: document,
+    };
+    let global = document.get("global options").and_then(Value::as_object);
+    let jobs = top.member("jobs")?;
+    let Some(list) = jobs.value.as_array() else {
+        return Err(jobs.wrong("an array is expected here"));
+    };
+    let first = runs.len();
+    let mut groups: Vec<u64> = Vec::new();
+    for (index, value) in list.iter().enumerate() {
+        let job = Node {
+            path: format!("jobs[{index}]"),
+            value,
+        };
+        let run = read_job(&job, global)?;
+        // Jobs of a group run at the same time, so two of them are no rounds of one.
+        let group = job.value.get("groupid").and_then(Value::as_u64);
+        let group = group.unwrap_or(index as u64);
+        let mut before = runs[first..].iter().zip(&groups);
+        if before.any(|(r, g)| *g == group && r.name == run.name && r.options == run.options) {
+            let name = run.name;
+            return Err(ReadError::Clones { index, name });
+        }
+        groups.push(group);
+        runs.push(run);
+    }
+    Ok(())
+}
+
+fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSummary, ReadError> {
+    let name = job.member("jobname")?;
+    let Some(name) = name.value.as_str() else {
+        return Err(name.wrong("a text is expected here"));
+    };
+    let seconds = job.number_or("job_runtime", 0.0)? / 1000.0;
+    let mut kinds = Vec::new();
+    for kind in OpKind::ALL {
+        // Old documents have no syncs.
+        if kind != OpKind::Flush || job.value.get(kind.name()).is_some() {
+            kinds.extend(read_kind(&job.member(kind.name())?, kind, seconds)?);
+        }
+    }
+    let ios: u64 = kinds.iter().map(|kind| kind.ios).sum();
+    let ours = job.value.get("riser");
+    let side = |name: &str| ours.and_then(|ours| process(ours.get(name)?));
+    Ok(RunSummary {
+        name: name.to_owned(),
+        options: options(job.value.get("job options"), global),
+        address: ours
+            .and_then(|ours| ours.get("address")?.as_str())
+            .map(str::to_owned),
+        kinds,
+        client: match side("client") {
+            Some(client) => Some(client),
+            None => of_fio(job, seconds, ios)?,
+        },
+        server: side("server"),
+    })
+}
+
+/// Options of the job before the global ones.
+fn options(own: Option<&Value>, global: Option<&Map<String, Value>>) -> Vec<(String, String)> {
+    let own = own.and_then(Value::as_object);
+    let mut options: Vec<(String, String)> = Vec::new();
+    for (key, value) in own.into_iter().chain(global).flatten() {
+        let value = match value {
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        if key != "name" && !options.iter().any(|(known, _)| known == key) {
+            options.push((key.clone(), value));
+        }
+    }
+    options
+}
+
+fn read_kind(
+    node: &Node<'_>,
+    kind: OpKind,
+    job_seconds: f64,
+) -> Result<Option<KindSummary>, ReadError> {
+    let ios = node.number("total_ios")? as u64;
+    if ios == 0 {
+        return Ok(None);
+    }
+    let (service, response) = match kind {
+        OpKind::Flush => (latency(&node.member("lat_ns")?)?, None),
+        _ => {
+            let response = latency(&node.member("lat_ns")?)?;
+            let given = !response.percentiles.is_empty();
+            (
+                latency(&node.member("clat_ns")?)?,
+                given.then_some(response),
+            )
+        }
+    };
+    // fio counts its syncs, but has no rate of them.
+    let counted = match job_seconds {
+        0.0 => 0.0,
+        seconds => ios as f64 / seconds,
+    };
+    let kib = node.number_or("bw", 0.0)?;
+    Ok(Some(KindSummary {
+        kind,
+        ios,
+        iops: match kind {
+            OpKind::Flush => counted,
+            _ => node.number("iops")?,
+        },
+        bytes_per_second: node.number_or("bw_bytes", kib * 1024.0)?,
+        service,
+        response,
+    }))
+}
+
+fn latency(node: &Node<'_>) -> Result<LatencySummary, ReadError> {
+    let mut percentiles = Vec::new();
+    if node.value.get("percentile").is_some() {
+        let list = node.member("percentile")?;
+        let Some(object) = list.value.as_object() else {
+            return Err(list.wrong("an object is expected here"));
+        };
+        for (key, value) in object {
+            // Old versions of fio write 0.00 in the place of percentiles that were not asked for.
+            match (key.parse::<f64>(), value.as_f64()) {
+                (Ok(percent), Some(nanos)) => percentiles.push((percent, nanos)),
+                _ => return Err(list.wrong("pairs of a percentage and a time are expected here")),
+            }
+        }
+    }
+    Ok(LatencySummary {
+        mean: node.number("mean")?,
+        percentiles,
+    })
+}
+
+/// Costs that a document of ours has.
+fn process(usage: &Value) -> Option<CpuSummary> {
+    Some(CpuSummary {
+        cpu_ns_per_op: usage.get("cpu_ns_per_io")?.as_f64()?,
+        switches_per_op: usage.get("ctx_per_io")?.as_f64()?,
+    })
+}
+
+/// Costs from fio's percentages of the time that all processes of the job ran.
+fn of_fio(job: &Node<'_>, seconds: f64, ios: u64) -> Result<Option<CpuSummary>, ReadError> {
+    if ios == 0 || job.value.get("usr_cpu").is_none() {
+        return Ok(None);
+    }
+    let percent = job.number("usr_cpu")? + job.number("sys_cpu")?;
+    Ok(Some(CpuSummary {
+        cpu_ns_per_op: percent / 100.0 * seconds * 1e9 / ios as f64,
+        switches_per_op: job.number("ctx")? / ios as f64,
+    }))
+}
+
+/// A value and the path to it.
+struct Node<'a> {
+    path: String,
+    value: &'a Value,
+}
+
+impl<'a> Node<'a> {
+    fn below(&self, key: &str) -> String {
+        match self.path.as_str() {
+            "" => key.to_owned(),
+            path => format!("{path}.{key}"),
+        }
+    }
+
+    fn member(&self, key: &str) -> Result<Node<'a>, ReadError> {
+        let path = self.below(key);
+        match self.value.get(key) {
+            Some(value) => Ok(Node { path, value }),
+            None => Err(ReadError::Member {
+                path,
+                wanted: "this is missing; fio 3 and newer has it",
+            }),
+        }
+    }
+
+    fn number(&self, key: &str) -> Result<f64, ReadError> {
+        let member = self.member(key)?;
+        match member.value.as_f64() {
+            Some(number) if number >= 0.0 => Ok(number),
+            _ => Err(member.wrong("a number that is not negative is expected here")),
+        }
+    }
+
+    fn number_or(&self, key: &str, default: f64) -> Result<f64, ReadError> {
+        match self.value.get(key) {
+            Some(_) => self.number(key),
+            None => Ok(default),
+        }
+    }
+
+    fn wrong(&self, wanted: &'static str) -> ReadError {
+        ReadError::Member {
+            path: self.path.clone(),
+            wanted,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::document::write;
+    use super::*;
+    use crate::bench::outcome::Outcome;
+    use crate::bench::output::sample;
+
+    const GOLDEN: &str = include_str!("../golden/fio-3.33.json");
+
+    fn written(outcomes: &[Outcome]) -> String {
+        let mut out = Vec::new();
+        write(&mut out, outcomes, &sample::machine(), true).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn output_of_fio_is_read() {
+        let runs = read(GOLDEN).unwrap();
+        assert_eq!(runs.len(), 2);
+        let mixed = &runs[0];
+        assert_eq!(mixed.name, "mixed");
+        let option = |key: &str| {
+            let found = mixed.options.iter().find(|(k, _)| k == key);
+            found.map(|(_, value)| value.as_str())
+        };
+        assert_eq!((option("rw"), option("bs")), (Some("randrw"), Some("4k")));
+        let kinds: Vec<_> = mixed.kinds.iter().map(|k| (k.kind, k.ios)).collect();
+        let expected = [
+            (OpKind::Read, 400),
+            (OpKind::Write, 400),
+            (OpKind::Flush, 95),
+        ];
+        assert_eq!(kinds, expected);
+        let reads = &mixed.kinds[0];
+        assert_eq!(reads.iops, 199.900_05);
+        assert_eq!(reads.bytes_per_second, 818_790.0);
+        assert_eq!(reads.service.at(99.0), Some(19_840.0));
+        assert_eq!(reads.service.at(98.0), None);
+        assert_eq!(reads.response, None);
+        assert_eq!(mixed.kinds[2].iops, 47.5);
+        // 1.15 % of two seconds, for 895 operations.
+        let client = mixed.client.unwrap();
+        assert!((client.cpu_ns_per_op - 0.0115 * 2e9 / 895.0).abs() < 1e-6);
+        assert_eq!(client.switches_per_op, 398.0 / 895.0);
+        assert_eq!(runs[1].kinds[0].kind, OpKind::Trim);
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let outcomes = [sample::mixed("a", 1), sample::open_loop("b", 2)];
+        let runs = read(&written(&outcomes)).unwrap();
+        assert_eq!(runs.len(), 2);
+        assert_eq!(runs[0].options, outcomes[0].options);
+        assert_eq!(runs[0].address.as_deref(), Some("srp://127.0.0.1/disk/0"));
+        let reads = &runs[1].kinds[0];
+        let measured = outcomes[1].of(OpKind::Read);
+        assert_eq!(reads.ios, measured.ios());
+        assert!((reads.iops - outcomes[1].iops(OpKind::Read)).abs() < 1e-6);
+        let response = measured.response.as_ref().unwrap();
+        let read = reads.response.as_ref().unwrap();
+        assert_eq!(
+            read.at(99.9),
+            Some(response.value_at_percentile(99.9) as f64)
+        );
+        let server = runs[0].server.unwrap();
+        let ios: u64 = outcomes[0].measured.iter().map(|m| m.ios()).sum();
+        assert!((server.cpu_ns_per_op - 490e6 / ios as f64).abs() < 1e-6);
+        assert_eq!(runs[1].server, None);
+    }
+
+    #[test]
+    fn documents_may_follow_each_other_and_warnings() {
+        let text = format!("fio: a warning\n{GOLDEN}{GOLDEN}");
+        assert_eq!(read(&text).unwrap().len(), 4);
+    }
+
+    #[test]
+    fn errors_name_the_member() {
+        let message = |from: &str, to: &str| {
+            assert!(GOLDEN.contains(from));
+            read(&GOLDEN.replacen(from, to, 1)).unwrap_err().to_string()
+        };
+        let missing = message("\"total_ios\"", "\"none\"");
+        assert!(missing.starts_with("jobs[0].read.total_ios: "), "{missing}");
+        let wrong = message("\"iops\": 199.90005", "\"iops\": \"fast\"");
+        assert!(wrong.starts_with("jobs[0].read.iops: a number"), "{wrong}");
+        let clat = message("\"clat_ns\"", "\"clat\"");
+        assert!(clat.starts_with("jobs[0].read.clat_ns: "), "{clat}");
+        let cut = read(&GOLDEN[..500]).unwrap_err();
+        assert!(matches!(cut, ReadError::Syntax(_)), "{cut}");
+        assert!(matches!(read("nothing\n"), Err(ReadError::Syntax(_))));
+        assert!(matches!(read("{}"), Err(ReadError::Member { .. })));
+    }
+
+    #[test]
+    fn processes_of_one_job_are_no_rounds() {
+        let together = GOLDEN.replace("\"groupid\": 1", "\"groupid\": 0");
+        // Jobs of other names may run at the same time.
+        assert_eq!(read(&together).unwrap().len(), 2);
+        let rounds = written(&[sample::mixed("a", 1), sample::mixed("a", 2)]);
+        assert_eq!(read(&rounds).unwrap().len(), 2);
+        let clones = rounds.replace("\"groupid\": 1", "\"groupid\": 0");
+        let error = read(&clones).unwrap_err();
+        assert!(
+            matches!(error, ReadError::Clones { index: 1, .. }),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,198 @@
+//! Interval logs of HdrHistogram: version 1.3 of the format, each histogram compressed in its V2
+//! form, with a tag for each kind of operation. `HistogramLogProcessor`, hdr-plot and
+//! HistogramLogAnalyzer read them.
+//!
+//! Values are nanoseconds. The column of maxima, which is for people, is in milliseconds.
+
+use std::io::{self, Write};
+use std::time::{Duration, SystemTime};
+
+use hdrhistogram::serialization::V2DeflateSerializer;
+use hdrhistogram::serialization::interval_log::{
+    IntervalLogWriter, IntervalLogWriterBuilder, IntervalLogWriterError, Tag,
+};
+
+use super::figures::active;
+use crate::bench::outcome::{Interval, OpKind, Outcome};
+
+/// Nanoseconds of the unit of maxima.
+const MAX_VALUE_DIVISOR: f64 = 1e6;
+
+/// Line that names the columns.
+const LEGEND: &str =
+    "\"StartTimestamp\",\"Interval_Length\",\"Interval_Max\",\"Interval_Compressed_Histogram\"";
+
+/// Writes the intervals of all outcomes.
+///
+/// Tags are `read`, `write`, `trim` and `sync` for latencies from the start of an operation, and the
+/// same with `-response` for those from the time when it was due, where arrivals are planned. If
+/// there are several outcomes, their numbers and names come first: `0.job.read`.
+///
+/// # Errors
+/// What `out` reports.
+pub fn write(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
+    let base = outcomes.iter().map(|o| o.started).min();
+    let base = base.unwrap_or(SystemTime::UNIX_EPOCH);
+    // The builder takes a sized writer.
+    let mut out = out;
+    let mut serializer = V2DeflateSerializer::new();
+    IntervalLogWriterBuilder::new()
+        .add_comment("[Histogram log format version 1.3]")
+        .add_comment(&format!("[Logged by riser {}]", env!("CARGO_PKG_VERSION")))
+        .add_comment("[Values are nanoseconds, maxima milliseconds]")
+        .with_start_time(base)
+        .with_base_time(base)
+        .begin_log_with(&mut out, &mut serializer)?;
+    writeln!(out, "{LEGEND}")?;
+    let mut log = IntervalLogWriterBuilder::new()
+        .with_max_value_divisor(MAX_VALUE_DIVISOR)
+        .begin_log_with(&mut out, &mut serializer)?;
+    for (run, outcome) in outcomes.iter().enumerate() {
+        let prefix = match outcomes.len() {
+            1 => String::new(),
+            _ => format!("{run}.{}.", tag_text(&outcome.name)),
+        };
+        let after = outcome.started.duration_since(base).unwrap_or_default();
+        for interval in &outcome.intervals {
+            for kind in active(outcome) {
+                let start = after + interval.at;
+                entries(&mut log, interval, kind, &prefix, start)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+type Log<'a, 'b, 'c> = IntervalLogWriter<'a, 'b, &'c mut dyn Write, V2DeflateSerializer>;
+
+fn entries(
+    log: &mut Log<'_, '_, '_>,
+    interval: &Interval,
+    kind: OpKind,
+    prefix: &str,
+    start: Duration,
+) -> io::Result<()> {
+    let measured = &interval.measured[kind as usize];
+    let response = measured.response.as_ref().map(|h| ("-response", h));
+    for (suffix, histogram) in std::iter::once(("", &measured.service)).chain(response) {
+        let text = format!("{prefix}{}{suffix}", kind.name());
+        let tag = Tag::new(&text);
+        log.write_histogram(histogram, start, interval.length, tag)
+            .map_err(|error| match error {
+                IntervalLogWriterError::IoError(error) => error,
+                IntervalLogWriterError::SerializeError(error) => io::Error::other(error),
+            })?;
+    }
+    Ok(())
+}
+
+/// A name without the characters that end a tag or a line. Quotes and signs that begin other lines
+/// cannot come first, since a number does.
+fn tag_text(name: &str) -> String {
+    let allowed = |c: char| !(c == ',' || c.is_whitespace() || c.is_control());
+    let replace = |c| if allowed(c) { c } else { '_' };
+    name.chars().map(replace).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use hdrhistogram::Histogram;
+    use hdrhistogram::serialization::Deserializer;
+    use hdrhistogram::serialization::interval_log::{IntervalLogIterator, LogEntry};
+
+    use super::*;
+    use crate::bench::output::sample;
+
+    /// Bytes of a text in base 64 (RFC 4648 4).
+    fn decode(text: &str) -> Vec<u8> {
+        let value = |c: u8| match c {
+            b'A'..=b'Z' => c - b'A',
+            b'a'..=b'z' => c - b'a' + 26,
+            b'0'..=b'9' => c - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => panic!("no digit of base 64: {c}"),
+        };
+        let digits: Vec<_> = text.bytes().filter(|c| *c != b'=').map(value).collect();
+        let mut bytes = Vec::new();
+        for group in digits.chunks(4) {
+            let bits = group.iter().fold(0, |bits, d| bits << 6 | u32::from(*d));
+            let bits = bits << (6 * (4 - group.len()));
+            bytes.extend_from_slice(&bits.to_be_bytes()[1..group.len()]);
+        }
+        bytes
+    }
+
+    struct Entry {
+        tag: String,
+        start: Duration,
+        length: Duration,
+        histogram: Histogram<u64>,
+    }
+
+    fn parse(log: &[u8]) -> Vec<Entry> {
+        let mut entries = Vec::new();
+        for entry in IntervalLogIterator::new(log) {
+            let LogEntry::Interval(interval) = entry.expect("it parses") else {
+                continue;
+            };
+            let bytes = decode(interval.encoded_histogram());
+            entries.push(Entry {
+                tag: interval.tag().expect("each has a tag").as_str().to_owned(),
+                start: interval.start_timestamp(),
+                length: interval.duration(),
+                histogram: Deserializer::new().deserialize(&mut &bytes[..]).unwrap(),
+            });
+        }
+        entries
+    }
+
+    fn written(outcomes: &[Outcome]) -> Vec<u8> {
+        let mut log = Vec::new();
+        write(&mut log, outcomes).unwrap();
+        log
+    }
+
+    #[test]
+    fn the_log_has_every_histogram() {
+        let outcome = sample::mixed("a", 1);
+        let entries = parse(&written(std::slice::from_ref(&outcome)));
+        let kinds = [OpKind::Read, OpKind::Write, OpKind::Flush];
+        let expected = outcome
+            .intervals
+            .iter()
+            .flat_map(|interval| kinds.map(|kind| (interval, kind)));
+        assert_eq!(entries.len(), 3 * outcome.intervals.len());
+        for (entry, (interval, kind)) in entries.iter().zip(expected) {
+            assert_eq!(entry.tag, kind.name());
+            assert_eq!((entry.start, entry.length), (interval.at, interval.length));
+            assert_eq!(entry.histogram, interval.measured[kind as usize].service);
+        }
+    }
+
+    #[test]
+    fn several_outcomes_have_tags_and_times_of_their_own() {
+        let mut outcomes = [
+            sample::open_loop("a, b\n", 1),
+            sample::open_loop("a, b\n", 2),
+        ];
+        outcomes[1].started += Duration::from_secs(60);
+        let entries = parse(&written(&outcomes));
+        assert_eq!(entries[0].tag, "0.a__b_.read");
+        assert_eq!(entries[1].tag, "0.a__b_.read-response");
+        let second = &entries[22];
+        assert_eq!(second.tag, "1.a__b_.read");
+        assert_eq!(second.start, Duration::from_secs(60));
+        let response = outcomes[0].intervals[0].measured[0].response.as_ref();
+        assert_eq!(Some(&entries[1].histogram), response);
+    }
+
+    #[test]
+    fn the_head_names_format_and_time() {
+        let text = String::from_utf8(written(&[sample::mixed("a", 1)])).unwrap();
+        let lines: Vec<_> = text.lines().take(8).collect();
+        assert_eq!(lines[0], "#[Histogram log format version 1.3]");
+        assert!(lines.contains(&"#[BaseTime: 1767323045.000 (seconds since epoch)]"));
+        assert!(lines.contains(&LEGEND));
+    }
+}

@@ -1,0 +1,50 @@
+//! Text of others in a page.
+
+/// A text as content or as the value of an attribute, in HTML and in XML. Characters that XML does
+/// not allow are replaced, and those that change the direction of the text behind them.
+pub(super) fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&#39;"),
+            '\t' | '\n' | '\r' => escaped.push(' '),
+            c if c.is_control() => escaped.push('\u{fffd}'),
+            '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
+                escaped.push('\u{fffd}');
+            }
+            '\u{fffe}' | '\u{ffff}' => escaped.push('\u{fffd}'),
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+/// The same of the first characters of a text, where there is no room for more.
+pub(super) fn shortened(text: &str, limit: usize) -> String {
+    match text.char_indices().nth(limit) {
+        Some((end, _)) => escape(&text[..end]) + "…",
+        None => escape(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_text_becomes_markup() {
+        let hostile = "<b a=\"1\" c='2'>&\0\x1b\u{202e}\n";
+        let escaped = "&lt;b a=&quot;1&quot; c=&#39;2&#39;&gt;&amp;\u{fffd}\u{fffd}\u{fffd} ";
+        assert_eq!(escape(hostile), escaped);
+    }
+
+    #[test]
+    fn texts_are_cut_before_they_are_escaped() {
+        assert_eq!(shortened("a<bcdef", 3), "a&lt;b…");
+        assert_eq!(shortened("äöü", 3), "äöü");
+    }
+}

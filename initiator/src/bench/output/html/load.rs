@@ -1,0 +1,322 @@
+//! Drawings of several runs: latency against load, rounds, costs.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use super::bars::{Bar, Bars};
+use super::chart::{Axis, COLOURS, Chart, Series};
+use super::escape::escape;
+use super::scale::Range;
+use crate::bench::outcome::{Outcome, Usage};
+use crate::bench::output::figures::{
+    cpu_per_op, data_ios, data_latencies, switches_per_op, total_ios,
+};
+use crate::bench::output::show;
+
+/// Options that set the load, which a sweep changes.
+const LOAD: &[&str] = &[
+    "iodepth",
+    "numjobs",
+    "rate",
+    "rate_iops",
+    "thinktime",
+    "jobs",
+    "depth",
+    "sessions",
+];
+
+/// Most sweeps in a drawing, two lines each.
+const SWEEPS: usize = 6;
+
+/// Most bars of a drawing.
+const BARS: usize = 40;
+
+/// Outcomes with their numbers.
+type Numbered<'a> = Vec<(usize, &'a Outcome)>;
+
+/// Operations per second that move data or trim.
+fn iops(outcome: &Outcome) -> f64 {
+    data_ios(&outcome.measured) as f64 / outcome.runtime.as_secs_f64().max(1e-9)
+}
+
+fn loads(outcome: &Outcome) -> impl Iterator<Item = &(String, String)> {
+    let load = |(key, _): &&(String, String)| LOAD.contains(&key.as_str());
+    outcome.options.iter().filter(load)
+}
+
+/// Runs that differ in their load only, by name, address and other options; those of two loads and
+/// more are a sweep.
+fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
+    let mut sweeps: Vec<(String, Numbered<'_>)> = Vec::new();
+    for (i, outcome) in outcomes.iter().enumerate() {
+        if data_ios(&outcome.measured) == 0 {
+            continue;
+        }
+        let others = |(key, _): &&(String, String)| !LOAD.contains(&key.as_str());
+        let others: Vec<_> = outcome.options.iter().filter(others).cloned().collect();
+        let name = format!("{} {}", outcome.name, show::options(&others));
+        let same = |(known, runs): &&mut (String, Numbered<'_>)| {
+            *known == name && runs[0].1.address == outcome.address
+        };
+        match sweeps.iter_mut().find(same) {
+            Some((_, runs)) => runs.push((i + 1, outcome)),
+            None => sweeps.push((name, vec![(i + 1, outcome)])),
+        }
+    }
+    sweeps.retain(|(_, runs)| {
+        let first: Vec<_> = loads(runs[0].1).collect();
+        runs.iter()
+            .any(|(_, run)| loads(run).collect::<Vec<_>>() != first)
+    });
+    sweeps
+}
+
+/// Adds a drawing of latency by throughput, if there are sweeps.
+pub(super) fn latency_against_load(page: &mut String, outcomes: &[Outcome]) {
+    let sweeps = sweeps(outcomes);
+    if sweeps.is_empty() {
+        return;
+    }
+    page.push_str(
+        "<h2>Latency against load</h2>\n<p class=\"soft\">Each point is a run; lines follow the \
+         order of the sweep. Dashed lines are medians, others 99th percentiles.</p>\n",
+    );
+    if sweeps.len() > SWEEPS {
+        let all = sweeps.len();
+        let _ = writeln!(
+            page,
+            "<p class=\"soft\">The first {SWEEPS} of {all} sweeps.</p>"
+        );
+    }
+    let names = labels(sweeps.iter().map(|(name, _)| name.as_str()));
+    let mut series = Vec::new();
+    for (colour, ((_, runs), name)) in sweeps.iter().zip(names).take(SWEEPS).enumerate() {
+        for (percent, dashed) in [(99.0, false), (50.0, true)] {
+            let points = runs.iter().filter_map(|(i, run)| point(*i, run, percent));
+            series.push(Series {
+                label: format!("{} {name}", show::percentile(percent)),
+                colour: colour % COLOURS,
+                dashed,
+                points: points.collect(),
+            });
+        }
+    }
+    let points = || series.iter().flat_map(|s| s.points.iter());
+    let (x, y) = (
+        Range::from_zero(points().map(|p| p.0)),
+        Range::ratios(points().map(|p| p.1)),
+    );
+    Chart {
+        title: "Latency by throughput".into(),
+        x: Axis::new("IOPS", x, show::count),
+        y: Axis::new("latency (log)", y, show::time),
+        series,
+        marks: true,
+    }
+    .write(page);
+}
+
+fn point(number: usize, run: &Outcome, percent: f64) -> Option<(f64, f64, String)> {
+    let nanos = data_latencies(&run.measured)?.value_at_percentile(percent) as f64;
+    let loads: Vec<_> = loads(run).cloned().collect();
+    let about = format!(
+        "run {number}, {}: {} IOPS, {} {}",
+        show::options(&loads),
+        show::count(iops(run)),
+        show::percentile(percent),
+        show::time(nanos)
+    );
+    Some((iops(run), nanos, about))
+}
+
+/// The parts of names by which they differ: words that all have are left out, unless nothing else
+/// is left.
+fn labels<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let names: Vec<Vec<&str>> = names.map(|name| name.split(' ').collect()).collect();
+    let common = |word: &str| names.len() > 1 && names.iter().all(|name| name.contains(&word));
+    let label = |name: &Vec<&str>| {
+        let own: Vec<_> = name.iter().copied().filter(|word| !common(word)).collect();
+        own.join(" ")
+    };
+    names.iter().map(label).collect()
+}
+
+/// Runs of one name, address and options: rounds of a case.
+fn cases(outcomes: &[Outcome]) -> Vec<(String, Vec<&Outcome>)> {
+    let mut order: Vec<(String, Vec<&Outcome>)> = Vec::new();
+    let mut known: BTreeMap<(&str, &str, String), usize> = BTreeMap::new();
+    for outcome in outcomes.iter().filter(|o| total_ios(o) > 0) {
+        let options = show::options(&outcome.options);
+        let label = format!("{} {} {options}", outcome.name, outcome.address);
+        let key = (outcome.name.as_str(), outcome.address.as_str(), options);
+        match known.get(&key) {
+            Some(i) => order[*i].1.push(outcome),
+            None => {
+                known.insert(key, order.len());
+                order.push((label, vec![outcome]));
+            }
+        }
+    }
+    let labels = labels(order.iter().map(|(label, _)| label.as_str()));
+    for ((name, runs), label) in order.iter_mut().zip(labels) {
+        *name = match label.as_str() {
+            "" => runs[0].name.clone(),
+            _ => label,
+        };
+    }
+    order
+}
+
+/// Adds bars of throughput and latency, with a mark for each round, if there is more than one run.
+pub(super) fn rounds(page: &mut String, outcomes: &[Outcome]) {
+    let cases = cases(outcomes);
+    if outcomes.len() < 2 || cases.is_empty() {
+        return;
+    }
+    page.push_str(
+        "<h2>Rounds</h2>\n<p class=\"soft\">A bar is the median of the rounds of a case; circles are \
+         the rounds.</p>\n",
+    );
+    cut(page, cases.len());
+    page.push_str("<div class=\"charts\">\n");
+    let p99 = |run: &Outcome| {
+        let latencies = data_latencies(&run.measured);
+        latencies.map_or(0.0, |all| all.value_at_percentile(99.0) as f64)
+    };
+    let bars = |title: &str, show: fn(f64) -> String, colour, of: &dyn Fn(&Outcome) -> f64| Bars {
+        title: title.into(),
+        show,
+        bars: cases
+            .iter()
+            .take(BARS)
+            .map(|(label, runs)| Bar {
+                label: label.clone(),
+                colour,
+                rounds: runs.iter().map(|run| of(run)).collect(),
+            })
+            .collect(),
+    };
+    bars("IOPS", show::count, 0, &iops).write(page);
+    bars("99th percentile of latency", show::time, 1, &p99).write(page);
+    page.push_str("</div>\n");
+}
+
+fn cut(page: &mut String, all: usize) {
+    if all > BARS {
+        let _ = writeln!(
+            page,
+            "<p class=\"soft\">The first {BARS} of {all} cases.</p>"
+        );
+    }
+}
+
+/// Adds processor time and context switches of both sides.
+pub(super) fn costs(page: &mut String, outcomes: &[Outcome]) {
+    let cases = cases(outcomes);
+    if cases.is_empty() {
+        return;
+    }
+    page.push_str("<h2>Costs</h2>\n");
+    cut(page, cases.len());
+    let sides: [(&str, Side); 2] = [
+        ("client", |run| Some(&run.client)),
+        ("server", |run| run.server.as_ref()),
+    ];
+    let mut bars = Vec::new();
+    for (label, runs) in cases.iter().take(BARS) {
+        for (colour, (side, usage)) in sides.iter().enumerate() {
+            let per_op = |run: &&Outcome| Some(cpu_per_op(usage(run)?, total_ios(run)));
+            let rounds: Vec<f64> = runs.iter().filter_map(per_op).collect();
+            if !rounds.is_empty() {
+                bars.push(Bar {
+                    label: format!("{side}, {label}"),
+                    colour: 2 + colour,
+                    rounds,
+                });
+            }
+        }
+    }
+    Bars {
+        title: "CPU time per operation".into(),
+        show: show::time,
+        bars,
+    }
+    .write(page);
+    table(page, &cases, &sides);
+}
+
+/// Usage of one side in a run, if it is known.
+type Side = fn(&Outcome) -> Option<&Usage>;
+
+fn table(page: &mut String, cases: &[(String, Vec<&Outcome>)], sides: &[(&str, Side); 2]) {
+    page.push_str(
+        "<div class=\"scroll\"><table><caption>Medians of the rounds, per operation of any \
+         kind.</caption>\n<thead><tr><th class=\"t\" scope=\"col\">Case</th>\
+         <th class=\"t\" scope=\"col\">Side</th><th scope=\"col\">User</th>\
+         <th scope=\"col\">Kernel</th><th scope=\"col\">Context switches</th></tr></thead>\n<tbody>\n",
+    );
+    for (label, runs) in cases.iter().take(BARS) {
+        for (side, usage) in sides {
+            let of = |figure: &dyn Fn(&Usage, u64) -> f64| {
+                let rounds = runs
+                    .iter()
+                    .filter_map(|run| Some(figure(usage(run)?, total_ios(run))));
+                let rounds: Vec<f64> = rounds.collect();
+                crate::bench::output::figures::median(&rounds)
+            };
+            if runs.iter().all(|run| usage(run).is_none()) {
+                continue;
+            }
+            let per_op = |time: std::time::Duration, ios: u64| time.as_nanos() as f64 / ios as f64;
+            let _ = writeln!(
+                page,
+                "<tr><th class=\"t\" scope=\"row\">{}</th><td class=\"t\">{side}</td><td>{}</td>\
+                 <td>{}</td><td>{}</td></tr>",
+                escape(label),
+                show::time(of(&|usage, ios| per_op(usage.user, ios))),
+                show::time(of(&|usage, ios| per_op(usage.system, ios))),
+                show::count(of(&switches_per_op))
+            );
+        }
+    }
+    page.push_str("</tbody></table></div>\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::output::sample;
+
+    #[test]
+    fn runs_of_other_block_sizes_are_other_sweeps() {
+        let mut outcomes = sample::sweep("4k", &[1, 4, 16]);
+        outcomes.extend(sample::sweep("64k", &[1, 4]));
+        outcomes.push(sample::open_loop("alone", 1));
+        let found = sweeps(&outcomes);
+        let numbers: Vec<Vec<usize>> = found
+            .iter()
+            .map(|(_, runs)| runs.iter().map(|(i, _)| *i).collect())
+            .collect();
+        assert_eq!(numbers, [vec![1, 2, 3], vec![4, 5]]);
+        let names = labels(found.iter().map(|(name, _)| name.as_str()));
+        assert_eq!(names, ["bs=4k", "bs=64k"]);
+    }
+
+    #[test]
+    fn rounds_are_no_sweep_but_one_case() {
+        let outcomes = [sample::mixed("a", 1), sample::mixed("a", 2)];
+        assert!(sweeps(&outcomes).is_empty());
+        let found = cases(&outcomes);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].1.len(), 2);
+    }
+
+    #[test]
+    fn disks_are_other_cases() {
+        let mut outcomes = [sample::mixed("a", 1), sample::mixed("a", 2)];
+        outcomes[1].address = "nbd://127.0.0.1/disk".into();
+        let found = cases(&outcomes);
+        let labels: Vec<_> = found.iter().map(|(label, _)| label.as_str()).collect();
+        assert_eq!(labels, ["srp://127.0.0.1/disk/0", "nbd://127.0.0.1/disk"]);
+    }
+}

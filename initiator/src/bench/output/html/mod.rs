@@ -1,0 +1,220 @@
+//! A report as one HTML page without external parts: style and drawings are in it, there is no
+//! script, and it is well-formed XML. Colours follow the browser's light or dark scheme, and the page
+//! prints.
+//!
+//! Its parts: the machine, a table of the runs, throughput and latency over time and distributions
+//! ([`time`]), latency against load for sweeps, rounds of each case and costs of both sides
+//! ([`load`]). Drawings are made by [`chart`] and [`bars`], on the axes of [`scale`].
+
+mod bars;
+mod chart;
+mod escape;
+mod load;
+mod scale;
+mod tables;
+mod time;
+
+use std::io::{self, Write};
+
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+
+use super::machine::Machine;
+use crate::bench::outcome::Outcome;
+use escape::escape;
+
+const STYLE: &str = include_str!("style.css");
+
+/// Writes a page about the outcomes.
+///
+/// # Errors
+/// What `out` reports.
+pub fn write(out: &mut dyn Write, outcomes: &[Outcome], machine: &Machine) -> io::Result<()> {
+    let title = title(outcomes);
+    let mut page = format!(
+        "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\
+         <meta charset=\"utf-8\"/>\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\
+         <meta name=\"generator\" content=\"riser {}\"/>\
+         <title>{title}</title>\n<style>\n{STYLE}</style></head>\n<body>\n<main>\n<h1>{title}</h1>\n",
+        env!("CARGO_PKG_VERSION")
+    );
+    facts(&mut page, outcomes, machine);
+    tables::runs(&mut page, outcomes);
+    load::latency_against_load(&mut page, outcomes);
+    load::rounds(&mut page, outcomes);
+    time::distributions(&mut page, outcomes);
+    time::over_time(&mut page, outcomes);
+    load::costs(&mut page, outcomes);
+    page.push_str(
+        "<h2>About the figures</h2>\n<p class=\"soft\">A latency runs from the start of an operation \
+         to its completion; where arrivals are planned, from the time when the operation was due. \
+         Histograms have three significant digits. CPU time is of the whole process.</p>\n\
+         </main>\n</body>\n</html>\n",
+    );
+    out.write_all(page.as_bytes())
+}
+
+/// Names of the jobs, as far as they fit.
+fn title(outcomes: &[Outcome]) -> String {
+    let mut names: Vec<&str> = outcomes.iter().map(|o| o.name.as_str()).collect();
+    names.dedup();
+    let shown: Vec<_> = names
+        .iter()
+        .take(3)
+        .map(|name| escape::shortened(name, 40))
+        .collect();
+    let more = match names.len().saturating_sub(3) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("Benchmark: {}{more}", shown.join(", "))
+}
+
+/// Date, machine and addresses.
+fn facts(page: &mut String, outcomes: &[Outcome], machine: &Machine) {
+    let started = outcomes.iter().map(|o| o.started).min();
+    let started = started.and_then(|time| Timestamp::try_from(time).ok());
+    let date = started.map_or("-".into(), |time| {
+        let local = time.to_zoned(TimeZone::system());
+        local.strftime("%Y-%m-%d %H:%M:%S %:z").to_string()
+    });
+    let mut addresses: Vec<&str> = outcomes.iter().map(|o| o.address.as_str()).collect();
+    addresses.sort_unstable();
+    addresses.dedup();
+    let memory = super::show::bytes(machine.memory_bytes as f64);
+    let facts = [
+        ("Date", date),
+        ("Kernel", machine.kernel.clone()),
+        ("Processor", machine.cpu.clone()),
+        ("Logical cores", machine.cores.to_string()),
+        ("Memory", memory),
+        ("Disk", addresses.join(", ")),
+    ];
+    page.push_str("<dl class=\"facts\">");
+    for (name, value) in facts {
+        *page += &format!("<dt>{name}</dt><dd>{}</dd>", escape(&value));
+    }
+    page.push_str("</dl>\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::output::sample;
+
+    fn written(outcomes: &[Outcome]) -> String {
+        let mut out = Vec::new();
+        write(&mut out, outcomes, &sample::machine()).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    /// Fails unless every element is closed in the order in which it was opened, attributes are
+    /// quoted, and `&` begins a reference that XML knows.
+    fn well_formed(page: &str) {
+        let mut open: Vec<&str> = Vec::new();
+        let mut rest = page.strip_prefix("<!DOCTYPE html>").expect("it is HTML");
+        while let Some(start) = rest.find(['<', '&', '>']) {
+            if let Some(reference) = rest[start..].strip_prefix('&') {
+                let (name, _) = reference.split_once(';').expect("it ends");
+                let known = ["amp", "lt", "gt", "quot", "#39"].contains(&name);
+                assert!(known, "&{name};");
+                rest = reference;
+                continue;
+            }
+            let tag = rest[start..].strip_prefix('<');
+            let tag = tag.unwrap_or_else(|| panic!("`>` at {}", &rest[..start]));
+            let (tag, after) = tag.split_once('>').expect("the element ends");
+            rest = after;
+            if let Some(name) = tag.strip_prefix('/') {
+                assert_eq!(open.pop(), Some(name), "{tag}");
+                continue;
+            }
+            assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
+            assert!(!tag.contains(['<', '\'']), "{tag}");
+            let name = tag.split([' ', '/']).next().unwrap();
+            if !tag.ends_with('/') {
+                open.push(name);
+            }
+        }
+        assert_eq!(open, Vec::<&str>::new());
+    }
+
+    fn all() -> Vec<Outcome> {
+        let mut outcomes = vec![sample::mixed("mixed", 1), sample::mixed("mixed", 2)];
+        outcomes.push(sample::open_loop("open", 3));
+        outcomes.extend(sample::sweep("4k", &[1, 4, 16, 64]));
+        outcomes.extend(sample::sweep("64k", &[1, 4, 16, 64]));
+        outcomes
+    }
+
+    #[test]
+    fn the_page_is_whole_and_alone() {
+        let page = written(&all());
+        well_formed(&page);
+        for heading in [
+            "Runs",
+            "Latency against load",
+            "Rounds",
+            "Distribution of latencies",
+            "Over time",
+            "Costs",
+        ] {
+            assert!(page.contains(&format!(">{heading}</h2>")), "{heading}");
+        }
+        // Nothing is loaded or run. The name of the language is no address that is fetched.
+        let page = page.replace("http://www.w3.org/1999/xhtml", "");
+        for part in [
+            "http:", "https:", "src=", "href=", "url(", "@import", "<script",
+        ] {
+            assert!(!page.contains(part), "{part}");
+        }
+        assert!(
+            !page.contains("NaN") && !page.contains("inf"),
+            "a figure is no number"
+        );
+    }
+
+    #[test]
+    fn hostile_names_stay_text() {
+        let hostile = "</title><script>alert(1)</script>\"'&\x1b";
+        let mut outcomes = all();
+        for outcome in &mut outcomes {
+            outcome.name = hostile.into();
+            outcome.address = hostile.into();
+            for (key, value) in &mut outcome.options {
+                *value += hostile;
+                if key == "rw" {
+                    *key = hostile.into();
+                }
+            }
+        }
+        let page = written(&outcomes);
+        well_formed(&page);
+        assert!(!page.contains("<script"));
+    }
+
+    #[test]
+    fn sections_without_content_are_left_out() {
+        let page = written(&[sample::open_loop("a", 1)]);
+        well_formed(&page);
+        assert!(!page.contains("Latency against load"));
+        assert!(!page.contains(">Rounds<"));
+        well_formed(&written(&[]));
+        let mut idle = sample::open_loop("a", 1);
+        idle.intervals.clear();
+        for measured in &mut idle.measured {
+            measured.service.reset();
+            measured.response = None;
+        }
+        well_formed(&written(&[idle]));
+    }
+
+    #[test]
+    fn a_page_about_many_runs_says_what_it_leaves_out() {
+        let depths: Vec<_> = (1..=40).collect();
+        let page = written(&sample::sweep("4k", &depths));
+        well_formed(&page);
+        assert!(page.contains("the first 16 of 40 runs"), "no note");
+    }
+}

@@ -1,0 +1,95 @@
+//! The table of the runs.
+
+use std::fmt::Write;
+
+use super::escape::escape;
+use crate::bench::outcome::{OpKind, Outcome};
+use crate::bench::output::figures::{active, latencies};
+use crate::bench::output::{show, text};
+
+/// Adds the table, and notes about runs whose figures need them.
+pub(super) fn runs(page: &mut String, outcomes: &[Outcome]) {
+    page.push_str(
+        "<h2>Runs</h2>\n<div class=\"scroll\"><table><caption>Rates are means of the whole \
+         measurement.</caption>\n<thead><tr><th scope=\"col\">#</th>\
+         <th class=\"t\" scope=\"col\">Job</th><th class=\"t\" scope=\"col\">Options</th>\
+         <th class=\"t\" scope=\"col\">Kind</th>",
+    );
+    for head in [
+        "IOPS",
+        "Bandwidth",
+        "Mean",
+        "p50",
+        "p99",
+        "p99.9",
+        "Max",
+        "Time",
+    ] {
+        let _ = write!(page, "<th scope=\"col\">{head}</th>");
+    }
+    page.push_str("</tr></thead>\n<tbody>\n");
+    for (i, outcome) in outcomes.iter().enumerate() {
+        for kind in active(outcome) {
+            row(page, i + 1, outcome, kind);
+        }
+        if active(outcome).next().is_none() {
+            idle(page, i + 1, outcome);
+        }
+    }
+    page.push_str("</tbody></table></div>\n");
+    notes(page, outcomes);
+}
+
+fn head(page: &mut String, number: usize, outcome: &Outcome) {
+    let _ = write!(
+        page,
+        "<tr><td>{number}</td><th class=\"t\" scope=\"row\">{}</th><td class=\"t\">{}</td>",
+        escape(&show::printable(&outcome.name)),
+        escape(&show::options(&outcome.options)),
+    );
+}
+
+fn row(page: &mut String, number: usize, outcome: &Outcome, kind: OpKind) {
+    head(page, number, outcome);
+    let latencies = latencies(outcome.of(kind));
+    let at = |percent| show::time(latencies.value_at_percentile(percent) as f64);
+    let _ = write!(page, "<td class=\"k\">{}</td>", kind.name());
+    for figure in [
+        show::count(outcome.iops(kind)),
+        show::rate(outcome.bytes_per_second(kind)),
+        show::time(latencies.mean()),
+        at(50.0),
+        at(99.0),
+        at(99.9),
+        show::time(latencies.max() as f64),
+        format!("{:.1} s", outcome.runtime.as_secs_f64()),
+    ] {
+        let _ = write!(page, "<td>{figure}</td>");
+    }
+    page.push_str("</tr>\n");
+}
+
+fn idle(page: &mut String, number: usize, outcome: &Outcome) {
+    head(page, number, outcome);
+    page.push_str("<td class=\"k\" colspan=\"9\">no operation completed</td></tr>\n");
+}
+
+fn notes(page: &mut String, outcomes: &[Outcome]) {
+    for (i, outcome) in outcomes.iter().enumerate() {
+        let (number, name) = (i + 1, escape(&show::printable(&outcome.name)));
+        if let Some(share) = text::hole_share(outcome) {
+            let _ = writeln!(
+                page,
+                "<p class=\"warn\">Run {number} ({name}): {share} of the region has no blocks \
+                 allocated; reads there are not reads of a disk.</p>"
+            );
+        }
+        if let Some(verified) = &outcome.verified {
+            let _ = writeln!(
+                page,
+                "<p class=\"soft\">Run {number} ({name}): {} blocks were compared, all right.</p>",
+                verified.blocks
+            );
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! The machine that a run was on, as far as it matters to figures. It is not named: reports are
+//! passed around.
+
+use std::{fs, thread};
+
+use serde::{Deserialize, Serialize};
+
+/// Text for what the kernel does not report.
+const UNKNOWN: &str = "unknown";
+
+/// Kernel, processor and memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// Name and release of the kernel, and the architecture.
+    pub kernel: String,
+    /// Model of the first processor.
+    pub cpu: String,
+    /// Logical processors that this process may run on.
+    pub cores: usize,
+    /// Memory that the kernel manages, in bytes; 0 if it is not known.
+    pub memory_bytes: u64,
+}
+
+impl Machine {
+    /// Describes this machine. What cannot be read is `unknown` or 0, as in a container that hides
+    /// `/proc`.
+    #[must_use]
+    pub fn this() -> Self {
+        let uname = rustix::system::uname();
+        let part = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        Self {
+            kernel: format!(
+                "{} {} {}",
+                part(uname.sysname()),
+                part(uname.release()),
+                part(uname.machine())
+            ),
+            cpu: cpu_model(&read("/proc/cpuinfo")),
+            cores: thread::available_parallelism().map_or(0, usize::from),
+            memory_bytes: memory(&read("/proc/meminfo")),
+        }
+    }
+}
+
+/// Model in `/proc/cpuinfo`: a name on x86, numbers of the implementer and the part on Arm.
+fn cpu_model(cpuinfo: &str) -> String {
+    let field = |name| lines_of(cpuinfo).find(|(key, _)| *key == name);
+    if let Some((_, model)) = field("model name") {
+        return model.to_owned();
+    }
+    match (field("CPU implementer"), field("CPU part")) {
+        (Some((_, implementer)), Some((_, part))) => {
+            format!("implementer {implementer} part {part}")
+        }
+        _ => UNKNOWN.to_owned(),
+    }
+}
+
+/// `MemTotal` in `/proc/meminfo`, whose kB are 1024 bytes.
+fn memory(meminfo: &str) -> u64 {
+    let total = lines_of(meminfo).find(|(key, _)| *key == "MemTotal");
+    total
+        .and_then(|(_, value)| value.strip_suffix(" kB")?.trim().parse::<u64>().ok())
+        .map_or(0, |kib| kib.saturating_mul(1024))
+}
+
+fn lines_of(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    text.lines()
+        .filter_map(|line| line.split_once(':'))
+        .map(|(key, value)| (key.trim(), value.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proc_is_read() {
+        let x86 = "processor\t: 0\nmodel name\t: AMD EPYC 7B13\n\nmodel name\t: other\n";
+        assert_eq!(cpu_model(x86), "AMD EPYC 7B13");
+        let arm = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n";
+        assert_eq!(cpu_model(arm), "implementer 0x41 part 0xd0c");
+        assert_eq!(cpu_model(""), "unknown");
+        assert_eq!(
+            memory("MemTotal:       24683900 kB\nMemFree: 1 kB\n"),
+            24_683_900 * 1024
+        );
+        assert_eq!(memory("MemTotal: many\n"), 0);
+    }
+
+    #[test]
+    fn this_machine_has_a_kernel() {
+        let machine = Machine::this();
+        assert!(machine.kernel.starts_with("Linux "), "{machine:?}");
+        assert!(machine.cores > 0);
+    }
+}

@@ -35,10 +35,16 @@ pub(super) fn latencies(measured: &Measured) -> &Histogram<u64> {
 /// Flushes have latencies of another order, so they are left out.
 pub(super) fn data_latencies(measured: &[Measured; 4]) -> Option<Histogram<u64>> {
     let kinds = [OpKind::Read, OpKind::Write, OpKind::Trim];
-    let mut parts = kinds
+    let parts = kinds
         .iter()
-        .map(|kind| latencies(&measured[*kind as usize]))
-        .filter(|part| !part.is_empty());
+        .map(|kind| latencies(&measured[*kind as usize]));
+    sum(parts.filter(|part| !part.is_empty()))
+}
+
+/// All values of some histograms; `None` of none.
+pub(super) fn sum<'a>(
+    mut parts: impl Iterator<Item = &'a Histogram<u64>>,
+) -> Option<Histogram<u64>> {
     let mut all = parts.next()?.clone();
     all.auto(true);
     for part in parts {

@@ -142,12 +142,14 @@ pub(super) fn open_loop(name: &str, seed: u64) -> Outcome {
 /// Reads of one block size at several depths.
 pub(super) fn sweep(bs: &str, depths: &[u64]) -> Vec<Outcome> {
     let runs = depths.iter().map(|depth| {
+        let size = riser_units::parse_size(bs).expect("it is a size");
+        let kib = size as f64 / 1024.0;
         let load = Load {
             kind: OpKind::Read,
             // Throughput saturates and latency goes on growing.
-            ios: 900 * depth / (depth + 6),
-            size: riser_units::parse_size(bs).expect("it is a size"),
-            micros: 40.0 + 9.0 * *depth as f64,
+            ios: (900.0 / (1.0 + kib / 100.0)) as u64 * depth / (depth + 6),
+            size,
+            micros: (40.0 + 9.0 * *depth as f64) * (1.0 + kib / 100.0),
         };
         let depth = depth.to_string();
         Outcome {

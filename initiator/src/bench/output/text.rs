@@ -41,10 +41,13 @@ fn block(out: &mut dyn Write, outcome: &Outcome) -> io::Result<()> {
     for kind in active(outcome) {
         writeln!(
             out,
-            "  {:<5}  {} IOPS, {}",
+            "  {:<5}  {} IOPS{}",
             kind.name(),
             show::count(outcome.iops(kind)),
-            show::rate(outcome.bytes_per_second(kind))
+            match kind {
+                OpKind::Flush => String::new(),
+                _ => format!(", {}", bandwidth(outcome, kind)),
+            }
         )?;
         let measured = outcome.of(kind);
         match &measured.response {
@@ -67,7 +70,10 @@ fn block(out: &mut dyn Write, outcome: &Outcome) -> io::Result<()> {
     if let Some(server) = &outcome.server {
         writeln!(out, "  server  {}", costs(server, ios))?;
     }
-    notes(out, outcome, "  ")
+    for note in notes(outcome) {
+        writeln!(out, "  {note}")?;
+    }
+    Ok(())
 }
 
 fn seconds(time: Duration) -> String {
@@ -95,27 +101,23 @@ fn costs(usage: &Usage, ios: u64) -> String {
     )
 }
 
-/// What a reader of the figures must know about them.
-fn notes(out: &mut dyn Write, outcome: &Outcome, indent: &str) -> io::Result<()> {
+/// What a reader of an outcome's figures must know about them.
+pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
+    let mut notes = Vec::new();
     if let Some(verified) = &outcome.verified {
-        writeln!(
-            out,
-            "{indent}verified: {} blocks, all right",
-            verified.blocks
-        )?;
+        notes.push(format!("verified: {} blocks, all right", verified.blocks));
     }
     if let Some(share) = hole_share(outcome) {
-        writeln!(
-            out,
-            "{indent}warning: {share} of the region has no blocks allocated; reads there are not \
-             reads of a disk"
-        )?;
+        notes.push(format!(
+            "warning: {share} of the region has no blocks allocated; reads there are not reads of a \
+             disk"
+        ));
     }
-    Ok(())
+    notes
 }
 
 /// Share of the region that is unallocated, if any of it was read.
-pub(super) fn hole_share(outcome: &Outcome) -> Option<String> {
+fn hole_share(outcome: &Outcome) -> Option<String> {
     let holes = outcome
         .holes
         .filter(|holes| holes.bytes > 0 && holes.of > 0)?;
@@ -124,7 +126,7 @@ pub(super) fn hole_share(outcome: &Outcome) -> Option<String> {
 }
 
 /// Names of options that have different values, in the order of their first appearance.
-pub(super) fn varying(outcomes: &[Outcome]) -> Vec<&str> {
+fn varying(outcomes: &[Outcome]) -> Vec<&str> {
     let mut keys: Vec<&str> = Vec::new();
     for (key, _) in outcomes.iter().flat_map(|outcome| &outcome.options) {
         if !keys.contains(&key.as_str()) {
@@ -140,7 +142,7 @@ pub(super) fn varying(outcomes: &[Outcome]) -> Vec<&str> {
 }
 
 /// Value of an option; empty if the outcome does not have it.
-pub(super) fn option<'a>(outcome: &'a Outcome, key: &str) -> &'a str {
+fn option<'a>(outcome: &'a Outcome, key: &str) -> &'a str {
     let found = outcome.options.iter().find(|(known, _)| known == key);
     found.map_or("", |(_, value)| value)
 }
@@ -171,11 +173,28 @@ fn table(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
         }
     }
     aligned(out, &rows, texts)?;
-    for outcome in outcomes {
-        let prefix = format!("{}: ", show::printable(&outcome.name));
-        notes(out, outcome, &prefix)?;
+    let notes = outcomes.iter().flat_map(|outcome| {
+        let name = show::printable(&outcome.name);
+        notes(outcome)
+            .into_iter()
+            .map(move |note| format!("{name}: {note}"))
+    });
+    let mut notes: Vec<_> = notes.collect();
+    // Rounds of a case mostly have the same ones.
+    notes.sort();
+    notes.dedup();
+    for note in notes {
+        writeln!(out, "{note}")?;
     }
     Ok(())
+}
+
+/// Bytes per second; flushes move none.
+pub(super) fn bandwidth(outcome: &Outcome, kind: OpKind) -> String {
+    match kind {
+        OpKind::Flush => "-".into(),
+        _ => show::rate(outcome.bytes_per_second(kind)),
+    }
 }
 
 /// Names of the columns of figures.
@@ -198,7 +217,7 @@ fn figures(outcome: &Outcome, kind: OpKind) -> [String; 9] {
     let server = outcome.server.as_ref();
     [
         show::count(outcome.iops(kind)),
-        show::rate(outcome.bytes_per_second(kind)),
+        bandwidth(outcome, kind),
         show::time(latencies.mean()),
         at(50.0),
         at(99.0),

@@ -6,15 +6,15 @@ use super::escape::{escape, shortened};
 use super::scale::Range;
 use crate::bench::output::figures::median;
 
-const WIDTH: f64 = 640.0;
-const LEFT: f64 = 200.0;
+const WIDTH: f64 = 680.0;
+const LEFT: f64 = 270.0;
 const RIGHT: f64 = 80.0;
 const BAR: f64 = 16.0;
 const GAP: f64 = 8.0;
 const TOP: f64 = 8.0;
 
 /// Characters of a label.
-const LABEL: usize = 30;
+const LABEL: usize = 42;
 
 /// A bar with its label.
 pub(super) struct Bar {

@@ -6,7 +6,7 @@ use super::escape::{escape, shortened};
 use super::scale::Range;
 
 /// Width of a chart, in units of the drawing.
-const WIDTH: f64 = 640.0;
+const WIDTH: f64 = 680.0;
 const HEIGHT: f64 = 250.0;
 const LEFT: f64 = 66.0;
 const TOP: f64 = 26.0;
@@ -16,7 +16,7 @@ const BOTTOM: f64 = 44.0;
 const LINE_HEIGHT: f64 = 15.0;
 
 /// Characters of a label.
-const LABEL: usize = 22;
+const LABEL: usize = 30;
 
 /// Colours that the style has. Of more lines, the next ones are dashed.
 pub(super) const COLOURS: usize = 6;
@@ -48,8 +48,22 @@ impl Axis {
         Self {
             label,
             range,
-            ticks: ticks.map(|value| (value, show(value))).collect(),
+            ticks: ticks.map(|value| (value, round(&show(value)))).collect(),
         }
+    }
+}
+
+/// A number without the zeros at its end, since marks are at round values: `5 ms`, not `5.00 ms`.
+fn round(shown: &str) -> String {
+    let digit = |c: char| c.is_ascii_digit() || c == '.' || c == '-';
+    let end = shown.find(|c| !digit(c)).unwrap_or(shown.len());
+    let (number, unit) = shown.split_at(end);
+    match number.contains('.') {
+        true => format!(
+            "{}{unit}",
+            number.trim_end_matches('0').trim_end_matches('.')
+        ),
+        false => shown.to_owned(),
     }
 }
 
@@ -220,6 +234,14 @@ fn spread(wanted: &[f64], top: f64, bottom: f64) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn marks_are_round() {
+        assert_eq!(round("5.00 ms"), "5 ms");
+        assert_eq!(round("2.50k"), "2.5k");
+        assert_eq!(round("100 us"), "100 us");
+        assert_eq!(round("0"), "0");
+    }
 
     #[test]
     fn labels_do_not_cover_each_other() {

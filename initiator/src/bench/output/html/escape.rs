@@ -23,12 +23,17 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// The same of the first characters of a text, where there is no room for more.
+/// The same of a text without its middle, where there is no room for more than `limit` characters:
+/// names begin alike, and options end differently.
 pub(super) fn shortened(text: &str, limit: usize) -> String {
-    match text.char_indices().nth(limit) {
-        Some((end, _)) => escape(&text[..end]) + "…",
-        None => escape(text),
+    let all: Vec<char> = text.chars().collect();
+    if all.len() <= limit {
+        return escape(text);
     }
+    let head = limit / 3;
+    let tail = all.len() - (limit - head);
+    let ends = all[..head].iter().chain(&['…']).chain(&all[tail..]);
+    escape(&ends.collect::<String>())
 }
 
 #[cfg(test)]
@@ -44,7 +49,7 @@ mod tests {
 
     #[test]
     fn texts_are_cut_before_they_are_escaped() {
-        assert_eq!(shortened("a<bcdef", 3), "a&lt;b…");
+        assert_eq!(shortened("a<bcdef&", 3), "a…f&amp;");
         assert_eq!(shortened("äöü", 3), "äöü");
     }
 }

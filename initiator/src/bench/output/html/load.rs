@@ -1,15 +1,16 @@
 //! Drawings of several runs: latency against load, rounds, costs.
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::time::Duration;
 
 use super::bars::{Bar, Bars};
+use super::cases::{cases, labels};
 use super::chart::{Axis, COLOURS, Chart, Series};
 use super::escape::escape;
 use super::scale::Range;
 use crate::bench::outcome::{Outcome, Usage};
 use crate::bench::output::figures::{
-    cpu_per_op, data_ios, data_latencies, switches_per_op, total_ios,
+    cpu_per_op, data_ios, data_latencies, median, switches_per_op, total_ios,
 };
 use crate::bench::output::show;
 
@@ -129,44 +130,6 @@ fn point(number: usize, run: &Outcome, percent: f64) -> Option<(f64, f64, String
     Some((iops(run), nanos, about))
 }
 
-/// The parts of names by which they differ: words that all have are left out, unless nothing else
-/// is left.
-fn labels<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let names: Vec<Vec<&str>> = names.map(|name| name.split(' ').collect()).collect();
-    let common = |word: &str| names.len() > 1 && names.iter().all(|name| name.contains(&word));
-    let label = |name: &Vec<&str>| {
-        let own: Vec<_> = name.iter().copied().filter(|word| !common(word)).collect();
-        own.join(" ")
-    };
-    names.iter().map(label).collect()
-}
-
-/// Runs of one name, address and options: rounds of a case.
-fn cases(outcomes: &[Outcome]) -> Vec<(String, Vec<&Outcome>)> {
-    let mut order: Vec<(String, Vec<&Outcome>)> = Vec::new();
-    let mut known: BTreeMap<(&str, &str, String), usize> = BTreeMap::new();
-    for outcome in outcomes.iter().filter(|o| total_ios(o) > 0) {
-        let options = show::options(&outcome.options);
-        let label = format!("{} {} {options}", outcome.name, outcome.address);
-        let key = (outcome.name.as_str(), outcome.address.as_str(), options);
-        match known.get(&key) {
-            Some(i) => order[*i].1.push(outcome),
-            None => {
-                known.insert(key, order.len());
-                order.push((label, vec![outcome]));
-            }
-        }
-    }
-    let labels = labels(order.iter().map(|(label, _)| label.as_str()));
-    for ((name, runs), label) in order.iter_mut().zip(labels) {
-        *name = match label.as_str() {
-            "" => runs[0].name.clone(),
-            _ => label,
-        };
-    }
-    order
-}
-
 /// Adds bars of throughput and latency, with a mark for each round, if there is more than one run.
 pub(super) fn rounds(page: &mut String, outcomes: &[Outcome]) {
     let cases = cases(outcomes);
@@ -174,11 +137,10 @@ pub(super) fn rounds(page: &mut String, outcomes: &[Outcome]) {
         return;
     }
     page.push_str(
-        "<h2>Rounds</h2>\n<p class=\"soft\">A bar is the median of the rounds of a case; circles are \
+        "<h2>Comparison</h2>\n<p class=\"soft\">A bar is the median of the rounds of a case; circles are \
          the rounds.</p>\n",
     );
     cut(page, cases.len());
-    page.push_str("<div class=\"charts\">\n");
     let p99 = |run: &Outcome| {
         let latencies = data_latencies(&run.measured);
         latencies.map_or(0.0, |all| all.value_at_percentile(99.0) as f64)
@@ -198,7 +160,6 @@ pub(super) fn rounds(page: &mut String, outcomes: &[Outcome]) {
     };
     bars("IOPS", show::count, 0, &iops).write(page);
     bars("99th percentile of latency", show::time, 1, &p99).write(page);
-    page.push_str("</div>\n");
 }
 
 fn cut(page: &mut String, all: usize) {
@@ -262,12 +223,12 @@ fn table(page: &mut String, cases: &[(String, Vec<&Outcome>)], sides: &[(&str, S
                     .iter()
                     .filter_map(|run| Some(figure(usage(run)?, total_ios(run))));
                 let rounds: Vec<f64> = rounds.collect();
-                crate::bench::output::figures::median(&rounds)
+                median(&rounds)
             };
             if runs.iter().all(|run| usage(run).is_none()) {
                 continue;
             }
-            let per_op = |time: std::time::Duration, ios: u64| time.as_nanos() as f64 / ios as f64;
+            let per_op = |time: Duration, ios: u64| time.as_nanos() as f64 / ios as f64;
             let _ = writeln!(
                 page,
                 "<tr><th class=\"t\" scope=\"row\">{}</th><td class=\"t\">{side}</td><td>{}</td>\
@@ -303,20 +264,8 @@ mod tests {
     }
 
     #[test]
-    fn rounds_are_no_sweep_but_one_case() {
+    fn rounds_are_no_sweep() {
         let outcomes = [sample::mixed("a", 1), sample::mixed("a", 2)];
         assert!(sweeps(&outcomes).is_empty());
-        let found = cases(&outcomes);
-        assert_eq!(found.len(), 1);
-        assert_eq!(found[0].1.len(), 2);
-    }
-
-    #[test]
-    fn disks_are_other_cases() {
-        let mut outcomes = [sample::mixed("a", 1), sample::mixed("a", 2)];
-        outcomes[1].address = "nbd://127.0.0.1/disk".into();
-        let found = cases(&outcomes);
-        let labels: Vec<_> = found.iter().map(|(label, _)| label.as_str()).collect();
-        assert_eq!(labels, ["srp://127.0.0.1/disk/0", "nbd://127.0.0.1/disk"]);
     }
 }

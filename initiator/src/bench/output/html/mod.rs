@@ -4,9 +4,11 @@
 //!
 //! Its parts: the machine, a table of the runs, throughput and latency over time and distributions
 //! ([`time`]), latency against load for sweeps, rounds of each case and costs of both sides
-//! ([`load`]). Drawings are made by [`chart`] and [`bars`], on the axes of [`scale`].
+//! ([`load`]). [`cases`] are runs that belong together. Drawings are made by [`chart`] and [`bars`],
+//! on the axes of [`scale`].
 
 mod bars;
+mod cases;
 mod chart;
 mod escape;
 mod load;
@@ -155,7 +157,7 @@ mod tests {
         for heading in [
             "Runs",
             "Latency against load",
-            "Rounds",
+            "Comparison",
             "Distribution of latencies",
             "Over time",
             "Costs",
@@ -199,7 +201,7 @@ mod tests {
         let page = written(&[sample::open_loop("a", 1)]);
         well_formed(&page);
         assert!(!page.contains("Latency against load"));
-        assert!(!page.contains(">Rounds<"));
+        assert!(!page.contains(">Comparison<"));
         well_formed(&written(&[]));
         let mut idle = sample::open_loop("a", 1);
         idle.intervals.clear();

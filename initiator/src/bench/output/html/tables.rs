@@ -1,5 +1,6 @@
 //! The table of the runs.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::escape::escape;
@@ -56,7 +57,7 @@ fn row(page: &mut String, number: usize, outcome: &Outcome, kind: OpKind) {
     let _ = write!(page, "<td class=\"k\">{}</td>", kind.name());
     for figure in [
         show::count(outcome.iops(kind)),
-        show::rate(outcome.bytes_per_second(kind)),
+        text::bandwidth(outcome, kind),
         show::time(latencies.mean()),
         at(50.0),
         at(99.0),
@@ -74,22 +75,28 @@ fn idle(page: &mut String, number: usize, outcome: &Outcome) {
     page.push_str("<td class=\"k\" colspan=\"9\">no operation completed</td></tr>\n");
 }
 
+/// Adds the notes, each with the runs that it is about.
 fn notes(page: &mut String, outcomes: &[Outcome]) {
+    let mut notes: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (i, outcome) in outcomes.iter().enumerate() {
-        let (number, name) = (i + 1, escape(&show::printable(&outcome.name)));
-        if let Some(share) = text::hole_share(outcome) {
-            let _ = writeln!(
-                page,
-                "<p class=\"warn\">Run {number} ({name}): {share} of the region has no blocks \
-                 allocated; reads there are not reads of a disk.</p>"
-            );
+        for note in text::notes(outcome) {
+            notes.entry(note).or_default().push((i + 1).to_string());
         }
-        if let Some(verified) = &outcome.verified {
-            let _ = writeln!(
-                page,
-                "<p class=\"soft\">Run {number} ({name}): {} blocks were compared, all right.</p>",
-                verified.blocks
-            );
-        }
+    }
+    for (note, runs) in notes {
+        let class = if note.starts_with("warning") {
+            "warn"
+        } else {
+            "soft"
+        };
+        let (about, runs) = (
+            if runs.len() == 1 { "Run" } else { "Runs" },
+            runs.join(", "),
+        );
+        let _ = writeln!(
+            page,
+            "<p class=\"{class}\">{about} {runs}: {}</p>",
+            escape(&note)
+        );
     }
 }

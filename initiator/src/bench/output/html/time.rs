@@ -4,11 +4,12 @@ use std::fmt::Write;
 
 use hdrhistogram::Histogram;
 
+use super::cases::cases;
 use super::chart::{Axis, COLOURS, Chart, Series};
 use super::escape::escape;
 use super::scale::Range;
 use crate::bench::outcome::{Interval, OpKind, Outcome};
-use crate::bench::output::figures::{active, latencies, per_second, thinned};
+use crate::bench::output::figures::{active, latencies, per_second, sum, thinned};
 use crate::bench::output::show;
 
 /// Most runs whose course is drawn.
@@ -66,12 +67,7 @@ fn middle(interval: &Interval) -> f64 {
 
 fn seconds(outcome: &Outcome) -> Axis {
     let range = Range::exact(0.0, outcome.runtime.as_secs_f64());
-    Axis::new("time in seconds", range, |value| {
-        format!("{value:.4}")
-            .trim_end_matches('0')
-            .trim_end_matches('.')
-            .to_owned()
-    })
+    Axis::new("time in seconds", range, |value| format!("{value:.4}"))
 }
 
 fn throughput(page: &mut String, outcome: &Outcome, intervals: &[Interval]) {
@@ -141,7 +137,7 @@ fn percentiles(page: &mut String, outcome: &Outcome, kind: OpKind, intervals: &[
     .write(page);
 }
 
-/// Adds the distributions of each kind, all runs in one drawing.
+/// Adds the distributions of each kind, all cases in one drawing.
 pub(super) fn distributions(page: &mut String, outcomes: &[Outcome]) {
     if outcomes
         .iter()
@@ -151,7 +147,7 @@ pub(super) fn distributions(page: &mut String, outcomes: &[Outcome]) {
     }
     page.push_str(
         "<h2>Distribution of latencies</h2>\n<p class=\"soft\">Each line shows the latency that a \
-         share of the operations did not exceed. To the right, each mark is ten times as rare.</p>\n",
+         share of the operations did not exceed, in all rounds of a case. To the right, each mark is ten times as rare.</p>\n",
     );
     for kind in OpKind::ALL {
         distribution(page, outcomes, kind);
@@ -159,20 +155,17 @@ pub(super) fn distributions(page: &mut String, outcomes: &[Outcome]) {
 }
 
 fn distribution(page: &mut String, outcomes: &[Outcome], kind: OpKind) {
-    let used: Vec<_> = outcomes
-        .iter()
-        .enumerate()
-        .filter(|(_, outcome)| outcome.of(kind).ios() > 0)
+    let used: Vec<_> = cases(outcomes)
+        .into_iter()
+        .filter_map(|(label, runs)| Some((label, all_rounds(&runs, kind)?)))
         .collect();
-    let series: Vec<_> = used
-        .iter()
-        .take(LINES)
-        .enumerate()
-        .map(|(line, (i, outcome))| Series {
-            label: format!("{} {}", i + 1, outcome.name),
+    let lines = used.iter().take(LINES).enumerate();
+    let series: Vec<_> = lines
+        .map(|(line, (label, latencies))| Series {
+            label: label.clone(),
             colour: line % COLOURS,
             dashed: line >= COLOURS,
-            points: curve(latencies(outcome.of(kind))),
+            points: curve(latencies),
         })
         .collect();
     if series.is_empty() {
@@ -182,7 +175,7 @@ fn distribution(page: &mut String, outcomes: &[Outcome], kind: OpKind) {
     let rarest = points().map(|p| p.0).fold(1.0, f64::max).ceil();
     let more = match used.len().saturating_sub(LINES) {
         0 => String::new(),
-        _ => format!(", the first {LINES} of {} runs", used.len()),
+        _ => format!(", the first {LINES} of {} cases", used.len()),
     };
     Chart {
         title: format!("Latency of a {}{more}", kind.name()),
@@ -202,6 +195,12 @@ fn distribution(page: &mut String, outcomes: &[Outcome], kind: OpKind) {
         marks: false,
     }
     .write(page);
+}
+
+/// Latencies of one kind in all rounds of a case; `None` without any.
+fn all_rounds(runs: &[&Outcome], kind: OpKind) -> Option<Histogram<u64>> {
+    let rounds = runs.iter().map(|run| latencies(run.of(kind)));
+    sum(rounds.filter(|round| !round.is_empty()))
 }
 
 /// Share of the operations that are more frequent than one in `10^n`: 0 %, 90 %, 99 %, 99.9 %.

@@ -1,0 +1,71 @@
+//! Runs that belong together, and names for them.
+
+use std::collections::BTreeMap;
+
+use crate::bench::outcome::Outcome;
+use crate::bench::output::figures::total_ios;
+use crate::bench::output::show;
+
+/// Groups runs of one name, address and options, which are rounds of a case, and names each case.
+/// Runs without operations are left out.
+pub(super) fn cases(outcomes: &[Outcome]) -> Vec<(String, Vec<&Outcome>)> {
+    let mut order: Vec<(String, Vec<&Outcome>)> = Vec::new();
+    let mut known: BTreeMap<(&str, &str, String), usize> = BTreeMap::new();
+    for outcome in outcomes.iter().filter(|o| total_ios(o) > 0) {
+        let options = show::options(&outcome.options);
+        let label = format!("{} {options} {}", outcome.name, outcome.address);
+        let key = (outcome.name.as_str(), outcome.address.as_str(), options);
+        match known.get(&key) {
+            Some(i) => order[*i].1.push(outcome),
+            None => {
+                known.insert(key, order.len());
+                order.push((label, vec![outcome]));
+            }
+        }
+    }
+    let labels = labels(order.iter().map(|(label, _)| label.as_str()));
+    for ((name, runs), label) in order.iter_mut().zip(labels) {
+        *name = match label.as_str() {
+            "" => runs[0].name.clone(),
+            _ => label,
+        };
+    }
+    if let [(name, runs)] = &mut order[..] {
+        name.clone_from(&runs[0].name);
+    }
+    order
+}
+
+/// The words of each name that not all names have.
+pub(super) fn labels<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let names: Vec<Vec<&str>> = names.map(|name| name.split(' ').collect()).collect();
+    let common = |word: &str| names.len() > 1 && names.iter().all(|name| name.contains(&word));
+    let label = |name: &Vec<&str>| {
+        let own: Vec<_> = name.iter().copied().filter(|word| !common(word)).collect();
+        own.join(" ")
+    };
+    names.iter().map(label).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::output::sample;
+
+    #[test]
+    fn rounds_are_one_case() {
+        let found = [sample::mixed("a", 1), sample::mixed("a", 2)];
+        let found = cases(&found);
+        assert_eq!(found.len(), 1);
+        assert_eq!((found[0].0.as_str(), found[0].1.len()), ("a", 2));
+    }
+
+    #[test]
+    fn disks_are_other_cases() {
+        let mut outcomes = [sample::mixed("a", 1), sample::mixed("a", 2)];
+        outcomes[1].address = "nbd://127.0.0.1/disk".into();
+        let found = cases(&outcomes);
+        let labels: Vec<_> = found.iter().map(|(label, _)| label.as_str()).collect();
+        assert_eq!(labels, ["srp://127.0.0.1/disk/0", "nbd://127.0.0.1/disk"]);
+    }
+}

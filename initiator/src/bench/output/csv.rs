@@ -1,9 +1,9 @@
 //! Figures over time as comma-separated values, as RFC 4180 describes them.
 //!
-//! One row per interval and kind of operation of which the run has any. Times are in nanoseconds but
-//! for `t_ms`, the begin of the interval in milliseconds from that of the measurement. Latencies are
-//! from the time when an operation was due, if arrivals are planned; fields of an interval without
-//! operations are empty.
+//! One row per interval and kind of operation of which the run has any. Latencies are in
+//! nanoseconds, from the time when an operation was due, if arrivals are planned; in an interval
+//! without operations they are empty. `t_ms` is the begin of the interval, in milliseconds from that
+//! of the measurement.
 
 use std::io::{self, Write};
 

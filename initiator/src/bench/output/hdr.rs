@@ -24,9 +24,9 @@ const LEGEND: &str =
 
 /// Writes the intervals of all outcomes.
 ///
-/// Tags are `read`, `write`, `trim` and `sync` for latencies from the start of an operation, and the
-/// same with `-response` for those from the time when it was due, where arrivals are planned. If
-/// there are several outcomes, their numbers and names come first: `0.job.read`.
+/// Tags are `read`, `write`, `trim` and `sync` for latencies from the start of an operation, and
+/// the same with `-response` for those from the time when it was due, where arrivals are planned.
+/// If there are several outcomes, their numbers and names come first: `0.job.read`.
 ///
 /// # Errors
 /// What `out` reports.

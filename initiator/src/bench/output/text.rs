@@ -39,28 +39,7 @@ fn block(out: &mut dyn Write, outcome: &Outcome) -> io::Result<()> {
         show::options(&outcome.options)
     )?;
     for kind in active(outcome) {
-        writeln!(
-            out,
-            "  {:<5}  {} IOPS{}",
-            kind.name(),
-            show::count(outcome.iops(kind)),
-            match kind {
-                OpKind::Flush => String::new(),
-                _ => format!(", {}", bandwidth(outcome, kind)),
-            }
-        )?;
-        let measured = outcome.of(kind);
-        match &measured.response {
-            Some(response) => {
-                writeln!(out, "         response  {}", distribution(response))?;
-                writeln!(
-                    out,
-                    "         service   {}",
-                    distribution(&measured.service)
-                )?;
-            }
-            None => writeln!(out, "         {}", distribution(&measured.service))?,
-        }
+        kind_lines(out, outcome, kind)?;
     }
     let ios = total_ios(outcome);
     if ios == 0 {
@@ -74,6 +53,31 @@ fn block(out: &mut dyn Write, outcome: &Outcome) -> io::Result<()> {
         writeln!(out, "  {note}")?;
     }
     Ok(())
+}
+
+fn kind_lines(out: &mut dyn Write, outcome: &Outcome, kind: OpKind) -> io::Result<()> {
+    writeln!(
+        out,
+        "  {:<5}  {} IOPS{}",
+        kind.name(),
+        show::count(outcome.iops(kind)),
+        match kind {
+            OpKind::Flush => String::new(),
+            _ => format!(", {}", bandwidth(outcome, kind)),
+        }
+    )?;
+    let measured = outcome.of(kind);
+    match &measured.response {
+        Some(response) => {
+            writeln!(out, "         response  {}", distribution(response))?;
+            writeln!(
+                out,
+                "         service   {}",
+                distribution(&measured.service)
+            )
+        }
+        None => writeln!(out, "         {}", distribution(&measured.service)),
+    }
 }
 
 fn seconds(time: Duration) -> String {

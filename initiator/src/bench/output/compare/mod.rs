@@ -4,8 +4,8 @@
 //! sides have, [`compare()`] gives the medians, the ratio of B to A and an interval of it, from the
 //! test of Mann and Whitney at 95 % ([`stats`]): a difference is beyond noise if the interval does
 //! not contain 1. That takes four rounds of each side, or three and five: of three and three even
-//! the most extreme result happens by chance more often. Of twenty figures that are the same, one is
-//! expected to be reported as different.
+//! the most extreme result happens by chance more often. Of twenty figures that are the same, one
+//! is expected to be reported as different.
 
 pub mod stats;
 mod table;
@@ -99,7 +99,8 @@ pub struct Figure {
 pub struct Case {
     /// Name of the job.
     pub name: String,
-    /// Its options, in the order of their names; those of A's first round if only names are compared.
+    /// Its options, in the order of their names; those of A's first round if only names are
+    /// compared.
     pub options: Vec<(String, String)>,
     /// Numbers of rounds of A and B.
     pub rounds: (usize, usize),

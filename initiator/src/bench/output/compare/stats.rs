@@ -1,8 +1,8 @@
 //! Difference of two small samples without an assumption about their distribution.
 //!
-//! The interval of the ratio is the one that belongs to the test of Mann and Whitney: of all ratios
-//! of a value of B to one of A, as many are cut off at either end as the test allows at the level of
-//! confidence. The estimate is the median of these ratios (Hodges and Lehmann).
+//! The interval of the ratio is the one that belongs to the test of Mann and Whitney: of all
+//! ratios of a value of B to one of A, as many are cut off at either end as the test allows at the
+//! level of confidence. The estimate is the median of these ratios (Hodges and Lehmann).
 
 /// Probability with which the interval contains the true ratio, at least.
 pub const CONFIDENCE: f64 = 0.95;

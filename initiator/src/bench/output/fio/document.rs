@@ -68,6 +68,13 @@ struct Direction {
     slat_ns: Latency,
     clat_ns: Latency,
     lat_ns: Latency,
+    #[serde(flatten)]
+    samples: Samples,
+}
+
+/// Rates of the intervals.
+#[derive(Serialize)]
+struct Samples {
     bw_min: u64,
     bw_max: u64,
     bw_agg: f64,
@@ -210,18 +217,6 @@ fn direction(outcome: &Outcome, kind: OpKind, bins: bool) -> Direction {
     let measured = outcome.of(kind);
     let used = measured.ios() > 0;
     let rate = outcome.bytes_per_second(kind);
-    // Without operations there are no samples, as in fio.
-    let samples = if used {
-        samples(outcome, kind)
-    } else {
-        Vec::new()
-    };
-    let iops = Spread::of(samples.iter().map(|(iops, _)| *iops));
-    let bw = Spread::of(samples.iter().map(|(_, bytes)| bytes / 1024.0));
-    let share_of_all = match rate {
-        0.0 => 0.0,
-        rate => (100.0 * bw.mean * 1024.0 / rate).min(100.0),
-    };
     let lat_ns = match &measured.response {
         Some(response) => Latency::distribution(response, bins),
         None => Latency::summary(&measured.service),
@@ -240,6 +235,23 @@ fn direction(outcome: &Outcome, kind: OpKind, bins: bool) -> Direction {
         slat_ns: Latency::default(),
         clat_ns: Latency::distribution(&measured.service, bins),
         lat_ns,
+        samples: rates(outcome, kind),
+    }
+}
+
+fn rates(outcome: &Outcome, kind: OpKind) -> Samples {
+    // Without operations there are no samples, as in fio.
+    let samples = match outcome.of(kind).ios() {
+        0 => Vec::new(),
+        _ => samples(outcome, kind),
+    };
+    let iops = Spread::of(samples.iter().map(|(iops, _)| *iops));
+    let bw = Spread::of(samples.iter().map(|(_, bytes)| bytes / 1024.0));
+    let share_of_all = match outcome.bytes_per_second(kind) {
+        0.0 => 0.0,
+        rate => (100.0 * bw.mean * 1024.0 / rate).min(100.0),
+    };
+    Samples {
         bw_min: bw.min as u64,
         bw_max: bw.max as u64,
         bw_agg: share_of_all,

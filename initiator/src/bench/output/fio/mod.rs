@@ -18,8 +18,8 @@
 //!
 //! Left out is what is not measured: `eta` and `elapsed` of a run that is over, `majf` and `minf`,
 //! the depths `iodepth_level`, `iodepth_submit` and `iodepth_complete`, and `latency_depth`,
-//! `latency_target`, `latency_percentile` and `latency_window` of fio's search for a depth. There are
-//! no `global options`, because each job has all of its own.
+//! `latency_target`, `latency_percentile` and `latency_window` of fio's search for a depth. There
+//! are no `global options`, because each job has all of its own.
 //!
 //! What fio has no place for is in objects named `riser`: at the top the machine, and in each job
 //! the address, both sides' processor time and context switches, holes, verified blocks, the mean

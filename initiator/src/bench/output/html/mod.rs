@@ -1,11 +1,11 @@
 //! A report as one HTML page without external parts: style and drawings are in it, there is no
-//! script, and it is well-formed XML. Colours follow the browser's light or dark scheme, and the page
-//! prints.
+//! script, and it is well-formed XML. Colours follow the browser's light or dark scheme, and the
+//! page prints.
 //!
 //! Its parts: the machine, a table of the runs, throughput and latency over time and distributions
 //! ([`time`]), latency against load for sweeps, rounds of each case and costs of both sides
-//! ([`load`]). [`cases`] are runs that belong together. Drawings are made by [`chart`] and [`bars`],
-//! on the axes of [`scale`].
+//! ([`load`]). [`cases`] are runs that belong together. Drawings are made by [`chart`] and
+//! [`bars`], on the axes of [`scale`].
 
 mod bars;
 mod cases;

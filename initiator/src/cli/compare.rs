@@ -10,8 +10,8 @@ use super::output;
 use crate::bench::output::compare::{self, MatchBy};
 use crate::bench::output::fio::{self, RunSummary};
 
-/// Largest file that is read. Documents have some hundred kilobytes for a job.
-const MAX_FILE: u64 = 1 << 30;
+/// Largest file that is read, in bytes. A document has some hundred kilobytes for a job.
+const MAX_FILE: u64 = 256 << 20;
 
 /// Compares two files.
 ///
@@ -30,8 +30,43 @@ pub fn run(args: &CompareArgs, global: &Global) -> Result<(), CliError> {
 fn load(path: &Path) -> Result<Vec<RunSummary>, CliError> {
     let shown = path.display();
     let mut text = String::new();
-    File::open(path)
-        .and_then(|file| file.take(MAX_FILE).read_to_string(&mut text))
+    let len = File::open(path)
+        .and_then(|file| file.take(MAX_FILE + 1).read_to_string(&mut text))
         .map_err(|error| CliError::io(format!("cannot read {shown}"), error))?;
+    if len as u64 > MAX_FILE {
+        let mib = MAX_FILE >> 20;
+        let what = format!("{shown} has more than {mib} MiB, the most that is compared");
+        return Err(CliError::new(Exit::Usage, what));
+    }
     fio::read(&text).map_err(|error| CliError::new(Exit::Usage, format!("{shown}: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file that has come to the crate with its sources.
+    fn source(name: &str) -> std::path::PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
+    }
+
+    #[test]
+    fn a_file_of_fio_is_loaded() {
+        let golden = source("src/bench/output/golden/fio-3.33.json");
+        assert_eq!(load(&golden).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn errors_name_the_file() {
+        let missing = load(Path::new("/nonexistent/a.json")).unwrap_err();
+        assert_eq!(missing.exit, Exit::NotFound);
+        assert_eq!(missing.what, "cannot read /nonexistent/a.json");
+        let other = load(&source("Cargo.toml")).unwrap_err();
+        assert_eq!(other.exit, Exit::Usage);
+        assert!(
+            other.what.contains("Cargo.toml: no JSON of fio"),
+            "{}",
+            other.what
+        );
+    }
 }

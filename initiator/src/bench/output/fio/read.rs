@@ -105,18 +105,25 @@ pub struct RunSummary {
 /// in several processes without `group_reporting` is refused.
 pub fn read(text: &str) -> Result<Vec<RunSummary>, ReadError> {
     let mut start = 0;
+    let mut skipped = 0;
     for line in text.split_inclusive('\n') {
         if line.trim_start().starts_with('{') {
             break;
         }
         start += line.len();
+        skipped += 1;
     }
+    let syntax = |error: serde_json::Error| {
+        let (line, column) = (error.line() + skipped, error.column());
+        let what = error.to_string();
+        let what = what.split(" at line ").next().unwrap_or(&what);
+        ReadError::Syntax(format!("line {line}, column {column}: {what}"))
+    };
     let mut runs = Vec::new();
     let mut documents = 0;
     for document in serde_json::Deserializer::from_str(&text[start..]).into_iter::<Value>() {
-        let document = document.map_err(|error| ReadError::Syntax(error.to_string()))?;
+        read_document(&document.map_err(syntax)?, &mut runs)?;
         documents += 1;
-        read_document(&document, &mut runs)?;
     }
     match documents {
         0 => Err(ReadError::Syntax("no line begins with {".into())),
@@ -423,6 +430,13 @@ mod tests {
         assert!(matches!(cut, ReadError::Syntax(_)), "{cut}");
         assert!(matches!(read("nothing\n"), Err(ReadError::Syntax(_))));
         assert!(matches!(read("{}"), Err(ReadError::Member { .. })));
+    }
+
+    #[test]
+    fn errors_of_syntax_have_the_line_of_the_file() {
+        let error = read("fio: a warning\n{\n  \"jobs\": [}\n").unwrap_err();
+        let expected = "no JSON of fio: line 3, column 12: expected value";
+        assert_eq!(error.to_string(), expected);
     }
 
     #[test]

@@ -342,7 +342,7 @@ impl<'a> Node<'a> {
 mod tests {
     use super::super::document::write;
     use super::*;
-    use crate::bench::outcome::Outcome;
+    use crate::bench::outcome::{Measured, Outcome};
     use crate::bench::output::sample;
 
     const GOLDEN: &str = include_str!("../golden/fio-3.33.json");
@@ -403,7 +403,7 @@ mod tests {
             Some(response.value_at_percentile(99.9) as f64)
         );
         let server = runs[0].server.unwrap();
-        let ios: u64 = outcomes[0].measured.iter().map(|m| m.ios()).sum();
+        let ios: u64 = outcomes[0].measured.iter().map(Measured::ios).sum();
         assert!((server.cpu_ns_per_op - 490e6 / ios as f64).abs() < 1e-6);
         assert_eq!(runs[1].server, None);
     }

@@ -8,7 +8,7 @@
 use std::io;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -150,6 +150,18 @@ impl Ring {
     #[must_use]
     pub fn waker(&self) -> Waker {
         self.waker.clone()
+    }
+
+    /// Descriptor of the ring, which `poll(2)` reports as readable while there is something to
+    /// [`reap`](Ring::reap): for a thread that also waits for descriptors that are not in the ring.
+    /// Before it sleeps it calls [`submit`](Ring::submit) and finds nothing to reap. `None` for a
+    /// simulated ring.
+    #[must_use]
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        match &self.kernel {
+            Kernel::Uring(uring) => Some(uring.fd()),
+            Kernel::Simulated(_) => None,
+        }
     }
 
     /// Operations in flight, the ring's own not counted.

@@ -6,7 +6,7 @@
 )]
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -86,6 +86,12 @@ impl Uring {
             max_buffers,
         };
         Ok((uring, files))
+    }
+
+    /// Descriptor of the ring.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the ring owns the descriptor and closes it when it is dropped.
+        unsafe { BorrowedFd::borrow_raw(self.uring.as_raw_fd()) }
     }
 
     /// Entries of the table of registered memory that are in use.

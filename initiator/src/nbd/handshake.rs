@@ -1,10 +1,10 @@
 //! Options of the negotiation.
 
 use super::Export;
+use super::cursor::Cursor;
 use super::fault::NbdFault;
 use super::proto::{
-    BASE_ALLOCATION, BASE_ALLOCATION_ID, MAX_REQUEST, MAX_STRING, OPTION_REPLY_MAGIC, info, opt,
-    rep,
+    BASE_ALLOCATION, BASE_ALLOCATION_ID, MAX_REQUEST, OPTION_REPLY_MAGIC, info, opt, rep,
 };
 
 /// Appends a reply to an option.
@@ -14,42 +14,6 @@ pub(super) fn reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
     out.extend(kind.to_be_bytes());
     out.extend((data.len() as u32).to_be_bytes());
     out.extend(data);
-}
-
-/// Rest of an option's data. The slice's length is the only authority.
-struct Cursor<'a>(&'a [u8]);
-
-impl<'a> Cursor<'a> {
-    fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
-        let (head, tail) = self.0.split_at_checked(len)?;
-        self.0 = tail;
-        Some(head)
-    }
-
-    fn u16(&mut self) -> Option<u16> {
-        let (head, tail) = self.0.split_first_chunk()?;
-        self.0 = tail;
-        Some(u16::from_be_bytes(*head))
-    }
-
-    fn u32(&mut self) -> Option<u32> {
-        let (head, tail) = self.0.split_first_chunk()?;
-        self.0 = tail;
-        Some(u32::from_be_bytes(*head))
-    }
-
-    /// A string with its length before it, no longer than the protocol allows.
-    fn string(&mut self) -> Option<&'a [u8]> {
-        let len = self.u32()? as usize;
-        if len > MAX_STRING {
-            return None;
-        }
-        self.bytes(len)
-    }
-
-    fn finish(self) -> Option<()> {
-        self.0.is_empty().then_some(())
-    }
 }
 
 /// Phase that follows an option.

@@ -1,13 +1,16 @@
-//! A disk as a Network Block Device: fixed newstyle negotiation over a Unix socket.
+//! Network Block Devices: fixed newstyle negotiation, as a server over a Unix socket and as a
+//! client.
 //!
-//! - [`proto`]: the protocol's numbers, and replies encoded.
+//! - [`proto`]: the protocol's numbers, and messages encoded.
+//! - [`NbdUri`]: addresses of exports. - [`client`]: the client's side of the protocol;
+//!   [`crate::disks::nbd`] has its socket.
 //! - [`Machine`]: one connection as bytes in, requests and bytes out. It owns no socket.
 //! - [`Server`]: listens, runs a machine per connection and its requests on a
 //!   [`ByteDevice`](crate::block::ByteDevice).
 //!
 //! Source: the NBD protocol document (`doc/proto.md` of the reference implementation).
 //!
-//! Spoken: `NBD_OPT_EXPORT_NAME`, `ABORT`, `LIST`, `INFO`, `GO`, `STRUCTURED_REPLY`,
+//! The server speaks `NBD_OPT_EXPORT_NAME`, `ABORT`, `LIST`, `INFO`, `GO`, `STRUCTURED_REPLY`,
 //! `LIST_META_CONTEXT`, `SET_META_CONTEXT` with `base:allocation`; commands `READ`, `WRITE`,
 //! `DISC`, `FLUSH`, `TRIM`, `CACHE` (answered, without effect), `WRITE_ZEROES`, `BLOCK_STATUS`;
 //! several connections to one export.
@@ -20,7 +23,9 @@
 //! that does not read its replies stops being read.
 
 mod budget;
+pub mod client;
 mod connection;
+mod cursor;
 mod fault;
 mod handshake;
 mod machine;
@@ -29,11 +34,13 @@ pub mod proto;
 mod reply;
 mod server;
 mod transmission;
+mod uri;
 
 pub use fault::NbdFault;
 pub use machine::{Event, Machine, Progress};
 pub use server::{Server, ServerHandle};
 pub use transmission::{Command, NbdRequest};
+pub use uri::{NbdServer, NbdUri, UriError};
 
 /// Properties of the export, as its clients see them.
 #[derive(Clone, Debug, PartialEq, Eq)]

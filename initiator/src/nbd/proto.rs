@@ -14,6 +14,20 @@ pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 /// First of a chunk of a structured reply.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 
+/// Second of the greeting of a server that negotiates nothing (oldstyle).
+pub const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
+
+/// Port that IANA has assigned.
+pub const NBD_PORT: u16 = 10809;
+
+/// Length of a server's greeting in bytes.
+pub const GREETING_LEN: usize = 18;
+/// Length of the header of a reply to an option, in bytes.
+pub const OPTION_REPLY_LEN: usize = 20;
+/// Length of a simple reply in bytes.
+pub const SIMPLE_REPLY_LEN: usize = 16;
+/// Length of the header of a structured reply chunk, in bytes.
+pub const CHUNK_LEN: usize = 20;
 /// Length of a request's header in bytes.
 pub const REQUEST_LEN: usize = 28;
 /// Length of an option's header in bytes.
@@ -77,8 +91,13 @@ pub mod rep {
     pub const INFO: u32 = 3;
     pub const META_CONTEXT: u32 = 4;
     pub const ERR_UNSUP: u32 = (1 << 31) + 1;
+    pub const ERR_POLICY: u32 = (1 << 31) + 2;
     pub const ERR_INVALID: u32 = (1 << 31) + 3;
+    pub const ERR_PLATFORM: u32 = (1 << 31) + 4;
+    pub const ERR_TLS_REQD: u32 = (1 << 31) + 5;
     pub const ERR_UNKNOWN: u32 = (1 << 31) + 6;
+    pub const ERR_SHUTDOWN: u32 = (1 << 31) + 7;
+    pub const ERR_BLOCK_SIZE_REQD: u32 = (1 << 31) + 8;
     pub const ERR_TOO_BIG: u32 = (1 << 31) + 9;
 }
 
@@ -120,6 +139,7 @@ pub mod chunk {
     pub const FLAG_DONE: u16 = 1;
     pub const NONE: u16 = 0;
     pub const OFFSET_DATA: u16 = 1;
+    pub const OFFSET_HOLE: u16 = 2;
     pub const BLOCK_STATUS: u16 = 5;
     pub const ERROR: u16 = (1 << 15) + 1;
     pub const ERROR_OFFSET: u16 = (1 << 15) + 2;
@@ -139,6 +159,23 @@ pub enum Errno {
     NotSup = 95,
 }
 
+impl Errno {
+    /// Failure of a block operation that an error number of a server means. Numbers that the
+    /// protocol does not name are failures of input or output.
+    #[must_use]
+    pub fn block_error(number: u32, message: &str) -> crate::block::BlockError {
+        use crate::block::BlockError as E;
+        match number {
+            n if n == Self::Perm as u32 => E::ReadOnly,
+            n if n == Self::NoSpc as u32 => E::NoSpace,
+            n if n == Self::Inval as u32 => E::OutOfRange,
+            n if n == Self::NotSup as u32 => E::Unsupported,
+            n if message.is_empty() => E::Io(format!("the NBD server reports error {n}")),
+            n => E::Io(format!("the NBD server reports error {n}: {message}")),
+        }
+    }
+}
+
 impl From<&crate::block::BlockError> for Errno {
     fn from(error: &crate::block::BlockError) -> Self {
         use crate::block::BlockError as E;
@@ -156,10 +193,40 @@ impl From<&crate::block::BlockError> for Errno {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cookie(pub u64);
 
+/// Header of a request.
+#[must_use]
+pub fn request_header(
+    command: u16,
+    flags: u16,
+    cookie: Cookie,
+    offset: u64,
+    len: u32,
+) -> [u8; REQUEST_LEN] {
+    let mut out = [0; REQUEST_LEN];
+    out[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+    out[4..6].copy_from_slice(&flags.to_be_bytes());
+    out[6..8].copy_from_slice(&command.to_be_bytes());
+    out[8..16].copy_from_slice(&cookie.0.to_be_bytes());
+    out[16..24].copy_from_slice(&offset.to_be_bytes());
+    out[24..].copy_from_slice(&len.to_be_bytes());
+    out
+}
+
+/// An option of the negotiation with its data.
+#[must_use]
+pub fn option(number: u32, data: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(OPTION_LEN + data.len());
+    out.extend(OPTION_MAGIC.to_be_bytes());
+    out.extend(number.to_be_bytes());
+    out.extend((data.len() as u32).to_be_bytes());
+    out.extend(data);
+    out
+}
+
 /// A simple reply, without the data that a successful read appends.
 #[must_use]
-pub fn simple_reply(cookie: Cookie, error: Option<Errno>) -> [u8; 16] {
-    let mut out = [0; 16];
+pub fn simple_reply(cookie: Cookie, error: Option<Errno>) -> [u8; SIMPLE_REPLY_LEN] {
+    let mut out = [0; SIMPLE_REPLY_LEN];
     out[..4].copy_from_slice(&SIMPLE_REPLY_MAGIC.to_be_bytes());
     out[4..8].copy_from_slice(&error.map_or(0, |e| e as u32).to_be_bytes());
     out[8..].copy_from_slice(&cookie.0.to_be_bytes());
@@ -168,8 +235,8 @@ pub fn simple_reply(cookie: Cookie, error: Option<Errno>) -> [u8; 16] {
 
 /// Header of a structured reply chunk whose payload is `len` bytes.
 #[must_use]
-pub fn chunk_header(cookie: Cookie, kind: u16, flags: u16, len: u32) -> [u8; 20] {
-    let mut out = [0; 20];
+pub fn chunk_header(cookie: Cookie, kind: u16, flags: u16, len: u32) -> [u8; CHUNK_LEN] {
+    let mut out = [0; CHUNK_LEN];
     out[..4].copy_from_slice(&STRUCTURED_REPLY_MAGIC.to_be_bytes());
     out[4..6].copy_from_slice(&flags.to_be_bytes());
     out[6..8].copy_from_slice(&kind.to_be_bytes());

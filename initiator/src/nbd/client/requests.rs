@@ -1,0 +1,702 @@
+//! Requests in flight on a connection, and the replies to them.
+//!
+//! ```text
+//! Reply ──simple reply of a read, data chunk──> Payload ──last chunk──> End ──> Reply
+//!   │ ▲                                           │ └───── more chunks follow ───▲
+//!   │ └─────── other replies, chunks ─────────────┘
+//!   └──status chunk──> Extents ──> Reply or End           any of them ──fault──> Closed
+//! ```
+//!
+//! The calling order: [`Requests::submit`] gives the header to send, which the data of a write
+//! follow. What the socket has is offered to [`Requests::handle`], which takes as much as makes one
+//! step. Data of a read are next in the stream where [`Requests::payload`] says so: the driver
+//! takes these bytes itself, to their place, and reports them with [`Requests::handle_payload`].
+
+use riser_state::become_state;
+use slab::Slab;
+use thiserror::Error;
+
+use super::coverage::Coverage;
+use crate::block::{BlockError, Extent, ExtentKind};
+use crate::nbd::cursor::Cursor;
+use crate::nbd::proto::{
+    self, CHUNK_LEN, Cookie, Errno, MAX_STRING, REQUEST_LEN, SIMPLE_REPLY_LEN, SIMPLE_REPLY_MAGIC,
+    STRUCTURED_REPLY_MAGIC, chunk, cmd, cmd_flag,
+};
+
+/// Most requests in flight on a connection. The protocol has no limit; servers stop reading at
+/// one of theirs.
+pub const MAX_IN_FLIGHT: usize = 1024;
+/// Most separate ranges of one read that are remembered.
+pub(super) const MAX_PIECES: usize = 16_384;
+/// Most extents that are kept of one reply; the range that they cover is shorter then.
+pub(super) const MAX_EXTENTS: usize = 4096;
+
+/// A request. Offsets and lengths are bytes, and within the export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Reads data.
+    Read {
+        /// First byte.
+        offset: u64,
+        /// Number of bytes, not 0.
+        len: u32,
+    },
+    /// Writes the data that follow the header.
+    Write {
+        /// First byte.
+        offset: u64,
+        /// Number of bytes, not 0.
+        len: u32,
+        /// Done only when the data are on stable storage.
+        fua: bool,
+    },
+    /// Puts finished writes on stable storage.
+    Flush,
+    /// Gives up contents.
+    Trim {
+        /// First byte.
+        offset: u64,
+        /// Number of bytes, not 0.
+        len: u32,
+    },
+    /// Makes a range read as zeroes.
+    WriteZeroes {
+        /// First byte.
+        offset: u64,
+        /// Number of bytes, not 0.
+        len: u32,
+        /// The space must stay allocated.
+        no_hole: bool,
+    },
+    /// Asks which parts of a range are allocated.
+    BlockStatus {
+        /// First byte.
+        offset: u64,
+        /// Number of bytes, not 0.
+        len: u32,
+    },
+}
+
+impl Request {
+    fn header(self, cookie: Cookie) -> [u8; REQUEST_LEN] {
+        let flag = |is_set: bool, flag: u16| if is_set { flag } else { 0 };
+        let (command, flags, offset, len) = match self {
+            Self::Read { offset, len } => (cmd::READ, 0, offset, len),
+            Self::Write { offset, len, fua } => (cmd::WRITE, flag(fua, cmd_flag::FUA), offset, len),
+            Self::Flush => (cmd::FLUSH, 0, 0, 0),
+            Self::Trim { offset, len } => (cmd::TRIM, 0, offset, len),
+            Self::WriteZeroes {
+                offset,
+                len,
+                no_hole,
+            } => (
+                cmd::WRITE_ZEROES,
+                flag(no_hole, cmd_flag::NO_HOLE),
+                offset,
+                len,
+            ),
+            Self::BlockStatus { offset, len } => (cmd::BLOCK_STATUS, 0, offset, len),
+        };
+        proto::request_header(command, flags, cookie, offset, len)
+    }
+}
+
+/// Violation of the protocol by a server in its replies. The stream cannot be followed any longer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum ReplyFault {
+    /// A reply does not begin with a magic number.
+    #[error("a reply begins with {0:#010x}")]
+    Magic(u32),
+    /// A reply to a request that is not in flight.
+    #[error("a reply names the request {0:#x}, which is not in flight")]
+    Cookie(u64),
+    /// A chunk without structured replies, or a simple reply to a read with them.
+    #[error("a reply has the form that was not negotiated")]
+    Form,
+    /// A chunk whose type does not belong to its request, or is not known.
+    #[error("a chunk of type {kind} does not belong to its request")]
+    Kind {
+        /// Type of the chunk.
+        kind: u16,
+    },
+    /// A chunk whose length is not that of its type.
+    #[error("a chunk of type {kind} has {len} bytes")]
+    Length {
+        /// Type of the chunk.
+        kind: u16,
+        /// Length of its payload, in bytes.
+        len: u32,
+    },
+    /// Data beyond what was asked for, or twice.
+    #[error(
+        "a reply brings {len} bytes from byte {offset} on, which were not asked for or came before"
+    )]
+    Data {
+        /// First byte on the export.
+        offset: u64,
+        /// Number of bytes.
+        len: u32,
+    },
+    /// A read ends with a part of its data missing.
+    #[error("the reply to a read from byte {offset} on lacks data")]
+    Missing {
+        /// First byte of the read.
+        offset: u64,
+    },
+    /// A read is answered in more than [`MAX_PIECES`] separate ranges.
+    #[error("the reply to a read is in more than {MAX_PIECES} separate pieces")]
+    TooManyPieces,
+    /// Extents of a context that was not selected, of no length, or none at all.
+    #[error("a status reply has no extents, or none that were asked for")]
+    Extents,
+    /// An error chunk or a failure without an error number.
+    #[error("a chunk reports a failure with error 0")]
+    NoError,
+    /// Bytes after a fault.
+    #[error("the connection is closed")]
+    Closed,
+}
+
+/// End of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct End {
+    /// Failure that the server reports, if there is one.
+    pub result: Result<(), BlockError>,
+    /// Extents of the range of a status request, from its start on, in whole blocks.
+    pub extents: Vec<Extent>,
+}
+
+/// Outcome of a step.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Event<T> {
+    /// A request has ended.
+    Done(T, End),
+    /// A part of a read is zeroes: the caller fills it. Offsets count from the request's first
+    /// byte; [`Requests::token`] names the request.
+    Hole(usize, std::ops::Range<usize>),
+}
+
+/// Progress of one call of [`Requests::handle`].
+#[derive(Debug, PartialEq, Eq)]
+pub struct Progress<T> {
+    /// Number of bytes of the input that it took. 0 without an event: it needs more.
+    pub consumed: usize,
+    /// Event that these bytes have led to.
+    pub event: Option<Event<T>>,
+}
+
+impl<T> Progress<T> {
+    fn took(consumed: usize) -> Self {
+        Self {
+            consumed,
+            event: None,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The header of a reply is next.
+    Reply,
+    /// Data of a read, from byte `at` of it on.
+    Payload {
+        key: usize,
+        at: u32,
+        left: u32,
+        is_last: bool,
+    },
+    /// Extents of a status.
+    Extents {
+        key: usize,
+        left: u32,
+        is_last: bool,
+    },
+    /// The reply is complete.
+    End { key: usize },
+    /// The server has broken the protocol.
+    Closed,
+}
+
+impl riser_state::State for State {
+    fn may_become(&self, next: &Self) -> bool {
+        use State::{Closed, End, Extents, Payload, Reply};
+        match self {
+            Reply => !matches!(next, Reply),
+            Payload { .. } => matches!(next, Reply | End { .. }),
+            Extents { .. } => matches!(next, Reply | End { .. } | Extents { .. } | Closed),
+            End { .. } => matches!(next, Reply | Closed),
+            Closed => false,
+        }
+    }
+}
+
+/// A request in flight.
+#[derive(Debug)]
+struct Pending<T> {
+    token: T,
+    generation: u32,
+    request: Request,
+    coverage: Coverage,
+    extents: Vec<(u32, u32)>,
+    error: Option<BlockError>,
+}
+
+/// Requests in flight on a connection; each bears a token of its caller's.
+#[derive(Debug)]
+pub struct Requests<T> {
+    pending: Slab<Pending<T>>,
+    state: State,
+    /// Distinguishes requests that have had the same place.
+    generation: u32,
+    structured: bool,
+    allocation_context: Option<u32>,
+    /// Extents are reported in multiples of it.
+    block: u32,
+}
+
+impl<T> Requests<T> {
+    /// None in flight, on a connection whose negotiation had this outcome. Extents are reported in
+    /// whole blocks of `block` bytes.
+    #[must_use]
+    pub fn new(structured: bool, allocation_context: Option<u32>, block: u32) -> Self {
+        Self {
+            pending: Slab::new(),
+            state: State::Reply,
+            generation: 0,
+            structured,
+            allocation_context,
+            block,
+        }
+    }
+
+    /// Number of requests in flight.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// Tokens of the requests in flight.
+    pub fn tokens(&self) -> impl Iterator<Item = &T> {
+        self.pending.iter().map(|(_, pending)| &pending.token)
+    }
+
+    /// Token of the request that an [`Event::Hole`] names.
+    #[must_use]
+    pub fn token(&self, key: usize) -> &T {
+        &self.pending[key].token
+    }
+
+    /// Takes all requests out, as they will not be answered any more.
+    pub fn drain(&mut self) -> Vec<T> {
+        self.pending.drain().map(|pending| pending.token).collect()
+    }
+
+    /// Adds a request. Returns the header to send.
+    ///
+    /// # Panics
+    /// If [`MAX_IN_FLIGHT`] requests are in flight.
+    pub fn submit(&mut self, request: Request, token: T) -> [u8; REQUEST_LEN] {
+        assert!(self.pending.len() < MAX_IN_FLIGHT, "too many requests");
+        self.generation = self.generation.wrapping_add(1);
+        let generation = self.generation;
+        let key = self.pending.insert(Pending {
+            token,
+            generation,
+            request,
+            coverage: Coverage::default(),
+            extents: Vec::new(),
+            error: None,
+        });
+        request.header(Cookie(u64::from(generation) << 32 | key as u64))
+    }
+
+    /// Place of the data that are next in the stream: the request's token, the offset from its
+    /// first byte, and the number of bytes.
+    #[must_use]
+    pub fn payload(&self) -> Option<(&T, usize, usize)> {
+        match self.state {
+            State::Payload { key, at, left, .. } => {
+                Some((&self.pending[key].token, at as usize, left as usize))
+            }
+            _ => None,
+        }
+    }
+
+    /// The driver took `len` bytes of data out of the stream.
+    ///
+    /// # Panics
+    /// If that is more than [`Requests::payload`] says.
+    pub fn handle_payload(&mut self, len: usize) {
+        let State::Payload {
+            key,
+            at,
+            left,
+            is_last,
+        } = &mut self.state
+        else {
+            assert_eq!(len, 0, "no data are expected");
+            return;
+        };
+        let len = u32::try_from(len).expect("data of one read");
+        *at += len;
+        *left = left.checked_sub(len).expect("more data than the chunk has");
+        if *left == 0 {
+            let next = after(*key, *is_last);
+            become_state(&mut self.state, next);
+        }
+    }
+
+    /// One step on the bytes that the stream has, from its current position on. It never needs more
+    /// than the header of a chunk and an error message ([`MAX_STRING`]) at once, and takes nothing
+    /// while data are next.
+    ///
+    /// # Errors
+    /// The stream cannot be followed; nothing more can be handled.
+    pub fn handle(&mut self, input: &[u8]) -> Result<Progress<T>, ReplyFault> {
+        let step = match self.state {
+            State::Reply => self.on_reply(input),
+            State::Payload { .. } => Ok(Progress::took(0)),
+            State::Extents { key, left, is_last } => self.on_extents(input, key, left, is_last),
+            State::End { key } => self.on_end(key),
+            State::Closed => return Err(ReplyFault::Closed),
+        };
+        if step.is_err() {
+            become_state(&mut self.state, State::Closed);
+        }
+        step
+    }
+
+    fn on_reply(&mut self, input: &[u8]) -> Result<Progress<T>, ReplyFault> {
+        let Some(magic) = Cursor(input).u32() else {
+            return Ok(Progress::took(0));
+        };
+        match magic {
+            SIMPLE_REPLY_MAGIC => self.on_simple_reply(input),
+            STRUCTURED_REPLY_MAGIC if self.structured => self.on_chunk(input),
+            STRUCTURED_REPLY_MAGIC => Err(ReplyFault::Form),
+            other => Err(ReplyFault::Magic(other)),
+        }
+    }
+
+    /// The request that a reply names.
+    fn find(&mut self, cookie: u64) -> Result<usize, ReplyFault> {
+        let key = (cookie & u64::from(u32::MAX)) as usize;
+        let generation = (cookie >> 32) as u32;
+        match self.pending.get(key) {
+            Some(pending) if pending.generation == generation => Ok(key),
+            _ => Err(ReplyFault::Cookie(cookie)),
+        }
+    }
+
+    fn on_simple_reply(&mut self, input: &[u8]) -> Result<Progress<T>, ReplyFault> {
+        let Some(header) = input.first_chunk::<SIMPLE_REPLY_LEN>() else {
+            return Ok(Progress::took(0));
+        };
+        let mut cursor = Cursor(&header[4..]);
+        let error = cursor.u32().expect("16 bytes");
+        let key = self.find(cursor.u64().expect("16 bytes"))?;
+        let pending = &mut self.pending[key];
+        let next = match (pending.request, error) {
+            (Request::Read { .. } | Request::BlockStatus { .. }, _) if self.structured => {
+                return Err(ReplyFault::Form);
+            }
+            (Request::Read { len, .. }, 0) => {
+                pending.coverage.add(0..len);
+                State::Payload {
+                    key,
+                    at: 0,
+                    left: len,
+                    is_last: true,
+                }
+            }
+            (_, 0) => State::End { key },
+            (_, error) => {
+                pending.error = Some(Errno::block_error(error, ""));
+                State::End { key }
+            }
+        };
+        become_state(&mut self.state, next);
+        Ok(Progress::took(SIMPLE_REPLY_LEN))
+    }
+
+    fn on_chunk(&mut self, input: &[u8]) -> Result<Progress<T>, ReplyFault> {
+        let Some(header) = input.first_chunk::<CHUNK_LEN>() else {
+            return Ok(Progress::took(0));
+        };
+        let mut cursor = Cursor(&header[4..]);
+        let flags = cursor.u16().expect("20 bytes");
+        let kind = cursor.u16().expect("20 bytes");
+        let key = self.find(cursor.u64().expect("20 bytes"))?;
+        let len = cursor.u32().expect("20 bytes");
+        let is_last = flags & chunk::FLAG_DONE != 0;
+        let body = Cursor(&input[CHUNK_LEN..]);
+        let bad_length = ReplyFault::Length { kind, len };
+        let request = self.pending[key].request;
+        match (kind, request) {
+            (chunk::NONE, _) if len == 0 && is_last => {
+                become_state(&mut self.state, State::End { key });
+                Ok(Progress::took(CHUNK_LEN))
+            }
+            (chunk::NONE, _) => Err(bad_length),
+            (chunk::OFFSET_DATA, Request::Read { offset, .. }) => {
+                let data = len
+                    .checked_sub(8)
+                    .filter(|data| *data > 0)
+                    .ok_or(bad_length)?;
+                let Some(from) = { body }.u64() else {
+                    return Ok(Progress::took(0));
+                };
+                let at = self.cover(key, from, data)?;
+                let next = State::Payload {
+                    key,
+                    at: (from - offset) as u32,
+                    left: data,
+                    is_last,
+                };
+                debug_assert_eq!(at.start, (from - offset) as usize);
+                become_state(&mut self.state, next);
+                Ok(Progress::took(CHUNK_LEN + 8))
+            }
+            (chunk::OFFSET_HOLE, Request::Read { .. }) if len == 12 => {
+                let mut body = body;
+                let Some((from, zeroes)) = body.u64().zip(body.u32()) else {
+                    return Ok(Progress::took(0));
+                };
+                let range = self.cover(key, from, zeroes)?;
+                if is_last {
+                    become_state(&mut self.state, State::End { key });
+                }
+                Ok(Progress {
+                    consumed: CHUNK_LEN + 12,
+                    event: Some(Event::Hole(key, range)),
+                })
+            }
+            (chunk::OFFSET_HOLE, Request::Read { .. }) => Err(bad_length),
+            (chunk::BLOCK_STATUS, Request::BlockStatus { .. }) => {
+                let left = len.checked_sub(4).filter(|l| *l > 0 && l.is_multiple_of(8));
+                let left = left.ok_or(bad_length)? / 8;
+                let Some(context) = { body }.u32() else {
+                    return Ok(Progress::took(0));
+                };
+                if Some(context) != self.allocation_context {
+                    return Err(ReplyFault::Extents);
+                }
+                become_state(&mut self.state, State::Extents { key, left, is_last });
+                Ok(Progress::took(CHUNK_LEN + 4))
+            }
+            // Every type with the highest bit set is an error, also those of a later protocol.
+            (kind, _) if kind >= 1 << 15 => self.on_error(body, kind, len, key, is_last),
+            (kind, _) => Err(ReplyFault::Kind { kind }),
+        }
+    }
+
+    fn on_error(
+        &mut self,
+        body: Cursor<'_>,
+        kind: u16,
+        len: u32,
+        key: usize,
+        is_last: bool,
+    ) -> Result<Progress<T>, ReplyFault> {
+        let bad_length = ReplyFault::Length { kind, len };
+        // Number, length of the message, message, and perhaps an offset.
+        if !(6..=6 + MAX_STRING as u32 + 8).contains(&len) {
+            return Err(bad_length);
+        }
+        let Some(data) = { body }.bytes(len as usize) else {
+            return Ok(Progress::took(0));
+        };
+        let mut data = Cursor(data);
+        let error = data.u32().expect("six bytes at least");
+        let message = usize::from(data.u16().expect("six bytes at least"));
+        let message = String::from_utf8_lossy(data.bytes(message).ok_or(bad_length)?);
+        if error == 0 {
+            return Err(ReplyFault::NoError);
+        }
+        let message: String = message.chars().filter(|c| !c.is_control()).collect();
+        // The first error of several is kept: it is the cause, as a rule.
+        let kept = &mut self.pending[key].error;
+        kept.get_or_insert_with(|| Errno::block_error(error, &message));
+        if is_last {
+            become_state(&mut self.state, State::End { key });
+        }
+        Ok(Progress::took(CHUNK_LEN + len as usize))
+    }
+
+    /// Notes that a part of a read has come. Returns it, counted from the request's first byte.
+    fn cover(
+        &mut self,
+        key: usize,
+        from: u64,
+        count: u32,
+    ) -> Result<std::ops::Range<usize>, ReplyFault> {
+        let pending = &mut self.pending[key];
+        let Request::Read { offset, len } = pending.request else {
+            unreachable!("the caller checked");
+        };
+        let fault = ReplyFault::Data {
+            offset: from,
+            len: count,
+        };
+        let start = from.checked_sub(offset).filter(|at| *at < u64::from(len));
+        let start = start.ok_or(fault)? as u32;
+        if count == 0 || count > len - start {
+            return Err(fault);
+        }
+        if !pending.coverage.add(start..start + count) {
+            return Err(fault);
+        }
+        if pending.coverage.pieces() > MAX_PIECES {
+            return Err(ReplyFault::TooManyPieces);
+        }
+        Ok(start as usize..(start + count) as usize)
+    }
+
+    fn on_extents(
+        &mut self,
+        input: &[u8],
+        key: usize,
+        left: u32,
+        is_last: bool,
+    ) -> Result<Progress<T>, ReplyFault> {
+        let (descriptors, _) = input.as_chunks::<8>();
+        let count = descriptors.len().min(left as usize);
+        if count == 0 {
+            return Ok(Progress::took(0));
+        }
+        let extents = &mut self.pending[key].extents;
+        for descriptor in &descriptors[..count] {
+            let mut cursor = Cursor(descriptor);
+            let (len, flags) = cursor.u32().zip(cursor.u32()).expect("eight bytes");
+            if len == 0 {
+                return Err(ReplyFault::Extents);
+            }
+            if extents.len() < MAX_EXTENTS {
+                extents.push((len, flags));
+            }
+        }
+        let next = match left - count as u32 {
+            0 => after(key, is_last),
+            left => State::Extents { key, left, is_last },
+        };
+        become_state(&mut self.state, next);
+        Ok(Progress::took(count * 8))
+    }
+
+    fn on_end(&mut self, key: usize) -> Result<Progress<T>, ReplyFault> {
+        let pending = &self.pending[key];
+        let mut extents = Vec::new();
+        match pending.request {
+            _ if pending.error.is_some() => {}
+            Request::Read { offset, len } if !pending.coverage.is_whole(len) => {
+                return Err(ReplyFault::Missing { offset });
+            }
+            Request::BlockStatus { len, .. } => {
+                extents = whole_blocks(&pending.extents, len.into(), self.block.into());
+                if extents.is_empty() {
+                    return Err(ReplyFault::Extents);
+                }
+            }
+            _ => {}
+        }
+        let pending = self.pending.remove(key);
+        become_state(&mut self.state, State::Reply);
+        let end = End {
+            result: pending.error.map_or(Ok(()), Err),
+            extents,
+        };
+        Ok(Progress {
+            consumed: 0,
+            event: Some(Event::Done(pending.token, end)),
+        })
+    }
+}
+
+/// State that follows on a chunk.
+fn after(key: usize, is_last: bool) -> State {
+    match is_last {
+        true => State::End { key },
+        false => State::Reply,
+    }
+}
+
+/// Extents of a status reply as whole blocks, up to `limit` bytes. A block in which data and a hole
+/// meet is data.
+fn whole_blocks(extents: &[(u32, u32)], limit: u64, block: u64) -> Vec<Extent> {
+    let mut out: Vec<Extent> = Vec::new();
+    // `at` is the end of what is in `out`, and `end` that of the extents looked at so far.
+    let (mut at, mut end) = (0, 0);
+    let mut push = |len: u64, kind: ExtentKind| match out.last_mut() {
+        Some(last) if last.kind == kind => last.len += len,
+        _ if len > 0 => out.push(Extent { len, kind }),
+        _ => {}
+    };
+    for (len, flags) in extents {
+        if at >= limit {
+            break;
+        }
+        end = (end + u64::from(*len)).min(limit);
+        let kind = match (
+            flags & chunk::STATE_HOLE != 0,
+            flags & chunk::STATE_ZERO != 0,
+        ) {
+            (true, true) => ExtentKind::Hole,
+            (false, true) => ExtentKind::Zero,
+            (_, false) => ExtentKind::Data,
+        };
+        let to = match kind {
+            ExtentKind::Data => end.next_multiple_of(block).min(limit),
+            _ => end - end % block,
+        };
+        if to > at {
+            push(to - at, kind);
+            at = to;
+        }
+        // The last block of this extent is not all of it: the next one begins within.
+        if kind != ExtentKind::Data && end > at {
+            push(block.min(limit - at), ExtentKind::Data);
+            at = (at + block).min(limit);
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_are_whole_blocks_and_a_mixed_block_is_data() {
+        const HOLE: u32 = chunk::STATE_HOLE | chunk::STATE_ZERO;
+        let kinds = |extents: &[(u32, u32)], limit| -> Vec<_> {
+            let all = whole_blocks(extents, limit, 512);
+            all.into_iter().map(|e| (e.len, e.kind)).collect()
+        };
+        use ExtentKind::{Data, Hole, Zero};
+        assert_eq!(
+            kinds(&[(1024, 0), (512, HOLE), (512, 2)], 4096),
+            [(1024, Data), (512, Hole), (512, Zero)]
+        );
+        // Beyond the limit nothing is reported.
+        assert_eq!(kinds(&[(1 << 30, HOLE)], 4096), [(4096, Hole)]);
+        assert_eq!(kinds(&[(4096, 0), (4096, HOLE)], 4096), [(4096, Data)]);
+        // 700 bytes of data and a hole: the hole begins with the next block.
+        assert_eq!(
+            kinds(&[(700, 0), (3396, HOLE)], 4096),
+            [(1024, Data), (3072, Hole)]
+        );
+        // 700 bytes of a hole, then data.
+        assert_eq!(
+            kinds(&[(700, HOLE), (3396, 0)], 4096),
+            [(512, Hole), (3584, Data)]
+        );
+        // Small extents within one block.
+        assert_eq!(
+            kinds(&[(100, HOLE), (100, HOLE), (824, HOLE)], 1024),
+            [(512, Data), (512, Hole)]
+        );
+        // A hole without zeroes promises nothing.
+        assert_eq!(kinds(&[(512, chunk::STATE_HOLE)], 512), [(512, Data)]);
+    }
+}

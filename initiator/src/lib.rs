@@ -8,11 +8,13 @@
 //!   they have in common. [`paths`]: several of them to one unit. [`mod@unit`]: whether it is still
 //!   the same, and has what it acknowledged. [`url`]: addresses.
 //! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`], [`ublk`]: the exports.
+//! - [`disks`]: disks that are no logical units: NBD exports, files, block devices.
 //! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 
 pub mod bench;
 pub mod block;
 pub mod cli;
+pub mod disks;
 pub mod engine;
 pub mod fuse;
 pub mod inquiry;

@@ -48,6 +48,8 @@ pub use builder::ClientBuilder;
 pub use client::Client;
 pub use env::Env;
 pub use io::{IoData, IoEnd, ScsiIo, WorkQueue, Workload};
+pub(crate) use oneshot::{Sender, oneshot};
+pub(crate) use park::Mailbox;
 pub use pool::{BufferPool, TakeBuffer};
 pub use session::{IoFuture, Session};
 pub use start::Engine;

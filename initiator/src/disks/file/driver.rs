@@ -1,0 +1,307 @@
+//! Operations on a file, on the disk's thread.
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use riser_reactor::{
+    Completion, Durability, Fallocate, Handle, Offload, Ring, RingConfig, SubmitError, SyncKind,
+    SystemThreads, Token,
+};
+use slab::Slab;
+
+use super::sys;
+use crate::block::{BlockError, Extent};
+use crate::disks::operation::{Command, Operation};
+use crate::disks::thread::Backend;
+use crate::poll_fds::Waited;
+
+/// Operations in flight; further ones wait. One less than a power of two, since the ring adds one
+/// of its own.
+const CAPACITY: usize = 1023;
+
+/// File of a disk.
+pub(super) struct Target {
+    pub(super) file: OwnedFd,
+    pub(super) is_device: bool,
+    /// Size of a logical block in bytes.
+    pub(super) block: u32,
+}
+
+/// An operation in the ring or at the helper thread.
+struct InFlight {
+    operation: Operation,
+    /// Bytes of a transfer that are done: a completion may be short.
+    done: usize,
+}
+
+/// Operations on the file.
+pub(super) struct FileBackend {
+    ring: Ring,
+    file: Handle,
+    is_device: bool,
+    block: u64,
+    in_flight: Slab<InFlight>,
+    waiting: VecDeque<Operation>,
+    /// For the system calls that the ring lacks.
+    helper: Offload<io::Result<Vec<Extent>>>,
+    completions: Vec<Completion>,
+    /// Something is queued that the kernel has not seen.
+    has_queued: bool,
+    /// Answer to every further operation, where the ring has failed.
+    failed: Option<BlockError>,
+    is_closing: bool,
+}
+
+impl FileBackend {
+    /// Makes the ring, on the thread that will own it.
+    pub(super) fn new(target: Target) -> io::Result<Self> {
+        let config = RingConfig {
+            capacity: CAPACITY as u32,
+            max_slices: 1,
+            files: 1,
+            memories: 0,
+        };
+        let mut ring = Ring::new(config).map_err(io::Error::other)?;
+        let file = Handle::from(target.file);
+        // A registered file saves a look-up in each operation; without it they work as well.
+        let file = ring.register_file(&file).unwrap_or(file);
+        let helper = Offload::new(CAPACITY, ring.waker(), &SystemThreads)?;
+        Ok(Self {
+            ring,
+            file,
+            is_device: target.is_device,
+            block: target.block.into(),
+            in_flight: Slab::with_capacity(64),
+            waiting: VecDeque::new(),
+            helper,
+            completions: Vec::new(),
+            has_queued: false,
+            failed: None,
+            is_closing: false,
+        })
+    }
+
+    fn start(&mut self, operation: Operation) {
+        let key = self.in_flight.insert(InFlight { operation, done: 0 });
+        self.queue(key);
+    }
+
+    /// Queues an operation, or the rest of one.
+    fn queue(&mut self, key: usize) {
+        let queued = self.try_queue(key);
+        self.has_queued = true;
+        if let Err(error) = queued {
+            self.end(key, Err(BlockError::Io(error.to_string())));
+        }
+    }
+
+    fn try_queue(&mut self, key: usize) -> Result<(), SubmitError> {
+        let InFlight { operation, done } = &self.in_flight[key];
+        let token = Token(key as u64);
+        let (ring, file) = (&mut self.ring, &self.file);
+        let at = |offset: &u64| offset + *done as u64;
+        let rest = || {
+            let memory = operation.memory().slice();
+            let rest = memory.slice(*done..memory.len());
+            [rest.expect("what is done lies within the buffer")]
+        };
+        match &operation.command {
+            Command::Read { offset } => ring.submit_read(file, at(offset), &rest(), token),
+            Command::Write { offset, fua } => {
+                let durability = match fua {
+                    true => Durability::Durable,
+                    false => Durability::Cached,
+                };
+                ring.submit_write(file, at(offset), &rest(), durability, token)
+            }
+            Command::Flush => ring.submit_sync(file, SyncKind::Data, token),
+            Command::Discard(range) if self.is_device => {
+                self.offload(key, range.clone(), |file, range, _| {
+                    sys::discard(file, range).map(|()| Vec::new())
+                });
+                Ok(())
+            }
+            Command::Discard(range) => {
+                let len = range.end - range.start;
+                ring.submit_fallocate(file, Fallocate::PunchHole, range.start, len, token)
+            }
+            Command::WriteZeroes(range, options) => {
+                let what = match options.may_unmap {
+                    true => Fallocate::PunchHole,
+                    false => Fallocate::ZeroRange,
+                };
+                let len = range.end - range.start;
+                ring.submit_fallocate(file, what, range.start, len, token)
+            }
+            Command::Status(range) => {
+                self.offload(key, range.clone(), sys::status_of);
+                Ok(())
+            }
+        }
+    }
+
+    /// Has the helper thread make a system call that may wait.
+    fn offload(
+        &mut self,
+        key: usize,
+        range: Range<u64>,
+        call: fn(std::os::fd::BorrowedFd<'_>, &Range<u64>, u64) -> io::Result<Vec<Extent>>,
+    ) {
+        let (file, block) = (self.file.clone(), self.block);
+        let job = move || call(file.fd().expect("a file of the host"), &range, block);
+        let submitted = self.helper.submit(Token(key as u64), job);
+        submitted.expect("it holds as many as there are operations in flight");
+    }
+
+    fn end(&mut self, key: usize, result: Result<Vec<Extent>, BlockError>) {
+        let InFlight { operation, .. } = self.in_flight.remove(key);
+        operation.end(result);
+    }
+
+    fn on_completion(&mut self, key: usize, outcome: io::Result<u32>) {
+        let InFlight { operation, done } = &mut self.in_flight[key];
+        let count = match outcome {
+            Ok(count) => count as usize,
+            Err(error) if is_passing(&error) => return self.queue(key),
+            Err(error) => return self.end(key, Err(block_error(&error))),
+        };
+        let offset = match operation.command {
+            Command::Read { offset } | Command::Write { offset, .. } => offset,
+            _ => return self.end(key, Ok(Vec::new())),
+        };
+        *done += count;
+        let at = offset + *done as u64;
+        match *done == operation.memory().len() {
+            true => self.end(key, Ok(Vec::new())),
+            // The kernel may stop early, at the end of a page cache's read or at a signal.
+            false if count > 0 => self.queue(key),
+            false => {
+                let what = format!("the file ends at byte {at}, before its size at the beginning");
+                self.end(key, Err(BlockError::Io(what)));
+            }
+        }
+    }
+
+    /// The ring is of no further use.
+    fn fail(&mut self, error: &riser_reactor::RingError) {
+        let error = BlockError::Io(error.to_string());
+        tracing::error!(%error, "the ring of a disk has failed");
+        self.failed = Some(error.clone());
+        let waiting: Vec<_> = self.waiting.drain(..).collect();
+        let in_flight: Vec<_> = self.in_flight.drain().collect();
+        // The kernel may still use their memory, which the ring's own handles keep mapped; the
+        // buffers must not be used again.
+        for InFlight { mut operation, .. } in in_flight {
+            std::mem::forget(operation.buffer.take());
+            operation.end(Err(error.clone()));
+        }
+        for operation in waiting {
+            operation.end(Err(error.clone()));
+        }
+    }
+}
+
+impl Backend for FileBackend {
+    fn submit(&mut self, operation: Operation, _: Instant) {
+        if let Some(error) = &self.failed {
+            return operation.end(Err(error.clone()));
+        }
+        if self.is_closing {
+            let error = BlockError::Disconnected("the disk is closed".into());
+            return operation.end(Err(error));
+        }
+        if self.waiting.is_empty() && self.in_flight.len() < CAPACITY {
+            self.start(operation);
+        } else {
+            self.waiting.push_back(operation);
+        }
+    }
+
+    fn flush(&mut self, _: Instant) {
+        while self.in_flight.len() < CAPACITY
+            && let Some(operation) = self.waiting.pop_front()
+        {
+            self.start(operation);
+        }
+        if std::mem::take(&mut self.has_queued)
+            && self.failed.is_none()
+            && let Err(error) = self.ring.submit()
+        {
+            self.fail(&error);
+        }
+    }
+
+    fn complete(&mut self, _: Instant) -> bool {
+        if self.failed.is_some() {
+            return false;
+        }
+        let mut completions = std::mem::take(&mut self.completions);
+        let reaped = self.ring.reap(&mut completions);
+        let mut worked = !completions.is_empty();
+        for completion in completions.drain(..) {
+            self.on_completion(completion.token.0 as usize, completion.outcome());
+        }
+        self.completions = completions;
+        while let Some((Token(key), result)) = self.helper.poll_result() {
+            worked = true;
+            self.end(key as usize, result.map_err(|error| block_error(&error)));
+        }
+        if let Err(error) = reaped {
+            self.fail(&error);
+        }
+        worked
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        if self.failed.is_some() {
+            return true;
+        }
+        // First the read of the waker, which the last reap may have queued.
+        let submitted = self.ring.submit();
+        match submitted.and_then(|()| self.ring.reap(&mut self.completions)) {
+            Ok(reaped) => reaped.is_empty(),
+            Err(error) => {
+                self.fail(&error);
+                false
+            }
+        }
+    }
+
+    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+        if self.failed.is_none() {
+            out.extend(self.ring.fd().map(Waited::reading));
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        None
+    }
+
+    fn close(&mut self) {
+        self.is_closing = true;
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_closing && self.in_flight.is_empty() && self.waiting.is_empty()
+    }
+}
+
+/// Returns whether the same operation may succeed the next time.
+fn is_passing(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
+}
+
+fn block_error(error: &io::Error) -> BlockError {
+    match error.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => BlockError::NoSpace,
+        Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY) => BlockError::Unsupported,
+        Some(libc::EROFS | libc::EPERM | libc::EBADF) => BlockError::ReadOnly,
+        // As the block layer reports bad sectors and checksums.
+        Some(libc::ENODATA | libc::EILSEQ) => BlockError::Medium(error.to_string()),
+        Some(libc::ETIMEDOUT) => BlockError::TimedOut,
+        _ => BlockError::Io(error.to_string()),
+    }
+}

@@ -1,0 +1,362 @@
+//! Connection of a disk to its server, on the disk's thread.
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+use riser_memory::sys::{self, ReceivePiece};
+
+use super::outgoing::Outgoing;
+use crate::block::BlockError;
+use crate::disks::operation::{Command, Operation};
+use crate::disks::thread::Backend;
+use crate::nbd::client::{End, Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, Requests};
+use crate::nbd::proto::{Cookie, cmd, request_header};
+use crate::poll_fds::Waited;
+
+/// Room for replies that are received together and copied to their buffers.
+const RECEIVE: usize = 256 << 10;
+/// Receives of one round, after which clients have their turns.
+const RECEIVES: usize = 16;
+/// Mean length of the reads in flight from which data are received straight into their buffers.
+const BULK: u64 = 32 << 10;
+/// Room behind such data: the headers of what follows.
+const BULK_ROOM: usize = 4096;
+
+/// A request in flight.
+#[derive(Debug)]
+struct InFlight {
+    operation: Operation,
+    since: Instant,
+}
+
+/// Outcome of a receive.
+enum Received {
+    /// The socket has nothing.
+    Nothing,
+    /// Bytes came.
+    Some {
+        /// All room was filled, so there may be more.
+        has_more: bool,
+    },
+}
+
+/// The connection.
+pub(in crate::disks) struct NbdBackend {
+    socket: OwnedFd,
+    requests: Requests<InFlight>,
+    /// Operations beyond [`MAX_IN_FLIGHT`].
+    waiting: VecDeque<Operation>,
+    outgoing: Outgoing,
+    received: Box<[u8]>,
+    /// Bytes in `received` that were not taken yet.
+    valid: Range<usize>,
+    /// Bytes of the reads in flight, and their number.
+    read_bytes: u64,
+    reads: u64,
+    timeout: Duration,
+    /// No request in flight was submitted before.
+    oldest: Instant,
+    /// Answer to every further operation.
+    failed: Option<BlockError>,
+    is_closing: bool,
+    /// The server is notified of the end.
+    has_disconnected: bool,
+}
+
+impl NbdBackend {
+    /// A connection on a socket that does not wait, after its negotiation. Status is reported in
+    /// blocks of `block` bytes.
+    pub(super) fn new(
+        socket: OwnedFd,
+        negotiated: &Negotiated,
+        block: u32,
+        timeout: Duration,
+    ) -> Self {
+        let context = negotiated.allocation_context;
+        Self {
+            socket,
+            requests: Requests::new(negotiated.structured, context, block),
+            waiting: VecDeque::new(),
+            outgoing: Outgoing::default(),
+            received: vec![0; RECEIVE].into_boxed_slice(),
+            valid: 0..0,
+            read_bytes: 0,
+            reads: 0,
+            timeout,
+            oldest: Instant::now(),
+            failed: None,
+            is_closing: false,
+            has_disconnected: false,
+        }
+    }
+
+    fn start(&mut self, operation: Operation, now: Instant) {
+        if self.requests.in_flight() == 0 {
+            self.oldest = now;
+        }
+        let len = operation.buffer.as_ref().map_or(0, |b| b.len() as u32);
+        let range_of = |range: &Range<u64>| (range.start, (range.end - range.start) as u32);
+        let request = match &operation.command {
+            Command::Read { offset } => Request::Read {
+                offset: *offset,
+                len,
+            },
+            Command::Write { offset, fua } => Request::Write {
+                offset: *offset,
+                len,
+                fua: *fua,
+            },
+            Command::Flush => Request::Flush,
+            Command::Discard(range) => {
+                let (offset, len) = range_of(range);
+                Request::Trim { offset, len }
+            }
+            Command::WriteZeroes(range, options) => {
+                let (offset, len) = range_of(range);
+                Request::WriteZeroes {
+                    offset,
+                    len,
+                    no_hole: !options.may_unmap,
+                }
+            }
+            Command::Status(range) => {
+                let (offset, len) = range_of(range);
+                Request::BlockStatus { offset, len }
+            }
+        };
+        let data = match request {
+            Request::Write { .. } => Some(operation.memory().slice().clone()),
+            Request::Read { len, .. } => {
+                self.read_bytes += u64::from(len);
+                self.reads += 1;
+                None
+            }
+            _ => None,
+        };
+        let since = now;
+        let header = self.requests.submit(request, InFlight { operation, since });
+        self.outgoing.push_header(&header);
+        if let Some(data) = data {
+            self.outgoing.push_data(data);
+        }
+    }
+
+    fn end(&mut self, InFlight { operation, .. }: InFlight, end: End) {
+        match operation.command {
+            Command::Read { .. } => {
+                self.reads -= 1;
+                self.read_bytes -= operation.memory().len() as u64;
+            }
+            // A server may answer before it has read all data.
+            Command::Write { .. } if !self.outgoing.is_empty() => {
+                self.outgoing.copy_out(operation.memory().slice());
+            }
+            _ => {}
+        }
+        operation.end(end.result.map(|()| end.extents));
+    }
+
+    /// Ends the connection; every operation fails from now on.
+    fn fail(&mut self, error: BlockError) {
+        tracing::info!(%error, "the connection to the NBD server has failed");
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        self.failed = Some(error.clone());
+        self.outgoing = Outgoing::default();
+        (self.reads, self.read_bytes) = (0, 0);
+        let in_flight = self.requests.drain().into_iter().map(|r| r.operation);
+        let all: Vec<_> = in_flight.chain(self.waiting.drain(..)).collect();
+        // Tasks that are woken here may submit others, which find the error.
+        for operation in all {
+            operation.end(Err(error.clone()));
+        }
+    }
+
+    /// Fails the connection if a request is late.
+    fn check_time(&mut self, now: Instant) {
+        if self.deadline().is_none_or(|deadline| now < deadline) {
+            return;
+        }
+        // The time noted is that of the oldest request there was, which may have ended since.
+        let oldest = self.requests.tokens().map(|request| request.since).min();
+        self.oldest = oldest.unwrap_or(self.oldest);
+        if now >= self.oldest + self.timeout {
+            self.fail(BlockError::TimedOut);
+        }
+    }
+
+    /// Receives what the socket has.
+    fn receive(&mut self) -> io::Result<Received> {
+        if self.valid.start > 0 {
+            self.received.copy_within(self.valid.clone(), 0);
+            self.valid = 0..self.valid.len();
+        }
+        let mut pieces = ArrayVec::<_, 2>::new();
+        let mut direct = 0;
+        if let Some((request, at, left)) = self.requests.payload() {
+            // All that was received before is in the buffer already.
+            debug_assert!(self.valid.is_empty());
+            let memory = request.operation.memory().slice();
+            pieces.push(ReceivePiece::part(memory, at..at + left));
+            direct = left;
+        }
+        let is_bulk = self.reads > 0 && self.read_bytes / self.reads >= BULK;
+        let room = &mut self.received[self.valid.end..];
+        let room_len = match is_bulk {
+            true => room.len().min(BULK_ROOM),
+            false => room.len(),
+        };
+        pieces.push(ReceivePiece::from(&mut room[..room_len]));
+        let received = sys::receive(self.socket.as_fd(), &mut pieces);
+        drop(pieces);
+        let count = match received {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Ok(Received::Nothing);
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+            Err(error) => return Err(error),
+        };
+        let taken = count.min(direct);
+        self.requests.handle_payload(taken);
+        self.valid.end += count - taken;
+        Ok(Received::Some {
+            has_more: count == direct + room_len,
+        })
+    }
+
+    /// Handles the bytes that were received.
+    fn handle(&mut self) -> Result<(), ReplyFault> {
+        loop {
+            if let Some((request, at, left)) = self.requests.payload() {
+                let count = left.min(self.valid.len());
+                if count == 0 {
+                    return Ok(());
+                }
+                let bytes = &self.received[self.valid.start..self.valid.start + count];
+                request.operation.memory().slice().write(at, bytes);
+                self.valid.start += count;
+                self.requests.handle_payload(count);
+                continue;
+            }
+            let progress = self.requests.handle(&self.received[self.valid.clone()])?;
+            self.valid.start += progress.consumed;
+            match progress.event {
+                Some(Event::Done(request, end)) => self.end(request, end),
+                Some(Event::Hole(key, range)) => {
+                    let memory = self.requests.token(key).operation.memory().slice();
+                    memory.fill(range.start, range.len(), 0);
+                }
+                None if progress.consumed == 0 => return Ok(()),
+                None => {}
+            }
+        }
+    }
+}
+
+impl Backend for NbdBackend {
+    fn submit(&mut self, operation: Operation, now: Instant) {
+        if let Some(error) = &self.failed {
+            return operation.end(Err(error.clone()));
+        }
+        if self.is_closing {
+            let error = BlockError::Disconnected("the disk is closed".into());
+            return operation.end(Err(error));
+        }
+        // Behind those that wait already.
+        if self.waiting.is_empty() && self.requests.in_flight() < MAX_IN_FLIGHT {
+            self.start(operation, now);
+        } else {
+            self.waiting.push_back(operation);
+        }
+    }
+
+    fn flush(&mut self, now: Instant) {
+        while self.requests.in_flight() < MAX_IN_FLIGHT
+            && let Some(operation) = self.waiting.pop_front()
+        {
+            self.start(operation, now);
+        }
+        let is_idle = self.requests.in_flight() == 0;
+        if self.is_closing && is_idle && !self.has_disconnected && self.failed.is_none() {
+            self.has_disconnected = true;
+            self.oldest = now;
+            let header = request_header(cmd::DISC, 0, Cookie(0), 0, 0);
+            self.outgoing.push_header(&header);
+        }
+        if self.outgoing.is_empty() {
+            return;
+        }
+        if let Err(error) = self.outgoing.send(self.socket.as_fd()) {
+            self.fail(lost(&error));
+        }
+    }
+
+    fn complete(&mut self, now: Instant) -> bool {
+        if self.failed.is_some() {
+            return false;
+        }
+        self.check_time(now);
+        let mut worked = false;
+        for _ in 0..RECEIVES {
+            let has_more = match self.receive() {
+                Ok(Received::Nothing) => break,
+                Ok(Received::Some { has_more }) => has_more,
+                Err(error) => {
+                    self.fail(lost(&error));
+                    return true;
+                }
+            };
+            worked = true;
+            if let Err(fault) = self.handle() {
+                let what = format!("the NBD server breaks the protocol: {fault}");
+                self.fail(BlockError::Disconnected(what));
+            }
+            if !has_more || self.failed.is_some() {
+                break;
+            }
+        }
+        worked
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        true
+    }
+
+    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+        // A socket that has failed would end every sleep.
+        if self.failed.is_none() {
+            out.push(Waited {
+                fd: self.socket.as_fd(),
+                to_read: true,
+                to_write: !self.outgoing.is_empty(),
+            });
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        let waits = self.requests.in_flight() > 0 || self.has_disconnected;
+        let waits = waits && self.failed.is_none();
+        waits.then(|| self.oldest + self.timeout)
+    }
+
+    fn close(&mut self) {
+        self.is_closing = true;
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_closing
+            && (self.failed.is_some() || self.has_disconnected && self.outgoing.is_empty())
+    }
+}
+
+fn lost(error: &io::Error) -> BlockError {
+    BlockError::Disconnected(match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the NBD server has closed the connection".into(),
+        _ => error.to_string(),
+    })
+}

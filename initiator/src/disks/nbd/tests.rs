@@ -1,0 +1,390 @@
+//! Against our own server, and scripted ones.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::JoinHandle;
+
+use super::*;
+use crate::block::task::{block_on, join_all};
+use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind};
+use crate::block::{MemoryDevice, Service, Turn, ZeroOptions};
+use crate::nbd::proto::{self, info, opt, rep};
+use crate::nbd::{Server, ServerHandle};
+use crate::poll_fds::Waited;
+
+const CONFIG: NbdConfig = NbdConfig {
+    connect: Duration::from_secs(20),
+    operation: Duration::from_secs(20),
+    read_only: false,
+};
+
+const SIZE: u64 = 8 << 20;
+
+fn socket_path() -> PathBuf {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    std::env::temp_dir().join(format!("riser-disks-{}-{number}", std::process::id()))
+}
+
+fn uri(path: &std::path::Path, export: &str) -> NbdUri {
+    NbdUri {
+        server: NbdServer::Unix(path.to_owned()),
+        export: export.to_owned(),
+    }
+}
+
+/// A disk in memory behind our own server, and a client of it.
+struct Bed {
+    memory: Arc<MemoryDevice>,
+    server: ServerHandle,
+    disk: Arc<ThreadDisk>,
+}
+
+fn bed(change: impl FnOnce(&mut Geometry)) -> Bed {
+    let memory = MemoryDevice::new(SIZE, 512).unwrap();
+    let memory = Arc::new(memory.with_geometry(change).with_thread().unwrap());
+    let path = socket_path();
+    let bytes = Arc::new(ByteDevice::new(memory.clone()));
+    let server = Server::bind(&path, bytes, "disk", "").unwrap();
+    let server = server.start().unwrap();
+    let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
+    Bed {
+        memory,
+        server,
+        disk: Arc::new(disk),
+    }
+}
+
+fn filled(disk: &ThreadDisk, len: usize, byte: u8) -> Buffer {
+    let buffer = block_on(disk.buffer(len));
+    buffer.slice().fill(0, len, byte);
+    buffer
+}
+
+#[test]
+fn every_operation_reaches_the_disk() {
+    let Bed {
+        memory,
+        server,
+        disk,
+    } = bed(|_| {});
+    let geometry = disk.geometry();
+    assert_eq!((geometry.capacity, geometry.block_size), (SIZE, 512));
+    assert!(geometry.reports_status && geometry.volatile_cache && !geometry.read_only);
+    let at = 1 << 20;
+    let buffer = filled(&disk, 300 << 10, 0xab);
+    block_on(BlockDevice::write(&*disk, at, buffer, false)).unwrap();
+    let mut byte = [0; 2];
+    memory.memory().read(at as usize, &mut byte[..1]);
+    memory
+        .memory()
+        .read(at as usize + (300 << 10) - 1, &mut byte[1..]);
+    assert_eq!(byte, [0xab; 2]);
+    let buffer = filled(&disk, 400 << 10, 1);
+    let buffer = block_on(BlockDevice::read(&*disk, at, buffer)).unwrap();
+    let got = buffer.slice().to_vec();
+    assert!(got[..300 << 10].iter().all(|b| *b == 0xab));
+    assert!(got[300 << 10..].iter().all(|b| *b == 0));
+    drop(buffer);
+
+    let before = memory.flushes();
+    block_on(BlockDevice::flush(&*disk)).unwrap();
+    assert_eq!(memory.flushes(), before + 1);
+    block_on(BlockDevice::discard(&*disk, at..at + 65536)).unwrap();
+    let options = ZeroOptions {
+        may_unmap: false,
+        fua: true,
+    };
+    let zeroed = at + 65536..at + 2 * 65536;
+    block_on(BlockDevice::write_zeroes(&*disk, zeroed, options)).unwrap();
+    assert!(memory.flushes() > before + 1);
+    let extents = block_on(BlockDevice::status(&*disk, at - 65536..at + (320 << 10))).unwrap();
+    let total: u64 = extents.iter().map(|e| e.len).sum();
+    assert_eq!(total, 384 << 10);
+    let first = Extent {
+        len: 2 * 65536,
+        kind: ExtentKind::Hole,
+    };
+    assert_eq!(extents[0], first, "{extents:?}");
+    let buffer = block_on(BlockDevice::read(&*disk, at, filled(&disk, 131_072, 1))).unwrap();
+    assert!(buffer.slice().to_vec().iter().all(|b| *b == 0));
+    disk.close();
+    let late = block_on(BlockDevice::read(&*disk, 0, buffer)).unwrap_err();
+    assert!(matches!(late, BlockError::Disconnected(_)), "{late}");
+    server.stop().unwrap();
+}
+
+#[test]
+fn many_operations_are_in_flight_and_none_is_mixed_up() {
+    let Bed { disk, server, .. } = bed(|_| {});
+    // Of many lengths, so that replies are received straight and by copies.
+    let length = |n: u64| 512 << (n % 9);
+    for round in 0..3u64 {
+        let writes = (0..48u64).map(|n| {
+            let disk = disk.clone();
+            async move {
+                let buffer = disk.buffer(length(n)).await;
+                buffer.slice().fill(0, buffer.len(), (n + round) as u8);
+                BlockDevice::write(&*disk, n * (128 << 10), buffer, n % 7 == 0).await
+            }
+        });
+        assert!(block_on(join_all(writes)).iter().all(Result::is_ok));
+        let reads = (0..48u64).map(|n| {
+            let disk = disk.clone();
+            async move {
+                let buffer = disk.buffer(length(n)).await;
+                BlockDevice::read(&*disk, n * (128 << 10), buffer).await
+            }
+        });
+        for (n, read) in block_on(join_all(reads)).into_iter().enumerate() {
+            let bytes = read.unwrap().slice().to_vec();
+            let want = (n as u64 + round) as u8;
+            assert!(bytes.iter().all(|b| *b == want), "read {n}");
+        }
+    }
+    drop(disk);
+    server.stop().unwrap();
+}
+
+#[test]
+fn what_the_server_refuses_is_an_error_of_that_operation() {
+    let Bed {
+        memory,
+        disk,
+        server,
+    } = bed(|_| {});
+    memory.spoil(4096..8192);
+    let error = block_on(BlockDevice::read(&*disk, 4096, filled(&disk, 512, 0))).unwrap_err();
+    assert!(
+        matches!(&error, BlockError::Io(why) if why.contains("error 5")),
+        "{error}"
+    );
+    let write = BlockDevice::write(&*disk, 4096, filled(&disk, 512, 0), false);
+    assert!(matches!(block_on(write), Err(BlockError::Io(_))));
+    block_on(BlockDevice::read(&*disk, 0, filled(&disk, 512, 0))).unwrap();
+    for (offset, len) in [(SIZE, 512), (SIZE - 512, 1024), (100, 512), (0, 100)] {
+        let read = BlockDevice::read(&*disk, offset, filled(&disk, len, 0));
+        assert_eq!(block_on(read).unwrap_err(), BlockError::OutOfRange);
+    }
+    drop(disk);
+    server.stop().unwrap();
+
+    let Bed { disk, server, .. } = bed(|geometry| geometry.read_only = true);
+    assert!(disk.geometry().read_only);
+    let write = BlockDevice::write(&*disk, 0, filled(&disk, 512, 0), false);
+    assert_eq!(block_on(write).unwrap_err(), BlockError::ReadOnly);
+    let discard = BlockDevice::discard(&*disk, 0..512);
+    assert_eq!(block_on(discard).unwrap_err(), BlockError::ReadOnly);
+    drop(disk);
+    server.stop().unwrap();
+}
+
+#[test]
+fn a_server_that_goes_away_ends_what_is_in_flight_and_what_follows() {
+    let Bed { disk, server, .. } = bed(|_| {});
+    let reader = disk.clone();
+    let (started, has_started) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        let mut number = 0;
+        loop {
+            let buffer = filled(&reader, 4096, 0);
+            match block_on(BlockDevice::read(&*reader, 0, buffer)) {
+                Ok(_) if number == 0 => started.send(()).unwrap(),
+                Ok(_) => {}
+                Err(error) => return error,
+            }
+            number += 1;
+        }
+    });
+    has_started.recv().unwrap();
+    server.stop().unwrap();
+    let error = thread.join().unwrap();
+    assert!(matches!(error, BlockError::Disconnected(_)), "{error}");
+    let flush = block_on(BlockDevice::flush(&*disk));
+    assert!(matches!(flush, Err(BlockError::Disconnected(_))));
+}
+
+/// Reads on the disk's own thread, one after the other.
+struct Reader {
+    disk: Arc<ThreadDisk>,
+    done: std::sync::mpsc::Sender<String>,
+}
+
+impl Service for Reader {
+    fn turn(&mut self) -> Turn {
+        let (disk, done) = (self.disk.clone(), self.done.clone());
+        crate::block::task::spawn(async move {
+            for n in 0..100 {
+                let buffer = disk.buffer(4096).await;
+                BlockDevice::read(&*disk, n * 4096, buffer).await.unwrap();
+                let name = std::thread::current().name().unwrap().to_owned();
+                done.send(name).unwrap();
+            }
+        });
+        Turn::Over
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        true
+    }
+
+    fn put_waited<'a>(&'a self, _: &mut Vec<Waited<'a>>) {}
+
+    fn end_sleep(&mut self) {}
+}
+
+#[test]
+fn a_client_that_the_disk_hosts_never_leaves_its_thread() {
+    let Bed { disk, server, .. } = bed(|_| {});
+    let (done, names) = std::sync::mpsc::channel();
+    let reader = Reader {
+        disk: disk.clone(),
+        done,
+    };
+    assert!(disk.host(Box::new(reader)).is_ok());
+    let names: Vec<_> = names.iter().collect();
+    assert_eq!(names, vec!["nbd-disk"; 100]);
+    disk.close();
+    let (done, _names) = std::sync::mpsc::channel();
+    let late = Reader {
+        disk: disk.clone(),
+        done,
+    };
+    assert!(disk.host(Box::new(late)).is_err());
+    server.stop().unwrap();
+}
+
+/// Serves one client with a script: its socket after the negotiation, without structured replies.
+fn scripted<T: Send + 'static>(
+    size: u64,
+    serve: impl FnOnce(std::os::unix::net::UnixStream) -> T + Send + 'static,
+) -> (PathBuf, JoinHandle<T>) {
+    let path = socket_path();
+    let listener = UnixListener::bind(&path).unwrap();
+    let thread = std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        let mut bytes = proto::NBD_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(proto::OPTION_MAGIC.to_be_bytes());
+        bytes.extend(3u16.to_be_bytes());
+        let mut reply = |option: u32, kind: u32, data: &[u8]| {
+            bytes.extend(proto::OPTION_REPLY_MAGIC.to_be_bytes());
+            for number in [option, kind, data.len() as u32] {
+                bytes.extend(number.to_be_bytes());
+            }
+            bytes.extend(data);
+        };
+        reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]);
+        let mut export = info::EXPORT.to_be_bytes().to_vec();
+        export.extend(size.to_be_bytes());
+        let flags = proto::flag::HAS_FLAGS | proto::flag::SEND_FLUSH;
+        export.extend(flags.to_be_bytes());
+        reply(opt::GO, rep::INFO, &export);
+        reply(opt::GO, rep::ACK, &[]);
+        socket.write_all(&bytes).unwrap();
+        // Flags, an option without data, and one with the name and one wish.
+        let mut room = [0; 4 + 16 + 16 + 4 + 4 + 2 + 2];
+        socket.read_exact(&mut room).unwrap();
+        serve(socket)
+    });
+    (path, thread)
+}
+
+#[test]
+fn a_server_that_breaks_the_protocol_ends_the_disk_with_a_reason() {
+    let (path, thread) = scripted(SIZE, |mut socket| {
+        let mut request = [0; 28];
+        socket.read_exact(&mut request).unwrap();
+        socket.write_all(&[0x11; 16]).unwrap();
+        // Until the client has hung up.
+        let _ = socket.read_to_end(&mut Vec::new());
+    });
+    let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
+    let error = block_on(BlockDevice::read(&disk, 0, filled(&disk, 512, 0))).unwrap_err();
+    assert!(
+        error.to_string().contains("begins with 0x11111111"),
+        "{error}"
+    );
+    let again = block_on(BlockDevice::flush(&disk)).unwrap_err();
+    assert_eq!(error, again);
+    thread.join().unwrap();
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn a_server_that_does_not_answer_ends_the_disk_after_the_time() {
+    let (path, thread) = scripted(SIZE, |mut socket| {
+        let _ = socket.read_to_end(&mut Vec::new());
+    });
+    let config = NbdConfig {
+        operation: Duration::from_millis(30),
+        ..CONFIG
+    };
+    let disk = connect(&uri(&path, "disk"), config).unwrap();
+    let error = block_on(BlockDevice::flush(&disk)).unwrap_err();
+    assert_eq!(error, BlockError::TimedOut);
+    thread.join().unwrap();
+    std::fs::remove_file(path).unwrap();
+
+    // In the negotiation as well.
+    let path = socket_path();
+    let listener = UnixListener::bind(&path).unwrap();
+    let config = NbdConfig {
+        connect: Duration::from_millis(30),
+        ..CONFIG
+    };
+    let error = connect(&uri(&path, "disk"), config).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    drop(listener);
+    let error = connect(&uri(&path, "disk"), config).unwrap_err();
+    assert!(matches!(error, NbdError::Connect(_)), "{error}");
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn a_disk_takes_leave_of_its_server() {
+    let (path, thread) = scripted(SIZE, |mut socket| {
+        let mut bytes = Vec::new();
+        socket.read_to_end(&mut bytes).unwrap();
+        bytes
+    });
+    connect(&uri(&path, "disk"), CONFIG).unwrap().close();
+    let bytes = thread.join().unwrap();
+    let disconnect = proto::request_header(proto::cmd::DISC, 0, proto::Cookie(0), 0, 0);
+    assert_eq!(bytes, disconnect);
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn an_export_that_is_no_disk_is_refused() {
+    for size in [0, 1000] {
+        let (path, thread) = scripted(size, drop);
+        let error = connect(&uri(&path, "disk"), CONFIG).unwrap_err();
+        assert!(matches!(error, NbdError::Size { .. }), "{error}");
+        thread.join().unwrap();
+        std::fs::remove_file(path).unwrap();
+    }
+}
+
+#[test]
+fn tcp_is_spoken_too() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let thread = std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        socket.write_all(b"220 mail.example ESMTP\r\n").unwrap();
+        let _ = socket.read_to_end(&mut Vec::new());
+    });
+    let uri: NbdUri = format!("nbd://127.0.0.1:{port}/disk").parse().unwrap();
+    let error = connect(&uri, CONFIG).unwrap_err().to_string();
+    assert!(error.contains("no NBD server answers"), "{error}");
+    thread.join().unwrap();
+    let error = connect(&uri, CONFIG).unwrap_err();
+    assert!(matches!(error, NbdError::Connect(_)), "{error}");
+    let uri: NbdUri = "nbd://host.invalid/disk".parse().unwrap();
+    let error = connect(&uri, CONFIG).unwrap_err();
+    assert!(matches!(error, NbdError::Resolve { .. }), "{error}");
+}

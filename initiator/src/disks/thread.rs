@@ -1,0 +1,214 @@
+//! Thread of a disk.
+//!
+//! One round: completions of the backend, which wake tasks; clients; messages, among them what
+//! these have submitted; and one call that hands it all to the kernel. With nothing to do it polls
+//! for a while and then sleeps on the descriptors of backend and clients, and on its mailbox.
+
+use std::io;
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use riser_reactor::{Next, Spinner};
+
+use super::operation::Operation;
+use crate::block::{Service, Turn};
+use crate::engine::Mailbox;
+use crate::poll_fds::Waited;
+
+/// Longest time of polling after the last work, as the engine of sessions has.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// Part of a disk that carries out operations. It lives on the disk's thread.
+pub(super) trait Backend {
+    /// Takes an operation, to be started by the next [`Backend::flush`].
+    fn submit(&mut self, operation: Operation, now: Instant);
+
+    /// Hands what was submitted to the kernel.
+    fn flush(&mut self, now: Instant);
+
+    /// Completes what has ended. Returns whether there was anything.
+    fn complete(&mut self, now: Instant) -> bool;
+
+    /// The thread is about to sleep. Returns false if there is something to complete by now.
+    fn prepare_sleep(&mut self) -> bool;
+
+    /// Adds the descriptors that end the sleep.
+    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>);
+
+    /// Time of the next call of [`Backend::complete`] at the latest.
+    fn deadline(&self) -> Option<Instant>;
+
+    /// Takes leave: what is in flight still ends.
+    fn close(&mut self);
+
+    /// Returns whether it was closed and nothing is in flight.
+    fn is_over(&self) -> bool;
+}
+
+enum Message {
+    Operation(Operation),
+    Host(Box<dyn Service>),
+    Close,
+}
+
+/// A running thread. Dropping it closes the disk.
+pub(super) struct DiskThread {
+    mailbox: Arc<Mailbox<Message>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl DiskThread {
+    /// Starts a thread on which `make` makes the backend.
+    ///
+    /// # Errors
+    /// Those of the thread and of `make`.
+    pub(super) fn start<B: Backend>(
+        name: &str,
+        make: impl FnOnce() -> io::Result<B> + Send + 'static,
+    ) -> io::Result<Self> {
+        let mailbox = Arc::new(Mailbox::new()?);
+        let (ready, made) = mpsc::channel();
+        let inbox = mailbox.clone();
+        let thread = thread::Builder::new().name(name.to_owned());
+        let thread = thread.spawn(move || match make() {
+            Ok(backend) => {
+                let _ = ready.send(Ok(()));
+                Round::new(inbox, backend).run();
+            }
+            Err(error) => drop(ready.send(Err(error))),
+        })?;
+        let gone = || Err(io::Error::other("the disk's thread has ended"));
+        made.recv().unwrap_or_else(|_| gone())?;
+        Ok(Self {
+            mailbox,
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// Leaves an operation to the thread. One that comes too late is dropped, which its caller
+    /// notices.
+    pub(super) fn submit(&self, operation: Operation) {
+        drop(self.mailbox.send(Message::Operation(operation)));
+    }
+
+    /// Has a client served there.
+    pub(super) fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
+        let sent = self.mailbox.send(Message::Host(service));
+        sent.map_err(|message| match message {
+            Message::Host(service) => service,
+            _ => unreachable!("a mailbox gives back what it was sent"),
+        })
+    }
+
+    /// Ends what is in flight and the thread, and waits for that, unless this is that thread.
+    pub(super) fn close(&self) {
+        drop(self.mailbox.send(Message::Close));
+        let thread = self.thread.lock();
+        let thread = thread.unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread
+            && thread.thread().id() != thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for DiskThread {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// State of the thread.
+struct Round<B> {
+    mailbox: Arc<Mailbox<Message>>,
+    backend: B,
+    services: Vec<Box<dyn Service>>,
+    inbox: Vec<Message>,
+}
+
+impl<B: Backend> Round<B> {
+    fn new(mailbox: Arc<Mailbox<Message>>, backend: B) -> Self {
+        Self {
+            mailbox,
+            backend,
+            services: Vec::new(),
+            inbox: Vec::new(),
+        }
+    }
+
+    fn run(&mut self) {
+        let mut spinner = Spinner::new(SPIN);
+        loop {
+            let now = Instant::now();
+            let worked = self.turn(now);
+            if self.backend.is_over() {
+                // The last operations have ended: clients get the answers.
+                self.run_services();
+                return;
+            }
+            match spinner.plan(now, worked, self.backend.deadline()) {
+                Next::Poll => std::hint::spin_loop(),
+                Next::Park(timeout) => self.park(timeout),
+            }
+        }
+    }
+
+    /// Does what there is to do, once. Returns whether there was anything.
+    fn turn(&mut self, now: Instant) -> bool {
+        // Messages come after what wakes tasks: what these submit leaves in the same round.
+        let mut worked = self.backend.complete(now);
+        worked |= self.run_services();
+        let mut inbox = std::mem::take(&mut self.inbox);
+        self.mailbox.receive(&mut inbox);
+        worked |= !inbox.is_empty();
+        for message in inbox.drain(..) {
+            match message {
+                Message::Operation(operation) => self.backend.submit(operation, now),
+                Message::Host(service) => self.services.push(service),
+                Message::Close => self.backend.close(),
+            }
+        }
+        self.inbox = inbox;
+        self.backend.flush(now);
+        worked
+    }
+
+    fn run_services(&mut self) -> bool {
+        let mut worked = false;
+        self.services.retain_mut(|service| {
+            let turn = service.turn();
+            worked |= turn != Turn::Waiting;
+            turn != Turn::Over
+        });
+        worked
+    }
+
+    fn park(&mut self, timeout: Option<Duration>) {
+        let mut may_sleep = self.backend.prepare_sleep();
+        for service in &mut self.services {
+            may_sleep &= service.prepare_sleep();
+        }
+        if may_sleep {
+            let mut waited = Vec::new();
+            self.backend.put_waited(&mut waited);
+            for service in &self.services {
+                service.put_waited(&mut waited);
+            }
+            self.mailbox.park(&waited, timeout);
+        }
+        for service in &mut self.services {
+            service.end_sleep();
+        }
+    }
+}
+
+/// Refuses messages from now on, also after a panic; the callers of those that are left are
+/// notified by the ends of their oneshots.
+impl<B> Drop for Round<B> {
+    fn drop(&mut self) {
+        drop(self.mailbox.close());
+    }
+}

@@ -1,6 +1,7 @@
 //! The benchmark: many operations in flight on a block device, timed one by one.
 //!
 //! - [`BenchConfig`]: what is done. - [`run`]: does it. - [`Report`]: what came of it.
+//! - [`wire`]: what the machine or network carries.
 //!
 //! Every operation in flight is a task of [`crate::block::task`]: the thread that completes an
 //! operation (the transport's) takes its time and starts the next one, so no switch between threads
@@ -13,6 +14,7 @@ mod config;
 pub mod outcome;
 pub mod output;
 mod report;
+pub mod wire;
 mod worker;
 
 pub use config::{BenchConfig, BenchError, Mix, Pattern, Until};

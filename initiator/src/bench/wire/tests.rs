@@ -1,0 +1,177 @@
+use std::net::UdpSocket;
+
+use riser_transport::roce::batch::TxBatch;
+
+use super::packets::{Kind, Message, Sender};
+use super::requester::Tally;
+use super::*;
+
+const SHORT: WireConfig = WireConfig {
+    runtime: Duration::from_millis(60),
+    warm_up: Duration::from_millis(10),
+    path_mtu: None,
+};
+
+fn at(last: u8) -> SocketAddr {
+    SocketAddr::from(([127, 77, 1, last], ROCE_PORT))
+}
+
+#[test]
+fn a_short_run_moves_data_in_every_case() {
+    for path_mtu in [None, Some(1024)] {
+        let report = measure_loopback(WireConfig { path_mtu, ..SHORT }).unwrap();
+        assert_eq!(report.path_mtu, path_mtu.unwrap_or(4096));
+        assert_eq!(report.cases.len(), 6);
+        for case in &report.cases {
+            assert!(case.operations > 0, "{case:?}");
+            assert_eq!((case.corrupted, case.foreign), (0, 0), "{case:?}");
+            let bytes = case.bytes_per_second * case.seconds;
+            let wanted = case.operations as f64 * f64::from(case.reply_bytes);
+            // Up to the replies under way at both ends of the time.
+            let slack = f64::from(case.depth * case.reply_bytes)
+                + case.lost_packets as f64 * f64::from(report.path_mtu);
+            assert!(
+                (bytes - wanted).abs() <= slack,
+                "{bytes} of {wanted}: {case:?}"
+            );
+            assert_eq!(case.latency_ns.is_some(), case.depth == 1, "{case:?}");
+        }
+        let table = report.table();
+        assert!(table.contains("4 KiB replies") && table.contains("loopback"));
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["cases"][1]["icrc"], true);
+    }
+}
+
+#[test]
+fn corrupted_and_foreign_packets_are_counted_and_not_taken() {
+    let (local, peer) = (at(1), at(2));
+    let mut batch = TxBatch::new(64);
+    let mut sender = Sender::new(peer, local).unwrap();
+    let memory = riser_memory::Memory::new(8192).unwrap();
+    memory.fill(0, 8192, 0x5a);
+    sender.push_data(&mut batch, &memory.whole(), 0, 4096, true);
+    let mut response = Message::new(Kind::Response, true);
+    response.seq = 7.into();
+    sender.push_response(&mut batch, &response);
+    // Trains as the kernel would deliver them.
+    let trains: Vec<_> = batch
+        .groups()
+        .iter()
+        .map(|g| batch.copy_packets(g))
+        .collect();
+    let packets: usize = trains.iter().map(Vec::len).sum();
+    assert_eq!(packets, 3, "two of data and a response");
+    let deliver = |tally: &mut Tally, damage: Option<usize>| {
+        let mut number = 0;
+        for train in &trains {
+            let segment = train[0].len();
+            let mut bytes = train.concat();
+            for (index, packet) in train.iter().enumerate() {
+                if damage == Some(number) {
+                    bytes[index * segment + packet.len() / 2] ^= 0x10;
+                }
+                number += 1;
+            }
+            tally.take(peer, segment, &bytes);
+        }
+    };
+    let mut tally = Tally::new(local, peer).unwrap();
+    deliver(&mut tally, None);
+    assert_eq!((tally.packets, tally.bytes, tally.corrupted), (2, 8192, 0));
+    assert_eq!(tally.answered, [7]);
+    for damaged in 0..packets {
+        let mut tally = Tally::new(local, peer).unwrap();
+        deliver(&mut tally, Some(damaged));
+        assert_eq!(tally.corrupted, 1);
+        let data = if damaged < 2 { 1 } else { 2 };
+        assert_eq!(tally.packets, data);
+        assert_eq!(tally.answered.len(), usize::from(damaged != 2));
+    }
+    // Of another host, and of an earlier run.
+    let mut tally = Tally::new(local, peer).unwrap();
+    tally.take(at(3), 100, &[0; 100]);
+    assert_eq!(tally.foreign, 1);
+    tally.epoch = 1;
+    deliver(&mut tally, None);
+    assert!(tally.answered.is_empty());
+}
+
+#[test]
+fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
+    let addr = at(10);
+    let mut responder = Responder::open(addr.ip()).unwrap();
+    let stop = AtomicBool::new(false);
+    let asker = UdpSocket::bind((at(11).ip(), 0)).unwrap();
+    let local = asker.local_addr().unwrap();
+    asker
+        .set_read_timeout(Some(Duration::from_millis(50)))
+        .unwrap();
+    let ask = |kind, cookie: u64| {
+        let mut message = Message::new(kind, true);
+        message.cookie = cookie.into();
+        message.len = 4096.into();
+        message.mtu = 4096.into();
+        let mut batch = TxBatch::new(1);
+        let mut sender = Sender::new(local, addr).unwrap();
+        sender.push_command(&mut batch, &message);
+        let packets = batch.copy_packets(&batch.groups()[0]);
+        asker.send_to(&packets[0], addr).unwrap();
+        let mut room = [0; 8192];
+        let mut got = Vec::new();
+        while let Ok(n) = asker.recv(&mut room) {
+            got.push(room[..n].to_vec());
+        }
+        got
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| responder.run(&stop));
+        let greeting = ask(Kind::Hello, 0);
+        let guessed = ask(Kind::Command, 1);
+        let super::packets::Received::Message(answer) =
+            super::packets::parse(&greeting[0]).unwrap()
+        else {
+            panic!("no message");
+        };
+        let known = ask(Kind::Command, answer.cookie.get());
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(greeting.len(), 1);
+        assert!(greeting[0].len() < 84, "no more than was sent");
+        assert!(guessed.is_empty());
+        let lengths: Vec<_> = known.iter().map(Vec::len).collect();
+        assert_eq!(lengths, [20, 4128, 56], "acknowledgement, data, response");
+    });
+}
+
+#[test]
+fn addresses_that_cannot_be_are_errors() {
+    let own = at(20).ip();
+    assert!(matches!(
+        measure(own, own, SHORT),
+        Err(WireError::SameAddress(_))
+    ));
+    assert!(matches!(
+        measure(own, "::1".parse().unwrap(), SHORT),
+        Err(WireError::Family(..))
+    ));
+    // An address of documentation, which no host has.
+    let foreign = "192.0.2.1".parse().unwrap();
+    assert!(matches!(
+        measure(foreign, own, SHORT),
+        Err(WireError::Open { .. })
+    ));
+    let error = measure(
+        own,
+        at(21).ip(),
+        WireConfig {
+            path_mtu: Some(1500),
+            ..SHORT
+        },
+    );
+    assert!(matches!(error, Err(WireError::PathMtu(1500))));
+    // Nothing answers there.
+    assert!(matches!(
+        measure(own, at(21).ip(), SHORT),
+        Err(WireError::NoAnswer(_))
+    ));
+}

@@ -1,10 +1,12 @@
 //! Addresses of disks on the command line.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::exit::{CliError, Exit};
 use super::units;
+use crate::nbd::NbdUri;
 use crate::url::{TargetUrl, UrlError};
 
 /// The address of a disk.
@@ -17,6 +19,15 @@ pub enum Address {
         /// Size of a block in bytes.
         block_size: u32,
     },
+    /// A regular file or block device of this host.
+    File {
+        /// Its absolute path.
+        path: PathBuf,
+        /// Reads and writes go past the page cache.
+        direct: bool,
+    },
+    /// An export of an NBD server.
+    Nbd(NbdUri),
     /// A logical unit of a target.
     Target(Box<TargetUrl>),
 }
@@ -25,29 +36,96 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let Some(memory) = text.strip_prefix("mem:") else {
-            return add_target_url(text)
-                .as_deref()
-                .unwrap_or(text)
-                .parse()
-                .map(|url| Self::Target(Box::new(url)))
-                .map_err(|e: UrlError| e.to_string());
-        };
-        let (capacity, block_size) = memory.split_once(',').unwrap_or((memory, "512"));
-        let capacity = units::size(capacity)?;
-        let block_size = units::size(block_size)?;
-        if !matches!(block_size, 512 | 4096) {
+        if let Some(memory) = text.strip_prefix("mem:") {
+            return memory_disk(memory);
+        }
+        if let Some(file) = text.strip_prefix("file:") {
+            return file_disk(file);
+        }
+        // As a shell's command: a name without a slash is not looked for in the directory, or a
+        // misspelt address would be taken for a file.
+        if ["/", "./", "../"]
+            .iter()
+            .any(|begin| text.starts_with(begin))
+        {
+            return file_at(text, false);
+        }
+        if NbdUri::has_scheme(text) {
+            let uri: Result<NbdUri, _> = text.parse();
+            return uri.map(Self::Nbd).map_err(|e| e.to_string());
+        }
+        let url = add_target_url(text);
+        match url.as_deref().unwrap_or(text).parse() {
+            Ok(url) => Ok(Self::Target(Box::new(url))),
+            Err(UrlError::Scheme) => Err(UNKNOWN.to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+/// Error for a text that is no address of any kind.
+const UNKNOWN: &str = "address must begin with `srp://`, `iscsi://`, `iser://`, `nbd://`, \
+    `nbd+unix://`, `file:` or `mem:`, or be a path that begins with `/`, `./` or `../`";
+
+/// `SIZE[,BLOCK]`.
+fn memory_disk(text: &str) -> Result<Address, String> {
+    let (capacity, block_size) = text.split_once(',').unwrap_or((text, "512"));
+    let capacity = units::size(capacity)?;
+    let block_size = units::size(block_size)?;
+    if !matches!(block_size, 512 | 4096) {
+        return Err(format!(
+            "the block size {block_size} is neither 512 nor 4096"
+        ));
+    }
+    if capacity == 0 || !capacity.is_multiple_of(block_size) {
+        return Err(format!("{capacity} bytes are not a number of whole blocks"));
+    }
+    Ok(Address::Memory {
+        capacity,
+        block_size: block_size as u32,
+    })
+}
+
+/// `PATH[?direct=on|off]`; a path may follow an empty host, as in `file:///PATH`.
+fn file_disk(text: &str) -> Result<Address, String> {
+    let (path, query) = match text.split_once('?') {
+        Some((path, query)) => (path, Some(query)),
+        None => (text, None),
+    };
+    let path = match path.strip_prefix("//") {
+        Some(path) if path.starts_with('/') => path,
+        Some(path) => {
             return Err(format!(
-                "the block size {block_size} is neither 512 nor 4096"
+                "`file://{path}` names a host; write `file:PATH` or `file:///PATH`"
             ));
         }
-        if capacity == 0 || !capacity.is_multiple_of(block_size) {
-            return Err(format!("{capacity} bytes are not a number of whole blocks"));
+        None => path,
+    };
+    let mut direct = None;
+    for pair in query.into_iter().flat_map(|query| query.split('&')) {
+        let value = match pair.split_once('=') {
+            Some(("direct", "on" | "1")) => true,
+            Some(("direct", "off" | "0")) => false,
+            Some(("direct", value)) => {
+                return Err(format!(
+                    "value `{value}` of key `direct` is not `on` or `off`"
+                ));
+            }
+            _ => return Err(format!("`{pair}` is not `direct=on` or `direct=off`")),
+        };
+        if direct.replace(value).is_some() {
+            return Err("key `direct` occurs twice".into());
         }
-        Ok(Self::Memory {
-            capacity,
-            block_size: block_size as u32,
-        })
+    }
+    file_at(path, direct.unwrap_or(false))
+}
+
+/// A path as an address that stays right when the working directory changes.
+fn file_at(path: &str, direct: bool) -> Result<Address, String> {
+    match std::path::absolute(path) {
+        Ok(path) => Ok(Address::File { path, direct }),
+        Err(_) if path.is_empty() => Err("the path of the file is missing".into()),
+        Err(error) => Err(format!("path `{path}`: {error}")),
     }
 }
 
@@ -75,6 +153,16 @@ impl fmt::Display for Address {
                 capacity,
                 block_size,
             } => write!(f, "mem:{capacity},{block_size}"),
+            Self::File { path, direct } => {
+                let option = if *direct { "?direct=on" } else { "" };
+                // A question mark in a path would begin the options.
+                let scheme = match path.to_string_lossy().contains('?') {
+                    true if !*direct => "",
+                    _ => "file:",
+                };
+                write!(f, "{scheme}{}{option}", path.display())
+            }
+            Self::Nbd(uri) => uri.fmt(f),
             Self::Target(url) => url.fmt(f),
         }
     }
@@ -85,8 +173,36 @@ impl Address {
     #[must_use]
     pub fn lun(&self) -> u32 {
         match self {
-            Self::Memory { .. } => 0,
             Self::Target(url) => url.lun().unwrap_or(0).into(),
+            Self::Memory { .. } | Self::File { .. } | Self::Nbd(_) => 0,
+        }
+    }
+
+    /// Name of an export of the disk that its address gives: that of the unit, the file or the
+    /// export.
+    #[must_use]
+    pub fn name(&self) -> String {
+        match self {
+            Self::Target(_) | Self::Memory { .. } => format!("lun{}", self.lun()),
+            Self::File { path, .. } => {
+                let name = path.file_name().unwrap_or_default();
+                name.to_string_lossy().into_owned()
+            }
+            Self::Nbd(uri) => {
+                let plain = |c: char| {
+                    if c.is_ascii_alphanumeric() || "-_.".contains(c) {
+                        c
+                    } else {
+                        '_'
+                    }
+                };
+                let name: String = uri.export.chars().map(plain).collect();
+                // These two are directories, and an empty name is none.
+                match name.as_str() {
+                    "" | "." | ".." => "disk".into(),
+                    _ => name,
+                }
+            }
         }
     }
 
@@ -95,12 +211,85 @@ impl Address {
     /// # Errors
     /// It is not one.
     pub fn target(&self) -> Result<&TargetUrl, CliError> {
-        match self {
-            Self::Target(url) => Ok(url),
-            Self::Memory { .. } => Err(CliError::new(
-                Exit::Usage,
-                format!("{self} is not the address of a target"),
-            )),
+        let what = match self {
+            Self::Target(url) => return Ok(url),
+            Self::Memory { .. } => "a disk in memory",
+            Self::File { .. } => "a file or block device of this host",
+            Self::Nbd(_) => "an NBD export",
+        };
+        let error = format!("{self} is {what}, not the address of a target");
+        Err(CliError::new(Exit::Usage, error).help(
+            "the verb asks a SCSI target, for example srp://HOST/LUN or iscsi://HOST/TARGET/LUN",
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_and_exports_are_addresses_of_disks() {
+        let file = |path: &str, direct| Address::File {
+            path: path.into(),
+            direct,
+        };
+        for (text, want, shown) in [
+            ("/dev/sda", file("/dev/sda", false), "file:/dev/sda"),
+            ("file:/a", file("/a", false), "file:/a"),
+            (
+                "file:///a b?direct=on",
+                file("/a b", true),
+                "file:/a b?direct=on",
+            ),
+            ("file:/a?direct=0", file("/a", false), "file:/a"),
+            ("/what?", file("/what?", false), "/what?"),
+        ] {
+            let address: Address = text.parse().unwrap();
+            assert_eq!(address, want, "{text}");
+            assert_eq!(address.to_string(), shown);
+            assert_eq!(shown.parse(), Ok(want));
+        }
+        let here = std::env::current_dir().unwrap();
+        let relative: Address = "file:disk.img".parse().unwrap();
+        assert_eq!(
+            relative,
+            Address::File {
+                path: here.join("disk.img"),
+                direct: false
+            }
+        );
+        let nbd: Address = "nbd+unix:///my%20disk?socket=/run/nbd".parse().unwrap();
+        assert_eq!(nbd.to_string(), "nbd+unix:///my%20disk?socket=/run/nbd");
+        assert_eq!((nbd.name(), nbd.lun()), ("my_disk".to_owned(), 0));
+        assert_eq!("nbd://h".parse::<Address>().unwrap().name(), "disk");
+        assert_eq!(relative.name(), "disk.img");
+    }
+
+    #[test]
+    fn an_address_that_is_none_is_refused_with_its_reason() {
+        for (text, words) in [
+            ("disk.img", "begins with `/`, `./` or `../`"),
+            ("nvme://x", "must begin with `srp://`"),
+            ("file:", "missing"),
+            ("file://host/a", "names a host"),
+            ("file:/a?cache=off", "`cache=off`"),
+            ("file:/a?direct=maybe", "`maybe`"),
+            ("file:/a?direct=on&direct=on", "twice"),
+            ("nbds://h/x", "TLS"),
+            ("nbd+unix:///x", "?socket=PATH"),
+        ] {
+            let error = text.parse::<Address>().unwrap_err();
+            assert!(error.contains(words), "{text}: {error}");
+        }
+        for text in ["nbd://h/x", "file:/a", "mem:1M"] {
+            let address: Address = text.parse().unwrap();
+            let error = address.target().unwrap_err();
+            assert!(
+                error.what.contains("not the address of a target"),
+                "{error}"
+            );
+            assert_eq!(error.exit, Exit::Usage);
         }
     }
 }

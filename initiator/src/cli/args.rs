@@ -11,6 +11,7 @@ use clap_complete::Shell;
 use super::address::Address;
 use super::target::VerbParser;
 use super::units;
+use super::wire::WireArgs;
 
 const EXIT_STATUS: &str = "\
 Exit status:
@@ -32,6 +33,10 @@ Addresses:
                                            commands of one that is lost go by the others
   ...&paths=all                            every portal that an iSCSI target reports
   KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
+  nbd://HOST[:PORT]/EXPORT                 an export of an NBD server
+  nbd+unix:///EXPORT?socket=PATH           the same on a Unix socket
+  PATH, file:PATH[?direct=on]              a file or block device of this host; direct=on goes past
+                                           the page cache. PATH alone begins with /, ./ or ../
   mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
 
 Sizes and offsets are bytes, or have a suffix K, M, G or T, alone or as KiB to TiB (powers of 1024),
@@ -269,6 +274,9 @@ pub enum Verb {
     Write(WriteArgs),
     /// Measure a logical unit
     Bench(BenchArgs),
+    /// Measure what this machine or network carries in packets of RoCEv2
+    #[command(hide = true)]
+    BenchWire(WireArgs),
     /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
     #[command(subcommand)]
     Rping(Rping),

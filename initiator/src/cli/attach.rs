@@ -14,7 +14,7 @@ use super::state::Export;
 use super::{file, mount};
 use crate::block::ByteDevice;
 use crate::fuse::{Caching, FuseOptions};
-use crate::nbd::Server;
+use crate::nbd::{NbdServer, NbdUri, Server};
 
 pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
     serve::run(&args.serve, global, |events, sender, ready| {
@@ -78,7 +78,7 @@ fn serve_fuse(
 ) -> Result<(), CliError> {
     let options = FuseOptions {
         path: serve::absolute(path)?,
-        name: format!("lun{}", args.url.lun()),
+        name: args.url.name(),
         source: args.url.to_string(),
         caching: if args.cache {
             Caching::Kernel
@@ -114,7 +114,7 @@ fn serve_nbd(
     ready: &mut Ready<'_>,
 ) -> Result<(), CliError> {
     let socket = serve::absolute(socket)?;
-    let name = format!("lun{}", args.url.lun());
+    let name = args.url.name();
     let disk = device.device();
     let failed = |e| {
         CliError::io(format!("cannot serve NBD on {}", socket.display()), e)
@@ -124,7 +124,11 @@ fn serve_nbd(
         .and_then(Server::start)
         .map_err(failed)?;
     let export = Export::Nbd {
-        uri: format!("nbd+unix:///{name}?socket={}", socket.display()),
+        uri: NbdUri {
+            server: NbdServer::Unix(socket.clone()),
+            export: name,
+        }
+        .to_string(),
         socket: socket.clone(),
     };
     let _registration = ready.report(&args.url, disk, export)?;

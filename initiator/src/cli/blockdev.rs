@@ -77,7 +77,7 @@ impl DeviceChoice {
                 port,
                 before: Box::new(before),
             }),
-            (Some(attachment), Address::Target(_)) => {
+            (Some(attachment), Address::Target(_) | Address::Nbd(_) | Address::File { .. }) => {
                 refused(format!("{shown} waits for {}", attachment.url))
             }
             (Some(_), Address::Memory { .. }) => {

@@ -1,8 +1,10 @@
-//! An address as a disk: a logical unit of a target, or memory of this process.
+//! An address as a disk: a logical unit of a target, an NBD export, a file or block device of this
+//! host, or memory of this process.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -21,8 +23,13 @@ use super::exit::{CliError, Exit};
 use crate::block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, ZeroOptions, task,
 };
+use crate::disks::file::{FileConfig, FileError};
+use crate::disks::nbd::{NbdConfig, NbdError};
+use crate::disks::{self, ThreadDisk};
 use crate::engine::{Client, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError, LunInfo};
+use crate::nbd::NbdUri;
+use crate::nbd::client::HandshakeError;
 use crate::request::RequestError;
 use crate::session::{ConnectError, Down, SrpLoginError, Timing};
 use crate::url::TargetUrl;
@@ -287,7 +294,7 @@ fn resolve(url: &TargetUrl) -> Result<SocketAddr, CliError> {
 }
 
 /// The local address of the route to a target.
-fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
+pub(super) fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
     let any: SocketAddr = match target {
         SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
         SocketAddr::V6(_) => (std::net::Ipv6Addr::UNSPECIFIED, 0).into(),
@@ -320,7 +327,75 @@ pub(super) fn lun_failed(what: String, error: LunError) -> CliError {
 
 enum Kind {
     Memory(MemoryDevice),
+    /// An NBD export, a file or a block device.
+    Thread(ThreadDisk),
     Lun(Lun),
+}
+
+/// Connects to an NBD export.
+fn open_nbd(uri: &NbdUri, link: &ConnectOptions, access: Access) -> Result<ThreadDisk, CliError> {
+    refuse_link(link, "an NBD export")?;
+    let config = NbdConfig {
+        connect: access.login,
+        operation: access.operation,
+        read_only: access.read_only,
+    };
+    disks::nbd::connect(uri, config).map_err(|error| {
+        let exit = match &error {
+            _ if error.is_timeout() => Exit::Timeout,
+            NbdError::Handshake(HandshakeError::UnknownExport { .. }) => Exit::NotFound,
+            NbdError::Start(_) | NbdError::Size { .. } | NbdError::MaxPayload { .. } => {
+                Exit::Failure
+            }
+            _ => Exit::Refused,
+        };
+        let mut failed = CliError::new(exit, format!("cannot use {uri}")).because(error);
+        if exit == Exit::NotFound {
+            failed = failed.help("`nbdinfo --list` shows the exports of a server");
+        }
+        failed
+    })
+}
+
+/// Opens a file or block device of this host.
+fn open_file(
+    path: &Path,
+    direct: bool,
+    link: &ConnectOptions,
+    read_only: bool,
+) -> Result<ThreadDisk, CliError> {
+    refuse_link(link, "a file")?;
+    let config = FileConfig { direct, read_only };
+    disks::file::open(path, config).map_err(|error| {
+        let what = format!("cannot use {} as a disk", path.display());
+        match error {
+            FileError::Open { source } => CliError::io(what, source),
+            FileError::InUse => CliError::new(Exit::Busy, what)
+                .because(error)
+                .help("unmount it, or take it out of what it is a part of; `lsblk` shows that"),
+            FileError::Kind(_) | FileError::NoDirect | FileError::Size { .. } => {
+                CliError::new(Exit::Usage, what).because(error)
+            }
+            FileError::Start(_) => CliError::new(Exit::Failure, what).because(error),
+        }
+    })
+}
+
+/// Refuses options of the connection to a target at a disk that has none: they would have no
+/// effect.
+fn refuse_link(link: &ConnectOptions, what: &str) -> Result<(), CliError> {
+    let given = [
+        (link.addr.is_some(), "--addr"),
+        (link.channels.is_some(), "--channels"),
+        (link.inject.is_some(), "--inject"),
+    ];
+    match given.iter().find(|(is_given, _)| *is_given) {
+        None => Ok(()),
+        Some((_, option)) => Err(CliError::new(
+            Exit::Usage,
+            format!("{option} is an option of the connection to a target, and {what} has none"),
+        )),
+    }
 }
 
 /// A disk, wherever it is.
@@ -359,6 +434,10 @@ impl Disk {
                     .and_then(MemoryDevice::with_thread)
                     .map_err(|e| CliError::io(format!("cannot make {address}"), e))?,
             ),
+            Address::Nbd(uri) => Kind::Thread(open_nbd(uri, link, access)?),
+            Address::File { path, direct } => {
+                Kind::Thread(open_file(path, *direct, link, access.read_only)?)
+            }
             Address::Target(url) => {
                 let session = connect(url, link, access.login)?;
                 let lun = task::block_on(session.lun(address.lun()))
@@ -368,6 +447,7 @@ impl Disk {
         };
         let mut geometry = match &kind {
             Kind::Memory(disk) => disk.geometry().clone(),
+            Kind::Thread(disk) => disk.geometry().clone(),
             Kind::Lun(lun) => lun.geometry().clone(),
         };
         geometry.read_only |= access.read_only;
@@ -378,7 +458,7 @@ impl Disk {
     #[must_use]
     pub fn port_guid(&self) -> Option<u64> {
         match &self.kind {
-            Kind::Memory(_) => None,
+            Kind::Memory(_) | Kind::Thread(_) => None,
             Kind::Lun(lun) => Some(lun.session().port_guid()),
         }
     }
@@ -388,6 +468,7 @@ impl Disk {
     pub fn description(&self) -> String {
         match &self.kind {
             Kind::Memory(_) => "a disk in memory".into(),
+            Kind::Thread(disk) => disk.description().to_owned(),
             Kind::Lun(lun) => {
                 let inquiry = &lun.info().inquiry;
                 format!("{} {}", inquiry.vendor.trim(), inquiry.product.trim())
@@ -399,7 +480,7 @@ impl Disk {
     #[must_use]
     pub fn info(&self) -> Option<&LunInfo> {
         match &self.kind {
-            Kind::Memory(_) => None,
+            Kind::Memory(_) | Kind::Thread(_) => None,
             Kind::Lun(lun) => Some(lun.info()),
         }
     }
@@ -422,15 +503,17 @@ impl Disk {
     #[must_use]
     pub fn watch(&self) -> Option<Arc<SessionStatus>> {
         match &self.kind {
-            Kind::Memory(_) => None,
+            Kind::Memory(_) | Kind::Thread(_) => None,
             Kind::Lun(lun) => Some(lun.session().watch()),
         }
     }
 
-    /// Ends the session by a logout.
+    /// Ends the session by a logout, or the connection, or the use of the file.
     pub fn close(&self) {
-        if let Kind::Lun(lun) = &self.kind {
-            task::block_on(lun.session().close());
+        match &self.kind {
+            Kind::Memory(_) => {}
+            Kind::Thread(disk) => disk.close(),
+            Kind::Lun(lun) => task::block_on(lun.session().close()),
         }
     }
 }
@@ -440,6 +523,7 @@ macro_rules! on_disk {
     ($self:ident, $disk:ident => $call:expr) => {
         match &$self.kind {
             Kind::Memory($disk) => $call,
+            Kind::Thread($disk) => $call,
             Kind::Lun($disk) => $call,
         }
     };
@@ -580,7 +664,6 @@ mod tests {
             "mem:1M,513",
             "mem:1000",
             "nvme://x",
-            "/dev/sda",
         ] {
             assert!(bad.parse::<Address>().is_err(), "{bad}");
         }

@@ -58,6 +58,11 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
             "this host's kernel has it attached as /dev/{name}"
         )));
     }
+    if let Address::File { path, .. } = url
+        && let Some(name) = loop_device(Path::new("/sys/class/block"), path)
+    {
+        return Err(refuse(format!("the loop device /dev/{name} is made of it")));
+    }
     // What cannot be read may still be overwritten.
     let unknown = |which: &str, error: BlockError| {
         let why = format!("what it carries is not known: its {which} bytes cannot be read");
@@ -150,6 +155,17 @@ fn kernel_disk(block: &Path, unit: &str) -> Option<String> {
     fs::read_dir(block).ok()?.flatten().find_map(|disk| {
         let name = fs::read_to_string(disk.path().join("device/wwid")).ok()?;
         (name.trim() == unit).then(|| disk.file_name().to_string_lossy().into_owned())
+    })
+}
+
+/// The loop device that is made of a file: its file system may be mounted. Only root can see that
+/// of some devices.
+fn loop_device(block: &Path, file: &Path) -> Option<String> {
+    let file = fs::canonicalize(file).ok()?;
+    fs::read_dir(block).ok()?.flatten().find_map(|disk| {
+        let below = fs::read_to_string(disk.path().join("loop/backing_file")).ok()?;
+        let is_it = Path::new(below.trim_end_matches('\n')) == file;
+        is_it.then(|| disk.file_name().to_string_lossy().into_owned())
     })
 }
 
@@ -328,6 +344,21 @@ mod tests {
         for short in [0, 512, 4096, 65536] {
             assert_eq!(last_signature(&vec![0; short], short as u64, 512), None);
         }
+    }
+
+    #[test]
+    fn a_file_that_a_loop_device_is_made_of_is_known() {
+        let block = std::env::temp_dir().join(format!("riser-loop-{}", std::process::id()));
+        fs::create_dir_all(block.join("loop3/loop")).unwrap();
+        fs::create_dir_all(block.join("sda")).unwrap();
+        let file = block.join("disk.img");
+        fs::write(&file, "").unwrap();
+        let shown = format!("{}\n", fs::canonicalize(&file).unwrap().display());
+        fs::write(block.join("loop3/loop/backing_file"), shown).unwrap();
+        assert_eq!(loop_device(&block, &file), Some("loop3".to_owned()));
+        assert_eq!(loop_device(&block, &block.join("sda")), None);
+        assert_eq!(loop_device(&block, Path::new("/does/not/exist")), None);
+        fs::remove_dir_all(block).unwrap();
     }
 
     #[test]

@@ -36,6 +36,7 @@ pub mod state;
 mod target;
 mod udev;
 mod units;
+pub mod wire;
 
 use std::process::ExitCode;
 
@@ -89,6 +90,7 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
         Verb::Read(args) => copy::read(&args, global),
         Verb::Write(args) => copy::write(&args, global),
         Verb::Bench(args) => bench::run(&args, global),
+        Verb::BenchWire(args) => wire::run(&args, global),
         Verb::Rping(args) => rping::run(&args, global),
         Verb::Completions { shell } => docs::completions(shell),
         Verb::Target { args } => target::run(&args),

@@ -131,7 +131,7 @@ impl Below {
         let mut below = Self { path, mount: None };
         let options = FuseOptions {
             path: below.path.clone(),
-            name: format!("lun{}", args.url.lun()),
+            name: args.url.name(),
             source: args.url.to_string(),
             // The file system has the page cache.
             caching: Caching::Direct,

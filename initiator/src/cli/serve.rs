@@ -430,9 +430,9 @@ pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<()
     Ok(())
 }
 
-/// The initiator port of a disk that shows at `path`; none for a disk in memory.
+/// The initiator port of a disk that shows at `path`; none for a disk that is no logical unit.
 pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<ExportPort>, CliError> {
-    if matches!(address, Address::Memory { .. }) {
+    if !matches!(address, Address::Target(_)) {
         return Ok(None);
     }
     let path = absolute(path)?;

@@ -269,6 +269,123 @@ fn an_nbd_attachment_lives_until_it_is_detached() {
 
 /// This process holds the lock of the list of attachments.
 #[test]
+fn files_and_nbd_exports_are_disks() {
+    let home = Home::new();
+    let (image, socket) = (home.path("disk.img"), home.path("nbd"));
+    let disk = std::fs::File::create(&image).unwrap();
+    disk.set_len(4 << 20).unwrap();
+    let pattern: Vec<u8> = (0..100_000_u32).map(|n| (n % 251) as u8).collect();
+    std::fs::write(home.0.join("in"), &pattern).unwrap();
+    let file = format!("file:{image}");
+    home.ok(&["write", &file, &home.path("in"), "--offset", "1000"]);
+    assert_eq!(std::fs::read(&image).unwrap()[1000..101_000], pattern);
+
+    // Attached as an export, it is reached by another address.
+    home.ok(&["attach", &image, "--nbd", &socket]);
+    let uri = format!("nbd+unix:///disk.img?socket={socket}");
+    home.ok(&[
+        "read",
+        &uri,
+        &home.path("out"),
+        "--offset",
+        "1000",
+        "--length",
+        "100000",
+    ]);
+    assert_eq!(std::fs::read(home.0.join("out")).unwrap(), pattern);
+    home.ok(&["write", &uri, &home.path("in"), "--offset", "2M"]);
+    assert_eq!(
+        std::fs::read(&image).unwrap()[2 << 20..(2 << 20) + 100_000],
+        pattern
+    );
+    for address in [&uri, &image] {
+        let json = home.ok(&[
+            "bench",
+            address,
+            "--rw",
+            "randrw",
+            "--total",
+            "1M",
+            "--warm-up",
+            "0",
+            "--verify",
+            "-o",
+            "json",
+            "--overwrite",
+        ]);
+        let report: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let ios = |way: &str| report[way]["total_ios"].as_u64().unwrap();
+        assert_eq!(ios("read") + ios("write"), 256);
+    }
+    let (exit, text) = home.fails(&["write", &image, &home.path("in")]);
+    assert_eq!(exit, 6);
+    assert!(text.contains("has it attached"), "{text}");
+    home.ok(&["detach", &socket]);
+
+    // What a disk carries is not overwritten by mistake.
+    let mut head = vec![0; 65536];
+    head[..4].copy_from_slice(b"XFSB");
+    std::fs::write(home.0.join("head"), head).unwrap();
+    home.ok(&["write", &image, &home.path("head"), "--overwrite"]);
+    let (exit, text) = home.fails(&["write", &image, &home.path("in")]);
+    assert_eq!(exit, 6);
+    assert!(text.contains("XFS"), "{text}");
+}
+
+#[test]
+fn verbs_of_targets_refuse_other_disks_and_options_that_have_no_effect() {
+    let home = Home::new();
+    let image = home.path("disk.img");
+    std::fs::write(&image, [0; 1000]).unwrap();
+    let gone = format!("nbd+unix:///disk?socket={}", home.path("gone"));
+    for (args, exit, words) in [
+        (
+            &["inquiry", &image] as &[&str],
+            2,
+            "not the address of a target",
+        ),
+        (
+            &["discover", "nbd://127.0.0.1/disk"],
+            2,
+            "not the address of a target",
+        ),
+        (&["read", &image], 2, "not a whole number of blocks"),
+        (&["read", "/dev/null"], 2, "a character device"),
+        (&["read", "/does/not/exist"], 5, "No such file"),
+        (&["read", &gone], 3, "cannot connect"),
+        (
+            &["read", &gone, "--channels", "2"],
+            2,
+            "--channels is an option",
+        ),
+        (
+            &["read", &image, "--inject", "loss=1"],
+            2,
+            "--inject is an option",
+        ),
+    ] {
+        let (status, text) = home.fails(args);
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(text.contains(words), "{args:?}: {text}");
+        assert_eq!(status, exit, "{args:?}: {text}");
+    }
+}
+
+#[test]
+fn the_wire_is_measured() {
+    let home = Home::new();
+    let args = ["bench-wire", "--runtime", "20ms", "--warm-up", "5ms"];
+    let table = home.ok(&args);
+    assert!(table.contains("round trip"), "{table}");
+    let json = home.ok(&[&args[..], &["-o", "json"]].concat());
+    let report: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert!(report["cases"][0]["operations"].as_u64().unwrap() > 0);
+    let (exit, text) = home.fails(&["bench-wire", "--to", "127.0.0.1", "--addr", "127.0.0.1"]);
+    assert_eq!(exit, 2);
+    assert!(text.contains("own address"), "{text}");
+}
+
+#[test]
 fn a_lock_is_not_waited_for_in_silence_nor_for_ever() {
     let home = Home::new();
     home.ok(&["list"]);

@@ -11,7 +11,7 @@ use clap_complete::Shell;
 use super::address::Address;
 use super::target::VerbParser;
 use super::units;
-use super::wire::WireArgs;
+use super::wire_args::WireArgs;
 
 const EXIT_STATUS: &str = "\
 Exit status:

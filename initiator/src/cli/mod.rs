@@ -36,7 +36,8 @@ pub mod state;
 mod target;
 mod udev;
 mod units;
-pub mod wire;
+mod wire;
+pub mod wire_args;
 
 use std::process::ExitCode;
 

@@ -8,11 +8,12 @@
 use std::io;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
+use rustix::event::{EventfdFlags, eventfd};
 
 use crate::config::RingConfig;
 use crate::error::{RegisterError, RingError, SubmitError};
@@ -152,16 +153,21 @@ impl Ring {
         self.waker.clone()
     }
 
-    /// Descriptor of the ring, which `poll(2)` reports as readable while there is something to
-    /// [`reap`](Ring::reap): for a thread that also waits for descriptors that are not in the ring.
-    /// Before it sleeps it calls [`submit`](Ring::submit) and finds nothing to reap. `None` for a
-    /// simulated ring.
-    #[must_use]
-    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        match &self.kernel {
-            Kernel::Uring(uring) => Some(uring.fd()),
-            Kernel::Simulated(_) => None,
+    /// An eventfd that becomes readable when there may be something to [`reap`](Ring::reap): for a
+    /// thread that also waits for descriptors that are not in the ring. Before each sleep it reads
+    /// the counter, calls [`submit`](Ring::submit), and finds nothing to reap. `poll(2)` on the
+    /// ring itself does not see completions that the kernel defers to this thread.
+    ///
+    /// # Errors
+    /// Those of making and registering it; `Unsupported` for a simulated ring.
+    pub fn event_fd(&mut self) -> io::Result<OwnedFd> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let event = eventfd(0, flags)?;
+        match &mut self.kernel {
+            Kernel::Uring(uring) => uring.register_event_fd(&event)?,
+            Kernel::Simulated(_) => return Err(io::ErrorKind::Unsupported.into()),
         }
+        Ok(event)
     }
 
     /// Operations in flight, the ring's own not counted.

@@ -6,7 +6,7 @@
 )]
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -88,10 +88,9 @@ impl Uring {
         Ok((uring, files))
     }
 
-    /// Descriptor of the ring.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the ring owns the descriptor and closes it when it is dropped.
-        unsafe { BorrowedFd::borrow_raw(self.uring.as_raw_fd()) }
+    /// Has the kernel count completions, also deferred ones, in an eventfd.
+    pub(crate) fn register_event_fd(&self, event: &OwnedFd) -> io::Result<()> {
+        self.uring.submitter().register_eventfd(event.as_raw_fd())
     }
 
     /// Entries of the table of registered memory that are in use.

@@ -6,9 +6,9 @@
 //!
 //! A requester sends commands of 84 bytes and a responder answers each with RDMA WRITEs and a
 //! response, the packets of one READ of a target. There are no queue pairs, no retransmission and
-//! no disk: what is left is the socket driver of the NIC ([`Driver`](riser_transport::roce::driver)),
-//! headers, and in some cases the ICRC at both ends and the copy to the data's place. Both threads
-//! poll without sleeping.
+//! no disk: what is left is the NIC's socket driver ([`riser_transport::roce::driver`]), headers,
+//! and in some cases the ICRC at both ends and the copy to the data's place. Both threads poll
+//! without sleeping.
 //!
 //! The responder answers only requesters that have shown that they receive at their address: it
 //! sends much more than it receives, to an address that a packet could forge.

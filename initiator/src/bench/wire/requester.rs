@@ -21,7 +21,7 @@ const MEMORY: usize = 4 << 20;
 /// Time after which commands without a reply are sent again.
 const STALL: Duration = Duration::from_millis(100);
 /// Interval and number of attempts to reach the responder.
-const GREETING: (Duration, usize) = (Duration::from_millis(200), 25);
+const GREETING: (Duration, usize) = (Duration::from_millis(200), 10);
 
 /// A case to measure.
 #[derive(Clone, Copy, Debug)]
@@ -256,7 +256,9 @@ impl Requester {
                 }
                 Some(begin) if now >= begin + config.runtime => {
                     let seconds = now.duration_since(begin).as_secs_f64();
-                    return self.finish(&run, seconds, config);
+                    let case = self.finish(&run, seconds, config);
+                    self.drain(shape.depth);
+                    return case;
                 }
                 _ => {}
             }
@@ -300,6 +302,20 @@ impl Requester {
         }
         self.tally.answered = answered;
         self.send(now);
+    }
+
+    /// Takes in the replies that are outstanding, which the next case might count as corrupted.
+    fn drain(&mut self, mut outstanding: u32) {
+        let mut heard = Instant::now();
+        while outstanding > 0 && heard.elapsed() < STALL {
+            self.receive();
+            let answered = self.tally.answered.len() as u32;
+            if answered > 0 {
+                heard = Instant::now();
+            }
+            outstanding = outstanding.saturating_sub(answered);
+            self.tally.answered.clear();
+        }
     }
 
     fn command(&mut self, run: &mut Run, seq: u32, now: Instant) {

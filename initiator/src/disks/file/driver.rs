@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
 use riser_reactor::{
@@ -40,6 +40,8 @@ struct InFlight {
 /// Operations on the file.
 pub(super) struct FileBackend {
     ring: Ring,
+    /// Readable when there may be completions.
+    event: OwnedFd,
     file: Handle,
     is_device: bool,
     block: u64,
@@ -65,12 +67,14 @@ impl FileBackend {
             memories: 0,
         };
         let mut ring = Ring::new(config).map_err(io::Error::other)?;
+        let event = ring.event_fd()?;
         let file = Handle::from(target.file);
         // A registered file saves a look-up in each operation; without it they work as well.
         let file = ring.register_file(&file).unwrap_or(file);
         let helper = Offload::new(CAPACITY, ring.waker(), &SystemThreads)?;
         Ok(Self {
             ring,
+            event,
             file,
             is_device: target.is_device,
             block: target.block.into(),
@@ -259,6 +263,8 @@ impl Backend for FileBackend {
         if self.failed.is_some() {
             return true;
         }
+        // What completes from here on ends the sleep.
+        let _ = rustix::io::read(&self.event, &mut [0; 8]);
         // First the read of the waker, which the last reap may have queued.
         let submitted = self.ring.submit();
         match submitted.and_then(|()| self.ring.reap(&mut self.completions)) {
@@ -272,7 +278,7 @@ impl Backend for FileBackend {
 
     fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
         if self.failed.is_none() {
-            out.extend(self.ring.fd().map(Waited::reading));
+            out.push(Waited::reading(self.event.as_fd()));
         }
     }
 

@@ -664,7 +664,88 @@ fn whole_blocks(extents: &[(u32, u32)], limit: u64, block: u64) -> Vec<Extent> {
 
 #[cfg(test)]
 mod tests {
+    use riser_state::testing::{assert_all_taken, table};
+
     use super::*;
+
+    fn states() -> [State; 5] {
+        let is_last = false;
+        [
+            State::Reply,
+            State::Payload {
+                key: 0,
+                at: 0,
+                left: 1,
+                is_last,
+            },
+            State::Extents {
+                key: 0,
+                left: 1,
+                is_last,
+            },
+            State::End { key: 0 },
+            State::Closed,
+        ]
+    }
+
+    #[test]
+    fn the_table_is_the_diagram() {
+        let expected = "Reply: Payload Extents End Closed\n\
+                        Payload: Reply End\n\
+                        Extents: Reply Extents End Closed\n\
+                        End: Reply Closed\n\
+                        Closed: \n";
+        assert_eq!(table(&states()), expected);
+    }
+
+    /// Requests with a read of two bytes and a status in flight, and their cookies.
+    fn two() -> (Requests<char>, Cookie, Cookie) {
+        let mut requests = Requests::new(true, Some(1), 512);
+        let cookie = |header: [u8; REQUEST_LEN]| {
+            Cookie(u64::from_be_bytes(*header[8..].first_chunk().unwrap()))
+        };
+        let read = cookie(requests.submit(Request::Read { offset: 0, len: 2 }, 'a'));
+        let status = Request::BlockStatus {
+            offset: 0,
+            len: 1024,
+        };
+        let status = cookie(requests.submit(status, 'b'));
+        (requests, read, status)
+    }
+
+    #[test]
+    fn every_transition_is_taken() {
+        let extents = |cookie, flags, count: u32| {
+            let len = 4 + 8 * count;
+            let mut out = proto::chunk_header(cookie, chunk::BLOCK_STATUS, flags, len).to_vec();
+            out.extend(1u32.to_be_bytes());
+            out
+        };
+        let extent = [0, 0, 2, 0, 0, 0, 0, 0];
+        assert_all_taken(&states(), || {
+            let (mut r, read, status) = two();
+            let handle = |r: &mut Requests<char>, bytes: &[u8]| r.handle(bytes).unwrap().event;
+            for at in 0..2 {
+                handle(&mut r, &proto::data_chunk(read, at, 1, at == 1));
+                r.handle_payload(1);
+            }
+            assert!(matches!(handle(&mut r, &[]), Some(Event::Done('a', _))));
+            handle(&mut r, &extents(status, 0, 2));
+            handle(&mut r, &extent);
+            handle(&mut r, &extent);
+            handle(&mut r, &extents(status, 1, 1));
+            handle(&mut r, &extent);
+            assert!(matches!(handle(&mut r, &[]), Some(Event::Done('b', _))));
+            r.handle(&[0; 4]).unwrap_err();
+
+            let (mut r, read, _) = two();
+            handle(&mut r, &proto::done_chunk(read));
+            r.handle(&[]).unwrap_err();
+            let (mut r, _, status) = two();
+            handle(&mut r, &extents(status, 1, 1));
+            r.handle(&[0; 8]).unwrap_err();
+        });
+    }
 
     #[test]
     fn extents_are_whole_blocks_and_a_mixed_block_is_data() {

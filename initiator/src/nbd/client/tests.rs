@@ -54,7 +54,7 @@ impl Write for Own {
     }
 }
 
-/// A server that says what it says, whatever it is asked; then the connection ends.
+/// A server that sends the same bytes to every client; then the connection ends.
 struct Script(Cursor<Vec<u8>>, Vec<u8>);
 
 impl Read for Script {

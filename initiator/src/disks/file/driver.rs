@@ -172,9 +172,8 @@ impl FileBackend {
             Err(error) if is_passing(&error) => return self.queue(key),
             Err(error) => return self.end(key, Err(block_error(&error))),
         };
-        let offset = match operation.command {
-            Command::Read { offset } | Command::Write { offset, .. } => offset,
-            _ => return self.end(key, Ok(Vec::new())),
+        let (Command::Read { offset } | Command::Write { offset, .. }) = operation.command else {
+            return self.end(key, Ok(Vec::new()));
         };
         *done += count;
         let at = offset + *done as u64;

@@ -88,9 +88,8 @@ impl NbdError {
     /// Returns whether the server did not answer in time.
     #[must_use]
     pub fn is_timeout(&self) -> bool {
-        let error = match self {
-            Self::Connect(error) | Self::Handshake(HandshakeError::Io(error)) => error,
-            _ => return false,
+        let (Self::Connect(error) | Self::Handshake(HandshakeError::Io(error))) = self else {
+            return false;
         };
         error.kind() == io::ErrorKind::TimedOut
     }

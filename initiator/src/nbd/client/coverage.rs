@@ -39,7 +39,7 @@ impl Coverage {
 
     /// Returns whether every byte up to `len` is there.
     pub(super) fn is_whole(&self, len: u32) -> bool {
-        *self.0 == [0..len]
+        self.0.len() == 1 && self.0[0] == (0..len)
     }
 }
 

@@ -155,7 +155,7 @@ impl Ring {
 
     /// An eventfd that becomes readable when there may be something to [`reap`](Ring::reap): for a
     /// thread that also waits for descriptors that are not in the ring. Before each sleep it reads
-    /// the counter, calls [`submit`](Ring::submit), and finds nothing to reap. `poll(2)` on the
+    /// the counter, calls [`park`](Ring::park) for no time, and finds nothing to reap. `poll(2)` on the
     /// ring itself does not see completions that the kernel defers to this thread.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_reactor::{
     Completion, Durability, Fallocate, Handle, Offload, Ring, RingConfig, SubmitError, SyncKind,
@@ -264,8 +264,9 @@ impl Backend for FileBackend {
         }
         // What completes from here on ends the sleep.
         let _ = rustix::io::read(&self.event, &mut [0; 8]);
-        // First the read of the waker, which the last reap may have queued.
-        let submitted = self.ring.submit();
+        // A park without a wait has the kernel run what it has deferred, which a submission alone
+        // does not, and queues the read of the waker again.
+        let submitted = self.ring.park(Some(Duration::ZERO));
         match submitted.and_then(|()| self.ring.reap(&mut self.completions)) {
             Ok(reaped) => reaped.is_empty(),
             Err(error) => {

@@ -22,6 +22,9 @@ use crate::poll_fds::Waited;
 /// of its own.
 const CAPACITY: usize = 1023;
 
+/// Interval at which results of the helper thread are looked for.
+const HELPER_POLL: Duration = Duration::from_millis(1);
+
 /// File of a disk.
 pub(super) struct Target {
     pub(super) file: OwnedFd,
@@ -283,7 +286,9 @@ impl Backend for FileBackend {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        None
+        // The helper's wake is an operation of the ring itself, whose completion may not be counted
+        // in the eventfd.
+        (self.helper.outstanding() > 0).then(|| Instant::now() + HELPER_POLL)
     }
 
     fn close(&mut self) {

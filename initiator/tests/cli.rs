@@ -585,6 +585,81 @@ fn benchmarks_report_what_they_did() {
 }
 
 #[test]
+fn sweeps_run_every_combination_in_every_round() {
+    let home = Home::new();
+    let text = home.ok(&[
+        "bench",
+        "mem:8M",
+        "--number-ios",
+        "20",
+        "--warm-up",
+        "0",
+        "-o",
+        "json",
+        "--rounds",
+        "2",
+        "--sweep",
+        "bs=4k,8k",
+        "depth=1..4",
+    ]);
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let jobs = report["jobs"].as_array().unwrap();
+    let runs: Vec<_> = jobs
+        .iter()
+        .map(|job| (job["bs"].as_str().unwrap(), job["depth"].as_u64().unwrap()))
+        .collect();
+    let round = [
+        ("4k", 1),
+        ("4k", 2),
+        ("4k", 4),
+        ("8k", 1),
+        ("8k", 2),
+        ("8k", 4),
+    ];
+    assert_eq!(runs, [round, round].concat());
+    assert!(jobs.iter().all(|job| job["read"]["total_ios"] == 20));
+}
+
+#[test]
+fn job_files_of_fio_run() {
+    let home = Home::new();
+    let file = home.path("jobs.fio");
+    let text = "[global]\nioengine=libaio\nsize=1m\nbs=${BS}\n[one]\nrw=write\nverify=crc32c\n\
+                [two]\nstonewall\nrw=randread\nverify=crc32c\niodepth=4\n";
+    std::fs::write(&file, text).unwrap();
+    let output = home
+        .command(&["bench", &file, "mem:4M", "-o", "json"])
+        .env("BS", "64k")
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let [one, two] = report["jobs"].as_array().unwrap().as_slice() else {
+        panic!("{report}");
+    };
+    assert_eq!(
+        (&one["name"], &one["write"]["total_ios"]),
+        (&"one".into(), &16.into())
+    );
+    // What the first job has written is what the second one reads.
+    assert_eq!(
+        (&two["verified"]["blocks"], &two["bs"]),
+        (&16.into(), &"64k".into())
+    );
+    std::fs::write(&file, "[one]\nrw=read\nthinktime=5\n").unwrap();
+    let (code, errors) = home.fails(&["bench", &file, "mem:4M"]);
+    assert_eq!(code, 2);
+    assert!(
+        errors.contains("jobs.fio:3: option `thinktime` is not supported"),
+        "{errors}"
+    );
+    let (code, errors) = home.fails(&["bench", &file, "mem:4M", "--bs", "4k"]);
+    assert_eq!(code, 2);
+    assert!(errors.contains("in the job file"), "{errors}");
+}
+
+#[test]
 fn completions_and_manual_pages() {
     let home = Home::new();
     assert!(

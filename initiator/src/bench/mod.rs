@@ -1,22 +1,47 @@
 //! The benchmark: many operations in flight on a block device, timed one by one.
 //!
-//! - [`BenchConfig`]: what is done. - [`run`]: does it. - [`Report`]: what came of it.
+//! - [`Job`]: what is done, with fio's words; [`fio`] reads fio's job files. - [`run`]: does it, for
+//!   jobs side by side. - [`outcome`]: what came of it. - [`output`]: that for people and programs.
 //! - [`wire`]: what the machine or network carries.
 //!
-//! Every operation in flight is a task of [`crate::block::task`]: the thread that completes an
-//! operation (the transport's) takes its time and starts the next one, so no switch between threads
-//! is in the figures. A latency runs from the call that starts an operation to the poll that finds
-//! it done.
+//! ```text
+//!   Job ─ setup ─▶ shares ─ prepare ─▶ workers (one for each clone) ─▶ the device's thread
+//!                                       │  plan: kinds, offsets, sizes, planned times
+//!                                       │  verify: content, ledger of what was written
+//!   Outcome ◀─ collector ◀─ figures ────┘  stats: once in an interval
+//! ```
 //!
-//! Not here: rate limits, think time, several devices at once.
+//! A worker is a [`crate::block::Workload`]: it runs where the operations complete, so no switch
+//! between threads is in the figures, and an operation takes no lock. Its time runs from the call
+//! that starts it to the one that completes it. With a rate the times of operations are planned
+//! (open loop): an operation that is late, because those before it were slow, is counted from its
+//! planned time.
+//!
+//! Not here: think time, recorded workloads, devices with zones.
 
-mod config;
+mod content;
+mod error;
+pub mod fio;
+mod holes;
+pub mod job;
+mod ledger;
 pub mod outcome;
 pub mod output;
+mod plan;
+mod prepare;
 mod report;
+mod run;
+mod setup;
+mod stats;
+#[cfg(test)]
+mod tests;
+mod usage;
+mod verify;
 pub mod wire;
 mod worker;
 
-pub use config::{BenchConfig, BenchError, Mix, Pattern, Until};
-pub use report::{Direction, Latency, Report, Verified};
-pub use worker::{Progress, run};
+pub use error::{BenchError, Difference, Mismatch};
+pub use job::Job;
+pub use report::{Direction, HolesReport, Latency, Report, UsageReport, VerifiedReport};
+pub use run::{Progress, RunOptions, Task, run};
+pub use setup::buffer_bytes;

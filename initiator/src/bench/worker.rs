@@ -1,505 +1,517 @@
-//! The tasks of a benchmark.
+//! A clone of a job as a workload of a device: keeps its operations in flight, times and checks
+//! them.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use hdrhistogram::Histogram;
+use super::error::BenchError;
+use super::outcome::OpKind;
+use super::plan::{Arrivals, Op, Plan};
+use super::stats::{Completed, Figures, Recorder};
+use super::verify::{Check, Verifier, next_known};
+use crate::block::{Buffer, Completion, Operation, Submissions, Workload};
 
-use super::config::{BenchConfig, BenchError, Pattern, Until};
-use super::report::{Direction, Report, Verified};
-use crate::block::{BlockDevice, BlockError, Buffer, task};
+/// Time before a planned one at which a thread is awake: the kernel's timers are that late.
+const LEAD: Duration = Duration::from_micros(70);
 
-/// Interval of progress reports.
-const TICK: Duration = Duration::from_millis(250);
+/// Time after which a write is tried again whose blocks another clone writes.
+const RETRY: Duration = Duration::from_micros(50);
 
-/// Progress of a benchmark.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Progress {
-    /// From 0 to 1.
-    pub done: f64,
-    /// Operations per second since the last time.
-    pub iops: f64,
-    /// Bytes per second since the last time.
-    pub bytes_per_second: f64,
-    /// The warm-up lasts; figures do not count yet.
-    pub warming_up: bool,
+/// Random places that are tried before a write waits for its blocks.
+const TRIES: usize = 8;
+
+/// Source of operations.
+pub(super) enum Source {
+    /// Those of the job.
+    Plan(Plan),
+    /// Reads of every block that is known, in pieces of some bytes. Workers share the place.
+    Scan {
+        /// Offset of the next piece.
+        next: Arc<AtomicU64>,
+        /// Length of a piece, in bytes.
+        piece: u64,
+    },
 }
 
-/// Spreads every bit of `z` over the result (the finaliser of SplitMix64).
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+/// What the workers of a job have in common.
+pub(super) struct Shared {
+    pub(super) verifier: Verifier,
+    /// Each write gets new content.
+    pub(super) refill: bool,
+    pub(super) fua: bool,
+    pub(super) end_fsync: bool,
+    /// A trim is followed by a write of the same blocks.
+    pub(super) trim_write: bool,
+    pub(super) clock: Clock,
+    /// An error of any worker of the group ends all.
+    pub(super) stop: Arc<AtomicBool>,
 }
 
-/// Content of the block at an offset once it is written: the same from every job, and different
-/// from every other block.
-fn pattern(seed: u64, offset: u64, out: &mut [u8]) {
-    for (i, word) in out.chunks_mut(8).enumerate() {
-        let bytes = mix(seed ^ (offset + 8 * i as u64)).to_le_bytes();
-        word.copy_from_slice(&bytes[..word.len()]);
-    }
+/// Times of a run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clock {
+    /// Planned times count from here.
+    pub(super) begun: Instant,
+    pub(super) measured_from: Instant,
+    pub(super) ends: Option<Instant>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Read,
-    Write,
+/// Report of a worker.
+pub(super) enum Report {
+    /// Figures of an interval, with its number.
+    Figures(u64, Figures),
+    /// It is over: time of its last completion, blocks that were checked.
+    Ended {
+        at: Instant,
+        checked: u64,
+        result: Result<(), BenchError>,
+    },
 }
 
-struct Latencies {
-    read: Histogram<u64>,
-    write: Histogram<u64>,
+/// Amount that is left to a worker.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Left {
+    pub(super) ios: u64,
+    pub(super) bytes: u64,
 }
 
-fn histogram() -> Histogram<u64> {
-    // Three digits; it grows to the longest latency that occurs.
-    Histogram::new(3).expect("three digits are allowed")
+/// Place of an operation.
+struct Slot {
+    buffer: Option<Buffer>,
+    op: Op,
+    due: Instant,
+    started: Instant,
+    /// Oldest generation of each block that a read may find.
+    oldest: Vec<Option<u32>>,
+    is_filled: bool,
 }
 
-/// A job: its part of the region, and what its tasks share.
-struct Job {
-    blocks: Range<u64>,
-    next: AtomicU64,
-    /// Operations it may still begin.
-    left: AtomicU64,
-    latencies: Mutex<Latencies>,
+/// An operation that is to start.
+struct Next {
+    op: Op,
+    due: Instant,
 }
 
-/// State that all tasks share.
-struct Shared<D> {
-    device: Arc<D>,
-    config: BenchConfig,
-    jobs: Vec<Job>,
-    measured_from: Instant,
-    ends: Option<Instant>,
-    ios: AtomicU64,
-    /// One bit for each block of the region that is written; empty without verification.
-    written: Vec<AtomicU64>,
-    compared: AtomicU64,
-    next_check: AtomicU64,
-    stopped: AtomicBool,
-    error: Mutex<Option<BenchError>>,
+/// A clone of a job.
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+    source: Source,
+    arrivals: Option<Arrivals>,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    /// A write whose blocks are in flight, or that follows a trim.
+    held: Vec<Next>,
+    left: Left,
+    writes: u64,
+    recorder: Recorder,
+    scratch: Vec<u8>,
+    due: Option<Instant>,
+    is_synced: bool,
+    is_over: bool,
+    checked: u64,
+    last: Instant,
+    error: Option<BenchError>,
+    task: usize,
+    reports: mpsc::Sender<(usize, Report)>,
 }
 
-impl<D: BlockDevice> Shared<D> {
-    fn new(device: Arc<D>, config: BenchConfig) -> Self {
-        let size = u64::from(config.block_size);
-        let blocks = (config.region.end - config.region.start) / size;
-        let jobs = u64::from(config.jobs);
-        let measured_from = Instant::now() + config.warm_up;
-        let (ends, operations) = match config.until {
-            Until::Time(time) => (Some(measured_from + time), None),
-            Until::Bytes(bytes) => (None, Some(bytes / size)),
+/// What a worker is made of.
+pub(super) struct Parts {
+    pub(super) source: Source,
+    pub(super) arrivals: Option<Arrivals>,
+    pub(super) buffers: Vec<Option<Buffer>>,
+    pub(super) left: Left,
+    pub(super) recorder: Recorder,
+    /// Largest operation, in bytes.
+    pub(super) max_block: usize,
+    /// Number of its job in the group, for its reports.
+    pub(super) task: usize,
+    pub(super) reports: mpsc::Sender<(usize, Report)>,
+}
+
+impl Worker {
+    pub(super) fn new(shared: Arc<Shared>, parts: Parts) -> Self {
+        let begun = shared.clock.begun;
+        let blocks = parts.max_block / shared.verifier.block.max(1) as usize;
+        let slot = |buffer| Slot {
+            buffer,
+            op: Op::FLUSH,
+            due: begun,
+            started: begun,
+            oldest: Vec::with_capacity(blocks),
+            is_filled: false,
         };
-        // The rounding is by the sums, so the shares of all jobs add up to the whole.
-        let share = |of: u64, i: u64| of * (i + 1) / jobs - of * i / jobs;
-        let words = if config.verify {
-            blocks.div_ceil(64)
-        } else {
-            0
-        };
+        let slots: Vec<Slot> = parts.buffers.into_iter().map(slot).collect();
         Self {
-            device,
-            jobs: (0..jobs)
-                .map(|i| Job {
-                    blocks: match config.pattern {
-                        Pattern::Random => 0..blocks,
-                        Pattern::Sequential => blocks * i / jobs..blocks * (i + 1) / jobs,
-                    },
-                    next: AtomicU64::new(0),
-                    left: AtomicU64::new(operations.map_or(u64::MAX, |n| share(n, i))),
-                    latencies: Mutex::new(Latencies {
-                        read: histogram(),
-                        write: histogram(),
-                    }),
-                })
-                .collect(),
-            measured_from,
-            ends,
-            ios: AtomicU64::new(0),
-            written: (0..words).map(|_| AtomicU64::new(0)).collect(),
-            compared: AtomicU64::new(0),
-            next_check: AtomicU64::new(0),
-            stopped: AtomicBool::new(false),
-            error: Mutex::new(None),
-            config,
+            free: (0..slots.len() as u32).rev().collect(),
+            slots,
+            source: parts.source,
+            arrivals: parts.arrivals,
+            held: Vec::new(),
+            left: parts.left,
+            writes: 0,
+            recorder: parts.recorder,
+            scratch: vec![0; parts.max_block],
+            due: None,
+            is_synced: !shared.end_fsync,
+            is_over: false,
+            checked: 0,
+            last: begun,
+            error: None,
+            task: parts.task,
+            reports: parts.reports,
+            shared,
         }
     }
 
-    fn fail(&self, error: BenchError) {
-        self.stopped.store(true, Ordering::Relaxed);
-        self.error
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get_or_insert(error);
+    fn outstanding(&self) -> usize {
+        self.slots.len() - self.free.len()
     }
 
-    fn failed(&self, operation: &'static str, offset: u64, error: BlockError) {
-        self.fail(BenchError::Operation {
-            operation,
-            offset,
-            len: self.config.block_size,
-            error,
-        });
+    fn fail(&mut self, error: BenchError) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.error.get_or_insert(error);
     }
 
-    fn offset(&self, block: u64) -> u64 {
-        self.config.region.start + block * u64::from(self.config.block_size)
+    /// Starts operations until there is nothing to start. `now` is a time that is just past.
+    fn start_all(&mut self, now: Instant, queue: &mut Submissions) {
+        self.due = None;
+        // Reading the clock is the most expensive part of planning an operation, so the first one
+        // starts with the completion that made room for it.
+        let mut just_now = Some(now);
+        while !self.is_over && !self.free.is_empty() {
+            let now = just_now.take().unwrap_or_else(Instant::now);
+            match self.plan_next(now) {
+                Some(next) => self.start(next, now, queue),
+                None => break,
+            }
+        }
+        let is_stopped = self.shared.stop.load(Ordering::Relaxed);
+        if self.is_over && !self.is_synced && !is_stopped && self.outstanding() == 0 {
+            self.is_synced = true;
+            let flush = Next {
+                op: Op::FLUSH,
+                due: now,
+            };
+            self.start(flush, now, queue);
+        }
     }
 
-    /// The next operation of a job, unless it is over.
-    fn plan_next(
-        &self,
-        job: &Job,
-        random: &mut fastrand::Rng,
-        now: Instant,
-    ) -> Option<(Kind, u64)> {
-        if self.stopped.load(Ordering::Relaxed) || self.ends.is_some_and(|end| now >= end) {
+    /// The next operation, if it can start now. Sets `due` where it can later, and `is_over` where
+    /// there is none.
+    fn plan_next(&mut self, now: Instant) -> Option<Next> {
+        let clock = self.shared.clock;
+        let is_stopped = self.shared.stop.load(Ordering::Relaxed);
+        if is_stopped || clock.ends.is_some_and(|end| now >= end) {
+            self.is_over = true;
             return None;
         }
-        // Operations of the warm-up do not count, so they take nothing of a job's share.
-        if self.ends.is_none() && now >= self.measured_from {
-            job.left
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
-                    left.checked_sub(1)
-                })
-                .ok()?;
-        }
-        let count = job.blocks.end - job.blocks.start;
-        let block = job.blocks.start
-            + match self.config.pattern {
-                Pattern::Random => random.u64(..count),
-                Pattern::Sequential => job.next.fetch_add(1, Ordering::Relaxed) % count,
-            };
-        let kind = match self.config.mix.read_percent() {
-            100 => Kind::Read,
-            0 => Kind::Write,
-            percent if random.u8(..100) < percent => Kind::Read,
-            _ => Kind::Write,
+        let next = match self.held.pop() {
+            Some(next) => next,
+            None => self.draw(now)?,
         };
-        Some((kind, block))
+        self.begin(next, now)
     }
 
-    fn record(&self, job: &Job, kind: Kind, started: Instant, now: Instant) {
-        self.ios.fetch_add(1, Ordering::Relaxed);
-        // What straddles the end of the warm-up counts if it began within the time measured.
-        if started < self.measured_from || self.ends.is_some_and(|end| now > end) {
+    /// Takes an operation from the source, when its time has come.
+    fn draw(&mut self, now: Instant) -> Option<Next> {
+        if self.left.ios == 0 || self.left.bytes == 0 {
+            // A trim that is in flight has its write still to come.
+            self.is_over = !self.shared.trim_write || self.outstanding() == 0;
+            return None;
+        }
+        let mut due = now;
+        let mut kind = None;
+        if let Some(arrivals) = &self.arrivals {
+            let (next, at) = arrivals.peek();
+            due = self.shared.clock.begun + at;
+            kind = Some(next);
+            if self.shared.clock.ends.is_some_and(|end| due >= end) {
+                self.is_over = true;
+                return None;
+            }
+            if due > now {
+                self.due = Some(due - LEAD);
+                return None;
+            }
+        }
+        let Some(op) = self.next_op(kind) else {
+            self.is_over = true;
+            return None;
+        };
+        if op.kind == OpKind::Flush {
+            // One that follows writes has no planned time of its own.
+            due = now;
+        } else if let Some(arrivals) = &mut self.arrivals {
+            arrivals.advance(op.len());
+        }
+        // Operations of the ramp do not count, so they take nothing of what is left.
+        if now >= self.shared.clock.measured_from {
+            self.left.ios -= 1;
+            self.left.bytes = self.left.bytes.saturating_sub(op.len());
+        }
+        Some(Next { op, due })
+    }
+
+    fn next_op(&mut self, kind: Option<OpKind>) -> Option<Op> {
+        match &mut self.source {
+            Source::Plan(plan) => Some(plan.next(kind)),
+            Source::Scan { next, piece } => {
+                let range = next_known(self.shared.verifier.ledger()?, next, *piece)?;
+                Some(Op {
+                    kind: OpKind::Read,
+                    range,
+                })
+            }
+        }
+    }
+
+    /// Enters a write or trim into the ledger. Holds it back while its blocks are in flight.
+    fn begin(&mut self, mut next: Next, now: Instant) -> Option<Next> {
+        let plan = match &mut self.source {
+            Source::Plan(plan) if !self.shared.trim_write => Some(plan),
+            _ => None,
+        };
+        match enter(&self.shared.verifier, plan, &mut next.op) {
+            Ok(true) => return Some(next),
+            Ok(false) => {
+                self.held.push(next);
+                self.due = Some(now + RETRY);
+            }
+            Err(error) => {
+                self.fail(error);
+                self.is_over = true;
+            }
+        }
+        None
+    }
+
+    fn start(&mut self, next: Next, now: Instant, queue: &mut Submissions) {
+        let tag = self.free.pop().expect("the caller has looked");
+        let Next { op, due, .. } = next;
+        let operation = match op.kind {
+            OpKind::Flush => Operation::Flush,
+            OpKind::Trim => Operation::Discard(op.range.clone()),
+            OpKind::Read => {
+                let oldest = &mut self.slots[tag as usize].oldest;
+                self.shared.verifier.note_oldest(&op.range, oldest);
+                let buffer = self.take_buffer(tag, op.len());
+                let offset = op.range.start;
+                Operation::Read { offset, buffer }
+            }
+            OpKind::Write => {
+                let buffer = self.take_buffer(tag, op.len());
+                self.fill(tag, &op.range, &buffer);
+                Operation::Write {
+                    offset: op.range.start,
+                    buffer,
+                    fua: self.shared.fua,
+                }
+            }
+        };
+        // Filling takes its time, which is none of the device's.
+        let is_filling = op.kind == OpKind::Write && self.fills();
+        let slot = &mut self.slots[tag as usize];
+        slot.started = if is_filling { Instant::now() } else { now };
+        slot.due = if self.arrivals.is_some() {
+            due
+        } else {
+            slot.started
+        };
+        slot.op = op;
+        queue.push(tag, operation);
+    }
+
+    /// Returns whether every write gets its own content.
+    fn fills(&self) -> bool {
+        self.shared.refill || self.shared.verifier.ledger().is_some()
+    }
+
+    fn take_buffer(&mut self, tag: u32, len: u64) -> Buffer {
+        let buffer = self.slots[tag as usize].buffer.take();
+        let mut buffer = buffer.expect("a free place has its buffer");
+        buffer.set_len(len as usize);
+        buffer
+    }
+
+    fn fill(&mut self, tag: u32, range: &Range<u64>, buffer: &Buffer) {
+        let verifier = &self.shared.verifier;
+        let bytes = &mut self.scratch[..buffer.len()];
+        if let Some(ledger) = verifier.ledger() {
+            verifier.fill(ledger, range, bytes);
+            buffer.slice().write(0, bytes);
+        } else if self.shared.refill {
+            self.writes += 1;
+            let key = self.writes << 32 | u64::from(tag);
+            verifier.filler.fill(key, bytes);
+            buffer.slice().write(0, bytes);
+        } else if !std::mem::replace(&mut self.slots[tag as usize].is_filled, true) {
+            // All of it, as the next write may be longer.
+            let start = buffer.slice().offset();
+            let whole = buffer
+                .slice()
+                .memory()
+                .slice(start..start + self.scratch.len());
+            verifier.filler.fill(u64::from(tag), &mut self.scratch);
+            whole
+                .expect("a buffer has room for the largest block")
+                .write(0, &self.scratch);
+        }
+    }
+
+    fn finish(&mut self, tag: u32, completion: Completion, now: Instant) {
+        self.last = now;
+        self.free.push(tag);
+        let slot = &mut self.slots[tag as usize];
+        match completion {
+            Ok(Some(buffer)) => slot.buffer = Some(buffer),
+            Ok(None) => {}
+            Err(error) => {
+                let op = &slot.op;
+                let error = BenchError::Operation {
+                    operation: verb(op.kind),
+                    offset: op.range.start,
+                    len: op.len(),
+                    error,
+                };
+                return self.fail(error);
+            }
+        }
+        self.record(tag, now);
+        if let Err(error) = self.settle(tag) {
+            self.fail(error);
+        }
+    }
+
+    fn record(&mut self, tag: u32, now: Instant) {
+        let slot = &self.slots[tag as usize];
+        let clock = &self.shared.clock;
+        // What straddles the end of the ramp counts if it was due within the time measured.
+        if slot.due < clock.measured_from || clock.ends.is_some_and(|end| now > end) {
             return;
         }
-        let took = now.duration_since(started).as_nanos() as u64;
-        let mut latencies = job.latencies.lock().unwrap_or_else(PoisonError::into_inner);
-        match kind {
-            Kind::Read => latencies.read.record(took),
-            Kind::Write => latencies.write.record(took),
+        let done = Completed {
+            kind: slot.op.kind,
+            bytes: slot.op.len(),
+            service: now.saturating_duration_since(slot.started),
+            response: now.saturating_duration_since(slot.due),
+            at: now.saturating_duration_since(clock.measured_from),
+        };
+        if let Some((index, figures)) = self.recorder.record(&done) {
+            self.report(Report::Figures(index, figures));
         }
-        .expect("it grows to what occurs");
     }
 
-    fn is_written(&self, block: u64) -> bool {
-        self.written
-            .get((block / 64) as usize)
-            .is_some_and(|word| word.load(Ordering::Acquire) >> (block % 64) & 1 != 0)
+    /// Without effect once the run has failed, when nothing receives reports any longer.
+    fn report(&self, report: Report) {
+        let _ = self.reports.send((self.task, report));
     }
 
-    fn compare(&self, block: u64, buffer: &Buffer, scratch: &mut [u8]) {
-        let offset = self.offset(block);
-        let got = buffer.slice().to_vec();
-        pattern(self.config.seed, offset, scratch);
-        if let Some(at) = got.iter().zip(scratch.iter()).position(|(a, b)| a != b) {
-            self.fail(BenchError::Mismatch {
-                offset: offset + at as u64,
-            });
-        }
-        self.compared.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// One operation after the other, until the benchmark is over.
-    async fn work(&self, job: &Job, mut random: fastrand::Rng) {
-        let size = self.config.block_size as usize;
-        let mut buffer = self.device.buffer(size).await;
-        let mut scratch = vec![0; size];
-        // Something that neither compresses nor repeats.
-        pattern(random.u64(..), 0, &mut scratch);
-        buffer.slice().write(0, &scratch);
-        let mut now = Instant::now();
-        while let Some((kind, block)) = self.plan_next(job, &mut random, now) {
-            let offset = self.offset(block);
-            let known = kind == Kind::Read && self.is_written(block);
-            if kind == Kind::Write && self.config.verify {
-                pattern(self.config.seed, offset, &mut scratch);
-                buffer.slice().write(0, &scratch);
+    /// Enters a completed write into the ledger, checks a completed read.
+    fn settle(&mut self, tag: u32) -> Result<(), BenchError> {
+        let slot = &self.slots[tag as usize];
+        let verifier = &self.shared.verifier;
+        match slot.op.kind {
+            OpKind::Flush => {}
+            OpKind::Read if matches!(verifier.check, Check::Nothing) => {}
+            OpKind::Read => {
+                let buffer = slot.buffer.as_ref().expect("it came back with the read");
+                let bytes = &mut self.scratch[..buffer.len()];
+                buffer.slice().read(0, bytes);
+                self.checked += verifier.check(&slot.op.range, &slot.oldest, bytes)?;
             }
-            let started = Instant::now();
-            let result = match kind {
-                Kind::Read => self.device.read(offset, buffer).await,
-                Kind::Write => self.device.write(offset, buffer, self.config.fua).await,
-            };
-            now = Instant::now();
-            buffer = match result {
-                Ok(buffer) => buffer,
-                Err(error) => {
-                    let name = match kind {
-                        Kind::Read => "reading",
-                        Kind::Write => "writing",
+            OpKind::Write | OpKind::Trim => {
+                if let Some(ledger) = verifier.ledger() {
+                    ledger.end(&slot.op.range)?;
+                }
+                if slot.op.kind == OpKind::Trim && self.shared.trim_write {
+                    let op = Op {
+                        kind: OpKind::Write,
+                        range: slot.op.range.clone(),
                     };
-                    return self.failed(name, offset, error);
+                    let due = self.last;
+                    self.held.push(Next { op, due });
                 }
-            };
-            self.record(job, kind, started, now);
-            if known {
-                self.compare(block, &buffer, &mut scratch);
-            } else if kind == Kind::Write
-                && let Some(word) = self.written.get((block / 64) as usize)
-            {
-                word.fetch_or(1 << (block % 64), Ordering::Release);
             }
         }
+        Ok(())
     }
+}
 
-    /// Reads back what was written, block by block.
-    async fn read_back(&self) {
-        let size = self.config.block_size as usize;
-        let mut buffer = self.device.buffer(size).await;
-        let mut scratch = vec![0; size];
-        loop {
-            let block = self.next_check.fetch_add(1, Ordering::Relaxed);
-            if block / 64 >= self.written.len() as u64 || self.stopped.load(Ordering::Relaxed) {
-                return;
-            }
-            if !self.is_written(block) {
-                continue;
-            }
-            let offset = self.offset(block);
-            buffer = match self.device.read(offset, buffer).await {
-                Ok(buffer) => buffer,
-                Err(error) => return self.failed("reading back", offset, error),
-            };
-            self.compare(block, &buffer, &mut scratch);
+/// Enters a write or trim into the ledger, at another random place where its blocks are in flight.
+/// Returns false if they stay so.
+fn enter(
+    verifier: &Verifier,
+    mut plan: Option<&mut Plan>,
+    op: &mut Op,
+) -> Result<bool, BenchError> {
+    let Some(ledger) = verifier.ledger() else {
+        return Ok(true);
+    };
+    if !matches!(op.kind, OpKind::Write | OpKind::Trim) {
+        return Ok(true);
+    }
+    for _ in 0..TRIES {
+        if ledger.begin(&op.range, op.kind == OpKind::Trim)? {
+            return Ok(true);
+        }
+        match plan.as_mut().and_then(|plan| plan.another_place(op)) {
+            Some(range) => op.range = range,
+            None => break,
         }
     }
+    Ok(false)
+}
 
-    fn take_error(&self) -> Result<(), BenchError> {
-        let error = self
-            .error
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        error.map_or(Ok(()), Err)
+fn verb(kind: OpKind) -> &'static str {
+    match kind {
+        OpKind::Read => "reading",
+        OpKind::Write => "writing",
+        OpKind::Trim => "trim",
+        OpKind::Flush => "flush",
+    }
+}
+
+impl Workload for Worker {
+    fn submit(&mut self, queue: &mut Submissions) {
+        self.start_all(Instant::now(), queue);
     }
 
-    fn progress(&self, ios: u64, since: Duration) -> Progress {
+    fn complete(&mut self, tag: u32, completion: Completion, queue: &mut Submissions) {
         let now = Instant::now();
-        let iops = ios as f64 / since.as_secs_f64().max(1e-9);
-        Progress {
-            done: match self.config.until {
-                Until::Time(time) => {
-                    let passed = now.saturating_duration_since(self.measured_from);
-                    (passed.as_secs_f64() / time.as_secs_f64().max(1e-9)).min(1.0)
-                }
-                Until::Bytes(bytes) => {
-                    let left = self.jobs.iter().map(|j| j.left.load(Ordering::Relaxed));
-                    let left = left.sum::<u64>() * u64::from(self.config.block_size);
-                    1.0 - left as f64 / bytes.max(1) as f64
-                }
-            },
-            iops,
-            bytes_per_second: iops * f64::from(self.config.block_size),
-            warming_up: now < self.measured_from,
-        }
+        self.finish(tag, completion, now);
+        // A check takes its time, which is none of the next operation's.
+        let now = match self.shared.verifier.check {
+            Check::Nothing => now,
+            Check::Own | Check::Ledger(_) => Instant::now(),
+        };
+        self.start_all(now, queue);
+    }
+
+    fn due(&self) -> Option<Instant> {
+        self.due.filter(|_| !self.is_over)
     }
 }
 
-/// Runs a benchmark, and reports progress several times a second.
-///
-/// # Errors
-/// The device cannot do it, an operation failed, or what was read back was wrong.
-pub fn run<D: BlockDevice>(
-    device: Arc<D>,
-    config: BenchConfig,
-    mut tell: impl FnMut(Progress),
-) -> Result<Report, BenchError> {
-    config.check(device.geometry())?;
-    let shared = Arc::new(Shared::new(device, config));
-    let config = &shared.config;
-    // A worker's clone of the sender is dropped when the worker is done, which ends the channel.
-    let (done, finished) = mpsc::channel::<()>();
-    let mut seeds = fastrand::Rng::with_seed(config.seed);
-    for index in 0..shared.jobs.len() {
-        for _ in 0..config.depth {
-            let (shared, done) = (shared.clone(), done.clone());
-            let random = seeds.fork();
-            task::spawn(async move {
-                shared.work(&shared.jobs[index], random).await;
-                drop(done);
-            });
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if let Some((index, figures)) = self.recorder.take() {
+            self.report(Report::Figures(index, figures));
         }
-    }
-    drop(done);
-    let (mut seen, mut last) = (0, Instant::now());
-    while finished.recv_timeout(TICK) == Err(mpsc::RecvTimeoutError::Timeout) {
-        let ios = shared.ios.load(Ordering::Relaxed);
-        tell(shared.progress(ios - seen, last.elapsed()));
-        (seen, last) = (ios, Instant::now());
-    }
-    let ended = shared.ends.unwrap_or_else(Instant::now);
-    shared.take_error()?;
-    if config.verify {
-        let (done, finished) = mpsc::channel::<()>();
-        for _ in 0..config.depth {
-            let (shared, done) = (shared.clone(), done.clone());
-            task::spawn(async move {
-                shared.read_back().await;
-                drop(done);
-            });
-        }
-        drop(done);
-        // Nothing is ever sent.
-        let _ = finished.recv();
-        shared.take_error()?;
-    }
-    let (mut read, mut write) = (histogram(), histogram());
-    for job in &shared.jobs {
-        let latencies = job.latencies.lock().unwrap_or_else(PoisonError::into_inner);
-        read.add(&latencies.read).expect("it grows by itself");
-        write.add(&latencies.write).expect("it grows by itself");
-    }
-    let runtime = ended.saturating_duration_since(shared.measured_from);
-    let seconds = runtime.as_secs_f64().max(1e-9);
-    Ok(Report {
-        pattern: config.pattern,
-        read_percent: config.mix,
-        block_size: config.block_size,
-        depth: config.depth,
-        jobs: config.jobs,
-        runtime_seconds: seconds,
-        read: Direction::new(&read, config.block_size, seconds),
-        write: Direction::new(&write, config.block_size, seconds),
-        verified: config.verify.then(|| Verified {
-            blocks: shared.compared.load(Ordering::Relaxed),
-        }),
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::config::Mix;
-    use super::*;
-    use crate::block::MemoryDevice;
-
-    fn device() -> Arc<MemoryDevice> {
-        Arc::new(
-            MemoryDevice::new(8 << 20, 512)
-                .unwrap()
-                .with_thread()
-                .unwrap(),
-        )
-    }
-
-    fn config() -> BenchConfig {
-        BenchConfig {
-            pattern: Pattern::Random,
-            mix: Mix::new(50).unwrap(),
-            block_size: 4096,
-            depth: 8,
-            jobs: 2,
-            until: Until::Bytes(4 << 20),
-            warm_up: Duration::ZERO,
-            region: 0..8 << 20,
-            verify: true,
-            fua: false,
-            seed: 7,
-        }
-    }
-
-    #[test]
-    fn moves_exactly_what_it_was_told_to() {
-        let report = run(device(), config(), |_| {}).unwrap();
-        assert_eq!(report.read.total_ios + report.write.total_ios, 1024);
-        assert_eq!(report.read.io_bytes + report.write.io_bytes, 4 << 20);
-        let latency = report.read.lat_ns.unwrap();
-        assert!(latency.min <= latency.p50 && latency.p50 <= latency.max);
-        // Nothing goes through two threads in less than this.
-        assert!(latency.max > 100);
-        assert!(report.verified.unwrap().blocks > 0);
-    }
-
-    #[test]
-    fn sequential_jobs_cover_the_region_once() {
-        let device = device();
-        let config = BenchConfig {
-            pattern: Pattern::Sequential,
-            mix: Mix::WRITE,
-            until: Until::Bytes(8 << 20),
-            block_size: 32768,
-            jobs: 4,
-            ..config()
+        let is_complete = self.is_over && self.outstanding() == 0;
+        let result = match self.error.take() {
+            Some(error) => Err(error),
+            None if is_complete => Ok(()),
+            None => Err(BenchError::Closed),
         };
-        let report = run(device.clone(), config, |_| {}).unwrap();
-        assert_eq!(report.write.total_ios, 256);
-        assert_eq!(report.verified.unwrap().blocks, 256);
-        let mut want = vec![0; 32768];
-        pattern(7, 65536, &mut want);
-        let mut got = vec![0; 32768];
-        device.memory().read(65536, &mut got);
-        assert!(got == want);
-    }
-
-    #[test]
-    fn stops_by_time_and_does_not_count_the_warm_up() {
-        let config = BenchConfig {
-            until: Until::Time(Duration::from_millis(60)),
-            warm_up: Duration::from_millis(30),
-            verify: false,
-            mix: Mix::READ,
-            ..config()
-        };
-        let begun = Instant::now();
-        let report = run(device(), config, |_| {}).unwrap();
-        assert!(begun.elapsed() >= Duration::from_millis(90));
-        assert!((report.runtime_seconds - 0.06).abs() < 1e-6);
-        assert_eq!(report.write.total_ios, 0);
-        assert_eq!(report.write.lat_ns, None);
-    }
-
-    #[test]
-    fn errors_and_spoilt_data_are_found() {
-        let bad = device();
-        bad.spoil(0..8 << 20);
-        assert!(matches!(
-            run(bad, config(), |_| {}),
-            Err(BenchError::Operation { .. })
-        ));
-        let device = device();
-        device.rot(1_000_001);
-        let config = BenchConfig {
-            pattern: Pattern::Sequential,
-            mix: Mix::WRITE,
-            until: Until::Bytes(8 << 20),
-            ..config()
-        };
-        assert_eq!(
-            run(device, config, |_| {}).unwrap_err(),
-            BenchError::Mismatch { offset: 1_000_001 }
-        );
-    }
-
-    #[test]
-    fn what_does_not_fit_is_refused_with_its_reason() {
-        let refused = |change: fn(&mut BenchConfig)| {
-            let mut config = config();
-            change(&mut config);
-            run(device(), config, |_| {}).unwrap_err().to_string()
-        };
-        assert!(refused(|c| c.block_size = 1000).contains("no multiple"));
-        assert!(refused(|c| c.block_size = 2 << 20).contains("more than one transfer"));
-        assert!(refused(|c| c.depth = 0).contains("product"));
-        assert!(refused(|c| c.depth = u32::MAX).contains("product"));
-        assert!(refused(|c| c.region = 0..16 << 20).contains("16777216, beyond the end"));
-        assert!(refused(|c| c.region = 100..8 << 20).contains("begins at byte 100, which is not"));
-        assert!(refused(|c| c.region = 0..4096).contains("each job"));
+        // Its buffers are free before the next stage needs some.
+        self.slots.clear();
+        self.report(Report::Ended {
+            at: self.last,
+            checked: self.checked,
+            result,
+        });
     }
 }

@@ -14,6 +14,8 @@ use riser_memory::{MemSlice, Memory};
 /// It is not cloneable: only its holder may start an operation on it.
 pub struct Buffer {
     slice: MemSlice,
+    /// Length that it was made with.
+    capacity: usize,
     lease: Option<Box<dyn Any + Send + Sync>>,
 }
 
@@ -36,13 +38,18 @@ impl Buffer {
         let slice = memory
             .slice(0..len)
             .expect("a mapping holds what was asked for");
-        Ok(Self { slice, lease: None })
+        Ok(Self {
+            slice,
+            capacity: len,
+            lease: None,
+        })
     }
 
     /// A range of a pool; dropping the buffer drops the lease.
     #[must_use]
     pub fn leased(slice: MemSlice, lease: Box<dyn Any + Send + Sync>) -> Self {
         Self {
+            capacity: slice.len(),
             slice,
             lease: Some(lease),
         }
@@ -58,6 +65,19 @@ impl Buffer {
     #[must_use]
     pub fn len(&self) -> usize {
         self.slice.len()
+    }
+
+    /// Makes it the first `len` bytes of the memory that it was made with.
+    ///
+    /// # Panics
+    /// If it was made with less.
+    pub fn set_len(&mut self, len: usize) {
+        assert!(len <= self.capacity, "{len} bytes of {}", self.capacity);
+        if len != self.slice.len() {
+            let start = self.slice.offset();
+            let slice = self.slice.memory().slice(start..start + len);
+            self.slice = slice.expect("the range was a part of it before");
+        }
     }
 
     /// Returns whether it holds no byte.
@@ -86,5 +106,20 @@ impl BufferWaiters {
     pub fn wake_all(&self) {
         let waiting = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_shrinks_and_grows_back_to_its_first_length() {
+        let mut buffer = Buffer::anonymous(8192).unwrap();
+        buffer.slice().fill(0, 8192, 7);
+        buffer.set_len(512);
+        assert_eq!(buffer.slice().to_vec(), [7; 512]);
+        buffer.set_len(8192);
+        assert_eq!(buffer.slice().to_vec(), [7; 8192]);
     }
 }

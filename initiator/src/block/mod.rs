@@ -7,6 +7,7 @@
 //!   that a NIC knows.
 //! - [`ByteDevice`]: serves requests of any byte offset and length on top of a block device.
 //! - [`Service`]: a client's connection that a device may serve on its own thread.
+//! - [`Workload`]: a load that a device may run on its own thread; [`drive`] runs it in any case.
 //! - [`task`]: the executor that exports run requests on: the thread that completes an operation
 //!   continues the request, without waking another thread.
 //!
@@ -23,6 +24,8 @@ mod lock;
 mod memory;
 mod service;
 pub mod task;
+mod tasks;
+mod workload;
 
 use std::future::{Future, poll_fn};
 use std::ops::Range;
@@ -34,6 +37,8 @@ pub use error::BlockError;
 pub use lock::{RangeGuard, RangeLocks};
 pub use memory::MemoryDevice;
 pub use service::{Service, Turn, serve};
+pub use tasks::drive;
+pub use workload::{Completion, Operation, Submissions, Workload};
 
 /// Size and limits of a block device. All sizes are bytes and multiples of `block_size`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -134,6 +139,15 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// Gives it back where the device has no thread, or none any more.
     fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
         Err(service)
+    }
+
+    /// Runs a workload on the device's own thread, until that is over. If the device ends first,
+    /// the workload is dropped.
+    ///
+    /// # Errors
+    /// Gives it back where the device has no thread, or none any more.
+    fn drive(&self, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
+        Err(workload)
     }
 
     /// Fills the whole buffer from `offset` on.

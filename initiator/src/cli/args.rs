@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
@@ -12,6 +13,8 @@ use super::address::Address;
 use super::target::VerbParser;
 use super::units;
 use super::wire_args::WireArgs;
+use crate::bench::Job;
+use crate::bench::job::Units;
 
 const EXIT_STATUS: &str = "\
 Exit status:
@@ -193,6 +196,9 @@ pub struct ConnectOptions {
     /// The generation of the unit's cache that it had noted.
     #[arg(skip)]
     pub noted: Option<[u8; 16]>,
+    /// Bytes of buffers that are needed at once, if more than by default.
+    #[arg(skip)]
+    pub buffers: Option<u64>,
 }
 
 /// Faults of the software NIC's wire. Rates are percent of the packets sent.
@@ -519,80 +525,163 @@ pub struct WriteArgs {
     pub link: ConnectOptions,
 }
 
-/// Order and direction of a benchmark.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Rw {
-    /// Reads one after another
-    Read,
-    /// Writes one after another
-    Write,
-    /// Sequential reads and writes
-    Rw,
-    /// Reads in random order
-    Randread,
-    /// Writes in random order
-    Randwrite,
-    /// Random reads and writes
-    Randrw,
+/// A device, or a file of jobs.
+#[derive(Clone, Debug)]
+pub enum BenchTarget {
+    /// Address of a device.
+    Url(Address),
+    /// A job file in fio's format.
+    JobFile(PathBuf),
+}
+
+impl FromStr for BenchTarget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.ends_with(".fio") {
+            true => Ok(Self::JobFile(text.into())),
+            false => text.parse().map(Self::Url),
+        }
+    }
+}
+
+/// Options that a job of the command line is made of, by fio's names. Each is checked here, so that
+/// its error names it.
+fn job_option(name: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone {
+    move |text| {
+        let set = Job::default().set(name, Some(text), Units::CommandLine);
+        set.map(|_| text.to_owned())
+    }
 }
 
 /// Arguments of `riser bench`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
-    /// Address of the logical unit
+    /// Address of the logical unit, or a job file of fio, whose name ends in .fio
     #[arg(value_name = "URL")]
-    pub url: Address,
-    /// Order and direction, with fio's names; all but the reads overwrite the logical unit
-    #[arg(long, value_enum, default_value = "randread")]
-    pub rw: Rw,
+    pub target: BenchTarget,
+    /// Address for those jobs of the file that have no filename
+    #[arg(value_name = "URL")]
+    pub url: Option<Address>,
     /// Write even if this host has the logical unit attached, or a file system or partition table
     /// is on it
     #[arg(long)]
     pub overwrite: bool,
-    /// Reads of a hundred operations, where there are both
-    #[arg(long, value_name = "PERCENT", default_value = "50", value_parser = clap::value_parser!(u8).range(0..=100))]
-    pub mix: u8,
-    /// Bytes of one operation
-    #[arg(long, visible_alias = "block-size", value_name = "SIZE", default_value = "4K", value_parser = units::size)]
-    pub bs: u64,
-    /// Operations of one job in flight
-    #[arg(
-        long,
-        visible_alias = "iodepth",
-        value_name = "N",
-        default_value = "32"
-    )]
-    pub depth: u32,
-    /// Jobs, each with its own offsets
-    #[arg(long, value_name = "N", default_value = "1")]
-    pub jobs: u32,
-    /// Time to measure [default: 10s]
-    #[arg(long, value_name = "DURATION", value_parser = units::duration, conflicts_with = "total")]
-    pub runtime: Option<Duration>,
-    /// Number of bytes to move instead
-    #[arg(long, value_name = "SIZE", value_parser = units::size)]
-    pub total: Option<u64>,
-    /// Time to run before measuring
+    /// Workload of the command line.
+    #[command(flatten)]
+    pub workload: WorkloadArgs,
+    /// Connections to the device, over which the jobs are distributed [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub sessions: Option<u32>,
+    /// File that records which blocks were acknowledged with which content, so that they can be
+    /// checked after a crash; implies --verify
+    #[arg(long, value_name = "FILE")]
+    pub state: Option<PathBuf>,
+    /// Check the blocks that a state file records, and write nothing
+    #[arg(long, alias = "verify_only", requires = "state")]
+    pub verify_only: bool,
+    /// Run once for each value, or each combination of values of several options: bs=4k,64k
+    /// depth=1..64 (powers of two)
+    #[arg(long, value_name = "OPTION=VALUE,...", num_args = 1..)]
+    pub sweep: Vec<String>,
+    /// Run everything this many times
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub rounds: u32,
+    /// Length of the intervals of figures over time
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = units::duration)]
-    pub warm_up: Duration,
-    /// First byte of the region
-    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
-    pub offset: u64,
-    /// Length of the region [default: to the end]
-    #[arg(long, value_name = "SIZE", value_parser = units::size)]
-    pub size: Option<u64>,
-    /// Read back and compare what is written
-    #[arg(long)]
-    pub verify: bool,
-    /// Wait with every write for stable storage
-    #[arg(long)]
-    pub fua: bool,
-    /// Seed of the random numbers
-    #[arg(long, value_name = "N", default_value = "1")]
-    pub seed: u64,
+    pub interval: Duration,
+    /// Process of this host that serves the disk: its use of the processor is measured too
+    #[arg(long, value_name = "PID")]
+    pub server_pid: Option<u32>,
     /// Options of the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
+}
+
+/// The workload of `riser bench`, with fio's words.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[command(next_help_heading = "Workload options")]
+pub struct WorkloadArgs {
+    /// Order and direction: read, write, rw, trim, trimwrite, the same with rand before it, or
+    /// flush; all but the reads overwrite the logical unit. read:64k skips 64 KiB behind each
+    /// operation, randread:8 reads 8 blocks in sequence at each random place [default: randread]
+    #[arg(long, alias = "readwrite", value_name = "RW", value_parser = job_option("rw"))]
+    pub rw: Option<String>,
+    /// Reads of a hundred operations, where there are both [default: 50]
+    #[arg(long, visible_alias = "rwmixread", value_name = "PERCENT", value_parser = job_option("rwmixread"))]
+    pub mix: Option<String>,
+    /// Bytes of one operation; READ,WRITE,TRIM if they differ [default: 4K]
+    #[arg(long, visible_alias = "block-size", value_name = "SIZE", value_parser = job_option("bs"))]
+    pub bs: Option<String>,
+    /// Sizes from one to another, in multiples of the first: 4K-64K
+    #[arg(long, value_name = "RANGE", conflicts_with_all = ["bs", "bssplit"], value_parser = job_option("bsrange"))]
+    pub bsrange: Option<String>,
+    /// Sizes with their percentages: 4K/60:64K/40
+    #[arg(long, value_name = "SPLIT", conflicts_with = "bs", value_parser = job_option("bssplit"))]
+    pub bssplit: Option<String>,
+    /// Operations of one job in flight [default: 32]
+    #[arg(long, visible_alias = "iodepth", value_name = "N", value_parser = job_option("iodepth"))]
+    pub depth: Option<String>,
+    /// Jobs, each with its own offsets [default: 1]
+    #[arg(long, visible_alias = "numjobs", value_name = "N", value_parser = job_option("numjobs"))]
+    pub jobs: Option<String>,
+    /// Operations per second of each job; READ,WRITE,TRIM if they differ. They start at planned
+    /// times, and what waits because others are slow is counted with its wait
+    #[arg(long, alias = "rate_iops", value_name = "N", value_parser = job_option("rate_iops"))]
+    pub rate_iops: Option<String>,
+    /// Bytes per second of each job, as --rate-iops
+    #[arg(long, value_name = "SIZE", conflicts_with = "rate_iops", value_parser = job_option("rate"))]
+    pub rate: Option<String>,
+    /// Planned times: linear or poisson [default: linear]
+    #[arg(long, alias = "rate_process", value_name = "PROCESS", value_parser = job_option("rate_process"))]
+    pub rate_process: Option<String>,
+    /// Distribution of random offsets: random, zipf:1.2, zoned:80/20:20/80 (operations/blocks, in
+    /// percent) or hotspot:20/80 [default: random]
+    #[arg(long, alias = "random_distribution", value_name = "DISTRIBUTION", value_parser = job_option("random_distribution"))]
+    pub random_distribution: Option<String>,
+    /// Time to measure [default: 10s, unless a number of bytes or operations is given]
+    #[arg(long, value_name = "DURATION", value_parser = units::duration, conflicts_with = "total")]
+    pub runtime: Option<Duration>,
+    /// Number of bytes that all jobs move together instead
+    #[arg(long, value_name = "SIZE", value_parser = units::size)]
+    pub total: Option<u64>,
+    /// Number of bytes that each job moves; with --runtime, whichever comes first
+    #[arg(long, alias = "io_size", value_name = "SIZE", value_parser = job_option("io_size"))]
+    pub io_size: Option<String>,
+    /// Number of operations of each job; with --runtime, whichever comes first
+    #[arg(long, alias = "number_ios", value_name = "N", value_parser = job_option("number_ios"))]
+    pub number_ios: Option<String>,
+    /// Time to run before measuring [default: 1s]
+    #[arg(long, visible_alias = "ramp-time", alias = "ramp_time", value_name = "DURATION", value_parser = units::duration)]
+    pub warm_up: Option<Duration>,
+    /// First byte of the region, or a percentage of the device [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = job_option("offset"))]
+    pub offset: Option<String>,
+    /// Length of the region, or a percentage of the device [default: to the end]
+    #[arg(long, value_name = "SIZE", value_parser = job_option("size"))]
+    pub size: Option<String>,
+    /// Flush after every N writes
+    #[arg(long, value_name = "N", value_parser = job_option("fsync"))]
+    pub fsync: Option<String>,
+    /// Wait with every write for stable storage
+    #[arg(long)]
+    pub fua: bool,
+    /// Give every write new content
+    #[arg(long, alias = "refill_buffers")]
+    pub refill_buffers: bool,
+    /// Part of the content that compression removes
+    #[arg(long, alias = "buffer_compress_percentage", value_name = "PERCENT", value_parser = job_option("buffer_compress_percentage"))]
+    pub buffer_compress_percentage: Option<String>,
+    /// Content to repeat: 0xdeadbeef, a number or "text" in double quotes
+    #[arg(long, alias = "buffer_pattern", value_name = "PATTERN", value_parser = job_option("buffer_pattern"))]
+    pub buffer_pattern: Option<String>,
+    /// Give each block a header with a checksum (crc32c, crc32 or crc64), check what is read, and
+    /// read back what is written. Reads alone check what an earlier run has written
+    #[arg(long, value_name = "CHECKSUM", num_args = 0..=1, require_equals = true, default_missing_value = "crc32c", value_parser = job_option("verify"))]
+    pub verify: Option<String>,
+    /// Seed of the random numbers [default: 1]
+    #[arg(long, visible_alias = "randseed", value_name = "N", value_parser = job_option("randseed"))]
+    pub seed: Option<String>,
 }
 
 #[cfg(test)]

@@ -1,86 +1,402 @@
 //! `riser bench`.
 
+use std::fs;
 use std::io::{self, Write};
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
 
-use super::args::{BenchArgs, Global, Rw};
-use super::disk::open;
+use super::address::Address;
+use super::args::{BenchArgs, BenchTarget, Global, WorkloadArgs};
+use super::disk::{Disk, open};
 use super::exit::{CliError, Exit};
 use super::{guard, output, units};
-use crate::bench::{self, BenchConfig, Direction, Mix, Pattern, Report, Until};
-use crate::block::BlockDevice;
+use crate::bench::job::{Pattern, Units};
+use crate::bench::outcome::Outcome;
+use crate::bench::{self, Direction, Job, Latency, Progress, Report, RunOptions, Task, fio};
 
 /// Default duration of a measurement.
 const RUNTIME: Duration = Duration::from_secs(10);
 
-#[derive(Serialize)]
-struct Document<'a> {
-    url: String,
-    #[serde(flatten)]
-    report: &'a Report,
-}
+/// Default time before it.
+const WARM_UP: Duration = Duration::from_secs(1);
+
+/// Most runs of one command.
+const MAX_RUNS: usize = 10_000;
+
+/// Buffers of a session where a job needs no more, in bytes.
+const BUFFERS: u64 = 64 << 20;
+
+/// Most that a session may have.
+const MAX_BUFFERS: u64 = 16 << 30;
 
 pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
-    let mix = match args.rw {
-        Rw::Read | Rw::Randread => Mix::READ,
-        Rw::Write | Rw::Randwrite => Mix::WRITE,
-        Rw::Rw | Rw::Randrw => {
-            Mix::new(args.mix).ok_or_else(|| CliError::new(Exit::Usage, "--mix is a percentage"))?
-        }
-    };
-    let disk = open(&args.url, &args.link, global.timeout, mix == Mix::READ)?;
-    // Every mix but pure reads destroys what is on the disk.
-    if mix != Mix::READ && !args.overwrite {
-        guard::check(&disk, &args.url, global)?;
-    }
-    let capacity = disk.geometry().capacity;
-    let end = match args.size {
-        Some(size) => args.offset.saturating_add(size),
-        None => capacity,
-    };
-    let config = BenchConfig {
-        pattern: match args.rw {
-            Rw::Read | Rw::Write | Rw::Rw => Pattern::Sequential,
-            Rw::Randread | Rw::Randwrite | Rw::Randrw => Pattern::Random,
-        },
-        mix,
-        block_size: u32::try_from(args.bs).unwrap_or(u32::MAX),
-        depth: args.depth,
-        jobs: args.jobs,
-        until: match args.total {
-            Some(bytes) => Until::Bytes(bytes),
-            None => Until::Time(args.runtime.unwrap_or(RUNTIME)),
-        },
-        warm_up: args.warm_up,
-        region: args.offset..end,
-        verify: args.verify,
-        fua: args.fua,
-        seed: args.seed,
+    let groups = groups(args)?;
+    let disks = open_all(args, &groups, global)?;
+    let options = RunOptions {
+        interval: args.interval,
+        server_pid: args.server_pid,
     };
     let line = output::status_line(global);
-    let report = bench::run(disk.clone(), config, |p| {
-        let stage = if p.warming_up {
-            "warming up"
-        } else {
-            "measuring"
+    let mut outcomes = Vec::new();
+    for (number, group) in groups.iter().enumerate() {
+        let task = |job: &Job| {
+            let address = address(args, job)?;
+            let disks = disks.iter().filter(|(known, _)| *known == address);
+            Ok(Task {
+                job: job.clone(),
+                address: address.to_string(),
+                devices: disks.map(|(_, disk)| disk.clone()).collect(),
+            })
         };
-        line.set_message(format!(
-            "{stage} {:>3.0} %  {:>9.0} IOPS  {}/s",
-            100.0 * p.done,
-            p.iops,
-            units::show_size(p.bytes_per_second as u64)
-        ));
-    });
+        let tasks = group
+            .iter()
+            .map(task)
+            .collect::<Result<Vec<_>, CliError>>()?;
+        let title = title(group, number, groups.len());
+        let run = bench::run(&tasks, options, |p| line.set_message(live(&title, p)));
+        outcomes.extend(run.map_err(|error| {
+            line.finish_and_clear();
+            CliError::from(error)
+        })?);
+    }
     line.finish_and_clear();
-    disk.close();
-    let report = report?;
-    let document = Document {
-        url: args.url.to_string(),
-        report: &report,
+    for (_, disk) in &disks {
+        disk.close();
+    }
+    emit(&outcomes, global)
+}
+
+/// The jobs of the command line or of the job file, in groups that run one after another: each round
+/// has all combinations of the sweep.
+fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
+    let usage = |what: String| CliError::new(Exit::Usage, what);
+    let (mut groups, form) = match &args.target {
+        BenchTarget::Url(_) if args.url.is_some() => {
+            let what = "two addresses are for a job file and a device: its name ends in .fio";
+            return Err(usage(what.into()));
+        }
+        BenchTarget::Url(_) => (
+            vec![vec![job(&args.workload).map_err(usage)?]],
+            Units::CommandLine,
+        ),
+        BenchTarget::JobFile(path) => (read_jobs(path, args)?, Units::Fio(Default::default())),
     };
-    output::result(&document, global, |out| print(out, &document.url, &report))
+    let mut verified = 0;
+    for job in groups.iter_mut().flatten() {
+        job.sessions = args.sessions.unwrap_or(job.sessions);
+        job.verify_only |= args.verify_only;
+        if args.state.is_some()
+            && (job.verify.is_some() || matches!(args.target, BenchTarget::Url(_)))
+        {
+            verified += 1;
+            job.state.clone_from(&args.state);
+            job.verify = job.verify.or(Some(bench::job::Checksum::Crc32c));
+        }
+    }
+    if args.state.is_some() && verified != 1 {
+        let what = format!("--state is for one job with verify, and the file has {verified}");
+        return Err(usage(what));
+    }
+    let sweeps = args.sweep.iter().map(|text| sweep(text, form));
+    let sweeps = sweeps.collect::<Result<Vec<_>, _>>().map_err(usage)?;
+    let mut all = Vec::new();
+    for _ in 0..args.rounds {
+        let mut round = groups.clone();
+        for (name, values) in &sweeps {
+            round = combine(&round, name, values, form).map_err(usage)?;
+        }
+        all.extend(round);
+        if all.len() > MAX_RUNS {
+            return Err(usage(format!("these are more than {MAX_RUNS} runs")));
+        }
+    }
+    Ok(all)
+}
+
+/// The job of the command line.
+fn job(args: &WorkloadArgs) -> Result<Job, String> {
+    let is_limited = args.total.is_some() || args.io_size.is_some() || args.number_ios.is_some();
+    let mut job = Job {
+        name: "riser bench".into(),
+        splits_region: true,
+        total: args.total,
+        ramp_time: args.warm_up.unwrap_or(WARM_UP),
+        runtime: args.runtime.or((!is_limited).then_some(RUNTIME)),
+        time_based: !is_limited,
+        fua: args.fua,
+        ..Job::default()
+    };
+    job.content.refill = args.refill_buffers;
+    let default = |value: &Option<String>, default: &str| {
+        Some(value.clone().unwrap_or_else(|| default.to_owned()))
+    };
+    let options = [
+        ("rw", default(&args.rw, "randread")),
+        ("iodepth", default(&args.depth, "32")),
+        ("rwmixread", args.mix.clone()),
+        ("bs", args.bs.clone()),
+        ("bsrange", args.bsrange.clone()),
+        ("bssplit", args.bssplit.clone()),
+        ("numjobs", args.jobs.clone()),
+        ("rate_iops", args.rate_iops.clone()),
+        ("rate", args.rate.clone()),
+        ("rate_process", args.rate_process.clone()),
+        ("random_distribution", args.random_distribution.clone()),
+        ("io_size", args.io_size.clone()),
+        ("number_ios", args.number_ios.clone()),
+        ("offset", args.offset.clone()),
+        ("size", args.size.clone()),
+        ("fsync", args.fsync.clone()),
+        (
+            "buffer_compress_percentage",
+            args.buffer_compress_percentage.clone(),
+        ),
+        ("buffer_pattern", args.buffer_pattern.clone()),
+        ("verify", args.verify.clone()),
+        ("randseed", args.seed.clone()),
+    ];
+    for (name, value) in options {
+        if let Some(value) = value {
+            job.set(name, Some(&value), Units::CommandLine)?;
+        }
+    }
+    // It goes on until all is moved, however long that takes, unless a time is given, too.
+    if job.number_ios.is_some() && args.io_size.is_none() && args.total.is_none() {
+        job.io_size = Some(bench::job::Amount::Bytes(u64::MAX));
+    }
+    Ok(job)
+}
+
+fn read_jobs(path: &Path, args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
+    if args.workload.is_any() {
+        let what = "options of the workload are in the job file, and not on the command line";
+        return Err(CliError::new(Exit::Usage, what));
+    }
+    let name = path.display().to_string();
+    let text =
+        fs::read_to_string(path).map_err(|e| CliError::io(format!("cannot read {name}"), e))?;
+    let env = |name: &str| std::env::var(name).ok();
+    let file =
+        fio::parse(&name, &text, &env).map_err(|e| CliError::new(Exit::Usage, e.to_string()))?;
+    for (line, option) in &file.ignored {
+        tracing::info!("{name}:{line}: option {option} has no effect");
+    }
+    Ok(file.groups)
+}
+
+impl WorkloadArgs {
+    /// Returns whether any option was given.
+    fn is_any(&self) -> bool {
+        let given = [
+            &self.rw,
+            &self.mix,
+            &self.bs,
+            &self.bsrange,
+            &self.bssplit,
+            &self.depth,
+            &self.jobs,
+            &self.rate_iops,
+            &self.rate,
+            &self.rate_process,
+            &self.random_distribution,
+            &self.io_size,
+            &self.number_ios,
+            &self.offset,
+            &self.size,
+            &self.fsync,
+            &self.buffer_compress_percentage,
+            &self.buffer_pattern,
+            &self.verify,
+            &self.seed,
+        ];
+        let times = self.runtime.is_some() || self.warm_up.is_some() || self.total.is_some();
+        given.iter().any(|option| option.is_some()) || times || self.fua || self.refill_buffers
+    }
+}
+
+/// `bs=4k,64k`, `depth=1..64`.
+fn sweep(text: &str, form: Units) -> Result<(String, Vec<String>), String> {
+    let wrong = || format!("`{text}` is not a sweep such as bs=4k,64k or depth=1..64");
+    let (name, values) = text.split_once('=').ok_or_else(wrong)?;
+    let name = match name.trim() {
+        "depth" => "iodepth",
+        "jobs" => "numjobs",
+        "mix" => "rwmixread",
+        "seed" => "randseed",
+        name => name,
+    };
+    let mut all = Vec::new();
+    for value in values.split(',').map(str::trim) {
+        match value.split_once("..") {
+            None => all.push(value.to_owned()),
+            Some((low, high)) => all.extend(powers(low, high, form).ok_or_else(wrong)?),
+        }
+    }
+    let is_empty = all.is_empty() || all.iter().any(String::is_empty);
+    if is_empty {
+        return Err(wrong());
+    }
+    Ok((name.to_owned(), all))
+}
+
+/// From one number to another, each twice the one before it.
+fn powers(low: &str, high: &str, form: Units) -> Option<Vec<String>> {
+    let (low, high) = (form.size(low).ok()?, form.size(high).ok()?);
+    let double = |n: &u64| n.checked_mul(2);
+    let all = std::iter::successors(Some(low), double).take_while(|n| *n <= high);
+    (0 < low && low <= high).then(|| all.map(|n| n.to_string()).collect())
+}
+
+/// Each group with each of the values of an option.
+fn combine(
+    groups: &[Vec<Job>],
+    name: &str,
+    values: &[String],
+    form: Units,
+) -> Result<Vec<Vec<Job>>, String> {
+    let mut all = Vec::new();
+    for group in groups {
+        for value in values {
+            let mut group = group.clone();
+            for job in &mut group {
+                job.set(name, Some(value), form)
+                    .map_err(|why| format!("--sweep {name}={value}: {why}"))?;
+            }
+            all.push(group);
+            if all.len() > MAX_RUNS {
+                return Err(format!("these are more than {MAX_RUNS} runs"));
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// The device of a job.
+fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
+    let usage = |what: String| CliError::new(Exit::Usage, what);
+    match (&args.target, &job.filename, &args.url) {
+        (BenchTarget::Url(url), _, _) => Ok(url.clone()),
+        (_, Some(name), _) => name
+            .parse()
+            .map_err(|why| usage(format!("filename of job `{}`: {why}", job.name))),
+        (_, None, Some(url)) => Ok(url.clone()),
+        (_, None, None) => Err(usage(format!(
+            "job `{}` has no filename, and no address is given",
+            job.name
+        ))),
+    }
+}
+
+/// Opens each device as often as its jobs want, after a look at what may be overwritten.
+fn open_all(
+    args: &BenchArgs,
+    groups: &[Vec<Job>],
+    global: &Global,
+) -> Result<Vec<(Address, Arc<Disk>)>, CliError> {
+    let mut wanted: Vec<(Address, Vec<&Job>)> = Vec::new();
+    for job in groups.iter().flatten() {
+        let address = address(args, job)?;
+        match wanted.iter_mut().find(|(known, _)| *known == address) {
+            Some((_, jobs)) => jobs.push(job),
+            None => wanted.push((address, vec![job])),
+        }
+    }
+    let mut disks = Vec::new();
+    for (address, jobs) in wanted {
+        let sessions = jobs.iter().map(|job| job.sessions).max().unwrap_or(1);
+        let is_read_only = !jobs.iter().any(|job| job.is_destructive());
+        let mut link = args.link.clone();
+        link.buffers = Some(buffers(groups, &jobs));
+        // Memory of this process would be another disk each time.
+        let sessions = match address {
+            Address::Memory { .. } => 1,
+            _ => sessions,
+        };
+        for number in 0..sessions {
+            let disk = open(&address, &link, global.timeout, is_read_only)?;
+            if number == 0 && !is_read_only && !args.overwrite {
+                guard::check(&disk, &address, global)?;
+            }
+            disks.push((address.clone(), disk));
+        }
+    }
+    Ok(disks)
+}
+
+/// Bytes of buffers that a session needs for its jobs: those of a group run side by side.
+fn buffers(groups: &[Vec<Job>], jobs: &[&Job]) -> u64 {
+    let of_group = |group: &Vec<Job>| {
+        let mine = group
+            .iter()
+            .filter(|job| jobs.iter().any(|mine| std::ptr::eq(*mine, *job)));
+        let bytes = mine.map(|job| bench::buffer_bytes(job, job.sessions));
+        bytes.fold(0, u64::saturating_add)
+    };
+    let need = groups.iter().map(of_group).max().unwrap_or(0);
+    // Some more for commands that the session sends by itself.
+    need.saturating_add(1 << 20).clamp(BUFFERS, MAX_BUFFERS)
+}
+
+fn title(group: &[Job], number: usize, count: usize) -> String {
+    let name = match group {
+        [job] => job.name.as_str(),
+        _ => "several jobs",
+    };
+    match count {
+        1 => name.to_owned(),
+        _ => format!("{name} ({} of {count})", number + 1),
+    }
+}
+
+fn live(title: &str, p: &Progress) -> String {
+    if p.is_ramp {
+        return format!("{title}: warming up");
+    }
+    let micros = |time: Duration| time.as_secs_f64() * 1e6;
+    format!(
+        "{title}: {:>3.0} %  {:>9.0} IOPS  {}/s  p50 {:.0} us  p99 {:.0} us",
+        100.0 * p.done,
+        p.iops,
+        units::show_size(p.bytes_per_second as u64),
+        micros(p.p50),
+        micros(p.p99)
+    )
+}
+
+#[derive(Serialize)]
+struct Document {
+    url: String,
+    #[serde(flatten)]
+    report: Report,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Documents {
+    One(Box<Document>),
+    Several { jobs: Vec<Document> },
+}
+
+/// Prints results.
+fn emit(outcomes: &[Outcome], global: &Global) -> Result<(), CliError> {
+    let document = |outcome: &Outcome| Document {
+        url: outcome.address.clone(),
+        report: Report::new(outcome),
+    };
+    let mut all: Vec<Document> = outcomes.iter().map(document).collect();
+    let documents = match all.len() {
+        1 => Documents::One(Box::new(all.remove(0))),
+        _ => Documents::Several { jobs: all },
+    };
+    output::result(&documents, global, |out| match &documents {
+        Documents::One(one) => print(out, &one.url, &one.report),
+        Documents::Several { jobs } => jobs
+            .iter()
+            .try_for_each(|job| print(out, &job.url, &job.report)),
+    })
 }
 
 fn print(out: &mut dyn Write, url: &str, report: &Report) -> io::Result<()> {
@@ -88,16 +404,25 @@ fn print(out: &mut dyn Write, url: &str, report: &Report) -> io::Result<()> {
         Pattern::Random => "random",
         Pattern::Sequential => "sequential",
     };
+    let sizes = match report.block_size {
+        Some(size) => units::show_size(size),
+        None => report.bs.clone(),
+    };
     writeln!(
         out,
-        "{url}: {pattern}, {} blocks, depth {}, {} job(s), {:.1} s",
-        units::show_size(report.block_size.into()),
-        report.depth,
-        report.jobs,
-        report.runtime_seconds
+        "{url}: {pattern}, {sizes} blocks, depth {}, {} job(s), {:.1} s",
+        report.depth, report.jobs, report.runtime_seconds
     )?;
-    for (name, direction) in [("read", &report.read), ("write", &report.write)] {
+    for (name, direction) in report.directions() {
         print_direction(out, name, direction)?;
+    }
+    if let Some(holes) = report.holes.filter(|holes| holes.bytes > 0) {
+        writeln!(
+            out,
+            "holes: {} of {} are not allocated, so reads of them are no measure of a disk",
+            units::show_size(holes.bytes),
+            units::show_size(holes.of)
+        )?;
     }
     if let Some(verified) = &report.verified {
         writeln!(out, "verified: {} blocks, all right", verified.blocks)?;
@@ -106,19 +431,28 @@ fn print(out: &mut dyn Write, url: &str, report: &Report) -> io::Result<()> {
 }
 
 fn print_direction(out: &mut dyn Write, name: &str, direction: &Direction) -> io::Result<()> {
-    let Some(latency) = &direction.lat_ns else {
-        return Ok(());
-    };
     writeln!(
         out,
         "{name:<5}: {:.0} IOPS, {}/s",
         direction.iops,
         units::show_size(direction.bw_bytes as u64)
     )?;
+    for (what, latency) in [
+        ("latency", &direction.lat_ns),
+        ("response", &direction.response_ns),
+    ] {
+        if let Some(latency) = latency {
+            print_latency(out, what, latency)?;
+        }
+    }
+    Ok(())
+}
+
+fn print_latency(out: &mut dyn Write, what: &str, latency: &Latency) -> io::Result<()> {
     let us = |ns: u64| ns as f64 / 1000.0;
     writeln!(
         out,
-        "       latency in us: min {:.1}, mean {:.1}, p50 {:.1}, p90 {:.1}, p99 {:.1}, p99.9 {:.1}, max {:.1}",
+        "       {what} in us: min {:.1}, mean {:.1}, p50 {:.1}, p90 {:.1}, p99 {:.1}, p99.9 {:.1}, max {:.1}",
         us(latency.min),
         latency.mean / 1000.0,
         us(latency.p50),

@@ -21,7 +21,8 @@ use super::address::Address;
 use super::args::{ConnectOptions, Inject, ProviderChoice};
 use super::exit::{CliError, Exit};
 use crate::block::{
-    BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, ZeroOptions, task,
+    BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, Workload,
+    ZeroOptions, task,
 };
 use crate::disks::file::{FileConfig, FileError};
 use crate::disks::nbd::{NbdConfig, NbdError};
@@ -192,6 +193,9 @@ pub(super) fn start_engine(
         ..Timing::default()
     };
     let mut builder = Client::builder().timing(timing);
+    if let Some(bytes) = link.buffers {
+        builder = builder.pool(usize::try_from(bytes).unwrap_or(usize::MAX));
+    }
     if let Some(port) = link.port {
         builder = builder
             .port(port)
@@ -552,6 +556,10 @@ impl BlockDevice for Disk {
 
     fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
         on_disk!(self, disk => disk.host(service))
+    }
+
+    fn drive(&self, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
+        on_disk!(self, disk => disk.drive(workload))
     }
 
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {

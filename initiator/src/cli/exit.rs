@@ -192,7 +192,7 @@ impl From<UnmountError> for CliError {
 impl From<BenchError> for CliError {
     fn from(error: BenchError) -> Self {
         let exit = match &error {
-            BenchError::Config(_) => Exit::Usage,
+            BenchError::Config(_) | BenchError::State { .. } => Exit::Usage,
             BenchError::Operation {
                 error: BlockError::TimedOut,
                 ..

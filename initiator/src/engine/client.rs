@@ -56,11 +56,16 @@ impl Client {
         self.0.stop();
     }
 
+    /// Returns whether the engine runs on a thread of its own. One that its owner steps runs at
+    /// times that nothing else knows.
+    pub(crate) fn has_thread(&self) -> bool {
+        let thread = self.0.thread.lock();
+        thread.unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
     /// Serves a client of a disk on the engine's thread, until that is over.
     pub(crate) fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
-        // An engine that its owner steps runs whenever the owner likes, which may be never.
-        let thread = self.0.thread.lock();
-        if thread.unwrap_or_else(PoisonError::into_inner).is_none() {
+        if !self.has_thread() {
             return Err(service);
         }
         let sent = self.0.mailbox.send(Message::Host(service));

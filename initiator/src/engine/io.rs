@@ -168,13 +168,23 @@ impl Io {
 /// Work that runs on the engine's own thread: no wake-up and no queue between a completion and the
 /// next submission. Calls must not block, and are few instructions in a good benchmark.
 ///
-/// A workload ends when none of its commands is outstanding after a call; it is then dropped.
+/// A workload ends when none of its commands is outstanding after a call and it waits for no time;
+/// it is then dropped.
 pub trait Workload: Send {
     /// Begins: submit the first commands.
     fn start(&mut self, queue: &mut WorkQueue);
 
     /// Handles the end of the command with that token.
     fn complete(&mut self, token: u64, end: IoEnd, queue: &mut WorkQueue);
+
+    /// Time at which it wants to be woken; `None`: it waits for the ends of its commands only.
+    fn due(&self) -> Option<Instant> {
+        None
+    }
+
+    /// The time of [`Workload::due`] has come. It may have come already when the call before
+    /// returned; then this is called once in a round.
+    fn wake(&mut self, _queue: &mut WorkQueue) {}
 }
 
 /// Takes a workload's commands.

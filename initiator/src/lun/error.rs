@@ -60,6 +60,9 @@ pub enum LunError {
     /// Offset or length is not a multiple of the block size, or beyond the end, or too long.
     #[error("range is not within the disk's bounds")]
     OutOfRange,
+    /// The client has no buffer free for a command's parameters.
+    #[error("no buffer is free")]
+    NoMemory,
     /// The logical unit does not do that.
     #[error("not supported by the logical unit")]
     Unsupported,

@@ -11,6 +11,7 @@
 
 mod error;
 mod info;
+mod workload;
 
 use std::future::Future;
 use std::ops::Range;
@@ -26,7 +27,7 @@ pub use self::error::LunError;
 use self::error::{judge, judge_whole};
 pub use self::info::LunInfo;
 use crate::block::{
-    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, ZeroOptions,
+    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, Workload, ZeroOptions,
 };
 use crate::engine::{BufferPool, IoData, IoEnd, IoFuture, ScsiIo, Session};
 use crate::request::{Cdb, DataLen};
@@ -167,8 +168,16 @@ impl Lun {
     /// # Errors
     /// [`LunError`].
     pub async fn flush(&self) -> Result<(), LunError> {
-        let io = self.io(Command::synchronize_cache(), IoData::None);
-        match judge(&self.session.submit(io).await.result?) {
+        let io = self.flush_io();
+        self.judge_flush(self.session.submit(io).await)
+    }
+
+    fn flush_io(&self) -> ScsiIo {
+        self.io(Command::synchronize_cache(), IoData::None)
+    }
+
+    fn judge_flush(&self, end: IoEnd) -> Result<(), LunError> {
+        match judge(&end.result?) {
             // The command is optional (SBC-3 clause 5.1), and without a cache there is nothing to
             // flush.
             Err(LunError::Check {
@@ -219,8 +228,7 @@ impl Lun {
         if geometry.max_discard == 0 {
             return Err(LunError::Unsupported);
         }
-        let info = &self.shared.info;
-        let unmaps = info.provisioning.unmap && info.limits.max_unmap > 0;
+        let unmaps = self.unmaps();
         for run in self.runs(&range, geometry.max_discard)? {
             if unmaps {
                 let list = unmap_list(run);
@@ -233,6 +241,12 @@ impl Lun {
             }
         }
         Ok(())
+    }
+
+    /// Blocks are given up by UNMAP, and not by WRITE SAME.
+    fn unmaps(&self) -> bool {
+        let info = &self.shared.info;
+        info.provisioning.unmap && info.limits.max_unmap > 0
     }
 
     async fn write_same(&self, run: BlockRange, unmap: bool) -> Result<(), LunError> {
@@ -379,6 +393,10 @@ impl BlockDevice for Lun {
 
     fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
         self.session.client().host(service)
+    }
+
+    fn drive(&self, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
+        workload::drive(self, workload)
     }
 
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {

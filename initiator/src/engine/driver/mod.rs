@@ -45,7 +45,7 @@ pub(super) use self::units::Watch;
 use self::units::Watched;
 use crate::block::Service;
 use crate::engine::env::Env;
-use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, Workload};
+use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, WorkQueue, Workload};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::{Mailbox, Waited};
 use crate::engine::rdma::Device;
@@ -104,6 +104,8 @@ pub(super) struct Driver<E: Env> {
     completions: Vec<Completion>,
     /// Ends of workload commands: session, workload, token, end.
     finished: Vec<(usize, usize, u64, IoEnd)>,
+    /// What a workload submits in one call.
+    work: WorkQueue,
     /// Inputs of sessions that are paths, or whose units are watched.
     inputs: VecDeque<Input>,
     /// Clients of disks, which are served here.
@@ -130,6 +132,7 @@ impl<E: Env> Driver<E> {
             agent: None,
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
+            work: WorkQueue::default(),
             inputs: VecDeque::new(),
             services: Vec::new(),
             inbox: Vec::new(),
@@ -211,6 +214,7 @@ impl<E: Env> Driver<E> {
             .chain(self.device.as_ref().and_then(Device::next_deadline))
             .chain(self.timers.deadline())
             .chain(self.discovery_deadline())
+            .chain(self.work_deadline())
             .min()
     }
 

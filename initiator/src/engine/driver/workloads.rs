@@ -13,10 +13,11 @@ impl<E: Env> Driver<E> {
         mut workload: Box<dyn Workload>,
         now: Instant,
     ) {
-        let mut queue = WorkQueue::default();
+        let mut queue = std::mem::take(&mut self.work);
         workload.start(&mut queue);
         let id = self.sessions[index].workloads.insert((workload, 0));
         self.submit_work(index, id, &mut queue, now);
+        self.work = queue;
     }
 
     pub(super) fn submit_work(
@@ -31,16 +32,46 @@ impl<E: Env> Driver<E> {
             let done = Done::Workload { workload, token };
             self.submit(index, Io::new(io, done, now), now);
         }
-        if self.sessions[index].workloads[workload].1 == 0 {
+        let (running, outstanding) = &self.sessions[index].workloads[workload];
+        if *outstanding == 0 && running.due().is_none() {
             self.sessions[index].workloads.remove(workload);
         }
     }
 
-    /// Reports the ends of their commands to workloads; whether there were any.
+    /// Reports the ends of their commands to workloads, and wakes those that are due; whether there
+    /// were any ends.
     pub(super) fn run_workloads(&mut self, now: Instant) -> bool {
+        let any = self.end_work(now);
+        for index in 0..self.sessions.capacity() {
+            let Some(session) = self.sessions.get(index) else {
+                continue;
+            };
+            let due = |(id, (workload, _)): (usize, &(Box<dyn Workload>, usize))| {
+                workload.due().is_some_and(|at| at <= now).then_some(id)
+            };
+            // No allocation where none is due.
+            let due: Vec<usize> = session.workloads.iter().filter_map(due).collect();
+            for id in due {
+                let mut queue = std::mem::take(&mut self.work);
+                let entry = &mut self.sessions[index].workloads[id];
+                entry.0.wake(&mut queue);
+                self.submit_work(index, id, &mut queue, now);
+                self.work = queue;
+            }
+        }
+        any
+    }
+
+    /// The next time at which a workload wants to be woken.
+    pub(super) fn work_deadline(&self) -> Option<Instant> {
+        let workloads = self.sessions.iter().flat_map(|(_, s)| s.workloads.iter());
+        workloads.filter_map(|(_, (work, _))| work.due()).min()
+    }
+
+    fn end_work(&mut self, now: Instant) -> bool {
         let mut finished = std::mem::take(&mut self.finished);
         let any = !finished.is_empty();
-        let mut queue = WorkQueue::default();
+        let mut queue = std::mem::take(&mut self.work);
         for (index, workload, token, end) in finished.drain(..) {
             // A workload is there as long as a command of it is outstanding.
             let entry = &mut self.sessions[index].workloads[workload];
@@ -48,6 +79,7 @@ impl<E: Env> Driver<E> {
             entry.0.complete(token, end, &mut queue);
             self.submit_work(index, workload, &mut queue, now);
         }
+        self.work = queue;
         if self.finished.is_empty() {
             self.finished = finished;
         }

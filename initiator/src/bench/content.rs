@@ -1,0 +1,326 @@
+//! Contents of blocks: filling them, and checking verified ones by their headers.
+//!
+//! A verified block begins with a header of 40 bytes, little-endian:
+//!
+//! ```text
+//!   magic 4 | generation 4 | checksum of all that follows 8 | seed 8 | offset 8 | length 4 | 0 4
+//! ```
+//!
+//! The rest follows from seed, offset and generation, so a block is checked without its neighbours,
+//! and the first wrong byte can be named.
+
+use super::error::{Difference, Mismatch};
+use super::job::{Checksum, Content};
+
+/// Length of the header, in bytes.
+pub(super) const HEADER: usize = 40;
+
+/// `RBV1`.
+const MAGIC: u32 = 0x3156_4252;
+
+/// Bytes before those that the checksum covers.
+const UNCOVERED: usize = 16;
+
+/// Spreads every bit of `z` over the result (the finaliser of SplitMix64).
+pub(super) fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Fills buffers.
+#[derive(Clone, Debug)]
+pub(super) struct Filler {
+    content: Content,
+    seed: u64,
+}
+
+/// Generations that a block may be of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Expected {
+    /// Acknowledged before the read began.
+    pub(super) oldest: u32,
+    /// Begun before the read ended.
+    pub(super) newest: u32,
+    /// The block need not be of this run.
+    pub(super) any_seed: bool,
+}
+
+impl Expected {
+    /// Any block that is right on its own.
+    pub(super) const ANY: Self = Self {
+        oldest: 0,
+        newest: u32::MAX,
+        any_seed: true,
+    };
+
+    pub(super) fn between(oldest: u32, newest: u32) -> Self {
+        Self {
+            oldest,
+            newest,
+            any_seed: false,
+        }
+    }
+}
+
+impl Filler {
+    pub(super) fn new(content: Content, seed: u64) -> Self {
+        Self { content, seed }
+    }
+
+    /// Fills with what the options ask for; `key` makes it different from other blocks.
+    pub(super) fn fill(&self, key: u64, out: &mut [u8]) {
+        payload(&self.content, mix(self.seed ^ key), out);
+    }
+
+    /// Makes the block at an offset a verified one.
+    pub(super) fn fill_verified(
+        &self,
+        kind: Checksum,
+        offset: u64,
+        generation: u32,
+        out: &mut [u8],
+    ) {
+        seal(&self.content, kind, self.seed, offset, generation, out);
+    }
+
+    /// Checks the block that was read at an offset. Returns its generation.
+    pub(super) fn check(
+        &self,
+        kind: Checksum,
+        offset: u64,
+        expected: Expected,
+        block: &[u8],
+    ) -> Result<u32, Mismatch> {
+        let fail = |what| Err(self.mismatch(offset, offset, what));
+        let word = |at: usize| u64::from_le_bytes(block[at..at + 8].try_into().expect("8 bytes"));
+        let generation = (word(0) >> 32) as u32;
+        let (seed, place) = (word(16), word(24));
+        let is_whole = word(0) as u32 == MAGIC && word(32) == block.len() as u64;
+        if !is_whole {
+            // A header that is damaged itself is named by its byte, where it is known what it was.
+            return match expected.oldest == expected.newest {
+                true => Err(self.damaged(kind, offset, expected.newest, block)),
+                false => fail(Difference::NoHeader),
+            };
+        }
+        if word(8) != checksum(kind, &block[UNCOVERED..]) {
+            let is_known = expected.oldest == expected.newest;
+            let generation = if is_known {
+                expected.newest
+            } else {
+                generation
+            };
+            return Err(self.damaged(kind, offset, generation, block));
+        }
+        if place != offset {
+            return fail(Difference::Offset { found: place });
+        }
+        if seed != self.seed && !expected.any_seed {
+            let (found, expected) = (seed, self.seed);
+            return fail(Difference::Seed { found, expected });
+        }
+        if !(expected.oldest..=expected.newest).contains(&generation) {
+            return fail(Difference::Generation {
+                found: generation,
+                oldest: expected.oldest,
+                newest: expected.newest,
+            });
+        }
+        Ok(generation)
+    }
+
+    /// Names the first byte that differs from the block of that generation.
+    fn damaged(&self, kind: Checksum, offset: u64, generation: u32, block: &[u8]) -> Mismatch {
+        let mut right = vec![0; block.len()];
+        seal(
+            &self.content,
+            kind,
+            self.seed,
+            offset,
+            generation,
+            &mut right,
+        );
+        let differs = |at: &usize| block[*at] != right[*at];
+        // After the header first: a wrong checksum is only the consequence of another content.
+        let mut places = (UNCOVERED..block.len()).chain(0..UNCOVERED);
+        match places.find(differs) {
+            Some(at) => {
+                let what = Difference::Byte {
+                    found: block[at],
+                    expected: right[at],
+                    generation,
+                };
+                self.mismatch(offset + at as u64, offset, what)
+            }
+            // Its checksum is of another kind.
+            None => self.mismatch(offset, offset, Difference::NoHeader),
+        }
+    }
+
+    fn mismatch(&self, offset: u64, block: u64, what: Difference) -> Mismatch {
+        Mismatch {
+            offset,
+            block,
+            what,
+        }
+    }
+}
+
+fn seal(
+    content: &Content,
+    kind: Checksum,
+    seed: u64,
+    offset: u64,
+    generation: u32,
+    out: &mut [u8],
+) {
+    let key = mix(mix(seed ^ offset) ^ u64::from(generation));
+    let len = out.len() as u64;
+    payload(content, key, &mut out[HEADER..]);
+    out[..4].copy_from_slice(&MAGIC.to_le_bytes());
+    out[4..8].copy_from_slice(&generation.to_le_bytes());
+    out[16..24].copy_from_slice(&seed.to_le_bytes());
+    out[24..32].copy_from_slice(&offset.to_le_bytes());
+    out[32..40].copy_from_slice(&len.to_le_bytes());
+    let sum = checksum(kind, &out[UNCOVERED..]);
+    out[8..16].copy_from_slice(&sum.to_le_bytes());
+}
+
+fn checksum(kind: Checksum, bytes: &[u8]) -> u64 {
+    match kind {
+        Checksum::Crc32c => crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes),
+        Checksum::Crc32 => crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes),
+        Checksum::Crc64 => crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes),
+    }
+}
+
+/// Random bytes, then the pattern or zeroes, as the options say.
+fn payload(content: &Content, key: u64, out: &mut [u8]) {
+    let random = match content.compress_percentage {
+        Some(percent) => out.len() * (100 - usize::from(percent)) / 100,
+        None if content.pattern.is_empty() => out.len(),
+        None => 0,
+    };
+    let (random, rest) = out.split_at_mut(random);
+    for (index, word) in random.chunks_mut(8).enumerate() {
+        let bytes = mix(key.wrapping_add(index as u64)).to_le_bytes();
+        word.copy_from_slice(&bytes[..word.len()]);
+    }
+    if content.pattern.is_empty() {
+        rest.fill(0);
+        return;
+    }
+    for chunk in rest.chunks_mut(content.pattern.len()) {
+        chunk.copy_from_slice(&content.pattern[..chunk.len()]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn filler(content: Content) -> Filler {
+        Filler::new(content, 99)
+    }
+
+    fn block(generation: u32) -> (Filler, Vec<u8>) {
+        let filler = filler(Content::default());
+        let mut block = vec![0; 4096];
+        filler.fill_verified(Checksum::Crc32c, 8192, generation, &mut block);
+        (filler, block)
+    }
+
+    #[test]
+    fn a_block_is_right_on_its_own_with_every_checksum() {
+        let filler = filler(Content::default());
+        let mut block = vec![0; 512];
+        for kind in [Checksum::Crc32c, Checksum::Crc32, Checksum::Crc64] {
+            filler.fill_verified(kind, 512, 3, &mut block);
+            assert_eq!(filler.check(kind, 512, Expected::ANY, &block), Ok(3));
+            let expected = Expected::between(2, 3);
+            assert_eq!(filler.check(kind, 512, expected, &block), Ok(3));
+        }
+    }
+
+    #[test]
+    fn the_first_wrong_byte_is_named_with_both_values() {
+        let (filler, good) = block(5);
+        for at in [0, 9, 17, 33, 40, 1000, 4095] {
+            let mut bad = good.clone();
+            bad[at] = !bad[at];
+            let expected = Expected::between(5, 5);
+            let error = filler
+                .check(Checksum::Crc32c, 8192, expected, &bad)
+                .unwrap_err();
+            assert_eq!((error.offset, error.block), (8192 + at as u64, 8192));
+            let text = error.to_string();
+            assert!(text.contains(&format!("byte {}", 8192 + at)), "{text}");
+            assert!(text.contains(&format!("{:#04x}", good[at])), "{text}");
+        }
+    }
+
+    #[test]
+    fn old_misplaced_and_foreign_blocks_are_distinguished() {
+        let (filler, five) = block(5);
+        let check = |offset, expected, block: &[u8]| {
+            filler
+                .check(Checksum::Crc32c, offset, expected, block)
+                .unwrap_err()
+                .what
+        };
+        let old = Difference::Generation {
+            found: 5,
+            oldest: 6,
+            newest: 7,
+        };
+        assert_eq!(check(8192, Expected::between(6, 7), &five), old);
+        let misplaced = Difference::Offset { found: 8192 };
+        assert_eq!(check(4096, Expected::between(5, 6), &five), misplaced);
+        let mut foreign = vec![0; 4096];
+        let other = Filler::new(Content::default(), 1);
+        other.fill_verified(Checksum::Crc32c, 8192, 5, &mut foreign);
+        let seed = Difference::Seed {
+            found: 1,
+            expected: 99,
+        };
+        assert_eq!(check(8192, Expected::between(4, 5), &foreign), seed);
+        assert_eq!(
+            check(8192, Expected::between(4, 5), &[0; 4096]),
+            Difference::NoHeader
+        );
+        assert_eq!(
+            filler.check(Checksum::Crc32c, 8192, Expected::ANY, &foreign),
+            Ok(5)
+        );
+    }
+
+    #[test]
+    fn compressible_parts_and_patterns_have_their_share() {
+        let content = Content {
+            compress_percentage: Some(75),
+            ..Content::default()
+        };
+        let mut out = vec![1; 4096];
+        filler(content).fill(7, &mut out);
+        assert!(out[1024..].iter().all(|b| *b == 0));
+        assert!(out[..1024].iter().filter(|b| **b == 0).count() < 20);
+        let content = Content {
+            pattern: vec![0xde, 0xad, 0xbe],
+            ..Content::default()
+        };
+        let mut out = vec![0; 8];
+        filler(content).fill(7, &mut out);
+        assert_eq!(out, [0xde, 0xad, 0xbe, 0xde, 0xad, 0xbe, 0xde, 0xad]);
+    }
+
+    #[test]
+    fn blocks_differ_by_offset_and_by_generation() {
+        let (filler, five) = block(5);
+        let (_, six) = block(6);
+        let mut elsewhere = vec![0; 4096];
+        filler.fill_verified(Checksum::Crc32c, 12288, 5, &mut elsewhere);
+        let alike = |a: &[u8], b: &[u8]| a.iter().zip(b).filter(|(a, b)| a == b).count();
+        assert!(alike(&five, &six) < 200 && alike(&five, &elsewhere) < 200);
+    }
+}

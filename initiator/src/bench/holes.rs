@@ -1,0 +1,52 @@
+//! Unallocated parts of a region, whose reads say nothing about a disk that holds data.
+
+use std::ops::Range;
+
+use super::outcome::Holes;
+use crate::block::{BlockDevice, ExtentKind, task};
+
+/// Most calls for one region.
+const MAX_CALLS: usize = 1024;
+
+/// Asks for the unallocated parts of a region; `None` where the device does not report them. What
+/// the calls do not reach counts as allocated.
+pub(super) fn of<D: BlockDevice>(device: &D, region: &Range<u64>) -> Option<Holes> {
+    if !device.geometry().reports_status {
+        return None;
+    }
+    let mut bytes = 0;
+    let mut at = region.start;
+    for _ in 0..MAX_CALLS {
+        if at >= region.end {
+            break;
+        }
+        // A device that fails here is found out by the job itself.
+        let Ok(extents) = task::block_on(device.status(at..region.end)) else {
+            break;
+        };
+        for extent in extents {
+            if extent.kind == ExtentKind::Hole {
+                bytes += extent.len;
+            }
+            at += extent.len;
+        }
+    }
+    let of = region.end - region.start;
+    Some(Holes { bytes, of })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::MemoryDevice;
+
+    #[test]
+    fn what_was_never_written_is_a_hole() {
+        let device = MemoryDevice::new(1 << 20, 512).unwrap();
+        let buffer = device.try_buffer(65536).unwrap();
+        task::block_on(device.write(131_072, buffer, false)).unwrap();
+        let holes = of(&device, &(65536..1 << 20)).unwrap();
+        assert_eq!(holes.of, (1 << 20) - 65536);
+        assert_eq!(holes.bytes, holes.of - 65536);
+    }
+}

@@ -1,0 +1,585 @@
+//! fio's options: what each does to a job, and which have no effect here.
+
+use super::values::{
+    Units, boolean, by_direction, distribution, number, pattern, percentage, range, split,
+};
+use super::{Access, Amount, BlockSizes, Checksum, Distribution, Job, Pattern, Rate, RateProcess};
+
+/// Options that are accepted and have no effect, with the reasons.
+pub const IGNORED: &[(&str, &str)] = &[
+    ("ioengine", "the address says how the device is reached"),
+    (
+        "direct",
+        "no page cache of this host is between the job and the device",
+    ),
+    (
+        "buffered",
+        "no page cache of this host is between the job and the device",
+    ),
+    (
+        "invalidate",
+        "no page cache of this host is between the job and the device",
+    ),
+    ("thread", "clones run on the threads of their sessions"),
+    (
+        "group_reporting",
+        "the clones of a section are always reported together",
+    ),
+    ("new_group", "each section has a result of its own"),
+    ("gtod_reduce", "taking the time is no system call here"),
+    ("clocksource", "the clock is always CLOCK_MONOTONIC"),
+    (
+        "randrepeat",
+        "random numbers repeat as long as the seed is the same",
+    ),
+    (
+        "allrandrepeat",
+        "random numbers repeat as long as the seed is the same",
+    ),
+    (
+        "norandommap",
+        "random blocks are always drawn without a map of those that were drawn before",
+    ),
+    (
+        "random_generator",
+        "the numbers differ from those of fio in any case",
+    ),
+    (
+        "scramble_buffers",
+        "blocks that are verified differ anyway; refill_buffers makes others differ",
+    ),
+    ("verify_fatal", "the first wrong block always ends the run"),
+    ("verify_state_save", "--state names the file"),
+    ("verify_state_load", "--state names the file"),
+    (
+        "verify_async",
+        "blocks are checked where their reads complete",
+    ),
+    (
+        "iodepth_batch",
+        "operations are submitted as soon as there is room",
+    ),
+    (
+        "iodepth_batch_submit",
+        "operations are submitted as soon as there is room",
+    ),
+    (
+        "iodepth_batch_complete",
+        "completions are handled as they come",
+    ),
+    (
+        "iodepth_batch_complete_min",
+        "completions are handled as they come",
+    ),
+    (
+        "iodepth_batch_complete_max",
+        "completions are handled as they come",
+    ),
+    ("fallocate", "a device has its size"),
+    ("create_serialize", "a device has its size"),
+    ("overwrite", "a device has its size"),
+    (
+        "allow_mounted_write",
+        "--overwrite says whether data may be destroyed",
+    ),
+    ("mem", "buffers are the device's own"),
+    ("iomem", "buffers are the device's own"),
+    ("registerfiles", "it is an option of io_uring"),
+    ("fixedbufs", "it is an option of io_uring"),
+    ("hipri", "it is an option of io_uring"),
+    ("sqthread_poll", "it is an option of io_uring"),
+    ("userspace_reap", "it is an option of libaio"),
+    ("description", "it is a comment"),
+    ("exitall_on_error", "an error always ends the run"),
+    ("disk_util", "the device is no disk of this kernel"),
+    ("clat_percentiles", "all percentiles are kept"),
+    ("lat_percentiles", "all percentiles are kept"),
+    ("percentile_list", "all percentiles are kept"),
+    (
+        "unified_rw_reporting",
+        "each kind of operation is reported by itself",
+    ),
+    ("log_avg_msec", "--interval is the length of an interval"),
+    ("unit_base", "results are in bytes"),
+];
+
+/// Options of fio that are refused, with the reasons. So are those that fio does not have.
+pub const UNSUPPORTED: &[(&str, &str)] = &[
+    (
+        "thinktime",
+        "there is no pause between operations; rate_iops plans their times",
+    ),
+    ("startdelay", "all jobs of a group start together"),
+    ("loops", "time_based and runtime repeat a job"),
+    ("zonesize", "rw=read:SKIP reads in strides"),
+    ("zoneskip", "rw=read:SKIP reads in strides"),
+    ("zonerange", "rw=read:SKIP reads in strides"),
+    (
+        "rate_min",
+        "a rate that is not reached ends no job; the response times show it",
+    ),
+    (
+        "rate_iops_min",
+        "a rate that is not reached ends no job; the response times show it",
+    ),
+    ("latency_target", "--sweep shows the latency at each depth"),
+    ("max_latency", "no operation is too late for a run"),
+    ("directory", "a job runs on a device"),
+    ("nrfiles", "a job runs on one device"),
+    ("percentage_random", "a job is random or sequential"),
+    (
+        "rw_sequencer",
+        "the operations behind a random offset follow it in sequence",
+    ),
+    (
+        "blockalign",
+        "offsets are multiples of the smallest block size",
+    ),
+    ("ba", "offsets are multiples of the smallest block size"),
+    ("dedupe_percentage", "content is either random or a pattern"),
+    (
+        "buffer_compress_chunk",
+        "the random part of a block comes first, as a whole",
+    ),
+    (
+        "verify_pattern",
+        "a verified block has content that follows from its header",
+    ),
+    (
+        "verify_backlog",
+        "blocks are verified when a read meets them, and at the end",
+    ),
+    (
+        "verify_interval",
+        "headers are the smallest block size apart",
+    ),
+    ("verify_offset", "headers are at the beginning of blocks"),
+    ("read_iolog", "operations come from the options only"),
+    ("write_iolog", "operations are not recorded"),
+    ("steadystate", "a run lasts as long as its options say"),
+    ("wait_for", "stonewall waits for all jobs before"),
+    ("include", "a job file is one file"),
+    ("exitall", "a group ends when all of its jobs have ended"),
+    ("continue_on_error", "the first error ends the run"),
+];
+
+pub(super) fn set(
+    job: &mut Job,
+    name: &str,
+    value: Option<&str>,
+    units: Units,
+) -> Result<bool, String> {
+    if IGNORED.iter().any(|(known, _)| *known == name) {
+        return Ok(false);
+    }
+    if set_flag(job, name, value)? {
+        return Ok(true);
+    }
+    if let Some((_, why)) = UNSUPPORTED.iter().find(|(known, _)| *known == name) {
+        return Err(format!("option `{name}` is not supported: {why}"));
+    }
+    let value = value.map(str::trim).filter(|value| !value.is_empty());
+    let text = value.ok_or_else(|| format!("option `{name}` has no value, or is not known"))?;
+    let is_set = set_workload(job, name, text, units)?
+        || set_extent(job, name, text, units)?
+        || set_data(job, name, text)?;
+    match is_set {
+        true => Ok(true),
+        false => Err(format!("option `{name}` is not known")),
+    }
+}
+
+/// Booleans, which may stand alone.
+fn set_flag(job: &mut Job, name: &str, value: Option<&str>) -> Result<bool, String> {
+    let flag = match name {
+        "time_based" => &mut job.time_based,
+        "refill_buffers" => &mut job.content.refill,
+        "end_fsync" | "fsync_on_close" => &mut job.end_fsync,
+        "stonewall" | "wait_for_previous" => &mut job.stonewall,
+        "verify_only" => &mut job.verify_only,
+        "do_verify" => &mut job.do_verify,
+        "fua" | "writefua" => &mut job.fua,
+        "zero_buffers" => {
+            if boolean(value)? {
+                job.content.pattern = vec![0];
+            }
+            return Ok(true);
+        }
+        _ => return Ok(false),
+    };
+    *flag = boolean(value)?;
+    Ok(true)
+}
+
+/// What the operations are, and how many at once.
+fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<bool, String> {
+    match name {
+        "rw" | "readwrite" => set_rw(job, text, units)?,
+        "rwmixread" => job.rwmixread = percentage(text)?,
+        "rwmixwrite" => job.rwmixread = 100 - percentage(text)?,
+        "bs" | "blocksize" => by_direction(text, &mut job.sizes, |text| {
+            units.block(text).map(BlockSizes::Fixed)
+        })?,
+        "bsrange" | "blocksize_range" => {
+            by_direction(text, &mut job.sizes, |text| range(text, units))?;
+        }
+        "bssplit" => by_direction(text, &mut job.sizes, |text| split(text, units))?,
+        "iodepth" => job.iodepth = number(text)?,
+        "numjobs" => job.numjobs = number(text)?,
+        "sessions" => job.sessions = number(text)?,
+        "rate_iops" => by_direction(text, &mut job.rates, |text| {
+            positive(units.size(text)?).map(|n| Some(Rate::Iops(n)))
+        })?,
+        "rate" => by_direction(text, &mut job.rates, |text| {
+            positive(units.size(text)?).map(|n| Some(Rate::Bytes(n)))
+        })?,
+        "rate_process" => {
+            job.rate_process = match text {
+                "linear" => RateProcess::Linear,
+                "poisson" => RateProcess::Poisson,
+                _ => return Err(format!("`{text}` is neither linear nor poisson")),
+            };
+        }
+        "random_distribution" => job.distribution = distribution(text)?,
+        "fsync" | "fdatasync" => job.fsync = number(text)?,
+        "sync" => {
+            job.fua = match text {
+                "none" | "0" => false,
+                "sync" | "dsync" | "1" => true,
+                _ => return Err(format!("`{text}` is none of none, sync and dsync")),
+            };
+        }
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+/// Where, and how much.
+fn set_extent(job: &mut Job, name: &str, text: &str, units: Units) -> Result<bool, String> {
+    match name {
+        "offset" => job.offset = units.amount(text)?,
+        "offset_increment" => job.offset_increment = units.amount(text)?,
+        "size" => job.size = Some(units.amount(text)?),
+        "io_size" | "io_limit" => job.io_size = Some(units.amount(text)?),
+        "number_ios" => job.number_ios = Some(positive(number(text)?)?),
+        "ramp_time" => job.ramp_time = units.time(text)?,
+        "runtime" => job.runtime = Some(units.time(text)?).filter(|time| !time.is_zero()),
+        "zonemode" if text == "none" => {}
+        "zonemode" => return Err(format!("zone mode `{text}` is not supported; none is")),
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+/// Content, its verification, and names.
+fn set_data(job: &mut Job, name: &str, text: &str) -> Result<bool, String> {
+    match name {
+        "name" => job.name = text.to_owned(),
+        "filename" => job.filename = Some(text.to_owned()),
+        "randseed" => job.randseed = number(text)?,
+        "buffer_pattern" => job.content.pattern = pattern(text)?,
+        "buffer_compress_percentage" => {
+            let percent = percentage(text)?;
+            job.content.compress_percentage = Some(percent);
+            // As fio does: blocks that are all alike would compress together.
+            job.content.refill |= percent != 100;
+        }
+        "verify" => {
+            job.verify = match text {
+                "0" | "none" => None,
+                "crc32c" | "crc32c-intel" => Some(Checksum::Crc32c),
+                "crc32" => Some(Checksum::Crc32),
+                "crc64" => Some(Checksum::Crc64),
+                _ => {
+                    return Err(format!(
+                        "checksum `{text}` is not supported; crc32c, crc32 and crc64 are"
+                    ));
+                }
+            };
+        }
+        "state" => job.state = Some(text.into()),
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+fn positive(number: u64) -> Result<u64, String> {
+    match number {
+        0 => Err("0 is not possible here".into()),
+        number => Ok(number),
+    }
+}
+
+/// `randread`, `write:64k`.
+fn set_rw(job: &mut Job, text: &str, units: Units) -> Result<(), String> {
+    let (name, modifier) = match text.split_once(':') {
+        Some((name, modifier)) => (name, Some(modifier)),
+        None => (text, None),
+    };
+    let (pattern, kind) = match name.strip_prefix("rand") {
+        Some(kind) => (Pattern::Random, kind),
+        None => (Pattern::Sequential, name),
+    };
+    job.access = match kind {
+        "read" => Access::Read,
+        "write" => Access::Write,
+        "rw" => Access::Mixed,
+        "readwrite" if pattern == Pattern::Sequential => Access::Mixed,
+        "trim" => Access::Trim,
+        "trimwrite" => Access::TrimWrite,
+        "flush" if pattern == Pattern::Sequential => Access::Flush,
+        _ => {
+            return Err(format!(
+                "`{name}` is none of read, write, rw, trim, trimwrite, randread, randwrite, randrw, \
+                 randtrim, randtrimwrite, flush"
+            ));
+        }
+    };
+    job.pattern = pattern;
+    job.modifier = match (modifier, pattern) {
+        (None, _) => 0,
+        (Some(skip), Pattern::Sequential) => units.size(skip)?,
+        (Some(count), Pattern::Random) => positive(number(count)?)?,
+    };
+    Ok(())
+}
+
+/// A size in fio's form.
+fn size(bytes: u64) -> String {
+    let units = [(40, "t"), (30, "g"), (20, "m"), (10, "k")];
+    let whole = |(shift, _): &&(u32, &str)| bytes != 0 && bytes.is_multiple_of(1 << *shift);
+    match units.iter().find(whole) {
+        Some((shift, unit)) => format!("{}{unit}", bytes >> shift),
+        None => bytes.to_string(),
+    }
+}
+
+fn amount(amount: Amount) -> String {
+    match amount {
+        Amount::Bytes(bytes) => size(bytes),
+        Amount::Percent(percent) => format!("{percent}%"),
+    }
+}
+
+fn rw(job: &Job) -> String {
+    let name = match job.access {
+        Access::Read => "read",
+        Access::Write => "write",
+        Access::Mixed => "rw",
+        Access::Trim => "trim",
+        Access::TrimWrite => "trimwrite",
+        Access::Flush => "flush",
+    };
+    match (job.pattern, job.modifier) {
+        (Pattern::Sequential, 0) => name.into(),
+        (Pattern::Sequential, skip) => format!("{name}:{}", size(skip)),
+        (Pattern::Random, 0) => format!("rand{name}"),
+        (Pattern::Random, count) => format!("rand{name}:{count}"),
+    }
+}
+
+/// The name of the option for block sizes, and its value. Where the directions have sizes of
+/// different forms, all are written as splits.
+fn block_sizes(sizes: &[BlockSizes; 3]) -> (&'static str, String) {
+    let is_fixed = |s: &BlockSizes| matches!(s, BlockSizes::Fixed(_));
+    let is_range = |s: &BlockSizes| matches!(s, BlockSizes::Range { .. });
+    let name = if sizes.iter().all(is_fixed) {
+        "bs"
+    } else if sizes.iter().all(is_range) {
+        "bsrange"
+    } else {
+        "bssplit"
+    };
+    let show = |sizes: &BlockSizes| match sizes {
+        BlockSizes::Fixed(bytes) if name == "bssplit" => format!("{}/100", size((*bytes).into())),
+        BlockSizes::Fixed(bytes) => size((*bytes).into()),
+        BlockSizes::Range { min, max } => {
+            format!("{}-{}", size((*min).into()), size((*max).into()))
+        }
+        BlockSizes::Split(parts) => {
+            let part =
+                |(bytes, percent): &(u32, f64)| format!("{}/{percent}", size((*bytes).into()));
+            parts.iter().map(part).collect::<Vec<_>>().join(":")
+        }
+    };
+    let all: Vec<String> = sizes.iter().map(show).collect();
+    match all.iter().all(|one| *one == all[0]) {
+        true => (name, all[0].clone()),
+        false => (name, all.join(",")),
+    }
+}
+
+fn rates(job: &Job) -> Option<(&'static str, String)> {
+    let name = match job.rates.iter().flatten().next()? {
+        Rate::Iops(_) => "rate_iops",
+        Rate::Bytes(_) => "rate",
+    };
+    let show = |rate: &Option<Rate>| match rate {
+        Some(Rate::Iops(n) | Rate::Bytes(n)) => n.to_string(),
+        None => String::new(),
+    };
+    let all: Vec<String> = job.rates.iter().map(show).collect();
+    match all.iter().all(|one| *one == all[0]) {
+        true => Some((name, all[0].clone())),
+        false => Some((name, all.join(","))),
+    }
+}
+
+fn zones(distribution: &Distribution) -> Option<String> {
+    match distribution {
+        Distribution::Uniform => None,
+        Distribution::Zipf(theta) => Some(format!("zipf:{theta}")),
+        Distribution::Zoned(zones) => {
+            let zones = zones.iter().map(|(a, b)| format!("{a}/{b}"));
+            Some(format!("zoned:{}", zones.collect::<Vec<_>>().join(":")))
+        }
+    }
+}
+
+pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
+    let (name, sizes) = block_sizes(&job.sizes);
+    let seconds = |time: std::time::Duration| match time.subsec_micros() {
+        0 => time.as_secs().to_string(),
+        _ => format!("{}us", time.as_micros()),
+    };
+    let yes = |flag: bool| flag.then(|| "1".to_owned());
+    let checksum = |checksum| match checksum {
+        Checksum::Crc32c => "crc32c".to_owned(),
+        Checksum::Crc32 => "crc32".to_owned(),
+        Checksum::Crc64 => "crc64".to_owned(),
+    };
+    let poisson = job.is_open_loop() && job.rate_process == RateProcess::Poisson;
+    let rate = rates(job);
+    // Without a limit, where operations are counted instead.
+    let io_size = job.io_size.filter(|size| *size != Amount::Bytes(u64::MAX));
+    let options = [
+        ("rw", Some(rw(job))),
+        (
+            "rwmixread",
+            (job.access == Access::Mixed).then(|| job.rwmixread.to_string()),
+        ),
+        (name, Some(sizes)),
+        ("iodepth", Some(job.iodepth.to_string())),
+        ("numjobs", Some(job.numjobs.to_string())),
+        (
+            "sessions",
+            (job.sessions > 1).then(|| job.sessions.to_string()),
+        ),
+        rate.map_or(("rate", None), |(name, value)| (name, Some(value))),
+        ("rate_process", poisson.then(|| "poisson".into())),
+        ("random_distribution", zones(&job.distribution)),
+        (
+            "offset",
+            Some(amount(job.offset)).filter(|offset| offset != "0"),
+        ),
+        ("size", job.size.map(amount)),
+        ("io_size", io_size.map(amount)),
+        ("number_ios", job.number_ios.map(|n| n.to_string())),
+        (
+            "ramp_time",
+            Some(job.ramp_time).filter(|t| !t.is_zero()).map(seconds),
+        ),
+        ("runtime", job.runtime.map(seconds)),
+        ("time_based", yes(job.time_based)),
+        ("fsync", (job.fsync > 0).then(|| job.fsync.to_string())),
+        ("end_fsync", yes(job.end_fsync)),
+        ("fua", yes(job.fua)),
+        ("refill_buffers", yes(job.content.refill)),
+        (
+            "buffer_compress_percentage",
+            job.content.compress_percentage.map(|p| p.to_string()),
+        ),
+        ("verify", job.verify.map(checksum)),
+        ("verify_only", yes(job.verify_only)),
+        ("randseed", Some(job.randseed.to_string())),
+    ];
+    let named = |(name, value): (&str, Option<String>)| Some((name.to_owned(), value?));
+    options.into_iter().filter_map(named).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::KbBase;
+    use super::*;
+
+    const FIO: Units = Units::Fio(KbBase::Binary);
+
+    fn job(options: &[(&str, &str)]) -> Job {
+        let mut job = Job::default();
+        for (name, value) in options {
+            job.set(name, Some(value), FIO).unwrap();
+        }
+        job
+    }
+
+    #[test]
+    fn what_is_described_makes_the_same_job() {
+        for options in [
+            &[("rw", "randrw"), ("rwmixread", "70"), ("bs", "8k,64k")] as &[_],
+            &[
+                ("rw", "read:64k"),
+                ("bsrange", "4k-64k"),
+                ("size", "50%"),
+                ("runtime", "1500ms"),
+            ],
+            &[
+                ("bssplit", "4k/60:64k/40"),
+                ("random_distribution", "zipf:1.2"),
+                ("fsync", "8"),
+            ],
+            &[
+                ("rate_iops", "1000"),
+                ("rate_process", "poisson"),
+                ("verify", "crc32c"),
+            ],
+            &[
+                ("rw", "randtrim:4"),
+                ("rate", "1m,2m,"),
+                ("time_based", "1"),
+                ("fua", "1"),
+            ],
+            &[
+                ("random_distribution", "hotspot:20/80"),
+                ("buffer_compress_percentage", "40"),
+            ],
+        ] {
+            let first = job(options);
+            let described = first.options();
+            let texts: Vec<_> = described
+                .iter()
+                .map(|(n, v)| (n.as_str(), v.as_str()))
+                .collect();
+            assert_eq!(job(&texts), first, "{texts:?}");
+        }
+    }
+
+    #[test]
+    fn refusals_name_the_option_and_the_reason() {
+        let refused =
+            |name: &str, value: Option<&str>| Job::default().set(name, value, FIO).unwrap_err();
+        assert!(
+            refused("thinktime", Some("5")).contains("`thinktime` is not supported: there is no")
+        );
+        assert!(refused("blokksize", Some("4k")).contains("`blokksize` is not known"));
+        assert!(refused("bs", None).contains("`bs` has no value"));
+        assert!(refused("rw", Some("sideways")).contains("`sideways` is none of"));
+        assert!(refused("rw", Some("randread:0")).contains('0'));
+        assert!(refused("rate_iops", Some("0")).contains("not possible"));
+        assert!(refused("verify", Some("md5")).contains("crc32c"));
+        assert!(refused("time_based", Some("maybe")).contains("neither 0 nor 1"));
+        assert!(!Job::default().set("ioengine", Some("libaio"), FIO).unwrap());
+    }
+
+    #[test]
+    fn no_option_is_in_two_tables() {
+        let mut names: Vec<_> = IGNORED
+            .iter()
+            .chain(UNSUPPORTED)
+            .map(|(name, _)| name)
+            .collect();
+        names.sort_unstable();
+        let count = names.len();
+        names.dedup();
+        assert_eq!(names.len(), count);
+    }
+}

@@ -1,0 +1,157 @@
+//! Planned times of operations (open loop).
+
+use std::time::Duration;
+
+use fastrand::Rng;
+
+use crate::bench::job::{Job, Rate, RateProcess};
+use crate::bench::outcome::OpKind;
+
+/// Times at which the operations of a clone are due. They do not depend on how long operations take,
+/// so one that is slow makes none of those after it look faster.
+pub(in crate::bench) struct Arrivals {
+    process: RateProcess,
+    random: Rng,
+    streams: Vec<Stream>,
+}
+
+/// Operations of one kind.
+struct Stream {
+    kind: OpKind,
+    rate: Rate,
+    /// Of the next operation, in seconds from the start.
+    due: f64,
+}
+
+impl Arrivals {
+    /// Arrivals of the kinds of a job, if it has rates. Clones start at different times within a
+    /// gap, given by `phase` from 0 to 1.
+    pub(in crate::bench) fn new(job: &Job, phase: f64, mut random: Rng) -> Option<Self> {
+        let mut streams = Vec::new();
+        for kind in job.access.planned() {
+            let Some(rate) = job.rate_of(*kind) else {
+                continue;
+            };
+            let gap = gap(rate, job.sizes_of(*kind).min().into());
+            let due = match job.rate_process {
+                RateProcess::Linear => gap * phase,
+                RateProcess::Poisson => exponential(gap, &mut random),
+            };
+            streams.push(Stream {
+                kind: *kind,
+                rate,
+                due,
+            });
+        }
+        (!streams.is_empty()).then_some(Self {
+            process: job.rate_process,
+            random,
+            streams,
+        })
+    }
+
+    /// Kind and time of the next operation, from the start.
+    pub(in crate::bench) fn peek(&self) -> (OpKind, Duration) {
+        let stream = &self.streams[self.first()];
+        (stream.kind, Duration::from_secs_f64(stream.due.min(1e9)))
+    }
+
+    /// The next operation was taken, and has that many bytes: plans the one after it.
+    pub(in crate::bench) fn advance(&mut self, len: u64) {
+        let first = self.first();
+        let stream = &mut self.streams[first];
+        let gap = gap(stream.rate, len);
+        stream.due += match self.process {
+            RateProcess::Linear => gap,
+            RateProcess::Poisson => exponential(gap, &mut self.random),
+        };
+    }
+
+    fn first(&self) -> usize {
+        let due = |index: &usize| self.streams[*index].due;
+        let first = (0..self.streams.len()).min_by(|a, b| due(a).total_cmp(&due(b)));
+        first.expect("there is a stream")
+    }
+}
+
+/// Mean time after an operation of `len` bytes, in seconds.
+fn gap(rate: Rate, len: u64) -> f64 {
+    match rate {
+        Rate::Iops(n) => 1.0 / n as f64,
+        Rate::Bytes(n) => len as f64 / n as f64,
+    }
+}
+
+fn exponential(mean: f64, random: &mut Rng) -> f64 {
+    -mean * (1.0 - random.f64()).ln()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::job::Access;
+    use super::*;
+
+    fn arrivals(rates: [Option<Rate>; 3], process: RateProcess) -> Arrivals {
+        let job = Job {
+            access: Access::Mixed,
+            rates,
+            rate_process: process,
+            ..Job::default()
+        };
+        Arrivals::new(&job, 0.0, Rng::with_seed(5)).unwrap()
+    }
+
+    fn times(arrivals: &mut Arrivals, count: usize) -> Vec<(OpKind, Duration)> {
+        let next = |_| {
+            let next = arrivals.peek();
+            arrivals.advance(8192);
+            next
+        };
+        (0..count).map(next).collect()
+    }
+
+    #[test]
+    fn linear_arrivals_are_as_far_apart_as_their_rate_says() {
+        let read = [Some(Rate::Iops(1000)), None, None];
+        let due: Vec<_> = times(&mut arrivals(read, RateProcess::Linear), 1001);
+        let error = due[1000].1.abs_diff(Duration::from_secs(1));
+        assert!(error < Duration::from_micros(1), "{error:?}");
+        let bytes = [Some(Rate::Bytes(819_200)), None, None];
+        let due = times(&mut arrivals(bytes, RateProcess::Linear), 101);
+        assert!(due[100].1.abs_diff(Duration::from_secs(1)) < Duration::from_micros(1));
+    }
+
+    #[test]
+    fn each_direction_has_its_own_rate() {
+        let rates = [Some(Rate::Iops(300)), Some(Rate::Iops(100)), None];
+        let due = times(&mut arrivals(rates, RateProcess::Linear), 400);
+        let writes = due
+            .iter()
+            .filter(|(kind, _)| *kind == OpKind::Write)
+            .count();
+        assert!((99..=101).contains(&writes), "{writes}");
+        assert!(due.windows(2).all(|w| w[0].1 <= w[1].1));
+    }
+
+    #[test]
+    fn poisson_arrivals_have_the_mean_and_the_spread_of_the_distribution() {
+        let rates = [Some(Rate::Iops(1000)), None, None];
+        let due = times(&mut arrivals(rates, RateProcess::Poisson), 50_001);
+        let gaps: Vec<f64> = due
+            .windows(2)
+            .map(|w| (w[1].1 - w[0].1).as_secs_f64())
+            .collect();
+        let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
+        let spread = gaps.iter().map(|g| (g - mean).powi(2)).sum::<f64>() / gaps.len() as f64;
+        // Of an exponential distribution both are the inverse of the rate.
+        assert!((mean * 1000.0 - 1.0).abs() < 0.02, "{mean}");
+        assert!((spread.sqrt() * 1000.0 - 1.0).abs() < 0.04, "{spread}");
+        let long = gaps.iter().filter(|g| **g > mean).count() as f64 / gaps.len() as f64;
+        assert!((long - (-1.0_f64).exp()).abs() < 0.02, "{long}");
+    }
+
+    #[test]
+    fn without_rates_there_are_no_arrivals() {
+        assert!(Arrivals::new(&Job::default(), 0.0, Rng::with_seed(1)).is_none());
+    }
+}

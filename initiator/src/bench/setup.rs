@@ -1,0 +1,375 @@
+//! A job on a device: whether it is possible, the region of each clone, and how much each does.
+
+use std::ops::Range;
+
+use super::content::HEADER;
+use super::error::BenchError;
+use super::job::{Access, BlockSizes, Job, Pattern};
+use super::outcome::OpKind;
+use crate::block::Geometry;
+
+/// Most operations in flight of a job.
+const MAX_IN_FLIGHT: u32 = 4096;
+
+/// Part of a clone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Share {
+    /// Bytes of the device.
+    pub(super) region: Range<u64>,
+    /// Bytes that it moves.
+    pub(super) bytes: u64,
+    /// Operations that it does.
+    pub(super) ios: u64,
+}
+
+/// Checks a job on a device, and gives each clone its part.
+///
+/// # Errors
+/// Says what is not possible.
+pub(super) fn shares(job: &Job, geometry: &Geometry) -> Result<Vec<Share>, BenchError> {
+    check_sizes(job, geometry)?;
+    check_in_flight(job)?;
+    if job.access.is_destructive() && geometry.read_only {
+        return fail("the device is read-only".into());
+    }
+    if job.access == Access::Flush && job.runtime.is_none() && job.number_ios.is_none() {
+        return fail("flushes move no bytes, so runtime or number_ios has to end them".into());
+    }
+    if job.time_based && job.runtime.is_none() {
+        return fail("time_based has no runtime".into());
+    }
+    check_rates(job)?;
+    check_verify(job)?;
+    let shares: Vec<Share> = (0..job.numjobs)
+        .map(|index| share(job, geometry, index))
+        .collect();
+    for share in &shares {
+        check_region(job, geometry, &share.region)?;
+    }
+    Ok(shares)
+}
+
+/// Fails for too many operations in flight.
+pub(super) fn check_in_flight(job: &Job) -> Result<(), BenchError> {
+    // The product is checked and not the factors, since each operation in flight has a buffer of
+    // the device.
+    let in_flight = job.iodepth.checked_mul(job.numjobs);
+    match in_flight.is_none_or(|n| n == 0 || n > MAX_IN_FLIGHT) {
+        true => fail(format!(
+            "{} jobs of depth {}: the product must be from 1 to {MAX_IN_FLIGHT}",
+            job.numjobs, job.iodepth
+        )),
+        false => Ok(()),
+    }
+}
+
+fn fail<T>(what: String) -> Result<T, BenchError> {
+    Err(BenchError::Config(what))
+}
+
+fn check_sizes(job: &Job, geometry: &Geometry) -> Result<(), BenchError> {
+    for kind in job.access.kinds() {
+        let sizes = job.sizes_of(*kind);
+        for size in all_sizes(sizes) {
+            if size == 0 || !size.is_multiple_of(geometry.block_size) {
+                return fail(format!(
+                    "the block size {size} is no multiple of the device's {}",
+                    geometry.block_size
+                ));
+            }
+        }
+        let size = sizes.max();
+        let limit = match kind {
+            OpKind::Trim => geometry.max_discard,
+            OpKind::Read | OpKind::Write => geometry.max_transfer.into(),
+            OpKind::Flush => u64::MAX,
+        };
+        if limit == 0 {
+            return fail("the device has no trim".into());
+        }
+        if u64::from(size) > limit {
+            let what = if *kind == OpKind::Trim {
+                "trim"
+            } else {
+                "transfer"
+            };
+            return fail(format!(
+                "the block size {size} is more than one {what} takes, {limit}"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn all_sizes(sizes: &BlockSizes) -> Vec<u32> {
+    match sizes {
+        BlockSizes::Fixed(size) => vec![*size],
+        BlockSizes::Range { min, .. } => vec![*min],
+        BlockSizes::Split(parts) => parts.iter().map(|(size, _)| *size).collect(),
+    }
+}
+
+fn check_rates(job: &Job) -> Result<(), BenchError> {
+    let kinds = job.access.planned();
+    let rated = kinds.iter().filter(|kind| job.rate_of(**kind).is_some());
+    match rated.count() {
+        0 => Ok(()),
+        count if count == kinds.len() => Ok(()),
+        _ => fail("a rate for one of reads and writes only is not supported: give both one".into()),
+    }
+}
+
+fn check_verify(job: &Job) -> Result<(), BenchError> {
+    if job.verify.is_none() {
+        return match job.state.is_some() {
+            true => fail("a state file is for jobs with verify".into()),
+            false => Ok(()),
+        };
+    }
+    let block = u64::from(job.min_block());
+    if (block as usize) < HEADER {
+        return fail(format!("the block size {block} has no room for a header"));
+    }
+    let kinds = job.access.kinds().iter();
+    let mut sizes = kinds.flat_map(|kind| all_sizes(job.sizes_of(*kind)));
+    if let Some(size) = sizes.find(|size| !u64::from(*size).is_multiple_of(block)) {
+        return fail(format!(
+            "the block size {size} is no multiple of the smallest, {block}, as verify needs it"
+        ));
+    }
+    if job.pattern == Pattern::Sequential && !job.modifier.is_multiple_of(block) {
+        return fail(format!(
+            "the stride {} is no multiple of the smallest block size, {block}, as verify needs it",
+            job.modifier
+        ));
+    }
+    Ok(())
+}
+
+fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
+    let whole = geometry.capacity;
+    let device_block = u64::from(geometry.block_size);
+    let align = u64::from(job.min_block().max(geometry.block_size));
+    let increment = job.offset_increment.of(whole, device_block);
+    let offset = job.offset.of(whole, device_block);
+    let start = offset.saturating_add(increment.saturating_mul(index.into()));
+    let end = match job.size {
+        Some(size) => start.saturating_add(size.of(whole, device_block)),
+        None => whole.max(start),
+    };
+    let (count, index) = (u64::from(job.numjobs), u64::from(index));
+    // The rounding is by the sums, so the shares of all clones add up to the whole.
+    let part =
+        |of: u64, index: u64| (u128::from(of) * u128::from(index) / u128::from(count)) as u64;
+    let region = match job.splits_region && job.pattern == Pattern::Sequential {
+        true => {
+            let blocks = (end - start) / align;
+            start + part(blocks, index) * align..start + part(blocks, index + 1) * align
+        }
+        false => start..end,
+    };
+    let length = region.end - region.start;
+    let bytes = match (job.total, job.io_size) {
+        _ if job.time_based => u64::MAX,
+        (Some(total), _) => {
+            let blocks = total / align;
+            (part(blocks, index + 1) - part(blocks, index)) * align
+        }
+        (None, Some(size)) => size.of(length, device_block),
+        (None, None) => length,
+    };
+    Share {
+        region,
+        bytes,
+        ios: job.number_ios.unwrap_or(u64::MAX),
+    }
+}
+
+fn check_region(job: &Job, geometry: &Geometry, region: &Range<u64>) -> Result<(), BenchError> {
+    let (start, end) = (region.start, region.end);
+    if end > geometry.capacity {
+        return fail(format!(
+            "the region ends at byte {end}, beyond the end of the device, which has {} bytes",
+            geometry.capacity
+        ));
+    }
+    if !start.is_multiple_of(u64::from(geometry.block_size)) {
+        return fail(format!(
+            "the region begins at byte {start}, which is not a multiple of the device's blocks of {} \
+             bytes",
+            geometry.block_size
+        ));
+    }
+    let block = u64::from(job.max_block());
+    if end.saturating_sub(start) < block.max(1) {
+        return fail(format!(
+            "the region of {} bytes has less than one block of {block} bytes for each job",
+            end.saturating_sub(start)
+        ));
+    }
+    Ok(())
+}
+
+/// Bytes of one buffer of a job, and of what an operation needs besides.
+fn buffer_size(job: &Job) -> (u64, u64) {
+    const PAGE: u64 = 4096;
+    let data = u64::from(job.max_block()).next_multiple_of(PAGE);
+    match job.access {
+        // The parameters of a trim take a buffer of their own.
+        Access::Trim => (0, PAGE),
+        Access::Flush => (0, 0),
+        Access::TrimWrite => (data, PAGE),
+        Access::Read | Access::Write | Access::Mixed => (data, 0),
+    }
+}
+
+/// Bytes of the buffers that a job has on each of its connections.
+#[must_use]
+pub fn buffer_bytes(job: &Job, connections: u32) -> u64 {
+    let (data, besides) = buffer_size(job);
+    let clones = job.numjobs.div_ceil(connections.max(1));
+    let operations = u64::from(job.iodepth).saturating_mul(clones.into());
+    (data + besides).saturating_mul(operations)
+}
+
+/// Returns whether operations of a job have buffers.
+pub(super) fn has_buffers(job: &Job) -> bool {
+    buffer_size(job).0 > 0
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::job::{Amount, BlockSizes, Checksum, Rate};
+    use super::*;
+
+    fn geometry() -> Geometry {
+        Geometry {
+            block_size: 512,
+            physical_block_size: 4096,
+            capacity: 8 << 20,
+            max_transfer: 1 << 20,
+            max_discard: 0,
+            max_write_zeroes: 0,
+            reports_status: false,
+            read_only: false,
+            volatile_cache: false,
+        }
+    }
+
+    fn regions(job: &Job) -> Vec<Range<u64>> {
+        let shares = shares(job, &geometry()).unwrap();
+        shares.into_iter().map(|share| share.region).collect()
+    }
+
+    #[test]
+    fn clones_share_the_region_or_split_it_or_begin_at_different_places() {
+        let job = Job {
+            numjobs: 2,
+            offset: Amount::Percent(50),
+            size: Some(Amount::Bytes(1 << 20)),
+            ..Job::default()
+        };
+        let (start, half) = (4 << 20, 1 << 19);
+        assert_eq!(regions(&job), vec![start..start + (1 << 20); 2]);
+        let split = Job {
+            splits_region: true,
+            ..job.clone()
+        };
+        assert_eq!(
+            regions(&split),
+            [start..start + half, start + half..start + 2 * half]
+        );
+        let apart = Job {
+            offset_increment: Amount::Bytes(2 << 20),
+            ..job
+        };
+        assert_eq!(regions(&apart)[1].start, 6 << 20);
+    }
+
+    #[test]
+    fn a_clone_does_what_the_options_leave_to_it() {
+        let amounts = |job: &Job| {
+            let shares = shares(job, &geometry()).unwrap();
+            shares.iter().map(|share| share.bytes).collect::<Vec<_>>()
+        };
+        let job = Job {
+            numjobs: 3,
+            ..Job::default()
+        };
+        assert_eq!(amounts(&job), [8 << 20; 3]);
+        let total = Job {
+            total: Some(10 * 4096),
+            ..job.clone()
+        };
+        assert_eq!(amounts(&total).iter().sum::<u64>(), 10 * 4096);
+        let io_size = Job {
+            io_size: Some(Amount::Percent(25)),
+            ..job.clone()
+        };
+        assert_eq!(amounts(&io_size), [2 << 20; 3]);
+        let endless = Job {
+            time_based: true,
+            runtime: Some(Duration::from_secs(1)),
+            ..job
+        };
+        assert_eq!(amounts(&endless), [u64::MAX; 3]);
+    }
+
+    #[test]
+    fn what_is_not_possible_is_refused_with_its_reason() {
+        let refused = |change: fn(&mut Job)| {
+            let mut job = Job::default();
+            change(&mut job);
+            shares(&job, &geometry()).unwrap_err().to_string()
+        };
+        let bs = |size| std::array::from_fn(|_| BlockSizes::Fixed(size));
+        let refused_size = |size| {
+            let job = Job {
+                sizes: bs(size),
+                ..Job::default()
+            };
+            shares(&job, &geometry()).unwrap_err().to_string()
+        };
+        assert!(refused_size(1000).contains("no multiple of the device's 512"));
+        assert!(refused_size(2 << 20).contains("more than one transfer"));
+        assert!(refused(|j| j.iodepth = 0).contains("from 1 to 4096"));
+        assert!(refused(|j| (j.iodepth, j.numjobs) = (u32::MAX, 2)).contains("product"));
+        let beyond = refused(|j| j.size = Some(Amount::Bytes(16 << 20)));
+        assert!(beyond.contains("16777216, beyond the end"), "{beyond}");
+        let before = refused(|j| j.offset = Amount::Bytes(100));
+        assert!(
+            before.contains("begins at byte 100, which is not"),
+            "{before}"
+        );
+        assert!(refused(|j| j.size = Some(Amount::Bytes(512))).contains("each job"));
+        assert!(refused(|j| j.offset = Amount::Bytes(9 << 20)).contains("beyond the end"));
+        assert!(refused(|j| j.access = Access::Trim).contains("no trim"));
+        assert!(refused(|j| j.access = Access::Flush).contains("number_ios"));
+        assert!(refused(|j| j.time_based = true).contains("no runtime"));
+        assert!(refused(|j| j.state = Some("f".into())).contains("with verify"));
+        let one_rate = refused(|j| {
+            j.access = Access::Mixed;
+            j.rates[0] = Some(Rate::Iops(5));
+        });
+        assert!(one_rate.contains("give both one"), "{one_rate}");
+        let stride = refused(|j| {
+            j.verify = Some(Checksum::Crc32c);
+            j.modifier = 512;
+        });
+        assert!(stride.contains("stride 512"), "{stride}");
+    }
+
+    #[test]
+    fn buffers_are_whole_pages() {
+        let job = Job {
+            iodepth: 4,
+            numjobs: 2,
+            sizes: std::array::from_fn(|_| BlockSizes::Fixed(512)),
+            ..Job::default()
+        };
+        assert_eq!(buffer_bytes(&job, 1), 8 * 4096);
+        assert_eq!(buffer_bytes(&job, 2), 4 * 4096);
+    }
+}

@@ -1,0 +1,316 @@
+//! Figures: recorded by workers without locks, handed over once in an interval, and collected.
+
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+
+use super::outcome::{Interval, Measured, OpKind};
+
+/// Most intervals that are kept; beyond, neighbours are merged.
+const MAX_INTERVALS: usize = 3600;
+
+/// Most memory of the intervals' histograms, in bytes; beyond, neighbours are merged.
+const MAX_MEMORY: usize = 512 << 20;
+
+/// Figures of an interval or a run, by [`OpKind`].
+pub(super) type Figures = [Measured; 4];
+
+/// Figures without an operation. Their histograms take little memory, since most stay so.
+pub(super) fn no_figures(is_open_loop: bool) -> Figures {
+    let empty = || Histogram::new(1).expect("one digit is allowed");
+    std::array::from_fn(|_| Measured {
+        bytes: 0,
+        service: empty(),
+        response: is_open_loop.then(empty),
+    })
+}
+
+fn precise(histogram: &mut Histogram<u64>) -> &mut Histogram<u64> {
+    if histogram.is_empty() && histogram.sigfig() != 3 {
+        // It grows to the longest time that occurs.
+        *histogram = Histogram::new(3).expect("three digits are allowed");
+    }
+    histogram
+}
+
+fn merge_histogram(into: &mut Histogram<u64>, from: Histogram<u64>) {
+    if into.is_empty() {
+        *into = from;
+    } else if !from.is_empty() {
+        into.add(from).expect("it grows by itself");
+    }
+}
+
+fn merge(into: &mut Figures, from: Figures) {
+    for (into, from) in into.iter_mut().zip(from) {
+        into.bytes += from.bytes;
+        merge_histogram(&mut into.service, from.service);
+        if let (Some(into), Some(from)) = (&mut into.response, from.response) {
+            merge_histogram(into, from);
+        }
+    }
+}
+
+/// An operation that has completed.
+pub(super) struct Completed {
+    pub(super) kind: OpKind,
+    pub(super) bytes: u64,
+    /// From its start.
+    pub(super) service: Duration,
+    /// From its planned time.
+    pub(super) response: Duration,
+    /// Time of its completion, from the begin of the measurement.
+    pub(super) at: Duration,
+}
+
+/// Records the operations of a worker.
+pub(super) struct Recorder {
+    is_open_loop: bool,
+    interval: Duration,
+    /// End of the current interval, from the begin of the measurement.
+    end: Duration,
+    index: u64,
+    figures: Figures,
+    is_empty: bool,
+}
+
+impl Recorder {
+    pub(super) fn new(interval: Duration, is_open_loop: bool) -> Self {
+        Self {
+            is_open_loop,
+            interval,
+            end: interval,
+            index: 0,
+            figures: no_figures(is_open_loop),
+            is_empty: true,
+        }
+    }
+
+    /// Records an operation. Returns the figures of the interval before, with its number, if this is
+    /// the first of a new one.
+    pub(super) fn record(&mut self, done: &Completed) -> Option<(u64, Figures)> {
+        let over = if done.at < self.end {
+            None
+        } else {
+            let over = self.take();
+            self.index = (done.at.as_nanos() / self.interval.as_nanos()) as u64;
+            self.end = self.interval * (self.index as u32 + 1);
+            over
+        };
+        self.is_empty = false;
+        let nanos = |time: Duration| time.as_nanos() as u64;
+        let measured = &mut self.figures[done.kind as usize];
+        measured.bytes += done.bytes;
+        let service = precise(&mut measured.service);
+        service
+            .record(nanos(done.service))
+            .expect("it grows by itself");
+        if let Some(response) = &mut measured.response {
+            let response = precise(response);
+            response
+                .record(nanos(done.response))
+                .expect("it grows by itself");
+        }
+        over
+    }
+
+    /// Takes the figures of the current interval, if it has any.
+    pub(super) fn take(&mut self) -> Option<(u64, Figures)> {
+        if std::mem::replace(&mut self.is_empty, true) {
+            return None;
+        }
+        let empty = no_figures(self.is_open_loop);
+        Some((self.index, std::mem::replace(&mut self.figures, empty)))
+    }
+}
+
+/// Collects the figures of a job's workers.
+pub(super) struct Collector {
+    is_open_loop: bool,
+    /// Length of the intervals, which doubles with every merge.
+    length: Duration,
+    /// Intervals of the workers are `2^shift` times shorter.
+    shift: u32,
+    intervals: Vec<Figures>,
+    total: Figures,
+}
+
+impl Collector {
+    pub(super) fn new(interval: Duration, is_open_loop: bool) -> Self {
+        Self {
+            is_open_loop,
+            length: interval,
+            shift: 0,
+            intervals: Vec::new(),
+            total: no_figures(is_open_loop),
+        }
+    }
+
+    /// Adds what a worker has measured in an interval.
+    pub(super) fn add(&mut self, index: u64, figures: Figures) {
+        merge(&mut self.total, figures.clone());
+        while index >> self.shift >= MAX_INTERVALS as u64 || self.memory() > MAX_MEMORY {
+            self.merge_neighbours();
+        }
+        let index = (index >> self.shift) as usize;
+        self.grow(index + 1);
+        merge(&mut self.intervals[index], figures);
+    }
+
+    fn grow(&mut self, count: usize) {
+        let is_open_loop = self.is_open_loop;
+        let count = count.max(self.intervals.len());
+        self.intervals
+            .resize_with(count, || no_figures(is_open_loop));
+    }
+
+    fn memory(&self) -> usize {
+        let histograms = self.intervals.iter().flatten();
+        let counts = |m: &Measured| {
+            let response = m.response.as_ref();
+            m.service.distinct_values() + response.map_or(0, Histogram::distinct_values)
+        };
+        8 * histograms.map(counts).sum::<usize>()
+    }
+
+    fn merge_neighbours(&mut self) {
+        let mut intervals = std::mem::take(&mut self.intervals).into_iter();
+        while let Some(mut first) = intervals.next() {
+            if let Some(second) = intervals.next() {
+                merge(&mut first, second);
+            }
+            self.intervals.push(first);
+        }
+        self.length *= 2;
+        self.shift += 1;
+    }
+
+    /// Bytes that were moved.
+    pub(super) fn bytes(&self) -> u64 {
+        self.total.iter().map(|measured| measured.bytes).sum()
+    }
+
+    /// Figures of the last interval that was over at `now`, from the begin of the measurement, as
+    /// far as workers have handed them over.
+    pub(super) fn last(&self, now: Duration) -> Option<(&Figures, Duration)> {
+        let over = (now.as_nanos() / self.length.as_nanos()) as usize;
+        let index = over.min(self.intervals.len()).checked_sub(1)?;
+        Some((&self.intervals[index], self.length))
+    }
+
+    /// The figures of the whole, and the intervals of a run of that length.
+    pub(super) fn finish(mut self, runtime: Duration) -> (Figures, Vec<Interval>) {
+        let count = |length: Duration| runtime.as_nanos().div_ceil(length.as_nanos()).max(1);
+        // A long run without an operation has no more intervals than one with some.
+        while count(self.length) > MAX_INTERVALS as u128 {
+            self.merge_neighbours();
+        }
+        let count = count(self.length) as usize;
+        self.grow(count);
+        // What completed with the last instant belongs to the interval that ends then.
+        while self.intervals.len() > count {
+            let last = self.intervals.pop().expect("it has more than one");
+            merge(&mut self.intervals[count - 1], last);
+        }
+        let length = self.length;
+        let interval = |(index, measured): (usize, Figures)| {
+            let at = length * index as u32;
+            Interval {
+                at,
+                length: length.min(runtime.saturating_sub(at)),
+                measured,
+            }
+        };
+        let intervals = self.intervals.into_iter().enumerate().map(interval);
+        (self.total, intervals.collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn done(millis: u64, micros: u64) -> Completed {
+        Completed {
+            kind: OpKind::Write,
+            bytes: 4096,
+            service: Duration::from_micros(micros),
+            response: Duration::from_micros(2 * micros),
+            at: Duration::from_millis(millis),
+        }
+    }
+
+    #[test]
+    fn an_interval_is_handed_over_with_the_first_operation_of_a_later_one() {
+        let mut recorder = Recorder::new(SECOND, true);
+        assert!(recorder.record(&done(10, 50)).is_none());
+        assert!(recorder.record(&done(999, 70)).is_none());
+        let (index, figures) = recorder.record(&done(3000, 10)).unwrap();
+        assert_eq!(index, 0);
+        let writes = &figures[OpKind::Write as usize];
+        assert_eq!((writes.ios(), writes.bytes), (2, 8192));
+        assert_eq!(writes.service.max() / 1000, 70);
+        assert_eq!(writes.response.as_ref().unwrap().max() / 1000, 140);
+        assert_eq!(figures[OpKind::Read as usize].ios(), 0);
+        assert_eq!(recorder.take().unwrap().0, 3);
+        assert!(recorder.take().is_none());
+    }
+
+    fn collected(count: u64) -> Collector {
+        let mut collector = Collector::new(SECOND, false);
+        for index in 0..count {
+            let mut recorder = Recorder::new(SECOND, false);
+            recorder.record(&done(1000 * index, 10 + index % 5));
+            let (index, figures) = recorder.take().unwrap();
+            collector.add(index, figures);
+        }
+        collector
+    }
+
+    #[test]
+    fn intervals_have_no_gaps_and_the_last_may_be_shorter() {
+        let mut collector = Collector::new(SECOND, false);
+        let mut recorder = Recorder::new(SECOND, false);
+        for millis in [100, 3500, 4200] {
+            if let Some((index, figures)) = recorder.record(&done(millis, 10)) {
+                collector.add(index, figures);
+            }
+        }
+        let (index, figures) = recorder.take().unwrap();
+        collector.add(index, figures);
+        let (total, intervals) = collector.finish(Duration::from_millis(4200));
+        assert_eq!(total[1].ios(), 3);
+        let ios: Vec<_> = intervals.iter().map(|i| i.measured[1].ios()).collect();
+        assert_eq!(ios, [1, 0, 0, 1, 1]);
+        assert_eq!(intervals[4].at, Duration::from_secs(4));
+        assert_eq!(intervals[4].length, Duration::from_millis(200));
+    }
+
+    #[test]
+    fn what_ends_with_the_run_belongs_to_its_last_interval() {
+        let (_, intervals) = collected(3).finish(Duration::from_secs(2));
+        let ios: Vec<_> = intervals.iter().map(|i| i.measured[1].ios()).collect();
+        assert_eq!(ios, [1, 2]);
+    }
+
+    #[test]
+    fn neighbours_are_merged_beyond_the_most_intervals() {
+        let (total, intervals) = collected(9000).finish(Duration::from_secs(9000));
+        assert_eq!(intervals.len(), 2250);
+        assert_eq!(intervals[1].at, Duration::from_secs(4));
+        assert!(intervals.iter().all(|i| i.measured[1].ios() == 4));
+        assert_eq!(total[1].ios(), 9000);
+        let (_, intervals) = Collector::new(SECOND, false).finish(Duration::from_secs(20_000));
+        assert!(intervals.len() <= MAX_INTERVALS, "{}", intervals.len());
+    }
+
+    #[test]
+    fn the_last_complete_interval_is_shown() {
+        let collector = collected(3);
+        let ios = |now| collector.last(now).map(|(figures, _)| figures[1].ios());
+        assert_eq!(ios(Duration::from_millis(500)), None);
+        assert_eq!(ios(Duration::from_millis(2500)), Some(1));
+    }
+}

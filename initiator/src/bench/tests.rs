@@ -1,0 +1,403 @@
+//! Whole runs on a disk in memory.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::job::{Access, Amount, BlockSizes, Checksum, Pattern, Rate, RateProcess};
+use super::outcome::{OpKind, Outcome};
+use super::{BenchError, Difference, Job, RunOptions, Task, run};
+use crate::block::{BlockDevice, MemoryDevice, task};
+
+const SIZE: u64 = 8 << 20;
+
+fn device() -> Arc<MemoryDevice> {
+    let device = MemoryDevice::new(SIZE, 512).unwrap();
+    Arc::new(device.with_thread().unwrap())
+}
+
+fn job() -> Job {
+    Job {
+        access: Access::Mixed,
+        pattern: Pattern::Random,
+        iodepth: 8,
+        numjobs: 2,
+        total: Some(4 << 20),
+        splits_region: true,
+        verify: Some(Checksum::Crc32c),
+        randseed: 7,
+        ..Job::default()
+    }
+}
+
+fn blocks(size: u32) -> [BlockSizes; 3] {
+    std::array::from_fn(|_| BlockSizes::Fixed(size))
+}
+
+fn run_on(device: &Arc<MemoryDevice>, job: Job) -> Result<Outcome, BenchError> {
+    let task = Task {
+        job,
+        address: "mem".into(),
+        devices: vec![device.clone()],
+    };
+    let outcomes = run(&[task], RunOptions::default(), |_| {})?;
+    Ok(outcomes.into_iter().next().expect("one for each task"))
+}
+
+fn ios(outcome: &Outcome) -> [u64; 4] {
+    OpKind::ALL.map(|kind| outcome.of(kind).ios())
+}
+
+#[test]
+fn a_run_moves_exactly_what_its_job_says() {
+    let outcome = run_on(&device(), job()).unwrap();
+    let [reads, writes, ..] = ios(&outcome);
+    assert_eq!(reads + writes, 1024);
+    let bytes = outcome.measured.iter().map(|measured| measured.bytes);
+    assert_eq!(bytes.sum::<u64>(), 4 << 20);
+    let times = &outcome.of(OpKind::Read).service;
+    assert!(times.min() <= times.value_at_percentile(50.0) && times.max() > 0);
+    assert!(outcome.verified.unwrap().blocks > 0);
+    let of_intervals = outcome
+        .intervals
+        .iter()
+        .map(|i| i.measured[0].ios() + i.measured[1].ios());
+    assert_eq!(of_intervals.sum::<u64>(), 1024);
+    assert!(
+        outcome.of(OpKind::Read).response.is_none(),
+        "it is a closed loop"
+    );
+    assert_eq!(outcome.holes.map(|holes| holes.of), Some(SIZE));
+}
+
+#[test]
+fn sequential_clones_cover_the_region_once() {
+    let device = device();
+    let sequential = Job {
+        access: Access::Write,
+        pattern: Pattern::Sequential,
+        total: Some(SIZE),
+        sizes: blocks(32768),
+        numjobs: 4,
+        ..job()
+    };
+    let outcome = run_on(&device, sequential).unwrap();
+    assert_eq!(ios(&outcome), [0, 256, 0, 0]);
+    assert_eq!(outcome.verified.unwrap().blocks, 256);
+    // A later run checks each block on its own.
+    let read = Job {
+        access: Access::Read,
+        total: None,
+        numjobs: 1,
+        sizes: blocks(32768),
+        ..job()
+    };
+    let outcome = run_on(&device, read.clone()).unwrap();
+    assert_eq!(outcome.verified.unwrap().blocks, 256);
+    device.rot(1_000_001);
+    let error = run_on(
+        &device,
+        Job {
+            pattern: Pattern::Sequential,
+            ..read
+        },
+    )
+    .unwrap_err();
+    assert!(matches!(error, BenchError::Mismatch(_)), "{error}");
+}
+
+#[test]
+fn a_run_ends_by_time_and_does_not_count_the_ramp() {
+    let timed = Job {
+        access: Access::Read,
+        runtime: Some(Duration::from_millis(60)),
+        time_based: true,
+        ramp_time: Duration::from_millis(30),
+        total: None,
+        verify: None,
+        ..job()
+    };
+    let outcome = run_on(&device(), timed).unwrap();
+    assert_eq!(outcome.runtime, Duration::from_millis(60));
+    let [reads, writes, ..] = ios(&outcome);
+    assert!(reads > 0 && writes == 0);
+    assert_eq!(outcome.intervals.len(), 1);
+    assert_eq!(outcome.intervals[0].length, Duration::from_millis(60));
+}
+
+#[test]
+fn errors_and_wrong_data_end_the_run() {
+    let bad = device();
+    bad.spoil(0..SIZE);
+    let error = run_on(&bad, job()).unwrap_err();
+    assert!(matches!(error, BenchError::Operation { .. }), "{error}");
+    let rotten = device();
+    rotten.rot(1_000_001);
+    let sequential = Job {
+        access: Access::Write,
+        pattern: Pattern::Sequential,
+        total: Some(SIZE),
+        ..job()
+    };
+    let error = run_on(&rotten, sequential).unwrap_err();
+    let BenchError::Mismatch(mismatch) = &error else {
+        panic!("{error}");
+    };
+    assert_eq!((mismatch.offset, mismatch.block), (1_000_001, 999_424));
+    assert!(
+        matches!(mismatch.what, Difference::Byte { generation: 1, .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn sizes_of_many_kinds_are_verified_block_by_block() {
+    let split = Job {
+        sizes: std::array::from_fn(|_| BlockSizes::Split(vec![(4096, 60.0), (65536, 40.0)])),
+        rwmixread: 30,
+        ..job()
+    };
+    let outcome = run_on(&device(), split).unwrap();
+    let writes = outcome.of(OpKind::Write);
+    assert!(writes.bytes > writes.ios() * 4096);
+    assert!(outcome.verified.unwrap().blocks > 1024);
+}
+
+#[test]
+fn flushes_follow_writes_and_end_the_run() {
+    let device = device();
+    let job = Job {
+        access: Access::Write,
+        total: Some(64 * 4096),
+        numjobs: 1,
+        fsync: 8,
+        verify: None,
+        ..job()
+    };
+    let outcome = run_on(&device, job.clone()).unwrap();
+    let [_, writes, _, flushes] = ios(&outcome);
+    // The last eight have their flush still to come.
+    assert_eq!((writes, flushes), (64, 7));
+    assert_eq!(device.flushes(), 7);
+    let end = Job {
+        fsync: 0,
+        end_fsync: true,
+        ..job
+    };
+    assert_eq!(ios(&run_on(&device, end).unwrap()), [0, 64, 0, 1]);
+    assert_eq!(device.flushes(), 8);
+    let only = Job {
+        access: Access::Flush,
+        number_ios: Some(5),
+        total: None,
+        io_size: Some(Amount::Bytes(u64::MAX)),
+        ..Job::default()
+    };
+    assert_eq!(ios(&run_on(&device, only).unwrap()), [0, 0, 0, 5]);
+}
+
+#[test]
+fn trims_make_holes_and_each_may_be_followed_by_its_write() {
+    let device = device();
+    let trim = Job {
+        access: Access::Trim,
+        pattern: Pattern::Sequential,
+        total: None,
+        numjobs: 1,
+        sizes: blocks(65536),
+        verify: None,
+        ..job()
+    };
+    device.memory().write(0, &[1; 4096]);
+    assert_eq!(ios(&run_on(&device, trim.clone()).unwrap()), [0, 0, 128, 0]);
+    let mut first = [1; 4096];
+    device.memory().read(0, &mut first);
+    assert_eq!(first, [0; 4096]);
+    let both = Job {
+        access: Access::TrimWrite,
+        verify: Some(Checksum::Crc64),
+        ..trim
+    };
+    let outcome = run_on(&device, both).unwrap();
+    assert_eq!(ios(&outcome), [0, 128, 128, 0]);
+    assert_eq!(outcome.verified.unwrap().blocks, 128);
+}
+
+#[test]
+fn an_open_loop_counts_the_wait_for_a_place_in_flight() {
+    let open = Job {
+        access: Access::Read,
+        iodepth: 1,
+        numjobs: 1,
+        total: None,
+        number_ios: Some(2000),
+        io_size: Some(Amount::Bytes(u64::MAX)),
+        // Far more than one operation at a time can do: arrivals queue up.
+        rates: [Some(Rate::Iops(100_000_000)), None, None],
+        verify: None,
+        ..job()
+    };
+    let outcome = run_on(&device(), open.clone()).unwrap();
+    let reads = outcome.of(OpKind::Read);
+    let response = reads.response.as_ref().unwrap();
+    assert_eq!((reads.ios(), response.len()), (2000, 2000));
+    // The last arrival was due 20 us after the first, and waited for all before it.
+    let runtime = outcome.runtime.as_nanos() as u64;
+    assert!(
+        response.max() > runtime / 2,
+        "{} of {runtime}",
+        response.max()
+    );
+    assert!(response.mean() > 10.0 * reads.service.mean());
+    let poisson = Job {
+        rate_process: RateProcess::Poisson,
+        number_ios: Some(50),
+        rates: [Some(Rate::Iops(1000)), None, None],
+        ..open
+    };
+    let outcome = run_on(&device(), poisson).unwrap();
+    assert_eq!(outcome.of(OpKind::Read).ios(), 50);
+    // Fifty arrivals take about 50 ms, however fast the device is.
+    assert!(
+        outcome.runtime > Duration::from_millis(10),
+        "{:?}",
+        outcome.runtime
+    );
+}
+
+#[test]
+fn jobs_run_side_by_side_and_each_has_its_outcome() {
+    let device = device();
+    let task = |job| Task {
+        job,
+        address: "mem".into(),
+        devices: vec![device.clone(), device.clone()],
+    };
+    let half = |offset, name: &str| Job {
+        name: name.into(),
+        offset: Amount::Bytes(offset),
+        size: Some(Amount::Bytes(SIZE / 2)),
+        ..job()
+    };
+    let tasks = [task(half(0, "a")), task(half(SIZE / 2, "b"))];
+    let outcomes = run(&tasks, RunOptions::default(), |_| {}).unwrap();
+    let names: Vec<_> = outcomes
+        .iter()
+        .map(|outcome| outcome.name.as_str())
+        .collect();
+    assert_eq!(names, ["a", "b"]);
+    let overlapping = [task(half(0, "a")), task(half(SIZE / 4, "b"))];
+    let error = run(&overlapping, RunOptions::default(), |_| {}).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("`a` and `b` use the same blocks"),
+        "{error}"
+    );
+}
+
+#[test]
+fn more_buffers_than_the_device_has_are_refused() {
+    let device = MemoryDevice::new(SIZE, 512)
+        .unwrap()
+        .with_buffer_budget(1 << 20);
+    let error = run_on(
+        &Arc::new(device),
+        Job {
+            sizes: blocks(1 << 20),
+            ..job()
+        },
+    )
+    .unwrap_err();
+    assert!(
+        error.to_string().contains("the device has 1048576"),
+        "{error}"
+    );
+}
+
+/// A state file that goes with the value.
+struct StateFile(PathBuf);
+
+impl StateFile {
+    fn new(name: &str) -> Self {
+        let name = format!("riser-bench-{name}-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_file(&path);
+        Self(path)
+    }
+}
+
+impl Drop for StateFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn a_later_process_checks_what_a_state_file_records() {
+    let device = device();
+    let file = StateFile::new("state");
+    let write = Job {
+        access: Access::Write,
+        state: Some(file.0.clone()),
+        do_verify: false,
+        ..job()
+    };
+    run_on(&device, write.clone()).unwrap();
+    let check = Job {
+        verify_only: true,
+        state: Some(file.0.clone()),
+        ..Job::default()
+    };
+    let checked = run_on(&device, check.clone())
+        .unwrap()
+        .verified
+        .unwrap()
+        .blocks;
+    assert!((600..=1024).contains(&checked), "{checked}");
+    // Another run goes on where the first has ended.
+    run_on(&device, write).unwrap();
+    let again = run_on(&device, check.clone())
+        .unwrap()
+        .verified
+        .unwrap()
+        .blocks;
+    assert!(again > checked);
+    // An acknowledged write that is lost is found: an old block comes back.
+    let mut block = vec![0; SIZE as usize];
+    device.memory().read(0, &mut block);
+    let old = block
+        .chunks(4096)
+        .position(|block| block[..4] == *b"RBV1")
+        .unwrap();
+    let buffer = device.try_buffer(4096).unwrap();
+    buffer.slice().fill(0, 4096, 0);
+    task::block_on(device.write(old as u64 * 4096, buffer, false)).unwrap();
+    let error = run_on(&device, check).unwrap_err().to_string();
+    assert!(
+        error.contains(&format!("block at byte {}", old * 4096)),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_state_file_is_for_one_layout_and_must_be_there_to_check() {
+    let device = device();
+    let file = StateFile::new("layout");
+    let write = |size| Job {
+        access: Access::Write,
+        sizes: blocks(size),
+        state: Some(file.0.clone()),
+        ..job()
+    };
+    let check = Job {
+        verify_only: true,
+        state: Some(file.0.clone()),
+        ..Job::default()
+    };
+    let error = run_on(&device, check).unwrap_err().to_string();
+    assert!(error.contains("No such file"), "{error}");
+    run_on(&device, write(4096)).unwrap();
+    let error = run_on(&device, write(8192)).unwrap_err().to_string();
+    assert!(error.contains("block size is 4096"), "{error}");
+}

@@ -1,0 +1,279 @@
+//! Checks of blocks by their headers, and by the ledger where there is one.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::content::{Expected, Filler};
+use super::error::{BenchError, Difference, Mismatch};
+use super::job::Checksum;
+use super::ledger::{Entry, Ledger};
+
+/// Blocks that are checked when they are read.
+#[derive(Clone, Debug)]
+pub(super) enum Check {
+    /// None.
+    Nothing,
+    /// All, each by its own header.
+    Own,
+    /// Those that the ledger knows.
+    Ledger(Arc<Ledger>),
+}
+
+/// Fills and checks the blocks of a job.
+#[derive(Clone, Debug)]
+pub(super) struct Verifier {
+    pub(super) filler: Filler,
+    pub(super) check: Check,
+    pub(super) checksum: Checksum,
+    /// Size of a block with a header, in bytes.
+    pub(super) block: u64,
+    /// What is read settles what was in flight when another process was killed.
+    pub(super) resolves: bool,
+}
+
+impl Verifier {
+    pub(super) fn ledger(&self) -> Option<&Ledger> {
+        match &self.check {
+            Check::Ledger(ledger) => Some(ledger),
+            Check::Nothing | Check::Own => None,
+        }
+    }
+
+    fn blocks(&self, range: &Range<u64>) -> impl Iterator<Item = u64> + use<> {
+        range.clone().step_by(self.block as usize)
+    }
+
+    /// Puts into `out` the generation of each block that a read from now on finds at least.
+    pub(super) fn note_oldest(&self, range: &Range<u64>, out: &mut Vec<Option<u32>>) {
+        out.clear();
+        if let Some(ledger) = self.ledger() {
+            out.extend(self.blocks(range).map(|at| ledger.entry(at).acknowledged()));
+        }
+    }
+
+    /// Fills with the blocks of a write that was begun in the ledger.
+    pub(super) fn fill(&self, ledger: &Ledger, range: &Range<u64>, out: &mut [u8]) {
+        let blocks = out.chunks_mut(self.block as usize);
+        for (block, at) in blocks.zip(self.blocks(range)) {
+            let generation = ledger.entry(at).newest();
+            self.filler
+                .fill_verified(self.checksum, at, generation, block);
+        }
+    }
+
+    /// Checks the blocks of a read. Returns the number of blocks whose content was known.
+    pub(super) fn check(
+        &self,
+        range: &Range<u64>,
+        oldest: &[Option<u32>],
+        bytes: &[u8],
+    ) -> Result<u64, BenchError> {
+        let blocks = bytes.chunks(self.block as usize).zip(self.blocks(range));
+        let mut checked = 0;
+        for (index, (block, at)) in blocks.enumerate() {
+            let is_known = match &self.check {
+                Check::Nothing => false,
+                Check::Own => {
+                    self.check_block(at, Expected::ANY, block)?;
+                    true
+                }
+                Check::Ledger(ledger) if self.resolves => self.resolve(ledger, at, block)?,
+                Check::Ledger(ledger) => {
+                    let oldest = oldest.get(index).copied().flatten();
+                    self.check_known(ledger.entry(at), oldest, at, block)?
+                }
+            };
+            checked += u64::from(is_known);
+        }
+        Ok(checked)
+    }
+
+    /// Checks a block that was known when its read began, unless a trim came in between.
+    fn check_known(
+        &self,
+        entry: Entry,
+        oldest: Option<u32>,
+        at: u64,
+        block: &[u8],
+    ) -> Result<bool, BenchError> {
+        let (Some(oldest), Some(_)) = (oldest, entry.acknowledged()) else {
+            return Ok(false);
+        };
+        self.check_block(at, Expected::between(oldest, entry.newest()), block)?;
+        Ok(true)
+    }
+
+    fn check_block(&self, at: u64, expected: Expected, block: &[u8]) -> Result<u32, BenchError> {
+        let checked = self.filler.check(self.checksum, at, expected, block);
+        checked.map_err(|mismatch| BenchError::Mismatch(Box::new(mismatch)))
+    }
+
+    /// Checks a block after a crash. Of a write in flight, either the whole old content is there or
+    /// the whole new one, and from then on that counts as acknowledged.
+    fn resolve(&self, ledger: &Ledger, at: u64, block: &[u8]) -> Result<bool, BenchError> {
+        let entry = ledger.entry(at);
+        match (entry.acknowledged(), entry.in_flight()) {
+            (None, None) => {
+                // At most a trim was in flight: nothing is known about the content from then on.
+                if entry.is_busy() {
+                    ledger.resolve(at, None)?;
+                }
+                Ok(false)
+            }
+            (Some(oldest), in_flight) => {
+                let newest = in_flight.unwrap_or(oldest);
+                let found = self.check_block(at, Expected::between(oldest, newest), block)?;
+                if in_flight.is_some() {
+                    ledger.resolve(at, Some(found))?;
+                }
+                Ok(true)
+            }
+            (None, Some(new)) => {
+                let any = Expected::between(0, u32::MAX);
+                let found = match self.filler.check(self.checksum, at, any, block) {
+                    Ok(generation) => Some(generation).filter(|generation| *generation == new),
+                    Err(torn) if is_of(&torn, new) => {
+                        return Err(BenchError::Mismatch(Box::new(torn)));
+                    }
+                    // The old content, of which nothing is known.
+                    Err(_) => None,
+                };
+                ledger.resolve(at, found)?;
+                Ok(found.is_some())
+            }
+        }
+    }
+}
+
+/// Returns whether a block has the header of that generation, and not the content.
+fn is_of(mismatch: &Mismatch, new: u32) -> bool {
+    matches!(mismatch.what, Difference::Byte { generation, .. } if generation == new)
+}
+
+/// The next piece of the ledger's region that has a known block.
+pub(super) fn next_known(ledger: &Ledger, next: &AtomicU64, piece: u64) -> Option<Range<u64>> {
+    let end = ledger.region().end;
+    loop {
+        let start = next.fetch_add(piece, Ordering::Relaxed);
+        if start >= end {
+            return None;
+        }
+        let range = start..(start + piece).min(end);
+        if ledger.knows(&range) {
+            return Some(range);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::job::Content;
+    use super::super::ledger::Layout;
+    use super::*;
+
+    const BLOCK: Range<u64> = 4096..8192;
+
+    struct Rig {
+        verifier: Verifier,
+        ledger: Arc<Ledger>,
+    }
+
+    impl Rig {
+        fn new(resolves: bool) -> Self {
+            let layout = Layout {
+                region: 0..65536,
+                block: 4096,
+                seed: 3,
+                checksum: Checksum::Crc32c,
+            };
+            let ledger = Arc::new(Ledger::new(&layout).unwrap());
+            let verifier = Verifier {
+                filler: Filler::new(Content::default(), 3),
+                check: Check::Ledger(ledger.clone()),
+                checksum: Checksum::Crc32c,
+                block: 4096,
+                resolves,
+            };
+            Self { verifier, ledger }
+        }
+
+        /// Begins a write, and returns its content.
+        fn begin(&self) -> Vec<u8> {
+            assert_eq!(self.ledger.begin(&BLOCK, false), Ok(true));
+            let mut block = vec![0; 4096];
+            self.verifier.fill(&self.ledger, &BLOCK, &mut block);
+            block
+        }
+
+        fn write(&self) -> Vec<u8> {
+            let block = self.begin();
+            self.ledger.end(&BLOCK).unwrap();
+            block
+        }
+
+        fn read(&self, oldest: &[Option<u32>], block: &[u8]) -> Result<u64, BenchError> {
+            self.verifier.check(&BLOCK, oldest, block)
+        }
+    }
+
+    #[test]
+    fn a_read_beside_a_write_finds_the_old_or_the_new_content_but_none_older() {
+        let rig = Rig::new(false);
+        let (first, second) = (rig.write(), rig.write());
+        let mut oldest = Vec::new();
+        rig.verifier.note_oldest(&BLOCK, &mut oldest);
+        let third = rig.begin();
+        assert_eq!(rig.read(&oldest, &second), Ok(1));
+        assert_eq!(rig.read(&oldest, &third), Ok(1));
+        let error = rig.read(&oldest, &first).unwrap_err().to_string();
+        assert!(
+            error.contains("generation 1, not one from 2 to 3"),
+            "{error}"
+        );
+        assert_eq!(rig.read(&[None], &first), Ok(0), "it was not known");
+    }
+
+    #[test]
+    fn after_a_crash_a_write_in_flight_is_there_or_not() {
+        for new in [false, true] {
+            let rig = Rig::new(true);
+            let _first = rig.write();
+            let (second, third) = (rig.write(), rig.begin());
+            let there = if new { &third } else { &second };
+            assert_eq!(rig.read(&[], there), Ok(1));
+            assert_eq!(rig.ledger.unresolved(), 0);
+            let expected = if new { 3 } else { 2 };
+            assert_eq!(rig.ledger.entry(4096).acknowledged(), Some(expected));
+        }
+        let rig = Rig::new(true);
+        let (first, _second, _third) = (rig.write(), rig.write(), rig.begin());
+        assert!(rig.read(&[], &first).is_err(), "never a third content");
+        assert!(rig.read(&[], &[0; 4096]).is_err());
+    }
+
+    #[test]
+    fn after_a_crash_the_first_write_of_a_block_is_whole_or_absent() {
+        let rig = Rig::new(true);
+        let new = rig.begin();
+        let mut torn = new.clone();
+        torn[2048..].fill(0);
+        let error = rig.read(&[], &torn).unwrap_err().to_string();
+        assert!(error.contains("byte 6144 is 0x00"), "{error}");
+        assert_eq!(rig.read(&[], &[7; 4096]), Ok(0));
+        assert_eq!(rig.ledger.unresolved(), 0);
+        assert_eq!(rig.ledger.entry(4096).acknowledged(), None);
+        let new = rig.begin();
+        assert_eq!(rig.read(&[], &new), Ok(1));
+        assert_eq!(rig.ledger.entry(4096).acknowledged(), Some(2));
+    }
+
+    #[test]
+    fn pieces_without_a_known_block_are_passed_over() {
+        let rig = Rig::new(false);
+        rig.write();
+        let next = AtomicU64::new(0);
+        assert_eq!(next_known(&rig.ledger, &next, 16384), Some(0..16384));
+        assert_eq!(next_known(&rig.ledger, &next, 16384), None);
+    }
+}

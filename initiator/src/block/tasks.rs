@@ -46,13 +46,19 @@ struct State {
     wakes_at: Option<Instant>,
 }
 
+/// A call of a workload.
+enum Call {
+    Submit,
+    Complete(u32, Completion),
+}
+
 impl<D: BlockDevice> Shared<D> {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes a call to the workload, and starts what it submits.
-    fn step(self: &Arc<Self>, call: impl FnOnce(&mut dyn Workload, &mut Submissions)) {
+    fn step(self: &Arc<Self>, call: Call) {
         let mut queue = Submissions::default();
         let over = {
             let mut state = self.state();
@@ -64,7 +70,13 @@ impl<D: BlockDevice> Shared<D> {
             else {
                 return;
             };
-            call(&mut **workload, &mut queue);
+            match call {
+                Call::Submit => workload.submit(&mut queue),
+                Call::Complete(tag, completion) => {
+                    *outstanding -= 1;
+                    workload.complete(tag, completion, &mut queue);
+                }
+            }
             *outstanding += queue.len();
             let due = workload.due();
             let is_over = *outstanding == 0 && due.is_none();
@@ -84,14 +96,14 @@ impl<D: BlockDevice> Shared<D> {
             let shared = self.clone();
             task::spawn(async move {
                 let completion = carry_out(&*shared.device, operation).await;
-                shared.step(|workload, queue| workload.complete(tag, completion, queue));
+                shared.step(Call::Complete(tag, completion));
             });
         }
     }
 
     /// Has the workload submit what is due, until it is over.
     fn keep_time(self: Arc<Self>) {
-        self.step(|workload, queue| workload.submit(queue));
+        self.step(Call::Submit);
         loop {
             let mut state = self.state();
             let Some(workload) = &state.workload else {
@@ -101,7 +113,7 @@ impl<D: BlockDevice> Shared<D> {
             let left = due.map(|due| due.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
                 drop(state);
-                self.step(|workload, queue| workload.submit(queue));
+                self.step(Call::Submit);
                 continue;
             }
             state.wakes_at = due;

@@ -26,7 +26,7 @@ const WARM_UP: Duration = Duration::from_secs(1);
 /// Most runs of one command.
 const MAX_RUNS: usize = 10_000;
 
-/// Buffers of a session where a job needs no more, in bytes.
+/// Buffers of a session by default, in bytes.
 const BUFFERS: u64 = 64 << 20;
 
 /// Most that a session may have.

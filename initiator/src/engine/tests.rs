@@ -4,7 +4,7 @@ use std::sync::mpsc;
 use riser_transport::roce::fault::FaultConfig;
 
 use super::fake_target::{BLOCK, FakeTarget};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use riser_transport::loopback::Endpoint;
 
@@ -663,6 +663,68 @@ fn a_workload_runs_on_the_engine() {
     assert_eq!(work(&wide, 2000, 8), (2000, 0));
     wide.target.knobs.disconnect.store(true, Ordering::SeqCst);
     assert_eq!(work(&wide, 500, 8), (500, 0), "across a reconnection");
+}
+
+/// Reads once in a millisecond.
+struct Paced {
+    lun: Lun,
+    left: u32,
+    due: Option<Instant>,
+    started: Vec<Instant>,
+    done: mpsc::Sender<Vec<Instant>>,
+}
+
+impl Workload for Paced {
+    fn start(&mut self, _queue: &mut WorkQueue) {
+        self.due = Some(world::now() + Duration::from_millis(1));
+    }
+
+    fn complete(&mut self, _token: u64, end: IoEnd, _queue: &mut WorkQueue) {
+        Lun::judge(end).unwrap();
+    }
+
+    fn due(&self) -> Option<Instant> {
+        self.due
+    }
+
+    fn wake(&mut self, queue: &mut WorkQueue) {
+        let now = world::now();
+        self.started.push(now);
+        self.left -= 1;
+        self.due = (self.left > 0).then(|| now + Duration::from_millis(1));
+        let buffer = self.lun.buffers().try_take(512).unwrap();
+        queue.submit(0, self.lun.read_io(0, buffer).unwrap());
+    }
+}
+
+impl Drop for Paced {
+    fn drop(&mut self) {
+        let _ = self.done.send(std::mem::take(&mut self.started));
+    }
+}
+
+#[test]
+fn a_workload_is_woken_at_its_times_and_ends_with_the_last() {
+    let rig = rig("");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    let (done, ended) = mpsc::channel();
+    let paced = Paced {
+        lun,
+        left: 20,
+        due: None,
+        started: Vec::new(),
+        done,
+    };
+    rig.session.run(Box::new(paced)).unwrap();
+    let mut started = None;
+    eventually("the workload's end", || {
+        started = ended.try_recv().ok();
+        started.is_some()
+    });
+    let started = started.expect("seen above");
+    assert_eq!(started.len(), 20);
+    let apart = started.windows(2).map(|w| w[1] - w[0]);
+    assert!(apart.min() >= Some(Duration::from_millis(1)));
 }
 
 #[test]

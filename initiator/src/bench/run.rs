@@ -233,8 +233,12 @@ impl Running {
         let device = task.devices.first().filter(|_| reads);
         let holes = device.and_then(|device| holes::of(&**device, &prepared.region));
         let begun = Instant::now();
-        let measured_from = begun + job.ramp_time;
-        let ends = job.runtime.filter(|_| !job.verify_only);
+        // Checking what a state file records is no load: it has neither ramp nor end.
+        let (ramp, ends) = match job.verify_only {
+            true => (Duration::ZERO, None),
+            false => (job.ramp_time, job.runtime),
+        };
+        let measured_from = begun + ramp;
         let mut running = Self {
             clock: Clock {
                 begun,

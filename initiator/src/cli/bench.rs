@@ -462,3 +462,110 @@ fn print_latency(out: &mut dyn Write, what: &str, latency: &Latency) -> io::Resu
         us(latency.max)
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::super::args::{Args, Verb};
+    use super::*;
+    use crate::bench::job::{Access, Amount};
+
+    fn parsed(words: &[&str]) -> Result<Vec<Vec<Job>>, CliError> {
+        let words = ["riser", "bench"].iter().chain(words);
+        let Verb::Bench(args) = Args::try_parse_from(words).unwrap().verb else {
+            panic!("it is `bench`");
+        };
+        groups(&args)
+    }
+
+    fn one(words: &[&str]) -> Job {
+        parsed(words).unwrap().remove(0).remove(0)
+    }
+
+    #[test]
+    fn the_command_line_has_its_own_defaults() {
+        let job = one(&["mem:8M"]);
+        assert_eq!((job.access, job.pattern), (Access::Read, Pattern::Random));
+        assert_eq!((job.iodepth, job.numjobs, job.rwmixread), (32, 1, 50));
+        assert_eq!((job.max_block(), job.randseed), (4096, 1));
+        assert_eq!((job.runtime, job.ramp_time), (Some(RUNTIME), WARM_UP));
+        assert!(job.time_based && job.splits_region && job.verify.is_none());
+        let job = one(&["mem:8M", "--total", "1M", "--warm-up", "0"]);
+        assert_eq!((job.runtime, job.total), (None, Some(1 << 20)));
+        assert!(!job.time_based && job.ramp_time.is_zero());
+        let job = one(&["mem:8M", "--io-size", "1M", "--runtime", "5"]);
+        assert_eq!(job.io_size, Some(Amount::Bytes(1 << 20)));
+        assert_eq!(job.runtime, Some(Duration::from_secs(5)));
+        assert!(!job.time_based, "whichever comes first");
+        // A state file is of no use without headers.
+        let job = one(&["mem:8M", "--rw", "write", "--state", "f"]);
+        assert!(job.verify.is_some() && job.state.is_some());
+    }
+
+    #[test]
+    fn fio_s_names_of_options_are_taken_too() {
+        let ours = one(&[
+            "mem:8M",
+            "--depth",
+            "8",
+            "--jobs=2",
+            "--mix=70",
+            "--warm-up=2",
+        ]);
+        let fio = one(&[
+            "mem:8M",
+            "--iodepth=8",
+            "--numjobs=2",
+            "--rwmixread=70",
+            "--ramp_time=2",
+        ]);
+        assert_eq!(ours, fio);
+    }
+
+    #[test]
+    fn a_sweep_is_a_run_for_each_combination() {
+        let values = |text| sweep(text, Units::CommandLine).map(|(_, values)| values);
+        assert_eq!(values("depth=1..10").unwrap(), ["1", "2", "4", "8"]);
+        assert_eq!(values("bs=4k,64k").unwrap(), ["4k", "64k"]);
+        for text in [
+            "depth",
+            "depth=",
+            "depth=4..1",
+            "depth=0..4",
+            "bs=4k,,8k",
+            "depth=a..b",
+        ] {
+            assert!(
+                values(text).unwrap_err().contains("is not a sweep"),
+                "{text}"
+            );
+        }
+        let runs = parsed(&["mem:8M", "--rounds=2", "--sweep", "bs=4k,8k", "depth=1..4"]).unwrap();
+        let runs: Vec<_> = runs
+            .iter()
+            .map(|g| (g[0].max_block(), g[0].iodepth))
+            .collect();
+        let round = [
+            (4096, 1),
+            (4096, 2),
+            (4096, 4),
+            (8192, 1),
+            (8192, 2),
+            (8192, 4),
+        ];
+        assert_eq!(runs, [round, round].concat());
+        let error = parsed(&["mem:8M", "--sweep", "colour=red"]).unwrap_err();
+        assert!(error.to_string().contains("--sweep colour=red"), "{error}");
+        let error = parsed(&["mem:8M", "--sweep", "randseed=1..1000000", "--rounds=1000"]);
+        assert!(error.unwrap_err().to_string().contains("more than"));
+    }
+
+    #[test]
+    fn a_job_file_and_a_workload_exclude_each_other() {
+        let error = parsed(&["jobs.fio", "mem:8M", "--bs", "8k"]).unwrap_err();
+        assert!(error.to_string().contains("in the job file"), "{error}");
+        let error = parsed(&["mem:8M", "mem:16M"]).unwrap_err();
+        assert!(error.to_string().contains("two addresses"), "{error}");
+    }
+}

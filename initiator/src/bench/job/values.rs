@@ -152,7 +152,7 @@ pub(super) fn by_direction<T: Clone>(
     let mut last: Option<T> = None;
     for (index, place) in into.iter_mut().enumerate() {
         match parts.get(index) {
-            Some(part) if part.is_empty() => last = None,
+            Some(&"") => last = None,
             Some(part) => {
                 let value = parse(part)?;
                 *place = value.clone();

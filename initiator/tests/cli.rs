@@ -314,7 +314,7 @@ fn files_and_nbd_exports_are_disks() {
             "--overwrite",
         ]);
         let report: serde_json::Value = serde_json::from_str(&json).unwrap();
-        let ios = |way: &str| report[way]["total_ios"].as_u64().unwrap();
+        let ios = |way: &str| report["jobs"][0][way]["total_ios"].as_u64().unwrap();
         assert_eq!(ios("read") + ios("write"), 256);
     }
     let (exit, text) = home.fails(&["write", &image, &home.path("in")]);
@@ -374,13 +374,13 @@ fn verbs_of_targets_refuse_other_disks_and_options_that_have_no_effect() {
 #[test]
 fn the_wire_is_measured() {
     let home = Home::new();
-    let args = ["bench-wire", "--runtime", "20ms", "--warm-up", "5ms"];
+    let args = ["bench", "wire", "--runtime", "20ms", "--warm-up", "5ms"];
     let table = home.ok(&args);
     assert!(table.contains("round trip"), "{table}");
     let json = home.ok(&[&args[..], &["-o", "json"]].concat());
     let report: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert!(report["cases"][0]["operations"].as_u64().unwrap() > 0);
-    let (exit, text) = home.fails(&["bench-wire", "--to", "127.0.0.1", "--addr", "127.0.0.1"]);
+    let (exit, text) = home.fails(&["bench", "wire", "--to", "127.0.0.1", "--addr", "127.0.0.1"]);
     assert_eq!(exit, 2);
     assert!(text.contains("own address"), "{text}");
 }
@@ -575,13 +575,37 @@ fn benchmarks_report_what_they_did() {
         "json",
     ]);
     let report: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let ios = |direction: &str| report[direction]["total_ios"].as_u64().unwrap();
+    let job = &report["jobs"][0];
+    let ios = |direction: &str| job[direction]["total_ios"].as_u64().unwrap();
     assert_eq!(ios("read") + ios("write"), 1024);
-    assert_eq!(report["read_percent"], 70);
-    assert!(report["read"]["lat_ns"]["p99_9"].as_u64().unwrap() > 0);
+    assert_eq!(job["job options"]["rwmixread"], "70");
+    let percentiles = &job["read"]["clat_ns"]["percentile"];
+    assert!(percentiles["99.900000"].as_u64().unwrap() > 0);
     let text = home.ok(&["bench", "mem:8M", "--total", "1M", "--warm-up", "0"]);
-    assert!(text.contains("random, 4.00 KiB blocks, depth 32"), "{text}");
-    assert!(text.contains("latency in us"), "{text}");
+    for want in ["mem:8388608", "randread", "IOPS", "99.9"] {
+        assert!(text.contains(want), "no {want} in\n{text}");
+    }
+}
+
+#[test]
+fn results_go_to_files_and_are_compared() {
+    let home = Home::new();
+    let [page, csv, log] = ["page.html", "series.csv", "log.hlog"].map(|name| home.path(name));
+    let run = ["bench", "mem:8M", "--number-ios=64", "--warm-up=0", "--rounds=4"];
+    let files = ["--report", &page, "--csv", &csv, "--hdr-log", &log, "--bins"];
+    let json = home.ok(&[&run[..], &files, &["-o", "json"]].concat());
+    std::fs::write(home.path("a.json"), &json).unwrap();
+    std::fs::write(home.path("b.json"), home.ok(&[&run[..], &["-o", "json"]].concat())).unwrap();
+    assert!(json.contains("\"bins\""), "{json}");
+    let read = |path: &str| std::fs::read_to_string(path).unwrap();
+    assert!(read(&page).contains("</html>") && read(&csv).lines().count() > 4);
+    assert!(read(&log).starts_with("#["), "{}", read(&log));
+    let (a, b) = (home.path("a.json"), home.path("b.json"));
+    let text = home.ok(&["bench", "compare", &a, &b]);
+    assert!(text.contains("rounds: 4 of A, 4 of B"), "{text}");
+    let (code, errors) = home.fails(&["bench", "mem:8M", "--csv", "/nonexistent/f", "--total=4k"]);
+    assert_eq!(code, 4, "{errors}");
+    assert!(errors.contains("cannot write /nonexistent/f"), "{errors}");
 }
 
 #[test]
@@ -606,15 +630,15 @@ fn sweeps_run_every_combination_in_every_round() {
     let jobs = report["jobs"].as_array().unwrap();
     let runs: Vec<_> = jobs
         .iter()
-        .map(|job| (job["bs"].as_str().unwrap(), job["depth"].as_u64().unwrap()))
+        .map(|job| ["bs", "iodepth"].map(|name| job["job options"][name].as_str().unwrap()))
         .collect();
     let round = [
-        ("4k", 1),
-        ("4k", 2),
-        ("4k", 4),
-        ("8k", 1),
-        ("8k", 2),
-        ("8k", 4),
+        ["4k", "1"],
+        ["4k", "2"],
+        ["4k", "4"],
+        ["8k", "1"],
+        ["8k", "2"],
+        ["8k", "4"],
     ];
     assert_eq!(runs, [round, round].concat());
     assert!(jobs.iter().all(|job| job["read"]["total_ios"] == 20));
@@ -639,12 +663,12 @@ fn job_files_of_fio_run() {
         panic!("{report}");
     };
     assert_eq!(
-        (&one["name"], &one["write"]["total_ios"]),
+        (&one["jobname"], &one["write"]["total_ios"]),
         (&"one".into(), &16.into())
     );
     // What the first job has written is what the second one reads.
     assert_eq!(
-        (&two["verified"]["blocks"], &two["bs"]),
+        (&two["riser"]["verified_blocks"], &two["job options"]["bs"]),
         (&16.into(), &"64k".into())
     );
     std::fs::write(&file, "[one]\nrw=read\nthinktime=5\n").unwrap();

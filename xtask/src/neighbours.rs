@@ -153,12 +153,12 @@ fn quiet(options: &Options, programs: &Path) -> Result<Figure, Failure> {
     let json = sh::output(&mut bench(programs, &url, 1, options.seconds))?;
     let report: Value = serde_json::from_str(&json)?;
     let micros = |name: &str| {
-        let nanos = report["read"]["lat_ns"][name].as_f64();
+        let nanos = report["jobs"][0]["read"]["clat_ns"]["percentile"][name].as_f64();
         nanos.map(|n| n / 1e3).ok_or("no latency in the result")
     };
     Ok(Figure {
-        p50: micros("p50")?,
-        p99: micros("p99")?,
+        p50: micros("50.000000")?,
+        p99: micros("99.000000")?,
     })
 }
 
@@ -222,7 +222,7 @@ impl Noisy {
             return Err(format!("the noisy one has failed: {status}").into());
         }
         let report: Value = serde_json::from_str(&json)?;
-        let commands = report["read"]["total_ios"].as_f64();
+        let commands = report["jobs"][0]["read"]["total_ios"].as_f64();
         let commands = commands.ok_or("no commands in the result")?;
         Ok(Done { commands, seconds })
     }

@@ -29,7 +29,6 @@ pub mod outcome;
 pub mod output;
 mod plan;
 mod prepare;
-mod report;
 mod run;
 mod setup;
 mod stats;
@@ -42,6 +41,5 @@ mod worker;
 
 pub use error::{BenchError, Difference, Mismatch};
 pub use job::Job;
-pub use report::{Direction, HolesReport, Latency, Report, UsageReport, VerifiedReport};
 pub use run::{Progress, RunOptions, Task, run};
 pub use setup::buffer_bytes;

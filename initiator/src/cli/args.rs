@@ -278,11 +278,8 @@ pub enum Verb {
     Read(ReadArgs),
     /// Copy a file or standard input to a range of a logical unit
     Write(WriteArgs),
-    /// Measure a logical unit
-    Bench(BenchArgs),
-    /// Measure what this machine or network carries in packets of RoCEv2
-    #[command(hide = true)]
-    BenchWire(WireArgs),
+    /// Measure a disk, compare results, or measure the wire
+    Bench(Box<BenchArgs>),
     /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
     #[command(subcommand)]
     Rping(Rping),
@@ -554,12 +551,43 @@ fn job_option(name: &'static str) -> impl Fn(&str) -> Result<String, String> + C
     }
 }
 
+/// What `riser bench` does beside measuring a disk.
+#[derive(Clone, Debug, clap::Subcommand)]
+pub enum BenchVerb {
+    /// Compare results, and show whether their differences are beyond noise
+    Compare(CompareArgs),
+    /// Measure what this machine or network carries in packets of RoCEv2
+    Wire(WireArgs),
+}
+
+/// Where results of `riser bench` go, beside standard output.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[command(next_help_heading = "Results")]
+pub struct ResultsArgs {
+    /// Write a page for a browser, with pictures
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
+    /// Write the figures over time as CSV
+    #[arg(long, value_name = "FILE")]
+    pub csv: Option<PathBuf>,
+    /// Write the distributions over time as a log of HdrHistogram
+    #[arg(long, value_name = "FILE")]
+    pub hdr_log: Option<PathBuf>,
+    /// Add all distributions to the JSON, as fio's json+ does
+    #[arg(long)]
+    pub bins: bool,
+}
+
 /// Arguments of `riser bench`.
 #[derive(Clone, Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct BenchArgs {
-    /// Address of the logical unit, or a job file of fio, whose name ends in .fio
-    #[arg(value_name = "URL")]
-    pub target: BenchTarget,
+    /// What to do instead of measuring a disk.
+    #[command(subcommand)]
+    pub verb: Option<BenchVerb>,
+    /// Address of the disk, or a job file of fio, whose name ends in .fio
+    #[arg(value_name = "URL", required = true)]
+    pub target: Option<BenchTarget>,
     /// Address for those jobs of the file that have no filename
     #[arg(value_name = "URL")]
     pub url: Option<Address>,
@@ -593,6 +621,9 @@ pub struct BenchArgs {
     /// Process of this host that serves the disk: its use of the processor is measured too
     #[arg(long, value_name = "PID")]
     pub server_pid: Option<u32>,
+    /// Files for results.
+    #[command(flatten)]
+    pub results: ResultsArgs,
     /// Options of the connection.
     #[command(flatten)]
     pub link: ConnectOptions,

@@ -1,21 +1,20 @@
 //! `riser bench`.
 
-use std::fs;
-use std::io::{self, Write};
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::Serialize;
-
 use super::address::Address;
-use super::args::{BenchArgs, BenchTarget, Global, WorkloadArgs};
+use super::args::{BenchArgs, BenchTarget, BenchVerb, Format, Global, WorkloadArgs};
 use super::disk::{Disk, open};
 use super::exit::{CliError, Exit};
-use super::{guard, output, units};
-use crate::bench::job::{Pattern, Units};
+use super::{compare, guard, output, units, wire};
+use crate::bench::job::Units;
 use crate::bench::outcome::Outcome;
-use crate::bench::{self, Direction, Job, Latency, Progress, Report, RunOptions, Task, fio};
+use crate::bench::output::{Machine, csv, fio as json, hdr, html, text};
+use crate::bench::{self, Job, Progress, RunOptions, Task, fio};
 
 /// Default duration of a measurement.
 const RUNTIME: Duration = Duration::from_secs(10);
@@ -33,6 +32,14 @@ const BUFFERS: u64 = 64 << 20;
 const MAX_BUFFERS: u64 = 16 << 30;
 
 pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
+    match &args.verb {
+        Some(BenchVerb::Compare(args)) => compare::run(args, global),
+        Some(BenchVerb::Wire(args)) => wire::run(args, global),
+        None => measure(args, global),
+    }
+}
+
+fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     let groups = groups(args)?;
     let disks = open_all(args, &groups, global)?;
     let options = RunOptions {
@@ -66,14 +73,14 @@ pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     for (_, disk) in &disks {
         disk.close();
     }
-    emit(&outcomes, global)
+    emit(&outcomes, args, global)
 }
 
 /// The jobs of the command line or of the job file, in groups that run one after another: each round
 /// has all combinations of the sweep.
 fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
-    let (mut groups, form) = match &args.target {
+    let (mut groups, form) = match args.target() {
         BenchTarget::Url(_) if args.url.is_some() => {
             let what = "two addresses are for a job file and a device: its name ends in .fio";
             return Err(usage(what.into()));
@@ -89,7 +96,7 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
         job.sessions = args.sessions.unwrap_or(job.sessions);
         job.verify_only |= args.verify_only;
         if args.state.is_some()
-            && (job.verify.is_some() || matches!(args.target, BenchTarget::Url(_)))
+            && (job.verify.is_some() || matches!(args.target(), BenchTarget::Url(_)))
         {
             verified += 1;
             job.state.clone_from(&args.state);
@@ -187,6 +194,13 @@ fn read_jobs(path: &Path, args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     Ok(file.groups)
 }
 
+impl BenchArgs {
+    /// What is measured.
+    fn target(&self) -> &BenchTarget {
+        self.target.as_ref().expect("required without a verb")
+    }
+}
+
 impl WorkloadArgs {
     /// Returns whether any option was given.
     fn is_any(&self) -> bool {
@@ -277,7 +291,7 @@ fn combine(
 /// The device of a job.
 fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
-    match (&args.target, &job.filename, &args.url) {
+    match (args.target(), &job.filename, &args.url) {
         (BenchTarget::Url(url), _, _) => Ok(url.clone()),
         (_, Some(name), _) => name
             .parse()
@@ -366,101 +380,34 @@ fn live(title: &str, p: &Progress) -> String {
     )
 }
 
-#[derive(Serialize)]
-struct Document {
-    url: String,
-    #[serde(flatten)]
-    report: Report,
-}
-
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Documents {
-    One(Box<Document>),
-    Several { jobs: Vec<Document> },
-}
-
-/// Prints results.
-fn emit(outcomes: &[Outcome], global: &Global) -> Result<(), CliError> {
-    let document = |outcome: &Outcome| Document {
-        url: outcome.address.clone(),
-        report: Report::new(outcome),
-    };
-    let mut all: Vec<Document> = outcomes.iter().map(document).collect();
-    let documents = match all.len() {
-        1 => Documents::One(Box::new(all.remove(0))),
-        _ => Documents::Several { jobs: all },
-    };
-    output::result(&documents, global, |out| match &documents {
-        Documents::One(one) => print(out, &one.url, &one.report),
-        Documents::Several { jobs } => jobs
-            .iter()
-            .try_for_each(|job| print(out, &job.url, &job.report)),
+/// Prints results, and writes the files that are asked for.
+fn emit(outcomes: &[Outcome], args: &BenchArgs, global: &Global) -> Result<(), CliError> {
+    let (machine, to) = (Machine::this(), &args.results);
+    save(to.csv.as_deref(), |out| csv::write(out, outcomes))?;
+    save(to.hdr_log.as_deref(), |out| hdr::write(out, outcomes))?;
+    save(to.report.as_deref(), |out| {
+        html::write(out, outcomes, &machine)
+    })?;
+    output::print(|out| match global.output {
+        Format::Json => json::write(out, outcomes, &machine, to.bins),
+        Format::Text => text::write(out, outcomes),
     })
 }
 
-fn print(out: &mut dyn Write, url: &str, report: &Report) -> io::Result<()> {
-    let pattern = match report.pattern {
-        Pattern::Random => "random",
-        Pattern::Sequential => "sequential",
+/// Writes a file, if one is named.
+fn save(
+    path: Option<&Path>,
+    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<(), CliError> {
+    let Some(path) = path else {
+        return Ok(());
     };
-    let sizes = match report.block_size {
-        Some(size) => units::show_size(size),
-        None => report.bs.clone(),
-    };
-    writeln!(
-        out,
-        "{url}: {pattern}, {sizes} blocks, depth {}, {} job(s), {:.1} s",
-        report.depth, report.jobs, report.runtime_seconds
-    )?;
-    for (name, direction) in report.directions() {
-        print_direction(out, name, direction)?;
-    }
-    if let Some(holes) = report.holes.filter(|holes| holes.bytes > 0) {
-        writeln!(
-            out,
-            "holes: {} of {} are not allocated, so reads of them are no measure of a disk",
-            units::show_size(holes.bytes),
-            units::show_size(holes.of)
-        )?;
-    }
-    if let Some(verified) = &report.verified {
-        writeln!(out, "verified: {} blocks, all right", verified.blocks)?;
-    }
-    Ok(())
-}
-
-fn print_direction(out: &mut dyn Write, name: &str, direction: &Direction) -> io::Result<()> {
-    writeln!(
-        out,
-        "{name:<5}: {:.0} IOPS, {}/s",
-        direction.iops,
-        units::show_size(direction.bw_bytes as u64)
-    )?;
-    for (what, latency) in [
-        ("latency", &direction.lat_ns),
-        ("response", &direction.response_ns),
-    ] {
-        if let Some(latency) = latency {
-            print_latency(out, what, latency)?;
-        }
-    }
-    Ok(())
-}
-
-fn print_latency(out: &mut dyn Write, what: &str, latency: &Latency) -> io::Result<()> {
-    let us = |ns: u64| ns as f64 / 1000.0;
-    writeln!(
-        out,
-        "       {what} in us: min {:.1}, mean {:.1}, p50 {:.1}, p90 {:.1}, p99 {:.1}, p99.9 {:.1}, max {:.1}",
-        us(latency.min),
-        latency.mean / 1000.0,
-        us(latency.p50),
-        us(latency.p90),
-        us(latency.p99),
-        us(latency.p99_9),
-        us(latency.max)
-    )
+    let written = File::create(path).and_then(|file| {
+        let mut out = BufWriter::new(file);
+        write(&mut out)?;
+        out.flush()
+    });
+    written.map_err(|e| CliError::io(format!("cannot write {}", path.display()), e))
 }
 
 #[cfg(test)]

@@ -91,7 +91,6 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
         Verb::Read(args) => copy::read(&args, global),
         Verb::Write(args) => copy::write(&args, global),
         Verb::Bench(args) => bench::run(&args, global),
-        Verb::BenchWire(args) => wire::run(&args, global),
         Verb::Rping(args) => rping::run(&args, global),
         Verb::Completions { shell } => docs::completions(shell),
         Verb::Target { args } => target::run(&args),

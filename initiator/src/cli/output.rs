@@ -16,13 +16,21 @@ pub(super) fn result<T: Serialize>(
     global: &Global,
     human: impl FnOnce(&mut dyn Write) -> io::Result<()>,
 ) -> Result<(), CliError> {
+    print(|out| match global.output {
+        Format::Json => {
+            serde_json::to_writer_pretty(&mut *out, value)?;
+            writeln!(out)
+        }
+        Format::Text => human(out),
+    })
+}
+
+/// Prints to standard output.
+pub(super) fn print(
+    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<(), CliError> {
     let mut out = io::stdout().lock();
-    let written = match global.output {
-        Format::Json => serde_json::to_writer_pretty(&mut out, value)
-            .map_err(io::Error::from)
-            .and_then(|()| writeln!(out)),
-        Format::Text => human(&mut out),
-    };
+    let written = write(&mut out);
     match written.and_then(|()| out.flush()) {
         // The reader of the pipe has read enough.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),

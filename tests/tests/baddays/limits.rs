@@ -35,7 +35,7 @@ fn load(daemon: &Daemon, url: &str, rw: &str, options: &[&str]) -> Load {
         let since = Instant::now();
         let report: Value = serde_json::from_str(&succeeded(&mut command)).unwrap();
         let seconds = since.elapsed().as_secs_f64();
-        let done = |way: &str| report[way]["total_ios"].as_f64().unwrap();
+        let done = |way: &str| report["jobs"][0][way]["total_ios"].as_f64().unwrap();
         let done = done("read") + done("write");
         assert!(done > 0.0, "{report}");
         (done, seconds)

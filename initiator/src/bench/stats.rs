@@ -201,7 +201,7 @@ impl Collector {
     /// The figures of the whole, and the intervals of a run of that length.
     pub(super) fn finish(mut self, runtime: Duration) -> (Figures, Vec<Interval>) {
         let count = |length: Duration| runtime.as_nanos().div_ceil(length.as_nanos()).max(1);
-        // A long run without an operation has no more intervals than one with some.
+        // The limit holds for a long run without operations, too.
         while count(self.length) > MAX_INTERVALS as u128 {
             self.merge_neighbours();
         }

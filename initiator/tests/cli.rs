@@ -591,11 +591,29 @@ fn benchmarks_report_what_they_did() {
 fn results_go_to_files_and_are_compared() {
     let home = Home::new();
     let [page, csv, log] = ["page.html", "series.csv", "log.hlog"].map(|name| home.path(name));
-    let run = ["bench", "mem:8M", "--number-ios=64", "--warm-up=0", "--rounds=4"];
-    let files = ["--report", &page, "--csv", &csv, "--hdr-log", &log, "--bins"];
+    let run = [
+        "bench",
+        "mem:8M",
+        "--number-ios=64",
+        "--warm-up=0",
+        "--rounds=4",
+    ];
+    let files = [
+        "--report",
+        &page,
+        "--csv",
+        &csv,
+        "--hdr-log",
+        &log,
+        "--bins",
+    ];
     let json = home.ok(&[&run[..], &files, &["-o", "json"]].concat());
     std::fs::write(home.path("a.json"), &json).unwrap();
-    std::fs::write(home.path("b.json"), home.ok(&[&run[..], &["-o", "json"]].concat())).unwrap();
+    std::fs::write(
+        home.path("b.json"),
+        home.ok(&[&run[..], &["-o", "json"]].concat()),
+    )
+    .unwrap();
     assert!(json.contains("\"bins\""), "{json}");
     let read = |path: &str| std::fs::read_to_string(path).unwrap();
     assert!(read(&page).contains("</html>") && read(&csv).lines().count() > 4);

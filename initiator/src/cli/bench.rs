@@ -416,7 +416,7 @@ mod tests {
 
     use super::super::args::{Args, Verb};
     use super::*;
-    use crate::bench::job::{Access, Amount};
+    use crate::bench::job::{Access, Amount, Pattern};
 
     fn parsed(words: &[&str]) -> Result<Vec<Vec<Job>>, CliError> {
         let words = ["riser", "bench"].iter().chain(words);

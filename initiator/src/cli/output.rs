@@ -26,9 +26,7 @@ pub(super) fn result<T: Serialize>(
 }
 
 /// Prints to standard output.
-pub(super) fn print(
-    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
-) -> Result<(), CliError> {
+pub(super) fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), CliError> {
     let mut out = io::stdout().lock();
     let written = write(&mut out);
     match written.and_then(|()| out.flush()) {

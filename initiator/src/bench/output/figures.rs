@@ -20,11 +20,6 @@ pub(super) fn total_ios(outcome: &Outcome) -> u64 {
     outcome.measured.iter().map(Measured::ios).sum()
 }
 
-/// Bytes moved by operations of all kinds.
-pub(super) fn total_bytes(measured: &[Measured; 4]) -> u64 {
-    measured.iter().map(|m| m.bytes).sum()
-}
-
 /// Latencies that an application would see: from the time when an operation was due, where
 /// arrivals are planned.
 pub(super) fn latencies(measured: &Measured) -> &Histogram<u64> {

@@ -145,7 +145,7 @@ fn a_server_without_go_is_asked_in_the_older_way() {
     assert_eq!(negotiated.flags, flag::HAS_FLAGS | flag::READ_ONLY);
     assert!(!negotiated.structured);
     // It hangs up where it has no such export.
-    let error = scripted(&[refused.clone()]).unwrap_err();
+    let error = scripted(std::slice::from_ref(&refused)).unwrap_err();
     assert!(
         matches!(error, HandshakeError::UnknownExport { .. }),
         "{error}"
@@ -240,11 +240,11 @@ fn cookie(header: &[u8]) -> Cookie {
     Cookie(u64::from_be_bytes(header[8..16].try_into().unwrap()))
 }
 
-/// Hands over all bytes; returns the ends, in order, and the data of reads with their places.
-fn feed(
-    requests: &mut Requests<char>,
-    mut bytes: &[u8],
-) -> Result<(Vec<(char, End)>, Vec<(char, usize, Vec<u8>)>), ReplyFault> {
+/// Ends of requests in order, and the data of reads with their places.
+type Fed = (Vec<(char, End)>, Vec<(char, usize, Vec<u8>)>);
+
+/// Hands over all bytes.
+fn feed(requests: &mut Requests<char>, mut bytes: &[u8]) -> Result<Fed, ReplyFault> {
     let (mut ends, mut data) = (Vec::new(), Vec::new());
     loop {
         if let Some((token, at, left)) = requests.payload() {

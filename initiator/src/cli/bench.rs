@@ -2,12 +2,12 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::address::Address;
-use super::args::{BenchArgs, BenchTarget, BenchVerb, Format, Global, WorkloadArgs};
+use super::args::{BenchArgs, BenchTarget, BenchVerb, Format, Global, ResultsArgs, WorkloadArgs};
 use super::disk::{Disk, open};
 use super::exit::{CliError, Exit};
 use super::{compare, guard, output, units, wire};
@@ -41,6 +41,7 @@ pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
 
 fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     let groups = groups(args)?;
+    let files = ResultFiles::create(&args.results)?;
     let disks = open_all(args, &groups, global)?;
     let options = RunOptions {
         interval: args.interval,
@@ -73,7 +74,7 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     for (_, disk) in &disks {
         disk.close();
     }
-    emit(&outcomes, args, global)
+    emit(&outcomes, files, args.results.bins, global)
 }
 
 /// The jobs of the command line or of the job file, in groups that run one after another: each round
@@ -380,34 +381,70 @@ fn live(title: &str, p: &Progress) -> String {
     )
 }
 
-/// Prints results, and writes the files that are asked for.
-fn emit(outcomes: &[Outcome], args: &BenchArgs, global: &Global) -> Result<(), CliError> {
-    let (machine, to) = (Machine::this(), &args.results);
-    save(to.csv.as_deref(), |out| csv::write(out, outcomes))?;
-    save(to.hdr_log.as_deref(), |out| hdr::write(out, outcomes))?;
-    save(to.report.as_deref(), |out| {
-        html::write(out, outcomes, &machine)
-    })?;
-    output::print(|out| match global.output {
-        Format::Json => json::write(out, outcomes, &machine, to.bins),
-        Format::Text => text::write(out, outcomes),
-    })
+/// Files for results, made before the run: what cannot be written is known before it takes its time.
+struct ResultFiles {
+    report: Option<ResultFile>,
+    csv: Option<ResultFile>,
+    hdr_log: Option<ResultFile>,
 }
 
-/// Writes a file, if one is named.
-fn save(
-    path: Option<&Path>,
-    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+impl ResultFiles {
+    fn create(args: &ResultsArgs) -> Result<Self, CliError> {
+        let create = |path: &Option<PathBuf>| path.as_deref().map(ResultFile::create).transpose();
+        Ok(Self {
+            report: create(&args.report)?,
+            csv: create(&args.csv)?,
+            hdr_log: create(&args.hdr_log)?,
+        })
+    }
+}
+
+struct ResultFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl ResultFile {
+    fn create(path: &Path) -> Result<Self, CliError> {
+        let path = path.to_owned();
+        match File::create(&path) {
+            Ok(file) => Ok(Self { file, path }),
+            Err(error) => Err(cannot_write(&path, error)),
+        }
+    }
+
+    fn save(self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), CliError> {
+        let mut out = BufWriter::new(self.file);
+        let written = write(&mut out).and_then(|()| out.flush());
+        written.map_err(|error| cannot_write(&self.path, error))
+    }
+}
+
+fn cannot_write(path: &Path, error: io::Error) -> CliError {
+    CliError::io(format!("cannot write {}", path.display()), error)
+}
+
+/// Prints results, and writes the files that are asked for.
+fn emit(
+    outcomes: &[Outcome],
+    files: ResultFiles,
+    bins: bool,
+    global: &Global,
 ) -> Result<(), CliError> {
-    let Some(path) = path else {
-        return Ok(());
-    };
-    let written = File::create(path).and_then(|file| {
-        let mut out = BufWriter::new(file);
-        write(&mut out)?;
-        out.flush()
-    });
-    written.map_err(|e| CliError::io(format!("cannot write {}", path.display()), e))
+    let machine = Machine::this();
+    if let Some(file) = files.csv {
+        file.save(|out| csv::write(out, outcomes))?;
+    }
+    if let Some(file) = files.hdr_log {
+        file.save(|out| hdr::write(out, outcomes))?;
+    }
+    if let Some(file) = files.report {
+        file.save(|out| html::write(out, outcomes, &machine))?;
+    }
+    output::print(|out| match global.output {
+        Format::Json => json::write(out, outcomes, &machine, bins),
+        Format::Text => text::write(out, outcomes),
+    })
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -42,7 +43,7 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     let url_text = url.to_string();
     let same = attachments
         .iter()
-        .find(|a| is_it(&a.unit) || a.url == url_text);
+        .find(|a| is_it(&a.unit) || a.url == url_text || is_same_file(url, &a.url));
     if let Some(other) = same {
         let path = other.export.path().display();
         return Err(refuse(format!("this host has it attached at {path}")));
@@ -77,6 +78,15 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
         Some(what) => Err(refuse(format!("it carries {what}"))),
         None => Ok(()),
     }
+}
+
+/// Whether an attachment is of the same file, by whatever path.
+fn is_same_file(url: &Address, other: &str) -> bool {
+    let id = |address: &Address| match address {
+        Address::File { path, .. } => fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino())),
+        _ => None,
+    };
+    id(url).is_some_and(|own| other.parse().ok().and_then(|other| id(&other)) == Some(own))
 }
 
 /// The attachments of this host that this user can see: of other users, only root can.

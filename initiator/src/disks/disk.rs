@@ -135,17 +135,14 @@ impl ThreadDisk {
     }
 
     /// Writes zeroes as data.
-    async fn write_zero_data(&self, range: Range<u64>) -> Result<(), BlockError> {
+    async fn write_zero_data(&self, range: Range<u64>, fua: bool) -> Result<(), BlockError> {
         let most = ZERO_PIECE.min(self.geometry.max_transfer.into());
         let mut at = range.start;
         while at < range.end {
             let len = (range.end - at).min(most) as usize;
             let buffer = self.pool.take(len).await;
             buffer.slice().fill(0, len, 0);
-            let command = Command::Write {
-                offset: at,
-                fua: false,
-            };
+            let command = Command::Write { offset: at, fua };
             drop(self.transfer(command, buffer).await?);
             at += len as u64;
         }
@@ -229,12 +226,15 @@ impl BlockDevice for ThreadDisk {
         if range.is_empty() {
             return Ok(());
         }
-        let command = Command::WriteZeroes(range.clone(), options);
+        let fua = options.fua && self.has_fua;
+        let command = Command::WriteZeroes(range.clone(), ZeroOptions { fua, ..options });
         match self.change(command).await {
             // The file system or the device below lacks the command, or this form of it.
-            Err(BlockError::Unsupported) => self.write_zero_data(range).await?,
+            Err(BlockError::Unsupported) => self.write_zero_data(range, fua).await?,
             result => result?,
         }
+        // A file has no such form of the command. A server without flushes has that form, or
+        // nothing that is not stable.
         if options.fua {
             BlockDevice::flush(self).await?;
         }

@@ -162,6 +162,14 @@ const MACHINES: &[Machine] = &[
         judge: Judge::Tests("riser-initiator", "nbd::machine"),
         ..machine("initiator-nbd", "initiator/src/nbd", &["machine.rs"])
     },
+    Machine {
+        judge: Judge::Tests("riser-initiator", "nbd::client"),
+        ..machine(
+            "initiator-nbd-client",
+            "initiator/src/nbd/client",
+            &["requests.rs"],
+        )
+    },
     machine(
         "initiator-request",
         "initiator/src/request",

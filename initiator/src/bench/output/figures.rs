@@ -110,15 +110,23 @@ fn merged(chunk: &[Interval]) -> Interval {
         all.length += part.length;
         for (sum, measured) in all.measured.iter_mut().zip(&part.measured) {
             sum.bytes += measured.bytes;
-            sum.service.auto(true);
-            add(&mut sum.service, &measured.service);
+            accumulate(&mut sum.service, &measured.service);
             if let (Some(sum), Some(part)) = (&mut sum.response, &measured.response) {
-                sum.auto(true);
-                add(sum, part);
+                accumulate(sum, part);
             }
         }
     }
     all
+}
+
+/// Adds a distribution to a sum. One without values has fewer digits, so its place is taken.
+fn accumulate(sum: &mut Histogram<u64>, part: &Histogram<u64>) {
+    if sum.is_empty() {
+        sum.clone_from(part);
+    } else {
+        sum.auto(true);
+        add(sum, part);
+    }
 }
 
 /// The middle of the values; the mean of the two in the middle of an even number. 0 of none.

@@ -7,6 +7,7 @@
 use std::io::{self, Write};
 use std::time::{Duration, SystemTime};
 
+use hdrhistogram::Histogram;
 use hdrhistogram::serialization::V2DeflateSerializer;
 use hdrhistogram::serialization::interval_log::{
     IntervalLogWriter, IntervalLogWriterBuilder, IntervalLogWriterError, Tag,
@@ -72,11 +73,19 @@ fn entries(
     prefix: &str,
     start: Duration,
 ) -> io::Result<()> {
+    // Readers add up what follows in a distribution like the first one, so one without values has to
+    // have as many digits as the others.
+    let empty = Histogram::new(3).expect("three digits are allowed");
     let measured = &interval.measured[kind as usize];
     let response = measured.response.as_ref().map(|h| ("-response", h));
     for (suffix, histogram) in std::iter::once(("", &measured.service)).chain(response) {
         let text = format!("{prefix}{}{suffix}", kind.name());
         let tag = Tag::new(&text);
+        let histogram = if histogram.is_empty() {
+            &empty
+        } else {
+            histogram
+        };
         log.write_histogram(histogram, start, interval.length, tag)
             .map_err(|error| match error {
                 IntervalLogWriterError::IoError(error) => error,

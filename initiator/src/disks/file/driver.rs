@@ -33,6 +33,19 @@ pub(super) struct Target {
     pub(super) block: u32,
 }
 
+/// Flushes. The kernel reports a write-back that failed to one of them, and only once, so one runs at
+/// a time, answers all that came before it, and is remembered if it fails.
+#[derive(Default)]
+struct Flushes {
+    is_running: bool,
+    /// Have the answer of the one that runs.
+    together: Vec<Operation>,
+    /// Came while it ran.
+    waiting: Vec<Operation>,
+    /// Answer to every further one.
+    failed: Option<BlockError>,
+}
+
 /// An operation in the ring or at the helper thread.
 struct InFlight {
     operation: Operation,
@@ -50,6 +63,7 @@ pub(super) struct FileBackend {
     block: u64,
     in_flight: Slab<InFlight>,
     waiting: VecDeque<Operation>,
+    flushes: Flushes,
     /// For the system calls that the ring lacks.
     helper: Offload<io::Result<Vec<Extent>>>,
     completions: Vec<Completion>,
@@ -83,6 +97,7 @@ impl FileBackend {
             block: target.block.into(),
             in_flight: Slab::with_capacity(64),
             waiting: VecDeque::new(),
+            flushes: Flushes::default(),
             helper,
             completions: Vec::new(),
             has_queued: false,
@@ -92,6 +107,15 @@ impl FileBackend {
     }
 
     fn start(&mut self, operation: Operation) {
+        if matches!(operation.command, Command::Flush) {
+            if let Some(error) = &self.flushes.failed {
+                return operation.end(Err(error.clone()));
+            }
+            if self.flushes.is_running {
+                return self.flushes.waiting.push(operation);
+            }
+            self.flushes.is_running = true;
+        }
         let key = self.in_flight.insert(InFlight { operation, done: 0 });
         self.queue(key);
     }
@@ -165,7 +189,31 @@ impl FileBackend {
 
     fn end(&mut self, key: usize, result: Result<Vec<Extent>, BlockError>) {
         let InFlight { operation, .. } = self.in_flight.remove(key);
+        if let Err(error) = &result
+            && matches!(
+                operation.command,
+                Command::Flush | Command::Write { fua: true, .. }
+            )
+        {
+            // A write to stable storage may have had the report that a flush waits for.
+            self.flushes.failed.get_or_insert_with(|| error.clone());
+        }
+        if !matches!(operation.command, Command::Flush) {
+            return operation.end(result);
+        }
+        self.flushes.is_running = false;
+        for other in std::mem::take(&mut self.flushes.together) {
+            other.end(result.clone());
+        }
         operation.end(result);
+        let mut waiting = std::mem::take(&mut self.flushes.waiting).into_iter();
+        if let Some(error) = self.flushes.failed.clone() {
+            return waiting.for_each(|other| other.end(Err(error.clone())));
+        }
+        if let Some(first) = waiting.next() {
+            self.flushes.together = waiting.collect();
+            self.start(first);
+        }
     }
 
     fn on_completion(&mut self, key: usize, outcome: io::Result<u32>) {
@@ -198,13 +246,15 @@ impl FileBackend {
         self.failed = Some(error.clone());
         let waiting: Vec<_> = self.waiting.drain(..).collect();
         let in_flight: Vec<_> = self.in_flight.drain().collect();
+        let flushes = std::mem::take(&mut self.flushes);
         // The kernel may still use their memory, which the ring's own handles keep mapped; the
         // buffers must not be used again.
         for InFlight { mut operation, .. } in in_flight {
             std::mem::forget(operation.buffer.take());
             operation.end(Err(error.clone()));
         }
-        for operation in waiting {
+        let flushes = flushes.together.into_iter().chain(flushes.waiting);
+        for operation in waiting.into_iter().chain(flushes) {
             operation.end(Err(error.clone()));
         }
     }
@@ -314,5 +364,73 @@ fn block_error(error: &io::Error) -> BlockError {
         Some(libc::ENODATA | libc::EILSEQ) => BlockError::Medium(error.to_string()),
         Some(libc::ETIMEDOUT) => BlockError::TimedOut,
         _ => BlockError::Io(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use riser_testkit::eventually;
+
+    use super::*;
+    use crate::block::task::block_on;
+    use crate::disks::operation::Ended;
+    use crate::engine::oneshot;
+
+    fn backend() -> FileBackend {
+        let file = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 4096).unwrap();
+        FileBackend::new(Target {
+            file,
+            is_device: false,
+            block: 512,
+        })
+        .unwrap()
+    }
+
+    fn flush(backend: &mut FileBackend) -> impl Future<Output = Option<Ended>> + use<> {
+        let (done, ended) = oneshot();
+        let operation = Operation {
+            command: Command::Flush,
+            buffer: None,
+            done,
+        };
+        backend.submit(operation, Instant::now());
+        ended
+    }
+
+    fn result(ended: impl Future<Output = Option<Ended>>) -> Result<(), BlockError> {
+        block_on(ended).expect("an answer").result.map(drop)
+    }
+
+    #[test]
+    fn a_failed_flush_answers_all_that_came_and_is_not_forgotten() {
+        let mut backend = backend();
+        let first = flush(&mut backend);
+        let second = flush(&mut backend);
+        // What Linux says once.
+        backend.on_completion(0, Err(io::Error::from_raw_os_error(libc::EIO)));
+        let third = flush(&mut backend);
+        for ended in [result(first), result(second), result(third)] {
+            assert!(matches!(ended, Err(BlockError::Io(_))), "{ended:?}");
+        }
+        assert!(backend.in_flight.is_empty());
+    }
+
+    #[test]
+    fn flushes_that_come_during_one_are_answered_by_another() {
+        let mut backend = backend();
+        let all: Vec<_> = (0..4).map(|_| flush(&mut backend)).collect();
+        assert_eq!(backend.in_flight.len(), 1);
+        backend.flush(Instant::now());
+        eventually("the end of all", Duration::from_secs(60), || {
+            backend.complete(Instant::now());
+            backend.flush(Instant::now());
+            backend.in_flight.is_empty()
+        });
+        for ended in all {
+            result(ended).unwrap();
+        }
     }
 }

@@ -25,12 +25,16 @@ const RECEIVES: usize = 16;
 const BULK: u64 = 32 << 10;
 /// Room behind such data: the headers of what follows.
 const BULK_ROOM: usize = 4096;
+/// Length of the header of a request.
+const HEADER: u64 = 28;
 
 /// A request in flight.
 #[derive(Debug)]
 struct InFlight {
     operation: Operation,
     since: Instant,
+    /// Where its header ends in what is sent.
+    header_end: u64,
 }
 
 /// Outcome of a receive.
@@ -121,6 +125,7 @@ impl NbdBackend {
                     offset,
                     len,
                     no_hole: !options.may_unmap,
+                    fua: options.fua,
                 }
             }
             Command::Status(range) => {
@@ -137,8 +142,12 @@ impl NbdBackend {
             }
             _ => None,
         };
-        let since = now;
-        let header = self.requests.submit(request, InFlight { operation, since });
+        let in_flight = InFlight {
+            operation,
+            since: now,
+            header_end: self.outgoing.end() + HEADER,
+        };
+        let header = self.requests.submit(request, in_flight);
         self.outgoing.push_header(&header);
         if let Some(data) = data {
             self.outgoing.push_data(data);
@@ -246,6 +255,13 @@ impl NbdBackend {
             let progress = self.requests.handle(&self.received[self.valid.clone()])?;
             self.valid.start += progress.consumed;
             match progress.event {
+                // One that guesses cookies could have us keep the data of writes that it never reads.
+                Some(Event::Done(request, _)) if !self.outgoing.is_sent(request.header_end) => {
+                    let early = ReplyFault::Early;
+                    let error = BlockError::Disconnected(early.to_string());
+                    request.operation.end(Err(error));
+                    return Err(early);
+                }
                 Some(Event::Done(request, end)) => self.end(request, end),
                 Some(Event::Hole(key, range)) => {
                     let memory = self.requests.token(key).operation.memory().slice();

@@ -18,7 +18,7 @@ mod tests;
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
@@ -135,8 +135,7 @@ pub fn connect(uri: &NbdUri, config: NbdConfig) -> Result<ThreadDisk, NbdError> 
 fn open_socket(server: &NbdServer, until: Instant) -> Result<OwnedFd, NbdError> {
     let (host, port) = match server {
         NbdServer::Unix(path) => {
-            let socket = UnixStream::connect(path).map_err(NbdError::Connect)?;
-            return Ok(socket.into());
+            return connect_unix(path, until).map_err(NbdError::Connect);
         }
         NbdServer::Tcp { host, port } => (host, *port),
     };
@@ -166,6 +165,23 @@ fn open_socket(server: &NbdServer, until: Instant) -> Result<OwnedFd, NbdError> 
         Some(error) => NbdError::Connect(error),
         None => resolve_error(io::ErrorKind::NotFound.into()),
     })
+}
+
+/// Connects to a server on this host. One whose queue is full is waited for until then.
+fn connect_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
+    use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+
+    let flags = SocketFlags::CLOEXEC;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let left = until.saturating_duration_since(Instant::now());
+    // A time of 0 stands for no limit.
+    let left = left.max(Duration::from_millis(1));
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(left))?;
+    match net::connect(&socket, &SocketAddrUnix::new(path)?) {
+        Ok(()) => Ok(socket),
+        Err(rustix::io::Errno::AGAIN) => Err(io::ErrorKind::TimedOut.into()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Size and limits of an export as a block device.

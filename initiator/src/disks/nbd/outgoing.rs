@@ -31,6 +31,9 @@ pub(super) struct Outgoing {
     /// Bytes of `headers` that are sent.
     sent: usize,
     parts: VecDeque<Part>,
+    /// Bytes of the stream that were appended, and that were sent, since it began.
+    end: u64,
+    sent_to: u64,
 }
 
 impl Outgoing {
@@ -38,8 +41,19 @@ impl Outgoing {
         self.parts.is_empty()
     }
 
+    /// Whether the stream was sent up to that place.
+    pub(super) fn is_sent(&self, place: u64) -> bool {
+        place <= self.sent_to
+    }
+
+    /// The place that is appended to.
+    pub(super) fn end(&self) -> u64 {
+        self.end
+    }
+
     /// Appends a header. Headers that follow one another are one piece.
     pub(super) fn push_header(&mut self, header: &[u8]) {
+        self.end += header.len() as u64;
         self.headers.extend_from_slice(header);
         match self.parts.back_mut() {
             Some(Part::Headers(len)) => *len += header.len(),
@@ -49,6 +63,7 @@ impl Outgoing {
 
     /// Appends the data of a write.
     pub(super) fn push_data(&mut self, data: MemSlice) {
+        self.end += data.len() as u64;
         self.parts.push_back(Part::Data(data));
     }
 
@@ -103,6 +118,7 @@ impl Outgoing {
 
     /// Takes what was sent out of the queue.
     fn take(&mut self, mut count: usize) {
+        self.sent_to += count as u64;
         while count > 0 {
             let part = self.parts.front_mut().expect("no more than was queued");
             let len = match part {

@@ -68,6 +68,8 @@ pub enum Request {
         len: u32,
         /// The space must stay allocated.
         no_hole: bool,
+        /// The zeroes must be on stable storage.
+        fua: bool,
     },
     /// Asks which parts of a range are allocated.
     BlockStatus {
@@ -90,9 +92,10 @@ impl Request {
                 offset,
                 len,
                 no_hole,
+                fua,
             } => (
                 cmd::WRITE_ZEROES,
-                flag(no_hole, cmd_flag::NO_HOLE),
+                flag(no_hole, cmd_flag::NO_HOLE) | flag(fua, cmd_flag::FUA),
                 offset,
                 len,
             ),
@@ -111,6 +114,9 @@ pub enum ReplyFault {
     /// A reply to a request that is not in flight.
     #[error("a reply names the request {0:#x}, which is not in flight")]
     Cookie(u64),
+    /// A reply to a request that was not sent yet.
+    #[error("a reply comes before its request was sent")]
+    Early,
     /// A chunk without structured replies, or a simple reply to a read with them.
     #[error("a reply has the form that was not negotiated")]
     Form,

@@ -134,10 +134,21 @@ pub struct Comparison {
 struct Group<'a> {
     name: &'a str,
     options: Vec<(String, String)>,
+    address: Option<&'a str>,
     rounds: Vec<&'a RunSummary>,
 }
 
-impl Group<'_> {
+impl<'a> Group<'a> {
+    /// The same case of another side. Where the disk is matters only if a side has several.
+    fn partner<'g>(&self, own: &[Self], others: &'g [Group<'a>], by: MatchBy) -> Option<&'g Self> {
+        let count = |groups: &[Group<'_>]| groups.iter().filter(|g| g.is_case_of(self, by)).count();
+        let is_only = count(own) == 1 && count(others) == 1;
+        let is_it = |other: &&Group<'_>| {
+            other.is_case_of(self, by) && (is_only || other.address == self.address)
+        };
+        others.iter().find(is_it)
+    }
+
     fn is_case_of(&self, other: &Group<'_>, by: MatchBy) -> bool {
         self.name == other.name && (by == MatchBy::Name || self.options == other.options)
     }
@@ -150,14 +161,12 @@ pub fn compare(a: &[RunSummary], b: &[RunSummary], by: MatchBy) -> Comparison {
     let mut cases = Vec::new();
     let mut unmatched = Vec::new();
     for group in &a {
-        match b.iter().find(|other| other.is_case_of(group, by)) {
+        match group.partner(&a, &b, by) {
             Some(other) => cases.push(case(group, other)),
             None => unmatched.push(alone('A', group)),
         }
     }
-    let rest = b
-        .iter()
-        .filter(|group| !a.iter().any(|other| other.is_case_of(group, by)));
+    let rest = b.iter().filter(|group| group.partner(&b, &a, by).is_none());
     unmatched.extend(rest.map(|group| alone('B', group)));
     Comparison {
         confidence: stats::CONFIDENCE,
@@ -180,9 +189,12 @@ fn groups(runs: &[RunSummary], by: MatchBy) -> Vec<Group<'_>> {
         let group = Group {
             name: &run.name,
             options: workload(&run.options),
+            address: run.address.as_deref(),
             rounds: vec![run],
         };
-        match groups.iter_mut().find(|known| known.is_case_of(&group, by)) {
+        let is_round =
+            |known: &&mut Group<'_>| known.is_case_of(&group, by) && known.address == group.address;
+        match groups.iter_mut().find(is_round) {
             Some(known) => known.rounds.push(run),
             None => groups.push(group),
         }

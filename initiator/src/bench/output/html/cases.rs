@@ -10,11 +10,16 @@ use crate::bench::output::show;
 /// Runs without operations are left out.
 pub(super) fn cases(outcomes: &[Outcome]) -> Vec<(String, Vec<&Outcome>)> {
     let mut order: Vec<(String, Vec<&Outcome>)> = Vec::new();
-    let mut known: BTreeMap<(&str, &str, String), usize> = BTreeMap::new();
+    let mut known: BTreeMap<(&str, &str, &[(String, String)]), usize> = BTreeMap::new();
     for outcome in outcomes.iter().filter(|o| total_ios(o) > 0) {
         let options = show::options(&outcome.options);
         let label = format!("{} {options} {}", outcome.name, outcome.address);
-        let key = (outcome.name.as_str(), outcome.address.as_str(), options);
+        // Not by what is shown, which is cut where it is long.
+        let key = (
+            outcome.name.as_str(),
+            outcome.address.as_str(),
+            &outcome.options[..],
+        );
         match known.get(&key) {
             Some(i) => order[*i].1.push(outcome),
             None => {

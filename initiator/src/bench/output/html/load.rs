@@ -54,10 +54,12 @@ fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
             continue;
         }
         let others = |(key, _): &&(String, String)| !LOAD.contains(&key.as_str());
-        let others: Vec<_> = outcome.options.iter().filter(others).cloned().collect();
-        let name = format!("{} {}", outcome.name, show::options(&others));
-        let same = |(known, runs): &&mut (String, Numbered<'_>)| {
-            *known == name && runs[0].1.address == outcome.address
+        let kept: Vec<_> = outcome.options.iter().filter(others).cloned().collect();
+        let name = format!("{} {}", outcome.name, show::options(&kept));
+        let same = |(_, runs): &&mut (String, Numbered<'_>)| {
+            let first = runs[0].1;
+            let same = first.options.iter().filter(others).eq(&kept);
+            same && first.name == outcome.name && first.address == outcome.address
         };
         match sweeps.iter_mut().find(same) {
             Some((_, runs)) => runs.push((i + 1, outcome)),

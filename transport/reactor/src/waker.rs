@@ -1,6 +1,7 @@
 //! [`Waker`]: ends a worker's park from any thread.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use riser_sync::atomic::{AtomicBool, Ordering};
@@ -30,6 +31,37 @@ impl Waker {
             counter: Some(Handle::new(fd)),
             pending: AtomicBool::new(false),
         })))
+    }
+
+    /// A waker of no ring. Its owner calls [`clear`](Self::clear), looks for what wakes announce, and
+    /// sleeps until [`descriptor`](Self::descriptor) is readable.
+    ///
+    /// # Errors
+    /// That of `eventfd(2)`.
+    pub fn detached() -> io::Result<Self> {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self(Arc::new(Shared {
+            counter: Some(Handle::new(fd)),
+            pending: AtomicBool::new(false),
+        })))
+    }
+
+    /// Descriptor that is readable after a wake; none of a [`simulated`](Self::simulated) one.
+    #[must_use]
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.counter().and_then(Handle::fd)
+    }
+
+    /// Takes the wakes so far of a [`detached`](Self::detached) waker. What a waking thread stored
+    /// before its `wake` is visible after this call. That of a ring would wait here for a wake: the
+    /// ring takes them by itself.
+    pub fn clear(&self) {
+        if let Some(counter) = self.descriptor() {
+            // Fails if there is none. A wake from here on finds the flag set and writes nothing; its
+            // owner looks after this call.
+            let _ = rustix::io::read(counter, &mut [0; 8]);
+        }
+        self.acknowledge();
     }
 
     /// A waker without a descriptor: a flag, for a simulation, which looks at it
@@ -76,5 +108,58 @@ impl Waker {
 
     pub(crate) fn counter(&self) -> Option<&Handle> {
         self.0.counter.as_ref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::{Duration, Instant};
+
+    use riser_sync::testing::explore;
+    use riser_sync::thread;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+
+    /// Waits for a wake without blocking: the threads of a checker are one thread. Miri does not know
+    /// the call, and has threads.
+    fn sleep(waker: &Waker) {
+        let fd = waker.descriptor().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !cfg!(miri)
+            && poll(
+                &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
+                Some(&Timespec::default()),
+            ) == Ok(0)
+        {
+            assert!(Instant::now() < deadline, "a wake is lost");
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn interleavings_lose_no_wake_of_a_detached_waker() {
+        const MESSAGES: usize = 4;
+        explore(|| {
+            let waker = Waker::detached().unwrap();
+            let (sender, receiver) = channel();
+            let theirs = waker.clone();
+            let thread = thread::spawn(move || {
+                for number in 0..MESSAGES {
+                    sender.send(number).unwrap();
+                    theirs.wake();
+                }
+            });
+            let mut got = 0;
+            while got < MESSAGES {
+                waker.clear();
+                match receiver.try_iter().count() {
+                    0 => sleep(&waker),
+                    news => got += news,
+                }
+            }
+            thread.join().unwrap();
+        });
     }
 }

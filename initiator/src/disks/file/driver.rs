@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use riser_reactor::{
     Completion, Durability, Fallocate, Handle, Offload, Ring, RingConfig, SubmitError, SyncKind,
-    SystemThreads, Token,
+    SystemThreads, Token, Waker,
 };
 use slab::Slab;
 
@@ -21,9 +21,6 @@ use crate::poll_fds::Waited;
 /// Operations in flight; further ones wait. One less than a power of two, since the ring adds one
 /// of its own.
 const CAPACITY: usize = 1023;
-
-/// Interval at which results of the helper thread are looked for.
-const HELPER_POLL: Duration = Duration::from_millis(1);
 
 /// File of a disk.
 pub(super) struct Target {
@@ -66,6 +63,9 @@ pub(super) struct FileBackend {
     flushes: Flushes,
     /// For the system calls that the ring lacks.
     helper: Offload<io::Result<Vec<Extent>>>,
+    /// Rung by the helper thread. That of the ring is an operation of it, whose completion may not be
+    /// counted in `event`.
+    helper_waker: Waker,
     completions: Vec<Completion>,
     /// Something is queued that the kernel has not seen.
     has_queued: bool,
@@ -88,7 +88,8 @@ impl FileBackend {
         let file = Handle::from(target.file);
         // A registered file saves a look-up in each operation; without it they work as well.
         let file = ring.register_file(&file).unwrap_or(file);
-        let helper = Offload::new(CAPACITY, ring.waker(), &SystemThreads)?;
+        let helper_waker = Waker::detached()?;
+        let helper = Offload::new(CAPACITY, helper_waker.clone(), &SystemThreads)?;
         Ok(Self {
             ring,
             event,
@@ -99,6 +100,7 @@ impl FileBackend {
             waiting: VecDeque::new(),
             flushes: Flushes::default(),
             helper,
+            helper_waker,
             completions: Vec::new(),
             has_queued: false,
             failed: None,
@@ -239,6 +241,16 @@ impl FileBackend {
         }
     }
 
+    /// Ends the operations that the helper thread has carried out. Returns whether there were any.
+    fn take_results(&mut self) -> bool {
+        let mut any = false;
+        while let Some((Token(key), result)) = self.helper.poll_result() {
+            any = true;
+            self.end(key as usize, result.map_err(|error| block_error(&error)));
+        }
+        any
+    }
+
     /// The ring is of no further use.
     fn fail(&mut self, error: &riser_reactor::RingError) {
         let error = BlockError::Io(error.to_string());
@@ -301,10 +313,7 @@ impl Backend for FileBackend {
             self.on_completion(completion.token.0 as usize, completion.outcome());
         }
         self.completions = completions;
-        while let Some((Token(key), result)) = self.helper.poll_result() {
-            worked = true;
-            self.end(key as usize, result.map_err(|error| block_error(&error)));
-        }
+        worked |= self.take_results();
         if let Err(error) = reaped {
             self.fail(&error);
         }
@@ -317,11 +326,13 @@ impl Backend for FileBackend {
         }
         // What completes from here on ends the sleep.
         let _ = rustix::io::read(&self.event, &mut [0; 8]);
+        self.helper_waker.clear();
+        let has_results = self.take_results();
         // A park without a wait has the kernel run what it has deferred, which a submission alone
         // does not, and queues the read of the waker again.
         let submitted = self.ring.park(Some(Duration::ZERO));
         match submitted.and_then(|()| self.ring.reap(&mut self.completions)) {
-            Ok(reaped) => reaped.is_empty(),
+            Ok(_) => self.completions.is_empty() && !has_results,
             Err(error) => {
                 self.fail(&error);
                 false
@@ -332,13 +343,12 @@ impl Backend for FileBackend {
     fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
         if self.failed.is_none() {
             out.push(Waited::reading(self.event.as_fd()));
+            out.extend(self.helper_waker.descriptor().map(Waited::reading));
         }
     }
 
     fn deadline(&self) -> Option<Instant> {
-        // The helper's wake is an operation of the ring itself, whose completion may not be counted
-        // in the eventfd.
-        (self.helper.outstanding() > 0).then(|| Instant::now() + HELPER_POLL)
+        None
     }
 
     fn close(&mut self) {
@@ -389,15 +399,22 @@ mod tests {
         .unwrap()
     }
 
-    fn flush(backend: &mut FileBackend) -> impl Future<Output = Option<Ended>> + use<> {
+    fn submit(
+        backend: &mut FileBackend,
+        command: Command,
+    ) -> impl Future<Output = Option<Ended>> + use<> {
         let (done, ended) = oneshot();
         let operation = Operation {
-            command: Command::Flush,
+            command,
             buffer: None,
             done,
         };
         backend.submit(operation, Instant::now());
         ended
+    }
+
+    fn flush(backend: &mut FileBackend) -> impl Future<Output = Option<Ended>> + use<> {
+        submit(backend, Command::Flush)
     }
 
     fn result(ended: impl Future<Output = Option<Ended>>) -> Result<(), BlockError> {
@@ -430,6 +447,28 @@ mod tests {
             backend.in_flight.is_empty()
         });
         for ended in all {
+            result(ended).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_helper_thread_ends_the_sleep() {
+        const PATIENCE: Duration = Duration::from_secs(60);
+        let mut backend = backend();
+        for _ in 0..200 {
+            let ended = submit(&mut backend, Command::Status(0..4096));
+            backend.flush(Instant::now());
+            assert_eq!(backend.deadline(), None, "no timer looks for the result");
+            while !backend.in_flight.is_empty() {
+                if backend.prepare_sleep() {
+                    let mut waited = Vec::new();
+                    backend.put_waited(&mut waited);
+                    let begun = Instant::now();
+                    crate::poll_fds::wait(&waited, Some(PATIENCE));
+                    assert!(begun.elapsed() < PATIENCE, "nothing has ended the sleep");
+                }
+                backend.complete(Instant::now());
+            }
             result(ended).unwrap();
         }
     }

@@ -3,12 +3,15 @@
 use std::fmt;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::task::Waker;
 
-use super::operation::{Command, Ended, Operation};
+use super::limits::{Limits, Plan};
+use super::operation::{Command, Ended};
 use super::thread::{Backend, DiskThread};
 use crate::block::{
-    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, ZeroOptions,
+    BlockDevice, BlockError, Buffer, Completion, Extent, ExtentKind, Geometry, Operation, Service,
+    Workload, ZeroOptions,
 };
 use crate::engine::{BufferPool, oneshot};
 
@@ -26,10 +29,8 @@ const ZERO_PIECE: u64 = 256 << 10;
 
 /// A disk whose operations are carried out by a thread of its own.
 pub struct ThreadDisk {
-    geometry: Geometry,
+    limits: Arc<Limits>,
     description: String,
-    /// A write may ask for stable storage; where not, a flush follows it.
-    has_fua: bool,
     pool: BufferPool,
     thread: DiskThread,
 }
@@ -38,7 +39,7 @@ impl fmt::Debug for ThreadDisk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThreadDisk")
             .field("description", &self.description)
-            .field("geometry", &self.geometry)
+            .field("limits", &self.limits)
             .finish_non_exhaustive()
     }
 }
@@ -57,12 +58,15 @@ impl ThreadDisk {
         properties: Properties,
         make: impl FnOnce() -> io::Result<B> + Send + 'static,
     ) -> io::Result<Self> {
-        Ok(Self {
+        let limits = Arc::new(Limits {
             geometry: properties.geometry,
-            description: properties.description,
             has_fua: properties.has_fua,
+        });
+        Ok(Self {
+            limits: limits.clone(),
+            description: properties.description,
             pool: BufferPool::new(POOL)?,
-            thread: DiskThread::start(properties.thread, make)?,
+            thread: DiskThread::start(properties.thread, limits, make)?,
         })
     }
 
@@ -80,70 +84,52 @@ impl ThreadDisk {
 
     async fn run(&self, command: Command, buffer: Option<Buffer>) -> Ended {
         let (done, ended) = oneshot();
-        self.thread.submit(Operation {
-            command,
-            buffer,
-            done,
-        });
+        self.thread.submit(command, buffer, done);
         ended.await.unwrap_or_else(|| Ended {
             result: Err(BlockError::Disconnected("the disk is closed".into())),
             buffer: None,
         })
     }
 
-    async fn transfer(&self, command: Command, buffer: Buffer) -> Result<Buffer, BlockError> {
-        let ended = self.run(command, Some(buffer)).await;
-        ended.result?;
-        Ok(ended.buffer.expect("a transfer gives its buffer back"))
+    /// Carries out an operation, and the flush that it needs.
+    async fn carry_out(&self, operation: Operation) -> Completion {
+        let Plan {
+            command,
+            mut buffer,
+            then_flush,
+        } = self.limits.plan(operation)?;
+        let flush = then_flush.then_some(Command::Flush);
+        for command in command.into_iter().chain(flush) {
+            let ended = self.run(command, buffer).await;
+            ended.result?;
+            buffer = ended.buffer;
+        }
+        Ok(buffer)
+    }
+
+    async fn transfer(&self, operation: Operation) -> Result<Buffer, BlockError> {
+        let buffer = self.carry_out(operation).await?;
+        Ok(buffer.expect("a transfer gives its buffer back"))
     }
 
     async fn change(&self, command: Command) -> Result<(), BlockError> {
         self.run(command, None).await.result.map(drop)
     }
 
-    /// Returns whether a range is whole blocks within the disk.
-    fn check(&self, range: &Range<u64>) -> Result<(), BlockError> {
-        let block = u64::from(self.geometry.block_size);
-        let is_aligned = range.start.is_multiple_of(block) && range.end.is_multiple_of(block);
-        let len = range.end.checked_sub(range.start);
-        match len {
-            Some(len) if is_aligned && self.geometry.contains(range.start, len) => Ok(()),
-            _ => Err(BlockError::OutOfRange),
-        }
-    }
-
-    fn check_transfer(&self, offset: u64, len: usize) -> Result<(), BlockError> {
-        if len > self.geometry.max_transfer as usize {
-            return Err(BlockError::OutOfRange);
-        }
-        let end = offset.checked_add(len as u64);
-        self.check(&(offset..end.ok_or(BlockError::OutOfRange)?))
-    }
-
-    fn check_change(&self, range: &Range<u64>, most: u64) -> Result<(), BlockError> {
-        if self.geometry.read_only {
-            return Err(BlockError::ReadOnly);
-        }
-        if most == 0 {
-            return Err(BlockError::Unsupported);
-        }
-        self.check(range)?;
-        match range.end - range.start <= most {
-            true => Ok(()),
-            false => Err(BlockError::OutOfRange),
-        }
-    }
-
     /// Writes zeroes as data.
     async fn write_zero_data(&self, range: Range<u64>, fua: bool) -> Result<(), BlockError> {
-        let most = ZERO_PIECE.min(self.geometry.max_transfer.into());
+        let most = ZERO_PIECE.min(self.limits.geometry.max_transfer.into());
         let mut at = range.start;
         while at < range.end {
             let len = (range.end - at).min(most) as usize;
             let buffer = self.pool.take(len).await;
             buffer.slice().fill(0, len, 0);
-            let command = Command::Write { offset: at, fua };
-            drop(self.transfer(command, buffer).await?);
+            let write = Operation::Write {
+                offset: at,
+                buffer,
+                fua,
+            };
+            drop(self.transfer(write).await?);
             at += len as u64;
         }
         Ok(())
@@ -152,7 +138,7 @@ impl ThreadDisk {
 
 impl BlockDevice for ThreadDisk {
     fn geometry(&self) -> &Geometry {
-        &self.geometry
+        &self.limits.geometry
     }
 
     fn try_buffer(&self, len: usize) -> Option<Buffer> {
@@ -175,46 +161,30 @@ impl BlockDevice for ThreadDisk {
         self.thread.host(service)
     }
 
+    fn drive(&self, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
+        self.thread.drive(workload)
+    }
+
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {
-        self.check_transfer(offset, buffer.len())?;
-        if buffer.is_empty() {
-            return Ok(buffer);
-        }
-        self.transfer(Command::Read { offset }, buffer).await
+        self.transfer(Operation::Read { offset, buffer }).await
     }
 
     async fn write(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<Buffer, BlockError> {
-        if self.geometry.read_only {
-            return Err(BlockError::ReadOnly);
-        }
-        self.check_transfer(offset, buffer.len())?;
-        if buffer.is_empty() {
-            return Ok(buffer);
-        }
-        let command = Command::Write {
+        let write = Operation::Write {
             offset,
-            fua: fua && self.has_fua,
+            buffer,
+            fua,
         };
-        let buffer = self.transfer(command, buffer).await?;
-        if fua && !self.has_fua {
-            BlockDevice::flush(self).await?;
-        }
-        Ok(buffer)
+        self.transfer(write).await
     }
 
     async fn flush(&self) -> Result<(), BlockError> {
-        match self.geometry.volatile_cache {
-            true => self.change(Command::Flush).await,
-            false => Ok(()),
-        }
+        self.carry_out(Operation::Flush).await.map(drop)
     }
 
     async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
-        self.check_change(&range, self.geometry.max_discard)?;
-        if range.is_empty() {
-            return Ok(());
-        }
-        self.change(Command::Discard(range)).await
+        let discard = Operation::Discard(range);
+        self.carry_out(discard).await.map(drop)
     }
 
     async fn write_zeroes(
@@ -222,11 +192,13 @@ impl BlockDevice for ThreadDisk {
         range: Range<u64>,
         options: ZeroOptions,
     ) -> Result<(), BlockError> {
-        self.check_change(&range, self.geometry.max_write_zeroes)?;
+        let geometry = &self.limits.geometry;
+        self.limits
+            .check_change(&range, geometry.max_write_zeroes)?;
         if range.is_empty() {
             return Ok(());
         }
-        let fua = options.fua && self.has_fua;
+        let fua = options.fua && self.limits.has_fua;
         let command = Command::WriteZeroes(range.clone(), ZeroOptions { fua, ..options });
         match self.change(command).await {
             // The file system or the device below lacks the command, or this form of it.
@@ -242,7 +214,7 @@ impl BlockDevice for ThreadDisk {
     }
 
     async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
-        self.check(&range)?;
+        self.limits.check(&range)?;
         if range.is_empty() {
             return Err(BlockError::OutOfRange);
         }
@@ -251,7 +223,7 @@ impl BlockDevice for ThreadDisk {
             vec![Extent { len, kind }]
         };
         let len = range.end - range.start;
-        if !self.geometry.reports_status {
+        if !self.limits.geometry.reports_status {
             return Ok(whole(len));
         }
         let end = range.start + len.min(MAX_RANGE);

@@ -2,14 +2,14 @@
 //! devices.
 //!
 //! - [`ThreadDisk`]: such a disk, a [`BlockDevice`](crate::block::BlockDevice). It has a thread of
-//!   its own, which carries out and completes operations, and serves clients.
+//!   its own, which carries out and completes operations, runs workloads and serves clients.
 //! - [`nbd`]: connects to an export. - [`file`]: opens a file or block device.
 //!
 //! # I/O model
 //! An operation is a message to the disk's thread. The thread collects the messages of a round,
 //! hands them to the socket or the ring in one system call, and wakes the tasks whose operations
 //! have ended. A task that is woken submits its next operation in the same round, so at depth *n*
-//! up to *n* operations share a system call.
+//! up to *n* operations share a system call. Those of a workload need no message.
 //!
 //! # Invariants
 //! A buffer belongs to the disk until its operation has ended. Buffers come from a pool of fixed
@@ -19,8 +19,12 @@
 
 mod disk;
 pub mod file;
+mod limits;
 pub mod nbd;
 mod operation;
+#[cfg(test)]
+mod testing;
 mod thread;
+mod workload;
 
 pub use disk::ThreadDisk;

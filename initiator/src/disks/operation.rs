@@ -1,6 +1,8 @@
 //! Operations on their way to a disk's thread and back.
 
+use std::cell::RefCell;
 use std::ops::Range;
+use std::rc::Rc;
 
 use crate::block::{BlockError, Buffer, Extent, ZeroOptions};
 use crate::engine::Sender;
@@ -31,13 +33,36 @@ pub(super) struct Ended {
     pub(super) buffer: Option<Buffer>,
 }
 
-/// An operation. If it is dropped, its caller is notified that the disk is gone.
+/// Operation of a workload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ticket {
+    /// Which of the workloads of the thread.
+    pub(super) workload: usize,
+    /// Tag that the workload has given it.
+    pub(super) tag: u32,
+    /// A flush has to follow on its success.
+    pub(super) then_flush: bool,
+}
+
+/// Ends of operations of workloads, on the disk's thread.
+pub(super) type EndedQueue = Rc<RefCell<Vec<(Ticket, Ended)>>>;
+
+/// Where the end of an operation is reported.
+#[derive(Debug)]
+pub(super) enum Done {
+    /// To a task. If this is dropped, the task is notified that the disk is gone.
+    Task(Sender<Ended>),
+    /// To a workload of the thread.
+    Workload(EndedQueue, Ticket),
+}
+
+/// An operation on the disk's thread.
 #[derive(Debug)]
 pub(super) struct Operation {
     pub(super) command: Command,
-    /// Memory of a read or write.
+    /// Memory of a read or write. A flush may have that of the write that it follows.
     pub(super) buffer: Option<Buffer>,
-    pub(super) done: Sender<Ended>,
+    pub(super) done: Done,
 }
 
 impl Operation {
@@ -50,9 +75,11 @@ impl Operation {
 
     /// Reports the end. The caller's task may run within this call.
     pub(super) fn end(self, result: Result<Vec<Extent>, BlockError>) {
-        self.done.send(Ended {
-            result,
-            buffer: self.buffer,
-        });
+        let buffer = self.buffer;
+        let ended = Ended { result, buffer };
+        match self.done {
+            Done::Task(done) => done.send(ended),
+            Done::Workload(queue, ticket) => queue.borrow_mut().push((ticket, ended)),
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Thread of a disk.
 //!
-//! One round: completions of the backend, which wake tasks; clients; messages, among them what
-//! these have submitted; and one call that hands it all to the kernel. With nothing to do it polls
+//! One round: completions of the backend, which wake tasks; workloads; clients; messages, among them
+//! what these have submitted; and one call that hands it all to the kernel. With nothing to do it polls
 //! for a while and then sleeps on the descriptors of backend and clients, and on its mailbox.
 
 use std::io;
@@ -12,9 +12,11 @@ use std::time::{Duration, Instant};
 
 use riser_reactor::{Next, Spinner};
 
-use super::operation::Operation;
-use crate::block::{Service, Turn};
-use crate::engine::Mailbox;
+use super::limits::Limits;
+use super::operation::{Command, Done, Ended, Operation};
+use super::workload::Workloads;
+use crate::block::{Buffer, Service, Turn, Workload};
+use crate::engine::{Mailbox, Sender};
 use crate::poll_fds::Waited;
 
 /// Longest time of polling after the last work, as the engine of sessions has.
@@ -48,8 +50,9 @@ pub(super) trait Backend {
 }
 
 enum Message {
-    Operation(Operation),
+    Operation(Command, Option<Buffer>, Sender<Ended>),
     Host(Box<dyn Service>),
+    Drive(Box<dyn Workload>),
     Close,
 }
 
@@ -60,12 +63,13 @@ pub(super) struct DiskThread {
 }
 
 impl DiskThread {
-    /// Starts a thread on which `make` makes the backend.
+    /// Starts a thread on which `make` makes the backend of a disk with these limits.
     ///
     /// # Errors
     /// Those of the thread and of `make`.
     pub(super) fn start<B: Backend>(
         name: &str,
+        limits: Arc<Limits>,
         make: impl FnOnce() -> io::Result<B> + Send + 'static,
     ) -> io::Result<Self> {
         let mailbox = Arc::new(Mailbox::new()?);
@@ -75,7 +79,7 @@ impl DiskThread {
         let thread = thread.spawn(move || match make() {
             Ok(backend) => {
                 let _ = ready.send(Ok(()));
-                Round::new(inbox, backend).run();
+                Round::new(inbox, backend, limits).run();
             }
             Err(error) => drop(ready.send(Err(error))),
         })?;
@@ -89,8 +93,8 @@ impl DiskThread {
 
     /// Leaves an operation to the thread. One that comes too late is dropped, which its caller
     /// notices.
-    pub(super) fn submit(&self, operation: Operation) {
-        drop(self.mailbox.send(Message::Operation(operation)));
+    pub(super) fn submit(&self, command: Command, buffer: Option<Buffer>, done: Sender<Ended>) {
+        drop(self.mailbox.send(Message::Operation(command, buffer, done)));
     }
 
     /// Has a client served there.
@@ -98,6 +102,15 @@ impl DiskThread {
         let sent = self.mailbox.send(Message::Host(service));
         sent.map_err(|message| match message {
             Message::Host(service) => service,
+            _ => unreachable!("a mailbox gives back what it was sent"),
+        })
+    }
+
+    /// Has a workload run there.
+    pub(super) fn drive(&self, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
+        let sent = self.mailbox.send(Message::Drive(workload));
+        sent.map_err(|message| match message {
+            Message::Drive(workload) => workload,
             _ => unreachable!("a mailbox gives back what it was sent"),
         })
     }
@@ -125,15 +138,17 @@ impl Drop for DiskThread {
 struct Round<B> {
     mailbox: Arc<Mailbox<Message>>,
     backend: B,
+    workloads: Workloads,
     services: Vec<Box<dyn Service>>,
     inbox: Vec<Message>,
 }
 
 impl<B: Backend> Round<B> {
-    fn new(mailbox: Arc<Mailbox<Message>>, backend: B) -> Self {
+    fn new(mailbox: Arc<Mailbox<Message>>, backend: B, limits: Arc<Limits>) -> Self {
         Self {
             mailbox,
             backend,
+            workloads: Workloads::new(limits),
             services: Vec::new(),
             inbox: Vec::new(),
         }
@@ -145,11 +160,13 @@ impl<B: Backend> Round<B> {
             let now = Instant::now();
             let worked = self.turn(now);
             if self.backend.is_over() {
-                // The last operations have ended: clients get the answers.
+                // The last operations have ended: workloads and clients get the answers.
+                self.workloads.run(&mut self.backend, now);
                 self.run_services();
                 return;
             }
-            match spinner.plan(now, worked, self.backend.deadline()) {
+            let deadlines = [self.backend.deadline(), self.workloads.due()];
+            match spinner.plan(now, worked, deadlines.into_iter().flatten().min()) {
                 Next::Poll => std::hint::spin_loop(),
                 Next::Park(timeout) => self.park(timeout),
             }
@@ -160,20 +177,32 @@ impl<B: Backend> Round<B> {
     fn turn(&mut self, now: Instant) -> bool {
         // Messages come after what wakes tasks: what these submit leaves in the same round.
         let mut worked = self.backend.complete(now);
+        worked |= self.workloads.run(&mut self.backend, now);
         worked |= self.run_services();
         let mut inbox = std::mem::take(&mut self.inbox);
         self.mailbox.receive(&mut inbox);
         worked |= !inbox.is_empty();
         for message in inbox.drain(..) {
             match message {
-                Message::Operation(operation) => self.backend.submit(operation, now),
+                Message::Operation(command, buffer, done) => {
+                    let done = Done::Task(done);
+                    let operation = Operation {
+                        command,
+                        buffer,
+                        done,
+                    };
+                    self.backend.submit(operation, now);
+                }
                 Message::Host(service) => self.services.push(service),
+                Message::Drive(workload) => {
+                    self.workloads.start(workload, &mut self.backend, now);
+                }
                 Message::Close => self.backend.close(),
             }
         }
         self.inbox = inbox;
         self.backend.flush(now);
-        worked
+        worked || self.workloads.has_ended()
     }
 
     fn run_services(&mut self) -> bool {

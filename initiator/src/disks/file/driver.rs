@@ -385,7 +385,7 @@ mod tests {
 
     use super::*;
     use crate::block::task::block_on;
-    use crate::disks::operation::Ended;
+    use crate::disks::operation::{Done, Ended};
     use crate::engine::oneshot;
 
     fn backend() -> FileBackend {
@@ -407,7 +407,7 @@ mod tests {
         let operation = Operation {
             command,
             buffer: None,
-            done,
+            done: Done::Task(done),
         };
         backend.submit(operation, Instant::now());
         ended

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::*;
 use crate::block::task::{block_on, join_all};
 use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, ZeroOptions};
+use crate::block::Operation;
 use crate::disks::ThreadDisk;
+use crate::disks::testing::List;
 
 /// A file that is removed with this.
 struct Temp(PathBuf);
@@ -84,6 +86,29 @@ fn a_file_is_read_and_written_in_many_operations_at_once() {
         temp.file().set_len(0).unwrap();
         temp.file().set_len(16 << 20).unwrap();
     }
+}
+
+#[test]
+fn a_workload_runs_on_the_thread_of_the_disk() {
+    let temp = Temp::new(4 << 20);
+    let disk = open_default(&temp.0);
+    let write = |n: u64| Operation::Write {
+        offset: n << 16,
+        buffer: filled(&disk, 4096, n as u8 + 1),
+        fua: n % 8 == 0,
+    };
+    let discard = Operation::Discard(0..4096);
+    let operations = (0..64).map(write).chain([discard, Operation::Flush]);
+    let (list, seen) = List::new(operations, 1);
+    assert!(disk.drive(list).is_ok());
+    let seen: Vec<_> = seen.iter().collect();
+    assert_eq!(seen.len(), 66);
+    for seen in seen {
+        assert_eq!(seen.thread, "file-disk");
+        assert_eq!(seen.completion.unwrap().is_some(), seen.tag < 64);
+    }
+    assert_eq!(read(&disk, 0, 4096).unwrap(), [0; 4096]);
+    assert_eq!(read(&disk, 63 << 16, 4096).unwrap(), [64; 4096]);
 }
 
 #[test]

@@ -12,7 +12,9 @@ use super::*;
 use crate::block::task::{block_on, join_all};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind};
 use crate::block::{MemoryDevice, Service, Turn, ZeroOptions};
-use crate::nbd::proto::{self, info, opt, rep};
+use crate::block::Operation;
+use crate::disks::testing::List;
+use crate::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};
 use crate::nbd::{Server, ServerHandle};
 use crate::poll_fds::Waited;
 
@@ -258,8 +260,172 @@ fn a_client_that_the_disk_hosts_never_leaves_its_thread() {
     server.stop().unwrap();
 }
 
-/// Serves one client with a script: its socket after the negotiation, without structured replies.
+#[test]
+fn a_workload_runs_on_the_thread_of_the_disk() {
+    let Bed { disk, server, .. } = bed(|_| {});
+    let at = |n: u64| n * 65536;
+    let write = |n: u64| Operation::Write {
+        offset: at(n),
+        buffer: filled(&disk, 4096 << (n % 3), n as u8 + 1),
+        fua: n % 5 == 0,
+    };
+    let (list, seen) = List::new((0..40).map(write), 8);
+    assert!(disk.drive(list).is_ok());
+    // The receiver ends as the workload does, without another call.
+    let mut tags: Vec<u32> = Vec::new();
+    for seen in seen {
+        assert_eq!(seen.thread, "nbd-disk");
+        assert!(seen.completion.unwrap().is_some());
+        tags.push(seen.tag);
+    }
+    tags.sort_unstable();
+    assert!(tags.into_iter().eq(0..40));
+    let read = |n: u64| Operation::Read {
+        offset: at(n),
+        buffer: filled(&disk, 4096 << (n % 3), 0),
+    };
+    let (list, seen) = List::new((0..40).map(read), 8);
+    assert!(disk.drive(list).is_ok());
+    for seen in seen {
+        let bytes = seen.completion.unwrap().unwrap().slice().to_vec();
+        assert!(bytes.iter().all(|b| u32::from(*b) == seen.tag + 1));
+    }
+    drop(disk);
+    server.stop().unwrap();
+}
+
+#[test]
+fn operations_of_a_workload_have_the_limits_of_others() {
+    let Bed { disk, server, .. } = bed(|_| {});
+    let read = |offset, len| Operation::Read {
+        offset,
+        buffer: filled(&disk, len, 0),
+    };
+    let operations = vec![
+        read(SIZE, 512),
+        read(100, 512),
+        read(0, 0),
+        Operation::Discard(0..SIZE + 512),
+        Operation::Discard(512..512),
+        Operation::Flush,
+        read(0, 512),
+    ];
+    let (list, seen) = List::new(operations, 1);
+    assert!(disk.drive(list).is_ok());
+    let found: Vec<_> = seen.iter().map(|seen| seen.completion.is_ok()).collect();
+    assert_eq!(found, [false, false, true, false, true, true, true]);
+    drop(disk);
+    server.stop().unwrap();
+}
+
+#[test]
+fn a_workload_has_its_times_and_ends_with_the_disk() {
+    let Bed {
+        memory,
+        disk,
+        server,
+    } = bed(|_| {});
+    let flushes = (0..5).map(|_| Operation::Flush);
+    let before = memory.flushes();
+    let (list, seen) = List::timed(flushes, Duration::from_millis(2));
+    assert!(disk.drive(list).is_ok());
+    assert_eq!(seen.iter().count(), 5);
+    assert_eq!(memory.flushes(), before + 5);
+    // The first of these has ended, and the others are planned.
+    let flushes = (0..5).map(|_| Operation::Flush);
+    let (list, seen) = List::timed(flushes, Duration::from_secs(3600));
+    assert!(disk.drive(list).is_ok());
+    seen.recv().unwrap().completion.unwrap();
+    disk.close();
+    assert!(seen.recv().is_err(), "it is dropped");
+    let (list, _seen) = List::new([Operation::Flush], 1);
+    assert!(disk.drive(list).is_err(), "it is given back");
+    server.stop().unwrap();
+}
+
+/// Reads the header of a request: flags, type, cookie and length.
+fn request(socket: &mut std::os::unix::net::UnixStream) -> (u16, u16, proto::Cookie, u32) {
+    let mut header = [0; 28];
+    socket.read_exact(&mut header).unwrap();
+    let short = |at: usize| u16::from_be_bytes([header[at], header[at + 1]]);
+    let cookie = u64::from_be_bytes(*header[8..].first_chunk().unwrap());
+    let len = u32::from_be_bytes(*header[24..].first_chunk().unwrap());
+    (short(4), short(6), proto::Cookie(cookie), len)
+}
+
+/// Answers a number of requests. Returns their types and flags.
+fn answer_all(mut socket: std::os::unix::net::UnixStream, count: usize) -> Vec<(u16, u16)> {
+    let mut seen = Vec::new();
+    for _ in 0..count {
+        let (flags, command, cookie, len) = request(&mut socket);
+        if command == cmd::WRITE {
+            socket.read_exact(&mut vec![0; len as usize]).unwrap();
+        }
+        let reply = proto::simple_reply(cookie, None);
+        socket.write_all(&reply).unwrap();
+        seen.push((command, flags));
+    }
+    // Until the client has taken leave.
+    let _ = socket.read_to_end(&mut Vec::new());
+    seen
+}
+
+#[test]
+fn a_write_to_stable_storage_is_flushed_at_a_server_without_fua() {
+    let (path, thread) = scripted(SIZE, |socket| answer_all(socket, 4));
+    let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
+    let write = || Operation::Write {
+        offset: 0,
+        buffer: filled(&disk, 4096, 1),
+        fua: true,
+    };
+    let (list, seen) = List::new([write()], 1);
+    assert!(disk.drive(list).is_ok());
+    let buffer = seen.recv().unwrap().completion.unwrap();
+    assert_eq!(buffer.expect("it comes back").len(), 4096);
+    block_on(BlockDevice::write(
+        &disk,
+        0,
+        filled(&disk, 4096, 1),
+        true,
+    ))
+    .unwrap();
+    drop(disk);
+    let both = [(cmd::WRITE, 0), (cmd::FLUSH, 0)];
+    assert_eq!(thread.join().unwrap(), [both, both].concat());
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn zeroes_are_on_stable_storage_at_a_server_without_flushes() {
+    let flags = proto::flag::SEND_FUA | proto::flag::SEND_WRITE_ZEROES;
+    let (path, thread) = scripted_with(flags, SIZE, |socket| answer_all(socket, 2));
+    let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
+    for fua in [true, false] {
+        let options = ZeroOptions {
+            may_unmap: true,
+            fua,
+        };
+        block_on(BlockDevice::write_zeroes(&disk, 0..4096, options)).unwrap();
+    }
+    drop(disk);
+    let zeroes = cmd::WRITE_ZEROES;
+    let want = [(zeroes, cmd_flag::FUA), (zeroes, 0)];
+    assert_eq!(thread.join().unwrap(), want);
+    std::fs::remove_file(path).unwrap();
+}
+
+/// As [`scripted_with`], with flushes.
 fn scripted<T: Send + 'static>(
+    size: u64,
+    serve: impl FnOnce(std::os::unix::net::UnixStream) -> T + Send + 'static,
+) -> (PathBuf, JoinHandle<T>) {
+    scripted_with(proto::flag::SEND_FLUSH, size, serve)
+}
+
+/// Serves one client with a script: its socket after the negotiation, without structured replies.
+fn scripted_with<T: Send + 'static>(
+    flags: u16,
     size: u64,
     serve: impl FnOnce(std::os::unix::net::UnixStream) -> T + Send + 'static,
 ) -> (PathBuf, JoinHandle<T>) {
@@ -280,7 +446,7 @@ fn scripted<T: Send + 'static>(
         reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]);
         let mut export = info::EXPORT.to_be_bytes().to_vec();
         export.extend(size.to_be_bytes());
-        let flags = proto::flag::HAS_FLAGS | proto::flag::SEND_FLUSH;
+        let flags = proto::flag::HAS_FLAGS | flags;
         export.extend(flags.to_be_bytes());
         reply(opt::GO, rep::INFO, &export);
         reply(opt::GO, rep::ACK, &[]);
@@ -337,6 +503,12 @@ fn a_server_that_does_not_answer_ends_the_disk_after_the_time() {
         ..CONFIG
     };
     let error = connect(&uri(&path, "disk"), config).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    // Before it as well, where the queue of the listener is full.
+    rustix::net::listen(&listener, 0).unwrap();
+    let _waiting = std::os::unix::net::UnixStream::connect(&path).unwrap();
+    let error = connect(&uri(&path, "disk"), config).unwrap_err();
+    assert!(matches!(error, NbdError::Connect(_)), "{error}");
     assert!(error.is_timeout(), "{error}");
     drop(listener);
     let error = connect(&uri(&path, "disk"), config).unwrap_err();

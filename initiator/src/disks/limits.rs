@@ -1,0 +1,110 @@
+//! What a disk takes: [`Limits`].
+
+use std::ops::Range;
+
+use super::operation::Command;
+use crate::block::{self, BlockError, Buffer, Geometry};
+
+/// Limits on the operations of a disk.
+#[derive(Debug)]
+pub(super) struct Limits {
+    pub(super) geometry: Geometry,
+    /// A write may ask for stable storage; where not, a flush follows it.
+    pub(super) has_fua: bool,
+}
+
+/// How an operation is carried out.
+#[derive(Debug)]
+pub(super) struct Plan {
+    /// `None` where there is nothing to do.
+    pub(super) command: Option<Command>,
+    pub(super) buffer: Option<Buffer>,
+    /// A flush has to follow.
+    pub(super) then_flush: bool,
+}
+
+impl Limits {
+    /// The commands that carry out an operation.
+    ///
+    /// # Errors
+    /// It is not within the limits; its buffer is dropped.
+    pub(super) fn plan(&self, operation: block::Operation) -> Result<Plan, BlockError> {
+        let only = |command| Plan {
+            command,
+            buffer: None,
+            then_flush: false,
+        };
+        Ok(match operation {
+            block::Operation::Read { offset, buffer } => {
+                self.check_transfer(offset, buffer.len())?;
+                let command = Command::Read { offset };
+                Plan {
+                    command: (!buffer.is_empty()).then_some(command),
+                    buffer: Some(buffer),
+                    then_flush: false,
+                }
+            }
+            block::Operation::Write {
+                offset,
+                buffer,
+                fua,
+            } => {
+                if self.geometry.read_only {
+                    return Err(BlockError::ReadOnly);
+                }
+                self.check_transfer(offset, buffer.len())?;
+                let command = Command::Write {
+                    offset,
+                    fua: fua && self.has_fua,
+                };
+                let is_cached = !buffer.is_empty() && self.geometry.volatile_cache;
+                Plan {
+                    command: (!buffer.is_empty()).then_some(command),
+                    buffer: Some(buffer),
+                    then_flush: fua && !self.has_fua && is_cached,
+                }
+            }
+            block::Operation::Flush => {
+                only(self.geometry.volatile_cache.then_some(Command::Flush))
+            }
+            block::Operation::Discard(range) => {
+                self.check_change(&range, self.geometry.max_discard)?;
+                only((!range.is_empty()).then_some(Command::Discard(range)))
+            }
+        })
+    }
+
+    /// Fails unless a range is whole blocks within the disk.
+    pub(super) fn check(&self, range: &Range<u64>) -> Result<(), BlockError> {
+        let block = u64::from(self.geometry.block_size);
+        let is_aligned = range.start.is_multiple_of(block) && range.end.is_multiple_of(block);
+        let len = range.end.checked_sub(range.start);
+        match len {
+            Some(len) if is_aligned && self.geometry.contains(range.start, len) => Ok(()),
+            _ => Err(BlockError::OutOfRange),
+        }
+    }
+
+    fn check_transfer(&self, offset: u64, len: usize) -> Result<(), BlockError> {
+        if len > self.geometry.max_transfer as usize {
+            return Err(BlockError::OutOfRange);
+        }
+        let end = offset.checked_add(len as u64);
+        self.check(&(offset..end.ok_or(BlockError::OutOfRange)?))
+    }
+
+    /// Fails unless a range of at most `most` bytes may be changed.
+    pub(super) fn check_change(&self, range: &Range<u64>, most: u64) -> Result<(), BlockError> {
+        if self.geometry.read_only {
+            return Err(BlockError::ReadOnly);
+        }
+        if most == 0 {
+            return Err(BlockError::Unsupported);
+        }
+        self.check(range)?;
+        match range.end - range.start <= most {
+            true => Ok(()),
+            false => Err(BlockError::OutOfRange),
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Workloads for tests.
+
+use std::collections::VecDeque;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use crate::block::{Completion, Operation, Submissions, Workload};
+
+/// What a completion was, and where.
+#[derive(Debug)]
+pub(super) struct Seen {
+    /// Number of the operation.
+    pub(super) tag: u32,
+    pub(super) completion: Completion,
+    /// Name of the thread.
+    pub(super) thread: String,
+}
+
+/// A list of operations, some of them at once.
+pub(super) struct List {
+    operations: VecDeque<Operation>,
+    depth: u32,
+    /// Operations that were submitted.
+    next: u32,
+    /// Time between submissions, which do not wait for completions then.
+    pause: Option<Duration>,
+    due: Option<Instant>,
+    seen: Sender<Seen>,
+}
+
+impl List {
+    /// At most `depth` operations at once. The receiver ends with the workload.
+    pub(super) fn new(
+        operations: impl IntoIterator<Item = Operation>,
+        depth: u32,
+    ) -> (Box<Self>, Receiver<Seen>) {
+        let (seen, receiver) = channel();
+        let list = Self {
+            operations: operations.into_iter().collect(),
+            depth,
+            next: 0,
+            pause: None,
+            due: None,
+            seen,
+        };
+        (Box::new(list), receiver)
+    }
+
+    /// One operation each time that a pause is over.
+    pub(super) fn timed(
+        operations: impl IntoIterator<Item = Operation>,
+        pause: Duration,
+    ) -> (Box<Self>, Receiver<Seen>) {
+        let (mut list, receiver) = Self::new(operations, 1);
+        list.pause = Some(pause);
+        (list, receiver)
+    }
+
+    fn push(&mut self, queue: &mut Submissions) {
+        if let Some(operation) = self.operations.pop_front() {
+            queue.push(self.next, operation);
+            self.next += 1;
+        }
+    }
+}
+
+impl Workload for List {
+    fn submit(&mut self, queue: &mut Submissions) {
+        for _ in 0..self.depth {
+            self.push(queue);
+        }
+        let pause = self.pause.filter(|_| !self.operations.is_empty());
+        self.due = pause.map(|pause| Instant::now() + pause);
+    }
+
+    fn complete(&mut self, tag: u32, completion: Completion, queue: &mut Submissions) {
+        let thread = std::thread::current().name().unwrap_or_default().to_owned();
+        let _ = self.seen.send(Seen {
+            tag,
+            completion,
+            thread,
+        });
+        if self.pause.is_none() {
+            self.push(queue);
+        }
+    }
+
+    fn due(&self) -> Option<Instant> {
+        self.due
+    }
+}

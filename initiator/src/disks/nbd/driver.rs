@@ -376,3 +376,78 @@ fn lost(error: &io::Error) -> BlockError {
         _ => error.to_string(),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::block::Buffer;
+    use crate::block::task::block_on;
+    use crate::disks::operation::{Done, Ended};
+    use crate::engine::oneshot;
+    use crate::nbd::proto::{Errno, simple_reply};
+
+    fn submit(
+        backend: &mut NbdBackend,
+        command: Command,
+        buffer: Option<Buffer>,
+    ) -> impl Future<Output = Option<Ended>> + use<> {
+        let (done, ended) = oneshot();
+        let operation = Operation {
+            command,
+            buffer,
+            done: Done::Task(done),
+        };
+        backend.submit(operation, Instant::now());
+        ended
+    }
+
+    #[test]
+    fn a_reply_to_a_request_that_was_not_sent_ends_the_connection() {
+        let (ours, mut server) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let negotiated = Negotiated {
+            size: 8 << 20,
+            flags: 0,
+            min_block: 512,
+            preferred_block: None,
+            max_payload: 4 << 20,
+            structured: false,
+            allocation_context: None,
+        };
+        let patience = Duration::from_secs(60);
+        let mut backend = NbdBackend::new(ours.into(), &negotiated, 512, patience);
+        // More than the socket takes, so the second header waits behind these data.
+        let buffer = Buffer::anonymous(4 << 20).unwrap();
+        let write = Command::Write {
+            offset: 0,
+            fua: false,
+        };
+        let first = submit(&mut backend, write, Some(buffer));
+        let second = submit(&mut backend, Command::Flush, None);
+        let third = submit(&mut backend, Command::Flush, None);
+        backend.flush(Instant::now());
+        assert!(!backend.outgoing.is_empty());
+        let mut header = [0; 28];
+        server.read_exact(&mut header).unwrap();
+        let cookie = u64::from_be_bytes(*header[8..].first_chunk().unwrap());
+        // A write may fail before its data are read.
+        let reply = simple_reply(Cookie(cookie), Some(Errno::NoSpc));
+        server.write_all(&reply).unwrap();
+        backend.complete(Instant::now());
+        let ended = block_on(first).unwrap();
+        assert_eq!(ended.result, Err(BlockError::NoSpace));
+        assert!(backend.failed.is_none());
+        // The cookie of the next request is no secret.
+        let guessed = Cookie(cookie + (1 << 32) + 1);
+        server.write_all(&simple_reply(guessed, None)).unwrap();
+        backend.complete(Instant::now());
+        for ended in [block_on(second), block_on(third)] {
+            let error = ended.unwrap().result.unwrap_err().to_string();
+            assert!(error.contains("before its request was sent"), "{error}");
+        }
+        assert!(backend.outgoing.is_empty(), "nothing is kept");
+    }
+}

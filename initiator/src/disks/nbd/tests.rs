@@ -504,15 +504,40 @@ fn a_server_that_does_not_answer_ends_the_disk_after_the_time() {
     };
     let error = connect(&uri(&path, "disk"), config).unwrap_err();
     assert!(error.is_timeout(), "{error}");
-    // Before it as well, where the queue of the listener is full.
-    rustix::net::listen(&listener, 0).unwrap();
-    let _waiting = std::os::unix::net::UnixStream::connect(&path).unwrap();
-    let error = connect(&uri(&path, "disk"), config).unwrap_err();
-    assert!(matches!(error, NbdError::Connect(_)), "{error}");
-    assert!(error.is_timeout(), "{error}");
     drop(listener);
     let error = connect(&uri(&path, "disk"), config).unwrap_err();
     assert!(matches!(error, NbdError::Connect(_)), "{error}");
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn a_listener_whose_queue_is_full_is_a_timeout() {
+    use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+    let path = socket_path();
+    let listener = UnixListener::bind(&path).unwrap();
+    net::listen(&listener, 0).unwrap();
+    let address = SocketAddrUnix::new(&path).unwrap();
+    let mut waiting = Vec::new();
+    loop {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let socket = socket.unwrap();
+        match net::connect(&socket, &address) {
+            Ok(()) => waiting.push(socket),
+            Err(error) => {
+                assert_eq!(error, rustix::io::Errno::AGAIN);
+                break;
+            }
+        }
+    }
+    let config = NbdConfig {
+        connect: Duration::from_millis(30),
+        ..CONFIG
+    };
+    let error = connect(&uri(&path, "disk"), config).unwrap_err();
+    assert!(matches!(error, NbdError::Connect(_)), "{error}");
+    assert!(error.is_timeout(), "{error}");
     std::fs::remove_file(path).unwrap();
 }
 

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use riser_initiator::block::task::block_on;
 use riser_initiator::block::{BlockDevice, ExtentKind, ZeroOptions};
-use riser_initiator::disks::ThreadDisk;
 use riser_initiator::disks::nbd::{NbdConfig, NbdError, connect};
+use riser_initiator::disks::{BUFFERS, ThreadDisk};
 use riser_initiator::nbd::client::HandshakeError;
 use riser_testkit::eventually;
 use riser_testkit::skip::skip;
@@ -25,6 +25,7 @@ const CONFIG: NbdConfig = NbdConfig {
     connect: PATIENCE,
     operation: PATIENCE,
     read_only: false,
+    buffers: BUFFERS,
 };
 
 /// A server, its directory and its disk.

@@ -343,6 +343,7 @@ fn open_nbd(uri: &NbdUri, link: &ConnectOptions, access: Access) -> Result<Threa
         connect: access.login,
         operation: access.operation,
         read_only: access.read_only,
+        buffers: link.buffers.unwrap_or(disks::BUFFERS),
     };
     disks::nbd::connect(uri, config).map_err(|error| {
         let exit = match &error {
@@ -369,7 +370,11 @@ fn open_file(
     read_only: bool,
 ) -> Result<ThreadDisk, CliError> {
     refuse_link(link, "a file")?;
-    let config = FileConfig { direct, read_only };
+    let config = FileConfig {
+        direct,
+        read_only,
+        buffers: link.buffers.unwrap_or(disks::BUFFERS),
+    };
     disks::file::open(path, config).map_err(|error| {
         let what = format!("cannot use {} as a disk", path.display());
         match error {

@@ -15,8 +15,8 @@ use crate::block::{
 };
 use crate::engine::{BufferPool, oneshot};
 
-/// Memory for buffers, in bytes; only what is used of it takes room.
-const POOL: usize = 64 << 20;
+/// Memory for the buffers of a disk by default, in bytes. Only what is used of it takes room.
+pub const BUFFERS: u64 = 64 << 20;
 
 /// Largest transfer of one operation, as with logical units.
 pub(super) const MAX_TRANSFER: u32 = 4 << 20;
@@ -50,6 +50,8 @@ pub(super) struct Properties {
     pub(super) geometry: Geometry,
     pub(super) description: String,
     pub(super) has_fua: bool,
+    /// Memory for buffers, in bytes; that of one transfer at least.
+    pub(super) buffers: u64,
 }
 
 impl ThreadDisk {
@@ -58,6 +60,8 @@ impl ThreadDisk {
         properties: Properties,
         make: impl FnOnce() -> io::Result<B> + Send + 'static,
     ) -> io::Result<Self> {
+        let buffers = properties.buffers.max(MAX_TRANSFER.into());
+        let buffers = usize::try_from(buffers).unwrap_or(usize::MAX);
         let limits = Arc::new(Limits {
             geometry: properties.geometry,
             has_fua: properties.has_fua,
@@ -65,7 +69,7 @@ impl ThreadDisk {
         Ok(Self {
             limits: limits.clone(),
             description: properties.description,
-            pool: BufferPool::new(POOL)?,
+            pool: BufferPool::new(buffers)?,
             thread: DiskThread::start(properties.thread, limits, make)?,
         })
     }

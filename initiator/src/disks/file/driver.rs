@@ -26,6 +26,8 @@ const CAPACITY: usize = 1023;
 pub(super) struct Target {
     pub(super) file: OwnedFd,
     pub(super) is_device: bool,
+    /// Reads and writes go past the page cache, and have to be of whole blocks.
+    pub(super) is_direct: bool,
     /// Size of a logical block in bytes.
     pub(super) block: u32,
 }
@@ -57,6 +59,7 @@ pub(super) struct FileBackend {
     event: OwnedFd,
     file: Handle,
     is_device: bool,
+    is_direct: bool,
     block: u64,
     in_flight: Slab<InFlight>,
     waiting: VecDeque<Operation>,
@@ -95,6 +98,7 @@ impl FileBackend {
             event,
             file,
             is_device: target.is_device,
+            is_direct: target.is_direct,
             block: target.block.into(),
             in_flight: Slab::with_capacity(64),
             waiting: VecDeque::new(),
@@ -230,10 +234,14 @@ impl FileBackend {
         };
         *done += count;
         let at = offset + *done as u64;
+        // Only the end of the file stops a read within a block there, and what is behind cannot be
+        // asked for.
+        let is_read = matches!(operation.command, Command::Read { .. });
+        let is_end = self.is_direct && is_read && !at.is_multiple_of(self.block);
         match *done == operation.memory().len() {
             true => self.end(key, Ok(Vec::new())),
             // The kernel may stop early, at the end of a page cache's read or at a signal.
-            false if count > 0 => self.queue(key),
+            false if count > 0 && !is_end => self.queue(key),
             false => {
                 let what = format!("the file ends at byte {at}, before its size at the beginning");
                 self.end(key, Err(BlockError::Io(what)));
@@ -384,6 +392,7 @@ mod tests {
     use riser_testkit::eventually;
 
     use super::*;
+    use crate::block::Buffer;
     use crate::block::task::block_on;
     use crate::disks::operation::{Done, Ended};
     use crate::engine::oneshot;
@@ -394,6 +403,7 @@ mod tests {
         FileBackend::new(Target {
             file,
             is_device: false,
+            is_direct: false,
             block: 512,
         })
         .unwrap()
@@ -402,11 +412,12 @@ mod tests {
     fn submit(
         backend: &mut FileBackend,
         command: Command,
+        buffer: Option<Buffer>,
     ) -> impl Future<Output = Option<Ended>> + use<> {
         let (done, ended) = oneshot();
         let operation = Operation {
             command,
-            buffer: None,
+            buffer,
             done: Done::Task(done),
         };
         backend.submit(operation, Instant::now());
@@ -414,7 +425,7 @@ mod tests {
     }
 
     fn flush(backend: &mut FileBackend) -> impl Future<Output = Option<Ended>> + use<> {
-        submit(backend, Command::Flush)
+        submit(backend, Command::Flush, None)
     }
 
     fn result(ended: impl Future<Output = Option<Ended>>) -> Result<(), BlockError> {
@@ -452,11 +463,32 @@ mod tests {
     }
 
     #[test]
+    fn a_direct_read_that_stops_within_a_block_has_met_the_end_of_the_file() {
+        let mut backend = backend();
+        backend.is_direct = true;
+        let read = |backend: &mut FileBackend| {
+            let buffer = Buffer::anonymous(4096).unwrap();
+            submit(backend, Command::Read { offset: 512 }, Some(buffer))
+        };
+        let ended = read(&mut backend);
+        backend.on_completion(0, Ok(1024));
+        assert_eq!(backend.in_flight.len(), 1, "whole blocks: it goes on");
+        backend.on_completion(0, Ok(100));
+        let error = result(ended).unwrap_err().to_string();
+        assert!(error.contains("ends at byte 1636"), "{error}");
+        // The page cache has no such limit.
+        backend.is_direct = false;
+        let _ended = read(&mut backend);
+        backend.on_completion(0, Ok(100));
+        assert_eq!(backend.in_flight.len(), 1);
+    }
+
+    #[test]
     fn the_helper_thread_ends_the_sleep() {
         const PATIENCE: Duration = Duration::from_secs(60);
         let mut backend = backend();
         for _ in 0..200 {
-            let ended = submit(&mut backend, Command::Status(0..4096));
+            let ended = submit(&mut backend, Command::Status(0..4096), None);
             backend.flush(Instant::now());
             assert_eq!(backend.deadline(), None, "no timer looks for the result");
             while !backend.in_flight.is_empty() {

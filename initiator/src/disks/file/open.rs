@@ -12,15 +12,27 @@ use thiserror::Error;
 use super::driver::{FileBackend, Target};
 use super::sys;
 use crate::block::Geometry;
-use crate::disks::disk::{MAX_RANGE, MAX_TRANSFER, Properties, ThreadDisk};
+use crate::disks::disk::{BUFFERS, MAX_RANGE, MAX_TRANSFER, Properties, ThreadDisk};
 
 /// Way of opening a disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileConfig {
     /// Reads and writes go past the kernel's page cache (`O_DIRECT`).
     pub direct: bool,
     /// It is opened for reading only.
     pub read_only: bool,
+    /// Memory for buffers, in bytes; that of the largest transfer at least.
+    pub buffers: u64,
+}
+
+impl Default for FileConfig {
+    fn default() -> Self {
+        Self {
+            direct: false,
+            read_only: false,
+            buffers: BUFFERS,
+        }
+    }
 }
 
 /// Reason why a file cannot be used as a disk.
@@ -86,11 +98,13 @@ pub fn open(path: &Path, config: FileConfig) -> Result<ThreadDisk, FileError> {
             path.display()
         ),
         has_fua: true,
+        buffers: config.buffers,
         geometry,
     };
     let target = Target {
         file: file.into(),
         is_device,
+        is_direct: config.direct,
         block,
     };
     ThreadDisk::start(properties, move || FileBackend::new(target)).map_err(FileError::Start)

@@ -57,6 +57,7 @@ fn a_file_is_read_and_written_in_many_operations_at_once() {
         let config = FileConfig {
             direct,
             read_only: false,
+            ..FileConfig::default()
         };
         let disk = match open(&temp.0, config) {
             // A file system in memory may have no direct I/O.
@@ -109,6 +110,17 @@ fn a_workload_runs_on_the_thread_of_the_disk() {
     }
     assert_eq!(read(&disk, 0, 4096).unwrap(), [0; 4096]);
     assert_eq!(read(&disk, 63 << 16, 4096).unwrap(), [64; 4096]);
+}
+
+#[test]
+fn a_disk_has_as_many_buffers_as_are_asked_for() {
+    let temp = Temp::new(1 << 20);
+    assert_eq!(open_default(&temp.0).buffer_bytes(), crate::disks::BUFFERS);
+    let config = FileConfig {
+        buffers: 96 << 20,
+        ..FileConfig::default()
+    };
+    assert_eq!(open(&temp.0, config).unwrap().buffer_bytes(), 96 << 20);
 }
 
 #[test]
@@ -186,6 +198,7 @@ fn a_disk_that_is_opened_read_only_refuses_changes() {
     let config = FileConfig {
         direct: false,
         read_only: true,
+        ..FileConfig::default()
     };
     let disk = open(&temp.0, config).unwrap();
     assert!(disk.geometry().read_only);
@@ -238,6 +251,7 @@ fn a_block_device_is_opened_exclusively() {
     let config = FileConfig {
         direct: true,
         read_only: true,
+        ..FileConfig::default()
     };
     let reader = open(&device.0, config).unwrap();
     let block = disk.geometry().block_size as usize;

@@ -16,7 +16,7 @@ mod outgoing;
 mod tests;
 
 use std::io;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -44,6 +44,8 @@ pub struct NbdConfig {
     pub operation: Duration,
     /// Writes are refused here, even if the export takes them.
     pub read_only: bool,
+    /// Memory for buffers, in bytes; that of the largest transfer at least.
+    pub buffers: u64,
 }
 
 /// Reason why an export cannot be used.
@@ -119,6 +121,7 @@ pub fn connect(uri: &NbdUri, config: NbdConfig) -> Result<ThreadDisk, NbdError> 
             name => format!("the NBD export {name}"),
         },
         has_fua: negotiated.flags & flag::SEND_FUA != 0,
+        buffers: config.buffers,
         geometry,
     };
     ThreadDisk::start(properties, move || {
@@ -144,27 +147,32 @@ fn open_socket(server: &NbdServer, until: Instant) -> Result<OwnedFd, NbdError> 
         source,
     };
     let addresses = (host.as_str(), port).to_socket_addrs();
-    let mut last = None;
-    // One after the other, each within what is left of the time.
-    for address in addresses.map_err(resolve_error)? {
+    let addresses: Vec<_> = addresses.map_err(resolve_error)?.collect();
+    if addresses.is_empty() {
+        return Err(resolve_error(io::ErrorKind::NotFound.into()));
+    }
+    let socket = connect_tcp(&addresses, until).map_err(NbdError::Connect)?;
+    // Requests are collected here, and must not wait for more in the kernel.
+    socket.set_nodelay(true).map_err(NbdError::Connect)?;
+    Ok(socket.into())
+}
+
+/// Connects to the first address that answers. One that does not answer takes its part of the time
+/// that is left, so that the others have theirs.
+fn connect_tcp(addresses: &[SocketAddr], until: Instant) -> io::Result<TcpStream> {
+    let mut last = io::ErrorKind::TimedOut.into();
+    for (tried, address) in addresses.iter().enumerate() {
         let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            last.get_or_insert(io::ErrorKind::TimedOut.into());
+        let part = left / (addresses.len() - tried) as u32;
+        if part.is_zero() {
             break;
         }
-        match TcpStream::connect_timeout(&address, left) {
-            Ok(socket) => {
-                // Requests are collected here, and must not wait for more in the kernel.
-                socket.set_nodelay(true).map_err(NbdError::Connect)?;
-                return Ok(socket.into());
-            }
-            Err(error) => last = Some(error),
+        match TcpStream::connect_timeout(address, part) {
+            Ok(socket) => return Ok(socket),
+            Err(error) => last = error,
         }
     }
-    Err(match last {
-        Some(error) => NbdError::Connect(error),
-        None => resolve_error(io::ErrorKind::NotFound.into()),
-    })
+    Err(last)
 }
 
 /// Connects to a server on this host. One whose queue is full is waited for until then.

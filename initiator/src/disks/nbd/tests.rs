@@ -22,6 +22,7 @@ const CONFIG: NbdConfig = NbdConfig {
     connect: Duration::from_secs(20),
     operation: Duration::from_secs(20),
     read_only: false,
+    buffers: crate::disks::BUFFERS,
 };
 
 const SIZE: u64 = 8 << 20;
@@ -118,6 +119,18 @@ fn every_operation_reaches_the_disk() {
     let late = block_on(BlockDevice::read(&*disk, 0, buffer)).unwrap_err();
     assert!(matches!(late, BlockError::Disconnected(_)), "{late}");
     server.stop().unwrap();
+}
+
+#[test]
+fn a_disk_has_as_many_buffers_as_are_asked_for() {
+    for (buffers, want) in [(96 << 20, 96 << 20), (0, u64::from(MAX_TRANSFER))] {
+        let (path, thread) = scripted(SIZE, |socket| answer_all(socket, 0));
+        let disk = connect(&uri(&path, "disk"), NbdConfig { buffers, ..CONFIG }).unwrap();
+        assert_eq!(disk.buffer_bytes(), want);
+        drop(disk);
+        thread.join().unwrap();
+        std::fs::remove_file(path).unwrap();
+    }
 }
 
 #[test]
@@ -564,6 +577,23 @@ fn an_export_that_is_no_disk_is_refused() {
         thread.join().unwrap();
         std::fs::remove_file(path).unwrap();
     }
+}
+
+#[test]
+fn an_address_that_does_not_answer_leaves_time_for_the_next() {
+    let full = TcpListener::bind("127.0.0.1:0").unwrap();
+    rustix::net::listen(&full, 0).unwrap();
+    let silent = full.local_addr().unwrap();
+    // The kernel drops further attempts while one waits to be accepted.
+    let _waiting = std::net::TcpStream::connect(silent).unwrap();
+    let answers = TcpListener::bind("127.0.0.1:0").unwrap();
+    let other = answers.local_addr().unwrap();
+    let until = Instant::now() + Duration::from_secs(4);
+    let socket = connect_tcp(&[silent, other], until).unwrap();
+    assert_eq!(socket.peer_addr().unwrap(), other);
+    let until = Instant::now() + Duration::from_millis(100);
+    let error = connect_tcp(&[silent, silent], until).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::TimedOut);
 }
 
 #[test]

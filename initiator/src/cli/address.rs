@@ -88,7 +88,8 @@ fn memory_disk(text: &str) -> Result<Address, String> {
 
 /// `PATH[?direct=on|off]`; a path may follow an empty host, as in `file:///PATH`.
 fn file_disk(text: &str) -> Result<Address, String> {
-    let (path, query) = match text.split_once('?') {
+    // The last question mark begins the options; others are of the path.
+    let (path, query) = match text.rsplit_once('?') {
         Some((path, query)) => (path, Some(query)),
         None => (text, None),
     };
@@ -155,7 +156,7 @@ impl fmt::Display for Address {
             } => write!(f, "mem:{capacity},{block_size}"),
             Self::File { path, direct } => {
                 let option = if *direct { "?direct=on" } else { "" };
-                // A question mark in a path would begin the options.
+                // Without options, a question mark in the path would begin some.
                 let scheme = match path.to_string_lossy().contains('?') {
                     true if !*direct => "",
                     _ => "file:",
@@ -244,6 +245,16 @@ mod tests {
             ),
             ("file:/a?direct=0", file("/a", false), "file:/a"),
             ("/what?", file("/what?", false), "/what?"),
+            (
+                "file:/what?/a?direct=on",
+                file("/what?/a", true),
+                "file:/what?/a?direct=on",
+            ),
+            (
+                "file:/what?/a?direct=off",
+                file("/what?/a", false),
+                "/what?/a",
+            ),
         ] {
             let address: Address = text.parse().unwrap();
             assert_eq!(address, want, "{text}");

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -330,6 +331,9 @@ fn open_all(
             Address::Memory { .. } => 1,
             _ => sessions,
         };
+        if !is_read_only && is_device(&address) {
+            check_exclusive(&address, sessions)?;
+        }
         for number in 0..sessions {
             let disk = open(&address, &link, global.timeout, is_read_only)?;
             if number == 0 && !is_read_only && !args.overwrite {
@@ -339,6 +343,24 @@ fn open_all(
         }
     }
     Ok(disks)
+}
+
+fn is_device(address: &Address) -> bool {
+    let Address::File { path, .. } = address else {
+        return false;
+    };
+    fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device())
+}
+
+/// Fails for several sessions of a device that is opened exclusively, as each would refuse the next.
+fn check_exclusive(address: &Address, sessions: u32) -> Result<(), CliError> {
+    if sessions == 1 {
+        return Ok(());
+    }
+    let what = format!("{address} cannot have {sessions} sessions");
+    Err(CliError::new(Exit::Usage, what)
+        .because("a block device that is written is opened exclusively")
+        .help("leave out --sessions: all jobs then use one session"))
 }
 
 /// Bytes of buffers that a session needs for its jobs: those of a group run side by side.
@@ -543,6 +565,20 @@ mod tests {
         assert!(error.to_string().contains("--sweep colour=red"), "{error}");
         let error = parsed(&["mem:8M", "--sweep", "randseed=1..1000000", "--rounds=1000"]);
         assert!(error.unwrap_err().to_string().contains("more than"));
+    }
+
+    #[test]
+    fn a_device_that_is_written_has_one_session() {
+        let address: Address = "/dev/sdx".parse().unwrap();
+        assert!(check_exclusive(&address, 1).is_ok());
+        let error = check_exclusive(&address, 2).unwrap_err();
+        assert_eq!(error.exit, Exit::Usage);
+        assert!(error.what.contains("/dev/sdx cannot have 2"), "{error}");
+        assert!(error.help.unwrap().contains("--sessions"));
+        // A file may be opened any number of times, and memory is no device.
+        for address in ["/proc/version", "/does/not/exist", "mem:1M"] {
+            assert!(!is_device(&address.parse().unwrap()), "{address}");
+        }
     }
 
     #[test]

@@ -228,7 +228,7 @@ fn signature(head: &[u8]) -> Option<&'static str> {
         let types = [0x1c2, 0x1d2, 0x1e2, 0x1f2];
         is(510, &[0x55, 0xaa]) && types.iter().any(|at| head[*at] != 0)
     };
-    let magics: [(usize, &[u8], &str); 46] = [
+    let magics: [(usize, &[u8], &str); 49] = [
         (0, b"LUKS\xba\xbe", "an encrypted volume (LUKS)"),
         (0, b"XFSB", "an XFS file system"),
         (0x438, &[0x53, 0xef], "an ext2, ext3 or ext4 file system"),
@@ -283,6 +283,9 @@ fn signature(head: &[u8]) -> Option<&'static str> {
         (0xfff6, b"S1SUSPEND", "a suspended system (swap space)"),
         (0xfff6, b"LINHIB0001", "a suspended system (swap space)"),
         (0x8001, b"BEA01", "a UDF file system"),
+        (0, b"QFI\xfb", "a disk image (QCOW)"),
+        (0, b"KDMV", "a disk image (VMDK)"),
+        (0, b"vhdxfile", "a disk image (VHDX)"),
     ];
     let known = magics.iter().find(|(at, magic, _)| is(*at, magic));
     // Each label of ZFS has uberblocks of at least a KiB from 128 KiB on.
@@ -324,6 +327,9 @@ mod tests {
             (0xfff6, b"SWAPSPACE2", "swap"),
             (0xff6, b"S1SUSPEND", "suspended"),
             (0x8001, b"BEA01", "UDF"),
+            (0, b"QFI\xfb\0\0\0\x03", "QCOW"),
+            (0, b"KDMV", "VMDK"),
+            (0, b"vhdxfile", "VHDX"),
         ] {
             let found = signature(&disk(at, magic));
             assert!(found.is_some_and(|found| found.contains(what)), "{found:?}");
@@ -354,6 +360,37 @@ mod tests {
         for short in [0, 512, 4096, 65536] {
             assert_eq!(last_signature(&vec![0; short], short as u64, 512), None);
         }
+    }
+
+    #[test]
+    fn a_file_that_is_attached_is_known_by_any_of_its_paths() {
+        let dir = std::env::temp_dir().join(format!("riser-same-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let at = |name: &str| dir.join(name);
+        fs::write(at("disk"), "").unwrap();
+        fs::write(at("other"), "").unwrap();
+        fs::hard_link(at("disk"), at("hard")).unwrap();
+        std::os::unix::fs::symlink(at("disk"), at("soft")).unwrap();
+        let address = |name: &str| -> Address {
+            let text = at(name).to_str().unwrap().to_owned();
+            text.parse().unwrap()
+        };
+        let attached = format!("file:{}?direct=on", at("disk").display());
+        for (name, want) in [
+            ("disk", true),
+            ("hard", true),
+            ("soft", true),
+            ("other", false),
+            ("missing", false),
+        ] {
+            assert_eq!(is_same_file(&address(name), &attached), want, "{name}");
+        }
+        let missing = address("missing");
+        assert!(!is_same_file(&missing, &missing.to_string()));
+        let memory: Address = "mem:1M".parse().unwrap();
+        assert!(!is_same_file(&memory, &memory.to_string()));
+        assert!(!is_same_file(&address("disk"), "no address"));
+        fs::remove_dir_all(dir).unwrap();
     }
 
     #[test]

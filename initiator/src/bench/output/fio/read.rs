@@ -169,11 +169,15 @@ fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSu
         return Err(name.wrong("a text is expected here"));
     };
     let seconds = job.number_or("job_runtime", 0.0)? / 1000.0;
+    let lasted = match runtime(job)? {
+        0.0 => seconds,
+        lasted => lasted,
+    };
     let mut kinds = Vec::new();
     for kind in OpKind::ALL {
         // Old documents have no syncs.
         if kind != OpKind::Flush || job.value.get(kind.name()).is_some() {
-            kinds.extend(read_kind(&job.member(kind.name())?, kind, seconds)?);
+            kinds.extend(read_kind(&job.member(kind.name())?, kind, lasted)?);
         }
     }
     let ios: u64 = kinds.iter().map(|kind| kind.ios).sum();
@@ -192,6 +196,17 @@ fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSu
         },
         server: side("server"),
     })
+}
+
+/// Time in seconds that the reads, writes or trims took, whichever took longest. That of the job is
+/// the sum of those of its processes.
+fn runtime(job: &Node<'_>) -> Result<f64, ReadError> {
+    let mut longest = 0.0_f64;
+    for kind in [OpKind::Read, OpKind::Write, OpKind::Trim] {
+        let millis = job.member(kind.name())?.number_or("runtime", 0.0)?;
+        longest = longest.max(millis / 1000.0);
+    }
+    Ok(longest)
 }
 
 /// Options of the job before the global ones.
@@ -213,7 +228,7 @@ fn options(own: Option<&Value>, global: Option<&Map<String, Value>>) -> Vec<(Str
 fn read_kind(
     node: &Node<'_>,
     kind: OpKind,
-    job_seconds: f64,
+    seconds: f64,
 ) -> Result<Option<KindSummary>, ReadError> {
     let ios = node.number("total_ios")? as u64;
     if ios == 0 {
@@ -231,7 +246,7 @@ fn read_kind(
         }
     };
     // fio counts its syncs, but has no rate of them.
-    let counted = match job_seconds {
+    let counted = match seconds {
         0.0 => 0.0,
         seconds => ios as f64 / seconds,
     };
@@ -377,12 +392,25 @@ mod tests {
         assert_eq!(reads.service.at(99.0), Some(19_840.0));
         assert_eq!(reads.service.at(98.0), None);
         assert_eq!(reads.response, None);
-        assert_eq!(mixed.kinds[2].iops, 47.5);
+        assert_eq!(mixed.kinds[2].iops, 95.0 / 2.001);
         // 1.15 % of two seconds, for 895 operations.
         let client = mixed.client.unwrap();
         assert!((client.cpu_ns_per_op - 0.0115 * 2e9 / 895.0).abs() < 1e-6);
         assert_eq!(client.switches_per_op, 398.0 / 895.0);
         assert_eq!(runs[1].kinds[0].kind, OpKind::Trim);
+    }
+
+    #[test]
+    fn the_rate_of_flushes_is_of_the_time_that_passed() {
+        let syncs = |from: &str, to: &str| {
+            assert!(GOLDEN.contains(from));
+            read(&GOLDEN.replace(from, to)).unwrap()[0].kinds[2].iops
+        };
+        // Four processes, whose times fio adds up.
+        let clones = syncs("\"job_runtime\": 2000", "\"job_runtime\": 8000");
+        assert_eq!(clones, 95.0 / 2.001);
+        // Nothing but flushes.
+        assert_eq!(syncs("\"runtime\": 2001", "\"runtime\": 0"), 47.5);
     }
 
     #[test]

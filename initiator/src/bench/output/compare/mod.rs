@@ -3,9 +3,9 @@
 //! Runs of one name with the same options are rounds of a case. For each figure of a case that both
 //! sides have, [`compare()`] gives the medians, the ratio of B to A and an interval of it, from the
 //! test of Mann and Whitney at 95 % ([`stats`]): a difference is beyond noise if the interval does
-//! not contain 1. That takes four rounds of each side, or three and five: of three and three even
-//! the most extreme result happens by chance more often. Of twenty figures that are the same, one
-//! is expected to be reported as different.
+//! not contain 1. That takes four rounds of each side, three and five, or two and eight: of three and
+//! three even the most extreme result happens by chance more often. Of twenty figures that are the
+//! same, one is expected to be reported as different.
 
 pub mod stats;
 mod table;
@@ -23,6 +23,7 @@ const NOT_COMPARED: &[&str] = &[
     "name",
     "filename",
     "directory",
+    "direct",
     "ioengine",
     "uri",
     "thread",
@@ -30,6 +31,16 @@ const NOT_COMPARED: &[&str] = &[
     "stonewall",
     "new_group",
     "description",
+];
+
+/// Values that options have where they are not given. We list some of them, and fio does not.
+const DEFAULTS: &[(&str, &str)] = &[
+    ("rw", "read"),
+    ("rwmixread", "50"),
+    ("bs", "4096"),
+    ("iodepth", "1"),
+    ("numjobs", "1"),
+    ("randseed", "1"),
 ];
 
 /// Percentiles that are compared.
@@ -94,6 +105,17 @@ pub struct Figure {
     pub verdict: Verdict,
 }
 
+/// Operations of a kind that are not compared, as there are none in some rounds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Missing {
+    /// What they are: `reads`.
+    pub kind: &'static str,
+    /// Side with such rounds: `A` or `B`.
+    pub side: char,
+    /// Number of these rounds.
+    pub rounds: usize,
+}
+
 /// Rounds of both sides.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Case {
@@ -106,6 +128,8 @@ pub struct Case {
     pub rounds: (usize, usize),
     /// What both have.
     pub figures: Vec<Figure>,
+    /// What some rounds do not have.
+    pub missing: Vec<Missing>,
 }
 
 /// A case of one side only.
@@ -202,8 +226,8 @@ fn groups(runs: &[RunSummary], by: MatchBy) -> Vec<Group<'_>> {
     groups
 }
 
-/// Options that describe the workload, sorted, and with one form for the values that have several:
-/// `4k` and `4096`, `randread` and `RandRead`.
+/// Options that describe the workload and are not as by default, sorted, and with one form for the
+/// values that have several: `4k` and `4096`, `randread` and `RandRead`.
 fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
     let mut kept: Vec<_> = options
         .iter()
@@ -223,6 +247,7 @@ fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
             };
             (key.to_owned(), value)
         })
+        .filter(|(key, value)| !DEFAULTS.contains(&(key.as_str(), value.as_str())))
         .collect();
     kept.sort();
     kept
@@ -230,8 +255,12 @@ fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
 
 fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
     let mut figures = Vec::new();
+    let mut missing = Vec::new();
     for kind in OpKind::ALL {
-        figures.extend(of_kind(a, b, kind));
+        match missing_of(a, b, kind) {
+            found if found.is_empty() => figures.extend(of_kind(a, b, kind)),
+            found => missing.extend(found),
+        }
     }
     figures.extend(of_process(a, b, "client", |run| run.client));
     figures.extend(of_process(a, b, "server", |run| run.server));
@@ -240,6 +269,35 @@ fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
         options: a.options.clone(),
         rounds: (a.rounds.len(), b.rounds.len()),
         figures,
+        missing,
+    }
+}
+
+/// Rounds without a kind of operation that others have.
+fn missing_of(a: &Group<'_>, b: &Group<'_>, kind: OpKind) -> Vec<Missing> {
+    let without = |group: &Group<'_>| {
+        let rounds = group.rounds.iter();
+        rounds.filter(|run| find(run, kind).is_none()).count()
+    };
+    let sides = [('A', a, without(a)), ('B', b, without(b))];
+    if sides.iter().all(|(_, group, n)| *n == group.rounds.len()) {
+        return Vec::new();
+    }
+    let short = sides.into_iter().filter(|(_, _, rounds)| *rounds > 0);
+    let missing = short.map(|(side, _, rounds)| Missing {
+        kind: plural(kind),
+        side,
+        rounds,
+    });
+    missing.collect()
+}
+
+fn plural(kind: OpKind) -> &'static str {
+    match kind {
+        OpKind::Read => "reads",
+        OpKind::Write => "writes",
+        OpKind::Trim => "trims",
+        OpKind::Flush => "flushes",
     }
 }
 
@@ -344,6 +402,7 @@ fn verdict(interval: Option<(f64, f64)>, unit: Unit) -> Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench;
     use crate::bench::outcome::Outcome;
     use crate::bench::output::{fio, sample};
 
@@ -373,6 +432,58 @@ mod tests {
         let iops = find(&comparison, "read iops");
         assert_eq!(iops.verdict, Verdict::NoDifference, "{iops:?}");
         assert!((iops.ratio - 1.0).abs() < 0.1);
+    }
+
+    #[test]
+    fn disks_are_kept_apart() {
+        let run = |address: &str, seed| {
+            let outcome = sample::mixed("a", seed);
+            Outcome {
+                address: address.into(),
+                ..outcome
+            }
+        };
+        let (one, two) = ("srp://127.0.0.1/disk/0", "srp://127.0.0.1/disk/1");
+        let both: Vec<_> = (0..4).flat_map(|i| [run(one, i), run(two, 10 + i)]).collect();
+        let both = summaries(&both);
+        let comparison = compare(&both, &both, MatchBy::Options);
+        let rounds: Vec<_> = comparison.cases.iter().map(|case| case.rounds).collect();
+        assert_eq!(rounds, [(4, 4), (4, 4)]);
+        for case in &comparison.cases {
+            assert!(case.figures.iter().all(|f| f.a == f.b), "{case:?}");
+        }
+        // Of a third disk it is not known which of the two it stands for.
+        let third = summaries(&[run("srp://127.0.0.1/disk/2", 1)]);
+        let comparison = compare(&both, &third, MatchBy::Options);
+        assert!(comparison.cases.is_empty());
+        let sides: String = comparison.unmatched.iter().map(|u| u.side).collect();
+        assert_eq!(sides, "AAB");
+        // Of one disk a side, it does not matter which.
+        let comparison = compare(&rounds_at(one, &both), &third, MatchBy::Options);
+        assert_eq!(comparison.cases[0].rounds, (4, 1));
+        assert!(comparison.unmatched.is_empty());
+    }
+
+    fn rounds_at(address: &str, runs: &[RunSummary]) -> Vec<RunSummary> {
+        let at = |run: &&RunSummary| run.address.as_deref() == Some(address);
+        runs.iter().filter(at).cloned().collect()
+    }
+
+    #[test]
+    fn kinds_that_a_round_lacks_are_named() {
+        let a = rounds(4, 1);
+        let mut b = rounds(4, 100);
+        b[2].kinds.retain(|kind| kind.kind != OpKind::Write);
+        let comparison = compare(&a, &b, MatchBy::Options);
+        let case = &comparison.cases[0];
+        let missing = Missing {
+            kind: "writes",
+            side: 'B',
+            rounds: 1,
+        };
+        assert_eq!(case.missing, [missing], "trims are in no round at all");
+        assert!(!case.figures.iter().any(|f| f.name.starts_with("write")));
+        assert!(case.figures.iter().any(|f| f.name == "read iops"));
     }
 
     #[test]
@@ -415,7 +526,7 @@ mod tests {
         let a = summaries(&sample::sweep("4k", &[1, 2, 4]));
         let b = summaries(&sample::sweep("4k", &[2, 4, 8]));
         let comparison = compare(&a, &b, MatchBy::Options);
-        let depths = comparison.cases.iter().map(|case| &case.options[1]);
+        let depths = comparison.cases.iter().map(|case| &case.options[0]);
         let depths: Vec<_> = depths.map(|(_, depth)| depth.as_str()).collect();
         assert_eq!(depths, ["2", "4"]);
         let sides: String = comparison.unmatched.iter().map(|u| u.side).collect();
@@ -443,8 +554,23 @@ mod tests {
             ("runtime", "2"),
         ];
         assert_eq!(workload(&pairs(&one)), workload(&pairs(&other)));
+        assert_eq!(workload(&pairs(&one)).len(), 2, "4 KiB are the default");
         let minutes = workload(&pairs(&[("runtime", "2m")]));
         assert_eq!(minutes, pairs(&[("runtime", "2m")]));
+    }
+
+    #[test]
+    fn what_is_as_by_default_need_not_be_listed() {
+        let pairs = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
+            let owned = pairs.iter().map(|(k, v)| ((*k).into(), (*v).into()));
+            owned.collect()
+        };
+        let ours = bench::Job::default().options();
+        assert!(workload(&ours).is_empty(), "{ours:?}");
+        let fio = pairs(&[("bs", "4k"), ("direct", "1"), ("ioengine", "libaio")]);
+        assert!(workload(&fio).is_empty());
+        let more = pairs(&[("numjobs", "2"), ("iodepth", "8")]);
+        assert_eq!(workload(&more), pairs(&[("iodepth", "8"), ("numjobs", "2")]));
     }
 
     #[test]

@@ -29,22 +29,69 @@ pub fn ratio(a: &[f64], b: &[f64]) -> Option<Ratio> {
     if a.is_empty() || b.is_empty() || !positive(a) || !positive(b) {
         return None;
     }
-    let mut ratios: Vec<f64> = a
-        .iter()
-        .flat_map(|a| b.iter().map(move |b| b / a))
-        .collect();
-    ratios.sort_by(f64::total_cmp);
-    let middle = ratios.len() / 2;
+    let ratios = Ratios::new(a, b);
+    let (middle, last) = (ratios.len() / 2, ratios.len() - 1);
     let estimate = match ratios.len() % 2 {
-        1 => ratios[middle],
+        1 => ratios.nth(middle),
         // The ratio of A to B must be the inverse, so the mean is the geometric one.
-        _ => (ratios[middle - 1] * ratios[middle]).sqrt(),
+        _ => (ratios.nth(middle - 1) * ratios.nth(middle)).sqrt(),
     };
     let cut = cut(a.len(), b.len());
     Some(Ratio {
         estimate,
-        interval: cut.map(|cut| (ratios[cut], ratios[ratios.len() - 1 - cut])),
+        interval: cut.map(|cut| (ratios.nth(cut), ratios.nth(last - cut))),
     })
+}
+
+/// The ratios of all pairs in their order. They are not listed: of many rounds there are too many.
+struct Ratios {
+    /// In ascending order.
+    a: Vec<f64>,
+    b: Vec<f64>,
+}
+
+impl Ratios {
+    fn new(a: &[f64], b: &[f64]) -> Self {
+        let sorted = |values: &[f64]| {
+            let mut values = values.to_vec();
+            values.sort_by(f64::total_cmp);
+            values
+        };
+        Self {
+            a: sorted(a),
+            b: sorted(b),
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.a.len() * self.b.len()
+    }
+
+    /// Number of ratios that are at most `limit`.
+    fn up_to(&self, limit: f64) -> usize {
+        // The larger a value of A, the more values of B have such a ratio to it.
+        let (mut within, mut count) = (0, 0);
+        for a in &self.a {
+            let further = self.b[within..].iter().take_while(|b| **b / a <= limit);
+            within += further.count();
+            count += within;
+        }
+        count
+    }
+
+    /// The ratio with `n` others before it.
+    fn nth(&self, n: usize) -> f64 {
+        // Numbers that are not negative have the order of their bits.
+        let (mut low, mut high) = (0, f64::INFINITY.to_bits());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match self.up_to(f64::from_bits(middle)) > n {
+                true => high = middle,
+                false => low = middle + 1,
+            }
+        }
+        f64::from_bits(low)
+    }
 }
 
 /// Ratios to cut off at each end; `None` if even the whole range has less confidence than wanted.
@@ -125,6 +172,8 @@ mod tests {
             (3, 3, None),
             (3, 4, None),
             (3, 5, Some(0)),
+            (2, 7, None),
+            (2, 8, Some(0)),
             (4, 4, Some(0)),
             (5, 5, Some(2)),
             (6, 8, Some(8)),
@@ -141,6 +190,27 @@ mod tests {
     fn large_samples_go_on_where_small_ones_end() {
         let (exact, normal) = (cut(EXACT, EXACT).unwrap(), cut(EXACT + 1, EXACT).unwrap());
         assert!((10..25).contains(&(normal - exact)), "{exact} {normal}");
+    }
+
+    #[test]
+    fn ratios_are_in_order() {
+        let mut random = fastrand::Rng::with_seed(3);
+        let mut draw = |n: usize| -> Vec<f64> { (0..n).map(|_| random.f64() + 0.1).collect() };
+        for (a, b) in [(1, 1), (3, 5), (40, 7)] {
+            let (a, b) = (draw(a), draw(b));
+            let mut all: Vec<f64> = a.iter().flat_map(|a| b.iter().map(move |b| b / a)).collect();
+            all.sort_by(f64::total_cmp);
+            let ratios = Ratios::new(&a, &b);
+            assert_eq!(ratios.len(), all.len());
+            for (n, ratio) in all.iter().enumerate() {
+                assert_eq!(ratios.nth(n), *ratio);
+            }
+        }
+        // A list of these would have ten thousand million entries.
+        let (a, b) = (draw(100_000), draw(100_000));
+        let found = ratio(&a, &b).unwrap();
+        let (low, high) = found.interval.unwrap();
+        assert!(0.98 < low && low < found.estimate && found.estimate < high && high < 1.02);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use super::{Case, Comparison, Figure, Unit, Unmatched, Verdict, stats};
+use super::{Case, Comparison, Figure, Missing, Unit, Unmatched, Verdict, stats};
 use crate::bench::output::show;
 
 /// Writes a table for each case, and the cases of one side.
@@ -24,7 +24,10 @@ pub fn write(out: &mut dyn Write, comparison: &Comparison) -> io::Result<()> {
         writeln!(out, "only in {side}: {name} ({options})")?;
     }
     if comparison.cases.is_empty() {
-        return writeln!(out, "no case is in both files");
+        return writeln!(
+            out,
+            "no case is in both files; with --by name, options may differ"
+        );
     }
     writeln!(
         out,
@@ -42,7 +45,7 @@ fn write_case(out: &mut dyn Write, case: &Case) -> io::Result<()> {
     if stats::cut(a, b).is_none() {
         writeln!(
             out,
-            "  too few rounds to judge: 4 and 4, or 3 and 5, is the least for {:.0} %",
+            "  too few rounds to judge: {:.0} % takes 4 and 4, 3 and 5, or 2 and 8",
             100.0 * stats::CONFIDENCE
         )?;
     }
@@ -65,6 +68,13 @@ fn write_case(out: &mut dyn Write, case: &Case) -> io::Result<()> {
             figure.ratio,
             words(figure)
         )?;
+    }
+    for Missing { kind, side, rounds } in &case.missing {
+        let rounds = match rounds {
+            1 => format!("a round of {side} has"),
+            n => format!("{n} rounds of {side} have"),
+        };
+        writeln!(out, "  not compared: {rounds} no {kind}")?;
     }
     Ok(())
 }
@@ -133,6 +143,18 @@ mod tests {
                         Verdict::NoDifference,
                     ),
                 ],
+                missing: vec![
+                    Missing {
+                        kind: "trims",
+                        side: 'A',
+                        rounds: 1,
+                    },
+                    Missing {
+                        kind: "flushes",
+                        side: 'B',
+                        rounds: 2,
+                    },
+                ],
             }],
             unmatched: vec![Unmatched {
                 side: 'B',
@@ -155,6 +177,8 @@ mod tests {
             "server cpu per op 1.00 us 1.10 us 1.100 1.050 to 1.150 more"
         );
         assert!(lines[4].ends_with("0.900 to 1.300 no difference beyond noise"));
+        assert_eq!(lines[5], "not compared: a round of A has no trims");
+        assert_eq!(lines[6], "not compared: 2 rounds of B have no flushes");
         assert!(lines.contains(&"only in B: other ()".to_owned()));
     }
 
@@ -172,6 +196,7 @@ mod tests {
                     None,
                     Verdict::TooFewRounds,
                 )],
+                missing: Vec::new(),
             }],
             unmatched: Vec::new(),
         };
@@ -179,7 +204,7 @@ mod tests {
         write(&mut out, &comparison).unwrap();
         let text = String::from_utf8(out).unwrap();
         assert!(
-            text.contains("too few rounds to judge: 4 and 4, or 3 and 5"),
+            text.contains("too few rounds to judge: 95 % takes 4 and 4, 3 and 5, or 2 and 8"),
             "{text}"
         );
         assert!(text.contains("  -  "), "{text}");

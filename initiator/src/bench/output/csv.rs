@@ -1,4 +1,5 @@
-//! Figures over time as comma-separated values, as RFC 4180 describes them.
+//! Figures over time as comma-separated values: quoted as in RFC 4180, with line feeds alone at the
+//! ends of lines.
 //!
 //! One row per interval and kind of operation of which the run has any. Latencies are in
 //! nanoseconds, from the time when an operation was due, if arrivals are planned; in an interval

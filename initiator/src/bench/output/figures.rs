@@ -159,6 +159,24 @@ mod tests {
     }
 
     #[test]
+    fn thinning_keeps_the_digits_of_latencies() {
+        let mut outcome = sample::open_loop("a", 1);
+        let idle = &mut outcome.intervals[0].measured[0];
+        idle.service = Histogram::new(1).unwrap();
+        idle.response = Some(Histogram::new(1).unwrap());
+        let [first, second] = &outcome.intervals[..2] else {
+            unreachable!("there are eleven");
+        };
+        let thinned = thinned(&[first.clone(), second.clone()], 1);
+        let (all, part) = (&thinned[0].measured[0], &second.measured[0]);
+        for percent in [50.0, 90.0, 99.0] {
+            let at = |h: &Histogram<u64>| h.value_at_percentile(percent);
+            assert_eq!(at(&all.service), at(&part.service));
+            assert_eq!(at(latencies(all)), at(latencies(part)));
+        }
+    }
+
+    #[test]
     fn the_short_last_interval_is_no_sample() {
         let outcome = sample::mixed("a", 1);
         let samples = samples(&outcome, OpKind::Read);

@@ -180,6 +180,26 @@ mod tests {
     }
 
     #[test]
+    fn intervals_without_operations_have_the_digits_of_others() {
+        let mut outcome = sample::open_loop("a", 1);
+        for idle in [0, 3] {
+            let measured = &mut outcome.intervals[idle].measured[0];
+            measured.service = Histogram::new(1).unwrap();
+            measured.response = Some(Histogram::new(1).unwrap());
+        }
+        let entries = parse(&written(std::slice::from_ref(&outcome)));
+        let mut sum = Histogram::<u64>::new(entries[0].histogram.sigfig()).unwrap();
+        for entry in entries.iter().filter(|entry| entry.tag == "read") {
+            assert_eq!(entry.histogram.sigfig(), 3);
+            sum.add(&entry.histogram).unwrap();
+        }
+        assert!(entries[0].histogram.is_empty());
+        let services = outcome.intervals.iter().map(|i| &i.measured[0].service);
+        let max = services.map(Histogram::max).max();
+        assert_eq!(Some(sum.max()), max, "a reader that adds up loses nothing");
+    }
+
+    #[test]
     fn several_outcomes_have_tags_and_times_of_their_own() {
         let mut outcomes = [
             sample::open_loop("a, b\n", 1),

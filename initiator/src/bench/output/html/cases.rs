@@ -66,6 +66,26 @@ mod tests {
     }
 
     #[test]
+    fn options_that_are_not_shown_make_other_cases() {
+        let with = |seed: &str| {
+            let long = ("bssplit".to_owned(), "4k/1:".repeat(200));
+            let last = ("randseed".to_owned(), seed.to_owned());
+            Outcome {
+                options: vec![long, last],
+                ..sample::mixed("a", 1)
+            }
+        };
+        let outcomes = [with("1"), with("2"), with("1")];
+        assert_eq!(
+            show::options(&outcomes[0].options),
+            show::options(&outcomes[1].options),
+            "what differs is cut off"
+        );
+        let rounds: Vec<_> = cases(&outcomes).iter().map(|(_, runs)| runs.len()).collect();
+        assert_eq!(rounds, [2, 1]);
+    }
+
+    #[test]
     fn disks_are_other_cases() {
         let mut outcomes = [sample::mixed("a", 1), sample::mixed("a", 2)];
         outcomes[1].address = "nbd://127.0.0.1/disk".into();

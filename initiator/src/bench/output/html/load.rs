@@ -266,6 +266,28 @@ mod tests {
     }
 
     #[test]
+    fn options_that_are_not_shown_make_other_sweeps() {
+        let with = |seed: &str, depth: &str| {
+            let pair = |key: &str, value: String| (key.to_owned(), value);
+            Outcome {
+                options: vec![
+                    pair("bssplit", "4k/1:".repeat(200)),
+                    pair("randseed", seed.to_owned()),
+                    pair("iodepth", depth.to_owned()),
+                ],
+                ..sample::mixed("a", 1)
+            }
+        };
+        let outcomes = [with("1", "1"), with("2", "1"), with("1", "2"), with("2", "2")];
+        let found = sweeps(&outcomes);
+        let numbers: Vec<Vec<usize>> = found
+            .iter()
+            .map(|(_, runs)| runs.iter().map(|(i, _)| *i).collect())
+            .collect();
+        assert_eq!(numbers, [vec![1, 3], vec![2, 4]]);
+    }
+
+    #[test]
     fn rounds_are_no_sweep() {
         let outcomes = [sample::mixed("a", 1), sample::mixed("a", 2)];
         assert!(sweeps(&outcomes).is_empty());

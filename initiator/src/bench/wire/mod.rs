@@ -131,7 +131,7 @@ pub struct WireCase {
     pub bytes_per_second: f64,
     /// Times from a command to its response.
     pub latency_ns: Option<WireLatency>,
-    /// Commands that were repeated, as no reply came.
+    /// Commands without a reply, in whose places others were sent.
     pub lost_commands: u64,
     /// Packets of data missing from replies.
     pub lost_packets: u64,

@@ -18,18 +18,20 @@ use crate::poll_fds::wait_readable;
 const RECEIVES: usize = 8;
 /// Memory that data are placed in.
 const MEMORY: usize = 4 << 20;
-/// Time after which commands without a reply are sent again.
+/// Time after which a command without a reply is lost.
 const STALL: Duration = Duration::from_millis(100);
+/// Interval at which such commands are looked for.
+const LOOK: Duration = Duration::from_millis(10);
 /// Interval and number of attempts to reach the responder.
 const GREETING: (Duration, usize) = (Duration::from_millis(200), 10);
 
 /// A case to measure.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
-    name: &'static str,
-    depth: u32,
-    reply: u32,
-    icrc: bool,
+    pub(super) name: &'static str,
+    pub(super) depth: u32,
+    pub(super) reply: u32,
+    pub(super) icrc: bool,
 }
 
 const SHAPES: [Shape; 6] = [
@@ -236,7 +238,11 @@ impl Requester {
     }
 
     /// Measures one case.
-    fn run(&mut self, mut shape: Shape, config: WireConfig) -> Result<WireCase, WireError> {
+    pub(super) fn run(
+        &mut self,
+        mut shape: Shape,
+        config: WireConfig,
+    ) -> Result<WireCase, WireError> {
         // More than the socket holds would be lost. The kernel accounts packets at up to four times
         // their length.
         let held = self.driver.receive_buffer() as u32 / 4;
@@ -263,11 +269,10 @@ impl Requester {
                 _ => {}
             }
             self.receive();
+            if now.saturating_duration_since(run.looked) > LOOK {
+                self.repeat_lost(&mut run, now);
+            }
             if self.tally.answered.is_empty() {
-                if now.saturating_duration_since(run.heard) > STALL {
-                    run.lost_commands += u64::from(shape.depth);
-                    self.begin(&mut run, now);
-                }
                 continue;
             }
             // The time after the receive, not before it.
@@ -280,28 +285,37 @@ impl Requester {
     fn begin(&mut self, run: &mut Run, now: Instant) {
         self.tally.epoch += 1;
         self.tally.answered.clear();
-        run.heard = now;
-        for seq in 0..run.shape.depth {
-            self.command(run, seq, now);
+        for place in 0..run.places.len() {
+            self.command(run, place, now);
         }
         self.send(now);
     }
 
     /// Sends a command for each that was answered.
     fn go_on(&mut self, run: &mut Run, now: Instant) {
-        run.heard = now;
         let mut answered = std::mem::take(&mut self.tally.answered);
         for seq in answered.drain(..) {
-            run.operations += 1;
-            if let Some(latencies) = &mut run.latencies {
-                let sent = run.sent[(seq % run.shape.depth) as usize];
-                let took = now.saturating_duration_since(sent).as_nanos() as u64;
-                latencies.saturating_record(took);
+            if let Some(place) = run.answer(seq, now) {
+                self.command(run, place, now);
             }
-            self.command(run, seq.wrapping_add(run.shape.depth), now);
         }
         self.tally.answered = answered;
         self.send(now);
+    }
+
+    /// Sends a command in the place of each that is lost, so that as many as before are outstanding.
+    fn repeat_lost(&mut self, run: &mut Run, now: Instant) {
+        run.looked = now;
+        let lost_before = run.lost_commands;
+        for place in 0..run.places.len() {
+            if now.saturating_duration_since(run.places[place].sent) > STALL {
+                run.lost_commands += 1;
+                self.command(run, place, now);
+            }
+        }
+        if run.lost_commands > lost_before {
+            self.send(now);
+        }
     }
 
     /// Takes in the replies that are outstanding, which the next case might count as corrupted.
@@ -318,9 +332,9 @@ impl Requester {
         }
     }
 
-    fn command(&mut self, run: &mut Run, seq: u32, now: Instant) {
+    fn command(&mut self, run: &mut Run, place: usize, now: Instant) {
         let shape = run.shape;
-        run.sent[(seq % shape.depth) as usize] = now;
+        let seq = run.next(place, now);
         let mut command = Message::new(Kind::Command, shape.icrc);
         command.mtu = self.mtu.into();
         command.cookie = self.cookie.into();
@@ -358,13 +372,19 @@ impl Requester {
     }
 }
 
+/// A command outstanding.
+struct Place {
+    seq: u32,
+    sent: Instant,
+}
+
 /// State of a case.
 struct Run {
     shape: Shape,
-    /// Times of the commands outstanding.
-    sent: Vec<Instant>,
-    /// Time of the last reply.
-    heard: Instant,
+    /// The number of a command is that of its place, or a multiple of the depth more.
+    places: Vec<Place>,
+    /// Time at which lost commands were looked for.
+    looked: Instant,
     operations: u64,
     lost_commands: u64,
     /// For cases with one command outstanding.
@@ -380,12 +400,43 @@ impl Run {
         };
         Self {
             shape,
-            sent: vec![now; shape.depth as usize],
-            heard: now,
+            // The first command of a place is one turn further.
+            places: (0..shape.depth)
+                .map(|seq| Place { seq, sent: now })
+                .collect(),
+            looked: now,
             operations: 0,
             lost_commands: 0,
             latencies: (shape.depth == 1).then(histogram),
         }
+    }
+
+    /// Number of the next command of a place.
+    fn next(&mut self, place: usize, now: Instant) -> u32 {
+        let place = &mut self.places[place];
+        // A number that wrapped might be that of another place.
+        place.seq = match place.seq.checked_add(self.shape.depth) {
+            Some(seq) => seq,
+            None => place.seq % self.shape.depth,
+        };
+        place.sent = now;
+        place.seq
+    }
+
+    /// Counts the answer to a command. Returns its place; `None` if it was answered before, or was
+    /// given up.
+    fn answer(&mut self, seq: u32, now: Instant) -> Option<usize> {
+        let index = (seq % self.shape.depth) as usize;
+        let place = &self.places[index];
+        if place.seq != seq {
+            return None;
+        }
+        self.operations += 1;
+        if let Some(latencies) = &mut self.latencies {
+            let took = now.saturating_duration_since(place.sent).as_nanos() as u64;
+            latencies.saturating_record(took);
+        }
+        Some(index)
     }
 
     fn reset(&mut self) {

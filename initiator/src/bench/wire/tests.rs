@@ -2,8 +2,8 @@ use std::net::UdpSocket;
 
 use riser_transport::roce::batch::TxBatch;
 
-use super::packets::{Kind, Message, Sender};
-use super::requester::Tally;
+use super::packets::{Kind, Message, Received, Sender, parse};
+use super::requester::{Requester, Shape, Tally};
 use super::*;
 
 const SHORT: WireConfig = WireConfig {
@@ -128,9 +128,7 @@ fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
         scope.spawn(|| responder.run(&stop));
         let greeting = ask(Kind::Hello, 0);
         let guessed = ask(Kind::Command, 1);
-        let super::packets::Received::Message(answer) =
-            super::packets::parse(&greeting[0]).unwrap()
-        else {
+        let Received::Message(answer) = parse(&greeting[0]).unwrap() else {
             panic!("no message");
         };
         let known = ask(Kind::Command, answer.cookie.get());
@@ -140,6 +138,74 @@ fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
         assert!(guessed.is_empty());
         let lengths: Vec<_> = known.iter().map(Vec::len).collect();
         assert_eq!(lengths, [20, 4128, 56], "acknowledgement, data, response");
+    });
+}
+
+/// Answers commands without data, each twice, but leaves out those of some numbers. Returns how many
+/// it has answered.
+fn answer_all_but(socket: &UdpSocket, left_out: &[u32], stop: &AtomicBool) -> u64 {
+    let local = socket.local_addr().unwrap();
+    let mut room = [0; 8192];
+    let mut answered = 0;
+    while !stop.load(Ordering::Relaxed) {
+        let Ok((n, src)) = socket.recv_from(&mut room) else {
+            continue;
+        };
+        let Some(Received::Message(message)) = parse(&room[..n]) else {
+            continue;
+        };
+        let is_command = message.is(Kind::Command);
+        if is_command && left_out.contains(&message.seq.get()) {
+            continue;
+        }
+        answered += u64::from(is_command);
+        let mut batch = TxBatch::new(1);
+        let mut sender = Sender::new(local, src).unwrap();
+        sender.push_response(&mut batch, &message.response());
+        let packets = batch.copy_packets(&batch.groups()[0]);
+        for _ in 0..2 {
+            socket.send_to(&packets[0], src).unwrap();
+        }
+    }
+    answered
+}
+
+#[test]
+fn a_lost_command_is_counted_and_repeated() {
+    let (local, peer) = (at(30), at(31));
+    let socket = UdpSocket::bind(peer).unwrap();
+    socket
+        .set_read_timeout(Some(Duration::from_millis(10)))
+        .unwrap();
+    let driver = open(local.ip()).unwrap();
+    let mut requester = Requester::new(driver, peer, 4096).unwrap();
+    let shape = Shape {
+        name: "four at once",
+        depth: 4,
+        reply: 0,
+        icrc: true,
+    };
+    let config = WireConfig {
+        runtime: Duration::from_secs(1),
+        warm_up: Duration::ZERO,
+        path_mtu: None,
+    };
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // Of all places but one.
+        let server = scope.spawn(|| answer_all_but(&socket, &[9, 10, 11], &stop));
+        let greeted = requester.greet();
+        let case = greeted.and_then(|()| requester.run(shape, config));
+        stop.store(true, Ordering::Relaxed);
+        let answered = server.join().unwrap();
+        let case = case.unwrap();
+        // On a busy machine others may be late as well.
+        assert!(case.lost_commands >= 3, "{case:?}");
+        assert!(
+            (1..=answered).contains(&case.operations),
+            "{answered} answers: {case:?}"
+        );
+        assert_eq!((case.corrupted, case.foreign), (0, 0));
     });
 }
 

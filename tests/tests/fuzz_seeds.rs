@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use riser_initiator::nbd::proto::{self, Cookie, Errno, flag, info, opt, rep};
 use riser_scsi::iscsi::frame::{Digests, Framer};
 use riser_scsi::iscsi::pdu::{
     DataOut, FromInitiator as FromIscsiInitiator, FromTarget as FromIscsiTarget, LogoutReason,
@@ -81,6 +82,8 @@ fn of_captures() -> Seeds {
     information_units(&mut seeds);
     pdus(&mut seeds);
     nbd(&mut seeds);
+    nbd_negotiations(&mut seeds);
+    nbd_replies(&mut seeds);
     device_management(&mut seeds);
     for (kind, data) in PARAMETER_DATA {
         seeds.add("parameter_data", kind, data);
@@ -157,6 +160,83 @@ fn nbd(seeds: &mut Seeds) {
     }
     seeds.add("nbd_stream", "old-style", &[OLD, &request(0, 512)].concat());
     seeds.add("nbd_stream", "list", LIST);
+}
+
+/// What NBD servers say to our client before the transmission.
+fn nbd_negotiations(seeds: &mut Seeds) {
+    let greeting = b"NBDMAGICIHAVEOPT\0\x03";
+    let reply = |option: u32, kind: u32, data: &[u8]| {
+        let mut out = proto::OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
+        for number in [option, kind, data.len() as u32] {
+            out.extend(number.to_be_bytes());
+        }
+        out.extend(data);
+        out
+    };
+    let flags = flag::HAS_FLAGS | flag::SEND_FLUSH;
+    let mut export = info::EXPORT.to_be_bytes().to_vec();
+    export.extend((1u64 << 20).to_be_bytes());
+    export.extend(flags.to_be_bytes());
+    let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
+    for size in [512u32, 4096, 1 << 20] {
+        sizes.extend(size.to_be_bytes());
+    }
+    let parts = [
+        reply(opt::STRUCTURED_REPLY, rep::ACK, &[]),
+        reply(
+            opt::SET_META_CONTEXT,
+            rep::META_CONTEXT,
+            b"\0\0\0\x01base:allocation",
+        ),
+        reply(opt::SET_META_CONTEXT, rep::ACK, &[]),
+        reply(opt::GO, rep::INFO, &export),
+        reply(opt::GO, rep::INFO, &sizes),
+        reply(opt::GO, rep::ACK, &[]),
+    ];
+    let whole = [&greeting[..], &parts.concat()].concat();
+    seeds.add("nbd_negotiation", "structured", &whole);
+    let older = [
+        reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]),
+        reply(opt::GO, rep::ERR_UNSUP, &[]),
+        export[2..].to_vec(),
+    ];
+    let older = [&greeting[..], &older.concat()].concat();
+    seeds.add("nbd_negotiation", "export-name", &older);
+}
+
+/// Replies of NBD servers to the requests that `fuzz_nbd_client.rs` has in flight, with a byte in
+/// front that says whether they come in chunks.
+fn nbd_replies(seeds: &mut Seeds) {
+    // Number of the request, and its place.
+    let cookie = |n: u64| Cookie((n + 1) << 32 | n);
+    let (read, write, flush, status) = (cookie(0), cookie(1), cookie(2), cookie(3));
+    let simple = [
+        &[0_u8][..],
+        &proto::simple_reply(flush, None),
+        &proto::simple_reply(write, Some(Errno::NoSpc)),
+        &proto::simple_reply(read, None),
+        &[7; 64],
+    ];
+    seeds.add("nbd_replies", "simple", &simple.concat());
+    let chunks = [
+        &[1_u8][..],
+        &proto::chunk_header(read, proto::chunk::OFFSET_HOLE, 0, 12),
+        &4096u64.to_be_bytes(),
+        &32u32.to_be_bytes(),
+        &proto::data_chunk(read, 4128, 32, false),
+        &[7; 32],
+        &proto::done_chunk(read),
+    ];
+    seeds.add("nbd_replies", "chunks", &chunks.concat());
+    let extents = [(65536, 0), (65536, 3)];
+    let extents = [&[1_u8][..], &proto::status_chunk(status, &extents)];
+    seeds.add("nbd_replies", "status", &extents.concat());
+    let failed = [
+        &[1_u8][..],
+        &proto::error_chunk(read, Errno::Io, Some(4096), true),
+        &proto::error_chunk(write, Errno::NoSpc, None, true),
+    ];
+    seeds.add("nbd_replies", "errors", &failed.concat());
 }
 
 /// Logins in parts, each with its flags in front and FFh behind it, as the target `login` takes

@@ -64,9 +64,7 @@ impl Limits {
                     then_flush: fua && !self.has_fua && is_cached,
                 }
             }
-            block::Operation::Flush => {
-                only(self.geometry.volatile_cache.then_some(Command::Flush))
-            }
+            block::Operation::Flush => only(self.geometry.volatile_cache.then_some(Command::Flush)),
             block::Operation::Discard(range) => {
                 self.check_change(&range, self.geometry.max_discard)?;
                 only((!range.is_empty()).then_some(Command::Discard(range)))

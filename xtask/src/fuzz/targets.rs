@@ -183,6 +183,12 @@ pub(super) const TARGETS: &[Target] = &[
     ),
     test("fuzz_nbd", "nbd_stream", "NBD, as bytes"),
     test("fuzz_nbd", "nbd_session", "NBD, as options and requests"),
+    test(
+        "fuzz_nbd_client",
+        "nbd_negotiation",
+        "negotiation of an NBD server",
+    ),
+    test("fuzz_nbd_client", "nbd_replies", "replies of an NBD server"),
     unit(
         CONTROL,
         "control::fuzz::",

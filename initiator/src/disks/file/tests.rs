@@ -5,8 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
 use crate::block::task::{block_on, join_all};
-use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, ZeroOptions};
-use crate::block::Operation;
+use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Operation, ZeroOptions};
 use crate::disks::ThreadDisk;
 use crate::disks::testing::List;
 

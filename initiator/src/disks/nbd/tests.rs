@@ -11,8 +11,7 @@ use std::thread::JoinHandle;
 use super::*;
 use crate::block::task::{block_on, join_all};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind};
-use crate::block::{MemoryDevice, Service, Turn, ZeroOptions};
-use crate::block::Operation;
+use crate::block::{MemoryDevice, Operation, Service, Turn, ZeroOptions};
 use crate::disks::testing::List;
 use crate::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};
 use crate::nbd::{Server, ServerHandle};
@@ -396,13 +395,7 @@ fn a_write_to_stable_storage_is_flushed_at_a_server_without_fua() {
     assert!(disk.drive(list).is_ok());
     let buffer = seen.recv().unwrap().completion.unwrap();
     assert_eq!(buffer.expect("it comes back").len(), 4096);
-    block_on(BlockDevice::write(
-        &disk,
-        0,
-        filled(&disk, 4096, 1),
-        true,
-    ))
-    .unwrap();
+    block_on(BlockDevice::write(&disk, 0, filled(&disk, 4096, 1), true)).unwrap();
     drop(disk);
     let both = [(cmd::WRITE, 0), (cmd::FLUSH, 0)];
     assert_eq!(thread.join().unwrap(), [both, both].concat());

@@ -444,7 +444,9 @@ mod tests {
             }
         };
         let (one, two) = ("srp://127.0.0.1/disk/0", "srp://127.0.0.1/disk/1");
-        let both: Vec<_> = (0..4).flat_map(|i| [run(one, i), run(two, 10 + i)]).collect();
+        let both: Vec<_> = (0..4)
+            .flat_map(|i| [run(one, i), run(two, 10 + i)])
+            .collect();
         let both = summaries(&both);
         let comparison = compare(&both, &both, MatchBy::Options);
         let rounds: Vec<_> = comparison.cases.iter().map(|case| case.rounds).collect();
@@ -570,7 +572,10 @@ mod tests {
         let fio = pairs(&[("bs", "4k"), ("direct", "1"), ("ioengine", "libaio")]);
         assert!(workload(&fio).is_empty());
         let more = pairs(&[("numjobs", "2"), ("iodepth", "8")]);
-        assert_eq!(workload(&more), pairs(&[("iodepth", "8"), ("numjobs", "2")]));
+        assert_eq!(
+            workload(&more),
+            pairs(&[("iodepth", "8"), ("numjobs", "2")])
+        );
     }
 
     #[test]

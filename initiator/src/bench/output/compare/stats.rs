@@ -198,7 +198,10 @@ mod tests {
         let mut draw = |n: usize| -> Vec<f64> { (0..n).map(|_| random.f64() + 0.1).collect() };
         for (a, b) in [(1, 1), (3, 5), (40, 7)] {
             let (a, b) = (draw(a), draw(b));
-            let mut all: Vec<f64> = a.iter().flat_map(|a| b.iter().map(move |b| b / a)).collect();
+            let mut all: Vec<f64> = a
+                .iter()
+                .flat_map(|a| b.iter().map(move |b| b / a))
+                .collect();
             all.sort_by(f64::total_cmp);
             let ratios = Ratios::new(&a, &b);
             assert_eq!(ratios.len(), all.len());

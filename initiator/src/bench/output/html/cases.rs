@@ -81,7 +81,10 @@ mod tests {
             show::options(&outcomes[1].options),
             "what differs is cut off"
         );
-        let rounds: Vec<_> = cases(&outcomes).iter().map(|(_, runs)| runs.len()).collect();
+        let rounds: Vec<_> = cases(&outcomes)
+            .iter()
+            .map(|(_, runs)| runs.len())
+            .collect();
         assert_eq!(rounds, [2, 1]);
     }
 

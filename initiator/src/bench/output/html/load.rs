@@ -278,7 +278,12 @@ mod tests {
                 ..sample::mixed("a", 1)
             }
         };
-        let outcomes = [with("1", "1"), with("2", "1"), with("1", "2"), with("2", "2")];
+        let outcomes = [
+            with("1", "1"),
+            with("2", "1"),
+            with("1", "2"),
+            with("2", "2"),
+        ];
         let found = sweeps(&outcomes);
         let numbers: Vec<Vec<usize>> = found
             .iter()

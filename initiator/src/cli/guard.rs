@@ -4,7 +4,7 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -80,11 +80,19 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     }
 }
 
-/// Whether an attachment is of the same file, by whatever path.
+/// Whether an attachment is of the same file or device, by whatever path.
 fn is_same_file(url: &Address, other: &str) -> bool {
-    let id = |address: &Address| match address {
-        Address::File { path, .. } => fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino())),
-        _ => None,
+    let id = |address: &Address| {
+        let Address::File { path, .. } = address else {
+            return None;
+        };
+        let meta = fs::metadata(path).ok()?;
+        // A device may have several nodes.
+        let is_device = meta.file_type().is_block_device();
+        Some(match is_device {
+            true => (is_device, meta.rdev(), 0),
+            false => (is_device, meta.dev(), meta.ino()),
+        })
     };
     id(url).is_some_and(|own| other.parse().ok().and_then(|other| id(&other)) == Some(own))
 }

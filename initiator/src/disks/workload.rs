@@ -127,7 +127,7 @@ impl Workloads {
     }
 
     fn begin(
-        &mut self,
+        &self,
         workload: usize,
         tag: u32,
         operation: block::Operation,

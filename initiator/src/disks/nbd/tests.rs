@@ -523,7 +523,7 @@ fn a_listener_whose_queue_is_full_is_a_timeout() {
     let path = socket_path();
     let listener = UnixListener::bind(&path).unwrap();
     net::listen(&listener, 0).unwrap();
-    let address = SocketAddrUnix::new(&path).unwrap();
+    let address = SocketAddrUnix::new(path.as_path()).unwrap();
     let mut waiting = Vec::new();
     loop {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -575,10 +575,10 @@ fn an_export_that_is_no_disk_is_refused() {
 #[test]
 fn an_address_that_does_not_answer_leaves_time_for_the_next() {
     let full = TcpListener::bind("127.0.0.1:0").unwrap();
-    rustix::net::listen(&full, 0).unwrap();
+    rustix::net::listen(&full, 1).unwrap();
     let silent = full.local_addr().unwrap();
-    // The kernel drops further attempts while one waits to be accepted.
-    let _waiting = std::net::TcpStream::connect(silent).unwrap();
+    // The kernel drops further attempts while two wait to be accepted.
+    let _waiting = [(); 2].map(|()| TcpStream::connect(silent).unwrap());
     let answers = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = answers.local_addr().unwrap();
     let until = Instant::now() + Duration::from_secs(4);

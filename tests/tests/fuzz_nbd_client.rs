@@ -129,8 +129,8 @@ fn run(input: &[u8], piece: usize) -> Outcome {
     outcome
 }
 
-/// For any replies of a server: every request ends at most once, a read that succeeds has all of its
-/// data, and nothing depends on how the stream was cut.
+/// For any replies of a server: every request ends at most once, a read that succeeds has all of
+/// its data, and nothing depends on how the stream was cut.
 fn check_replies(input: &[u8]) {
     let whole = run(input, input.len().max(1));
     assert_eq!(run(input, 5), whole);
@@ -187,7 +187,7 @@ fn negotiate_with(bytes: &[u8]) -> Result<Negotiated, HandshakeError> {
         sent: 0,
     };
     let result = negotiate(&mut script, "disk");
-    // Flags, and an option of each kind, whatever the server says.
+    // Flags, and an option of each kind; no answer makes it more.
     assert!(script.sent <= 256, "{} bytes", script.sent);
     result
 }

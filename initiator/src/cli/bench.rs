@@ -78,8 +78,8 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     emit(&outcomes, files, args.results.bins, global)
 }
 
-/// The jobs of the command line or of the job file, in groups that run one after another: each round
-/// has all combinations of the sweep.
+/// The jobs of the command line or of the job file, in groups that run one after another: each
+/// round has all combinations of the sweep.
 fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
     let (mut groups, form) = match args.target() {
@@ -352,7 +352,8 @@ fn is_device(address: &Address) -> bool {
     fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device())
 }
 
-/// Fails for several sessions of a device that is opened exclusively, as each would refuse the next.
+/// Fails for several sessions of a device that is opened exclusively, as each would refuse the
+/// next.
 fn check_exclusive(address: &Address, sessions: u32) -> Result<(), CliError> {
     if sessions == 1 {
         return Ok(());
@@ -403,7 +404,8 @@ fn live(title: &str, p: &Progress) -> String {
     )
 }
 
-/// Files for results, made before the run: what cannot be written is known before it takes its time.
+/// Files for results, made before the run: what cannot be written is known before it takes its
+/// time.
 struct ResultFiles {
     report: Option<ResultFile>,
     csv: Option<ResultFile>,

@@ -80,7 +80,7 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     }
 }
 
-/// Whether an attachment is of the same file or device, by whatever path.
+/// Returns whether an attachment is of the same file or device, by any of its paths.
 fn is_same_file(url: &Address, other: &str) -> bool {
     let id = |address: &Address| {
         let Address::File { path, .. } = address else {

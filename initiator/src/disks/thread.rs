@@ -1,8 +1,9 @@
 //! Thread of a disk.
 //!
-//! One round: completions of the backend, which wake tasks; workloads; clients; messages, among them
-//! what these have submitted; and one call that hands it all to the kernel. With nothing to do it polls
-//! for a while and then sleeps on the descriptors of backend and clients, and on its mailbox.
+//! One round: completions of the backend, which wake tasks; workloads; clients; messages, among
+//! them what these have submitted; and one call that hands it all to the kernel. With nothing to do
+//! it polls for a while and then sleeps on the descriptors of backend and clients, and on its
+//! mailbox.
 
 use std::io;
 use std::sync::mpsc;

@@ -53,8 +53,8 @@ impl Workloads {
         self.wake(id, backend, now);
     }
 
-    /// Calls those of which operations have ended, and those that are due. Returns whether there were
-    /// any.
+    /// Calls those of which operations have ended, and those that are due. Returns whether there
+    /// were any.
     pub(super) fn run(&mut self, backend: &mut impl Backend, now: Instant) -> bool {
         let mut worked = self.run_ended(backend, now);
         let due = |(id, running): (usize, &Running)| {
@@ -111,8 +111,8 @@ impl Workloads {
         self.forward(id, backend, now);
     }
 
-    /// Gives the backend what a workload has submitted. The workload is over if that was nothing, and
-    /// nothing of it is outstanding or planned.
+    /// Gives the backend what a workload has submitted. The workload is over if nothing of it is
+    /// outstanding or planned then.
     fn forward(&mut self, id: usize, backend: &mut impl Backend, now: Instant) {
         let mut submissions = std::mem::take(&mut self.submissions);
         self.running[id].outstanding += submissions.len();

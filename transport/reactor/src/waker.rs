@@ -33,8 +33,8 @@ impl Waker {
         })))
     }
 
-    /// A waker of no ring. Its owner calls [`clear`](Self::clear), looks for what wakes announce, and
-    /// sleeps until [`descriptor`](Self::descriptor) is readable.
+    /// A waker of no ring. Its owner calls [`clear`](Self::clear), looks for what wakes announce,
+    /// and sleeps until [`descriptor`](Self::descriptor) is readable.
     ///
     /// # Errors
     /// That of `eventfd(2)`.
@@ -57,8 +57,8 @@ impl Waker {
     /// ring takes them by itself.
     pub fn clear(&self) {
         if let Some(counter) = self.descriptor() {
-            // Fails if there is none. A wake from here on finds the flag set and writes nothing; its
-            // owner looks after this call.
+            // Fails if there is none. A wake from here on finds the flag set and writes nothing;
+            // its owner looks after this call.
             let _ = rustix::io::read(counter, &mut [0; 8]);
         }
         self.acknowledge();
@@ -122,8 +122,8 @@ mod tests {
 
     use super::*;
 
-    /// Waits for a wake without blocking: the threads of a checker are one thread. Miri does not know
-    /// the call, and has threads.
+    /// Waits for a wake without blocking: the threads of a checker are one thread. Miri does not
+    /// know the call, and has threads.
     fn sleep(waker: &Waker) {
         let fd = waker.descriptor().unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);

@@ -3,8 +3,8 @@
 //!
 //! One row per interval and kind of operation of which the run has any. Latencies are in
 //! nanoseconds, from the time when an operation was due, if arrivals are planned; in an interval
-//! without operations they are empty. `t_ms` is the begin of the interval, in milliseconds from that
-//! of the measurement.
+//! without operations they are empty. `t_ms` is the begin of the interval, in milliseconds from
+//! that of the measurement.
 
 use std::io::{self, Write};
 

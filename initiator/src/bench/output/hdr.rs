@@ -73,8 +73,8 @@ fn entries(
     prefix: &str,
     start: Duration,
 ) -> io::Result<()> {
-    // Readers add up what follows in a distribution like the first one, so one without values has to
-    // have as many digits as the others.
+    // Readers add up what follows in a distribution like the first one, so one without values has
+    // to have as many digits as the others.
     let empty = Histogram::new(3).expect("three digits are allowed");
     let measured = &interval.measured[kind as usize];
     let response = measured.response.as_ref().map(|h| ("-response", h));

@@ -303,7 +303,8 @@ impl Requester {
         self.send(now);
     }
 
-    /// Sends a command in the place of each that is lost, so that as many as before are outstanding.
+    /// Sends a command in the place of each that is lost, so that as many as before are
+    /// outstanding.
     fn repeat_lost(&mut self, run: &mut Run, now: Instant) {
         run.looked = now;
         let lost_before = run.lost_commands;

@@ -141,8 +141,8 @@ fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
     });
 }
 
-/// Answers commands without data, each twice, but leaves out those of some numbers. Returns how many
-/// it has answered.
+/// Answers commands without data, each twice, but leaves out those of some numbers. Returns how
+/// many it has answered.
 fn answer_all_but(socket: &UdpSocket, left_out: &[u32], stop: &AtomicBool) -> u64 {
     let local = socket.local_addr().unwrap();
     let mut room = [0; 8192];

@@ -32,8 +32,8 @@ pub(super) struct Target {
     pub(super) block: u32,
 }
 
-/// Flushes. The kernel reports a write-back that failed to one of them, and only once, so one runs at
-/// a time, answers all that came before it, and is remembered if it fails.
+/// Flushes. The kernel reports a write-back that failed to one of them, and only once, so one runs
+/// at a time, answers all that came before it, and is remembered if it fails.
 #[derive(Default)]
 struct Flushes {
     is_running: bool,
@@ -66,8 +66,8 @@ pub(super) struct FileBackend {
     flushes: Flushes,
     /// For the system calls that the ring lacks.
     helper: Offload<io::Result<Vec<Extent>>>,
-    /// Rung by the helper thread. That of the ring is an operation of it, whose completion may not be
-    /// counted in `event`.
+    /// Rung by the helper thread. That of the ring is an operation of it, whose completion may not
+    /// be counted in `event`.
     helper_waker: Waker,
     completions: Vec<Completion>,
     /// Something is queued that the kernel has not seen.

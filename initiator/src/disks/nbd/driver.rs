@@ -255,7 +255,8 @@ impl NbdBackend {
             let progress = self.requests.handle(&self.received[self.valid.clone()])?;
             self.valid.start += progress.consumed;
             match progress.event {
-                // One that guesses cookies could have us keep the data of writes that it never reads.
+                // One that guesses cookies could have us keep the data of writes that it never
+                // reads.
                 Some(Event::Done(request, _)) if !self.outgoing.is_sent(request.header_end) => {
                     let early = ReplyFault::Early;
                     let error = BlockError::Disconnected(early.to_string());

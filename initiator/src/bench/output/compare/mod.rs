@@ -3,9 +3,9 @@
 //! Runs of one name with the same options are rounds of a case. For each figure of a case that both
 //! sides have, [`compare()`] gives the medians, the ratio of B to A and an interval of it, from the
 //! test of Mann and Whitney at 95 % ([`stats`]): a difference is beyond noise if the interval does
-//! not contain 1. That takes four rounds of each side, three and five, or two and eight: of three and
-//! three even the most extreme result happens by chance more often. Of twenty figures that are the
-//! same, one is expected to be reported as different.
+//! not contain 1. That takes four rounds of each side, three and five, or two and eight: of three
+//! and three even the most extreme result happens by chance more often. Of twenty figures that are
+//! the same, one is expected to be reported as different.
 
 pub mod stats;
 mod table;

@@ -317,9 +317,14 @@ fn files_and_nbd_exports_are_disks() {
         let ios = |way: &str| report["jobs"][0][way]["total_ios"].as_u64().unwrap();
         assert_eq!(ios("read") + ios("write"), 256);
     }
-    let (exit, text) = home.fails(&["write", &image, &home.path("in")]);
-    assert_eq!(exit, 6);
-    assert!(text.contains("has it attached"), "{text}");
+    // By another path it is the same file.
+    let same = home.path("same");
+    std::fs::hard_link(&image, &same).unwrap();
+    for path in [&image, &same] {
+        let (exit, text) = home.fails(&["write", path, &home.path("in")]);
+        assert_eq!(exit, 6);
+        assert!(text.contains("has it attached"), "{text}");
+    }
     home.ok(&["detach", &socket]);
 
     // What a disk carries is not overwritten by mistake.

@@ -340,7 +340,7 @@ pub struct DiscoverArgs {
 /// Choice of the runs that belong together, on the command line.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum By {
-    /// Same name and same options of the workload; where the disk is does not matter
+    /// Same name and same options of the workload; which disk it was matters if a file has several
     Options,
     /// Same name
     Name,

@@ -6,9 +6,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
 
+use super::backend::Backend;
 use super::limits::{Limits, Plan};
 use super::operation::{Command, Ended};
-use super::thread::{Backend, DiskThread};
+use super::thread::DiskThread;
 use crate::block::{
     BlockDevice, BlockError, Buffer, Completion, Extent, ExtentKind, Geometry, Operation, Service,
     Workload, ZeroOptions,

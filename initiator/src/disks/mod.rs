@@ -18,6 +18,7 @@
 //!
 //! Not here: reconnection. A connection that is lost, or late with an answer, ends the disk.
 
+mod backend;
 mod disk;
 pub mod file;
 mod limits;

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use slab::Slab;
 
+use super::backend::Backend;
 use super::limits::{Limits, Plan};
 use super::operation::{Command, Done, Ended, EndedQueue, Operation, Ticket};
-use super::thread::Backend;
 use crate::block::{self, Buffer, Submissions, Workload};
 
 struct Running {

@@ -113,9 +113,9 @@ impl Waker {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::channel;
     use std::time::{Duration, Instant};
 
+    use riser_sync::mpsc::channel;
     use riser_sync::testing::explore;
     use riser_sync::thread;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -154,7 +154,8 @@ mod tests {
             let mut got = 0;
             while got < MESSAGES {
                 waker.clear();
-                match receiver.try_iter().count() {
+                let news = std::iter::from_fn(|| receiver.try_recv().ok());
+                match news.count() {
                     0 => sleep(&waker),
                     news => got += news,
                 }

@@ -14,8 +14,8 @@ use slab::Slab;
 
 use super::sys;
 use crate::block::{BlockError, Extent};
+use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
-use crate::disks::thread::Backend;
 use crate::poll_fds::Waited;
 
 /// Operations in flight; further ones wait. One less than a power of two, since the ring adds one

@@ -11,8 +11,8 @@ use riser_memory::sys::{self, ReceivePiece};
 
 use super::outgoing::Outgoing;
 use crate::block::BlockError;
+use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
-use crate::disks::thread::Backend;
 use crate::nbd::client::{End, Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, Requests};
 use crate::nbd::proto::{Cookie, cmd, request_header};
 use crate::poll_fds::Waited;

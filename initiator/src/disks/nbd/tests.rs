@@ -313,7 +313,7 @@ fn operations_of_a_workload_have_the_limits_of_others() {
         offset,
         buffer: filled(&disk, len, 0),
     };
-    let operations = vec![
+    let operations = [
         read(SIZE, 512),
         read(100, 512),
         read(0, 0),

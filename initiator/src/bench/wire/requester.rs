@@ -20,7 +20,7 @@ const RECEIVES: usize = 8;
 const MEMORY: usize = 4 << 20;
 /// Time after which a command without a reply is lost.
 const STALL: Duration = Duration::from_millis(100);
-/// Interval at which such commands are looked for.
+/// Interval at which such commands are looked for while nothing comes.
 const LOOK: Duration = Duration::from_millis(10);
 /// Interval and number of attempts to reach the responder.
 const GREETING: (Duration, usize) = (Duration::from_millis(200), 10);
@@ -269,15 +269,16 @@ impl Requester {
                 _ => {}
             }
             self.receive();
-            if now.saturating_duration_since(run.looked) > LOOK {
+            // After a time in which this thread did not run, answers are here that look late.
+            let has_answers = !self.tally.answered.is_empty();
+            if has_answers {
+                // The time after the receive, not before it.
+                self.go_on(&mut run, Instant::now());
+            }
+            let interval = if has_answers { STALL } else { LOOK };
+            if now.saturating_duration_since(run.looked) > interval {
                 self.repeat_lost(&mut run, now);
             }
-            if self.tally.answered.is_empty() {
-                continue;
-            }
-            // The time after the receive, not before it.
-            let now = Instant::now();
-            self.go_on(&mut run, now);
         }
     }
 

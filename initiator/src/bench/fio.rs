@@ -162,8 +162,8 @@ impl Section {
             };
             return Ok(true);
         }
-        // A state file records one job; the command line names it.
-        if matches!(name, "state" | "sessions" | "fua") {
+        // These are options of the command line.
+        if matches!(name, "state" | "sessions" | "fua" | "total") {
             return Err(format!("option `{name}` is not known"));
         }
         self.job.set(name, value, Units::Fio(self.base))

@@ -1,6 +1,7 @@
 //! Jobs: what is done, with fio's words.
 //!
-//! - [`Job`]: a job, made by hand or from options by name. - [`Units`]: forms of sizes and times.
+//! - [`Job`]: a job, made by hand or from options by name.
+//! - [`Units`]: forms of sizes and times.
 //! - [`IGNORED`], [`UNSUPPORTED`]: fio's options that have no effect here, or are refused.
 
 mod options;
@@ -115,6 +116,19 @@ impl BlockSizes {
             Self::Split(parts) => parts.iter().map(|(size, _)| *size).max().unwrap_or(0),
         }
     }
+
+    /// Mean size, in whole bytes.
+    #[must_use]
+    pub fn mean(&self) -> u64 {
+        match self {
+            Self::Fixed(size) => (*size).into(),
+            Self::Range { min, max } => u64::from(*min) * (1 + u64::from(max / min)) / 2,
+            Self::Split(parts) => {
+                let part = |(size, percent): &(u32, f64)| f64::from(*size) * percent / 100.0;
+                parts.iter().map(part).sum::<f64>() as u64
+            }
+        }
+    }
 }
 
 /// Distribution of random offsets.
@@ -140,7 +154,7 @@ pub enum Amount {
 }
 
 impl Amount {
-    /// In bytes of a whole, rounded down to multiples of `block` where it is a percentage.
+    /// In bytes of a whole; a percentage is rounded down to multiples of `block`.
     #[must_use]
     pub fn of(self, whole: u64, block: u64) -> u64 {
         match self {
@@ -200,6 +214,8 @@ pub struct Job {
     pub name: String,
     /// Address of the device, if the job has one of its own (`filename`).
     pub filename: Option<String>,
+    /// Reads and writes go past the page cache, where the device is a file of this host.
+    pub direct: bool,
     /// Operations.
     pub access: Access,
     /// Order of the offsets.
@@ -207,7 +223,7 @@ pub struct Job {
     /// Sequential: bytes that are skipped behind each operation. Random: operations that follow one
     /// another from each random offset on, if more than one.
     pub modifier: u64,
-    /// Reads of a hundred operations, where there are both.
+    /// Reads of a hundred operations, where there are both and no rates.
     pub rwmixread: u8,
     /// Sizes of reads, writes and trims.
     pub sizes: [BlockSizes; 3],
@@ -273,6 +289,7 @@ impl Default for Job {
         Self {
             name: "job".into(),
             filename: None,
+            direct: false,
             access: Access::Read,
             pattern: Pattern::Sequential,
             modifier: 0,

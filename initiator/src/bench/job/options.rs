@@ -5,20 +5,15 @@ use super::values::{
 };
 use super::{Access, Amount, BlockSizes, Checksum, Distribution, Job, Pattern, Rate, RateProcess};
 
+/// Most connections of a job.
+const MAX_SESSIONS: u32 = 64;
+
 /// Options that are accepted and have no effect, with the reasons.
 pub const IGNORED: &[(&str, &str)] = &[
     ("ioengine", "the address says how the device is reached"),
     (
-        "direct",
-        "no page cache of this host is between the job and the device",
-    ),
-    (
-        "buffered",
-        "no page cache of this host is between the job and the device",
-    ),
-    (
         "invalidate",
-        "no page cache of this host is between the job and the device",
+        "caches are not emptied; direct goes past that of a file",
     ),
     ("thread", "clones run on the threads of their sessions"),
     (
@@ -199,6 +194,11 @@ fn set_flag(job: &mut Job, name: &str, value: Option<&str>) -> Result<bool, Stri
         "verify_only" => &mut job.verify_only,
         "do_verify" => &mut job.do_verify,
         "fua" | "writefua" => &mut job.fua,
+        "direct" => &mut job.direct,
+        "buffered" => {
+            job.direct = !boolean(value)?;
+            return Ok(true);
+        }
         "zero_buffers" => {
             if boolean(value)? {
                 job.content.pattern = vec![0];
@@ -226,7 +226,12 @@ fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<b
         "bssplit" => by_direction(text, &mut job.sizes, |text| split(text, units))?,
         "iodepth" => job.iodepth = number(text)?,
         "numjobs" => job.numjobs = number(text)?,
-        "sessions" => job.sessions = number(text)?,
+        "sessions" => {
+            job.sessions = match number(text)? {
+                count @ 1..=MAX_SESSIONS => count,
+                _ => return Err(format!("`{text}` is not a number from 1 to {MAX_SESSIONS}")),
+            };
+        }
         "rate_iops" => by_direction(text, &mut job.rates, |text| {
             positive(units.size(text)?).map(|n| Some(Rate::Iops(n)))
         })?,
@@ -261,6 +266,7 @@ fn set_extent(job: &mut Job, name: &str, text: &str, units: Units) -> Result<boo
         "offset_increment" => job.offset_increment = units.amount(text)?,
         "size" => job.size = Some(units.amount(text)?),
         "io_size" | "io_limit" => job.io_size = Some(units.amount(text)?),
+        "total" => job.total = Some(positive(units.size(text)?)?),
         "number_ios" => job.number_ios = Some(positive(number(text)?)?),
         "ramp_time" => job.ramp_time = units.time(text)?,
         "runtime" => job.runtime = Some(units.time(text)?).filter(|time| !time.is_zero()),
@@ -436,6 +442,12 @@ fn zones(distribution: &Distribution) -> Option<String> {
     }
 }
 
+/// A pattern, if there is one.
+fn hex(pattern: &[u8]) -> Option<String> {
+    let digits: String = pattern.iter().map(|byte| format!("{byte:02x}")).collect();
+    (!digits.is_empty()).then(|| format!("0x{digits}"))
+}
+
 pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
     let (name, sizes) = block_sizes(&job.sizes);
     let seconds = |time: std::time::Duration| match time.subsec_micros() {
@@ -453,10 +465,11 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
     // Without a limit, where operations are counted instead.
     let io_size = job.io_size.filter(|size| *size != Amount::Bytes(u64::MAX));
     let options = [
+        ("direct", yes(job.direct)),
         ("rw", Some(rw(job))),
         (
             "rwmixread",
-            (job.access == Access::Mixed).then(|| job.rwmixread.to_string()),
+            (job.access == Access::Mixed && rate.is_none()).then(|| job.rwmixread.to_string()),
         ),
         (name, Some(sizes)),
         ("iodepth", Some(job.iodepth.to_string())),
@@ -472,8 +485,13 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
             "offset",
             Some(amount(job.offset)).filter(|offset| offset != "0"),
         ),
+        (
+            "offset_increment",
+            Some(amount(job.offset_increment)).filter(|offset| offset != "0"),
+        ),
         ("size", job.size.map(amount)),
         ("io_size", io_size.map(amount)),
+        ("total", job.total.map(size)),
         ("number_ios", job.number_ios.map(|n| n.to_string())),
         (
             "ramp_time",
@@ -489,7 +507,9 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
             "buffer_compress_percentage",
             job.content.compress_percentage.map(|p| p.to_string()),
         ),
+        ("buffer_pattern", hex(&job.content.pattern)),
         ("verify", job.verify.map(checksum)),
+        ("do_verify", (!job.do_verify).then(|| "0".to_owned())),
         ("verify_only", yes(job.verify_only)),
         ("randseed", Some(job.randseed.to_string())),
     ];
@@ -541,6 +561,14 @@ mod tests {
             &[
                 ("random_distribution", "hotspot:20/80"),
                 ("buffer_compress_percentage", "40"),
+                ("buffer_pattern", "\"text\""),
+            ],
+            &[
+                ("offset_increment", "10%"),
+                ("total", "3m"),
+                ("do_verify", "0"),
+                ("direct", "1"),
+                ("sessions", "64"),
             ],
         ] {
             let first = job(options);
@@ -565,6 +593,8 @@ mod tests {
         assert!(refused("rw", Some("sideways")).contains("`sideways` is none of"));
         assert!(refused("rw", Some("randread:0")).contains('0'));
         assert!(refused("rate_iops", Some("0")).contains("not possible"));
+        assert!(refused("sessions", Some("0")).contains("from 1 to 64"));
+        assert!(refused("sessions", Some("65")).contains("from 1 to 64"));
         assert!(refused("verify", Some("md5")).contains("crc32c"));
         assert!(refused("time_based", Some("maybe")).contains("neither 0 nor 1"));
         assert!(!Job::default().set("ioengine", Some("libaio"), FIO).unwrap());

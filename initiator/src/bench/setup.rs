@@ -46,6 +46,12 @@ pub(super) fn shares(job: &Job, geometry: &Geometry) -> Result<Vec<Share>, Bench
     for share in &shares {
         check_region(job, geometry, &share.region)?;
     }
+    if shares.iter().all(|share| share.bytes == 0) {
+        return fail(format!(
+            "the bytes to move are less than one block of {} bytes",
+            job.min_block()
+        ));
+    }
     Ok(shares)
 }
 
@@ -80,6 +86,10 @@ fn check_sizes(job: &Job, geometry: &Geometry) -> Result<(), BenchError> {
         }
         let size = sizes.max();
         let limit = match kind {
+            // The write of the same blocks has its limit, too.
+            OpKind::Trim if job.access == Access::TrimWrite => {
+                geometry.max_discard.min(geometry.max_transfer.into())
+            }
             OpKind::Trim => geometry.max_discard,
             OpKind::Read | OpKind::Write => geometry.max_transfer.into(),
             OpKind::Flush => u64::MAX,
@@ -113,9 +123,20 @@ fn check_rates(job: &Job) -> Result<(), BenchError> {
     let kinds = job.access.planned();
     let rated = kinds.iter().filter(|kind| job.rate_of(**kind).is_some());
     match rated.count() {
+        0 if job.rates.iter().any(Option::is_some) => {
+            fail("the rate is of operations that the job does not plan".into())
+        }
         0 => Ok(()),
-        count if count == kinds.len() => Ok(()),
-        _ => fail("a rate for one of reads and writes only is not supported: give both one".into()),
+        count if count != kinds.len() => {
+            fail("a rate for one of reads and writes only is not supported: give both one".into())
+        }
+        // The default is as good as not given.
+        _ if job.access == Access::Mixed && job.rwmixread != 50 => fail(
+            "rwmixread has no effect on reads and writes with rates: these say how many of each \
+             there are"
+                .into(),
+        ),
+        _ => Ok(()),
     }
 }
 
@@ -125,6 +146,12 @@ fn check_verify(job: &Job) -> Result<(), BenchError> {
             true => fail("a state file is for jobs with verify".into()),
             false => Ok(()),
         };
+    }
+    if job.state.is_some() && !job.access.is_destructive() {
+        return fail(
+            "a state file records writes, and the job has none; verify_only reads what one records"
+                .into(),
+        );
     }
     let block = u64::from(job.min_block());
     if (block as usize) < HEADER {
@@ -148,13 +175,12 @@ fn check_verify(job: &Job) -> Result<(), BenchError> {
 
 fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
     let whole = geometry.capacity;
-    let device_block = u64::from(geometry.block_size);
     let align = u64::from(job.min_block().max(geometry.block_size));
-    let increment = job.offset_increment.of(whole, device_block);
-    let offset = job.offset.of(whole, device_block);
+    let increment = job.offset_increment.of(whole, align);
+    let offset = job.offset.of(whole, align);
     let start = offset.saturating_add(increment.saturating_mul(index.into()));
     let end = match job.size {
-        Some(size) => start.saturating_add(size.of(whole, device_block)),
+        Some(size) => start.saturating_add(size.of(whole, align)),
         None => whole.max(start),
     };
     let (count, index) = (u64::from(job.numjobs), u64::from(index));
@@ -175,7 +201,7 @@ fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
             let blocks = total / align;
             (part(blocks, index + 1) - part(blocks, index)) * align
         }
-        (None, Some(size)) => size.of(length, device_block),
+        (None, Some(size)) => size.of(length, align),
         (None, None) => length,
     };
     Share {
@@ -289,6 +315,27 @@ mod tests {
     }
 
     #[test]
+    fn percentages_are_whole_blocks_of_the_job() {
+        let job = Job {
+            numjobs: 2,
+            sizes: std::array::from_fn(|_| BlockSizes::Fixed(65536)),
+            offset: Amount::Percent(33),
+            offset_increment: Amount::Percent(7),
+            size: Some(Amount::Percent(31)),
+            io_size: Some(Amount::Percent(77)),
+            ..Job::default()
+        };
+        let shares = shares(&job, &geometry()).unwrap();
+        for Share { region, bytes, .. } in &shares {
+            let places = [region.start, region.end, *bytes];
+            assert!(places.iter().all(|n| n.is_multiple_of(65536)), "{places:?}");
+        }
+        assert_eq!(shares[0].region, 42 << 16..81 << 16);
+        assert_eq!(shares[1].region.start, 50 << 16);
+        assert_eq!(shares[0].bytes, 30 << 16);
+    }
+
+    #[test]
     fn a_clone_does_what_the_options_leave_to_it() {
         let amounts = |job: &Job| {
             let shares = shares(job, &geometry()).unwrap();
@@ -349,16 +396,52 @@ mod tests {
         assert!(refused(|j| j.access = Access::Flush).contains("number_ios"));
         assert!(refused(|j| j.time_based = true).contains("no runtime"));
         assert!(refused(|j| j.state = Some("f".into())).contains("with verify"));
+        let no_writes = refused(|j| {
+            j.state = Some("f".into());
+            j.verify = Some(Checksum::Crc32c);
+        });
+        assert!(no_writes.contains("the job has none"), "{no_writes}");
+        let nothing = refused(|j| j.total = Some(4095));
+        assert!(nothing.contains("less than one block of 4096"), "{nothing}");
+        assert!(refused(|j| j.io_size = Some(Amount::Bytes(0))).contains("less than one block"));
         let one_rate = refused(|j| {
             j.access = Access::Mixed;
             j.rates[0] = Some(Rate::Iops(5));
         });
         assert!(one_rate.contains("give both one"), "{one_rate}");
+        let mix = refused(|j| {
+            j.access = Access::Mixed;
+            j.rwmixread = 70;
+            j.rates = [Some(Rate::Iops(5)); 3];
+        });
+        assert!(mix.contains("rwmixread has no effect"), "{mix}");
+        let flushes = refused(|j| {
+            j.access = Access::Flush;
+            j.number_ios = Some(5);
+            j.rates = [Some(Rate::Iops(5)); 3];
+        });
+        assert!(flushes.contains("does not plan"), "{flushes}");
         let stride = refused(|j| {
             j.verify = Some(Checksum::Crc32c);
             j.modifier = 512;
         });
         assert!(stride.contains("stride 512"), "{stride}");
+    }
+
+    #[test]
+    fn a_trim_that_is_written_again_is_no_longer_than_a_transfer() {
+        let geometry = Geometry {
+            max_discard: 4 << 20,
+            ..geometry()
+        };
+        let job = |access| Job {
+            access,
+            sizes: [4096, 4096, 2 << 20].map(BlockSizes::Fixed),
+            ..Job::default()
+        };
+        assert!(shares(&job(Access::Trim), &geometry).is_ok());
+        let error = shares(&job(Access::TrimWrite), &geometry).unwrap_err();
+        assert!(error.to_string().contains("one trim takes, 1048576"));
     }
 
     #[test]

@@ -415,7 +415,7 @@ mod tests {
     use crate::engine::driver::{
         IscsiOpen, Open, PathPlan, PathsOpen, Plan, Protocol, Transport, User,
     };
-    use crate::engine::io::{IoData, ScsiIo, Target};
+    use crate::engine::io::{IoData, IoEnd, ScsiIo, Target, WorkQueue, Workload};
     use crate::engine::oneshot::oneshot;
     use crate::engine::park::Mailbox;
     use crate::engine::pool::BufferPool;
@@ -491,6 +491,40 @@ mod tests {
             overflow: 0,
         };
         session.account(&io, Ok(good))
+    }
+
+    /// Flushes once, when it is woken.
+    struct Woken(Option<Instant>);
+
+    impl Workload for Woken {
+        fn start(&mut self, _queue: &mut WorkQueue) {}
+
+        fn complete(&mut self, _token: u64, end: IoEnd, _queue: &mut WorkQueue) {
+            assert!(end.result.is_err(), "the session is closed");
+        }
+
+        fn due(&self) -> Option<Instant> {
+            self.0
+        }
+
+        fn wake(&mut self, queue: &mut WorkQueue) {
+            self.0 = None;
+            let command = crate::scsi::Command::synchronize_cache();
+            let lun = LunId::new(0).unwrap();
+            let io = ScsiIo::new(lun, command, IoData::None, Duration::from_secs(1));
+            queue.submit(0, io);
+        }
+    }
+
+    #[test]
+    fn a_command_of_a_workload_that_ends_at_once_keeps_the_engine_awake() {
+        let now = Instant::now();
+        let (mut driver, key) = driver(now);
+        driver.close(key.index, now);
+        driver.start_workload(key.index, Box::new(Woken(Some(now))), now);
+        assert!(driver.run_workloads(now), "an end waits to be reported");
+        assert!(driver.run_workloads(now), "it is");
+        assert!(!driver.run_workloads(now));
     }
 
     #[test]

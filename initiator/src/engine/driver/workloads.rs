@@ -41,7 +41,7 @@ impl<E: Env> Driver<E> {
     /// Reports the ends of their commands to workloads, and wakes those that are due; whether there
     /// were any ends.
     pub(super) fn run_workloads(&mut self, now: Instant) -> bool {
-        let any = self.end_work(now);
+        let ended = self.end_work(now);
         for index in 0..self.sessions.capacity() {
             let Some(session) = self.sessions.get(index) else {
                 continue;
@@ -59,7 +59,8 @@ impl<E: Env> Driver<E> {
                 self.work = queue;
             }
         }
-        any
+        // A command that could not be started has ended already, which no descriptor reports.
+        ended || !self.finished.is_empty()
     }
 
     /// The next time at which a workload wants to be woken.

@@ -3,11 +3,12 @@
 //! A verified block begins with a header of 40 bytes, little-endian:
 //!
 //! ```text
-//!   magic 4 | generation 4 | checksum of all that follows 8 | seed 8 | offset 8 | length 4 | 0 4
+//!   magic 4 | length 4 | checksum of all that follows 8 | seed 8 | offset 8 | generation 4 | 0 4
 //! ```
 //!
 //! The rest follows from seed, offset and generation, so a block is checked without its neighbours,
-//! and the first wrong byte can be named.
+//! and the first wrong byte can be named. The seed is one of the run that wrote the block, so a block
+//! that an earlier run has left is not taken for one of this.
 
 use super::error::{Difference, Mismatch};
 use super::job::{Checksum, Content};
@@ -15,8 +16,8 @@ use super::job::{Checksum, Content};
 /// Length of the header, in bytes.
 pub(super) const HEADER: usize = 40;
 
-/// `RBV1`.
-const MAGIC: u32 = 0x3156_4252;
+/// `RBV2`.
+const MAGIC: u32 = 0x3256_4252;
 
 /// Bytes before those that the checksum covers.
 const UNCOVERED: usize = 16;
@@ -81,7 +82,18 @@ impl Filler {
         generation: u32,
         out: &mut [u8],
     ) {
-        seal(&self.content, kind, self.seed, offset, generation, out);
+        let seed = self.seed;
+        let key = mix(mix(seed ^ offset) ^ u64::from(generation));
+        let len = out.len() as u32;
+        payload(&self.content, key, &mut out[HEADER..]);
+        out[..4].copy_from_slice(&MAGIC.to_le_bytes());
+        out[4..8].copy_from_slice(&len.to_le_bytes());
+        out[16..24].copy_from_slice(&seed.to_le_bytes());
+        out[24..32].copy_from_slice(&offset.to_le_bytes());
+        out[32..36].copy_from_slice(&generation.to_le_bytes());
+        out[36..40].fill(0);
+        let sum = checksum(kind, &out[UNCOVERED..]);
+        out[8..16].copy_from_slice(&sum.to_le_bytes());
     }
 
     /// Checks the block that was read at an offset. Returns its generation.
@@ -93,25 +105,24 @@ impl Filler {
         block: &[u8],
     ) -> Result<u32, Mismatch> {
         let fail = |what| Err(self.mismatch(offset, offset, what));
-        let word = |at: usize| u64::from_le_bytes(block[at..at + 8].try_into().expect("8 bytes"));
-        let generation = (word(0) >> 32) as u32;
-        let (seed, place) = (word(16), word(24));
-        let is_whole = word(0) as u32 == MAGIC && word(32) == block.len() as u64;
-        if !is_whole {
+        let is_known = expected.oldest == expected.newest;
+        if half(block, 0) != MAGIC || half(block, 4) as usize != block.len() {
             // A header that is damaged itself is named by its byte, where it is known what it was.
-            return match expected.oldest == expected.newest {
+            return match is_known {
                 true => Err(self.damaged(kind, offset, expected.newest, block)),
                 false => fail(Difference::NoHeader),
             };
         }
-        if word(8) != checksum(kind, &block[UNCOVERED..]) {
-            let is_known = expected.oldest == expected.newest;
-            let generation = if is_known {
-                expected.newest
-            } else {
-                generation
-            };
-            return Err(self.damaged(kind, offset, generation, block));
+        let (seed, place) = (word(block, 16), word(block, 24));
+        let generation = half(block, 32);
+        if word(block, 8) != checksum(kind, &block[UNCOVERED..]) {
+            return Err(match is_known {
+                true => self.damaged(kind, offset, expected.newest, block),
+                false if expected.any_seed => {
+                    Self::new(self.content.clone(), seed).corrupt(kind, offset, block)
+                }
+                false => self.corrupt(kind, offset, block),
+            });
         }
         if place != offset {
             return fail(Difference::Offset { found: place });
@@ -130,17 +141,23 @@ impl Filler {
         Ok(generation)
     }
 
+    /// Names the first byte that differs from the block of the generation in the header. That is
+    /// what was written only if the checksum in the header is that of it; the header may be what is
+    /// damaged, or the options of the run that wrote it were others.
+    fn corrupt(&self, kind: Checksum, offset: u64, block: &[u8]) -> Mismatch {
+        let generation = half(block, 32);
+        let mut right = vec![0; block.len()];
+        self.fill_verified(kind, offset, generation, &mut right);
+        match word(&right, 8) == word(block, 8) {
+            true => self.damaged(kind, offset, generation, block),
+            false => self.mismatch(offset, offset, Difference::Checksum),
+        }
+    }
+
     /// Names the first byte that differs from the block of that generation.
     fn damaged(&self, kind: Checksum, offset: u64, generation: u32, block: &[u8]) -> Mismatch {
         let mut right = vec![0; block.len()];
-        seal(
-            &self.content,
-            kind,
-            self.seed,
-            offset,
-            generation,
-            &mut right,
-        );
+        self.fill_verified(kind, offset, generation, &mut right);
         let differs = |at: &usize| block[*at] != right[*at];
         // After the header first: a wrong checksum is only the consequence of another content.
         let mut places = (UNCOVERED..block.len()).chain(0..UNCOVERED);
@@ -153,8 +170,7 @@ impl Filler {
                 };
                 self.mismatch(offset + at as u64, offset, what)
             }
-            // Its checksum is of another kind.
-            None => self.mismatch(offset, offset, Difference::NoHeader),
+            None => self.mismatch(offset, offset, Difference::Checksum),
         }
     }
 
@@ -167,24 +183,12 @@ impl Filler {
     }
 }
 
-fn seal(
-    content: &Content,
-    kind: Checksum,
-    seed: u64,
-    offset: u64,
-    generation: u32,
-    out: &mut [u8],
-) {
-    let key = mix(mix(seed ^ offset) ^ u64::from(generation));
-    let len = out.len() as u64;
-    payload(content, key, &mut out[HEADER..]);
-    out[..4].copy_from_slice(&MAGIC.to_le_bytes());
-    out[4..8].copy_from_slice(&generation.to_le_bytes());
-    out[16..24].copy_from_slice(&seed.to_le_bytes());
-    out[24..32].copy_from_slice(&offset.to_le_bytes());
-    out[32..40].copy_from_slice(&len.to_le_bytes());
-    let sum = checksum(kind, &out[UNCOVERED..]);
-    out[8..16].copy_from_slice(&sum.to_le_bytes());
+fn word(block: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(block[at..at + 8].try_into().expect("8 bytes"))
+}
+
+fn half(block: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(block[at..at + 4].try_into().expect("4 bytes"))
 }
 
 fn checksum(kind: Checksum, bytes: &[u8]) -> u64 {
@@ -246,7 +250,7 @@ mod tests {
     #[test]
     fn the_first_wrong_byte_is_named_with_both_values() {
         let (filler, good) = block(5);
-        for at in [0, 9, 17, 33, 40, 1000, 4095] {
+        for at in [0, 5, 9, 17, 25, 33, 37, 40, 1000, 4095] {
             let mut bad = good.clone();
             bad[at] = !bad[at];
             let expected = Expected::between(5, 5);
@@ -258,6 +262,41 @@ mod tests {
             assert!(text.contains(&format!("byte {}", 8192 + at)), "{text}");
             assert!(text.contains(&format!("{:#04x}", good[at])), "{text}");
         }
+    }
+
+    #[test]
+    fn a_changed_bit_is_found_whatever_generation_may_be_there() {
+        let (filler, good) = block(5);
+        for at in (0..HEADER).chain([HEADER, 4095]) {
+            let mut bad = good.clone();
+            bad[at] ^= 2;
+            for expected in [Expected::ANY, Expected::between(4, 8)] {
+                let checked = filler.check(Checksum::Crc32c, 8192, expected, &bad);
+                assert!(checked.is_err(), "byte {at}, {expected:?}: {checked:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_wrong_byte_of_another_run_is_named_as_far_as_its_header_says_what_was_there() {
+        let (_, good) = block(5);
+        let later = Filler::new(Content::default(), 1);
+        let check = |at: usize| {
+            let mut bad = good.clone();
+            bad[at] = !bad[at];
+            let checked = later.check(Checksum::Crc32c, 8192, Expected::ANY, &bad);
+            checked.unwrap_err()
+        };
+        let error = check(1000);
+        assert_eq!(error.offset, 9192);
+        let what = Difference::Byte {
+            found: !good[1000],
+            expected: good[1000],
+            generation: 5,
+        };
+        assert_eq!(error.what, what);
+        // The seed itself, without which nothing is known about the rest.
+        assert_eq!(check(17).what, Difference::Checksum);
     }
 
     #[test]

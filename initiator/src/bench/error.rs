@@ -60,9 +60,11 @@ pub enum Difference {
     Seed {
         /// Seed in the header.
         found: u64,
-        /// Seed of this run.
+        /// Seed of the blocks of this run.
         expected: u64,
     },
+    /// The checksum is not that of the block, and what was written is not known.
+    Checksum,
     /// The block belongs to another place.
     Offset {
         /// Offset in the header, in bytes.
@@ -104,7 +106,12 @@ impl fmt::Display for Mismatch {
             }
             Difference::Seed { found, expected } => write!(
                 f,
-                "byte {block}: the block was written with seed {found}, not {expected}"
+                "byte {block}: another run has written the block (its seed is {found:#x}, that of \
+                 this run {expected:#x})"
+            ),
+            Difference::Checksum => write!(
+                f,
+                "byte {block}: the checksum of the block is wrong, or of another kind"
             ),
             Difference::Offset { found } => write!(
                 f,

@@ -2,38 +2,20 @@
 //! crash of this process.
 //!
 //! A block's generation grows with each write. One write of a block is in flight at a time, so the
-//! blocks on the device are of the acknowledged generation, or of that in flight.
-//!
-//! ```text
-//!   file: magic 8 | seed 8 | block size 8 | first byte 8 | length 8 | checksum kind 8 | 0 … 4096
-//!         then 8 bytes for each block, little-endian: acknowledged 4 | in flight 4
-//! ```
-//!
-//! The file is written before a write starts and after it was acknowledged, by system calls that the
-//! kernel carries out even if the process is killed at once. It does not survive a crash of the
-//! host, and says nothing about caches of the device.
+//! blocks on the device are of the acknowledged generation, or of that in flight. While it is, only
+//! its worker changes the entry of the block, in memory and in the file.
 
-use std::fs::{File, OpenOptions};
-use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::error::BenchError;
-use super::job::Checksum;
-
-const MAGIC: u64 = u64::from_le_bytes(*b"RISERBV1");
-const FILE_HEADER: u64 = 4096;
+use super::state::{Layout, StateFile};
 
 /// Most blocks: their generations take 2 GiB of memory.
 const MAX_BLOCKS: u64 = 1 << 28;
 
 /// The content is not known: never written, or trimmed. In the half in flight: it is a trim.
 const UNKNOWN: u32 = 1 << 31;
-
-/// Blocks that a batch of the file has.
-const BATCH: usize = 8192;
 
 /// State of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,74 +63,10 @@ impl Entry {
 pub(super) struct Ledger {
     region: Range<u64>,
     block: u64,
+    /// Of the blocks that are written, so that those of other runs are known as such.
+    seed: u64,
     entries: Vec<AtomicU64>,
-    file: Option<(File, String)>,
-}
-
-/// Properties that a state file has to have in common with its job.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Layout {
-    /// Bytes of the device.
-    pub(super) region: Range<u64>,
-    /// Size of a block in bytes.
-    pub(super) block: u64,
-    pub(super) seed: u64,
-    pub(super) checksum: Checksum,
-}
-
-impl Layout {
-    fn header(&self) -> [u64; 6] {
-        let checksum = match self.checksum {
-            Checksum::Crc32c => 1,
-            Checksum::Crc32 => 2,
-            Checksum::Crc64 => 3,
-        };
-        let len = self.region.end - self.region.start;
-        [
-            MAGIC,
-            self.seed,
-            self.block,
-            self.region.start,
-            len,
-            checksum,
-        ]
-    }
-
-    /// Reads that of a state file.
-    ///
-    /// # Errors
-    /// It cannot be read, or is no state file.
-    pub(super) fn of(path: &Path) -> Result<Self, BenchError> {
-        let fail = |reason: String| BenchError::State {
-            path: path.display().to_string(),
-            reason,
-        };
-        let mut header = [0; 48];
-        let file = File::open(path).map_err(|error| fail(error.to_string()))?;
-        file.read_exact_at(&mut header, 0)
-            .map_err(|error| fail(error.to_string()))?;
-        let words: Vec<u64> = header.chunks_exact(8).map(word).collect();
-        let checksum = match words[5] {
-            1 => Some(Checksum::Crc32c),
-            2 => Some(Checksum::Crc32),
-            3 => Some(Checksum::Crc64),
-            _ => None,
-        };
-        let end = words[3].checked_add(words[4]);
-        match (words[0], words[2], end, checksum) {
-            (MAGIC, 40.., Some(end), Some(checksum)) => Ok(Self {
-                region: words[3]..end,
-                block: words[2],
-                seed: words[1],
-                checksum,
-            }),
-            _ => Err(fail("it is not a state file of riser bench".into())),
-        }
-    }
-}
-
-fn word(bytes: &[u8]) -> u64 {
-    u64::from_le_bytes(bytes.try_into().expect("8 bytes"))
+    file: Option<StateFile>,
 }
 
 impl Ledger {
@@ -167,72 +85,40 @@ impl Ledger {
         Ok(Self {
             region: layout.region.clone(),
             block: layout.block,
+            seed: fastrand::u64(..),
             entries: (0..blocks).map(|_| AtomicU64::new(0)).collect(),
             file: None,
         })
     }
 
-    /// Opens a state file. If it exists, its blocks are known from the start; otherwise it is made,
-    /// unless `must_exist`.
+    /// The ledger of a state file. An empty file is made one of blocks of which nothing is known.
     ///
     /// # Errors
-    /// It cannot be opened or written, or is of another job.
-    pub(super) fn open(path: &Path, layout: &Layout, must_exist: bool) -> Result<Self, BenchError> {
-        let name = path.display().to_string();
-        let fail = |reason: String| BenchError::State {
-            path: name.clone(),
-            reason,
-        };
-        let io = |error: io::Error| fail(error.to_string());
+    /// It cannot be read or written, or is of another job or disk.
+    pub(super) fn open(file: StateFile, layout: &Layout) -> Result<Self, BenchError> {
         let mut ledger = Self::new(layout)?;
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(!must_exist)
-            .truncate(false)
-            .open(path)
-            .map_err(io)?;
-        let whole = FILE_HEADER + 8 * ledger.entries.len() as u64;
-        match file.metadata().map_err(io)?.len() {
-            // A crash may have come between the two steps of making it.
-            0 if !must_exist => {
-                let header: Vec<u8> = layout
-                    .header()
-                    .iter()
-                    .flat_map(|w| w.to_le_bytes())
-                    .collect();
-                file.write_all_at(&header, 0).map_err(io)?;
-                file.set_len(whole).map_err(io)?;
-            }
-            len => {
-                let mut header = [0; 48];
-                file.read_exact_at(&mut header, 0).map_err(io)?;
-                check_header(&header, layout).map_err(fail)?;
-                if len != whole {
-                    return Err(fail(format!("it has {len} bytes instead of {whole}")));
-                }
-                ledger.load(&file).map_err(io)?;
+        let blocks = ledger.entries.len();
+        match file.header()? {
+            None => file.make(layout, ledger.seed, blocks)?,
+            Some((found, seed)) => {
+                ledger.seed = seed;
+                file.load(layout, &found, blocks, |index, word| {
+                    ledger.entries[index].store(word, Ordering::Relaxed);
+                })?;
             }
         }
-        ledger.file = Some((file, name));
+        ledger.file = Some(file);
         Ok(ledger)
-    }
-
-    fn load(&mut self, file: &File) -> io::Result<()> {
-        let mut bytes = vec![0; 8 * BATCH];
-        for (batch, entries) in self.entries.chunks(BATCH).enumerate() {
-            let bytes = &mut bytes[..8 * entries.len()];
-            file.read_exact_at(bytes, FILE_HEADER + (8 * batch * BATCH) as u64)?;
-            for (entry, bytes) in entries.iter().zip(bytes.chunks_exact(8)) {
-                entry.store(word(bytes), Ordering::Relaxed);
-            }
-        }
-        Ok(())
     }
 
     /// Bytes of the device that it has blocks of.
     pub(super) fn region(&self) -> &Range<u64> {
         &self.region
+    }
+
+    /// Seed of its blocks.
+    pub(super) fn seed(&self) -> u64 {
+        self.seed
     }
 
     fn index(&self, range: &Range<u64>) -> Range<usize> {
@@ -279,8 +165,8 @@ impl Ledger {
                 .fetch_update(Ordering::AcqRel, Ordering::Acquire, begin)
                 .is_err()
             {
-                for index in blocks.start..index {
-                    self.update(index, |entry| Entry {
+                for entry in &self.entries[blocks.start..index] {
+                    change(entry, |entry| Entry {
                         in_flight: 0,
                         ..entry
                     });
@@ -288,7 +174,11 @@ impl Ledger {
                 return Ok(false);
             }
         }
-        self.save(blocks)?;
+        if let Some(file) = &self.file {
+            let entries = self.entries[blocks.clone()].iter();
+            let words = entries.map(|entry| entry.load(Ordering::Acquire));
+            file.write(blocks.start, words)?;
+        }
         Ok(true)
     }
 
@@ -297,93 +187,94 @@ impl Ledger {
     /// # Errors
     /// The state file cannot be written.
     pub(super) fn end(&self, range: &Range<u64>) -> Result<(), BenchError> {
-        for index in self.index(range) {
-            self.update(index, |entry| Entry {
-                acknowledged: entry.in_flight,
-                in_flight: 0,
-            });
-        }
-        self.save(self.index(range))
+        self.settle(self.index(range), |entry| Entry {
+            acknowledged: entry.in_flight,
+            in_flight: 0,
+        })
     }
 
-    /// The block at an offset was read, and is of this generation; `None`: of none that is known.
+    /// The block at an offset, which is busy, was read, and is of this generation; `None`: of none
+    /// that is known.
     ///
     /// # Errors
     /// The state file cannot be written.
     pub(super) fn resolve(&self, offset: u64, generation: Option<u32>) -> Result<(), BenchError> {
         let index = self.index(&(offset..offset)).start;
-        self.update(index, |entry| match generation {
+        self.settle(index..index + 1, |entry| Entry {
             // The number of the write that did not arrive is not used again.
-            None => Entry {
-                acknowledged: entry.newest() | UNKNOWN,
-                in_flight: 0,
-            },
-            Some(generation) => Entry {
-                acknowledged: generation,
-                in_flight: 0,
-            },
-        });
-        self.save(index..index + 1)
+            acknowledged: generation.unwrap_or(entry.newest() | UNKNOWN),
+            in_flight: 0,
+        })
     }
 
-    fn update(&self, index: usize, change: impl Fn(Entry) -> Entry) {
-        let change = |word| Some(change(Entry::unpack(word)).pack());
-        let updated = self.entries[index].fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
-        updated.expect("the change is always made");
-    }
-
-    fn save(&self, blocks: Range<usize>) -> Result<(), BenchError> {
-        let Some((file, name)) = &self.file else {
-            return Ok(());
-        };
-        let at = FILE_HEADER + 8 * blocks.start as u64;
-        let words = self.entries[blocks].iter();
-        let bytes: Vec<u8> = words
-            .flat_map(|e| e.load(Ordering::Acquire).to_le_bytes())
-            .collect();
-        file.write_all_at(&bytes, at)
-            .map_err(|error| BenchError::State {
-                path: name.clone(),
-                reason: error.to_string(),
-            })
+    /// Changes entries that are busy. The file comes first: as soon as they are free in memory,
+    /// another worker may begin a write, and what it records must not be overwritten.
+    fn settle(
+        &self,
+        blocks: Range<usize>,
+        settled: impl Fn(Entry) -> Entry,
+    ) -> Result<(), BenchError> {
+        let entries = &self.entries[blocks.clone()];
+        if let Some(file) = &self.file {
+            let words = entries.iter().map(|entry| {
+                let entry = Entry::unpack(entry.load(Ordering::Acquire));
+                settled(entry).pack()
+            });
+            file.write(blocks.start, words)?;
+        }
+        for entry in entries {
+            change(entry, &settled);
+        }
+        Ok(())
     }
 }
 
-fn check_header(header: &[u8; 48], layout: &Layout) -> Result<(), String> {
-    let names = ["", "seed", "block size", "offset", "size", "checksum"];
-    let word = |index: usize| word(&header[8 * index..8 * index + 8]);
-    if word(0) != MAGIC {
-        return Err("it is not a state file of riser bench".into());
-    }
-    for (index, expected) in layout.header().into_iter().enumerate().skip(1) {
-        let (name, found) = (names[index], word(index));
-        if found != expected {
-            return Err(format!(
-                "it is of another job: its {name} is {found}, and that of this job {expected}"
-            ));
-        }
-    }
-    Ok(())
+/// Changes an entry that no other worker changes.
+fn change(entry: &AtomicU64, to: impl Fn(Entry) -> Entry) {
+    let old = Entry::unpack(entry.load(Ordering::Acquire));
+    entry.store(to(old).pack(), Ordering::Release);
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::path::PathBuf;
+    use std::thread;
+
+    use super::super::job::Checksum;
+    use super::super::state::Lock;
     use super::*;
 
     fn layout() -> Layout {
         Layout {
             region: 8192..8192 + 16 * 4096,
             block: 4096,
-            seed: 7,
             checksum: Checksum::Crc32c,
+            disk: 1,
         }
     }
 
-    fn path(name: &str) -> std::path::PathBuf {
-        let name = format!("riser-ledger-{name}-{}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        let _ = std::fs::remove_file(&path);
-        path
+    /// A state file that goes with the value.
+    struct Temporary(PathBuf);
+
+    impl Temporary {
+        fn new(name: &str) -> Self {
+            let name = format!("riser-ledger-{name}-{}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            let _ = std::fs::remove_file(&path);
+            Self(path)
+        }
+
+        fn open(&self) -> (Ledger, Lock) {
+            let (file, lock) = StateFile::open(&self.0, true).unwrap();
+            (Ledger::open(file, &layout()).unwrap(), lock)
+        }
+    }
+
+    impl Drop for Temporary {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.0);
+        }
     }
 
     #[test]
@@ -419,55 +310,65 @@ mod tests {
     }
 
     #[test]
+    fn each_ledger_has_blocks_of_its_own_and_a_state_file_keeps_them() {
+        let first = Ledger::new(&layout()).unwrap();
+        assert_ne!(first.seed(), Ledger::new(&layout()).unwrap().seed());
+        let path = Temporary::new("seed");
+        let (ledger, lock) = path.open();
+        let seed = ledger.seed();
+        drop((ledger, lock));
+        assert_eq!(path.open().0.seed(), seed);
+    }
+
+    #[test]
     fn a_state_file_has_what_was_acknowledged_and_what_was_in_flight() {
-        let path = path("state");
-        let ledger = Ledger::open(&path, &layout(), false).unwrap();
+        let path = Temporary::new("state");
+        let (ledger, lock) = path.open();
         let (first, second) = (8192..16384, 12288..16384);
         ledger.begin(&first, false).unwrap();
         ledger.end(&first).unwrap();
         ledger.begin(&second, false).unwrap();
         // The process is killed here.
-        drop(ledger);
-        assert_eq!(Layout::of(&path), Ok(layout()));
-        let ledger = Ledger::open(&path, &layout(), true).unwrap();
+        drop((ledger, lock));
+        let (ledger, lock) = path.open();
         assert_eq!(ledger.entry(8192).acknowledged(), Some(1));
         assert_eq!(ledger.entry(12288).acknowledged(), Some(1));
         assert_eq!(ledger.entry(12288).in_flight(), Some(2));
         assert_eq!(ledger.unresolved(), 1);
         ledger.resolve(12288, Some(1)).unwrap();
-        drop(ledger);
-        let ledger = Ledger::open(&path, &layout(), true).unwrap();
+        drop((ledger, lock));
+        let (ledger, _lock) = path.open();
         assert_eq!(ledger.unresolved(), 0);
         assert_eq!(ledger.entry(12288).acknowledged(), Some(1));
-        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]
-    fn files_of_other_jobs_and_other_files_are_refused() {
-        let path = path("foreign");
-        let open = |layout: &Layout, must_exist| {
-            Ledger::open(&path, layout, must_exist)
-                .unwrap_err()
-                .to_string()
+    fn the_end_of_a_write_does_not_hide_the_next_one_from_the_file() {
+        const WRITES: u32 = 5000;
+        let path = Temporary::new("race");
+        let (ledger, _lock) = path.open();
+        let file = std::fs::File::open(&path.0).unwrap();
+        let block = 8192..12288;
+        let write = || {
+            for _ in 0..WRITES {
+                while !ledger.begin(&block, false).unwrap() {
+                    thread::yield_now();
+                }
+                // The one before it gets time to do what it still does.
+                thread::yield_now();
+                let mut word = [0; 8];
+                file.read_exact_at(&mut word, 4096).unwrap();
+                let recorded = Entry::unpack(u64::from_le_bytes(word));
+                assert_eq!(recorded, ledger.entry(8192));
+                ledger.end(&block).unwrap();
+            }
         };
-        assert!(open(&layout(), true).contains("No such file"));
-        drop(Ledger::open(&path, &layout(), false).unwrap());
-        let other = Layout {
-            seed: 8,
-            ..layout()
-        };
-        assert!(open(&other, false).contains("its seed is 7, and that of this job 8"));
-        std::fs::write(&path, [1; 100]).unwrap();
-        assert!(
-            Layout::of(&path)
-                .unwrap_err()
-                .to_string()
-                .contains("not a state file")
-        );
-        assert!(open(&layout(), false).contains("not a state file"));
-        std::fs::write(&path, b"short").unwrap();
-        assert!(open(&layout(), false).contains("state file"));
-        std::fs::remove_file(&path).unwrap();
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(write);
+            }
+        });
+        assert_eq!(ledger.entry(8192).acknowledged(), Some(4 * WRITES));
     }
 
     #[test]

@@ -1,7 +1,10 @@
 //! The benchmark: many operations in flight on a block device, timed one by one.
 //!
-//! - [`Job`]: what is done, with fio's words; [`fio`] reads fio's job files. - [`run`]: does it, for
-//!   jobs side by side. - [`outcome`]: what came of it. - [`output`]: that for people and programs.
+//! - [`Job`]: what is done, with fio's words.
+//! - [`fio`]: fio's job files.
+//! - [`run`]: does it, for jobs side by side.
+//! - [`outcome`]: what came of it.
+//! - [`output`]: that for people and programs.
 //! - [`wire`]: what the machine or network carries.
 //!
 //! ```text
@@ -19,6 +22,7 @@
 //!
 //! Not here: think time, recorded workloads, devices with zones.
 
+mod checks;
 mod content;
 mod error;
 pub mod fio;
@@ -29,9 +33,14 @@ pub mod outcome;
 pub mod output;
 mod plan;
 mod prepare;
+mod reports;
 mod run;
+mod scan;
 mod setup;
+mod source;
+mod state;
 mod stats;
+mod task;
 #[cfg(test)]
 mod tests;
 mod usage;
@@ -41,5 +50,6 @@ mod worker;
 
 pub use error::{BenchError, Difference, Mismatch};
 pub use job::Job;
-pub use run::{Progress, RunOptions, Task, run};
+pub use run::{Progress, run};
 pub use setup::buffer_bytes;
+pub use task::{RunOptions, Task};

@@ -104,14 +104,18 @@ pub struct Outcome {
     pub measured: [Measured; 4],
     /// Figures over time, in order and without gaps; the last one may be shorter.
     pub intervals: Vec<Interval>,
-    /// Of this process.
+    /// Of this process. Where jobs run side by side, each has the part that its operations are of
+    /// those of all.
     pub client: Usage,
-    /// Of the process that serves the disk, if it is known and on this host.
+    /// Of the process that serves the disk, if it is known and on this host; divided likewise.
     pub server: Option<Usage>,
     /// What was compared, if that was wanted.
     pub verified: Option<Verified>,
-    /// Unallocated parts of the region, if the disk tells and there were reads.
+    /// Unallocated parts of the region, if the disk reports them and there were reads.
     pub holes: Option<Holes>,
+    /// Operations of an open loop that were due before the end and had not started then: the disk
+    /// does not reach the rate. It is the mean where times or sizes are random.
+    pub not_started: u64,
 }
 
 impl Measured {

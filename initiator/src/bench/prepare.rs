@@ -1,45 +1,45 @@
 //! The workers of a job: their plans, buffers, ledger and clock.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::content::Filler;
+use super::content::{Filler, mix};
 use super::error::BenchError;
 use super::job::{Access, Checksum, Job};
-use super::ledger::{Layout, Ledger};
+use super::ledger::Ledger;
 use super::plan::{Arrivals, Plan};
+use super::reports::Reporter;
 use super::setup;
+use super::source::Source;
+use super::state::{self, Layout, Lock, StateFile};
 use super::stats::Recorder;
+use super::task::Task;
 use super::verify::{Check, Verifier};
-use super::worker::{Clock, Left, Parts, Report, Shared, Source, Worker};
+use super::worker::{Clock, Left, Parts, Shared, Worker};
 use crate::block::{BlockDevice, Buffer, task};
 
-/// Length of the reads that look for what was written, in bytes.
-const PIECE: u64 = 128 << 10;
-
-/// Reads of a worker that looks for what was written, in flight.
-const SCAN_DEPTH: u32 = 32;
-
-/// What a worker does.
-struct Clone {
-    source: Source,
-    arrivals: Option<Arrivals>,
-    buffers: Vec<Option<Buffer>>,
-    left: Left,
+/// What a clone does, before it is a worker.
+pub(super) struct ClonePlan {
+    pub(super) source: Source,
+    pub(super) arrivals: Option<Arrivals>,
+    pub(super) buffers: Vec<Option<Buffer>>,
+    pub(super) left: Left,
 }
 
 /// A job that is ready to start.
 pub(super) struct Prepared {
-    clones: Vec<Clone>,
+    pub(super) clones: Vec<ClonePlan>,
     pub(super) verifier: Verifier,
     /// Bytes of the device that it uses.
     pub(super) region: Range<u64>,
     /// Largest operation, in bytes.
-    max_block: usize,
+    pub(super) max_block: usize,
+    /// Keeps other runs away from its state file.
+    pub(super) _lock: Option<Lock>,
 }
 
 impl Prepared {
@@ -57,49 +57,31 @@ pub(super) struct Context {
     pub(super) clock: Clock,
     pub(super) stop: Arc<AtomicBool>,
     pub(super) interval: Duration,
-    pub(super) reports: mpsc::Sender<(usize, Report)>,
+    pub(super) reporter: Reporter,
 }
 
-/// Prepares a job on a device that is open at least once.
+/// Prepares a job, which is one of several side by side, on a device that is open at least once.
 ///
 /// # Errors
 /// The job is not possible, or its state file cannot be used.
 pub(super) fn prepare<D: BlockDevice>(
-    job: &Job,
-    devices: &[Arc<D>],
+    index: usize,
+    task: &Task<D>,
 ) -> Result<Prepared, BenchError> {
+    let Task { job, devices, .. } = task;
     let device = devices.first();
     let device = device.ok_or_else(|| BenchError::Config("no device is open".into()))?;
-    if job.verify_only {
-        setup::check_in_flight(job)?;
-        return prepare_scan(job, devices);
-    }
-    let geometry = device.geometry();
-    let shares = setup::shares(job, geometry)?;
+    let shares = setup::shares(job, device.geometry())?;
     let start = shares.iter().map(|share| share.region.start).min();
     let end = shares.iter().map(|share| share.region.end).max();
     let region = start.unwrap_or(0)..end.unwrap_or(0);
-    let block = u64::from(job.min_block());
-    let check = match job.verify {
-        None => Check::Nothing,
-        Some(_) if !job.access.is_destructive() => Check::Own,
-        Some(checksum) => {
-            let apart =
-                |share: &setup::Share| !(share.region.start - region.start).is_multiple_of(block);
-            if shares.iter().any(apart) {
-                return Err(BenchError::Config(format!(
-                    "the regions of the jobs are no multiple of the block size {block} apart, as \
-                     verify needs it"
-                )));
-            }
-            Check::Ledger(Arc::new(open_ledger(job, &region, block, checksum)?))
-        }
-    };
-    let mut random = Rng::with_seed(job.randseed);
+    let (check, lock) = check(task, &shares, &region)?;
+    // The same job beside itself does other operations.
+    let mut random = Rng::with_seed(job.randseed ^ mix(index as u64));
     let count = f64::from(job.numjobs);
     let mut clones = Vec::new();
     for (index, (share, device)) in shares.iter().zip(devices.iter().cycle()).enumerate() {
-        clones.push(Clone {
+        clones.push(ClonePlan {
             source: Source::Plan(Plan::new(job, &share.region, random.fork())),
             arrivals: Arrivals::new(job, index as f64 / count, random.fork()),
             buffers: buffers(job, device),
@@ -109,11 +91,15 @@ pub(super) fn prepare<D: BlockDevice>(
             },
         });
     }
+    let seed = match &check {
+        Check::Ledger(ledger) => ledger.seed(),
+        Check::Nothing | Check::Own => job.randseed,
+    };
     let verifier = Verifier {
-        filler: Filler::new(job.content.clone(), job.randseed),
+        filler: Filler::new(job.content.clone(), seed),
         check,
         checksum: job.verify.unwrap_or(Checksum::Crc32c),
-        block,
+        block: u64::from(job.min_block()),
         resolves: false,
     };
     Ok(Prepared {
@@ -121,28 +107,50 @@ pub(super) fn prepare<D: BlockDevice>(
         verifier,
         region,
         max_block: job.max_block() as usize,
+        _lock: lock,
     })
 }
 
-fn open_ledger(
-    job: &Job,
+/// How the blocks of a job are checked, with the lock of its state file.
+fn check<D>(
+    task: &Task<D>,
+    shares: &[setup::Share],
     region: &Range<u64>,
-    block: u64,
-    checksum: Checksum,
-) -> Result<Ledger, BenchError> {
+) -> Result<(Check, Option<Lock>), BenchError> {
+    let job = &task.job;
+    let Some(checksum) = job.verify else {
+        return Ok((Check::Nothing, None));
+    };
+    if !job.access.is_destructive() {
+        return Ok((Check::Own, None));
+    }
+    let block = u64::from(job.min_block());
+    let apart = |share: &setup::Share| !(share.region.start - region.start).is_multiple_of(block);
+    if shares.iter().any(apart) {
+        return Err(BenchError::Config(format!(
+            "the regions of the jobs are no multiple of the block size {block} apart, as verify \
+             needs it"
+        )));
+    }
     let whole = (region.end - region.start) / block * block;
     let layout = Layout {
         region: region.start..region.start + whole,
         block,
-        seed: job.randseed,
         checksum,
+        disk: state::hash(&task.identity),
     };
+    let (ledger, lock) = open_ledger(job, &layout)?;
+    Ok((Check::Ledger(Arc::new(ledger)), lock))
+}
+
+fn open_ledger(job: &Job, layout: &Layout) -> Result<(Ledger, Option<Lock>), BenchError> {
     let Some(path) = &job.state else {
-        return Ledger::new(&layout);
+        return Ok((Ledger::new(layout)?, None));
     };
-    let ledger = Ledger::open(path, &layout, false)?;
+    let (file, lock) = StateFile::open(path, true)?;
+    let ledger = Ledger::open(file, layout)?;
     match ledger.unresolved() {
-        0 => Ok(ledger),
+        0 => Ok((ledger, Some(lock))),
         count => Err(BenchError::State {
             path: path.display().to_string(),
             reason: format!(
@@ -158,78 +166,6 @@ fn buffers<D: BlockDevice>(job: &Job, device: &Arc<D>) -> Vec<Option<Buffer>> {
     // There are enough, as was checked for all jobs, so the wait is for others that end.
     let buffer = |_| has_buffers.then(|| task::block_on(device.buffer(len)));
     (0..job.iodepth).map(buffer).collect()
-}
-
-/// Reads of what a state file says was written, with the properties that it has.
-fn prepare_scan<D: BlockDevice>(job: &Job, devices: &[Arc<D>]) -> Result<Prepared, BenchError> {
-    let path = job.state.as_ref().ok_or_else(|| {
-        BenchError::Config("verify_only needs a state file, which says what was written".into())
-    })?;
-    let layout = Layout::of(path)?;
-    let geometry = devices[0].geometry();
-    let fits = layout.region.end <= geometry.capacity
-        && layout
-            .region
-            .start
-            .is_multiple_of(geometry.block_size.into())
-        && layout.block.is_multiple_of(geometry.block_size.into());
-    if !fits {
-        return Err(BenchError::State {
-            path: path.display().to_string(),
-            reason: format!(
-                "it is of another device: it has bytes {} to {} in blocks of {}",
-                layout.region.start, layout.region.end, layout.block
-            ),
-        });
-    }
-    let ledger = Arc::new(Ledger::open(path, &layout, true)?);
-    let verifier = Verifier {
-        filler: Filler::new(job.content.clone(), layout.seed),
-        check: Check::Ledger(ledger),
-        checksum: layout.checksum,
-        block: layout.block,
-        resolves: true,
-    };
-    Ok(scan(&verifier, devices, job.iodepth))
-}
-
-/// Reads of every block that the ledger knows, on all connections.
-pub(super) fn scan<D: BlockDevice>(
-    verifier: &Verifier,
-    devices: &[Arc<D>],
-    depth: u32,
-) -> Prepared {
-    let block = verifier.block;
-    let region = verifier
-        .ledger()
-        .map_or(0..0, |ledger| ledger.region().clone());
-    let most = devices
-        .iter()
-        .map(|device| device.geometry().max_transfer)
-        .min();
-    let piece = u64::from(most.unwrap_or(0)).min(PIECE) / block * block;
-    let piece = piece.max(block);
-    let next = Arc::new(AtomicU64::new(region.start));
-    let clone = |device: &Arc<D>| Clone {
-        source: Source::Scan {
-            next: next.clone(),
-            piece,
-        },
-        arrivals: None,
-        buffers: (0..depth.min(SCAN_DEPTH))
-            .map(|_| Some(task::block_on(device.buffer(piece as usize))))
-            .collect(),
-        left: Left {
-            ios: u64::MAX,
-            bytes: u64::MAX,
-        },
-    };
-    Prepared {
-        clones: devices.iter().map(clone).collect(),
-        verifier: verifier.clone(),
-        region,
-        max_block: piece as usize,
-    }
 }
 
 /// The workers of a job, in the order of its connections.
@@ -249,7 +185,7 @@ pub(super) fn workers(
         stop: context.stop.clone(),
     });
     let max_block = prepared.max_block;
-    let worker = |clone: Clone| {
+    let worker = |(number, clone): (usize, ClonePlan)| {
         let is_open_loop = clone.arrivals.is_some();
         let parts = Parts {
             source: clone.source,
@@ -258,10 +194,10 @@ pub(super) fn workers(
             left: clone.left,
             recorder: Recorder::new(context.interval, is_open_loop),
             max_block,
-            task,
-            reports: context.reports.clone(),
+            salt: mix((task as u64) << 32 | number as u64),
+            reporter: context.reporter.of_task(task),
         };
         Worker::new(shared.clone(), parts)
     };
-    prepared.clones.drain(..).map(worker).collect()
+    prepared.clones.drain(..).enumerate().map(worker).collect()
 }

@@ -1,9 +1,8 @@
 //! Runs jobs: starts their workers, collects what these report, reads back what was written.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant, SystemTime};
 
 use hdrhistogram::Histogram;
@@ -12,42 +11,18 @@ use super::error::BenchError;
 use super::job::Job;
 use super::outcome::{Holes, OpKind, Outcome, Usage, Verified};
 use super::prepare::{self, Context, Prepared};
+use super::reports::{self, Report, Reports};
 use super::stats::Collector;
-use super::worker::{Clock, Report, Worker};
-use super::{holes, setup, usage};
+use super::task::{RunOptions, Task};
+use super::worker::{Clock, Worker};
+use super::{checks, holes, scan, usage};
 use crate::block::{self, BlockDevice};
 
 /// Interval of progress reports.
 const TICK: Duration = Duration::from_millis(250);
 
-/// A job with the device that it runs on.
-#[derive(Debug)]
-pub struct Task<D> {
-    /// The job.
-    pub job: Job,
-    /// Address of the device, for the result.
-    pub address: String,
-    /// The device, opened at least once: the clones are distributed over the connections.
-    pub devices: Vec<Arc<D>>,
-}
-
-/// Options of a run.
-#[derive(Clone, Copy, Debug)]
-pub struct RunOptions {
-    /// Length of the intervals of the figures.
-    pub interval: Duration,
-    /// Process that serves the device, if its use of the processor is to be measured.
-    pub server_pid: Option<u32>,
-}
-
-impl Default for RunOptions {
-    fn default() -> Self {
-        Self {
-            interval: Duration::from_secs(1),
-            server_pid: None,
-        }
-    }
-}
+/// Most memory of figures that workers have reported and that are not collected yet, in bytes.
+const MAX_WAITING: usize = 256 << 20;
 
 /// Progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -76,24 +51,23 @@ pub fn run<D: BlockDevice>(
     options: RunOptions,
     mut progress: impl FnMut(&Progress),
 ) -> Result<Vec<Outcome>, BenchError> {
-    check_options(options)?;
-    check_buffers(tasks)?;
-    let mut all = Vec::new();
-    for task in tasks {
-        all.push(prepare::prepare(&task.job, &task.devices)?);
-    }
-    let regions: Vec<_> = all.iter().map(|prepared| prepared.region.clone()).collect();
-    check_overlaps(tasks, &regions)?;
-    let (sender, reports) = mpsc::channel();
+    checks::options(options)?;
+    checks::buffers(tasks)?;
+    let mut all = prepare_all(tasks)?;
+    checks::overlaps(tasks, &all)?;
+    // A long answer to the question for holes must not let one job begin before another.
+    let holes: Vec<_> = tasks.iter().zip(&all).map(holes_of).collect();
+    let (reporter, reports) = reports::channel(MAX_WAITING);
     let stop = Arc::new(AtomicBool::new(false));
+    let begun = Instant::now();
     let mut jobs = Vec::new();
     for (index, (task, prepared)) in tasks.iter().zip(&mut all).enumerate() {
-        let mut job = Running::new(task, prepared, options);
+        let mut job = Running::new(task, prepared, options, begun);
         let context = Context {
             clock: job.clock,
             stop: stop.clone(),
             interval: options.interval,
-            reports: sender.clone(),
+            reporter: reporter.clone(),
         };
         let workers = prepare::workers(index, &task.job, prepared, &context);
         job.workers = workers.len();
@@ -103,76 +77,40 @@ pub fn run<D: BlockDevice>(
         }
         jobs.push(job);
     }
-    drop(sender);
+    drop(reporter);
     wait(&mut jobs, &reports, &mut progress)?;
     let mut outcomes = Vec::new();
-    for ((task, job), prepared) in tasks.iter().zip(jobs).zip(&all) {
+    for (((task, job), prepared), holes) in tasks.iter().zip(jobs).zip(&all).zip(holes) {
         let read_back = read_back(task, prepared, options)?;
-        outcomes.push(job.outcome(task, read_back));
+        outcomes.push(job.outcome(task, read_back, holes));
     }
+    usage::divide(&mut outcomes);
     Ok(outcomes)
 }
 
-fn check_options(options: RunOptions) -> Result<(), BenchError> {
-    let fail = |what| Err(BenchError::Config(what));
-    if options.interval < Duration::from_millis(1) {
-        return fail("an interval is at least a millisecond".into());
+/// Prepares all jobs, in their order. Those that only check what a state file records come last, as
+/// they take whatever buffers are left.
+fn prepare_all<D: BlockDevice>(tasks: &[Task<D>]) -> Result<Vec<Prepared>, BenchError> {
+    let mut all = Vec::new();
+    for is_scan in [false, true] {
+        let mine = tasks.iter().enumerate();
+        for (index, task) in mine.filter(|(_, task)| task.job.verify_only == is_scan) {
+            let prepared = match is_scan {
+                true => scan::prepare(task)?,
+                false => prepare::prepare(index, task)?,
+            };
+            all.push((index, prepared));
+        }
     }
-    match options.server_pid.map(|pid| (pid, usage::of(pid))) {
-        Some((pid, Err(error))) => fail(format!("process {pid} cannot be measured: {error}")),
-        _ => Ok(()),
-    }
+    all.sort_unstable_by_key(|(index, _)| *index);
+    Ok(all.into_iter().map(|(_, prepared)| prepared).collect())
 }
 
-/// Fails if the buffers of all jobs do not fit into those of their devices: a job would wait for
-/// another's without end.
-fn check_buffers<D: BlockDevice>(tasks: &[Task<D>]) -> Result<(), BenchError> {
-    let mut needs: Vec<(&Arc<D>, u64)> = Vec::new();
-    for task in tasks.iter().filter(|task| !task.job.verify_only) {
-        if let Some(device) = task.devices.first() {
-            // What else is wrong with it comes first: its buffers may only be too many for that.
-            setup::shares(&task.job, device.geometry())?;
-        }
-        let bytes = setup::buffer_bytes(&task.job, task.devices.len() as u32);
-        for device in &task.devices {
-            match needs
-                .iter_mut()
-                .find(|(known, _)| Arc::ptr_eq(known, device))
-            {
-                Some((_, need)) => *need = need.saturating_add(bytes),
-                None => needs.push((device, bytes)),
-            }
-        }
-    }
-    for (device, need) in needs {
-        let available = device.buffer_bytes();
-        if need > available {
-            return Err(BenchError::Config(format!(
-                "the operations in flight need {need} bytes of buffers, and the device has \
-                 {available}: smaller blocks, fewer operations or more sessions will do"
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Fails if a job would change blocks that another one verifies at the same time.
-fn check_overlaps<D>(tasks: &[Task<D>], regions: &[Range<u64>]) -> Result<(), BenchError> {
-    let all: Vec<_> = tasks.iter().zip(regions).collect();
-    for (index, (one, region)) in all.iter().enumerate() {
-        for (two, other) in &all[index + 1..] {
-            let is_verified = one.job.verify.is_some() || two.job.verify.is_some();
-            let is_changed = one.job.is_destructive() || two.job.is_destructive();
-            let overlaps = region.start < other.end && other.start < region.end;
-            if one.address == two.address && is_verified && is_changed && overlaps {
-                return Err(BenchError::Config(format!(
-                    "jobs `{}` and `{}` use the same blocks at the same time, and one verifies them",
-                    one.job.name, two.job.name
-                )));
-            }
-        }
-    }
-    Ok(())
+fn holes_of<D: BlockDevice>((task, prepared): (&Task<D>, &Prepared)) -> Option<Holes> {
+    let job = &task.job;
+    let reads = job.access.kinds().contains(&OpKind::Read) && !job.verify_only;
+    let device = task.devices.first().filter(|_| reads)?;
+    holes::of(&**device, &prepared.region)
 }
 
 fn start<D: BlockDevice>(devices: &[Arc<D>], workers: Vec<Worker>) -> Result<(), BenchError> {
@@ -211,28 +149,27 @@ impl Sample {
 /// A job that runs, or has run.
 struct Running {
     clock: Clock,
-    time_based: bool,
+    is_open_loop: bool,
+    /// A worker was still at work when the time was over.
+    is_by_time: bool,
     /// Bytes that its workers move, if these are limited.
     bytes: Option<u64>,
     /// Workers that are not over.
     workers: usize,
     collector: Collector,
     checked: u64,
+    not_started: u64,
     /// Time of the last completion.
     last: Instant,
     client: Sample,
     server: Sample,
     is_measuring: bool,
-    holes: Option<Holes>,
 }
 
 impl Running {
-    fn new<D: BlockDevice>(task: &Task<D>, prepared: &Prepared, options: RunOptions) -> Self {
+    fn new<D>(task: &Task<D>, prepared: &Prepared, options: RunOptions, begun: Instant) -> Self {
         let job = &task.job;
-        let reads = job.access.kinds().contains(&OpKind::Read) && !job.verify_only;
-        let device = task.devices.first().filter(|_| reads);
-        let holes = device.and_then(|device| holes::of(&**device, &prepared.region));
-        let begun = Instant::now();
+        let is_open_loop = job.is_open_loop() && !job.verify_only;
         // Checking what a state file records is no load: it has neither ramp nor end.
         let (ramp, ends) = match job.verify_only {
             true => (Duration::ZERO, None),
@@ -245,16 +182,17 @@ impl Running {
                 measured_from,
                 ends: ends.map(|time| measured_from + time),
             },
-            time_based: job.time_based,
+            is_open_loop,
+            is_by_time: false,
             bytes: prepared.bytes(),
             workers: 0,
-            collector: Collector::new(options.interval, job.is_open_loop() && !job.verify_only),
+            collector: Collector::new(options.interval, is_open_loop, options.memory),
             checked: 0,
+            not_started: 0,
             last: begun,
             client: Sample::new(Some(std::process::id())),
             server: Sample::new(options.server_pid),
             is_measuring: false,
-            holes,
         };
         running.look(begun);
         running
@@ -273,19 +211,17 @@ impl Running {
     fn handle(&mut self, report: Report) -> Result<(), BenchError> {
         match report {
             Report::Figures(index, figures) => self.collector.add(index, figures),
-            Report::Ended {
-                at,
-                checked,
-                result,
-            } => {
-                self.last = self.last.max(at);
-                self.checked += checked;
+            Report::Ended(end) => {
+                self.last = self.last.max(end.at);
+                self.checked += end.checked;
+                self.is_by_time |= end.is_by_time;
+                self.not_started = self.not_started.saturating_add(end.not_started);
                 self.workers -= 1;
                 if self.workers == 0 {
                     self.client.after = self.client.now();
                     self.server.after = self.server.now();
                 }
-                result?;
+                end.result?;
             }
         }
         Ok(())
@@ -293,14 +229,17 @@ impl Running {
 
     fn runtime(&self) -> Duration {
         let end = match self.clock.ends {
-            Some(end) if self.time_based => end,
-            Some(end) => self.last.min(end),
+            // What completes late counts here, so the time until then does.
+            Some(end) if self.is_open_loop && self.is_by_time => self.last.max(end),
             None => self.last,
+            _ if self.is_open_loop => self.last,
+            Some(end) if self.is_by_time => end,
+            Some(end) => self.last.min(end),
         };
         end.saturating_duration_since(self.clock.measured_from)
     }
 
-    fn outcome<D>(self, task: &Task<D>, read_back: Option<u64>) -> Outcome {
+    fn outcome<D>(self, task: &Task<D>, read_back: Option<u64>, holes: Option<Holes>) -> Outcome {
         let runtime = self.runtime();
         let job = &task.job;
         let is_verified = job.verify.is_some() || job.verify_only;
@@ -319,7 +258,8 @@ impl Running {
             verified: is_verified.then(|| Verified {
                 blocks: self.checked + read_back.unwrap_or(0),
             }),
-            holes: self.holes,
+            holes,
+            not_started: self.not_started,
         }
     }
 
@@ -341,7 +281,7 @@ impl Running {
 /// Waits until all workers are over. Returns the first error.
 fn wait(
     jobs: &mut [Running],
-    reports: &mpsc::Receiver<(usize, Report)>,
+    reports: &Reports,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(), BenchError> {
     let mut error = None;
@@ -356,7 +296,7 @@ fn wait(
         let starts = jobs.iter().filter(|job| !job.is_measuring);
         let starts = starts.map(|job| job.clock.measured_from);
         let until = starts.chain([shown + TICK]).min().unwrap_or(now);
-        match reports.recv_timeout(until.saturating_duration_since(now)) {
+        match reports.receive(until.saturating_duration_since(now)) {
             Ok((index, report)) => {
                 if let Err(e) = jobs[index].handle(report) {
                     // That a device was closed may be the consequence of another error.
@@ -415,13 +355,13 @@ fn read_back<D: BlockDevice>(
     if !job.do_verify || job.verify_only || prepared.verifier.ledger().is_none() {
         return Ok(None);
     }
-    let mut scan = prepare::scan(&prepared.verifier, &task.devices, job.iodepth);
+    let mut scan = scan::reads(&prepared.verifier, &task.devices, job.iodepth);
     let reader = Job {
         verify_only: true,
         runtime: None,
         ..job.clone()
     };
-    let (sender, reports) = mpsc::channel();
+    let (reporter, reports) = reports::channel(MAX_WAITING);
     let now = Instant::now();
     let context = Context {
         clock: Clock {
@@ -431,22 +371,20 @@ fn read_back<D: BlockDevice>(
         },
         stop: Arc::default(),
         interval: options.interval,
-        reports: sender,
+        reporter,
     };
     let workers = prepare::workers(0, &reader, &mut scan, &context);
     drop(context);
     start(&task.devices, workers)?;
     let mut checked = 0;
-    for (_, report) in reports {
-        if let Report::Ended {
-            checked: blocks,
-            result,
-            ..
-        } = report
-        {
-            result?;
-            checked += blocks;
+    loop {
+        match reports.receive(TICK) {
+            Ok((_, Report::Ended(end))) => {
+                end.result?;
+                checked += end.checked;
+            }
+            Ok((_, Report::Figures(..))) | Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Ok(Some(checked)),
         }
     }
-    Ok(Some(checked))
 }

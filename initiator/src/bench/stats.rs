@@ -9,9 +9,6 @@ use super::outcome::{Interval, Measured, OpKind};
 /// Most intervals that are kept; beyond, neighbours are merged.
 const MAX_INTERVALS: usize = 3600;
 
-/// Most memory of the intervals' histograms, in bytes; beyond, neighbours are merged.
-const MAX_MEMORY: usize = 512 << 20;
-
 /// Figures of an interval or a run, by [`OpKind`].
 pub(super) type Figures = [Measured; 4];
 
@@ -49,6 +46,15 @@ fn merge(into: &mut Figures, from: Figures) {
             merge_histogram(into, from);
         }
     }
+}
+
+/// Memory of the histograms of figures, in bytes.
+pub(super) fn memory(figures: &Figures) -> usize {
+    let counts = |measured: &Measured| {
+        let response = measured.response.as_ref();
+        measured.service.distinct_values() + response.map_or(0, Histogram::distinct_values)
+    };
+    8 * figures.iter().map(counts).sum::<usize>()
 }
 
 /// An operation that has completed.
@@ -122,11 +128,19 @@ impl Recorder {
         let empty = no_figures(self.is_open_loop);
         Some((self.index, std::mem::replace(&mut self.figures, empty)))
     }
+
+    /// Takes back figures that could not be handed over: they count for the current interval.
+    pub(super) fn put_back(&mut self, figures: Figures) {
+        merge(&mut self.figures, figures);
+        self.is_empty = false;
+    }
 }
 
 /// Collects the figures of a job's workers.
 pub(super) struct Collector {
     is_open_loop: bool,
+    /// Most memory of the intervals, in bytes; beyond, neighbours are merged.
+    max_memory: usize,
     /// Length of the intervals, which doubles with every merge.
     length: Duration,
     /// Intervals of the workers are `2^shift` times shorter.
@@ -136,9 +150,10 @@ pub(super) struct Collector {
 }
 
 impl Collector {
-    pub(super) fn new(interval: Duration, is_open_loop: bool) -> Self {
+    pub(super) fn new(interval: Duration, is_open_loop: bool, max_memory: usize) -> Self {
         Self {
             is_open_loop,
+            max_memory,
             length: interval,
             shift: 0,
             intervals: Vec::new(),
@@ -149,7 +164,7 @@ impl Collector {
     /// Adds what a worker has measured in an interval.
     pub(super) fn add(&mut self, index: u64, figures: Figures) {
         merge(&mut self.total, figures.clone());
-        while index >> self.shift >= MAX_INTERVALS as u64 || self.memory() > MAX_MEMORY {
+        while index >> self.shift >= MAX_INTERVALS as u64 || self.is_large() {
             self.merge_neighbours();
         }
         let index = (index >> self.shift) as usize;
@@ -164,13 +179,10 @@ impl Collector {
             .resize_with(count, || no_figures(is_open_loop));
     }
 
-    fn memory(&self) -> usize {
-        let histograms = self.intervals.iter().flatten();
-        let counts = |m: &Measured| {
-            let response = m.response.as_ref();
-            m.service.distinct_values() + response.map_or(0, Histogram::distinct_values)
-        };
-        8 * histograms.map(counts).sum::<usize>()
+    /// Returns whether merging would save memory that is to be saved.
+    fn is_large(&self) -> bool {
+        let memory: usize = self.intervals.iter().map(memory).sum();
+        self.intervals.len() > 1 && memory > self.max_memory
     }
 
     fn merge_neighbours(&mut self) {
@@ -191,11 +203,14 @@ impl Collector {
     }
 
     /// Figures of the last interval that was over at `now`, from the begin of the measurement, as
-    /// far as workers have handed them over.
+    /// far as workers have handed them over. A worker does that with its first operation of a later
+    /// interval, so the one before the last may be shown; `None` if nothing has come since.
     pub(super) fn last(&self, now: Duration) -> Option<(&Figures, Duration)> {
         let over = (now.as_nanos() / self.length.as_nanos()) as usize;
-        let index = over.min(self.intervals.len()).checked_sub(1)?;
-        Some((&self.intervals[index], self.length))
+        let last = over.checked_sub(1)?;
+        let figures = self.intervals.get(last);
+        let figures = figures.or_else(|| self.intervals.get(last.checked_sub(1)?));
+        Some((figures?, self.length))
     }
 
     /// The figures of the whole, and the intervals of a run of that length.
@@ -258,8 +273,10 @@ mod tests {
         assert!(recorder.take().is_none());
     }
 
+    const MEMORY: usize = 512 << 20;
+
     fn collected(count: u64) -> Collector {
-        let mut collector = Collector::new(SECOND, false);
+        let mut collector = Collector::new(SECOND, false, MEMORY);
         for index in 0..count {
             let mut recorder = Recorder::new(SECOND, false);
             recorder.record(&done(1000 * index, 10 + index % 5));
@@ -271,7 +288,7 @@ mod tests {
 
     #[test]
     fn intervals_have_no_gaps_and_the_last_may_be_shorter() {
-        let mut collector = Collector::new(SECOND, false);
+        let mut collector = Collector::new(SECOND, false, MEMORY);
         let mut recorder = Recorder::new(SECOND, false);
         for millis in [100, 3500, 4200] {
             if let Some((index, figures)) = recorder.record(&done(millis, 10)) {
@@ -302,7 +319,8 @@ mod tests {
         assert_eq!(intervals[1].at, Duration::from_secs(4));
         assert!(intervals.iter().all(|i| i.measured[1].ios() == 4));
         assert_eq!(total[1].ios(), 9000);
-        let (_, intervals) = Collector::new(SECOND, false).finish(Duration::from_secs(20_000));
+        let empty = Collector::new(SECOND, false, MEMORY);
+        let (_, intervals) = empty.finish(Duration::from_secs(20_000));
         assert!(intervals.len() <= MAX_INTERVALS, "{}", intervals.len());
     }
 
@@ -312,5 +330,40 @@ mod tests {
         let ios = |now| collector.last(now).map(|(figures, _)| figures[1].ios());
         assert_eq!(ios(Duration::from_millis(500)), None);
         assert_eq!(ios(Duration::from_millis(2500)), Some(1));
+        // The fourth one may be still to come, but a device that does nothing is not shown as busy.
+        assert_eq!(ios(Duration::from_millis(4500)), Some(1));
+        assert_eq!(ios(Duration::from_millis(5500)), None);
+    }
+
+    #[test]
+    fn neighbours_are_merged_beyond_the_memory() {
+        let one = memory(collected(1).last(SECOND).unwrap().0);
+        let mut collector = Collector::new(SECOND, false, 10 * one);
+        let mut recorder = Recorder::new(SECOND, false);
+        for second in 0..100 {
+            if let Some((index, figures)) = recorder.record(&done(1000 * second, 10)) {
+                collector.add(index, figures);
+            }
+        }
+        assert!(collector.intervals.len() <= 12);
+        let (total, intervals) = collector.finish(Duration::from_secs(100));
+        assert_eq!(total[1].ios(), 99);
+        assert!(intervals[0].length > SECOND);
+        // No limit is too small for one interval.
+        let mut least = Collector::new(SECOND, false, 0);
+        for index in 0..3 {
+            least.add(index, no_figures(false));
+        }
+        assert!(least.intervals.len() <= 2, "{}", least.intervals.len());
+    }
+
+    #[test]
+    fn figures_that_come_back_count_for_the_current_interval() {
+        let mut recorder = Recorder::new(SECOND, true);
+        assert!(recorder.record(&done(10, 50)).is_none());
+        let (_, figures) = recorder.record(&done(1010, 60)).unwrap();
+        recorder.put_back(figures);
+        let (index, figures) = recorder.take().unwrap();
+        assert_eq!((index, figures[1].ios()), (1, 2));
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::job::{Access, Amount, BlockSizes, Checksum, Pattern, Rate, RateProcess};
+use super::job::{Access, Amount, BlockSizes, Checksum, Content, Pattern, Rate, RateProcess};
 use super::outcome::{OpKind, Outcome};
 use super::{BenchError, Difference, Job, RunOptions, Task, run};
 use crate::block::{BlockDevice, MemoryDevice, task};
@@ -38,6 +38,7 @@ fn run_on(device: &Arc<MemoryDevice>, job: Job) -> Result<Outcome, BenchError> {
     let task = Task {
         job,
         address: "mem".into(),
+        identity: "mem".into(),
         devices: vec![device.clone()],
     };
     let outcomes = run(&[task], RunOptions::default(), |_| {})?;
@@ -266,11 +267,159 @@ fn an_open_loop_counts_the_wait_for_a_place_in_flight() {
 }
 
 #[test]
+fn an_open_loop_reports_what_came_late_and_what_did_not_start() {
+    let open = Job {
+        access: Access::Read,
+        iodepth: 4,
+        numjobs: 1,
+        total: None,
+        time_based: true,
+        runtime: Some(Duration::from_millis(40)),
+        rates: [Some(Rate::Iops(100_000_000)), None, None],
+        verify: None,
+        ..job()
+    };
+    let outcome = run_on(&device(), open).unwrap();
+    let reads = outcome.of(OpKind::Read);
+    // Each of the 4 million arrivals was either done, and has its time, or has not started.
+    let all = reads.ios() + outcome.not_started;
+    assert!(all.abs_diff(4_000_000) <= 1, "{all}, by rounding");
+    assert!(outcome.not_started > 0);
+    assert!(outcome.runtime >= Duration::from_millis(40));
+}
+
+#[test]
+fn an_open_loop_does_all_its_operations_after_a_ramp() {
+    let ramped = Job {
+        access: Access::Read,
+        iodepth: 1,
+        numjobs: 1,
+        total: None,
+        number_ios: Some(500),
+        io_size: Some(Amount::Bytes(u64::MAX)),
+        ramp_time: Duration::from_millis(20),
+        // The ramp leaves many that are late.
+        rates: [Some(Rate::Iops(100_000_000)), None, None],
+        verify: None,
+        ..job()
+    };
+    let outcome = run_on(&device(), ramped).unwrap();
+    assert_eq!(outcome.of(OpKind::Read).ios(), 500);
+}
+
+#[test]
+fn a_run_that_ends_before_its_time_lasts_until_then_only() {
+    let short = Job {
+        access: Access::Read,
+        total: None,
+        number_ios: Some(10),
+        time_based: true,
+        runtime: Some(Duration::from_secs(3600)),
+        verify: None,
+        ..job()
+    };
+    let outcome = run_on(&device(), short).unwrap();
+    assert_eq!(outcome.of(OpKind::Read).ios(), 20);
+    assert!(outcome.runtime < Duration::from_secs(3600));
+}
+
+#[test]
+fn an_error_ends_jobs_whose_next_operation_is_far_away() {
+    let device = device();
+    device.spoil(SIZE / 2..SIZE);
+    let task = |job| Task {
+        job,
+        address: "mem".into(),
+        identity: "mem".into(),
+        devices: vec![device.clone()],
+    };
+    let half = |offset| Job {
+        access: Access::Read,
+        offset: Amount::Bytes(offset),
+        size: Some(Amount::Bytes(SIZE / 2)),
+        verify: None,
+        ..job()
+    };
+    let slow = Job {
+        // One operation in more than an hour.
+        rates: [Some(Rate::Bytes(1)), None, None],
+        ..half(0)
+    };
+    let tasks = [task(slow), task(half(SIZE / 2))];
+    let error = run(&tasks, RunOptions::default(), |_| {}).unwrap_err();
+    assert!(matches!(error, BenchError::Operation { .. }), "{error}");
+}
+
+/// Content of the device.
+fn content(device: &MemoryDevice) -> Vec<u8> {
+    let mut bytes = vec![0; SIZE as usize];
+    device.memory().read(0, &mut bytes);
+    bytes
+}
+
+#[test]
+fn a_second_run_with_the_same_seed_writes_other_blocks() {
+    let device = device();
+    let write = Job {
+        access: Access::Write,
+        pattern: Pattern::Sequential,
+        total: Some(SIZE),
+        ..job()
+    };
+    run_on(&device, write.clone()).unwrap();
+    let first = content(&device);
+    run_on(&device, write).unwrap();
+    let second = content(&device);
+    // A write of the second run that is lost leaves a block that is wrong there.
+    let mut blocks = first.chunks(4096).zip(second.chunks(4096));
+    assert!(blocks.all(|(first, second)| first[8..40] != second[8..40]));
+}
+
+#[test]
+fn clones_and_jobs_side_by_side_write_different_content() {
+    let device = device();
+    for refill in [false, true] {
+        let half = |offset| Job {
+            access: Access::Write,
+            pattern: Pattern::Sequential,
+            offset: Amount::Bytes(offset),
+            size: Some(Amount::Bytes(SIZE / 2)),
+            total: Some(SIZE / 2),
+            iodepth: 1,
+            content: Content {
+                refill,
+                ..Content::default()
+            },
+            verify: None,
+            ..job()
+        };
+        let task = |job| Task {
+            job,
+            address: "mem".into(),
+            identity: "mem".into(),
+            devices: vec![device.clone()],
+        };
+        let tasks = [task(half(0)), task(half(SIZE / 2))];
+        run(&tasks, RunOptions::default(), |_| {}).unwrap();
+        // The first block of each of the two clones of both jobs.
+        let content = content(&device);
+        let mut first: Vec<_> = content
+            .chunks(SIZE as usize / 4)
+            .map(|c| &c[..4096])
+            .collect();
+        first.sort_unstable();
+        first.dedup();
+        assert_eq!(first.len(), 4, "refill: {refill}");
+    }
+}
+
+#[test]
 fn jobs_run_side_by_side_and_each_has_its_outcome() {
     let device = device();
     let task = |job| Task {
         job,
         address: "mem".into(),
+        identity: "mem".into(),
         devices: vec![device.clone(), device.clone()],
     };
     let half = |offset, name: &str| Job {
@@ -354,20 +503,15 @@ fn a_later_process_checks_what_a_state_file_records() {
     assert!(outcome.of(OpKind::Read).ios() > 0, "its reads are measured");
     let checked = outcome.verified.unwrap().blocks;
     assert!((600..=1024).contains(&checked), "{checked}");
-    let content = || {
-        let mut bytes = vec![0; SIZE as usize];
-        device.memory().read(0, &mut bytes);
-        bytes
-    };
-    let before = content();
+    let before = content(&device);
     // Another run goes on where the first has ended.
     run_on(&device, write).unwrap();
     let again = run_on(&device, check.clone()).unwrap();
     assert!(again.verified.unwrap().blocks >= checked);
     // An acknowledged write that is lost is found: the block before it comes back.
-    let after = content();
+    let after = content(&device);
     let mut blocks = before.chunks(4096).zip(after.chunks(4096));
-    let is_newer = |(old, new): (&[u8], &[u8])| old[..4] == *b"RBV1" && old[4..8] != new[4..8];
+    let is_newer = |(old, new): (&[u8], &[u8])| old[..4] == *b"RBV2" && old[32..36] != new[32..36];
     let lost = blocks.position(is_newer).expect("one was written again");
     let buffer = device.try_buffer(4096).unwrap();
     buffer.slice().write(0, &before[4096 * lost..][..4096]);
@@ -397,4 +541,58 @@ fn a_state_file_is_for_one_layout_and_must_be_there_to_check() {
     run_on(&device, write(4096)).unwrap();
     let error = run_on(&device, write(8192)).unwrap_err().to_string();
     assert!(error.contains("block size is 4096"), "{error}");
+    let other = Task {
+        job: write(4096),
+        address: "mem".into(),
+        identity: "another".into(),
+        devices: vec![device],
+    };
+    let error = run(&[other], RunOptions::default(), |_| {}).unwrap_err();
+    assert!(error.to_string().contains("of another disk"), "{error}");
+}
+
+#[test]
+fn rounds_go_on_with_one_state_file() {
+    let device = device();
+    let file = StateFile::new("rounds");
+    let write = Job {
+        access: Access::Write,
+        state: Some(file.0.clone()),
+        ..job()
+    };
+    for _ in 0..20 {
+        run_on(&device, write.clone()).unwrap();
+    }
+}
+
+#[test]
+fn what_a_state_file_records_is_checked_with_the_buffers_that_there_are() {
+    let device = MemoryDevice::new(SIZE, 512).unwrap();
+    let device = device.with_buffer_budget(1 << 20).with_thread().unwrap();
+    let device = Arc::new(device);
+    let file = StateFile::new("buffers");
+    let write = Job {
+        access: Access::Write,
+        sizes: blocks(1 << 20),
+        iodepth: 1,
+        numjobs: 1,
+        state: Some(file.0.clone()),
+        do_verify: false,
+        ..job()
+    };
+    run_on(&device, write).unwrap();
+    // It would like to have 32 buffers, and there is one.
+    let check = Task {
+        job: Job {
+            verify_only: true,
+            iodepth: 32,
+            state: Some(file.0.clone()),
+            ..Job::default()
+        },
+        address: "mem".into(),
+        identity: "mem".into(),
+        devices: vec![device],
+    };
+    let outcomes = run(&[check], RunOptions::default(), |_| {}).unwrap();
+    assert!(outcomes[0].verified.unwrap().blocks > 0);
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::time::Duration;
 
-use super::outcome::Usage;
+use super::outcome::{Measured, Outcome, Usage};
 
 /// What a process has used since it was started.
 ///
@@ -37,6 +37,34 @@ pub(super) fn between(before: Usage, after: Usage) -> Usage {
         system: after.system.saturating_sub(before.system),
         voluntary: after.voluntary.saturating_sub(before.voluntary),
         involuntary: after.involuntary.saturating_sub(before.involuntary),
+    }
+}
+
+/// Divides the use of the processor among jobs that ran side by side, each of which has that of
+/// all, by their operations per second.
+pub(super) fn divide(outcomes: &mut [Outcome]) {
+    if outcomes.len() < 2 {
+        return;
+    }
+    let rate = |outcome: &Outcome| {
+        let ios: u64 = outcome.measured.iter().map(Measured::ios).sum();
+        ios as f64 / outcome.runtime.as_secs_f64().max(1e-9)
+    };
+    let all: f64 = outcomes.iter().map(rate).sum();
+    for outcome in outcomes {
+        let share = rate(outcome) / all.max(1e-9);
+        outcome.client = part(outcome.client, share);
+        outcome.server = outcome.server.map(|server| part(server, share));
+    }
+}
+
+fn part(usage: Usage, share: f64) -> Usage {
+    let count = |n: u64| (n as f64 * share).round() as u64;
+    Usage {
+        user: usage.user.mul_f64(share),
+        system: usage.system.mul_f64(share),
+        voluntary: count(usage.voluntary),
+        involuntary: count(usage.involuntary),
     }
 }
 

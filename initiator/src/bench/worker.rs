@@ -2,15 +2,17 @@
 //! them.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::error::BenchError;
 use super::outcome::OpKind;
-use super::plan::{Arrivals, Op, Plan};
-use super::stats::{Completed, Figures, Recorder};
-use super::verify::{Check, Verifier, next_known};
+use super::plan::{Arrivals, Op};
+use super::reports::{End, Reporter};
+use super::source::Source;
+use super::stats::{Completed, Recorder};
+use super::verify::{Check, Verifier};
 use crate::block::{Buffer, Completion, Operation, Submissions, Workload};
 
 /// Time before a planned one at which a thread is awake: the kernel's timers are that late.
@@ -19,21 +21,8 @@ const LEAD: Duration = Duration::from_micros(70);
 /// Time after which a write is tried again whose blocks another clone writes.
 const RETRY: Duration = Duration::from_micros(50);
 
-/// Random places that are tried before a write waits for its blocks.
-const TRIES: usize = 8;
-
-/// Source of operations.
-pub(super) enum Source {
-    /// Those of the job.
-    Plan(Plan),
-    /// Reads of every block that is known, in pieces of some bytes. Workers share the place.
-    Scan {
-        /// Offset of the next piece.
-        next: Arc<AtomicU64>,
-        /// Length of a piece, in bytes.
-        piece: u64,
-    },
-}
+/// Longest time without a look whether another worker has failed.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// What the workers of a job have in common.
 pub(super) struct Shared {
@@ -58,18 +47,6 @@ pub(super) struct Clock {
     pub(super) ends: Option<Instant>,
 }
 
-/// Report of a worker.
-pub(super) enum Report {
-    /// Figures of an interval, with its number.
-    Figures(u64, Figures),
-    /// It is over: time of its last completion, blocks that were checked.
-    Ended {
-        at: Instant,
-        checked: u64,
-        result: Result<(), BenchError>,
-    },
-}
-
 /// Amount that is left to a worker.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left {
@@ -92,6 +69,8 @@ struct Slot {
 struct Next {
     op: Op,
     due: Instant,
+    /// It is a part of what is left, and does not follow from another operation.
+    counts: bool,
 }
 
 /// A clone of a job.
@@ -105,16 +84,17 @@ pub(super) struct Worker {
     held: Vec<Next>,
     left: Left,
     writes: u64,
+    salt: u64,
     recorder: Recorder,
     scratch: Vec<u8>,
     due: Option<Instant>,
     is_synced: bool,
     is_over: bool,
+    is_by_time: bool,
     checked: u64,
     last: Instant,
     error: Option<BenchError>,
-    task: usize,
-    reports: mpsc::Sender<(usize, Report)>,
+    reporter: Reporter,
 }
 
 /// What a worker is made of.
@@ -126,9 +106,9 @@ pub(super) struct Parts {
     pub(super) recorder: Recorder,
     /// Largest operation, in bytes.
     pub(super) max_block: usize,
-    /// Number of its job in the group, for its reports.
-    pub(super) task: usize,
-    pub(super) reports: mpsc::Sender<(usize, Report)>,
+    /// Makes its content another one than that of other workers.
+    pub(super) salt: u64,
+    pub(super) reporter: Reporter,
 }
 
 impl Worker {
@@ -146,22 +126,24 @@ impl Worker {
         let slots: Vec<Slot> = parts.buffers.into_iter().map(slot).collect();
         Self {
             free: (0..slots.len() as u32).rev().collect(),
-            slots,
             source: parts.source,
             arrivals: parts.arrivals,
             held: Vec::new(),
             left: parts.left,
             writes: 0,
+            salt: parts.salt,
             recorder: parts.recorder,
             scratch: vec![0; parts.max_block],
             due: None,
             is_synced: !shared.end_fsync,
-            is_over: false,
+            // Without a place for one operation there is nothing to do.
+            is_over: slots.is_empty(),
+            is_by_time: false,
             checked: 0,
             last: begun,
             error: None,
-            task: parts.task,
-            reports: parts.reports,
+            reporter: parts.reporter,
+            slots,
             shared,
         }
     }
@@ -194,6 +176,7 @@ impl Worker {
             let flush = Next {
                 op: Op::FLUSH,
                 due: now,
+                counts: false,
             };
             self.start(flush, now, queue);
         }
@@ -202,10 +185,12 @@ impl Worker {
     /// The next operation, if it can start now. Sets `due` where it can later, and `is_over` where
     /// there is none.
     fn plan_next(&mut self, now: Instant) -> Option<Next> {
-        let clock = self.shared.clock;
-        let is_stopped = self.shared.stop.load(Ordering::Relaxed);
-        if is_stopped || clock.ends.is_some_and(|end| now >= end) {
+        if self.shared.stop.load(Ordering::Relaxed) {
             self.is_over = true;
+            return None;
+        }
+        if self.is_after(now) {
+            self.end_by_time();
             return None;
         }
         let next = match self.held.pop() {
@@ -213,6 +198,16 @@ impl Worker {
             None => self.draw(now)?,
         };
         self.begin(next, now)
+    }
+
+    /// Returns whether a time is at the end of the run or after it.
+    fn is_after(&self, time: Instant) -> bool {
+        self.shared.clock.ends.is_some_and(|end| time >= end)
+    }
+
+    fn end_by_time(&mut self) {
+        self.is_over = true;
+        self.is_by_time = true;
     }
 
     /// Takes an operation from the source, when its time has come.
@@ -228,16 +223,16 @@ impl Worker {
             let (next, at) = arrivals.peek();
             due = self.shared.clock.begun + at;
             kind = Some(next);
-            if self.shared.clock.ends.is_some_and(|end| due >= end) {
-                self.is_over = true;
+            if self.is_after(due) {
+                self.end_by_time();
                 return None;
             }
             if due > now {
-                self.due = Some(due - LEAD);
+                self.due = Some((due - LEAD).min(now + LOOK));
                 return None;
             }
         }
-        let Some(op) = self.next_op(kind) else {
+        let Some(op) = self.source.next(&self.shared.verifier, kind) else {
             self.is_over = true;
             return None;
         };
@@ -247,34 +242,19 @@ impl Worker {
         } else if let Some(arrivals) = &mut self.arrivals {
             arrivals.advance(op.len());
         }
-        // Operations of the ramp do not count, so they take nothing of what is left.
-        if now >= self.shared.clock.measured_from {
-            self.left.ios -= 1;
-            self.left.bytes = self.left.bytes.saturating_sub(op.len());
-        }
-        Some(Next { op, due })
-    }
-
-    fn next_op(&mut self, kind: Option<OpKind>) -> Option<Op> {
-        match &mut self.source {
-            Source::Plan(plan) => Some(plan.next(kind)),
-            Source::Scan { next, piece } => {
-                let range = next_known(self.shared.verifier.ledger()?, next, *piece)?;
-                Some(Op {
-                    kind: OpKind::Read,
-                    range,
-                })
-            }
-        }
+        Some(Next {
+            op,
+            due,
+            counts: true,
+        })
     }
 
     /// Enters a write or trim into the ledger. Holds it back while its blocks are in flight.
     fn begin(&mut self, mut next: Next, now: Instant) -> Option<Next> {
-        let plan = match &mut self.source {
-            Source::Plan(plan) if !self.shared.trim_write => Some(plan),
-            _ => None,
-        };
-        match enter(&self.shared.verifier, plan, &mut next.op) {
+        // The write that follows a trim has its place.
+        let may_move = !self.shared.trim_write;
+        let verifier = &self.shared.verifier;
+        match self.source.enter(verifier, &mut next.op, may_move) {
             Ok(true) => return Some(next),
             Ok(false) => {
                 self.held.push(next);
@@ -290,7 +270,7 @@ impl Worker {
 
     fn start(&mut self, next: Next, now: Instant, queue: &mut Submissions) {
         let tag = self.free.pop().expect("the caller has looked");
-        let Next { op, due, .. } = next;
+        let Next { op, due, counts } = next;
         let operation = match op.kind {
             OpKind::Flush => Operation::Flush,
             OpKind::Trim => Operation::Discard(op.range.clone()),
@@ -320,6 +300,11 @@ impl Worker {
         } else {
             slot.started
         };
+        // Operations of the ramp do not count, so they take nothing of what is left.
+        if counts && slot.started >= self.shared.clock.measured_from {
+            self.left.ios = self.left.ios.saturating_sub(1);
+            self.left.bytes = self.left.bytes.saturating_sub(op.len());
+        }
         slot.op = op;
         queue.push(tag, operation);
     }
@@ -344,7 +329,7 @@ impl Worker {
             buffer.slice().write(0, bytes);
         } else if self.shared.refill {
             self.writes += 1;
-            let key = self.writes << 32 | u64::from(tag);
+            let key = self.salt.wrapping_add(self.writes);
             verifier.filler.fill(key, bytes);
             buffer.slice().write(0, bytes);
         } else if !std::mem::replace(&mut self.slots[tag as usize].is_filled, true) {
@@ -354,7 +339,8 @@ impl Worker {
                 .slice()
                 .memory()
                 .slice(start..start + self.scratch.len());
-            verifier.filler.fill(u64::from(tag), &mut self.scratch);
+            let key = self.salt.wrapping_add(tag.into());
+            verifier.filler.fill(key, &mut self.scratch);
             whole
                 .expect("a buffer has room for the largest block")
                 .write(0, &self.scratch);
@@ -388,8 +374,10 @@ impl Worker {
     fn record(&mut self, tag: u32, now: Instant) {
         let slot = &self.slots[tag as usize];
         let clock = &self.shared.clock;
-        // What straddles the end of the ramp counts if it was due within the time measured.
-        if slot.due < clock.measured_from || clock.ends.is_some_and(|end| now > end) {
+        // What straddles the end of the ramp counts if it was started after that. Without those that
+        // end late, an open loop would hide the longest times.
+        let is_late = clock.ends.is_some_and(|end| now > end) && self.arrivals.is_none();
+        if slot.started < clock.measured_from || is_late {
             return;
         }
         let done = Completed {
@@ -399,14 +387,24 @@ impl Worker {
             response: now.saturating_duration_since(slot.due),
             at: now.saturating_duration_since(clock.measured_from),
         };
-        if let Some((index, figures)) = self.recorder.record(&done) {
-            self.report(Report::Figures(index, figures));
+        if let Some((index, figures)) = self.recorder.record(&done)
+            && let Err(figures) = self.reporter.figures(index, figures)
+        {
+            self.recorder.put_back(figures);
         }
     }
 
-    /// Without effect once the run has failed, when nothing receives reports any longer.
-    fn report(&self, report: Report) {
-        let _ = self.reports.send((self.task, report));
+    /// Operations whose planned time came before the end, and that have not started.
+    fn not_started(&self) -> u64 {
+        let clock = self.shared.clock;
+        let (Some(end), Some(arrivals)) = (clock.ends, &self.arrivals) else {
+            return 0;
+        };
+        let held = self.held.iter().filter(|next| next.counts).count() as u64;
+        let due = arrivals.before(end.saturating_duration_since(clock.begun));
+        let block = self.shared.verifier.block.max(1);
+        let left = self.left.ios.min(self.left.bytes.div_ceil(block));
+        due.saturating_add(held).min(left)
     }
 
     /// Enters a completed write into the ledger, checks a completed read.
@@ -431,38 +429,16 @@ impl Worker {
                         kind: OpKind::Write,
                         range: slot.op.range.clone(),
                     };
-                    let due = self.last;
-                    self.held.push(Next { op, due });
+                    self.held.push(Next {
+                        op,
+                        due: self.last,
+                        counts: false,
+                    });
                 }
             }
         }
         Ok(())
     }
-}
-
-/// Enters a write or trim into the ledger, at another random place where its blocks are in flight.
-/// Returns false if they stay so.
-fn enter(
-    verifier: &Verifier,
-    mut plan: Option<&mut Plan>,
-    op: &mut Op,
-) -> Result<bool, BenchError> {
-    let Some(ledger) = verifier.ledger() else {
-        return Ok(true);
-    };
-    if !matches!(op.kind, OpKind::Write | OpKind::Trim) {
-        return Ok(true);
-    }
-    for _ in 0..TRIES {
-        if ledger.begin(&op.range, op.kind == OpKind::Trim)? {
-            return Ok(true);
-        }
-        match plan.as_mut().and_then(|plan| plan.another_place(op)) {
-            Some(range) => op.range = range,
-            None => break,
-        }
-    }
-    Ok(false)
 }
 
 fn verb(kind: OpKind) -> &'static str {
@@ -497,9 +473,6 @@ impl Workload for Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        if let Some((index, figures)) = self.recorder.take() {
-            self.report(Report::Figures(index, figures));
-        }
         let is_complete = self.is_over && self.outstanding() == 0;
         let result = match self.error.take() {
             Some(error) => Err(error),
@@ -508,10 +481,13 @@ impl Drop for Worker {
         };
         // Its buffers are free before the next stage needs some.
         self.slots.clear();
-        self.report(Report::Ended {
+        let end = End {
             at: self.last,
             checked: self.checked,
+            is_by_time: self.is_by_time,
+            not_started: self.not_started(),
             result,
-        });
+        };
+        self.reporter.end(self.recorder.take(), end);
     }
 }

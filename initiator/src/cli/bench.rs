@@ -1,18 +1,19 @@
 //! `riser bench`.
 
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::fs;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::address::Address;
-use super::args::{BenchArgs, BenchTarget, BenchVerb, Format, Global, ResultsArgs, WorkloadArgs};
+use super::args::{BenchArgs, BenchTarget, BenchVerb, Format, Global, WorkloadArgs};
 use super::disk::{Disk, open};
 use super::exit::{CliError, Exit};
+use super::results::ResultFiles;
+use super::sweep::Sweep;
 use super::{compare, guard, output, units, wire};
-use crate::bench::job::Units;
+use crate::bench::job::{Checksum, Units};
 use crate::bench::outcome::Outcome;
 use crate::bench::output::{Machine, csv, fio as json, hdr, html, text};
 use crate::bench::{self, Job, Progress, RunOptions, Task, fio};
@@ -23,8 +24,8 @@ const RUNTIME: Duration = Duration::from_secs(10);
 /// Default time before it.
 const WARM_UP: Duration = Duration::from_secs(1);
 
-/// Most runs of one command.
-const MAX_RUNS: usize = 10_000;
+/// Most runs of one command: each keeps figures of at least an interval.
+const MAX_RUNS: usize = 1000;
 
 /// Buffers of a session by default, in bytes.
 const BUFFERS: u64 = 64 << 20;
@@ -44,9 +45,12 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     let groups = groups(args)?;
     let files = ResultFiles::create(&args.results)?;
     let disks = open_all(args, &groups, global)?;
+    let jobs = groups.iter().flatten().count();
     let options = RunOptions {
         interval: args.interval,
         server_pid: args.server_pid,
+        // All results are kept until they are written.
+        memory: RunOptions::default().memory / jobs.max(1),
     };
     let line = output::status_line(global);
     let mut outcomes = Vec::new();
@@ -54,10 +58,13 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
         let task = |job: &Job| {
             let address = address(args, job)?;
             let disks = disks.iter().filter(|(known, _)| *known == address);
+            let devices = disks.map(|(_, disk)| disk.clone());
+            let devices: Vec<_> = devices.take(job.sessions as usize).collect();
             Ok(Task {
                 job: job.clone(),
+                identity: identity(&address, devices.first()),
                 address: address.to_string(),
-                devices: disks.map(|(_, disk)| disk.clone()).collect(),
+                devices,
             })
         };
         let tasks = group
@@ -87,12 +94,14 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
             let what = "two addresses are for a job file and a device: its name ends in .fio";
             return Err(usage(what.into()));
         }
-        BenchTarget::Url(_) => (
-            vec![vec![job(&args.workload).map_err(usage)?]],
-            Units::CommandLine,
-        ),
+        BenchTarget::Url(_) => (Vec::new(), Units::CommandLine),
         BenchTarget::JobFile(path) => (read_jobs(path, args)?, Units::Fio(Default::default())),
     };
+    let sweeps = args.sweep.iter().map(|text| Sweep::parse(text, form));
+    let sweeps = sweeps.collect::<Result<Vec<_>, _>>().map_err(usage)?;
+    if matches!(args.target(), BenchTarget::Url(_)) {
+        groups.push(vec![job(&args.workload, &sweeps).map_err(usage)?]);
+    }
     let mut verified = 0;
     for job in groups.iter_mut().flatten() {
         job.sessions = args.sessions.unwrap_or(job.sessions);
@@ -102,20 +111,18 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
         {
             verified += 1;
             job.state.clone_from(&args.state);
-            job.verify = job.verify.or(Some(bench::job::Checksum::Crc32c));
+            job.verify = job.verify.or(Some(Checksum::Crc32c));
         }
     }
     if args.state.is_some() && verified != 1 {
         let what = format!("--state is for one job with verify, and the file has {verified}");
         return Err(usage(what));
     }
-    let sweeps = args.sweep.iter().map(|text| sweep(text, form));
-    let sweeps = sweeps.collect::<Result<Vec<_>, _>>().map_err(usage)?;
     let mut all = Vec::new();
     for _ in 0..args.rounds {
         let mut round = groups.clone();
-        for (name, values) in &sweeps {
-            round = combine(&round, name, values, form).map_err(usage)?;
+        for sweep in &sweeps {
+            round = sweep.combine(&round, MAX_RUNS).map_err(usage)?;
         }
         all.extend(round);
         if all.len() > MAX_RUNS {
@@ -125,9 +132,14 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     Ok(all)
 }
 
-/// The job of the command line.
-fn job(args: &WorkloadArgs) -> Result<Job, String> {
-    let is_limited = args.total.is_some() || args.io_size.is_some() || args.number_ios.is_some();
+/// The job of the command line. A limit that is swept counts as given.
+fn job(args: &WorkloadArgs, sweeps: &[Sweep]) -> Result<Job, String> {
+    let is_swept = |names: &[&str]| sweeps.iter().any(|sweep| names.contains(&sweep.name()));
+    let has_bytes = args.total.is_some()
+        || args.io_size.is_some()
+        || is_swept(&["total", "io_size", "io_limit"]);
+    let has_ios = args.number_ios.is_some() || is_swept(&["number_ios"]);
+    let is_limited = has_bytes || has_ios;
     let mut job = Job {
         name: "riser bench".into(),
         splits_region: true,
@@ -173,7 +185,7 @@ fn job(args: &WorkloadArgs) -> Result<Job, String> {
         }
     }
     // It goes on until all is moved, however long that takes, unless a time is given, too.
-    if job.number_ios.is_some() && args.io_size.is_none() && args.total.is_none() {
+    if has_ios && !has_bytes {
         job.io_size = Some(bench::job::Amount::Bytes(u64::MAX));
     }
     Ok(job)
@@ -233,67 +245,10 @@ impl WorkloadArgs {
     }
 }
 
-/// `bs=4k,64k`, `depth=1..64`.
-fn sweep(text: &str, form: Units) -> Result<(String, Vec<String>), String> {
-    let wrong = || format!("`{text}` is not a sweep such as bs=4k,64k or depth=1..64");
-    let (name, values) = text.split_once('=').ok_or_else(wrong)?;
-    let name = match name.trim() {
-        "depth" => "iodepth",
-        "jobs" => "numjobs",
-        "mix" => "rwmixread",
-        "seed" => "randseed",
-        name => name,
-    };
-    let mut all = Vec::new();
-    for value in values.split(',').map(str::trim) {
-        match value.split_once("..") {
-            None => all.push(value.to_owned()),
-            Some((low, high)) => all.extend(powers(low, high, form).ok_or_else(wrong)?),
-        }
-    }
-    let is_empty = all.is_empty() || all.iter().any(String::is_empty);
-    if is_empty {
-        return Err(wrong());
-    }
-    Ok((name.to_owned(), all))
-}
-
-/// From one number to another, each twice the one before it.
-fn powers(low: &str, high: &str, form: Units) -> Option<Vec<String>> {
-    let (low, high) = (form.size(low).ok()?, form.size(high).ok()?);
-    let double = |n: &u64| n.checked_mul(2);
-    let all = std::iter::successors(Some(low), double).take_while(|n| *n <= high);
-    (0 < low && low <= high).then(|| all.map(|n| n.to_string()).collect())
-}
-
-/// Each group with each of the values of an option.
-fn combine(
-    groups: &[Vec<Job>],
-    name: &str,
-    values: &[String],
-    form: Units,
-) -> Result<Vec<Vec<Job>>, String> {
-    let mut all = Vec::new();
-    for group in groups {
-        for value in values {
-            let mut group = group.clone();
-            for job in &mut group {
-                job.set(name, Some(value), form)
-                    .map_err(|why| format!("--sweep {name}={value}: {why}"))?;
-            }
-            all.push(group);
-            if all.len() > MAX_RUNS {
-                return Err(format!("these are more than {MAX_RUNS} runs"));
-            }
-        }
-    }
-    Ok(all)
-}
-
 /// The device of a job.
 fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
-    match (args.target(), &job.filename, &args.url) {
+    let address = match (args.target(), &job.filename, &args.url) {
         (BenchTarget::Url(url), _, _) => Ok(url.clone()),
         (_, Some(name), _) => name
             .parse()
@@ -303,7 +258,24 @@ fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
             "job `{}` has no filename, and no address is given",
             job.name
         ))),
+    };
+    let mut address = address?;
+    if let Address::File { direct, .. } = &mut address {
+        *direct |= job.direct;
     }
+    Ok(address)
+}
+
+/// Name of a disk for a state file: the same wherever that is possible.
+fn identity(address: &Address, disk: Option<&Arc<Disk>>) -> String {
+    let unit = disk.and_then(|disk| disk.unit());
+    unit.unwrap_or_else(|| match address {
+        Address::File { path, .. } => {
+            let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
+            format!("file:{}", path.display())
+        }
+        Address::Memory { .. } | Address::Nbd(_) | Address::Target(_) => address.to_string(),
+    })
 }
 
 /// Opens each device as often as its jobs want, after a look at what may be overwritten.
@@ -404,50 +376,6 @@ fn live(title: &str, p: &Progress) -> String {
     )
 }
 
-/// Files for results, made before the run: what cannot be written is known before it takes its
-/// time.
-struct ResultFiles {
-    report: Option<ResultFile>,
-    csv: Option<ResultFile>,
-    hdr_log: Option<ResultFile>,
-}
-
-impl ResultFiles {
-    fn create(args: &ResultsArgs) -> Result<Self, CliError> {
-        let create = |path: &Option<PathBuf>| path.as_deref().map(ResultFile::create).transpose();
-        Ok(Self {
-            report: create(&args.report)?,
-            csv: create(&args.csv)?,
-            hdr_log: create(&args.hdr_log)?,
-        })
-    }
-}
-
-struct ResultFile {
-    file: File,
-    path: PathBuf,
-}
-
-impl ResultFile {
-    fn create(path: &Path) -> Result<Self, CliError> {
-        let path = path.to_owned();
-        match File::create(&path) {
-            Ok(file) => Ok(Self { file, path }),
-            Err(error) => Err(cannot_write(&path, error)),
-        }
-    }
-
-    fn save(self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), CliError> {
-        let mut out = BufWriter::new(self.file);
-        let written = write(&mut out).and_then(|()| out.flush());
-        written.map_err(|error| cannot_write(&self.path, error))
-    }
-}
-
-fn cannot_write(path: &Path, error: io::Error) -> CliError {
-    CliError::io(format!("cannot write {}", path.display()), error)
-}
-
 /// Prints results, and writes the files that are asked for.
 fn emit(
     outcomes: &[Outcome],
@@ -533,22 +461,6 @@ mod tests {
 
     #[test]
     fn a_sweep_is_a_run_for_each_combination() {
-        let values = |text| sweep(text, Units::CommandLine).map(|(_, values)| values);
-        assert_eq!(values("depth=1..10").unwrap(), ["1", "2", "4", "8"]);
-        assert_eq!(values("bs=4k,64k").unwrap(), ["4k", "64k"]);
-        for text in [
-            "depth",
-            "depth=",
-            "depth=4..1",
-            "depth=0..4",
-            "bs=4k,,8k",
-            "depth=a..b",
-        ] {
-            assert!(
-                values(text).unwrap_err().contains("is not a sweep"),
-                "{text}"
-            );
-        }
         let runs = parsed(&["mem:8M", "--rounds=2", "--sweep", "bs=4k,8k", "depth=1..4"]).unwrap();
         let runs: Vec<_> = runs
             .iter()
@@ -563,8 +475,16 @@ mod tests {
             (8192, 4),
         ];
         assert_eq!(runs, [round, round].concat());
-        let error = parsed(&["mem:8M", "--sweep", "colour=red"]).unwrap_err();
-        assert!(error.to_string().contains("--sweep colour=red"), "{error}");
+        let refused = |sweep| {
+            parsed(&["mem:8M", "--sweep", sweep])
+                .unwrap_err()
+                .to_string()
+        };
+        for sweep in ["colour=red", "sessions=0", "sessions=65"] {
+            assert!(refused(sweep).contains(&format!("--sweep {sweep}")));
+        }
+        let ignored = refused("ioengine=libaio,sync");
+        assert!(ignored.contains("has no effect"), "{ignored}");
         let error = parsed(&["mem:8M", "--sweep", "randseed=1..1000000", "--rounds=1000"]);
         assert!(error.unwrap_err().to_string().contains("more than"));
     }
@@ -580,6 +500,40 @@ mod tests {
         // A file may be opened any number of times, and memory is no device.
         for address in ["/proc/version", "/does/not/exist", "mem:1M"] {
             assert!(!is_device(&address.parse().unwrap()), "{address}");
+        }
+    }
+
+    #[test]
+    fn a_limit_that_is_swept_ends_the_runs() {
+        for (sweep, ios) in [("io_size=1M,2M", None), ("number_ios=5,9", Some(5))] {
+            let job = one(&["mem:8M", "--sweep", sweep]);
+            assert!(!job.time_based && job.runtime.is_none(), "{sweep}");
+            assert_eq!(job.number_ios, ios);
+            assert!(job.io_size.is_some());
+        }
+        let job = one(&["mem:8M", "--sweep", "total=1M,2M", "--runtime", "5"]);
+        assert_eq!((job.total, job.time_based), (Some(1 << 20), false));
+        assert_eq!(job.runtime, Some(Duration::from_secs(5)));
+    }
+
+    #[test]
+    fn a_direct_job_goes_past_the_page_cache_of_a_file() {
+        let words = ["riser", "bench", "jobs.fio", "/tmp/disk"];
+        let Verb::Bench(args) = Args::try_parse_from(words).unwrap().verb else {
+            panic!("it is `bench`");
+        };
+        for direct in [false, true] {
+            let job = Job {
+                direct,
+                ..Job::default()
+            };
+            let expected = Address::File {
+                path: "/tmp/disk".into(),
+                direct,
+            };
+            assert_eq!(address(&args, &job).unwrap(), expected);
+            let disk = identity(&expected, None);
+            assert_eq!(disk, identity(&"file:/tmp/disk".parse().unwrap(), None));
         }
     }
 

@@ -87,6 +87,7 @@ fn outcome(name: &str, seed: u64, loads: &[Load], open_loop: bool) -> Outcome {
         server: None,
         verified: None,
         holes: None,
+        not_started: 0,
     }
 }
 

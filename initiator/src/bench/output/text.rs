@@ -111,6 +111,13 @@ pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
     if let Some(verified) = &outcome.verified {
         notes.push(format!("verified: {} blocks, all right", verified.blocks));
     }
+    if outcome.not_started > 0 {
+        notes.push(format!(
+            "warning: about {} operations were due and had not started at the end: the rate was not \
+             reached",
+            outcome.not_started
+        ));
+    }
     if let Some(share) = hole_share(outcome) {
         notes.push(format!(
             "warning: {share} of the region has no blocks allocated; reads there are not reads of a \
@@ -290,6 +297,13 @@ mod tests {
             "{text}"
         );
         assert!(!text.contains("server"), "{text}");
+        assert!(!text.contains("not started"), "{text}");
+        let text = written(&[Outcome {
+            not_started: 31,
+            ..sample::open_loop("a", 1)
+        }]);
+        let note = "about 31 operations were due and had not started";
+        assert!(text.contains(note), "{text}");
     }
 
     #[test]

@@ -19,6 +19,8 @@ pub(in crate::bench) struct Arrivals {
 struct Stream {
     kind: OpKind,
     rate: Rate,
+    /// Mean size of an operation, in bytes.
+    size: u64,
     /// Of the next operation, in seconds from the start.
     due: f64,
 }
@@ -40,6 +42,7 @@ impl Arrivals {
             streams.push(Stream {
                 kind: *kind,
                 rate,
+                size: job.sizes_of(*kind).mean(),
                 due,
             });
         }
@@ -65,6 +68,21 @@ impl Arrivals {
             RateProcess::Linear => gap,
             RateProcess::Poisson => exponential(gap, &mut self.random),
         };
+    }
+
+    /// Number of operations that are due before a time, from the start, and were not taken. It is
+    /// the mean where times or sizes are random.
+    pub(in crate::bench) fn before(&self, until: Duration) -> u64 {
+        let until = until.as_secs_f64();
+        let due = self.streams.iter().filter(|stream| stream.due < until);
+        let count = due.map(|stream| {
+            let gaps = (until - stream.due) / gap(stream.rate, stream.size);
+            match self.process {
+                RateProcess::Linear => gaps.ceil() as u64,
+                RateProcess::Poisson => (1.0 + gaps) as u64,
+            }
+        });
+        count.fold(0, u64::saturating_add)
     }
 
     fn first(&self) -> usize {
@@ -148,6 +166,22 @@ mod tests {
         assert!((spread.sqrt() * 1000.0 - 1.0).abs() < 0.04, "{spread}");
         let long = gaps.iter().filter(|g| **g > mean).count() as f64 / gaps.len() as f64;
         assert!((long - (-1.0_f64).exp()).abs() < 0.02, "{long}");
+    }
+
+    #[test]
+    fn what_is_due_before_a_time_is_counted() {
+        let rates = [Some(Rate::Iops(1000)), Some(Rate::Bytes(4_096_000)), None];
+        let mut arrivals = arrivals(rates, RateProcess::Linear);
+        let half = Duration::from_micros(500);
+        assert_eq!(arrivals.before(Duration::ZERO), 0);
+        assert_eq!(arrivals.before(half), 2);
+        assert_eq!(arrivals.before(Duration::from_millis(10) + half), 22);
+        for _ in 0..5 {
+            let (kind, _) = arrivals.peek();
+            arrivals.advance(if kind == OpKind::Read { 1 } else { 4096 });
+        }
+        assert_eq!(arrivals.before(Duration::from_millis(10) + half), 17);
+        assert_eq!(arrivals.before(half), 0);
     }
 
     #[test]

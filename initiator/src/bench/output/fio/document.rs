@@ -105,6 +105,7 @@ struct Extra<'a> {
     server: Option<Process>,
     verified_blocks: Option<u64>,
     holes: Option<Holes>,
+    not_started: u64,
     intervals: Vec<Part>,
 }
 
@@ -316,6 +317,7 @@ fn extra(outcome: &Outcome) -> Extra<'_> {
             unallocated_bytes: holes.bytes,
             region_bytes: holes.of,
         }),
+        not_started: outcome.not_started,
         intervals: outcome
             .intervals
             .iter()
@@ -434,6 +436,7 @@ mod tests {
         let response = reads.response.as_ref().unwrap();
         assert_eq!(read["lat_ns"]["percentile"]["99.000000"], at(response));
         assert_eq!(json["jobs"][0]["riser"]["open_loop"], true);
+        assert_eq!(json["jobs"][0]["riser"]["not_started"], 0);
     }
 
     #[test]

@@ -22,8 +22,9 @@
 //! are no `global options`, because each job has all of its own.
 //!
 //! What fio has no place for is in objects named `riser`: at the top the machine, and in each job
-//! the address, both sides' processor time and context switches, holes, verified blocks, the mean
-//! number of operations in flight, and the figures over time.
+//! the address, both sides' processor time and context switches, holes, verified blocks, planned
+//! operations that were not started, the mean number of operations in flight, and the figures over
+//! time.
 
 mod document;
 mod latency;

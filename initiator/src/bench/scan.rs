@@ -1,0 +1,134 @@
+//! Reads of everything that a ledger knows: after a run, or of what a state file records.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use super::content::Filler;
+use super::error::BenchError;
+use super::ledger::Ledger;
+use super::prepare::{ClonePlan, Prepared};
+use super::setup;
+use super::source::Source;
+use super::state::{self, Layout, Lock, StateFile};
+use super::task::Task;
+use super::verify::{Check, Verifier};
+use super::worker::Left;
+use crate::block::{BlockDevice, Buffer, task};
+
+/// Length of the reads, in bytes, where blocks are not longer.
+const PIECE: u64 = 128 << 10;
+
+/// Reads of a worker in flight.
+const DEPTH: u32 = 32;
+
+/// Prepares the reads of what a state file says was written, with the properties that it has. They
+/// take buffers that are left over, so other jobs are prepared first.
+///
+/// # Errors
+/// The job is not possible, or its state file cannot be used.
+pub(super) fn prepare<D: BlockDevice>(task: &Task<D>) -> Result<Prepared, BenchError> {
+    setup::check_in_flight(&task.job)?;
+    let (layout, ledger, lock) = open(task)?;
+    let verifier = Verifier {
+        filler: Filler::new(task.job.content.clone(), ledger.seed()),
+        check: Check::Ledger(Arc::new(ledger)),
+        checksum: layout.checksum,
+        block: layout.block,
+        resolves: true,
+    };
+    Ok(Prepared {
+        _lock: Some(lock),
+        ..reads(&verifier, &task.devices, task.job.iodepth)
+    })
+}
+
+fn open<D: BlockDevice>(task: &Task<D>) -> Result<(Layout, Ledger, Lock), BenchError> {
+    let path = task.job.state.as_ref().ok_or_else(|| {
+        BenchError::Config("verify_only needs a state file, which says what was written".into())
+    })?;
+    let device = task.devices.first();
+    let device = device.ok_or_else(|| BenchError::Config("no device is open".into()))?;
+    let geometry = device.geometry();
+    let (file, lock) = StateFile::open(path, false)?;
+    let found = file.header()?;
+    let (found, _) = found.ok_or_else(|| file.error("it is empty".into()))?;
+    let Layout { region, block, .. } = &found;
+    let is_whole = |n: &u64| n.is_multiple_of(geometry.block_size.into());
+    let fits = region.end <= geometry.capacity
+        && is_whole(&region.start)
+        && is_whole(block)
+        && *block <= u64::from(geometry.max_transfer);
+    if !fits {
+        return Err(file.error(format!(
+            "it is of another device: it has bytes {} to {} in blocks of {block}",
+            region.start, region.end
+        )));
+    }
+    let layout = Layout {
+        disk: state::hash(&task.identity),
+        ..found
+    };
+    let ledger = Ledger::open(file, &layout)?;
+    Ok((layout, ledger, lock))
+}
+
+/// Reads of every block that the ledger knows, on all connections.
+pub(super) fn reads<D: BlockDevice>(
+    verifier: &Verifier,
+    devices: &[Arc<D>],
+    depth: u32,
+) -> Prepared {
+    let region = verifier
+        .ledger()
+        .map_or(0..0, |ledger| ledger.region().clone());
+    let piece = piece(verifier.block, devices);
+    let next = Arc::new(AtomicU64::new(region.start));
+    let buffers = buffers(devices, piece as usize, depth.min(DEPTH));
+    let clone = |buffers| ClonePlan {
+        source: Source::Scan {
+            next: next.clone(),
+            piece,
+        },
+        arrivals: None,
+        buffers,
+        left: Left {
+            ios: u64::MAX,
+            bytes: u64::MAX,
+        },
+    };
+    Prepared {
+        clones: buffers.into_iter().map(clone).collect(),
+        verifier: verifier.clone(),
+        region,
+        max_block: piece as usize,
+        _lock: None,
+    }
+}
+
+/// Length of a read, in bytes: whole blocks, at least one.
+fn piece<D: BlockDevice>(block: u64, devices: &[Arc<D>]) -> u64 {
+    let limits = devices.iter().map(|device| device.geometry().max_transfer);
+    let most = u64::from(limits.min().unwrap_or(0)).min(PIECE);
+    (most / block * block).max(block)
+}
+
+/// Buffers for the reads on each connection. Each waits for one; the others are those that are left,
+/// as all of them may be more than the device has. A connection that is listed twice may have one
+/// only.
+fn buffers<D: BlockDevice>(devices: &[Arc<D>], len: usize, depth: u32) -> Vec<Vec<Option<Buffer>>> {
+    let first = |(index, device): (usize, &Arc<D>)| {
+        let known = &devices[..index];
+        let buffer = match known.iter().any(|known| Arc::ptr_eq(known, device)) {
+            true => device.try_buffer(len),
+            false => Some(task::block_on(device.buffer(len))),
+        };
+        buffer.map(Some).into_iter().collect()
+    };
+    let mut all: Vec<Vec<Option<Buffer>>> = devices.iter().enumerate().map(first).collect();
+    for _ in 1..depth {
+        for (buffers, device) in all.iter_mut().zip(devices) {
+            buffers.extend(device.try_buffer(len).map(Some));
+        }
+    }
+    all
+}

@@ -1,0 +1,380 @@
+//! The state file of a ledger: what was acknowledged, beyond a crash of this process.
+//!
+//! ```text
+//!   magic 8 | seed 8 | block size 8 | first byte 8 | length 8 | checksum kind 8 | disk 8 | 0 … 4096
+//!   then 8 bytes for each block, little-endian: acknowledged 4 | in flight 4
+//! ```
+//!
+//! It is written before a write starts and after it was acknowledged, by system calls that the
+//! kernel carries out even if the process is killed at once. It does not survive a crash of the
+//! host, and says nothing about caches of the device.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::error::BenchError;
+use super::job::Checksum;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"RISERBV2");
+
+/// Length of the header, in bytes.
+const HEADER: u64 = 4096;
+
+/// Words of the header that are in use.
+const WORDS: usize = 7;
+
+/// Blocks that are read at once.
+const BATCH: usize = 8192;
+
+/// Properties that a state file has to have in common with its job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Layout {
+    /// Bytes of the device.
+    pub(super) region: Range<u64>,
+    /// Size of a block in bytes.
+    pub(super) block: u64,
+    pub(super) checksum: Checksum,
+    /// Hash of the disk's name.
+    pub(super) disk: u64,
+}
+
+impl Layout {
+    fn words(&self) -> [u64; 5] {
+        let checksum = match self.checksum {
+            Checksum::Crc32c => 1,
+            Checksum::Crc32 => 2,
+            Checksum::Crc64 => 3,
+        };
+        let Range { start, end } = self.region;
+        [self.block, start, end - start, checksum, self.disk]
+    }
+
+    fn of_words(words: &[u64; 5]) -> Option<Self> {
+        let [block, start, len, checksum, disk] = *words;
+        let checksum = match checksum {
+            1 => Checksum::Crc32c,
+            2 => Checksum::Crc32,
+            3 => Checksum::Crc64,
+            _ => return None,
+        };
+        let end = start.checked_add(len)?;
+        (block > 0 && len.is_multiple_of(block)).then_some(Self {
+            region: start..end,
+            block,
+            checksum,
+            disk,
+        })
+    }
+
+    /// Fails where a file differs from its job.
+    fn check(&self, found: &Self) -> Result<(), String> {
+        if found.disk != self.disk {
+            return Err("it is of another disk, or of this one at another address".into());
+        }
+        let names = ["block size", "offset", "size", "checksum"];
+        for ((name, found), own) in names.iter().zip(found.words()).zip(self.words()) {
+            if found != own {
+                return Err(format!(
+                    "it is of another job: its {name} is {found}, and that of this job {own}"
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A name of a disk as a state file has it.
+pub(super) fn hash(name: &str) -> u64 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, name.as_bytes())
+}
+
+/// An open state file.
+#[derive(Debug)]
+pub(super) struct StateFile {
+    file: File,
+    path: String,
+}
+
+/// Keeps other runs away from a state file, in this process and in others.
+#[derive(Debug)]
+pub(super) struct Lock(File);
+
+impl Drop for Lock {
+    /// Workers that have ended may keep the file open for a moment longer.
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
+}
+
+impl StateFile {
+    /// Opens a state file. One that does not exist is made, empty, if `may_create`.
+    ///
+    /// # Errors
+    /// It cannot be opened, is no regular file, or another run uses it.
+    pub(super) fn open(path: &Path, may_create: bool) -> Result<(Self, Lock), BenchError> {
+        let fail = |reason: String| BenchError::State {
+            path: path.display().to_string(),
+            reason,
+        };
+        // Before it is opened, which does something with some devices.
+        if fs::metadata(path).is_ok_and(|file| !file.is_file()) {
+            return Err(fail("it is no regular file".into()));
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(may_create);
+        let opened = options.truncate(false).open(path);
+        let file = opened.map_err(|error| fail(error.to_string()))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(fail("another run uses it".into())),
+            Err(TryLockError::Error(error)) => return Err(fail(error.to_string())),
+        }
+        let other = file.try_clone().map_err(|error| fail(error.to_string()))?;
+        let path = path.display().to_string();
+        Ok((Self { file, path }, Lock(other)))
+    }
+
+    /// An error of this file.
+    pub(super) fn error(&self, reason: String) -> BenchError {
+        BenchError::State {
+            path: self.path.clone(),
+            reason,
+        }
+    }
+
+    fn io(&self, error: io::Error) -> BenchError {
+        self.error(error.to_string())
+    }
+
+    fn len(&self) -> Result<u64, BenchError> {
+        let file = self.file.metadata();
+        file.map(|file| file.len()).map_err(|error| self.io(error))
+    }
+
+    /// Layout of its blocks and their seed; `None` where it is empty.
+    ///
+    /// # Errors
+    /// It cannot be read, or is no state file.
+    pub(super) fn header(&self) -> Result<Option<(Layout, u64)>, BenchError> {
+        let len = self.len()?;
+        if len == 0 {
+            return Ok(None);
+        }
+        let foreign = || self.error("it is not a state file of riser bench".into());
+        if len < HEADER {
+            return Err(foreign());
+        }
+        let mut bytes = [0; 8 * WORDS];
+        let read = self.file.read_exact_at(&mut bytes, 0);
+        read.map_err(|error| self.io(error))?;
+        let mut words = [0; WORDS];
+        for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+            *word = from_bytes(bytes);
+        }
+        let [magic, seed, rest @ ..] = words;
+        match Layout::of_words(&rest) {
+            Some(layout) if magic == MAGIC => Ok(Some((layout, seed))),
+            _ => Err(foreign()),
+        }
+    }
+
+    /// Makes an empty one a file of blocks of which nothing is known.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub(super) fn make(&self, layout: &Layout, seed: u64, blocks: usize) -> Result<(), BenchError> {
+        let mut header = vec![0; HEADER as usize];
+        let words = [MAGIC, seed].into_iter().chain(layout.words());
+        for (bytes, word) in header.chunks_exact_mut(8).zip(words) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        let written = self.file.write_all_at(&header, 0);
+        written
+            .and_then(|()| self.file.set_len(whole(blocks)))
+            .map_err(|error| self.io(error))
+    }
+
+    /// Reads the word of each block of a file that has a header.
+    ///
+    /// # Errors
+    /// It cannot be read, or is of another job.
+    pub(super) fn load(
+        &self,
+        layout: &Layout,
+        found: &Layout,
+        blocks: usize,
+        mut each: impl FnMut(usize, u64),
+    ) -> Result<(), BenchError> {
+        layout.check(found).map_err(|why| self.error(why))?;
+        let whole = whole(blocks);
+        match self.len()? {
+            // A crash came between the two steps of making it.
+            HEADER => return self.file.set_len(whole).map_err(|error| self.io(error)),
+            len if len != whole => {
+                return Err(self.error(format!("it has {len} bytes instead of {whole}")));
+            }
+            _ => {}
+        }
+        let mut bytes = vec![0; 8 * BATCH];
+        for first in (0..blocks).step_by(BATCH) {
+            let bytes = &mut bytes[..8 * BATCH.min(blocks - first)];
+            let read = self.file.read_exact_at(bytes, HEADER + 8 * first as u64);
+            read.map_err(|error| self.io(error))?;
+            for (index, bytes) in bytes.chunks_exact(8).enumerate() {
+                each(first + index, from_bytes(bytes));
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the words of blocks that follow one another.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub(super) fn write(
+        &self,
+        first: usize,
+        words: impl Iterator<Item = u64>,
+    ) -> Result<(), BenchError> {
+        let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        let written = self.file.write_all_at(&bytes, HEADER + 8 * first as u64);
+        written.map_err(|error| self.io(error))
+    }
+}
+
+/// Length of a file, in bytes.
+fn whole(blocks: usize) -> u64 {
+    HEADER + 8 * blocks as u64
+}
+
+fn from_bytes(bytes: &[u8]) -> u64 {
+    u64::from_le_bytes(bytes.try_into().expect("8 bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    fn layout() -> Layout {
+        Layout {
+            region: 8192..8192 + 16 * 4096,
+            block: 4096,
+            checksum: Checksum::Crc32c,
+            disk: hash("disk"),
+        }
+    }
+
+    /// A path that goes with the value.
+    struct Temporary(PathBuf);
+
+    impl Temporary {
+        fn new(name: &str) -> Self {
+            let name = format!("riser-state-{name}-{}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            let _ = fs::remove_file(&path);
+            Self(path)
+        }
+
+        fn open(&self) -> (StateFile, Lock) {
+            StateFile::open(&self.0, true).unwrap()
+        }
+
+        fn refused(&self) -> String {
+            StateFile::open(&self.0, true).unwrap_err().to_string()
+        }
+    }
+
+    impl Drop for Temporary {
+        fn drop(&mut self) {
+            let _ = fs::remove_file(&self.0);
+        }
+    }
+
+    fn words(file: &StateFile) -> Result<Vec<u64>, BenchError> {
+        let mut words = Vec::new();
+        file.load(&layout(), &layout(), 16, |_, word| words.push(word))?;
+        Ok(words)
+    }
+
+    #[test]
+    fn header_and_words_come_back() {
+        let path = Temporary::new("words");
+        let (file, lock) = path.open();
+        assert_eq!(file.header(), Ok(None));
+        file.make(&layout(), 99, 16).unwrap();
+        file.write(3, [7, 8].into_iter()).unwrap();
+        drop((file, lock));
+        let (file, _lock) = path.open();
+        assert_eq!(file.header(), Ok(Some((layout(), 99))));
+        let words = words(&file).unwrap();
+        assert_eq!(words[2..6], [0, 7, 8, 0]);
+        assert_eq!(words.len(), 16);
+    }
+
+    #[test]
+    fn one_run_at_a_time_has_it() {
+        let path = Temporary::new("lock");
+        let (file, lock) = path.open();
+        assert!(path.refused().contains("another run uses it"));
+        drop(lock);
+        let _other = path.open();
+        // It is open for longer than it is locked, as by a worker that ends.
+        drop(file);
+    }
+
+    #[test]
+    fn only_a_regular_file_is_written() {
+        let folder = std::env::temp_dir();
+        for path in [Path::new("/dev/null"), &folder] {
+            let error = StateFile::open(path, true).unwrap_err().to_string();
+            assert!(error.contains("no regular file"), "{error}");
+        }
+    }
+
+    #[test]
+    fn one_that_a_crash_left_half_made_is_completed() {
+        let path = Temporary::new("half");
+        let (file, lock) = path.open();
+        file.make(&layout(), 99, 16).unwrap();
+        file.file.set_len(HEADER).unwrap();
+        drop((file, lock));
+        let (file, _lock) = path.open();
+        assert_eq!(file.header(), Ok(Some((layout(), 99))));
+        assert_eq!(words(&file), Ok(Vec::new()));
+        assert_eq!(file.len(), Ok(HEADER + 128));
+        file.file.set_len(HEADER + 64).unwrap();
+        let error = words(&file).unwrap_err().to_string();
+        assert!(error.contains("has 4160 bytes instead of 4224"), "{error}");
+    }
+
+    #[test]
+    fn files_of_other_jobs_and_disks_and_other_files_are_refused() {
+        let path = Temporary::new("foreign");
+        let (file, _lock) = path.open();
+        file.make(&layout(), 99, 16).unwrap();
+        let load = |other: Layout| {
+            let loaded = file.load(&other, &layout(), 16, |_, _| {});
+            loaded.unwrap_err().to_string()
+        };
+        let block = load(Layout {
+            block: 512,
+            ..layout()
+        });
+        assert!(block.contains("its block size is 4096, and that of this job 512"));
+        let disk = load(Layout {
+            disk: hash("another"),
+            ..layout()
+        });
+        assert!(disk.contains("of another disk"), "{disk}");
+        for foreign in [&[1; 5000][..], b"short", &[0; 4096]] {
+            fs::write(&path.0, foreign).unwrap();
+            let error = file.header().unwrap_err().to_string();
+            assert!(error.contains("not a state file"), "{error}");
+        }
+    }
+}

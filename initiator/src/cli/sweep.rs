@@ -1,0 +1,118 @@
+//! Sweeps of `riser bench`: an option with several values.
+
+use crate::bench::Job;
+use crate::bench::job::Units;
+
+/// An option with its values.
+#[derive(Debug)]
+pub(super) struct Sweep {
+    name: String,
+    values: Vec<String>,
+    form: Units,
+}
+
+impl Sweep {
+    /// Reads `bs=4k,64k` or `depth=1..64`.
+    ///
+    /// # Errors
+    /// It has another form.
+    pub(super) fn parse(text: &str, form: Units) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is not a sweep such as bs=4k,64k or depth=1..64");
+        let (name, values) = text.split_once('=').ok_or_else(wrong)?;
+        let name = match name.trim() {
+            "depth" => "iodepth",
+            "jobs" => "numjobs",
+            "mix" => "rwmixread",
+            "seed" => "randseed",
+            name => name,
+        };
+        let mut all = Vec::new();
+        for value in values.split(',').map(str::trim) {
+            match value.split_once("..") {
+                None => all.push(value.to_owned()),
+                Some((low, high)) => all.extend(powers(low, high, form).ok_or_else(wrong)?),
+            }
+        }
+        if all.iter().any(String::is_empty) {
+            return Err(wrong());
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            values: all,
+            form,
+        })
+    }
+
+    /// Name of the option, which is fio's.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Each group with each of the values, at most `limit` groups.
+    ///
+    /// # Errors
+    /// A value is refused or has no effect, or the groups are more.
+    pub(super) fn combine(
+        &self,
+        groups: &[Vec<Job>],
+        limit: usize,
+    ) -> Result<Vec<Vec<Job>>, String> {
+        let mut all = Vec::new();
+        for group in groups {
+            for value in &self.values {
+                let mut group = group.clone();
+                for job in &mut group {
+                    self.set(job, value)?;
+                }
+                all.push(group);
+                if all.len() > limit {
+                    return Err(format!("these are more than {limit} runs"));
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn set(&self, job: &mut Job, value: &str) -> Result<(), String> {
+        let name = &self.name;
+        let why = match job.set(name, Some(value), self.form) {
+            Ok(true) => return Ok(()),
+            Ok(false) => "the option has no effect here".into(),
+            Err(why) => why,
+        };
+        Err(format!("--sweep {name}={value}: {why}"))
+    }
+}
+
+/// From one number to another, each twice the one before it.
+fn powers(low: &str, high: &str, form: Units) -> Option<Vec<String>> {
+    let (low, high) = (form.size(low).ok()?, form.size(high).ok()?);
+    let double = |n: &u64| n.checked_mul(2);
+    let all = std::iter::successors(Some(low), double).take_while(|n| *n <= high);
+    (0 < low && low <= high).then(|| all.map(|n| n.to_string()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_listed_or_doubled() {
+        let values = |text| Sweep::parse(text, Units::CommandLine).map(|sweep| sweep.values);
+        assert_eq!(values("depth=1..10").unwrap(), ["1", "2", "4", "8"]);
+        assert_eq!(values("bs=4k,64k").unwrap(), ["4k", "64k"]);
+        for text in [
+            "depth",
+            "depth=",
+            "depth=4..1",
+            "depth=0..4",
+            "bs=4k,,8k",
+            "depth=a..b",
+        ] {
+            assert!(
+                values(text).unwrap_err().contains("is not a sweep"),
+                "{text}"
+            );
+        }
+    }
+}

@@ -89,7 +89,7 @@ pub fn run<D: BlockDevice>(
 }
 
 /// Prepares all jobs, in their order. Those that only check what a state file records come last, as
-/// they take whatever buffers are left.
+/// they take the buffers that are left.
 fn prepare_all<D: BlockDevice>(tasks: &[Task<D>]) -> Result<Vec<Prepared>, BenchError> {
     let mut all = Vec::new();
     for is_scan in [false, true] {

@@ -95,6 +95,9 @@ fn switches(status: &str) -> (u64, u64) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
+    use super::super::stats::no_figures;
     use super::*;
 
     #[test]
@@ -111,6 +114,45 @@ mod tests {
         let status = "Name:\tx\nvoluntary_ctxt_switches:\t17\nnonvoluntary_ctxt_switches:\t4\n";
         assert_eq!(switches(status), (17, 4));
         assert_eq!(switches(""), (0, 0));
+    }
+
+    #[test]
+    fn jobs_side_by_side_share_what_their_process_used() {
+        let usage = Usage {
+            user: Duration::from_millis(400),
+            system: Duration::from_millis(800),
+            voluntary: 40,
+            involuntary: 4,
+        };
+        let outcome = |seconds| {
+            let mut measured = no_figures(false);
+            measured[0].service.record_n(1000, 6).unwrap();
+            Outcome {
+                name: "job".into(),
+                address: "mem".into(),
+                options: Vec::new(),
+                started: SystemTime::UNIX_EPOCH,
+                runtime: Duration::from_secs(seconds),
+                measured,
+                intervals: Vec::new(),
+                client: usage,
+                server: Some(usage),
+                verified: None,
+                holes: None,
+                not_started: 0,
+            }
+        };
+        // The second one has half the operations per second.
+        let mut outcomes = [outcome(1), outcome(2)];
+        divide(&mut outcomes[..1]);
+        assert_eq!(outcomes[0].client, usage, "it was alone");
+        divide(&mut outcomes);
+        let [one, two] = &outcomes;
+        assert_eq!((two.client.voluntary, two.client.involuntary), (13, 1));
+        assert_eq!(one.client.voluntary, 27);
+        let user = two.client.user.abs_diff(Duration::from_micros(133_333));
+        assert!(user < Duration::from_micros(1), "{user:?}");
+        assert_eq!(two.server, Some(two.client));
     }
 
     #[test]

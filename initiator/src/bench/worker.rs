@@ -388,7 +388,7 @@ impl Worker {
             at: now.saturating_duration_since(clock.measured_from),
         };
         if let Some((index, figures)) = self.recorder.record(&done)
-            && let Err(figures) = self.reporter.figures(index, figures)
+            && let Some(figures) = self.reporter.figures(index, figures)
         {
             self.recorder.put_back(figures);
         }

@@ -248,7 +248,7 @@ impl WorkloadArgs {
 /// The device of a job.
 fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
-    let address = match (args.target(), &job.filename, &args.url) {
+    let address: Result<Address, CliError> = match (args.target(), &job.filename, &args.url) {
         (BenchTarget::Url(url), _, _) => Ok(url.clone()),
         (_, Some(name), _) => name
             .parse()

@@ -1,7 +1,9 @@
 //! The command line of `riser`.
 //!
-//! - [`args`]: every verb and option. - [`exit`]: what can go wrong, and the exit status it has.
-//! - [`disk`]: an address as a disk, wherever it is. - [`state`]: the attachments of this host.
+//! - [`args`]: every verb and option.
+//! - [`exit`]: what can go wrong, and the exit status it has.
+//! - [`disk`]: an address as a disk, wherever it is.
+//! - [`state`]: the attachments of this host.
 //! - One module for each verb.
 //!
 //! Results go to standard output, for people or as one JSON document; everything else goes to

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::job::{Access, Amount, BlockSizes, Checksum, Content, Pattern, Rate, RateProcess};
 use super::outcome::{OpKind, Outcome};
+use super::prepare::prepare;
 use super::{BenchError, Difference, Job, RunOptions, Task, run};
 use crate::block::{BlockDevice, MemoryDevice, task};
 
@@ -435,14 +436,44 @@ fn jobs_run_side_by_side_and_each_has_its_outcome() {
         .map(|outcome| outcome.name.as_str())
         .collect();
     assert_eq!(names, ["a", "b"]);
-    let overlapping = [task(half(0, "a")), task(half(SIZE / 4, "b"))];
-    let error = run(&overlapping, RunOptions::default(), |_| {}).unwrap_err();
-    assert!(
-        error
-            .to_string()
-            .contains("`a` and `b` use the same blocks"),
-        "{error}"
-    );
+    // By whichever address the disk is reached.
+    for address in ["mem", "other"] {
+        let other = Task {
+            address: address.into(),
+            ..task(half(SIZE / 4, "b"))
+        };
+        let overlapping = [task(half(0, "a")), other];
+        let error = run(&overlapping, RunOptions::default(), |_| {}).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("`a` and `b` use the same blocks"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn jobs_side_by_side_with_the_same_seed_do_different_operations() {
+    let task = Task {
+        job: Job {
+            access: Access::Read,
+            verify: None,
+            ..job()
+        },
+        address: "mem".into(),
+        identity: "mem".into(),
+        devices: vec![device()],
+    };
+    let ops = |index| {
+        let mut prepared = prepare(index, &task).unwrap();
+        let verifier = prepared.verifier.clone();
+        let source = &mut prepared.clones[0].source;
+        let next = |_| source.next(&verifier, None);
+        (0..20).map(next).collect::<Vec<_>>()
+    };
+    assert_eq!(ops(0), ops(0));
+    assert_ne!(ops(0), ops(1));
 }
 
 #[test]

@@ -122,7 +122,7 @@ fn buffers<D: BlockDevice>(devices: &[Arc<D>], len: usize, depth: u32) -> Vec<Ve
             true => device.try_buffer(len),
             false => Some(task::block_on(device.buffer(len))),
         };
-        buffer.map(Some).into_iter().collect()
+        buffer.map(Some).into_iter().collect::<Vec<_>>()
     };
     let mut all: Vec<Vec<Option<Buffer>>> = devices.iter().enumerate().map(first).collect();
     for _ in 1..depth {

@@ -330,7 +330,7 @@ mod tests {
     #[test]
     fn only_a_regular_file_is_written() {
         let folder = std::env::temp_dir();
-        for path in [Path::new("/dev/null"), &folder] {
+        for path in [Path::new("/dev/null"), folder.as_path()] {
             let error = StateFile::open(path, true).unwrap_err().to_string();
             assert!(error.contains("no regular file"), "{error}");
         }
@@ -371,7 +371,7 @@ mod tests {
             ..layout()
         });
         assert!(disk.contains("of another disk"), "{disk}");
-        for foreign in [&[1; 5000][..], b"short", &[0; 4096]] {
+        for foreign in [&[1; 5000][..], &b"short"[..], &[0; 4096][..]] {
             fs::write(&path.0, foreign).unwrap();
             let error = file.header().unwrap_err().to_string();
             assert!(error.contains("not a state file"), "{error}");

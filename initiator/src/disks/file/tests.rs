@@ -95,7 +95,7 @@ fn a_workload_runs_on_the_thread_of_the_disk() {
     let write = |n: u64| Operation::Write {
         offset: n << 16,
         buffer: filled(&disk, 4096, n as u8 + 1),
-        fua: n % 8 == 0,
+        fua: n.is_multiple_of(8),
     };
     let discard = Operation::Discard(0..4096);
     let operations = (0..64).map(write).chain([discard, Operation::Flush]);

@@ -279,7 +279,7 @@ fn a_workload_runs_on_the_thread_of_the_disk() {
     let write = |n: u64| Operation::Write {
         offset: at(n),
         buffer: filled(&disk, 4096 << (n % 3), n as u8 + 1),
-        fua: n % 5 == 0,
+        fua: n.is_multiple_of(5),
     };
     let (list, seen) = List::new((0..40).map(write), 8);
     assert!(disk.drive(list).is_ok());

@@ -7,6 +7,7 @@
 //! - [`rc`]: the reliable-connection transport, as pure machines.
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
+//! - [`shm`]: the same device between processes of one host, in shared memory.
 //! - [`loopback`]: the same device over a deterministic wire in memory.
 //! - [`mr_pool`]: recycles fast-registered regions.
 //! - [`netif`]: this host's network interfaces.
@@ -22,6 +23,7 @@ pub mod netif;
 pub mod rc;
 pub mod rdma_core;
 pub mod roce;
+pub mod shm;
 mod table;
 pub mod verbs;
 pub mod wire;

@@ -89,6 +89,12 @@ mod on_sockets {
     crate::provider_suite!(Real::new());
 }
 
+mod in_shared_memory {
+    use crate::software::Shared;
+
+    crate::provider_suite!(Shared::new());
+}
+
 mod on_sockets_without_segmentation {
     use riser_transport::verbs::Mtu;
 

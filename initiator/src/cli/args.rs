@@ -155,7 +155,10 @@ pub enum ProviderChoice {
     /// The RDMA device that has the local address, through libibverbs and librdmacm
     #[value(name = "rdma_core", alias = "rdma-core")]
     RdmaCore,
-    /// The RDMA device that has the local address if there is one, otherwise the software NIC
+    /// Memory shared with the target, on this host only: no packets
+    Shm,
+    /// Shared memory if the target is on this host and offers it, otherwise the RDMA device that has
+    /// the local address if there is one, otherwise the software NIC
     Auto,
 }
 

@@ -15,6 +15,7 @@ use riser_scsi::srp::LoginRejReason;
 use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
+use riser_transport::shm::{self, Shm, ShmConfig, ShmUsers};
 use riser_transport::verbs::CmError;
 
 use super::address::Address;
@@ -27,7 +28,7 @@ use crate::block::{
 use crate::disks::file::{FileConfig, FileError};
 use crate::disks::nbd::{NbdConfig, NbdError};
 use crate::disks::{self, ThreadDisk};
-use crate::engine::{Client, EngineError, Session, SessionStatus};
+use crate::engine::{Client, ClientBuilder, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError, LunInfo};
 use crate::nbd::NbdUri;
 use crate::nbd::client::HandshakeError;
@@ -212,8 +213,14 @@ pub(super) fn start_engine(
             .without_device()
             .map_err(|error| CliError::new(Exit::Failure, "cannot start").because(error));
     }
-    // `auto` tries the device first, and takes the software NIC only where no device has the
-    // address. One that was asked for by its name is never replaced.
+    // `auto` tries shared memory first, then the device, and takes the software NIC only where no
+    // device has the address. One that was asked for by its name is never replaced, and shared
+    // memory never stands in for the network: who asks for `roce` measures that.
+    if matches!(link.provider, ProviderChoice::Shm | ProviderChoice::Auto)
+        && let Some(started) = start_shared(url, link, &builder)?
+    {
+        return Ok(started);
+    }
     if link.provider != ProviderChoice::Roce {
         let addr = match link.addr.or(url.src()) {
             Some(addr) => addr,
@@ -251,6 +258,70 @@ pub(super) fn start_engine(
         },
     };
     start(source).map_err(|error| no_device(source, error))
+}
+
+/// Starts on shared memory; `None` where it was not asked for by its name and the target does not
+/// offer it.
+fn start_shared(
+    url: &TargetUrl,
+    link: &ConnectOptions,
+    builder: &ClientBuilder,
+) -> Result<Option<Client>, CliError> {
+    let is_named = link.provider == ProviderChoice::Shm;
+    if link.inject.is_some() {
+        let what = "--inject makes the software NIC's wire bad, and shared memory has none";
+        return match is_named {
+            true => Err(CliError::new(Exit::Usage, what)),
+            false => Ok(None),
+        };
+    }
+    let target = resolve(url)?.ip();
+    let users = shm_users();
+    if !is_named && !shm::has_listener(target, &users) {
+        tracing::debug!(%target, "the target offers no shared memory");
+        return Ok(None);
+    }
+    // The kernel, too, has a host talk to an address of its own from that address.
+    let addr = link.addr.or(url.src()).unwrap_or(target);
+    let open = move || {
+        Shm::open(ShmConfig {
+            users,
+            ..ShmConfig::new(addr)
+        })
+    };
+    match builder.clone().build(open) {
+        Ok(client) => {
+            tracing::info!(device = client.device(), "memory is shared with the target (shm)");
+            Ok(Some(client))
+        }
+        Err(error) if is_named => {
+            let what = format!("cannot share memory from {addr}");
+            let help = "the target must be on this host, and its daemon have `provider: shm`";
+            Err(CliError::new(Exit::NotFound, what)
+                .because(error)
+                .help(help))
+        }
+        Err(error) => {
+            tracing::info!(%error, "memory cannot be shared from {addr}");
+            Ok(None)
+        }
+    }
+}
+
+/// Whose daemons memory is shared with, beside our own and root's: that of the service.
+fn shm_users() -> ShmUsers {
+    // Made by the package, as a system user.
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    ShmUsers {
+        also: user_id(&users, "riser").into_iter().collect(),
+    }
+}
+
+/// User id of a name in the text of passwd(5).
+fn user_id(users: &str, name: &str) -> Option<u32> {
+    let mut users = users.lines().map(|line| line.split(':'));
+    let mut user = users.find_map(|mut user| (user.next() == Some(name)).then_some(user))?;
+    user.nth(1)?.parse().ok()
 }
 
 /// Starts at a loopback address that no other program has.
@@ -469,6 +540,18 @@ impl Disk {
         match &self.kind {
             Kind::Memory(_) | Kind::Thread(_) => None,
             Kind::Lun(lun) => Some(lun.session().port_guid()),
+        }
+    }
+
+    /// Name of the device that it is reached over, which begins with its provider's; `None` without
+    /// one: in memory, or over TCP.
+    #[must_use]
+    pub fn device(&self) -> Option<String> {
+        match &self.kind {
+            Kind::Lun(lun) if lun.session().url().needs_device() => {
+                Some(lun.session().client().device().to_owned())
+            }
+            _ => None,
         }
     }
 
@@ -696,6 +779,15 @@ mod tests {
         ] {
             assert_eq!(with_link(&url.parse().unwrap(), &link).to_string(), want);
         }
+    }
+
+    #[test]
+    fn a_user_of_the_service_is_found_by_its_whole_name() {
+        let users = "root:x:0:0:root:/root:/bin/bash\n\
+            riserx:x:7:7::/:/bin/sh\nriser:x:998:997::/var/lib/riser:/usr/sbin/nologin\n";
+        assert_eq!(user_id(users, "riser"), Some(998));
+        assert_eq!(user_id(users, "rise"), None);
+        assert_eq!(user_id("riser:x:many:1::/:", "riser"), None);
     }
 
     #[test]

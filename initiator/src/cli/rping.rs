@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 
 use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::shm::{Shm, ShmConfig};
 use riser_transport::verbs::Provider;
 use serde::Serialize;
 
-use super::args::{Global, ProviderChoice, Rping, RpingArgs};
+use super::args::{Global, ProviderChoice, Rping};
 use super::exit::{CliError, Exit};
 use super::output;
 use crate::rping::{self, Options, RpingError};
@@ -21,7 +22,7 @@ struct Document {
 
 pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
     let (Rping::Client { args, .. } | Rping::Server { args }) = verb;
-    let mut device = open(args)?;
+    let mut device = open(verb)?;
     let (count, size) = match verb {
         Rping::Client { .. } => (10, 64),
         // The client chooses number and size; a server without options takes pings of up to 64 KiB
@@ -59,8 +60,18 @@ pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
     })
 }
 
-fn open(args: &RpingArgs) -> Result<Box<dyn Provider>, CliError> {
+fn open(verb: &Rping) -> Result<Box<dyn Provider>, CliError> {
+    let (Rping::Client { args, .. } | Rping::Server { args }) = verb;
     let what = || format!("no RDMA device at {}", args.addr);
+    if args.provider == ProviderChoice::Shm {
+        let config = match verb {
+            Rping::Client { .. } => Ok(ShmConfig::new(args.addr)),
+            Rping::Server { .. } => ShmConfig::listening(args.addr),
+        };
+        let device = config.and_then(Shm::open);
+        let device = device.map_err(|e| CliError::new(Exit::Failure, what()).because(e))?;
+        return Ok(Box::new(device));
+    }
     if args.provider != ProviderChoice::Roce {
         match RdmaCoreDevice::open(args.addr) {
             Ok(device) => return Ok(Box::new(device)),

@@ -388,6 +388,7 @@ impl<'a> Endpoint<'a> {
 
     /// Sleeps until a descriptor of the device is readable, its deadline, or the limit.
     fn wait(&mut self, step: &'static str, limit: Option<Instant>) -> Result<(), RpingError> {
+        self.provider.arm_fds();
         // What goes wrong shows in completions and connection events.
         while self.provider.poll_async_event().is_some() {}
         if self.provider.progress(Instant::now()) > 0 {

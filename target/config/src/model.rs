@@ -677,6 +677,8 @@ pub enum Provider {
     RdmaCore,
     /// An RDMA device where the address belongs to one, else the software NIC.
     Auto,
+    /// Memory shared with initiators on this host, and with no others.
+    Shm,
 }
 
 /// Provider and settings of RDMA devices.

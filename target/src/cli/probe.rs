@@ -160,7 +160,7 @@ impl Probe {
 fn bind_nic(config: &Config, address: IpAddr) -> io::Result<()> {
     let port = match config.transport.provider {
         Provider::Roce => riser_transport::wire::packet::ROCE_PORT,
-        Provider::RdmaCore | Provider::Auto => 0,
+        Provider::RdmaCore | Provider::Auto | Provider::Shm => 0,
     };
     UdpSocket::bind(SocketAddr::new(address, port)).map(drop)
 }

@@ -12,6 +12,7 @@ use riser_transport::loopback::Endpoint;
 use riser_transport::rdma_core::{GidTables, RdmaCoreDevice};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
+use riser_transport::shm::{Shm, ShmConfig, ShmListener};
 use riser_transport::verbs::{Mtu, Verbs};
 use riser_transport::wire::ROCE_PORT;
 use socket2::{Domain, Socket};
@@ -194,7 +195,7 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     let gids = LazyCell::new(GidTables::read);
     let on_host = |addr: &IpAddr| match wanted.config.transport.provider {
         _ if wanted.simulated.is_some() => false,
-        Provider::Roce => false,
+        Provider::Roce | Provider::Shm => false,
         Provider::RdmaCore => true,
         Provider::Auto => gids.has(*addr),
     };
@@ -261,14 +262,25 @@ fn open_ours(
     acquired: &mut Acquired,
 ) -> Result<(), ServerError> {
     let workers = acquired.parts.len();
+    let failed = |source, holder| ServerError::Device {
+        addr,
+        holder,
+        source,
+    };
+    let is_shared = wanted.simulated.is_none() && wanted.config.transport.provider == Provider::Shm;
+    if is_shared {
+        let open = open_shm(addr, slot, &mut acquired.parts);
+        open.map_err(|source| failed(source, HeldBy::default()))?;
+        acquired.slots.fill(slot, workers as u16);
+        return Ok(());
+    }
     let socket = SocketAddr::new(addr, ROCE_PORT);
     if wanted.simulated.is_none() {
         // The sockets below share the port with each other, and would share it with another
         // program, too.
-        check_free(socket, Transport::Udp).map_err(|source| ServerError::Device {
-            addr,
-            holder: holder_of(&source, socket, Transport::Udp),
-            source,
+        check_free(socket, Transport::Udp).map_err(|source| {
+            let holder = holder_of(&source, socket, Transport::Udp);
+            failed(source, holder)
         })?;
     }
     for (index, part) in acquired.parts.iter_mut().enumerate() {
@@ -278,11 +290,7 @@ fn open_ours(
                 .map(|device| Opened::Simulated(Box::new(device))),
             None => open_roce(wanted.config, addr, index, workers),
         };
-        let device = device.map_err(|source| ServerError::Device {
-            addr,
-            holder: HeldBy::default(),
-            source,
-        })?;
+        let device = device.map_err(|source| failed(source, HeldBy::default()))?;
         part.devices.push((slot, device));
     }
     // The slot is free again only after all of these have closed the device.
@@ -305,6 +313,20 @@ fn open_roce(config: &Config, addr: IpAddr, index: usize, workers: usize) -> io:
         ..RoceConfig::new(addr)
     })?;
     Ok(Opened::Roce(Box::new(device)))
+}
+
+/// A device for each worker. They have one listener, and each the links that it accepts.
+fn open_shm(addr: IpAddr, slot: usize, parts: &mut [Part]) -> io::Result<()> {
+    let listener = ShmListener::bind(addr)?;
+    for part in parts {
+        let device = Shm::open(ShmConfig {
+            listener: Some(listener.try_clone()?),
+            ..ShmConfig::new(addr)
+        })?;
+        let device = Opened::Shm(Box::new(device));
+        part.devices.push((slot, device));
+    }
+    Ok(())
 }
 
 fn open_on_host(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), ServerError> {

@@ -12,6 +12,7 @@ use riser_transport::rdma_core::{RdmaCoreDevice, has_device};
 use riser_transport::roce::driver::DriverCounters;
 use riser_transport::roce::nic::{NicCounters, NicUsage};
 use riser_transport::roce::{ForwardedPacket, Roce};
+use riser_transport::shm::Shm;
 use riser_transport::verbs::{CqId, Provider, VerbsError};
 
 use super::discovery::{DiscoveryAgent, IoUnit};
@@ -122,6 +123,18 @@ impl Device for Endpoint {
     }
 }
 
+impl Device for Shm {
+    fn nic(&self) -> Option<NicInfo> {
+        Some(NicInfo {
+            nic: *self.counters(),
+            rc: self.rc_counters(),
+            cm: self.cm_counters(),
+            usage: self.usage(),
+            ..NicInfo::default()
+        })
+    }
+}
+
 impl Device for RdmaCoreDevice {
     fn has_services(&self) -> bool {
         false
@@ -151,6 +164,8 @@ pub enum Opened {
     Roce(Box<Roce>),
     /// A device of the host, by rdma-core.
     RdmaCore(Box<RdmaCoreDevice>),
+    /// A device for processes of this host, in shared memory.
+    Shm(Box<Shm>),
     /// A device of a simulation.
     Simulated(Box<Endpoint>),
 }
@@ -160,6 +175,7 @@ impl std::fmt::Debug for Opened {
         f.write_str(match self {
             Self::Roce(_) => "Roce",
             Self::RdmaCore(_) => "RdmaCore",
+            Self::Shm(_) => "Shm",
             Self::Simulated(_) => "Simulated",
         })
     }
@@ -172,6 +188,7 @@ impl Opened {
         match self {
             Self::Roce(device) => device,
             Self::RdmaCore(device) => device,
+            Self::Shm(device) => device,
             Self::Simulated(device) => device,
         }
     }
@@ -552,6 +569,16 @@ impl Devices {
         let (slots, watches) = (&self.slots, &mut self.watches);
         // The descriptors of a device that is gone are always readable.
         let is_open = |device: usize| slots[device].is_open();
+        for slot in slots {
+            if let State::Open {
+                device,
+                is_gone: false,
+                ..
+            } = &slot.state
+            {
+                device.arm_fds();
+            }
+        }
         for watch in watches
             .iter_mut()
             .filter(|w| !w.is_armed && is_open(w.device))

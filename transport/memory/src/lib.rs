@@ -24,6 +24,7 @@
 //! - [`MemSlice`]: a checked range of a mapping that keeps the mapping alive. It is what queues of
 //!   posted work, rings and scatter lists hold while a device may touch the bytes.
 //! - [`sys`]: system calls that send from ranges and receive into them.
+//! - [`shared`]: a mapping that another process has as well.
 //!
 //! - [`simulated`]: addresses that are the same in each run, and mappings that fail.
 //!
@@ -36,6 +37,7 @@
 )]
 
 mod copy;
+pub mod shared;
 pub mod simulated;
 pub mod sys;
 

@@ -86,13 +86,13 @@ impl Cm {
     }
 
     /// Checks that a REQ can be offered to a listener.
-    fn judge_req(from: PeerAddr, req: &ReqMsg) -> Result<Mtu, RejReason> {
+    fn judge_req(&self, from: PeerAddr, req: &ReqMsg) -> Result<Mtu, RejReason> {
         if req.transport != TransportType::Rc {
             return Err(RejReason::InvalidTransportType);
         }
         // On RoCE a GID is an address. One that is not the sender's names a host that has not
         // asked.
-        if req.primary.local_gid.ip() != from {
+        if self.config.checks_gids && req.primary.local_gid.ip() != from {
             return Err(RejReason::InvalidGid);
         }
         // Id 0 means "unknown" in answers, and special queue pairs cannot be connected.
@@ -120,7 +120,7 @@ impl Cm {
         };
         // A connection that the peer's adapter may have forgotten ends when the new one is
         // established, not here: this REQ may be forged.
-        let path_mtu = match Self::judge_req(from, req) {
+        let path_mtu = match self.judge_req(from, req) {
             Ok(path_mtu) => path_mtu,
             Err(reason) => return refuse(self, reason),
         };

@@ -142,6 +142,8 @@ pub struct CmConfig {
     pub max_timewait: Duration,
     /// Alternate paths may be loaded.
     pub alternate_paths: bool,
+    /// The GID of a request's sender is the address that the request came from; others are refused.
+    pub checks_gids: bool,
 }
 
 impl CmConfig {
@@ -162,6 +164,7 @@ impl CmConfig {
             max_service_timeout: Duration::from_mins(5),
             max_timewait: Duration::from_secs(10),
             alternate_paths: false,
+            checks_gids: true,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Cm, CmState, IbCmEventKind, IbCmId};
+use super::{Cm, CmState, IbCmEventKind, IbCmId, PeerAddr};
 use crate::wire::cm_msg::{AdditionalInfo, CmMessage, PrivateData, RejMsg, RejOf, RejReason};
 
 impl Cm {
@@ -91,6 +91,52 @@ impl Cm {
                 self.free(id);
             }
             state => unreachable!("no message is under way in {state:?}"),
+        }
+    }
+
+    /// `peer` is gone for certain. Ends everything with it as time-outs would, but at once and
+    /// without a message to it.
+    pub fn lose_peer(&mut self, now: Instant, peer: PeerAddr) {
+        let peer = peer.to_canonical();
+        let with_peer = self.conns.iter().filter(|(_, conn)| conn.peer == peer);
+        let lost: Vec<IbCmId> = with_peer.map(|(id, _)| *id).collect();
+        for id in lost {
+            self.on_lost(now, id);
+        }
+    }
+
+    fn on_lost(&mut self, now: Instant, id: IbCmId) {
+        let event = match self.conns[&id].state {
+            CmState::ReqSent | CmState::MraReqRcvd => IbCmEventKind::ReqTimeout,
+            CmState::SidrReqSent => IbCmEventKind::SidrReqTimeout,
+            // As if the peer had taken its request back.
+            CmState::ReqRcvd | CmState::MraReqSent => IbCmEventKind::RejReceived {
+                message: RejOf::NoMessage,
+                reason: RejReason::Timeout,
+                info: Box::default(),
+                private_data: Box::default(),
+                timewait: false,
+            },
+            CmState::RepSent | CmState::MraRepRcvd => IbCmEventKind::RepTimeout,
+            CmState::DreqSent => IbCmEventKind::DreqTimeout,
+            // It ends by itself, and has no message under way.
+            CmState::Timewait | CmState::SidrReqRcvd => return,
+            _ => IbCmEventKind::StaleConnection,
+        };
+        let was_used = !matches!(
+            event,
+            IbCmEventKind::ReqTimeout
+                | IbCmEventKind::SidrReqTimeout
+                | IbCmEventKind::RejReceived { .. }
+        );
+        if was_used {
+            self.enter_timewait(now, id);
+            self.report(id, event);
+        } else {
+            // Reported before it is freed, since the report looks up whether the user has
+            // released it.
+            self.report(id, event);
+            self.free(id);
         }
     }
 

@@ -1,10 +1,8 @@
 //! The verbs traits for the owner of a [`Nic`](super::nic::Nic).
 
-/// Implements [`Verbs`](crate::verbs::Verbs) and [`RdmaCm`](crate::verbs::RdmaCm) for a type by its
-/// field `nic`. Before a call of the RDMA CM, which may start timers, `$tick` brings the device's
-/// clock up to date.
-macro_rules! delegate_to_nic {
-    ($ty:ty, $tick:ident) => {
+/// Implements [`Verbs`](crate::verbs::Verbs) for a type by its field `nic`.
+macro_rules! delegate_verbs_to_nic {
+    ($ty:ty) => {
         impl $crate::verbs::Verbs for $ty {
             $crate::roce::delegate::forward! {
                 @ref device_attr() -> &$crate::verbs::DeviceAttr;
@@ -42,32 +40,50 @@ macro_rules! delegate_to_nic {
                 @mut destroy_ah(ah: $crate::verbs::AhId) -> Result<(), $crate::verbs::VerbsError>;
             }
         }
+    };
+}
+
+/// Implements [`Verbs`](crate::verbs::Verbs) and [`RdmaCm`](crate::verbs::RdmaCm) for a type by its
+/// field `nic`. Before a call of the RDMA CM, which may start timers, `$tick` brings the device's
+/// clock up to date.
+macro_rules! delegate_to_nic {
+    ($ty:ty, $tick:ident) => {
+        $crate::roce::delegate::delegate_verbs_to_nic!($ty);
 
         impl $crate::verbs::RdmaCm for $ty {
+            $crate::roce::delegate::forward_cm_calls!($tick);
             $crate::roce::delegate::forward! {
-                @tick $tick create_id(space: $crate::verbs::PortSpace) -> Result<$crate::verbs::CmId, $crate::verbs::CmError>;
-                @tick $tick bind_addr(id: $crate::verbs::CmId, addr: std::net::SocketAddr) -> Result<(), $crate::verbs::CmError>;
                 @tick $tick resolve_addr(id: $crate::verbs::CmId, src: Option<std::net::SocketAddr>, dst: std::net::SocketAddr, timeout: std::time::Duration) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick resolve_route(id: $crate::verbs::CmId, timeout: std::time::Duration) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick create_cm_qp(id: $crate::verbs::CmId, init: &$crate::verbs::QpInitAttr) -> Result<$crate::verbs::QpId, $crate::verbs::CmError>;
-                @tick $tick listen(id: $crate::verbs::CmId, backlog: u32) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick connect(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick accept(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick reject(id: $crate::verbs::CmId, private_data: &[u8]) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick mra(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick notify_established(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick disconnect(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
-                @tick $tick destroy_id(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
                 @mut poll_cm_event() -> Option<$crate::verbs::CmEvent>;
-            }
-
-            fn local_addr(&self, id: $crate::verbs::CmId) -> Option<std::net::SocketAddr> {
-                self.nic.cm_local_addr(id)
             }
 
             fn peer_addr(&self, id: $crate::verbs::CmId) -> Option<std::net::SocketAddr> {
                 self.nic.cm_peer_addr(id)
             }
+        }
+    };
+}
+
+/// Forwards the calls of [`RdmaCm`](crate::verbs::RdmaCm) that name no peer.
+macro_rules! forward_cm_calls {
+    ($tick:ident) => {
+        $crate::roce::delegate::forward! {
+            @tick $tick create_id(space: $crate::verbs::PortSpace) -> Result<$crate::verbs::CmId, $crate::verbs::CmError>;
+            @tick $tick bind_addr(id: $crate::verbs::CmId, addr: std::net::SocketAddr) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick resolve_route(id: $crate::verbs::CmId, timeout: std::time::Duration) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick create_cm_qp(id: $crate::verbs::CmId, init: &$crate::verbs::QpInitAttr) -> Result<$crate::verbs::QpId, $crate::verbs::CmError>;
+            @tick $tick listen(id: $crate::verbs::CmId, backlog: u32) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick connect(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick accept(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick reject(id: $crate::verbs::CmId, private_data: &[u8]) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick mra(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick notify_established(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick disconnect(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick destroy_id(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+        }
+
+        fn local_addr(&self, id: $crate::verbs::CmId) -> Option<std::net::SocketAddr> {
+            self.nic.cm_local_addr(id)
         }
     };
 }
@@ -96,4 +112,4 @@ macro_rules! forward {
     };
 }
 
-pub(crate) use {delegate_to_nic, forward};
+pub(crate) use {delegate_to_nic, delegate_verbs_to_nic, forward, forward_cm_calls};

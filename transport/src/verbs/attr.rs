@@ -40,7 +40,7 @@ impl Access {
 pub struct DeviceAttr {
     /// Name for people, such as `roce-127.0.0.1`.
     pub name: String,
-    /// Name of the provider: `roce`, `rdma_core`, `loopback`.
+    /// Name of the provider: `roce`, `rdma_core`, `shm`, `loopback`.
     pub provider: &'static str,
     /// The node's GUID, as the CM carries it.
     pub node_guid: u64,

@@ -18,6 +18,7 @@
 //!     while let Some(e) = provider.poll_cm_event() { … }
 //!     provider.poll_cq(cq, &mut completions) … // and post more work
 //!     if idle { provider.req_notify_cq(cq, Notify::Next); poll once more;
+//!               provider.arm_fds();
 //!               wait for provider.event_fds() until provider.deadline() }
 //! }
 //! ```
@@ -394,6 +395,12 @@ pub trait Provider: Verbs + RdmaCm {
     /// shows.
     fn deadline(&self) -> Option<Instant>;
 
-    /// Descriptors that become readable when there is something to do.
+    /// Descriptors that become readable when there is something to do, provided that
+    /// [`Provider::arm_fds`] was called after the last [`Provider::progress`].
     fn event_fds(&self) -> Vec<BorrowedFd<'_>>;
+
+    /// Has the descriptors become readable for all that comes from now on, and for what has come
+    /// since the last [`Provider::progress`]. To be called before each sleep: where a wake-up costs
+    /// the peer a system call, it makes one only for a sleeper.
+    fn arm_fds(&self) {}
 }

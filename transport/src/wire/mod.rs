@@ -38,7 +38,7 @@ pub use ext::{
     Aeth, AethSyndrome, AtomicAckEth, AtomicEth, Credit, Deth, GSI_QKEY, Ieth, ImmDt, NakCode,
     Reth, RnrTimer,
 };
-pub use icrc::{ICRC_LEN, Icrc, IcrcError, IcrcFlow};
+pub use icrc::{ICRC_LEN, Icrc, IcrcError, IcrcFlow, MAX_DATAGRAM};
 pub use ids::{Msn, Psn, Qpn};
 pub use mad::{MAD_LEN, Mad, MadHeader, TransactionId};
 pub use opcode::{ExtHeader, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service};

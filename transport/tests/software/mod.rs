@@ -1,4 +1,4 @@
-//! The worlds of the software NIC: on a wire in memory, and on sockets.
+//! The worlds of the software NIC: on a wire in memory, on sockets, and in shared memory.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
 use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::shm::{Shm, ShmConfig};
 use riser_transport::verbs::Provider as _;
 
 use crate::suite::world::{End, World};
@@ -110,6 +111,54 @@ impl<N> World for Real<N> {
         match end {
             End::A => self.a.socket_addr().ip(),
             End::B => self.b.socket_addr().ip(),
+        }
+    }
+
+    fn step(&mut self) {
+        let now = Instant::now();
+        if self.a.progress(now) + self.b.progress(now) == 0 {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+}
+
+/// Over shared memory: two devices of this process, which are each other's peers all the same.
+pub(crate) struct Shared {
+    pub(crate) a: Shm,
+    pub(crate) b: Shm,
+}
+
+impl Shared {
+    pub(crate) fn new() -> Self {
+        let (a, b) = addresses();
+        Self::at(a, b)
+    }
+
+    pub(crate) fn at(a: IpAddr, b: IpAddr) -> Self {
+        let open = |addr| Shm::open(ShmConfig::listening(addr)?);
+        let [a, b] = [a, b].map(|addr| open(addr).expect("a device at a loopback address"));
+        Self { a, b }
+    }
+}
+
+impl World for Shared {
+    type P = Shm;
+
+    fn provider(&mut self, end: End) -> &mut Shm {
+        match end {
+            End::A => &mut self.a,
+            End::B => &mut self.b,
+        }
+    }
+
+    fn addr(&self, end: End) -> IpAddr {
+        match end {
+            End::A => self.a.addr(),
+            End::B => self.b.addr(),
         }
     }
 

@@ -147,6 +147,9 @@ impl<E: Env> Driver<E> {
         }
         if self.prepare_services() {
             let device = self.device.as_ref();
+            if let Some(device) = device {
+                device.provider.arm_fds();
+            }
             let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
             let mut fds: Vec<Waited<'_>> = fds.into_iter().map(Waited::reading).collect();
             fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));

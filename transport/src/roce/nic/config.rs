@@ -68,6 +68,17 @@ impl Default for NicLimits {
     }
 }
 
+/// What carries the packets of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wire {
+    /// A network: packets have an ICRC, and a peer is named by its IP address, which is also its
+    /// GID.
+    Network,
+    /// Memory of this host. Packets need no ICRC. A peer is named by the link that it is reached
+    /// over; its messages do not have that name, since each end has its own for a link.
+    Links,
+}
+
 /// Configuration of a device.
 #[derive(Clone, Debug)]
 pub struct NicConfig {
@@ -85,6 +96,8 @@ pub struct NicConfig {
     pub seed: [u8; 32],
     /// Most bytes that a queue pair has on the way.
     pub max_inflight_bytes: u32,
+    /// What carries its packets.
+    pub wire: Wire,
     /// Limits on the objects of the NIC.
     pub limits: NicLimits,
 }
@@ -101,8 +114,15 @@ impl NicConfig {
             worker_bits: 0,
             seed,
             max_inflight_bytes: 128 * 1024,
+            wire: Wire::Network,
             limits: NicLimits::default(),
         }
+    }
+
+    /// Whether packets carry an ICRC, which is checked. Otherwise the field is zero.
+    #[must_use]
+    pub fn has_icrc(&self) -> bool {
+        self.wire == Wire::Network
     }
 
     pub(super) fn device_attr(&self) -> DeviceAttr {

@@ -53,6 +53,7 @@ use std::time::Instant;
 use chacha20::ChaCha20Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
+use crate::cm::CmConfig;
 use crate::mr::MrTable;
 use crate::rc::{RcCounters, RcEvent, RcQp, RecvQueue, TxPacket};
 use crate::roce::cq::Cq;
@@ -65,7 +66,7 @@ use crate::verbs::{
 use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, ROCE_PORT};
 
 pub use breakage::Breakage;
-pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, device_guid};
+pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire, device_guid};
 use qpn::{QpnAllocator, QpnMap};
 use rdma_cm::CmAgent;
 pub(in crate::roce) use tx::emit;
@@ -203,7 +204,15 @@ impl Nic {
         let worker = (config.worker_index, config.worker_bits);
         let guid = device_guid(config.addr);
         Self {
-            cm: CmAgent::new(guid, limits.max_cm_ids, worker, cm_seed),
+            cm: CmAgent::new(
+                CmConfig {
+                    checks_gids: config.wire == Wire::Network,
+                    ..CmAgent::cm_config(guid, limits.max_cm_ids)
+                },
+                limits.max_cm_ids,
+                worker,
+                cm_seed,
+            ),
             local: SocketAddr::new(config.addr, ROCE_PORT),
             to_strangers: SocketAddr::new(config.addr, ROCE_PORT),
             attr: config.device_attr(),

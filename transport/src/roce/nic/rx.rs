@@ -10,7 +10,7 @@ use crate::verbs::{CqId, PKey, QpId};
 use crate::wire::cm_msg::MAD_CLASS_OFFSET;
 use crate::wire::mad::{Mad, MadClass};
 use crate::wire::{
-    GSI_QKEY, IcrcFlow, IcrcVerifier, Operation, Packet, Qpn, Service, is_link_local,
+    GSI_QKEY, IcrcFlow, IcrcVerifier, Operation, Packet, Qpn, ROCE_PORT, Service, is_link_local,
 };
 
 /// A packet as it came in.
@@ -64,7 +64,7 @@ impl Nic {
                 is_marked,
                 follows: at > 0,
             };
-            is_peer |= self.handle_packet(&received, &mut verifier);
+            is_peer |= self.handle_packet(&received, Some(&mut verifier));
         }
         verifier.end_train();
         // Only peers are remembered, so that neither noise nor strangers fill the table. Most
@@ -72,6 +72,20 @@ impl Nic {
         if is_peer && known != Some(verifier) {
             self.remember(key, verifier);
         }
+    }
+
+    /// Takes in one packet without an ICRC from a wire that proves where it comes from: a device
+    /// on a wire of [`Wire::Links`](super::Wire::Links).
+    pub(crate) fn handle_unsealed(&mut self, now: Instant, from: IpAddr, bytes: &[u8]) {
+        debug_assert!(!self.config.has_icrc());
+        self.set_now(now);
+        let received = Received {
+            src: SocketAddr::new(from, ROCE_PORT),
+            bytes,
+            is_marked: false,
+            follows: false,
+        };
+        self.handle_packet(&received, None);
     }
 
     /// Remembers how a peer numbers its packets. One that uses more ports than it should forgets
@@ -98,7 +112,12 @@ impl Nic {
     }
 
     /// Takes in one packet; returns whether it came from the peer of a connected queue pair.
-    fn handle_packet(&mut self, received: &Received<'_>, verifier: &mut IcrcVerifier) -> bool {
+    /// Without a verifier its ICRC is not looked at.
+    fn handle_packet(
+        &mut self,
+        received: &Received<'_>,
+        verifier: Option<&mut IcrcVerifier>,
+    ) -> bool {
         let Received {
             src,
             bytes,
@@ -204,7 +223,10 @@ impl Nic {
         is_peer
     }
 
-    fn verify(&mut self, received: &Received<'_>, verifier: &mut IcrcVerifier) -> bool {
+    fn verify(&mut self, received: &Received<'_>, verifier: Option<&mut IcrcVerifier>) -> bool {
+        let Some(verifier) = verifier else {
+            return true;
+        };
         let is_right = verifier.verify(received.bytes, received.follows).is_ok();
         if !is_right {
             self.counters.rx_icrc_errors += 1;

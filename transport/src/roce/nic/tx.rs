@@ -16,13 +16,15 @@ impl Nic {
     /// Answers how many packets were added.
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
         self.set_now(now);
+        let has_icrc = self.config.has_icrc();
         let before = (batch.packets(), batch.total_bytes());
         // Before the message of the CM that ends the connection: the peer would not take them after
         // it.
         while let Some((peer, headers)) = self.last_answers.pop_front() {
             self.tx.clear();
             self.tx.headers = headers;
-            emit(batch, &peer.flow, Way::to(peer.addr), &mut self.tx);
+            let flow = has_icrc.then_some(&peer.flow);
+            emit(batch, flow, Way::to(peer.addr), &mut self.tx);
         }
         // Then the messages of the CM, whose peers wait by timers. However many a stranger causes,
         // queue pairs share most of the budget.
@@ -63,6 +65,7 @@ impl Nic {
         };
         let peer = qp.peer;
         let (local, to_strangers, cm) = (self.local, self.to_strangers, self.cm.machine());
+        let has_icrc = self.config.has_icrc();
         with_env!(self, qp, env);
         // Bounded also where the packets are small, so that a turn is short for those that wait.
         for _ in 0..TURN {
@@ -91,7 +94,7 @@ impl Nic {
                         is_markable: is_data,
                         is_to_stranger: is_silent,
                     };
-                    emit(batch, &flow, way, &mut self.tx);
+                    emit(batch, has_icrc.then_some(&flow), way, &mut self.tx);
                 }
                 Machine::Ud(ud) => {
                     let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
@@ -107,7 +110,7 @@ impl Nic {
                             is_to_stranger: is_stranger,
                             ..Way::to(dst)
                         };
-                        emit(batch, &flow, way, &mut self.tx);
+                        emit(batch, has_icrc.then_some(&flow), way, &mut self.tx);
                     }
                 }
             }
@@ -238,30 +241,41 @@ impl Nic {
     }
 }
 
-/// Appends a packet with its ICRC.
-pub(in crate::roce) fn emit(batch: &mut TxBatch, flow: &IcrcFlow, way: Way, tx: &mut TxPacket) {
+/// Appends a packet with its ICRC; without a flow the ICRC is zero.
+pub(in crate::roce) fn emit(
+    batch: &mut TxBatch,
+    flow: Option<&IcrcFlow>,
+    way: Way,
+    tx: &mut TxPacket,
+) {
     let len = tx.len() + ICRC_LEN;
     // The ICRC covers the IPv4 identification, which is the packet's place in its segmented send.
     // Hence the place first.
     let id = batch.begin(way, destination(&tx.headers), len);
-    let mut icrc = flow.start(len as u16, id);
-    icrc.update_headers(&tx.headers);
+    let mut icrc = flow.map(|flow| flow.start(len as u16, id));
     batch.push_bytes(&tx.headers);
-    let pad = tx.pad();
     if !tx.inline.is_empty() {
-        icrc.update(&tx.inline);
         batch.push_bytes(&tx.inline);
     }
-    // The ICRC is taken from memory now, and the kernel copies the payload when it sends. If the
-    // owner writes in between, the peer drops the packet as corrupt and it is sent again: owners
-    // must leave the memory of a request alone until it completes.
+    if let Some(icrc) = &mut icrc {
+        icrc.update_headers(&tx.headers);
+        icrc.update(&tx.inline);
+        // The ICRC is taken from memory now, and the kernel copies the payload when it sends. If
+        // the owner writes in between, the peer drops the packet as corrupt and it is sent again:
+        // owners must leave the memory of a request alone until it completes.
+        for slice in &tx.segments {
+            update_icrc(icrc, slice);
+        }
+    }
     for slice in tx.segments.drain(..) {
-        update_icrc(&mut icrc, &slice);
         batch.push_memory(slice);
     }
-    icrc.update_pad(pad);
+    let pad = tx.pad();
     let mut tail = [0; 3 + ICRC_LEN];
-    tail[pad..pad + ICRC_LEN].copy_from_slice(&icrc.finish_bytes());
+    if let Some(mut icrc) = icrc {
+        icrc.update_pad(pad);
+        tail[pad..pad + ICRC_LEN].copy_from_slice(&icrc.finish_bytes());
+    }
     batch.push_bytes(&tail[..pad + ICRC_LEN]);
 }
 

@@ -9,7 +9,7 @@ use super::{Id, IdState, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer, SidrRepParams};
 use crate::rc::TxPacket;
 use crate::roce::batch::{TxBatch, Way};
-use crate::roce::nic::Nic;
+use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, ConnParam, Mtu, PortSpace, QpAttr, QpId, QpState,
 };
@@ -127,7 +127,23 @@ impl Nic {
                 is_to_stranger: is_stranger,
                 ..Way::to(dst)
             };
-            crate::roce::nic::emit(batch, &flow, way, &mut tx);
+            let flow = self.config().has_icrc().then_some(&flow);
+            crate::roce::nic::emit(batch, flow, way, &mut tx);
+        }
+    }
+
+    /// A peer is gone, as is known from elsewhere than its silence. Ends everything with it at
+    /// once: its connections and queue pairs, and requests of either side.
+    pub(crate) fn lose_peer(&mut self, now: Instant, peer: IpAddr) {
+        self.set_now(now);
+        self.cm.cm.lose_peer(now, peer);
+        self.pump_cm();
+        // Those too that no identifier of the connection manager names any longer.
+        let with_peer = |qp: &Qp| qp.peer.is_some_and(|it| it.addr.ip() == peer);
+        let qps = self.qps.iter().filter(|(_, qp)| with_peer(qp));
+        let qps: Vec<QpId> = qps.map(|(id, _)| id).collect();
+        for qp in qps {
+            self.fail_qp(qp);
         }
     }
 

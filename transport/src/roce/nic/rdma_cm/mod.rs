@@ -153,17 +153,22 @@ impl CmAgent {
         self.ids.len()
     }
 
-    /// An agent for a device with this GUID, worker and secret seed.
+    /// Configuration of the IB CM for a device with this GUID and number of identifiers.
     #[must_use]
-    pub fn new(guid: u64, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {
-        let config = CmConfig {
+    pub fn cm_config(guid: u64, max_ids: u32) -> CmConfig {
+        CmConfig {
             // Twice, since ids of the IB CM stay in timewait after their identifiers are
             // destroyed.
             max_ids: max_ids as usize * 2,
             // On a network that suits RoCE, connecting does not take long.
             max_timewait: Duration::from_secs(2),
             ..CmConfig::new(CaGuid(guid))
-        };
+        }
+    }
+
+    /// An agent with a worker and a secret seed.
+    #[must_use]
+    pub fn new(config: CmConfig, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {
         Self {
             cm: Cm::new(config, worker.0, worker.1.into(), seed),
             ids: Table::new("connection identifier", max_ids),

@@ -1,0 +1,399 @@
+//! How two processes come to share memory: the messages on a Unix socket, and who may send them.
+//!
+//! ```text
+//!   connecting side                         listening side
+//!        ── HELLO: version, own address ──▶     (user id checked on accept)
+//!        ◀─ WELCOME: version, lengths ───       with the descriptor of the memory
+//!        ◀─────── one byte: wake up ─────▶      as long as the link lasts
+//! ```
+//!
+//! Messages keep their boundaries (`SOCK_SEQPACKET`). The name of a listener is abstract, so it
+//! exists within one network namespace, as the IP address that it is made of does, and goes with
+//! its owner. Any local user can bind such a name. So each side asks the kernel for the other's user
+//! id (`SO_PEERCRED`), which on the connecting side is that of the process which began to listen.
+//!
+//! The listening side makes the memory: it need not trust a file of the other's, and takes no
+//! descriptors from it.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::{IpAddr, Ipv6Addr, UdpSocket};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+};
+use zerocopy::byteorder::native_endian::{U16, U32};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::ring::{DATA, RING};
+
+/// Version of the messages and of what is in the memory. Another one is refused.
+const VERSION: u16 = 1;
+
+const HELLO: [u8; 8] = *b"RISRSHM>";
+const WELCOME: [u8; 8] = *b"RISRSHM<";
+
+/// Connections that wait in the kernel to be accepted.
+const BACKLOG: i32 = 64;
+
+/// User id by which the kernel shows users that have none here (`/proc/sys/kernel/overflowuid`).
+/// That of `nobody`, so it proves nothing.
+const OVERFLOW_UID: u32 = 65_534;
+
+/// Time in which a device that is there answers, unless its thread hangs.
+const PATIENCE: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 500_000_000,
+};
+
+/// The first message of a connection.
+#[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Hello {
+    magic: [u8; 8],
+    version: U16,
+    reserved: [u8; 6],
+    /// IP address of the sender's device; IPv4 as an IPv4-mapped one.
+    address: [u8; 16],
+}
+
+/// Its answer.
+#[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Welcome {
+    magic: [u8; 8],
+    version: U16,
+    reserved: [u8; 2],
+    /// Bytes of a ring.
+    ring: U32,
+}
+
+/// Which users' processes a device shares memory with.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ShmUsers {
+    /// User ids beside our own and root's.
+    pub also: Vec<u32>,
+}
+
+impl ShmUsers {
+    /// Whether a process of a user is let in.
+    fn lets_in(&self, uid: u32) -> bool {
+        let own = rustix::process::geteuid().as_raw();
+        let is_named = self.also.contains(&uid);
+        is_named || uid != OVERFLOW_UID && (uid == own || uid == 0)
+    }
+
+    /// Checks who is at the other end of a socket.
+    fn check(&self, socket: &impl AsFd) -> io::Result<()> {
+        let peer = sockopt::socket_peercred(socket)?;
+        let uid = peer.uid.as_raw();
+        if self.lets_in(uid) {
+            return Ok(());
+        }
+        let pid = peer.pid.as_raw_nonzero();
+        let text = format!("process {pid} is of user {uid}, with whom no memory is shared");
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
+    }
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// The name of the listener of the device at an address.
+fn name(addr: IpAddr) -> io::Result<SocketAddrUnix> {
+    let name = format!("riser-shm/{}", addr.to_canonical());
+    Ok(SocketAddrUnix::new_abstract_name(name.as_bytes())?)
+}
+
+fn socket() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    Ok(rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        flags,
+        None,
+    )?)
+}
+
+/// Listens for the device at an address.
+///
+/// # Errors
+/// `EADDRINUSE` where another process does.
+pub(super) fn listen(addr: IpAddr) -> io::Result<OwnedFd> {
+    let socket = socket()?;
+    rustix::net::bind(&socket, &name(addr)?)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+/// Connects to the device at `to`, and says hello from the one at `own`.
+///
+/// # Errors
+/// `ECONNREFUSED` where no process listens, `EAGAIN` where too many wait,
+/// [`io::ErrorKind::PermissionDenied`] for a listener of a user who is not let in.
+pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<OwnedFd> {
+    let socket = socket()?;
+    rustix::net::connect(&socket, &name(to)?)?;
+    users.check(&socket)?;
+    let hello = Hello {
+        magic: HELLO,
+        version: U16::new(VERSION),
+        reserved: [0; 6],
+        address: mapped(own),
+    };
+    rustix::net::send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL)?;
+    Ok(socket)
+}
+
+/// Accepts a connection; `None` if none waits.
+///
+/// # Errors
+/// [`io::ErrorKind::PermissionDenied`] for a user who is not let in, and those of `accept(2)`.
+pub(super) fn accept(listener: &OwnedFd, users: &ShmUsers) -> io::Result<Option<OwnedFd>> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    match rustix::net::accept_with(listener, flags) {
+        Ok(socket) => users.check(&socket).map(|()| Some(socket)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The address that a HELLO names. It is one of this host's and of `family`.
+///
+/// # Errors
+/// [`io::ErrorKind::InvalidData`] for any other message.
+pub(super) fn parse_hello(message: &[u8], is_v4: bool) -> io::Result<IpAddr> {
+    let hello = Hello::ref_from_bytes(message).map_err(|_| invalid("not a HELLO"))?;
+    if hello.magic != HELLO {
+        return Err(invalid("not a HELLO"));
+    }
+    if hello.version.get() != VERSION {
+        return Err(invalid("a HELLO of another version"));
+    }
+    let addr = Ipv6Addr::from(hello.address).to_canonical();
+    // What access rules say of an address holds for those who can send from it: a local process
+    // can from any address of the host. Only such can be bound.
+    let is_local = !addr.is_unspecified() && UdpSocket::bind((addr, 0)).is_ok();
+    if addr.is_ipv4() != is_v4 || !is_local {
+        return Err(invalid("a HELLO from an address that this host does not have"));
+    }
+    Ok(addr)
+}
+
+/// Answers a HELLO with the memory.
+///
+/// # Errors
+/// The peer is gone.
+pub(super) fn welcome(socket: &OwnedFd, memory: BorrowedFd<'_>) -> io::Result<()> {
+    let welcome = Welcome {
+        magic: WELCOME,
+        version: U16::new(VERSION),
+        reserved: [0; 2],
+        ring: U32::new(RING as u32),
+    };
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let rights = [memory];
+    control.push(SendAncillaryMessage::ScmRights(&rights));
+    let bytes = [IoSlice::new(welcome.as_bytes())];
+    rustix::net::sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// What came over a socket.
+#[derive(Debug)]
+pub(super) enum Message {
+    /// A message of this many bytes.
+    Bytes(usize),
+    /// Nothing for now.
+    None,
+    /// The peer has closed its end, or has ended.
+    End,
+}
+
+/// Receives a message. Descriptors that come with it are not taken.
+pub(super) fn receive(socket: &OwnedFd, room: &mut [u8]) -> Message {
+    match rustix::net::recv(socket, room, RecvFlags::DONTWAIT) {
+        // No message of ours is empty, so this is the end or a peer that does not know that.
+        Ok((0, _)) => Message::End,
+        Ok((len, _)) => Message::Bytes(len),
+        Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Message::None,
+        Err(_) => Message::End,
+    }
+}
+
+/// Receives a WELCOME; `None` while it has not come.
+///
+/// # Errors
+/// [`io::ErrorKind::InvalidData`] for any other message, [`io::ErrorKind::UnexpectedEof`] if the
+/// peer has refused.
+pub(super) fn receive_welcome(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
+    let mut message = [0; size_of::<Welcome>() + 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut room = [IoSliceMut::new(&mut message)];
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = match rustix::net::recvmsg(socket, &mut room, &mut control, flags) {
+        Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => return Ok(None),
+        received => received?,
+    };
+    let mut memory = None;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut rights) = message {
+            memory = rights.next();
+        }
+    }
+    if received.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let welcome = Welcome::ref_from_bytes(&message[..received.bytes])
+        .map_err(|_| invalid("not a WELCOME"))?;
+    let is_ours = welcome.magic == WELCOME
+        && welcome.version.get() == VERSION
+        && welcome.ring.get() as usize * 2 == DATA;
+    if !is_ours {
+        return Err(invalid("a WELCOME of another version"));
+    }
+    let memory = memory.ok_or_else(|| invalid("a WELCOME without memory"))?;
+    Ok(Some(memory))
+}
+
+/// Whether the device at an address answers a HELLO from there within [`PATIENCE`].
+///
+/// # Errors
+/// Those of [`connect`] and [`receive_welcome`].
+pub(super) fn is_welcome(addr: IpAddr, users: &ShmUsers) -> io::Result<bool> {
+    let socket = connect(addr, addr, users)?;
+    let mut readable = [PollFd::new(&socket, PollFlags::IN)];
+    rustix::event::poll(&mut readable, Some(&PATIENCE))?;
+    Ok(receive_welcome(&socket)?.is_some())
+}
+
+/// Wakes the peer. Where its socket is full, it has wake-ups enough.
+pub(super) fn ring_bell(socket: &OwnedFd) {
+    // A peer that is gone is noticed by the end of the socket.
+    let _ = rustix::net::send(socket, b"!", SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+}
+
+fn mapped(addr: IpAddr) -> [u8; 16] {
+    match addr {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello(change: impl FnOnce(&mut Hello)) -> Vec<u8> {
+        let mut hello = Hello {
+            magic: HELLO,
+            version: U16::new(VERSION),
+            reserved: [0; 6],
+            address: mapped([127, 0, 0, 9].into()),
+        };
+        change(&mut hello);
+        hello.as_bytes().to_vec()
+    }
+
+    #[test]
+    fn a_hello_names_an_address_of_this_host() {
+        let good = hello(|_| {});
+        assert_eq!(
+            parse_hello(&good, true).unwrap(),
+            IpAddr::from([127, 0, 0, 9])
+        );
+        let wrong = [
+            (good[..31].to_vec(), "not a HELLO"),
+            ([&good[..], &[0]].concat(), "not a HELLO"),
+            (hello(|h| h.magic = WELCOME), "not a HELLO"),
+            (hello(|h| h.version = U16::new(2)), "version"),
+            (hello(|h| h.address = mapped([192, 0, 2, 1].into())), "does not have"),
+            (hello(|h| h.address = mapped([0, 0, 0, 0].into())), "does not have"),
+            (hello(|h| h.address = [0; 16]), "does not have"),
+            (hello(|h| h.address = mapped("::1".parse().unwrap())), "does not have"),
+        ];
+        for (message, why) in wrong {
+            let error = parse_hello(&message, true).unwrap_err();
+            assert!(error.to_string().contains(why), "{error}: {why}");
+        }
+    }
+
+    #[test]
+    fn nobody_proves_nothing() {
+        let none = ShmUsers::default();
+        assert!(none.lets_in(0));
+        assert!(none.lets_in(rustix::process::geteuid().as_raw()));
+        assert!(!none.lets_in(OVERFLOW_UID));
+        assert!(!none.lets_in(54_321));
+        let some = ShmUsers {
+            also: vec![54_321, OVERFLOW_UID],
+        };
+        assert!(some.lets_in(54_321) && some.lets_in(OVERFLOW_UID));
+    }
+
+    #[test]
+    fn one_process_listens_at_an_address() {
+        let addr = IpAddr::from([127, 1, 2, 3]);
+        let own = IpAddr::from([127, 0, 0, 1]);
+        let users = ShmUsers::default();
+        let refused = connect(addr, own, &users).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+        let listener = listen(addr).unwrap();
+        let taken = listen(addr).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+        assert!(accept(&listener, &users).unwrap().is_none());
+        let client = connect(addr, own, &users).unwrap();
+        let server = accept(&listener, &users).unwrap().unwrap();
+        let mut room = [0; 64];
+        let Message::Bytes(len) = receive(&server, &mut room) else {
+            panic!("a HELLO has been sent");
+        };
+        assert_eq!(parse_hello(&room[..len], true).unwrap(), own);
+        assert!(receive_welcome(&client).unwrap().is_none());
+        let (_memory, file) =
+            riser_memory::shared::SharedMemory::create("riser-test", DATA).unwrap();
+        welcome(&server, file.as_fd()).unwrap();
+        let memory = receive_welcome(&client).unwrap().unwrap();
+        riser_memory::shared::SharedMemory::map(&memory, DATA).unwrap();
+        drop(client);
+        assert!(matches!(receive(&server, &mut room), Message::End));
+    }
+
+    #[test]
+    fn another_message_than_a_welcome_is_refused() {
+        let addr = IpAddr::from([127, 1, 2, 4]);
+        let users = ShmUsers::default();
+        let listener = listen(addr).unwrap();
+        let welcome = Welcome {
+            magic: WELCOME,
+            version: U16::new(VERSION),
+            reserved: [0; 2],
+            ring: U32::new(RING as u32),
+        };
+        let longer = Welcome {
+            magic: WELCOME,
+            version: U16::new(VERSION),
+            reserved: [0; 2],
+            ring: U32::new(RING as u32 * 2),
+        };
+        for (message, why) in [
+            (b"!".to_vec(), "not a WELCOME"),
+            (vec![0; 16], "another version"),
+            (vec![0; 17], "not a WELCOME"),
+            (longer.as_bytes().to_vec(), "another version"),
+            (welcome.as_bytes().to_vec(), "without memory"),
+        ] {
+            let client = connect(addr, addr, &users).unwrap();
+            let server = accept(&listener, &users).unwrap().unwrap();
+            rustix::net::send(&server, &message, SendFlags::NOSIGNAL).unwrap();
+            let error = receive_welcome(&client).unwrap_err();
+            assert!(error.to_string().contains(why), "{error}: {why}");
+        }
+    }
+}

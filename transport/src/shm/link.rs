@@ -1,0 +1,636 @@
+//! A device's links: one for each pair of devices that share memory.
+//!
+//! A link has a name at each end, which has the form of an IP address and is never used for another
+//! link: the names by which a [`Nic`](crate::roce::nic::Nic) knows its peers. Which link a packet
+//! came over is a fact, so a peer cannot use the connections of another one. The peer's own address
+//! is what its HELLO said, and is for people and access rules only.
+//!
+//! ```text
+//!  accept ─▶ AwaitsHello ── HELLO ──▶ Up ──▶ gone: end of the socket, or a rule broken
+//!  connect ─▶ AwaitsWelcome ─ WELCOME ─▶
+//!                └── time is over ──▶ gone
+//! ```
+//!
+//! # Bounds
+//! [`MAX_LINKS`] links of [`DATA`] bytes of memory each; [`MAX_GREETING`] of them that were accepted
+//! and have not said hello, for [`GREETING`] each: the oldest gives its place to the next one.
+//! [`MAX_WAITING`] packets wait for a WELCOME. Packets for which a ring has no room are lost, as in a
+//! full socket, and repeated by their queue pairs: a peer that reads nothing holds up nobody else.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use riser_memory::shared::SharedMemory;
+use rustix::event::{EventfdFlags, epoll};
+use tracing::{debug, info};
+
+use super::hello::{self, Message, ShmUsers};
+use super::ring::{Broken, DATA, Rings, Side};
+use crate::roce::batch::{Group, Piece, TxBatch};
+
+/// Most links of a device.
+pub const MAX_LINKS: usize = 64;
+
+/// Most links that were accepted and have not said hello.
+pub const MAX_GREETING: usize = 16;
+
+/// Time that either side has for its first message.
+pub const GREETING: Duration = Duration::from_secs(2);
+
+/// Packets that wait for a WELCOME: messages of the connection manager, which repeats them.
+const MAX_WAITING: usize = 64;
+
+/// Packets taken from one link in a round.
+const ROUND: usize = 64;
+
+/// Packets taken from a link whose peer has gone: all that fit the ring, unless they are tiny.
+const LAST_ROUND: usize = 4096;
+
+/// Connections accepted in a round.
+const ACCEPTS: usize = 16;
+
+/// Messages read from a socket in a round.
+const BELLS: usize = 16;
+
+/// What the set of descriptors calls the listener, and the descriptor that makes it readable.
+const LISTENER: u64 = u64::MAX;
+const KICK: u64 = u64::MAX - 1;
+
+/// Generations of a slot, of 28 bits together with its number. All ones would be the broadcast
+/// address. So many links later a name is used again, when nothing of the first can be left.
+const GENERATIONS: u32 = (1 << 28) / MAX_LINKS as u32 - 1;
+
+/// Prefix of the names of links where addresses are of IPv6. It is one of the prefixes for local use
+/// (RFC 4193); of IPv4, the names are of the reserved class E.
+const V6_PREFIX: u128 = 0xfd52_6973_6572_0000 << 64;
+const V4_PREFIX: u32 = 0xf000_0000;
+
+/// Counters of the links of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LinkCounters {
+    /// Links that came up.
+    pub up: u64,
+    /// Peers refused: of other users, without a proper first message, or too many.
+    pub refused: u64,
+    /// Links that ended because the peer broke a rule of the rings.
+    pub broken: u64,
+    /// Packets lost because a ring was full or its link gone.
+    pub dropped: u64,
+    /// Wake-ups sent.
+    pub bells: u64,
+}
+
+#[derive(Debug)]
+enum State {
+    AwaitsHello {
+        until: Instant,
+    },
+    AwaitsWelcome {
+        until: Instant,
+        waiting: Vec<Vec<u8>>,
+    },
+    Up(Box<Rings>),
+}
+
+#[derive(Debug)]
+struct Link {
+    /// By which it is known here.
+    name: IpAddr,
+    /// Address of the peer's device.
+    peer: IpAddr,
+    /// This side has connected, so the link leads to who listens at that address.
+    is_outgoing: bool,
+    socket: OwnedFd,
+    state: State,
+}
+
+impl Link {
+    fn rings(&mut self) -> Option<&mut Rings> {
+        match &mut self.state {
+            State::Up(rings) => Some(rings),
+            _ => None,
+        }
+    }
+
+    fn until(&self) -> Option<Instant> {
+        match self.state {
+            State::AwaitsHello { until } | State::AwaitsWelcome { until, .. } => Some(until),
+            State::Up(_) => None,
+        }
+    }
+}
+
+/// A place for a link.
+#[derive(Debug, Default)]
+struct Slot {
+    link: Option<Link>,
+    /// Name and peer's address of the link, or of the last one.
+    last: Option<(IpAddr, IpAddr)>,
+    /// Links that were here.
+    generation: u32,
+}
+
+/// All links of a device.
+#[derive(Debug)]
+pub(super) struct Links {
+    own: IpAddr,
+    users: ShmUsers,
+    listener: Option<OwnedFd>,
+    /// Readable when a socket is, or after a kick.
+    set: OwnedFd,
+    kick: OwnedFd,
+    slots: Vec<Slot>,
+    /// Free slots, those that were used longest ago first.
+    free: VecDeque<usize>,
+    /// Names of links that have ended, for the device to learn.
+    lost: Vec<IpAddr>,
+    counters: LinkCounters,
+}
+
+impl Links {
+    /// None yet, for the device at `own`.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub(super) fn new(
+        own: IpAddr,
+        users: ShmUsers,
+        listener: Option<OwnedFd>,
+    ) -> io::Result<Self> {
+        let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let kick = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        watch(&set, &kick, KICK, epoll::EventFlags::IN)?;
+        if let Some(listener) = &listener {
+            // Of several workers that share it, one is woken.
+            let flags = epoll::EventFlags::IN | epoll::EventFlags::EXCLUSIVE;
+            watch(&set, listener, LISTENER, flags)?;
+        }
+        Ok(Self {
+            own,
+            users,
+            listener,
+            set,
+            kick,
+            slots: (0..MAX_LINKS).map(|_| Slot::default()).collect(),
+            free: (0..MAX_LINKS).collect(),
+            lost: Vec::new(),
+            counters: LinkCounters::default(),
+        })
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.set.as_fd()
+    }
+
+    pub(super) fn counters(&self) -> LinkCounters {
+        self.counters
+    }
+
+    fn all(&mut self) -> impl Iterator<Item = &mut Link> {
+        self.slots.iter_mut().filter_map(|slot| slot.link.as_mut())
+    }
+
+    /// The number in a link's name.
+    fn number(&self, name: IpAddr) -> Option<u32> {
+        match name {
+            IpAddr::V4(v4) if self.own.is_ipv4() => {
+                let bits = u32::from(v4);
+                (bits & V4_PREFIX == V4_PREFIX).then_some(bits & !V4_PREFIX)
+            }
+            IpAddr::V6(v6) if self.own.is_ipv6() => {
+                let bits = u128::from(v6);
+                (bits >> 64 == V6_PREFIX >> 64).then_some(bits as u32)
+            }
+            _ => None,
+        }
+    }
+
+    fn by_name(&self, name: IpAddr) -> Option<usize> {
+        let slot = self.number(name)? as usize % MAX_LINKS;
+        let link = self.slots[slot].link.as_ref()?;
+        (link.name == name).then_some(slot)
+    }
+
+    /// The address of the peer behind a name, also if its link has ended; another address is its
+    /// own name.
+    pub(super) fn peer_of(&self, name: IpAddr) -> IpAddr {
+        let slot = self.number(name).map(|n| n as usize % MAX_LINKS);
+        let known = slot.and_then(|slot| self.slots[slot].last);
+        match known {
+            Some((last, peer)) if last == name => peer,
+            _ => name,
+        }
+    }
+
+    /// The name of the link to the device that listens at `peer`, which is made if there is none.
+    ///
+    /// # Errors
+    /// Those of [`hello::connect`], and [`io::ErrorKind::QuotaExceeded`] at the limit.
+    pub(super) fn reach(&mut self, now: Instant, peer: IpAddr) -> io::Result<IpAddr> {
+        let leads_there = |link: &&mut Link| link.is_outgoing && link.peer == peer;
+        if let Some(link) = self.all().find(leads_there) {
+            return Ok(link.name);
+        }
+        if self.free.is_empty() {
+            return Err(io::ErrorKind::QuotaExceeded.into());
+        }
+        let socket = hello::connect(peer, self.own, &self.users)?;
+        let state = State::AwaitsWelcome {
+            until: now + GREETING,
+            waiting: Vec::new(),
+        };
+        self.add(socket, peer, true, state)
+    }
+
+    /// Adds a link, for which there is a free slot.
+    fn add(
+        &mut self,
+        socket: OwnedFd,
+        peer: IpAddr,
+        is_outgoing: bool,
+        state: State,
+    ) -> io::Result<IpAddr> {
+        let slot = *self.free.front().expect("the caller has looked");
+        let generation = (self.slots[slot].generation + 1) % GENERATIONS;
+        let number = generation * MAX_LINKS as u32 + slot as u32;
+        let name = match self.own {
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(V4_PREFIX | number)),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(V6_PREFIX | u128::from(number))),
+        };
+        watch(&self.set, &socket, number.into(), epoll::EventFlags::IN)?;
+        self.free.pop_front();
+        self.slots[slot] = Slot {
+            generation,
+            last: Some((name, peer)),
+            link: Some(Link {
+                name,
+                peer,
+                is_outgoing,
+                socket,
+                state,
+            }),
+        };
+        Ok(name)
+    }
+
+    /// Ends a link.
+    fn end(&mut self, slot: usize) {
+        let Some(link) = self.slots[slot].link.take() else {
+            return;
+        };
+        // It leaves the set when it is closed, but for a copy that another process might have.
+        let _ = epoll::delete(&self.set, &link.socket);
+        self.free.push_back(slot);
+        self.lose(link.name);
+        debug!(peer = %link.peer, name = %link.name, "a link has ended");
+    }
+
+    fn lose(&mut self, name: IpAddr) {
+        if !self.lost.contains(&name) {
+            self.lost.push(name);
+        }
+    }
+
+    /// A link that has ended, or that something was sent to although it had.
+    pub(super) fn poll_lost(&mut self) -> Option<IpAddr> {
+        self.lost.pop()
+    }
+
+    /// Sends packets, each to the link that its destination names, or to who listens there.
+    pub(super) fn send(&mut self, now: Instant, batch: &TxBatch, groups: &[Group]) {
+        for group in groups {
+            debug_assert_eq!(group.count, 1, "nothing cuts a train here");
+            if !self.send_one(now, batch, group) {
+                self.counters.dropped += 1;
+            }
+        }
+    }
+
+    fn send_one(&mut self, now: Instant, batch: &TxBatch, group: &Group) -> bool {
+        let to = group.way.dst.ip();
+        let slot = match self.by_name(to) {
+            Some(slot) => slot,
+            None if self.number(to).is_some() => {
+                self.lose(to);
+                return false;
+            }
+            // A datagram to an address.
+            None => match self.reach(now, to).ok().and_then(|name| self.by_name(name)) {
+                Some(slot) => slot,
+                None => return false,
+            },
+        };
+        let link = self.slots[slot].link.as_mut().expect("it was found");
+        match &mut link.state {
+            State::Up(rings) => match put(rings, batch, group) {
+                Ok(fits) => fits,
+                Err(broken) => {
+                    self.on_broken(slot, broken);
+                    false
+                }
+            },
+            State::AwaitsWelcome { waiting, .. } if waiting.len() < MAX_WAITING => {
+                waiting.extend(batch.copy_packets(group));
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Lets the peers see what was sent to them.
+    pub(super) fn publish(&mut self) {
+        let mut bells = 0;
+        for link in self.all() {
+            if link.rings().is_some_and(Rings::publish) {
+                hello::ring_bell(&link.socket);
+                bells += 1;
+            }
+        }
+        self.counters.bells += bells;
+    }
+
+    /// Hands packets that have come to `take`, with the name of their link; returns how many.
+    pub(super) fn receive(&mut self, mut take: impl FnMut(IpAddr, &[u8])) -> usize {
+        let mut taken = 0;
+        for slot in 0..self.slots.len() {
+            taken += self.receive_from(slot, ROUND, &mut take);
+        }
+        taken
+    }
+
+    fn receive_from(
+        &mut self,
+        slot: usize,
+        most: usize,
+        take: &mut impl FnMut(IpAddr, &[u8]),
+    ) -> usize {
+        let Some(link) = &mut self.slots[slot].link else {
+            return 0;
+        };
+        let name = link.name;
+        let Some(rings) = link.rings() else {
+            return 0;
+        };
+        for taken in 0..most {
+            match rings.next() {
+                Ok(Some(packet)) => take(name, packet),
+                Ok(None) => {
+                    rings.release();
+                    return taken;
+                }
+                Err(broken) => {
+                    self.on_broken(slot, broken);
+                    return taken + 1;
+                }
+            }
+        }
+        rings.release();
+        most
+    }
+
+    fn on_broken(&mut self, slot: usize, broken: Broken) {
+        if let Some(link) = &self.slots[slot].link {
+            info!(peer = %link.peer, %broken, "a peer breaks the rules of shared memory");
+        }
+        self.counters.broken += 1;
+        self.end(slot);
+    }
+
+    /// Whether a packet waits.
+    pub(super) fn has_input(&self) -> bool {
+        let mut links = self.slots.iter().filter_map(|slot| slot.link.as_ref());
+        links.any(|link| matches!(&link.state, State::Up(rings) if rings.has_input()))
+    }
+
+    /// Asks all peers for wake-ups. Where a packet has come meanwhile, the set becomes readable.
+    pub(super) fn sleep(&self) {
+        let links = self.slots.iter().filter_map(|slot| slot.link.as_ref());
+        let mut has_input = false;
+        for link in links {
+            if let State::Up(rings) = &link.state {
+                has_input |= rings.sleep();
+            }
+        }
+        if has_input {
+            // The counter is far from its limit, so this cannot fail.
+            let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Asks for no more wake-ups.
+    pub(super) fn wake(&mut self) {
+        for link in self.all() {
+            if let Some(rings) = link.rings() {
+                rings.wake();
+            }
+        }
+    }
+
+    /// Next time at which [`Links::expire`] has something to do.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let links = self.slots.iter().filter_map(|slot| slot.link.as_ref());
+        links.filter_map(Link::until).min()
+    }
+
+    /// Ends links whose first message has not come in time.
+    pub(super) fn expire(&mut self, now: Instant) {
+        for slot in 0..self.slots.len() {
+            let link = self.slots[slot].link.as_ref();
+            if link.and_then(Link::until).is_some_and(|until| until <= now) {
+                self.counters.refused += 1;
+                self.end(slot);
+            }
+        }
+    }
+
+    /// Looks at the sockets that are readable: other processes that connect, first messages,
+    /// wake-ups, ends. Packets that a peer has left before its end go to `take`. Returns how much
+    /// there was.
+    pub(super) fn look(&mut self, now: Instant, mut take: impl FnMut(IpAddr, &[u8])) -> usize {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 32];
+        let at_once = rustix::event::Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let ready = epoll::wait(&self.set, &mut events[..], Some(&at_once)).unwrap_or(0);
+        for event in &events[..ready] {
+            let data = event.data;
+            match data.u64() {
+                LISTENER => self.accept(now),
+                KICK => {
+                    let _ = rustix::io::read(&self.kick, &mut [0; 8]);
+                }
+                number => self.read_socket(number as u32, &mut take),
+            }
+        }
+        ready
+    }
+
+    fn accept(&mut self, now: Instant) {
+        for _ in 0..ACCEPTS {
+            let Some(listener) = &self.listener else {
+                return;
+            };
+            let socket = match hello::accept(listener, &self.users) {
+                Ok(Some(socket)) => socket,
+                Ok(None) => return,
+                Err(error) => {
+                    info!(%error, "a process is refused");
+                    self.counters.refused += 1;
+                    continue;
+                }
+            };
+            self.make_room();
+            if self.free.is_empty() {
+                info!(links = MAX_LINKS, "a process is refused, since there are too many links");
+                self.counters.refused += 1;
+                continue;
+            }
+            let until = now + GREETING;
+            // Its address is known with its HELLO.
+            let added = self.add(socket, self.own, false, State::AwaitsHello { until });
+            if let Err(error) = added {
+                info!(%error, "a link cannot be watched");
+            }
+        }
+    }
+
+    /// Gives the place of the oldest link that has not said hello to another one, if there are too
+    /// many such.
+    fn make_room(&mut self) {
+        let greeting = |(at, slot): (usize, &Slot)| match slot.link.as_ref()?.state {
+            State::AwaitsHello { until } => Some((until, at)),
+            _ => None,
+        };
+        let all = || self.slots.iter().enumerate().filter_map(greeting);
+        if all().count() >= MAX_GREETING
+            && let Some((_, oldest)) = all().min()
+        {
+            self.counters.refused += 1;
+            self.end(oldest);
+        }
+    }
+
+    /// Reads what has come over the socket of a link.
+    fn read_socket(&mut self, number: u32, take: &mut impl FnMut(IpAddr, &[u8])) {
+        let slot = number as usize % MAX_LINKS;
+        for _ in 0..BELLS {
+            let Some(link) = &self.slots[slot].link else {
+                return;
+            };
+            // An event of the link that was here before.
+            if self.number(link.name) != Some(number) {
+                return;
+            }
+            let outcome = match &link.state {
+                State::AwaitsHello { .. } => self.greet(slot),
+                State::AwaitsWelcome { .. } => self.take_welcome(slot),
+                State::Up(_) => {
+                    let mut bell = [0; 2];
+                    match hello::receive(&link.socket, &mut bell) {
+                        Message::Bytes(1) => Ok(true),
+                        Message::None => Ok(false),
+                        Message::Bytes(_) => Err(io::ErrorKind::InvalidData.into()),
+                        Message::End => Err(io::ErrorKind::UnexpectedEof.into()),
+                    }
+                }
+            };
+            match outcome {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => {
+                    self.on_end(slot, &error, take);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn on_end(&mut self, slot: usize, error: &io::Error, take: &mut impl FnMut(IpAddr, &[u8])) {
+        let link = self.slots[slot].link.as_ref().expect("it was read from");
+        debug!(peer = %link.peer, %error, "the end of a link");
+        match &link.state {
+            // What the peer said before it ended counts.
+            State::Up(_) => {
+                self.receive_from(slot, LAST_ROUND, take);
+            }
+            _ => self.counters.refused += 1,
+        }
+        self.end(slot);
+    }
+
+    /// Takes a HELLO and answers it; false while it has not come.
+    fn greet(&mut self, slot: usize) -> io::Result<bool> {
+        let link = self.slots[slot].link.as_mut().expect("the caller has it");
+        let mut message = [0; 64];
+        let len = match hello::receive(&link.socket, &mut message) {
+            Message::Bytes(len) => len,
+            Message::None => return Ok(false),
+            Message::End => return Err(io::ErrorKind::UnexpectedEof.into()),
+        };
+        link.peer = hello::parse_hello(&message[..len], self.own.is_ipv4())?;
+        let (shared, file) = SharedMemory::create("riser-shm", DATA)?;
+        hello::welcome(&link.socket, file.as_fd())?;
+        link.state = State::Up(Box::new(Rings::new(shared, Side::Maker)));
+        self.slots[slot].last = Some((link.name, link.peer));
+        self.on_up(slot);
+        Ok(true)
+    }
+
+    /// Takes a WELCOME; false while it has not come.
+    fn take_welcome(&mut self, slot: usize) -> io::Result<bool> {
+        let link = self.slots[slot].link.as_mut().expect("the caller has it");
+        let Some(memory) = hello::receive_welcome(&link.socket)? else {
+            return Ok(false);
+        };
+        let shared = SharedMemory::map(&memory, DATA)?;
+        let mut rings = Rings::new(shared, Side::Taker);
+        if let State::AwaitsWelcome { waiting, .. } = &link.state {
+            for packet in waiting {
+                if rings.begin(packet.len()).map_err(io::Error::other)? {
+                    rings.write(packet);
+                }
+            }
+        }
+        link.state = State::Up(Box::new(rings));
+        self.on_up(slot);
+        self.publish();
+        Ok(true)
+    }
+
+    fn on_up(&mut self, slot: usize) {
+        self.counters.up += 1;
+        if let Some(link) = &self.slots[slot].link {
+            info!(own = %self.own, peer = %link.peer, "memory is shared with a process of this host");
+        }
+    }
+}
+
+fn watch(
+    set: &OwnedFd,
+    fd: &impl AsFd,
+    data: u64,
+    flags: epoll::EventFlags,
+) -> io::Result<()> {
+    Ok(epoll::add(set, fd, epoll::EventData::new_u64(data), flags)?)
+}
+
+/// Puts a packet into a ring; false if there is no room.
+fn put(rings: &mut Rings, batch: &TxBatch, group: &Group) -> Result<bool, Broken> {
+    if !rings.begin(group.bytes)? {
+        return Ok(false);
+    }
+    for piece in batch.pieces(group) {
+        match piece {
+            Piece::Bytes(range) => rings.write(batch.own(range)),
+            Piece::Memory(slice) => rings.write_memory(slice),
+        }
+    }
+    Ok(true)
+}

@@ -1,0 +1,46 @@
+//! A device between processes of one host: its packets go through shared memory.
+//!
+//! [`Shm::open`] opens a device at a local address; it is a [`Provider`](crate::verbs::Provider),
+//! to be driven by the thread that owns it. It is the [`Nic`](crate::roce::nic::Nic) of the software
+//! NIC, with its queue pairs, keys and connection manager, on another wire. So requests, rights,
+//! fences, invalidation and errors are those of RDMA, and no byte of a process is mapped by another
+//! one: the owner of memory executes each READ and WRITE of a peer after it has checked the key, and
+//! what is shared are two rings of packets.
+//!
+//! | module | what it is |
+//! | --- | --- |
+//! | `hello` | the Unix socket by which two processes come to share memory, and who may |
+//! | `ring` | packets in shared memory |
+//! | `link` | the links of a device, and their lives |
+//! | `provider` | [`Shm`] |
+//!
+//! # The way of a packet
+//!
+//! Headers and payload are copied into the ring, from where the peer copies the packet as a whole
+//! before it looks at it, and its payload to where that goes: three copies of data from the disk's
+//! buffer to the initiator's, and no system call. A peer that sleeps has said so, and is woken by a
+//! byte over the Unix socket. The end of that socket is the end of all connections of the link, at
+//! once.
+//!
+//! # Security
+//!
+//! - Whoever may connect is decided by user id, which the kernel vouches for ([`ShmUsers`]).
+//! - A peer can write anything into the rings, at any time. All that is read from there is read
+//!   once, into memory of our own, and checked as bytes of a network are.
+//! - Packets are attributed to the link that they came over, not to what they say, so no peer takes
+//!   part in connections of another.
+//! - A peer cannot make us wait: nothing here blocks, and what it does not read is dropped.
+//!
+//! Packets have no ICRC (their field is zero), and a path MTU of 4096 bytes.
+//!
+//! Not implemented: memory that both processes map, which would save copies; a link that carries
+//! connections of several workers.
+
+mod hello;
+mod link;
+mod provider;
+mod ring;
+
+pub use hello::ShmUsers;
+pub use link::{GREETING, LinkCounters, MAX_GREETING, MAX_LINKS};
+pub use provider::{PROVIDER, Shm, ShmConfig, ShmListener, has_listener};

@@ -1,0 +1,329 @@
+//! The provider: a device and its links.
+
+use std::cell::Cell;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use tracing::{debug, info};
+
+use super::hello::{self, ShmUsers};
+use super::link::{LinkCounters, Links};
+use crate::cm::CmCounters;
+use crate::rc::RcCounters;
+use crate::roce::batch::{Offered, TxBatch};
+use crate::roce::delegate::{delegate_verbs_to_nic, forward, forward_cm_calls};
+use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire};
+use crate::verbs::{CmError, CmEvent, CmEventKind, CmId, Mtu, Provider, QpId, RdmaCm, VerbsError};
+use crate::wire::is_link_local;
+
+/// Name of the provider.
+pub const PROVIDER: &str = "shm";
+
+/// Bytes collected before they are put into rings.
+const TX_BUDGET: usize = 256 << 10;
+/// Batches sent by one call of `progress`.
+const TX_BATCHES: usize = 8;
+
+/// Most bytes that a queue pair has on the way, as they would count in a socket buffer
+/// ([`packet_cost`](crate::rc::packet_cost)): half of a ring, at most.
+const MAX_INFLIGHT: u32 = 1 << 20;
+
+/// Interval at which a device that does not sleep looks at its sockets, for which it needs system
+/// calls. Packets need none.
+const LOOK_INTERVAL: Duration = Duration::from_micros(250);
+
+/// Configuration of a device.
+#[derive(Debug)]
+pub struct ShmConfig {
+    /// Its address: one of this host's.
+    pub addr: IpAddr,
+    /// By which it is found. Without it the device connects and is not connected to.
+    pub listener: Option<ShmListener>,
+    /// With whom memory is shared.
+    pub users: ShmUsers,
+    /// Limits on the objects of the device.
+    pub limits: NicLimits,
+}
+
+impl ShmConfig {
+    /// A device at `addr` that does not listen.
+    #[must_use]
+    pub fn new(addr: IpAddr) -> Self {
+        Self {
+            addr,
+            listener: None,
+            users: ShmUsers::default(),
+            limits: NicLimits::default(),
+        }
+    }
+
+    /// A device at `addr` that listens.
+    ///
+    /// # Errors
+    /// See [`ShmListener::bind`].
+    pub fn listening(addr: IpAddr) -> io::Result<Self> {
+        Ok(Self {
+            listener: Some(ShmListener::bind(addr)?),
+            ..Self::new(addr)
+        })
+    }
+}
+
+/// Listens at an address for other processes of this host, in this network namespace.
+///
+/// Several devices, one of each worker, may have the same one: each link belongs to the device that
+/// accepts it, with all its connections.
+#[derive(Debug)]
+pub struct ShmListener(OwnedFd);
+
+impl ShmListener {
+    /// Listens from now on.
+    ///
+    /// # Errors
+    /// `EADDRINUSE` where another process listens at the address.
+    pub fn bind(addr: IpAddr) -> io::Result<Self> {
+        hello::listen(addr).map(Self)
+    }
+
+    /// The same listener for another device.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        self.0.try_clone().map(Self)
+    }
+}
+
+/// Whether a process of this host listens at an address, is of one of `users`, and lets us in. Asks
+/// it, and waits for half a second at most.
+#[must_use]
+pub fn has_listener(addr: IpAddr, users: &ShmUsers) -> bool {
+    hello::is_welcome(addr.to_canonical(), users)
+        .inspect_err(|error| debug!(%addr, %error, "no memory can be shared"))
+        .unwrap_or(false)
+}
+
+/// A device whose packets go through shared memory. See the [module](super).
+#[derive(Debug)]
+pub struct Shm {
+    nic: Nic,
+    links: Links,
+    batch: TxBatch,
+    /// Peers were asked for wake-ups.
+    is_armed: Cell<bool>,
+    /// When the sockets are looked at next.
+    look_due: Instant,
+}
+
+delegate_verbs_to_nic!(Shm);
+
+impl Shm {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::Unsupported`] for an IPv6 link-local address, `EADDRNOTAVAIL` for one that
+    /// is not ours, and no descriptor is left.
+    pub fn open(config: ShmConfig) -> io::Result<Self> {
+        let addr = config.addr.to_canonical();
+        if is_link_local(addr) {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                format!("{addr} is a link-local address: use a global or unique local one"),
+            ));
+        }
+        // Only a local address can be bound.
+        std::net::UdpSocket::bind((addr, 0))?;
+        let mut seed = [0; 32];
+        getrandom::fill(&mut seed).map_err(io::Error::other)?;
+        let now = Instant::now();
+        let nic = NicConfig {
+            provider: PROVIDER,
+            mtu: Mtu::Mtu4096,
+            max_inflight_bytes: MAX_INFLIGHT,
+            wire: Wire::Links,
+            limits: config.limits,
+            ..NicConfig::new(addr, seed)
+        };
+        info!(%addr, listens = config.listener.is_some(), "shared-memory device");
+        Ok(Self {
+            nic: Nic::new(nic, now),
+            links: Links::new(addr, config.users, config.listener.map(|it| it.0))?,
+            batch: TxBatch::new(1),
+            is_armed: Cell::new(false),
+            look_due: now,
+        })
+    }
+
+    fn tick(&mut self) {
+        self.nic.set_now(Instant::now());
+    }
+
+    /// Its address.
+    #[must_use]
+    pub fn addr(&self) -> IpAddr {
+        self.nic.local_addr().ip()
+    }
+
+    /// Counters of the device.
+    #[must_use]
+    pub fn counters(&self) -> &NicCounters {
+        self.nic.counters()
+    }
+
+    /// Numbers of the device's objects.
+    #[must_use]
+    pub fn usage(&self) -> NicUsage {
+        self.nic.usage()
+    }
+
+    /// Counters of all connections together, closed ones included.
+    #[must_use]
+    pub fn rc_counters(&self) -> RcCounters {
+        self.nic.rc_counters()
+    }
+
+    /// Counters of the connection manager.
+    #[must_use]
+    pub fn cm_counters(&self) -> CmCounters {
+        self.nic.cm_counters()
+    }
+
+    /// Counters of the links.
+    #[must_use]
+    pub fn link_counters(&self) -> LinkCounters {
+        self.links.counters()
+    }
+
+    /// Counters of a queue pair.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
+        self.nic.qp_counters(qp)
+    }
+
+    fn transmit(&mut self, now: Instant) -> usize {
+        let mut sent = 0;
+        for _ in 0..TX_BATCHES {
+            let made = self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
+            if made == 0 {
+                break;
+            }
+            sent += made;
+            let links = &mut self.links;
+            self.batch.drain(now, |batch, groups| {
+                links.send(now, batch, groups);
+                Offered::Taken(groups.len())
+            });
+        }
+        if sent > 0 {
+            self.links.publish();
+        }
+        sent
+    }
+
+    /// Looks at the sockets, where that is due.
+    fn look(&mut self, now: Instant) -> usize {
+        let was_armed = self.is_armed.replace(false);
+        if was_armed {
+            self.links.wake();
+        }
+        if !was_armed && now < self.look_due {
+            return 0;
+        }
+        self.look_due = now + LOOK_INTERVAL;
+        self.links.expire(now);
+        let nic = &mut self.nic;
+        self.links
+            .look(now, |from, packet| nic.handle_unsealed(now, from, packet))
+    }
+
+    /// Ends what belongs to links that have ended.
+    fn lose_peers(&mut self, now: Instant) -> usize {
+        let mut lost = 0;
+        while let Some(name) = self.links.poll_lost() {
+            self.nic.lose_peer(now, name);
+            lost += 1;
+        }
+        lost
+    }
+
+    /// The address that a user knows a peer by.
+    fn peer(&self, addr: SocketAddr) -> SocketAddr {
+        SocketAddr::new(self.links.peer_of(addr.ip()), addr.port())
+    }
+}
+
+impl RdmaCm for Shm {
+    forward_cm_calls!(tick);
+
+    fn resolve_addr(
+        &mut self,
+        id: CmId,
+        src: Option<SocketAddr>,
+        dst: SocketAddr,
+        timeout: Duration,
+    ) -> Result<(), CmError> {
+        self.tick();
+        let (now, ip) = (self.nic.now(), dst.ip().to_canonical());
+        let name = self.links.reach(now, ip).unwrap_or_else(|error| {
+            debug!(%dst, %error, "no memory can be shared");
+            // An address that cannot be reached, which the device reports as such.
+            match ip {
+                IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+                IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+            }
+        });
+        let name = SocketAddr::new(name, dst.port());
+        self.nic.resolve_addr(id, src, name, timeout)
+    }
+
+    fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
+        self.nic.cm_peer_addr(id).map(|addr| self.peer(addr))
+    }
+
+    fn poll_cm_event(&mut self) -> Option<CmEvent> {
+        let mut event = self.nic.poll_cm_event()?;
+        if let CmEventKind::ConnectRequest { peer, .. } = &mut event.kind {
+            *peer = self.peer(*peer);
+        }
+        Some(event)
+    }
+}
+
+impl Provider for Shm {
+    fn progress(&mut self, now: Instant) -> usize {
+        self.nic.set_now(now);
+        let looked = self.look(now);
+        // Sending comes first, as with the socket (`roce/provider.rs`): what the user posted in
+        // answer to the last call's completions leaves with the acknowledgements of that call.
+        let sent = self.transmit(now);
+        let nic = &mut self.nic;
+        let received = self
+            .links
+            .receive(|from, packet| nic.handle_unsealed(now, from, packet));
+        let lost = self.lose_peers(now);
+        let fired = self.nic.handle_timeouts(now);
+        looked + sent + received + lost + fired
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        // A user that has not taken its events yet is not to sleep, nor one whose packets wait.
+        if self.nic.has_events() || self.links.has_input() {
+            return Some(self.nic.now());
+        }
+        let due = [self.nic.deadline(), self.links.deadline()];
+        due.into_iter().flatten().min()
+    }
+
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+        vec![self.links.fd()]
+    }
+
+    fn arm_fds(&self) {
+        self.is_armed.set(true);
+        self.links.sleep();
+    }
+}

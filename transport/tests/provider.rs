@@ -2,6 +2,7 @@
 
 mod link;
 mod marks;
+mod shared;
 mod software;
 mod suite;
 

@@ -388,7 +388,6 @@ impl<'a> Endpoint<'a> {
 
     /// Sleeps until a descriptor of the device is readable, its deadline, or the limit.
     fn wait(&mut self, step: &'static str, limit: Option<Instant>) -> Result<(), RpingError> {
-        self.provider.arm_fds();
         // What goes wrong shows in completions and connection events.
         while self.provider.poll_async_event().is_some() {}
         if self.provider.progress(Instant::now()) > 0 {
@@ -400,6 +399,7 @@ impl<'a> Endpoint<'a> {
         }
         let until = self.provider.deadline().into_iter().chain(limit).min();
         let timeout = until.map(|u| u.saturating_duration_since(now) + Duration::from_millis(1));
+        self.provider.arm_fds();
         wait_readable(&self.provider.event_fds(), timeout);
         self.provider.progress(Instant::now());
         Ok(())

@@ -691,6 +691,8 @@ pub struct Transport {
     pub mtu: Option<u16>,
     /// True if the software NIC takes only packets that no router has forwarded (RFC 5082).
     pub on_link: bool,
+    /// True if initiators on this host may share memory with the daemon, beside the portals' devices.
+    pub shm: bool,
     /// Faults of the link on purpose, for tests.
     pub faults: Option<LinkFaults>,
 }

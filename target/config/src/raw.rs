@@ -593,6 +593,9 @@ pub(super) struct Transport {
     /// 255.
     #[schemars(extend("default" = false))]
     pub(super) on_link: Option<bool>,
+    /// Let initiators on this host share memory with the daemon, beside the device of their portal.
+    #[schemars(extend("default" = false))]
+    pub(super) shm: Option<bool>,
     /// Faults of the link on purpose, for tests.
     pub(super) faults: Option<Faults>,
 }

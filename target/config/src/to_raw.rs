@@ -236,6 +236,7 @@ fn transport(transport: &Transport) -> raw::Transport {
         provider: unless(transport.provider, Provider::Roce),
         mtu: located(transport.mtu.map(|mtu| Count(Some(mtu.into())))),
         on_link: unless(transport.on_link, false),
+        shm: unless(transport.shm, false),
         faults: transport.faults.as_ref().map(faults),
     }
 }

@@ -25,7 +25,7 @@ use crate::holder::{self, HeldBy, Transport};
 use crate::sessions::catalog::Catalog;
 use crate::worker::Opened;
 use crate::worker::TcpListener;
-use crate::worker::device_slots::{DeviceSlot, DeviceSlots};
+use crate::worker::device_slots::{DeviceKind, DeviceSlot, DeviceSlots};
 
 /// Time limit for workers to close a device that none of them needs.
 const CLOSING: Duration = Duration::from_secs(5);
@@ -104,10 +104,15 @@ impl Acquired {
     }
 
     /// Takes a slot for the device at an address; returns the number of a new one.
-    fn slot(&mut self, addr: IpAddr, patience: Duration) -> Result<Option<usize>, ServerError> {
+    fn slot(
+        &mut self,
+        addr: IpAddr,
+        kind: DeviceKind,
+        patience: Duration,
+    ) -> Result<Option<usize>, ServerError> {
         // The device of an earlier configuration may still be open at a worker, and one address
         // cannot have two.
-        let taken = self.slots.take(addr, patience);
+        let taken = self.slots.take(addr, kind, patience);
         let slot = taken.ok_or(ServerError::Closing(addr))?;
         // Noted before anything is opened there, so that each way out gives it back.
         self.taken.push(slot);
@@ -203,12 +208,19 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     // A worker numbers the devices that it starts with by their order. The first worker alone has
     // those of the host: were they in between, the same slot would be another device at the
     // others.
-    let addresses = ours.into_iter().map(|addr| (addr, false));
-    let addresses = addresses.chain(on_host.into_iter().map(|addr| (addr, true)));
+    let (portal, shared) = (DeviceKind::Portal, DeviceKind::Shared);
+    let is_shared = wanted.simulated.is_none()
+        && wanted.config.transport.shm
+        && wanted.config.transport.provider != Provider::Shm;
+    let all = ours.iter().chain(&on_host).filter(|_| is_shared);
+    let all: Vec<_> = all.map(|addr| (*addr, shared, false)).collect();
+    let addresses = ours.into_iter().map(|addr| (addr, portal, false));
+    let addresses = addresses.chain(all);
+    let addresses = addresses.chain(on_host.into_iter().map(|addr| (addr, portal, true)));
     // In a simulation, workers get no turn while this waits.
     let patience = wanted.simulated.map_or(CLOSING, |_| Duration::ZERO);
-    for (addr, is_on_host) in addresses {
-        let slot = match acquired.slot(addr, patience) {
+    for (addr, kind, is_on_host) in addresses {
+        let slot = match acquired.slot(addr, kind, patience) {
             Ok(Some(slot)) => slot,
             // It is open for another portal, or was with the catalog before.
             Ok(None) => continue,
@@ -217,13 +229,18 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
                 continue;
             }
         };
-        let opened = match is_on_host {
-            true => open_on_host(addr, slot, acquired),
-            false => open_ours(wanted, addr, slot, acquired),
+        let opened = match (kind, is_on_host) {
+            (DeviceKind::Shared, _) => open_shm(addr, slot, acquired),
+            (DeviceKind::Portal, true) => open_on_host(addr, slot, acquired),
+            (DeviceKind::Portal, false) => open_ours(wanted, addr, slot, acquired),
         };
         if let Err(error) = opened {
             acquired.give_back(addr);
-            do_without(wanted, acquired, addr, error)?;
+            match kind {
+                DeviceKind::Portal => do_without(wanted, acquired, addr, error)?,
+                // Its portals are served by their own device.
+                DeviceKind::Shared => tracing::warn!(%addr, %error, "no memory is shared"),
+            }
         }
     }
     Ok(())
@@ -267,12 +284,8 @@ fn open_ours(
         holder,
         source,
     };
-    let is_shared = wanted.simulated.is_none() && wanted.config.transport.provider == Provider::Shm;
-    if is_shared {
-        let open = open_shm(addr, slot, &mut acquired.parts);
-        open.map_err(|source| failed(source, HeldBy::default()))?;
-        acquired.slots.fill(slot, workers as u16);
-        return Ok(());
+    if wanted.simulated.is_none() && wanted.config.transport.provider == Provider::Shm {
+        return open_shm(addr, slot, acquired);
     }
     let socket = SocketAddr::new(addr, ROCE_PORT);
     if wanted.simulated.is_none() {
@@ -316,16 +329,24 @@ fn open_roce(config: &Config, addr: IpAddr, index: usize, workers: usize) -> io:
 }
 
 /// A device for each worker. They have one listener, and each the links that it accepts.
-fn open_shm(addr: IpAddr, slot: usize, parts: &mut [Part]) -> io::Result<()> {
-    let listener = ShmListener::bind(addr)?;
-    for part in parts {
-        let device = Shm::open(ShmConfig {
-            listener: Some(listener.try_clone()?),
-            ..ShmConfig::new(addr)
-        })?;
-        let device = Opened::Shm(Box::new(device));
+fn open_shm(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
+    let failed = |source| ServerError::Device {
+        addr,
+        holder: HeldBy::default(),
+        source,
+    };
+    let listener = ShmListener::bind(addr).map_err(failed)?;
+    for part in &mut acquired.parts {
+        let device = listener.try_clone().and_then(|listener| {
+            Shm::open(ShmConfig {
+                listener: Some(listener),
+                ..ShmConfig::new(addr)
+            })
+        });
+        let device = Opened::Shm(Box::new(device.map_err(failed)?));
         part.devices.push((slot, device));
     }
+    acquired.slots.fill(slot, acquired.parts.len() as u16);
     Ok(())
 }
 

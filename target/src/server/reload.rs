@@ -637,7 +637,7 @@ impl Server {
 
     /// Lets devices without portals be closed: after workers have left their listeners.
     pub(super) fn want_devices(&self, catalog: &Catalog) {
-        let wanted = |addr| catalog.rdma_portals().any(|portal| portal.ip() == addr);
+        let wanted = |addr, _| catalog.rdma_portals().any(|portal| portal.ip() == addr);
         self.shared.device_slots.want(wanted);
     }
 }

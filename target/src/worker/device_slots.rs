@@ -24,10 +24,20 @@ pub struct DeviceSlots {
     freed: Condvar,
 }
 
+/// What a device is for. An address has one of each kind at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// The device that the configuration chooses for an address.
+    Portal,
+    /// Memory shared with initiators on this host, beside that.
+    Shared,
+}
+
 /// The device in a slot.
 #[derive(Debug)]
 struct OpenDevice {
     addr: IpAddr,
+    kind: DeviceKind,
     /// Workers that have it.
     holders: u16,
     /// Those that no longer need it, by number.
@@ -50,19 +60,30 @@ pub enum DeviceSlot {
     New(usize),
 }
 
+impl OpenDevice {
+    fn is_at(&self, addr: IpAddr, kind: DeviceKind) -> bool {
+        self.addr == addr && self.kind == kind
+    }
+}
+
 impl DeviceSlots {
     /// A slot for the device at an address, which is wanted from now on. Waits while one at this
     /// address is being closed; `None` if that has not ended after `patience`.
-    pub fn take(&self, addr: IpAddr, patience: Duration) -> Option<DeviceSlot> {
+    pub fn take(
+        &self,
+        addr: IpAddr,
+        kind: DeviceKind,
+        patience: Duration,
+    ) -> Option<DeviceSlot> {
         let is_closing = |slots: &mut Vec<Option<OpenDevice>>| {
             let mut devices = slots.iter().flatten();
-            devices.any(|device| device.addr == addr && device.is_closing)
+            devices.any(|device| device.is_at(addr, kind) && device.is_closing)
         };
         let waited = self
             .freed
             .wait_timeout_while(self.lock(), patience, is_closing);
         let (mut slots, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        take_from(&mut slots, addr)
+        take_from(&mut slots, addr, kind)
     }
 
     /// Notes the number of workers that get the device of a new slot.
@@ -84,10 +105,10 @@ impl DeviceSlots {
         }
     }
 
-    /// Only devices at these addresses are wanted from now on.
-    pub fn want(&self, is_wanted: impl Fn(IpAddr) -> bool) {
+    /// Only devices at these addresses, of these kinds, are wanted from now on.
+    pub fn want(&self, is_wanted: impl Fn(IpAddr, DeviceKind) -> bool) {
         for device in self.lock().iter_mut().flatten() {
-            device.is_wanted = is_wanted(device.addr);
+            device.is_wanted = is_wanted(device.addr, device.kind);
         }
     }
 
@@ -145,10 +166,14 @@ impl DeviceSlots {
 
 /// Takes the slot of the device at an address, or a free one; `None` while that device is being
 /// closed.
-fn take_from(slots: &mut Vec<Option<OpenDevice>>, addr: IpAddr) -> Option<DeviceSlot> {
+fn take_from(
+    slots: &mut Vec<Option<OpenDevice>>,
+    addr: IpAddr,
+    kind: DeviceKind,
+) -> Option<DeviceSlot> {
     let mut open = slots.iter_mut().enumerate();
     let found = open.find_map(|(slot, device)| {
-        let device = device.as_mut().filter(|device| device.addr == addr)?;
+        let device = device.as_mut().filter(|device| device.is_at(addr, kind))?;
         Some((slot, device))
     });
     if let Some((slot, device)) = found {
@@ -167,6 +192,7 @@ fn take_from(slots: &mut Vec<Option<OpenDevice>>, addr: IpAddr) -> Option<Device
     }
     slots[slot] = Some(OpenDevice {
         addr,
+        kind,
         holders: 0,
         idle: Vec::new(),
         is_wanted: true,
@@ -187,22 +213,22 @@ mod tests {
     fn a_device_is_closed_by_all_together_and_its_slot_is_used_again() {
         let slots = DeviceSlots::default();
         assert_eq!(
-            slots.take(addr(1), Duration::ZERO),
+            slots.take(addr(1), DeviceKind::Portal, Duration::ZERO),
             Some(DeviceSlot::New(0))
         );
         slots.fill(0, 2);
         assert_eq!(
-            slots.take(addr(2), Duration::ZERO),
+            slots.take(addr(2), DeviceKind::Portal, Duration::ZERO),
             Some(DeviceSlot::New(1))
         );
         slots.fill(1, 1);
         assert!(!slots.is_over(0, 0), "it is wanted");
-        slots.want(|a| a == addr(2));
+        slots.want(|a, _| a == addr(2));
         assert!(!slots.is_over(0, 0));
         assert!(!slots.is_over(0, 0), "the other one still needs it");
         assert!(slots.is_over(0, 1));
         assert_eq!(
-            slots.take(addr(1), Duration::ZERO),
+            slots.take(addr(1), DeviceKind::Portal, Duration::ZERO),
             None,
             "it is being closed"
         );
@@ -211,7 +237,7 @@ mod tests {
         assert_eq!(slots.addresses(), [addr(1), addr(2)]);
         slots.closed(0);
         assert_eq!(
-            slots.take(addr(1), Duration::ZERO),
+            slots.take(addr(1), DeviceKind::Portal, Duration::ZERO),
             Some(DeviceSlot::New(0))
         );
     }
@@ -219,11 +245,11 @@ mod tests {
     #[test]
     fn a_device_that_is_wanted_again_stays() {
         let slots = DeviceSlots::default();
-        slots.take(addr(1), Duration::ZERO);
+        slots.take(addr(1), DeviceKind::Portal, Duration::ZERO);
         slots.fill(0, 2);
-        slots.want(|_| false);
+        slots.want(|_, _| false);
         assert!(!slots.is_over(0, 0));
-        let taken = slots.take(addr(1), Duration::ZERO).unwrap();
+        let taken = slots.take(addr(1), DeviceKind::Portal, Duration::ZERO).unwrap();
         let again = DeviceSlot::Open {
             slot: 0,
             was_wanted: false,
@@ -239,12 +265,12 @@ mod tests {
     #[test]
     fn a_device_that_is_being_closed_is_waited_for() {
         let slots = DeviceSlots::default();
-        slots.take(addr(1), Duration::ZERO);
+        slots.take(addr(1), DeviceKind::Portal, Duration::ZERO);
         slots.fill(0, 1);
-        slots.want(|_| false);
+        slots.want(|_, _| false);
         assert!(slots.is_over(0, 0));
         let taken = std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| slots.take(addr(1), Duration::from_secs(60)));
+            let waiting = scope.spawn(|| slots.take(addr(1), DeviceKind::Portal, Duration::from_secs(60)));
             slots.closed(0);
             waiting.join().unwrap()
         });

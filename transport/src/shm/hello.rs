@@ -20,10 +20,11 @@ use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv6Addr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use nix::sys::socket::{getsockopt, sockopt};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use zerocopy::byteorder::native_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -88,12 +89,12 @@ impl ShmUsers {
 
     /// Checks who is at the other end of a socket.
     fn check(&self, socket: &impl AsFd) -> io::Result<()> {
-        let peer = sockopt::socket_peercred(socket)?;
-        let uid = peer.uid.as_raw();
+        let peer = getsockopt(socket, sockopt::PeerCredentials)?;
+        let uid = peer.uid();
         if self.lets_in(uid) {
             return Ok(());
         }
-        let pid = peer.pid.as_raw_nonzero();
+        let pid = peer.pid();
         let text = format!("process {pid} is of user {uid}, with whom no memory is shared");
         Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
     }
@@ -198,7 +199,8 @@ pub(super) fn welcome(socket: &OwnedFd, memory: BorrowedFd<'_>) -> io::Result<()
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let rights = [memory];
-    control.push(SendAncillaryMessage::ScmRights(&rights));
+    let fits = control.push(SendAncillaryMessage::ScmRights(&rights));
+    debug_assert!(fits, "room for one descriptor");
     let bytes = [IoSlice::new(welcome.as_bytes())];
     rustix::net::sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL)?;
     Ok(())

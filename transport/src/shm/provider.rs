@@ -13,7 +13,7 @@ use super::link::{LinkCounters, Links};
 use crate::cm::CmCounters;
 use crate::rc::RcCounters;
 use crate::roce::batch::{Offered, TxBatch};
-use crate::roce::delegate::{delegate_verbs_to_nic, forward, forward_cm_calls};
+use crate::roce::delegate::{delegate_verbs_to_nic, forward_cm_calls};
 use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire};
 use crate::verbs::{CmError, CmEvent, CmEventKind, CmId, Mtu, Provider, QpId, RdmaCm, VerbsError};
 use crate::wire::is_link_local;

@@ -122,6 +122,7 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
         provider: raw.provider.unwrap_or_default(),
         mtu,
         on_link: raw.on_link.unwrap_or(false),
+        shm: raw.shm.unwrap_or(false),
         faults,
     })
 }

@@ -221,6 +221,8 @@ fn any_config(seed: u64) -> String {
         "limits: { connections_per_session: 8, error_recovery_level: 2 }",
         "transport: { provider: auto, mtu: 1024 }",
         "transport: { on_link: true }",
+        "transport: { shm: true }",
+        "transport: { provider: shm }",
         "transport: { provider: rdma_core, faults: { loss: 0.1%, duplicate: 12.5, seed: 0 } }",
         "admin: { socket: none }",
         "metrics: { listen: '127.0.0.1:9909' }",

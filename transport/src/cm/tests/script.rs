@@ -891,3 +891,49 @@ pub(super) fn calls_in_the_wrong_state_change_nothing() {
         Err(IbCmError::NoSuchId)
     );
 }
+
+#[test]
+fn a_lost_peer_ends_everything_with_it_at_once() {
+    let lose = |pair: &mut Pair| {
+        pair.a.lose_peer(pair.now, addr(2));
+        pair.p.lose_peer(pair.now, addr(1));
+        (pair.a_event(), pair.p_event())
+    };
+    let mut pair = Pair::new();
+    pair.req_rcvd();
+    let (a, p) = lose(&mut pair);
+    assert_eq!(a, IbCmEventKind::ReqTimeout);
+    assert!(
+        matches!(
+            p,
+            IbCmEventKind::RejReceived {
+                reason: RejReason::Timeout,
+                timewait: false,
+                ..
+            }
+        ),
+        "{p:?}"
+    );
+    pair.assert_clean();
+
+    let mut pair = Pair::new();
+    pair.rep_rcvd();
+    let ended = lose(&mut pair);
+    let wanted = (IbCmEventKind::StaleConnection, IbCmEventKind::RepTimeout);
+    assert_eq!(ended, wanted);
+
+    let mut pair = Pair::new();
+    let ids = pair.established();
+    pair.a.lose_peer(pair.now, addr(3));
+    let up = (CmState::Established, CmState::Established);
+    assert_eq!((pair.a.poll_event(), pair.states(ids)), (None, up));
+    let stale = || IbCmEventKind::StaleConnection;
+    assert_eq!(lose(&mut pair), (stale(), stale()));
+    assert_eq!(pair.states(ids), (CmState::Timewait, CmState::Timewait));
+    // Nothing was said to a peer that is gone.
+    assert_eq!((pair.a_to_p(), pair.p_to_a()), (0, 0));
+    pair.pass(TIMEWAIT);
+    let over = || IbCmEventKind::TimewaitExit;
+    assert_eq!((pair.a_event(), pair.p_event()), (over(), over()));
+    pair.assert_clean();
+}

@@ -1,0 +1,433 @@
+//! What only shared memory can show: peers that end, that lie, and that sleep.
+
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use riser_memory::shared::SharedMemory;
+use riser_transport::shm::{GREETING, MAX_GREETING, Shm, ShmConfig, ShmUsers, has_listener};
+use riser_transport::verbs::{
+    CmError, CmEventKind, ConnParam, PortSpace, Provider, QpAttr, QpState, RdmaCm, SendOp, SendWr,
+    Verbs, WcStatus,
+};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
+    SocketType,
+};
+
+use crate::software::{Shared, addresses};
+use crate::suite::world::{
+    End, Side, Wants, World, cm_event, connect_to, connected, init_attr, listen, objects, resolve,
+};
+
+/// Bytes of the memory of a link without its first page: a ring of 1 MiB for each direction.
+const DATA: usize = 2 << 20;
+/// Places of the tails of both rings in the first page, in words of four bytes: first what the
+/// listening side writes, then what the connecting side does.
+const TAILS: [usize; 2] = [0, 96];
+
+/// A connection to the listener at an address by a program that is none of ours.
+fn knock(at: IpAddr) -> OwnedFd {
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    let name = SocketAddrUnix::new_abstract_name(format!("riser-shm/{at}").as_bytes()).unwrap();
+    rustix::net::connect(&socket, &name).unwrap();
+    socket
+}
+
+/// A HELLO from 127.0.0.1, by its bytes.
+fn greet(socket: &OwnedFd) {
+    let mut hello = *b"RISRSHM>\x01\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\xff\xff\x7f\0\0\x01";
+    hello[8..10].copy_from_slice(&1u16.to_ne_bytes());
+    rustix::net::send(socket, &hello, SendFlags::NOSIGNAL).unwrap();
+}
+
+/// The memory that comes with a WELCOME.
+fn take_welcome(w: &mut Shared, socket: &OwnedFd) -> SharedMemory {
+    let memory = w.until("a WELCOME", |_| {
+        let mut bytes = [0; 64];
+        let mut room = [IoSliceMut::new(&mut bytes)];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT;
+        let received = rustix::net::recvmsg(socket, &mut room, &mut control, flags).ok()?;
+        assert_eq!((received.bytes, &bytes[..8]), (16, &b"RISRSHM<"[..]));
+        control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut rights) => rights.next(),
+            _ => None,
+        })
+    });
+    SharedMemory::map(&memory, DATA).unwrap()
+}
+
+/// Waits until the other side has closed a socket.
+fn await_end(w: &mut Shared, socket: &OwnedFd) {
+    w.until("the end of a socket", |_| {
+        let received = rustix::net::recv(socket, &mut [0; 64][..], RecvFlags::DONTWAIT);
+        match received {
+            Ok((0, _)) | Err(rustix::io::Errno::CONNRESET) => Some(()),
+            _ => None,
+        }
+    });
+}
+
+/// Whether the descriptors of a device are readable within a while.
+fn is_readable(device: &Shm, wait: Duration) -> bool {
+    let fds = device.event_fds();
+    let mut fds: Vec<_> = fds
+        .iter()
+        .map(|fd| PollFd::new(fd, PollFlags::IN))
+        .collect();
+    let wait = Timespec::try_from(wait).unwrap();
+    rustix::event::poll(&mut fds, Some(&wait)).unwrap() > 0
+}
+
+fn works(w: &mut Shared, a: &Side, b: &Side) {
+    a.memory.fill(0, 10_000, 7);
+    a.send(w, 1, SendOp::Write(b.remote(5)), 0, 10_000);
+    assert_eq!(a.completion(w).status, WcStatus::Success);
+    assert_eq!(b.bytes(5, 10_000), [7; 10_000]);
+}
+
+#[test]
+fn the_end_of_a_process_ends_its_connections_at_once() {
+    let w = &mut Shared::new();
+    let (a, b) = connected(w);
+    works(w, &a, &b);
+    b.recv(w, 9, 0, 64);
+    // What it has sent before it ends counts.
+    b.recv(w, 10, 0, 64);
+    a.send(w, 2, SendOp::Send, 0, 64);
+    w.a.progress(Instant::now());
+    let begin = Instant::now();
+    let (other, _) = addresses();
+    w.a = Shm::open(ShmConfig::new(other)).unwrap();
+    let kinds = b.completions(w, 2);
+    let status: Vec<_> = kinds.iter().map(|c| (c.wr_id.0, c.status)).collect();
+    assert_eq!(status, [(9, WcStatus::Success), (10, WcStatus::WrFlushErr)]);
+    assert_eq!(cm_event(w, End::B).kind, CmEventKind::Disconnected);
+    let attr = w.b.query_qp(b.qp).unwrap();
+    assert_eq!(attr.state, Some(QpState::Error));
+    // Not by a timer: those of a connection take seconds.
+    assert!(begin.elapsed() < w.patience() / 2);
+}
+
+#[test]
+fn a_request_ends_with_the_process_that_it_went_to() {
+    let w = &mut Shared::new();
+    let _listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    w.a.create_cm_qp(id, &init).unwrap();
+    w.a.connect(id, &ConnParam::default()).unwrap();
+    assert!(matches!(
+        cm_event(w, End::B).kind,
+        CmEventKind::ConnectRequest { .. }
+    ));
+    let (other, _) = addresses();
+    w.b = Shm::open(ShmConfig::new(other)).unwrap();
+    assert_eq!(cm_event(w, End::A).kind, CmEventKind::Unreachable);
+}
+
+#[test]
+fn where_no_process_listens_no_address_is_resolved() {
+    let w = &mut Shared::new();
+    let (nobody, also_nobody) = addresses();
+    assert!(!has_listener(nobody, &ShmUsers::default()));
+    for to in [nobody, also_nobody] {
+        let id = w.a.create_id(PortSpace::Tcp).unwrap();
+        let dst = SocketAddr::new(to, 4000);
+        w.a.resolve_addr(id, None, dst, Duration::from_secs(1))
+            .unwrap();
+        let wanted = CmEventKind::AddrError(CmError::Unreachable);
+        assert_eq!(cm_event(w, End::A).kind, wanted);
+    }
+    let taken = ShmConfig::listening(w.addr(End::B)).unwrap_err();
+    assert_eq!(taken.kind(), std::io::ErrorKind::AddrInUse);
+    let elsewhere = Shm::open(ShmConfig::new("192.0.2.1".parse().unwrap())).unwrap_err();
+    assert_eq!(elsewhere.kind(), std::io::ErrorKind::AddrNotAvailable);
+}
+
+#[test]
+fn a_device_says_that_it_is_there() {
+    let mut w = Shared::new();
+    let addr = w.addr(End::B);
+    let asking = std::thread::spawn(move || has_listener(addr, &ShmUsers::default()));
+    while !asking.is_finished() {
+        w.step();
+    }
+    assert!(asking.join().unwrap());
+    // It does not count as a peer any longer.
+    works_afterwards(&mut w);
+}
+
+fn works_afterwards(w: &mut Shared) {
+    let (a, b) = connected(w);
+    works(w, &a, &b);
+}
+
+/// Three devices, two of which have one address. All that one of them may know of the other's
+/// connection does not let it in.
+#[test]
+fn peers_of_one_address_are_kept_apart() {
+    let w = &mut Shared::new();
+    let (a, b) = connected(w);
+    let know = w.a.query_qp(a.qp).unwrap();
+    let same = w.addr(End::A);
+    let mut first = std::mem::replace(&mut w.a, Shm::open(ShmConfig::new(same)).unwrap());
+    let _listener = listen(w, End::B, 4001);
+    let (c, d) = connect_to(w, 4001, &Wants::default(), &Wants::default());
+    // What leads to the peer is its own, everything else the other connection's.
+    let own = w.a.query_qp(c.qp).unwrap();
+    let qp = w.a.create_qp(&init_attr(c.pd, c.cq, &Wants::default())).unwrap();
+    let none = QpAttr::default();
+    for attr in [
+        QpAttr {
+            state: Some(QpState::Init),
+            pkey_index: Some(0),
+            port: Some(1),
+            access: know.access,
+            ..none
+        },
+        QpAttr {
+            state: Some(QpState::Rtr),
+            ah: own.ah,
+            path_mtu: know.path_mtu,
+            dest_qp: know.dest_qp,
+            rq_psn: know.rq_psn,
+            max_dest_rd_atomic: Some(1),
+            min_rnr_timer: Some(1),
+            ..none
+        },
+        QpAttr {
+            state: Some(QpState::Rts),
+            sq_psn: know.sq_psn,
+            max_rd_atomic: Some(1),
+            timeout: Some(14),
+            retry_cnt: Some(0),
+            rnr_retry: Some(0),
+            ..none
+        },
+    ] {
+        w.a.modify_qp(qp, &attr).unwrap();
+    }
+    let sges = [c.sge(0, 100)];
+    let wr = SendWr::new(1, SendOp::Write(b.remote(0)), &sges);
+    c.memory.fill(0, 100, 0xee);
+    w.a.post_send(qp, &[wr]).unwrap();
+    w.until("the packet", |w| {
+        (w.b.counters().rx_wrong_source > 0).then_some(())
+    });
+    assert_eq!(w.b.qp_counters(b.qp).unwrap().rc.rx_packets, 0);
+    assert_eq!(b.bytes(0, 100), [0; 100]);
+    w.a.destroy_qp(qp).unwrap();
+    // Both connections work.
+    works(w, &c, &d);
+    std::mem::swap(&mut first, &mut w.a);
+    works(w, &a, &b);
+}
+
+#[test]
+fn who_breaks_the_rules_of_the_rings_ends_alone() {
+    let w = &mut Shared::new();
+    let (a, b) = connected(w);
+    let at = w.addr(End::B);
+    for (n, (tail, len)) in [
+        (5u32, 0u32),
+        (u32::MAX - 3, 0),
+        ((1 << 20) + 4, 0),
+        (64, 4356),
+        (64, 61),
+        (8, 8),
+        (1 << 20, u32::MAX),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let socket = knock(at);
+        greet(&socket);
+        let memory = take_welcome(w, &socket);
+        memory.write(DATA / 2, &len.to_ne_bytes());
+        memory.word(TAILS[1]).store(tail, Ordering::Release);
+        await_end(w, &socket);
+        assert_eq!(w.b.link_counters().broken, n as u64 + 1);
+    }
+    works(w, &a, &b);
+}
+
+/// Whatever a process writes into its memory, the device goes on.
+#[test]
+fn random_packets_and_positions_harm_no_connection() {
+    let w = &mut Shared::new();
+    let (a, b) = connected(w);
+    let at = w.addr(End::B);
+    let mut random = fastrand::Rng::with_seed(11);
+    for _ in 0..40 {
+        let socket = knock(at);
+        greet(&socket);
+        let memory = take_welcome(w, &socket);
+        let mut tail = 0u32;
+        for _ in 0..60 {
+            let len = random.u32(..64) * 4;
+            let mut packet = len.to_ne_bytes().to_vec();
+            packet.extend((0..len).map(|_| random.u8(..)));
+            if len > 8 {
+                // One that has a known opcode, and a queue pair of ours now and then.
+                packet[4] = random.u8(..0x15);
+                packet[5] = 0;
+                packet[6..8].copy_from_slice(&[0xff; 2]);
+                let qpn = w.b.qp_num(b.qp).unwrap().to_be_bytes();
+                packet[8..12].copy_from_slice(&qpn);
+            }
+            memory.write(DATA / 2 + tail as usize, &packet);
+            tail += packet.len() as u32;
+            let shown = if random.u8(..20) == 0 {
+                random.u32(..)
+            } else {
+                tail
+            };
+            memory.word(TAILS[1]).store(shown, Ordering::Release);
+            w.step();
+        }
+    }
+    assert!(w.b.counters().rx_wrong_source > 0);
+    assert!(w.b.link_counters().broken > 10);
+    works(w, &a, &b);
+}
+
+#[test]
+fn processes_without_a_proper_first_message_are_left() {
+    let w = &mut Shared::new();
+    let at = w.addr(End::B);
+    let mut strangers = Vec::new();
+    for _ in 0..MAX_GREETING {
+        strangers.push(knock(at));
+    }
+    w.pass(Duration::from_millis(20));
+    assert_eq!(w.b.link_counters().refused, 0);
+    // One more takes the place of the first.
+    strangers.push(knock(at));
+    let first = strangers.remove(0);
+    await_end(w, &first);
+    // A message that is none ends it at once, and silence after a while.
+    rustix::net::send(&strangers[0], b"hello", SendFlags::NOSIGNAL).unwrap();
+    await_end(w, &strangers[0]);
+    works_afterwards(w);
+    w.pass(GREETING);
+    await_end(w, strangers.last().unwrap());
+    assert_eq!(w.b.link_counters().refused, MAX_GREETING as u64 + 1);
+}
+
+/// A process that shares memory and never reads it costs no other one anything.
+#[test]
+fn a_peer_that_reads_nothing_holds_up_nobody() {
+    use riser_transport::verbs::{AhAttr, QKey, QpInitAttr, QpType, UdDest};
+
+    let w = &mut Shared::new();
+    let (a, b) = connected(w);
+    // A listener that answers and then sleeps for ever: another device that is not driven.
+    let (idle, _) = addresses();
+    let mut sleeper = Shm::open(ShmConfig::listening(idle).unwrap()).unwrap();
+    let wants = Wants::default();
+    let (pd, cq, memory, mr) = objects(w, End::A, &wants);
+    let init = QpInitAttr {
+        qp_type: QpType::Ud,
+        ..init_attr(pd, cq, &wants)
+    };
+    let qp = w.a.create_qp(&init).unwrap();
+    let step = |state| QpAttr {
+        state: Some(state),
+        ..QpAttr::default()
+    };
+    for attr in [
+        QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            qkey: Some(QKey(1)),
+            ..step(QpState::Init)
+        },
+        step(QpState::Rtr),
+        QpAttr {
+            sq_psn: Some(0),
+            ..step(QpState::Rts)
+        },
+    ] {
+        w.a.modify_qp(qp, &attr).unwrap();
+    }
+    let ah = AhAttr {
+        dgid: idle.into(),
+        sgid_index: 0,
+        hop_limit: 64,
+        traffic_class: 0,
+        port: 1,
+    };
+    let ah = w.a.create_ah(pd, ah).unwrap();
+    let sges = [riser_transport::verbs::Sge {
+        addr: mr.addr,
+        length: 4096,
+        lkey: mr.lkey,
+    }];
+    let mut done = Vec::new();
+    for n in 0..400 {
+        let wr = SendWr {
+            ud: Some(UdDest {
+                ah,
+                qpn: 0x1234,
+                qkey: QKey(1),
+            }),
+            ..SendWr::new(n, SendOp::Send, &sges)
+        };
+        w.a.post_send(qp, &[wr]).unwrap();
+        w.step();
+        if n == 0 {
+            w.until("the link", |w| {
+                sleeper.progress(Instant::now());
+                (w.a.link_counters().up == 2).then_some(())
+            });
+        }
+        w.a.poll_cq(cq, 64, &mut done).unwrap();
+    }
+    assert!(w.a.link_counters().dropped > 50, "the ring is full");
+    works(w, &a, &b);
+    drop(memory);
+}
+
+#[test]
+fn a_sleeping_device_is_woken_by_what_comes_before_and_after_it_sleeps() {
+    let w = &mut Shared::new();
+    let (a, b) = connected(w);
+    w.pass(Duration::from_millis(2));
+    let patience = w.patience();
+    for n in 0..20 {
+        b.recv(w, n, 0, 64);
+        w.b.progress(Instant::now());
+        let send = |w: &mut Shared| {
+            a.send(w, n, SendOp::Send, 0, 64);
+            w.a.progress(Instant::now());
+        };
+        if n % 2 == 0 {
+            send(w);
+        }
+        w.b.arm_fds();
+        if n % 2 == 1 {
+            assert!(!is_readable(&w.b, Duration::ZERO), "nothing has come");
+            send(w);
+        }
+        assert!(is_readable(&w.b, patience));
+        let mut out = Vec::new();
+        w.b.progress(Instant::now());
+        w.b.poll_cq(b.cq, 1, &mut out).unwrap();
+        assert_eq!(out.len(), 1);
+        assert_eq!(a.completion(w).status, WcStatus::Success);
+        w.pass(Duration::from_millis(1));
+    }
+    // A device that is awake costs its peer no wake-up.
+    let bells = w.a.link_counters().bells;
+    assert_eq!(bells, 10);
+    works(w, &a, &b);
+    assert_eq!(w.a.link_counters().bells, bells);
+}

@@ -291,7 +291,10 @@ fn start_shared(
     };
     match builder.clone().build(open) {
         Ok(client) => {
-            tracing::info!(device = client.device(), "memory is shared with the target (shm)");
+            tracing::info!(
+                device = client.device(),
+                "memory is shared with the target (shm)"
+            );
             Ok(Some(client))
         }
         Err(error) if is_named => {

@@ -69,12 +69,7 @@ impl OpenDevice {
 impl DeviceSlots {
     /// A slot for the device at an address, which is wanted from now on. Waits while one at this
     /// address is being closed; `None` if that has not ended after `patience`.
-    pub fn take(
-        &self,
-        addr: IpAddr,
-        kind: DeviceKind,
-        patience: Duration,
-    ) -> Option<DeviceSlot> {
+    pub fn take(&self, addr: IpAddr, kind: DeviceKind, patience: Duration) -> Option<DeviceSlot> {
         let is_closing = |slots: &mut Vec<Option<OpenDevice>>| {
             let mut devices = slots.iter().flatten();
             devices.any(|device| device.is_at(addr, kind) && device.is_closing)
@@ -249,7 +244,9 @@ mod tests {
         slots.fill(0, 2);
         slots.want(|_, _| false);
         assert!(!slots.is_over(0, 0));
-        let taken = slots.take(addr(1), DeviceKind::Portal, Duration::ZERO).unwrap();
+        let taken = slots
+            .take(addr(1), DeviceKind::Portal, Duration::ZERO)
+            .unwrap();
         let again = DeviceSlot::Open {
             slot: 0,
             was_wanted: false,
@@ -270,7 +267,8 @@ mod tests {
         slots.want(|_, _| false);
         assert!(slots.is_over(0, 0));
         let taken = std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| slots.take(addr(1), DeviceKind::Portal, Duration::from_secs(60)));
+            let waiting =
+                scope.spawn(|| slots.take(addr(1), DeviceKind::Portal, Duration::from_secs(60)));
             slots.closed(0);
             waiting.join().unwrap()
         });

@@ -1,10 +1,9 @@
 //! Memory that two processes map: a page of atomic words, and data that are only copied.
 //!
-//! The other process is not trusted. It may write anything at any time, so a value that was read
-//! once may differ when it is read again, and whoever uses one checks the copy that it has. Two
-//! things it cannot do, since [`SharedMemory::map`] insists on it: make the file shorter, which
-//! would turn accesses into SIGBUS, and have it on a file system whose pages may be missing. It may
-//! punch holes, which read as zeros.
+//! The other process is not trusted. It may write anything at any time, so a second read of a value
+//! may differ from the first: users check the copy that they have. [`SharedMemory::map`] refuses
+//! files whose pages could go missing, which would turn accesses into SIGBUS: files that can be
+//! made shorter, and files of huge pages. A peer may punch holes, which read as zeros.
 //!
 //! Words and data never overlap, so no byte is accessed in two sizes.
 
@@ -160,7 +159,10 @@ impl SharedMemory {
 }
 
 #[cfg(test)]
-#[cfg_attr(miri, allow(dead_code, unused_imports, reason = "Miri has no memory files"))]
+#[cfg_attr(
+    miri,
+    allow(dead_code, unused_imports, reason = "Miri has no memory files")
+)]
 mod tests {
     use std::sync::atomic::Ordering;
 

@@ -1,4 +1,4 @@
-//! How two processes come to share memory: the messages on a Unix socket, and who may send them.
+//! Setting up shared memory between two processes: messages on a Unix socket, and access control.
 //!
 //! ```text
 //!   connecting side                         listening side
@@ -41,7 +41,7 @@ const WELCOME: [u8; 8] = *b"RISRSHM<";
 const BACKLOG: i32 = 64;
 
 /// User id by which the kernel shows users that have none here (`/proc/sys/kernel/overflowuid`).
-/// That of `nobody`, so it proves nothing.
+/// It proves nothing.
 const OVERFLOW_UID: u32 = 65_534;
 
 /// Time in which a device that is there answers, unless its thread hangs.
@@ -72,7 +72,7 @@ struct Welcome {
     ring: U32,
 }
 
-/// Which users' processes a device shares memory with.
+/// Users whose processes a device shares memory with.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShmUsers {
     /// User ids beside our own and root's.
@@ -87,7 +87,7 @@ impl ShmUsers {
         is_named || uid != OVERFLOW_UID && (uid == own || uid == 0)
     }
 
-    /// Checks who is at the other end of a socket.
+    /// Checks the user at the other end of a socket.
     fn check(&self, socket: &impl AsFd) -> io::Result<()> {
         let peer = getsockopt(socket, sockopt::PeerCredentials)?;
         let uid = peer.uid();
@@ -176,11 +176,13 @@ pub(super) fn parse_hello(message: &[u8], is_v4: bool) -> io::Result<IpAddr> {
         return Err(invalid("a HELLO of another version"));
     }
     let addr = Ipv6Addr::from(hello.address).to_canonical();
-    // What access rules say of an address holds for those who can send from it: a local process
-    // can from any address of the host. Only such can be bound.
+    // Access rules trust an address as far as the network does: a local process can send from any
+    // address of its host. Only such an address can be bound.
     let is_local = !addr.is_unspecified() && UdpSocket::bind((addr, 0)).is_ok();
     if addr.is_ipv4() != is_v4 || !is_local {
-        return Err(invalid("a HELLO from an address that this host does not have"));
+        return Err(invalid(
+            "a HELLO from an address that this host does not have",
+        ));
     }
     Ok(addr)
 }
@@ -206,7 +208,7 @@ pub(super) fn welcome(socket: &OwnedFd, memory: BorrowedFd<'_>) -> io::Result<()
     Ok(())
 }
 
-/// What came over a socket.
+/// Result of reading a socket.
 #[derive(Debug)]
 pub(super) enum Message {
     /// A message of this many bytes.
@@ -220,7 +222,7 @@ pub(super) enum Message {
 /// Receives a message. Descriptors that come with it are not taken.
 pub(super) fn receive(socket: &OwnedFd, room: &mut [u8]) -> Message {
     match rustix::net::recv(socket, room, RecvFlags::DONTWAIT) {
-        // No message of ours is empty, so this is the end or a peer that does not know that.
+        // No message is empty, so this is the end, or a peer that violates the protocol.
         Ok((0, _)) => Message::End,
         Ok((len, _)) => Message::Bytes(len),
         Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Message::None,
@@ -275,7 +277,7 @@ pub(super) fn is_welcome(addr: IpAddr, users: &ShmUsers) -> io::Result<bool> {
     Ok(receive_welcome(&socket)?.is_some())
 }
 
-/// Wakes the peer. Where its socket is full, it has wake-ups enough.
+/// Wakes the peer. A full socket already holds wake-ups.
 pub(super) fn ring_bell(socket: &OwnedFd) {
     // A peer that is gone is noticed by the end of the socket.
     let _ = rustix::net::send(socket, b"!", SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
@@ -315,10 +317,19 @@ mod tests {
             ([&good[..], &[0]].concat(), "not a HELLO"),
             (hello(|h| h.magic = WELCOME), "not a HELLO"),
             (hello(|h| h.version = U16::new(2)), "version"),
-            (hello(|h| h.address = mapped([192, 0, 2, 1].into())), "does not have"),
-            (hello(|h| h.address = mapped([0, 0, 0, 0].into())), "does not have"),
+            (
+                hello(|h| h.address = mapped([192, 0, 2, 1].into())),
+                "does not have",
+            ),
+            (
+                hello(|h| h.address = mapped([0, 0, 0, 0].into())),
+                "does not have",
+            ),
             (hello(|h| h.address = [0; 16]), "does not have"),
-            (hello(|h| h.address = mapped("::1".parse().unwrap())), "does not have"),
+            (
+                hello(|h| h.address = mapped("::1".parse().unwrap())),
+                "does not have",
+            ),
         ];
         for (message, why) in wrong {
             let error = parse_hello(&message, true).unwrap_err();
@@ -327,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_proves_nothing() {
+    fn the_overflow_user_proves_nothing() {
         let none = ShmUsers::default();
         assert!(none.lets_in(0));
         assert!(none.lets_in(rustix::process::geteuid().as_raw()));

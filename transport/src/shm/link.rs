@@ -1,9 +1,9 @@
 //! A device's links: one for each pair of devices that share memory.
 //!
 //! A link has a name at each end, which has the form of an IP address and is never used for another
-//! link: the names by which a [`Nic`](crate::roce::nic::Nic) knows its peers. Which link a packet
-//! came over is a fact, so a peer cannot use the connections of another one. The peer's own address
-//! is what its HELLO said, and is for people and access rules only.
+//! link: the names by which a [`Nic`](crate::roce::nic::Nic) knows its peers. A packet is attributed
+//! to the link that it came over, so a peer cannot use the connections of another one. The peer's own
+//! address comes from its HELLO and serves logs and access rules only.
 //!
 //! ```text
 //!  accept ─▶ AwaitsHello ── HELLO ──▶ Up ──▶ gone: end of the socket, or a rule broken
@@ -15,7 +15,7 @@
 //! [`MAX_LINKS`] links of [`DATA`] bytes of memory each; [`MAX_GREETING`] of them that were accepted
 //! and have not said hello, for [`GREETING`] each: the oldest gives its place to the next one.
 //! [`MAX_WAITING`] packets wait for a WELCOME. Packets for which a ring has no room are lost, as in a
-//! full socket, and repeated by their queue pairs: a peer that reads nothing holds up nobody else.
+//! full socket, and repeated by their queue pairs: a peer that reads nothing delays no other one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -60,7 +60,7 @@ const LISTENER: u64 = u64::MAX;
 const KICK: u64 = u64::MAX - 1;
 
 /// Generations of a slot, of 28 bits together with its number. All ones would be the broadcast
-/// address. So many links later a name is used again, when nothing of the first can be left.
+/// address. A name is used again after that many links, when nothing of the first one is left.
 const GENERATIONS: u32 = (1 << 28) / MAX_LINKS as u32 - 1;
 
 /// Prefix of the names of links where addresses are of IPv6. It is one of the prefixes for local use
@@ -101,7 +101,7 @@ struct Link {
     name: IpAddr,
     /// Address of the peer's device.
     peer: IpAddr,
-    /// This side has connected, so the link leads to who listens at that address.
+    /// This side has connected, so the link leads to the listener at that address.
     is_outgoing: bool,
     socket: OwnedFd,
     state: State,
@@ -155,11 +155,7 @@ impl Links {
     ///
     /// # Errors
     /// No descriptor is left.
-    pub(super) fn new(
-        own: IpAddr,
-        users: ShmUsers,
-        listener: Option<OwnedFd>,
-    ) -> io::Result<Self> {
+    pub(super) fn new(own: IpAddr, users: ShmUsers, listener: Option<OwnedFd>) -> io::Result<Self> {
         let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let kick = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         watch(&set, &kick, KICK, epoll::EventFlags::IN)?;
@@ -299,7 +295,7 @@ impl Links {
         self.lost.pop()
     }
 
-    /// Sends packets, each to the link that its destination names, or to who listens there.
+    /// Sends packets, each to the link that its destination names, or to the listener there.
     pub(super) fn send(&mut self, now: Instant, batch: &TxBatch, groups: &[Group]) {
         for group in groups {
             debug_assert_eq!(group.count, 1, "nothing cuts a train here");
@@ -420,7 +416,7 @@ impl Links {
         }
     }
 
-    /// Asks for no more wake-ups.
+    /// Stops asking for wake-ups.
     pub(super) fn wake(&mut self) {
         for link in self.all() {
             if let Some(rings) = link.rings() {
@@ -488,7 +484,10 @@ impl Links {
             };
             self.make_room();
             if self.free.is_empty() {
-                info!(links = MAX_LINKS, "a process is refused, since there are too many links");
+                info!(
+                    links = MAX_LINKS,
+                    "a process is refused, since there are too many links"
+                );
                 self.counters.refused += 1;
                 continue;
             }
@@ -556,7 +555,7 @@ impl Links {
         let link = self.slots[slot].link.as_ref().expect("it was read from");
         debug!(peer = %link.peer, %error, "the end of a link");
         match &link.state {
-            // What the peer said before it ended counts.
+            // Packets that the peer sent before its end count.
             State::Up(_) => {
                 self.receive_from(slot, LAST_ROUND, take);
             }
@@ -612,12 +611,7 @@ impl Links {
     }
 }
 
-fn watch(
-    set: &OwnedFd,
-    fd: &impl AsFd,
-    data: u64,
-    flags: epoll::EventFlags,
-) -> io::Result<()> {
+fn watch(set: &OwnedFd, fd: &impl AsFd, data: u64, flags: epoll::EventFlags) -> io::Result<()> {
     Ok(epoll::add(set, fd, epoll::EventData::new_u64(data), flags)?)
 }
 

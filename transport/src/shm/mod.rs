@@ -17,19 +17,19 @@
 //! # The way of a packet
 //!
 //! Headers and payload are copied into the ring, from where the peer copies the packet as a whole
-//! before it looks at it, and its payload to where that goes: three copies of data from the disk's
-//! buffer to the initiator's, and no system call. A peer that sleeps has said so, and is woken by a
-//! byte over the Unix socket. The end of that socket is the end of all connections of the link, at
+//! before it parses it, and its payload to its destination: three copies of data from the disk's
+//! buffer to the initiator's, and no system call. A peer that sleeps has announced it, and is woken
+//! by a byte over the Unix socket. The end of that socket is the end of all connections of the link, at
 //! once.
 //!
 //! # Security
 //!
-//! - Whoever may connect is decided by user id, which the kernel vouches for ([`ShmUsers`]).
-//! - A peer can write anything into the rings, at any time. All that is read from there is read
-//!   once, into memory of our own, and checked as bytes of a network are.
+//! - User ids, as the kernel reports them, decide which processes may connect ([`ShmUsers`]).
+//! - A peer can write anything into the rings at any time. Every value is read once, into private
+//!   memory, and checked as bytes from a network are.
 //! - Packets are attributed to the link that they came over, not to what they say, so no peer takes
 //!   part in connections of another.
-//! - A peer cannot make us wait: nothing here blocks, and what it does not read is dropped.
+//! - A peer cannot make a device wait: nothing blocks, and packets that it does not read are dropped.
 //!
 //! Packets have no ICRC (their field is zero), and a path MTU of 4096 bytes.
 //!

@@ -39,9 +39,9 @@ const LOOK_INTERVAL: Duration = Duration::from_micros(250);
 pub struct ShmConfig {
     /// Its address: one of this host's.
     pub addr: IpAddr,
-    /// By which it is found. Without it the device connects and is not connected to.
+    /// Accepts connections of other processes. Without it the device can only connect.
     pub listener: Option<ShmListener>,
-    /// With whom memory is shared.
+    /// Users whose processes it shares memory with.
     pub users: ShmUsers,
     /// Limits on the objects of the device.
     pub limits: NicLimits,

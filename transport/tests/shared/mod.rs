@@ -136,9 +136,9 @@ fn a_request_ends_with_the_process_that_it_went_to() {
 #[test]
 fn where_no_process_listens_no_address_is_resolved() {
     let w = &mut Shared::new();
-    let (nobody, also_nobody) = addresses();
-    assert!(!has_listener(nobody, &ShmUsers::default()));
-    for to in [nobody, also_nobody] {
+    let (unused, also_unused) = addresses();
+    assert!(!has_listener(unused, &ShmUsers::default()));
+    for to in [unused, also_unused] {
         let id = w.a.create_id(PortSpace::Tcp).unwrap();
         let dst = SocketAddr::new(to, 4000);
         w.a.resolve_addr(id, None, dst, Duration::from_secs(1))
@@ -161,7 +161,7 @@ fn a_device_says_that_it_is_there() {
         w.step();
     }
     assert!(asking.join().unwrap());
-    // It does not count as a peer any longer.
+    // The link of the question has ended.
     works_afterwards(&mut w);
 }
 
@@ -183,7 +183,9 @@ fn peers_of_one_address_are_kept_apart() {
     let (c, d) = connect_to(w, 4001, &Wants::default(), &Wants::default());
     // What leads to the peer is its own, everything else the other connection's.
     let own = w.a.query_qp(c.qp).unwrap();
-    let qp = w.a.create_qp(&init_attr(c.pd, c.cq, &Wants::default())).unwrap();
+    let qp =
+        w.a.create_qp(&init_attr(c.pd, c.cq, &Wants::default()))
+            .unwrap();
     let none = QpAttr::default();
     for attr in [
         QpAttr {
@@ -232,7 +234,7 @@ fn peers_of_one_address_are_kept_apart() {
 }
 
 #[test]
-fn who_breaks_the_rules_of_the_rings_ends_alone() {
+fn a_peer_that_breaks_the_rules_of_the_rings_ends_alone() {
     let w = &mut Shared::new();
     let (a, b) = connected(w);
     let at = w.addr(End::B);
@@ -259,7 +261,7 @@ fn who_breaks_the_rules_of_the_rings_ends_alone() {
     works(w, &a, &b);
 }
 
-/// Whatever a process writes into its memory, the device goes on.
+/// A process that writes anything into its memory does not disturb the device.
 #[test]
 fn random_packets_and_positions_harm_no_connection() {
     let w = &mut Shared::new();
@@ -324,7 +326,7 @@ fn processes_without_a_proper_first_message_are_left() {
 
 /// A process that shares memory and never reads it costs no other one anything.
 #[test]
-fn a_peer_that_reads_nothing_holds_up_nobody() {
+fn a_peer_that_reads_nothing_delays_no_other() {
     use riser_transport::verbs::{AhAttr, QKey, QpInitAttr, QpType, UdDest};
 
     let w = &mut Shared::new();

@@ -12,10 +12,13 @@
 //! ```
 //!
 //! # Bounds
-//! [`MAX_LINKS`] links of [`DATA`] bytes of memory each; [`MAX_GREETING`] of them that were accepted
-//! and have not said hello, for [`GREETING`] each: the oldest gives its place to the next one.
-//! [`MAX_WAITING`] packets wait for a WELCOME. Packets for which a ring has no room are lost, as in a
-//! full socket, and repeated by their queue pairs: a peer that reads nothing delays no other one.
+//! [`MAX_LINKS`] links of [`DATA`](super::ring::DATA) bytes of memory each; [`MAX_GREETING`] of them
+//! that were accepted and have not said hello, for [`GREETING`] each: the oldest gives its place to
+//! the next one. [`MAX_WAITING`] packets wait for a WELCOME. Packets for which a ring has no room are
+//! lost, as in a full socket, and repeated by their queue pairs: a peer that reads nothing delays no
+//! other one.
+
+mod sockets;
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,13 +26,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use riser_memory::shared::SharedMemory;
 use rustix::event::{EventfdFlags, epoll};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
-use super::hello::{self, Message, ShmUsers};
-use super::ring::{Broken, DATA, Rings, Side};
+use super::hello::{self, ShmUsers};
+use super::ring::{Broken, Rings};
 use crate::roce::batch::{Group, Piece, TxBatch};
+use crate::roce::nic::LinkPeer;
 
 /// Most links of a device.
 pub const MAX_LINKS: usize = 64;
@@ -39,6 +42,9 @@ pub const MAX_GREETING: usize = 16;
 
 /// Time that either side has for its first message.
 pub const GREETING: Duration = Duration::from_secs(2);
+
+/// Time for which no process is accepted after that has failed.
+const REST: Duration = Duration::from_secs(1);
 
 /// Packets that wait for a WELCOME: messages of the connection manager, which repeats them.
 const MAX_WAITING: usize = 64;
@@ -115,6 +121,20 @@ impl Link {
         }
     }
 
+    /// As whom the device knows the peer. An answer to a datagram leads back by the link's name, or
+    /// by the address that was asked, which a user who has asked expects.
+    fn source(&self) -> LinkPeer {
+        let datagrams = if self.is_outgoing {
+            self.peer
+        } else {
+            self.name
+        };
+        LinkPeer {
+            name: self.name,
+            datagrams,
+        }
+    }
+
     fn until(&self) -> Option<Instant> {
         match self.state {
             State::AwaitsHello { until } | State::AwaitsWelcome { until, .. } => Some(until),
@@ -139,10 +159,14 @@ pub(super) struct Links {
     own: IpAddr,
     users: ShmUsers,
     listener: Option<OwnedFd>,
+    /// The listener is not in the set until then.
+    rests_until: Option<Instant>,
     /// Readable when a socket is, or after a kick.
     set: OwnedFd,
     kick: OwnedFd,
     slots: Vec<Slot>,
+    /// Slots that have a link: each round looks at these only.
+    live: Vec<usize>,
     /// Free slots, those that were used longest ago first.
     free: VecDeque<usize>,
     /// Names of links that have ended, for the device to learn.
@@ -160,17 +184,17 @@ impl Links {
         let kick = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         watch(&set, &kick, KICK, epoll::EventFlags::IN)?;
         if let Some(listener) = &listener {
-            // Of several workers that share it, one is woken.
-            let flags = epoll::EventFlags::IN | epoll::EventFlags::EXCLUSIVE;
-            watch(&set, listener, LISTENER, flags)?;
+            watch_listener(&set, listener)?;
         }
         Ok(Self {
             own,
             users,
             listener,
+            rests_until: None,
             set,
             kick,
             slots: (0..MAX_LINKS).map(|_| Slot::default()).collect(),
+            live: Vec::with_capacity(MAX_LINKS),
             free: (0..MAX_LINKS).collect(),
             lost: Vec::new(),
             counters: LinkCounters::default(),
@@ -185,8 +209,9 @@ impl Links {
         self.counters
     }
 
-    fn all(&mut self) -> impl Iterator<Item = &mut Link> {
-        self.slots.iter_mut().filter_map(|slot| slot.link.as_mut())
+    fn all(&self) -> impl Iterator<Item = &Link> {
+        let live = self.live.iter();
+        live.filter_map(|&slot| self.slots[slot].link.as_ref())
     }
 
     /// The number in a link's name.
@@ -226,7 +251,7 @@ impl Links {
     /// # Errors
     /// Those of [`hello::connect`], and [`io::ErrorKind::QuotaExceeded`] at the limit.
     pub(super) fn reach(&mut self, now: Instant, peer: IpAddr) -> io::Result<IpAddr> {
-        let leads_there = |link: &&mut Link| link.is_outgoing && link.peer == peer;
+        let leads_there = |link: &&Link| link.is_outgoing && link.peer == peer;
         if let Some(link) = self.all().find(leads_there) {
             return Ok(link.name);
         }
@@ -258,6 +283,7 @@ impl Links {
         };
         watch(&self.set, &socket, number.into(), epoll::EventFlags::IN)?;
         self.free.pop_front();
+        self.live.push(slot);
         self.slots[slot] = Slot {
             generation,
             last: Some((name, peer)),
@@ -279,6 +305,7 @@ impl Links {
         };
         // It leaves the set when it is closed, but for a copy that another process might have.
         let _ = epoll::delete(&self.set, &link.socket);
+        self.live.retain(|&other| other != slot);
         self.free.push_back(slot);
         self.lose(link.name);
         debug!(peer = %link.peer, name = %link.name, "a link has ended");
@@ -338,21 +365,22 @@ impl Links {
 
     /// Lets the peers see what was sent to them.
     pub(super) fn publish(&mut self) {
-        let mut bells = 0;
-        for link in self.all() {
-            if link.rings().is_some_and(Rings::publish) {
+        for &slot in &self.live {
+            if let Some(link) = &mut self.slots[slot].link
+                && link.rings().is_some_and(Rings::publish)
+            {
                 hello::ring_bell(&link.socket);
-                bells += 1;
+                self.counters.bells += 1;
             }
         }
-        self.counters.bells += bells;
     }
 
-    /// Hands packets that have come to `take`, with the name of their link; returns how many.
-    pub(super) fn receive(&mut self, mut take: impl FnMut(IpAddr, &[u8])) -> usize {
+    /// Hands packets that have come to `take`, with the peer of their link; returns how many.
+    pub(super) fn receive(&mut self, mut take: impl FnMut(LinkPeer, &[u8])) -> usize {
         let mut taken = 0;
-        for slot in 0..self.slots.len() {
-            taken += self.receive_from(slot, ROUND, &mut take);
+        // From the last on, since one that ends leaves the list.
+        for at in (0..self.live.len()).rev() {
+            taken += self.receive_from(self.live[at], ROUND, &mut take);
         }
         taken
     }
@@ -361,18 +389,18 @@ impl Links {
         &mut self,
         slot: usize,
         most: usize,
-        take: &mut impl FnMut(IpAddr, &[u8]),
+        take: &mut impl FnMut(LinkPeer, &[u8]),
     ) -> usize {
         let Some(link) = &mut self.slots[slot].link else {
             return 0;
         };
-        let name = link.name;
+        let peer = link.source();
         let Some(rings) = link.rings() else {
             return 0;
         };
         for taken in 0..most {
             match rings.next() {
-                Ok(Some(packet)) => take(name, packet),
+                Ok(Some(packet)) => take(peer, packet),
                 Ok(None) => {
                     rings.release();
                     return taken;
@@ -397,15 +425,14 @@ impl Links {
 
     /// Whether a packet waits.
     pub(super) fn has_input(&self) -> bool {
-        let mut links = self.slots.iter().filter_map(|slot| slot.link.as_ref());
-        links.any(|link| matches!(&link.state, State::Up(rings) if rings.has_input()))
+        self.all()
+            .any(|link| matches!(&link.state, State::Up(rings) if rings.has_input()))
     }
 
     /// Asks all peers for wake-ups. Where a packet has come meanwhile, the set becomes readable.
     pub(super) fn sleep(&self) {
-        let links = self.slots.iter().filter_map(|slot| slot.link.as_ref());
         let mut has_input = false;
-        for link in links {
+        for link in self.all() {
             if let State::Up(rings) = &link.state {
                 has_input |= rings.sleep();
             }
@@ -417,9 +444,9 @@ impl Links {
     }
 
     /// Stops asking for wake-ups.
-    pub(super) fn wake(&mut self) {
+    pub(super) fn wake(&self) {
         for link in self.all() {
-            if let Some(rings) = link.rings() {
+            if let State::Up(rings) = &link.state {
                 rings.wake();
             }
         }
@@ -427,13 +454,20 @@ impl Links {
 
     /// Next time at which [`Links::expire`] has something to do.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        let links = self.slots.iter().filter_map(|slot| slot.link.as_ref());
-        links.filter_map(Link::until).min()
+        let links = self.all();
+        links.filter_map(Link::until).chain(self.rests_until).min()
     }
 
-    /// Ends links whose first message has not come in time.
+    /// Ends links whose first message has not come in time, and accepts again after a rest.
     pub(super) fn expire(&mut self, now: Instant) {
-        for slot in 0..self.slots.len() {
+        if self.rests_until.take_if(|until| *until <= now).is_some()
+            && let Some(listener) = &self.listener
+            && let Err(error) = watch_listener(&self.set, listener)
+        {
+            warn!(%error, "no process can be accepted");
+        }
+        for at in (0..self.live.len()).rev() {
+            let slot = self.live[at];
             let link = self.slots[slot].link.as_ref();
             if link.and_then(Link::until).is_some_and(|until| until <= now) {
                 self.counters.refused += 1;
@@ -441,178 +475,16 @@ impl Links {
             }
         }
     }
-
-    /// Looks at the sockets that are readable: other processes that connect, first messages,
-    /// wake-ups, ends. Packets that a peer has left before its end go to `take`. Returns how much
-    /// there was.
-    pub(super) fn look(&mut self, now: Instant, mut take: impl FnMut(IpAddr, &[u8])) -> usize {
-        let mut events = [epoll::Event {
-            flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(0),
-        }; 32];
-        let at_once = rustix::event::Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        let ready = epoll::wait(&self.set, &mut events[..], Some(&at_once)).unwrap_or(0);
-        for event in &events[..ready] {
-            let data = event.data;
-            match data.u64() {
-                LISTENER => self.accept(now),
-                KICK => {
-                    let _ = rustix::io::read(&self.kick, &mut [0; 8]);
-                }
-                number => self.read_socket(number as u32, &mut take),
-            }
-        }
-        ready
-    }
-
-    fn accept(&mut self, now: Instant) {
-        for _ in 0..ACCEPTS {
-            let Some(listener) = &self.listener else {
-                return;
-            };
-            let socket = match hello::accept(listener, &self.users) {
-                Ok(Some(socket)) => socket,
-                Ok(None) => return,
-                Err(error) => {
-                    info!(%error, "a process is refused");
-                    self.counters.refused += 1;
-                    continue;
-                }
-            };
-            self.make_room();
-            if self.free.is_empty() {
-                info!(
-                    links = MAX_LINKS,
-                    "a process is refused, since there are too many links"
-                );
-                self.counters.refused += 1;
-                continue;
-            }
-            let until = now + GREETING;
-            // Its address is known with its HELLO.
-            let added = self.add(socket, self.own, false, State::AwaitsHello { until });
-            if let Err(error) = added {
-                info!(%error, "a link cannot be watched");
-            }
-        }
-    }
-
-    /// Gives the place of the oldest link that has not said hello to another one, if there are too
-    /// many such.
-    fn make_room(&mut self) {
-        let greeting = |(at, slot): (usize, &Slot)| match slot.link.as_ref()?.state {
-            State::AwaitsHello { until } => Some((until, at)),
-            _ => None,
-        };
-        let all = || self.slots.iter().enumerate().filter_map(greeting);
-        if all().count() >= MAX_GREETING
-            && let Some((_, oldest)) = all().min()
-        {
-            self.counters.refused += 1;
-            self.end(oldest);
-        }
-    }
-
-    /// Reads what has come over the socket of a link.
-    fn read_socket(&mut self, number: u32, take: &mut impl FnMut(IpAddr, &[u8])) {
-        let slot = number as usize % MAX_LINKS;
-        for _ in 0..BELLS {
-            let Some(link) = &self.slots[slot].link else {
-                return;
-            };
-            // An event of the link that was here before.
-            if self.number(link.name) != Some(number) {
-                return;
-            }
-            let outcome = match &link.state {
-                State::AwaitsHello { .. } => self.greet(slot),
-                State::AwaitsWelcome { .. } => self.take_welcome(slot),
-                State::Up(_) => {
-                    let mut bell = [0; 2];
-                    match hello::receive(&link.socket, &mut bell) {
-                        Message::Bytes(1) => Ok(true),
-                        Message::None => Ok(false),
-                        Message::Bytes(_) => Err(io::ErrorKind::InvalidData.into()),
-                        Message::End => Err(io::ErrorKind::UnexpectedEof.into()),
-                    }
-                }
-            };
-            match outcome {
-                Ok(true) => {}
-                Ok(false) => return,
-                Err(error) => {
-                    self.on_end(slot, &error, take);
-                    return;
-                }
-            }
-        }
-    }
-
-    fn on_end(&mut self, slot: usize, error: &io::Error, take: &mut impl FnMut(IpAddr, &[u8])) {
-        let link = self.slots[slot].link.as_ref().expect("it was read from");
-        debug!(peer = %link.peer, %error, "the end of a link");
-        match &link.state {
-            // Packets that the peer sent before its end count.
-            State::Up(_) => {
-                self.receive_from(slot, LAST_ROUND, take);
-            }
-            _ => self.counters.refused += 1,
-        }
-        self.end(slot);
-    }
-
-    /// Takes a HELLO and answers it; false while it has not come.
-    fn greet(&mut self, slot: usize) -> io::Result<bool> {
-        let link = self.slots[slot].link.as_mut().expect("the caller has it");
-        let mut message = [0; 64];
-        let len = match hello::receive(&link.socket, &mut message) {
-            Message::Bytes(len) => len,
-            Message::None => return Ok(false),
-            Message::End => return Err(io::ErrorKind::UnexpectedEof.into()),
-        };
-        link.peer = hello::parse_hello(&message[..len], self.own.is_ipv4())?;
-        let (shared, file) = SharedMemory::create("riser-shm", DATA)?;
-        hello::welcome(&link.socket, file.as_fd())?;
-        link.state = State::Up(Box::new(Rings::new(shared, Side::Maker)));
-        self.slots[slot].last = Some((link.name, link.peer));
-        self.on_up(slot);
-        Ok(true)
-    }
-
-    /// Takes a WELCOME; false while it has not come.
-    fn take_welcome(&mut self, slot: usize) -> io::Result<bool> {
-        let link = self.slots[slot].link.as_mut().expect("the caller has it");
-        let Some(memory) = hello::receive_welcome(&link.socket)? else {
-            return Ok(false);
-        };
-        let shared = SharedMemory::map(&memory, DATA)?;
-        let mut rings = Rings::new(shared, Side::Taker);
-        if let State::AwaitsWelcome { waiting, .. } = &link.state {
-            for packet in waiting {
-                if rings.begin(packet.len()).map_err(io::Error::other)? {
-                    rings.write(packet);
-                }
-            }
-        }
-        link.state = State::Up(Box::new(rings));
-        self.on_up(slot);
-        self.publish();
-        Ok(true)
-    }
-
-    fn on_up(&mut self, slot: usize) {
-        self.counters.up += 1;
-        if let Some(link) = &self.slots[slot].link {
-            info!(own = %self.own, peer = %link.peer, "memory is shared with a process of this host");
-        }
-    }
 }
 
 fn watch(set: &OwnedFd, fd: &impl AsFd, data: u64, flags: epoll::EventFlags) -> io::Result<()> {
     Ok(epoll::add(set, fd, epoll::EventData::new_u64(data), flags)?)
+}
+
+fn watch_listener(set: &OwnedFd, listener: &OwnedFd) -> io::Result<()> {
+    // Of several workers that share it, one is woken.
+    let flags = epoll::EventFlags::IN | epoll::EventFlags::EXCLUSIVE;
+    watch(set, listener, LISTENER, flags)
 }
 
 /// Puts a packet into a ring; false if there is no room.

@@ -69,6 +69,7 @@ pub use breakage::Breakage;
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire, device_guid};
 use qpn::{QpnAllocator, QpnMap};
 use rdma_cm::CmAgent;
+pub(crate) use rx::LinkPeer;
 pub(in crate::roce) use tx::emit;
 
 /// Packets that a queue pair sends before the next one has its turn.

@@ -16,11 +16,22 @@ use crate::wire::{
 /// A packet as it came in.
 struct Received<'a> {
     src: SocketAddr,
+    /// Address of the sender for users of datagrams, who may answer there.
+    datagram_src: IpAddr,
     bytes: &'a [u8],
     /// A router has marked it for congestion.
     is_marked: bool,
     /// It follows another packet in a train.
     follows: bool,
+}
+
+/// Peer at the other end of a link.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LinkPeer {
+    /// Name of the link.
+    pub(crate) name: IpAddr,
+    /// Address that datagrams are said to come from, and that leads back to the peer.
+    pub(crate) datagrams: IpAddr,
 }
 
 impl Nic {
@@ -60,6 +71,7 @@ impl Nic {
         for (at, bytes) in bytes.chunks(segment.max(1)).enumerate() {
             let received = Received {
                 src,
+                datagram_src: src.ip(),
                 bytes,
                 is_marked,
                 follows: at > 0,
@@ -76,11 +88,12 @@ impl Nic {
 
     /// Takes in one packet without an ICRC from a wire that proves where it comes from: a device
     /// on a wire of [`Wire::Links`](super::Wire::Links).
-    pub(crate) fn handle_unsealed(&mut self, now: Instant, from: IpAddr, bytes: &[u8]) {
+    pub(crate) fn handle_unsealed(&mut self, now: Instant, from: LinkPeer, bytes: &[u8]) {
         debug_assert!(!self.config.has_icrc());
         self.set_now(now);
         let received = Received {
-            src: SocketAddr::new(from, ROCE_PORT),
+            src: SocketAddr::new(from.name, ROCE_PORT),
+            datagram_src: from.datagrams,
             bytes,
             is_marked: false,
             follows: false,
@@ -120,6 +133,7 @@ impl Nic {
     ) -> bool {
         let Received {
             src,
+            datagram_src,
             bytes,
             is_marked,
             ..
@@ -138,7 +152,7 @@ impl Nic {
         let qpn = packet.bth.dest_qpn();
         if qpn == Qpn::GSI {
             if self.verify(received, verifier) {
-                self.handle_gsi(src, &packet);
+                self.handle_gsi(received, &packet);
             }
             return false;
         }
@@ -187,7 +201,7 @@ impl Nic {
             }
             Machine::Ud(ud) => {
                 let dst = self.local.ip();
-                ud.handle_packet(&packet, src.ip(), dst, env.mrs, env.rq, env.out);
+                ud.handle_packet(&packet, datagram_src, dst, env.mrs, env.rq, env.out);
                 (false, false)
             }
         };
@@ -236,7 +250,7 @@ impl Nic {
 
     /// A datagram for queue pair 1: connection management is the device's own business, everything
     /// else goes to the user's queue pair.
-    fn handle_gsi(&mut self, src: SocketAddr, packet: &Packet<'_>) {
+    fn handle_gsi(&mut self, received: &Received<'_>, packet: &Packet<'_>) {
         // Queue pair 1 has a Q_Key that every CM knows. It keeps out datagrams that were meant
         // for another queue pair, not strangers.
         let is_datagram = packet.op.service == Service::Ud
@@ -247,7 +261,7 @@ impl Nic {
             return;
         };
         if mad[MAD_CLASS_OFFSET] == MadClass::ComMgt as u8 {
-            if !self.handle_cm_mad(src.ip(), mad) {
+            if !self.handle_cm_mad(received.src.ip(), mad) {
                 self.counters.rx_dropped_mads += 1;
             }
             return;
@@ -260,7 +274,8 @@ impl Nic {
         if let Ok(qp) = self.qps.get_mut(id)
             && let Machine::Ud(ud) = &mut qp.machine
         {
-            ud.handle_packet(packet, src.ip(), dst, &self.mrs, &mut qp.rq, &mut self.out);
+            let src = received.datagram_src;
+            ud.handle_packet(packet, src, dst, &self.mrs, &mut qp.rq, &mut self.out);
         }
         self.settle(id);
     }

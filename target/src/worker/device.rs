@@ -34,6 +34,11 @@ pub trait Device: Provider {
         true
     }
 
+    /// Whether datagrams of its peers to queue pair 1 come to this worker, and not to the first one.
+    fn has_own_mads(&self) -> bool {
+        false
+    }
+
     /// Whether it has been taken away. What was in it never completes.
     fn is_gone(&self) -> bool {
         false
@@ -124,6 +129,10 @@ impl Device for Endpoint {
 }
 
 impl Device for Shm {
+    fn has_own_mads(&self) -> bool {
+        true
+    }
+
     fn nic(&self) -> Option<NicInfo> {
         Some(NicInfo {
             nic: *self.counters(),

@@ -299,9 +299,10 @@ impl Portals {
         unserved
     }
 
-    /// MADs that are not the CM's come to the first worker.
+    /// MADs that are not the CM's come to the first worker, unless each worker's device gets its own.
     fn start_discovery(&self, devices: &mut Devices, device: usize, catalog: &Catalog) {
-        if self.is_first && devices[device].has_services() {
+        let gets_mads = self.is_first || devices[device].has_own_mads();
+        if gets_mads && devices[device].has_services() {
             devices.start_discovery(device, catalog);
         }
     }

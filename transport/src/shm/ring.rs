@@ -311,7 +311,7 @@ mod tests {
         // Three times around, in both directions.
         let mut sent = 0;
         for n in 0.. {
-            let len = (n * 148) % (MAX_DATAGRAM + 4) & !3;
+            let len = ((n * 148) % (MAX_DATAGRAM + 4)) & !3;
             let bytes = vec![n as u8; len];
             for from in [&mut a, &mut b] {
                 assert!(from.begin(len).unwrap(), "{n}");
@@ -452,7 +452,7 @@ mod tests {
             for _ in 0..200 {
                 let at = random.usize(..DATA - 8);
                 b.shared.write(at, &random.u64(..).to_ne_bytes());
-                let next = a.head as usize % RING & !3;
+                let next = (a.head as usize % RING) & !3;
                 let len = random.u32(..5000);
                 b.shared.write(b.out.start + next, &len.to_ne_bytes());
                 let word = random.usize(..6) * SPACING;

@@ -108,7 +108,11 @@ fn shared_memory_beside_the_network_is_for_those_who_ask_for_it() {
     let daemon = Daemon::start(2, "{ shm: true }");
     let shm = format!("shm-{}", daemon.addr);
     for url in daemon.urls() {
-        for (provider, device) in [("shm", shm.as_str()), ("auto", &shm), ("roce", "roce-")] {
+        for (provider, device) in [
+            ("shm", shm.as_str()),
+            ("auto", shm.as_str()),
+            ("roce", "roce-"),
+        ] {
             let found = daemon.device(&url, provider, &["--rw", "read"]);
             assert!(found.starts_with(device), "{provider}: {found}");
         }

@@ -44,6 +44,10 @@ const ROCE_PORT: u16 = 4791;
 /// of the one before it, so that one that is slow is found too.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
+/// Shortest time from the start of one attempt to that of the next. A refusal comes at once, and
+/// would otherwise be asked for again thousands of times a second.
+const PAUSE: Duration = Duration::from_millis(200);
+
 impl From<Inject> for RoceFaults {
     fn from(inject: Inject) -> Self {
         let faults = |seed| {
@@ -85,8 +89,8 @@ pub(super) fn login(
     timeout: Duration,
 ) -> Result<Session, CliError> {
     let url = with_link(url, link);
-    let until = Instant::now() + timeout;
-    let mut patience = ATTEMPT;
+    let mut attempts = Attempts::new(timeout);
+    let until = attempts.until;
     loop {
         let found = match &url {
             TargetUrl::Srp(srp) => {
@@ -100,15 +104,50 @@ pub(super) fn login(
             }
             TargetUrl::Iscsi(_) => url.clone(),
         };
-        match login_once(client, &found, patience, until) {
+        match login_once(client, &found, attempts.patience, until) {
             Ok(session) => return Ok(session.with_timeout(timeout)),
             Err(EngineError::Login(Down::Connect(
                 ConnectError::TimedOut
                 | ConnectError::Unreachable
                 | ConnectError::Address(CmError::Timeout),
-            ))) if Instant::now() < until => patience *= 2,
+            ))) if attempts.again() => {}
             Err(error) => return Err(login_failed(&url, error)),
         }
+    }
+}
+
+/// Attempts to log in, until a time limit.
+#[derive(Debug)]
+struct Attempts {
+    /// Time limit of all.
+    until: Instant,
+    /// Time that one may have at most.
+    longest: Duration,
+    /// Time limit of the one that is under way.
+    patience: Duration,
+    began: Instant,
+}
+
+impl Attempts {
+    /// The first of them begins.
+    fn new(timeout: Duration) -> Self {
+        let began = Instant::now();
+        Self {
+            until: began + timeout,
+            longest: timeout,
+            patience: ATTEMPT.min(timeout),
+            began,
+        }
+    }
+
+    /// Begins another one with twice the time, after a pause where the last one ended early; false
+    /// if the time is over.
+    fn again(&mut self) -> bool {
+        let next = self.until.min(self.began + PAUSE);
+        std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        self.patience = self.patience.saturating_mul(2).min(self.longest);
+        self.began = Instant::now();
+        self.began < self.until
     }
 }
 
@@ -712,6 +751,25 @@ mod tests {
         // The kernel's connection manager looks for the address itself.
         assert_eq!(exit(ConnectError::Address(CmError::Timeout)), Exit::Timeout);
         assert_eq!(exit(ConnectError::Unreachable), Exit::Refused);
+    }
+
+    #[test]
+    fn attempts_that_end_at_once_are_few_and_none_is_longer_than_all() {
+        let timeout = PAUSE * 2;
+        let mut attempts = Attempts::new(timeout);
+        let mut again = 0;
+        while attempts.again() {
+            assert!(attempts.patience <= timeout);
+            again += 1;
+        }
+        // The third would begin when the time is over.
+        assert!(again <= 2, "{again}");
+        let mut long = Attempts {
+            longest: Duration::MAX,
+            patience: Duration::MAX,
+            ..attempts
+        };
+        assert!(!long.again());
     }
 
     #[test]

@@ -72,6 +72,42 @@ pub fn interface_mtu(addr: IpAddr) -> Option<u32> {
     mtu_of(best.name)
 }
 
+/// Whether an address is one of this host's: an interface that is up has it, or the loopback
+/// interface holds it, as it does all of 127.0.0.0/8.
+///
+/// Binding a socket does not show that: multicast addresses can be bound, and with
+/// `net.ipv4.ip_nonlocal_bind` all addresses. Addresses that are local by a route only (AnyIP) are
+/// not among the host's.
+///
+/// # Errors
+/// The error of `getifaddrs(3)`.
+pub fn is_local(addr: IpAddr) -> io::Result<bool> {
+    LocalAddresses::look().map(|all| all.has(addr))
+}
+
+/// The addresses of this host at one time.
+pub(crate) struct LocalAddresses(Addresses);
+
+impl LocalAddresses {
+    /// Those of now.
+    ///
+    /// # Errors
+    /// The error of `getifaddrs(3)`.
+    pub(crate) fn look() -> io::Result<Self> {
+        Addresses::look().map(Self)
+    }
+
+    /// Whether an address is one of them. See [`is_local`].
+    pub(crate) fn has(&self, addr: IpAddr) -> bool {
+        let addr = addr.to_canonical();
+        let mut up = self.0.iter().filter(|entry| entry.is_up);
+        up.any(|entry| {
+            let holds_all = entry.address.is_loopback();
+            entry.address == addr || holds_all && entry.common_bits(addr).is_some()
+        })
+    }
+}
+
 /// The list of getifaddrs(3).
 struct Addresses(*mut libc::ifaddrs);
 
@@ -212,6 +248,21 @@ mod tests {
         let foreign = IpAddr::from([203, 0, 113, 77]);
         assert!(interfaces().unwrap().iter().all(|i| i.address != foreign));
         assert_eq!(interface_mtu(foreign), None);
+    }
+
+    #[test]
+    fn the_addresses_of_a_host_are_those_of_its_interfaces_and_of_loopback() {
+        for interface in interfaces().unwrap() {
+            assert!(is_local(interface.address).unwrap(), "{interface:?}");
+        }
+        for own in ["127.0.0.1", "127.9.9.9", "::ffff:127.0.0.2"] {
+            assert!(is_local(own.parse().unwrap()).unwrap(), "{own}");
+        }
+        // TEST-NET-3, and addresses that sockets can be bound to all the same.
+        let foreign = ["203.0.113.77", "2001:db8::77"];
+        for other in foreign.into_iter().chain(["239.1.2.3", "ff05::77", "0.0.0.0", "::"]) {
+            assert!(!is_local(other.parse().unwrap()).unwrap(), "{other}");
+        }
     }
 
     #[test]

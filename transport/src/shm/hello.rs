@@ -17,7 +17,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::net::{IpAddr, Ipv6Addr, UdpSocket};
+use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use nix::sys::socket::{getsockopt, sockopt};
@@ -30,6 +30,7 @@ use zerocopy::byteorder::native_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::ring::{DATA, RING};
+use crate::netif;
 
 /// Version of the messages and of what is in the memory. Another one is refused.
 const VERSION: u16 = 1;
@@ -131,12 +132,28 @@ pub(super) fn listen(addr: IpAddr) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Checks that an address is one of this host's. Any other belongs to another host: a local process
+/// that listens at its name is not that host, and access rules must not take it for that.
+///
+/// # Errors
+/// [`io::ErrorKind::AddrNotAvailable`], and those of [`netif::is_local`].
+pub(super) fn check_local(addr: IpAddr) -> io::Result<()> {
+    match netif::is_local(addr)? {
+        true => Ok(()),
+        false => Err(io::Error::new(
+            io::ErrorKind::AddrNotAvailable,
+            format!("{addr} is not an address of this host"),
+        )),
+    }
+}
+
 /// Connects to the device at `to`, and says hello from the one at `own`.
 ///
 /// # Errors
-/// `ECONNREFUSED` where no process listens, `EAGAIN` where too many wait,
+/// Those of [`check_local`] for `to`, `ECONNREFUSED` where no process listens, `EAGAIN` where too many wait,
 /// [`io::ErrorKind::PermissionDenied`] for a listener of a user who is not let in.
 pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<OwnedFd> {
+    check_local(to)?;
     let socket = socket()?;
     rustix::net::connect(&socket, &name(to)?)?;
     users.check(&socket)?;
@@ -163,10 +180,10 @@ pub(super) fn accept(listener: &OwnedFd, users: &ShmUsers) -> io::Result<Option<
     }
 }
 
-/// The address that a HELLO names. It is one of this host's and of `family`.
+/// The address that a HELLO names. It is one of this host's, and of IPv4 or not as asked.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] for any other message.
+/// [`io::ErrorKind::InvalidData`] for any other message, and those of [`check_local`].
 pub(super) fn parse_hello(message: &[u8], is_v4: bool) -> io::Result<IpAddr> {
     let hello = Hello::ref_from_bytes(message).map_err(|_| invalid("not a HELLO"))?;
     if hello.magic != HELLO {
@@ -176,14 +193,12 @@ pub(super) fn parse_hello(message: &[u8], is_v4: bool) -> io::Result<IpAddr> {
         return Err(invalid("a HELLO of another version"));
     }
     let addr = Ipv6Addr::from(hello.address).to_canonical();
-    // Access rules trust an address as far as the network does: a local process can send from any
-    // address of its host. Only such an address can be bound.
-    let is_local = !addr.is_unspecified() && UdpSocket::bind((addr, 0)).is_ok();
-    if addr.is_ipv4() != is_v4 || !is_local {
-        return Err(invalid(
-            "a HELLO from an address that this host does not have",
-        ));
+    if addr.is_ipv4() != is_v4 {
+        return Err(invalid("a HELLO from an address of the other family"));
     }
+    // Access rules trust an address as far as the network does: a local process can send from any
+    // address of its host, and from no other one.
+    check_local(addr)?;
     Ok(addr)
 }
 
@@ -319,16 +334,21 @@ mod tests {
             (hello(|h| h.version = U16::new(2)), "version"),
             (
                 hello(|h| h.address = mapped([192, 0, 2, 1].into())),
-                "does not have",
+                "not an address",
+            ),
+            // A socket can be bound to these two.
+            (
+                hello(|h| h.address = mapped([239, 1, 2, 3].into())),
+                "not an address",
             ),
             (
                 hello(|h| h.address = mapped([0, 0, 0, 0].into())),
-                "does not have",
+                "not an address",
             ),
-            (hello(|h| h.address = [0; 16]), "does not have"),
+            (hello(|h| h.address = [0; 16]), "other family"),
             (
                 hello(|h| h.address = mapped("::1".parse().unwrap())),
-                "does not have",
+                "other family",
             ),
         ];
         for (message, why) in wrong {
@@ -376,6 +396,17 @@ mod tests {
         riser_memory::shared::SharedMemory::map(&memory, DATA).unwrap();
         drop(client);
         assert!(matches!(receive(&server, &mut room), Message::End));
+    }
+
+    #[test]
+    fn a_listener_at_the_address_of_another_host_is_not_used() {
+        let users = ShmUsers::default();
+        for addr in [[192, 0, 2, 99], [239, 1, 2, 4]].map(IpAddr::from) {
+            let listener = listen(addr).unwrap();
+            let refused = connect(addr, [127, 0, 0, 1].into(), &users).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::AddrNotAvailable);
+            assert!(accept(&listener, &users).unwrap().is_none(), "{addr}");
+        }
     }
 
     #[test]

@@ -123,8 +123,9 @@ impl Shm {
     /// Opens a device.
     ///
     /// # Errors
-    /// [`io::ErrorKind::Unsupported`] for an IPv6 link-local address, `EADDRNOTAVAIL` for one that
-    /// is not ours, and no descriptor is left.
+    /// [`io::ErrorKind::Unsupported`] for an IPv6 link-local address,
+    /// [`io::ErrorKind::AddrNotAvailable`] for one that no interface of this host has, and no
+    /// descriptor is left.
     pub fn open(config: ShmConfig) -> io::Result<Self> {
         let addr = config.addr.to_canonical();
         if is_link_local(addr) {
@@ -133,8 +134,7 @@ impl Shm {
                 format!("{addr} is a link-local address: use a global or unique local one"),
             ));
         }
-        // Only a local address can be bound.
-        std::net::UdpSocket::bind((addr, 0))?;
+        hello::check_local(addr)?;
         let mut seed = [0; 32];
         getrandom::fill(&mut seed).map_err(io::Error::other)?;
         let now = Instant::now();

@@ -30,7 +30,7 @@ use zerocopy::byteorder::native_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::ring::{DATA, RING};
-use crate::netif;
+use crate::netif::LocalAddresses;
 
 /// Version of the messages and of what is in the memory. Another one is refused.
 const VERSION: u16 = 1;
@@ -124,23 +124,44 @@ fn socket() -> io::Result<OwnedFd> {
 /// Listens for the device at an address.
 ///
 /// # Errors
-/// `EADDRINUSE` where another process does.
+/// [`io::ErrorKind::AddrInUse`] where another process does, which the text names.
 pub(super) fn listen(addr: IpAddr) -> io::Result<OwnedFd> {
-    let socket = socket()?;
-    rustix::net::bind(&socket, &name(addr)?)?;
+    let (socket, name) = (socket()?, name(addr)?);
+    rustix::net::bind(&socket, &name).map_err(|error| match error {
+        rustix::io::Errno::ADDRINUSE => {
+            let holder = holder(&name).unwrap_or_else(|| "another process".into());
+            let text = format!("{holder} has the name for shared memory at {addr}");
+            io::Error::new(io::ErrorKind::AddrInUse, text)
+        }
+        error => error.into(),
+    })?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
 }
 
-/// Checks that an address is one of this host's. Any other belongs to another host: a local process
-/// that listens at its name is not that host, and access rules must not take it for that.
+/// The process that listens at a name, for an error. Any local user can take a name, so it need not
+/// be one of ours.
+fn holder(name: &SocketAddrUnix) -> Option<String> {
+    let socket = socket().ok()?;
+    rustix::net::connect(&socket, name).ok()?;
+    let peer = getsockopt(&socket, sockopt::PeerCredentials).ok()?;
+    let (pid, uid) = (peer.pid(), peer.uid());
+    let comm = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    // A process chooses its name itself.
+    let comm = comm.trim_end().escape_debug();
+    Some(format!("{comm} (process {pid} of user {uid})"))
+}
+
+/// Checks that addresses are of this host. Any other belongs to another host: a local process that
+/// listens at its name is not that host, and access rules must not take it for that.
 ///
 /// # Errors
-/// [`io::ErrorKind::AddrNotAvailable`], and those of [`netif::is_local`].
-pub(super) fn check_local(addr: IpAddr) -> io::Result<()> {
-    match netif::is_local(addr)? {
-        true => Ok(()),
-        false => Err(io::Error::new(
+/// [`io::ErrorKind::AddrNotAvailable`], and those of `getifaddrs(3)`.
+pub(super) fn check_local(addresses: &[IpAddr]) -> io::Result<()> {
+    let all = LocalAddresses::look()?;
+    match addresses.iter().find(|addr| !all.has(**addr)) {
+        None => Ok(()),
+        Some(addr) => Err(io::Error::new(
             io::ErrorKind::AddrNotAvailable,
             format!("{addr} is not an address of this host"),
         )),
@@ -150,12 +171,18 @@ pub(super) fn check_local(addr: IpAddr) -> io::Result<()> {
 /// Connects to the device at `to`, and says hello from the one at `own`.
 ///
 /// # Errors
-/// Those of [`check_local`] for `to`, `ECONNREFUSED` where no process listens, `EAGAIN` where too many wait,
+/// Those of [`check_local`], [`io::ErrorKind::ConnectionRefused`] where no process listens, `EAGAIN` where too many wait,
 /// [`io::ErrorKind::PermissionDenied`] for a listener of a user who is not let in.
 pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<OwnedFd> {
-    check_local(to)?;
+    check_local(&[to, own])?;
     let socket = socket()?;
-    rustix::net::connect(&socket, &name(to)?)?;
+    rustix::net::connect(&socket, &name(to)?).map_err(|error| match error {
+        rustix::io::Errno::CONNREFUSED => {
+            let text = format!("no process of this host shares memory at {to}");
+            io::Error::new(io::ErrorKind::ConnectionRefused, text)
+        }
+        error => error.into(),
+    })?;
     users.check(&socket)?;
     let hello = Hello {
         magic: HELLO,
@@ -180,11 +207,11 @@ pub(super) fn accept(listener: &OwnedFd, users: &ShmUsers) -> io::Result<Option<
     }
 }
 
-/// The address that a HELLO names. It is one of this host's, and of IPv4 or not as asked.
+/// The address that a HELLO to the device at `own` names. Both are of this host and of one family.
 ///
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] for any other message, and those of [`check_local`].
-pub(super) fn parse_hello(message: &[u8], is_v4: bool) -> io::Result<IpAddr> {
+pub(super) fn parse_hello(message: &[u8], own: IpAddr) -> io::Result<IpAddr> {
     let hello = Hello::ref_from_bytes(message).map_err(|_| invalid("not a HELLO"))?;
     if hello.magic != HELLO {
         return Err(invalid("not a HELLO"));
@@ -193,12 +220,12 @@ pub(super) fn parse_hello(message: &[u8], is_v4: bool) -> io::Result<IpAddr> {
         return Err(invalid("a HELLO of another version"));
     }
     let addr = Ipv6Addr::from(hello.address).to_canonical();
-    if addr.is_ipv4() != is_v4 {
+    if addr.is_ipv4() != own.is_ipv4() {
         return Err(invalid("a HELLO from an address of the other family"));
     }
     // Access rules trust an address as far as the network does: a local process can send from any
     // address of its host, and from no other one.
-    check_local(addr)?;
+    check_local(&[addr, own])?;
     Ok(addr)
 }
 
@@ -267,7 +294,8 @@ pub(super) fn receive_welcome(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
         }
     }
     if received.bytes == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
+        let text = "the process that shares memory there has refused";
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
     }
     let welcome = Welcome::ref_from_bytes(&message[..received.bytes])
         .map_err(|_| invalid("not a WELCOME"))?;
@@ -281,15 +309,21 @@ pub(super) fn receive_welcome(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     Ok(Some(memory))
 }
 
-/// Whether the device at an address answers a HELLO from there within [`PATIENCE`].
+/// Says hello to the device at an address from there, and waits for the answer for [`PATIENCE`].
 ///
 /// # Errors
-/// Those of [`connect`] and [`receive_welcome`].
-pub(super) fn is_welcome(addr: IpAddr, users: &ShmUsers) -> io::Result<bool> {
+/// Those of [`connect`] and [`receive_welcome`], and [`io::ErrorKind::TimedOut`].
+pub(super) fn ask(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     let socket = connect(addr, addr, users)?;
     let mut readable = [PollFd::new(&socket, PollFlags::IN)];
     rustix::event::poll(&mut readable, Some(&PATIENCE))?;
-    Ok(receive_welcome(&socket)?.is_some())
+    match receive_welcome(&socket)? {
+        Some(_) => Ok(()),
+        None => {
+            let text = format!("the process that shares memory at {addr} does not answer");
+            Err(io::Error::new(io::ErrorKind::TimedOut, text))
+        }
+    }
 }
 
 /// Wakes the peer. A full socket already holds wake-ups.
@@ -323,8 +357,9 @@ mod tests {
     #[test]
     fn a_hello_names_an_address_of_this_host() {
         let good = hello(|_| {});
+        let own = IpAddr::from([127, 0, 0, 1]);
         assert_eq!(
-            parse_hello(&good, true).unwrap(),
+            parse_hello(&good, own).unwrap(),
             IpAddr::from([127, 0, 0, 9])
         );
         let wrong = [
@@ -352,9 +387,11 @@ mod tests {
             ),
         ];
         for (message, why) in wrong {
-            let error = parse_hello(&message, true).unwrap_err();
+            let error = parse_hello(&message, own).unwrap_err();
             assert!(error.to_string().contains(why), "{error}: {why}");
         }
+        let gone = parse_hello(&good, [192, 0, 2, 1].into()).unwrap_err();
+        assert_eq!(gone.kind(), io::ErrorKind::AddrNotAvailable);
     }
 
     #[test]
@@ -380,6 +417,12 @@ mod tests {
         let listener = listen(addr).unwrap();
         let taken = listen(addr).unwrap_err();
         assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+        let text = taken.to_string();
+        let holder = format!("process {} of user", std::process::id());
+        assert!(text.contains(&holder) && text.contains("127.1.2.3"), "{text}");
+        // The question who it is.
+        let asked = accept(&listener, &users).unwrap().unwrap();
+        assert!(matches!(receive(&asked, &mut [0; 64]), Message::End));
         assert!(accept(&listener, &users).unwrap().is_none());
         let client = connect(addr, own, &users).unwrap();
         let server = accept(&listener, &users).unwrap().unwrap();
@@ -387,7 +430,7 @@ mod tests {
         let Message::Bytes(len) = receive(&server, &mut room) else {
             panic!("a HELLO has been sent");
         };
-        assert_eq!(parse_hello(&room[..len], true).unwrap(), own);
+        assert_eq!(parse_hello(&room[..len], addr).unwrap(), own);
         assert!(receive_welcome(&client).unwrap().is_none());
         let (_memory, file) =
             riser_memory::shared::SharedMemory::create("riser-test", DATA).unwrap();

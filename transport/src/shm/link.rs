@@ -14,11 +14,16 @@
 //! # Bounds
 //! [`MAX_LINKS`] links of [`DATA`](super::ring::DATA) bytes of memory each; [`MAX_GREETING`] of them
 //! that were accepted and have not said hello, for [`GREETING`] each: the oldest gives its place to
-//! the next one. [`MAX_WAITING`] packets wait for a WELCOME. Packets for which a ring has no room are
-//! lost, as in a full socket, and repeated by their queue pairs: a peer that reads nothing delays no
-//! other one.
+//! the next one. A device without a free place leaves its listener to the others that have it.
+//! [`MAX_WAITING`] packets wait for a WELCOME. Packets for which a ring has no room are lost, as in a
+//! full socket, and repeated by their queue pairs: a peer that reads nothing delays no other one.
+//! What processes can do wrong again and again is logged once in a while ([`quiet`]).
 
+mod lives;
+mod quiet;
 mod sockets;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
 use std::io;
@@ -27,8 +32,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, epoll};
-use tracing::{debug, info, warn};
+use tracing::{debug, info};
 
+use self::quiet::Quiet;
 use super::hello::{self, ShmUsers};
 use super::ring::{Broken, Rings};
 use crate::roce::batch::{Group, Piece, TxBatch};
@@ -54,9 +60,6 @@ const ROUND: usize = 64;
 
 /// Packets taken from a link whose peer has gone: all that fit the ring, unless they are tiny.
 const LAST_ROUND: usize = 4096;
-
-/// Connections accepted in a round.
-const ACCEPTS: usize = 16;
 
 /// Messages read from a socket in a round.
 const BELLS: usize = 16;
@@ -159,8 +162,15 @@ pub(super) struct Links {
     own: IpAddr,
     users: ShmUsers,
     listener: Option<OwnedFd>,
-    /// The listener is not in the set until then.
+    /// The listener is in the set.
+    is_attended: bool,
+    /// It is not until then.
     rests_until: Option<Instant>,
+    /// Time at which the addresses of links are looked for again.
+    check_due: Instant,
+    /// Lines about users who are not let in, and about those who are.
+    denials: Quiet,
+    faults: Quiet,
     /// Readable when a socket is, or after a kick.
     set: OwnedFd,
     kick: OwnedFd,
@@ -183,14 +193,15 @@ impl Links {
         let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let kick = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         watch(&set, &kick, KICK, epoll::EventFlags::IN)?;
-        if let Some(listener) = &listener {
-            watch_listener(&set, listener)?;
-        }
-        Ok(Self {
+        let mut links = Self {
             own,
             users,
             listener,
+            is_attended: false,
             rests_until: None,
+            check_due: Instant::now(),
+            denials: Quiet::default(),
+            faults: Quiet::default(),
             set,
             kick,
             slots: (0..MAX_LINKS).map(|_| Slot::default()).collect(),
@@ -198,7 +209,9 @@ impl Links {
             free: (0..MAX_LINKS).collect(),
             lost: Vec::new(),
             counters: LinkCounters::default(),
-        })
+        };
+        links.attend()?;
+        Ok(links)
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
@@ -295,6 +308,7 @@ impl Links {
                 state,
             }),
         };
+        self.attend_or_warn();
         Ok(name)
     }
 
@@ -309,6 +323,7 @@ impl Links {
         self.free.push_back(slot);
         self.lose(link.name);
         debug!(peer = %link.peer, name = %link.name, "a link has ended");
+        self.attend_or_warn();
     }
 
     fn lose(&mut self, name: IpAddr) {
@@ -416,8 +431,10 @@ impl Links {
     }
 
     fn on_broken(&mut self, slot: usize, broken: Broken) {
-        if let Some(link) = &self.slots[slot].link {
-            info!(peer = %link.peer, %broken, "a peer breaks the rules of shared memory");
+        if let Some(link) = &self.slots[slot].link
+            && let Some(held_back) = self.faults.pass(Instant::now())
+        {
+            info!(peer = %link.peer, %broken, held_back, "a peer breaks the rules of shared memory");
         }
         self.counters.broken += 1;
         self.end(slot);
@@ -451,40 +468,10 @@ impl Links {
             }
         }
     }
-
-    /// Next time at which [`Links::expire`] has something to do.
-    pub(super) fn deadline(&self) -> Option<Instant> {
-        let links = self.all();
-        links.filter_map(Link::until).chain(self.rests_until).min()
-    }
-
-    /// Ends links whose first message has not come in time, and accepts again after a rest.
-    pub(super) fn expire(&mut self, now: Instant) {
-        if self.rests_until.take_if(|until| *until <= now).is_some()
-            && let Some(listener) = &self.listener
-            && let Err(error) = watch_listener(&self.set, listener)
-        {
-            warn!(%error, "no process can be accepted");
-        }
-        for at in (0..self.live.len()).rev() {
-            let slot = self.live[at];
-            let link = self.slots[slot].link.as_ref();
-            if link.and_then(Link::until).is_some_and(|until| until <= now) {
-                self.counters.refused += 1;
-                self.end(slot);
-            }
-        }
-    }
 }
 
 fn watch(set: &OwnedFd, fd: &impl AsFd, data: u64, flags: epoll::EventFlags) -> io::Result<()> {
     Ok(epoll::add(set, fd, epoll::EventData::new_u64(data), flags)?)
-}
-
-fn watch_listener(set: &OwnedFd, listener: &OwnedFd) -> io::Result<()> {
-    // Of several workers that share it, one is woken.
-    let flags = epoll::EventFlags::IN | epoll::EventFlags::EXCLUSIVE;
-    watch(set, listener, LISTENER, flags)
 }
 
 /// Puts a packet into a ring; false if there is no room.

@@ -82,7 +82,8 @@ impl ShmListener {
     /// Listens from now on.
     ///
     /// # Errors
-    /// `EADDRINUSE` where another process listens at the address.
+    /// [`io::ErrorKind::AddrInUse`] where another process listens at the address, which the text
+    /// names.
     pub fn bind(addr: IpAddr) -> io::Result<Self> {
         hello::listen(addr).map(Self)
     }
@@ -96,13 +97,17 @@ impl ShmListener {
     }
 }
 
-/// Whether a process of this host listens at an address, is of one of `users`, and lets us in. Asks
-/// it, and waits for half a second at most.
-#[must_use]
-pub fn has_listener(addr: IpAddr, users: &ShmUsers) -> bool {
-    hello::is_welcome(addr.to_canonical(), users)
-        .inspect_err(|error| debug!(%addr, %error, "no memory can be shared"))
-        .unwrap_or(false)
+/// Asks the process of this host that listens at an address whether it shares memory with us, and
+/// waits for half a second at most.
+///
+/// # Errors
+/// The reason why not: [`io::ErrorKind::AddrNotAvailable`] where the address is not of this host,
+/// [`io::ErrorKind::ConnectionRefused`] where no process listens,
+/// [`io::ErrorKind::PermissionDenied`] where it is not of one of `users`,
+/// [`io::ErrorKind::UnexpectedEof`] where it refuses, [`io::ErrorKind::TimedOut`], and
+/// [`io::ErrorKind::InvalidData`] where it is of another version.
+pub fn ask_listener(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
+    hello::ask(addr.to_canonical(), users)
 }
 
 /// A device whose packets go through shared memory. See the [module](super).
@@ -134,7 +139,7 @@ impl Shm {
                 format!("{addr} is a link-local address: use a global or unique local one"),
             ));
         }
-        hello::check_local(addr)?;
+        hello::check_local(&[addr])?;
         let mut seed = [0; 32];
         getrandom::fill(&mut seed).map_err(io::Error::other)?;
         let now = Instant::now();

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use riser_memory::shared::SharedMemory;
-use riser_transport::shm::{GREETING, MAX_GREETING, Shm, ShmConfig, ShmUsers, has_listener};
+use riser_transport::shm::{GREETING, MAX_GREETING, Shm, ShmConfig, ShmUsers, ask_listener};
 use riser_transport::verbs::{
     CmError, CmEventKind, ConnParam, PortSpace, Provider, QpAttr, QpState, RdmaCm, SendOp, SendWr,
     Verbs, WcStatus,
@@ -137,7 +137,8 @@ fn a_request_ends_with_the_process_that_it_went_to() {
 fn where_no_process_listens_no_address_is_resolved() {
     let w = &mut Shared::new();
     let (unused, also_unused) = addresses();
-    assert!(!has_listener(unused, &ShmUsers::default()));
+    let refused = ask_listener(unused, &ShmUsers::default()).unwrap_err();
+    assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
     for to in [unused, also_unused] {
         let id = w.a.create_id(PortSpace::Tcp).unwrap();
         let dst = SocketAddr::new(to, 4000);
@@ -156,11 +157,11 @@ fn where_no_process_listens_no_address_is_resolved() {
 fn a_device_says_that_it_is_there() {
     let mut w = Shared::new();
     let addr = w.addr(End::B);
-    let asking = std::thread::spawn(move || has_listener(addr, &ShmUsers::default()));
+    let asking = std::thread::spawn(move || ask_listener(addr, &ShmUsers::default()));
     while !asking.is_finished() {
         w.step();
     }
-    assert!(asking.join().unwrap());
+    asking.join().unwrap().unwrap();
     // The link of the question has ended.
     works_afterwards(&mut w);
 }

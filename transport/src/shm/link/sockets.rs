@@ -9,8 +9,7 @@ use rustix::event::epoll;
 use tracing::{debug, info, warn};
 
 use super::{
-    ACCEPTS, BELLS, GREETING, KICK, LAST_ROUND, LISTENER, Links, MAX_GREETING, MAX_LINKS, REST,
-    Slot, State,
+    BELLS, GREETING, KICK, LAST_ROUND, LISTENER, Links, MAX_GREETING, MAX_LINKS, REST, Slot, State,
 };
 use crate::roce::nic::LinkPeer;
 use crate::shm::hello::{self, Message};
@@ -47,43 +46,37 @@ impl Links {
         ready
     }
 
+    /// Accepts one process: each look takes one, so that workers that share a listener share what
+    /// comes there.
     fn accept(&mut self, now: Instant) {
-        for _ in 0..ACCEPTS {
-            let Some(listener) = &self.listener else {
-                return;
-            };
-            let socket = match hello::accept(listener, &self.users) {
-                Ok(Some(socket)) => socket,
-                Ok(None) => return,
-                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                    info!(%error, "a process is refused");
-                    self.counters.refused += 1;
-                    continue;
+        let Some(listener) = self.listener.as_ref().filter(|_| self.is_attended) else {
+            return;
+        };
+        let socket = match hello::accept(listener, &self.users) {
+            Ok(Some(socket)) => socket,
+            Ok(None) => return,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                if let Some(held_back) = self.denials.pass(now) {
+                    info!(%error, held_back, "a process is refused");
                 }
-                // Such as too many open files. The listener stays readable, and would keep the
-                // owner from sleeping.
-                Err(error) => {
-                    warn!(%error, "no process can be accepted for a second");
-                    let _ = epoll::delete(&self.set, listener);
-                    self.rests_until = Some(now + REST);
-                    return;
-                }
-            };
-            self.make_room();
-            if self.free.is_empty() {
-                info!(
-                    links = MAX_LINKS,
-                    "a process is refused, since there are too many links"
-                );
                 self.counters.refused += 1;
-                continue;
+                return;
             }
-            let until = now + GREETING;
-            // Its address is known with its HELLO.
-            let added = self.add(socket, self.own, false, State::AwaitsHello { until });
-            if let Err(error) = added {
-                info!(%error, "a link cannot be watched");
+            // Such as too many open files. The listener stays readable, and would keep the owner
+            // from sleeping.
+            Err(error) => {
+                warn!(%error, "no process can be accepted for a second");
+                self.rests_until = Some(now + REST);
+                self.attend_or_warn();
+                return;
             }
+        };
+        self.make_room();
+        let until = now + GREETING;
+        // Its address is known with its HELLO.
+        let added = self.add(socket, self.own, false, State::AwaitsHello { until });
+        if let Err(error) = added {
+            warn!(%error, "a link cannot be watched");
         }
     }
 
@@ -141,12 +134,16 @@ impl Links {
     fn on_end(&mut self, slot: usize, error: &io::Error, take: &mut impl FnMut(LinkPeer, &[u8])) {
         let link = self.slots[slot].link.as_ref().expect("it was read from");
         debug!(peer = %link.peer, %error, "the end of a link");
-        match &link.state {
+        if matches!(link.state, State::Up(_)) {
             // Packets that the peer sent before its end count.
-            State::Up(_) => {
-                self.receive_from(slot, LAST_ROUND, take);
+            self.receive_from(slot, LAST_ROUND, take);
+        } else {
+            self.counters.refused += 1;
+            // One that goes without a word has only looked who is here.
+            let is_silent = error.kind() == io::ErrorKind::UnexpectedEof && !link.is_outgoing;
+            if !is_silent && let Some(held_back) = self.faults.pass(Instant::now()) {
+                info!(peer = %link.peer, %error, held_back, "no memory is shared with a process");
             }
-            _ => self.counters.refused += 1,
         }
         self.end(slot);
     }
@@ -160,7 +157,7 @@ impl Links {
             Message::None => return Ok(false),
             Message::End => return Err(io::ErrorKind::UnexpectedEof.into()),
         };
-        link.peer = hello::parse_hello(&message[..len], self.own.is_ipv4())?;
+        link.peer = hello::parse_hello(&message[..len], self.own)?;
         let (shared, file) = SharedMemory::create("riser-shm", DATA)?;
         hello::welcome(&link.socket, file.as_fd())?;
         link.state = State::Up(Box::new(Rings::new(shared, Side::Maker)));
@@ -193,7 +190,11 @@ impl Links {
     fn on_up(&mut self, slot: usize) {
         self.counters.up += 1;
         if let Some(link) = &self.slots[slot].link {
-            info!(own = %self.own, peer = %link.peer, "memory is shared with a process of this host");
+            // Of what others begin, logins say more than this.
+            match link.is_outgoing {
+                true => info!(own = %self.own, peer = %link.peer, "memory is shared"),
+                false => debug!(own = %self.own, peer = %link.peer, "memory is shared"),
+            }
         }
     }
 }

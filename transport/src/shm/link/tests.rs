@@ -1,0 +1,100 @@
+use super::*;
+
+fn addr(last: u8) -> IpAddr {
+    IpAddr::from([127, 2, 0, last])
+}
+
+fn listening(at: IpAddr) -> (Links, OwnedFd) {
+    let listener = hello::listen(at).unwrap();
+    let other = listener.try_clone().unwrap();
+    let links = Links::new(at, ShmUsers::default(), Some(listener)).unwrap();
+    (links, other)
+}
+
+fn look(links: &mut Links) {
+    links.look(Instant::now(), |_, _| {});
+}
+
+/// Two devices with a link.
+fn linked(from: IpAddr, to: IpAddr) -> (Links, Links) {
+    let (mut server, _) = listening(to);
+    let mut client = Links::new(from, ShmUsers::default(), None).unwrap();
+    client.reach(Instant::now(), to).unwrap();
+    // The connection, its HELLO, its WELCOME.
+    for _ in 0..3 {
+        look(&mut server);
+        look(&mut client);
+    }
+    assert_eq!((client.counters.up, server.counters.up), (1, 1));
+    (client, server)
+}
+
+#[test]
+fn a_link_ends_when_an_address_of_it_leaves_the_host() {
+    let (own, peer) = (addr(1), addr(2));
+    for gone in [own, peer] {
+        let (mut client, mut server) = linked(own, peer);
+        for links in [&mut client, &mut server] {
+            links.check_addresses(|_| true);
+            assert_eq!(links.live.len(), 1, "{gone}");
+            links.check_addresses(|addr| addr != gone);
+            assert_eq!(links.live.len(), 0, "{gone}");
+            assert!(links.poll_lost().is_some(), "the device learns of it");
+        }
+    }
+}
+
+#[test]
+fn a_device_with_links_wakes_up_to_look_for_its_addresses() {
+    let (mut client, _server) = linked(addr(3), addr(4));
+    let now = Instant::now();
+    client.expire(now);
+    let due = client.deadline().unwrap();
+    assert!(due > now && due <= now + Duration::from_secs(1));
+    // They are there.
+    client.expire(due);
+    assert_eq!(client.live.len(), 1);
+    assert!(client.deadline().unwrap() > due);
+    client.end(client.live[0]);
+    assert_eq!(client.deadline(), None);
+}
+
+#[test]
+fn a_look_accepts_one_process() {
+    let (mut first, listener) = listening(addr(5));
+    let mut second = Links::new(addr(5), ShmUsers::default(), Some(listener)).unwrap();
+    let connect = |_| hello::connect(addr(5), addr(6), &ShmUsers::default()).unwrap();
+    let _clients: Vec<_> = (0..4).map(connect).collect();
+    for n in 1..3 {
+        look(&mut first);
+        look(&mut second);
+        assert_eq!((first.live.len(), second.live.len()), (n, n));
+    }
+}
+
+#[test]
+fn a_device_without_room_leaves_its_listener_to_another() {
+    let (mut full, listener) = listening(addr(7));
+    let mut other = Links::new(addr(7), ShmUsers::default(), Some(listener)).unwrap();
+    let connect = || hello::connect(addr(7), addr(8), &ShmUsers::default()).unwrap();
+    let mut clients = Vec::new();
+    for n in 0..MAX_LINKS {
+        clients.push(connect());
+        look(&mut full);
+        look(&mut full);
+        assert_eq!(full.counters.up, n as u64 + 1);
+    }
+    let one_more = connect();
+    look(&mut full);
+    look(&mut other);
+    look(&mut other);
+    assert_eq!((full.counters.refused, other.counters.up), (0, 1));
+    drop(one_more);
+    // Room again.
+    clients.pop();
+    look(&mut full);
+    clients.push(connect());
+    look(&mut full);
+    look(&mut full);
+    assert_eq!(full.counters.up, MAX_LINKS as u64 + 1);
+}

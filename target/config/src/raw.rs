@@ -585,7 +585,7 @@ pub(super) type BufferPool = Number<1, 65_536, 64>;
 pub(super) struct Transport {
     /// RDMA devices of the portals.
     #[schemars(extend("default" = "roce"))]
-    pub(super) provider: Option<Provider>,
+    pub(super) provider: Option<Located<Provider>>,
     /// Largest path MTU, or `auto`: as large as the interface allows.
     #[schemars(extend("default" = "auto", "x-unit" = "bytes", "x-limits" = "auto, 256, 512, 1024, 2048 or 4096"))]
     pub(super) mtu: Option<Located<Count>>,

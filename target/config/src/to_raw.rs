@@ -233,7 +233,7 @@ fn limits(limits: &Limits) -> raw::Limits {
 
 fn transport(transport: &Transport) -> raw::Transport {
     raw::Transport {
-        provider: unless(transport.provider, Provider::Roce),
+        provider: located(unless(transport.provider, Provider::Roce)),
         mtu: located(transport.mtu.map(|mtu| Count(Some(mtu.into())))),
         on_link: unless(transport.on_link, false),
         shm: unless(transport.shm, false),

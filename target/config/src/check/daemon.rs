@@ -5,7 +5,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::mistake::{Checked, Mistake};
-use crate::model::{Limits, LinkFaults, Location, Log, Metrics, Transport, WINDOW, Workers};
+use crate::model::{
+    Limits, LinkFaults, Location, Log, Metrics, Provider, Transport, WINDOW, Workers,
+};
 use crate::raw;
 use crate::value::Percent;
 use crate::yaml::Located;
@@ -109,6 +111,22 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
             }
         },
     };
+    if let Some(provider) = raw.provider.as_ref().filter(|p| p.value == Provider::Shm) {
+        // Each of these would be without effect.
+        let useless = [
+            ("mtu", mtu.is_some()),
+            ("on_link", raw.on_link == Some(true)),
+            ("faults", raw.faults.is_some()),
+            ("shm", raw.shm == Some(true)),
+        ];
+        if let Some((key, _)) = useless.into_iter().find(|(_, is_set)| *is_set) {
+            let message = match key {
+                "shm" => "shm shares memory without `shm: true`, which is for the other providers".into(),
+                key => format!("shm uses no network, which `{key}` is about"),
+            };
+            return Err(Mistake::new(provider.at, "transport.provider", message));
+        }
+    }
     let share = |share: Option<Percent>| share.unwrap_or(Percent::ZERO);
     let faults = raw.faults.map(|faults| LinkFaults {
         loss: share(faults.loss),
@@ -119,7 +137,7 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
         seed: faults.seed.unwrap_or(1),
     });
     Ok(Transport {
-        provider: raw.provider.unwrap_or_default(),
+        provider: raw.provider.map_or_else(Provider::default, |p| p.value),
         mtu,
         on_link: raw.on_link.unwrap_or(false),
         shm: raw.shm.unwrap_or(false),

@@ -475,6 +475,22 @@ fn mistakes_are_named_with_their_place() {
             "6:19: transport.mtu: must be auto, 256, 512, 1024, 2048 or 4096, not 1500",
         ),
         (
+            rest("transport: { provider: shm, mtu: 1024 }\n"),
+            "6:24: transport.provider: shm uses no network, which `mtu` is about",
+        ),
+        (
+            rest("transport: { provider: shm, on_link: true }\n"),
+            "6:24: transport.provider: shm uses no network, which `on_link` is about",
+        ),
+        (
+            rest("transport: { provider: shm, faults: { loss: 1 } }\n"),
+            "6:24: transport.provider: shm uses no network, which `faults` is about",
+        ),
+        (
+            rest("transport: { provider: shm, shm: true }\n"),
+            "6:24: transport.provider: shm shares memory without `shm: true`, which is for the other providers",
+        ),
+        (
             rest("transport: { faults: { loss: 101 } }\n"),
             "6:30: transport.faults.loss: `101` is not a percentage from 0 to 100",
         ),

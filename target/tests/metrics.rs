@@ -54,7 +54,7 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
         "riser_lun_queue_depth{target=\"demo\",lun=\"0\"} 0\n",
         "riser_lun_flush_failed{target=\"demo\",lun=\"0\"} 0\n",
         "riser_logins_total{protocol=\"srp\"} 0\n",
-        "riser_device_icrc_errors_total{device=\"127.81.1.1\",worker=\"0\"} 0\n",
+        "riser_device_icrc_errors_total{device=\"127.81.1.1\",provider=\"roce\",worker=\"0\"} 0\n",
         "riser_ready 1\n",
         "# TYPE riser_backend_failing gauge\n",
     ] {

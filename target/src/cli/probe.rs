@@ -4,6 +4,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 
 use riser_scsi::iscsi::login::Auth;
+use riser_transport::shm::ShmListener;
 use serde::Serialize;
 
 use crate::backend::open_in_time;
@@ -31,7 +32,7 @@ pub(super) struct Opened {
 /// Backend, portal or secret that cannot be had.
 #[derive(Debug, Serialize)]
 pub(super) struct Problem {
-    /// Kind of object: `backend`, `portal`, `metrics` or `secret`.
+    /// Kind of object: `backend`, `portal`, `shared memory`, `metrics` or `secret`.
     kind: &'static str,
     name: String,
     error: String,
@@ -72,6 +73,11 @@ impl Probe {
             };
             if let Err(error) = tried {
                 probe.fail("portal", listen.to_string(), &error);
+            }
+        }
+        for addr in rdma.iter().filter(|_| config.transport.shm) {
+            if let Err(error) = ShmListener::bind(*addr) {
+                probe.fail("shared memory", addr.to_string(), &error);
             }
         }
         if let Some(metrics) = &config.metrics
@@ -156,11 +162,16 @@ impl Probe {
     }
 }
 
-/// Binds the port that a software NIC takes, or any where the address may be an RDMA device's.
+/// Binds the port that a software NIC takes or the name by which memory is shared, or any port
+/// where the address may be an RDMA device's.
 fn bind_nic(config: &Config, address: IpAddr) -> io::Result<()> {
     let port = match config.transport.provider {
         Provider::Roce => riser_transport::wire::packet::ROCE_PORT,
-        Provider::RdmaCore | Provider::Auto | Provider::Shm => 0,
+        Provider::RdmaCore | Provider::Auto => 0,
+        Provider::Shm => {
+            ShmListener::bind(address)?;
+            0
+        }
     };
     UdpSocket::bind(SocketAddr::new(address, port)).map(drop)
 }

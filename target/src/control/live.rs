@@ -329,7 +329,9 @@ fn sessions(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveSession> {
 
 fn network(snapshots: &[Snapshot]) -> LiveNetwork {
     let mut sum = LiveNetwork::default();
+    // Shared memory is no network.
     let devices = snapshots.iter().flat_map(|s| &s.devices);
+    let devices = devices.filter(|device| device.provider != riser_transport::shm::PROVIDER);
     for nic in devices.filter_map(|device| device.nic) {
         sum.bytes_in += nic.nic.rx_bytes;
         sum.bytes_out += nic.nic.tx_bytes;

@@ -230,7 +230,7 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             }
         };
         let opened = match (kind, is_on_host) {
-            (DeviceKind::Shared, _) => open_shm(addr, slot, acquired),
+            (DeviceKind::Shared, _) => open_shm(addr, kind, slot, acquired),
             (DeviceKind::Portal, true) => open_on_host(addr, slot, acquired),
             (DeviceKind::Portal, false) => open_ours(wanted, addr, slot, acquired),
         };
@@ -285,7 +285,7 @@ fn open_ours(
         source,
     };
     if wanted.simulated.is_none() && wanted.config.transport.provider == Provider::Shm {
-        return open_shm(addr, slot, acquired);
+        return open_shm(addr, DeviceKind::Portal, slot, acquired);
     }
     let socket = SocketAddr::new(addr, ROCE_PORT);
     if wanted.simulated.is_none() {
@@ -329,12 +329,13 @@ fn open_roce(config: &Config, addr: IpAddr, index: usize, workers: usize) -> io:
 }
 
 /// A device for each worker. They have one listener, and each the links that it accepts.
-fn open_shm(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
-    let failed = |source| ServerError::Device {
-        addr,
-        holder: HeldBy::default(),
-        source,
-    };
+fn open_shm(
+    addr: IpAddr,
+    kind: DeviceKind,
+    slot: usize,
+    acquired: &mut Acquired,
+) -> Result<(), ServerError> {
+    let failed = |source| ServerError::SharedMemory { addr, source };
     let listener = ShmListener::bind(addr).map_err(failed)?;
     for part in &mut acquired.parts {
         let device = listener.try_clone().and_then(|listener| {
@@ -343,8 +344,8 @@ fn open_shm(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), Se
                 ..ShmConfig::new(addr)
             })
         });
-        let device = Opened::Shm(Box::new(device.map_err(failed)?));
-        part.devices.push((slot, device));
+        let device = Box::new(device.map_err(failed)?);
+        part.devices.push((slot, Opened::Shm { device, kind }));
     }
     acquired.slots.fill(slot, acquired.parts.len() as u16);
     Ok(())

@@ -133,6 +133,14 @@ pub enum ServerError {
         /// Error of the operating system.
         source: io::Error,
     },
+    /// Memory cannot be shared with processes of this host.
+    #[error("cannot share memory at {addr}: {source}")]
+    SharedMemory {
+        /// Address at which it would be.
+        addr: IpAddr,
+        /// Error of the operating system, which names the process that has the address's name.
+        source: io::Error,
+    },
     /// An RDMA device of the host cannot be opened.
     #[error(transparent)]
     RdmaCore(#[from] riser_transport::rdma_core::OpenError),
@@ -249,6 +257,7 @@ impl ServerError {
         match self {
             Self::Backend { source, .. } => matches!(source, OpenError::Locked { .. }),
             Self::Device { source, .. }
+            | Self::SharedMemory { source, .. }
             | Self::Listen { source, .. }
             | Self::Metrics { source, .. } => source.kind() == io::ErrorKind::AddrInUse,
             Self::Shared(error) => error.is_in_use(),
@@ -1008,7 +1017,7 @@ impl ThreadParts {
             env: Box::new(System),
             pool: self.pool,
             shared: self.shared,
-            devices: devices.map(|(_, device)| device.into_device()).collect(),
+            devices: devices.map(|(_, device)| device).collect(),
             sockets: self.part.sockets,
             ring,
             mailbox,

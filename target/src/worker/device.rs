@@ -12,9 +12,10 @@ use riser_transport::rdma_core::{RdmaCoreDevice, has_device};
 use riser_transport::roce::driver::DriverCounters;
 use riser_transport::roce::nic::{NicCounters, NicUsage};
 use riser_transport::roce::{ForwardedPacket, Roce};
-use riser_transport::shm::Shm;
+use riser_transport::shm::{LinkCounters, Shm};
 use riser_transport::verbs::{CqId, Provider, VerbsError};
 
+use super::device_slots::DeviceKind;
 use super::discovery::{DiscoveryAgent, IoUnit};
 use crate::sessions::catalog::Catalog;
 
@@ -44,6 +45,11 @@ pub trait Device: Provider {
         false
     }
 
+    /// The IP address of a peer, for people, by the one that its packets come from.
+    fn peer_of(&self, source: IpAddr) -> IpAddr {
+        source
+    }
+
     /// Counters of a software NIC; none of other devices.
     fn nic(&self) -> Option<NicInfo> {
         None
@@ -69,6 +75,8 @@ pub struct NicInfo {
     pub cm: CmCounters,
     /// System calls of its socket.
     pub socket: DriverCounters,
+    /// Links to other processes, where memory is shared with these.
+    pub links: Option<LinkCounters>,
     /// Objects that it holds at present.
     pub usage: NicUsage,
 }
@@ -76,8 +84,10 @@ pub struct NicInfo {
 /// A device, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// IP address of the device.
+    /// IP address of the device. Memory that is shared beside a device has the same one.
     pub addr: IpAddr,
+    /// Name of its provider, such as `roce`.
+    pub provider: &'static str,
     /// Whether it works: it was neither taken away nor closed.
     pub is_open: bool,
     /// Counters of a software NIC; none of other devices.
@@ -91,6 +101,7 @@ impl Device for Roce {
             rc: self.rc_counters(),
             cm: self.cm_counters(),
             socket: self.driver_counters(),
+            links: None,
             usage: self.usage(),
         })
     }
@@ -133,11 +144,16 @@ impl Device for Shm {
         true
     }
 
+    fn peer_of(&self, source: IpAddr) -> IpAddr {
+        Self::peer_of(self, source)
+    }
+
     fn nic(&self) -> Option<NicInfo> {
         Some(NicInfo {
             nic: *self.counters(),
             rc: self.rc_counters(),
             cm: self.cm_counters(),
+            links: Some(self.link_counters()),
             usage: self.usage(),
             ..NicInfo::default()
         })
@@ -174,7 +190,12 @@ pub enum Opened {
     /// A device of the host, by rdma-core.
     RdmaCore(Box<RdmaCoreDevice>),
     /// A device for processes of this host, in shared memory.
-    Shm(Box<Shm>),
+    Shm {
+        /// The device.
+        device: Box<Shm>,
+        /// Whether it is the device of its address, or beside that.
+        kind: DeviceKind,
+    },
     /// A device of a simulation.
     Simulated(Box<Endpoint>),
 }
@@ -184,20 +205,26 @@ impl std::fmt::Debug for Opened {
         f.write_str(match self {
             Self::Roce(_) => "Roce",
             Self::RdmaCore(_) => "RdmaCore",
-            Self::Shm(_) => "Shm",
+            Self::Shm { .. } => "Shm",
             Self::Simulated(_) => "Simulated",
         })
     }
 }
 
 impl Opened {
+    fn kind(&self) -> DeviceKind {
+        match self {
+            Self::Shm { kind, .. } => *kind,
+            Self::Roce(_) | Self::RdmaCore(_) | Self::Simulated(_) => DeviceKind::Portal,
+        }
+    }
+
     /// As the worker knows it.
-    #[must_use]
-    pub fn into_device(self) -> Box<dyn Device> {
+    fn into_device(self) -> Box<dyn Device> {
         match self {
             Self::Roce(device) => device,
             Self::RdmaCore(device) => device,
-            Self::Shm(device) => device,
+            Self::Shm { device, .. } => device,
             Self::Simulated(device) => device,
         }
     }
@@ -237,26 +264,32 @@ pub(super) struct Devices {
 
 struct Slot {
     addr: IpAddr,
+    kind: DeviceKind,
+    /// Name of the device's provider.
+    provider: &'static str,
     state: State,
     /// Whether it has portals.
     is_wanted: bool,
 }
 
 impl Slot {
-    fn open(device: Box<dyn Device>) -> Result<Self, VerbsError> {
-        let addr = device.query_port(1)?.addr;
-        let state = State::open(device);
-        let is_wanted = true;
+    fn open(opened: Opened) -> Result<Self, VerbsError> {
+        let kind = opened.kind();
+        let device = opened.into_device();
         Ok(Self {
-            addr,
-            state,
-            is_wanted,
+            addr: device.query_port(1)?.addr,
+            kind,
+            provider: device.device_attr().provider,
+            state: State::open(device),
+            is_wanted: true,
         })
     }
 
     fn vacant() -> Self {
         Self {
             addr: IpAddr::from([0, 0, 0, 0]),
+            kind: DeviceKind::Portal,
+            provider: "",
             state: State::Vacant,
             is_wanted: true,
         }
@@ -312,7 +345,7 @@ impl Devices {
     ///
     /// # Errors
     /// A device does not report its address.
-    pub(super) fn new(devices: Vec<Box<dyn Device>>) -> Result<Self, VerbsError> {
+    pub(super) fn new(devices: Vec<Opened>) -> Result<Self, VerbsError> {
         let slots = devices.into_iter().map(Slot::open);
         let slots = slots.collect::<Result<_, _>>()?;
         Ok(Self {
@@ -326,7 +359,7 @@ impl Devices {
     ///
     /// # Errors
     /// It does not report its address.
-    pub(super) fn put(&mut self, slot: usize, device: Box<dyn Device>) -> Result<(), VerbsError> {
+    pub(super) fn put(&mut self, slot: usize, device: Opened) -> Result<(), VerbsError> {
         // Slots are numbered for all workers together; those in between may be others'.
         while self.slots.len() <= slot {
             self.slots.push(Slot::vacant());
@@ -349,9 +382,17 @@ impl Devices {
         self.slots[device].addr
     }
 
+    /// Whether an address has its device. Memory shared beside it does not stand for it.
     pub(super) fn has_addr(&self, addr: IpAddr) -> bool {
         let mut slots = self.slots.iter();
-        slots.any(|slot| slot.addr == addr && !slot.is_vacant())
+        slots.any(|slot| {
+            slot.addr == addr && slot.kind == DeviceKind::Portal && !slot.is_vacant()
+        })
+    }
+
+    /// Whether a device is the one that its address has, and not memory shared beside that.
+    pub(super) fn is_portal_device(&self, device: usize) -> bool {
+        self.slots[device].kind == DeviceKind::Portal
     }
 
     /// A device, unless it is closed.
@@ -399,8 +440,12 @@ impl Devices {
                 } => (!is_gone, device.nic()),
                 State::Closed { .. } => (false, None),
             };
-            let addr = slot.addr;
-            Some(DeviceInfo { addr, is_open, nic })
+            Some(DeviceInfo {
+                addr: slot.addr,
+                provider: slot.provider,
+                is_open,
+                nic,
+            })
         };
         self.slots.iter().filter_map(info).collect()
     }
@@ -529,8 +574,11 @@ impl Devices {
             ..
         } = state
         {
-            let mut report = |peer, found| report(peer, *addr, found);
-            agent.poll(device.as_mut(), cq, &mut report);
+            let mut begun = Vec::new();
+            agent.poll(device.as_mut(), cq, &mut |peer, found| begun.push((peer, found)));
+            for (peer, found) in begun {
+                report(device.peer_of(peer), *addr, found);
+            }
         }
     }
 
@@ -636,12 +684,17 @@ mod tests {
 
     use riser_reactor::RingConfig;
     use riser_transport::loopback::{Fabric, FabricConfig};
+    use riser_transport::shm::ShmConfig;
 
     use super::*;
 
     fn devices(fabric: &Fabric, hosts: &[u8]) -> Devices {
-        let open = |host: &u8| -> Box<dyn Device> { Box::new(fabric.endpoint(addr(*host))) };
+        let open = |host: &u8| endpoint(fabric, addr(*host));
         Devices::new(hosts.iter().map(open).collect()).unwrap()
+    }
+
+    fn endpoint(fabric: &Fabric, addr: IpAddr) -> Opened {
+        Opened::Simulated(Box::new(fabric.endpoint(addr)))
     }
 
     fn addr(host: u8) -> IpAddr {
@@ -652,7 +705,7 @@ mod tests {
     fn a_slot_is_vacant_until_a_device_is_put_there() {
         let fabric = Fabric::new(FabricConfig::default());
         let mut devices = devices(&fabric, &[1]);
-        devices.put(2, Box::new(fabric.endpoint(addr(3)))).unwrap();
+        devices.put(2, endpoint(&fabric, addr(3))).unwrap();
         assert_eq!(devices.len(), 3);
         assert!(devices.is_open(0) && !devices.is_there(1) && devices.is_open(2));
         assert!(devices.has_addr(addr(3)) && !devices.has_addr(addr(2)));
@@ -662,8 +715,31 @@ mod tests {
         );
         devices.set_wanted(2, false);
         assert!(devices.is_unwanted(2) && devices.has_unwanted());
-        devices.put(2, Box::new(fabric.endpoint(addr(4)))).unwrap();
+        devices.put(2, endpoint(&fabric, addr(4))).unwrap();
         assert!(!devices.has_unwanted(), "another device");
+    }
+
+    #[test]
+    fn memory_shared_beside_a_device_does_not_stand_for_it() {
+        let fabric = Fabric::new(FabricConfig::default());
+        let at = IpAddr::from([127, 3, 0, 1]);
+        let shm = |kind| Opened::Shm {
+            device: Box::new(Shm::open(ShmConfig::new(at)).unwrap()),
+            kind,
+        };
+        let both = vec![endpoint(&fabric, at), shm(DeviceKind::Shared)];
+        let mut devices = Devices::new(both).unwrap();
+        assert!(devices.has_addr(at));
+        assert!(devices.is_portal_device(0) && !devices.is_portal_device(1));
+        // What tells two devices of one address apart.
+        let info = devices.info();
+        let names: Vec<_> = info.iter().map(|d| (d.addr, d.provider)).collect();
+        assert_eq!(names, [(at, "loopback"), (at, "shm")]);
+        let mut ring = Ring::new(RingConfig::default()).unwrap();
+        devices.remove(&mut ring, 0);
+        assert!(devices.is_open(1) && !devices.has_addr(at));
+        devices.put(0, shm(DeviceKind::Portal)).unwrap();
+        assert!(devices.has_addr(at), "in place of the network");
     }
 
     #[test]

@@ -77,12 +77,13 @@ impl Listeners {
         });
     }
 
-    /// Ports of the RDMA CM on devices that work.
+    /// Ports of the RDMA CM on devices that work. Memory that is shared beside a device serves
+    /// processes of this host only, so it does not count.
     pub(super) fn ports(&self, devices: &Devices) -> Vec<SocketAddr> {
         let open = self
             .all
             .iter()
-            .filter(|((own, _), _)| devices.is_open(*own));
+            .filter(|((own, _), _)| devices.is_open(*own) && devices.is_portal_device(*own));
         open.filter_map(|((device, _), listener)| match listener.entrance {
             Entrance::Port(port) => Some((devices.addr(*device), port).into()),
             Entrance::Service(_) => None,
@@ -143,10 +144,14 @@ pub(super) fn listen(
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
     use std::time::Duration;
 
+    use riser_transport::shm::{Shm, ShmConfig};
     use riser_transport::verbs::Handle;
 
+    use super::super::device::Opened;
+    use super::super::device_slots::DeviceKind;
     use super::*;
 
     fn cm(number: u32) -> CmId {
@@ -177,6 +182,20 @@ mod tests {
         assert!(listeners.has(1, Entrance::Port(5001)), "another device");
         listeners.forget(1);
         assert_eq!(listeners.take_all().collect::<Vec<_>>(), [(0, cm(1))]);
+    }
+
+    #[test]
+    fn ports_are_those_of_the_device_that_an_address_has() {
+        let at = IpAddr::from([127, 3, 0, 2]);
+        for (kind, is_listening) in [(DeviceKind::Shared, false), (DeviceKind::Portal, true)] {
+            let device = Box::new(Shm::open(ShmConfig::new(at)).unwrap());
+            let devices = Devices::new(vec![Opened::Shm { device, kind }]).unwrap();
+            let mut listeners = Listeners::default();
+            listeners.insert(0, cm(1), listener(5000));
+            let ports = listeners.ports(&devices);
+            assert_eq!(ports == [SocketAddr::new(at, 5000)], is_listening, "{ports:?}");
+            assert_eq!(ports.is_empty(), !is_listening);
+        }
     }
 
     #[test]

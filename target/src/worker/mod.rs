@@ -162,7 +162,7 @@ pub struct WorkerConfig {
     /// State that all workers share.
     pub shared: Arc<Shared>,
     /// Its devices, by slot.
-    pub devices: Vec<Box<dyn Device>>,
+    pub devices: Vec<Opened>,
     /// Sockets of the TCP portals.
     pub sockets: Vec<TcpListener>,
     /// Ring, which belongs to the worker's thread.

@@ -138,7 +138,7 @@ impl Portals {
                 portal: "a new device".into(),
                 source: source.into(),
             };
-            devices.put(slot, device.into_device()).map_err(error)?;
+            devices.put(slot, device).map_err(error)?;
             staged.devices.push(slot);
             let watched = devices.watch(slot).map_err(RingError::Enter);
             watched.map_err(WorkerError::Ring)?;

@@ -12,7 +12,9 @@ use riser_target::config::Config;
 use riser_target::host::{Host, SystemHost};
 use riser_target::server::build_shared;
 use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
-use riser_target::worker::{Env, Report, Shared, TcpListener, Worker, WorkerConfig, WorkerError};
+use riser_target::worker::{
+    Env, Opened, Report, Shared, TcpListener, Worker, WorkerConfig, WorkerError,
+};
 use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::verbs::Provider;
@@ -111,7 +113,7 @@ impl World {
             env: Box::new(SeededEnv { state: seed, host }),
             pool: 16 << 20,
             shared: Arc::clone(&shared),
-            devices: vec![Box::new(fabric.endpoint(SERVER))],
+            devices: vec![Opened::Simulated(Box::new(fabric.endpoint(SERVER)))],
             sockets,
             ring,
             mailbox: inbox,

@@ -21,7 +21,7 @@ use riser_target::server::reload::{Change, ChangeError, ChangeStep};
 use riser_target::server::shutdown::Shutdown;
 use riser_target::server::{Keepers, Part, Server, SimulatedNetwork};
 use riser_target::worker::mail::{MAILBOX, Outbox};
-use riser_target::worker::{Opened, Report, TcpListener, Worker, WorkerConfig};
+use riser_target::worker::{Report, TcpListener, Worker, WorkerConfig};
 use riser_testkit::alloc::Attributed;
 use riser_tests::history::{History, Port};
 use riser_transport::loopback::{Endpoint, Fabric};
@@ -198,8 +198,7 @@ impl Target {
                 random: self.rng.fork(),
                 host: Arc::clone(host),
             };
-            let devices = part.devices.into_iter();
-            let devices = devices.map(|(_, device)| Opened::into_device(device));
+            let devices = part.devices.into_iter().map(|(_, device)| device);
             let (worker, unserved) = Worker::new(WorkerConfig {
                 index: index as u16,
                 now: self.ground.fabric().now(),

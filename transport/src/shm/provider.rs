@@ -201,6 +201,13 @@ impl Shm {
         self.links.counters()
     }
 
+    /// The address of the device at the other end of a link, by the link's name, from which its
+    /// datagrams come; another address as it is.
+    #[must_use]
+    pub fn peer_of(&self, source: IpAddr) -> IpAddr {
+        self.links.peer_of(source)
+    }
+
     /// Counters of a queue pair.
     ///
     /// # Errors

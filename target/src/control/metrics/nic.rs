@@ -11,7 +11,7 @@ struct NicMetric {
     kind: MetricType,
     name: &'static str,
     help: &'static str,
-    /// Label of its series besides device and worker.
+    /// Label of its series besides device, provider and worker.
     label: Option<&'static str>,
     /// Its series, by the values of that label.
     series: fn(&NicInfo) -> Vec<(&'static str, u64)>,
@@ -31,7 +31,12 @@ pub(super) fn families(snapshots: &[Snapshot]) -> Vec<Family> {
         let worker = snapshot.worker.to_string();
         for device in &snapshot.devices {
             let addr = device.addr.to_string();
-            let labels = [("device", &*addr), ("worker", &*worker)];
+            // An address may have two devices, one of them in shared memory.
+            let labels = [
+                ("device", &*addr),
+                ("provider", device.provider),
+                ("worker", &*worker),
+            ];
             open.add(&labels, f64::from(device.is_open));
             // An RDMA device of the host counts for itself; only the software NIC is ours to
             // count.
@@ -54,7 +59,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_packets_total",
-        help: "RoCE packets, by direction.",
+        help: "Packets of the software NIC or in shared memory, by direction.",
         label: Some("direction"),
         series: |n| vec![("in", n.nic.rx_packets), ("out", n.nic.tx_packets)],
     },
@@ -202,6 +207,35 @@ const METRICS: &[NicMetric] = &[
                 ("displaced", n.cm.displaced),
             ]
         },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_links_total",
+        help: "Processes of this host, by what came of sharing memory with them: `up` counts all links that came up, `broken` those of them that ended by a mistake of the peer.",
+        label: Some("outcome"),
+        series: |n| {
+            n.links.map_or_else(Vec::new, |links| {
+                vec![
+                    ("up", links.up),
+                    ("refused", links.refused),
+                    ("broken", links.broken),
+                ]
+            })
+        },
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_link_dropped_packets_total",
+        help: "Packets lost because a ring in shared memory was full, or its link gone.",
+        label: None,
+        series: |n| n.links.map_or_else(Vec::new, |links| vec![("", links.dropped)]),
+    },
+    NicMetric {
+        kind: COUNTER,
+        name: "riser_device_link_wakeups_total",
+        help: "Wake-ups sent to processes that share memory and sleep.",
+        label: None,
+        series: |n| n.links.map_or_else(Vec::new, |links| vec![("", links.bells)]),
     },
     NicMetric {
         kind: COUNTER,

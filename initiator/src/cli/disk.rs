@@ -111,9 +111,25 @@ pub(super) fn login(
                 | ConnectError::Unreachable
                 | ConnectError::Address(CmError::Timeout),
             ))) if attempts.again() => {}
-            Err(error) => return Err(login_failed(&url, error)),
+            Err(error) => {
+                let failed = login_failed(&url, error);
+                return Err(match unshared(client, &url) {
+                    Some(reason) => failed.help(reason),
+                    None => failed,
+                });
+            }
         }
     }
+}
+
+/// Why no memory can be shared with a target, if that is how it should have been reached.
+fn unshared(client: &Client, url: &TargetUrl) -> Option<String> {
+    if !client.device().starts_with(shm::PROVIDER) {
+        return None;
+    }
+    let users = shm_users();
+    let reason = check_offer(url, |addr| shm::ask_listener(addr, &users)).err()?;
+    Some(format!("no memory is shared: {reason}"))
 }
 
 /// Attempts to log in, until a time limit.
@@ -316,8 +332,14 @@ fn start_shared(
     }
     let target = resolve(url)?.ip();
     let users = shm_users();
-    if !is_named && !shm::has_listener(target, &users) {
-        tracing::debug!(%target, "the target offers no shared memory");
+    if !is_named && let Err(error) = check_offer(url, |addr| shm::ask_listener(addr, &users)) {
+        match error.kind() {
+            // A target of another host, or one that does not offer it, as most.
+            io::ErrorKind::AddrNotAvailable | io::ErrorKind::ConnectionRefused => {
+                tracing::debug!(%target, %error, "no memory is shared with the target");
+            }
+            _ => tracing::info!(%target, %error, "no memory is shared with the target"),
+        }
         return Ok(None);
     }
     // The kernel, too, has a host talk to an address of its own from that address.
@@ -348,6 +370,29 @@ fn start_shared(
             Ok(None)
         }
     }
+}
+
+/// Checks that every portal of an address shares memory: a device of shared memory reaches no other
+/// one. `ask` is given the IP address of each.
+///
+/// # Errors
+/// The first error of `ask`, or a portal has no address;
+/// [`io::ErrorKind::Unsupported`] where the target is to name its portals itself.
+fn check_offer(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
+    if url.wants_all() {
+        let text = "the target may have portals on other hosts";
+        return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+    }
+    let others = url.portals().iter().map(|portal| url.by(portal.clone()));
+    let mut asked = Vec::new();
+    for portal in std::iter::once(url.first()).chain(others) {
+        let addr = portal.resolve()?.ip();
+        if !asked.contains(&addr) {
+            ask(addr)?;
+            asked.push(addr);
+        }
+    }
+    Ok(())
 }
 
 /// Whose daemons memory is shared with, beside our own and root's: that of the service.
@@ -840,6 +885,27 @@ mod tests {
         ] {
             assert_eq!(with_link(&url.parse().unwrap(), &link).to_string(), want);
         }
+    }
+
+    #[test]
+    fn memory_is_shared_where_every_portal_shares_it() {
+        let url = |text: &str| text.parse::<TargetUrl>().unwrap();
+        let two = url("srp://127.0.0.1/0?portal=127.0.0.2");
+        let one_of = |shared: &'static [u8]| {
+            move |addr: IpAddr| match addr {
+                IpAddr::V4(v4) if shared.contains(&v4.octets()[3]) => Ok(()),
+                _ => Err(io::ErrorKind::ConnectionRefused.into()),
+            }
+        };
+        check_offer(&two, one_of(&[1, 2])).unwrap();
+        for shared in [&[1u8] as &[u8], &[2], &[]] {
+            let refused = check_offer(&two, one_of(shared)).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused, "{shared:?}");
+        }
+        check_offer(&two.first(), one_of(&[1])).unwrap();
+        let all = url("iser://127.0.0.1/iqn.2026-01.com.example:x/0?paths=all");
+        let unknown = check_offer(&all, one_of(&[1, 2])).unwrap_err();
+        assert_eq!(unknown.kind(), io::ErrorKind::Unsupported);
     }
 
     #[test]
